@@ -23,7 +23,7 @@ from penstock.engine.core.cost_model import StepCostModel, cost_prior
 from penstock.engine.core.events import AddRequest, CreditGranted, FirstTokenArrived, PagesArrived, PagesReleased
 from penstock.engine.core.plan import SampledTokens, StepOutcome, StepPlan
 from penstock.engine.core.scheduler import Scheduler
-from penstock.types import BlockHash, Leg, RequestId, SamplingParams
+from penstock.types import BlockHash, RequestId, RequestStage, SamplingParams
 
 PARAMETERS = 1_236_000_000
 ROWS = (1, 4, 8, 16, 32, 40, 48, 64, 72, 128, 256, 2048)
@@ -127,8 +127,12 @@ class Loop:
                 )
                 self.workers[worker].scheduler.apply(request, self.now)
 
-    def _legs(self) -> tuple[tuple[Leg, str], ...]:
-        return ((Leg.DECODE, "decode"), (Leg.PREFILL, "prefill")) if self.split else ((Leg.WHOLE, "both"),)
+    def _legs(self) -> tuple[tuple[RequestStage, str], ...]:
+        return (
+            ((RequestStage.DECODE, "decode"), (RequestStage.PREFILL, "prefill"))
+            if self.split
+            else ((RequestStage.WHOLE, "both"),)
+        )
 
     def _begin(self, name: str, worker: Worker) -> None:
         if worker.plan is not None:

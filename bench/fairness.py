@@ -35,7 +35,7 @@ from penstock.engine.core.cost_model import StepCostModel, cost_prior
 from penstock.engine.core.events import AddRequest
 from penstock.engine.core.plan import SampledTokens, StepPlan
 from penstock.engine.core.scheduler import Scheduler
-from penstock.types import BlockHash, Claim, Leg, RequestId, SamplingParams
+from penstock.types import BlockHash, Qos, RequestId, RequestStage, SamplingParams
 
 STEP_S, TOKEN_S = 0.012, 0.05e-3
 PARAMETERS = 70_000_000_000  # what a worker knows of the default fleet before its first step
@@ -66,12 +66,12 @@ class Engine:
         event = AddRequest(
             id=RequestId(name),
             epoch=0,
-            leg=Leg.WHOLE,
+            leg=RequestStage.WHOLE,
             prompt=tokens,
             sampling=SamplingParams(seed=0, max_tokens=answer),
             arrival=self.now,
             root=BlockHash(bytes(32)),
-            claim=Claim(tenant=tenant),
+            claim=Qos(tenant=tenant),
         )
         self.scheduler.apply(event, self.now)
 

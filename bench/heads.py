@@ -38,7 +38,7 @@ from penstock.kernels.select import make_ops
 from penstock.types import PAGE_TOKENS, RequestId, SamplingParams
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.compression.convert import compress_folder
-from penstock.weights.eagle import FOLDER, inspect_head, load_head
+from penstock.weights.eagle import FOLDER, inspect_draft_head, load_draft_head
 from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.load import load_model
 
@@ -67,7 +67,7 @@ class Pair:
         self.ops = make_ops(compute_dtype=compute_dtype_for(self.spec, "auto"), threads=threads)
         loaded = load_model(folder, self.spec, self.ops, threads=threads)
         model = build_model(loaded, self.ops, min(self.spec.max_positions, longest))
-        found = load_head(head, inspect_head(head, self.spec), loaded.weights_hash, self.ops)
+        found = load_draft_head(head, inspect_draft_head(head, self.spec), loaded.weights_hash, self.ops)
         self.head = build_head(found, loaded, self.ops, SLOT_TOKENS)
         pages = 8 * -(-longest // PAGE_TOKENS) + 8
 

@@ -18,7 +18,7 @@ from penstock.engine.core.events import AddRequest
 from penstock.engine.core.plan import SampledTokens, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.hashing import block_hashes
-from penstock.types import BlockHash, Leg, RequestId, SamplingParams
+from penstock.types import BlockHash, RequestId, RequestStage, SamplingParams
 
 ROOT = BlockHash(bytes(32))
 NEVER = 1e9  # milliseconds: no time budget
@@ -28,7 +28,7 @@ def arrive(number: int, prompt: tuple[int, ...], hashes: tuple[BlockHash, ...], 
     return AddRequest(
         id=RequestId(f"r{number}"),
         epoch=0,
-        leg=Leg.WHOLE,
+        leg=RequestStage.WHOLE,
         prompt=prompt,
         sampling=SamplingParams(seed=number, max_tokens=max_tokens),
         arrival=float(number),

@@ -46,7 +46,7 @@ from penstock.engine.runner.interface import Runner
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.spec.proposer import NgramProposer
 from penstock.kernels.select import make_ops
-from penstock.types import PAGE_TOKENS, BlockHash, Leg, RequestId, SamplingParams
+from penstock.types import PAGE_TOKENS, BlockHash, RequestId, RequestStage, SamplingParams
 from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.load import load_model
 
@@ -145,7 +145,15 @@ class Engine:
             root = BlockHash(bytes(32))
             name = RequestId(f"r{number}")
             mailbox.waiting.append(
-                AddRequest(id=name, epoch=0, leg=Leg.WHOLE, prompt=prompt, sampling=sampling, arrival=number, root=root)
+                AddRequest(
+                    id=name,
+                    epoch=0,
+                    leg=RequestStage.WHOLE,
+                    prompt=prompt,
+                    sampling=sampling,
+                    arrival=number,
+                    root=root,
+                )
             )
         mailbox.open = len(prompts)
         while len(mailbox.answers) < len(prompts):

@@ -41,13 +41,13 @@ from penstock.engine.service.worker_service import HandOver, WorkerService
 from penstock.hashing import chain_root
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.select import make_ops
-from penstock.kv.checksum import PageSeal
-from penstock.kv.connectors.shm import MemoryCarrier
+from penstock.kv.checksum import PageChecksum
+from penstock.kv.connectors.shm import InMemoryConnector
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
-from penstock.kv.transfer.receiver import HandOverReceiver
-from penstock.kv.transfer.sender import HandOverSender
-from penstock.types import Leg, ModelIdentity, RequestId, Role, SamplingParams, WorkerId, pack_token_ids
+from penstock.kv.transfer.receiver import KvReceiver
+from penstock.kv.transfer.sender import KvSender
+from penstock.types import ModelIdentity, RequestId, RequestStage, Role, SamplingParams, WorkerId, pack_token_ids
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from penstock.wire.curve_keys import Keys
@@ -138,10 +138,10 @@ class Worker:
         )
         self.transport = ZmqTransport(Keys.ephemeral())
         memory = KvMemory.anonymous(layout, pages)
-        carrier = MemoryCarrier(memory, {}, PageSeal(self.identity, layout))
+        carrier = InMemoryConnector(memory, {}, PageChecksum(self.identity, layout))
         self.scheduler = Scheduler(config.scheduler, StepCostModel(cost_prior(self.spec.parameters)))
-        sender = HandOverSender(config.hand_over, carrier, 1)
-        receiver = HandOverReceiver(config.hand_over, carrier)
+        sender = KvSender(config.hand_over, carrier, 1)
+        receiver = KvReceiver(config.hand_over, carrier)
         clock = MonotonicClock()
         hand_over = HandOver(self.identity, sender, receiver)
         self.mailbox = WorkerService(config, self.scheduler, hand_over, self.transport, clock)
@@ -165,7 +165,7 @@ class Worker:
                     recipient=Recipient(worker=WorkerId("w"), incarnation=1, identity=self.identity),
                     request=request,
                     epoch=1,
-                    leg=Leg.WHOLE,
+                    leg=RequestStage.WHOLE,
                     prompt=bytes(pack_token_ids(prompt)),
                     emitted=(),
                     sampling=SamplingParams(seed=index, max_tokens=self.length, temperature=temperature),

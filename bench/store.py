@@ -31,13 +31,13 @@ from penstock.errors import ConfigError
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
-from penstock.kv.store.envelope import AnySeal, EncryptingSeal, StoreSeal
-from penstock.kv.store.mooncake.tier import MooncakeAt, MooncakeTier
-from penstock.kv.store.page_index import area_bytes
+from penstock.kv.store.envelope import AnyEnvelope, EncryptedEnvelope, PageEnvelope
+from penstock.kv.store.mooncake.tier import MooncakeConfig, MooncakeTier
+from penstock.kv.store.page_index import index_bytes
 from penstock.kv.store.peer_tier import PeerTier
 from penstock.kv.store.redis_tier import RedisTier
-from penstock.kv.store.slab_tier import SlabFile, SlabTier, head_for
-from penstock.kv.store.tier import FinalPage, PageKey, Tier
+from penstock.kv.store.slab_tier import SlabFile, SlabTier, slab_head
+from penstock.kv.store.tier import FinalPage, KvTier, PageKey
 from penstock.types import BlockHash, ModelIdentity, PageId, WorkerId
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="bench")
@@ -55,27 +55,27 @@ def key_of(number: int) -> PageKey:
 
 def makers(
     options: argparse.Namespace, layout: KvLayout, folder: Path
-) -> Iterator[tuple[str, Callable[[], list[Tier]]]]:
+) -> Iterator[tuple[str, Callable[[], list[KvTier]]]]:
     """(name, who writes and who reads) of every tier that can be had here."""
-    plain, sealed = StoreSeal(IDENTITY, layout), _sealed(layout)
+    plain, sealed = PageEnvelope(IDENTITY, layout), _sealed(layout)
     nbytes = (options.pages + 8) * 2 * (layout.page_bytes + 8192) + (4 << 20)
 
-    def slabs(name: str, seal: AnySeal, direct: bool) -> list[Tier]:
-        head = head_for(IDENTITY, layout, nbytes, encrypted=seal.encrypts)
+    def slabs(name: str, seal: AnyEnvelope, direct: bool) -> list[KvTier]:
+        head = slab_head(IDENTITY, layout, nbytes, encrypted=seal.encrypts)
         files = [SlabFile.at(folder / name, head, (share, 2), direct=direct) for share in range(2)]
         return [SlabTier("disk", file, seal) for file in files]
 
-    def host() -> list[Tier]:
+    def host() -> list[KvTier]:
         descriptor = os.memfd_create("bench")
-        head = head_for(IDENTITY, layout, nbytes, encrypted=False)
+        head = slab_head(IDENTITY, layout, nbytes, encrypted=False)
         made = [SlabTier("host", SlabFile.memory(descriptor, head, (share, 2)), plain) for share in range(2)]
         os.close(descriptor)
         return made
 
-    def peers() -> list[Tier]:
+    def peers() -> list[KvTier]:
         sizes = [(worker, options.pages) for worker in WORKERS]
         descriptor = os.memfd_create("bench")
-        os.ftruncate(descriptor, area_bytes(2 * options.pages))
+        os.ftruncate(descriptor, index_bytes(2 * options.pages))
         memories = {WORKERS[0]: MEMORY[0]}
         made = [PeerTier(descriptor, sizes, worker, memories, plain) for worker in WORKERS]
         os.close(descriptor)
@@ -88,7 +88,7 @@ def makers(
     if sealed is not None:
         yield "disk, direct, encrypted", lambda: slabs("encrypted", sealed, True)
     if options.mooncake:
-        at = MooncakeAt(master=options.mooncake)
+        at = MooncakeConfig(master=options.mooncake)
         yield "mooncake", lambda: [MooncakeTier(at, plain, timeout_s=10.0) for _ in range(2)]
     if options.redis:
         yield "redis", lambda: [RedisTier(options.redis, plain, timeout_s=5.0, expire_s=300) for _ in range(2)]
@@ -97,14 +97,14 @@ def makers(
 MEMORY: list[KvMemory] = []  # the writer's, of the size that is measured
 
 
-def _sealed(layout: KvLayout) -> AnySeal | None:
+def _sealed(layout: KvLayout) -> AnyEnvelope | None:
     try:
-        return EncryptingSeal(IDENTITY, layout, bytes(32))
+        return EncryptedEnvelope(IDENTITY, layout, bytes(32))
     except ConfigError:
         return None
 
 
-def measure(tiers: list[Tier], layout: KvLayout, count: int) -> dict[str, float]:
+def measure(tiers: list[KvTier], layout: KvLayout, count: int) -> dict[str, float]:
     """Microseconds a page, medians."""
     writer, reader = tiers
     pages = [random.Random(number).randbytes(layout.page_bytes) for number in range(8)]

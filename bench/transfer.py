@@ -32,16 +32,16 @@ from time import perf_counter
 from penstock.clock import MonotonicClock
 from penstock.config.limits import HandOverConfig
 from penstock.kernels.operands import KvShape
-from penstock.kv.checksum import PageSeal
-from penstock.kv.connectors.base import PageCarrier
-from penstock.kv.connectors.inline import CurveCarrier
-from penstock.kv.connectors.shm import ShmCarrier
-from penstock.kv.connectors.tcp.connector import TcpCarrier
+from penstock.kv.checksum import PageChecksum
+from penstock.kv.connectors.base import KvConnector
+from penstock.kv.connectors.inline import InlineConnector
+from penstock.kv.connectors.shm import ShmConnector
+from penstock.kv.connectors.tcp.connector import TcpConnector
 from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvFile, KvMemory
-from penstock.kv.transfer.events import FirstToken, Granted, Offer, Pull, PullFailed
-from penstock.kv.transfer.receiver import HandOverReceiver, post_pulls
-from penstock.kv.transfer.sender import HandOverSender, post
+from penstock.kv.memory import KvMemory, KvMemoryFile
+from penstock.kv.transfer.events import PageOffer, PagePull, PullFailed, PullGranted, TransferDone
+from penstock.kv.transfer.receiver import KvReceiver, send_pulls
+from penstock.kv.transfer.sender import KvSender, send_messages
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
 from penstock.wire.curve_keys import Keys
 from penstock.wire.gateway_messages import PageSource, TokenItem
@@ -72,9 +72,9 @@ def layout_of(page_bytes: int) -> KvLayout:
     return KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=page_bytes // 64), "bf16")
 
 
-def send_forever(carrier: PageCarrier, transport: ZmqTransport, ready: int, endpoint: str) -> None:
+def send_forever(carrier: KvConnector, transport: ZmqTransport, ready: int, endpoint: str) -> None:
     """Give every request that pulls all its pages at once; the number of its blocks stands in its name."""
-    sender = HandOverSender(HandOverConfig(), carrier, incarnation=1)
+    sender = KvSender(HandOverConfig(), carrier, incarnation=1)
     listener = transport.listen(endpoint)
     os.write(ready, listener.endpoint.encode() + b"\n")
     while True:
@@ -83,20 +83,20 @@ def send_forever(carrier: PageCarrier, transport: ZmqTransport, ready: int, endp
             now = CLOCK.now()
             match received.message:
                 case PagesReceived() as got:
-                    post(sender.received(got, now), listener, sender, now)
+                    send_messages(sender.received(got, now), listener, sender, now)
                 case PullPages() as pull:
                     if pull.skip_blocks == 0 and not pull.resend:
-                        post(sender.open(pull.request, pull.epoch, now), listener, sender, now)
+                        send_messages(sender.open(pull.request, pull.epoch, now), listener, sender, now)
                     turn = sender.pull(received.peer, pull, now)
-                    for effect in post(turn, listener, sender, now):
-                        if isinstance(effect, Granted):
+                    for effect in send_messages(turn, listener, sender, now):
+                        if isinstance(effect, PullGranted):
                             give(sender, listener, effect)
 
 
-def give(sender: HandOverSender, listener: Listener, granted: Granted) -> None:
+def give(sender: KvSender, listener: Listener, granted: PullGranted) -> None:
     blocks = int(granted.request.split("-")[1])
     for block in range(blocks):
-        offer = Offer(
+        offer = PageOffer(
             request=granted.request,
             epoch=granted.epoch,
             block=block,
@@ -105,27 +105,27 @@ def give(sender: HandOverSender, listener: Listener, granted: Granted) -> None:
             generation=1,
         )
         now = CLOCK.now()
-        post(sender.offer(offer, now, more=block + 1 < blocks), listener, sender, now)
+        send_messages(sender.offer(offer, now, more=block + 1 < blocks), listener, sender, now)
     first = TokenItem(request=granted.request, epoch=granted.epoch, index=0, tokens=(1,))
     now = CLOCK.now()
-    post(sender.done(first, blocks, now), listener, sender, now)
+    send_messages(sender.done(first, blocks, now), listener, sender, now)
 
 
-def carrier_of(kind: str, memory: KvMemory, peers: dict[WorkerId, KvMemory]) -> PageCarrier:
-    seal = PageSeal(IDENTITY, memory.layout)
+def carrier_of(kind: str, memory: KvMemory, peers: dict[WorkerId, KvMemory]) -> KvConnector:
+    seal = PageChecksum(IDENTITY, memory.layout)
     match kind:
         case "shm":
-            return ShmCarrier(memory, peers, seal)
+            return ShmConnector(memory, peers, seal)
         case "curve":
-            return CurveCarrier(memory, seal)
+            return InlineConnector(memory, seal)
         case "tcp" | "tcp-sealed":
-            return TcpCarrier(memory, seal, HandOverConfig(), ("tcp://127.0.0.1:0", 0), sealed=kind == "tcp-sealed")
+            return TcpConnector(memory, seal, HandOverConfig(), ("tcp://127.0.0.1:0", 0), sealed=kind == "tcp-sealed")
         case _:
             raise SystemExit(f"--carriers: {kind!r} is none of shm, tcp, tcp-sealed, curve, socket")
 
 
 @contextmanager
-def sending(kind: str, file: KvFile, keys: Keys) -> Iterator[str]:
+def sending(kind: str, file: KvMemoryFile, keys: Keys) -> Iterator[str]:
     """A forked sender, and the endpoint where it listens."""
     read, write = os.pipe()
     child = os.fork()
@@ -176,9 +176,9 @@ class Plainly:
 class Receiving:
     """The receiving end of hand-overs from one sender."""
 
-    def __init__(self, carrier: PageCarrier, transport: ZmqTransport, endpoint: str) -> None:
+    def __init__(self, carrier: KvConnector, transport: ZmqTransport, endpoint: str) -> None:
         self._transport = transport
-        self._receiver = HandOverReceiver(HandOverConfig(), carrier)
+        self._receiver = KvReceiver(HandOverConfig(), carrier)
         self._source = PageSource(worker=WORKER, incarnation=1, endpoint=endpoint)
         self._link: Link = transport.connect(endpoint)
         self._number = 0
@@ -186,7 +186,7 @@ class Receiving:
     def __call__(self, blocks: int) -> None:
         """One request of so many pages, from asking for it to its first token."""
         self._number += 1
-        pull = Pull(
+        pull = PagePull(
             request=RequestId(f"{self._number}-{blocks}"),
             epoch=1,
             source=self._source,
@@ -195,16 +195,16 @@ class Receiving:
             tokens=16 * blocks,
         )
         receiver = self._receiver
-        post_pulls(receiver.expect(pull, CLOCK.now()), self._say)
+        send_pulls(receiver.expect(pull, CLOCK.now()), self._say)
         news: list[object] = []
-        while not any(isinstance(effect, FirstToken) for effect in news):
+        while not any(isinstance(effect, TransferDone) for effect in news):
             assert not any(isinstance(effect, PullFailed) for effect in news), news
             if not receiver.has_work:
                 self._transport.wait(1.0, [self._link], receiver.descriptors)
             while (received := self._link.recv()) is not None:
                 turn = receiver.receive(self._source, received.message, received.payload, CLOCK.now())
-                news += post_pulls(turn, self._say)
-            news += post_pulls(receiver.work(CLOCK.now()), self._say)
+                news += send_pulls(turn, self._say)
+            news += send_pulls(receiver.work(CLOCK.now()), self._say)
 
     def _say(self, _: PageSource, message: PullPages | PagesReceived) -> None:
         self._link.send(message)
@@ -215,7 +215,7 @@ def transfers(kinds: list[str], layout: KvLayout, sizes: list[int], seconds: flo
     pages = max(sizes) // layout.page_bytes
     keys = Keys.ephemeral()
     with ExitStack() as stack:
-        files = {kind: stack.enter_context(closing(KvFile.create(layout, pages))) for kind in kinds}
+        files = {kind: stack.enter_context(closing(KvMemoryFile.create(layout, pages))) for kind in kinds}
         # All forks before the first thread.
         endpoints = {kind: stack.enter_context(sending(kind, files[kind], keys)) for kind in kinds}
         transport = stack.enter_context(closing(ZmqTransport(keys)))
@@ -227,7 +227,7 @@ def transfers(kinds: list[str], layout: KvLayout, sizes: list[int], seconds: flo
                 ends[kind] = Plainly(own, endpoints[kind])
                 continue
             carrier = carrier_of(kind, own, {WORKER: files[kind].map_readonly()})
-            if isinstance(carrier, TcpCarrier):
+            if isinstance(carrier, TcpConnector):
                 stack.callback(carrier.close)
             ends[kind] = Receiving(carrier, transport, endpoints[kind])
         for size in sizes:
@@ -258,7 +258,7 @@ def parts(layout: KvLayout, seconds: float) -> Iterator[dict[str, object]]:
     memory, own = KvMemory.anonymous(layout, pages), KvMemory.anonymous(layout, pages)
     memory.buffer[:] = os.urandom(1 << 16) * (memory.buffer.nbytes >> 16)
     own.buffer[:] = bytes(own.buffer.nbytes)
-    seal = PageSeal(IDENTITY, layout)
+    seal = PageChecksum(IDENTITY, layout)
     frames = [
         PageReady(
             request=RequestId("r"),

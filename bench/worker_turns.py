@@ -40,21 +40,21 @@ from penstock.errors import GrammarRefused
 from penstock.grammar.matcher import Matcher
 from penstock.hashing import block_hashes, chain_root
 from penstock.kernels.operands import KvShape
-from penstock.kv.checksum import PageSeal, PageSeals
-from penstock.kv.connectors.shm import MemoryCarrier
+from penstock.kv.checksum import PageChecksum, PageChecksums
+from penstock.kv.connectors.shm import InMemoryConnector
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
 from penstock.kv.store.store import PageStore
 from penstock.kv.store.tier import FinalPage, PageKey
-from penstock.kv.transfer.receiver import HandOverReceiver
-from penstock.kv.transfer.sender import HandOverSender
+from penstock.kv.transfer.receiver import KvReceiver
+from penstock.kv.transfer.sender import KvSender
 from penstock.types import (
     BlockHash,
     Grammar,
     GrammarKind,
-    Leg,
     ModelIdentity,
     RequestId,
+    RequestStage,
     Role,
     SamplingParams,
     WorkerId,
@@ -120,12 +120,12 @@ class Bench:
         self.scheduler = Scheduler(
             config.scheduler, StepCostModel((1e-3, 1e-3, 1e-9, 1e-3)) if tier else StepCostModel()
         )
-        self.scheduler.memory.guard = PageSeals(memory)
-        carrier = MemoryCarrier(memory, {}, PageSeal(IDENTITY, layout))
+        self.scheduler.memory.guard = PageChecksums(memory)
+        carrier = InMemoryConnector(memory, {}, PageChecksum(IDENTITY, layout))
         hand_over = TransferEnds(
             IDENTITY,
-            HandOverSender(HandOverConfig(), carrier, 1),
-            HandOverReceiver(HandOverConfig(), carrier),
+            KvSender(HandOverConfig(), carrier, 1),
+            KvReceiver(HandOverConfig(), carrier),
         )
         pool = self.scheduler.memory.pool
         store = PageStore([InMemory()] if tier else [], memory, pool.generation, clock.now, KvStoreConfig(always=True))
@@ -148,7 +148,7 @@ class Bench:
                 recipient=Recipient(worker=NAME, incarnation=1, identity=IDENTITY),
                 request=RequestId(f"r{self.asked}/0"),
                 epoch=1,
-                leg=Leg.WHOLE,
+                leg=RequestStage.WHOLE,
                 prompt=array("I", prompt).tobytes(),
                 sampling=SamplingParams(seed=1, max_tokens=max_tokens, grammar=grammar),
                 root=root,

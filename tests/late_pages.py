@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.errors import PageCorrupt
-from penstock.kv.connectors.base import CORRUPT, Landed, Wanted
-from penstock.kv.connectors.shm import MemoryCarrier
+from penstock.kv.connectors.base import CORRUPT, FetchRequest, FetchResult
+from penstock.kv.connectors.shm import InMemoryConnector
 from penstock.types import RequestId
 from penstock.wire.gateway_messages import PageSource
 
 
-class LateCarrier(MemoryCarrier):
+class LateCarrier(InMemoryConnector):
     """``flying``: what was asked for and is not there.  Nothing is written but by ``land``."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
-        self.flying: list[Wanted] = []
-        self._landed: list[Landed] = []
+        self.flying: list[FetchRequest] = []
+        self._landed: list[FetchResult] = []
 
-    def fetch(self, wanted: Wanted) -> bool:
+    def fetch(self, wanted: FetchRequest) -> bool:
         self.flying.append(wanted)
         return False
 
@@ -29,20 +29,20 @@ class LateCarrier(MemoryCarrier):
         for wanted in landing:
             try:
                 super().fetch(wanted)
-                self._landed.append(Landed(wanted))
+                self._landed.append(FetchResult(wanted))
             except PageCorrupt:
-                self._landed.append(Landed(wanted, CORRUPT))
+                self._landed.append(FetchResult(wanted, CORRUPT))
 
     @property
     def has_landed(self) -> bool:
         return bool(self._landed)
 
-    def landed(self) -> Sequence[Landed]:
+    def landed(self) -> Sequence[FetchResult]:
         landed, self._landed = self._landed, []
         return landed
 
     def stop(self, source: PageSource, request: RequestId, epoch: int) -> None:
-        def others(wanted: Wanted) -> bool:
+        def others(wanted: FetchRequest) -> bool:
             return (wanted.source, wanted.frame.request, wanted.frame.epoch) != (source, request, epoch)
 
         self.flying = [wanted for wanted in self.flying if others(wanted)]

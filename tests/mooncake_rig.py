@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError, TierFailed
-from penstock.kv.store.envelope import AnySeal
-from penstock.kv.store.mooncake.tier import MooncakeAt, MooncakeTier
+from penstock.errors import ConfigError, TierError
+from penstock.kv.store.envelope import AnyEnvelope
+from penstock.kv.store.mooncake.tier import MooncakeConfig, MooncakeTier
 
 
 class Mooncake:
@@ -94,15 +94,17 @@ def mooncake_store(folder: Path, *, gives: bool = True) -> Iterator[Mooncake]:
         store.close()
 
 
-def mooncake_tier(store: Mooncake, seal: AnySeal, *, timeout_s: float = 5.0, segment_bytes: int = 0) -> MooncakeTier:
+def mooncake_tier(
+    store: Mooncake, seal: AnyEnvelope, *, timeout_s: float = 5.0, segment_bytes: int = 0
+) -> MooncakeTier:
     """Whose process has come up."""
-    tier = MooncakeTier(MooncakeAt(master=store.at, segment_bytes=segment_bytes), seal, timeout_s=timeout_s)
+    tier = MooncakeTier(MooncakeConfig(master=store.at, segment_bytes=segment_bytes), seal, timeout_s=timeout_s)
     deadline = time.monotonic() + 60
     while True:
         try:
             tier.has([])
             return tier
-        except TierFailed:
+        except TierError:
             assert time.monotonic() < deadline, "Mooncake's client does not come up"
 
 

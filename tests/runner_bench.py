@@ -30,17 +30,17 @@ from penstock.types import (
     PAGE_TOKENS,
     AdapterRef,
     BlockHash,
-    Leg,
-    Medium,
+    MediaInput,
     PageId,
     PlacedImage,
     RequestId,
+    RequestStage,
     SamplingParams,
 )
 from penstock.weights.architecture.spec import ModelSpec
-from penstock.weights.inspect import for_length, inspect_model
+from penstock.weights.inspect import inspect_model, spec_for_length
 from penstock.weights.load import load_model
-from penstock.weights.lora import AdapterLimits, model_targets, read_adapter
+from penstock.weights.lora import LoraFileLimits, lora_targets, read_lora_adapter
 
 GREEDY = SamplingParams(seed=0, max_tokens=64, temperature=0.0)
 
@@ -102,7 +102,7 @@ class RunnerBench:
     ) -> None:
         self.spec = msgspec.structs.replace(inspect_model(folder), sparse=sparse)
         self.max_model_len = max_model_len or self.spec.max_positions
-        self.spec = with_short_cells(for_length(self.spec, self.max_model_len))
+        self.spec = with_short_cells(spec_for_length(self.spec, self.max_model_len))
         family = os.environ.get("PENSTOCK_KERNELS") or None
         self.ops = make_ops(**{"family": family, "compute_dtype": dtype, **ops})
         loaded = load_model(folder, self.spec, self.ops)
@@ -124,8 +124,8 @@ class RunnerBench:
 
     def load_adapter(self, folder: Path) -> AdapterRef:
         """The adapter in a folder, in memory."""
-        targets, limits = model_targets(self.spec), AdapterLimits(max_rank=256, max_bytes=1 << 30)
-        ref = AdapterRef(fingerprint=read_adapter(folder, targets, limits).fingerprint, folder=str(folder))
+        targets, limits = lora_targets(self.spec), LoraFileLimits(max_rank=256, max_bytes=1 << 30)
+        ref = AdapterRef(fingerprint=read_lora_adapter(folder, targets, limits).fingerprint, folder=str(folder))
         self.adapters.load(ref)
         if self._direct:
             self.runner.adapted = DirectProgram(self.ops, self.adapters.adapted(self.model), self.kv)
@@ -140,7 +140,7 @@ class RunnerBench:
         emitted: Sequence[int] = (),
         *,
         images: Sequence[PlacedImage] = (),
-        pictures: Sequence[Medium] = (),
+        pictures: Sequence[MediaInput] = (),
         adapter: AdapterRef | None = None,
     ) -> Request:
         """A request that owns pages for everything it may become."""
@@ -148,7 +148,7 @@ class RunnerBench:
         arrive = AddRequest(
             id=RequestId(f"r{self._serial}"),
             epoch=0,
-            leg=Leg.WHOLE,
+            leg=RequestStage.WHOLE,
             prompt=tuple(prompt),
             sampling=sampling,
             arrival=0.0,

@@ -18,12 +18,12 @@ from tests.mooncake_rig import mooncake_store, mooncake_tier
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
-from penstock.kv.store.envelope import AnySeal, StoreSeal
-from penstock.kv.store.page_index import area_bytes
+from penstock.kv.store.envelope import AnyEnvelope, PageEnvelope
+from penstock.kv.store.page_index import index_bytes
 from penstock.kv.store.peer_tier import PeerTier
 from penstock.kv.store.redis_tier import RedisTier
-from penstock.kv.store.slab_tier import SlabFile, SlabTier, head_for
-from penstock.kv.store.tier import FinalPage, PageKey, Tier
+from penstock.kv.store.slab_tier import SlabFile, SlabTier, slab_head
+from penstock.kv.store.tier import FinalPage, KvTier, PageKey
 from penstock.kv.store.tier_worker import Job
 from penstock.types import BlockHash, ModelIdentity, PageId, WorkerId
 
@@ -53,11 +53,11 @@ def slab_tier(
     share: tuple[int, int] = (0, 1),
     nbytes: int = SIZE,
     identity: ModelIdentity = IDENTITY,
-    seal: AnySeal | None = None,
+    seal: AnyEnvelope | None = None,
     direct: bool = True,
 ) -> SlabTier:
-    seal = seal or StoreSeal(identity, LAYOUT)
-    head = head_for(identity, LAYOUT, nbytes, encrypted=seal.encrypts)
+    seal = seal or PageEnvelope(identity, LAYOUT)
+    head = slab_head(identity, LAYOUT, nbytes, encrypted=seal.encrypts)
     return SlabTier("disk", SlabFile.at(path, head, share, direct=direct), seal)
 
 
@@ -65,8 +65,8 @@ def slab_tier(
 class Pair:
     """A tier as two workers see it; ``put`` has the first one keep a page, ``other`` is to find it."""
 
-    writer: Tier
-    other: Tier
+    writer: KvTier
+    other: KvTier
     memory: KvMemory | None = None  # the first worker's own, where that matters
     damage: Callable[[int], None] | None = None  # flip a bit of what is kept of this page
     kept: dict[int, int] = field(default_factory=dict)  # number -> page in that memory
@@ -110,14 +110,14 @@ def pair(kind: str, folder: Path, redis_url: Callable[[], str]) -> Iterator[Pair
         yield Pair(tiers[0], tiers[1])
     elif kind == "host":
         descriptor = os.memfd_create("test-kv-host")
-        head = head_for(IDENTITY, LAYOUT, SIZE, encrypted=False)
+        head = slab_head(IDENTITY, LAYOUT, SIZE, encrypted=False)
         tiers = [SlabTier("host", SlabFile.memory(descriptor, head, (n, 2)), seal) for n in range(2)]
         os.close(descriptor)
         yield Pair(tiers[0], tiers[1])
     elif kind == "peers":
         memories = {worker: KvMemory.anonymous(LAYOUT, pages) for worker, pages in WORKERS}
         descriptor = os.memfd_create("test-kv-directory")
-        os.ftruncate(descriptor, area_bytes(sum(pages for _, pages in WORKERS)))
+        os.ftruncate(descriptor, index_bytes(sum(pages for _, pages in WORKERS)))
         tiers = [PeerTier(descriptor, WORKERS, worker, memories, seal) for worker, _ in WORKERS]
         os.close(descriptor)
         yield Pair(tiers[0], tiers[1], memory=memories[WORKERS[0][0]])
@@ -134,13 +134,13 @@ def pair(kind: str, folder: Path, redis_url: Callable[[], str]) -> Iterator[Pair
         tier.close()
 
 
-def _seal(kind: str) -> AnySeal:
+def _seal(kind: str) -> AnyEnvelope:
     if "encrypted" not in kind:
-        return StoreSeal(IDENTITY, LAYOUT)
-    from penstock.kv.store.envelope import EncryptingSeal
+        return PageEnvelope(IDENTITY, LAYOUT)
+    from penstock.kv.store.envelope import EncryptedEnvelope
 
     pytest.importorskip("cryptography", reason="the extra with cryptography is not installed")
-    return EncryptingSeal(IDENTITY, LAYOUT, bytes(range(32)))
+    return EncryptedEnvelope(IDENTITY, LAYOUT, bytes(range(32)))
 
 
 @contextlib.contextmanager

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from penstock.weights.inspect import inspect_model
-from penstock.weights.lora import Target, model_targets
+from penstock.weights.lora import LoraTarget, lora_targets
 from tiny_models import DTYPES, Tensors, safetensors_bytes
 
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def adapter_tensors(
-    targets: dict[str, Target], modules: Iterable[str] = DENSE, *, rank: int = 4, seed: int = 0, dtype: str = "fp32"
+    targets: dict[str, LoraTarget], modules: Iterable[str] = DENSE, *, rank: int = 4, seed: int = 0, dtype: str = "fp32"
 ) -> Tensors:
     """Matrices under which an adapter changes every answer."""
     rng = np.random.default_rng(seed)
@@ -39,7 +39,7 @@ def write_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     wanted = tuple(modules)
     dtype = config.pop("dtype", "fp32")
-    tensors = adapter_tensors(model_targets(inspect_model(model)), wanted, rank=rank, seed=seed, dtype=dtype)
+    tensors = adapter_tensors(lora_targets(inspect_model(model)), wanted, rank=rank, seed=seed, dtype=dtype)
     values = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(wanted)} | config
     (folder / "adapter_config.json").write_text(json.dumps(values))
     (folder / "adapter_model.safetensors").write_bytes(safetensors_bytes(tensors))

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import checkpoint_format
-from penstock.weights.model_files import small_files
-from penstock.weights.pooling import read_with
+from penstock.weights.model_files import model_files
+from penstock.weights.pooling import with_pooler
 from tiny_models import Tensors, write_weights
 
 WORDS = ["the", "a", "fox", "dog", "cat", "was", "is", "in", "forest", "lost", "old", "quick", "lazy", "moon", "river"]
@@ -76,8 +76,8 @@ def write_reader(folder: Path, config: dict[str, Any], *, seed: int = 0) -> Path
     word_pieces().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text("{}")
     (architecture,) = config["architectures"]
-    family, fields = checkpoint_format(architecture, "config.json"), Fields(config, "config.json")
-    spec = read_with(family.parse(fields), architecture, fields, small_files(folder))
+    family, fields = checkpoint_format(architecture, "config.json"), ConfigFields(config, "config.json")
+    spec = with_pooler(family.parse(fields), architecture, fields, model_files(folder))
     rng = np.random.default_rng(seed)
     tensors: Tensors = {}
     for name, shape in family.layout(spec).shapes.items():

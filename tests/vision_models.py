@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import BUILT_IN
 from penstock.weights.inspect import CONFIG
 from tiny_models import DTYPES, write_weights
@@ -92,7 +92,7 @@ def write_vision_model(folder: Path, kind: str = "qwen2_vl", *, seed: int = 0, d
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
     family = BUILT_IN[config["architectures"][0]]
     rng = np.random.default_rng(seed)
-    shapes = family.layout(family.parse(Fields(config, CONFIG))).shapes
+    shapes = family.layout(family.parse(ConfigFields(config, CONFIG))).shapes
     write_weights(folder, {name: _drawn(rng, name, shape).astype(DTYPES[dtype]) for name, shape in shapes.items()})
     words = {f"t{index}": index for index in range(VOCAB - len(SPECIAL))}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t2"))

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from penstock.hashing import picture_hash
+from penstock.hashing import media_hash
 from penstock.intake.audio.wav import EXTENSIBLE
-from penstock.types import PlacedImage, Sound
-from penstock.weights.config_json import Fields
+from penstock.types import AudioInput, PlacedImage
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import BUILT_IN
-from penstock.weights.families.whisper import Whisper
+from penstock.weights.families.whisper import WhisperConfig
 from penstock.weights.inspect import CONFIG
 from tiny_models import DTYPES, write_weights
 
@@ -95,7 +95,7 @@ def write_whisper(folder: Path, *, seed: int = 0, dtype: str = "fp32") -> Path:
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
     family = BUILT_IN[config["architectures"][0]]
     rng = np.random.default_rng(seed)
-    shapes = family.layout(family.parse(Fields(config, CONFIG))).shapes
+    shapes = family.layout(family.parse(ConfigFields(config, CONFIG))).shapes
     write_weights(folder, {name: _drawn(rng, name, shape).astype(DTYPES[dtype]) for name, shape in shapes.items()})
     words = {f"t{index}": index for index in range(WORDS)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t2"))
@@ -114,15 +114,15 @@ def _drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArr
     return noise * gain / np.prod(shape[1:]) ** 0.5
 
 
-def sound(whisper: Whisper, seed: int = 0) -> Sound:
+def sound(whisper: WhisperConfig, seed: int = 0) -> AudioInput:
     """Random features, as loud as those of speech."""
     features_BF = 0.5 * np.random.default_rng(seed).standard_normal((whisper.bands, whisper.frames))
-    return Sound(whisper.begin, whisper.bands, features_BF.astype("<f4").tobytes())
+    return AudioInput(whisper.begin, whisper.bands, features_BF.astype("<f4").tobytes())
 
 
-def placed(one: Sound) -> PlacedImage:
+def placed(one: AudioInput) -> PlacedImage:
     """In front of a prompt."""
-    return PlacedImage(picture_hash(one), 0, one.rows, one.columns)
+    return PlacedImage(media_hash(one), 0, one.rows, one.columns)
 
 
 def tones(seconds: float, rate: int = RATE, seed: int = 0) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ from bench.faults.result import Budget, Result, judged
 
 from contract.transfer_rig import IDENTITY, LAYOUT, THEIRS, TOKENS, Rig, make_rig, start
 from penstock.errors import PageCorrupt
-from penstock.kv.checksum import PageSeal
+from penstock.kv.checksum import PageChecksum
 from penstock.types import PageId, RequestId
 from penstock.wire.transfer_messages import PageReady
 
@@ -56,7 +56,7 @@ def _flip(memory: memoryview, bit: int) -> None:
 
 def _copied(count: int, dice: random.Random) -> int:
     """Flips that the one pass of copying and checking finds: in the page, or in what is announced of it."""
-    seal = PageSeal(IDENTITY, LAYOUT)
+    seal = PageChecksum(IDENTITY, LAYOUT)
     page, into = bytearray(dice.randbytes(LAYOUT.page_bytes)), bytearray(LAYOUT.page_bytes)
     checksum = seal.checksum(memoryview(page), 1)
     found = 0

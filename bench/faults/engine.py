@@ -20,11 +20,11 @@ from penstock.engine.runner.lora import LoraLimits, LoraManager
 from penstock.engine.runner.model_runner import ModelRunner, RunnerServices
 from penstock.hashing import block_hashes, chain_root
 from penstock.kernels.select import make_ops
-from penstock.kv.checksum import PageSeals
+from penstock.kv.checksum import PageChecksums
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
-from penstock.types import Leg, ModelIdentity, PageId, RequestId, SamplingParams
-from penstock.weights.inspect import for_length, inspect_model
+from penstock.types import ModelIdentity, PageId, RequestId, RequestStage, SamplingParams
+from penstock.weights.inspect import inspect_model, spec_for_length
 from penstock.weights.load import load_model
 
 PAGES = 64
@@ -56,7 +56,7 @@ class Engine:
 
     def __init__(self) -> None:
         folder = storyteller()
-        spec = for_length(inspect_model(folder), LENGTH)
+        spec = spec_for_length(inspect_model(folder), LENGTH)
         ops = make_ops(family=None, compute_dtype="bf16", threads=1)
         loaded = load_model(folder, spec, ops)
         model = build_model(loaded, ops, LENGTH)
@@ -68,7 +68,7 @@ class Engine:
         runner = ModelRunner(model, ops, kv, ops.record(model, kv), RunnerServices(images=images, adapters=adapters))
         config = SchedulerConfig(pages=PAGES, max_model_len=LENGTH)
         self._scheduler = Scheduler(config, StepCostModel(cost_prior(spec.parameters)))
-        self._scheduler.memory.guard = PageSeals(self.memory)
+        self._scheduler.memory.guard = PageChecksums(self.memory)
         self._box = _Box()
         self._loop = EngineLoop(self._box, self._scheduler, runner, MonotonicClock())
         self._asked = 0
@@ -86,7 +86,7 @@ class Engine:
             AddRequest(
                 id=name,
                 epoch=1,
-                leg=Leg.WHOLE,
+                leg=RequestStage.WHOLE,
                 prompt=tuple(prompt),
                 sampling=SamplingParams(seed=0, max_tokens=4, temperature=0.0),
                 arrival=0.0,

@@ -18,7 +18,7 @@ from penstock.kernels.select import make_ops
 from penstock.weights.compression.convert import decompress_folder
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
-from penstock.weights.manifest import Manifests
+from penstock.weights.manifest import ManifestStore
 
 DAMAGES = 120
 
@@ -58,7 +58,7 @@ def f7(budget: Budget) -> Result:
 
 def _load(folder: Path, cache: Path) -> None:
     ops = make_ops(family=None, compute_dtype="bf16", threads=1)
-    load_model(folder, inspect_model(folder), ops, manifests=Manifests(cache))
+    load_model(folder, inspect_model(folder), ops, manifests=ManifestStore(cache))
 
 
 def _age(folder: Path) -> None:

@@ -23,8 +23,8 @@ from penstock.engine.models.registry import build_model
 from penstock.kernels.compressed import PANEL_ROWS
 from penstock.kernels.ops import Ops
 from penstock.weights.architecture.spec import ModelSpec
-from penstock.weights.architecture.tensor_layout import Matrix, Part, Vector
-from penstock.weights.inspect import for_length, read_outline
+from penstock.weights.architecture.tensor_layout import Matrix, TensorPart, Vector
+from penstock.weights.inspect import read_outline, spec_for_length
 from penstock.weights.load import LoadedModel
 
 BLOCK = 1 << 24
@@ -103,7 +103,7 @@ def make(name: str, config: Mapping[str, Any], ops: Ops, max_positions: int, *, 
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(dict(config)), encoding="utf-8")
         outline = read_outline(path)
-    spec = for_length(outline.spec, max_positions)
+    spec = spec_for_length(outline.spec, max_positions)
     numbers = Numbers()
     weights: dict[str, Any] = {}
     shapes: dict[str, tuple[int, int, bool]] = {}
@@ -141,7 +141,7 @@ def _shape(weight: Matrix) -> tuple[int, int]:
     return sum(n for n, _ in sizes), sizes[0][1]
 
 
-def _part_shape(part: Part) -> tuple[int, int]:
+def _part_shape(part: TensorPart) -> tuple[int, int]:
     shape = part.shape if part.index is None else part.shape[1:]
     n, k = (shape[1], shape[0]) if part.transposed else (shape[0], shape[1])
     return (part.rows.count if part.rows is not None else n), k

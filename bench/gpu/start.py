@@ -20,9 +20,9 @@ from penstock.engine.models.registry import build_model
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.ops import CapturableProgram, Ops
 from penstock.kernels.sampling import GumbelRows
-from penstock.weights.inspect import for_length, inspect_model, read_outline
+from penstock.weights.inspect import inspect_model, read_outline, spec_for_length
 from penstock.weights.load import load_model
-from penstock.weights.manifest import Manifests
+from penstock.weights.manifest import ManifestStore
 
 THREADS = 8
 PAGES = 512
@@ -53,7 +53,7 @@ def measured(ops: Ops, place: Place) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=base) as folder:
         path = Path(folder) / "model"
         nbytes = write(path, TINY if place.dry else LLAMA_8B)
-        manifests = Manifests(Path(folder) / "manifests", now_ns=lambda: time.time_ns() + SETTLED_NS)
+        manifests = ManifestStore(Path(folder) / "manifests", now_ns=lambda: time.time_ns() + SETTLED_NS)
         first = _start(path, ops, place, manifests)
         second = _start(path, ops, place, manifests)
     return {**second, "hashing_too_s": first["load_s"], "weights_bytes": nbytes}
@@ -81,9 +81,9 @@ def write(folder: Path, config: Mapping[str, Any]) -> int:
     return total
 
 
-def _start(path: Path, ops: Ops, place: Place, manifests: Manifests) -> dict[str, float]:
+def _start(path: Path, ops: Ops, place: Place, manifests: ManifestStore) -> dict[str, float]:
     begun = time.perf_counter()
-    spec = for_length(inspect_model(path), 256)
+    spec = spec_for_length(inspect_model(path), 256)
     loaded = load_model(path, spec, ops, threads=2 if place.dry else THREADS, manifests=manifests)
     place.wait()
     read = time.perf_counter()

@@ -132,7 +132,7 @@ class BodyTooLarge(RequestError):
     status = 413
 
 
-class SlowBody(RequestError):
+class BodyTimeout(RequestError):
     """The body did not arrive within the limit."""
 
     status = 408
@@ -277,7 +277,7 @@ class StalledRequest(WorkerError):
     """No progress within the limit."""
 
 
-class NotTaken(WorkerError):
+class AssignmentTimeout(WorkerError):
     """A worker has not taken on a role or duty within the limit; it may still do so."""
 
 
@@ -285,11 +285,11 @@ class PageCorrupt(PenstockError):
     """A page's checksum is wrong."""
 
 
-class TierFailed(PenstockError):
+class TierError(PenstockError):
     """A tier of the KV store is broken, too slow, or not there."""
 
 
-class HandOverRefused(PenstockError):
+class TransferRefused(PenstockError):
     """Pages cannot pass between these two workers."""
 
 
@@ -321,5 +321,5 @@ class KernelError(PenstockError):
     """A kernel family that this machine or build does not have."""
 
 
-class GaveUp(PenstockError):
+class RestartLimitReached(PenstockError):
     """A process could not be kept running; the message says why and what would help."""

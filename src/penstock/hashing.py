@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from blake3 import blake3
 
-from penstock.types import PAGE_TOKENS, BlockHash, Medium, ModelIdentity, PlacedImage, Sound
+from penstock.types import PAGE_TOKENS, AudioInput, BlockHash, MediaInput, ModelIdentity, PlacedImage
 
 
 def chain_root(identity: ModelIdentity, *, adapter: str = "", tenant_salt: str = "") -> BlockHash:
@@ -33,15 +33,15 @@ def medium_salt(salt: str) -> bytes:
     return blake3(b"penstock/salt/1" + salt.encode("utf-8", "surrogatepass")).digest() if salt else b""
 
 
-def picture_hash(picture: Medium) -> bytes:
+def media_hash(picture: MediaInput) -> bytes:
     """Names what a model sees: pixels, their arrangement, and how tones become numbers; or what it hears.
 
     Tenants with different salts (``medium_salt``) have different names for the same, and so share nothing of it.
     """
     if picture.salt:
-        plain = picture_hash(msgspec.structs.replace(picture, salt=b""))
+        plain = media_hash(msgspec.structs.replace(picture, salt=b""))
         return blake3(b"penstock/salted/1" + picture.salt + plain).digest()
-    if isinstance(picture, Sound):
+    if isinstance(picture, AudioInput):
         head = struct.pack("<2I", picture.columns, picture.bands)
         return blake3(b"penstock/sound/1" + head).update(picture.features).digest()
     tones = (picture.scale, *picture.mean, *picture.deviation)
@@ -49,7 +49,7 @@ def picture_hash(picture: Medium) -> bytes:
     return blake3(b"penstock/image/1" + head).update(picture.pixels).digest()
 
 
-def image_marks(images: Sequence[PlacedImage], start: int, stop: int) -> bytes:
+def image_block_marks(images: Sequence[PlacedImage], start: int, stop: int) -> bytes:
     """What tokens ``[start, stop)`` of a prompt show beside their ids: which images, and where each began."""
     shown = (image for image in images if image.at < stop and start < image.end)
     return b"".join(struct.pack("<Q", image.at) + image.content for image in shown)
@@ -70,6 +70,6 @@ def block_hashes(
     """Hashes of the full blocks of ``tokens``, in order; a last partial block has none."""
     parent = root
     for start in range(0, len(tokens) - page_tokens + 1, page_tokens):
-        marks = image_marks(images, start, start + page_tokens) if images else b""
+        marks = image_block_marks(images, start, start + page_tokens) if images else b""
         parent = block_hash(parent, tokens[start : start + page_tokens], marks)
         yield parent

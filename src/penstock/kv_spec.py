@@ -27,7 +27,7 @@ from itertools import pairwise
 import msgspec
 
 
-class Reach(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a position reads of those before it; with both limits, what both allow."""
 
     window: int | None = None  # the last so many, its own included
@@ -55,42 +55,42 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return min(self.first(position), max(0, position - 1)) // self.tokens(page_tokens)
 
 
-EVERYTHING = Reach()
+FULL_ATTENTION = KvSpec()
 
 
-def blocks_of(tokens: int, page_tokens: int) -> int:
+def blocks_for(tokens: int, page_tokens: int) -> int:
     """Blocks that hold so many tokens."""
     return -(-tokens // page_tokens)
 
 
-def most_blocks(reach: Reach, tokens: int, *, ahead: int, page_tokens: int) -> int:
+def max_blocks(reach: KvSpec, tokens: int, *, ahead: int, page_tokens: int) -> int:
     """Blocks (of states: cells) of a group that a sequence of ``tokens`` tokens holds at most at any time, when a step
     computes up to ``ahead`` of them: what is given back is given back with every block that was filled, so a block is
     ahead at least.
     """
     size = reach.tokens(page_tokens)
-    whole = blocks_of(tokens, size)
+    whole = blocks_for(tokens, size)
     if reach.span is None:
         return whole
-    return min(whole, blocks_of(reach.span + max(ahead, page_tokens), size) + 1)
+    return min(whole, blocks_for(reach.span + max(ahead, page_tokens), size) + 1)
 
 
-def most_pages(reaches: Sequence[Reach], tokens: int, *, ahead: int, page_tokens: int) -> int:
+def max_pages(reaches: Sequence[KvSpec], tokens: int, *, ahead: int, page_tokens: int) -> int:
     """Pages of all groups that a sequence holds at most at any time."""
-    return sum(most_blocks(reach, tokens, ahead=ahead, page_tokens=page_tokens) for reach in reaches)
+    return sum(max_blocks(reach, tokens, ahead=ahead, page_tokens=page_tokens) for reach in reaches)
 
 
-def tokens_held(reaches: Sequence[Reach], pages: int, longest: int, *, ahead: int, page_tokens: int) -> int:
+def tokens_that_fit(reaches: Sequence[KvSpec], pages: int, longest: int, *, ahead: int, page_tokens: int) -> int:
     """Tokens of one sequence, up to ``longest`` and in whole blocks, that so many pages always suffice for."""
 
     def needed(blocks: int) -> int:
-        return most_pages(reaches, blocks * page_tokens, ahead=ahead, page_tokens=page_tokens)
+        return max_pages(reaches, blocks * page_tokens, ahead=ahead, page_tokens=page_tokens)
 
-    blocks = bisect_left(range(1, blocks_of(longest, page_tokens) + 1), pages + 1, key=needed)
+    blocks = bisect_left(range(1, blocks_for(longest, page_tokens) + 1), pages + 1, key=needed)
     return min(longest, blocks * page_tokens)
 
 
-class Pieces:
+class TransferOrder:
     """The pages that a sequence needs to go on behind its first ``tokens`` tokens, numbered in the order in which they
     become final: block by block, within a block group by group, and at the end the state behind the last token, part
     by part.  That is the order in which they travel.
@@ -100,10 +100,10 @@ class Pieces:
 
     __slots__ = ("_keyed", "_page_tokens", "_runs", "_states", "_tokens", "blocks", "total")
 
-    def __init__(self, reaches: Sequence[Reach], tokens: int, page_tokens: int, *, ahead: int = 0) -> None:
+    def __init__(self, reaches: Sequence[KvSpec], tokens: int, page_tokens: int, *, ahead: int = 0) -> None:
         self._page_tokens = page_tokens
         self._tokens = tokens + ahead
-        self.blocks = blocks_of(tokens + ahead, page_tokens)
+        self.blocks = blocks_for(tokens + ahead, page_tokens)
         firsts = [reach.kept(tokens, page_tokens) for reach in reaches]
         keyed = [group for group, reach in enumerate(reaches) if reach.cell is None]
         edges = [*sorted({firsts[group] for group in keyed}), self.blocks]
@@ -175,19 +175,19 @@ preferred, because every group has a table of its own."""
 class LayerGroup:
     """Layers, in order, that stand in one page."""
 
-    reach: Reach
+    reach: KvSpec
     layers: tuple[int, ...]
 
 
-def layer_groups(reaches: Sequence[Reach]) -> tuple[LayerGroup, ...]:
+def layer_groups(reaches: Sequence[KvSpec]) -> tuple[LayerGroup, ...]:
     """The groups of layers that read so far back, one entry a layer.  None at all where all layers read everything.
 
     Those that read everything come first, as they are held longest.
     """
-    kinds: dict[Reach, list[int]] = {}
+    kinds: dict[KvSpec, list[int]] = {}
     for layer, reach in enumerate(reaches):
         kinds.setdefault(reach, []).append(layer)
-    if set(kinds) <= {EVERYTHING}:
+    if set(kinds) <= {FULL_ATTENTION}:
         return ()
     size = _page_layers([len(layers) for layers in kinds.values()])
     ordered = sorted(kinds.items(), key=lambda kind: (kind[0].span is not None, kind[1]))

@@ -23,12 +23,12 @@ _SECRETS = frozenset({"PENSTOCK_API_KEY", "PENSTOCK_KV_KEY", "PENSTOCK_KV_REDIS"
 _SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)($|_)|REDIS_URL")
 
 
-def command(module: str, *words: str) -> list[str]:
+def python_command(module: str, *words: str) -> list[str]:
     """That runs ``module``, and nothing of the current folder."""
     return [sys.executable, "-P", "-m", module, *words]
 
 
-def environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """This process's own without secrets, in which the child's package is this one."""
     root = str(Path(penstock.__file__).parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -40,38 +40,38 @@ def is_secret(name: str) -> bool:
     return name.upper() in _SECRETS or bool(_SECRET_NAME.search(name.upper()))
 
 
-def forget_secrets() -> None:
+def drop_secrets() -> None:
     """For a process that was forked and needs none: it, and what it starts, has them in its environment no more."""
     for name in [name for name in os.environ if is_secret(name)]:
         del os.environ[name]
 
 
-def keep_memory_private() -> None:
+def protect_memory() -> None:
     """No core dump of this process, and no other one of its user may look into it: prompts and keys are there.
 
     To be called by a process that needs to open no file of its own below /proc for writing any more.
     """
-    no_core_dumps()
+    disable_core_dumps()
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def no_core_dumps() -> None:
+def disable_core_dumps() -> None:
     """Of this process and of what it starts."""
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
-def started(module: str, word: str, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+def start_child(module: str, word: str, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
     """A process that runs ``module`` and has nothing of this one but these.  Raises OSError.
 
     Where it calls ``end_with_parent``: to be called by a thread that is there as long as it.
     """
     return subprocess.Popen(
-        command(module, word),
+        python_command(module, word),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=environment(),
+        env=child_environment(),
         pass_fds=descriptors,
     )
 

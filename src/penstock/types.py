@@ -17,8 +17,8 @@ MAX_COUNT = (1 << 53) - 1
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
-Word = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
-TokenId = Word
+Uint32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+TokenId = Uint32
 """What it may be at all; whoever knows the vocabulary compares with that."""
 
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -40,7 +40,7 @@ MAX_INCARNATION = (1 << (RUN_BITS + RESTART_BITS)) - 1
 Incarnation = Annotated[int, msgspec.Meta(ge=0, le=MAX_INCARNATION)]
 
 
-def is_older(one: int, other: int) -> bool:
+def is_older_incarnation(one: int, other: int) -> bool:
     """Did the incarnation ``one`` begin before ``other``, of one run?  Of two runs neither is older: no clock says."""
     return one >> RESTART_BITS == other >> RESTART_BITS and one < other
 
@@ -68,7 +68,7 @@ LOWER_TIERS = 4
 MAX_GRAMMAR_CHARS = 1 << 20
 """The longest grammar that may travel; what a client may ask for is limited further (``Limits.max_grammar_chars``)."""
 
-MIXES = ">"
+MIXED_CLASS_SEPARATOR = ">"
 """Between the two classes in the name of a mixed one: prompts are read in the first, answers written in the second."""
 
 GREEDY = 0.0
@@ -84,7 +84,7 @@ class Role(StrEnum):
     ENCODE = "encode"  # images for those who read prompts; no part of an answer
 
 
-class Leg(StrEnum):
+class RequestStage(StrEnum):
     """The part of one answer that a worker is asked for."""
 
     WHOLE = "whole"  # read the prompt and write the answer
@@ -163,7 +163,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     seed: Annotated[int, msgspec.Meta(ge=0)]  # unsigned 64 bits, the generator's key
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
-    choice: Word = 0  # index of the choice, part of the generator's counter
+    choice: Uint32 = 0  # index of the choice, part of the generator's counter
     temperature: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1.0  # GREEDY: argmax of the penalised logits
     top_k: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)] | None = None
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
@@ -226,7 +226,7 @@ MAX_SALT_BYTES = 32
 """Of a salt as it travels with an image: a hash."""
 
 
-class Picture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="picture"):
+class ImageInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="picture"):
     """An image as its model reads it, brought to its size; ``hashing.picture_hash`` names it.
 
     A tone ``t`` of colour c is read as ``(t * scale - mean[c]) / deviation[c]``.
@@ -245,13 +245,13 @@ MAX_FEATURES_BYTES = 1 << 24
 """Of one sound that may travel; 30 seconds in 128 bands are a tenth of it."""
 
 
-class Sound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="sound"):
+class AudioInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="sound"):
     """A sound as its model hears it; ``hashing.picture_hash`` names it."""
 
     columns: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]  # tokens that stand for it
     bands: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]
     features: Annotated[bytes, msgspec.Meta(max_length=MAX_FEATURES_BYTES)]  # fp32, little-endian: [bands, frames]
-    salt: Annotated[bytes, msgspec.Meta(max_length=MAX_SALT_BYTES)] = b""  # see ``Picture``
+    salt: Annotated[bytes, msgspec.Meta(max_length=MAX_SALT_BYTES)] = b""  # see ``ImageInput``
 
     @property
     def rows(self) -> int:
@@ -259,7 +259,7 @@ class Sound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
         return 1
 
 
-Medium = Picture | Sound
+MediaInput = ImageInput | AudioInput
 """What tokens of a prompt can stand for."""
 
 
@@ -280,7 +280,7 @@ class ServiceClass(IntEnum):
 MAX_TENANT_CHARS = 32
 
 
-class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Qos(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Whose a request is, and how it is to be served among others."""
 
     tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT_CHARS)] = ""  # a short name, never a key
@@ -289,18 +289,18 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_wait_s: Seconds | None = None  # to the first token, from now on; who waits longer is not served any more
 
 
-UNCLAIMED = Claim()
+DEFAULT_QOS = Qos()
 """Of a request that says nothing."""
 
 
-class Begun(msgspec.Struct, frozen=True):
+class ResumeFrom(msgspec.Struct, frozen=True):
     """The beginning of an answer that is known before it is asked for, and by whose bits."""
 
     tokens: tuple[int, ...] = ()
     identity: ModelIdentity | None = None
 
 
-NOT_BEGUN = Begun()
+NO_RESUME = ResumeFrom()
 
 
 TOKEN_BYTES = 4
@@ -334,13 +334,13 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     open_ended: bool = False  # nobody named a length: ``max_tokens`` is what the context leaves, and seldom reached
     arrival: float  # monotonic seconds on the gateway's host
     pooling: PoolingParams | None = None  # the text is only read; then ``max_tokens`` is 1 (see ``TokenBatch.pooled``)
-    claim: Claim = UNCLAIMED
+    claim: Qos = DEFAULT_QOS
     images: tuple[PlacedImage, ...] = ()  # in the prompt, from left to right; a sound is one of them
-    pictures: tuple[Medium, ...] = ()  # one an image
+    pictures: tuple[MediaInput, ...] = ()  # one an image
     session: str = ""  # a hint: requests of one session go to one worker, where that costs little
     adapter: AdapterRef | None = None
     cache_salt: str = ""  # requests with different salts share no cached pages (hashing.chain_root's tenant_salt)
-    begun: Begun = NOT_BEGUN  # its tokens count as output and are not delivered; fewer than ``max_tokens``
+    begun: ResumeFrom = NO_RESUME  # its tokens count as output and are not delivered; fewer than ``max_tokens``
     trace: str = ""  # the span that it is a part of, as a ``traceparent`` of W3C Trace Context; "": none is recorded
 
 
@@ -365,7 +365,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def mixed(self) -> bool:
         """Are prompts read in one numerics class, and answers written in another?"""
-        return MIXES in self.numerics
+        return MIXED_CLASS_SEPARATOR in self.numerics
 
     @property
     def system_fingerprint(self) -> str:

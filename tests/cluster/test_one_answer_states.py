@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import checkpoint_format
 from tiny_models import write_weights
 
@@ -62,7 +62,7 @@ def recurrent(plain_storyteller: Path, tmp_path_factory: pytest.TempPathFactory)
     tokens = {name: told[name] for name in ("vocab_size", "bos_token_id", "eos_token_id") if name in told}
     (folder / "config.json").write_text(json.dumps(CONFIG | tokens))
     family, random = checkpoint_format("Qwen3NextForCausalLM", ""), np.random.default_rng(5)
-    shapes = family.layout(family.parse(Fields(CONFIG | tokens, "config.json"))).shapes
+    shapes = family.layout(family.parse(ConfigFields(CONFIG | tokens, "config.json"))).shapes
     scales = {1: 0.3, 2: 0.2, 3: 0.5}  # under which answers vary and nothing explodes
     write_weights(
         folder,

@@ -19,15 +19,15 @@ from tests.mooncake_rig import Mooncake, free_ports, mooncake_store, mooncake_ti
 from tests.store_rig import IDENTITY, LAYOUT, final_of, key_of, page_of
 
 from blows import strike
-from penstock.errors import ConfigError, PageCorrupt, TierFailed
+from penstock.errors import ConfigError, PageCorrupt, TierError
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
-from penstock.kv.store.envelope import EncryptingSeal, StoreSeal
-from penstock.kv.store.mooncake.client import Keeper, Put
-from penstock.kv.store.mooncake.tier import MooncakeAt, MooncakeTier
+from penstock.kv.store.envelope import EncryptedEnvelope, PageEnvelope
+from penstock.kv.store.mooncake.client import MooncakeClient, PutRequest
+from penstock.kv.store.mooncake.tier import MooncakeConfig, MooncakeTier
 from penstock.types import ModelIdentity
 
-SEAL = StoreSeal(IDENTITY, LAYOUT)
+SEAL = PageEnvelope(IDENTITY, LAYOUT)
 long = pytest.mark.long
 
 
@@ -60,7 +60,7 @@ def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
         try:
             if true():
                 return
-        except TierFailed:
+        except TierError:
             pass
         assert time.monotonic() < deadline, "it did not come true"
         time.sleep(0.05)
@@ -69,7 +69,7 @@ def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
 @pytest.mark.parametrize("master", ["", "host", "host:", ":1", "host:0", "host:65536", "http://host:1", "a b:1"])
 def test_an_address_that_is_none_is_refused_with_an_example(master: str):
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        MooncakeTier(MooncakeAt(master=master), SEAL, timeout_s=1.0)
+        MooncakeTier(MooncakeConfig(master=master), SEAL, timeout_s=1.0)
 
 
 @long
@@ -81,13 +81,13 @@ def test_values_that_others_put_there_are_not_believed(store: Mooncake, tier: Mo
     flipped = good[:50] + bytes([good[50] ^ 1]) + good[51:]
     for number, bad in enumerate((good[:-1], good + b"x", good[:40], b"x", flipped, good * 1000), start=10):
         setup = msgspec.structs.replace(tier._keeper._setup, value_bytes=len(bad))
-        stranger = Keeper(setup, ("write",), 5.0)
+        stranger = MooncakeClient(setup, ("write",), 5.0)
         name = tier._name(key_of(number))
 
-        def write(keeper: Keeper = stranger, name: str = name, bad: bytes = bad) -> bool:
+        def write(keeper: MooncakeClient = stranger, name: str = name, bad: bytes = bad) -> bool:
             with keeper.lane("write") as lane:
                 lane.value[:] = bad
-                return lane.ask(Put(name)).code == 0
+                return lane.ask(PutRequest(name)).code == 0
 
         until(write)
         stranger.close()
@@ -102,18 +102,18 @@ def test_values_that_others_put_there_are_not_believed(store: Mooncake, tier: Mo
 def test_pages_of_another_model_are_not_offered(store: Mooncake, tier: MooncakeTier):
     put(tier, 1)
     identity = ModelIdentity(fingerprint="b" * 64, numerics=IDENTITY.numerics)
-    other = mooncake_tier(store, StoreSeal(identity, LAYOUT))
+    other = mooncake_tier(store, PageEnvelope(identity, LAYOUT))
     assert other.has([key_of(1)]) == [False]
     other.close()
 
 
 def test_pages_of_another_key_have_other_names():
     pytest.importorskip("cryptography", reason="the extra with cryptography is not installed")
-    seals = [SEAL, *(EncryptingSeal(IDENTITY, LAYOUT, bytes([byte]) * 32) for byte in (1, 2))]
-    names = [MooncakeTier(MooncakeAt(master="host:1"), seal, timeout_s=1.0)._name(key_of(1)) for seal in seals]
+    seals = [SEAL, *(EncryptedEnvelope(IDENTITY, LAYOUT, bytes([byte]) * 32) for byte in (1, 2))]
+    names = [MooncakeTier(MooncakeConfig(master="host:1"), seal, timeout_s=1.0)._name(key_of(1)) for seal in seals]
     assert len(set(names)) == 3
-    again = EncryptingSeal(IDENTITY, LAYOUT, bytes([1]) * 32)
-    assert MooncakeTier(MooncakeAt(master="host:1"), again, timeout_s=1.0)._name(key_of(1)) == names[1]
+    again = EncryptedEnvelope(IDENTITY, LAYOUT, bytes([1]) * 32)
+    assert MooncakeTier(MooncakeConfig(master="host:1"), again, timeout_s=1.0)._name(key_of(1)) == names[1]
 
 
 def no_thread(_: threading.Thread) -> None:
@@ -130,10 +130,10 @@ def no_process(*_: object, **__: object) -> None:
 def test_without_room_for_its_process_it_fails_and_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch, what: object, name: str, lacking: Callable[..., None]
 ):
-    tier = MooncakeTier(MooncakeAt(master="127.0.0.1:1"), SEAL, timeout_s=1.0)
+    tier = MooncakeTier(MooncakeConfig(master="127.0.0.1:1"), SEAL, timeout_s=1.0)
     with monkeypatch.context() as patch:
         patch.setattr(what, name, lacking)
-        with pytest.raises(TierFailed, match=r"no process: (can't start new thread|SubprocessError)"):
+        with pytest.raises(TierError, match=r"no process: (can't start new thread|SubprocessError)"):
             tier.has([key_of(1)])
     open_files = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
     assert not [each for each in open_files if "memfd:penstock-mooncake" in each]
@@ -157,7 +157,7 @@ def test_more_keys_than_one_question_has_room_for(tier: MooncakeTier):
 def test_a_full_store_refuses_or_gives_up_pages_and_nothing_fails(store: Mooncake):
     layout = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=1 << 14), "bf16")
     assert layout.page_bytes == 1 << 20
-    tier = mooncake_tier(store, StoreSeal(IDENTITY, layout))
+    tier = mooncake_tier(store, PageEnvelope(IDENTITY, layout))
     taken = [tier.write(final_of(number), memoryview(page_of(number, layout))) for number in range(80)]
     into = bytearray(layout.page_bytes)
     found = 0
@@ -177,7 +177,7 @@ def test_a_killed_master_forgets_and_that_is_a_miss(store: Mooncake, tier: Moonc
     store.master.wait()
     for ask in (lambda: get(tier, 1), lambda: put(tier, 2), lambda: tier.has([key_of(1)])):
         began = time.monotonic()
-        with pytest.raises(TierFailed, match="mooncake"):
+        with pytest.raises(TierError, match="mooncake"):
             ask()
         assert time.monotonic() - began < 20, "not the library's own 30 seconds"
     store.start_master()
@@ -196,7 +196,7 @@ def test_a_stopped_master_costs_our_deadline_and_no_process(store: Mooncake):
         assert process is not None
         strike(store.master.pid, signal.SIGSTOP)
         began = time.monotonic()
-        with pytest.raises(TierFailed):
+        with pytest.raises(TierError):
             tier.has([key_of(1)])
         assert time.monotonic() - began < 25, "not the library's own 30 seconds"
         store.master.send_signal(signal.SIGCONT)
@@ -211,7 +211,7 @@ def test_who_has_the_page_hangs_or_dies(store: Mooncake, tier: MooncakeTier, how
     assert store.giver is not None
     put(tier, 1)
     strike(store.giver.pid, how)
-    with pytest.raises(TierFailed):
+    with pytest.raises(TierError):
         get(tier, 1)
     until(lambda: get(tier, 1) is None)
     assert tier.has([key_of(1)]) == [False], "its master has found out"
@@ -224,7 +224,7 @@ def test_its_own_process_hangs_or_dies_and_another_takes_its_place(tier: Mooncak
     first = tier.pid
     assert first is not None
     strike(first, how)
-    with pytest.raises(TierFailed):
+    with pytest.raises(TierError):
         get(tier, 1)
     assert not psutil.pid_exists(first), "killed and reaped"
     until(lambda: get(tier, 1) == page_of(1))
@@ -238,7 +238,7 @@ def test_its_process_ends_with_a_worker_that_is_killed(store: Mooncake, stopped:
         "import sys, time\n"
         "from tests.mooncake_rig import mooncake_tier\n"
         "from tests.store_rig import IDENTITY, LAYOUT\n"
-        "from penstock.kv.store.envelope import StoreSeal\n"
+        "from penstock.kv.store.envelope import PageEnvelope\n"
         "class At: at = sys.argv[1]\n"
         "tier = mooncake_tier(At, StoreSeal(IDENTITY, LAYOUT))\n"
         "print(tier.pid, flush=True)\n"
@@ -266,11 +266,11 @@ def test_its_process_ends_with_a_worker_that_is_killed(store: Mooncake, stopped:
 @long
 def test_without_a_master_it_fails_and_says_so(store: Mooncake):
     (port,) = free_ports(1)
-    tier = MooncakeTier(MooncakeAt(master=f"127.0.0.1:{port}"), SEAL, timeout_s=1.0)
-    with pytest.raises(TierFailed, match="mooncake"):
+    tier = MooncakeTier(MooncakeConfig(master=f"127.0.0.1:{port}"), SEAL, timeout_s=1.0)
+    with pytest.raises(TierError, match="mooncake"):
         tier.has([key_of(1)])
     tier.close()
-    with pytest.raises(TierFailed, match="closed"):
+    with pytest.raises(TierError, match="closed"):
         tier.has([key_of(1)])
 
 

@@ -23,12 +23,12 @@ from transfer_rig import IDENTITY, LAYOUT, OWN, THEIRS, R, Rig, arrived, make_ri
 
 from blows import strike
 from penstock.config.limits import HandOverConfig
-from penstock.kv.checksum import PageSeal
-from penstock.kv.connectors.base import Landed, Wanted
+from penstock.kv.checksum import PageChecksum
+from penstock.kv.connectors.base import FetchRequest, FetchResult
 from penstock.kv.connectors.nixl import connector as nixl_connector
 from penstock.kv.connectors.nixl import reader
-from penstock.kv.connectors.nixl.agent_client import Absent, Done, HouseEmptyError, News, Ready
-from penstock.kv.connectors.nixl.connector import NixlCarrier, needs_writing
+from penstock.kv.connectors.nixl.agent_client import AgentEvent, AgentGoneError, AgentReady, AgentUnavailable, ReadDone
+from penstock.kv.connectors.nixl.connector import NixlConnector, needs_writing
 from penstock.types import PageId, WorkerId
 from penstock.wire.gateway_messages import PageSource
 from penstock.wire.transfer_messages import PageReady
@@ -45,10 +45,10 @@ def rig() -> Iterator[Rig]:
         yield made
 
 
-def ends(rig: Rig) -> tuple[NixlCarrier, NixlCarrier]:
+def ends(rig: Rig) -> tuple[NixlConnector, NixlConnector]:
     sender, receiver = rig.sender._carrier, rig.receiver._carrier
-    assert isinstance(sender, NixlCarrier)
-    assert isinstance(receiver, NixlCarrier)
+    assert isinstance(sender, NixlConnector)
+    assert isinstance(receiver, NixlConnector)
     return sender, receiver
 
 
@@ -78,27 +78,27 @@ def test_network_cards_want_pages_that_could_be_written():
 
 
 @pytest.fixture
-def carrier() -> Iterator[NixlCarrier]:
+def carrier() -> Iterator[NixlConnector]:
     """A worker's; nothing of it is started."""
-    memory, made = nixl_carrier(HandOverConfig(), PageSeal(IDENTITY, LAYOUT))
+    memory, made = nixl_carrier(HandOverConfig(), PageChecksum(IDENTITY, LAYOUT))
     yield made
     made.close()
     memory.close()
 
 
-def wanted() -> Wanted:
+def wanted() -> FetchRequest:
     source = PageSource(worker=WorkerId("prefill-0"), incarnation=1, endpoint="tcp://127.0.0.1:1")
     frame = PageReady(request=R, epoch=1, block=0, page=PageId(1), generation=1, tokens=16, checksum=bytes(16))
-    return Wanted(source, frame, memoryview(bytearray(LAYOUT.page_bytes)))
+    return FetchRequest(source, frame, memoryview(bytearray(LAYOUT.page_bytes)))
 
 
-def test_a_page_that_landed_and_was_stopped_wakes_nobody(carrier: NixlCarrier):
+def test_a_page_that_landed_and_was_stopped_wakes_nobody(carrier: NixlConnector):
     page = wanted()
-    carrier._land(Landed(page))
+    carrier._land(FetchResult(page))
     assert select.select(carrier.descriptors, [], [], 0)[0]
     carrier.stop(page.source, R, 1)
     assert not select.select(carrier.descriptors, [], [], 0)[0]
-    carrier._land(Landed(page))
+    carrier._land(FetchResult(page))
     assert [each.wanted for each in carrier.landed()] == [page], "the next one does"
 
 
@@ -115,9 +115,9 @@ class Babbler:
     pid = None
 
     def __init__(self, *_: object) -> None:
-        self._said: list[News] = [Ready(b"agent", 0), Done(99)]
+        self._said: list[AgentEvent] = [AgentReady(b"agent", 0), ReadDone(99)]
 
-    def hear(self, _: float | None) -> News:
+    def hear(self, _: float | None) -> AgentEvent:
         return self._said.pop(0)
 
     def say(self, _: object) -> None:
@@ -128,11 +128,11 @@ class Babbler:
 
 @pytest.mark.parametrize(("house", "why"), [(NoThread, "can't start new thread"), (Babbler, "read 99")])
 def test_whatever_fails_pages_go_another_way(
-    carrier: NixlCarrier, monkeypatch: pytest.MonkeyPatch, house: type, why: str
+    carrier: NixlConnector, monkeypatch: pytest.MonkeyPatch, house: type, why: str
 ):
     monkeypatch.setattr(reader, "House", house)
     page = wanted()
-    carrier.taker.fetch(reader.Errand(page, b"agent", 0))
+    carrier.taker.fetch(reader.NixlFetch(page, b"agent", 0))
     carrier.taker.start()
     until(lambda: carrier.has_landed)
     assert [(each.wanted, each.failure) for each in carrier._landed] == [(page, reader.FAILED)]
@@ -161,12 +161,12 @@ class Tended:
     close = end
 
 
-def test_a_receiver_without_nixl_tries_once(carrier: NixlCarrier, monkeypatch: pytest.MonkeyPatch):
+def test_a_receiver_without_nixl_tries_once(carrier: NixlConnector, monkeypatch: pytest.MonkeyPatch):
     class Without(Tended):
         begun: ClassVar[list[Tended]] = []
 
-        def hear(self, _: float | None) -> News:
-            return Absent("none of the packages is installed")
+        def hear(self, _: float | None) -> AgentEvent:
+            return AgentUnavailable("none of the packages is installed")
 
     monkeypatch.setattr(reader, "House", Without)
     carrier.taker.start()
@@ -174,24 +174,24 @@ def test_a_receiver_without_nixl_tries_once(carrier: NixlCarrier, monkeypatch: p
     assert carrier.taker.resting_until == math.inf
     assert "none of the packages" in carrier.taker.why
     carrier.taker.start()
-    carrier.taker.fetch(reader.Errand(wanted(), b"agent", 0))
+    carrier.taker.fetch(reader.NixlFetch(wanted(), b"agent", 0))
     until(lambda: carrier.has_landed)
     assert [each.failure for each in carrier._landed] == [reader.FAILED]
     assert not carrier.taker.usable
     assert len(Without.begun) == 1
 
 
-def test_pages_go_by_sockets_while_a_new_process_comes_up(carrier: NixlCarrier, monkeypatch: pytest.MonkeyPatch):
+def test_pages_go_by_sockets_while_a_new_process_comes_up(carrier: NixlConnector, monkeypatch: pytest.MonkeyPatch):
     class Mortal(Tended):
         begun: ClassVar[list[Tended]] = []
         ready = False
 
-        def hear(self, _: float | None) -> News:
+        def hear(self, _: float | None) -> AgentEvent:
             if self.ready:
-                raise HouseEmptyError("its process has ended")
+                raise AgentGoneError("its process has ended")
             self.up.wait(30)
             self.ready = True
-            return Ready(b"agent", 0)
+            return AgentReady(b"agent", 0)
 
     monkeypatch.setattr(reader, "House", Mortal)
     carrier.taker.start()
@@ -200,7 +200,7 @@ def test_pages_go_by_sockets_while_a_new_process_comes_up(carrier: NixlCarrier, 
         assert not carrier.taker.usable, "it has not come up"
         Mortal.begun[-1].up.set()
         until(lambda: carrier.taker.usable)
-        carrier.taker.fetch(reader.Errand(wanted(), b"agent", 0))
+        carrier.taker.fetch(reader.NixlFetch(wanted(), b"agent", 0))
         until(lambda life=life: len(carrier._landed) == life)
         assert not carrier.taker.usable
         carrier.taker.resting_until = 0.0
@@ -220,7 +220,7 @@ def memory_of_reads() -> list[str]:
 
 @pytest.mark.parametrize("lacking", ["descriptors", "threads"])
 def test_without_room_for_its_processes_pages_go_by_sockets(
-    carrier: NixlCarrier, monkeypatch: pytest.MonkeyPatch, lacking: str
+    carrier: NixlConnector, monkeypatch: pytest.MonkeyPatch, lacking: str
 ):
     def none(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tests.store_rig import IDENTITY, LAYOUT, TIERS, Pair, final_of, key_of, page_of, pair, redis_server
 
-from penstock.errors import PageCorrupt, TierFailed
+from penstock.errors import PageCorrupt, TierError
 from penstock.kv.layout import KvLayout
-from penstock.kv.store.envelope import EncryptingSeal, StoreSeal
+from penstock.kv.store.envelope import EncryptedEnvelope, PageEnvelope
 from penstock.kv.store.redis_tier import RedisTier
 from penstock.types import ModelIdentity
 
@@ -98,7 +98,7 @@ def test_pages_of_another_layout_are_not_offered(tmp_path: Path, redis_url: Call
     pytest.importorskip("redis", reason="the extra with redis is not installed")
     other = ModelIdentity(fingerprint="b" * 64, numerics=IDENTITY.numerics)
     ours, theirs = (
-        RedisTier(redis_url(), StoreSeal(identity, LAYOUT), timeout_s=5.0, expire_s=60)
+        RedisTier(redis_url(), PageEnvelope(identity, LAYOUT), timeout_s=5.0, expire_s=60)
         for identity in (IDENTITY, other)
     )
     ours.write(final_of(77), memoryview(page_of(77)))
@@ -110,7 +110,7 @@ def test_pages_of_another_key_are_left_alone(redis_url: Callable[[], str]):
     pytest.importorskip("redis", reason="the extra with redis is not installed")
     pytest.importorskip("cryptography", reason="the extra with cryptography is not installed")
     one, other = (
-        RedisTier(redis_url(), EncryptingSeal(IDENTITY, LAYOUT, bytes([byte]) * 32), timeout_s=5.0, expire_s=60)
+        RedisTier(redis_url(), EncryptedEnvelope(IDENTITY, LAYOUT, bytes([byte]) * 32), timeout_s=5.0, expire_s=60)
         for byte in (1, 2)
     )
     assert one.write(final_of(78), memoryview(page_of(78)))
@@ -124,7 +124,7 @@ def test_pages_of_another_key_are_left_alone(redis_url: Callable[[], str]):
 
 def test_redis_is_not_believed(redis_url: Callable[[], str]):
     redis = pytest.importorskip("redis", reason="the extra with redis is not installed")
-    tier = RedisTier(redis_url(), StoreSeal(IDENTITY, LAYOUT), timeout_s=5.0, expire_s=60)
+    tier = RedisTier(redis_url(), PageEnvelope(IDENTITY, LAYOUT), timeout_s=5.0, expire_s=60)
     client = redis.Redis.from_url(redis_url())
     client.flushall()
     tier.write(final_of(5), memoryview(page_of(5)))
@@ -137,23 +137,23 @@ def test_redis_is_not_believed(redis_url: Callable[[], str]):
             tier.read(key_of(5), into)
         assert tier.has([key_of(5)]) == [False], "it is not offered again"
     client.lpush(name, "a list")
-    with pytest.raises(TierFailed):
+    with pytest.raises(TierError):
         tier.read(key_of(5), into)
 
 
 def test_a_redis_that_is_not_there_fails_and_says_so(tmp_path: Path):
     pytest.importorskip("redis", reason="the extra with redis is not installed")
-    tier = RedisTier(f"unix://{tmp_path}/nobody", StoreSeal(IDENTITY, LAYOUT), timeout_s=0.2, expire_s=60)
-    with pytest.raises(TierFailed, match="redis"):
+    tier = RedisTier(f"unix://{tmp_path}/nobody", PageEnvelope(IDENTITY, LAYOUT), timeout_s=0.2, expire_s=60)
+    with pytest.raises(TierError, match="redis"):
         tier.has([key_of(1)])
-    with pytest.raises(TierFailed, match="redis"):
+    with pytest.raises(TierError, match="redis"):
         tier.write(final_of(1), memoryview(page_of(1)))
 
 
 def test_the_layout_is_part_of_the_proof():
     wide = KvLayout.of(LAYOUT.shape, "fp32")
-    _, proof = StoreSeal(IDENTITY, LAYOUT).close(key_of(1), memoryview(page_of(1)))
+    _, proof = PageEnvelope(IDENTITY, LAYOUT).close(key_of(1), memoryview(page_of(1)))
     with pytest.raises(PageCorrupt):
-        StoreSeal(IDENTITY, wide).open(
+        PageEnvelope(IDENTITY, wide).open(
             key_of(1), memoryview(page_of(1)), proof, memoryview(bytearray(LAYOUT.page_bytes))
         )

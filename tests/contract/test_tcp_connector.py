@@ -16,8 +16,8 @@ from transfer_rig import LAYOUT, OWN, THEIRS, R, Rig, arrived, make_rig, offer_a
 
 from penstock.config.limits import HandOverConfig
 from penstock.kv.connectors.tcp import protocol as frames
-from penstock.kv.connectors.tcp.connector import TcpCarrier
-from penstock.kv.connectors.tcp.server import Desk
+from penstock.kv.connectors.tcp.connector import TcpConnector
+from penstock.kv.connectors.tcp.server import PageServer
 from penstock.kv.transfer.events import PullFailed
 from penstock.types import PageId, RequestId
 from penstock.wire.transfer_messages import PageReady, PagesAt
@@ -89,9 +89,9 @@ def rig_of(things: ExitStack, kind: str = "tcp", config: HandOverConfig = ONE_LI
     return made
 
 
-def desk_of(rig: Rig) -> Desk:
+def desk_of(rig: Rig) -> PageServer:
     carrier = rig.sender._carrier
-    assert isinstance(carrier, TcpCarrier)
+    assert isinstance(carrier, TcpConnector)
     return carrier.desk
 
 
@@ -232,10 +232,10 @@ def test_an_impostor_who_took_the_senders_port_writes_nothing(things: ExitStack)
 
     def answer() -> None:
         with listening.accept()[0] as sock:
-            sock.sendall(frames.hello(bytes(32), sealed=False))
-            leg = frames.read_head(sock.recv(512)[: frames.HEAD_BYTES])[3]
-            sock.sendall(frames.head(frames.ATTACHED, leg) + bytes(32))
-            sock.sendall(frames.head(frames.PAGES, leg, count=3, number=1) + bytes(3 * LAYOUT.page_bytes))
+            sock.sendall(frames.pack_hello(bytes(32), sealed=False))
+            leg = frames.parse_head(sock.recv(512)[: frames.HEAD_BYTES])[3]
+            sock.sendall(frames.pack_head(frames.ATTACHED, leg) + bytes(32))
+            sock.sendall(frames.pack_head(frames.PAGES, leg, count=3, number=1) + bytes(3 * LAYOUT.page_bytes))
             sock.recv(1)
 
     threading.Thread(target=answer, daemon=True).start()
@@ -254,15 +254,15 @@ def test_an_impostor_who_took_the_senders_port_writes_nothing(things: ExitStack)
 class Caller:
     """A connection to a desk, by hand."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: PageServer) -> None:
         self.sock = socket.create_connection(("127.0.0.1", desk.port), timeout=60)
         self.nonce = bytes(range(32))
         try:
-            nonce = frames.read_hello(self.read(frames.HELLO_BYTES), sealed=desk.sealed)
+            nonce = frames.parse_hello(self.read(frames.HELLO_BYTES), sealed=desk.sealed)
         except OSError:
             self.sock.close()
             raise
-        self.pair = frames.Pair(nonce, self.nonce)
+        self.pair = frames.Handshake(nonce, self.nonce)
 
     def read(self, nbytes: int) -> bytes:
         got = b""
@@ -274,13 +274,13 @@ class Caller:
         return got
 
     def attach(self, leg: int, token: bytes) -> tuple[int, bytes]:
-        self.sock.sendall(frames.head(frames.ATTACH, leg) + self.nonce + self.pair.receiver_proof(token, leg))
-        kind = frames.read_head(self.read(frames.HEAD_BYTES))[0]
+        self.sock.sendall(frames.pack_head(frames.ATTACH, leg) + self.nonce + self.pair.receiver_proof(token, leg))
+        kind = frames.parse_head(self.read(frames.HEAD_BYTES))[0]
         return kind, self.read(frames.PROOF_BYTES) if kind == frames.ATTACHED else b""
 
     def fetch(self, leg: int, *pages: int) -> bytes | None:
-        self.sock.sendall(frames.fetch(leg, 7, list(pages)))
-        kind, count, number, back = frames.read_head(self.read(frames.HEAD_BYTES))
+        self.sock.sendall(frames.pack_fetch(leg, 7, list(pages)))
+        kind, count, number, back = frames.parse_head(self.read(frames.HEAD_BYTES))
         assert (number, back) == (7, leg)
         assert kind == (frames.PAGES if count else frames.REFUSED)
         return self.read(count * LAYOUT.page_bytes) if count else None
@@ -367,7 +367,7 @@ def test_what_was_overheard_opens_no_other_connection(things: ExitStack) -> None
     rig = rig_of(things)
     at = granted(rig, "one", 3)
     first, second = (things.enter_context(closing(Caller(desk_of(rig)))) for _ in range(2))
-    said = frames.head(frames.ATTACH, at.leg) + first.nonce + first.pair.receiver_proof(at.token, at.leg)
+    said = frames.pack_head(frames.ATTACH, at.leg) + first.nonce + first.pair.receiver_proof(at.token, at.leg)
     second.sock.sendall(said)
     assert second.sock.recv(1) == b""
 

@@ -31,10 +31,18 @@ from transfer_rig import (
 
 from penstock.config.schema import HandOverConfig
 from penstock.kernels.operands import KvShape
-from penstock.kv.checksum import PageSeal
+from penstock.kv.checksum import PageChecksum
 from penstock.kv.layout import KvLayout
 from penstock.kv.transfer import sender
-from penstock.kv.transfer.events import FirstToken, Granted, Offer, PagesAdvanced, PullFailed, Released, SenderTurn
+from penstock.kv.transfer.events import (
+    PageOffer,
+    PagesAdvanced,
+    PullFailed,
+    PullGranted,
+    SenderOutput,
+    TransferDone,
+    TransferReleased,
+)
 from penstock.types import FinishReason, PageId, RequestId
 from penstock.wire.transfer_messages import Announced, PageReady, PagesReady, PrefillDone, PullPages
 from penstock.wire.transport import Received
@@ -54,7 +62,7 @@ def test_pages_arrive_identical_and_everything_is_released(rig: Rig, pull_first:
         rig.open()
         rig.expect(OWN, tokens=TOKENS)
         rig.until(lambda: bool(rig.granted))
-    assert rig.granted == [Granted(R, 1)]
+    assert rig.granted == [PullGranted(R, 1)]
     assert not rig.sender.waiting_pulls
     offer_all(rig)
     rig.until(lambda: PagesAdvanced(R, 1, TOKENS) in rig.advanced)
@@ -62,8 +70,8 @@ def test_pages_arrive_identical_and_everything_is_released(rig: Rig, pull_first:
     rig.done(3)
     rig.until(lambda: bool(rig.released))
     assert arrived(rig)
-    assert rig.firsts == [FirstToken(R, 1, first_token())]
-    assert rig.released == [Released(R, 1, "received")]
+    assert rig.firsts == [TransferDone(R, 1, first_token())]
+    assert rig.released == [TransferReleased(R, 1, "received")]
     assert not rig.failed
     assert rig.all_free()
     assert (rig.receiver.counters.pages, rig.receiver.counters.bytes) == (3, 3 * LAYOUT.page_bytes)
@@ -103,7 +111,7 @@ def test_what_is_offered_in_one_go_is_announced_by_and_by(rig: Rig, monkeypatch:
         rig.sender._legs[request].enough = LAYOUT.page_bytes
         said = []
         for block in range(16):
-            offer = Offer(request=request, epoch=1, block=block, page=PageId(block), tokens=16, generation=1)
+            offer = PageOffer(request=request, epoch=1, block=block, page=PageId(block), tokens=16, generation=1)
             turn = rig.sender.offer(offer, rig.clock.now(), more=block < 15)
             said.append(len(turn.sends) and sum(len(getattr(send.message, "pages", "1")) for send in turn.sends))
             rig.sent(turn)
@@ -160,7 +168,7 @@ def test_a_first_token_that_ends_the_answer_needs_no_pages(rig: Rig) -> None:
     last = msgspec.structs.replace(first_token(), finish=FinishReason.STOP)
     rig.sent(rig.sender.done(last, 3, rig.clock.now()))
     rig.until(lambda: bool(rig.released))
-    assert rig.firsts == [FirstToken(R, 1, last)]
+    assert rig.firsts == [TransferDone(R, 1, last)]
     assert rig.all_free()
 
 
@@ -197,7 +205,7 @@ def test_frames_sent_twice_arrive_once(rig: Rig) -> None:
     rig.settle()
     assert arrived(rig)
     assert rig.receiver.counters.pages == 3
-    assert rig.firsts == [FirstToken(R, 1, first_token())]
+    assert rig.firsts == [TransferDone(R, 1, first_token())]
     assert [a.computed for a in rig.advanced] == sorted({a.computed for a in rig.advanced})
     assert rig.all_free()
 
@@ -239,13 +247,13 @@ def test_no_more_than_the_window_is_under_way_to_one_receiver(rig: Rig) -> None:
     names = [RequestId(f"r{number}") for number in range(4)]
     announced: list[tuple[RequestId, int]] = []
 
-    def note(turn: SenderTurn) -> None:
+    def note(turn: SenderOutput) -> None:
         for send in turn.sends:
             message = send.message
             pages = message.pages if isinstance(message, PagesReady) else [message]
             announced.extend((message.request, page.block) for page in pages if isinstance(message, _READY))
 
-    def pull(number: int, skip: int) -> SenderTurn:
+    def pull(number: int, skip: int) -> SenderOutput:
         asked = PullPages(
             request=names[number], epoch=1, skip_blocks=skip, identity=IDENTITY, layout=LAYOUT.name,
             carrier=made.sender._carrier.name, incarnation=1, tokens=0,
@@ -258,7 +266,7 @@ def test_no_more_than_the_window_is_under_way_to_one_receiver(rig: Rig) -> None:
     for block in range(4):
         for number, name in enumerate(names):
             page = PageId(4 * number + block)
-            offer = Offer(request=name, epoch=1, block=block, page=page, tokens=16, generation=1)
+            offer = PageOffer(request=name, epoch=1, block=block, page=page, tokens=16, generation=1)
             note(made.sender.offer(offer, made.clock.now()))
     assert announced == [(names[0], 0), (names[1], 0)]
     note(pull(0, 1))
@@ -402,14 +410,14 @@ def test_a_wrong_number_of_blocks_ends_it(rig: Rig) -> None:
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def other_seal(what: str) -> PageSeal:
+def other_seal(what: str) -> PageChecksum:
     match what:
         case "model":
-            return PageSeal(msgspec.structs.replace(IDENTITY, fingerprint="e" * 64), LAYOUT)
+            return PageChecksum(msgspec.structs.replace(IDENTITY, fingerprint="e" * 64), LAYOUT)
         case "numerics class":
-            return PageSeal(msgspec.structs.replace(IDENTITY, numerics="test-2-fp32"), LAYOUT)
+            return PageChecksum(msgspec.structs.replace(IDENTITY, numerics="test-2-fp32"), LAYOUT)
         case _:
-            return PageSeal(IDENTITY, KvLayout.of(KvShape.plain(layers=2, kv_heads=2, head_dim=16), "bf16"))
+            return PageChecksum(IDENTITY, KvLayout.of(KvShape.plain(layers=2, kv_heads=2, head_dim=16), "bf16"))
 
 
 @pytest.mark.parametrize("what", ["model", "numerics class", "page layout", "carrier", "incarnation"])
@@ -431,4 +439,4 @@ def test_what_does_not_fit_is_refused_with_the_reason(rig: Rig, what: str, pull_
     assert rig.failed[0].reason.startswith(f"refused: {what}")
     assert not rig.granted
     assert rig.all_free()
-    assert rig.released == ([] if pull_first else [Released(R, 1, rig.failed[0].reason)])
+    assert rig.released == ([] if pull_first else [TransferReleased(R, 1, rig.failed[0].reason)])

@@ -23,7 +23,7 @@ from transfer_rig import (
     start,
 )
 
-from penstock.kv.transfer.events import FirstToken, Granted, PagesAdvanced, PullFailed, Released
+from penstock.kv.transfer.events import PagesAdvanced, PullFailed, PullGranted, TransferDone, TransferReleased
 from penstock.kv.transfer.sender import MAX_WAITING_PULLS
 from penstock.types import RequestId
 from penstock.wire.transfer_messages import HandOverFailed, PageReady, PagesAt, PullPages
@@ -71,7 +71,7 @@ def test_a_receiver_that_cancels_gets_nothing_written_any_more_and_frees_both(ri
     rig.settle()
     assert bytes(rig.receiver_memory.buffer) == before
     assert (rig.advanced, rig.firsts) == news
-    assert rig.released == [Released(R, 1, "received")]
+    assert rig.released == [TransferReleased(R, 1, "received")]
     assert rig.all_free()
 
 
@@ -79,7 +79,7 @@ def test_a_receiver_that_cancels_gets_nothing_written_any_more_and_frees_both(ri
 def test_a_sender_that_cancels_frees_both(rig: Rig, point: str) -> None:
     reach(rig, point)
     rig.sent(rig.sender.cancel(R, 1, rig.clock.now()))
-    assert rig.released == [Released(R, 1, "cancelled")]
+    assert rig.released == [TransferReleased(R, 1, "cancelled")]
     rig.until(lambda: bool(rig.failed or rig.firsts))
     if not rig.firsts:
         assert rig.failed == [PullFailed(R, 1, "cancelled")]
@@ -96,7 +96,7 @@ def test_a_later_epoch_replaces_an_earlier_one(rig: Rig, point: str) -> None:
     rig.open(epoch=2)
     rig.expect([19, 18, 17], tokens=TOKENS, epoch=2)
     before = [rig.receiver_page(page) for page in OWN]
-    rig.until(lambda: Granted(R, 2) in rig.granted)
+    rig.until(lambda: PullGranted(R, 2) in rig.granted)
     assert [rig.receiver_page(page) for page in OWN] == before
     offer_all(rig, epoch=2)
     rig.done(3, epoch=2)
@@ -114,7 +114,7 @@ def test_cancelling_an_earlier_epoch_changes_nothing(rig: Rig) -> None:
     offer_all(rig, epoch=2)
     rig.done(3, epoch=2)
     rig.until(lambda: bool(rig.released))
-    assert rig.firsts == [FirstToken(R, 2, first_token(epoch=2))]
+    assert rig.firsts == [TransferDone(R, 2, first_token(epoch=2))]
 
 
 def test_a_pull_that_comes_after_the_cancel_is_refused_at_once(rig: Rig) -> None:
@@ -148,7 +148,7 @@ def test_a_silent_receiver_loses_its_lease_and_what_it_copies_later_does_not_pas
     rig.receiver_ticks = False  # else it might find the sender silent before the sender's word is here
     rig.clock.advance(10.1)
     rig.sent(rig.sender.tick(rig.clock.now()))
-    assert rig.released == [Released(R, 1, "lease ended")]
+    assert rig.released == [TransferReleased(R, 1, "lease ended")]
     assert not rig.sender.open_legs
     for page in THEIRS:  # given to somebody else
         rig.sender_memory.view(page)[:] = bytes(LAYOUT.page_bytes)  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ def test_a_receiver_that_falls_silent_after_an_acknowledgement_loses_its_lease(r
     assert not rig.released
     rig.clock.advance(0.2)
     rig.sent(rig.sender.tick(rig.clock.now()))
-    assert rig.released == [Released(R, 1, "lease ended")]
+    assert rig.released == [TransferReleased(R, 1, "lease ended")]
 
 
 def test_what_the_scheduler_says_of_an_earlier_epoch_is_ignored(rig: Rig) -> None:
@@ -189,7 +189,7 @@ def test_what_the_scheduler_says_of_an_earlier_epoch_is_ignored(rig: Rig) -> Non
     rig.done(3, epoch=2)
     rig.until(lambda: bool(rig.released))
     assert arrived(rig)
-    assert rig.released == [Released(R, 2, "received")]
+    assert rig.released == [TransferReleased(R, 2, "received")]
 
 
 def test_a_pull_for_an_unknown_request_is_kept_for_one_lease(rig: Rig) -> None:
@@ -234,7 +234,7 @@ def test_a_receiver_that_copies_slowly_keeps_its_lease(rig: Rig) -> None:
     assert not rig.released
     rig.done(3)
     rig.until(lambda: bool(rig.released))
-    assert rig.released == [Released(R, 1, "received")]
+    assert rig.released == [TransferReleased(R, 1, "received")]
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def test_a_new_connection_goes_on_where_the_old_one_broke(rig: Rig) -> None:
     rig.done(3)
     rig.clock.advance(2.6)
     rig.until(lambda: bool(rig.released))
-    assert rig.released == [Released(R, 1, "received")]
+    assert rig.released == [TransferReleased(R, 1, "received")]
     assert arrived(rig)
     assert rig.firsts
 
@@ -298,7 +298,7 @@ def test_over_a_new_connection_it_is_said_again_where_the_pages_are(rig: Rig) ->
     rig.links[rig.source] = rig.transport.connect(rig.source.endpoint)
     rig.clock.advance(2.6)
     rig.until(lambda: bool(rig.released))
-    assert rig.released == [Released(R, 1, "received")]
+    assert rig.released == [TransferReleased(R, 1, "received")]
     assert arrived(rig)
 
 
@@ -338,7 +338,7 @@ def test_a_receiver_that_vanished_is_given_up_even_while_the_prompt_is_computed(
         return bool(rig.released)
 
     rig.until(passed)
-    assert rig.released == [Released(R, 1, "lease ended")]
+    assert rig.released == [TransferReleased(R, 1, "lease ended")]
 
 
 def test_a_dead_sender_is_given_up_as_soon_as_it_is_known(rig: Rig) -> None:
@@ -354,7 +354,7 @@ def test_a_scheduler_that_forgot_a_page_fails_the_leg(rig: Rig) -> None:
     start(rig)
     rig.offer(0, THEIRS[0])
     rig.done(3)
-    assert rig.released == [Released(R, 1, "pages missing")]
+    assert rig.released == [TransferReleased(R, 1, "pages missing")]
     rig.until(lambda: bool(rig.failed))
     assert rig.failed == [PullFailed(R, 1, "pages missing")]
 
@@ -367,7 +367,7 @@ def test_a_forgetful_receiver_ends_the_senders_lease(rig: Rig) -> None:
     rig.links[rig.source] = link
     rig.clock.advance(3)
     rig.until(lambda: bool(rig.released))
-    assert rig.released == [Released(R, 1, "received")]
+    assert rig.released == [TransferReleased(R, 1, "received")]
 
 
 def test_a_pull_with_any_numbers_ends_by_its_lease(rig: Rig) -> None:

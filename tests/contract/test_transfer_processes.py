@@ -18,24 +18,24 @@ from transfer_rig import IDENTITY, LAYOUT, R, first_token
 
 from penstock.clock import MonotonicClock, VirtualClock
 from penstock.config.schema import HandOverConfig
-from penstock.kv.checksum import PageSeal
-from penstock.kv.connectors.base import PageCarrier
-from penstock.kv.connectors.inline import CurveCarrier
-from penstock.kv.connectors.shm import ShmCarrier
-from penstock.kv.connectors.tcp.connector import TcpCarrier
-from penstock.kv.memory import KvFile, KvMemory
+from penstock.kv.checksum import PageChecksum
+from penstock.kv.connectors.base import KvConnector
+from penstock.kv.connectors.inline import InlineConnector
+from penstock.kv.connectors.shm import ShmConnector
+from penstock.kv.connectors.tcp.connector import TcpConnector
+from penstock.kv.memory import KvMemory, KvMemoryFile
 from penstock.kv.transfer.events import (
-    FirstToken,
-    Granted,
-    Offer,
+    PageOffer,
+    PagePull,
     PagesAdvanced,
-    Pull,
     PullFailed,
-    ReceiverTurn,
-    Released,
+    PullGranted,
+    ReceiverOutput,
+    TransferDone,
+    TransferReleased,
 )
-from penstock.kv.transfer.receiver import HandOverReceiver, post_pulls
-from penstock.kv.transfer.sender import HandOverSender, post
+from penstock.kv.transfer.receiver import KvReceiver, send_pulls
+from penstock.kv.transfer.sender import KvSender, send_messages
 from penstock.types import PageId, WorkerId
 from penstock.wire.curve_keys import Keys
 from penstock.wire.gateway_messages import PageSource
@@ -44,7 +44,7 @@ from penstock.wire.zeromq import ZmqTransport
 
 BLOCKS = 8
 PAGES = 16
-SEAL = PageSeal(IDENTITY, LAYOUT)
+SEAL = PageChecksum(IDENTITY, LAYOUT)
 WORKER = WorkerId("prefill-0")
 
 _names = itertools.count()
@@ -82,52 +82,54 @@ class Orders:
         os.close(self.from_child[0])
 
 
-def carrier_of(kind: str, memory: KvMemory, peers: dict[WorkerId, KvMemory]) -> PageCarrier:
+def carrier_of(kind: str, memory: KvMemory, peers: dict[WorkerId, KvMemory]) -> KvConnector:
     match kind:
         case "shm":
-            return ShmCarrier(memory, peers, SEAL)
+            return ShmConnector(memory, peers, SEAL)
         case "curve":
-            return CurveCarrier(memory, SEAL)
+            return InlineConnector(memory, SEAL)
         case _:
-            return TcpCarrier(memory, SEAL, HandOverConfig(), ("tcp://127.0.0.1:0", 0))
+            return TcpConnector(memory, SEAL, HandOverConfig(), ("tcp://127.0.0.1:0", 0))
 
 
-def sender_process(carrier: str, file: KvFile, keys: Keys, endpoint: str, orders: Orders) -> None:
+def sender_process(carrier: str, file: KvMemoryFile, keys: Keys, endpoint: str, orders: Orders) -> None:
     """Orders: p, offer the next page; d, done; s, scribble over all pages; q, end once released.  Never returns."""
     code = 1
     try:
         memory = file.map_own()
         for page in range(PAGES):
             memory.view(PageId(page))[:] = content(page)
-        sender = HandOverSender(HandOverConfig(), carrier_of(carrier, memory, {}), incarnation=1)
+        sender = KvSender(HandOverConfig(), carrier_of(carrier, memory, {}), incarnation=1)
         clock = MonotonicClock()
         transport = ZmqTransport(keys)
         listener = transport.listen(endpoint)
         os.write(orders.from_child[1], listener.endpoint.encode() + b"\n")
-        effects: list[Granted | Released] = []
-        effects += post(sender.open(R, 1, clock.now()), listener, sender, clock.now())
+        effects: list[PullGranted | TransferReleased] = []
+        effects += send_messages(sender.open(R, 1, clock.now()), listener, sender, clock.now())
         offered = 0
         may_end = False
-        while not (may_end and any(isinstance(effect, Released) for effect in effects)):
+        while not (may_end and any(isinstance(effect, TransferReleased) for effect in effects)):
             transport.wait(0.05, [listener], [orders.to_child[0]])
             while (received := listener.recv()) is not None:
                 now = clock.now()
                 match received.message:
                     case PullPages() as pull:
-                        effects += post(sender.pull(received.peer, pull, now), listener, sender, now)
+                        effects += send_messages(sender.pull(received.peer, pull, now), listener, sender, now)
                     case PagesReceived() as got:
-                        effects += post(sender.received(got, now), listener, sender, now)
-            effects += post(sender.tick(clock.now()), listener, sender, clock.now())
+                        effects += send_messages(sender.received(got, now), listener, sender, now)
+            effects += send_messages(sender.tick(clock.now()), listener, sender, clock.now())
             if not transport.wait(0, [], [orders.to_child[0]]):
                 continue
             match order := os.read(orders.to_child[0], 1):
                 case b"p":
-                    offer = Offer(request=R, epoch=1, block=offered, page=PageId(offered + 3), tokens=16, generation=5)
+                    offer = PageOffer(
+                        request=R, epoch=1, block=offered, page=PageId(offered + 3), tokens=16, generation=5
+                    )
                     offered += 1
-                    effects += post(sender.offer(offer, clock.now()), listener, sender, clock.now())
+                    effects += send_messages(sender.offer(offer, clock.now()), listener, sender, clock.now())
                 case b"d":
                     turn = sender.done(first_token(), BLOCKS, clock.now())
-                    effects += post(turn, listener, sender, clock.now())
+                    effects += send_messages(turn, listener, sender, clock.now())
                 case b"s":
                     memory.buffer[:] = b"\xa5" * memory.buffer.nbytes
                 case b"q":
@@ -145,7 +147,7 @@ def sender_process(carrier: str, file: KvFile, keys: Keys, endpoint: str, orders
 class Receiving:
     """The test's end: a receiver, its memory, and the sender's process."""
 
-    def __init__(self, carrier: str, file: KvFile, keys: Keys, stack: ExitStack) -> None:
+    def __init__(self, carrier: str, file: KvMemoryFile, keys: Keys, stack: ExitStack) -> None:
         endpoint = f"ipc://@penstock-test-{os.getpid()}-{next(_names)}" if carrier == "shm" else "tcp://127.0.0.1:0"
         self.orders = Orders.make()
         stack.callback(self.orders.close)
@@ -162,16 +164,16 @@ class Receiving:
         self.memory = stack.enter_context(closing(KvMemory.anonymous(LAYOUT, PAGES)))
         seen = stack.enter_context(closing(file.map_readonly()))
         made = carrier_of(carrier, self.memory, {WORKER: seen})
-        if isinstance(made, TcpCarrier):
+        if isinstance(made, TcpConnector):
             stack.callback(made.close)
-        self.receiver = HandOverReceiver(HandOverConfig(), made)
+        self.receiver = KvReceiver(HandOverConfig(), made)
         self.clock = VirtualClock(50)
         self.transport = stack.enter_context(closing(ZmqTransport(keys)))
         self.source = PageSource(worker=WORKER, incarnation=1, endpoint=bound.decode().strip())
         self.link = self.transport.connect(self.source.endpoint)
-        self.news: list[PagesAdvanced | FirstToken | PullFailed] = []
+        self.news: list[PagesAdvanced | TransferDone | PullFailed] = []
         self.frames = 0
-        pull = Pull(
+        pull = PagePull(
             request=R,
             epoch=1,
             source=self.source,
@@ -181,8 +183,8 @@ class Receiving:
         )
         self.took(self.receiver.expect(pull, self.clock.now()))
 
-    def took(self, turn: ReceiverTurn) -> None:
-        self.news += post_pulls(turn, lambda _, message: self.link.send(message))
+    def took(self, turn: ReceiverOutput) -> None:
+        self.news += send_pulls(turn, lambda _, message: self.link.send(message))
 
     def until(self, true: Callable[[], bool], *, copying: bool = True) -> None:
         deadline = MonotonicClock().now() + 60
@@ -222,13 +224,13 @@ class Receiving:
 
 
 @pytest.fixture
-def slot() -> Iterator[KvFile]:
-    with closing(KvFile.create(LAYOUT, PAGES, label="test")) as file:
+def slot() -> Iterator[KvMemoryFile]:
+    with closing(KvMemoryFile.create(LAYOUT, PAGES, label="test")) as file:
         yield file
 
 
 @pytest.fixture(params=["shm", "curve", "tcp"])
-def end(request: pytest.FixtureRequest, slot: KvFile) -> Iterator[Receiving]:
+def end(request: pytest.FixtureRequest, slot: KvMemoryFile) -> Iterator[Receiving]:
     with ExitStack() as stack:
         yield Receiving(request.param, slot, Keys.ephemeral(), stack)
 
@@ -236,7 +238,7 @@ def end(request: pytest.FixtureRequest, slot: KvFile) -> Iterator[Receiving]:
 def test_pages_cross_from_another_process(end: Receiving) -> None:
     end.order(b"p" * BLOCKS)
     end.order(b"d")
-    end.until(lambda: FirstToken(R, 1, first_token()) in end.news)
+    end.until(lambda: TransferDone(R, 1, first_token()) in end.news)
     assert end.right(BLOCKS)
     end.leave()
 
@@ -296,7 +298,7 @@ def test_a_stopped_sender_can_do_no_harm_when_it_wakes(end: Receiving) -> None:
     end.leave()  # by then it was told that nobody wants its pages
 
 
-def test_a_sender_that_writes_into_announced_pages_is_found_out(slot: KvFile) -> None:
+def test_a_sender_that_writes_into_announced_pages_is_found_out(slot: KvMemoryFile) -> None:
     with ExitStack() as stack:
         end = Receiving("shm", slot, Keys.ephemeral(), stack)
         end.order(b"p" * 3)
@@ -307,7 +309,7 @@ def test_a_sender_that_writes_into_announced_pages_is_found_out(slot: KvFile) ->
         end.leave()
 
 
-def test_a_new_incarnation_wipes_what_the_old_one_had_announced(slot: KvFile) -> None:
+def test_a_new_incarnation_wipes_what_the_old_one_had_announced(slot: KvMemoryFile) -> None:
     with ExitStack() as stack:
         end = Receiving("shm", slot, Keys.ephemeral(), stack)
         end.order(b"p" * 3)

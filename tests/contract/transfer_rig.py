@@ -16,27 +16,27 @@ import pytest
 from penstock.clock import VirtualClock
 from penstock.config.schema import HandOverConfig
 from penstock.kernels.operands import KvShape
-from penstock.kv.checksum import PageSeal
-from penstock.kv.connectors.base import PageCarrier
-from penstock.kv.connectors.inline import CurveCarrier
-from penstock.kv.connectors.nixl.connector import NixlCarrier
-from penstock.kv.connectors.shm import MemoryCarrier, ShmCarrier
-from penstock.kv.connectors.tcp.connector import TcpCarrier
+from penstock.kv.checksum import PageChecksum
+from penstock.kv.connectors.base import KvConnector
+from penstock.kv.connectors.inline import InlineConnector
+from penstock.kv.connectors.nixl.connector import NixlConnector
+from penstock.kv.connectors.shm import InMemoryConnector, ShmConnector
+from penstock.kv.connectors.tcp.connector import TcpConnector
 from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvFile, KvMemory
+from penstock.kv.memory import KvMemory, KvMemoryFile
 from penstock.kv.transfer.events import (
-    FirstToken,
-    Granted,
-    Offer,
+    PageOffer,
+    PagePull,
     PagesAdvanced,
-    Pull,
     PullFailed,
-    ReceiverTurn,
-    Released,
-    SenderTurn,
+    PullGranted,
+    ReceiverOutput,
+    SenderOutput,
+    TransferDone,
+    TransferReleased,
 )
-from penstock.kv.transfer.receiver import HandOverReceiver, post_pulls
-from penstock.kv.transfer.sender import HandOverSender, post
+from penstock.kv.transfer.receiver import KvReceiver, send_pulls
+from penstock.kv.transfer.sender import KvSender, send_messages
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
 from penstock.wire.curve_keys import Keys
 from penstock.wire.gateway_messages import PageSource, TokenItem
@@ -75,17 +75,17 @@ class Rig:
     carrier: str
     transport: Transport
     clock: VirtualClock
-    sender: HandOverSender
-    receiver: HandOverReceiver
+    sender: KvSender
+    receiver: KvReceiver
     sender_memory: KvMemory
     receiver_memory: KvMemory
     source: PageSource = field(init=False)
     endpoint: str = ""
     incarnation: int = 1
-    granted: list[Granted] = field(default_factory=list)
-    released: list[Released] = field(default_factory=list)
+    granted: list[PullGranted] = field(default_factory=list)
+    released: list[TransferReleased] = field(default_factory=list)
     advanced: list[PagesAdvanced] = field(default_factory=list)
-    firsts: list[FirstToken] = field(default_factory=list)
+    firsts: list[TransferDone] = field(default_factory=list)
     failed: list[PullFailed] = field(default_factory=list)
     order: Callable[[list], list] = list  # what the wire does to the messages that the receiver gets
     receiver_ticks: bool = True
@@ -103,7 +103,7 @@ class Rig:
     # --- what a scheduler would do ---
 
     def expect(self, pages: list[int], *, tokens: int, skip: int = 0, epoch: int = 1, request: RequestId = R) -> None:
-        pull = Pull(
+        pull = PagePull(
             request=request,
             epoch=epoch,
             source=self.source,
@@ -127,7 +127,7 @@ class Rig:
         request: RequestId = R,
         more: bool = False,
     ) -> None:
-        offer = Offer(
+        offer = PageOffer(
             request=request, epoch=epoch, block=block, page=PageId(page), tokens=tokens, generation=generation
         )
         self.sent(self.sender.offer(offer, self.clock.now(), more=more))
@@ -137,21 +137,21 @@ class Rig:
 
     # --- what a loop would do ---
 
-    def sent(self, turn: SenderTurn) -> None:
-        for effect in post(turn, self.listener, self.sender, self.clock.now()):
-            (self.granted if isinstance(effect, Granted) else self.released).append(effect)
+    def sent(self, turn: SenderOutput) -> None:
+        for effect in send_messages(turn, self.listener, self.sender, self.clock.now()):
+            (self.granted if isinstance(effect, PullGranted) else self.released).append(effect)
 
     def say(self, source: PageSource, message: PullPages | PagesReceived) -> None:
         """Over the link to ``source``; said to nobody when there is none."""
         if source in self.links:
             self.links[source].send(message)
 
-    def took(self, turn: ReceiverTurn) -> None:
-        for effect in post_pulls(turn, self.say):
+    def took(self, turn: ReceiverOutput) -> None:
+        for effect in send_pulls(turn, self.say):
             match effect:
                 case PagesAdvanced():
                     self.advanced.append(effect)
-                case FirstToken():
+                case TransferDone():
                     self.firsts.append(effect)
                 case PullFailed():
                     self.failed.append(effect)
@@ -223,18 +223,18 @@ class Rig:
 def make_rig(carrier: str, *, config: HandOverConfig | None = None, incarnation: int = 1) -> tuple[Rig, list]:
     """A rig, and what must be closed after it.  ``carrier``: one of CARRIERS, "tcp-sealed" or "nixl"."""
     config = config or HandOverConfig()
-    seal = PageSeal(IDENTITY, LAYOUT)
+    seal = PageChecksum(IDENTITY, LAYOUT)
     closing: list = []
     mine: KvMemory
     theirs: KvMemory
-    send: PageCarrier
-    take: PageCarrier
+    send: KvConnector
+    take: KvConnector
     transport: Transport
     name = f"test-{os.getpid()}-{next(_names)}"
     if carrier == "shm":
-        files = [KvFile.create(LAYOUT, PAGES), KvFile.create(LAYOUT, PAGES)]
+        files = [KvMemoryFile.create(LAYOUT, PAGES), KvMemoryFile.create(LAYOUT, PAGES)]
         mine, theirs, seen = files[0].map_own(), files[1].map_own(), files[0].map_readonly()
-        send, take = ShmCarrier(mine, {}, seal), ShmCarrier(theirs, {WorkerId("prefill-0"): seen}, seal)
+        send, take = ShmConnector(mine, {}, seal), ShmConnector(theirs, {WorkerId("prefill-0"): seen}, seal)
         transport, endpoint = ZmqTransport(Keys.ephemeral()), f"ipc://@penstock-{name}"
         closing += [*files, seen]
     elif carrier == "nixl":
@@ -246,22 +246,25 @@ def make_rig(carrier: str, *, config: HandOverConfig | None = None, incarnation:
         mine, theirs = KvMemory.anonymous(LAYOUT, PAGES), KvMemory.anonymous(LAYOUT, PAGES)
         if carrier != "memory":
             if carrier == "curve":
-                send, take = CurveCarrier(mine, seal), CurveCarrier(theirs, seal)
+                send, take = InlineConnector(mine, seal), InlineConnector(theirs, seal)
             else:
                 at, sealed = ("tcp://127.0.0.1:0", 0), carrier == "tcp-sealed"
-                send = TcpCarrier(mine, seal, config, at, sealed=sealed)
-                take = TcpCarrier(theirs, seal, config, at, sealed=sealed)
+                send = TcpConnector(mine, seal, config, at, sealed=sealed)
+                take = TcpConnector(theirs, seal, config, at, sealed=sealed)
                 closing += [send, take]
             transport, endpoint = ZmqTransport(Keys.ephemeral()), "tcp://127.0.0.1:0"
         else:
-            send, take = MemoryCarrier(mine, {}, seal), MemoryCarrier(theirs, {WorkerId("prefill-0"): mine}, seal)
+            send, take = (
+                InMemoryConnector(mine, {}, seal),
+                InMemoryConnector(theirs, {WorkerId("prefill-0"): mine}, seal),
+            )
             transport, endpoint = MemoryHub(), f"memory://{name}"
     rig = Rig(
         carrier=carrier,
         transport=transport,
         clock=VirtualClock(100.0),
-        sender=HandOverSender(config, send, incarnation),
-        receiver=HandOverReceiver(config, take),
+        sender=KvSender(config, send, incarnation),
+        receiver=KvReceiver(config, take),
         sender_memory=mine,
         receiver_memory=theirs,
         endpoint=endpoint,
@@ -270,15 +273,15 @@ def make_rig(carrier: str, *, config: HandOverConfig | None = None, incarnation:
     return rig, [*closing, transport, mine, theirs]
 
 
-def nixl_carrier(config: HandOverConfig, seal: PageSeal) -> tuple[KvMemory, NixlCarrier]:
+def nixl_carrier(config: HandOverConfig, seal: PageChecksum) -> tuple[KvMemory, NixlConnector]:
     """One worker's; nothing of it is started."""
-    file = KvFile.create(LAYOUT, PAGES)
+    file = KvMemoryFile.create(LAYOUT, PAGES)
     memory = file.map_own(lend=os.O_RDONLY)
     file.close()
-    return memory, NixlCarrier(TcpCarrier(memory, seal, config, ("tcp://127.0.0.1:0", 0)), memory, seal, config)
+    return memory, NixlConnector(TcpConnector(memory, seal, config, ("tcp://127.0.0.1:0", 0)), memory, seal, config)
 
 
-def nixl_end(config: HandOverConfig, seal: PageSeal, *, gives: bool) -> tuple[KvMemory, NixlCarrier]:
+def nixl_end(config: HandOverConfig, seal: PageChecksum, *, gives: bool) -> tuple[KvMemory, NixlConnector]:
     """One worker's, ready to give or to take.  Skips the test where NIXL is not installed."""
     if importlib.util.find_spec("nixl_cu12") is None:
         pytest.skip("NOT RUN: no NIXL here: pip install --no-deps nixl-cu12")
@@ -299,7 +302,7 @@ def nixl_end(config: HandOverConfig, seal: PageSeal, *, gives: bool) -> tuple[Kv
 def start(rig: Rig, *, skip: int = 0, epoch: int = 1) -> None:
     rig.open(epoch)
     rig.expect(OWN, tokens=TOKENS, skip=skip, epoch=epoch)
-    rig.until(lambda: Granted(R, epoch) in rig.granted)
+    rig.until(lambda: PullGranted(R, epoch) in rig.granted)
 
 
 def offer_all(rig: Rig, *, epoch: int = 1, generation: int = 1) -> None:

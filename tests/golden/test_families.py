@@ -25,7 +25,7 @@ from penstock.kernels.native.program import RecordedProgram
 from penstock.types import PAGE_TOKENS, SamplingParams
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.compression.convert import compress_folder
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import BUILT_IN, checkpoint_format
 from penstock.weights.inspect import CONFIG, inspect_model
 from runner_bench import RunnerBench
@@ -78,7 +78,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_the_real_model_has_its_size(case: Case) -> None:
     config = case.real()
     family = checkpoint_format(case.architecture, "")
-    assert family.layout(family.parse(Fields(config, CONFIG))).parameters == case.parameters
+    assert family.layout(family.parse(ConfigFields(config, CONFIG))).parameters == case.parameters
 
 
 def test_the_table_in_the_docs_is_that_of_the_tests() -> None:
@@ -144,7 +144,7 @@ def test_gpt_oss_has_the_tensors_of_its_published_index() -> None:
     config = json.loads((CONFIGS / "gpt_oss_20b_bf16.json").read_text())
     published = (CONFIGS / "gpt_oss_20b_tensors.txt").read_text().split()
     names = {name.removesuffix("_blocks").removesuffix("_scales") for name in published}
-    assert set(family.layout(family.parse(Fields(config, CONFIG))).shapes) == names
+    assert set(family.layout(family.parse(ConfigFields(config, CONFIG))).shapes) == names
 
 
 def test_llama4_by_its_published_names(tmp_path: Path) -> None:

@@ -30,11 +30,11 @@ from whole_rows import TOLERANCE
 
 from cluster.server import PATIENCE_S, PenstockServer
 from penstock.types import Task
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import checkpoint_format
 from penstock.weights.inspect import CONFIG, inspect_model
-from penstock.weights.model_files import small_files
-from penstock.weights.pooling import read_with
+from penstock.weights.model_files import model_files
+from penstock.weights.pooling import with_pooler
 from tiny_readers import bert_config
 from vision_models import IMAGE_TOKEN, KINDS, image_part, picture, write_vision_model
 from whisper_models import IDS, PREPROCESSOR, RATE, SUPPRESSED, SUPPRESSED_FIRST, tones, wav, write_whisper
@@ -233,6 +233,6 @@ def test_every_row_of_the_page_is_asked() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_models_with_a_language_model_head_are_taken_for_such(case: Case, tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(json.dumps(case.real()))
-    family, fields = checkpoint_format(case.architecture, CONFIG), Fields(case.real(), CONFIG)
-    spec = read_with(family.parse(fields), case.architecture, fields, small_files(tmp_path))
+    family, fields = checkpoint_format(case.architecture, CONFIG), ConfigFields(case.real(), CONFIG)
+    spec = with_pooler(family.parse(fields), case.architecture, fields, model_files(tmp_path))
     assert spec.task is Task.GENERATE

@@ -16,7 +16,7 @@ from whole_rows import TOLERANCE, check_rows, read_rows
 
 from penstock.kernels.select import available_families
 from penstock.types import SamplingParams
-from penstock.weights.architecture.decoder import Decoder
+from penstock.weights.architecture.decoder import DecoderConfig
 from runner_bench import RunnerBench
 from tiny_models import llama_config, write_model
 
@@ -172,5 +172,5 @@ def test_an_answer_that_the_bundled_model_writes_itself(storyteller: tuple[Runne
 
 def test_the_oracle_read_the_same_configuration(storyteller: tuple[RunnerBench, Oracle]) -> None:
     bench, oracle = storyteller
-    assert json.loads((BUNDLED / "config.json").read_text())["rms_norm_eps"] == bench.spec.own(Decoder).norm.eps
+    assert json.loads((BUNDLED / "config.json").read_text())["rms_norm_eps"] == bench.spec.own(DecoderConfig).norm.eps
     assert sum(weight.numel() for weight in oracle.model.parameters()) == bench.spec.parameters

@@ -22,13 +22,13 @@ from penstock.engine.core.request import PageTable, Request
 from penstock.engine.models.registry import build_pooling_model
 from penstock.engine.runner.pooling_runner import PoolingRunner
 from penstock.kernels.select import make_ops
-from penstock.types import BlockHash, Leg, PageId, PoolingParams, RequestId, SamplingParams
-from penstock.weights.config_json import Fields
+from penstock.types import BlockHash, PageId, PoolingParams, RequestId, RequestStage, SamplingParams
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import checkpoint_format
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
-from penstock.weights.model_files import small_files
-from penstock.weights.pooling import read_with
+from penstock.weights.model_files import model_files
+from penstock.weights.pooling import with_pooler
 from tiny_readers import bert_config, write_modules
 
 LENGTHS = [1, 40, 17, 61]
@@ -77,7 +77,7 @@ class Bench:
         arrive = AddRequest(
             id=RequestId(f"r{self._serial}"),
             epoch=0,
-            leg=Leg.WHOLE,
+            leg=RequestStage.WHOLE,
             prompt=tokens,
             sampling=SamplingParams(seed=0, max_tokens=1),
             arrival=0.0,
@@ -139,6 +139,6 @@ def test_the_real_model_has_its_size(name: str, parameters: int, tmp_path: Path)
     """Without pooler and head, which vectors do not need."""
     config = json.loads((CONFIGS / f"{name}.json").read_text())
     write_modules(tmp_path, "lasttoken" if "Bert" not in config["architectures"][0] else "cls_token")
-    family, fields = checkpoint_format(config["architectures"][0], ""), Fields(config, "config.json")
-    spec = read_with(family.parse(fields), config["architectures"][0], fields, small_files(tmp_path))
+    family, fields = checkpoint_format(config["architectures"][0], ""), ConfigFields(config, "config.json")
+    spec = with_pooler(family.parse(fields), config["architectures"][0], fields, model_files(tmp_path))
     assert family.layout(spec).parameters == parameters

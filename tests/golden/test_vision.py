@@ -17,14 +17,14 @@ from whole_rows import check_rows, read_rows, rows_of
 from penstock.config.limits import Limits
 from penstock.engine.core.request import Request
 from penstock.engine.models.vision import Grid, image_patches
-from penstock.hashing import picture_hash
+from penstock.hashing import media_hash
 from penstock.intake.images.pixels import picture_of
 from penstock.intake.images.preparing import Seen, expanded
 from penstock.intake.images.recipe import read_recipe
 from penstock.kernels.native.program import RecordedProgram
-from penstock.types import PAGE_TOKENS, Picture, SamplingParams
-from penstock.weights.architecture.vision import SeeingDecoder
-from penstock.weights.model_files import small_files
+from penstock.types import PAGE_TOKENS, ImageInput, SamplingParams
+from penstock.weights.architecture.vision import VisionDecoderConfig
+from penstock.weights.model_files import model_files
 from runner_bench import RunnerBench
 from vision_models import IMAGE_TOKEN, KINDS, VOCAB, encoded, picture, write_vision_model
 
@@ -43,7 +43,7 @@ class Place:
     images: list[Image.Image]
     prompt: Seen
 
-    def request(self, *, told: bool = False, pictures: Sequence[Picture] | None = None) -> Request:
+    def request(self, *, told: bool = False, pictures: Sequence[ImageInput] | None = None) -> Request:
         sampling = SamplingParams(
             seed=3, max_tokens=ANSWER, temperature=0.8, logprobs=VOCAB, prompt_logprobs=VOCAB if told else None
         )
@@ -57,7 +57,7 @@ class Place:
 
 def seen(folder: Path, images: list[Image.Image], words: Sequence[int] = (20, 1, 7, 40)) -> Seen:
     """A prompt with ``words`` of text before, between and after the images."""
-    recipe = read_recipe(small_files(folder))
+    recipe = read_recipe(model_files(folder))
     assert recipe is not None
     assert recipe.token == IMAGE_TOKEN
     rng = np.random.default_rng(5)
@@ -65,7 +65,7 @@ def seen(folder: Path, images: list[Image.Image], words: Sequence[int] = (20, 1,
     for count in words[1 : len(images) + 1]:
         tokens += [IMAGE_TOKEN, *rng.integers(0, 150, count).tolist()]
     pictures = [picture_of(encoded(image), recipe, Limits(), "here") for image in images]
-    return expanded(tokens, IMAGE_TOKEN, [(one, picture_hash(one)) for one in pictures])
+    return expanded(tokens, IMAGE_TOKEN, [(one, media_hash(one)) for one in pictures])
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -84,7 +84,7 @@ def of_transformers(place: Place, seen: Seen, images: list[Image.Image]) -> NDAr
 
 
 def test_images_are_prepared_as_transformers_prepares_them(place: Place) -> None:
-    vision = place.bench.spec.own(SeeingDecoder).vision
+    vision = place.bench.spec.own(VisionDecoderConfig).vision
     wanted = processed(place.images)
     grids = [[1, one.rows * 2, one.columns * 2] for one in place.prompt.pictures]
     assert wanted["image_grid_thw"].tolist() == grids
@@ -129,7 +129,7 @@ def test_bf16_keeps_law_1(place: Place) -> None:
 
 
 def test_windows_hold_all_patches_once(place: Place) -> None:
-    vision = place.bench.spec.own(SeeingDecoder).vision
+    vision = place.bench.spec.own(VisionDecoderConfig).vision
     for rows, columns in ((1, 1), (3, 5), (4, 4), (2, 9)):
         grid = Grid(vision, rows, columns)
         assert sorted(grid.patches_T) == list(range(4 * rows * columns))

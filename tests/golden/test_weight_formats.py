@@ -26,13 +26,13 @@ from penstock.kernels.native.backend import NativeOps, families
 from penstock.kernels.native.program import RecordedProgram
 from penstock.types import SamplingParams
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import checkpoint_format
 from penstock.weights.inspect import inspect_model, read_outline
 from penstock.weights.load import load_model
 from penstock.weights.quantization.config import parse_quantization
-from penstock.weights.sizes import Form as PlanForm
-from penstock.weights.sizes import coding, model_size
+from penstock.weights.sizes import WeightFormat as PlanForm
+from penstock.weights.sizes import model_size, weight_encoding
 from runner_bench import RunnerBench
 from tiny_adapters import write_adapter
 from tiny_models import Tensors, llama_config, write_tokenizer, write_weights
@@ -69,7 +69,7 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> Tensors:
     rng = np.random.default_rng(seed)
     family = checkpoint_format(config["architectures"][0], "")
     tensors: Tensors = {}
-    for name, shape in family.layout(family.parse(Fields(config, "config.json"))).shapes.items():
+    for name, shape in family.layout(family.parse(ConfigFields(config, "config.json"))).shapes.items():
         noise = rng.standard_normal(shape).astype(np.float32)
         if len(shape) == 1:
             tensors[name] = 0.2 * noise + (0.0 if "bias" in name or "sinks" in name else 1.0)
@@ -104,7 +104,7 @@ class Pair:
 
 
 def write_pair(folder: Path, form: Form, config: dict[str, Any]) -> Pair:
-    quantization = parse_quantization(Fields({"quantization_config": form.config}, "config.json"))
+    quantization = parse_quantization(ConfigFields({"quantization_config": form.config}, "config.json"))
     assert quantization is not None
     stored: Tensors = {}
     said: Tensors = {}
@@ -139,7 +139,7 @@ def tokens_of(pair: Pair) -> list[int]:
 
 
 def test_tensors_say_what_the_formats_own_tools_read(pair: Pair) -> None:
-    config = Fields(json.loads((pair.stored / "config.json").read_text()), "config.json")
+    config = ConfigFields(json.loads((pair.stored / "config.json").read_text()), "config.json")
     with Checkpoint(pair.stored, parse_quantization(config)) as checkpoint:
         assert pair.said
         for name, wanted in pair.said.items():
@@ -214,7 +214,7 @@ def test_an_adapter_adds_to_codes_what_it_adds_to_numbers(form: str, tmp_path: P
 def test_a_plan_counts_the_bytes_of_the_files(pair: Pair) -> None:
     """Scales are counted as 16 bits where the file may have them in another form."""
     outline = read_outline(pair.stored)
-    how = coding(PlanForm.STORED, outline.config, outline.layout)
+    how = weight_encoding(PlanForm.STORED, outline.config, outline.layout)
     assert model_size(outline.spec, outline.layout, how).weight_bytes > 0
     counted = dict.fromkeys(pair.sources, 0.0)
     for weight in outline.layout.weights:

@@ -18,11 +18,11 @@ from penstock.engine.core.request import Request
 from penstock.errors import ImageRefused, ModelError
 from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.program import DirectProgram
-from penstock.types import PAGE_TOKENS, SamplingParams, Sound
+from penstock.types import PAGE_TOKENS, AudioInput, SamplingParams
 from penstock.weights.compression.convert import compress_folder
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import BUILT_IN
-from penstock.weights.families.whisper import Whisper
+from penstock.weights.families.whisper import WhisperConfig
 from penstock.weights.inspect import CONFIG
 from runner_bench import RunnerBench
 from whisper_models import IDS, VOCAB, WORDS, placed, sound, whisper_config, write_whisper
@@ -39,10 +39,10 @@ class Place:
     oracle: WhisperForConditionalGeneration
 
     @property
-    def whisper(self) -> Whisper:
-        return self.bench.spec.own(Whisper)
+    def whisper(self) -> WhisperConfig:
+        return self.bench.spec.own(WhisperConfig)
 
-    def request(self, tokens: Sequence[int], heard: Sound, *, told: bool = False, answer: int = ANSWER) -> Request:
+    def request(self, tokens: Sequence[int], heard: AudioInput, *, told: bool = False, answer: int = ANSWER) -> Request:
         """The decoder's ``tokens`` after a sound."""
         sampling = SamplingParams(
             seed=3, max_tokens=answer, temperature=0.8, logprobs=VOCAB, prompt_logprobs=VOCAB if told else None
@@ -50,7 +50,7 @@ class Place:
         prompt = (*[IDS["<|endoftext|>"]] * self.whisper.begin, *tokens)
         return self.bench.request(prompt, sampling, images=(placed(heard),), pictures=(heard,))
 
-    def ways(self, heard: Sound) -> Ways:
+    def ways(self, heard: AudioInput) -> Ways:
         return Ways(self.bench, lambda: self.request(TOKENS, heard))
 
 
@@ -69,7 +69,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 TOKENS = tuple(np.random.default_rng(1).integers(0, WORDS, 21).tolist())
 
 
-def of_transformers(place: Place, tokens: Sequence[int], heard: Sound) -> NDArray[np.float64]:
+def of_transformers(place: Place, tokens: Sequence[int], heard: AudioInput) -> NDArray[np.float64]:
     """Log-probabilities after every position of the decoder."""
     features_BF = np.frombuffer(heard.features, "<f4").reshape(heard.bands, -1).copy()
     torch.set_num_threads(1)
@@ -135,9 +135,9 @@ def test_bf16_weights_keep_law_1_plain_and_compressed(place: Place, tmp_path: Pa
 def test_what_is_no_sound_of_this_model_is_refused(place: Place) -> None:
     encoder, heard = place.bench.model.encoder, sound(place.whisper)
     for wrong, why in (
-        (Sound(heard.columns, heard.bands, heard.features[:-4]), "100 frames"),
-        (Sound(heard.columns, heard.bands + 1, heard.features), "12 bands"),
-        (Sound(heard.columns - 16, heard.bands, heard.features), "64 tokens"),
+        (AudioInput(heard.columns, heard.bands, heard.features[:-4]), "100 frames"),
+        (AudioInput(heard.columns, heard.bands + 1, heard.features), "12 bands"),
+        (AudioInput(heard.columns - 16, heard.bands, heard.features), "64 tokens"),
     ):
         with pytest.raises(ImageRefused, match=why):
             encoder.check(wrong)
@@ -157,10 +157,10 @@ def test_what_is_no_sound_of_this_model_is_refused(place: Place) -> None:
 )
 def test_a_configuration_that_means_something_else_is_refused(change: dict[str, object], why: str) -> None:
     with pytest.raises(ModelError, match=why):
-        BUILT_IN["WhisperForConditionalGeneration"].parse(Fields(whisper_config() | change, CONFIG))
+        BUILT_IN["WhisperForConditionalGeneration"].parse(ConfigFields(whisper_config() | change, CONFIG))
 
 
-def in_company(place: Place, heard: Sound) -> Told:
+def in_company(place: Place, heard: AudioInput) -> Told:
     """Beside one that writes about another sound and one that reads a third."""
     writer = place.request((3, 4), sound(place.whisper, 5), answer=3 * ANSWER)
     reader = place.request(TOKENS[::-1], sound(place.whisper, 6))

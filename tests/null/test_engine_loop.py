@@ -15,7 +15,7 @@ from penstock.engine.core.plan import SampledTokens, StepOutcome, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.runner.null_runner import NullRunner, null_token
-from penstock.types import BlockHash, FinishReason, Leg, RequestId, SamplingParams
+from penstock.types import BlockHash, FinishReason, RequestId, RequestStage, SamplingParams
 
 VOCAB = 50
 ROOT = BlockHash(bytes(32))
@@ -86,7 +86,7 @@ def requests(count: int) -> list[AddRequest]:
             AddRequest(
                 id=RequestId(f"r{number}"),
                 epoch=0,
-                leg=Leg.WHOLE,
+                leg=RequestStage.WHOLE,
                 prompt=tuple(range(length)) if number % 2 else tuple(range(number, number + length)),
                 sampling=SamplingParams(
                     seed=number % 5,
@@ -166,7 +166,7 @@ def test_credits_are_seen_before_the_step_runs() -> None:
     seen: list[tuple[float, tuple[RequestId, ...]]] = []
     loop.on_plan = lambda plan: seen.append((runner.clock.now(), tuple(r.id for r in plan.reserved)))
     first, second = requests(2)
-    mailbox.events = [first, replace(second, leg=Leg.DECODE)]
+    mailbox.events = [first, replace(second, leg=RequestStage.DECODE)]
     loop.step()
     assert seen == [(0.0, (second.id,))]
     assert runner.clock.now() > 0.0

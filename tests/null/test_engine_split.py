@@ -19,7 +19,7 @@ from penstock.engine.core.events import (
 from penstock.engine.core.plan import ReturnedRequest, StepOutcome, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.runner.null_runner import NullRunner
-from penstock.types import BlockHash, FinishReason, Leg, RequestId, SamplingParams
+from penstock.types import BlockHash, FinishReason, RequestId, RequestStage, SamplingParams
 
 ROOT = BlockHash(bytes(32))
 MAX_LEN = 96
@@ -47,8 +47,8 @@ class Split:
     def submit(self, event: AddRequest) -> None:
         self.events[event.id] = event
         self.tokens.setdefault(event.id, [])
-        self.sent.append((self.decode, replace(event, leg=Leg.DECODE)))
-        self.prefill.apply(replace(event, leg=Leg.PREFILL), 0.0)
+        self.sent.append((self.decode, replace(event, leg=RequestStage.DECODE)))
+        self.prefill.apply(replace(event, leg=RequestStage.PREFILL), 0.0)
 
     def deliver(self) -> None:
         """A random part of what is under way, in order."""
@@ -112,7 +112,7 @@ def requests(count: int) -> list[AddRequest]:
         AddRequest(
             id=RequestId(f"r{number}"),
             epoch=0,
-            leg=Leg.WHOLE,
+            leg=RequestStage.WHOLE,
             prompt=tuple(range(number % 3, random.choice([4, 16, 33, 40, 64]) + number % 3)),
             sampling=SamplingParams(seed=number, max_tokens=random.choice([1, 2, 25]), stop_token_ids=(5,)),
             arrival=float(number),

@@ -10,7 +10,7 @@ from tests.late_pages import LateCarrier
 from null.worker_stage import WINDOWED, Stage, StageWorker, expected
 from penstock.engine.service.kv_transfer import RecomputeEstimate
 from penstock.kv.layout import KvLayout
-from penstock.kv.transfer.events import Outrun
+from penstock.kv.transfer.events import HedgeWon
 from penstock.types import RequestId, Role
 
 PROMPT = range(100, 170)  # 4 full pages and a part of one
@@ -77,7 +77,7 @@ def test_one_prompt_a_turn_is_computed_here() -> None:
     stage.run()
     d.receiver.haste.predict = lambda request, start, stop: 0.0
     now = stage.clock.now() + 0.5
-    turns = [[effect for effect in d.receiver.tick(now).effects if isinstance(effect, Outrun)] for _ in range(3)]
+    turns = [[effect for effect in d.receiver.tick(now).effects if isinstance(effect, HedgeWon)] for _ in range(3)]
     assert [[effect.request for effect in outrun] for outrun in turns] == [["r"], ["other"], []]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import Conflict, NotTaken, UnknownWorker
+from penstock.errors import AssignmentTimeout, Conflict, UnknownWorker
 from penstock.types import Duty, Role
 
 from .http_stage import Stage, stage
@@ -76,7 +76,11 @@ async def test_what_cannot_be_asked_for(path: str, body: Any, because: str) -> N
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(UnknownWorker("w", "decode-0"), 404), (Conflict("It is the last one.", code="x"), 409), (NotTaken("Slow."), 503)],
+    [
+        (UnknownWorker("w", "decode-0"), 404),
+        (Conflict("It is the last one.", code="x"), 409),
+        (AssignmentTimeout("Slow."), 503),
+    ],
 )
 async def test_refusals_keep_their_words(error: Exception, status: int) -> None:
     async with served(ScriptedPosts(error=error)) as on:

@@ -12,7 +12,7 @@ from penstock.edge.exchange import Exchange
 from penstock.edge.gate import Gate, Rules
 from penstock.errors import Overloaded
 from penstock.telemetry.service_levels import ServiceLevels
-from penstock.types import Claim
+from penstock.types import Qos
 from penstock.wire.ports import Forecast
 
 from .streams import NullStreams
@@ -23,7 +23,7 @@ def test_a_token_that_no_worker_made_ends_no_wait():
     admission = Admission(limits, clock)
     rules = Rules(limits=limits, scheduling=SchedulingConfig(), ring=KeyRing())
     gate = Gate(rules, admission, NullStreams(), ServiceLevels())
-    with gate.enter(_nobody(), Claim(), [10, 0]) as visit:
+    with gate.enter(_nobody(), Qos(), [10, 0]) as visit:
         visit.started(0, computed=False)
         visit.started(1, computed=False)
         assert (admission.requests, admission.usual_wait_s(0)) == (2, 1.0)
@@ -41,13 +41,13 @@ def test_long_prompts_that_are_read_gently_say_nothing_of_others():
     gate = Gate(rules, Admission(limits, clock), streams, ServiceLevels())
     for _ in range(20):
         streams.foreseen = Forecast(wait_s=0.0, read_s=5.0)
-        with gate.enter(_nobody(), Claim(), [50_000]) as visit:
+        with gate.enter(_nobody(), Qos(), [50_000]) as visit:
             clock.advance(40.0)
             visit.started(0)
-    with pytest.raises(Overloaded), gate.enter(_nobody(), Claim(max_wait_s=20.0), [50_000]):
+    with pytest.raises(Overloaded), gate.enter(_nobody(), Qos(max_wait_s=20.0), [50_000]):
         pass
     streams.foreseen = Forecast(wait_s=0.0, read_s=0.5)
-    with gate.enter(_nobody(), Claim(max_wait_s=0.6), [5000]) as visit:
+    with gate.enter(_nobody(), Qos(max_wait_s=0.6), [5000]) as visit:
         visit.started(0)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine.service.migration import MAX_STOPPED_S
 from penstock.errors import Conflict, UnknownWorker
-from penstock.types import Duty, Leg, Role, WorkerState
+from penstock.types import Duty, RequestStage, Role, WorkerState
 from penstock.wire.gateway_messages import Assign, Hello, Relieve, Report, Returned, Submit, Tokens
 from penstock.wire.transfer_messages import PageReady, PagesReceived, PrefillDone, PullPages
 
@@ -309,7 +309,7 @@ def moving(hub: BreakingHub | None = None) -> tuple[Stage, StageWorker, StageWor
 def test_the_answer_stops_for_two_turns_at_most() -> None:
     stage, one, other = moving()
     emitted = tuple(stage.answer())
-    stage.ask(range(100), to=other, leg=Leg.DECODE, pages_from=one, emitted=emitted, joins=True, max_tokens=60)
+    stage.ask(range(100), to=other, leg=RequestStage.DECODE, pages_from=one, emitted=emitted, joins=True, max_tokens=60)
     silent = longest = 0
     for _ in range(120):
         before = len(stage.tokens)
@@ -326,7 +326,13 @@ def test_an_answer_that_nobody_takes_goes_on_within_a_second() -> None:
     hub = BreakingHub()
     hub.loses = lambda message: isinstance(message, PrefillDone)
     stage, one, other = moving(hub)
-    ask = {"leg": Leg.DECODE, "pages_from": one, "emitted": tuple(stage.answer()), "joins": True, "max_tokens": 60}
+    ask = {
+        "leg": RequestStage.DECODE,
+        "pages_from": one,
+        "emitted": tuple(stage.answer()),
+        "joins": True,
+        "max_tokens": 60,
+    }
     stage.ask(range(100), to=other, **ask)
     while one.scheduler.load().handing_over == 0:
         stage.turn()
@@ -343,7 +349,13 @@ def test_more_than_the_receiver_has_room_for_is_not_written_before_it_moves() ->
     stage, one, other = moving()
     other.receiver.work = lambda now, budget=None: type(other.receiver).work(other.receiver, now, 0)  # a page a turn
     stage.ask(
-        range(100), to=other, leg=Leg.DECODE, pages_from=one, emitted=tuple(stage.answer()), joins=True, max_tokens=60
+        range(100),
+        to=other,
+        leg=RequestStage.DECODE,
+        pages_from=one,
+        emitted=tuple(stage.answer()),
+        joins=True,
+        max_tokens=60,
     )
     stage.run()
     assert stage.answer() == expected(100, tokens=60)

@@ -8,7 +8,7 @@ import pytest
 from penstock.config.limits import Limits
 from penstock.config.schema import GatewayConfig
 from penstock.errors import NoWorkers
-from penstock.types import Begun, FinishReason, RequestId
+from penstock.types import FinishReason, RequestId, ResumeFrom
 
 from .router_town import SPLIT, WHOLE, WIDE, Client, Town
 from .worker_stage import IDENTITY
@@ -22,7 +22,7 @@ async def whole(town: Town, **sampling: object) -> Client:
 
 
 def goes_on(town: Town, first: Client, known: int, name: str = "rest", **more: object) -> Client:
-    begun = Begun(tuple(first.tokens[:known]), IDENTITY)
+    begun = ResumeFrom(tuple(first.tokens[:known]), IDENTITY)
     return town.serve(msgspec.structs.replace(first.request, id=RequestId(name), begun=begun, **more))
 
 
@@ -68,7 +68,7 @@ async def test_it_goes_on_in_the_bits_that_it_began_in():
     async with Town(*WHOLE, config=patience) as town:
         first = await whole(town, max_tokens=10)
         other = msgspec.structs.replace(IDENTITY, numerics="other-1-fp32")
-        begun = Begun(tuple(first.tokens[:4]), other)
+        begun = ResumeFrom(tuple(first.tokens[:4]), other)
         rest = town.serve(msgspec.structs.replace(first.request, id=RequestId("rest"), begun=begun))
         await town.wait(3.5)
         assert isinstance(rest.error, NoWorkers)

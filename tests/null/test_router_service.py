@@ -7,7 +7,7 @@ import pytest
 from penstock.config.limits import FailoverConfig, Limits
 from penstock.config.schema import GatewayConfig
 from penstock.errors import NoWorkers, QueueFull, RequestError, StalledRequest
-from penstock.types import FinishReason, Leg, RequestId, WorkerId
+from penstock.types import FinishReason, RequestId, RequestStage, WorkerId
 
 from .router_town import SPLIT, WHOLE, WIDE, Town, rows
 from .worker_stage import IDENTITY
@@ -42,10 +42,10 @@ async def test_both_legs_take_part_in_a_split_and_one_worker_in_the_last_token()
         await town.finish()
         (long,), (short,) = town.router.debug(RequestId("long")), town.router.debug(RequestId("short"))
         assert [(chosen.leg, chosen.worker) for chosen in long.legs] == [
-            (Leg.DECODE, "decode-0"),
-            (Leg.PREFILL, "prefill-0"),
+            (RequestStage.DECODE, "decode-0"),
+            (RequestStage.PREFILL, "prefill-0"),
         ]
-        assert [(chosen.leg, chosen.worker) for chosen in short.legs] == [(Leg.WHOLE, "prefill-0")]
+        assert [(chosen.leg, chosen.worker) for chosen in short.legs] == [(RequestStage.WHOLE, "prefill-0")]
         assert len(long.reasons()) == 2
         assert town.worker("decode-0").receiver.counters.pages > 0
 

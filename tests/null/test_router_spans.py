@@ -7,7 +7,7 @@ import pytest
 
 from penstock.router.links import WorkerLink
 from penstock.telemetry import spans
-from penstock.types import Begun, RequestId, ValidRequest, WorkerId
+from penstock.types import RequestId, ResumeFrom, ValidRequest, WorkerId
 from penstock.wire.gateway_messages import Submit, TokenItem, Tokens
 
 from .losses import Nth
@@ -125,7 +125,7 @@ async def test_what_was_known_before_is_not_decoded():
     async with Town(*WHOLE, tracer=notes) as town:
         first = town.ask(max_tokens=12)
         await town.finish(first)
-        begun = Begun(tuple(first.tokens[:5]), IDENTITY)
+        begun = ResumeFrom(tuple(first.tokens[:5]), IDENTITY)
         rest = msgspec.structs.replace(first.request, id=RequestId("rest"), begun=begun, trace="caller")
         await town.finish(town.serve(rest))
     assert notes.facts(spans.DECODE, "tokens") == [7]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kv.connectors.shm import MemoryCarrier
-from penstock.types import FinishReason, Leg, ModelIdentity, Role, WorkerId
+from penstock.kv.connectors.shm import InMemoryConnector
+from penstock.types import FinishReason, ModelIdentity, RequestStage, Role, WorkerId
 from penstock.wire.gateway_messages import OTHER_PROCESS, Cancel, Hello, Recipient, Tokens
 
 from .worker_stage import IDENTITY, Stage, expected, merged, split
@@ -238,7 +238,7 @@ def test_prompt_logprobs_come_with_the_first_token_of_the_leg_that_read_the_prom
 
 def test_a_decode_leg_without_a_source_is_returned():
     stage, _, decode = split()
-    stage.ask([1, 2, 3], to=decode, leg=Leg.DECODE)
+    stage.ask([1, 2, 3], to=decode, leg=RequestStage.DECODE)
     stage.run()
     assert [r.reason for _, r in stage.returned] == ["no source of pages was named"]
     stage.assert_idle()
@@ -289,7 +289,7 @@ def test_any_mix_of_requests_is_answered_or_cancelled_and_nothing_stays(
 
 
 def test_connections_for_pages_that_are_turned_away_are_reported() -> None:
-    class Besieged(MemoryCarrier):
+    class Besieged(InMemoryConnector):
         turned_away = 3  # type: ignore[assignment]
 
     stage = Stage(carrier=Besieged)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine.service.gateways import REMEMBERED_S
-from penstock.types import Leg, Role, WorkerState
+from penstock.types import RequestStage, Role, WorkerState
 from penstock.wire.gateway_messages import Cancel, Hello, TokenItem
 from penstock.wire.transfer_messages import PageReady, PagesReceived, PrefillDone, PullPages
 
@@ -101,7 +101,7 @@ def test_words_of_a_gateway_process_that_was_replaced_change_nothing():
     decode.reconnect(greet=False)
     decode.link.send(Hello(gateway="g", incarnation=2))
     stage.turn()
-    stage.ask([1, 2, 3], to=decode, leg=Leg.WHOLE)
+    stage.ask([1, 2, 3], to=decode, leg=RequestStage.WHOLE)
     stage.turn()
     old.send(Hello(gateway="g", incarnation=1))
     stage.run()
@@ -116,7 +116,7 @@ def test_a_greeting_that_waited_on_an_earlier_connection_changes_nothing():
     decode.reconnect(greet=False)
     decode.link.send(Hello(gateway="g", incarnation=1, connection=2))
     stage.turn()
-    stage.ask([1, 2, 3], to=decode, leg=Leg.WHOLE)
+    stage.ask([1, 2, 3], to=decode, leg=RequestStage.WHOLE)
     stage.turn()
     old.send(Hello(gateway="g", incarnation=1, connection=1))
     stage.run()
@@ -125,15 +125,15 @@ def test_a_greeting_that_waited_on_an_earlier_connection_changes_nothing():
 
 
 @pytest.mark.parametrize("after", range(1, 9))
-@pytest.mark.parametrize("leg", list(Leg))
-def test_a_later_epoch_ends_the_earlier_one_whatever_legs_they_are(after: int, leg: Leg):
+@pytest.mark.parametrize("leg", list(RequestStage))
+def test_a_later_epoch_ends_the_earlier_one_whatever_legs_they_are(after: int, leg: RequestStage):
     stage, prefill, decode = split(max_chunk_tokens=16)
     stage.ask_split(list(range(100)), prefill, decode, max_tokens=4)
     for _ in range(after):
         stage.turn()
     seen = len(stage.tokens)
     both = stage.worker("b", Role.BOTH)
-    source = both if leg is Leg.DECODE else None
+    source = both if leg is RequestStage.DECODE else None
     for worker in (prefill, decode):  # without a Cancel before it
         stage.ask(list(range(100)), to=worker, leg=leg, epoch=2, max_tokens=4, pages_from=source)
     for _ in range(20):
@@ -186,7 +186,7 @@ def test_a_source_is_connected_to_while_the_request_still_waits_for_room():
     stage, prefill, decode = split(pages=16)
     stage.ask([1] * 200, to=decode, request="big", max_tokens=50)
     stage.turn()
-    stage.ask([2] * 100, to=decode, leg=Leg.DECODE, request="later", pages_from=prefill)
+    stage.ask([2] * 100, to=decode, leg=RequestStage.DECODE, request="later", pages_from=prefill)
     stage.turn()
     assert not decode.receiver.open_pulls
     assert [link.endpoint for link in decode.mailbox._hand_overs.links()] == [prefill.endpoint]
@@ -204,7 +204,7 @@ def test_only_the_latest_incarnation_of_a_source_is_asked():
     assert reasons(stage) == {"d": ["pages_lost: sender gone"]}
     assert [link.endpoint for link in decode.mailbox._hand_overs.links()] == [again.endpoint]
     assert stage.answer("new") == expected(100)
-    stage.ask([5] * 20, to=decode, leg=Leg.DECODE, request="late", pages_from=prefill)
+    stage.ask([5] * 20, to=decode, leg=RequestStage.DECODE, request="late", pages_from=prefill)
     stage.run()
     assert reasons(stage)["d"][1:] == ["pages_lost: no way to the source"]
     assert [link.endpoint for link in decode.mailbox._hand_overs.links()] == [again.endpoint]
@@ -244,7 +244,7 @@ def test_a_request_that_waits_for_room_longer_than_its_link_lives_finds_its_sour
 def test_a_source_at_no_endpoint_is_answered_not_raised():
     stage, prefill, decode = split()
     prefill.endpoint = "carrier-pigeon://p"
-    stage.ask([1] * 20, to=decode, leg=Leg.DECODE, pages_from=prefill)
+    stage.ask([1] * 20, to=decode, leg=RequestStage.DECODE, pages_from=prefill)
     stage.run()
     assert reasons(stage) == {"d": ["pages_lost: no way to the source"]}
     prefill.endpoint = "memory://p"
@@ -253,7 +253,7 @@ def test_a_source_at_no_endpoint_is_answered_not_raised():
 
 def test_a_hand_over_that_ends_without_its_one_token_is_refused_not_raised():
     stage, prefill, decode = split()
-    stage.ask([1] * 20, to=decode, leg=Leg.DECODE, pages_from=prefill)
+    stage.ask([1] * 20, to=decode, leg=RequestStage.DECODE, pages_from=prefill)
     prefill.stopped = True
     while not decode.receiver.open_pulls:
         stage.turn()
@@ -285,10 +285,10 @@ def test_a_worker_that_stops_gives_everything_back_and_says_so():
 
 def test_a_prefill_leg_that_waits_for_credit_ends_with_its_epoch():
     stage, prefill, _ = split()
-    stage.ask(list(range(40)), to=prefill, leg=Leg.PREFILL)
+    stage.ask(list(range(40)), to=prefill, leg=RequestStage.PREFILL)
     stage.run()
     assert prefill.sender.open_legs == {("r", 1)}
-    stage.ask(list(range(40)), to=prefill, leg=Leg.WHOLE, epoch=2)
+    stage.ask(list(range(40)), to=prefill, leg=RequestStage.WHOLE, epoch=2)
     stage.run()
     assert stage.answer(epoch=2) == expected(40)
     stage.assert_idle()

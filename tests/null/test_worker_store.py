@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from penstock.engine.core.cost_model import StepCostModel, StepWork
 from penstock.engine.service import kv_prefetch
 from penstock.engine.service.readiness import PageWait
-from penstock.errors import TierFailed
+from penstock.errors import TierError
 from penstock.kv.layout import KvLayout
-from penstock.kv.store.envelope import StoreSeal
-from penstock.kv.store.page_index import area_bytes
+from penstock.kv.store.envelope import PageEnvelope
+from penstock.kv.store.page_index import index_bytes
 from penstock.kv.store.peer_tier import PeerTier
-from penstock.kv.store.slab_tier import SlabFile, SlabTier, head_for
-from penstock.kv.store.tier import FinalPage, PageKey, Tier
-from penstock.kv.store.tier_worker import Hand
-from penstock.types import Leg, Role, WorkerId
+from penstock.kv.store.slab_tier import SlabFile, SlabTier, slab_head
+from penstock.kv.store.tier import FinalPage, KvTier, PageKey
+from penstock.kv.store.tier_worker import JobThread
+from penstock.types import RequestStage, Role, WorkerId
 from penstock.wire.gateway_messages import Cancel
 
 from .worker_stage import IDENTITY, LAYOUT, WINDOWED, Stage, StageWorker, expected, merged
@@ -43,23 +43,23 @@ class FixedCost(StepCostModel):
 
 
 def on_disk(path: Path, layout: KvLayout = LAYOUT, workers: tuple[str, ...] = ("p", "d")):
-    def tiers(worker: StageWorker) -> list[Tier]:
-        head = head_for(IDENTITY, layout, SIZE, encrypted=False)
+    def tiers(worker: StageWorker) -> list[KvTier]:
+        head = slab_head(IDENTITY, layout, SIZE, encrypted=False)
         share = (workers.index(worker.name), len(workers))
-        return [SlabTier("disk", SlabFile.at(path, head, share, direct=False), StoreSeal(IDENTITY, layout))]
+        return [SlabTier("disk", SlabFile.at(path, head, share, direct=False), PageEnvelope(IDENTITY, layout))]
 
     return tiers
 
 
-def among_peers(workers: tuple[str, ...] = ("p", "d")) -> Callable[[StageWorker], list[Tier]]:
+def among_peers(workers: tuple[str, ...] = ("p", "d")) -> Callable[[StageWorker], list[KvTier]]:
     sizes = [(WorkerId(name), PAGES) for name in workers]
     descriptor = os.memfd_create("test-directory")
-    os.ftruncate(descriptor, area_bytes(PAGES * len(workers)))
+    os.ftruncate(descriptor, index_bytes(PAGES * len(workers)))
     memories: dict[WorkerId, object] = {}
 
-    def tiers(worker: StageWorker) -> list[Tier]:
+    def tiers(worker: StageWorker) -> list[KvTier]:
         memories[worker.name] = worker.memory
-        made = PeerTier(descriptor, sizes, worker.name, memories, StoreSeal(IDENTITY, LAYOUT))
+        made = PeerTier(descriptor, sizes, worker.name, memories, PageEnvelope(IDENTITY, LAYOUT))
         if len(memories) == len(workers):  # nobody else is to map it
             os.close(descriptor)
         return [made]
@@ -68,7 +68,7 @@ def among_peers(workers: tuple[str, ...] = ("p", "d")) -> Callable[[StageWorker]
 
 
 def stage_of(
-    tiers: Callable[[StageWorker], list[Tier]], layout: KvLayout = LAYOUT
+    tiers: Callable[[StageWorker], list[KvTier]], layout: KvLayout = LAYOUT
 ) -> tuple[Stage, StageWorker, StageWorker]:
     stage = Stage(layout=layout, tiers=tiers, cost=FixedCost())
     return stage, stage.worker("p", Role.PREFILL), stage.worker("d", Role.DECODE)
@@ -216,7 +216,7 @@ class HangingTier:
 
 
 def test_of_a_cancelled_request_a_tier_that_hangs_keeps_one_page(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(StageWorker, "_hand", lambda worker, *words: Hand(*words))  # real threads
+    monkeypatch.setattr(StageWorker, "_hand", lambda worker, *words: JobThread(*words))  # real threads
     tier = HangingTier()
     stage = Stage(tiers=lambda worker: [tier], cost=FixedCost((1e-3, 1.0, 1e-3, 1e-3)))  # computing takes for ever
     worker = stage.worker("both", Role.BOTH)
@@ -342,7 +342,7 @@ class Broken:
         pass
 
 
-@pytest.mark.parametrize("error", [OSError("worn out"), TierFailed("gone"), ValueError("a bug")])
+@pytest.mark.parametrize("error", [OSError("worn out"), TierError("gone"), ValueError("a bug")])
 def test_a_tier_that_fails_costs_a_computation(error: Exception, caplog: pytest.LogCaptureFixture):
     tier = Broken(error)
     stage = Stage(tiers=lambda worker: [tier], cost=FixedCost())
@@ -393,6 +393,6 @@ def test_chats_with_all_their_pages_in_motion(tmp_path_factory: pytest.TempPathF
     for worker in stage.workers:
         for hand in worker.hands:
             hand.work()
-    stage.ask([1, 2, 3], to=prefill, leg=Leg.WHOLE, request="last", max_tokens=1)
+    stage.ask([1, 2, 3], to=prefill, leg=RequestStage.WHOLE, request="last", max_tokens=1)
     stage.run()
     stage.assert_idle()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.kv_spec import Pieces
+from penstock.kv_spec import TransferOrder
 from penstock.types import Role
 from penstock.wire.gateway_messages import Cancel
 
@@ -117,4 +117,4 @@ def test_pieces_are_numbered_in_the_order_in_which_pages_become_final(tokens: in
         assert pieces.tokens_in(number) == complete * 16
     with pytest.raises(IndexError, match=f"piece {pieces.total} of"):
         pieces.place(pieces.total)
-    assert list(Pieces(WINDOWED.shape.reaches, tokens, 16)) == order
+    assert list(TransferOrder(WINDOWED.shape.reaches, tokens, 16)) == order

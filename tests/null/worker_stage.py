@@ -25,16 +25,16 @@ from penstock.engine.service.readiness import NoPrefetch, ReadinessSources
 from penstock.engine.service.worker_service import WorkerService
 from penstock.hashing import chain_root
 from penstock.kernels.operands import KvShape
-from penstock.kv.checksum import PageSeal
-from penstock.kv.connectors.shm import MemoryCarrier
+from penstock.kv.checksum import PageChecksum
+from penstock.kv.connectors.shm import InMemoryConnector
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
 from penstock.kv.store.store import PageStore
-from penstock.kv.store.tier import Tier
-from penstock.kv.transfer.receiver import HandOverReceiver
-from penstock.kv.transfer.sender import HandOverSender
-from penstock.kv_spec import EVERYTHING, Reach
-from penstock.types import Leg, ModelIdentity, RequestId, Role, SamplingParams, WorkerId, pack_token_ids
+from penstock.kv.store.tier import KvTier
+from penstock.kv.transfer.receiver import KvReceiver
+from penstock.kv.transfer.sender import KvSender
+from penstock.kv_spec import FULL_ATTENTION, KvSpec
+from penstock.types import ModelIdentity, RequestId, RequestStage, Role, SamplingParams, WorkerId, pack_token_ids
 from penstock.wire.gateway_messages import (
     Hello,
     PageSource,
@@ -53,7 +53,7 @@ IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="null-1")
 LAYOUT = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=2), "fp32")  # 16 places of 16 bytes a page
 WINDOW = 40
 WINDOWED = KvLayout.of(  # the same pages, for a layer that reads everything and one that reads the last 40
-    KvShape.plain(layers=2, kv_heads=1, head_dim=2).grouped([EVERYTHING, Reach(window=WINDOW)]), "fp32"
+    KvShape.plain(layers=2, kv_heads=1, head_dim=2).grouped([FULL_ATTENTION, KvSpec(window=WINDOW)]), "fp32"
 )
 VOCAB = 1000
 
@@ -125,10 +125,10 @@ class StageWorker:
             scheduler=SchedulerConfig(reaches=stage.layout.shape.reaches, **scheduler),
             hand_over=stage.hand_over,
         )
-        self.carrier = carrier = stage.carrier(self.memory, stage.memories, PageSeal(identity, stage.layout))
+        self.carrier = carrier = stage.carrier(self.memory, stage.memories, PageChecksum(identity, stage.layout))
         self.scheduler = Scheduler(config.scheduler, stage.cost)
-        self.sender = HandOverSender(config.hand_over, carrier, config.incarnation)
-        self.receiver = HandOverReceiver(config.hand_over, carrier)
+        self.sender = KvSender(config.hand_over, carrier, config.incarnation)
+        self.receiver = KvReceiver(config.hand_over, carrier)
         self.hands: list[HandNow] = []
         self.stored: KvPrefetcher | None = None
         if stage.tiers is not None:
@@ -175,9 +175,9 @@ class Stage:
         lease_s: float = 1.0,
         hub: MemoryHub | None = None,
         layout: KvLayout = LAYOUT,
-        tiers: Callable[[StageWorker], list[Tier]] | None = None,
+        tiers: Callable[[StageWorker], list[KvTier]] | None = None,
         cost: StepCostModel | None = None,
-        carrier: type[MemoryCarrier] = MemoryCarrier,
+        carrier: type[InMemoryConnector] = InMemoryConnector,
     ) -> None:
         self.layout = layout
         self.carrier = carrier
@@ -243,7 +243,9 @@ class Stage:
                 worker.link.send(Hello(gateway="g", incarnation=1))
             self.turn(0.1)
 
-    def ask(self, prompt: Sequence[int], *, to: StageWorker, leg: Leg = Leg.WHOLE, **more: object) -> Submit:
+    def ask(
+        self, prompt: Sequence[int], *, to: StageWorker, leg: RequestStage = RequestStage.WHOLE, **more: object
+    ) -> Submit:
         """Submit one leg."""
         source = more.pop("pages_from", None)
         fields = {"recipient": to.recipient, "request": RequestId("r"), "epoch": 1, "emitted": ()} | {
@@ -262,8 +264,8 @@ class Stage:
 
     def ask_split(self, prompt: Sequence[int], prefill: StageWorker, decode: StageWorker, **more: object) -> Submit:
         """Submit both legs of one request, the decode leg first, as the router does."""
-        self.ask(prompt, to=decode, leg=Leg.DECODE, pages_from=prefill, **more)
-        return self.ask(prompt, to=prefill, leg=Leg.PREFILL, **more)
+        self.ask(prompt, to=decode, leg=RequestStage.DECODE, pages_from=prefill, **more)
+        return self.ask(prompt, to=prefill, leg=RequestStage.PREFILL, **more)
 
     def answer(self, request: str = "r", epoch: int = 1) -> list[int]:
         """The answer as a client would get it: by index, each once.  Asserts that everybody who spoke agreed."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.hashing import block_hashes, chain_root, picture_hash
-from penstock.types import BlockHash, ModelIdentity, Picture, PlacedImage, Sound
+from penstock.hashing import block_hashes, chain_root, media_hash
+from penstock.types import AudioInput, BlockHash, ImageInput, ModelIdentity, PlacedImage
 
 ROOT = chain_root(ModelIdentity(fingerprint="f", numerics="n"))
 TOKENS = [7] * 64
@@ -48,7 +48,7 @@ def test_two_images_in_one_block_are_told_from_their_exchange():
 
 
 def test_a_picture_is_named_by_all_that_a_model_sees_of_it():
-    one = Picture(2, 3, b"abc" * 6, 0.5, (0.0, 0.1, 0.2), (1.0, 1.0, 1.0))
+    one = ImageInput(2, 3, b"abc" * 6, 0.5, (0.0, 0.1, 0.2), (1.0, 1.0, 1.0))
     changes = (
         {"rows": 3, "columns": 2},
         {"pixels": b"abd" * 6},
@@ -56,12 +56,12 @@ def test_a_picture_is_named_by_all_that_a_model_sees_of_it():
         {"mean": (0.0, 0.1, 0.3)},
         {"deviation": (1.0, 2.0, 1.0)},
     )
-    names = {picture_hash(one), *(picture_hash(msgspec.structs.replace(one, **change)) for change in changes)}
+    names = {media_hash(one), *(media_hash(msgspec.structs.replace(one, **change)) for change in changes)}
     assert len(names) == 1 + len(changes)
 
 
 def test_a_sound_is_named_by_all_that_a_model_hears_of_it():
-    one = Sound(16, 2, b"abcd" * 8)
+    one = AudioInput(16, 2, b"abcd" * 8)
     changes = ({"columns": 32}, {"bands": 4}, {"features": b"abce" * 8})
-    names = {picture_hash(one), *(picture_hash(msgspec.structs.replace(one, **change)) for change in changes)}
+    names = {media_hash(one), *(media_hash(msgspec.structs.replace(one, **change)) for change in changes)}
     assert len(names) == 1 + len(changes)

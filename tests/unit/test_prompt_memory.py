@@ -17,7 +17,15 @@ from penstock.engine.service.gateways import add_request_of
 from penstock.hashing import chain_root
 from penstock.intake.service import ModelIntake
 from penstock.router.request import Flight, Patience
-from penstock.types import Leg, ModelIdentity, RequestId, SamplingParams, WorkerId, pack_token_ids, read_token_ids
+from penstock.types import (
+    ModelIdentity,
+    RequestId,
+    RequestStage,
+    SamplingParams,
+    WorkerId,
+    pack_token_ids,
+    read_token_ids,
+)
 from penstock.wire.codec import decode_peer, encode
 from penstock.wire.gateway_messages import Recipient, Submit
 from penstock.wire.ports import Envelope
@@ -50,7 +58,7 @@ def test_a_worker_keeps_a_prompt_in_few_bytes_a_token():
         recipient=Recipient(worker=WorkerId("w"), incarnation=1, identity=IDENTITY),
         request=RequestId("r"),
         epoch=1,
-        leg=Leg.WHOLE,
+        leg=RequestStage.WHOLE,
         prompt=bytes(pack_token_ids(range(TOKENS))),
         sampling=SamplingParams(seed=1, max_tokens=8),
         root=chain_root(IDENTITY),

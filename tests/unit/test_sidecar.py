@@ -24,11 +24,11 @@ PLAIN = ("HOME", "PATH", "TOKENIZERS_PARALLELISM", "XDG_CACHE_HOME", "KEYBOARD",
 def test_children_are_given_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*SECRETS, *PLAIN):
         monkeypatch.setenv(name, "x")
-    given = sidecar.environment()
+    given = sidecar.child_environment()
     assert not given.keys() & set(SECRETS)
     assert given.keys() >= set(PLAIN)
     assert os.environ["PENSTOCK_API_KEY"] == "x"
-    sidecar.forget_secrets()
+    sidecar.drop_secrets()
     assert not os.environ.keys() & set(SECRETS)
     assert os.environ.keys() >= set(PLAIN)
 

@@ -21,7 +21,7 @@ from penstock.engine.loop import EngineLoop
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.kernels.select import make_ops
-from penstock.types import PAGE_TOKENS, BlockHash, Leg, RequestId, SamplingParams
+from penstock.types import PAGE_TOKENS, BlockHash, RequestId, RequestStage, SamplingParams
 from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.load import load_model
 
@@ -72,7 +72,7 @@ class Engine:
         request = AddRequest(
             id=RequestId(f"r{self._serial}"),
             epoch=0,
-            leg=Leg.WHOLE,
+            leg=RequestStage.WHOLE,
             prompt=tuple(prompt),
             sampling=SamplingParams(seed=0, max_tokens=tokens, temperature=0.0),
             arrival=float(self._serial),

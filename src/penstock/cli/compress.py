@@ -14,7 +14,7 @@ from penstock.cli.paint import byte_bar, table
 from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.compression.convert import Done, check_folders, compress_folder, verify_folder
+from penstock.weights.compression.convert import ConvertedTensor, check_folders, compress_folder, verify_folder
 
 EPILOG = """\
 examples:
@@ -97,7 +97,7 @@ def total_bytes(folder: Path) -> int:
         return sum(file.original_bytes(info) for file in checkpoint.files for info in file.tensors.values())
 
 
-def report_table(done: list[Done]) -> str:
+def report_table(done: list[ConvertedTensor]) -> str:
     """One line a tensor."""
     rows = [
         (
@@ -115,9 +115,9 @@ def report_table(done: list[Done]) -> str:
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def summary_table(done: list[Done]) -> str:
+def summary_table(done: list[ConvertedTensor]) -> str:
     """One line a kind: the tensors whose names differ in the number of a layer or an expert only."""
-    kinds: dict[str, list[Done]] = {}
+    kinds: dict[str, list[ConvertedTensor]] = {}
     for one in done:
         kinds.setdefault(_NUMBER.sub("*", one.name), []).append(one)
     rows = []
@@ -129,7 +129,7 @@ def summary_table(done: list[Done]) -> str:
     return table(rows, headers=headers, right=(1, 2, 3, 4))
 
 
-def draw(done: list[Done], path: Path) -> None:
+def draw(done: list[ConvertedTensor], path: Path) -> None:
     """Bits a weight of every compressed tensor, in the order of the file.  Raises ConfigError if it cannot be saved."""
     import matplotlib as mpl
 

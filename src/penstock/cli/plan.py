@@ -23,14 +23,14 @@ from penstock.launch.draft_model import guesses_with, of_adapters, of_head, of_m
 from penstock.launch.gpu_probe import gpu_report
 from penstock.launch.machine import free_memory
 from penstock.launch.model_path import config_folder
-from penstock.parallel.devices import GIB, KNOWN, Devices, parse_devices, why_not_servable
-from penstock.parallel.plan import ModelSize, Plan, Share, make_plan, requests_at_once, workers_of
+from penstock.parallel.devices import DEVICE_MEMORY_GIB, GIB, Devices, parse_devices, why_not_servable
+from penstock.parallel.plan import ModelSize, ParallelPlan, StageShare, make_plan, requests_at_once, workers_of
 from penstock.types import FP8_E4M3
-from penstock.weights.architecture.decoder import Decoder
-from penstock.weights.eagle import FOLDER, inspect_head
-from penstock.weights.inspect import CONFIG_NAME, Outline, read_outline
-from penstock.weights.lora import AdapterLimits, read_adapter, targets_of
-from penstock.weights.sizes import BF16, Coding, Form, coding, model_size, weight_bytes
+from penstock.weights.architecture.decoder import DecoderConfig
+from penstock.weights.eagle import FOLDER, inspect_draft_head
+from penstock.weights.inspect import CONFIG_FILE, ModelOutline, read_outline
+from penstock.weights.lora import LoraFileLimits, layout_lora_targets, read_lora_adapter
+from penstock.weights.sizes import BF16, WeightEncoding, WeightFormat, model_size, weight_bytes, weight_encoding
 
 BAR_CELLS = 64
 PARTS = (("weights", "blue"), ("activations", "yellow"), ("runtime", "magenta"), ("beside", "cyan"), ("kv", "green"))
@@ -46,7 +46,7 @@ examples:
   penstock plan ~/models/llama --devices 1xH100 --kv-dtype fp8_e4m3
   penstock plan ~/models/llama --devices cpu:32GiB --speculate head --lora sql=~/adapters/sql
 
-Nothing is loaded: config.json is enough.  Devices known by name: {", ".join(KNOWN)};
+Nothing is loaded: config.json is enough.  Devices known by name: {", ".join(DEVICE_MEMORY_GIB)};
 others by size: 2x48GiB; cpu: this host's memory.  The exit code is 0 if the model fits, 1 if not; the last line says
 whether `penstock serve` can use such devices today.
 """
@@ -75,8 +75,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--weights",
-        choices=[form.value for form in Form],
-        default=Form.STORED.value,
+        choices=[form.value for form in WeightFormat],
+        default=WeightFormat.STORED.value,
         help="what matrices are kept in (default: as they are stored)",
     )
     parser.add_argument(
@@ -100,10 +100,10 @@ def run(args: argparse.Namespace) -> int:
     folder = storyteller() if args.model in (None, STORYTELLER) else config_folder(args.model)
     outline = read_outline(folder)
     if keeps_no_kv(outline):
-        return plan_without_kv(outline, devices, Form(args.weights), as_json=args.json)
+        return plan_without_kv(outline, devices, WeightFormat(args.weights), as_json=args.json)
     kept = planned_kv_dtype(parse_setting(EngineSettings, "kv_dtype", args.kv_dtype, "--kv-dtype"), devices, outline)
     beside = planned_beside(args, folder, outline)
-    answer = plan_for(outline, devices, Form(args.weights), args.max_model_len, beside, kept=kept)
+    answer = plan_for(outline, devices, WeightFormat(args.weights), args.max_model_len, beside, kept=kept)
     answer = replace(answer, command=serve_command(args, answer))
     if args.json:
         print(msgspec.json.encode(as_json(answer)).decode())
@@ -138,10 +138,10 @@ def devices_here() -> Devices:
 class Answer:
     """What is printed."""
 
-    outline: Outline
-    how: Coding
+    outline: ModelOutline
+    how: WeightEncoding
     size: ModelSize
-    plan: Plan
+    plan: ParallelPlan
     wanted: int  # tokens
     kept: str  # what KV pages are in
     remedies: tuple[str, ...]
@@ -165,7 +165,7 @@ class Answer:
 def serve_command(args: argparse.Namespace, answer: Answer) -> str:
     """The command that serves what was planned, or nothing where none does."""
     plan = answer.plan
-    if not plan.fits or answer.why_not_servable or args.weights not in (Form.STORED, Form.LOSSLESS):
+    if not plan.fits or answer.why_not_servable or args.weights not in (WeightFormat.STORED, WeightFormat.LOSSLESS):
         return ""
     folder = model_argument(args.model)
     model = shlex.quote(folder) if folder else ""
@@ -180,7 +180,7 @@ def serve_command(args: argparse.Namespace, answer: Answer) -> str:
         words.append(f"--draft-model {shlex.quote(args.draft_model)}")
     words += [f"--lora {shlex.quote(each)}" for each in args.lora]
     command = " ".join(word for word in words if word)
-    if args.weights == Form.LOSSLESS and model:
+    if args.weights == WeightFormat.LOSSLESS and model:
         written = shlex.quote(f"{Path(folder).name}-compressed")
         command = f"penstock compress {model} {written} && {command.replace(model, written, 1)}"
     return command
@@ -191,17 +191,17 @@ def model_argument(model: str | None) -> str:
     if model is None or model == STORYTELLER:
         return ""
     path = Path(model)
-    return str(path.parent) if path.name == CONFIG_NAME and path.is_file() else model
+    return str(path.parent) if path.name == CONFIG_FILE and path.is_file() else model
 
 
-def keeps_no_kv(outline: Outline) -> bool:
+def keeps_no_kv(outline: ModelOutline) -> bool:
     """An encoder: it reads a text in one step and keeps nothing of it."""
-    return not isinstance(outline.spec.details, Decoder) and not outline.spec.source
+    return not isinstance(outline.spec.details, DecoderConfig) and not outline.spec.source
 
 
-def plan_without_kv(outline: Outline, devices: Devices, form: Form, *, as_json: bool) -> int:
+def plan_without_kv(outline: ModelOutline, devices: Devices, form: WeightFormat, *, as_json: bool) -> int:
     """Print the plan of an encoder; 0 if it fits, 1 if not."""
-    how = coding(form, outline.config, outline.layout)
+    how = weight_encoding(form, outline.config, outline.layout)
     nbytes = weight_bytes(outline.layout, how)
     fits = nbytes < devices.memory_bytes
     if as_json:
@@ -237,41 +237,43 @@ def servability(devices: Devices) -> dict[str, Any]:
     return {"servable": not reason, "why_not_servable": reason}
 
 
-def planned_kv_dtype(asked: str, devices: Devices, outline: Outline) -> str:
+def planned_kv_dtype(asked: str, devices: Devices, outline: ModelOutline) -> str:
     """What pages are in, as ``penstock serve`` decides it.  Raises ConfigError."""
     recurrent = outline.name if outline.spec.kv.states is not None else ""
     return kv_dtype(asked, BF16.name, "C++" if devices.is_cpu else TRITON, recurrent=recurrent)
 
 
 def plan_for(
-    outline: Outline,
+    outline: ModelOutline,
     devices: Devices,
-    form: Form,
+    form: WeightFormat,
     wanted: int | None,
     beside: tuple[Beside, ...] = (),
     *,
     kept: str = BF16.name,
 ) -> Answer:
     """The plan, and what would help if the model does not fit or too few tokens do.  ``kept``: what pages are in."""
-    how = coding(form, outline.config, outline.layout)
+    how = weight_encoding(form, outline.config, outline.layout)
     size = replace(model_size(outline.spec, outline.layout, how, kept), beside=beside)
     plan = make_plan(size, devices, wanted_tokens=wanted)
     tokens = wanted or size.max_positions
     return Answer(outline, how, size, plan, tokens, kept, remedies((outline, how, kept), size, plan, tokens))
 
 
-def remedies(model: tuple[Outline, Coding, str], size: ModelSize, plan: Plan, wanted: int) -> tuple[str, ...]:
+def remedies(
+    model: tuple[ModelOutline, WeightEncoding, str], size: ModelSize, plan: ParallelPlan, wanted: int
+) -> tuple[str, ...]:
     """Flags that would give room for ``wanted`` tokens, or for more than now; none when there is room."""
     if plan.kv_tokens >= wanted:
         return ()
     (outline, how, kept), found, devices = model, [], plan.devices
-    for form in (Form.LOSSLESS, Form.FP8, Form.INT4):
-        other = coding(form, outline.config, outline.layout)
+    for form in (WeightFormat.LOSSLESS, WeightFormat.FP8, WeightFormat.INT4):
+        other = weight_encoding(form, outline.config, outline.layout)
         if other.bits >= how.bits:
             continue
         smaller = replace(model_size(outline.spec, outline.layout, other, kept), beside=size.beside)
         if (tokens := make_plan(smaller, devices, wanted_tokens=wanted).kv_tokens) > plan.kv_tokens:
-            kind = "the same answers" if form is Form.LOSSLESS else "other answers"
+            kind = "the same answers" if form is WeightFormat.LOSSLESS else "other answers"
             found.append(f"--weights {form} ({tokens:,} tokens, {kind})")
     if kept == BF16.name and not devices.is_cpu and outline.spec.kv.states is None:
         smaller = replace(model_size(outline.spec, outline.layout, how, FP8_E4M3), beside=size.beside)
@@ -289,7 +291,7 @@ def remedies(model: tuple[Outline, Coding, str], size: ModelSize, plan: Plan, wa
     return tuple(found)
 
 
-def planned_beside(args: argparse.Namespace, folder: Path, outline: Outline) -> tuple[Beside, ...]:
+def planned_beside(args: argparse.Namespace, folder: Path, outline: ModelOutline) -> tuple[Beside, ...]:
     """What the flags load beside the model, from configurations and headers alone.  Raises ConfigError, ModelError."""
     named = args.draft_model
     asked = parse_setting(EngineSettings, "speculate", args.speculate, "--speculate")
@@ -299,11 +301,11 @@ def planned_beside(args: argparse.Namespace, folder: Path, outline: Outline) -> 
         found.append(of_model(read_outline(config_folder(named)).spec))
     elif kind == "head":
         head = folder / FOLDER if named is None else Path(named).expanduser()
-        found.append(of_head(inspect_head(head, outline.spec)))
+        found.append(of_head(inspect_draft_head(head, outline.spec)))
     room = parse_setting(EngineSettings, "lora_memory", args.lora_memory, "--lora-memory")
-    limits = AdapterLimits(max_rank=EngineSettings().max_lora_rank, max_bytes=room)
-    targets = targets_of(outline.layout)
-    adapters = [read_adapter(path, targets, limits).nbytes for path in lora_folders(args.lora).values()]
+    limits = LoraFileLimits(max_rank=EngineSettings().max_lora_rank, max_bytes=room)
+    targets = layout_lora_targets(outline.layout)
+    adapters = [read_lora_adapter(path, targets, limits).nbytes for path in lora_folders(args.lora).values()]
     return (*found, *of_adapters(adapters, room if args.allow_lora_updating else None))
 
 
@@ -371,7 +373,7 @@ def show(answer: Answer, paint: Paint) -> None:
     print(next_step(answer, paint))
 
 
-def _stages(plan: Plan) -> str:
+def _stages(plan: ParallelPlan) -> str:
     return "one stage" if len(plan.stages) == 1 else f"{len(plan.stages)} pipeline stages"
 
 
@@ -402,7 +404,7 @@ def arithmetic(answer: Answer, paint: Paint) -> str:
     return table([(name, value, paint(why, "dim")) for name, value, why in lines], right=(1,))
 
 
-def picture(share: Share, memory: int, paint: Paint) -> str:
+def picture(share: StageShare, memory: int, paint: Paint) -> str:
     """One line of cells, as long as the memory; what does not fit is red, beyond a mark."""
     used = share.weights + share.activations + share.runtime + share.beside
     whole = max(memory, used)
@@ -450,7 +452,7 @@ def verdict(answer: Answer, paint: Paint) -> str:
 
 def tried(answer: Answer) -> str:
     """What ``remedies`` looked at."""
-    forms = ", ".join(f"--weights {form}" for form in (Form.LOSSLESS, Form.FP8, Form.INT4))
+    forms = ", ".join(f"--weights {form}" for form in (WeightFormat.LOSSLESS, WeightFormat.FP8, WeightFormat.INT4))
     return forms if answer.plan.devices.is_cpu else f"{forms}, {MOST_TIMES_MORE} times the devices"
 
 

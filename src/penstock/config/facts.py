@@ -8,7 +8,7 @@ from penstock.config.base import Config
 from penstock.config.schema import (
     PoolingConfig,
 )
-from penstock.kv_spec import EVERYTHING, Reach, most_pages, tokens_held
+from penstock.kv_spec import FULL_ATTENTION, KvSpec, max_pages, tokens_that_fit
 from penstock.types import PAGE_TOKENS
 
 
@@ -82,7 +82,7 @@ class ModelFacts(Config, frozen=True, kw_only=True):
     auto_dtype: str  # compute type that suits the stored weights, "bf16" or "fp32"
     page_bytes_bf16: int  # of one KV page of 16 tokens of a group of layers, with 2-byte elements
     page_bytes_fp8: int = 0  # the same of codes (fp8_e4m3)
-    reaches: tuple[Reach, ...] = (EVERYTHING,)  # of each such group
+    reaches: tuple[KvSpec, ...] = (FULL_ATTENTION,)  # of each such group
     pooling: PoolingConfig | None = None  # None: it writes
     beside: tuple[Beside, ...] = ()  # what is loaded with it
     activation_bytes: int = 0  # buffers of its largest step on a GPU
@@ -97,13 +97,13 @@ class PageSize(Config, frozen=True, kw_only=True):
     """What a token takes of KV memory."""
 
     page_bytes: int
-    reaches: tuple[Reach, ...]  # of each group of layers
+    reaches: tuple[KvSpec, ...]  # of each group of layers
     ahead: int  # tokens of one request that a step computes at most
 
     def pages(self, tokens: int) -> int:
         """Pages that one context of so many tokens takes at most at any time."""
-        return most_pages(self.reaches, tokens, ahead=self.ahead, page_tokens=PAGE_TOKENS)
+        return max_pages(self.reaches, tokens, ahead=self.ahead, page_tokens=PAGE_TOKENS)
 
     def tokens(self, pages: int, longest: int) -> int:
         """Tokens, up to ``longest``, of a context that so many pages hold."""
-        return tokens_held(self.reaches, pages, longest, ahead=self.ahead, page_tokens=PAGE_TOKENS)
+        return tokens_that_fit(self.reaches, pages, longest, ahead=self.ahead, page_tokens=PAGE_TOKENS)

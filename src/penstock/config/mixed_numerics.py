@@ -17,7 +17,7 @@ from penstock.config.facts import Core
 from penstock.config.memory_budget import Room, show_bytes
 from penstock.config.schema import EngineSettings, ServeConfig, WorkerServeConfig, stores_asked
 from penstock.errors import ConfigError
-from penstock.types import MIXES, Role
+from penstock.types import MIXED_CLASS_SEPARATOR, Role
 
 if TYPE_CHECKING:
     from penstock.config.facts import MachineFacts, ModelFacts, PageSize
@@ -126,7 +126,7 @@ def check_worker(config: WorkerServeConfig, model: ModelFacts, family: str) -> N
     flag = f"--mixed-with {other}"
     if config.role not in (Role.PREFILL, Role.DECODE):
         raise ConfigError(f"{flag}: in a mixed fleet a worker has one phase: use --role prefill or --role decode")
-    if MIXES in other or not other.isprintable() or not 0 < len(other) <= 200 or " " in other:
+    if MIXED_CLASS_SEPARATOR in other or not other.isprintable() or not 0 < len(other) <= 200 or " " in other:
         raise ConfigError(f"{flag}: expected the numerics class that workers of the other role say when they start")
     if config.kv_dtype != "auto":
         raise ConfigError(f"{flag}: processors keep KV pages in the compute type; leave out --kv-dtype")
@@ -138,7 +138,7 @@ def check_worker(config: WorkerServeConfig, model: ModelFacts, family: str) -> N
 
 def mixed_numerics(reads: str, writes: str) -> str:
     """The class of a fleet that reads prompts in one and writes answers in the other.  The same one, if they are."""
-    return reads if reads == writes else f"{reads}{MIXES}{writes}"
+    return reads if reads == writes else f"{reads}{MIXED_CLASS_SEPARATOR}{writes}"
 
 
 def shares(places: Places, cores: Sequence[Core], usable: int, wishes: Wishes, reader: Reader | None) -> Division:

@@ -22,7 +22,7 @@ from penstock.config.limits import (
     TraceLimits,
     TurnLimits,
 )
-from penstock.kv_spec import EVERYTHING, Reach
+from penstock.kv_spec import FULL_ATTENTION, KvSpec
 from penstock.types import PAGE_TOKENS, Role, Task, WorkerId
 
 BACKLOG = 2048
@@ -51,7 +51,7 @@ class SchedulerConfig(Config, frozen=True, kw_only=True):
 
     pages: int  # KV pages in this worker's memory
     page_tokens: int = PAGE_TOKENS
-    reaches: tuple[Reach, ...] = (EVERYTHING,)  # of each group of layers that has pages of its own
+    reaches: tuple[KvSpec, ...] = (FULL_ATTENTION,)  # of each group of layers that has pages of its own
     max_model_len: int = 2048
     max_running: int = 256  # requests in one step
     max_step_tokens: int = MAX_STEP_TOKENS  # tokens computed in one step, all requests together

@@ -18,7 +18,7 @@ from penstock.edge.body_writer import BODY_WRITER, BodyWriter
 from penstock.edge.errors import JSON_TYPE, ClientGone, Header, code_of, noted
 from penstock.edge.hang_up import HANG_UP, HangUp
 from penstock.edge.request_log import NOTE, RequestNote
-from penstock.errors import BodyTooLarge, RequestError, SlowBody, WrongMediaType
+from penstock.errors import BodyTimeout, BodyTooLarge, RequestError, WrongMediaType
 
 TENANT = "penstock.tenant"
 """In a scope: who has the key that the request came with (``auth.Tenant``)."""
@@ -87,7 +87,7 @@ class Exchange:
             async with asyncio.timeout(limits.slow_body_s):
                 return await self._read(hold, most)
         except TimeoutError as error:
-            raise SlowBody(
+            raise BodyTimeout(
                 f"The body did not arrive within the limit of {limits.slow_body_s:g} s.", code="slow_body"
             ) from error
 

@@ -23,7 +23,7 @@ from penstock.edge.openai_shapes import Usage
 from penstock.edge.rates import Buckets, Rates
 from penstock.errors import BadField, CapacityError, DeadlineMissed, Forbidden, Overloaded
 from penstock.telemetry.service_levels import ServiceLevels, Target
-from penstock.types import Claim, ServiceClass
+from penstock.types import Qos, ServiceClass
 from penstock.wire.ports import Caller, TokenStreams
 
 CLASS = b"x-penstock-class"
@@ -99,7 +99,7 @@ class Gate:
             raise
 
     @contextmanager
-    def enter(self, exchange: Exchange, claim: Claim, costs: Sequence[int]) -> Iterator[Visit]:
+    def enter(self, exchange: Exchange, claim: Qos, costs: Sequence[int]) -> Iterator[Visit]:
         """The scope in which an HTTP request is served.
 
         ``costs``: prompt tokens of each engine request, 0 for those that share a prompt; none where workers are not
@@ -129,7 +129,7 @@ class Gate:
 
     # --- how long it will take ---------------------------------------------------------------------------------------
 
-    def _predict(self, claim: Claim, tokens: int) -> Foreseen | None:
+    def _predict(self, claim: Qos, tokens: int) -> Foreseen | None:
         """The first token; None while nobody knows."""
         forecast = self._streams.forecast(tokens, claim.service)
         if forecast is None:
@@ -139,7 +139,7 @@ class Gate:
         long = forecast.read_s > LONG_PROMPT * self._targets[claim.service].ttft_s
         return Foreseen((wait_s + forecast.read_s) * self._off.get((claim.service, long), 1.0), long)
 
-    def _look_ahead(self, claim: Claim, tokens: int) -> Foreseen | None:
+    def _look_ahead(self, claim: Qos, tokens: int) -> Foreseen | None:
         """Raises Overloaded for who would wait in vain."""
         foreseen = self._predict(claim, tokens)
         may_s = self._rules.limits.first_byte_s if claim.max_wait_s is None else claim.max_wait_s
@@ -157,11 +157,11 @@ class Gate:
 
     # --- what came ---------------------------------------------------------------------------------------------------
 
-    def began(self, claim: Claim, waited_s: float) -> None:
+    def began(self, claim: Qos, waited_s: float) -> None:
         """A choice has its first token, wherever it comes from."""
         self._levels.began(claim.service, waited_s)
 
-    def came(self, claim: Claim, waited_s: float, foreseen: Foreseen | None) -> None:
+    def came(self, claim: Qos, waited_s: float, foreseen: Foreseen | None) -> None:
         """A choice has its first token of a worker."""
         if foreseen is None:
             return
@@ -173,11 +173,11 @@ class Gate:
         came = waited_s / max(foreseen.seconds / before, 1e-6)
         self._off[kind] = min(_MOST_OFF, max(1 / _MOST_OFF, before * (came / before) ** _LEARNING))
 
-    def ended(self, claim: Claim, ttft_s: float, tpot_s: float | None) -> None:
+    def ended(self, claim: Qos, ttft_s: float, tpot_s: float | None) -> None:
         """A choice is complete; ``tpot_s`` is None for a single token."""
         self._levels.ended(claim.service, self._targets[claim.service], ttft_s, tpot_s)
 
-    def used(self, claim: Claim, usage: Usage, part: Part) -> None:
+    def used(self, claim: Qos, usage: Usage, part: Part) -> None:
         """An HTTP request is over, and was served ``part`` for the first time."""
         if part.first:
             cached = usage.prompt_tokens_details.cached_tokens
@@ -195,7 +195,7 @@ class Visit:
 
     __slots__ = ("_claim", "_first", "_foreseen", "_gate", "_permit", "_served", "_since", "written")
 
-    def __init__(self, gate: Gate, permit: Permit, claim: Claim, foreseen: Foreseen | None) -> None:
+    def __init__(self, gate: Gate, permit: Permit, claim: Qos, foreseen: Foreseen | None) -> None:
         self._gate = gate
         self._permit = permit
         self._claim = claim

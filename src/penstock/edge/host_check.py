@@ -1,7 +1,7 @@
 """What a service without keys asks of requests: that they were meant for this host, and are no other web site's.
 
 It listens on the loopback only, but every web page that somebody here opens can reach that: straight away, or under a
-name of its own that it lets point to 127.0.0.1 (DNS rebinding).  A browser tells on it by ``Host``, ``Origin`` and
+name of its own that it lets point to 127.0.0.1 (DNS rebinding).  A browser tells on it by ``Host``, ``BlockOrigin`` and
 ``Sec-Fetch-Site``, which no page can forge.  Knows nothing about paths but those of operators.
 """
 

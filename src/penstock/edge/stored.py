@@ -21,7 +21,16 @@ import msgspec
 from penstock.edge.errors import Header
 from penstock.edge.responses import Kept, Response, ResponseKey, Responses, key_of
 from penstock.telemetry.registry import ResponseFigures
-from penstock.types import GREEDY, Begun, FinishReason, ModelIdentity, RequestId, TokenBatch, TokenLogprob, ValidRequest
+from penstock.types import (
+    GREEDY,
+    FinishReason,
+    ModelIdentity,
+    RequestId,
+    ResumeFrom,
+    TokenBatch,
+    TokenLogprob,
+    ValidRequest,
+)
 from penstock.wire.ports import TokenStreams
 
 CACHE_CONTROL = b"cache-control"
@@ -119,7 +128,7 @@ class StoredAnswers:
                 if batch.finish is not None:
                     return
                 await asyncio.sleep(0)
-            request = _rest(request, Begun(stored.tokens, self._identity))
+            request = _rest(request, ResumeFrom(stored.tokens, self._identity))
         stream = self._streams.stream(request)
         told, ours = _Told(stored, self._store.responses.largest), False
         try:
@@ -170,7 +179,7 @@ def _least(logprobs: Sequence[TokenLogprob]) -> int:
     return _LOGPROB_BYTES * (len(logprobs) + sum(len(token.top) for token in logprobs))
 
 
-def _rest(request: ValidRequest, begun: Begun) -> ValidRequest:
+def _rest(request: ValidRequest, begun: ResumeFrom) -> ValidRequest:
     """What is still to be computed.  Of the prompt all was told."""
     sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=None)
     return msgspec.structs.replace(request, begun=begun, sampling=sampling)

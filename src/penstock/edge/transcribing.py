@@ -17,7 +17,7 @@ from penstock.edge.kept import Answers
 from penstock.edge.openai_shapes import Usage
 from penstock.edge.transcript_shapes import Segment, Told, delta, done, whole
 from penstock.errors import WorkerLost
-from penstock.types import Claim, ValidRequest
+from penstock.types import Qos, ValidRequest
 from penstock.wire.ports import AnswerPiece, AnswerText, Listening
 
 
@@ -28,7 +28,7 @@ class Transcribing:
         self._streams = streams
         self._gate = gate
 
-    async def answer(self, exchange: Exchange, listening: Listening, claim: Claim, headers: Sequence[Header]) -> None:
+    async def answer(self, exchange: Exchange, listening: Listening, claim: Qos, headers: Sequence[Header]) -> None:
         """Hear all of it and tell it, at once or as it is written."""
         question = await listening.asks_language()
         with self._gate.enter(exchange, claim, [listening.tokens]) as visit:

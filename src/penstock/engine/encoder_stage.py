@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from penstock.engine.core.events import AddRequest
 from penstock.engine.models.interface import MediaEncoder, MediaEncoding
 from penstock.errors import ImageRefused
-from penstock.hashing import picture_hash
+from penstock.hashing import media_hash
 from penstock.kernels.ops import Ops
-from penstock.types import Leg, Medium, PlacedImage, RequestId
+from penstock.types import MediaInput, PlacedImage, RequestId, RequestStage
 from penstock.wire.gateway_messages import PageSource
 
 
@@ -81,13 +81,13 @@ class EncoderCache:
 SLICE_S = 0.02
 """Layers are computed until so much time is spent, one at least."""
 
-PlacedMedia = tuple[tuple[PlacedImage, Medium], ...]
+PlacedMedia = tuple[tuple[PlacedImage, MediaInput], ...]
 
 
 class RemoteEncoder(Protocol):
     """Encoders on other workers (``engine.service.encoders.Encoders``)."""
 
-    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: Medium, width: int) -> bool:
+    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: MediaInput, width: int) -> bool:
         """Have one of them encode this image into rows of so many numbers; False if none can be reached."""
         ...
 
@@ -99,7 +99,7 @@ class RemoteEncoder(Protocol):
 class NoRemoteEncoder:
     """There are no other encoders."""
 
-    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: Medium, width: int) -> bool:
+    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: MediaInput, width: int) -> bool:
         """See ``RemoteEncoder``."""
         return False
 
@@ -185,14 +185,14 @@ class EncoderStage:
         """What is to be encoded for a request that has just come."""
         self._check(event)
         covered = self._covered(event)
-        shown = zip(event.images, event.pictures, strict=True) if event.leg is not Leg.DECODE else ()
+        shown = zip(event.images, event.pictures, strict=True) if event.leg is not RequestStage.DECODE else ()
         pairs = tuple((image, picture) for image, picture in shown if image.end > covered)
         self._store.hold(event.id, (image.content for image, _ in pairs))
         self.counters.queries += len(pairs)
         self.counters.hits += sum(image.content in self._store for image, _ in pairs)
         return PendingMedia(pairs, event.encoders)
 
-    def serve(self, content: bytes, picture: Medium) -> NDArray[np.float32] | None:
+    def serve(self, content: bytes, picture: MediaInput) -> NDArray[np.float32] | None:
         """Encode this image for another worker; its rows if they are here already, else ``served`` has them later.
 
         Raises ImageRefused.
@@ -287,7 +287,7 @@ class EncoderStage:
 
     # --- in a step ----------------------------------------------------------------------------------------------------
 
-    def rows(self, image: PlacedImage, pictures: Sequence[Medium], index: int) -> NDArray[np.float32]:
+    def rows(self, image: PlacedImage, pictures: Sequence[MediaInput], index: int) -> NDArray[np.float32]:
         """[tokens, D] of a request's image; encoded here and now if it is not in the store."""
         rows_ND = self._store.get(image.content)
         if rows_ND is not None:
@@ -317,18 +317,18 @@ class EncoderStage:
             if image.at < end or image.end > len(event.prompt):
                 raise ImageRefused("an image is not within the prompt, or stands over another one")
             end = image.end
-        if event.leg is Leg.DECODE:
+        if event.leg is RequestStage.DECODE:
             return
         if len(event.pictures) != len(event.images):
             raise ImageRefused(f"{len(event.images)} images, {len(event.pictures)} pictures")
         for image, picture in zip(event.images, event.pictures, strict=True):
             self._check_picture(image, picture)
 
-    def _check_picture(self, image: PlacedImage, picture: Medium) -> None:
+    def _check_picture(self, image: PlacedImage, picture: MediaInput) -> None:
         if (image.rows, image.columns) != (picture.rows, picture.columns):
             raise ImageRefused("a picture has another size than its place")
         self._encoder().check(picture)
-        if picture_hash(picture) != image.content:
+        if media_hash(picture) != image.content:
             raise ImageRefused("a picture is not the one that its hash names: it was damaged on its way")
 
 

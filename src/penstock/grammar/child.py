@@ -40,11 +40,11 @@ class Checker:
         """Starts it; it gets ready while the first question is on its way."""
         self._limits = limits
         self._process = subprocess.Popen(
-            sidecar.command("penstock.grammar.checker"),
+            sidecar.python_command("penstock.grammar.checker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=sidecar.environment(),
+            env=sidecar.child_environment(),
             bufsize=0,
         )
         assert self._process.stdin is not None

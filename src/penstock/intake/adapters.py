@@ -15,7 +15,7 @@ from penstock.errors import BadField, Forbidden, ModelError, RequestError, Unkno
 from penstock.intake.fields import Fields, refuse_unknown
 from penstock.types import AdapterRef
 from penstock.weights.inspect import inspect_model
-from penstock.weights.lora import AdapterLimits, Target, model_targets, named_adapter, read_adapter
+from penstock.weights.lora import LoraFileLimits, LoraTarget, lora_targets, named_adapter, read_lora_adapter
 from penstock.wire.ports import JsonObject
 
 MAX_NAME_CHARS = 256
@@ -33,7 +33,7 @@ class AdapterBook:
         self._model = model
         self._model_name = model_name
         self._by_name = {own.name: own for own in config.adapters}
-        self._targets: Mapping[str, Target] | None = None
+        self._targets: Mapping[str, LoraTarget] | None = None
         self._alone = asyncio.Lock()
 
     def find(self, name: object) -> AdapterRef | None:
@@ -92,11 +92,11 @@ class AdapterBook:
                 f"There are {len(others)} adapters, as many as --max-loras allows. Unload one first.",
                 code="too_many_adapters",
             )
-        limits = AdapterLimits(max_rank=config.max_rank, max_bytes=config.max_bytes)
+        limits = LoraFileLimits(max_rank=config.max_rank, max_bytes=config.max_bytes)
         try:
             if self._targets is None:
-                self._targets = model_targets(inspect_model(self._model))
-            own = named_adapter(name, folder, read_adapter(folder, self._targets, limits))
+                self._targets = lora_targets(inspect_model(self._model))
+            own = named_adapter(name, folder, read_lora_adapter(folder, self._targets, limits))
         except ModelError as error:
             raise RequestError(f"{error}.", param="lora_path", code="invalid_adapter") from None
         taken = sum(other.nbytes for other in others)

@@ -25,11 +25,11 @@ from penstock.intake.audio.words import ENGLISH, read_words
 from penstock.intake.sampling_fields import ModelFacts
 from penstock.intake.single_task import Purpose, SingleTaskIntake
 from penstock.intake.tokenizer import TextTokenizer
-from penstock.types import GREEDY, PlacedImage, RequestId, SamplingParams, Sound, ValidRequest, pack_token_ids
-from penstock.weights.config_json import Fields
-from penstock.weights.families.registry import HEARERS
-from penstock.weights.families.whisper import Whisper
-from penstock.weights.model_files import CONFIG, TOKENIZER_CONFIG, load_json, small_files
+from penstock.types import GREEDY, AudioInput, PlacedImage, RequestId, SamplingParams, ValidRequest, pack_token_ids
+from penstock.weights.config_json import ConfigFields
+from penstock.weights.families.registry import TRANSCRIBERS
+from penstock.weights.families.whisper import WhisperConfig
+from penstock.weights.model_files import CONFIG, TOKENIZER_CONFIG, load_json, model_files
 from penstock.wire.ports import AnswerText, Envelope, Form, ModelCard
 
 HEARING = Purpose(
@@ -37,7 +37,7 @@ HEARING = Purpose(
 )
 _UINT64_MASK = (1 << 64) - 1
 
-Heard = tuple[PlacedImage, Sound]
+Heard = tuple[PlacedImage, AudioInput]
 
 
 class ListeningIntake(SingleTaskIntake):
@@ -45,9 +45,9 @@ class ListeningIntake(SingleTaskIntake):
 
     def __init__(self, folder: Path, card: ModelCard, limits: Limits, requests: RequestConfig | None = None) -> None:
         """Reads tokenizer, control tokens, and how sounds are prepared.  Raises ModelError."""
-        files = small_files(folder)
-        config = Fields(load_json(files, CONFIG) or {}, files.path_of(CONFIG))
-        whisper = HEARERS[config.get("architectures", list)[0]].parse(config).own(Whisper)
+        files = model_files(folder)
+        config = ConfigFields(load_json(files, CONFIG) or {}, files.path_of(CONFIG))
+        whisper = TRANSCRIBERS[config.get("architectures", list)[0]].parse(config).own(WhisperConfig)
         tokenizer = TextTokenizer(folder, config=load_json(files, TOKENIZER_CONFIG) or {})
         self.words = read_words(files, tokenizer)
         self.sounds = Sounds(read_sound_recipe(files, whisper), limits)

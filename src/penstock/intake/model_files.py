@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 from penstock.errors import ModelError
-from penstock.weights.model_files import GENERATION_CONFIG, SmallFiles
+from penstock.weights.model_files import GENERATION_CONFIG, ModelFiles
 
 
-def read_json(files: SmallFiles, name: str, *, required: bool = True) -> dict[str, Any]:
+def read_json(files: ModelFiles, name: str, *, required: bool = True) -> dict[str, Any]:
     """The object in a file; empty if there is none and none is required.  Raises ModelError."""
     raw, path = files.read(name), files.path_of(name)
     if raw is None:
@@ -50,7 +50,7 @@ def vocabulary_size(config: dict[str, Any]) -> int:
     return size
 
 
-def end_tokens(files: SmallFiles, config: dict[str, Any], eos_token: int | None) -> tuple[int, ...]:
+def end_tokens(files: ModelFiles, config: dict[str, Any], eos_token: int | None) -> tuple[int, ...]:
     """Ids that end an answer: generation_config.json's, else config.json's, and the tokenizer's own.
 
     Those that the model can draw: a tokenizer may know more tokens than its model.

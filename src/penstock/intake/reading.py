@@ -20,8 +20,8 @@ from penstock.intake.sampling_fields import ModelFacts
 from penstock.intake.single_task import Purpose, SingleTaskIntake
 from penstock.intake.tokenizer import TextTokenizer
 from penstock.types import PoolingParams, RequestId, SamplingParams, Task, ValidRequest, pack_token_ids
-from penstock.weights.config_json import Fields
-from penstock.weights.model_files import CONFIG, TOKENIZER_CONFIG, load_json, small_files
+from penstock.weights.config_json import ConfigFields
+from penstock.weights.model_files import CONFIG, TOKENIZER_CONFIG, load_json, model_files
 from penstock.weights.pooling import SENTENCES
 from penstock.wire.ports import Envelope, JsonObject, ModelCard, PoolWork
 
@@ -46,11 +46,11 @@ class ReadingIntake(SingleTaskIntake):
     def __init__(self, folder: Path, served: ReaderFacts, limits: Limits) -> None:
         """Reads tokenizer, prompts and labels.  Raises ModelError."""
         self._served = served
-        files = small_files(folder)
+        files = model_files(folder)
         values = load_json(files, CONFIG)
         if values is None:
             raise ModelError(f"{files.path_of(CONFIG)}: is missing")
-        config = Fields(values, files.path_of(CONFIG))
+        config = ConfigFields(values, files.path_of(CONFIG))
         tokenizer = TextTokenizer(folder, config=load_json(files, TOKENIZER_CONFIG) or {})
         self._framing = Framing.of(tokenizer.probe)
         card = served.card
@@ -63,10 +63,10 @@ class ReadingIntake(SingleTaskIntake):
         )
         super().__init__(card, Purpose(text="generates no text", paths=_paths(served)), tokenizer, facts, limits)
         self._labels = _labels(config, served.width) if served.task is Task.CLASSIFY else ()
-        prompts = Fields(load_json(files, PROMPTS) or {}, files.path_of(PROMPTS))
+        prompts = ConfigFields(load_json(files, PROMPTS) or {}, files.path_of(PROMPTS))
         self._prompts = _prompts(prompts)
         self._default_prompt = prompts.get("default_prompt_name", str, "")
-        sentences = Fields(load_json(files, SENTENCES) or {}, files.path_of(SENTENCES))
+        sentences = ConfigFields(load_json(files, SENTENCES) or {}, files.path_of(SENTENCES))
         self._lower = sentences.get("do_lower_case", bool, False)
 
     # --- what it is for -----------------------------------------------------------------------------------------------
@@ -215,13 +215,13 @@ def _paths(served: ReaderFacts) -> str:
     return "/classify or /rerank" if served.width == 1 else "/classify"
 
 
-def _labels(config: Fields, count: int) -> tuple[str, ...]:
+def _labels(config: ConfigFields, count: int) -> tuple[str, ...]:
     """Their names by number."""
     names = config.get("id2label", dict, {})
     return tuple(str(names.get(str(index), f"LABEL_{index}")) for index in range(count))
 
 
-def _prompts(config: Fields) -> dict[str, str]:
+def _prompts(config: ConfigFields) -> dict[str, str]:
     prompts = config.get("prompts", dict, {})
     if not all(isinstance(text, str) for text in prompts.values()):
         raise config.refuse("prompts must be texts by name")

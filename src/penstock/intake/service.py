@@ -57,7 +57,7 @@ from penstock.types import (
     pack_token_ids,
 )
 from penstock.weights.config_json import SamplingDefaults, sampling_defaults
-from penstock.weights.model_files import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG, SmallFiles, small_files
+from penstock.weights.model_files import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG, ModelFiles, model_files
 from penstock.wire.ports import Envelope, JsonObject, ModelCard, Prepared, Reply, Tokenized
 
 _TOKENS_HASHED_AT_A_TIME = 4096 * PAGE_TOKENS
@@ -85,7 +85,7 @@ class ModelIntake:
         """Reads tokenizer, template, end tokens, sampling defaults, and how images are prepared.  Raises ModelError."""
         offers, requests = offers or Offers(), requests or RequestConfig()
         self._limits = limits
-        files = small_files(folder)
+        files = model_files(folder)
         config = read_json(files, CONFIG)
         tokenizer_config = read_json(files, TOKENIZER_CONFIG, required=False)
         special = named_tokens(tokenizer_config, read_json(files, "special_tokens_map.json", required=False))
@@ -423,7 +423,7 @@ def _named(prepared: Prepared, model: str) -> Prepared:
     return msgspec.structs.replace(prepared, reply=msgspec.structs.replace(prepared.reply, model=model))
 
 
-def _suggested(files: SmallFiles, requests: RequestConfig) -> SamplingDefaults:
+def _suggested(files: ModelFiles, requests: RequestConfig) -> SamplingDefaults:
     """What the model's own file says of sampling, where the operator takes it."""
     if requests.generation_config == "none":
         return SamplingDefaults()

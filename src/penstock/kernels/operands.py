@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kv_spec import EVERYTHING, LayerGroup, Reach, layer_groups
+from penstock.kv_spec import FULL_ATTENTION, KvSpec, LayerGroup, layer_groups
 from penstock.types import FP8_E4M3, PAGE_TOKENS
 
 LEAST_EXPONENT: Final = 20
@@ -121,9 +121,9 @@ class StateShape:
         return 4 * self.layers * self.layer_rows * self.value_dim
 
     @property
-    def reach(self) -> Reach:
+    def reach(self) -> KvSpec:
         """The state before a token is all that it reads."""
-        return Reach(window=1, cell=self.cell)
+        return KvSpec(window=1, cell=self.cell)
 
     def first_cell(self, position: int) -> int:
         """The first cell that a step from this position on reads or writes."""
@@ -153,14 +153,14 @@ class KvShape:
         """Keys and values of one size."""
         return cls(layers=layers, kv_heads=kv_heads, key_dim=head_dim, value_dim=head_dim)
 
-    def grouped(self, reaches: Sequence[Reach]) -> KvShape:
+    def grouped(self, reaches: Sequence[KvSpec]) -> KvShape:
         """The same for layers that read so far back, one entry a layer."""
         return replace(self, groups=layer_groups(reaches))
 
     @property
-    def reaches(self) -> tuple[Reach, ...]:
+    def reaches(self) -> tuple[KvSpec, ...]:
         """Of every group, how far back its layers read; those of states come last."""
-        own = tuple(group.reach for group in self.groups) or (EVERYTHING,)
+        own = tuple(group.reach for group in self.groups) or (FULL_ATTENTION,)
         return own if self.states is None else own + (self.states.reach,) * self.state_parts
 
     @property

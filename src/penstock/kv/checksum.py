@@ -22,7 +22,7 @@ BYTES_PER_S = 10e9
 """Checked by one core, at least."""
 
 
-class PageSeals:
+class PageChecksums:
     """``engine.core.guard.PageGuard`` over memory that this process can read."""
 
     def __init__(self, memory: KvMemory) -> None:
@@ -40,7 +40,7 @@ class PageSeals:
         return xxh3_128(self._memory.view(page)) == self._sums[page]
 
 
-class PageSeal:
+class PageChecksum:
     """Checksums of pages of one model in one layout: XXH3-128 over (page, fingerprint, numerics, layout, generation).
 
     ``generation`` says how often the sender had given this page out: a page that was reused meanwhile has another.

@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.errors import ConfigError
 from penstock.kernels.operands import KV_TYPES, KvShape
-from penstock.kv_spec import Pieces
+from penstock.kv_spec import TransferOrder
 from penstock.types import PAGE_TOKENS
 
 
@@ -45,10 +45,10 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             dtype=dtype,
         )
 
-    def pieces(self, tokens: int, *, ahead: int = 0) -> Pieces:
+    def pieces(self, tokens: int, *, ahead: int = 0) -> TransferOrder:
         """The pages that a sequence needs to go on behind so many tokens, in the order in which they travel; and those
         of ``ahead`` tokens after them."""
-        return Pieces(self.shape.reaches, tokens, self.page_tokens, ahead=ahead)
+        return TransferOrder(self.shape.reaches, tokens, self.page_tokens, ahead=ahead)
 
 
 def _groups_name(shape: KvShape) -> str:

@@ -6,7 +6,7 @@
     KvFile A  --fork-->  map_own: read and write     map_readonly: cannot write, nor make itself able to
     KvFile B  --fork-->  map_readonly                map_own
 
-A ``KvFile`` is a memfd: it has no name that could be left behind and ends with the last process that holds it.  It is
+A ``KvMemoryFile`` is a memfd: it has no name that could be left behind and ends with the last process that holds it.  It is
 sealed against changing its size, so no reader can be hit by SIGBUS.  A worker that starts again wipes its memory first:
 whoever still copies from it then reads zeros, and the checksum tells.
 
@@ -28,7 +28,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(
 _ADVICE = ("MADV_HUGEPAGE", "MADV_DONTDUMP")
 
 
-class KvFile:
+class KvMemoryFile:
     """One worker's KV memory as the process holds it that forks the workers: a descriptor, not mapped."""
 
     def __init__(self, descriptor: int, layout: KvLayout, pages: int) -> None:
@@ -37,7 +37,7 @@ class KvFile:
         self.pages = pages
 
     @classmethod
-    def create(cls, layout: KvLayout, pages: int, *, label: str = "kv") -> KvFile:
+    def create(cls, layout: KvLayout, pages: int, *, label: str = "kv") -> KvMemoryFile:
         """Zeroed memory of ``pages`` pages; it takes room as pages are written.
 
         ``label`` is seen in /proc only.  Raises ConfigError when the system cannot give it.

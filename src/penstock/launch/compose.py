@@ -63,14 +63,14 @@ from penstock.launch.startup_log import Phases, fleet_lines, join_lines, model_l
 from penstock.launch.supervisor import Stopped, Supervisor
 from penstock.launch.tls import checked_tls
 from penstock.launch.tracing import trace_config
-from penstock.sidecar import no_core_dumps
+from penstock.sidecar import disable_core_dumps
 from penstock.telemetry.log import configure
 from penstock.types import FP8_E4M3, Task, WorkerId, WorkerState
-from penstock.weights.architecture.spec import ModelSpec, Pooler, Pooling
-from penstock.weights.architecture.vision import SeeingDecoder
+from penstock.weights.architecture.spec import ModelSpec, PoolerConfig, PoolingType
+from penstock.weights.architecture.vision import VisionDecoderConfig
 from penstock.weights.inspect import compute_dtype_for, inspect_model
-from penstock.weights.lora import AdapterLimits, model_targets, named_adapter, read_adapter
-from penstock.weights.manifest import Manifests
+from penstock.weights.lora import LoraFileLimits, lora_targets, named_adapter, read_lora_adapter
+from penstock.weights.manifest import ManifestStore
 from penstock.weights.sizes import step_bytes
 from penstock.wire.curve_keys import Keys
 from penstock.wire.zeromq import check_endpoint
@@ -243,12 +243,12 @@ def serve_worker(config: WorkerServeConfig) -> int:
         return watch(supervisor, workers, plan, phases, ready)
 
 
-def manifests_of(config: EngineSettings, located: Located) -> Manifests | None:
+def manifests_of(config: EngineSettings, located: Located) -> ManifestStore | None:
     """What remembers the hashes of this model's weights.  The bundled model's may change with any new version of us."""
     folder = weights_cache_folder(config.weights_cache)
     if folder is None or located.bundled:
         return None
-    return Manifests(folder, accept_new=config.accept_new_weights)
+    return ManifestStore(folder, accept_new=config.accept_new_weights)
 
 
 def decide(
@@ -267,7 +267,7 @@ def begin(config: EngineSettings, name: str = "supervisor") -> Phases:
     configure(name, as_json=config.log_json)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # as many connections as the system allows
-    no_core_dumps()  # prompts and keys would be in them
+    disable_core_dumps()  # prompts and keys would be in them
     phases = Phases(process_began())
     phases.end("imports")
     return phases
@@ -394,11 +394,11 @@ def listed_adapters(config: ServeConfig, model: str, spec: ModelSpec) -> LoraCon
         raise ConfigError(f"--lora {model}: this is the model's own name; choose another for the adapter")
     if len(folders) > config.max_loras:
         raise ConfigError(f"--lora: {len(folders)} adapters are more than --max-loras {config.max_loras}")
-    limits = AdapterLimits(max_rank=config.max_lora_rank, max_bytes=config.lora_memory)
-    targets = model_targets(spec) if folders else {}
+    limits = LoraFileLimits(max_rank=config.max_lora_rank, max_bytes=config.lora_memory)
+    targets = lora_targets(spec) if folders else {}
     listed: list[NamedAdapter] = []
     for name, folder in folders.items():
-        listed.append(named_adapter(name, folder, read_adapter(folder, targets, limits)))
+        listed.append(named_adapter(name, folder, read_lora_adapter(folder, targets, limits)))
     together = sum(own.nbytes for own in listed)
     if together > config.lora_memory:
         raise ConfigError(f"--lora: the adapters have {together} bytes, more than --lora-memory {config.lora_memory}")
@@ -436,7 +436,7 @@ def _model_facts(name: str, spec: ModelSpec, beside: tuple[Beside, ...] = ()) ->
         name=name,
         max_positions=spec.max_positions,
         parameters=spec.parameters,
-        sees=isinstance(spec.details, SeeingDecoder) or spec.source > 0,
+        sees=isinstance(spec.details, VisionDecoderConfig) or spec.source > 0,
         auto_dtype=compute_dtype_for(spec, "auto"),
         page_bytes_bf16=layout_of(spec, "bf16").page_bytes,
         page_bytes_fp8=layout_of(spec, FP8_E4M3).page_bytes,
@@ -447,9 +447,9 @@ def _model_facts(name: str, spec: ModelSpec, beside: tuple[Beside, ...] = ()) ->
     )
 
 
-def _pooling(pooler: Pooler) -> PoolingConfig:
+def _pooling(pooler: PoolerConfig) -> PoolingConfig:
     return PoolingConfig(
-        whole_prompts=not pooler.causal, share_prefixes=pooler.causal and pooler.pooling is Pooling.LAST
+        whole_prompts=not pooler.causal, share_prefixes=pooler.causal and pooler.pooling is PoolingType.LAST
     )
 
 

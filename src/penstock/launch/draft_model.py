@@ -18,10 +18,10 @@ from penstock.errors import ConfigError, ModelError
 from penstock.kernels.operands import KvShape
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.config_json import parse_json_object
-from penstock.weights.eagle import ARCHITECTURE, FOLDER, HeadSpec, inspect_head, is_head
+from penstock.weights.eagle import ARCHITECTURE, FOLDER, DraftHeadSpec, inspect_draft_head, is_draft_head
 from penstock.weights.families.registry import DECODERS
-from penstock.weights.inspect import for_length, inspect_model
-from penstock.weights.model_files import CONFIG, TOKENIZER, small_files
+from penstock.weights.inspect import inspect_model, spec_for_length
+from penstock.weights.model_files import CONFIG, TOKENIZER, model_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class FoundHead:
     """A head's folder, read but for its weights."""
 
     path: Path
-    spec: HeadSpec
+    spec: DraftHeadSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,13 @@ def find(config: EngineSettings, path: Path, model: ModelSpec) -> Found | None:
 def _found_head(folder: Path, model: ModelSpec) -> FoundHead:
     if model.architecture not in DECODERS:
         raise ModelError(f"{folder}: an installed package's model hands out no hidden states for a head to read")
-    return FoundHead(folder, inspect_head(folder, model))
+    return FoundHead(folder, inspect_draft_head(folder, model))
 
 
 def _found_model(folder: Path, path: Path, model: ModelSpec) -> FoundModel:
     if not folder.exists():
         raise ModelError(f"--draft-model {folder}: no such folder")
-    if folder.is_dir() and is_head(folder):
+    if folder.is_dir() and is_draft_head(folder):
         raise ModelError(f"{folder}: is a head ({ARCHITECTURE}); use it with --speculate head")
     spec = inspect_model(folder)
     incomplete = spec.kv.shared or spec.kv.states is not None or spec.source
@@ -104,12 +104,12 @@ def _found_model(folder: Path, path: Path, model: ModelSpec) -> FoundModel:
             f"{folder}: its tokens are not those of {path}; a draft model must have the tokenizer of the model that it "
             "guesses for"
         )
-    return FoundModel(folder, for_length(spec, DRAFT_POSITIONS))
+    return FoundModel(folder, spec_for_length(spec, DRAFT_POSITIONS))
 
 
 def _tokens(path: Path) -> Any:
     """What tells two vocabularies apart: the tokens and their ids, where ``tokenizer.json`` says them."""
-    files = small_files(path)
+    files = model_files(path)
     raw = files.read(TOKENIZER)
     if raw is None:
         named = [file for file in sorted(path.glob("*")) if file.suffix in (".model", ".tiktoken")]
@@ -139,7 +139,7 @@ def beside_of(
     return (*drafts, *adapters)
 
 
-def of_head(spec: HeadSpec) -> Beside:
+def of_head(spec: DraftHeadSpec) -> Beside:
     """A head, and the memory of what it reads."""
     kv = KvShape.plain(layers=1, kv_heads=spec.attention.kv_heads, head_dim=spec.attention.head_dim)
     return _draft("draft head", spec.parameters, kv)

@@ -69,7 +69,7 @@ def package_version(name: str) -> str | None:
 
 def _ask(driver: str) -> tuple[str, str]:
     """What the child says: its line, and its complaint."""
-    command, env = sidecar.command(__name__, driver), sidecar.environment()
+    command, env = sidecar.python_command(__name__, driver), sidecar.child_environment()
     try:
         child = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False, env=env)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 from penstock.config.cpu_cores import parse_cpus
 from penstock.config.facts import Core, MachineFacts
 from penstock.errors import ConfigError
-from penstock.kv.connectors.tcp.protocol import aead
+from penstock.kv.connectors.tcp.protocol import aes_gcm
 
 _START_TIME = 19
 """proc_pid_stat(5): ticks from the system's start to the process's, counted from the field after its name."""
@@ -82,7 +82,7 @@ def free_memory(root: Path = Path("/")) -> int:
 def _encrypts() -> bool:
     """Could a worker here seal pages that travel to another host?"""
     try:
-        aead()
+        aes_gcm()
     except ConfigError:
         return False
     return True

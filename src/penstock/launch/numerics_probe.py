@@ -39,11 +39,11 @@ class AskedNumerics:
         # Files: nobody reads while the child writes, and a pipe would be full after 64 KiB.
         self._said, self._complained = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed below
         self._child = subprocess.Popen(
-            sidecar.command(__name__, family, dtype, device),
+            sidecar.python_command(__name__, family, dtype, device),
             stdin=subprocess.DEVNULL,
             stdout=self._said,
             stderr=self._complained,
-            env=sidecar.environment(),
+            env=sidecar.child_environment(),
         )
 
     def answer(self, keep_watch: Callable[[], None]) -> str:

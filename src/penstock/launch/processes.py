@@ -40,7 +40,7 @@ from penstock.kernels.core_lending import CoreLending, NoLending
 from penstock.kernels.ops import Ops
 from penstock.kernels.select import make_ops
 from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvFile
+from penstock.kv.memory import KvMemoryFile
 from penstock.kv.store import store
 from penstock.launch import draft_model
 from penstock.launch.channel import Channel
@@ -53,13 +53,13 @@ from penstock.launch.shared_rates import SharedBuckets
 from penstock.launch.sparse_attention import numerics_of
 from penstock.launch.startup_log import LoadLog
 from penstock.launch.supervisor import Job
-from penstock.sidecar import forget_secrets, keep_memory_private
+from penstock.sidecar import drop_secrets, protect_memory
 from penstock.telemetry.log import configure
 from penstock.types import RESTART_BITS, RUN_BITS, AdapterRef, ModelIdentity, Role, WorkerId
 from penstock.weights.architecture.spec import ModelSpec
-from penstock.weights.inspect import for_length
+from penstock.weights.inspect import spec_for_length
 from penstock.weights.load import LoadedModel, load_model
-from penstock.weights.manifest import Manifests
+from penstock.weights.manifest import ManifestStore
 from penstock.wire.curve_keys import Keys
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class ModelSource:
 
     path: Path
     spec: ModelSpec
-    manifests: Manifests | None  # the hashes of its weights at the last load
+    manifests: ManifestStore | None  # the hashes of its weights at the last load
     draft: draft_model.Found | None  # what proposes draft tokens for it
     loras: Sequence[NamedAdapter] = ()  # adapters that are loaded with it
 
@@ -112,20 +112,20 @@ class Workers:
         self._config = config
         self._plan = plan
         self._model = model
-        self._spec = for_length(model.spec, plan.scheduler.max_model_len)
+        self._spec = spec_for_length(model.spec, plan.scheduler.max_model_len)
         self._mailboxes = mailboxes
         self._slots = slots
         self._places = {worker.worker: worker for worker in plan.workers}
         layout = layout_of(self._spec, plan.kv_dtype)
         self._kv = {
-            worker: KvFile.create(layout, scheduler_of(place, plan).pages, label=worker)
+            worker: KvMemoryFile.create(layout, scheduler_of(place, plan).pages, label=worker)
             for worker, place in self._places.items()
         }
         self._store = kv_store(config, plan.device, writes=self._spec.pooler is None)
-        store.check(self._store)
+        store.check_store_config(self._store)
         self._mixed: tuple[str, str] | None = None  # numerics classes that prompts are read and answers written in
         holders = [own.worker for own in plan.workers if own.role is not Role.ENCODE and not plan.on_device(own)]
-        self._share = store.StoreShare(self._store, [(worker, self._kv[worker].pages) for worker in holders])
+        self._share = store.SharedStoreMemory(self._store, [(worker, self._kv[worker].pages) for worker in holders])
         self._cores = CoreBoard({worker.worker: worker.lends for worker in plan.workers})
         self._loaded: _Loaded | None = None
 
@@ -201,8 +201,8 @@ class Workers:
 
         configure(config.worker, as_json=self._config.log_json)
         prefer_for_oom_kill()
-        keep_memory_private()
-        forget_secrets()
+        protect_memory()
+        drop_secrets()
         begun = time.monotonic()
         reading = self._plan.reading_of(place)
         ops = self._ops(place.threads, reading)
@@ -323,8 +323,8 @@ class Front:
 
     def _run(self, name: str, incarnation: int, channel: Channel) -> int:
         configure(name, as_json=self.log_json)
-        keep_memory_private()
-        forget_secrets()
+        protect_memory()
+        drop_secrets()
         # Only here: HTTP and tokenizer are imported while the supervisor loads weights.
         from penstock.launch.gateway_process import GatewayInheritance, make_http_app, run_gateway
         from penstock.launch.http_server import Rim

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.clock import Clock
-from penstock.types import WorkerId, WorkerState, is_older, same_run
+from penstock.types import WorkerId, WorkerState, is_older_incarnation, same_run
 from penstock.wire.gateway_messages import Hello, Report
 from penstock.wire.supervisor_messages import SupervisorMessage, WorkerDown, WorkerUp
 from penstock.wire.transport import AsyncLink
@@ -197,7 +197,7 @@ class JoinedWorkers:
         if report.worker != mailbox.worker:
             return False
         ended = any(same_run(report.incarnation, run) for run in mailbox.replaced)
-        return ended or is_older(report.incarnation, mailbox.incarnation)
+        return ended or is_older_incarnation(report.incarnation, mailbox.incarnation)
 
     def tick(self) -> None:
         """Ask where nobody is known, and give up those that have been silent for too long."""

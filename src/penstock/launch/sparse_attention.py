@@ -10,7 +10,7 @@ import msgspec
 from penstock.config.schema import EngineSettings
 from penstock.errors import ConfigError
 from penstock.kernels.operands import BLOCK_KEYS, Sparse
-from penstock.kv_spec import EVERYTHING
+from penstock.kv_spec import FULL_ATTENTION
 from penstock.types import Task
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.families.registry import DECODERS
@@ -33,7 +33,7 @@ def read_sparsely(spec: ModelSpec, config: EngineSettings) -> ModelSpec:
         raise ConfigError(
             f"--sparse-attention: {spec.architecture} is computed by code of its own, which reads everything"
         )
-    if EVERYTHING not in spec.kv.reaches:
+    if FULL_ATTENTION not in spec.kv.reaches:
         raise ConfigError(f"--sparse-attention: every layer of {spec.architecture} has a window; nothing can be saved")
     return msgspec.structs.replace(spec, sparse=sparse_of(config))
 

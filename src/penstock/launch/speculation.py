@@ -20,7 +20,7 @@ from penstock.engine.spec.proposer import DraftModelProposer, NgramProposer
 from penstock.kernels.operands import Array, KvShape
 from penstock.kernels.ops import Ops, StepProgram
 from penstock.launch.draft_model import Found, FoundHead
-from penstock.weights.eagle import load_head
+from penstock.weights.eagle import load_draft_head
 from penstock.weights.load import LoadedModel, load_model
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ Loaded = EagleHead | SmallModel
 def load(found: Found, model: LoadedModel, ops: Ops, threads: int) -> Loaded:
     """Into memory, to be shared with every worker.  Raises ModelError."""
     if isinstance(found, FoundHead):
-        head = load_head(found.path, found.spec, model.weights_hash, ops)
+        head = load_draft_head(found.path, found.spec, model.weights_hash, ops)
         log.info("guessing with the head in %s, %d outputs", found.path, found.spec.outputs)
         return build_head(head, model, ops, SLOT_TOKENS)
     loaded = load_model(found.path, found.spec, ops, threads=threads)

@@ -15,7 +15,7 @@ from penstock import __version__
 from penstock.config.cpu_cores import show_cpus
 from penstock.config.memory_budget import show_bytes
 from penstock.config.resolve import ServePlan, WorkerPlan
-from penstock.kv_spec import EVERYTHING
+from penstock.kv_spec import FULL_ATTENTION
 from penstock.launch.model_path import Located
 from penstock.launch.sparse_attention import sparse_line
 from penstock.types import Task
@@ -71,7 +71,7 @@ def _memory_line(plan: ServePlan) -> str:
     reading = "" if plan.reading is None else f" (prompts: {plan.reading.family} on {plan.reading.device})"
     scheduler = plan.scheduler
     size = show_bytes(scheduler.pages * plan.page_bytes)
-    if scheduler.reaches == (EVERYTHING,):  # of layers with windows a request holds fewer
+    if scheduler.reaches == (FULL_ATTENTION,):  # of layers with windows a request holds fewer
         tokens = scheduler.pages * scheduler.page_tokens
         size += f": {tokens:,} tokens, {tokens // scheduler.max_model_len:,} requests of {scheduler.max_model_len:,}"
     return (

@@ -13,15 +13,15 @@ from penstock.launch import event_loop
 from penstock.launch.house import ModelHouse
 from penstock.launch.http_server import SWITCH_S, HttpProcess, Rim
 from penstock.launch.rings import ring_of
-from penstock.sidecar import forget_secrets, keep_memory_private
+from penstock.sidecar import drop_secrets, protect_memory
 
 log = logging.getLogger(__name__)
 
 
 def run_storefront(config: StoreConfig, rim: Rim) -> int:
     """Serve until drained or told to stop; returns the exit code.  Runs in the forked child."""
-    keep_memory_private()
-    forget_secrets()
+    protect_memory()
+    drop_secrets()
     sys.setswitchinterval(SWITCH_S)
     log.info("answers HTTP; event loop: %s", event_loop.chosen(config.event_loop))
     return event_loop.run(_run(config, rim), config.event_loop)

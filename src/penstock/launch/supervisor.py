@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Protocol, assert_never
 
 from penstock.config.limits import SuperviseConfig
-from penstock.errors import GaveUp, ProtocolError
+from penstock.errors import ProtocolError, RestartLimitReached
 from penstock.launch.channel import Channel
 from penstock.launch.fork_server import HasThreads, MemoryKills, Process, fork, read_vitals
 from penstock.launch.heartbeat import Slot
@@ -204,7 +204,7 @@ class Supervisor:
 
     def _raise_complaint(self) -> None:
         if self._done is not None and self._done.complaint is not None:
-            raise GaveUp(self._done.complaint)
+            raise RestartLimitReached(self._done.complaint)
 
     # --- one turn ----------------------------------------------------------------------------------------------------
 

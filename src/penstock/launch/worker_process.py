@@ -40,16 +40,16 @@ from penstock.kernels.core_lending import CoreLending
 from penstock.kernels.operands import Array
 from penstock.kernels.ops import CAPTURE_S, CapturableProgram, Ops, StepProgram
 from penstock.kernels.page_export import ExportsPages
-from penstock.kv.checksum import PageSeal, PageSeals
-from penstock.kv.connectors.base import PageCarrier
-from penstock.kv.connectors.inline import CurveCarrier
-from penstock.kv.connectors.nixl.connector import NixlCarrier, needs_writing
-from penstock.kv.connectors.shm import ShmCarrier
-from penstock.kv.connectors.tcp.connector import SEALED, TcpCarrier
-from penstock.kv.memory import KvFile, KvMemory
-from penstock.kv.store.store import PageStore, Place, StoreShare, open_tiers
-from penstock.kv.transfer.receiver import HandOverReceiver
-from penstock.kv.transfer.sender import HandOverSender
+from penstock.kv.checksum import PageChecksum, PageChecksums
+from penstock.kv.connectors.base import KvConnector
+from penstock.kv.connectors.inline import InlineConnector
+from penstock.kv.connectors.nixl.connector import NixlConnector, needs_writing
+from penstock.kv.connectors.shm import ShmConnector
+from penstock.kv.connectors.tcp.connector import ENCRYPTED, TcpConnector
+from penstock.kv.memory import KvMemory, KvMemoryFile
+from penstock.kv.store.store import PageStore, SharedStoreMemory, StoreOwner, open_tiers
+from penstock.kv.transfer.receiver import KvReceiver
+from penstock.kv.transfer.sender import KvSender
 from penstock.launch.heartbeat import Slot
 from penstock.launch.pulse import Pulse
 from penstock.launch.speculation import Guessing, Loaded, record
@@ -81,9 +81,9 @@ class Inheritance:
     identity: ModelIdentity
     parameters: int  # of the model, for a first guess of how long a step takes
     vocab: int
-    kv: KvFile
-    peers: Mapping[WorkerId, KvFile]
-    store: StoreShare
+    kv: KvMemoryFile
+    peers: Mapping[WorkerId, KvMemoryFile]
+    store: SharedStoreMemory
     keys: Keys
     slot: Slot
     adapters: LoraManager  # those of the start are in memory
@@ -236,12 +236,12 @@ def _hand_over(
 ) -> TransferEnds:
     """``memory``: that others can read, and that is computed in."""
     (own, kv), identity, ops = memory, inherited.identity, inherited.ops
-    carrier = _carrier(config, own, peers, PageSeal(identity, own.layout))
-    sender = HandOverSender(config.hand_over, carrier, config.incarnation)
+    carrier = _carrier(config, own, peers, PageChecksum(identity, own.layout))
+    sender = KvSender(config.hand_over, carrier, config.incarnation)
     writer = None
     if inherited.twins is not None:
         writer = cast(ExportsPages, ops).page_writer(kv, own.buffer, inherited.twins)
-    return TransferEnds(identity, sender, HandOverReceiver(config.hand_over, carrier), writer, inherited.vocab)
+    return TransferEnds(identity, sender, KvReceiver(config.hand_over, carrier), writer, inherited.vocab)
 
 
 def _stored(
@@ -254,8 +254,8 @@ def _stored(
     """Tiers beside this worker's memory, in which cached pages are sealed if this process can read them."""
     scheduler, clock = beside
     if not inherited.pages_on_device:
-        scheduler.memory.guard = PageSeals(own)
-    place = Place(worker=config.worker, identity=inherited.identity, layout=own.layout, peers=peers)
+        scheduler.memory.guard = PageChecksums(own)
+    place = StoreOwner(worker=config.worker, identity=inherited.identity, layout=own.layout, peers=peers)
     tiers = open_tiers(config.kv_store, inherited.store, place)
     inherited.store.close()
     if not tiers:
@@ -264,18 +264,20 @@ def _stored(
     return KvPrefetcher(scheduler, store, clock)
 
 
-def _carrier(config: WorkerConfig, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal: PageSeal) -> PageCarrier:
+def _carrier(
+    config: WorkerConfig, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal: PageChecksum
+) -> KvConnector:
     if not config.hands_over:
-        return CurveCarrier(own, seal)  # opens no port and has no threads: nobody will ask for a page
+        return InlineConnector(own, seal)  # opens no port and has no threads: nobody will ask for a page
     match config.carrier:
         case "shm":
-            return ShmCarrier(own, peers, seal)
+            return ShmConnector(own, peers, seal)
         case "curve":
-            return CurveCarrier(own, seal)
+            return InlineConnector(own, seal)
         case name:
             at = (config.endpoint, config.pages_port)
-            tcp = TcpCarrier(own, seal, config.hand_over, at, sealed=name.removeprefix(NIXL) == SEALED)
-            return NixlCarrier(tcp, own, seal, config.hand_over) if name.startswith(NIXL) else tcp
+            tcp = TcpConnector(own, seal, config.hand_over, at, sealed=name.removeprefix(NIXL) == ENCRYPTED)
+            return NixlConnector(tcp, own, seal, config.hand_over) if name.startswith(NIXL) else tcp
 
 
 def _lent(config: WorkerConfig) -> int | None:

@@ -11,7 +11,7 @@ from penstock.errors import ConfigError
 
 GIB = 1 << 30
 
-KNOWN: Mapping[str, float] = MappingProxyType(
+DEVICE_MEMORY_GIB: Mapping[str, float] = MappingProxyType(
     {
         "H100": 79.1,
         "H100-NVL": 93.1,
@@ -75,15 +75,15 @@ def parse_devices(text: str) -> Devices:
     if not 1 <= count <= MAX_DEVICES:
         raise ConfigError(f"devices {text!r}: 1 to {MAX_DEVICES} can be planned for, not {count}")
     name = match["name"] or f"{match['size']}{match['unit']}"
-    known = {each.upper(): each for each in KNOWN}.get(name.upper(), name)
+    known = {each.upper(): each for each in DEVICE_MEMORY_GIB}.get(name.upper(), name)
     if match["size"]:
         size = float(match["size"]) * (GIB if match["unit"] == "GiB" else 1e9)
-    elif known in KNOWN:
-        size = KNOWN[known] * GIB
+    elif known in DEVICE_MEMORY_GIB:
+        size = DEVICE_MEMORY_GIB[known] * GIB
     else:
         raise ConfigError(f"device {name!r} is not known; {_expected()}")
     return Devices(count=count, name=known, memory_bytes=int(size), is_cpu=name.lower() == "cpu")
 
 
 def _expected() -> str:
-    return f"expected COUNTxNAME with one of {', '.join(KNOWN)}, or a size: 8xH100, 2x48GiB, cpu:64GiB"
+    return f"expected COUNTxNAME with one of {', '.join(DEVICE_MEMORY_GIB)}, or a size: 8xH100, 2x48GiB, cpu:64GiB"

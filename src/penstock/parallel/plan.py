@@ -75,7 +75,7 @@ class ModelSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class StageShare:
     """One device's memory.  All in bytes."""
 
     stage: int
@@ -88,12 +88,12 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ParallelPlan:
     """How a model lies on the devices.  Devices of a stage are equal, so there is one share a stage."""
 
     devices: Devices
     tensor: int
-    stages: tuple[Share, ...]
+    stages: tuple[StageShare, ...]
     kv_tokens: int  # of one sequence, windows at their constant size; 0 when it does not fit
 
     @property
@@ -127,21 +127,21 @@ class Plan:
         return max(0, *(-share.kv for share in self.stages))
 
 
-def make_plan(model: ModelSize, devices: Devices, *, wanted_tokens: int | None = None) -> Plan:
+def make_plan(model: ModelSize, devices: Devices, *, wanted_tokens: int | None = None) -> ParallelPlan:
     """The best way found.
 
     Of those that hold ``wanted_tokens`` (by default all positions of the model), the one that divides layers over most
     devices, for it answers soonest; if none does, the one that holds most tokens.
     """
     wanted = model.max_positions if wanted_tokens is None else wanted_tokens
-    plans = [lay_out(model, devices, tensor) for tensor in TENSOR_WAYS if _possible(model, devices, tensor)]
+    plans = [plan_for_tensor(model, devices, tensor) for tensor in TENSOR_WAYS if _possible(model, devices, tensor)]
     enough = [plan for plan in plans if plan.kv_tokens >= wanted]
     if enough:
         return max(enough, key=lambda plan: plan.tensor)
     return max(plans, key=lambda plan: (plan.kv_tokens, -plan.missing_bytes))
 
 
-def requests_at_once(model: ModelSize, plan: Plan, tokens: int) -> int:
+def requests_at_once(model: ModelSize, plan: ParallelPlan, tokens: int) -> int:
     """Sequences of so many tokens that the KV memory of every stage holds at the same time."""
     fewest = None
     for share in plan.stages:
@@ -159,9 +159,9 @@ def _possible(model: ModelSize, devices: Devices, tensor: int) -> bool:
     return devices.count % tensor == 0 and devices.count // tensor <= len(model.layers)
 
 
-def lay_out(model: ModelSize, devices: Devices, tensor: int) -> Plan:
+def plan_for_tensor(model: ModelSize, devices: Devices, tensor: int) -> ParallelPlan:
     """The plan for ``tensor`` devices a layer; ``devices.count`` is a multiple of it."""
-    ends = balanced(model, devices.count // tensor, tensor)
+    ends = balance_stages(model, devices.count // tensor, tensor)
     shares = []
     for stage, (begin, end) in enumerate(pairwise((0, *ends))):
         weights = _weights(model, range(begin, end), tensor)
@@ -169,9 +169,9 @@ def lay_out(model: ModelSize, devices: Devices, tensor: int) -> Plan:
         runtime = CPU_RUNTIME_BYTES if devices.is_cpu else RUNTIME_BYTES
         beside = beside_bytes(model.beside, workers_of(devices))
         left = devices.memory_bytes - weights - activations - runtime - beside
-        shares.append(Share(stage, range(begin, end), weights, activations, runtime, beside, left))
+        shares.append(StageShare(stage, range(begin, end), weights, activations, runtime, beside, left))
     tokens = min(_tokens([model.layers[i].cache for i in share.layers], share.kv, tensor) for share in shares)
-    return Plan(devices, tensor, tuple(shares), tokens)
+    return ParallelPlan(devices, tensor, tuple(shares), tokens)
 
 
 def workers_of(devices: Devices) -> int:
@@ -191,7 +191,7 @@ def _weights(model: ModelSize, layers: range, tensor: int) -> int:
     return total
 
 
-def balanced(model: ModelSize, stages: int, tensor: int) -> tuple[int, ...]:
+def balance_stages(model: ModelSize, stages: int, tensor: int) -> tuple[int, ...]:
     """Where each stage ends, so that the greatest stage has the fewest bytes.  Stages have a layer at least.
 
     The least limit is found by halving; under a limit, stages are filled from the first on.

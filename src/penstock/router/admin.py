@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.errors import Conflict, NotTaken, UnknownWorker
+from penstock.errors import AssignmentTimeout, Conflict, UnknownWorker
 from penstock.router.fleet import Fleet
 from penstock.router.links import Links
 from penstock.telemetry.log import event
@@ -62,7 +62,7 @@ class Orders:
             return fleet.incarnations[slot] != incarnation or self._has_taken(slot, role, duty)
 
         if not link.send(Assign(role=role, duty=duty)):
-            raise NotTaken(f"The worker '{worker}' cannot be reached now.")
+            raise AssignmentTimeout(f"The worker '{worker}' cannot be reached now.")
         if duty is Duty.RESTART or not taken():
             await self._until(taken, worker)
         return next(row for row in fleet.status_rows() if row["id"] == worker)
@@ -80,7 +80,7 @@ class Orders:
             async with asyncio.timeout(TAKEN_S):
                 await waiting.future
         except TimeoutError:
-            raise NotTaken(
+            raise AssignmentTimeout(
                 f"The worker '{worker}' has not answered within {TAKEN_S:g} s; it may be amid a long step. "
                 "Look at GET /admin/workers."
             ) from None

@@ -24,9 +24,9 @@ from penstock.router.prefix_index import PrefixIndex
 from penstock.router.worker_load import NOTHING_DUE, Due, Slots
 from penstock.types import (
     PAGE_TOKENS,
-    Leg,
     ModelIdentity,
     RequestId,
+    RequestStage,
     Role,
     ServiceClass,
     ValidRequest,
@@ -76,7 +76,7 @@ class How:
 class Chosen:
     """One worker's part in a decision."""
 
-    leg: Leg
+    leg: RequestStage
     slot: int
     worker: WorkerId
     incarnation: int
@@ -89,7 +89,7 @@ class Chosen:
 class Reason:
     """Why a worker was, or was not, chosen for a leg."""
 
-    leg: Leg | None  # None: it was no candidate for any
+    leg: RequestStage | None  # None: it was no candidate for any
     worker: WorkerId
     chosen: bool
     because: str
@@ -120,12 +120,12 @@ class Decision:
     @property
     def prefill(self) -> Chosen | None:
         """The worker that reads the prompt: of the prefill leg, or of the whole."""
-        return next((chosen for chosen in self.legs if chosen.leg is not Leg.DECODE), None)
+        return next((chosen for chosen in self.legs if chosen.leg is not RequestStage.DECODE), None)
 
     @property
     def decode(self) -> Chosen | None:
         """The worker that writes the answer: of the decode leg, or of the whole."""
-        return next((chosen for chosen in self.legs if chosen.leg is not Leg.PREFILL), None)
+        return next((chosen for chosen in self.legs if chosen.leg is not RequestStage.PREFILL), None)
 
     def reasons(self) -> tuple[Reason, ...]:
         """One reason a candidate and leg (the best of each), and one a worker that was no candidate."""
@@ -385,19 +385,19 @@ def _decision(
     )
 
 
-def _chosen(seen: _Seen, fleet: Fleet, leg: Leg, slot: int) -> Chosen:
+def _chosen(seen: _Seen, fleet: Fleet, leg: RequestStage, slot: int) -> Chosen:
     hit = int((seen.reach if fleet.columns.fetches(slot) else seen.hits)[slot])
     if seen.below:
         hit = fleet.columns.raised(slot, hit, seen.below, seen.how.page_tokens)
     due = expected_work(
         seen.known,
         hit,
-        reads=leg is not Leg.DECODE,
-        writes=leg is not Leg.PREFILL,
+        reads=leg is not RequestStage.DECODE,
+        writes=leg is not RequestStage.PREFILL,
         batch=seen.ask.request.claim.service is not ServiceClass.INTERACTIVE,
         page_tokens=seen.how.page_tokens,
     )
-    tokens = due.tokens + (seen.to_write if leg is not Leg.PREFILL else 0)
+    tokens = due.tokens + (seen.to_write if leg is not RequestStage.PREFILL else 0)
     return Chosen(leg, slot, fleet.ids[slot], fleet.incarnations[slot], fleet.endpoints[slot], tokens, due)
 
 
@@ -491,4 +491,4 @@ def in_a_line(decision: Decision) -> str:
 
 
 def _order(chosen: Chosen) -> int:
-    return list(Leg).index(chosen.leg)
+    return list(RequestStage).index(chosen.leg)

@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.router.worker_load import Book, Columns, Due, Slots
 from penstock.telemetry.metrics import TIER_FIGURES, TIER_PAGES, TIERS, tier_counter
-from penstock.types import ModelIdentity, RequestId, Role, WorkerId, WorkerState, is_older
+from penstock.types import ModelIdentity, RequestId, Role, WorkerId, WorkerState, is_older_incarnation
 from penstock.wire.gateway_messages import Report
 from penstock.wire.supervisor_messages import WorkerDown, WorkerUp
 
@@ -105,9 +105,11 @@ class Fleet:
             slot = self._add(message.worker)
         else:
             known = self.incarnations[slot]
-            if is_older(message.incarnation, known):
+            if is_older_incarnation(message.incarnation, known):
                 return False
-            if not is_older(known, message.incarnation) and not self._ended[slot]:  # the same, or of another run
+            if (
+                not is_older_incarnation(known, message.incarnation) and not self._ended[slot]
+            ):  # the same, or of another run
                 return False
         self._clear(slot)
         self.incarnations[slot] = message.incarnation

@@ -26,16 +26,16 @@ from penstock.telemetry.log import event
 from penstock.telemetry.registry import Metrics
 from penstock.types import (
     GREEDY,
-    Leg,
     ModelIdentity,
     PoolingParams,
     RequestId,
+    RequestStage,
     Role,
     SamplingParams,
     Task,
     WorkerId,
     WorkerState,
-    is_older,
+    is_older_incarnation,
     pack_token_ids,
 )
 from penstock.wire.gateway_messages import NO_FAULT, OF_REQUEST, Awaited, Hello, KvEvents, Recipient, Report, Submit
@@ -371,7 +371,12 @@ class Watch:
         """Another process reports over the link to this one.  A later one of the same worker has taken its place, and
         the supervisor is about to say so: the link is closed, and what it had goes on elsewhere."""
         slot, link = self._fleet.slot(worker), self._links.to(worker, incarnation)
-        if slot is None or link is None or report.worker != worker or not is_older(incarnation, report.incarnation):
+        if (
+            slot is None
+            or link is None
+            or report.worker != worker
+            or not is_older_incarnation(incarnation, report.incarnation)
+        ):
             return
         reason = "another process answers at its address"
         work = self._fleet.work(slot)
@@ -544,7 +549,7 @@ def _question(name: RequestId, report: Report, task: Task) -> Submit:
         recipient=Recipient(worker=report.worker, incarnation=report.incarnation, identity=report.identity),
         request=name,
         epoch=1,
-        leg=Leg.WHOLE,
+        leg=RequestStage.WHOLE,
         prompt=bytes(pack_token_ids((0,))),
         sampling=SamplingParams(seed=0, max_tokens=1, temperature=GREEDY),
         root=chain_root(report.identity),

@@ -40,9 +40,9 @@ from penstock.router.poison import Guilt
 from penstock.router.submission import aged, is_apart, joining, news_of, recipient, submissions
 from penstock.types import (
     BlockHash,
-    Claim,
     FinishReason,
-    Leg,
+    Qos,
+    RequestStage,
     SamplingParams,
     TokenBatch,
     TokenLogprob,
@@ -98,7 +98,7 @@ class Patience:
             poison_tokens=failover.poison_tokens,
         )
 
-    def first_s(self, claim: Claim) -> float:
+    def first_s(self, claim: Qos) -> float:
         """To the first token."""
         return self.first_byte_s if claim.max_wait_s is None else claim.max_wait_s
 
@@ -200,7 +200,7 @@ UNHEARD_S = 1.0
 class LegRun:
     """A leg that was sent to a worker."""
 
-    leg: Leg
+    leg: RequestStage
     worker: WorkerId
     incarnation: int
     heard: float  # when it was sent, or said something, or was asked about last
@@ -211,7 +211,7 @@ class LegRun:
     @property
     def silent(self) -> bool:
         """Is there something that it has still to say?  A prefill leg speaks once."""
-        return not self.ended and not (self.spoken and self.leg is Leg.PREFILL)
+        return not self.ended and not (self.spoken and self.leg is RequestStage.PREFILL)
 
 
 HOLD_S = 0.25
@@ -366,14 +366,14 @@ class Flight:
         """Does this worker write the answer, and nobody come for it yet?"""
         leg = self._leg(worker, incarnation, epoch)
         settled = self._started and not self._early and not any(o.joins and not o.ended for o in self._legs)
-        return settled and leg is not None and not leg.ended and leg.leg is not Leg.PREFILL
+        return settled and leg is not None and not leg.ended and leg.leg is not RequestStage.PREFILL
 
     def joined(self, chosen: Chosen, source: PageSource, root: BlockHash, now: float, *, expected: int = 0) -> Effects:
         """This worker is to go on with the answer, which ``source`` writes meanwhile; ``expected``: ``Decision``'s."""
         if self.identity is None:  # nothing was placed, so nobody writes
             return ()
         self._legs = [leg for leg in self._legs if leg.worker != chosen.worker]
-        self._legs.append(LegRun(Leg.DECODE, chosen.worker, chosen.incarnation, now, joins=True))
+        self._legs.append(LegRun(RequestStage.DECODE, chosen.worker, chosen.incarnation, now, joins=True))
         to = recipient(chosen, self.identity)
         submit = joining(self.request, self.epoch, self.emitted, source, root, to=to, now=now, expected=expected)
         return (Send(chosen.worker, chosen.incarnation, submit, chosen.tokens, chosen.due),)
@@ -390,7 +390,7 @@ class Flight:
         if whole is None:
             return ()
         item, leg.spoken = whole, True
-        if not self._started and leg.leg is Leg.DECODE and not self._may_begin(item):
+        if not self._started and leg.leg is RequestStage.DECODE and not self._may_begin(item):
             self._keep(item, leg)
             if self._first_held is None:
                 self._first_held = now
@@ -428,9 +428,9 @@ class Flight:
         for leg in self._legs:
             if leg.worker == worker and leg.incarnation == incarnation:
                 writer = leg
-            elif leg.leg is Leg.PREFILL and not leg.ended:
+            elif leg.leg is RequestStage.PREFILL and not leg.ended:
                 return False
-        if writer is None or writer.leg is Leg.PREFILL or not writer.spoken or writer.joins or writer.ended:
+        if writer is None or writer.leg is RequestStage.PREFILL or not writer.spoken or writer.joins or writer.ended:
             return False
         writer.heard = self._idle_since = self.moved = now
         self._attempts = self._failures = self._turned_away = 0
@@ -444,7 +444,7 @@ class Flight:
 
     def left_after(self, item: TokenItem, worker: WorkerId) -> int:
         """How many tokens ``worker`` has still to compute once it has sent ``item``."""
-        if any(leg.leg is Leg.PREFILL and leg.worker == worker for leg in self._legs):
+        if any(leg.leg is RequestStage.PREFILL and leg.worker == worker for leg in self._legs):
             return 0
         return self.left_after_own(item)
 
@@ -499,15 +499,17 @@ class Flight:
 
         It is cancelled all the same: the receipt may die with the decode worker, and the pages would stay held.
         """
-        if leg.leg is not Leg.DECODE or item.index + len(item.tokens) <= self._base + 1:
+        if leg.leg is not RequestStage.DECODE or item.index + len(item.tokens) <= self._base + 1:
             return ()
-        return tuple(self._cancel(other) for other in self._legs if other.leg is Leg.PREFILL and not other.ended)
+        return tuple(
+            self._cancel(other) for other in self._legs if other.leg is RequestStage.PREFILL and not other.ended
+        )
 
     def _finish(self, writer: LegRun) -> Effects:
         """The answer is complete: the leg that said so is over, another may still wait for what will not come."""
         self.phase = RequestPhase.DONE
         # A prefill leg is cancelled even so: it holds pages until a decode leg, which may be dead, says it wants none.
-        ended = () if writer.ended or writer.leg is Leg.PREFILL else (self._end(writer),)
+        ended = () if writer.ended or writer.leg is RequestStage.PREFILL else (self._end(writer),)
         return ended + self._cancel_legs()
 
     def returned(self, epoch: int, reason: str, worker: WorkerId, incarnation: int, now: float) -> Effects:
@@ -545,7 +547,7 @@ class Flight:
         leg = self._leg(worker, incarnation, self.epoch)
         if leg is None or leg.ended:
             return ()
-        if leg.leg is Leg.PREFILL and self._first_held is not None and self._can_do_without():
+        if leg.leg is RequestStage.PREFILL and self._first_held is not None and self._can_do_without():
             return (self._end(leg), *self._release_held(now))
         writer = self._writer(but=leg) if leg.joins else None
         if writer is not None:
@@ -619,7 +621,7 @@ class Flight:
 
     def _writer(self, *, but: LegRun) -> LegRun | None:
         """Another leg that writes the answer, or is about to."""
-        writers = (leg for leg in self._legs if leg.leg is not Leg.PREFILL and not leg.ended)
+        writers = (leg for leg in self._legs if leg.leg is not RequestStage.PREFILL and not leg.ended)
         return next((leg for leg in writers if leg is not but), None)
 
     def _can_do_without(self) -> bool:

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from penstock.hashing import block_hash, image_marks
+from penstock.hashing import block_hash, image_block_marks
 from penstock.router.decide import Chosen, Decision
 from penstock.types import (
     PAGE_TOKENS,
     BlockHash,
-    Claim,
-    Leg,
     ModelIdentity,
+    Qos,
+    RequestStage,
     TokenBatch,
     TokenLogprob,
     ValidRequest,
@@ -29,7 +29,7 @@ def submissions(
     root: BlockHash,
     *,
     now: float,
-    claim: Claim | None = None,
+    claim: Qos | None = None,
 ) -> list[Submit]:
     """One ``Submit`` a leg of the decision, in order.  ``emitted``: what the client has already of the answer.
 
@@ -39,20 +39,20 @@ def submissions(
     legs, identity = decision.legs, decision.identity
     if not legs or identity is None:
         return []
-    source = next((chosen for chosen in legs if chosen.leg is Leg.PREFILL), None)
+    source = next((chosen for chosen in legs if chosen.leg is RequestStage.PREFILL), None)
     to = recipient(legs[0], identity)
     of_all = _of_all_legs(request, epoch, emitted, root, claim or request.claim, to=to, now=now)
     apart = is_apart(identity)
     of_readers = _reading_again(of_all) if apart and emitted else of_all
     return [
         msgspec.structs.replace(
-            of_readers if chosen.leg is Leg.PREFILL else of_all,
+            of_readers if chosen.leg is RequestStage.PREFILL else of_all,
             recipient=recipient(chosen, identity),
             leg=chosen.leg,
             apart=apart,
-            pictures=() if chosen.leg is Leg.DECODE else request.pictures,
-            encoders=() if chosen.leg is Leg.DECODE else decision.encoders,
-            pages_from=_source(source) if chosen.leg is Leg.DECODE and source is not None else None,
+            pictures=() if chosen.leg is RequestStage.DECODE else request.pictures,
+            encoders=() if chosen.leg is RequestStage.DECODE else decision.encoders,
+            pages_from=_source(source) if chosen.leg is RequestStage.DECODE and source is not None else None,
             expected_tokens=decision.expected,
         )
         for chosen in legs
@@ -74,7 +74,7 @@ def joining(
     claim, apart = aged(request.claim, 0.0, started=True), is_apart(to.identity)
     of_all = _of_all_legs(request, epoch, emitted, root, claim, to=to, now=now)
     return msgspec.structs.replace(
-        of_all, leg=Leg.DECODE, pages_from=source, joins=True, apart=apart, expected_tokens=expected
+        of_all, leg=RequestStage.DECODE, pages_from=source, joins=True, apart=apart, expected_tokens=expected
     )
 
 
@@ -105,7 +105,7 @@ def _of_all_legs(
     epoch: int,
     emitted: Sequence[int],
     root: BlockHash,
-    claim: Claim,
+    claim: Qos,
     *,
     to: Recipient,
     now: float,
@@ -118,7 +118,7 @@ def _of_all_legs(
         recipient=to,
         request=request.id,
         epoch=epoch,
-        leg=Leg.WHOLE,
+        leg=RequestStage.WHOLE,
         prompt=bytes(request.prompt),
         sampling=sampling,
         age_s=min(max(0.0, now - request.arrival), MAX_AGE_S),
@@ -154,7 +154,7 @@ def _source(chosen: Chosen) -> PageSource:
 def _hashed_for(request: ValidRequest, root: BlockHash) -> bool:
     """Were the request's hashes made for what the chosen workers serve?  Others would name wrong pages."""
     hashes = request.block_hashes
-    marks = image_marks(request.images, 0, PAGE_TOKENS)
+    marks = image_block_marks(request.images, 0, PAGE_TOKENS)
     return bool(hashes) and hashes[0] == block_hash(root, request.prompt[:PAGE_TOKENS], marks)
 
 
@@ -187,7 +187,7 @@ def is_of(item: TokenItem, request: ValidRequest) -> bool:
     return item.pooled is None or (len(item.pooled) > 0 and len(item.pooled) % 4 == 0)
 
 
-def aged(claim: Claim, waited_s: float, *, started: bool) -> Claim:
+def aged(claim: Qos, waited_s: float, *, started: bool) -> Qos:
     """The claim by now: some of its time is over, and who has a token waits for no first one."""
     if claim.max_wait_s is None:
         return claim

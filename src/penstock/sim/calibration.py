@@ -25,12 +25,12 @@ from penstock.engine.runner.model_runner import ModelRunner
 from penstock.errors import ConfigError
 from penstock.hashing import chain_root
 from penstock.kernels.select import make_ops
-from penstock.kv.checksum import PageSeal
+from penstock.kv.checksum import PageChecksum
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
 from penstock.sim.fleet import StepTimes
 from penstock.sim.results import Array
-from penstock.types import Leg, ModelIdentity, PageId, RequestId, SamplingParams
+from penstock.types import ModelIdentity, PageId, RequestId, RequestStage, SamplingParams
 from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.load import load_model
 from penstock.wire.transfer_messages import PageReady
@@ -223,7 +223,7 @@ class Bench:
                 AddRequest(
                     id=RequestId(f"{number}"),
                     epoch=1,
-                    leg=Leg.WHOLE,
+                    leg=RequestStage.WHOLE,
                     prompt=tuple((number * 31 + place * 7 + 9) % self.vocab for place in range(length)),
                     sampling=SamplingParams(seed=number, max_tokens=self.length - length, temperature=0.0),
                     arrival=float(number),
@@ -253,7 +253,7 @@ class Bench:
 
     def copy_bytes_s(self) -> float:
         """Bytes a second of a receiver that copies and verifies pages."""
-        seal, memory, size = PageSeal(self.identity, self.layout), self._memory, self.layout.page_bytes
+        seal, memory, size = PageChecksum(self.identity, self.layout), self._memory, self.layout.page_bytes
         pages = min(self._pages // 2, max(1, COPIED_BYTES // size))
         frames = [
             PageReady(

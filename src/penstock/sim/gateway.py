@@ -26,7 +26,7 @@ from penstock.sim.resources import Agenda
 from penstock.sim.results import Measures
 from penstock.sim.worker import INCARNATION, SimWorker
 from penstock.telemetry.registry import Metrics
-from penstock.types import Leg, RequestId, TokenBatch, ValidRequest, WorkerId
+from penstock.types import RequestId, RequestStage, TokenBatch, ValidRequest, WorkerId
 from penstock.wire.gateway_messages import TokenItem
 from penstock.wire.supervisor_messages import WorkerUp
 
@@ -82,7 +82,7 @@ class HandOvers:
         for key, pages in by_key.items():
             self._pages(key, pages)
         for progress in outcome.progress:
-            if progress.request.leg is Leg.PREFILL:
+            if progress.request.leg is RequestStage.PREFILL:
                 self._first(progress)
 
     def _pages(self, key: Key, pages: list[CompletedPage]) -> None:

@@ -12,13 +12,13 @@ from types import MappingProxyType
 
 from penstock.errors import ConfigError
 from penstock.parallel.devices import Devices
-from penstock.parallel.plan import TENSOR_WAYS, ModelSize, Plan, lay_out
+from penstock.parallel.plan import TENSOR_WAYS, ModelSize, ParallelPlan, plan_for_tensor
 from penstock.sim.fleet import FleetFile, Group, KvMemory, Limits, Links, StepTimes
-from penstock.weights.architecture.decoder import Attention, Decoder
-from penstock.weights.architecture.mla import Latent
-from penstock.weights.architecture.moe import Moe
-from penstock.weights.inspect import Outline
-from penstock.weights.sizes import BF16, Form, coding, model_size
+from penstock.weights.architecture.decoder import AttentionConfig, DecoderConfig
+from penstock.weights.architecture.mla import MlaConfig
+from penstock.weights.architecture.moe import MoeConfig
+from penstock.weights.inspect import ModelOutline
+from penstock.weights.sizes import BF16, WeightFormat, model_size, weight_encoding
 
 TERA = 1e12
 PEAKS: Mapping[str, tuple[float, float]] = MappingProxyType(
@@ -53,14 +53,14 @@ LINKS = Links(worker_bytes_s=45e9, host_bytes_s=50e9, disk_bytes_s=6e9)
 HOST_BYTES = 256 << 30
 
 
-def fleet_of(outline: Outline, devices: Devices) -> FleetFile:
+def fleet_of(outline: ModelOutline, devices: Devices) -> FleetFile:
     """As many workers as the devices give, all of role ``both``.  Raises ConfigError, ModelError."""
     spec = outline.spec
-    if not isinstance(spec.details, Decoder):
+    if not isinstance(spec.details, DecoderConfig):
         raise ConfigError(f"--model {outline.name}: only models that generate text can be simulated")
     if devices.name not in PEAKS:
         raise ConfigError(f"--devices {devices.name}: no data sheet is known; known are {', '.join(PEAKS)}")
-    size = model_size(spec, outline.layout, coding(Form.STORED, outline.config, outline.layout))
+    size = model_size(spec, outline.layout, weight_encoding(WeightFormat.STORED, outline.config, outline.layout))
     plan = _worker_plan(size, devices)
     count = devices.count // plan.devices.count
     flops, bandwidth = (peak * plan.devices.count for peak in PEAKS[devices.name])
@@ -88,10 +88,10 @@ def fleet_of(outline: Outline, devices: Devices) -> FleetFile:
     )
 
 
-def _worker_plan(size: ModelSize, devices: Devices) -> Plan:
+def _worker_plan(size: ModelSize, devices: Devices) -> ParallelPlan:
     """The fewest devices that hold the model and one request of all its positions, else the model at all."""
     ways = [ways for ways in TENSOR_WAYS if devices.count % ways == 0]
-    plans = [lay_out(size, Devices(n, devices.name, devices.memory_bytes, devices.is_cpu), n) for n in ways]
+    plans = [plan_for_tensor(size, Devices(n, devices.name, devices.memory_bytes, devices.is_cpu), n) for n in ways]
     for enough in (size.max_positions, 1):
         for plan in plans:
             if plan.kv_tokens >= enough:
@@ -108,19 +108,19 @@ def _bytes_read(size: ModelSize) -> tuple[int, int]:
     return size.weight_bytes - experts - (size.embedding if size.head else 0), experts
 
 
-def _share_of_experts(decoder: Decoder) -> float:
+def _share_of_experts(decoder: DecoderConfig) -> float:
     """Of all routed experts, those that a token passes."""
-    routed = [layer.mlp.routing for layer in decoder.layers if isinstance(layer.mlp, Moe)]
+    routed = [layer.mlp.routing for layer in decoder.layers if isinstance(layer.mlp, MoeConfig)]
     return routed[0].top_k / routed[0].experts if routed else 0.0
 
 
-def _pair_operations(decoder: Decoder) -> float:
+def _pair_operations(decoder: DecoderConfig) -> float:
     """Floating-point operations of one (query, key) pair in all layers: score and weighted value."""
     total = 0.0
     for layer in decoder.layers:
         own = layer.attention
-        if isinstance(own, Latent):
+        if isinstance(own, MlaConfig):
             total += 2 * own.heads * (2 * own.rank + own.rope.columns)
-        elif isinstance(own, Attention) and own.window is None and own.chunk is None:
+        elif isinstance(own, AttentionConfig) and own.window is None and own.chunk is None:
             total += 4 * own.heads * own.head_dim
     return total

@@ -23,7 +23,7 @@ from penstock.engine.service.kv_events import KvEventLog
 from penstock.sim.fleet import FleetFile
 from penstock.sim.resources import Agenda, Busy, Crowd, Duration, Tiers, Wire, duration, known_before
 from penstock.sim.trace import END, IDENTITY, WORD
-from penstock.types import BlockHash, Leg, RequestId, Role, WorkerId, WorkerState, read_token_ids
+from penstock.types import BlockHash, RequestId, RequestStage, Role, WorkerId, WorkerState, read_token_ids
 from penstock.wire.gateway_messages import KvEvents, Report, StepRates, Submit
 
 INCARNATION = 1
@@ -131,7 +131,7 @@ class SimWorker:
             open_ended=submit.open_ended,
             expected=submit.expected_tokens,
         )
-        ready_at = self._agenda.now if submit.leg is Leg.DECODE else self._fetch(arrive)
+        ready_at = self._agenda.now if submit.leg is RequestStage.DECODE else self._fetch(arrive)
         if ready_at > self._agenda.now:
             self._fetching[arrive.id] = []
             self._agenda.at(ready_at, self._fetched, arrive, submit.serial)
@@ -238,7 +238,7 @@ class SimWorker:
             request = progress.request
             if progress.finish is not None:
                 self._left.pop(request.id, None)
-            elif request.leg is not Leg.PREFILL:
+            elif request.leg is not RequestStage.PREFILL:
                 self._left[request.id] = self._answers[request.id] - len(request.output)
 
     # --- the cache --------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from prometheus_client.utils import floatToGoString
 from penstock.telemetry import metrics as names
 from penstock.telemetry.metrics import Family, Kind
 from penstock.telemetry.service_levels import ServiceLevels
-from penstock.types import is_older
+from penstock.types import is_older_incarnation
 
 # MERGED: A histogram that counts an observation as often as it stands for: one look for all tokens of a
 # MERGED: message.
@@ -82,7 +82,7 @@ class WorkerTotals:
     def report(self, worker: str, incarnation: int, counters: Mapping[str, float]) -> None:
         """Take a report's counters.  Those of an earlier incarnation, and names that are not ours, are ignored."""
         known = self._incarnations.get(worker)
-        if known is not None and is_older(incarnation, known):
+        if known is not None and is_older_incarnation(incarnation, known):
             return
         if incarnation != known:
             self._carry(worker)

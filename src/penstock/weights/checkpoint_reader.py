@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from penstock.errors import ModelError
 from penstock.kernels.compressed_gpu import AnyCompressed
-from penstock.weights.compression.format import Original
+from penstock.weights.compression.format import OriginalTensor
 from penstock.weights.config_json import read_json_object
-from penstock.weights.files import Place, Stamp
+from penstock.weights.files import FileRange, FileStamp
 from penstock.weights.gguf.file import GgufFile, is_gguf
 from penstock.weights.gguf.quants import GGUF_QUANTS
-from penstock.weights.quantization.base import Coded
+from penstock.weights.quantization.base import QuantizedTensor
 from penstock.weights.quantization.config import UNUSED, Quantization
 from penstock.weights.safetensors import SafetensorsFile
 from penstock.weights.safetensors_header import TensorInfo
@@ -49,17 +49,17 @@ class TensorFile(Protocol):
     tensors: dict[str, TensorInfo]
 
     @property
-    def stamp(self) -> Stamp: ...
+    def stamp(self) -> FileStamp: ...
     @property
     def is_compressed(self) -> bool: ...
-    def place(self, info: TensorInfo) -> Place: ...
+    def place(self, info: TensorInfo) -> FileRange: ...
     def stored(self, info: TensorInfo) -> memoryview: ...
     def raw(self, info: TensorInfo) -> memoryview: ...
     def digest(self, info: TensorInfo) -> bytes: ...
-    def original(self, info: TensorInfo) -> Original | None: ...
+    def original(self, info: TensorInfo) -> OriginalTensor | None: ...
     def matrix(self, info: TensorInfo) -> AnyCompressed | None: ...
     def turned_heads(self, info: TensorInfo) -> int | None: ...
-    def coded(self, info: TensorInfo) -> Coded | None: ...
+    def coded(self, info: TensorInfo) -> QuantizedTensor | None: ...
     def drop(self, info: TensorInfo) -> None: ...
     def close(self) -> None: ...
 
@@ -74,7 +74,7 @@ class Checkpoint:
         """
         self.folder = folder
         self._quantization = quantization
-        self._coded: dict[str, Coded] = {}
+        self._coded: dict[str, QuantizedTensor] = {}
         self._files: list[TensorFile] = []
         self._home: dict[str, TensorFile] = {}
         try:
@@ -119,7 +119,7 @@ class Checkpoint:
         file = self._file_of(name)
         return file.digest(file.tensors[name])
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> FileRange:
         """Where the tensor's stored bytes lie."""
         file = self._file_of(name)
         return file.place(file.tensors[name])
@@ -129,12 +129,12 @@ class Checkpoint:
         file = self._file_of(name)
         return file.stored(file.tensors[name])
 
-    def original(self, name: str) -> Original | None:
+    def original(self, name: str) -> OriginalTensor | None:
         """What a compressed file says of the tensor; None in a plain file."""
         file = self._file_of(name)
         return file.original(file.tensors[name])
 
-    def stamps(self) -> dict[str, Stamp]:
+    def stamps(self) -> dict[str, FileStamp]:
         """The files' stamps by name."""
         return {file.path.name: file.stamp for file in self._files}
 
@@ -143,7 +143,7 @@ class Checkpoint:
         file = self._file_of(name)
         return file.matrix(file.tensors[name])
 
-    def coded(self, name: str) -> Coded | None:
+    def coded(self, name: str) -> QuantizedTensor | None:
         """A tensor of the model that is stored as codes; None if it is plain."""
         if name in self._coded:
             return self._coded[name]

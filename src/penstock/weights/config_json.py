@@ -18,7 +18,7 @@ MAX_SIZE = 1 << 31
 """No size in a configuration is larger: indices are 32 bits."""
 
 
-class Fields:
+class ConfigFields:
     """One JSON object.  A field that is null counts as absent."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
@@ -29,9 +29,11 @@ class Fields:
         """The error to raise."""
         return ModelError(f"{self.where}: {reason}")
 
-    def over(self, defaults: dict[str, Any]) -> Fields:
+    def over(self, defaults: dict[str, Any]) -> ConfigFields:
         """The same object with these values where it has none."""
-        return Fields(defaults | {name: value for name, value in self.values.items() if value is not None}, self.where)
+        return ConfigFields(
+            defaults | {name: value for name, value in self.values.items() if value is not None}, self.where
+        )
 
     def has(self, name: str) -> bool:
         """Is the field there and not null?"""
@@ -66,11 +68,11 @@ class Fields:
             raise self.refuse(f"{name} must be a positive number, got {value!r}")
         return float(value)
 
-    def section(self, name: str) -> Fields | None:
+    def section(self, name: str) -> ConfigFields | None:
         """A nested object, or None if it is absent."""
         if not self.has(name):
             return None
-        return Fields(self.get(name, dict), f"{self.where}: {name}")
+        return ConfigFields(self.get(name, dict), f"{self.where}: {name}")
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """One id or a list of ids, without repetition; empty if absent."""

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from penstock.errors import ModelError
 from penstock.kernels.operands import PackedLinear
 from penstock.kernels.ops import Ops
-from penstock.weights.architecture.decoder import Attention, Mlp
+from penstock.weights.architecture.decoder import AttentionConfig, MlpConfig
 from penstock.weights.architecture.rope import parse_rope
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.fields import parse_activation, parse_sizes
-from penstock.weights.model_files import CONFIG, load_json, small_files
+from penstock.weights.model_files import CONFIG, load_json, model_files
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
@@ -42,15 +42,15 @@ UNREAD = frozenset({"t2d"})
 """Tensors that say nothing new."""
 
 
-class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
+class DraftHeadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A head, without its weights.  Sizes are checked."""
 
     where: str
     hidden: int
     vocab: int  # of the model
     outputs: int  # tokens that it can guess
-    attention: Attention
-    mlp: Mlp
+    attention: AttentionConfig
+    mlp: MlpConfig
     eps: float
     tapped: tuple[int, ...]  # it reads the model's hidden states behind so many layers
     target: str | None = None  # hash of the weights that it was trained for, if its file says
@@ -66,21 +66,21 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedHead:
+class LoadedDraftHead:
     """A head in memory.  ``weights``: by the names of ``engine.models.eagle``."""
 
-    spec: HeadSpec
+    spec: DraftHeadSpec
     weights: Mapping[str, Any]
     ids_V: NDArray[np.int32] | None  # the model's token of each of its outputs; None: the same
 
 
-def is_head(path: Path) -> bool:
+def is_draft_head(path: Path) -> bool:
     """Does this folder hold a head, and no model?  Raises ModelError for a ``config.json`` that is none."""
     fields = _fields(path)
     return fields is not None and fields.get("architectures", list, []) == [ARCHITECTURE]
 
 
-def inspect_head(path: Path, model: ModelSpec) -> HeadSpec:
+def inspect_draft_head(path: Path, model: ModelSpec) -> DraftHeadSpec:
     """What the folder's head is, for this model.
 
     Raises ModelError if it is not one, or one for a model of other sizes.
@@ -106,13 +106,13 @@ def inspect_head(path: Path, model: ModelSpec) -> HeadSpec:
     if outputs > model.vocab:
         raise config.refuse(f"draft_vocab_size {outputs} is more than the vocabulary of {model.vocab}")
     section = config.section("penstock")
-    return HeadSpec(
+    return DraftHeadSpec(
         where=config.where,
         hidden=sizes.hidden,
         vocab=model.vocab,
         outputs=outputs,
         attention=sizes.attention(parse_rope(config, sizes.head_dim)),
-        mlp=Mlp(
+        mlp=MlpConfig(
             intermediate=config.size("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu")
         ),
         eps=config.real("rms_norm_eps", 1e-6),
@@ -121,15 +121,15 @@ def inspect_head(path: Path, model: ModelSpec) -> HeadSpec:
     )
 
 
-def _fields(path: Path) -> Fields | None:
-    files = small_files(path)
+def _fields(path: Path) -> ConfigFields | None:
+    files = model_files(path)
     values = load_json(files, CONFIG)
-    return None if values is None else Fields(values, files.path_of(CONFIG))
+    return None if values is None else ConfigFields(values, files.path_of(CONFIG))
 
 
-def _tapped(config: Fields, layers: int) -> tuple[int, ...]:
+def _tapped(config: ConfigFields, layers: int) -> tuple[int, ...]:
     """Behind how many layers hidden states are read: as the file says, in either of two ways, or as usual."""
-    section = config.section("eagle_config") or Fields({}, config.where)
+    section = config.section("eagle_config") or ConfigFields({}, config.where)
     name = "eagle_aux_hidden_state_layer_ids"
     if config.has(name):
         ids, first = config.get(name, list), 0
@@ -142,7 +142,7 @@ def _tapped(config: Fields, layers: int) -> tuple[int, ...]:
     return tuple(item + first for item in ids)
 
 
-def load_head(path: Path, spec: HeadSpec, weights_hash: str, ops: Ops) -> LoadedHead:
+def load_draft_head(path: Path, spec: DraftHeadSpec, weights_hash: str, ops: Ops) -> LoadedDraftHead:
     """Its weights, packed.  ``weights_hash``: of the model it is to guess for.
 
     Raises ModelError if it was trained for other weights, or its tensors are not those of such a head.
@@ -153,13 +153,13 @@ def load_head(path: Path, spec: HeadSpec, weights_hash: str, ops: Ops) -> Loaded
             f"{weights_hash[:16]}...: its guesses would be of no use"
         )
     with Checkpoint(path) as checkpoint:
-        return _Tensors(checkpoint, spec, ops).load()
+        return _DraftHeadTensors(checkpoint, spec, ops).load()
 
 
-class _Tensors:
+class _DraftHeadTensors:
     """Takes every tensor once, and minds those that nobody wanted."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: HeadSpec, ops: Ops) -> None:
+    def __init__(self, checkpoint: Checkpoint, spec: DraftHeadSpec, ops: Ops) -> None:
         self._checkpoint = checkpoint
         self._spec = spec
         self._ops = ops
@@ -167,7 +167,7 @@ class _Tensors:
         found = [name for name in LAYER_NAMES if f"{name}hidden_norm.weight" in checkpoint]
         self._layer = found[0] if found else LAYER_NAMES[0]
 
-    def load(self) -> LoadedHead:
+    def load(self) -> LoadedDraftHead:
         spec, ops = self._spec, self._ops
         width, attention = spec.hidden, spec.attention
         keys = attention.kv_heads * attention.head_dim
@@ -203,7 +203,7 @@ class _Tensors:
         ids_V = self._ids()
         if self._left:
             raise ModelError(f"{spec.where}: tensor {min(self._left)!r} is not part of an EAGLE-3 head")
-        return LoadedHead(spec, MappingProxyType(weights), ids_V)
+        return LoadedDraftHead(spec, MappingProxyType(weights), ids_V)
 
     def _matrix(self, *names: str, rows: int, columns: int) -> PackedLinear:
         """These, one below the other; compressed ones stay so where the kernels compute from that."""

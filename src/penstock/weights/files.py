@@ -17,7 +17,7 @@ from penstock.weights.safetensors_header import AGAIN
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FileRange:
     """Where a tensor's bytes lie: ``file`` is a descriptor, valid while the file is open."""
 
     file: int
@@ -25,7 +25,7 @@ class Place:
     nbytes: int
 
 
-class Stamp(msgspec.Struct, frozen=True):
+class FileStamp(msgspec.Struct, frozen=True):
     """What the system knows of a file without reading it; another one when the file was written, replaced or moved."""
 
     size: int
@@ -51,14 +51,14 @@ class MappedFile:
             raise ModelError(f"{path}: cannot be read ({error.strerror or error})") from error
 
     @property
-    def stamp(self) -> Stamp:
+    def stamp(self) -> FileStamp:
         """Of the open file, whatever stands under its name now."""
         stat = os.fstat(self._descriptor)
-        return Stamp(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+        return FileStamp(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
-    def place(self, start: int, stop: int) -> Place:
+    def place(self, start: int, stop: int) -> FileRange:
         """Where these bytes lie, for whoever reads them itself."""
-        return Place(self._descriptor, start, stop - start)
+        return FileRange(self._descriptor, start, stop - start)
 
     def view(self, start: int, stop: int) -> memoryview:
         """These bytes: a read-only view of the mapping."""
@@ -88,7 +88,7 @@ class MappedFile:
 
 
 @contextmanager
-def replacing(target: Path, partial: Path, *, go_on: bool = False) -> Iterator[BinaryIO]:
+def atomic_write(target: Path, partial: Path, *, go_on: bool = False) -> Iterator[BinaryIO]:
     """``partial``, to be written, or rewritten where it is to ``go_on``.
 
     It becomes ``target``, in the same folder, when the body ends well; else it stays for whoever called.

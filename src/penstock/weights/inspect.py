@@ -14,11 +14,11 @@ from penstock.errors import ConfigError, ModelError
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import WeightLayout
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.config_json import Fields, read_json_object, sampling_defaults
-from penstock.weights.families.registry import checkpoint_format, installed_names, named_architecture
+from penstock.weights.config_json import ConfigFields, read_json_object, sampling_defaults
+from penstock.weights.families.registry import architecture_of, checkpoint_format, known_architectures
 from penstock.weights.gguf.file import is_gguf
-from penstock.weights.model_files import CONFIG, GENERATION_CONFIG, TOKENIZER, SmallFiles, load_json, small_files
-from penstock.weights.pooling import read_with
+from penstock.weights.model_files import CONFIG, GENERATION_CONFIG, TOKENIZER, ModelFiles, load_json, model_files
+from penstock.weights.pooling import with_pooler
 from penstock.weights.quantization.config import parse_quantization
 
 ComputeDtype = Literal["bf16", "fp32"]
@@ -37,14 +37,14 @@ def inspect_model(path: str | Path) -> ModelSpec:
     damaged files, tensors of other names, shapes or types than the configuration promises.
     """
     folder = Path(path)
-    files = small_files(folder)
+    files = model_files(folder)
     fields = _fields(files, CONFIG)
     _check_files(folder, files)
     if fields is None:
         raise ModelError(f"{folder}: has no {CONFIG}")
-    architecture = named_architecture(fields)
+    architecture = architecture_of(fields)
     family, quantization = checkpoint_format(architecture, fields.where), parse_quantization(fields)
-    spec = read_with(family.parse(fields), architecture, fields, files)
+    spec = with_pooler(family.parse(fields), architecture, fields, files)
     with Checkpoint(folder, quantization) as checkpoint:
         layout = family.layout(spec).found_in(checkpoint)
         layout.check(checkpoint)
@@ -61,7 +61,7 @@ def inspect_model(path: str | Path) -> ModelSpec:
     )
 
 
-def for_length(spec: ModelSpec, max_model_len: int) -> ModelSpec:
+def spec_for_length(spec: ModelSpec, max_model_len: int) -> ModelSpec:
     """The specification of the model that serves contexts of at most so many tokens.
 
     Most are the same for any; some stretch their positions for longer ones, and have another fingerprint then.
@@ -85,7 +85,7 @@ def compute_dtype_for(spec: ModelSpec, wanted: str) -> ComputeDtype:
             raise ConfigError(f"dtype {wanted!r} is not known; expected auto, bf16 or fp32")
 
 
-def _check_files(folder: Path, files: SmallFiles) -> None:
+def _check_files(folder: Path, files: ModelFiles) -> None:
     if is_gguf(folder):
         files.read(TOKENIZER)  # refused here if it is not known
         return
@@ -108,12 +108,12 @@ def _models_in(folder: Path) -> str:
     return f"; did you mean {inside[0]}?" if inside else ""
 
 
-def _fields(files: SmallFiles, name: str) -> Fields | None:
+def _fields(files: ModelFiles, name: str) -> ConfigFields | None:
     values = load_json(files, name)
-    return None if values is None else Fields(values, files.path_of(name))
+    return None if values is None else ConfigFields(values, files.path_of(name))
 
 
-def _end_ids(spec: ModelSpec, config: Fields, generation: Fields | None) -> tuple[int, ...]:
+def _end_ids(spec: ModelSpec, config: ConfigFields, generation: ConfigFields | None) -> tuple[int, ...]:
     """``generation_config.json`` wins: chat models name their end-of-turn token there only."""
     source = generation if generation is not None and generation.has("eos_token_id") else config
     ids = source.token_ids("eos_token_id")
@@ -127,44 +127,44 @@ def _end_ids(spec: ModelSpec, config: Fields, generation: Fields | None) -> tupl
 # MERGED: weights are missing or
 # MERGED: in a form that cannot be loaded here.
 
-CONFIG_NAME = "config.json"
+CONFIG_FILE = "config.json"
 STORAGE = ("quantization_config", "compression_config", "auto_map")
 """Fields about how weights are stored, or which code made them: an outline does not depend on them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class ModelOutline:
     """A model without its weights."""
 
     name: str
     spec: ModelSpec
     layout: WeightLayout
-    config: Fields  # of the part that writes text, with how its weights are stored
+    config: ConfigFields  # of the part that writes text, with how its weights are stored
 
 
-def read_outline(path: Path) -> Outline:
+def read_outline(path: Path) -> ModelOutline:
     """Of a folder or of a ``config.json``.  Raises ModelError if no family knows the architecture."""
-    file = path / CONFIG_NAME if path.is_dir() else path
+    file = path / CONFIG_FILE if path.is_dir() else path
     if not file.is_file():
-        raise ModelError(f"{path}: has no {CONFIG_NAME}")
-    config = _text_part(Fields(read_json_object(file), str(file)))
-    architecture = named_architecture(config)
+        raise ModelError(f"{path}: has no {CONFIG_FILE}")
+    config = _text_part(ConfigFields(read_json_object(file), str(file)))
+    architecture = architecture_of(config)
     family = checkpoint_format(architecture, config.where)
-    plain = Fields({k: v for k, v in config.values.items() if k not in STORAGE}, config.where)
-    spec = read_with(family.parse(plain), architecture, plain, _beside(file))
+    plain = ConfigFields({k: v for k, v in config.values.items() if k not in STORAGE}, config.where)
+    spec = with_pooler(family.parse(plain), architecture, plain, _beside(file))
     layout = family.layout(spec)
     name = path.resolve().name if path.is_dir() else path.name
-    return Outline(name, msgspec.structs.replace(spec, parameters=layout.parameters), layout, config)
+    return ModelOutline(name, msgspec.structs.replace(spec, parameters=layout.parameters), layout, config)
 
 
-def _beside(config: Path) -> SmallFiles | None:
-    return small_files(config.parent) if config.name == CONFIG_NAME else None
+def _beside(config: Path) -> ModelFiles | None:
+    return model_files(config.parent) if config.name == CONFIG_FILE else None
 
 
-def _text_part(config: Fields) -> Fields:
+def _text_part(config: ConfigFields) -> ConfigFields:
     """The language model of a model that also sees or hears, if only that one is known here."""
     inner = config.section("text_config")
-    if inner is None or named_architecture(config) in installed_names() or not inner.has("architectures"):
+    if inner is None or architecture_of(config) in known_architectures() or not inner.has("architectures"):
         return config
     storage = {name: config.values[name] for name in STORAGE if config.has(name)}
-    return Fields({**storage, **inner.values}, inner.where)
+    return ConfigFields({**storage, **inner.values}, inner.where)

@@ -36,12 +36,12 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.kernels.weight_source import LoadFailed, ProgressCallback, StoredTensor, WeightLoading
 from penstock.weights.architecture.spec import ModelSpec
-from penstock.weights.architecture.tensor_layout import Matrix, Part, Vector, WeightLayout
+from penstock.weights.architecture.tensor_layout import Matrix, TensorPart, Vector, WeightLayout
 from penstock.weights.checkpoint_reader import NUMPY_DTYPES, Checkpoint
-from penstock.weights.compression.format import Original, checksum, checksum_text
+from penstock.weights.compression.format import OriginalTensor, checksum, checksum_text
 from penstock.weights.families.registry import checkpoint_format
 from penstock.weights.fingerprint import Fingerprint
-from penstock.weights.manifest import ACCEPT_FLAG, Manifests, Memory
+from penstock.weights.manifest import ACCEPT_FLAG, FolderManifest, ManifestStore
 from penstock.weights.quantization.config import Quantization
 from penstock.weights.safetensors_header import AGAIN
 
@@ -61,7 +61,7 @@ NAMED = 3
 log = logging.getLogger(__name__)
 
 
-class Packing:
+class WeightPacker:
     """Of one checkpoint, for one backend."""
 
     def __init__(self, checkpoint: Checkpoint, ops: Ops) -> None:
@@ -133,7 +133,7 @@ class Packing:
                 self._checkpoint.done_with(name)
         return packed
 
-    def _coded(self, part: Part) -> QuantizedMatrix | None:
+    def _coded(self, part: TensorPart) -> QuantizedMatrix | None:
         coded = self._checkpoint.coded(part.tensor)
         return None if coded is None else part.quantised(coded)
 
@@ -152,7 +152,7 @@ class Packing:
             where = self._checkpoint.path_of(weight.parts[0].tensor)
             raise ModelError(f"{where}: tensor {names}: damaged, {error}") from error
 
-    def _array(self, part: Part) -> NDArray[Any]:
+    def _array(self, part: TensorPart) -> NDArray[Any]:
         coded = self._checkpoint.coded(part.tensor)
         return part.of(self._checkpoint.array(part.tensor)) if coded is None else part.dequantised(coded)
 
@@ -184,7 +184,7 @@ JOIN_S = 0.05
 """How often the caller hears of a long hashing."""
 
 
-class Hashing:
+class TensorHasher:
     """``start``, then ``join``; use as a context manager, so that no thread is left whatever happens."""
 
     def __init__(self, checkpoint: Checkpoint, names: list[str]) -> None:
@@ -215,7 +215,7 @@ class Hashing:
             raise self._error
         return self._digests
 
-    def __enter__(self) -> Hashing:
+    def __enter__(self) -> TensorHasher:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -276,7 +276,7 @@ def load_model(
     progress: ProgressCallback | None = None,
     *,
     threads: int = 1,
-    manifests: Manifests | None = None,
+    manifests: ManifestStore | None = None,
 ) -> LoadedModel:
     """Read, check and pack every weight.  ``spec`` is what ``inspect_model`` said of the same folder.
 
@@ -289,7 +289,7 @@ def load_model(
         layout.check(checkpoint)
         memory = manifests.open(checkpoint) if manifests is not None else None
         stamps = checkpoint.stamps()
-        load = _Load(checkpoint, layout, ops, memory, progress or (lambda done, total: None))
+        load = _ModelLoader(checkpoint, layout, ops, memory, progress or (lambda done, total: None))
         weights = load.run(threads)
         if checkpoint.stamps() != stamps:
             raise ModelError(f"{checkpoint.folder}: was changed while it was loaded; start again")
@@ -303,23 +303,28 @@ def load_model(
     return LoadedModel(spec, MappingProxyType(weights), digest.hexdigest(spec), packed, digest.weights_hexdigest())
 
 
-class _Load:
+class _ModelLoader:
     """One load: ``found`` says afterwards what every tensor of the checkpoint is."""
 
     def __init__(
-        self, checkpoint: Checkpoint, layout: WeightLayout, ops: Ops, memory: Memory | None, progress: ProgressCallback
+        self,
+        checkpoint: Checkpoint,
+        layout: WeightLayout,
+        ops: Ops,
+        memory: FolderManifest | None,
+        progress: ProgressCallback,
     ) -> None:
         self._checkpoint = checkpoint
         self._weights = layout.weights
         self._ops = ops
-        self._packing = Packing(checkpoint, ops)
+        self._packing = WeightPacker(checkpoint, ops)
         self._progress = progress
         self._tensors = [name for part in layout.parts for name in checkpoint.sources(part.tensor)]
         self._unread = sorted(set(checkpoint.names) - set(self._tensors))
         originals = {name: checkpoint.original(name) for name in checkpoint.names}
         self._vouched = {name: entry for name, entry in originals.items() if entry is not None and entry.checksum}
         self._known = self._vouched | (memory.known() if memory is not None else {})
-        self.found: dict[str, Original] = {}
+        self.found: dict[str, OriginalTensor] = {}
 
     def run(self, threads: int) -> dict[str, Any]:
         """All weights by name."""
@@ -336,7 +341,7 @@ class _Load:
         told = [name for name in dict.fromkeys(self._tensors) if name in self._vouched and name not in checked]
         known |= {name: self._vouched[name] for name in told}
         to_hash = [name for name in dict.fromkeys([*self._tensors, *self._unread]) if name not in known]
-        with Hashing(self._checkpoint, to_hash) as hashing:
+        with TensorHasher(self._checkpoint, to_hash) as hashing:
             hashing.start(threads)
             loaded = self._read(loading, threads)
             digests = hashing.join(lambda: self._progress(hashing.done, hashing.done))
@@ -375,7 +380,7 @@ class _Load:
                 self._check(name, self._vouched[name], checksum(name, self._vouched[name], [stored]))
             self._progress(done, done)
 
-    def _check(self, name: str, entry: Original, found: str) -> None:
+    def _check(self, name: str, entry: OriginalTensor, found: str) -> None:
         """The tensor just read, whose checksum was ``found``, must be the one that was hashed."""
         if found == entry.checksum:
             return
@@ -388,16 +393,16 @@ class _Load:
             f"start once with {ACCEPT_FLAG}"
         )
 
-    def _entry(self, name: str, digest: bytes) -> Original:
+    def _entry(self, name: str, digest: bytes) -> OriginalTensor:
         info, original = self._checkpoint.info(name), self._checkpoint.original(name)
         code = original.code if original is not None else None
-        return Original(dtype=info.dtype, shape=info.shape, blake3=digest.hex(), code=code)
+        return OriginalTensor(dtype=info.dtype, shape=info.shape, blake3=digest.hex(), code=code)
 
     # --- backends that take arrays ------------------------------------------------------------------------------------
 
     def _one_by_one(self) -> dict[str, Any]:
         """The peak is the packed weights plus the largest weight."""
-        meter = _Meter(self, self._checkpoint, self._progress)
+        meter = _LoadMeter(self, self._checkpoint, self._progress)
         weights = {}
         for weight in self._weights:
             weights[weight.name] = self._packing.one(weight)
@@ -410,10 +415,10 @@ class _Load:
         self.found[name] = self._entry(name, self._checkpoint.digest(name))
 
 
-class _Meter:
+class _LoadMeter:
     """Hashes each tensor once, drops its pages, and reports how far the reading is."""
 
-    def __init__(self, load: _Load, checkpoint: Checkpoint, progress: ProgressCallback) -> None:
+    def __init__(self, load: _ModelLoader, checkpoint: Checkpoint, progress: ProgressCallback) -> None:
         self._load = load
         self._checkpoint = checkpoint
         self._progress = progress

@@ -26,7 +26,7 @@ from penstock.kernels.lora import LowRank
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import Matrix, WeightLayout
 from penstock.weights.checkpoint_reader import NUMPY_DTYPES
-from penstock.weights.config_json import Fields, read_json_object
+from penstock.weights.config_json import ConfigFields, read_json_object
 from penstock.weights.families.registry import checkpoint_format
 from penstock.weights.safetensors_header import LENGTH_BYTES, TensorInfo, header_length, parse_safetensors_header
 
@@ -59,7 +59,7 @@ _REFUSED = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoraTarget:
     """Where a module's product stands: rows ``[first, first + n)`` of a weight [.., k] of the model's layout."""
 
     weight: str
@@ -69,7 +69,7 @@ class Target:
     refused: str = ""  # why no adapter can be added to it
 
 
-class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True):
+class LoraFileLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What is read of an adapter at most."""
 
     max_rank: int
@@ -77,7 +77,7 @@ class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class LoraAdapter:
     """An adapter as it was read: by the names of the model's weights what it adds to each."""
 
     fingerprint: str  # of everything that the bits of its answers depend on, beside the model
@@ -86,7 +86,7 @@ class Adapter:
     parts: Mapping[str, tuple[LowRank, ...]]
 
 
-def named_adapter(name: str, folder: Path, adapter: Adapter) -> NamedAdapter:
+def named_adapter(name: str, folder: Path, adapter: LoraAdapter) -> NamedAdapter:
     """What a gateway keeps of an adapter."""
     return NamedAdapter(
         name=name,
@@ -97,14 +97,14 @@ def named_adapter(name: str, folder: Path, adapter: Adapter) -> NamedAdapter:
     )
 
 
-def model_targets(spec: ModelSpec) -> dict[str, Target]:
+def lora_targets(spec: ModelSpec) -> dict[str, LoraTarget]:
     """Those of a model.  Raises ModelError if its family is not known."""
-    return targets_of(checkpoint_format(spec.architecture, spec.architecture).layout(spec))
+    return layout_lora_targets(checkpoint_format(spec.architecture, spec.architecture).layout(spec))
 
 
-def targets_of(layout: WeightLayout) -> dict[str, Target]:
+def layout_lora_targets(layout: WeightLayout) -> dict[str, LoraTarget]:
     """Every matrix of a model by the name of its module (as transformers calls it), and if adapters may add to it."""
-    found: dict[str, Target] = {}
+    found: dict[str, LoraTarget] = {}
     for names in (*layout.others, layout):
         for weight in names.weights:
             if not isinstance(weight, Matrix):
@@ -114,7 +114,7 @@ def targets_of(layout: WeightLayout) -> dict[str, Target]:
                 n, k = part.shape[-2:][::-1] if part.transposed else part.shape[-2:]
                 whole = part.index is None and part.rows is None and part.groups is None
                 module = part.tensor.removesuffix(".weight")
-                found[module] = Target(weight.name, first, n, k, _refusal(weight.name, whole=whole))
+                found[module] = LoraTarget(weight.name, first, n, k, _refusal(weight.name, whole=whole))
                 first += part.numbers // k
     return found
 
@@ -129,9 +129,9 @@ def _refusal(weight: str, *, whole: bool) -> str:
     return "" if whole else "its weight is taken apart here, so no adapter can be added to it"
 
 
-def read_adapter(folder: Path, targets: Mapping[str, Target], limits: AdapterLimits) -> Adapter:
+def read_lora_adapter(folder: Path, targets: Mapping[str, LoraTarget], limits: LoraFileLimits) -> LoraAdapter:
     """The adapter in a folder.  Raises ModelError, naming file and field, for what is not sound or not served."""
-    config = Fields(read_json_object(folder / CONFIG), str(folder / CONFIG))
+    config = ConfigFields(read_json_object(folder / CONFIG), str(folder / CONFIG))
     scales = _Scales.of(config)
     raw = _read(folder, limits.max_bytes)
     where = str(folder / TENSORS)
@@ -152,7 +152,7 @@ def read_adapter(folder: Path, targets: Mapping[str, Target], limits: AdapterLim
         raise ModelError(f"{where}: has no tensors")
     hasher = blake3(msgspec.json.encode((VERSION, scales.canonical())))
     hasher.update(raw)
-    return Adapter(hasher.hexdigest(), rank, len(raw), {name: tuple(own) for name, own in parts.items()})
+    return LoraAdapter(hasher.hexdigest(), rank, len(raw), {name: tuple(own) for name, own in parts.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class _Scales:
     alphas: Mapping[str, float]
 
     @classmethod
-    def of(cls, config: Fields) -> _Scales:
+    def of(cls, config: ConfigFields) -> _Scales:
         kind = config.get("peft_type", str)
         if kind != "LORA":
             raise config.refuse(f"peft_type {kind!r} is not LORA")
@@ -198,10 +198,10 @@ class _Scales:
         return self.rank, self.alpha, self.root, sorted(self.ranks.items()), sorted(self.alphas.items())
 
 
-def _pattern(config: Fields, name: str) -> Fields:
+def _pattern(config: ConfigFields, name: str) -> ConfigFields:
     section = config.section(name)
     if section is None:
-        return Fields({}, config.where)
+        return ConfigFields({}, config.where)
     for key in section.values:
         if not _PATTERN_KEY.fullmatch(key):
             raise section.refuse(f"{key!r} is a regular expression; only names of modules are read")
@@ -253,7 +253,7 @@ def _kind(name: str) -> str:
     return "expected MODULE.lora_A.weight and MODULE.lora_B.weight"
 
 
-def _target(module: str, targets: Mapping[str, Target], where: str) -> Target:
+def _target(module: str, targets: Mapping[str, LoraTarget], where: str) -> LoraTarget:
     target = targets.get(module)
     if target is None:
         raise ModelError(f"{where}: the model has no module {module!r} that adapters can add to")
@@ -262,7 +262,7 @@ def _target(module: str, targets: Mapping[str, Target], where: str) -> Target:
     return target
 
 
-def _shapes(module: str, down: TensorInfo, up: TensorInfo, target: Target, where: str) -> int:
+def _shapes(module: str, down: TensorInfo, up: TensorInfo, target: LoraTarget, where: str) -> int:
     """The rank."""
     if len(down.shape) != 2 or len(up.shape) != 2 or not 1 <= down.shape[0] == up.shape[1]:
         raise ModelError(f"{where}: {module}: {list(down.shape)} and {list(up.shape)} are not two matrices of one rank")

@@ -23,8 +23,8 @@ from blake3 import blake3
 
 from penstock.errors import ModelError
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.compression.format import Original
-from penstock.weights.files import Stamp, replacing
+from penstock.weights.compression.format import OriginalTensor
+from penstock.weights.files import FileStamp, atomic_write
 
 VERSION = 1
 FOLDER = "manifests"
@@ -45,11 +45,11 @@ log = logging.getLogger(__name__)
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One file: what the system said of it, and what was in it then."""
 
-    stamp: Stamp
+    stamp: FileStamp
     hashed_ns: int  # when its hashing began
-    tensors: dict[str, Original]
+    tensors: dict[str, OriginalTensor]
 
-    def is_of(self, stamp: Stamp) -> bool:
+    def is_of(self, stamp: FileStamp) -> bool:
         """Is a file with this stamp surely the one that was hashed?"""
         return stamp == self.stamp and max(stamp.mtime_ns, stamp.ctime_ns) + RACY_NS < self.hashed_ns
 
@@ -62,7 +62,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, FileRecord]
 
 
-class Manifests:
+class ManifestStore:
     """All manifests of one folder of caches."""
 
     def __init__(self, cache: Path, *, accept_new: bool = False, now_ns: Callable[[], int] = time.time_ns) -> None:
@@ -71,15 +71,15 @@ class Manifests:
         self._accept_new = accept_new
         self._now_ns = now_ns
 
-    def open(self, checkpoint: Checkpoint) -> Memory:
+    def open(self, checkpoint: Checkpoint) -> FolderManifest:
         """What is remembered of this checkpoint's folder.  To be called before anything is read of its tensors."""
         folder = str(checkpoint.folder.resolve())
         path = self._folder / f"{blake3(os.fsencode(folder)).hexdigest()[:32]}.json"
         old = _read(path, folder)
-        return Memory(checkpoint, path, old, self._now_ns(), self._accept_new)
+        return FolderManifest(checkpoint, path, old, self._now_ns(), self._accept_new)
 
 
-class Memory:
+class FolderManifest:
     """One load of one checkpoint: what was known before it, and what is to be remembered after it."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Memory:
         stamps = checkpoint.stamps()
         self._trusted = {name: file for name, file in files.items() if name in stamps and file.is_of(stamps[name])}
 
-    def known(self) -> dict[str, Original]:
+    def known(self) -> dict[str, OriginalTensor]:
         """Tensors whose hash need not be computed: those of files that are the ones that were hashed."""
         known = {}
         for name in self._checkpoint.names:
@@ -105,7 +105,7 @@ class Memory:
                 known[name] = entry
         return known
 
-    def settle(self, found: Mapping[str, Original]) -> None:
+    def settle(self, found: Mapping[str, OriginalTensor]) -> None:
         """Everything has been read and hashed: compare with what was, and remember it.
 
         Raises ModelError if these are other weights than last time, unless they are to be accepted.
@@ -114,7 +114,7 @@ class Memory:
             old = {name: entry for file in self._old.files.values() for name, entry in file.tensors.items()}
             self._compare(old, found)
         stamps = self._checkpoint.stamps()
-        tensors: dict[str, dict[str, Original]] = {file: {} for file in stamps}
+        tensors: dict[str, dict[str, OriginalTensor]] = {file: {} for file in stamps}
         for name, entry in found.items():
             tensors[self._checkpoint.path_of(name).name][name] = entry
         files: dict[str, FileRecord] = {}
@@ -127,7 +127,7 @@ class Memory:
         if manifest != self._old:
             _write(self._path, manifest)
 
-    def _compare(self, old: Mapping[str, Original], found: Mapping[str, Original]) -> None:
+    def _compare(self, old: Mapping[str, OriginalTensor], found: Mapping[str, OriginalTensor]) -> None:
         complaint = _difference(self._checkpoint, old, found)
         if complaint is None:
             return
@@ -139,7 +139,9 @@ class Memory:
         log.info("new weights accepted: %s", complaint)
 
 
-def _difference(checkpoint: Checkpoint, old: Mapping[str, Original], new: Mapping[str, Original]) -> str | None:
+def _difference(
+    checkpoint: Checkpoint, old: Mapping[str, OriginalTensor], new: Mapping[str, OriginalTensor]
+) -> str | None:
     """The first tensor that is another one, in words."""
     for name in sorted(old.keys() | new.keys()):
         if name not in new:
@@ -194,7 +196,7 @@ def _write(path: Path, manifest: Manifest) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with replacing(path, partial) as file:
+            with atomic_write(path, partial) as file:
                 file.write(body + b"\n" + blake3(body).hexdigest().encode() + b"\n")
         finally:
             partial.unlink(missing_ok=True)

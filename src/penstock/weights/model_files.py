@@ -26,7 +26,7 @@ MAX_BYTES = MAX_CONFIG_BYTES
 """Cap on any of these files: what is longer is none of them."""
 
 
-class SmallFiles(Protocol):
+class ModelFiles(Protocol):
     """Files by name."""
 
     def read(self, name: str) -> bytes | None:
@@ -38,12 +38,12 @@ class SmallFiles(Protocol):
         ...
 
 
-def small_files(model: Path) -> SmallFiles:
+def model_files(model: Path) -> ModelFiles:
     """Those of a folder or a GGUF file.  Raises ModelError."""
     return _OfGguf(model) if is_gguf(model) else _OfFolder(model)
 
 
-def load_json(files: SmallFiles, name: str) -> dict[str, Any] | None:
+def load_json(files: ModelFiles, name: str) -> dict[str, Any] | None:
     """A JSON object, read strictly; None if there is no such file.  Raises ModelError."""
     raw = files.read(name)
     return None if raw is None else parse_json_object(raw, files.path_of(name))

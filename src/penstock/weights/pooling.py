@@ -12,11 +12,11 @@ from types import MappingProxyType
 import msgspec
 
 from penstock.errors import ModelError
-from penstock.weights.architecture.decoder import Decoder
-from penstock.weights.architecture.encoder import KEEPS_NOTHING
-from penstock.weights.architecture.spec import ModelSpec, Pooler, Pooling, Scores
-from penstock.weights.config_json import Fields, parse_json_objects
-from penstock.weights.model_files import SmallFiles, load_json
+from penstock.weights.architecture.decoder import DecoderConfig
+from penstock.weights.architecture.encoder import NO_KV
+from penstock.weights.architecture.spec import ModelSpec, PoolerConfig, PoolingType, ScoreFunction
+from penstock.weights.config_json import ConfigFields, parse_json_objects
+from penstock.weights.model_files import ModelFiles, load_json
 
 MODULES = "modules.json"
 SENTENCES = "sentence_bert_config.json"
@@ -24,27 +24,27 @@ CLASSIFIER = "ForSequenceClassification"
 LANGUAGE_MODEL_HEAD = "LMHeadModel"
 MAX_LABELS = 65_536
 
-_MODES: Mapping[str, Pooling] = MappingProxyType(
+_MODES: Mapping[str, PoolingType] = MappingProxyType(
     {
-        "pooling_mode_cls_token": Pooling.CLS,
-        "pooling_mode_mean_tokens": Pooling.MEAN,
-        "pooling_mode_lasttoken": Pooling.LAST,
-        "lasttoken": Pooling.LAST,
-        **{mode.value: mode for mode in Pooling},
+        "pooling_mode_cls_token": PoolingType.CLS,
+        "pooling_mode_mean_tokens": PoolingType.MEAN,
+        "pooling_mode_lasttoken": PoolingType.LAST,
+        "lasttoken": PoolingType.LAST,
+        **{mode.value: mode for mode in PoolingType},
     }
 )
 """As switches, or as the value of ``pooling_mode``."""
 _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
-def read_with(spec: ModelSpec, architecture: str, config: Fields, files: SmallFiles | None) -> ModelSpec:
+def with_pooler(spec: ModelSpec, architecture: str, config: ConfigFields, files: ModelFiles | None) -> ModelSpec:
     """The specification with its pooler, or as it is for a model that writes.
 
     ``files``: those beside the configuration, if there are any.  Raises ModelError for what cannot be served.
     """
     if spec.source:  # it writes what it hears
         return spec
-    decodes = isinstance(spec.details, Decoder)
+    decodes = isinstance(spec.details, DecoderConfig)
     causal = config.get("is_causal", bool, True) if decodes else False
     modules = _modules(files) if files is not None else None
     if architecture.endswith(CLASSIFIER):
@@ -58,10 +58,12 @@ def read_with(spec: ModelSpec, architecture: str, config: Fields, files: SmallFi
         return spec
     else:
         # As sentence-transformers takes an encoder that says nothing.
-        pooler = Pooler(pooling=Pooling.LAST if decodes else Pooling.MEAN, causal=causal, normalised=decodes)
-    if pooler.causal and pooler.pooling is Pooling.CLS:
+        pooler = PoolerConfig(
+            pooling=PoolingType.LAST if decodes else PoolingType.MEAN, causal=causal, normalised=decodes
+        )
+    if pooler.causal and pooler.pooling is PoolingType.CLS:
         raise config.refuse("the first token's state is to stand for a text, but that token reads nothing of it")
-    return msgspec.structs.replace(spec, pooler=pooler, kv=spec.kv if pooler.causal else KEEPS_NOTHING)
+    return msgspec.structs.replace(spec, pooler=pooler, kv=spec.kv if pooler.causal else NO_KV)
 
 
 def _lacks_head(architecture: str) -> bool:
@@ -69,10 +71,10 @@ def _lacks_head(architecture: str) -> bool:
     return architecture.endswith("Model") and not architecture.endswith(LANGUAGE_MODEL_HEAD)
 
 
-def _at_most(spec: ModelSpec, files: SmallFiles) -> ModelSpec:
+def _at_most(spec: ModelSpec, files: ModelFiles) -> ModelSpec:
     """Texts are no longer than their makers cut them."""
     values = load_json(files, SENTENCES)
-    own = Fields(values or {}, files.path_of(SENTENCES))
+    own = ConfigFields(values or {}, files.path_of(SENTENCES))
     if not own.has("max_seq_length"):
         return spec
     return msgspec.structs.replace(spec, max_positions=min(spec.max_positions, own.size("max_seq_length")))
@@ -81,13 +83,13 @@ def _at_most(spec: ModelSpec, files: SmallFiles) -> ModelSpec:
 # --- labels ----------------------------------------------------------------------------------------------------------
 
 
-def _classifier(config: Fields, *, decodes: bool, causal: bool) -> Pooler:
+def _classifier(config: ConfigFields, *, decodes: bool, causal: bool) -> PoolerConfig:
     names = config.get("id2label", dict, {})
     labels = len(names) or config.size("num_labels", 2)
     if labels > MAX_LABELS:
         raise config.refuse(f"id2label has {labels} labels; at most {MAX_LABELS} can be served")
-    return Pooler(
-        pooling=Pooling.LAST if decodes else Pooling.CLS,
+    return PoolerConfig(
+        pooling=PoolingType.LAST if decodes else PoolingType.CLS,
         causal=causal,
         labels=labels,
         scores=_scores(config, labels),
@@ -95,11 +97,16 @@ def _classifier(config: Fields, *, decodes: bool, causal: bool) -> Pooler:
     )
 
 
-def _scores(config: Fields, labels: int) -> Scores:
+def _scores(config: ConfigFields, labels: int) -> ScoreFunction:
     """What sentence-transformers and transformers' pipelines make of the head's outputs."""
     own = config.get("sentence_transformers", dict, {}).get("activation_fn")
     activation = own or config.get("sbert_ce_default_activation_function", str, "")
-    kinds = {"": None, "Identity": Scores.RAW, "Sigmoid": Scores.SIGMOID, "Softmax": Scores.SOFTMAX}
+    kinds = {
+        "": None,
+        "Identity": ScoreFunction.RAW,
+        "Sigmoid": ScoreFunction.SIGMOID,
+        "Softmax": ScoreFunction.SOFTMAX,
+    }
     name = str(activation).rpartition(".")[2]
     if name not in kinds:
         raise config.refuse(f"scores go through {activation!r}; Identity, Sigmoid and Softmax can be served")
@@ -108,35 +115,35 @@ def _scores(config: Fields, labels: int) -> Scores:
         return told
     problem = config.get("problem_type", str, "")
     if problem == "regression":
-        return Scores.RAW
-    return Scores.SIGMOID if labels == 1 or problem == "multi_label_classification" else Scores.SOFTMAX
+        return ScoreFunction.RAW
+    return ScoreFunction.SIGMOID if labels == 1 or problem == "multi_label_classification" else ScoreFunction.SOFTMAX
 
 
 # --- sentence-transformers -------------------------------------------------------------------------------------------
 
 
-def _modules(files: SmallFiles) -> list[Fields] | None:
+def _modules(files: ModelFiles) -> list[ConfigFields] | None:
     """The entries of ``modules.json``; None if there is no such file."""
     raw, where = files.read(MODULES), files.path_of(MODULES)
     if raw is None:
         return None
-    modules = [Fields(entry, where) for entry in parse_json_objects(raw, where)]
+    modules = [ConfigFields(entry, where) for entry in parse_json_objects(raw, where)]
     if not modules:
         raise ModelError(f"{where}: names no modules")
     return modules
 
 
-def _sentences(modules: list[Fields], files: SmallFiles, *, causal: bool) -> Pooler:
+def _sentences(modules: list[ConfigFields], files: ModelFiles, *, causal: bool) -> PoolerConfig:
     kinds = [module.get("type", str).rpartition(".")[2] for module in modules]
     usual = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
     if kinds not in usual:
         raise modules[0].refuse(
             f"its modules are {', '.join(kinds)}; a Transformer with Pooling, and Normalize behind it, can be served"
         )
-    return Pooler(pooling=_pooling(modules[1], files), causal=causal, normalised="Normalize" in kinds)
+    return PoolerConfig(pooling=_pooling(modules[1], files), causal=causal, normalised="Normalize" in kinds)
 
 
-def _pooling(module: Fields, files: SmallFiles) -> Pooling:
+def _pooling(module: ConfigFields, files: ModelFiles) -> PoolingType:
     folder = module.get("path", str)
     if not _FOLDER.fullmatch(folder):
         raise module.refuse(f"path {folder!r} is no folder beside it")
@@ -144,7 +151,7 @@ def _pooling(module: Fields, files: SmallFiles) -> Pooling:
     values = load_json(files, name)
     if values is None:
         raise ModelError(f"{files.path_of(name)}: is missing, though {MODULES} names it")
-    config = Fields(values, files.path_of(name))
+    config = ConfigFields(values, files.path_of(name))
     if not config.get("include_prompt", bool, True):
         raise config.refuse("include_prompt is false; only models that pool their prompt too can be served")
     if isinstance(mode := values.get("pooling_mode"), str):

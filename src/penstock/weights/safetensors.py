@@ -16,8 +16,8 @@ from blake3 import blake3
 from penstock.errors import ModelError
 from penstock.kernels.compressed_gpu import AnyCompressed
 from penstock.weights.compression import format
-from penstock.weights.compression.format import GPU, Original, original_info, parse_originals
-from penstock.weights.files import MappedFile, Place, Stamp
+from penstock.weights.compression.format import GPU, OriginalTensor, original_info, parse_originals
+from penstock.weights.files import FileRange, FileStamp, MappedFile
 from penstock.weights.safetensors_header import (
     AGAIN,
     DTYPE_BYTES,
@@ -46,15 +46,15 @@ class SafetensorsFile:
         self._verified: set[str] = set()
 
     @property
-    def stamp(self) -> Stamp:
+    def stamp(self) -> FileStamp:
         """Of the open file, whatever stands under its name now."""
         return self._file.stamp
 
-    def place(self, info: TensorInfo) -> Place:
+    def place(self, info: TensorInfo) -> FileRange:
         """Where the stored bytes lie."""
         return self._file.place(info.start, info.stop)
 
-    def original(self, info: TensorInfo) -> Original | None:
+    def original(self, info: TensorInfo) -> OriginalTensor | None:
         """The tensor's entry in a compressed file's table."""
         return (self._originals or {}).get(info.name)
 
@@ -75,7 +75,7 @@ class SafetensorsFile:
 
     @property
     def layouts(self) -> set[str]:
-        """Of its compressed tensors, as ``Original.layout`` has it."""
+        """Of its compressed tensors, as ``OriginalTensor.layout`` has it."""
         return {original.layout for original in (self._originals or {}).values() if original.code is not None}
 
     def stored(self, info: TensorInfo) -> memoryview:

@@ -14,15 +14,15 @@ from enum import StrEnum
 
 from penstock.errors import ModelError
 from penstock.kernels.operands import KvShape, StateShape
-from penstock.kv_spec import Reach, most_blocks
+from penstock.kv_spec import KvSpec, max_blocks
 from penstock.parallel.plan import CacheSize, LayerSize, ModelSize
 from penstock.types import PAGE_TOKENS
-from penstock.weights.architecture.decoder import Decoder
-from penstock.weights.architecture.gated_delta_net import Delta
-from penstock.weights.architecture.moe import Moe
+from penstock.weights.architecture.decoder import DecoderConfig
+from penstock.weights.architecture.gated_delta_net import GatedDeltaNetConfig
+from penstock.weights.architecture.moe import MoeConfig
 from penstock.weights.architecture.spec import ModelSpec
-from penstock.weights.architecture.tensor_layout import Matrix, Part, Vector, WeightLayout
-from penstock.weights.config_json import Fields
+from penstock.weights.architecture.tensor_layout import Matrix, TensorPart, Vector, WeightLayout
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import checkpoint_format
 from penstock.weights.quantization.config import Quantization, parse_quantization
 
@@ -45,7 +45,7 @@ UNBOUNDED = 1 << 40
 """Tokens of a sequence that is longer than any."""
 
 
-class Form(StrEnum):
+class WeightFormat(StrEnum):
     """What matrices are kept in."""
 
     STORED = "stored"
@@ -56,7 +56,7 @@ class Form(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Coding:
+class WeightEncoding:
     """Bits of a number of a matrix: ``bits`` where it is coded, those of bf16 elsewhere.
 
     Of a matrix that is taken apart by heads (latent attention) the parts are held plain, whatever it is stored in.
@@ -68,12 +68,12 @@ class Coding:
     tables: bool = False  # embeddings and head are coded too
     experts_only: bool = False
 
-    def of(self, weight: Matrix, part: Part) -> float:
+    def of(self, weight: Matrix, part: TensorPart) -> float:
         """Bits of each number of this part of a matrix."""
         inside = weight.name[:1].isdigit()
         if not (inside or self.tables) or weight.name.endswith(".router"):
             return BF16_BITS
-        if self.experts_only and not is_expert(weight):
+        if self.experts_only and not is_routed_expert(weight):
             return BF16_BITS
         if self.stored is None:
             return self.bits
@@ -81,26 +81,26 @@ class Coding:
         return BF16_BITS if scheme is None else scheme.bits()
 
 
-BF16 = Coding("bf16", BF16_BITS)
+BF16 = WeightEncoding("bf16", BF16_BITS)
 
 
-def coding(form: Form, config: Fields, layout: WeightLayout) -> Coding:
+def weight_encoding(form: WeightFormat, config: ConfigFields, layout: WeightLayout) -> WeightEncoding:
     """How matrices are coded.  Raises ModelError for a form of stored weights that is not known."""
     match form:
-        case Form.STORED:
-            return stored_coding(config)
-        case Form.BF16:
+        case WeightFormat.STORED:
+            return stored_encoding(config)
+        case WeightFormat.BF16:
             return BF16
-        case Form.FP8:
-            return Coding("fp8", 8 + 32 / FP8_BLOCK**2)
-        case Form.INT4:
-            routed = any(is_expert(weight) for weight in layout.weights)
-            return Coding("int4", 4 + 16 / INT4_GROUP, experts_only=routed)
-        case Form.LOSSLESS:
-            return Coding("lossless", BF16_BITS * LOSSLESS_SHARE, tables=True)
+        case WeightFormat.FP8:
+            return WeightEncoding("fp8", 8 + 32 / FP8_BLOCK**2)
+        case WeightFormat.INT4:
+            routed = any(is_routed_expert(weight) for weight in layout.weights)
+            return WeightEncoding("int4", 4 + 16 / INT4_GROUP, experts_only=routed)
+        case WeightFormat.LOSSLESS:
+            return WeightEncoding("lossless", BF16_BITS * LOSSLESS_SHARE, tables=True)
 
 
-def stored_coding(config: Fields) -> Coding:
+def stored_encoding(config: ConfigFields) -> WeightEncoding:
     """What ``quantization_config`` says; bf16 without one.  Raises ModelError for a form that is not known."""
     try:
         stored = parse_quantization(config)
@@ -108,34 +108,34 @@ def stored_coding(config: Fields) -> Coding:
         raise ModelError(f"{error}; give --weights bf16, fp8, int4 or lossless") from error
     if stored is None:
         return BF16
-    return Coding(stored.name, stored.groups[0].scheme.bits(), stored=stored)
+    return WeightEncoding(stored.name, stored.groups[0].scheme.bits(), stored=stored)
 
 
-def is_expert(weight: Matrix | Vector) -> bool:
+def is_routed_expert(weight: Matrix | Vector) -> bool:
     """Is it a routed expert's?"""
     return ".experts." in weight.name
 
 
-def bits_of(weight: Matrix | Vector, how: Coding) -> float:
+def weight_bits(weight: Matrix | Vector, how: WeightEncoding) -> float:
     """Bits of a weight in memory; vectors are held in fp32."""
     if isinstance(weight, Vector):
         return 32.0 * sum(part.numbers for part in weight.parts)
     return sum(part.numbers * how.of(weight, part) for part in weight.parts)
 
 
-def model_size(spec: ModelSpec, layout: WeightLayout, how: Coding, kv_dtype: str = BF16.name) -> ModelSize:
+def model_size(spec: ModelSpec, layout: WeightLayout, how: WeightEncoding, kv_dtype: str = BF16.name) -> ModelSize:
     """The model as numbers, its KV pages in a type of ``kv_types.KV_TYPES``.
 
     Raises ModelError if a weight belongs to no layer and is no table, or nothing is kept of what is read, so that there
     is nothing to plan.
     """
-    if not isinstance(spec.details, Decoder) and not spec.source:
+    if not isinstance(spec.details, DecoderConfig) and not spec.source:
         raise ModelError(f"{spec.architecture}: keeps no KV pages")
     tables = {"embed": 0.0, "head": 0.0}
     other = 0.0
-    layers = [_Layer() for _ in range(spec.layers)]
+    layers = [_LayerBits() for _ in range(spec.layers)]
     for weight in layout.weights:
-        bits = bits_of(weight, how)
+        bits = weight_bits(weight, how)
         prefix = weight.name.partition(".")[0]
         if prefix.isdigit():
             layers[int(prefix)].add(weight, bits)
@@ -154,12 +154,12 @@ def model_size(spec: ModelSpec, layout: WeightLayout, how: Coding, kv_dtype: str
     )
 
 
-def weight_bytes(layout: WeightLayout, how: Coding) -> int:
+def weight_bytes(layout: WeightLayout, how: WeightEncoding) -> int:
     """Of all weights, each once."""
-    return sum(_bytes(bits_of(weight, how)) for weight in layout.weights)
+    return sum(_bytes(weight_bits(weight, how)) for weight in layout.weights)
 
 
-class _Layer:
+class _LayerBits:
     """Bits of one layer by who must have them."""
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class _Layer:
     def add(self, weight: Matrix | Vector, bits: float) -> None:
         if isinstance(weight, Vector) or weight.name.endswith(".router"):
             self.whole += bits
-        elif is_expert(weight):
+        elif is_routed_expert(weight):
             self.experts += bits
         else:
             self.divided += bits
@@ -183,12 +183,15 @@ def cache_sizes(spec: ModelSpec, kv_dtype: str) -> list[CacheSize]:
     if states is None:
         return keyed
     state, others = state_size(spec.kv, states, kv_dtype), iter(keyed)
-    return [state if isinstance(layer.attention, Delta) else next(others) for layer in spec.own(Decoder).layers]
+    return [
+        state if isinstance(layer.attention, GatedDeltaNetConfig) else next(others)
+        for layer in spec.own(DecoderConfig).layers
+    ]
 
 
 def state_size(kv: KvShape, states: StateShape, kv_dtype: str) -> CacheSize:
     """What a recurrent layer keeps of a sequence: states of as many cells as a step enters, and one before."""
-    cells = most_blocks(states.reach, UNBOUNDED, ahead=STEP_TOKENS, page_tokens=PAGE_TOKENS)
+    cells = max_blocks(states.reach, UNBOUNDED, ahead=STEP_TOKENS, page_tokens=PAGE_TOKENS)
     pages = kv.page_bytes(kv_dtype) * kv.state_parts
     return CacheSize(0, states.key_heads, fixed=-(-cells * pages // states.layers))
 
@@ -200,7 +203,7 @@ def keyed_sizes(kv: KvShape, kv_dtype: str) -> list[CacheSize]:
     """
     a_head = kv.head_bytes(kv_dtype)
     heads = 1 if kv.shared else kv.kv_heads
-    slots, layers = Counter[Reach](), Counter[Reach]()
+    slots, layers = Counter[KvSpec](), Counter[KvSpec]()
     for own in kv.groups:
         slots[own.reach] += kv.page_layers
         layers[own.reach] += len(own.layers)
@@ -210,7 +213,7 @@ def keyed_sizes(kv: KvShape, kv_dtype: str) -> list[CacheSize]:
         padded = -(-a_head * slots[reach] // layers[reach]) if kv.groups else a_head
         most = None
         if reach.span is not None:
-            most = PAGE_TOKENS * most_blocks(reach, UNBOUNDED, ahead=STEP_TOKENS, page_tokens=PAGE_TOKENS)
+            most = PAGE_TOKENS * max_blocks(reach, UNBOUNDED, ahead=STEP_TOKENS, page_tokens=PAGE_TOKENS)
         found.append(CacheSize(padded * heads, heads, most))
     return found
 
@@ -223,8 +226,10 @@ def activation_bytes(spec: ModelSpec, layout: WeightLayout) -> int:
     as often as a token chooses experts.  Partitions of attention that wait to be joined: those of ``PARTED_ROWS`` rows
     (``kernels.triton.paged``), as many as the longest context has; no wider than the widest product.
     """
-    widest = max(_rows(weight) for weight in layout.weights if _is_layer_matrix(weight) and not is_expert(weight))
-    experts = [_rows(weight) for weight in layout.weights if _is_layer_matrix(weight) and is_expert(weight)]
+    widest = max(
+        _rows(weight) for weight in layout.weights if _is_layer_matrix(weight) and not is_routed_expert(weight)
+    )
+    experts = [_rows(weight) for weight in layout.weights if _is_layer_matrix(weight) and is_routed_expert(weight)]
     chosen = _experts_chosen(spec)
     widest = max(widest, chosen * max(experts, default=0))
     parted = min(PARTED_BYTES, PARTED_ROWS * widest * -(-spec.max_positions // PARTITION_KEYS) * 4)
@@ -233,7 +238,7 @@ def activation_bytes(spec: ModelSpec, layout: WeightLayout) -> int:
 
 def step_bytes(spec: ModelSpec) -> int:
     """``activation_bytes`` of a model whose files need not be there; 0 where its family says too little."""
-    if not isinstance(spec.details, Decoder):
+    if not isinstance(spec.details, DecoderConfig):
         return 0
     return activation_bytes(spec, checkpoint_format(spec.architecture, spec.architecture).layout(spec))
 
@@ -255,8 +260,8 @@ def _rows(weight: Matrix | Vector) -> int:
 
 def _experts_chosen(spec: ModelSpec) -> int:
     """Experts that a token passes in a layer, at most."""
-    layers = spec.details.layers if isinstance(spec.details, Decoder) else ()
-    return max((layer.mlp.routing.top_k for layer in layers if isinstance(layer.mlp, Moe)), default=1)
+    layers = spec.details.layers if isinstance(spec.details, DecoderConfig) else ()
+    return max((layer.mlp.routing.top_k for layer in layers if isinstance(layer.mlp, MoeConfig)), default=1)
 
 
 def _bytes(bits: float) -> int:

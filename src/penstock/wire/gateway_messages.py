@@ -24,23 +24,23 @@ from typing import Annotated
 import msgspec
 
 from penstock.types import (
+    DEFAULT_QOS,
     LOWER_TIERS,
     TOKEN_BYTES,
-    UNCLAIMED,
     AdapterRef,
     BlockHash,
-    Claim,
     Count,
     Duty,
     FinishReason,
     Incarnation,
-    Leg,
-    Medium,
+    MediaInput,
     ModelIdentity,
     Name,
     PlacedImage,
     PoolingParams,
+    Qos,
     RequestId,
+    RequestStage,
     Role,
     SamplingParams,
     Seconds,
@@ -155,14 +155,14 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     recipient: Recipient
     request: AnyRequest
     epoch: Count
-    leg: Leg
+    leg: RequestStage
     prompt: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES)]  # ``types.TokenIds``, little-endian
     sampling: SamplingParams
     age_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_AGE_S)] = 0.0  # since it came to its gateway: its place in line
     emitted: tuple[int, ...] = ()
     root: AnyHash  # parent of the first block, for hashing what is not hashed yet
     block_hashes: tuple[AnyHash, ...] = ()  # of the prompt's full pages
-    claim: Claim = UNCLAIMED
+    claim: Qos = DEFAULT_QOS
     open_ended: bool = False  # nobody named a length: it may begin where it cannot end, and goes on elsewhere in time
     expected_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_EXPECTED_TOKENS)] = 0  # more, of one that is open-ended
     adapter: AdapterRef | None = None  # what is added to the model's weights for this answer
@@ -170,7 +170,7 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     apart: bool = False  # prompt and answer are computed in two numerics classes
     joins: bool = False  # leg=decode: ``pages_from`` goes on writing this very answer while its pages are fetched
     images: tuple[PlacedImage, ...] = ()  # in the prompt, from left to right
-    pictures: tuple[Medium, ...] = ()  # one an image, where the prompt is read
+    pictures: tuple[MediaInput, ...] = ()  # one an image, where the prompt is read
     encoders: tuple[PageSource, ...] = ()  # workers that encode images for whoever reads the prompt
     pooling: PoolingParams | None = None  # leg=whole: read the prompt, answer with ``TokenItem.pooled`` and one token
     serial: Count = 0  # grows with each Submit of a gateway: ``Report.heard`` says which of them are counted in it

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import msgspec
 
 from penstock.types import (
-    Claim,
     Duty,
     FinishReason,
     ModelIdentity,
+    Qos,
     RequestId,
     Role,
     ServiceClass,
@@ -235,12 +235,12 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         """
         return f"{self.salt}\0{own}" if own else self.salt
 
-    def claim(self, said: ServiceClass | None = None) -> Claim:
+    def claim(self, said: ServiceClass | None = None) -> Qos:
         """Of a request whose body says ``said``."""
         service = self.service if said is None else said
         service = service if self.asked is None else self.asked
         wait_s = self.waits_s[service] if self.waits_s else None
-        return Claim(
+        return Qos(
             tenant=self.tenant,
             weight=self.weight,
             service=service,

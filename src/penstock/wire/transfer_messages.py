@@ -15,7 +15,7 @@ from penstock.types import (
     Count,
     ImageHash,
     Incarnation,
-    Medium,
+    MediaInput,
     ModelIdentity,
     Name,
     PageId,
@@ -143,7 +143,7 @@ class EncodeImage(Message, frozen=True, kw_only=True, tag="encode"):
     """Whoever reads a prompt to an encoder: what are the rows of this image, or sound?  Answered in any order."""
 
     content: ImageHash
-    picture: Medium
+    picture: MediaInput
     identity: ModelIdentity
 
 

@@ -86,7 +86,7 @@ def test_folders_that_cannot_be(plain: Path, tmp_path: Path, capsys: pytest.Capt
 def test_an_interrupted_run_goes_on(plain: Path, tmp_path: Path) -> None:
     small, seen = tmp_path / "small", list[str]()
 
-    def stop_after_ten(done: convert.Done) -> None:
+    def stop_after_ten(done: convert.ConvertedTensor) -> None:
         seen.append(done.name)
         if len(seen) == 10:
             raise KeyboardInterrupt
@@ -116,7 +116,7 @@ def test_damage_in_what_an_interrupted_run_left_is_noticed(tmp_path: Path) -> No
     convert.compress_folder(plain, small, threads=1, report=lambda _: None)
     whole = (small / "model.safetensors").read_bytes()
 
-    def stop(done: convert.Done) -> None:
+    def stop(done: convert.ConvertedTensor) -> None:
         if done.name == "model.norm.weight":
             raise KeyboardInterrupt
 

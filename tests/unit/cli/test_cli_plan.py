@@ -17,7 +17,7 @@ from penstock.config.schema import ServeConfig
 from penstock.launch import compose
 from penstock.launch.machine import free_memory
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.eagle import inspect_head
+from penstock.weights.eagle import inspect_draft_head
 from penstock.weights.inspect import inspect_model, read_outline
 from tiny_adapters import write_adapter
 from tiny_models import llama_config
@@ -191,7 +191,7 @@ def test_what_is_loaded_beside_the_model_is_counted(tmp_path: Path, capsys: pyte
     _, alone = answer(capsys, *words)
     _, found = answer(capsys, *words, "--speculate", "auto", "--lora", f"tales={adapter}")
     spec = inspect_model(model)
-    head = inspect_head(model / "head", spec)
+    head = inspect_draft_head(model / "head", spec)
     with Checkpoint(model / "head") as checkpoint:
         assert head.parameters == sum(
             math.prod(checkpoint.info(name).shape) for name in checkpoint.names if name not in ("d2t", "t2d")

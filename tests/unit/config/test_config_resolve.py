@@ -15,7 +15,7 @@ from penstock.config.memory_budget import show_bytes
 from penstock.config.resolve import ServePlan, kv_store, resolve, resolve_worker
 from penstock.config.schema import COMPILED_GRAMMARS_BYTES, PoolingConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
-from penstock.kv_spec import EVERYTHING, Reach
+from penstock.kv_spec import FULL_ATTENTION, KvSpec
 from penstock.types import PAGE_TOKENS, Role, WorkerId
 
 GIB = 1 << 30
@@ -139,7 +139,7 @@ def test_pages_of_codes_are_a_gpus() -> None:
     assert (tried.family, tried.kv_dtype) == ("reference", "fp8_e4m3")
     refused("--kv-dtype fp8_e4m3: the kernels of processors (avx512)", "--kernels reference", kv_dtype="fp8_e4m3")
     refused("it takes a GPU (NVIDIA H200 is not used: --threads is", machine=GPU_SERVER, kv_dtype="fp8_e4m3", threads=2)
-    recurrent = msgspec.structs.replace(LLAMA, name="qwen", reaches=(EVERYTHING, Reach(window=1, cell=512)))
+    recurrent = msgspec.structs.replace(LLAMA, name="qwen", reaches=(FULL_ATTENTION, KvSpec(window=1, cell=512)))
     refused("qwen has recurrent layers", machine=GPU_SERVER, model=recurrent, kv_dtype="fp8_e4m3", device="cuda")
 
 
@@ -190,7 +190,7 @@ def test_a_model_that_does_not_suit_a_gpu_is_served_beside_it(changes: dict[str,
 
 
 def test_a_model_with_recurrent_layers_suits_a_gpu() -> None:
-    recurrent = msgspec.structs.replace(LLAMA, reaches=(EVERYTHING, Reach(window=1, cell=512)))
+    recurrent = msgspec.structs.replace(LLAMA, reaches=(FULL_ATTENTION, KvSpec(window=1, cell=512)))
     assert plan(GPU_SERVER, recurrent).device == "cuda"
 
 
@@ -286,7 +286,7 @@ def test_a_long_context_is_cut_to_the_memory_and_told() -> None:
 
 def test_windows_take_less_and_leave_longer_contexts() -> None:
     """A group of layers with a window of 1024 needs 64 pages for it, 128 for a step, and one that is given back."""
-    windowed = msgspec.structs.replace(STORY, max_positions=16_384, reaches=(EVERYTHING, Reach(window=1024)))
+    windowed = msgspec.structs.replace(STORY, max_positions=16_384, reaches=(FULL_ATTENTION, KvSpec(window=1024)))
     made = plan(model=windowed, kv_memory=1200 * STORY.page_bytes_bf16)
     assert made.scheduler.reaches == windowed.reaches
     assert made.scheduler.max_model_len == (1200 - 64 - 128 - 1) * PAGE_TOKENS
@@ -297,7 +297,7 @@ def test_windows_take_less_and_leave_longer_contexts() -> None:
 
 
 def test_nothing_is_guessed_for_a_model_that_keeps_states() -> None:
-    model = msgspec.structs.replace(STORY, reaches=(EVERYTHING, Reach(window=1, cell=512)))
+    model = msgspec.structs.replace(STORY, reaches=(FULL_ATTENTION, KvSpec(window=1, cell=512)))
     made = plan(model=model, speculate="lookup")
     assert made.scheduler.max_draft_tokens == 0
     assert any("--speculate is off" in note for note in made.notes)

@@ -12,7 +12,7 @@ from penstock.config.mixed_numerics import mixed_numerics
 from penstock.config.resolve import ServePlan, resolve, resolve_worker
 from penstock.config.schema import PoolingConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
-from penstock.kv_spec import Reach
+from penstock.kv_spec import KvSpec
 from penstock.types import ModelIdentity, Role, WorkerId
 
 GIB = 1 << 30
@@ -104,7 +104,7 @@ def test_models_that_cannot_be_read_apart_are_refused() -> None:
     refused("--encode-workers", model=replace(LLAMA, sees=True), encode_workers=1, **MIXED)
     pooling = PoolingConfig(whole_prompts=True, share_prefixes=False)
     refused("only reads", model=replace(LLAMA, pooling=pooling), **MIXED)
-    refused("recurrent layers", model=replace(LLAMA, reaches=(Reach(cell=512),)), **MIXED)
+    refused("recurrent layers", model=replace(LLAMA, reaches=(KvSpec(cell=512),)), **MIXED)
     missing = replace(HOST, gpu=GpuReport(why_not="there is no CUDA driver"))
     refused("--prefill-device cuda: there is no CUDA driver", machine=missing, **MIXED)
 

@@ -15,9 +15,9 @@ from penstock.engine.core.events import AddRequest
 from penstock.engine.encoder_stage import EncoderStage
 from penstock.engine.models.vision import ImageEncoder
 from penstock.errors import ImageRefused
-from penstock.hashing import picture_hash
+from penstock.hashing import media_hash
 from penstock.kernels.ops import Ops
-from penstock.types import BlockHash, Leg, Picture, PlacedImage, RequestId, SamplingParams, WorkerId
+from penstock.types import BlockHash, ImageInput, PlacedImage, RequestId, RequestStage, SamplingParams, WorkerId
 from penstock.wire.gateway_messages import PageSource
 
 SIDE, WIDTH, LAYERS = 2, 8, 3
@@ -26,7 +26,7 @@ BYTES = TOKENS * WIDTH * 4
 
 
 class _Encoding:
-    def __init__(self, picture: Picture) -> None:
+    def __init__(self, picture: ImageInput) -> None:
         self._left = LAYERS
         self.rows: NDArray[np.float32] = np.full((TOKENS, WIDTH), picture.pixels[0], np.float32)
 
@@ -40,11 +40,11 @@ class _Encoder:
 
     width, axes, leads = WIDTH, True, 0
 
-    def check(self, medium: Picture) -> None:
+    def check(self, medium: ImageInput) -> None:
         if len(medium.pixels) != 3 * medium.rows * medium.columns * SIDE**2:
             raise ImageRefused("another number of pixels")
 
-    def begin(self, ops: Ops, picture: Picture) -> _Encoding:
+    def begin(self, ops: Ops, picture: ImageInput) -> _Encoding:
         return _Encoding(picture)
 
 
@@ -66,7 +66,7 @@ class Others:
         self.asked: list[bytes] = []
         self.answer: list[tuple[bytes, NDArray[np.float32] | None]] = []
 
-    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: Picture, width: int) -> bool:
+    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: ImageInput, width: int) -> bool:
         if sources:
             self.asked.append(image.content)
         return bool(sources)
@@ -88,19 +88,17 @@ def stage(limit: int = 1 << 20, covered: int = 0, others: Others | None = None) 
     )
 
 
-def shown(tone: int) -> Picture:
+def shown(tone: int) -> ImageInput:
     pixels = bytes([tone] * (3 * TOKENS * SIDE**2))
-    return Picture(2, 3, pixels, 1.0, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    return ImageInput(2, 3, pixels, 1.0, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
 
-def arrive(name: str, tones: Sequence[int], leg: Leg = Leg.WHOLE) -> AddRequest:
+def arrive(name: str, tones: Sequence[int], leg: RequestStage = RequestStage.WHOLE) -> AddRequest:
     pictures = [shown(tone) for tone in tones]
-    images = [
-        PlacedImage(picture_hash(one), index * TOKENS, one.rows, one.columns) for index, one in enumerate(pictures)
-    ]
+    images = [PlacedImage(media_hash(one), index * TOKENS, one.rows, one.columns) for index, one in enumerate(pictures)]
     return AddRequest(
         id=RequestId(name), epoch=1, leg=leg, prompt=(5,) * 40, sampling=SamplingParams(seed=1, max_tokens=4),
-        arrival=0.0, root=BlockHash(bytes(32)), images=images, pictures=() if leg is Leg.DECODE else pictures,
+        arrival=0.0, root=BlockHash(bytes(32)), images=images, pictures=() if leg is RequestStage.DECODE else pictures,
     )  # fmt: skip
 
 
@@ -136,7 +134,7 @@ def test_the_prefix_cache_spares_encoding():
 
 
 def test_whoever_only_writes_the_answer_waits_for_nothing():
-    assert stage().ready(arrive("a", [7], Leg.DECODE))
+    assert stage().ready(arrive("a", [7], RequestStage.DECODE))
 
 
 def test_rows_held_stay_and_others_go_by_age():
@@ -238,7 +236,7 @@ def test_another_worker_encodes_while_this_one_waits():
 
 def test_an_encoder_serves_each_image_once_it_has_it():
     own, picture = stage(), shown(7)
-    content = picture_hash(picture)
+    content = media_hash(picture)
     assert own.serve(content, picture) is None
     assert list(own.served([content])) == []
     while own.work():

@@ -19,7 +19,7 @@ from penstock.kernels.operands import PackedLinear
 from penstock.kernels.triton import weights
 from penstock.kernels.triton.weights import DeviceWeightLoading
 from penstock.kernels.weight_source import LoadFailed, StoredTensor
-from penstock.weights.compression.format import Original, checksum, checksum_text
+from penstock.weights.compression.format import OriginalTensor, checksum, checksum_text
 
 DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
 UPPER = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
@@ -80,7 +80,7 @@ def test_weights_of_all_types_and_their_checksums(
         assert torch.equal(made[name].data, torch.from_numpy(wanted).to(compute))
     np.testing.assert_array_equal(made["norm"].numpy(), as_float(stored["e"][0]))
     for name, (array, tensor) in stored.items():
-        entry = Original(dtype=UPPER[tensor.dtype], shape=array.shape, blake3="0" * 64, code=None)
+        entry = OriginalTensor(dtype=UPPER[tensor.dtype], shape=array.shape, blake3="0" * 64, code=None)
         wanted_sum = checksum(name, entry, [memoryview(array.tobytes())])
         assert loading.checksum(name, checksum_text(name, entry)) == wanted_sum
 

@@ -17,12 +17,12 @@ from penstock.kernels.operands import Array, AttentionSpec, KvShape, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.sampling import GumbelRows
-from penstock.kv_spec import EVERYTHING, MOST_PADDING, Reach, layer_groups
+from penstock.kv_spec import FULL_ATTENTION, MOST_PADDING, KvSpec, layer_groups
 
 HEADS = Heads(4, 2, 16)
-WINDOW = Reach(window=51)
+WINDOW = KvSpec(window=51)
 FULL = KvShape.plain(layers=4, kv_heads=2, head_dim=16)
-GROUPED = FULL.grouped([EVERYTHING, WINDOW, WINDOW, EVERYTHING])
+GROUPED = FULL.grouped([FULL_ATTENTION, WINDOW, WINDOW, FULL_ATTENTION])
 LENGTH = 200
 
 
@@ -121,8 +121,8 @@ def test_tables_that_do_not_fit_are_refused() -> None:
         layers.compute(0, 60)
 
 
-@given(st.lists(st.sampled_from([EVERYTHING, Reach(window=8), Reach(chunk=64)]), min_size=1, max_size=70))
-def test_every_layer_has_a_place_of_its_own_and_little_is_left_empty(reaches: list[Reach]) -> None:
+@given(st.lists(st.sampled_from([FULL_ATTENTION, KvSpec(window=8), KvSpec(chunk=64)]), min_size=1, max_size=70))
+def test_every_layer_has_a_place_of_its_own_and_little_is_left_empty(reaches: list[KvSpec]) -> None:
     shape = KvShape.plain(layers=len(reaches), kv_heads=1, head_dim=2).grouped(reaches)
     assert len(set(shape.places)) == len(reaches)
     for layer, (group, place) in enumerate(shape.places):
@@ -139,6 +139,6 @@ def test_every_layer_has_a_place_of_its_own_and_little_is_left_empty(reaches: li
     ids=["Llama", "Gemma 2 2B", "Llama 4 Scout", "Gemma 3 4B", "Gemma 3 27B", "Mistral 7B v0.1"],
 )
 def test_pages_of_models_as_they_are(full: int, windows: int, layers: int, groups: int) -> None:
-    found = layer_groups([EVERYTHING] * full + [WINDOW] * windows)
+    found = layer_groups([FULL_ATTENTION] * full + [WINDOW] * windows)
     assert len(found) == groups
     assert max((len(group.layers) for group in found), default=full) == layers

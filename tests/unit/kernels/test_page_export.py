@@ -13,7 +13,7 @@ from penstock.errors import KernelError
 from penstock.kernels.operands import KvShape, StateShape, StepBatch
 from penstock.kernels.page_export import CELLS, ROWS, ExportsPages, export_layout
 from penstock.kernels.select import REFERENCE
-from penstock.kv_spec import EVERYTHING, Reach
+from penstock.kv_spec import FULL_ATTENTION, KvSpec
 from penstock.types import PAGE_TOKENS
 
 PAGES = 5
@@ -22,7 +22,7 @@ SHAPES = {
     "wide keys": KvShape(layers=2, kv_heads=3, key_dim=24, value_dim=16),
     "latent": KvShape(layers=2, kv_heads=1, key_dim=20, value_dim=16, shared=True),
     "groups": KvShape.plain(layers=4, kv_heads=2, head_dim=8).grouped(
-        [EVERYTHING, Reach(window=32), EVERYTHING, EVERYTHING]
+        [FULL_ATTENTION, KvSpec(window=32), FULL_ATTENTION, FULL_ATTENTION]
     ),
 }
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
-from penstock.kv_spec import EVERYTHING, Pieces, Reach
+from penstock.kv_spec import FULL_ATTENTION, KvSpec, TransferOrder
 from penstock.types import PageId
 
-SHAPE = KvShape.plain(layers=2, kv_heads=1, head_dim=4).grouped([EVERYTHING, Reach(window=40)])
+SHAPE = KvShape.plain(layers=2, kv_heads=1, head_dim=4).grouped([FULL_ATTENTION, KvSpec(window=40)])
 LAYOUT = KvLayout.of(SHAPE, "bf16")
 SIZE = LAYOUT.page_tokens
 SLOT = LAYOUT.page_bytes // SIZE
@@ -28,7 +28,7 @@ class Coming:
     known: int  # tokens
     ahead: int
     pages: list[int]
-    pieces: Pieces
+    pieces: TransferOrder
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Going:
     """The same of the sender's."""
 
     index: int  # tokens when it was asked for
-    pieces: Pieces | None = None
+    pieces: TransferOrder | None = None
     most: int = 0
     offered: int = 0
     told: bool = False

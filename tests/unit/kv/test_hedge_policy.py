@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.config.limits import HandOverConfig
-from penstock.kv.transfer.receiver import Haste, Waiting
+from penstock.kv.transfer.receiver import HedgePolicy, PendingPages
 from penstock.types import RequestId
 
 R = RequestId("r")
@@ -27,7 +27,7 @@ R = RequestId("r")
 def test_the_rest_takes_as_long_as_what_has_come(
     elapsed: float, missing: int, compute_s: float | None, sooner: bool
 ) -> None:
-    haste = Haste(HandOverConfig())
+    haste = HedgePolicy(HandOverConfig())
     asked: list[tuple[RequestId, int, int]] = []
 
     def predict(request: RequestId, start: int, stop: int) -> float | None:
@@ -35,5 +35,5 @@ def test_the_rest_takes_as_long_as_what_has_come(
         return compute_s
 
     haste.predict = predict
-    assert haste.outruns(R, Waiting(100.0, 10), (missing, 32, 200), 100.0 + elapsed) is sooner
+    assert haste.outruns(R, PendingPages(100.0, 10), (missing, 32, 200), 100.0 + elapsed) is sooner
     assert set(asked) <= {(R, 32, 200)}

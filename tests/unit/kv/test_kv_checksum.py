@@ -13,14 +13,14 @@ from penstock.errors import PageCorrupt
 from penstock.kernels import host_ops_fallback
 from penstock.kernels.host_ops import Arrivals, copy_page, seal_page
 from penstock.kernels.operands import KvShape
-from penstock.kv.checksum import PageSeal
+from penstock.kv.checksum import PageChecksum
 from penstock.kv.layout import KvLayout
 from penstock.types import ModelIdentity, PageId, RequestId
 from penstock.wire.transfer_messages import PageReady
 
 LAYOUT = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=2), "bf16")  # 128 bytes
 IDENTITY = ModelIdentity(fingerprint="ab", numerics="c")
-SEAL = PageSeal(IDENTITY, LAYOUT)
+SEAL = PageChecksum(IDENTITY, LAYOUT)
 
 
 def frame(checksum: bytes, generation: int = 3) -> PageReady:
@@ -88,9 +88,9 @@ def test_the_checksum_depends_on_all_that_the_bits_depend_on() -> None:
     page = memoryview(bytes(LAYOUT.page_bytes))
     seals = [
         SEAL,
-        PageSeal(ModelIdentity(fingerprint="a", numerics="bc"), LAYOUT),
-        PageSeal(ModelIdentity(fingerprint="abc", numerics=""), LAYOUT),
-        PageSeal(IDENTITY, KvLayout.of(KvShape.plain(layers=1, kv_heads=2, head_dim=1), "bf16")),
+        PageChecksum(ModelIdentity(fingerprint="a", numerics="bc"), LAYOUT),
+        PageChecksum(ModelIdentity(fingerprint="abc", numerics=""), LAYOUT),
+        PageChecksum(IDENTITY, KvLayout.of(KvShape.plain(layers=1, kv_heads=2, head_dim=1), "bf16")),
     ]
     assert len({seal.checksum(page, generation) for seal in seals for generation in (0, 1, 1 << 40)}) == 12
 

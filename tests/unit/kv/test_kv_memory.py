@@ -17,7 +17,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvFile, KvMemory
+from penstock.kv.memory import KvMemory, KvMemoryFile
 from penstock.types import PageId
 
 LAYOUT = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=5), "fp32")  # 640 bytes: no multiple of a memory page
@@ -31,7 +31,7 @@ def made(pages: int, *, shared: bool) -> Iterator[tuple[KvMemory, KvMemory]]:
             memory = stack.enter_context(closing(KvMemory.anonymous(LAYOUT, pages)))
             yield memory, memory
             return
-        file = stack.enter_context(closing(KvFile.create(LAYOUT, pages)))
+        file = stack.enter_context(closing(KvMemoryFile.create(LAYOUT, pages)))
         own, reader = file.map_own(), file.map_readonly()
         stack.enter_context(closing(own))
         stack.enter_context(closing(reader))
@@ -102,7 +102,7 @@ def test_wiping_gives_zeros(shared: bool) -> None:
 
 
 def test_a_wiped_file_holds_no_memory() -> None:
-    with closing(KvFile.create(LAYOUT, 1000)) as file, closing(file.map_own()) as memory:
+    with closing(KvMemoryFile.create(LAYOUT, 1000)) as file, closing(file.map_own()) as memory:
         assert os.fstat(file.descriptor).st_blocks == 0
         memory.buffer[:] = b"x" * memory.buffer.nbytes
         assert os.fstat(file.descriptor).st_blocks > 0
@@ -121,7 +121,7 @@ def test_readers_see_what_the_owner_writes_and_cannot_write() -> None:
 
 
 def test_a_reader_cannot_make_its_mapping_writable() -> None:
-    with closing(KvFile.create(LAYOUT, 3)) as file, closing(file.map_own()) as own:
+    with closing(KvMemoryFile.create(LAYOUT, 3)) as file, closing(file.map_own()) as own:
         own.view(PageId(0))[:5] = b"hello"
         libc = ctypes.CDLL(None, use_errno=True)
         for memory, allowed in ((own, 0), (file.map_readonly(), -1)):
@@ -131,7 +131,7 @@ def test_a_reader_cannot_make_its_mapping_writable() -> None:
 
 
 def test_the_file_cannot_change_its_size_and_is_not_inherited_by_programs() -> None:
-    with closing(KvFile.create(LAYOUT, 3)) as file:
+    with closing(KvMemoryFile.create(LAYOUT, 3)) as file:
         size = os.fstat(file.descriptor).st_size
         for other in (0, size * 2):
             with pytest.raises(PermissionError):
@@ -141,7 +141,7 @@ def test_the_file_cannot_change_its_size_and_is_not_inherited_by_programs() -> N
 
 def test_nothing_is_left_after_closing() -> None:
     before = (descriptors(), sorted(os.listdir("/dev/shm")))
-    file = KvFile.create(LAYOUT, 3, label="left-behind")
+    file = KvMemoryFile.create(LAYOUT, 3, label="left-behind")
     own, reader = file.map_own(), file.map_readonly()
     for _ in range(2):
         file.close()
@@ -161,7 +161,7 @@ def test_views_in_use_keep_the_memory() -> None:
 @pytest.mark.parametrize("pages", [0, -1])
 def test_memory_without_pages_is_refused(pages: int) -> None:
     with pytest.raises(ConfigError, match="at least 1 page"):
-        KvFile.create(LAYOUT, pages)
+        KvMemoryFile.create(LAYOUT, pages)
     with pytest.raises(ConfigError, match="at least 1 page"):
         KvMemory.anonymous(LAYOUT, pages)
 
@@ -176,7 +176,7 @@ def test_memory_that_cannot_be_had_is_refused_with_what_helps() -> None:
     with pytest.raises(ConfigError, match=rf"cannot make \d+ bytes of KV memory: .*; {help_}"):
         KvMemory.anonymous(LAYOUT, 1 << 50)
     with (
-        closing(KvFile.create(LAYOUT, 1 << 45)) as file,
+        closing(KvMemoryFile.create(LAYOUT, 1 << 45)) as file,
         pytest.raises(ConfigError, match=rf"cannot map \d+ bytes of KV memory: .*; {help_}"),
     ):
         file.map_own()

@@ -12,11 +12,11 @@ from tests.store_rig import IDENTITY, LAYOUT, final_of, key_of, page_of, slab_ti
 
 from penstock.kernels.operands import KvShape
 from penstock.kv.layout import KvLayout
-from penstock.kv.store.envelope import seal_for
-from penstock.kv.store.mooncake.tier import MooncakeAt, MooncakeTier
+from penstock.kv.store.envelope import make_envelope
+from penstock.kv.store.mooncake.tier import MooncakeConfig, MooncakeTier
 from penstock.kv.store.redis_tier import RedisTier
-from penstock.kv.store.store import Place, file_name
-from penstock.kv_spec import Reach
+from penstock.kv.store.store import StoreOwner, slab_file_name
+from penstock.kv_spec import KvSpec
 from penstock.types import WorkerId
 
 KEY = bytes(range(32))
@@ -34,7 +34,7 @@ def test_a_file_of_pages_has_the_bytes_that_it_had(
         pytest.importorskip("cryptography", reason="the extra with cryptography is not installed")
         monkeypatch.setattr(os, "urandom", lambda count: bytes(range(1, count + 1)))
     path = tmp_path / "f"
-    tier = slab_tier(path, seal=seal_for(IDENTITY, LAYOUT, key))
+    tier = slab_tier(path, seal=make_envelope(IDENTITY, LAYOUT, key))
     for number in range(5):
         assert tier.write(final_of(number, saves_s=0.5 * number), memoryview(page_of(number)))
     into = bytearray(LAYOUT.page_bytes)
@@ -55,11 +55,11 @@ def test_a_file_of_pages_has_the_bytes_that_it_had(
 
 
 def test_pages_have_the_names_that_they_had() -> None:
-    place = Place(worker=WorkerId("one"), identity=IDENTITY, layout=LAYOUT, peers={})
-    assert file_name(place, encrypted=False) == "aaaaaaaaaaaaaaaa-a2decbb2.kv"
-    assert file_name(place, encrypted=True) == "aaaaaaaaaaaaaaaa-b46726e9.kv"
-    seal = seal_for(IDENTITY, LAYOUT, None)
-    mooncake = MooncakeTier(MooncakeAt(master="127.0.0.1:1"), seal, timeout_s=1.0)
+    place = StoreOwner(worker=WorkerId("one"), identity=IDENTITY, layout=LAYOUT, peers={})
+    assert slab_file_name(place, encrypted=False) == "aaaaaaaaaaaaaaaa-a2decbb2.kv"
+    assert slab_file_name(place, encrypted=True) == "aaaaaaaaaaaaaaaa-b46726e9.kv"
+    seal = make_envelope(IDENTITY, LAYOUT, None)
+    mooncake = MooncakeTier(MooncakeConfig(master="127.0.0.1:1"), seal, timeout_s=1.0)
     assert mooncake._name(key_of(1, 2)) == (
         "penstock.kv.1.33f858d8791f9d36696592aa765a019d.p."
         "f5b165224a58b791df6af1d8303e61cdc4bb86c3d1c427103c344c4189eb2f1e0200"
@@ -73,7 +73,7 @@ def test_pages_have_the_names_that_they_had() -> None:
 
 def test_layouts_have_the_names_that_they_had() -> None:
     plain = KvShape.plain(layers=4, kv_heads=2, head_dim=64)
-    grouped = plain.grouped([Reach(window=128), Reach(), Reach(chunk=8192), Reach()])
+    grouped = plain.grouped([KvSpec(window=128), KvSpec(), KvSpec(chunk=8192), KvSpec()])
     latent = KvShape(layers=2, kv_heads=1, key_dim=576, value_dim=512, shared=True)
     names = [KvLayout.of(shape, dtype).name for shape in (plain, grouped, latent) for dtype in ("bf16", "fp8_e4m3")]
     assert names == [

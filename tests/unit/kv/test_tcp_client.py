@@ -13,30 +13,30 @@ import pytest
 
 from penstock.config.limits import HandOverConfig
 from penstock.kernels.operands import KvShape
-from penstock.kv.checksum import PageSeal
-from penstock.kv.connectors.base import Landed, Wanted
+from penstock.kv.checksum import PageChecksum
+from penstock.kv.connectors.base import FetchRequest, FetchResult
 from penstock.kv.connectors.tcp import client
-from penstock.kv.connectors.tcp.client import Batch, Line, Road
+from penstock.kv.connectors.tcp.client import FetchBatch, FetchConnection, SourcePool
 from penstock.kv.layout import KvLayout
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
 from penstock.wire.gateway_messages import PageSource
 from penstock.wire.transfer_messages import PageReady, PagesAt
 
 SOURCE = PageSource(worker=WorkerId("prefill-0"), incarnation=1, endpoint="tcp://127.0.0.1:1")
-SEAL = PageSeal(
+SEAL = PageChecksum(
     ModelIdentity(fingerprint="f" * 64, numerics="test-1-fp32"),
     KvLayout.of(KvShape.plain(layers=2, kv_heads=2, head_dim=8), "fp32"),
 )
 
 
-class Unserved(Line):
+class Unserved(FetchConnection):
     """Has no thread."""
 
     def start(self) -> None:
         """See above."""
 
 
-class Unstarted(Line):
+class Unstarted(FetchConnection):
     """Gets no thread."""
 
     def start(self) -> None:
@@ -47,9 +47,9 @@ class Roadside:
     """A road with one connection, and what it has told."""
 
     def __init__(self, config: HandOverConfig) -> None:
-        self.told: list[Landed] = []
+        self.told: list[FetchResult] = []
         self.on_land: Callable[[], None] = lambda: None
-        self.road = Road(SOURCE, config, SEAL, sealed=False, land=self._land)
+        self.road = SourcePool(SOURCE, config, SEAL, sealed=False, land=self._land)
 
     def door(self, name: str) -> tuple[RequestId, int]:
         at = PagesAt(request=RequestId(name), epoch=1, port=1, leg=len(name), token=bytes(32), sealed=False)
@@ -60,15 +60,15 @@ class Roadside:
         frame = PageReady(
             request=RequestId(name), epoch=1, block=page, tokens=16, page=PageId(page), generation=1, checksum=bytes(16)
         )
-        self.road.fetch([Wanted(SOURCE, frame, memoryview(bytearray(1)))])
+        self.road.fetch([FetchRequest(SOURCE, frame, memoryview(bytearray(1)))])
 
-    def take(self) -> tuple[Line, Batch]:
+    def take(self) -> tuple[FetchConnection, FetchBatch]:
         (line,) = self.road._ways
         batch = self.road.take(line, 0.0)
         assert batch is not None
         return line, batch
 
-    def _land(self, landed: Sequence[Landed]) -> None:
+    def _land(self, landed: Sequence[FetchResult]) -> None:
         if landed:
             self.on_land()
         self.told.extend(landed)
@@ -76,25 +76,25 @@ class Roadside:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[HandOverConfig], Roadside]:
-    monkeypatch.setattr(client, "Line", Unserved)
+    monkeypatch.setattr(client, "FetchConnection", Unserved)
     return Roadside
 
 
-def land(side: Roadside, line: Line, batch: Batch) -> None:
+def land(side: Roadside, line: FetchConnection, batch: FetchBatch) -> None:
     side.road.landed(batch, [None])
 
 
-def refuse(side: Roadside, line: Line, batch: Batch) -> None:
+def refuse(side: Roadside, line: FetchConnection, batch: FetchBatch) -> None:
     side.road.refused(line, batch)
 
 
-def lose(side: Roadside, line: Line, batch: Batch) -> None:
+def lose(side: Roadside, line: FetchConnection, batch: FetchBatch) -> None:
     side.road.lost(line, "hung up")
 
 
 @pytest.mark.parametrize("end", [land, refuse, lose])
 def test_nothing_is_told_of_a_leg_once_stopping_it_has_returned(
-    make: Callable[[HandOverConfig], Roadside], end: Callable[[Roadside, Line, Batch], None]
+    make: Callable[[HandOverConfig], Roadside], end: Callable[[Roadside, FetchConnection, FetchBatch], None]
 ) -> None:
     """Somebody stops it at the worst moment: when the connection's thread has looked, and not told yet."""
     side = make(HandOverConfig(connections=1, fetch_tries=1))
@@ -121,7 +121,7 @@ def test_nothing_is_told_of_a_leg_once_stopping_it_has_returned(
 
 @pytest.mark.parametrize("end", [land, refuse, lose])
 def test_nothing_is_told_of_a_leg_that_was_stopped(
-    make: Callable[[HandOverConfig], Roadside], end: Callable[[Roadside, Line, Batch], None]
+    make: Callable[[HandOverConfig], Roadside], end: Callable[[Roadside, FetchConnection, FetchBatch], None]
 ) -> None:
     side = make(HandOverConfig(connections=1, fetch_tries=1))
     key = side.door("one")
@@ -178,7 +178,7 @@ def test_without_a_thread_for_it_what_is_fetched_fails(
     side = make(HandOverConfig(connections=2))
     key = side.door("one")
     side.fetch("one", 3)
-    monkeypatch.setattr(client, "Line", Unstarted)
+    monkeypatch.setattr(client, "FetchConnection", Unstarted)
     side.fetch("one", 4)  # one connection is there already
     assert side.told == []
     assert [order.wanted.frame.page for order in side.take()[1].orders] == [3, 4]

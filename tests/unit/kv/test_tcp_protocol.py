@@ -12,13 +12,13 @@ import pytest
 
 from penstock.config.limits import HandOverConfig
 from penstock.kernels.operands import KvShape
-from penstock.kv.checksum import PageSeal
-from penstock.kv.connectors.base import Landed, Wanted
+from penstock.kv.checksum import PageChecksum
+from penstock.kv.connectors.base import FetchRequest, FetchResult
 from penstock.kv.connectors.tcp import protocol as frames
 from penstock.kv.connectors.tcp import server
-from penstock.kv.connectors.tcp.client import Batch, Order, Road, _Talk
-from penstock.kv.connectors.tcp.protocol import Wire
-from penstock.kv.connectors.tcp.server import Desk
+from penstock.kv.connectors.tcp.client import FetchBatch, PageFetch, SourcePool, _FetchSession
+from penstock.kv.connectors.tcp.protocol import TimedSocket
+from penstock.kv.connectors.tcp.server import PageServer
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
@@ -26,7 +26,7 @@ from penstock.wire.gateway_messages import PageSource
 from penstock.wire.transfer_messages import PageReady, PagesAt
 
 LAYOUT = KvLayout.of(KvShape.plain(layers=2, kv_heads=2, head_dim=8), "fp32")
-SEAL = PageSeal(ModelIdentity(fingerprint="f" * 64, numerics="test-1-fp32"), LAYOUT)
+SEAL = PageChecksum(ModelIdentity(fingerprint="f" * 64, numerics="test-1-fp32"), LAYOUT)
 CONFIG = HandOverConfig(connections=1)
 
 
@@ -34,9 +34,9 @@ CONFIG = HandOverConfig(connections=1)
 class Ends:
     """A sender with a page of each number up to 8, and one connection to it."""
 
-    desk: Desk
-    talk: _Talk
-    told: list[Landed] = field(default_factory=list)
+    desk: PageServer
+    talk: _FetchSession
+    told: list[FetchResult] = field(default_factory=list)
 
     def grant(self, name: str, *pages: int) -> PagesAt:
         at = self.desk.grant(RequestId(name), 1)
@@ -44,13 +44,13 @@ class Ends:
             self.desk.offer(frame_of(self.desk, at, page))
         return at
 
-    def batch(self, at: PagesAt, page: int) -> Batch:
+    def batch(self, at: PagesAt, page: int) -> FetchBatch:
         source = PageSource(worker=WorkerId("prefill-0"), incarnation=1, endpoint="tcp://127.0.0.1:1")
-        wanted = Wanted(source, frame_of(self.desk, at, page), memoryview(bytearray(LAYOUT.page_bytes)))
-        return Batch((at.request, at.epoch), at, [Order(wanted)])
+        wanted = FetchRequest(source, frame_of(self.desk, at, page), memoryview(bytearray(LAYOUT.page_bytes)))
+        return FetchBatch((at.request, at.epoch), at, [PageFetch(wanted)])
 
 
-def frame_of(desk: Desk, at: PagesAt, page: int) -> PageReady:
+def frame_of(desk: PageServer, at: PagesAt, page: int) -> PageReady:
     seal = SEAL.checksum(desk.own.view(PageId(page)), 1)
     return PageReady(request=at.request, epoch=1, block=page, tokens=16, page=PageId(page), generation=1, checksum=seal)
 
@@ -59,12 +59,12 @@ def frame_of(desk: Desk, at: PagesAt, page: int) -> PageReady:
 def ends() -> Iterator[Ends]:
     with ExitStack() as stack:
         own = stack.enter_context(closing(KvMemory.anonymous(LAYOUT, 8)))
-        desk = stack.enter_context(closing(Desk(own, "127.0.0.1", 0, CONFIG, sealed=False)))
-        told: list[Landed] = []
+        desk = stack.enter_context(closing(PageServer(own, "127.0.0.1", 0, CONFIG, sealed=False)))
+        told: list[FetchResult] = []
         source = PageSource(worker=WorkerId("prefill-0"), incarnation=1, endpoint="tcp://127.0.0.1:1")
-        road = Road(source, CONFIG, SEAL, sealed=False, land=told.extend)
-        wire = stack.enter_context(closing(Wire(socket.create_connection(("127.0.0.1", desk.port)), 60)))
-        yield Ends(desk, _Talk(road, wire, threading.Lock()), told)
+        road = SourcePool(source, CONFIG, SEAL, sealed=False, land=told.extend)
+        wire = stack.enter_context(closing(TimedSocket(socket.create_connection(("127.0.0.1", desk.port)), 60)))
+        yield Ends(desk, _FetchSession(road, wire, threading.Lock()), told)
 
 
 def test_a_leg_that_is_refused_ends_no_conversation_however_much_of_it_was_asked_for(ends: Ends) -> None:
@@ -86,8 +86,8 @@ def test_a_leg_that_is_refused_ends_no_conversation_however_much_of_it_was_asked
 def test_a_connection_that_cannot_be_served_leaves_the_others_theirs(
     ends: Ends, monkeypatch: pytest.MonkeyPatch, lack: Exception
 ) -> None:
-    class Lacking(server._Caller):
-        def __init__(self, desk: Desk, wire: Wire) -> None:
+    class Lacking(server._ServerConnection):
+        def __init__(self, desk: PageServer, wire: TimedSocket) -> None:
             super().__init__(desk, wire)
             if isinstance(lack, MemoryError):
                 raise lack
@@ -96,7 +96,7 @@ def test_a_connection_that_cannot_be_served_leaves_the_others_theirs(
         raise lack
 
     with monkeypatch.context() as patch:
-        patch.setattr(server, "_Caller", Lacking)
+        patch.setattr(server, "_ServerConnection", Lacking)
         patch.setattr(threading.Thread, "start", start)
         with socket.create_connection(("127.0.0.1", ends.desk.port), 60) as sock:
             assert sock.recv(1) == b""
@@ -108,7 +108,7 @@ def test_who_finds_no_room_is_counted_and_told_of_once(caplog: pytest.LogCapture
     config = HandOverConfig(max_connections=1)
     with ExitStack() as stack:
         own = stack.enter_context(closing(KvMemory.anonymous(LAYOUT, 8)))
-        desk = stack.enter_context(closing(Desk(own, "127.0.0.1", 0, config, sealed=False)))
+        desk = stack.enter_context(closing(PageServer(own, "127.0.0.1", 0, config, sealed=False)))
         sock = stack.enter_context(socket.create_connection(("127.0.0.1", desk.port), 60))
         assert sock.recv(4) == frames.MAGIC
         for turned_away in (1, 2):

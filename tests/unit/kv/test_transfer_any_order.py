@@ -18,32 +18,32 @@ from tests.late_pages import LateCarrier
 
 from penstock.config.limits import HandOverConfig
 from penstock.kernels.operands import KvShape
-from penstock.kv.checksum import PageSeal
-from penstock.kv.connectors.base import PageCarrier
-from penstock.kv.connectors.inline import CurveCarrier
-from penstock.kv.connectors.shm import MemoryCarrier
+from penstock.kv.checksum import PageChecksum
+from penstock.kv.connectors.base import KvConnector
+from penstock.kv.connectors.inline import InlineConnector
+from penstock.kv.connectors.shm import InMemoryConnector
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
 from penstock.kv.transfer.events import (
-    FirstToken,
-    Granted,
-    Offer,
+    PageOffer,
+    PagePull,
     PagesAdvanced,
-    Pull,
     PullFailed,
-    ReceiverTurn,
-    Released,
-    Send,
-    SenderTurn,
+    PullGranted,
+    ReceiverOutput,
+    SenderOutput,
+    SendToReceiver,
+    TransferDone,
+    TransferReleased,
 )
-from penstock.kv.transfer.receiver import HandOverReceiver
-from penstock.kv.transfer.sender import HandOverSender
+from penstock.kv.transfer.receiver import KvReceiver
+from penstock.kv.transfer.sender import KvSender
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
 from penstock.wire.gateway_messages import PageSource, TokenItem
 from penstock.wire.transfer_messages import HandOverFailed, PagesReceived, PullPages
 
 LAYOUT = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=4), "bf16")
-SEAL = PageSeal(ModelIdentity(fingerprint="f", numerics="n"), LAYOUT)
+SEAL = PageChecksum(ModelIdentity(fingerprint="f", numerics="n"), LAYOUT)
 SOURCE = PageSource(worker=WorkerId("p"), incarnation=1, endpoint="memory://p")
 REQUESTS = [RequestId(f"r{number}") for number in range(3)]
 PAGES = 24
@@ -84,17 +84,17 @@ class HandOvers(RuleBasedStateMachine):
         self.now = 0.0
         self.theirs = KvMemory.anonymous(LAYOUT, PAGES)
         self.own = KvMemory.anonymous(LAYOUT, PAGES)
-        send: PageCarrier = MemoryCarrier(self.theirs, {}, SEAL)
-        take: PageCarrier = MemoryCarrier(self.own, {SOURCE.worker: self.theirs}, SEAL)
+        send: KvConnector = InMemoryConnector(self.theirs, {}, SEAL)
+        take: KvConnector = InMemoryConnector(self.own, {SOURCE.worker: self.theirs}, SEAL)
         self.late = LateCarrier(self.own, {SOURCE.worker: self.theirs}, SEAL)
         if carrier == "curve":
-            send, take = CurveCarrier(self.theirs, SEAL), CurveCarrier(self.own, SEAL)
+            send, take = InlineConnector(self.theirs, SEAL), InlineConnector(self.own, SEAL)
         elif carrier == "late":
             take = self.late
-        self.sender = HandOverSender(CONFIG, send, incarnation=1)
-        self.receiver = HandOverReceiver(CONFIG, take)
+        self.sender = KvSender(CONFIG, send, incarnation=1)
+        self.receiver = KvReceiver(CONFIG, take)
         self.to_sender: deque[tuple[bytes, PullPages | PagesReceived]] = deque()
-        self.to_receiver: deque[Send] = deque()
+        self.to_receiver: deque[SendToReceiver] = deque()
         self.peer = 1
         self.epochs = dict.fromkeys(REQUESTS, 0)
         self.expected: dict[tuple[RequestId, int], Expected] = {}
@@ -107,23 +107,23 @@ class HandOvers(RuleBasedStateMachine):
 
     # --- carrying out turns ---
 
-    def sent(self, turn: SenderTurn) -> None:
+    def sent(self, turn: SenderOutput) -> None:
         for send in turn.sends:
             payload = None if send.payload is None else memoryview(bytes(send.payload))
-            self.to_receiver.append(Send(send.peer, send.message, payload))
+            self.to_receiver.append(SendToReceiver(send.peer, send.message, payload))
         for effect in turn.effects:
             leg = self.opened[effect.request, effect.epoch]
             match effect:
-                case Granted():
+                case PullGranted():
                     assert not leg.granted
                     leg.granted = True
-                case Released():
+                case TransferReleased():
                     del self.opened[effect.request, effect.epoch]  # fails when it comes twice
                     for page in leg.held or []:  # somebody else writes there from now on
                         self.theirs.view(PageId(page))[:] = b"\xee" * LAYOUT.page_bytes
                     self.free_theirs += leg.held or []
 
-    def took(self, turn: ReceiverTurn) -> None:
+    def took(self, turn: ReceiverOutput) -> None:
         self.to_sender.extend((b"peer%d" % self.peer, send.message) for send in turn.sends)
         for effect in turn.effects:
             key = effect.request, effect.epoch
@@ -132,7 +132,7 @@ class HandOvers(RuleBasedStateMachine):
                 case PagesAdvanced():
                     assert self.computed.get(key, -1) < effect.computed <= expected.tokens
                     self.computed[key] = effect.computed
-                case FirstToken():
+                case TransferDone():
                     for block in range(expected.skip, len(expected.pages)):
                         page = PageId(expected.pages[block])
                         assert bytes(self.own.view(page)) == content(*key, block)
@@ -174,7 +174,7 @@ class HandOvers(RuleBasedStateMachine):
         key = request, epoch
         earlier = [other for other in self.expected if other[0] == request]
         self.expected[key] = Expected(pages, min(skip, blocks), tokens)
-        pull = Pull(
+        pull = PagePull(
             request=request,
             epoch=epoch,
             source=SOURCE,
@@ -226,7 +226,7 @@ class HandOvers(RuleBasedStateMachine):
             assert leg.held is not None
             leg.held.append(page)
             self.theirs.view(PageId(page))[:] = content(*key, leg.offered)
-            offer = Offer(
+            offer = PageOffer(
                 request=request,
                 epoch=key[1],
                 block=leg.offered,

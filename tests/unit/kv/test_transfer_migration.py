@@ -16,30 +16,30 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from migrating_request import LAYOUT, PAGES, SHAPE, SIZE, SLOT, Coming, Going, Writer, place
 
 from penstock.config.schema import HandOverConfig
-from penstock.kv.checksum import PageSeal
-from penstock.kv.connectors.shm import MemoryCarrier
+from penstock.kv.checksum import PageChecksum
+from penstock.kv.connectors.shm import InMemoryConnector
 from penstock.kv.memory import KvMemory
 from penstock.kv.transfer.events import (
     TAKEN,
-    FirstToken,
-    Granted,
-    Offer,
+    PageOffer,
+    PagePull,
     PagesAdvanced,
-    Pull,
     PullFailed,
-    ReceiverTurn,
-    Released,
-    Send,
-    SenderTurn,
+    PullGranted,
+    ReceiverOutput,
+    SenderOutput,
+    SendToReceiver,
+    TransferDone,
+    TransferReleased,
 )
-from penstock.kv.transfer.receiver import HandOverReceiver
-from penstock.kv.transfer.sender import HandOverSender
-from penstock.kv_spec import Pieces, blocks_of
+from penstock.kv.transfer.receiver import KvReceiver
+from penstock.kv.transfer.sender import KvSender
+from penstock.kv_spec import TransferOrder, blocks_for
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
 from penstock.wire.gateway_messages import PageSource, TokenItem
 from penstock.wire.transfer_messages import HandOverFailed, PagesReceived, PullPages
 
-SEAL = PageSeal(ModelIdentity(fingerprint="f", numerics="n"), LAYOUT)
+SEAL = PageChecksum(ModelIdentity(fingerprint="f", numerics="n"), LAYOUT)
 R = RequestId("r")
 LEASE = 8.0
 CONFIG = HandOverConfig(lease_s=LEASE, window_bytes=3 * 4096)
@@ -57,7 +57,7 @@ class Moves(RuleBasedStateMachine):
         self.incarnation = 0
         self.peer = 0
         self.to_sender: deque[tuple[bytes, PullPages | PagesReceived]] = deque()
-        self.to_receiver: deque[Send] = deque()
+        self.to_receiver: deque[SendToReceiver] = deque()
         self.going: Going | None = None
         self.coming: Coming | None = None
         self.here = False  # the receiver has taken it
@@ -67,16 +67,14 @@ class Moves(RuleBasedStateMachine):
 
     def fork_sender(self) -> None:
         self.incarnation += 1
-        take = MemoryCarrier(self.writer.memory, {}, SEAL)
-        self.sender = HandOverSender(CONFIG, take, incarnation=self.incarnation)
+        take = InMemoryConnector(self.writer.memory, {}, SEAL)
+        self.sender = KvSender(CONFIG, take, incarnation=self.incarnation)
         self.source = PageSource(worker=WorkerId("d"), incarnation=self.incarnation, endpoint="memory://d")
         self.going, self.writer.stopped = None, False
         self.to_sender.clear()
 
     def fork_receiver(self) -> None:
-        self.receiver = HandOverReceiver(
-            CONFIG, MemoryCarrier(self.own, {self.source.worker: self.writer.memory}, SEAL)
-        )
+        self.receiver = KvReceiver(CONFIG, InMemoryConnector(self.own, {self.source.worker: self.writer.memory}, SEAL))
         self.free = list(range(PAGES))
         self.coming = None
         self.peer += 1
@@ -84,15 +82,15 @@ class Moves(RuleBasedStateMachine):
 
     # --- carrying out turns ---
 
-    def sent(self, turn: SenderTurn) -> None:
+    def sent(self, turn: SenderOutput) -> None:
         self.to_receiver.extend(turn.sends)
         for effect in turn.effects:
             assert self.going is not None
             match effect:
-                case Granted(pull=pull):
+                case PullGranted(pull=pull):
                     assert pull is not None
                     self.granted(pull)
-                case Released(reason=reason):
+                case TransferReleased(reason=reason):
                     told, self.going = self.going.told, None
                     self.writer.stopped = False
                     if reason == TAKEN:
@@ -105,11 +103,11 @@ class Moves(RuleBasedStateMachine):
         if not self.going.index <= pull.tokens + 1 <= len(self.writer.tokens):  # of somebody who came earlier
             self.sent(self.sender.fail(R, 1, "protocol", self.now))
             return
-        self.going.pieces = Pieces(SHAPE.reaches, pull.tokens, SIZE, ahead=pull.ahead)
+        self.going.pieces = TransferOrder(SHAPE.reaches, pull.tokens, SIZE, ahead=pull.ahead)
         self.going.most = pull.tokens + pull.ahead
         self.going.offered = pull.skip_blocks
 
-    def took(self, turn: ReceiverTurn) -> None:
+    def took(self, turn: ReceiverOutput) -> None:
         self.to_sender.extend((b"peer%d" % self.peer, send.message) for send in turn.sends)
         for effect in turn.effects:
             coming = self.coming
@@ -117,7 +115,7 @@ class Moves(RuleBasedStateMachine):
             match effect:
                 case PagesAdvanced(computed=computed):
                     assert computed <= coming.known - 1
-                case FirstToken(first=first):
+                case TransferDone(first=first):
                     self.check(coming, first)
                     self.here = True
                     self.coming_over()
@@ -159,7 +157,7 @@ class Moves(RuleBasedStateMachine):
             return
         pages = [self.free.pop() for _ in range(pieces.total)]
         self.coming = Coming(known, ahead, pages, pieces)
-        pull = Pull(
+        pull = PagePull(
             request=R,
             epoch=1,
             source=self.source,
@@ -210,10 +208,10 @@ class Moves(RuleBasedStateMachine):
         for piece in range(going.offered, min(full, going.offered + pieces)):
             self.offer(going, going.pieces, piece)
 
-    def offer(self, going: Going, pieces: Pieces, piece: int) -> None:
+    def offer(self, going: Going, pieces: TransferOrder, piece: int) -> None:
         block, group = pieces.place(piece)
         going.offered = piece + 1
-        offer = Offer(
+        offer = PageOffer(
             request=R,
             epoch=1,
             block=piece,
@@ -232,7 +230,7 @@ class Moves(RuleBasedStateMachine):
         if patient and self.sender.acknowledged(R, 1) < full:
             return
         self.writer.stopped = going.told = True
-        blocks = going.pieces.before(blocks_of(self.writer.computed, SIZE))
+        blocks = going.pieces.before(blocks_for(self.writer.computed, SIZE))
         for piece in range(going.offered, blocks):
             self.offer(going, going.pieces, piece)
         last = TokenItem(request=R, epoch=1, index=going.index, tokens=tuple(self.writer.tokens[going.index :]))

@@ -18,7 +18,7 @@ import threading
 import time
 
 from penstock.config.limits import SuperviseConfig
-from penstock.errors import GaveUp
+from penstock.errors import RestartLimitReached
 from penstock.launch.channel import Channel
 from penstock.launch.heartbeat import Board
 from penstock.launch.restart_policy import GATEWAY
@@ -108,7 +108,7 @@ def main() -> int:
             supervisor.wind_up()
             say("stopped while loading")
             return 0
-        except GaveUp as error:
+        except RestartLimitReached as error:
             say("gave up:", error)
             return 1
     try:

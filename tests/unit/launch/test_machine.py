@@ -12,7 +12,7 @@ import pytest
 
 from penstock.config.facts import Core
 from penstock.errors import ConfigError
-from penstock.kv.connectors.tcp.protocol import aead
+from penstock.kv.connectors.tcp.protocol import aes_gcm
 from penstock.launch.machine import free_memory, machine_facts, process_began, topology, usable_cores
 
 MEMINFO = "MemTotal: 16000000 kB\nMemFree: 1 kB\nMemAvailable: 8000000 kB\n"
@@ -117,6 +117,6 @@ def test_only_a_library_that_encrypts_into_buffers_counts(machine: Machine, monk
     monkeypatch.setattr("cryptography.hazmat.primitives.ciphers.aead.AESGCM", Old)
     assert not machine_facts((), machine.root).encrypts
     with pytest.raises(ConfigError, match=r"a recent one: pip install 'penstock\[encryption\]'"):
-        aead()
+        aes_gcm()
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
     assert not machine_facts((), machine.root).encrypts

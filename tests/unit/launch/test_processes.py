@@ -8,12 +8,12 @@ from penstock.types import (
     MAX_INCARNATION,
     RESTART_BITS,
     BlockHash,
-    Leg,
     ModelIdentity,
     RequestId,
+    RequestStage,
     SamplingParams,
     WorkerId,
-    is_older,
+    is_older_incarnation,
     pack_token_ids,
 )
 from penstock.wire.codec import decode_peer, encode
@@ -22,10 +22,10 @@ from penstock.wire.gateway_messages import PageSource, Recipient, Submit
 
 def test_no_restart_of_a_run_is_older_or_newer_than_one_of_another() -> None:
     one, other = incarnations_of_a_run(), incarnations_of_a_run()
-    assert is_older(one + 1, one + 2)
-    assert not is_older(one + 2, one + 1)
-    assert not is_older(one + 1, other + 2)
-    assert not is_older(other + 2, one + 1)
+    assert is_older_incarnation(one + 1, one + 2)
+    assert not is_older_incarnation(one + 2, one + 1)
+    assert not is_older_incarnation(one + 1, other + 2)
+    assert not is_older_incarnation(other + 2, one + 1)
     assert 0 < one < MAX_INCARNATION - (1 << RESTART_BITS)
 
 
@@ -36,7 +36,7 @@ def test_the_last_restart_of_the_last_run_travels() -> None:
         recipient=Recipient(worker=WorkerId("d"), incarnation=source.incarnation, identity=identity),
         request=RequestId("r"),
         epoch=1,
-        leg=Leg.DECODE,
+        leg=RequestStage.DECODE,
         prompt=bytes(pack_token_ids((1,))),
         sampling=SamplingParams(seed=1, max_tokens=1),
         root=BlockHash(bytes(32)),

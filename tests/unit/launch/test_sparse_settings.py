@@ -12,16 +12,16 @@ from penstock.errors import ConfigError
 from penstock.kernels.native.backend import NativeOps, families
 from penstock.kernels.operands import Sparse
 from penstock.launch.sparse_attention import numerics_of, read_sparsely, sparse_line
-from penstock.weights.architecture.spec import Pooler, Pooling
+from penstock.weights.architecture.spec import PoolerConfig, PoolingType
 from penstock.weights.fingerprint import Fingerprint
-from penstock.weights.inspect import for_length, inspect_model
+from penstock.weights.inspect import inspect_model, spec_for_length
 
 SPEC = inspect_model(storyteller())
 ASKED = ServeConfig(sparse_attention=True, sparse_sinks=65, sparse_window=256, sparse_blocks=6, sparse_from=100)
 
 
 def test_settings_become_whole_blocks_and_another_identity() -> None:
-    spec = for_length(read_sparsely(SPEC, ASKED), 256)
+    spec = spec_for_length(read_sparsely(SPEC, ASKED), 256)
     assert spec.sparse == Sparse(sinks=2, window=4, chosen=6, start=100)
     assert Fingerprint().hexdigest(spec) != Fingerprint().hexdigest(SPEC)
     other = msgspec.structs.replace(spec, sparse=Sparse(sinks=2, window=4, chosen=6, start=101))
@@ -41,7 +41,7 @@ def test_off_unless_asked_for() -> None:
     ("spec", "config", "reason"),
     [
         (SPEC, ServeConfig(sparse_blocks=3), "--sparse-blocks: only used by --sparse-attention"),
-        (msgspec.structs.replace(SPEC, pooler=Pooler(pooling=Pooling.MEAN)), ASKED, "not a language model"),
+        (msgspec.structs.replace(SPEC, pooler=PoolerConfig(pooling=PoolingType.MEAN)), ASKED, "not a language model"),
         (msgspec.structs.replace(SPEC, architecture="Plugin"), ASKED, "by code of its own"),
     ],
 )

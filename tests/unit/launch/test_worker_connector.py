@@ -10,15 +10,15 @@ import pytest
 
 from penstock.config.schema import SchedulerConfig, WorkerConfig
 from penstock.kernels.operands import KvShape
-from penstock.kv.checksum import PageSeal
-from penstock.kv.connectors.tcp.connector import TcpCarrier
+from penstock.kv.checksum import PageChecksum
+from penstock.kv.connectors.tcp.connector import TcpConnector
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
 from penstock.launch.worker_process import _carrier
 from penstock.types import ModelIdentity, Role, WorkerId
 
 LAYOUT = KvLayout.of(KvShape.plain(layers=2, kv_heads=2, head_dim=8), "fp32")
-SEAL = PageSeal(ModelIdentity(fingerprint="f" * 64, numerics="test-1-fp32"), LAYOUT)
+SEAL = PageChecksum(ModelIdentity(fingerprint="f" * 64, numerics="test-1-fp32"), LAYOUT)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def config(*, hands_over: bool) -> WorkerConfig:
 
 def test_a_worker_whose_pages_stay_where_they_are_opens_no_port(own: KvMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     carrier = _carrier(config(hands_over=True), own, {}, SEAL)
-    assert isinstance(carrier, TcpCarrier)
+    assert isinstance(carrier, TcpConnector)
     carrier.close()
 
     def listen(*_: object, **__: object) -> None:

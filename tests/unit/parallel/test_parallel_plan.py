@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
 from penstock.parallel.devices import GIB, Devices, parse_devices
-from penstock.parallel.plan import TENSOR_WAYS, CacheSize, LayerSize, ModelSize, balanced, lay_out, make_plan
+from penstock.parallel.plan import (
+    TENSOR_WAYS,
+    CacheSize,
+    LayerSize,
+    ModelSize,
+    balance_stages,
+    make_plan,
+    plan_for_tensor,
+)
 
 caches = st.builds(
     lambda a_head, heads, window: CacheSize(a_head * heads, heads, window),
@@ -60,7 +68,7 @@ def test_a_plan_has_every_layer_once_and_its_tokens_fit(model: ModelSize, count:
 
 @given(models, st.sampled_from(TENSOR_WAYS))
 def test_weights_are_counted_in_full(model: ModelSize, tensor: int) -> None:
-    plan = lay_out(model, devices(tensor, 100), tensor)
+    plan = plan_for_tensor(model, devices(tensor, 100), tensor)
     copies = (tensor - 1) * (model.other + sum(layer.whole for layer in model.layers))
     rounding = tensor * (len(model.layers) + 2)
     assert 0 <= plan.weight_bytes - model.weight_bytes - copies <= rounding
@@ -79,7 +87,7 @@ def test_stages_are_as_balanced_as_any_cut(model: ModelSize, stages: int) -> Non
         return max(plan_weights)
 
     every = [(*inner, len(model.layers)) for inner in combinations(range(1, len(model.layers)), stages - 1)]
-    assert greatest(balanced(model, stages, 1)) == min(map(greatest, every))
+    assert greatest(balance_stages(model, stages, 1)) == min(map(greatest, every))
 
 
 def test_a_latent_cache_is_kept_by_every_device_and_heads_are_divided() -> None:

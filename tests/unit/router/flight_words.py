@@ -8,23 +8,23 @@ from penstock.router.decide import Chosen, Decision
 from penstock.router.effects import CancelLeg, Deliver, Effect, Effects, Fail, LegEnded, Send, WaitForWorker
 from penstock.router.request import Flight, Patience
 from penstock.router.worker_load import Due
-from penstock.types import Leg, ValidRequest, WorkerId
+from penstock.types import RequestStage, ValidRequest, WorkerId
 from penstock.wire.gateway_messages import TokenItem
 
 P0, P1, D0, D1, B0 = (WorkerId(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1", "both-0"))
 PATIENCE = Patience(max_attempts=3, first_byte_s=100.0, stall_s=10.0)
 
 
-def chosen(leg: Leg, worker: WorkerId, incarnation: int = 1) -> Chosen:
+def chosen(leg: RequestStage, worker: WorkerId, incarnation: int = 1) -> Chosen:
     return Chosen(leg, 0, worker, incarnation, f"memory://{worker}", 5, Due(tokens=5))
 
 
 def split(decode: WorkerId = D0, prefill: WorkerId = P0) -> Decision:
-    legs = (chosen(Leg.DECODE, decode), chosen(Leg.PREFILL, prefill))
+    legs = (chosen(RequestStage.DECODE, decode), chosen(RequestStage.PREFILL, prefill))
     return Decision(at=0.0, policy="none", identity=IDENTITY, legs=legs)
 
 
-WHOLE = Decision(at=0.0, policy="none", identity=IDENTITY, legs=(chosen(Leg.WHOLE, B0),))
+WHOLE = Decision(at=0.0, policy="none", identity=IDENTITY, legs=(chosen(RequestStage.WHOLE, B0),))
 NOBODY = Decision(at=0.0, policy="none", identity=None)
 
 

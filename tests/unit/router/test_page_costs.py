@@ -8,7 +8,7 @@ from decision_words import NOW, PROMPT, check, fleet_in_words
 from router_words import hashes_of, report, request
 
 from penstock.router.decide import Ask, decide
-from penstock.types import Leg, RequestId
+from penstock.types import RequestId, RequestStage
 
 
 def test_a_worker_that_pages_are_long_on_their_way_to_is_avoided():
@@ -86,6 +86,6 @@ def test_what_was_only_promised_to_a_neighbour_cannot_be_taken():
     fleet, prefixes = fleet_in_words(SHARING.replace("cached=96", "queued=9") + "; decode-0 token_us=50")
     prefixes.expect(RequestId("other"), hashes_of(PROMPT), [1])
     decision = decide(Ask(request=request(prompt=PROMPT)), fleet, prefixes, NOW)
-    numbers = {reason.worker: reason.numbers for reason in decision.reasons() if reason.leg is Leg.PREFILL}
+    numbers = {reason.worker: reason.numbers for reason in decision.reasons() if reason.leg is RequestStage.PREFILL}
     assert numbers["prefill-0"]["fetch_s"] == 0
     assert numbers["prefill-0"]["compute"] == len(PROMPT)

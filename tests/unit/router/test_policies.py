@@ -17,7 +17,7 @@ from penstock.router.policy.baselines import NAMES, policy_named
 from penstock.router.prefix_index import PrefixIndex
 from penstock.router.service import predict_ttft
 from penstock.router.worker_load import Due
-from penstock.types import Claim, Leg, RequestId, Role, ServiceClass, ValidRequest, WorkerId, WorkerState
+from penstock.types import Qos, RequestId, RequestStage, Role, ServiceClass, ValidRequest, WorkerId, WorkerState
 from penstock.wire.gateway_messages import StepRates
 
 ALL = [How(policy=policy_named(name)) for name in NAMES]
@@ -96,7 +96,7 @@ def fleet_and_index(workers: list[Worker]) -> tuple[Fleet, PrefixIndex]:
     return fleet, index
 
 
-def picked(decision: Decision) -> list[tuple[Leg, WorkerId]]:
+def picked(decision: Decision) -> list[tuple[RequestStage, WorkerId]]:
     return [(chosen.leg, chosen.worker) for chosen in decision.legs]
 
 
@@ -112,7 +112,11 @@ def test_the_order_of_the_fleet_decides_nothing_and_nobody_is_left_unserved(how,
     assert bool(decision.legs) == can_serve(fleet) or asked.sampling.max_tokens == 1
     ready = {WorkerId(worker.name): worker for worker in workers if worker.ready}
     assert all(chosen.worker in ready for chosen in decision.legs)
-    assert {chosen.leg for chosen in decision.legs} in ({Leg.WHOLE}, {Leg.PREFILL, Leg.DECODE}, set())
+    assert {chosen.leg for chosen in decision.legs} in (
+        {RequestStage.WHOLE},
+        {RequestStage.PREFILL, RequestStage.DECODE},
+        set(),
+    )
     told = {(reason.worker, reason.leg) for reason in decision.reasons()}
     assert {(chosen.worker, chosen.leg) for chosen in decision.legs} <= told
     assert {worker for worker, _ in told} == {worker.name for worker in workers}
@@ -124,7 +128,7 @@ def test_no_worker_is_filled_beyond_its_room_while_another_has_room(workers, ask
     workers = [worker for worker in workers if worker.gateways == 1]
     fleet, index = fleet_and_index(workers)
     room = {WorkerId(worker.name): worker.free for worker in workers}
-    roles = {Leg.PREFILL: Role.PREFILL, Leg.DECODE: Role.DECODE}
+    roles = {RequestStage.PREFILL: Role.PREFILL, RequestStage.DECODE: Role.DECODE}
     for serial, one in enumerate(asked, 1):
         decision = decide(Ask(request=one), fleet, index, 0.0, PENSTOCK)
         pages = -(-len(one.prompt) // 16)
@@ -224,9 +228,9 @@ def test_batch_work_in_the_queue_is_in_the_way_of_batch_work_only(service: Servi
     rates = StepRates(1e-3, 1e-5, 0.0, 1e-6)
     fleet.report(report("both-0", prompt_tokens=9000, batch_tokens=9000, rates=rates, measured=9), 0.0)
     fleet.report(report("both-1", prompt_tokens=500, rates=rates, measured=9), 0.0)
-    asked = msgspec.structs.replace(request("r", prompt=(7,) * 40), claim=Claim(service=service))
+    asked = msgspec.structs.replace(request("r", prompt=(7,) * 40), claim=Qos(service=service))
     decision = decide(Ask(request=asked), fleet, PrefixIndex(100, 4), 0.0)
-    assert picked(decision) == [(Leg.WHOLE, WorkerId(taken))]
+    assert picked(decision) == [(RequestStage.WHOLE, WorkerId(taken))]
     assert decision.legs[0].due.batch_tokens == (40 if service is ServiceClass.BATCH else 0)
     seen = predict_ttft(fleet, 100, service)
     assert seen is not None

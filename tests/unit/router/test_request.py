@@ -15,7 +15,7 @@ from penstock.hashing import chain_root
 from penstock.router.decide import Decision
 from penstock.router.effects import CancelLeg, Deliver, Fail, Send, WaitForWorker
 from penstock.router.request import BACKOFF_MAX_S, BUSY_S, DOUBT_S, HOLD_S, Flight, Patience, RequestPhase
-from penstock.types import Claim, FinishReason, ServiceClass, TokenBatch, TokenLogprob
+from penstock.types import FinishReason, Qos, ServiceClass, TokenBatch, TokenLogprob
 from penstock.wire.gateway_messages import PageSource, TokenItem
 
 # --- submitting ---------------------------------------------------------------------------------------------------
@@ -373,14 +373,14 @@ def test_every_token_renews_patience():
 
 
 def in_time(seconds: float | None):
-    return msgspec.structs.replace(request(), claim=Claim(max_wait_s=seconds, service=ServiceClass.BATCH))
+    return msgspec.structs.replace(request(), claim=Qos(max_wait_s=seconds, service=ServiceClass.BATCH))
 
 
 def test_a_worker_is_told_what_is_left_of_the_wait():
     flight = waiting(in_time(9.0))
     (send,) = flight.placed(WHOLE, ROOT, 2.5)
     assert isinstance(send, Send)
-    assert send.submit.claim == Claim(max_wait_s=6.5, service=ServiceClass.BATCH)
+    assert send.submit.claim == Qos(max_wait_s=6.5, service=ServiceClass.BATCH)
     flight.tokens(item(0, 1), B0, 1, 3.0)
     flight.lost(B0, 1, "died", 4.0)
     (again,) = flight.placed(WHOLE, ROOT, 5.0)

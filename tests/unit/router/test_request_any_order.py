@@ -20,7 +20,7 @@ from penstock.router.decide import Chosen, Decision
 from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Send, WaitForWorker
 from penstock.router.request import Flight, Patience, RequestPhase
 from penstock.router.worker_load import Due
-from penstock.types import FinishReason, Leg, TokenLogprob, WorkerId
+from penstock.types import FinishReason, RequestStage, TokenLogprob, WorkerId
 from penstock.wire.gateway_messages import Submit, TokenItem
 
 FINAL = FinishReason.STOP
@@ -121,7 +121,7 @@ class AnyOrder(RuleBasedStateMachine):
     def pages_taken(self, leg: FakeLeg) -> bool:
         """A decode leg of the same epoch went on from what this one handed over."""
         return any(
-            other.submit.leg is Leg.DECODE and other.submit.epoch == leg.submit.epoch and other.at > leg.at
+            other.submit.leg is RequestStage.DECODE and other.submit.epoch == leg.submit.epoch and other.at > leg.at
             for other in self.legs
         )
 
@@ -155,17 +155,17 @@ class AnyOrder(RuleBasedStateMachine):
         writers = [worker for worker in free if worker.startswith("decode")]
         if self.split and readers and writers:
             legs = (
-                self.chosen(Leg.DECODE, data.draw(st.sampled_from(writers))),
-                self.chosen(Leg.PREFILL, data.draw(st.sampled_from(readers))),
+                self.chosen(RequestStage.DECODE, data.draw(st.sampled_from(writers))),
+                self.chosen(RequestStage.PREFILL, data.draw(st.sampled_from(readers))),
             )
         elif not self.split and free:
-            legs = (self.chosen(Leg.WHOLE, data.draw(st.sampled_from(free))),)
+            legs = (self.chosen(RequestStage.WHOLE, data.draw(st.sampled_from(free))),)
         else:
             legs = ()
         decision = Decision(at=self.now, policy="none", identity=IDENTITY, legs=legs)
         self.apply(self.flight.placed(decision, ROOT, self.now))
 
-    def chosen(self, leg: Leg, worker: WorkerId) -> Chosen:
+    def chosen(self, leg: RequestStage, worker: WorkerId) -> Chosen:
         return Chosen(leg, 0, worker, self.alive[worker], f"memory://{worker}", 1, Due(tokens=1))
 
     def running(self) -> list[FakeLeg]:
@@ -180,21 +180,21 @@ class AnyOrder(RuleBasedStateMachine):
 
     def step(self, leg: FakeLeg, pieces: int) -> None:
         start = leg.at
-        if leg.submit.leg is Leg.PREFILL:
+        if leg.submit.leg is RequestStage.PREFILL:
             if start > len(leg.submit.emitted):
                 return  # it only holds its pages now
             pieces = 1
             for other in self.running():
-                if other.submit.leg is Leg.DECODE and other.submit.epoch == leg.submit.epoch:
+                if other.submit.leg is RequestStage.DECODE and other.submit.epoch == leg.submit.epoch:
                     other.handed = True
-        if leg.submit.leg is Leg.DECODE:
+        if leg.submit.leg is RequestStage.DECODE:
             if not leg.handed:
                 return
             if start == len(leg.submit.emitted) == self.length - 1:
                 leg.over = True  # the prefill leg's token was the last: it ends without a word
                 return
         leg.at = min(self.length, start + pieces)
-        if leg.submit.leg is not Leg.PREFILL:
+        if leg.submit.leg is not RequestStage.PREFILL:
             leg.over = leg.at == self.length
         if leg.at > start:
             self.channel.append((self.item(leg, start), leg.worker, leg.incarnation))
@@ -203,7 +203,7 @@ class AnyOrder(RuleBasedStateMachine):
     def item(self, leg: FakeLeg, start: int) -> TokenItem:
         tokens = tuple(token(i) for i in range(start, leg.at))
         first = start == len(leg.submit.emitted)
-        knows = first and (leg.submit.leg is not Leg.DECODE or self.forwards)
+        knows = first and (leg.submit.leg is not RequestStage.DECODE or self.forwards)
         asked = leg.submit.sampling.prompt_logprobs is not None
         return TokenItem(
             request=self.request.id,
@@ -283,7 +283,7 @@ class AnyOrder(RuleBasedStateMachine):
         for _ in range(20):
             if self.flight.phase is RequestPhase.WAITING:
                 names = [WORKERS[2], WORKERS[0]] if self.split else [WORKERS[0]]
-                kinds = [Leg.DECODE, Leg.PREFILL] if self.split else [Leg.WHOLE]
+                kinds = [RequestStage.DECODE, RequestStage.PREFILL] if self.split else [RequestStage.WHOLE]
                 legs = tuple(self.chosen(kind, name) for kind, name in zip(kinds, names, strict=True))
                 decision = Decision(at=self.now, policy="none", identity=IDENTITY, legs=legs)
                 self.apply(self.flight.placed(decision, ROOT, self.now))

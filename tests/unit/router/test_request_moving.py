@@ -19,7 +19,7 @@ from penstock.router.tracing import FlightSpans
 from penstock.router.worker_load import Due
 from penstock.telemetry.registry import Metrics
 from penstock.telemetry.spans import LEG, RETRY
-from penstock.types import Leg, Role
+from penstock.types import RequestStage, Role
 from penstock.wire.gateway_messages import HANDED_OVER, PageSource
 
 SOURCE = PageSource(worker=D0, incarnation=1, endpoint="memory://decode-0")
@@ -35,13 +35,13 @@ def writing() -> Flight:
 def moving() -> Flight:
     flight = writing()
     assert flight.may_move(D0, 1, 1)
-    assert said(flight.joined(chosen(Leg.DECODE, D1), SOURCE, ROOT, 2.0)) == ["send decode-1 decode e1"]
+    assert said(flight.joined(chosen(RequestStage.DECODE, D1), SOURCE, ROOT, 2.0)) == ["send decode-1 decode e1"]
     return flight
 
 
 def test_who_joins_is_told_what_the_client_has_and_where_the_rest_is():
     flight = writing()
-    (send,) = flight.joined(chosen(Leg.DECODE, D1), SOURCE, ROOT, 2.0)
+    (send,) = flight.joined(chosen(RequestStage.DECODE, D1), SOURCE, ROOT, 2.0)
     assert isinstance(send, Send)
     submit = send.submit
     assert (submit.emitted, submit.pages_from, submit.joins, submit.epoch) == ((1, 2, 3), SOURCE, True, 1)
@@ -100,7 +100,7 @@ def test_an_answer_moves_only_when_it_has_begun_and_nobody_has_come_for_it():
 def test_whoever_is_lost_on_its_way_to_an_answer_is_no_retry():
     notes, flight = SpanNotes(), writing()
     recorded = FlightSpans(notes, request(), 0.0)
-    for effect in flight.joined(chosen(Leg.DECODE, D1), SOURCE, ROOT, 2.0):
+    for effect in flight.joined(chosen(RequestStage.DECODE, D1), SOURCE, ROOT, 2.0):
         recorded.effect(effect, 2.0)
     recorded.failed((D1, 1), "unknown", flight.returned(0, "unknown", D1, 1, 2.0), 2.0)  # of an older epoch: ignored
     effects = flight.lost(D1, 1, "killed", 3.0)
@@ -113,7 +113,7 @@ def test_whoever_is_lost_on_its_way_to_an_answer_is_no_retry():
         Send(
             D1,
             1,
-            joining(request(), 1, (1,), SOURCE, ROOT, to=recipient(chosen(Leg.DECODE, D1), IDENTITY), now=0.0),
+            joining(request(), 1, (1,), SOURCE, ROOT, to=recipient(chosen(RequestStage.DECODE, D1), IDENTITY), now=0.0),
             5,
             Due(tokens=5),
         ),
@@ -131,7 +131,7 @@ def test_whoever_writes_and_is_not_the_same_may_go_on(policy: str):
     how = How(policy=policy_named(policy))
     decision = relieve(ask, fleet, PrefixIndex(64, 8), 0.0, how, write=8)
     (leg,) = decision.legs
-    assert leg.leg is Leg.DECODE
+    assert leg.leg is RequestStage.DECODE
     assert leg.worker in ("decode-1", "both-0")
     assert decision.reasons()
     for name in ("decode-1", "both-0"):

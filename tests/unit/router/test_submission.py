@@ -11,11 +11,11 @@ from penstock.router.submission import submissions
 from penstock.types import (
     Grammar,
     GrammarKind,
-    Leg,
+    ImageInput,
     ModelIdentity,
-    Picture,
     PlacedImage,
     RequestId,
+    RequestStage,
     SamplingParams,
     ValidRequest,
     WorkerId,
@@ -25,7 +25,7 @@ from penstock.wire.gateway_messages import MAX_AGE_S, PageSource
 
 ROOT = chain_root(ModelIdentity(fingerprint="f", numerics="n"))
 IMAGE = PlacedImage(bytes(32), 3, 4, 5)
-PICTURE = Picture(4, 5, b"xyz", 1.0, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+PICTURE = ImageInput(4, 5, b"xyz", 1.0, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
 
 def request() -> ValidRequest:
@@ -45,13 +45,15 @@ PLAIN, MIXED = ModelIdentity(fingerprint="f", numerics="n"), ModelIdentity(finge
 ENCODER = PageSource(worker=WorkerId("encode-0"), incarnation=2, endpoint="ipc://@e")
 
 
-def chosen(leg: Leg) -> Decision:
+def chosen(leg: RequestStage) -> Decision:
     one = Chosen(leg=leg, worker=WorkerId(leg.value), incarnation=1, endpoint="ipc://@x", slot=0, tokens=0)
     return Decision(at=0.0, policy="none", identity=PLAIN, legs=(one,), encoders=(ENCODER,))
 
 
-@pytest.mark.parametrize(("leg", "reads"), [(Leg.WHOLE, True), (Leg.PREFILL, True), (Leg.DECODE, False)])
-def test_pixels_go_where_the_prompt_is_read(leg: Leg, reads: bool):
+@pytest.mark.parametrize(
+    ("leg", "reads"), [(RequestStage.WHOLE, True), (RequestStage.PREFILL, True), (RequestStage.DECODE, False)]
+)
+def test_pixels_go_where_the_prompt_is_read(leg: RequestStage, reads: bool):
     (sent,) = submissions(request(), 1, (), chosen(leg), ROOT, now=0.0)
     assert sent.images == (IMAGE,)
     assert sent.pictures == ((PICTURE,) if reads else ())
@@ -60,7 +62,7 @@ def test_pixels_go_where_the_prompt_is_read(leg: Leg, reads: bool):
 
 
 def both(identity: ModelIdentity) -> Decision:
-    legs = [one for leg in (Leg.PREFILL, Leg.DECODE) for one in chosen(leg).legs]
+    legs = [one for leg in (RequestStage.PREFILL, RequestStage.DECODE) for one in chosen(leg).legs]
     return Decision(at=0.0, policy="none", identity=identity, legs=tuple(legs))
 
 
@@ -82,11 +84,11 @@ def test_who_reads_the_prompt_of_an_answer_again_cannot_end_it():
 
 def test_hashes_of_another_identity_stay_away():
     other = chain_root(ModelIdentity(fingerprint="other", numerics="n"))
-    (sent,) = submissions(request(), 1, (), chosen(Leg.WHOLE), other, now=0.0)
+    (sent,) = submissions(request(), 1, (), chosen(RequestStage.WHOLE), other, now=0.0)
     assert sent.block_hashes == ()
 
 
 @pytest.mark.parametrize(("now", "age_s"), [(0.0, 0.0), (7.5, 7.5), (-1.0, 0.0), (1e9, MAX_AGE_S)])
 def test_whenever_it_is_submitted_its_age_counts_from_when_it_came(now: float, age_s: float):
-    (sent,) = submissions(request(), 3, (9,), chosen(Leg.WHOLE), ROOT, now=now)
+    (sent,) = submissions(request(), 3, (9,), chosen(RequestStage.WHOLE), ROOT, now=now)
     assert sent.age_s == age_s

@@ -15,7 +15,7 @@ from penstock.sim.fleet import StepTimes
 from penstock.sim.gateway import HandOvers
 from penstock.sim.resources import Agenda, Duration, Tiers, Wire, duration
 from penstock.sim.results import Measures, Targets, quantiles
-from penstock.types import BlockHash, Leg, RequestId, WorkerId
+from penstock.types import BlockHash, RequestId, RequestStage, WorkerId
 
 A, B, C = (BlockHash(bytes([n]) * 32) for n in range(3))
 
@@ -94,7 +94,7 @@ def _handed_over(skip_tokens: int, page_bytes: int = 64) -> tuple[HandOvers, lis
     source: Any = SimpleNamespace(name=WorkerId("p"), out=Wire(64.0), tell=lambda _: None)
     receiver: Any = SimpleNamespace(into=Wire(64.0), page_bytes=page_bytes, config=config, tell=tell)
     wanted: Any = SimpleNamespace(id=RequestId("1"), epoch=1, computed=skip_tokens)
-    sent: Any = SimpleNamespace(id=RequestId("1"), epoch=1, leg=Leg.PREFILL)
+    sent: Any = SimpleNamespace(id=RequestId("1"), epoch=1, leg=RequestStage.PREFILL)
     hand_overs.announce((RequestId("1"), 1), source.name)
     hand_overs.reserved(receiver, wanted, {source.name: source})
     outcome: Any = SimpleNamespace(

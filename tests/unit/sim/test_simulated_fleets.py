@@ -21,7 +21,7 @@ from penstock.router.request import Flight
 from penstock.sim.cluster import as_json
 from penstock.sim.trace import END, WORD, Prompts
 from penstock.sim.worker import SimWorker, scheduler_config
-from penstock.types import BlockHash, Leg
+from penstock.types import BlockHash, RequestStage
 
 
 @given(
@@ -83,7 +83,7 @@ def test_a_tiny_run_has_the_schedule_of_the_real_scheduler() -> None:
                 AddRequest(
                     id=request.id,
                     epoch=1,
-                    leg=Leg.WHOLE,
+                    leg=RequestStage.WHOLE,
                     prompt=request.prompt,
                     sampling=request.sampling,
                     arrival=at,

@@ -23,7 +23,7 @@ from penstock.kernels.native import compression
 from penstock.kernels.native.backend import NativeOps, families
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.compression import format
-from penstock.weights.compression.format import GPU, Original, checksum, pieces
+from penstock.weights.compression.format import GPU, OriginalTensor, checksum, pieces
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from tiny_models import llama_config, write_model
@@ -92,14 +92,14 @@ def test_sections_are_checked() -> None:
 
 def test_pieces_cover_every_byte_once() -> None:
     matrix = coded(gaussian(300, 2100))
-    original = Original(dtype="BF16", shape=(300, 2100), blake3="0" * 64, code=(matrix.base, 1), layout=GPU)
+    original = OriginalTensor(dtype="BF16", shape=(300, 2100), blake3="0" * 64, code=(matrix.base, 1), layout=GPU)
     sections = format.sections(matrix)
     cuts = list(pieces(original, sum(section.nbytes for section in sections)))
     assert [begin for begin, _ in cuts] == [0, *(end for _, end in cuts[:-1])]
     assert cuts[-1][1] == matrix.nbytes
     told = checksum("w", original, sections)
     assert checksum("w", original, [memoryview(b"".join(map(bytes, sections)))]) == told
-    other = Original(dtype="BF16", shape=(300, 2100), blake3="0" * 64, code=(matrix.base + 1, 1), layout=GPU)
+    other = OriginalTensor(dtype="BF16", shape=(300, 2100), blake3="0" * 64, code=(matrix.base + 1, 1), layout=GPU)
     assert checksum("w", other, sections) != told
 
 

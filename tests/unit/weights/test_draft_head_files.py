@@ -12,7 +12,7 @@ import pytest
 from penstock.errors import ModelError
 from penstock.kernels.select import make_ops
 from penstock.weights.architecture.spec import ModelSpec
-from penstock.weights.eagle import LoadedHead, inspect_head, is_head, load_head
+from penstock.weights.eagle import LoadedDraftHead, inspect_draft_head, is_draft_head, load_draft_head
 from penstock.weights.inspect import inspect_model
 from tiny_heads import head_config, head_tensors, write_head
 from tiny_models import Tensors, llama_config, write_model
@@ -25,10 +25,10 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     return inspect_model(write_model(tmp_path_factory.mktemp("model"), MODEL))
 
 
-def loaded(folder: Path, spec: ModelSpec, tensors: Tensors | None = None, **changes: Any) -> LoadedHead:
+def loaded(folder: Path, spec: ModelSpec, tensors: Tensors | None = None, **changes: Any) -> LoadedDraftHead:
     config = head_config(MODEL, **changes)
     write_head(folder, config, head_tensors(config) if tensors is None else tensors)
-    return load_head(folder, inspect_head(folder, spec), "ab" * 32, make_ops(compute_dtype="bf16"))
+    return load_draft_head(folder, inspect_draft_head(folder, spec), "ab" * 32, make_ops(compute_dtype="bf16"))
 
 
 def test_layers_are_counted_as_either_file_counts_them(tmp_path: Path, spec: ModelSpec) -> None:
@@ -39,8 +39,8 @@ def test_layers_are_counted_as_either_file_counts_them(tmp_path: Path, spec: Mod
         ({name: None}, (2, 4, 5)),
     )):  # fmt: skip
         folder = write_head(tmp_path / str(number), head_config(MODEL, **changes), {})
-        assert is_head(folder)
-        assert inspect_head(folder, spec).tapped == wanted
+        assert is_draft_head(folder)
+        assert inspect_draft_head(folder, spec).tapped == wanted
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_cannot_be_a_head_of_this_model_is_refused(
 ) -> None:
     write_head(tmp_path, head_config(MODEL, **changes), {})
     with pytest.raises(ModelError, match=reason) as error:
-        inspect_head(tmp_path, spec)
+        inspect_draft_head(tmp_path, spec)
     assert str(error.value).startswith(str(tmp_path))
 
 

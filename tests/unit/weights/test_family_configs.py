@@ -12,11 +12,11 @@ import pytest
 
 from penstock.errors import ModelError
 from penstock.kernels.operands import Activation, KvShape
-from penstock.weights.architecture.decoder import Decoder, Mlp
-from penstock.weights.architecture.mla import Latent
-from penstock.weights.architecture.rope import Linear
+from penstock.weights.architecture.decoder import DecoderConfig, MlpConfig
+from penstock.weights.architecture.mla import MlaConfig
+from penstock.weights.architecture.rope import LinearRopeScaling
 from penstock.weights.architecture.spec import ModelSpec
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import checkpoint_format
 
 CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
@@ -27,11 +27,11 @@ def parsed(name: str, **changes: Any) -> ModelSpec:
     config = json.loads((CONFIGS / f"{name}.json").read_text()) | changes
     config = {field: value for field, value in config.items() if value is not None}
     (architecture,) = config["architectures"]
-    return checkpoint_format(architecture, "").parse(Fields(config, "config.json"))
+    return checkpoint_format(architecture, "").parse(ConfigFields(config, "config.json"))
 
 
 def windows(spec: ModelSpec) -> list[int | None]:
-    return [layer.attention.window for layer in spec.own(Decoder).layers]
+    return [layer.attention.window for layer in spec.own(DecoderConfig).layers]
 
 
 NEXT = "qwen_3_next_80b_a3b"
@@ -98,25 +98,30 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
 
 
 def test_gemma_3_rotates_near_and_far_layers_by_recipes_of_their_own() -> None:
-    near, far = (parsed("gemma_3_27b").own(Decoder).layers[index].attention.rope for index in (0, 5))
+    near, far = (parsed("gemma_3_27b").own(DecoderConfig).layers[index].attention.rope for index in (0, 5))
     assert near is not None
     assert far is not None
-    assert (near.theta, near.scaling, far.theta, far.scaling) == (10_000.0, None, 1_000_000.0, Linear(factor=8.0))
+    assert (near.theta, near.scaling, far.theta, far.scaling) == (
+        10_000.0,
+        None,
+        1_000_000.0,
+        LinearRopeScaling(factor=8.0),
+    )
 
 
 def test_gelu_of_gemma_1_is_the_approximation() -> None:
-    mlp = parsed("gemma_7b").own(Decoder).layers[0].mlp
-    assert isinstance(mlp, Mlp)
+    mlp = parsed("gemma_7b").own(DecoderConfig).layers[0].mlp
+    assert isinstance(mlp, MlpConfig)
     assert mlp.activation is Activation.GELU_TANH
 
 
 def test_deepseek_keeps_one_latent_vector_a_token() -> None:
     spec = parsed("deepseek_v3")
     assert spec.kv == KvShape(layers=61, kv_heads=1, key_dim=576, value_dim=512, shared=True)
-    layers = spec.own(Decoder).layers
-    assert [isinstance(layer.mlp, Mlp) for layer in layers] == [True] * 3 + [False] * 58
+    layers = spec.own(DecoderConfig).layers
+    assert [isinstance(layer.mlp, MlpConfig) for layer in layers] == [True] * 3 + [False] * 58
     latent = layers[0].attention
-    assert isinstance(latent, Latent)
+    assert isinstance(latent, MlaConfig)
     assert latent.rope.interleaved
     assert latent.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)  # as its makers' code has it
     assert latent.rope.attention_factor == 1.0
@@ -126,13 +131,13 @@ def test_no_rank_of_queries_is_said_by_null() -> None:
     config = json.loads((CONFIGS / "deepseek_v2_lite.json").read_text())
     ranks = []
     for values in (config, {name: value for name, value in config.items() if name != "q_lora_rank"}):
-        spec = checkpoint_format("DeepseekV2ForCausalLM", "").parse(Fields(values, "config.json"))
-        latent = spec.own(Decoder).layers[0].attention
-        assert isinstance(latent, Latent)
+        spec = checkpoint_format("DeepseekV2ForCausalLM", "").parse(ConfigFields(values, "config.json"))
+        latent = spec.own(DecoderConfig).layers[0].attention
+        assert isinstance(latent, MlaConfig)
         ranks.append(latent.q_rank)
     assert ranks == [None, 1536]
 
 
 def test_every_fourth_layer_of_smollm_knows_no_position() -> None:
-    ropes = [layer.attention.rope for layer in parsed("smollm_3_3b").own(Decoder).layers]
+    ropes = [layer.attention.rope for layer in parsed("smollm_3_3b").own(DecoderConfig).layers]
     assert [rope is None for rope in ropes] == [False, False, False, True] * 9

@@ -17,12 +17,12 @@ from gguf import GGUFReader, GGUFWriter
 from penstock.errors import ModelError
 from penstock.kernels.native.backend import NativeOps, families
 from penstock.weights.architecture.rope import parse_rope
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.gguf import file
 from penstock.weights.gguf.file import parse_gguf_header
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
-from penstock.weights.model_files import CONFIG, load_json, small_files
+from penstock.weights.model_files import CONFIG, load_json, model_files
 from tiny_gguf import add_bytes_tokenizer, write_gguf
 from tiny_models import llama_config, random_tensors, write_model
 
@@ -160,7 +160,7 @@ def gguf_config(tmp_path: Path, change: Any = lambda writer: None, **config: Any
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return load_json(small_files(path), CONFIG)
+    return load_json(model_files(path), CONFIG)
 
 
 def test_the_configuration_in_words_of_hugging_face(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_llama_3s_factors_become_its_recipe(tmp_path: Path) -> None:
         "original_max_position_embeddings": 8192,
     }
     config = llama_config(rope_theta=500000.0, rope_scaling=recipe, hidden_size=256, num_attention_heads=4)
-    rope = parse_rope(Fields(config, "config.json"), 64)
+    rope = parse_rope(ConfigFields(config, "config.json"), 64)
     plain = msgspec.structs.replace(rope, scaling=None)
     factors = (plain.inv_freq() / rope.inv_freq()).astype(np.float32)
     assert factors.max() == 32

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from penstock.errors import ModelError
-from penstock.weights.gguf.metadata import CUTS, tokenizer_config, tokenizer_json
+from penstock.weights.gguf.metadata import PRE_TOKENIZERS, tokenizer_config, tokenizer_json
 
 STORYTELLER = Path(__file__).parents[3] / "src/penstock/bundled/storyteller"
 TEXTS = [
@@ -42,7 +42,7 @@ def of_byte_level(source: dict[str, Any], pre: str) -> dict[str, Any]:
 def test_the_bundled_tokenizer_comes_back() -> None:
     raw = (STORYTELLER / "tokenizer.json").read_text()
     steps = json.dumps(json.loads(raw)["pre_tokenizer"])
-    pre = next(name for name, cut in CUTS.items() if json.dumps(cut.pattern) in steps or cut.pattern is None)
+    pre = next(name for name, cut in PRE_TOKENIZERS.items() if json.dumps(cut.pattern) in steps or cut.pattern is None)
     metadata = of_byte_level(json.loads(raw), pre)
     made, original = Tokenizer.from_buffer(tokenizer_json(metadata, "m")), Tokenizer.from_str(raw)
     for text in TEXTS:

@@ -12,10 +12,10 @@ import torch
 
 from penstock.errors import ConfigError, ModelError
 from penstock.kernels.operands import KvShape
-from penstock.weights.architecture.decoder import Attention, Decoder, Layer, Mlp, Norm
-from penstock.weights.architecture.rope import Linear, Llama3, Rope
-from penstock.weights.architecture.spec import Details, ModelSpec, SamplingDefaults
-from penstock.weights.config_json import Fields
+from penstock.weights.architecture.decoder import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig, NormConfig
+from penstock.weights.architecture.rope import LinearRopeScaling, Llama3RopeScaling, RopeConfig
+from penstock.weights.architecture.spec import ModelDetails, ModelSpec, SamplingDefaults
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.fields import at_length
 from penstock.weights.families.llama import parse_llama
 from penstock.weights.inspect import compute_dtype_for, inspect_model
@@ -33,12 +33,12 @@ LLAMA3 = {
 
 
 def spec_of(**changes: Any) -> ModelSpec:
-    return parse_llama(Fields(llama_config(**changes), "config.json"))
+    return parse_llama(ConfigFields(llama_config(**changes), "config.json"))
 
 
-def attention_of(spec: ModelSpec) -> Attention:
+def attention_of(spec: ModelSpec) -> AttentionConfig:
     """Of the first layer."""
-    return spec.own(Decoder).layers[0].attention
+    return spec.own(DecoderConfig).layers[0].attention
 
 
 def linear(field: str, factor: float) -> dict[str, Any]:
@@ -49,9 +49,11 @@ def test_the_bundled_model() -> None:
     spec = inspect_model(BUNDLED)
     assert (spec.vocab, spec.hidden, spec.layers, spec.tied, spec.max_positions) == (4096, 320, 8, True, 2048)
     assert spec.kv == KvShape(layers=8, kv_heads=1, key_dim=64, value_dim=64)
-    attention = Attention(heads=5, kv_heads=1, head_dim=64, scale=0.125, rope=Rope(theta=10000.0, columns=64))
-    assert spec.own(Decoder) == Decoder(
-        layers=(Layer(attention=attention, mlp=Mlp(intermediate=896)),) * 8, norm=Norm(eps=1e-5)
+    attention = AttentionConfig(
+        heads=5, kv_heads=1, head_dim=64, scale=0.125, rope=RopeConfig(theta=10000.0, columns=64)
+    )
+    assert spec.own(DecoderConfig) == DecoderConfig(
+        layers=(LayerConfig(attention=attention, mlp=MlpConfig(intermediate=896)),) * 8, norm=NormConfig(eps=1e-5)
     )
     assert (spec.eos_ids, spec.bos_id, spec.checkpoint_dtype) == ((1,), 0, "bf16")
     assert spec.sampling == SamplingDefaults(temperature=0.7, top_p=0.9)
@@ -62,24 +64,24 @@ def test_both_dialects_of_the_rotary_fields() -> None:
     old = spec_of(rope_theta=500000.0, rope_scaling=LLAMA3, torch_dtype="bfloat16")
     new = spec_of(rope_theta=None, rope_parameters={**LLAMA3, "rope_theta": 500000.0}, dtype="bfloat16")
     assert old == new
-    scaling = Llama3(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
-    assert attention_of(old).rope == Rope(theta=500000.0, columns=16, scaling=scaling)
+    scaling = Llama3RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+    assert attention_of(old).rope == RopeConfig(theta=500000.0, columns=16, scaling=scaling)
 
 
 @pytest.mark.parametrize(
     ("changes", "rope"),
     [
-        ({"rope_theta": None}, Rope(theta=10000.0, columns=16)),
-        ({"rope_theta": 1000000}, Rope(theta=1e6, columns=16)),
-        ({"rope_scaling": None, "head_dim": 40}, Rope(theta=10000.0, columns=40)),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, Rope(theta=7.0, columns=16)),
-        (linear("type", 2), Rope(theta=10000.0, columns=16, scaling=Linear(factor=2.0))),
-        (linear("rope_type", 4.0), Rope(theta=10000.0, columns=16, scaling=Linear(factor=4.0))),
-        ({"partial_rotary_factor": 0.5}, Rope(theta=10000.0, columns=8)),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, Rope(theta=10000.0, columns=16)),
+        ({"rope_theta": None}, RopeConfig(theta=10000.0, columns=16)),
+        ({"rope_theta": 1000000}, RopeConfig(theta=1e6, columns=16)),
+        ({"rope_scaling": None, "head_dim": 40}, RopeConfig(theta=10000.0, columns=40)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, RopeConfig(theta=7.0, columns=16)),
+        (linear("type", 2), RopeConfig(theta=10000.0, columns=16, scaling=LinearRopeScaling(factor=2.0))),
+        (linear("rope_type", 4.0), RopeConfig(theta=10000.0, columns=16, scaling=LinearRopeScaling(factor=4.0))),
+        ({"partial_rotary_factor": 0.5}, RopeConfig(theta=10000.0, columns=8)),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, RopeConfig(theta=10000.0, columns=16)),
     ],
 )
-def test_rotary_recipes(changes: dict[str, Any], rope: Rope) -> None:
+def test_rotary_recipes(changes: dict[str, Any], rope: RopeConfig) -> None:
     assert attention_of(spec_of(**changes)).rope == rope
 
 
@@ -108,7 +110,7 @@ def test_frequencies_are_those_of_transformers(kind: str) -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = llama_config(head_dim=80, rope_scaling=SCALINGS[kind], rope_theta=500000.0, max_position_embeddings=131072)
-    spec = parse_llama(Fields(config, "config.json"))
+    spec = parse_llama(ConfigFields(config, "config.json"))
     for length in (4096, 131072):
         oracle = LlamaRotaryEmbedding(LlamaConfig.from_dict(config))
         oracle(torch.zeros(1), torch.tensor([[length - 1]]))  # chooses the frequencies
@@ -251,7 +253,7 @@ def test_mixed_types_need_fp32(tmp_path: Path) -> None:
 
 
 def test_details_are_asked_for_by_the_family_that_made_them() -> None:
-    class Other(Details):
+    class Other(ModelDetails):
         pass
 
     with pytest.raises(TypeError, match="LlamaForCausalLM: details are Decoder, not Other"):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from penstock.errors import ModelError
 from penstock.kernels.operands import COLUMN_UNIT, PackedLinear, segment_ends
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.llama import parse_llama
 from penstock.weights.fingerprint import fingerprint
 from penstock.weights.inspect import inspect_model
@@ -39,7 +39,7 @@ class KeepingOps:
         return weight_D.astype(np.float32)
 
 
-SPEC = parse_llama(Fields(llama_config(), "config.json"))
+SPEC = parse_llama(ConfigFields(llama_config(), "config.json"))
 
 
 def load(folder: Path, progress: Any = None) -> LoadedModel:
@@ -165,9 +165,9 @@ def test_the_fingerprint_knows_the_configuration_that_changes_bits(tmp_path: Pat
     with Checkpoint(tmp_path) as checkpoint:
         plain = fingerprint(checkpoint, SPEC)
         for change in ({"rms_norm_eps": 1e-6}, {"num_attention_heads": 2}, {"tie_word_embeddings": True}):
-            assert fingerprint(checkpoint, parse_llama(Fields(llama_config(**change), ""))) != plain, change
+            assert fingerprint(checkpoint, parse_llama(ConfigFields(llama_config(**change), ""))) != plain, change
         for change in ({"rope_theta": 5.0}, {"rope_scaling": {"type": "linear", "factor": 2.0}}):
-            assert fingerprint(checkpoint, parse_llama(Fields(llama_config(**change), ""))) != plain, change
+            assert fingerprint(checkpoint, parse_llama(ConfigFields(llama_config(**change), ""))) != plain, change
         assert fingerprint(checkpoint, msgspec.structs.replace(SPEC, eos_ids=(9,), max_positions=64)) == plain
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from penstock.errors import ModelError
 from penstock.weights.inspect import inspect_model
-from penstock.weights.lora import Adapter, AdapterLimits, Target, model_targets, read_adapter
+from penstock.weights.lora import LoraAdapter, LoraFileLimits, LoraTarget, lora_targets, read_lora_adapter
 from tiny_adapters import adapter_tensors, write_adapter
 from tiny_models import llama_config, safetensors_bytes, write_model
 
-LIMITS = AdapterLimits(max_rank=32, max_bytes=1 << 24)
+LIMITS = LoraFileLimits(max_rank=32, max_bytes=1 << 24)
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +25,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def targets(model: Path) -> dict[str, Target]:
-    return model_targets(inspect_model(model))
+def targets(model: Path) -> dict[str, LoraTarget]:
+    return lora_targets(inspect_model(model))
 
 
-def read(folder: Path, targets: dict[str, Target]) -> Adapter:
-    return read_adapter(folder, targets, LIMITS)
+def read(folder: Path, targets: dict[str, LoraTarget]) -> LoraAdapter:
+    return read_lora_adapter(folder, targets, LIMITS)
 
 
-def test_parts_of_a_fused_product_have_their_columns(tmp_path: Path, model: Path, targets: dict[str, Target]) -> None:
+def test_parts_of_a_fused_product_have_their_columns(
+    tmp_path: Path, model: Path, targets: dict[str, LoraTarget]
+) -> None:
     adapter = read(write_adapter(tmp_path, model, rank=3, lora_alpha=6), targets)
     assert sorted(adapter.parts) == sorted(f"{i}.{name}" for i in (0, 1) for name in ("qkv", "out", "gate_up", "down"))
     shapes = {(part.first, len(part.up_NR)): part.down_RK.shape for part in adapter.parts["0.qkv"]}
@@ -43,7 +45,7 @@ def test_parts_of_a_fused_product_have_their_columns(tmp_path: Path, model: Path
     assert adapter.rank == 3
 
 
-def test_patterns_and_the_root_of_the_rank(tmp_path: Path, model: Path, targets: dict[str, Target]) -> None:
+def test_patterns_and_the_root_of_the_rank(tmp_path: Path, model: Path, targets: dict[str, LoraTarget]) -> None:
     write_adapter(
         tmp_path, model, ("q_proj", "down_proj"), rank=8, lora_alpha=16, use_rslora=True,
         alpha_pattern={"layers.1.mlp.down_proj": 4, "^model.layers.0.self_attn.q_proj": 2, "proj": 99},
@@ -54,7 +56,7 @@ def test_patterns_and_the_root_of_the_rank(tmp_path: Path, model: Path, targets:
     assert scales == {"0.qkv": 2 / root, "1.qkv": 16 / root, "0.down": 16 / root, "1.down": 4 / root}
 
 
-def test_ranks_may_differ_by_module(tmp_path: Path, model: Path, targets: dict[str, Target]) -> None:
+def test_ranks_may_differ_by_module(tmp_path: Path, model: Path, targets: dict[str, LoraTarget]) -> None:
     write_adapter(tmp_path, model, ("q_proj",), rank=4, rank_pattern={"v_proj": 9})
     tensors = adapter_tensors(targets, ("q_proj",), rank=4) | adapter_tensors(targets, ("v_proj",), rank=9)
     (tmp_path / "adapter_model.safetensors").write_bytes(safetensors_bytes(tensors))
@@ -63,7 +65,7 @@ def test_ranks_may_differ_by_module(tmp_path: Path, model: Path, targets: dict[s
     assert sorted(part.down_RK.shape[0] for part in adapter.parts["0.qkv"]) == [4, 9]
 
 
-def test_the_fingerprint_is_that_of_the_content(tmp_path: Path, model: Path, targets: dict[str, Target]) -> None:
+def test_the_fingerprint_is_that_of_the_content(tmp_path: Path, model: Path, targets: dict[str, LoraTarget]) -> None:
     def fingerprint(name: str, **changes: Any) -> str:
         return read(write_adapter(tmp_path / name, model, **changes), targets).fingerprint
 
@@ -89,7 +91,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_configurations_that_are_not_computed(
-    tmp_path: Path, model: Path, targets: dict[str, Target], case: str
+    tmp_path: Path, model: Path, targets: dict[str, LoraTarget], case: str
 ) -> None:
     changes, words = REFUSED[case]
     write_adapter(tmp_path, model, ("q_proj",))
@@ -119,7 +121,7 @@ TENSORS: dict[str, tuple[dict[str, tuple[int, int]], str]] = {
 
 
 @pytest.mark.parametrize("case", TENSORS)
-def test_tensors_that_do_not_belong(tmp_path: Path, model: Path, targets: dict[str, Target], case: str) -> None:
+def test_tensors_that_do_not_belong(tmp_path: Path, model: Path, targets: dict[str, LoraTarget], case: str) -> None:
     shapes, words = TENSORS[case]
     write_adapter(tmp_path, model, ("q_proj",), rank=33 if "33" in str(shapes) else 4)
     tensors = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
@@ -129,7 +131,7 @@ def test_tensors_that_do_not_belong(tmp_path: Path, model: Path, targets: dict[s
     assert words in str(refused.value)
 
 
-def test_files_that_are_not_sound(tmp_path: Path, model: Path, targets: dict[str, Target]) -> None:
+def test_files_that_are_not_sound(tmp_path: Path, model: Path, targets: dict[str, LoraTarget]) -> None:
     write_adapter(tmp_path, model, ("q_proj",))
     file = tmp_path / "adapter_model.safetensors"
     raw = file.read_bytes()
@@ -137,7 +139,7 @@ def test_files_that_are_not_sound(tmp_path: Path, model: Path, targets: dict[str
     with pytest.raises(ModelError, match="truncated"):
         read(tmp_path, targets)
     with pytest.raises(ModelError, match="lora_memory = 100"):
-        read_adapter(tmp_path, targets, AdapterLimits(max_rank=32, max_bytes=100))
+        read_lora_adapter(tmp_path, targets, LoraFileLimits(max_rank=32, max_bytes=100))
     file.rename(tmp_path / "adapter_model.bin")
     with pytest.raises(ModelError, match="pickle"):
         read(tmp_path, targets)

@@ -23,7 +23,7 @@ from penstock.weights.compression.convert import compress_folder
 from penstock.weights.compression.format import GPU
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
-from penstock.weights.manifest import FOLDER, MAX_MANIFESTS, RACY_NS, Manifests
+from penstock.weights.manifest import FOLDER, MAX_MANIFESTS, RACY_NS, ManifestStore
 from tiny_models import llama_config, random_tensors, write_model, write_weights
 
 LATER_NS = 3600 * 10**9
@@ -39,7 +39,7 @@ class Stage:
         self.cache = base / "cache"
         self.hashed: list[str] = []
         self.ahead_ns = LATER_NS
-        original = weights_load.Hashing._digest
+        original = weights_load.TensorHasher._digest
         stage = self
 
         def digest(self: Any, name: str, buffer: bytearray) -> bytes:
@@ -47,13 +47,13 @@ class Stage:
             return original(self, name, buffer)
 
         if monkeypatch is not None:
-            monkeypatch.setattr(weights_load.Hashing, "_digest", digest)
+            monkeypatch.setattr(weights_load.TensorHasher, "_digest", digest)
 
     def load(self, *, accept: bool = False) -> tuple[str, int]:
         """(fingerprint, tensors that were hashed)."""
         self.hashed.clear()
         newest = max(max(p.stat().st_mtime_ns, p.stat().st_ctime_ns) for p in self.folder.glob("*.safetensors"))
-        manifests = Manifests(self.cache, accept_new=accept, now_ns=lambda: newest + self.ahead_ns)
+        manifests = ManifestStore(self.cache, accept_new=accept, now_ns=lambda: newest + self.ahead_ns)
         ops = NativeOps(families()[0], "bf16")
         loaded = load_model(self.folder, inspect_model(self.folder), ops, threads=2, manifests=manifests)
         return loaded.fingerprint, len(self.hashed)
@@ -216,7 +216,7 @@ def test_what_comes_as_arrays_is_checked_by_its_checksum(stage: Stage, tmp_path:
 def test_a_long_hashing_can_be_seen_to_get_on(tmp_path: Path) -> None:
     with (
         Checkpoint(write_model(tmp_path, CONFIG)) as checkpoint,
-        weights_load.Hashing(checkpoint, checkpoint.names) as own,
+        weights_load.TensorHasher(checkpoint, checkpoint.names) as own,
     ):
         own.start(2)
         assert own.join(lambda: None).keys() == set(checkpoint.names)
@@ -238,7 +238,7 @@ def test_the_oldest_are_forgotten(stage: Stage) -> None:
 
 def _start(folder: Path, cache: Path, results: Any) -> None:
     ops = NativeOps(families()[0], "bf16")
-    loaded = load_model(folder, inspect_model(folder), ops, threads=2, manifests=Manifests(cache))
+    loaded = load_model(folder, inspect_model(folder), ops, threads=2, manifests=ManifestStore(cache))
     results.put(loaded.fingerprint)
 
 

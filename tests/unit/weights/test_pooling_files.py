@@ -10,8 +10,8 @@ import pytest
 
 from penstock.errors import ModelError
 from penstock.types import Task
-from penstock.weights.architecture.encoder import KEEPS_NOTHING
-from penstock.weights.architecture.spec import Pooler, Pooling, Scores
+from penstock.weights.architecture.encoder import NO_KV
+from penstock.weights.architecture.spec import PoolerConfig, PoolingType, ScoreFunction
 from penstock.weights.compression.convert import compress_folder
 from penstock.weights.inspect import inspect_model
 from tiny_models import llama_config, write_model
@@ -22,14 +22,18 @@ CLASSIFIER = {"architectures": ["BertForSequenceClassification"], **LABELS}
 
 
 def test_modules_say_how_texts_are_pooled(tmp_path: Path) -> None:
-    for pooling, mode in (("cls_token", Pooling.CLS), ("mean_tokens", Pooling.MEAN), ("lasttoken", Pooling.LAST)):
-        write_modules(tmp_path, pooling, normalise=mode is not Pooling.MEAN, max_seq_length=50)
+    for pooling, mode in (
+        ("cls_token", PoolingType.CLS),
+        ("mean_tokens", PoolingType.MEAN),
+        ("lasttoken", PoolingType.LAST),
+    ):
+        write_modules(tmp_path, pooling, normalise=mode is not PoolingType.MEAN, max_seq_length=50)
         write_reader(tmp_path, bert_config())
         spec = inspect_model(tmp_path)
-        assert spec.pooler == Pooler(pooling=mode, causal=False, normalised=mode is not Pooling.MEAN)
-        assert (spec.task, spec.max_positions, spec.kv) == (Task.EMBED, 50, KEEPS_NOTHING)
+        assert spec.pooler == PoolerConfig(pooling=mode, causal=False, normalised=mode is not PoolingType.MEAN)
+        assert (spec.task, spec.max_positions, spec.kv) == (Task.EMBED, 50, NO_KV)
     (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": "mean"}))
-    assert inspect_model(tmp_path).pooler == Pooler(pooling=Pooling.MEAN, causal=False, normalised=True)
+    assert inspect_model(tmp_path).pooler == PoolerConfig(pooling=PoolingType.MEAN, causal=False, normalised=True)
 
 
 def test_a_decoder_that_writes_and_one_that_reads(tmp_path: Path) -> None:
@@ -37,27 +41,27 @@ def test_a_decoder_that_writes_and_one_that_reads(tmp_path: Path) -> None:
     assert inspect_model(tmp_path).task is Task.GENERATE
     write_modules(tmp_path, "lasttoken")
     spec = inspect_model(tmp_path)
-    assert spec.pooler == Pooler(pooling=Pooling.LAST, normalised=True)
+    assert spec.pooler == PoolerConfig(pooling=PoolingType.LAST, normalised=True)
     assert spec.kv.layers == 3
 
 
 @pytest.mark.parametrize(
     ("changes", "scores", "labels"),
     [
-        ({}, Scores.SOFTMAX, 2),
-        ({"id2label": None}, Scores.SOFTMAX, 2),
-        ({"problem_type": "multi_label_classification"}, Scores.SIGMOID, 2),
-        ({"problem_type": "regression"}, Scores.RAW, 2),
-        ({"id2label": {"0": "x"}}, Scores.SIGMOID, 1),
-        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, Scores.RAW, 2),
-        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}, Scores.SIGMOID, 2),
+        ({}, ScoreFunction.SOFTMAX, 2),
+        ({"id2label": None}, ScoreFunction.SOFTMAX, 2),
+        ({"problem_type": "multi_label_classification"}, ScoreFunction.SIGMOID, 2),
+        ({"problem_type": "regression"}, ScoreFunction.RAW, 2),
+        ({"id2label": {"0": "x"}}, ScoreFunction.SIGMOID, 1),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, ScoreFunction.RAW, 2),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}, ScoreFunction.SIGMOID, 2),
     ],
 )
 def test_labels_and_what_is_made_of_their_scores(
-    tmp_path: Path, changes: dict[str, Any], scores: Scores, labels: int
+    tmp_path: Path, changes: dict[str, Any], scores: ScoreFunction, labels: int
 ) -> None:
     write_reader(tmp_path, bert_config(**CLASSIFIER | changes))
-    pooler = Pooler(pooling=Pooling.CLS, causal=False, labels=labels, scores=scores, dense=True)
+    pooler = PoolerConfig(pooling=PoolingType.CLS, causal=False, labels=labels, scores=scores, dense=True)
     assert inspect_model(tmp_path).pooler == pooler
 
 
@@ -111,4 +115,4 @@ def test_a_compressed_folder_is_still_for_the_same(tmp_path: Path) -> None:
     write_modules(tmp_path / "plain", "lasttoken")
     write_model(tmp_path / "plain", llama_config())
     compress_folder(tmp_path / "plain", tmp_path / "small", threads=1, report=lambda _: None)
-    assert inspect_model(tmp_path / "small").pooler == Pooler(pooling=Pooling.LAST, normalised=True)
+    assert inspect_model(tmp_path / "small").pooler == PoolerConfig(pooling=PoolingType.LAST, normalised=True)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from penstock.errors import ModelError
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.inspect import inspect_model
-from penstock.weights.quantization.base import MAX_PATTERN, Coded
+from penstock.weights.quantization.base import MAX_PATTERN, QuantizedTensor
 from penstock.weights.quantization.config import Quantization, parse_quantization
 from penstock.weights.safetensors_header import TensorInfo
 from tiny_models import NAMES, Tensors, llama_config, random_tensors, write_model, write_weights
@@ -35,7 +35,7 @@ def packed(weights: dict[str, Any] | None = None, **changes: Any) -> dict[str, A
 
 
 def parsed(config: dict[str, Any]) -> Quantization:
-    found = parse_quantization(Fields({"quantization_config": config}, "config.json"))
+    found = parse_quantization(ConfigFields({"quantization_config": config}, "config.json"))
     assert found is not None
     return found
 
@@ -83,11 +83,11 @@ def test_configurations_that_are_refused(case: str) -> None:
 
 
 def test_what_is_known_of_a_configuration() -> None:
-    assert parse_quantization(Fields({}, "config.json")) is None
+    assert parse_quantization(ConfigFields({}, "config.json")) is None
     inner = {"text_config": {"quantization_config": FP8}}
-    assert parse_quantization(Fields(inner, "config.json")) == parsed(FP8)
+    assert parse_quantization(ConfigFields(inner, "config.json")) == parsed(FP8)
     with pytest.raises(ModelError, match="compression_config"):
-        parse_quantization(Fields({"compression_config": {}}, "config.json"))
+        parse_quantization(ConfigFields({"compression_config": {}}, "config.json"))
     names = {"int4": packed(), "fp8": FP8, "gptq-int4": GPTQ, "awq-int4": AWQ, "mxfp4": MXFP4}
     assert {parsed(config).name for config in names.values()} == set(names)
     static = {"num_bits": 8, "type": "float", "dynamic": False}
@@ -131,7 +131,7 @@ class Arrays:
         return Path("w.safetensors")
 
 
-def found(config: dict[str, Any], **tensors: Any) -> Coded:
+def found(config: dict[str, Any], **tensors: Any) -> QuantizedTensor:
     """The one tensor that module ``m`` has."""
     names = {"m" + end.replace("__", "."): value for end, value in tensors.items()}
     (coded,) = parsed(config).found_in(Arrays(names)).values()

@@ -18,18 +18,18 @@ import pytest
 from blake3 import blake3
 
 from penstock.kernels.operands import Sparse
-from penstock.weights.architecture.spec import ModelSpec, Pooler, Pooling, Scores
+from penstock.weights.architecture.spec import ModelSpec, PoolerConfig, PoolingType, ScoreFunction
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.compression import convert
-from penstock.weights.compression.convert import Done, Started, compress_folder
-from penstock.weights.compression.format import GPU, Original
-from penstock.weights.config_json import Fields
+from penstock.weights.compression.convert import ConvertedTensor, JournalHeader, compress_folder
+from penstock.weights.compression.format import GPU, OriginalTensor
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import checkpoint_format
-from penstock.weights.files import Stamp
+from penstock.weights.files import FileStamp
 from penstock.weights.fingerprint import Fingerprint, fingerprint
 from penstock.weights.inspect import inspect_model
-from penstock.weights.lora import AdapterLimits, model_targets, read_adapter
-from penstock.weights.manifest import FileRecord, Manifest, Manifests
+from penstock.weights.lora import LoraFileLimits, lora_targets, read_lora_adapter
+from penstock.weights.manifest import FileRecord, Manifest, ManifestStore
 from penstock.weights.quantization.config import parse_quantization
 from tiny_models import Tensors, llama_config, safetensors_bytes, write_tokenizer
 
@@ -58,7 +58,7 @@ QUANTIZED: dict[str, dict[str, Any]] = {
 def spec_of(name: str) -> ModelSpec:
     config = json.loads((FIXTURES / f"configs/{name}.json").read_text())
     (architecture,) = config["architectures"]
-    return checkpoint_format(architecture, name).parse(Fields(config, name))
+    return checkpoint_format(architecture, name).parse(ConfigFields(config, name))
 
 
 def variants() -> dict[str, ModelSpec]:
@@ -66,9 +66,9 @@ def variants() -> dict[str, ModelSpec]:
     found = {path.stem: spec_of(path.stem) for path in sorted((FIXTURES / "configs").glob("*.json"))}
     plain = found["llama_3_2_1b"]
     for name, stored in QUANTIZED.items():
-        quantization = parse_quantization(Fields({"quantization_config": stored}, name))
+        quantization = parse_quantization(ConfigFields({"quantization_config": stored}, name))
         found[f"quantized: {name}"] = msgspec.structs.replace(plain, quantization=quantization)
-    pooler = Pooler(pooling=Pooling.MEAN, causal=False, labels=3, scores=Scores.SOFTMAX, dense=True)
+    pooler = PoolerConfig(pooling=PoolingType.MEAN, causal=False, labels=3, scores=ScoreFunction.SOFTMAX, dense=True)
     found["pooler"] = msgspec.structs.replace(plain, pooler=pooler)
     found["sparse"] = msgspec.structs.replace(plain, sparse=Sparse(sinks=1, window=2, chosen=3, start=4))
     return found
@@ -142,7 +142,7 @@ def test_an_interrupted_compression_goes_on_from_a_journal_of_before(model: Path
     whole = target / "model.safetensors"
     start = 8 + int.from_bytes(whole.read_bytes()[:8], "little")
     with Checkpoint(model) as checkpoint:
-        started = Started(convert._identity(checkpoint.files[0]), start)
+        started = JournalHeader(convert._identity(checkpoint.files[0]), start)
     first = done[0]
     lines = [
         f'{{"source":"{started.source}","data_start":{start},"layout":""}}',
@@ -153,15 +153,15 @@ def test_an_interrupted_compression_goes_on_from_a_journal_of_before(model: Path
     assert journal.encode() == b"".join(msgspec.json.encode(line) + b"\n" for line in (started, first))
     shutil.move(whole, target / "model.safetensors.partial")
     (target / "model.safetensors.journal").write_text(journal)
-    reported: list[Done] = []
+    reported: list[ConvertedTensor] = []
     again = compress_folder(model, target, threads=1, report=reported.append)
     assert again == done
     assert blake3(whole.read_bytes()).hexdigest() == COMPRESSED[""]
 
 
 def test_a_manifest_has_the_form_that_it_had() -> None:
-    entry = Original(dtype="BF16", shape=(2, 3), blake3="ab" * 32, code=(118, 1), checksum="cd" * 16, layout=GPU)
-    record = FileRecord(Stamp(size=1, mtime_ns=2, ctime_ns=3, inode=4), 5, {"a": entry})
+    entry = OriginalTensor(dtype="BF16", shape=(2, 3), blake3="ab" * 32, code=(118, 1), checksum="cd" * 16, layout=GPU)
+    record = FileRecord(FileStamp(size=1, mtime_ns=2, ctime_ns=3, inode=4), 5, {"a": entry})
     raw = msgspec.json.encode(Manifest(1, "/models/a", {"model.safetensors": record}))
     assert raw.decode() == (
         '{"version":1,"folder":"/models/a","files":{"model.safetensors":{"stamp":{"size":1,"mtime_ns":2,"ctime_ns":3,'
@@ -172,8 +172,8 @@ def test_a_manifest_has_the_form_that_it_had() -> None:
 
 def test_a_manifest_lies_where_it_lay(model: Path, tmp_path: Path) -> None:
     with Checkpoint(model) as checkpoint:
-        memory = Manifests(tmp_path / "cache").open(checkpoint)
-        memory.settle({name: Original(dtype="BF16", shape=(1,), blake3="0" * 64) for name in checkpoint.names})
+        memory = ManifestStore(tmp_path / "cache").open(checkpoint)
+        memory.settle({name: OriginalTensor(dtype="BF16", shape=(1,), blake3="0" * 64) for name in checkpoint.names})
     name = blake3(str(model.resolve()).encode()).hexdigest()[:32]
     body, _, check = (tmp_path / f"cache/manifests/{name}.json").read_bytes().partition(b"\n")
     assert check == blake3(body).hexdigest().encode() + b"\n"
@@ -191,5 +191,7 @@ def test_an_adapter_has_the_fingerprint_that_it_had(model: Path, tmp_path: Path)
         parts[f"{module}.lora_A.weight"] = bits(f"{name} A", 2, 64)
         parts[f"{module}.lora_B.weight"] = bits(f"{name} B", 64, 2)
     (folder / "adapter_model.safetensors").write_bytes(safetensors_bytes(parts))
-    adapter = read_adapter(folder, model_targets(inspect_model(model)), AdapterLimits(max_rank=8, max_bytes=1 << 20))
+    adapter = read_lora_adapter(
+        folder, lora_targets(inspect_model(model)), LoraFileLimits(max_rank=8, max_bytes=1 << 20)
+    )
     assert adapter.fingerprint == "ff5c55a182a74f6173402111f879b1f9e346dbf37c2f359fe50802288bd5cd43"

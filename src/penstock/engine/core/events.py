@@ -11,16 +11,16 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 from penstock.types import (
-    UNCLAIMED,
+    DEFAULT_QOS,
     AdapterRef,
     BlockHash,
-    Claim,
     FinishReason,
-    Leg,
-    Medium,
+    MediaInput,
     PlacedImage,
     PoolingParams,
+    Qos,
     RequestId,
+    RequestStage,
     SamplingParams,
 )
 from penstock.wire.gateway_messages import PageSource
@@ -40,18 +40,18 @@ class AddRequest:
 
     id: RequestId
     epoch: int
-    leg: Leg
+    leg: RequestStage
     prompt: Sequence[int]
     sampling: SamplingParams
     arrival: float  # order of service among the requests of one tenant and class
     root: BlockHash
     hashes: Sequence[BlockHash] = ()  # ready-made, of as many full pages of prompt + emitted as the caller has
     emitted: Sequence[int] = ()  # output tokens that the client has already
-    claim: Claim = UNCLAIMED
+    claim: Qos = DEFAULT_QOS
     open_ended: bool = False  # nobody named a length: it is given back where it becomes too long for this worker
     expected: int = 0  # of one that is open-ended: so many tokens more will probably be written
     images: Sequence[PlacedImage] = ()
-    pictures: Sequence[Medium] = ()  # one an image, where the prompt is read
+    pictures: Sequence[MediaInput] = ()  # one an image, where the prompt is read
     encoders: Sequence[PageSource] = ()  # workers that may be asked for the images' rows
     pooling: PoolingParams | None = None
     adapter: AdapterRef | None = None  # it must be ready before the scheduler hears of the request

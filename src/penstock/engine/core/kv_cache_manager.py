@@ -31,9 +31,9 @@ from penstock.engine.core.page_pool import LeakCheck, PageLease, PagePool, PageS
 from penstock.engine.core.prefix_cache import PrefixCache
 from penstock.engine.core.request import PageTable, Request, pages_of_all_groups
 from penstock.errors import ConfigError
-from penstock.hashing import block_hash, image_marks
-from penstock.kv_spec import EVERYTHING, Pieces, Reach, blocks_of, most_blocks, most_pages
-from penstock.types import BlockHash, Leg, PageId
+from penstock.hashing import block_hash, image_block_marks
+from penstock.kv_spec import FULL_ATTENTION, KvSpec, TransferOrder, blocks_for, max_blocks, max_pages
+from penstock.types import BlockHash, PageId, RequestStage
 
 
 class PageVerifier(Protocol):
@@ -84,7 +84,7 @@ class KvCacheManager:
         *,
         pages: int,
         page_tokens: int,
-        reaches: Sequence[Reach] = (EVERYTHING,),
+        reaches: Sequence[KvSpec] = (FULL_ATTENTION,),
         ahead: int = 1,
         shares_prefixes: bool = True,
     ) -> None:
@@ -144,20 +144,20 @@ class KvCacheManager:
 
     def most_pages(self, tokens: int) -> int:
         """Pages that a request of so many tokens holds at most at any time."""
-        return most_pages(self.reaches, tokens, ahead=self._ahead, page_tokens=self.page_tokens)
+        return max_pages(self.reaches, tokens, ahead=self._ahead, page_tokens=self.page_tokens)
 
     def missing_pages(self, request: Request, tokens: int) -> int:
         """Pages that ``request`` lacks for its first ``tokens`` tokens."""
         missing = 0
         for own in request.held:
-            lacks = blocks_of(tokens, own.page_tokens) - len(own.pages)
+            lacks = blocks_for(tokens, own.page_tokens) - len(own.pages)
             if lacks > 0:
                 missing += lacks
         return missing
 
-    def pieces(self, request: Request) -> Pieces:
+    def pieces(self, request: Request) -> TransferOrder:
         """The pages that are handed over with everything that is known of ``request`` elsewhere."""
-        return Pieces(self.reaches, len(request.prompt) + request.emitted, self.page_tokens)
+        return TransferOrder(self.reaches, len(request.prompt) + request.emitted, self.page_tokens)
 
     def admit(self, request: Request, *, spare: int) -> AdmissionRefusal | None:
         """Give ``request`` pages to read all its known tokens, as many as possible from the prefix cache, which count
@@ -175,7 +175,7 @@ class KvCacheManager:
         found = match.blocks
         with match.lease as shared:
             last = found + self._stride - 1  # the next block that could be shared with those before it
-            if last < limit and request.leg is not Leg.DECODE and request.hashes[last] in self._being_computed:
+            if last < limit and request.leg is not RequestStage.DECODE and request.hashes[last] in self._being_computed:
                 request.waits_for = request.hashes[last]
                 return AdmissionRefusal.BEING_COMPUTED
             sound = self._sound(request, shared.pages)
@@ -225,7 +225,7 @@ class KvCacheManager:
         fresh = self.pool.reserve(missing)
         if isinstance(fresh, PageShortfall):
             return False
-        self._extend(request, [blocks_of(tokens, size) for size in self._sizes], fresh)
+        self._extend(request, [blocks_for(tokens, size) for size in self._sizes], fresh)
         return True
 
     def read_on(self, request: Request) -> None:
@@ -235,7 +235,7 @@ class KvCacheManager:
         ends = [len(own.pages) for own in request.held]
         missing = 0
         for group in self._moving:
-            blocks = blocks_of(request.known, self._sizes[group])
+            blocks = blocks_for(request.known, self._sizes[group])
             end = min(blocks, request.held[group].begin + self._ring(group, request.known))
             missing += max(0, end - ends[group])
             ends[group] = max(end, ends[group])
@@ -301,19 +301,19 @@ class KvCacheManager:
 
     def _next(self, request: Request) -> int:
         """The position that is computed next after those that are computed elsewhere; 0 when there are none."""
-        if request.leg is not Leg.DECODE:
+        if request.leg is not RequestStage.DECODE:
             return 0
         return request.known - 1 if request.ahead else request.handed
 
     def _ring(self, group: int, tokens: int) -> int:
         """Blocks that a group holds at most at once while so many tokens are read."""
-        return most_blocks(self.reaches[group], tokens, ahead=self._ahead, page_tokens=self.page_tokens)
+        return max_blocks(self.reaches[group], tokens, ahead=self._ahead, page_tokens=self.page_tokens)
 
     def _span(self, request: Request, group: int, found: int) -> tuple[int, int, int]:
         """Pages [begin, end) that a group needs to begin with, the first ``found`` blocks being known, and in the
         middle the first that is not."""
         begin = self.prefix.needed(group, found, self._next(request))
-        known, blocks = self.prefix.full(group, found), blocks_of(request.known + request.ahead, self._sizes[group])
+        known, blocks = self.prefix.full(group, found), blocks_for(request.known + request.ahead, self._sizes[group])
         if request.ahead:
             return begin, known, blocks
         return begin, known, min(blocks, begin + self._ring(group, request.known))
@@ -342,7 +342,7 @@ class KvCacheManager:
 
     def _shareable(self, request: Request) -> int:
         """Pages that may come from the cache: at least one token stays to be computed where a token will be drawn."""
-        if request.leg is Leg.DECODE:
+        if request.leg is RequestStage.DECODE:
             return self._nameable(request, self._next(request))
         alone = request.wants_prompt_logprobs or not self._shares_prefixes
         return 0 if alone else (request.known - 1) // self.page_tokens
@@ -359,7 +359,7 @@ class KvCacheManager:
         self.found_tokens += request.computed
         if not request.preempted:
             request.cached_tokens = min(request.computed, len(request.prompt))
-        if request.leg is not Leg.DECODE and self._shares_prefixes:
+        if request.leg is not RequestStage.DECODE and self._shares_prefixes:
             for name in request.hashes[found : self._nameable(request, request.known)]:
                 if name not in self.prefix:
                     self._being_computed.setdefault(name, request)
@@ -370,7 +370,7 @@ class KvCacheManager:
         while len(hashes) < blocks:
             parent = hashes[-1] if hashes else request.root
             start = len(hashes) * size
-            marks = image_marks(request.images, start, start + size) if request.images else b""
+            marks = image_block_marks(request.images, start, start + size) if request.images else b""
             hashes.append(block_hash(parent, request.tokens(start, start + size), marks))
 
 

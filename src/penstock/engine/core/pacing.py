@@ -29,7 +29,7 @@ from penstock.config.limits import LONG_PROMPT
 from penstock.engine.core.cost_model import StepCostModel, StepWork
 from penstock.engine.core.request import Request
 from penstock.engine.core.request_table import RequestTable
-from penstock.types import Leg
+from penstock.types import RequestStage
 
 MAX_REST_RATIO = 2.0
 """A step and its rest together, by the step."""
@@ -135,4 +135,4 @@ class StarvationGuard:
 
 def _order(request: Request) -> tuple[bool, tuple[int, float, int]]:
     """Who holds a receiver's pages, too, first: two workers' memory waits for it."""
-    return request.leg is not Leg.PREFILL, request.order
+    return request.leg is not RequestStage.PREFILL, request.order

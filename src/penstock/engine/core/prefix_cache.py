@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.core.page_pool import PageLabel, PageLease, PagePool
-from penstock.kv_spec import EVERYTHING, Reach
+from penstock.kv_spec import FULL_ATTENTION, KvSpec
 from penstock.types import PAGE_TOKENS, BlockHash, PageId
 
 NAMELESS = BlockHash(b"")
@@ -32,7 +32,7 @@ class PrefixCache:
     """Hash to page, for full and final pages of one pool."""
 
     def __init__(
-        self, pool: PagePool, reaches: Sequence[Reach] = (EVERYTHING,), page_tokens: int = PAGE_TOKENS
+        self, pool: PagePool, reaches: Sequence[KvSpec] = (FULL_ATTENTION,), page_tokens: int = PAGE_TOKENS
     ) -> None:
         """``reaches``: of each group, how far back its layers read."""
         self._pool = pool

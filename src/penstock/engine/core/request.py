@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from penstock.engine.core.events import AddRequest
-from penstock.types import PAGE_TOKENS, BlockHash, FinishReason, Leg, PageId, TokenLogprob
+from penstock.types import PAGE_TOKENS, BlockHash, FinishReason, PageId, RequestStage, TokenLogprob
 
 NO_PAGE = PageId(0)
 """Stands for a page that was never held; tables must name pages that there are."""
@@ -172,7 +172,7 @@ class Request:
         self.prompt_logprobs: list[TokenLogprob] = []
         self.waits_for: BlockHash | None = None  # a block that another request is computing
         self.in_flight = False  # a micro-batch computes tokens of it now; always False where there is one only
-        self.status = RequestStatus.UNGRANTED if event.leg is Leg.PREFILL else RequestStatus.WAITING
+        self.status = RequestStatus.UNGRANTED if event.leg is RequestStage.PREFILL else RequestStatus.WAITING
 
     @property
     def outgrows(self) -> bool:
@@ -209,7 +209,7 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Every prompt position must be computed here; they go out with the answer's first token."""
-        return self.sampling.prompt_logprobs is not None and not self.output and self.leg is not Leg.DECODE
+        return self.sampling.prompt_logprobs is not None and not self.output and self.leg is not RequestStage.DECODE
 
     def promote(self) -> None:
         """From now on it is one of the first class: those below it waited for long enough."""

@@ -17,7 +17,7 @@ from penstock.engine.core.kv_cache_manager import KvCacheManager
 from penstock.engine.core.plan import ReturnedRequest
 from penstock.engine.core.request import Request, RequestStatus
 from penstock.engine.core.waiting_queue import FairClock, WaitingQueue
-from penstock.types import Leg, RequestId
+from penstock.types import RequestId, RequestStage
 
 
 class RequestTable:
@@ -64,7 +64,7 @@ class RequestTable:
 
     def admit(self, request: Request) -> None:
         """The first of a line has got its pages.  What a preempted one computes anew is not its tenant's debt."""
-        elsewhere = request.leg is Leg.DECODE
+        elsewhere = request.leg is RequestStage.DECODE
         self.queue.take(request, RequestStatus.RESERVED if elsewhere else RequestStatus.RUNNING)
         (self.reserved if elsewhere else self.running)[request.id] = request
         self.fair.admitted(request.line, 0 if request.preempted else request.missing, request.claim.weight)
@@ -83,7 +83,7 @@ class RequestTable:
         del self.reserved[request.id]
         request.preempted += 1
         self.memory.release(request)
-        request.leg = Leg.WHOLE
+        request.leg = RequestStage.WHOLE
         self.queue.push(request)
 
     def hand_over(self, request: Request) -> None:
@@ -111,7 +111,7 @@ class RequestTable:
         self.preemptions += 1
         self.yields += yielding
         victim.preempted += 1
-        if victim.leg is Leg.WHOLE:
+        if victim.leg is RequestStage.WHOLE:
             del self.running[victim.id]
             self.memory.release(victim)
             self.queue.push(victim)

@@ -56,14 +56,14 @@ from penstock.engine.core.request_table import RequestTable
 from penstock.engine.core.step_planner import StepBuilder, StepPlanner
 from penstock.engine.core.waiting_queue import FairClock
 from penstock.errors import ConfigError
-from penstock.kv_spec import blocks_of
-from penstock.types import FinishReason, Leg, RequestId, TokenLogprob
+from penstock.kv_spec import blocks_for
+from penstock.types import FinishReason, RequestId, RequestStage, TokenLogprob
 from penstock.wire.gateway_messages import TOO_LONG
 
 
 def apply_migration(table: RequestTable, request: Request, how: MigrationStep) -> None:
     """Do as an event ``Migrate`` says.  What does not fit the request's state is late, and no error."""
-    if request.leg is Leg.PREFILL:
+    if request.leg is RequestStage.PREFILL:
         return
     match how:
         case MigrationStep.KEEP:
@@ -130,11 +130,11 @@ def engine_load(table: RequestTable) -> EngineLoad:
     for request in table.all.values():
         missing = request.missing
         in_flight += missing
-        if request.leg is not Leg.PREFILL:
+        if request.leg is not RequestStage.PREFILL:
             in_flight += request.left
             answers += 1
             context_tokens += request.known
-        if missing > 1 and request.leg is not Leg.DECODE:
+        if missing > 1 and request.leg is not RequestStage.DECODE:
             tokens[request.rank > 0] += missing
             pairs[request.rank > 0] += missing * request.computed + missing * (missing + 1) // 2
     return EngineLoad(
@@ -216,7 +216,7 @@ class Scheduler:
             case CreditGranted():
                 self._table.grant(request)
             case PagesReleased():
-                if request.leg is Leg.PREFILL:
+                if request.leg is RequestStage.PREFILL:
                     self._table.forget(request)
             case PagesArrived():
                 self._pages_arrived(request, event.computed)
@@ -252,15 +252,15 @@ class Scheduler:
         if only_read != (config.pooling is not None):
             return "wrong_task"
         most = request.last if request.open_ended else request.end
-        if only_read or request.leg is Leg.PREFILL:
+        if only_read or request.leg is RequestStage.PREFILL:
             most = request.known
-        elif request.leg is Leg.DECODE and request.outgrows:
+        elif request.leg is RequestStage.DECODE and request.outgrows:
             most = max(most, request.known + 2)  # the first token comes from elsewhere, and the next is computed here
         if max(most, request.known + (not only_read)) > config.max_model_len:
             return TOO_LONG
         if self.memory.most_pages(most) > config.pages:
             return TOO_LONG
-        ahead = blocks_of(request.known + request.ahead, config.page_tokens) if request.ahead else 0
+        ahead = blocks_for(request.known + request.ahead, config.page_tokens) if request.ahead else 0
         if self.memory.groups * ahead > config.pages:
             return TOO_LONG
         if request.known == 0:
@@ -336,7 +336,7 @@ class Scheduler:
         self._planner.fill(draft, max_steps, now, resting=resting)
         self.rows_left_out += draft.left_out
         for request in draft.admitted:
-            if request.leg is Leg.PREFILL:
+            if request.leg is RequestStage.PREFILL:
                 self._announce(request, self._pending)
         table = self._table
         plan = StepPlan(
@@ -344,7 +344,7 @@ class Scheduler:
             steps=draft.steps,
             predicted_s=self.cost.predict(draft.work) * draft.steps + self._checking_s if draft.rows else 0.0,
             checked=self.memory.checked_now,
-            reserved=tuple(request for request in draft.admitted if request.leg is Leg.DECODE),
+            reserved=tuple(request for request in draft.admitted if request.leg is RequestStage.DECODE),
             returned=tuple(table.returned),
             preempted=draft.preempted + draft.yielded,
             gone=tuple(table.gone),
@@ -400,7 +400,7 @@ class Scheduler:
         request.prompt_logprobs.extend(new.prompt_logprobs)
         self.memory.settle(request)
         self.memory.read_on(request)
-        if request.leg is Leg.PREFILL:
+        if request.leg is RequestStage.PREFILL:
             self._announce(request, outcome)
 
     def _draw(self, row: ScheduledTokens, new: SampledTokens, outcome: StepOutcome) -> None:
@@ -422,7 +422,7 @@ class Scheduler:
         if index == 0 and request.sampling.prompt_logprobs is not None:
             told = (*request.prompt_logprobs, *new.prompt_logprobs)
         outcome.progress.append(NewTokens(request, index, tokens, logprobs, finish, told, new.pooled))
-        if request.leg is Leg.PREFILL:
+        if request.leg is RequestStage.PREFILL:
             self._table.hand_over(request)
             self._announce(request, outcome)
         elif finish is not None:

@@ -20,7 +20,7 @@ from penstock.engine.core.pacing import LongPromptLimits, StarvationGuard, StepS
 from penstock.engine.core.plan import DraftProposer, ScheduledTokens
 from penstock.engine.core.request import FairnessKey, OrderKey, Request, RequestStatus
 from penstock.engine.core.request_table import RequestTable
-from penstock.types import Leg, RequestId, ServiceClass
+from penstock.types import RequestId, RequestStage, ServiceClass
 
 MIN_CHUNK_STEPS = 2.0
 """A piece is kept brief for others' sake, but never below so many times what a step costs that computes nothing."""
@@ -132,7 +132,7 @@ class StepBuilder:
         if not bounds.target_s or not self.rows or self._cost.measured < WARMUP_STEPS:
             return math.inf
         if self._beside is None:
-            answers = sum(row.count == 1 and row.request.leg is not Leg.PREFILL for row in self.rows)
+            answers = sum(row.count == 1 and row.request.leg is not RequestStage.PREFILL for row in self.rows)
             self._beside = StepSoFar(answers, self._cost.predict(self.work), self._now)
         rest = StepWork()
         rest.add(request.computed, request.missing, 1)
@@ -187,7 +187,7 @@ def service_order(request: Request) -> OrderKey:
 
 def needs_more_pages(request: Request) -> bool:
     """Will need more pages than it has."""
-    return request.room < request.last and request.leg is not Leg.PREFILL
+    return request.room < request.last and request.leg is not RequestStage.PREFILL
 
 
 class StepPlanner:
@@ -212,7 +212,9 @@ class StepPlanner:
     def may_rest(self) -> bool:
         """Is there nothing to compute but answers that go on?"""
         head = self._table.queue.head()
-        return (head is None or head.leg is Leg.DECODE) and all(r.missing == 1 for r in self._table.running.values())
+        return (head is None or head.leg is RequestStage.DECODE) and all(
+            r.missing == 1 for r in self._table.running.values()
+        )
 
     def fill(self, draft: StepBuilder, max_steps: int, now: float, *, resting: bool = False) -> None:
         """The next step, or up to ``max_steps`` equal ones when only answers are written and nobody waits.
@@ -299,12 +301,12 @@ class StepPlanner:
         """Whose pages can be taken, of classes after ``above``."""
         table = self._table
         active = (*table.running.values(), *table.reserved.values())
-        return [request for request in active if request.leg is not Leg.PREFILL and request.rank > above]
+        return [request for request in active if request.leg is not RequestStage.PREFILL and request.rank > above]
 
     def _speculate(self, draft: StepBuilder, speculator: DraftProposer) -> None:
         """Draft tokens behind the rows, within the step's tokens and without taking a page from anybody."""
         rows = draft.rows
-        if any(row.request.leg is Leg.PREFILL for row in rows):
+        if any(row.request.leg is RequestStage.PREFILL for row in rows):
             return  # the first token is all that is drawn there
         left = self._config.max_step_tokens - len(rows)
         for index, tokens in enumerate(speculator.propose(rows)):
@@ -319,7 +321,9 @@ class StepPlanner:
 
     def _grant_several(self, draft: StepBuilder, limit: int) -> None:
         """Repeat the rows: until the first could end by its length, as time allows, while pages last."""
-        if any(row.request.leg is Leg.PREFILL or row.request.sampling.grammar is not None for row in draft.rows):
+        if any(
+            row.request.leg is RequestStage.PREFILL or row.request.sampling.grammar is not None for row in draft.rows
+        ):
             return  # the first token is all that is drawn there, and a mask follows from the token before
         limit = min(limit, *(row.request.last - row.request.known for row in draft.rows))
         steps = draft.affordable_steps(limit)
@@ -356,7 +360,7 @@ class StepPlanner:
                 if letting_in:
                     growing += needs_more_pages(head)
                     waiting = [head for head in queue.heads() if head.rank in ranks]
-                    letting_in = head.leg is Leg.DECODE or draft.add_chunk(head)
+                    letting_in = head.leg is RequestStage.DECODE or draft.add_chunk(head)
             elif pending:
                 letting_in = draft.add_chunk(pending.pop()) and letting_in
             else:
@@ -372,7 +376,7 @@ class StepPlanner:
         A block for each request that still grows stays free: who is admitted into the last one is preempted at once.
         """
         table, groups = self._table, self._memory.groups
-        if request.leg is not Leg.DECODE and (resting or not draft.can_begin(request)):
+        if request.leg is not RequestStage.DECODE and (resting or not draft.can_begin(request)):
             return AdmissionRefusal.NO_ROOM
         spare = growing * groups
         refusal: AdmissionRefusal | None = AdmissionRefusal.NO_ROOM

@@ -29,13 +29,19 @@ from penstock.errors import ModelError
 from penstock.kernels.operands import Array, AttentionSpec, Gate, PackedLinear, Sparse, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.weights.architecture import decoder as forms
-from penstock.weights.architecture.decoder import Attention, Decoder, Mlp, QkNorm, Temperature
-from penstock.weights.architecture.gated_delta_net import Delta
-from penstock.weights.architecture.mla import Latent
-from penstock.weights.architecture.moe import Moe
-from penstock.weights.architecture.rope import Rope
-from penstock.weights.architecture.spec import ModelSpec, Pooler
-from penstock.weights.architecture.vision import SeeingDecoder
+from penstock.weights.architecture.decoder import (
+    AttentionConfig,
+    AttentionTemperature,
+    DecoderConfig,
+    MlpConfig,
+    QkNorm,
+)
+from penstock.weights.architecture.gated_delta_net import GatedDeltaNetConfig
+from penstock.weights.architecture.mla import MlaConfig
+from penstock.weights.architecture.moe import MoeConfig
+from penstock.weights.architecture.rope import RopeConfig
+from penstock.weights.architecture.spec import ModelSpec, PoolerConfig
+from penstock.weights.architecture.vision import VisionDecoderConfig
 
 
 class LayerFactory:
@@ -43,7 +49,7 @@ class LayerFactory:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: DecoderConfig,
         weights: Mapping[str, Any],
         ops: Ops,
         max_positions: int,
@@ -59,7 +65,7 @@ class LayerFactory:
         self.weights = weights
         self._ops = ops
         self._max_positions = max_positions
-        self._tables: dict[Rope, Array] = {}
+        self._tables: dict[RopeConfig, Array] = {}
         self._numbers = layer_numbers(decoder)
 
     def embed_scale(self) -> float:
@@ -69,7 +75,7 @@ class LayerFactory:
         scale = self._ops.compute(np.array([self.decoder.embed_scale]))
         return float(self._ops.to_numpy(scale)[0])
 
-    def rope(self, rope: Rope | None) -> Array | None:
+    def rope(self, rope: RopeConfig | None) -> Array | None:
         """The table of rotary positions, one a recipe, whatever the number of layers that share it."""
         if rope is None:
             return None
@@ -109,7 +115,7 @@ class LayerFactory:
         """The product that goes to the residual stream, by way of a norm if the model has those."""
         return OutputProjection(self.linear(name), self.rms_norm(norm) if self.decoder.norm_after else None)
 
-    def latent(self, index: int, latent: Latent) -> LatentAttention:
+    def latent(self, index: int, latent: MlaConfig) -> LatentAttention:
         """The attention block of a layer that keeps latent vectors."""
 
         def norm(name: str) -> norms.RmsNorm:
@@ -130,7 +136,7 @@ class LayerFactory:
             rope=self.rope(latent.rope),
         )
 
-    def delta(self, index: int, delta: Delta) -> GatedDeltaNet:
+    def delta(self, index: int, delta: GatedDeltaNetConfig) -> GatedDeltaNet:
         """The recurrent block of a layer."""
         ops, weights = self._ops, self.weights
         taps_CK = ops.to_numpy(weights[f"{index}.conv"])
@@ -147,11 +153,11 @@ class LayerFactory:
             out=self.output(f"{index}.out", f"{index}.attention_norm_after"),
         )
 
-    def attention(self, index: int, attention: Attention | Latent | Delta) -> AttentionBlock:
+    def attention(self, index: int, attention: AttentionConfig | MlaConfig | GatedDeltaNetConfig) -> AttentionBlock:
         """The attention block of a layer, or what it has in place of one."""
-        if isinstance(attention, Latent):
+        if isinstance(attention, MlaConfig):
             return self.latent(index, attention)
-        if isinstance(attention, Delta):
+        if isinstance(attention, GatedDeltaNetConfig):
             return self.delta(index, attention)
         shared: dict[str, Any] = {
             "heads": attention.heads,
@@ -175,18 +181,18 @@ class LayerFactory:
         causal = SelfAttention(
             **shared, layer=self._numbers[index], spec=spec, q_scale=self.q_scale(attention.temperature)
         )
-        if not isinstance(attention, forms.GatedAttention):
+        if not isinstance(attention, forms.GatedAttentionConfig):
             return causal
         return GatedSelfAttention(attention=causal, gate=self.weights[f"{index}.gate"])
 
-    def q_scale(self, temperature: Temperature | None) -> Array | None:
+    def q_scale(self, temperature: AttentionTemperature | None) -> Array | None:
         """What queries are multiplied by, for every position."""
         if temperature is None:
             return None
         reached = np.floor(np.arange(1, self._max_positions + 1) / temperature.floor)
         return self._ops.vector(np.log1p(reached) * temperature.scale + 1.0)
 
-    def head_norms(self, index: int, attention: Attention) -> HeadNorms | None:
+    def head_norms(self, index: int, attention: AttentionConfig) -> HeadNorms | None:
         """Norms of queries and keys."""
         if attention.qk_norm is QkNorm.NONE:
             return None
@@ -203,7 +209,7 @@ class LayerFactory:
             k_first=attention.heads * attention.head_dim,
         )
 
-    def experts(self, index: int, moe: Moe) -> RoutedExperts:
+    def experts(self, index: int, moe: MoeConfig) -> RoutedExperts:
         """The feed-forward block of a layer that chooses among experts."""
         names = [f"{index}.experts.{expert}" for expert in range(moe.routing.experts)]
         weights, biased = self.weights, names if moe.bias else []
@@ -230,9 +236,9 @@ class LayerFactory:
             weights[f"{index}.shared_gate_up"], weights[f"{index}.shared_down"], weights.get(f"{index}.shared_gate")
         )
 
-    def mlp(self, index: int, mlp: Mlp | Moe) -> FeedForward:
+    def mlp(self, index: int, mlp: MlpConfig | MoeConfig) -> FeedForward:
         """The feed-forward block of a layer."""
-        if isinstance(mlp, Moe):
+        if isinstance(mlp, MoeConfig):
             return self.experts(index, mlp)
         norm, inward = self.mlp_norm(index), self.linear(f"{index}.gate_up")
         down = self.output(f"{index}.down", f"{index}.mlp_norm_after")
@@ -326,10 +332,12 @@ def _hand_out(ops: Ops, hidden_TD: Array, batch: StepBatch, depth: int) -> None:
 
 def build_decoder(spec: ModelSpec, weights: Mapping[str, Any], ops: Ops, max_positions: int) -> DecoderModel:
     """The model over packed weights, for positions below ``max_positions``."""
-    decoder = spec.own(Decoder)
+    decoder = spec.own(DecoderConfig)
     vision = None
-    if isinstance(decoder, SeeingDecoder):
-        axes = any(isinstance(layer.attention, Attention) and has_axes(layer.attention) for layer in decoder.layers)
+    if isinstance(decoder, VisionDecoderConfig):
+        axes = any(
+            isinstance(layer.attention, AttentionConfig) and has_axes(layer.attention) for layer in decoder.layers
+        )
         vision = ImageEncoder(decoder.vision, weights, axes=axes)
     causal = spec.pooler is None or spec.pooler.causal
     headless = spec.pooler is not None  # nothing is written, so any table will do
@@ -337,17 +345,17 @@ def build_decoder(spec: ModelSpec, weights: Mapping[str, Any], ops: Ops, max_pos
     return DecoderModel(parts, tied=spec.tied or headless, vision=vision)
 
 
-def layer_numbers(decoder: Decoder) -> list[int]:
+def layer_numbers(decoder: DecoderConfig) -> list[int]:
     """Of every layer its number in the KV memory: among those with keys and values, or among the recurrent ones."""
     counts, numbers = {True: 0, False: 0}, []
     for layer in decoder.layers:
-        recurrent = isinstance(layer.attention, Delta)
+        recurrent = isinstance(layer.attention, GatedDeltaNetConfig)
         numbers.append(counts[recurrent])
         counts[recurrent] += 1
     return numbers
 
 
-def has_axes(attention: Attention) -> bool:
+def has_axes(attention: AttentionConfig) -> bool:
     """Do the columns of a head follow more positions than one?"""
     return attention.rope is not None and attention.rope.axes is not None
 
@@ -355,7 +363,7 @@ def has_axes(attention: Attention) -> bool:
 class PoolingDecoder:
     """See ``engine.models.port.Reader``."""
 
-    def __init__(self, decoder: Model, pooler: Pooler, score: PackedLinear | None) -> None:
+    def __init__(self, decoder: Model, pooler: PoolerConfig, score: PackedLinear | None) -> None:
         """Raises ModelError for a model that is no decoder of ours."""
         if not isinstance(decoder, DecoderModel):
             raise ModelError("an installed package's model writes text, and gives no vectors")

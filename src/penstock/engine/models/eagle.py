@@ -19,7 +19,7 @@ from penstock.engine.layers.mlp import GatedMlp
 from penstock.engine.layers.norm import LinearLayer, OutputProjection, RmsNorm
 from penstock.kernels.operands import Activation, Array, AttentionSpec, Gate, KvShape, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
-from penstock.weights.eagle import LoadedHead
+from penstock.weights.eagle import LoadedDraftHead
 from penstock.weights.load import LoadedModel
 
 
@@ -97,7 +97,7 @@ class HeadPass:
         return ops.linear(self.head.norm(ops, hidden_RD), self.head.output)
 
 
-def build_head(loaded: LoadedHead, model: LoadedModel, ops: Ops, positions: int) -> EagleHead:
+def build_head(loaded: LoadedDraftHead, model: LoadedModel, ops: Ops, positions: int) -> EagleHead:
     """The head over packed weights and what it shares with its model, for positions below ``positions``."""
     spec, weights = loaded.spec, loaded.weights
     attention, kv_heads = spec.attention, spec.attention.kv_heads

@@ -16,8 +16,8 @@ from penstock.engine.layers.mlp import PlainMlp
 from penstock.engine.layers.norm import LayerNorm, LinearLayer, NoNorm, OutputProjection
 from penstock.kernels.operands import Activation, Array, StepBatch
 from penstock.kernels.ops import Ops
-from penstock.weights.architecture.encoder import Encoder
-from penstock.weights.architecture.spec import ModelSpec, Pooler
+from penstock.weights.architecture.encoder import EncoderConfig
+from penstock.weights.architecture.spec import ModelSpec, PoolerConfig
 
 
 class EncoderLayer:
@@ -40,7 +40,7 @@ class EncoderLayer:
 class EncoderModel:
     """See ``engine.models.port.Reader``."""
 
-    def __init__(self, encoder: Encoder, pooler: Pooler, weights: Mapping[str, Any]) -> None:
+    def __init__(self, encoder: EncoderConfig, pooler: PoolerConfig, weights: Mapping[str, Any]) -> None:
         self.pooler = pooler
         self._encoder = encoder
         self._weights = weights
@@ -93,4 +93,4 @@ class EncoderModel:
 def build_encoder(spec: ModelSpec, weights: Mapping[str, Any]) -> EncoderModel:
     """The model over packed weights."""
     assert spec.pooler is not None, "an encoder only reads"
-    return EncoderModel(spec.own(Encoder), spec.pooler, weights)
+    return EncoderModel(spec.own(EncoderConfig), spec.pooler, weights)

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops
-from penstock.types import Medium
-from penstock.weights.architecture.spec import Pooler
+from penstock.types import MediaInput
+from penstock.weights.architecture.spec import PoolerConfig
 
 
 class Model(Protocol):
@@ -33,7 +33,7 @@ class Model(Protocol):
 class PoolingModel(Protocol):
     """A model that only reads: what the pooling runner needs of one.  Stateless like ``Model``."""
 
-    pooler: Pooler
+    pooler: PoolerConfig
 
     def states(self, ops: Ops, batch: StepBatch, second_T: NDArray[np.int32], kv: Array) -> Array | None:
         """Final states, compute or hidden [R, D], of the rows ``batch.sample_rows_R``, or None when there are none.
@@ -75,11 +75,11 @@ class MediaEncoder(Protocol):
         """Numbers in a row."""
         ...
 
-    def check(self, medium: Medium) -> None:
+    def check(self, medium: MediaInput) -> None:
         """Raises ImageRefused for what it cannot read."""
         ...
 
-    def begin(self, ops: Ops, medium: Medium) -> MediaEncoding:
+    def begin(self, ops: Ops, medium: MediaInput) -> MediaEncoding:
         """The encoding of this one, begun.  Raises ImageRefused."""
         ...
 

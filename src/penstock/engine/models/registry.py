@@ -15,14 +15,14 @@ from penstock.engine.models.interface import Model, PoolingModel
 from penstock.errors import ModelError
 from penstock.kernels.ops import Ops
 from penstock.weights.architecture.spec import ModelSpec
-from penstock.weights.families.registry import DECODERS, ENCODERS, HEARERS, installed_plugin
+from penstock.weights.families.registry import DECODERS, ENCODERS, TRANSCRIBERS, installed_plugin
 from penstock.weights.load import LoadedModel
 
 ModelBuilder = Callable[[ModelSpec, Mapping[str, Any], Ops, int], Model]
 """(specification, packed weights by name, backend, positions wanted) to a model."""
 
 BUILT_IN: Mapping[str, ModelBuilder] = MappingProxyType(
-    {**dict.fromkeys(DECODERS, decoder.build_decoder), **dict.fromkeys(HEARERS, whisper.build_whisper)}
+    {**dict.fromkeys(DECODERS, decoder.build_decoder), **dict.fromkeys(TRANSCRIBERS, whisper.build_whisper)}
 )
 
 

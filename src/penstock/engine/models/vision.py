@@ -17,14 +17,14 @@ from penstock.engine.layers.norm import LayerNorm, LinearLayer, NormLayer, Outpu
 from penstock.errors import ImageRefused
 from penstock.kernels.operands import Activation, Array, Gate
 from penstock.kernels.ops import Ops
-from penstock.types import Medium, Picture
-from penstock.weights.architecture.vision import Vision
+from penstock.types import ImageInput, MediaInput
+from penstock.weights.architecture.vision import VisionConfig
 
 
 class VisionLayer:
     """Attention of every patch to all patches, or to those of its window; then the MLP."""
 
-    def __init__(self, vision: Vision, weights: Mapping[str, Any], index: int) -> None:
+    def __init__(self, vision: VisionConfig, weights: Mapping[str, Any], index: int) -> None:
         name = f"vision.{index}."
         self._heads = vision.heads
         self._scale = vision.head_dim**-0.5
@@ -59,7 +59,7 @@ class ImageEncoder:
 
     leads = 0
 
-    def __init__(self, vision: Vision, weights: Mapping[str, Any], *, axes: bool) -> None:
+    def __init__(self, vision: VisionConfig, weights: Mapping[str, Any], *, axes: bool) -> None:
         self.vision = vision
         self.axes = axes
         self.layers = [VisionLayer(vision, weights, index) for index in range(vision.layers)]
@@ -73,16 +73,16 @@ class ImageEncoder:
         """Numbers in a row."""
         return self.vision.out
 
-    def check(self, medium: Medium) -> None:
+    def check(self, medium: MediaInput) -> None:
         """Raises ImageRefused unless this is a picture of as many pixels as its size says."""
-        if not isinstance(medium, Picture):
+        if not isinstance(medium, ImageInput):
             raise ImageRefused("this model reads images, and no sounds")
         if len(medium.pixels) != 3 * medium.rows * medium.columns * self.vision.token_side**2:
             raise ImageRefused("a picture has another number of pixels than its size says")
 
-    def begin(self, ops: Ops, medium: Medium) -> ImageEncoding:
+    def begin(self, ops: Ops, medium: MediaInput) -> ImageEncoding:
         """The encoding of this picture, with its patches embedded and no layer computed."""
-        picture = cast(Picture, medium)
+        picture = cast(ImageInput, medium)
         grid = Grid(self.vision, picture.rows, picture.columns)
         hidden_TD = self._patches(ops, ops.compute(image_patches(self.vision, picture)[grid.patches_T]))
         return ImageEncoding(self, grid, ops.angle_table(grid.angles()), hidden_TD)
@@ -134,7 +134,7 @@ class Grid:
     """In which order the encoder has the patches of an image: those of one token together, the tokens of one window
     together."""
 
-    def __init__(self, vision: Vision, rows: int, columns: int) -> None:
+    def __init__(self, vision: VisionConfig, rows: int, columns: int) -> None:
         """``rows`` and ``columns`` of tokens."""
         self._vision = vision
         self._columns = columns
@@ -158,7 +158,7 @@ class Grid:
         return np.concatenate((np.outer(row_T, inv_freq), np.outer(column_T, inv_freq)), axis=1)
 
 
-def image_patches(vision: Vision, picture: Picture) -> NDArray[np.float32]:
+def image_patches(vision: VisionConfig, picture: ImageInput) -> NDArray[np.float32]:
     """[patches, 3 frames patch patch]: those of one token together, tokens row by row."""
     merge, patch = vision.merge, vision.patch
     tones = np.frombuffer(picture.pixels, np.uint8)
@@ -170,7 +170,7 @@ def image_patches(vision: Vision, picture: Picture) -> NDArray[np.float32]:
     return frames_T3FPP.reshape(len(frames_T3FPP), vision.patch_numbers)
 
 
-def _numbers(picture: Picture) -> NDArray[np.float32]:
+def _numbers(picture: ImageInput) -> NDArray[np.float32]:
     """[3, 256]: what each tone of each colour is read as."""
     scaled_V = (np.arange(256, dtype=np.float64) * picture.scale).astype(np.float32)
     mean_31, deviation_31 = (np.array(own, np.float32)[:, None] for own in (picture.mean, picture.deviation))
@@ -182,13 +182,13 @@ def _linear(weights: Mapping[str, Any], name: str) -> LinearLayer:
     return LinearLayer(weights[name], weights[f"{name}_bias"])
 
 
-def _norm(vision: Vision, weights: Mapping[str, Any], name: str) -> NormLayer:
+def _norm(vision: VisionConfig, weights: Mapping[str, Any], name: str) -> NormLayer:
     if vision.norm == "rms":
         return RmsNorm(weights[name], vision.eps)
     return LayerNorm(weights[name], weights[f"{name}_bias"], vision.eps)
 
 
-def _mlp(vision: Vision, weights: Mapping[str, Any], name: str) -> FeedForward:
+def _mlp(vision: VisionConfig, weights: Mapping[str, Any], name: str) -> FeedForward:
     norm, inward = _norm(vision, weights, f"{name}mlp_norm"), _linear(weights, f"{name}inward")
     down = OutputProjection(_linear(weights, f"{name}down"))
     if vision.gated:

@@ -25,16 +25,16 @@ from penstock.engine.layers.norm import LayerNorm, LinearLayer, OutputProjection
 from penstock.errors import ImageRefused
 from penstock.kernels.operands import Activation, Array, AttentionSpec, StepBatch
 from penstock.kernels.ops import Ops
-from penstock.types import Medium, Sound
+from penstock.types import AudioInput, MediaInput
 from penstock.weights.architecture.spec import ModelSpec
-from penstock.weights.families.whisper import EPS, KERNEL, Stack, Whisper
+from penstock.weights.families.whisper import EPS, KERNEL, WhisperConfig, WhisperStackConfig
 
 
 class WhisperLayerFactory:
     """Building blocks out of packed weights, by the names of ``weights.whisper.layout``."""
 
     def __init__(self, spec: ModelSpec, weights: Mapping[str, Any], ops: Ops) -> None:
-        self.whisper = spec.own(Whisper)
+        self.whisper = spec.own(WhisperConfig)
         self.width = spec.hidden
         self.weights = weights
         self._ops = ops
@@ -51,11 +51,11 @@ class WhisperLayerFactory:
         parts = [self._ops.to_numpy(self.weights[bias]) if bias else none for bias in biases]
         return LinearLayer(self.weights[name], self._ops.vector(np.concatenate(parts)))
 
-    def scale(self, stack: Stack) -> float:
+    def scale(self, stack: WhisperStackConfig) -> float:
         """What products of queries and keys are multiplied by."""
         return float((self.width // stack.heads) ** -0.5)
 
-    def attention(self, name: str, stack: Stack) -> dict[str, Any]:
+    def attention(self, name: str, stack: WhisperStackConfig) -> dict[str, Any]:
         """What self-attention of either side is made of."""
         return {
             "heads": stack.heads,
@@ -107,19 +107,19 @@ class SoundEncoder:
         self._positions = parts.weights["positions"]
         self._norm = parts.norm("encoder.norm")
 
-    def check(self, medium: Medium) -> None:
+    def check(self, medium: MediaInput) -> None:
         """Raises ImageRefused unless this is a sound of the length and the bands that the model hears."""
         whisper = self.whisper
-        if not isinstance(medium, Sound):
+        if not isinstance(medium, AudioInput):
             raise ImageRefused("this model hears sounds, and sees no images")
         if (medium.columns, medium.bands) != (whisper.begin, whisper.bands):
             raise ImageRefused(f"a sound must have {whisper.bands} bands, and stand for {whisper.begin} tokens")
         if len(medium.features) != 4 * whisper.bands * whisper.frames:
             raise ImageRefused(f"a sound must have {whisper.frames} frames of features")
 
-    def begin(self, ops: Ops, medium: Medium) -> SoundEncoding:
+    def begin(self, ops: Ops, medium: MediaInput) -> SoundEncoding:
         """The encoding of this sound: both convolutions are computed, and no layer."""
-        sound = cast(Sound, medium)
+        sound = cast(AudioInput, medium)
         features_BF = np.frombuffer(sound.features, "<f4").reshape(self.whisper.bands, -1)
         inner_FD = self._convolved(ops, self._first, features_BF.T, step=1)
         hidden_TD = ops.hidden(ops.to_numpy(self._convolved(ops, self._second, ops.to_numpy(inner_FD), step=2)))

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from penstock.engine.core.plan import SampledTokens
 from penstock.kernels.operands import Array, GivenRows, StepBatch
 from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
-from penstock.kv_spec import blocks_of
-from penstock.types import PAGE_TOKENS, Medium, PlacedImage, RequestId
+from penstock.kv_spec import blocks_for
+from penstock.types import PAGE_TOKENS, MediaInput, PlacedImage, RequestId
 
 if TYPE_CHECKING:
     from penstock.engine.core.plan import ScheduledTokens
@@ -134,7 +134,7 @@ class MediaRows(Protocol):
         """Have the model's positions three axes?"""
         ...
 
-    def rows(self, image: PlacedImage, pictures: Sequence[Medium], index: int) -> NDArray[np.float32]:
+    def rows(self, image: PlacedImage, pictures: Sequence[MediaInput], index: int) -> NDArray[np.float32]:
         """[tokens, D] of image ``index`` of a request."""
         ...
 
@@ -183,7 +183,7 @@ class InputBatch:
     def fill(self, spans: list[TokenSpan]) -> None:
         """The arrays of these spans, one after another."""
         count = sum(len(span.tokens) for span in spans)
-        blocks = max(blocks_of(span.stop, PAGE_TOKENS) for span in spans) + SPARE_BLOCKS
+        blocks = max(blocks_for(span.stop, PAGE_TOKENS) for span in spans) + SPARE_BLOCKS
         keyed = keyed_groups(spans[0].answer.request.held)
         columns = blocks * keyed
         self._reserve(count, len(spans), columns)
@@ -199,7 +199,7 @@ class InputBatch:
                 self._positions[begin:end] = np.arange(span.start, span.stop, dtype=np.int32)
             self._starts[index + 1] = begin = end
             for group, pages_P in enumerate(span.answer.pages()[:keyed]):
-                own_P = pages_P[: blocks_of(span.stop, PAGE_TOKENS)]
+                own_P = pages_P[: blocks_for(span.stop, PAGE_TOKENS)]
                 table_SP[index, group * blocks : group * blocks + len(own_P)] = own_P
         self.spans = spans
         wanted_R = self._want()
@@ -438,7 +438,7 @@ def state_pages(spans: Sequence[TokenSpan]) -> NDArray[np.int32] | None:
     if not held[0]:
         return None
     cell, parts = held[0][0].page_tokens, len(held[0])
-    runs = [(max(0, span.start - 1) // cell, blocks_of(span.stop, cell)) for span in spans]
+    runs = [(max(0, span.start - 1) // cell, blocks_for(span.stop, cell)) for span in spans]
     pages_SW = np.zeros((len(spans), parts * max(end - first for first, end in runs)), np.int32)
     for row_W, own, (first, end) in zip(pages_SW, held, runs, strict=True):
         row_W[: (end - first) * parts] = [part.pages[index] for index in range(first, end) for part in own]

@@ -29,7 +29,7 @@ from penstock.kernels.operands import Array, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.types import AdapterRef
 from penstock.weights.load import LoadedModel
-from penstock.weights.lora import Adapter, AdapterLimits, model_targets, read_adapter
+from penstock.weights.lora import LoraAdapter, LoraFileLimits, lora_targets, read_lora_adapter
 
 
 class LoraModel:
@@ -106,7 +106,7 @@ class LoraManager:
     """See above.  Made before the fork, with the adapters of the start; no thread is left then."""
 
     def __init__(
-        self, ops: Ops, products: Mapping[str, PackedLinear], room: LoraLimits, read: Callable[[Path], Adapter]
+        self, ops: Ops, products: Mapping[str, PackedLinear], room: LoraLimits, read: Callable[[Path], LoraAdapter]
     ) -> None:
         """``products`` by the names of the model's layout; ``read`` reads a folder and raises ModelError."""
         self._products = products
@@ -123,17 +123,17 @@ class LoraManager:
     @classmethod
     def of(cls, ops: Ops, loaded: LoadedModel, room: LoraLimits) -> LoraManager:
         """Of a model in memory.  Raises ModelError if its family is not known."""
-        targets = model_targets(loaded.spec)
-        limits = AdapterLimits(max_rank=room.max_rank, max_bytes=room.nbytes)
+        targets = lora_targets(loaded.spec)
+        limits = LoraFileLimits(max_rank=room.max_rank, max_bytes=room.nbytes)
         names = {target.weight for target in targets.values() if not target.refused}
         products = {name: w for name, w in loaded.weights.items() if name in names and isinstance(w, PackedLinear)}
-        return cls(ops, products, room, lambda folder: read_adapter(folder, targets, limits))
+        return cls(ops, products, room, lambda folder: read_lora_adapter(folder, targets, limits))
 
     @classmethod
     def none(cls, ops: Ops, room: LoraLimits) -> LoraManager:
         """Of a model that cannot have any."""
 
-        def refuse(folder: Path) -> Adapter:
+        def refuse(folder: Path) -> LoraAdapter:
             raise ModelError(f"{folder}: a model that only reads has no adapters")
 
         return cls(ops, {}, room, refuse)

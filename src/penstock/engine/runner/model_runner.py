@@ -21,7 +21,7 @@ from penstock.engine.runner.sampling_state import MaskThreads, MaskWait, Samplin
 from penstock.grammar.matcher import Matcher
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import MultiStepProgram, Ops, StepProgram
-from penstock.kv_spec import blocks_of
+from penstock.kv_spec import blocks_for
 from penstock.types import PAGE_TOKENS, Grammar, RequestId
 
 
@@ -67,10 +67,10 @@ def _batch(rows: Sequence[ScheduledTokens], ends: Sequence[int]) -> StepBatch:
         [np.arange(row.start, end, dtype=np.int32) for row, end in zip(rows, ends, strict=True)]
     )
     starts_S1 = np.cumsum([0, *(end - row.start for row, end in zip(rows, ends, strict=True))]).astype(np.int32)
-    table_SP = np.zeros((len(rows), blocks_of(max(ends), PAGE_TOKENS)), np.int32)
+    table_SP = np.zeros((len(rows), blocks_for(max(ends), PAGE_TOKENS)), np.int32)
     for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
         (own,) = row.request.held
-        blocks = blocks_of(end, PAGE_TOKENS)
+        blocks = blocks_for(end, PAGE_TOKENS)
         table_SP[index, :blocks] = own.pages[:blocks]
     none = np.empty(0, np.int32)
     return StepBatch(np.zeros_like(positions_T), positions_T, starts_S1, table_SP, none)

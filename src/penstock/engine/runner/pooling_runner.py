@@ -16,9 +16,9 @@ from penstock.engine.core.plan import SampledTokens, ScheduledTokens, StepPlan
 from penstock.engine.models.interface import PoolingModel
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops
-from penstock.kv_spec import blocks_of
+from penstock.kv_spec import blocks_for
 from penstock.types import PAGE_TOKENS, PoolingParams, RequestId
-from penstock.weights.architecture.spec import Pooling, Scores
+from penstock.weights.architecture.spec import PoolingType, ScoreFunction
 
 POOLED_TOKEN = (0,)
 """The token that says that a text has been read."""
@@ -55,11 +55,11 @@ class PoolingRunner:
     def _wanted(self, row: ScheduledTokens) -> range:
         """Which of the row's tokens count."""
         match self._model.pooler.pooling:
-            case Pooling.CLS:
+            case PoolingType.CLS:
                 return range(1 if row.start == 0 else 0)
-            case Pooling.LAST:
+            case PoolingType.LAST:
                 return range(row.count - 1, row.count) if row.samples else range(0)
-            case Pooling.MEAN:
+            case PoolingType.MEAN:
                 return range(row.count)
 
     def _scored(self, plan: StepPlan, states_RD: Array) -> list[SampledTokens]:
@@ -97,7 +97,7 @@ class PoolingRunner:
             return SampledTokens()
         assert total is not None
         pooler = self._model.pooler
-        if pooler.pooling is Pooling.MEAN:
+        if pooler.pooling is PoolingType.MEAN:
             total = total / request.known
         return SampledTokens(
             POOLED_TOKEN, pooled=_packed(final_embedding(total, request.pooling or PoolingParams(), pooler.normalised))
@@ -113,11 +113,11 @@ def final_embedding(vector: PooledVector, wanted: PoolingParams, normalised: boo
     return vector / max(length, MIN_LENGTH)
 
 
-def activate_scores(scores: Sequence[float], how: Scores) -> PooledVector:
+def activate_scores(scores: Sequence[float], how: ScoreFunction) -> PooledVector:
     """What is told of a head's outputs."""
-    if how is Scores.SIGMOID:
+    if how is ScoreFunction.SIGMOID:
         return np.array([1 / (1 + math.exp(-x)) if x > -700 else 0.0 for x in scores])
-    if how is Scores.SOFTMAX:
+    if how is ScoreFunction.SOFTMAX:
         weights = [math.exp(x - max(scores)) for x in scores]
         return np.array(weights) / math.fsum(weights)
     return np.array(scores)
@@ -139,11 +139,11 @@ def _arrays(rows: Sequence[ScheduledTokens], wanted: Sequence[range]) -> tuple[S
         positions += range(row.start, end)
         seconds += [int(second is not None and position >= second) for position in range(row.start, end)]
         starts.append(len(tokens))
-    blocks = max(blocks_of(row.start + row.count, PAGE_TOKENS) for row in rows)
+    blocks = max(blocks_for(row.start + row.count, PAGE_TOKENS) for row in rows)
     table_SP = np.zeros((len(rows), blocks * len(rows[0].request.held)), np.int32)
     for index, row in enumerate(rows):
         for group, holding in enumerate(row.request.held):
-            pages = holding.pages[: blocks_of(row.start + row.count, PAGE_TOKENS)]
+            pages = holding.pages[: blocks_for(row.start + row.count, PAGE_TOKENS)]
             table_SP[index, group * blocks : group * blocks + len(pages)] = pages
     tokens_T, positions_T, starts_S1 = (np.array(numbers, np.int32) for numbers in (tokens, positions, starts))
     batch = StepBatch(tokens_T, positions_T, starts_S1, table_SP, np.array(picked, np.int32))

@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.engine.core.events import AddRequest
 from penstock.engine.core.plan import NewTokens
-from penstock.types import Leg, RequestId, read_token_ids
+from penstock.types import RequestId, RequestStage, read_token_ids
 from penstock.wire.gateway_messages import Hello, PageSource, PhaseTiming, Returned, StillWanted, Submit, TokenItem
 
 CONFIRM_INTERVAL_S = 5.0
@@ -32,7 +32,7 @@ class GatewayRequest:
 
     request: RequestId
     epoch: int
-    leg: Leg
+    leg: RequestStage
     gateway: ConnectedGateway
     pages_from: PageSource | None
     arrived: float  # monotonic seconds, here

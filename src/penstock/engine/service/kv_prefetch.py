@@ -28,12 +28,12 @@ from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.kv_events import KvEventPublisher
 from penstock.engine.service.load_report import LoadReporter
 from penstock.engine.service.readiness import NoPrefetch, PageWait
-from penstock.hashing import block_hash, image_marks
-from penstock.kv.store.eviction import Reuse
+from penstock.hashing import block_hash, image_block_marks
+from penstock.kv.store.eviction import ReuseStats
 from penstock.kv.store.store import PageStore
 from penstock.kv.store.tier import FinalPage, PageKey
-from penstock.kv.store.tier_worker import Found, Load, Loaded, Ticket
-from penstock.types import BlockHash, Leg, PageId, RequestId
+from penstock.kv.store.tier_worker import LoadDone, LookupDone, PageLoad, StoreRequest
+from penstock.types import BlockHash, PageId, RequestId, RequestStage
 
 LOOKUP_PAGES = 256
 """Pages that are looked for at a time: behind one that nobody has, those of layers that read everything are useless."""
@@ -59,7 +59,7 @@ class _Waiting:
     began: float
     deadline: float
     phase: _Phase = _Phase.ASKING
-    ticket: Ticket = field(default_factory=Ticket)
+    ticket: StoreRequest = field(default_factory=StoreRequest)
     asked: list[PageKey] = field(default_factory=list[PageKey])  # of remote tiers
     answers: dict[int, int] = field(default_factory=dict[int, int])  # how many of those a remote tier has
     unanswered: int = 0
@@ -67,7 +67,7 @@ class _Waiting:
     brought: Prefetch | None = None
     places: Sequence[int] = ()  # the last block of each page that is brought
     tiers: Sequence[int] = ()  # from which each page is brought
-    loads: list[Load] = field(default_factory=list[Load])  # of the first of these pages, which were asked for
+    loads: list[PageLoad] = field(default_factory=list[PageLoad])  # of the first of these pages, which were asked for
     ended: float = 0.0
     found: int = 0  # blocks here when it ended
     pages: Counter[str] = field(default_factory=Counter[str])  # that were asked for, by tier
@@ -111,11 +111,11 @@ class KvPrefetcher:
         self._always = store.config.always
         self._clock = clock
         self._imports = Prefetches(self._memory)
-        self._reuse = Reuse()
+        self._reuse = ReuseStats()
         self._waiting: dict[RequestId, _Waiting] = {}
         self._passed: list[_Waiting] = []
-        self._open: dict[Ticket, _Waiting] = {}  # those that something was asked for
-        self._loading: dict[PageKey, Ticket] = {}
+        self._open: dict[StoreRequest, _Waiting] = {}  # those that something was asked for
+        self._loading: dict[PageKey, StoreRequest] = {}
         self._news_left = self._memory.guard.pages_per_turn  # of what tiers tell, in this turn
         self._loads_left = LOADS_PER_TURN
         self.counts = PrefetchCounts()
@@ -208,7 +208,7 @@ class KvPrefetcher:
     def _begin(self, event: AddRequest, now: float) -> _Waiting | None:
         """None: there is nothing to be gained."""
         alone = event.sampling.prompt_logprobs is not None and not event.emitted
-        if event.leg is Leg.DECODE or event.pooling is not None or alone:
+        if event.leg is RequestStage.DECODE or event.pooling is not None or alone:
             return None
         limit = (len(event.prompt) + len(event.emitted) - 1) // self._size
         hashes = self._hashes(event, limit)
@@ -318,16 +318,16 @@ class KvPrefetcher:
             if waiting is None:
                 continue
             match news:
-                case Found():
+                case LookupDone():
                     waiting.unanswered -= 1
                     waiting.answers[news.tier] = news.pages
-                case Loaded():
+                case LoadDone():
                     self._loaded(waiting, news)
             over = waiting.brought is None or not waiting.brought.coming
             if over and waiting.unanswered == 0 and waiting.phase is _Phase.DONE:
                 self._open.pop(news.ticket, None)
 
-    def _loaded(self, waiting: _Waiting, news: Loaded) -> None:
+    def _loaded(self, waiting: _Waiting, news: LoadDone) -> None:
         brought = waiting.brought
         assert brought is not None, "what was asked for has room"
         block, group = brought.wanted[news.place]
@@ -406,7 +406,7 @@ class KvPrefetcher:
         hashes, size = list(event.hashes), self._size
         tokens = (*event.prompt, *event.emitted)
         for start in range(len(hashes) * size, blocks * size, size):
-            marks = image_marks(event.images, start, start + size) if event.images else b""
+            marks = image_block_marks(event.images, start, start + size) if event.images else b""
             parent = hashes[-1] if hashes else event.root
             hashes.append(block_hash(parent, tokens[start : start + size], marks))
         return hashes

@@ -34,19 +34,19 @@ from penstock.engine.service.peer_links import PeerLinks
 from penstock.engine.service.validation import invalid_first_token
 from penstock.kernels.page_export import PageWriter, PendingExport
 from penstock.kv.transfer.events import (
-    FirstToken,
-    Granted,
-    Offer,
-    Outrun,
+    HedgeWon,
+    PageOffer,
+    PagePull,
     PagesAdvanced,
-    Pull,
     PullFailed,
-    ReceiverTurn,
-    Released,
-    SenderTurn,
+    PullGranted,
+    ReceiverOutput,
+    SenderOutput,
+    TransferDone,
+    TransferReleased,
 )
-from penstock.kv.transfer.receiver import HandOverReceiver, SenderMessage, post_pulls
-from penstock.kv.transfer.sender import HandOverSender, post
+from penstock.kv.transfer.receiver import KvReceiver, SenderMessage, send_pulls
+from penstock.kv.transfer.sender import KvSender, send_messages
 from penstock.types import ModelIdentity, PageId, RequestId
 from penstock.wire.gateway_messages import PageSource, TokenItem
 from penstock.wire.transfer_messages import (
@@ -60,7 +60,7 @@ from penstock.wire.transfer_messages import (
 )
 from penstock.wire.transport import Link, Listener
 
-TransferNews = PagesAdvanced | FirstToken | Outrun | PullFailed | Granted | Released
+TransferNews = PagesAdvanced | TransferDone | HedgeWon | PullFailed | PullGranted | TransferReleased
 """What an end says that is not for another worker."""
 
 log = logging.getLogger("penstock.worker")
@@ -73,8 +73,8 @@ class TransferEnds:
     """Both ends of this worker's hand-overs, and whose pages pass through them."""
 
     identity: ModelIdentity
-    sender: HandOverSender
-    receiver: HandOverReceiver
+    sender: KvSender
+    receiver: KvReceiver
     writer: PageWriter | None = None  # of pages that stand on a device
     vocabulary: int | None = None  # of the model; None: tokens that others drew are not compared with it
 
@@ -155,7 +155,7 @@ class KvTransfer:
         if request.ahead:  # the last token that is known is computed by whoever draws the next
             tokens, ahead = tokens - 1, request.ahead + 1
         pieces = self._layout.pieces(tokens, ahead=ahead)
-        pull = Pull(
+        pull = PagePull(
             request=request.id,
             epoch=request.epoch,
             source=source,
@@ -166,7 +166,7 @@ class KvTransfer:
         )
         self._receiving(self._receiver.expect(pull, now))
 
-    def offer(self, offer: Offer, now: float, *, more: bool = False) -> None:
+    def offer(self, offer: PageOffer, now: float, *, more: bool = False) -> None:
         """A page is final; ``more`` of the same leg follow in this turn."""
         self._sending(self._sender.offer(offer, now, more=more))
 
@@ -224,13 +224,13 @@ class KvTransfer:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _receiving(self, turn: ReceiverTurn) -> None:
+    def _receiving(self, turn: ReceiverOutput) -> None:
         now = self._clock.now()
-        for news in post_pulls(turn, lambda source, message: self._peers.send(source, message, now)):
+        for news in send_pulls(turn, lambda source, message: self._peers.send(source, message, now)):
             self._tell(news)
 
-    def _sending(self, turn: SenderTurn) -> None:
-        for news in post(turn, self._listener, self._sender, self._clock.now()):
+    def _sending(self, turn: SenderOutput) -> None:
+        for news in send_messages(turn, self._listener, self._sender, self._clock.now()):
             self._tell(news)
 
 
@@ -241,7 +241,7 @@ EXPORT_POLL_S = 0.001
 class OfferPage(Protocol):
     """Whom a page is offered to: ``hand_overs.HandOvers.offer``."""
 
-    def __call__(self, offer: Offer, now: float, *, more: bool = False) -> None:
+    def __call__(self, offer: PageOffer, now: float, *, more: bool = False) -> None:
         """A page is final; ``more`` of the same leg follow in this turn."""
         ...
 
@@ -251,7 +251,7 @@ class _Batch:
     """What becomes known with a step, once its pages are written."""
 
     writing: PendingExport
-    offers: list[Offer]
+    offers: list[PageOffer]
     ends: list[tuple[TokenItem, int]] = field(default_factory=list[tuple[TokenItem, int]])  # first token; of tokens
 
 
@@ -304,16 +304,16 @@ class PageExporter:
             for first, tokens in batch.ends:
                 self._done(first, tokens, now)
 
-    def _leave(self, offers: Sequence[Offer], now: float) -> None:
+    def _leave(self, offers: Sequence[PageOffer], now: float) -> None:
         """Each prompt's pages stand one behind the other."""
         for offer, following in zip_longest(offers, offers[1:]):
             self._offer(offer, now, more=following is not None and following.request == offer.request)
 
 
-def page_offer(done: CompletedPage, pool: PagePool) -> Offer:
+def page_offer(done: CompletedPage, pool: PagePool) -> PageOffer:
     """A page of a prompt that is read for another worker is final."""
     request, page = done.request, done.request.held[done.group].pages[done.block]
-    return Offer(
+    return PageOffer(
         request=request.id,
         epoch=request.epoch,
         block=done.piece,

@@ -17,16 +17,16 @@ from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.gateways import GatewayRequest, GatewayRequests
 from penstock.engine.service.load_report import LoadReporter
 from penstock.telemetry.log import event
-from penstock.types import Duty, Leg, Role, WorkerState
+from penstock.types import Duty, RequestStage, Role, WorkerState
 from penstock.wire.gateway_messages import REASON_DRAINING, ROLE_CHANGED, Assign
 
 log = logging.getLogger("penstock.worker")
 
 STAGES_OF_ROLE = {
-    Role.PREFILL: frozenset({Leg.PREFILL}),
-    Role.DECODE: frozenset({Leg.DECODE}),
-    Role.BOTH: frozenset(Leg),
-    Role.ENCODE: frozenset[Leg](),
+    Role.PREFILL: frozenset({RequestStage.PREFILL}),
+    Role.DECODE: frozenset({RequestStage.DECODE}),
+    Role.BOTH: frozenset(RequestStage),
+    Role.ENCODE: frozenset[RequestStage](),
 }
 """The legs that a worker of a role is there for.  It may be given others, where that is quicker."""
 
@@ -100,7 +100,7 @@ class Lifecycle:
     def unfit(self) -> list[GatewayRequest]:
         """Asks that have not begun and that this worker is not there for."""
         waiting = {request.id for request in self._scheduler.waiting()}
-        legs = frozenset[Leg]() if self.draining else STAGES_OF_ROLE[self._reporter.role]
+        legs = frozenset[RequestStage]() if self.draining else STAGES_OF_ROLE[self._reporter.role]
         return [
             ask
             for ask in self._asks.all()

@@ -9,7 +9,7 @@ from penstock.config.schema import WorkerConfig
 from penstock.engine.core.plan import StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.encoder_stage import EncoderCounters
-from penstock.kv.transfer.receiver import HandOverReceiver
+from penstock.kv.transfer.receiver import KvReceiver
 from penstock.telemetry.metrics import WORKER_COUNTERS, WORKER_MAXIMA
 from penstock.types import ModelIdentity, WorkerState
 from penstock.wire.gateway_messages import Report, StepRates
@@ -22,7 +22,7 @@ class LoadReporter:
     """Counts, and makes ``Report`` messages."""
 
     def __init__(
-        self, config: WorkerConfig, identity: ModelIdentity, scheduler: Scheduler, receiver: HandOverReceiver
+        self, config: WorkerConfig, identity: ModelIdentity, scheduler: Scheduler, receiver: KvReceiver
     ) -> None:
         self._config = config
         self._identity = identity

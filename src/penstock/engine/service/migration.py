@@ -25,9 +25,9 @@ from penstock.engine.core.request import Request, RequestStatus
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.gateways import ConnectedGateway, GatewayRequest, GatewayRequests
 from penstock.engine.service.kv_transfer import KvTransfer
-from penstock.kv.transfer.events import TAKEN, Granted, Offer, Released
-from penstock.kv_spec import Pieces, blocks_of
-from penstock.types import Leg, RequestId, TokenLogprob
+from penstock.kv.transfer.events import TAKEN, PageOffer, PullGranted, TransferReleased
+from penstock.kv_spec import TransferOrder, blocks_for
+from penstock.types import RequestId, RequestStage, TokenLogprob
 from penstock.wire.gateway_messages import Relieve, TokenItem
 
 ASK_INTERVAL_S = 0.5
@@ -53,7 +53,7 @@ class _Move:
     index: int  # output tokens when it was asked for first: every later one is told to the receiver
     asked: float
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])  # of those later ones
-    pieces: Pieces | None = None  # as the receiver numbers them, once it has come
+    pieces: TransferOrder | None = None  # as the receiver numbers them, once it has come
     offered: int = 0  # pieces
     most: int = 0  # tokens that the receiver has room for
     told: bool = False  # the receiver has heard all
@@ -121,7 +121,12 @@ class Migrations:
             return None
         if request is None or request.epoch != ask.epoch or request.status is not RequestStatus.RUNNING:
             return None
-        if request.leg is Leg.PREFILL or request.pooling is not None or not request.output or request.missing != 1:
+        if (
+            request.leg is RequestStage.PREFILL
+            or request.pooling is not None
+            or not request.output
+            or request.missing != 1
+        ):
             return None
         self._moves[request.id] = move = _Move(request, len(request.output), now)
         self._hand_overs.open(request.id, request.epoch, now)
@@ -129,7 +134,7 @@ class Migrations:
 
     # --- what is heard ------------------------------------------------------------------------------------------------
 
-    def granted(self, effect: Granted, now: float) -> bool:
+    def granted(self, effect: PullGranted, now: float) -> bool:
         """A receiver has come.  False: not for one of these."""
         move, pull = self._moves.get(effect.request), effect.pull
         if move is None or pull is None or move.request.epoch != effect.epoch:
@@ -139,14 +144,14 @@ class Migrations:
             self._hand_overs.fail(request.id, request.epoch, "protocol: it is not written so far", now)
             return True
         memory = self._scheduler.memory
-        move.pieces = Pieces(memory.reaches, pull.tokens, memory.page_tokens, ahead=pull.ahead)
+        move.pieces = TransferOrder(memory.reaches, pull.tokens, memory.page_tokens, ahead=pull.ahead)
         move.most = pull.tokens + pull.ahead
         if move.stopping is not None:
             move.stopping = now
         move.offered = pull.skip_blocks
         return True
 
-    def released(self, effect: Released) -> Migrate | bool | None:
+    def released(self, effect: TransferReleased) -> Migrate | bool | None:
         """A leg is over.  None: not one of these.  True: the receiver has the answer.  Else: it goes on here."""
         move = self._moves.get(effect.request)
         if move is None or move.request.epoch != effect.epoch:
@@ -211,10 +216,10 @@ class Migrations:
             elif move.stopping is not None and now - move.stopping > self._most_stopped_s(move):
                 self._hand_overs.fail(request.id, request.epoch, "it was not taken", now)
 
-    def _tell(self, move: _Move, pieces: Pieces, now: float) -> None:
+    def _tell(self, move: _Move, pieces: TransferOrder, now: float) -> None:
         request = move.request
         move.told = True
-        blocks = pieces.before(blocks_of(request.computed, self._scheduler.memory.page_tokens))
+        blocks = pieces.before(blocks_for(request.computed, self._scheduler.memory.page_tokens))
         for piece in range(move.offered, blocks):
             self._offer(move, piece, pieces, now)
         wants_logprobs = request.sampling.logprobs is not None
@@ -248,11 +253,11 @@ class Migrations:
                 left -= self._hand_overs.page_bytes
                 self._offer(move, move.offered, pieces, now, more=move.offered + 1 < full and left > 0)
 
-    def _offer(self, move: _Move, piece: int, pieces: Pieces, now: float, *, more: bool = False) -> None:
+    def _offer(self, move: _Move, piece: int, pieces: TransferOrder, now: float, *, more: bool = False) -> None:
         request, memory = move.request, self._scheduler.memory
         block, group = pieces.place(piece)
         page = request.held[group].pages[block]
-        offer = Offer(
+        offer = PageOffer(
             request=request.id,
             epoch=request.epoch,
             block=piece,

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 
 from penstock.errors import ConfigError
-from penstock.types import is_older
+from penstock.types import is_older_incarnation
 from penstock.wire.gateway_messages import PageSource
 from penstock.wire.transfer_messages import EncodeImage, PagesReceived, PullPages
 from penstock.wire.transport import Link, Received, Transport
@@ -40,7 +40,7 @@ class PeerLinks:
             self._used[source] = now
             return True
         others = [known for known in self._links if known.worker == source.worker]
-        if any(is_older(source.incarnation, known.incarnation) for known in others):
+        if any(is_older_incarnation(source.incarnation, known.incarnation) for known in others):
             return False
         try:
             link = self._transport.connect(source.endpoint)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from penstock.engine.core.events import AddRequest, CancelRequest, CompiledGrammar, EngineEvent
 from penstock.engine.service.validation import UNFIT
 from penstock.errors import AdapterRefused, GrammarRefused, ImageRefused, QueueFull
-from penstock.types import AdapterRef, Grammar, Medium, RequestId
+from penstock.types import AdapterRef, Grammar, MediaInput, RequestId
 
 MAX_CHECKED_PER_TURN = 256
 """Requests that wait here and are looked at in one turn: some 0.5 ms.  The next turn goes on with the others."""
@@ -141,7 +141,7 @@ class ImageReadiness(Protocol):
         """Nobody waits for this request any more."""
         ...
 
-    def serve(self, content: bytes, picture: Medium) -> NDArray[np.float32] | None:
+    def serve(self, content: bytes, picture: MediaInput) -> NDArray[np.float32] | None:
         """Encode an image for another worker; None: ``served`` has its rows later.  Raises ImageRefused."""
         ...
 
@@ -162,7 +162,7 @@ class NoImages:
     def forget(self, request: RequestId) -> None:
         """See ``ImageReadiness``."""
 
-    def serve(self, content: bytes, picture: Medium) -> NDArray[np.float32] | None:
+    def serve(self, content: bytes, picture: MediaInput) -> NDArray[np.float32] | None:
         """See ``ImageReadiness``."""
         raise ImageRefused("this engine reads text only")
 

@@ -19,7 +19,7 @@ from penstock.engine.service.peer_links import PeerLinks
 from penstock.engine.service.readiness import ImageReadiness
 from penstock.errors import ImageRefused
 from penstock.kernels.host_ops import xxh3_128
-from penstock.types import Medium, ModelIdentity, PlacedImage
+from penstock.types import MediaInput, ModelIdentity, PlacedImage
 from penstock.wire.codec import MAX_PAYLOAD_BYTES
 from penstock.wire.gateway_messages import PageSource
 from penstock.wire.transfer_messages import EncodeImage, ImageAlive, ImageEncoded
@@ -57,7 +57,7 @@ class RemoteEncoders:
         self._clock = clock
         self._asked: dict[bytes, _Asked] = {}
 
-    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: Medium, width: int) -> bool:
+    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: MediaInput, width: int) -> bool:
         """Have one of them encode this image into rows of so many numbers; False if none can be reached."""
         if not sources:
             return False

@@ -60,8 +60,8 @@ from penstock.engine.service.peer_links import PeerLinks
 from penstock.engine.service.readiness import PageWait, ReadinessGate, ReadinessSources
 from penstock.engine.service.remote_encoder import EncodeRequests
 from penstock.engine.service.validation import UNFIT, invalid_submit
-from penstock.kv.transfer.events import FirstToken, Granted, Outrun, PagesAdvanced, PullFailed, Released
-from penstock.types import Duty, Leg, RequestId, WorkerState
+from penstock.kv.transfer.events import HedgeWon, PagesAdvanced, PullFailed, PullGranted, TransferDone, TransferReleased
+from penstock.types import Duty, RequestId, RequestStage, WorkerState
 from penstock.wire.codec import fits
 from penstock.wire.gateway_messages import (
     HANDED_OVER,
@@ -112,20 +112,20 @@ class TransferNewsHandler:
         match news:
             case PagesAdvanced():
                 self._out.event(PagesArrived(id=news.request, epoch=news.epoch, computed=news.computed))
-            case FirstToken():
+            case TransferDone():
                 self._complete(news, now)
-            case Outrun():
+            case HedgeWon():
                 self._outrun(news, now)
             case PullFailed():
                 self._reporter.count("hand_overs_failed")
                 self._out.give_back(news.request, news.epoch, f"pages_lost: {news.reason}")
-            case Granted():
+            case PullGranted():
                 if not self._moves.granted(news, now):
                     self._out.event(CreditGranted(id=news.request, epoch=news.epoch))
-            case Released():
+            case TransferReleased():
                 self._released(news, now)
 
-    def _complete(self, effect: FirstToken, now: float) -> None:
+    def _complete(self, effect: TransferDone, now: float) -> None:
         """The scheduler puts tokens in their place; what else is known of them waits with the ask for ``publish``."""
         first = effect.first
         ask = self._asks.get(effect.request)
@@ -147,7 +147,7 @@ class TransferNewsHandler:
             FirstTokenArrived(id=effect.request, epoch=effect.epoch, token=first.tokens[0], finish=first.finish)
         )
 
-    def _outrun(self, effect: Outrun, now: float) -> None:
+    def _outrun(self, effect: HedgeWon, now: float) -> None:
         """All was computed elsewhere and its pages are too slow to come: this worker computes them, too."""
         ask = self._asks.get(effect.request)
         if ask is not None and ask.epoch == effect.epoch:
@@ -156,7 +156,7 @@ class TransferNewsHandler:
             ask.first = effect.first
         self._out.event(RecomputeLocally(id=effect.request, epoch=effect.epoch, token=effect.first.tokens[0]))
 
-    def _joined(self, effect: FirstToken, ask: GatewayRequest) -> None:
+    def _joined(self, effect: TransferDone, ask: GatewayRequest) -> None:
         """An answer that another worker wrote goes on here."""
         first, here = effect.first, self._scheduler.find(effect.request)
         self._reporter.count("answers_joined")
@@ -164,7 +164,7 @@ class TransferNewsHandler:
             ask.first = migrated_item(first, here.emitted)
         self._out.event(MigrationDone(id=effect.request, epoch=effect.epoch, index=first.index, tokens=first.tokens))
 
-    def _released(self, effect: Released, now: float) -> None:
+    def _released(self, effect: TransferReleased, now: float) -> None:
         if effect.reason == "lease ended":
             self._reporter.count("leases_expired")
         moved = self._moves.released(effect)
@@ -318,7 +318,7 @@ class WorkerService:
                 if not all(self._send_tokens(ask.gateway, (part,)) for part in before):
                     continue
             batches.add(ask.gateway, item)
-            if ask.leg is Leg.PREFILL:
+            if ask.leg is RequestStage.PREFILL:
                 self._departures.ended(item, len(progress.request.prompt) + progress.index, now)
         self._departures.turn(now)
         for gateway, items in batches.all():
@@ -478,14 +478,14 @@ class WorkerService:
             return
         if earlier is not None:
             self._hand_overs.cancel(message.request, earlier.epoch, now)
-        if message.leg is Leg.DECODE and message.pages_from is None:
+        if message.leg is RequestStage.DECODE and message.pages_from is None:
             self._return(message.request, message.epoch, "no source of pages was named")
             return
         if message.pages_from is not None and not self._hand_overs.reach(message.pages_from, now):
             self._return(message.request, message.epoch, "pages_lost: no way to the source")
             return
         self._events.append(add_request_of(message, now, ahead=self._config.hand_over.ahead_tokens))
-        if message.leg is Leg.PREFILL:
+        if message.leg is RequestStage.PREFILL:
             self._hand_overs.open(message.request, message.epoch, now)
 
     def _assign(self, message: Assign, now: float) -> None:

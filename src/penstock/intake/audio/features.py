@@ -12,9 +12,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from penstock.errors import ModelError
-from penstock.weights.config_json import Fields
-from penstock.weights.families.whisper import Whisper
-from penstock.weights.model_files import SmallFiles, load_json
+from penstock.weights.config_json import ConfigFields
+from penstock.weights.families.whisper import WhisperConfig
+from penstock.weights.model_files import ModelFiles, load_json
 
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"  # where newer releases have it, under "feature_extractor"
@@ -52,7 +52,7 @@ class SoundRecipe(msgspec.Struct, frozen=True, kw_only=True):
         return self.samples // self.hop
 
 
-def read_sound_recipe(files: SmallFiles, whisper: Whisper) -> SoundRecipe:
+def read_sound_recipe(files: ModelFiles, whisper: WhisperConfig) -> SoundRecipe:
     """Raises ModelError if the files ask for what is not done here, or for something else than the model hears."""
     config = _extractor(files)
     recipe = SoundRecipe(
@@ -77,17 +77,17 @@ def read_sound_recipe(files: SmallFiles, whisper: Whisper) -> SoundRecipe:
     return recipe
 
 
-def _extractor(files: SmallFiles) -> Fields:
+def _extractor(files: ModelFiles) -> ConfigFields:
     own = load_json(files, PREPROCESSOR)
     if own is not None:
-        return Fields(own, files.path_of(PREPROCESSOR))
+        return ConfigFields(own, files.path_of(PREPROCESSOR))
     inner = (load_json(files, PROCESSOR) or {}).get("feature_extractor")
     if not isinstance(inner, dict):
         raise ModelError(
             f"{files.path_of(PREPROCESSOR)} is missing: it says how the model's sounds are prepared. It is part of the "
             "model's release"
         )
-    return Fields(inner, f"{files.path_of(PROCESSOR)}: feature_extractor")
+    return ConfigFields(inner, f"{files.path_of(PROCESSOR)}: feature_extractor")
 
 
 class Features:

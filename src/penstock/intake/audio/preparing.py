@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from penstock.config.limits import Limits
 from penstock.errors import QueueFull
-from penstock.hashing import medium_salt, picture_hash
+from penstock.hashing import media_hash, medium_salt
 from penstock.intake.audio.features import Features, SoundRecipe
 from penstock.intake.audio.resampling import resampled, working_bytes
 from penstock.intake.audio.wav import PIECE_BYTES, Recording, samples_of
 from penstock.intake.audio.windows import windows
 from penstock.intake.memory_budget import MemoryBudget
-from penstock.types import PlacedImage, Sound
+from penstock.types import AudioInput, PlacedImage
 
 THREADS = 2
 
@@ -85,13 +85,13 @@ class Sounds:
 
         return await self._beside(work)
 
-    async def hear(self, samples_N: NDArray[np.float32], salt: str = "") -> tuple[PlacedImage, Sound]:
+    async def hear(self, samples_N: NDArray[np.float32], salt: str = "") -> tuple[PlacedImage, AudioInput]:
         """One window, in front of a prompt.  Who has another ``salt`` shares nothing of it.  Raises QueueFull."""
 
-        def work() -> tuple[PlacedImage, Sound]:
+        def work() -> tuple[PlacedImage, AudioInput]:
             features_BT = self._features.of(samples_N).astype("<f4", copy=False)
-            sound = Sound(self.recipe.tokens, self.recipe.bands, features_BT.tobytes(), medium_salt(salt))
-            return PlacedImage(picture_hash(sound), 0, sound.rows, sound.columns), sound
+            sound = AudioInput(self.recipe.tokens, self.recipe.bands, features_BT.tobytes(), medium_salt(salt))
+            return PlacedImage(media_hash(sound), 0, sound.rows, sound.columns), sound
 
         return await self._beside(work)
 

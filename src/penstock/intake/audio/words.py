@@ -9,8 +9,8 @@ import msgspec
 
 from penstock.errors import ModelError
 from penstock.intake.tokenizer import TextTokenizer
-from penstock.weights.config_json import Fields
-from penstock.weights.model_files import CONFIG, GENERATION_CONFIG, SmallFiles, load_json
+from penstock.weights.config_json import ConfigFields
+from penstock.weights.model_files import CONFIG, GENERATION_CONFIG, ModelFiles, load_json
 
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 
@@ -49,10 +49,10 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
         return next((name for name, own in self.languages.items() if own == token), ENGLISH)
 
 
-def read_words(files: SmallFiles, tokenizer: TextTokenizer) -> Words:
+def read_words(files: ModelFiles, tokenizer: TextTokenizer) -> Words:
     """Raises ModelError where the tokenizer lacks one of them, or a list names what is no token."""
-    config = Fields(load_json(files, CONFIG) or {}, files.path_of(CONFIG))
-    generation = Fields(load_json(files, GENERATION_CONFIG) or {}, files.path_of(GENERATION_CONFIG))
+    config = ConfigFields(load_json(files, CONFIG) or {}, files.path_of(CONFIG))
+    generation = ConfigFields(load_json(files, GENERATION_CONFIG) or {}, files.path_of(GENERATION_CONFIG))
     vocabulary = config.size("vocab_size")
     several = generation.get("is_multilingual", bool, vocabulary >= MULTILINGUAL_FROM)
 
@@ -86,7 +86,7 @@ def read_words(files: SmallFiles, tokenizer: TextTokenizer) -> Words:
     )
 
 
-def _ids(generation: Fields, config: Fields, name: str, vocabulary: int) -> tuple[int, ...]:
+def _ids(generation: ConfigFields, config: ConfigFields, name: str, vocabulary: int) -> tuple[int, ...]:
     """The list in the generation config, or, of older releases, in the configuration."""
     source = generation if generation.has(name) else config
     values: list[Any] = source.get(name, list, [])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from penstock.config.limits import Limits
 from penstock.errors import RequestError
 from penstock.intake.images.recipe import MAX_ASPECT, ImageRecipe
-from penstock.types import Picture
+from penstock.types import ImageInput
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -77,7 +77,7 @@ _MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")
 """With a length behind it: not a byte of entropy-coded data, fill bytes, or one of the markers that stand alone."""
 
 
-def picture_of(raw: bytes, recipe: ImageRecipe, limits: Limits, where: str) -> Picture:
+def picture_of(raw: bytes, recipe: ImageRecipe, limits: Limits, where: str) -> ImageInput:
     """What the model sees of this file; of a moving one, the first frame.  Raises RequestError, naming ``where``."""
     from PIL import Image, UnidentifiedImageError
 
@@ -128,7 +128,7 @@ def _turned(image: Image.Image) -> bool:
     return image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
 
 
-def _prepared(image: Image.Image, size: tuple[int, int], recipe: ImageRecipe) -> Picture:
+def _prepared(image: Image.Image, size: tuple[int, int], recipe: ImageRecipe) -> ImageInput:
     from PIL import Image as Images
     from PIL import ImageOps
 
@@ -136,7 +136,7 @@ def _prepared(image: Image.Image, size: tuple[int, int], recipe: ImageRecipe) ->
     ImageOps.exif_transpose(image, in_place=True)
     upright = image if image.mode == "RGB" else image.convert("RGB")
     resized = upright.resize((columns * recipe.side, rows * recipe.side), resample=Images.Resampling.BICUBIC)
-    return Picture(
+    return ImageInput(
         rows=rows,
         columns=columns,
         pixels=resized.tobytes(),

@@ -16,13 +16,13 @@ import msgspec
 
 from penstock.config.limits import Limits
 from penstock.errors import QueueFull, RequestError
-from penstock.hashing import medium_salt, picture_hash
+from penstock.hashing import media_hash, medium_salt
 from penstock.intake.images.pixels import bad_image, decoding_bytes, picture_of
 from penstock.intake.images.recipe import ImageRecipe
 from penstock.intake.images.remote import RemoteImages
 from penstock.intake.memory_budget import MemoryBudget
 from penstock.intake.message_fields import ImageUrl
-from penstock.types import Picture, PlacedImage
+from penstock.types import ImageInput, PlacedImage
 
 THREADS = 2
 MAX_PICTURE_BYTES = 24 << 20
@@ -39,7 +39,7 @@ class Seen(msgspec.Struct, frozen=True):
 
     tokens: tuple[int, ...]
     images: tuple[PlacedImage, ...] = ()
-    pictures: tuple[Picture, ...] = ()
+    pictures: tuple[ImageInput, ...] = ()
 
 
 class Images:
@@ -78,9 +78,9 @@ class Images:
         finally:
             self._queued -= len(urls)
 
-    async def _pictures(self, urls: Sequence[ImageUrl], salt: bytes) -> list[tuple[Picture, bytes]]:
+    async def _pictures(self, urls: Sequence[ImageUrl], salt: bytes) -> list[tuple[ImageInput, bytes]]:
         """Pictures with their hashes, one after another: what is refused early costs nothing later."""
-        made: list[tuple[Picture, bytes]] = []
+        made: list[tuple[ImageInput, bytes]] = []
         for image in urls:
             raw = None if image.url[:5].lower() == "data:" else await self._fetch(image)
             loop = asyncio.get_running_loop()
@@ -98,14 +98,14 @@ class Images:
             )
         return await self._remote.fetch(image.url, image.where)
 
-    def _picture(self, image: ImageUrl, raw: bytes | None, salt: bytes) -> tuple[Picture, bytes]:
+    def _picture(self, image: ImageUrl, raw: bytes | None, salt: bytes) -> tuple[ImageInput, bytes]:
         """On a thread."""
         if raw is None:
             raw = data_of(image, self._limits.max_image_bytes)
         with self._decoding.hold(decoding_bytes(raw, image.where, self._limits)):
             picture = picture_of(raw, self.recipe, self._limits, image.where)
         picture = msgspec.structs.replace(picture, salt=salt) if salt else picture
-        return picture, picture_hash(picture)
+        return picture, media_hash(picture)
 
 
 def data_of(image: ImageUrl, max_bytes: int) -> bytes:
@@ -136,7 +136,7 @@ def _decoded(image: ImageUrl, begin: int) -> Iterator[bytes]:
             raise bad_image(image.where, "its data is not base64.") from None
 
 
-def expanded(tokens: Sequence[int], token: int, pictures: Sequence[tuple[Picture, bytes]]) -> Seen:
+def expanded(tokens: Sequence[int], token: int, pictures: Sequence[tuple[ImageInput, bytes]]) -> Seen:
     """``tokens`` with each ``token`` repeated as often as its picture has rows and columns."""
     told: list[int] = []
     images: list[PlacedImage] = []

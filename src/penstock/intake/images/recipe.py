@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from penstock.errors import ModelError
-from penstock.weights.architecture.vision import SeeingDecoder
-from penstock.weights.config_json import Fields
+from penstock.weights.architecture.vision import VisionDecoderConfig
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import BUILT_IN
-from penstock.weights.model_files import CONFIG, SmallFiles, load_json
+from penstock.weights.model_files import CONFIG, ModelFiles, load_json
 
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"  # where newer releases have it, under "image_processor"
@@ -59,7 +59,7 @@ class ImageRecipe(msgspec.Struct, frozen=True, kw_only=True):
         return rows, columns
 
 
-def read_recipe(files: SmallFiles) -> ImageRecipe | None:
+def read_recipe(files: ModelFiles) -> ImageRecipe | None:
     """The recipe of a model whose images can be read here; None for one that reads text only.
 
     Raises ModelError if the model reads images, and its files ask for what is not done here.
@@ -69,17 +69,17 @@ def read_recipe(files: SmallFiles) -> ImageRecipe | None:
     family = BUILT_IN.get(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
     if family is None or "vision_config" not in values:
         return None
-    config = Fields(values, files.path_of(CONFIG))
+    config = ConfigFields(values, files.path_of(CONFIG))
     details = family.parse(config).details
-    if not isinstance(details, SeeingDecoder):
+    if not isinstance(details, VisionDecoderConfig):
         return None
     return _parse(_processor(files), details.vision.token_side, config.get("image_token_id", int, 151_655))
 
 
-def _processor(files: SmallFiles) -> Fields:
+def _processor(files: ModelFiles) -> ConfigFields:
     own = load_json(files, PREPROCESSOR)
     if own is not None:
-        return Fields(own, files.path_of(PREPROCESSOR))
+        return ConfigFields(own, files.path_of(PREPROCESSOR))
     both = load_json(files, PROCESSOR) or {}
     inner = both.get("image_processor")
     if not isinstance(inner, dict):
@@ -87,10 +87,10 @@ def _processor(files: SmallFiles) -> Fields:
             f"{files.path_of(PREPROCESSOR)} is missing: it says how the model's images are prepared. It is part of "
             "the model's release"
         )
-    return Fields(inner, f"{files.path_of(PROCESSOR)}: image_processor")
+    return ConfigFields(inner, f"{files.path_of(PROCESSOR)}: image_processor")
 
 
-def _parse(config: Fields, side: int, token: int) -> ImageRecipe:
+def _parse(config: ConfigFields, side: int, token: int) -> ImageRecipe:
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if not config.get(name, bool, True):
             raise config.refuse(f"{name} is false; only images that are prepared in all steps can be served")
@@ -100,7 +100,7 @@ def _parse(config: Fields, side: int, token: int) -> ImageRecipe:
     if own != side:
         raise config.refuse(f"patch_size times merge_size is {own}, by {CONFIG} a token is {side} pixels a side")
     sizes: Mapping[str, Any] = config.get("size", dict, {})
-    inside = Fields(dict(sizes), f"{config.where}: size")
+    inside = ConfigFields(dict(sizes), f"{config.where}: size")
     least = config.size("min_pixels", inside.size("shortest_edge", 56 * 56))
     most = config.size("max_pixels", inside.size("longest_edge", 28 * 28 * 1280))
     if least > most:
@@ -117,7 +117,7 @@ def _parse(config: Fields, side: int, token: int) -> ImageRecipe:
 
 
 def _three(
-    config: Fields, name: str, default: tuple[float, float, float], least: float | None
+    config: ConfigFields, name: str, default: tuple[float, float, float], least: float | None
 ) -> tuple[float, float, float]:
     values = config.get(name, list, list(default))
     if len(values) != 3 or not all(type(value) in (int, float) and math.isfinite(value) for value in values):

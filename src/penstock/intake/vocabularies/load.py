@@ -20,7 +20,7 @@ from penstock.intake.vocabularies.merges import PAIRS, read_merges
 from penstock.intake.vocabularies.ranks import FILLER, is_tiktoken, read_tekken, read_tiktoken
 from penstock.intake.vocabularies.sentencepiece import read_sentencepiece
 from penstock.weights.gguf.file import is_gguf
-from penstock.weights.model_files import TOKENIZER, small_files
+from penstock.weights.model_files import TOKENIZER, model_files
 
 MAX_FILE_BYTES = 256 << 20
 _WANTED = "tokenizer.json, tekken.json, tiktoken.model, tokenizer.model, or vocab.json with merges.txt"
@@ -79,7 +79,7 @@ def _read_library_file(path: Path) -> Tokenizer:
 
 def _read_gguf(path: Path) -> Tokenizer:
     try:
-        return Tokenizer.from_buffer(small_files(path).read(TOKENIZER) or b"")
+        return Tokenizer.from_buffer(model_files(path).read(TOKENIZER) or b"")
     except PenstockError:
         raise
     except Exception as error:  # the library raises bare Exception

@@ -68,7 +68,7 @@ from penstock.kernels.reference.tiles import (
 )
 from penstock.kernels.sampling import Sampled, SampleRow
 from penstock.kernels.weight_source import WeightLoading
-from penstock.kv_spec import blocks_of
+from penstock.kv_spec import blocks_for
 from penstock.types import FP8_E4M3, PAGE_TOKENS
 
 COMPUTE_TYPES: Mapping[str, torch.dtype] = MappingProxyType({"bf16": torch.bfloat16, "fp32": torch.float32})
@@ -397,7 +397,7 @@ class ReferenceOps(Ops):
                 block = position // PAGE_TOKENS
                 count = min(end - token, (block + 1) * PAGE_TOKENS - position)
                 seen = (spec.keys_of(position)[0], spec.keys_of(position + count - 1)[1])
-                blocks = block + 1 if spec.until is None else blocks_of(spec.until, PAGE_TOKENS)
+                blocks = block + 1 if spec.until is None else blocks_for(spec.until, PAGE_TOKENS)
                 rows, pages = slice(token, token + count), self.context.indices(table_SP[s, :blocks])
                 k_GNC, v_GNC = kv.gathered(place, pages, seen)
                 out_THC[rows] = attend_tile(q_THC[rows], k_GNC, v_GNC, position, spec).to(self.context.dtype)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.kv.checksum import PageSeal
+from penstock.kv.checksum import PageChecksum
 from penstock.kv.memory import KvMemory
 from penstock.types import PageId, RequestId
 from penstock.wire.gateway_messages import PageSource
@@ -26,7 +26,7 @@ from penstock.wire.transfer_messages import PageReady, PagesAt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wanted:
+class FetchRequest:
     """A page of ``source`` that was announced, and the receiver's own page that it is to stand in."""
 
     source: PageSource
@@ -36,10 +36,10 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Landed:
+class FetchResult:
     """What became of a page that was not there at once."""
 
-    wanted: Wanted
+    wanted: FetchRequest
     failure: str | None = None  # why it is not there; None: it is, and it is the announced one
 
 
@@ -51,7 +51,7 @@ REFUSED = "refused"
 """The failure of a page that its sender hands out no more."""
 
 
-class PageCarrier(Protocol):
+class KvConnector(Protocol):
     """One way for page bytes to get from worker to worker.  Both ends of a hand-over use the same kind.
 
     Called by one thread.  Nothing here waits longer than copying a page takes.
@@ -63,7 +63,7 @@ class PageCarrier(Protocol):
     own: KvMemory
     """This worker's pages: read by the sending end, written by the receiving end."""
 
-    seal: PageSeal
+    seal: PageChecksum
 
     # --- sending end -------------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class PageCarrier(Protocol):
         """What the sender said of where this hand-over's pages are."""
         del source, at
 
-    def fetch(self, wanted: Wanted) -> bool:
+    def fetch(self, wanted: FetchRequest) -> bool:
         """Bring an announced page.  True: it is here, and it is the announced one.  False: ``landed`` will tell.
 
         Raises PageCorrupt for a page that is not the announced one, HandOverRefused for a source out of reach.
@@ -117,7 +117,7 @@ class PageCarrier(Protocol):
         """Has ``landed`` something to tell?"""
         return False
 
-    def landed(self) -> Sequence[Landed]:
+    def landed(self) -> Sequence[FetchResult]:
         """What has become of pages since this was asked last.  Those that were stopped may be among them."""
         return ()
 

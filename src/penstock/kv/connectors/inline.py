@@ -6,18 +6,18 @@ Needs no library and no port of its own, and is slower than ``tcp``: every byte 
 from __future__ import annotations
 
 from penstock.errors import PageCorrupt
-from penstock.kv.checksum import PageSeal
-from penstock.kv.connectors.base import PageCarrier, Wanted
+from penstock.kv.checksum import PageChecksum
+from penstock.kv.connectors.base import FetchRequest, KvConnector
 from penstock.kv.memory import KvMemory
 from penstock.types import PageId
 
 
-class CurveCarrier(PageCarrier):
+class InlineConnector(KvConnector):
     """Encryption and framing are the transport's."""
 
     name = "curve"
 
-    def __init__(self, own: KvMemory, seal: PageSeal) -> None:
+    def __init__(self, own: KvMemory, seal: PageChecksum) -> None:
         self.own = own
         self.seal = seal
 
@@ -25,7 +25,7 @@ class CurveCarrier(PageCarrier):
         """The page itself."""
         return self.own.view(page)
 
-    def fetch(self, wanted: Wanted) -> bool:
+    def fetch(self, wanted: FetchRequest) -> bool:
         """At once: the bytes are here."""
         frame = wanted.frame
         if wanted.payload is None:

@@ -7,29 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.errors import HandOverRefused, PageCorrupt
-from penstock.kv.checksum import PageSeal
-from penstock.kv.connectors.base import PageCarrier, Wanted
+from penstock.errors import PageCorrupt, TransferRefused
+from penstock.kv.checksum import PageChecksum
+from penstock.kv.connectors.base import FetchRequest, KvConnector
 from penstock.kv.memory import KvMemory
 from penstock.types import WorkerId
 
 
-class ShmCarrier(PageCarrier):
+class ShmConnector(KvConnector):
     """``peers``: the other workers' memory, mapped read-only.  It may grow while the carrier is in use."""
 
     name = "shm"
 
-    def __init__(self, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal: PageSeal) -> None:
+    def __init__(self, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal: PageChecksum) -> None:
         self.own = own
         self.seal = seal
         self._peers = peers
 
-    def fetch(self, wanted: Wanted) -> bool:
+    def fetch(self, wanted: FetchRequest) -> bool:
         """At once: the page is copied out of where it lies, and checked in the same pass."""
         source, frame = wanted.source, wanted.frame
         memory = self._peers.get(source.worker)
         if memory is None:
-            raise HandOverRefused(f"the memory of {source.worker} is not mapped here")
+            raise TransferRefused(f"the memory of {source.worker} is not mapped here")
         if not 0 <= frame.page < memory.pages:
             raise PageCorrupt(f"page {frame.page} of {source.worker}, which has {memory.pages}")
         self.seal.copy(frame, memory.view(frame.page), wanted.into)
@@ -41,7 +41,7 @@ class ShmCarrier(PageCarrier):
 # MERGED: It reads the sender's memory as ``shm`` does, in the same place and with the same checks.
 
 
-class MemoryCarrier(ShmCarrier):
+class InMemoryConnector(ShmConnector):
     """``peers``: the other workers' memory, by worker."""
 
     name = "memory"

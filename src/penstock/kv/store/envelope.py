@@ -35,7 +35,7 @@ _NO_RUN = bytes(24)
 _MOST_RUNS = 256  # keys of other runs that are kept ready
 
 
-class StoreSeal:
+class PageEnvelope:
     """Proofs of pages of one model in one layout."""
 
     encrypts = False
@@ -45,21 +45,21 @@ class StoreSeal:
     def __init__(self, identity: ModelIdentity, layout: KvLayout) -> None:
         self.identity = identity
         self.layout = layout
-        self._names = names_of(identity, layout)
+        self._names = identity_digest(identity, layout)
 
     def close(self, key: PageKey, page: memoryview) -> tuple[memoryview, bytes]:
         """(what is to be stored, its proof)."""
-        return page, seal_page(page, self._names + bound(key)) + _NO_RUN
+        return page, seal_page(page, self._names + page_key_bytes(key)) + _NO_RUN
 
     def open(self, key: PageKey, stored: memoryview, proof: bytes, into: memoryview) -> None:
         """Copy what was stored, and prove the copy.  Raises PageCorrupt; ``into`` is spoiled then."""
         if stored.nbytes != into.nbytes:
             raise PageCorrupt(f"stored page of {stored.nbytes} bytes, expected {into.nbytes}")
-        if copy_page(stored, into, self._names + bound(key)) + _NO_RUN != proof:
+        if copy_page(stored, into, self._names + page_key_bytes(key)) + _NO_RUN != proof:
             raise PageCorrupt("stored page: wrong checksum")
 
 
-class EncryptingSeal:
+class EncryptedEnvelope:
     """The same with a key.  What is stored is as long as the page."""
 
     encrypts = True
@@ -68,7 +68,7 @@ class EncryptingSeal:
         """Raises ConfigError when the library is not there."""
         self.identity = identity
         self.layout = layout
-        self._names = names_of(identity, layout)
+        self._names = identity_digest(identity, layout)
         self._key = key
         self.kind = "e" + blake3(b"penstock/kv-store/1 which key", key=key).hexdigest()[:8]
         self._cipher = _cipher()
@@ -77,20 +77,22 @@ class EncryptingSeal:
         self._count = itertools.count()
 
     def close(self, key: PageKey, page: memoryview) -> tuple[memoryview, bytes]:
-        """As ``StoreSeal.close``."""
+        """As ``PageEnvelope.close``."""
         count = next(self._count).to_bytes(8, "little")
-        sealed = self._cipher_of(self._run).encrypt(bytes(4) + count, page, self._names + bound(key))
+        sealed = self._cipher_of(self._run).encrypt(bytes(4) + count, page, self._names + page_key_bytes(key))
         return memoryview(sealed)[:-16], sealed[-16:] + self._run + count
 
     def open(self, key: PageKey, stored: memoryview, proof: bytes, into: memoryview) -> None:
-        """As ``StoreSeal.open``."""
+        """As ``PageEnvelope.open``."""
         from cryptography.exceptions import InvalidTag
 
         if stored.nbytes != into.nbytes:
             raise PageCorrupt(f"stored page of {stored.nbytes} bytes, expected {into.nbytes}")
         tag, run, count = proof[:16], proof[16:32], proof[32:]
         try:
-            page = self._cipher_of(run).decrypt(bytes(4) + count, bytes(stored) + tag, self._names + bound(key))
+            page = self._cipher_of(run).decrypt(
+                bytes(4) + count, bytes(stored) + tag, self._names + page_key_bytes(key)
+            )
         except InvalidTag:
             raise PageCorrupt("stored page: not encrypted with this key, or changed") from None
         into[:] = page
@@ -104,12 +106,12 @@ class EncryptingSeal:
         return cipher
 
 
-AnySeal = StoreSeal | EncryptingSeal
+AnyEnvelope = PageEnvelope | EncryptedEnvelope
 
 
-def seal_for(identity: ModelIdentity, layout: KvLayout, key: bytes | None) -> AnySeal:
+def make_envelope(identity: ModelIdentity, layout: KvLayout, key: bytes | None) -> AnyEnvelope:
     """With a key, pages are encrypted.  Raises ConfigError."""
-    return StoreSeal(identity, layout) if key is None else EncryptingSeal(identity, layout, key)
+    return PageEnvelope(identity, layout) if key is None else EncryptedEnvelope(identity, layout, key)
 
 
 def read_key(path: Path) -> bytes:
@@ -134,13 +136,13 @@ def check_cipher() -> None:
     _cipher()
 
 
-def names_of(identity: ModelIdentity, layout: KvLayout) -> bytes:
+def identity_digest(identity: ModelIdentity, layout: KvLayout) -> bytes:
     """What every page of this model in this layout is bound to: 32 bytes."""
     fields = (identity.fingerprint.encode(), identity.numerics.encode(), layout.name.encode())
     return blake3(b"penstock/kv-store/1" + b"".join(len(raw).to_bytes(4, "little") + raw for raw in fields)).digest()
 
 
-def bound(key: PageKey) -> bytes:
+def page_key_bytes(key: PageKey) -> bytes:
     """A page's name as bytes."""
     return key.block + key.group.to_bytes(2, "little")
 

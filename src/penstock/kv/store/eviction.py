@@ -30,7 +30,7 @@ any more."""
 _WEIGHTY = 1 << 12  # observations of a kind after which older ones count half
 
 
-class Origin(Enum):
+class BlockOrigin(Enum):
     """Kinds of blocks that come up again at different rates."""
 
     PROMPT = "of a prompt"
@@ -38,25 +38,25 @@ class Origin(Enum):
     AGAIN = "asked for before"
 
 
-class Reuse:
+class ReuseStats:
     """How often blocks come up again."""
 
     def __init__(self) -> None:
-        self._followed: OrderedDict[BlockHash, Origin] = OrderedDict()  # oldest first
-        self._again = dict.fromkeys(Origin, 1.0)
-        self._all = dict.fromkeys(Origin, 2.0)
+        self._followed: OrderedDict[BlockHash, BlockOrigin] = OrderedDict()  # oldest first
+        self._again = dict.fromkeys(BlockOrigin, 1.0)
+        self._all = dict.fromkeys(BlockOrigin, 2.0)
 
-    def chance(self, origin: Origin) -> float:
+    def chance(self, origin: BlockOrigin) -> float:
         """That a block of this kind comes up again; one half before anything was seen."""
         return self._again[origin] / self._all[origin]
 
-    def made(self, block: BlockHash, answer: bool) -> Origin:
+    def made(self, block: BlockHash, answer: bool) -> BlockOrigin:
         """A block was computed or fetched: its kind."""
         if block[0] % SAMPLED:
-            return Origin.ANSWER if answer else Origin.PROMPT
+            return BlockOrigin.ANSWER if answer else BlockOrigin.PROMPT
         origin = self._followed.get(block)
         if origin is None:
-            origin = Origin.ANSWER if answer else Origin.PROMPT
+            origin = BlockOrigin.ANSWER if answer else BlockOrigin.PROMPT
             self._follow(block, origin)
         return origin
 
@@ -65,14 +65,14 @@ class Reuse:
         for block in blocks:
             if block[0] % SAMPLED == 0 and (origin := self._followed.pop(block, None)) is not None:
                 self._count(origin, 1.0)
-                self._follow(block, Origin.AGAIN)
+                self._follow(block, BlockOrigin.AGAIN)
 
-    def _follow(self, block: BlockHash, origin: Origin) -> None:
+    def _follow(self, block: BlockHash, origin: BlockOrigin) -> None:
         self._followed[block] = origin
         if len(self._followed) > FOLLOWED:
             self._count(self._followed.popitem(last=False)[1], 0.0)
 
-    def _count(self, origin: Origin, again: float) -> None:
+    def _count(self, origin: BlockOrigin, again: float) -> None:
         self._again[origin] += again
         self._all[origin] += 1
         if self._all[origin] > _WEIGHTY:
@@ -80,7 +80,7 @@ class Reuse:
             self._all[origin] /= 2
 
 
-class Ranking:
+class EvictionQueue:
     """Places in order of what would be lost with them."""
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ _STATE_AT = 34
 assert _ENTRY.size + _CHECK.size == ENTRY_BYTES
 
 
-class Entry(NamedTuple):
+class IndexEntry(NamedTuple):
     """What stands in a place."""
 
     key: PageKey
@@ -51,12 +51,12 @@ class Entry(NamedTuple):
     proof: bytes
 
 
-def area_bytes(places: int) -> int:
+def index_bytes(places: int) -> int:
     """Of a directory of so many places, in whole pages of 4 KiB."""
     return -(-(MAX_WRITERS * _RING_BYTES + places * (4 + ENTRY_BYTES)) // 4096) * 4096
 
 
-class Directory:
+class PageIndex:
     """One process's view of the table.  Safe to use from several of its threads."""
 
     def __init__(self, area: memoryview, places: int, writer: int | None) -> None:
@@ -114,14 +114,14 @@ class Directory:
         """Places that have this page, as far as is known."""
         return self._places.get(key, ())
 
-    def at(self, place: int) -> Entry | None:
+    def at(self, place: int) -> IndexEntry | None:
         """What stands there now."""
         start = self._entries_at + place * ENTRY_BYTES
         raw = bytes(self._area[start : start + ENTRY_BYTES])
         block, group, state, saves_s, proof = _ENTRY.unpack_from(raw)
         if state != _KNOWN or _check(raw[: _ENTRY.size], place) != _CHECK.unpack_from(raw, _ENTRY.size)[0]:
             return None
-        return Entry(PageKey(BlockHash(block), group), saves_s if 0 <= saves_s < 1e9 else 0.0, proof)
+        return IndexEntry(PageKey(BlockHash(block), group), saves_s if 0 <= saves_s < 1e9 else 0.0, proof)
 
     def known(self) -> Iterator[tuple[int, PageKey]]:
         """All places and what they have."""
@@ -143,7 +143,7 @@ class Directory:
 
     # --- writing: one's own places only ------------------------------------------------------------------------------
 
-    def put(self, place: int, entry: Entry) -> None:
+    def put(self, place: int, entry: IndexEntry) -> None:
         """This stands there from now on."""
         raw = _ENTRY.pack(entry.key.block, entry.key.group, _KNOWN, entry.saves_s, entry.proof)
         self._write(place, raw + _CHECK.pack(_check(raw, place)), entry.key)

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 
 from penstock.errors import ConfigError, PageCorrupt
 from penstock.kv.memory import KvMemory
-from penstock.kv.store.envelope import StoreSeal
-from penstock.kv.store.page_index import Directory, Entry, area_bytes
+from penstock.kv.store.envelope import PageEnvelope
+from penstock.kv.store.page_index import IndexEntry, PageIndex, index_bytes
 from penstock.kv.store.tier import FinalPage, PageKey
 from penstock.types import PageId, WorkerId
 
@@ -34,7 +34,7 @@ class PeerTier:
         sizes: Sequence[tuple[WorkerId, int]],
         own: WorkerId,
         peers: Mapping[WorkerId, KvMemory],
-        seal: StoreSeal,
+        seal: PageEnvelope,
     ) -> None:
         """``descriptor``: of the shared directory; ``sizes``: every worker with its pages, the same for all.
 
@@ -50,11 +50,11 @@ class PeerTier:
         self._sizes = dict(sizes)
         self._own = range(self._firsts[own], self._firsts[own] + self._sizes[own])
         try:
-            mapped = mmap.mmap(descriptor, area_bytes(places))
+            mapped = mmap.mmap(descriptor, index_bytes(places))
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot map the directory of KV pages: {error}") from None
         writer = [worker for worker, _ in sizes].index(own)
-        self._directory = Directory(memoryview(mapped), places, writer)
+        self._directory = PageIndex(memoryview(mapped), places, writer)
         self._directory.scan()
         self._places: dict[PageKey, int] = {}
         for place, _ in self._directory.known():
@@ -94,7 +94,7 @@ class PeerTier:
         """See ``port.Tier``: say what stands in one of our pages."""
         _, proof = self._seal.close(final.key, content)
         place = self._own.start + final.page
-        self._directory.put(place, Entry(final.key, final.saves_s, proof))
+        self._directory.put(place, IndexEntry(final.key, final.saves_s, proof))
         self._places[final.key] = place  # last: ``evicted``, from another thread, takes back what is there
         return True
 

@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.errors import ConfigError, PageCorrupt, TierFailed
-from penstock.kv.store.envelope import PROOF_BYTES, AnySeal, bound, names_of
+from penstock.errors import ConfigError, PageCorrupt, TierError
+from penstock.kv.store.envelope import PROOF_BYTES, AnyEnvelope, identity_digest, page_key_bytes
 from penstock.kv.store.tier import FinalPage, PageKey
 
 _PREFIX = b"penstock:kv:1:"
@@ -30,7 +30,7 @@ class RedisTier:
     remote = True
     pages = 0
 
-    def __init__(self, url: str, seal: AnySeal, *, timeout_s: float, expire_s: float) -> None:
+    def __init__(self, url: str, seal: AnyEnvelope, *, timeout_s: float, expire_s: float) -> None:
         """Connects when it is first used.  Raises ConfigError for a bad URL, or without the library."""
         self.check(url)
         import redis
@@ -47,7 +47,7 @@ class RedisTier:
         self._seal = seal
         self._expire_ms = int(expire_s * 1000)
         self._page_bytes = seal.layout.page_bytes
-        self._names = _PREFIX + names_of(seal.identity, seal.layout)[:16] + seal.kind.encode()
+        self._names = _PREFIX + identity_digest(seal.identity, seal.layout)[:16] + seal.kind.encode()
 
     @staticmethod
     def check(url: str) -> None:
@@ -110,7 +110,7 @@ class RedisTier:
         self._client.close()
 
     def _name(self, key: PageKey) -> bytes:
-        return self._names + bound(key)
+        return self._names + page_key_bytes(key)
 
     def _failures(self) -> _AsTierFailed:
         return _AsTierFailed(self._failure)
@@ -127,4 +127,4 @@ class _AsTierFailed:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, self._kind):
-            raise TierFailed(f"redis: {error}") from None
+            raise TierError(f"redis: {error}") from None

@@ -21,9 +21,9 @@ import msgspec
 from penstock.errors import ConfigError, PageCorrupt
 from penstock.kernels.host_ops import xxh3_128
 from penstock.kv.layout import KvLayout
-from penstock.kv.store.envelope import AnySeal
-from penstock.kv.store.eviction import Ranking
-from penstock.kv.store.page_index import MAX_WRITERS, Directory, Entry, area_bytes
+from penstock.kv.store.envelope import AnyEnvelope
+from penstock.kv.store.eviction import EvictionQueue
+from penstock.kv.store.page_index import MAX_WRITERS, IndexEntry, PageIndex, index_bytes
 from penstock.kv.store.tier import FinalPage, PageKey
 from penstock.types import ModelIdentity
 
@@ -71,14 +71,14 @@ class SlabHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     encrypted: bool
 
 
-def head_for(identity: ModelIdentity, layout: KvLayout, nbytes: int, *, encrypted: bool) -> SlabHead:
+def slab_head(identity: ModelIdentity, layout: KvLayout, nbytes: int, *, encrypted: bool) -> SlabHead:
     """Of a file of at most ``nbytes`` bytes.  Raises ConfigError when that is too little for a page."""
     slab = -(-layout.page_bytes // BLOCK) * BLOCK
     places = min(MAX_PLACES, (nbytes - BLOCK) // slab)
-    while places > 0 and BLOCK + area_bytes(places) + places * slab > nbytes:
-        places -= max(1, (BLOCK + area_bytes(places) + places * slab - nbytes) // (slab + BLOCK))
+    while places > 0 and BLOCK + index_bytes(places) + places * slab > nbytes:
+        places -= max(1, (BLOCK + index_bytes(places) + places * slab - nbytes) // (slab + BLOCK))
     if places < 1:
-        least = BLOCK + area_bytes(1) + slab
+        least = BLOCK + index_bytes(1) + slab
         raise ConfigError(f"{nbytes} bytes hold no KV page of this model: {least} bytes hold one")
     return SlabHead(
         magic=_MAGIC,
@@ -106,7 +106,7 @@ class SlabFile:
         self._allocates = allocate
         self._descriptor = self._io = descriptor
         number, shares = share
-        self._slabs_at = BLOCK + area_bytes(head.places)
+        self._slabs_at = BLOCK + index_bytes(head.places)
         try:
             self._begin()
             begin, end = head.places * number // shares, head.places * (number + 1) // shares
@@ -259,7 +259,7 @@ class SlabTier:
     copies = True
     remote = False
 
-    def __init__(self, name: str, file: SlabFile, seal: AnySeal) -> None:
+    def __init__(self, name: str, file: SlabFile, seal: AnyEnvelope) -> None:
         """Reads the directory: some 2 us a page that is there."""
         self.name = name
         self._file = file
@@ -268,9 +268,9 @@ class SlabTier:
         slab = file.head.slab_bytes
         self._read_buffer, self._write_buffer = mmap.mmap(-1, slab), mmap.mmap(-1, slab)  # aligned, for O_DIRECT
         self._reading = threading.Lock()
-        self._directory = Directory(file.directory, file.head.places, file.writer)
+        self._directory = PageIndex(file.directory, file.head.places, file.writer)
         self._directory.scan()
-        self._ranking = Ranking()
+        self._ranking = EvictionQueue()
         self._touches: dict[int, int] = {}
         self._free = set(range(file.begin, file.end))
         for place, _ in self._directory.known():
@@ -328,7 +328,7 @@ class SlabTier:
         with memoryview(self._write_buffer) as slab:
             slab[: self._page_bytes] = stored
             self._file.write(place, slab)
-        self._directory.put(place, Entry(final.key, final.saves_s, proof))
+        self._directory.put(place, IndexEntry(final.key, final.saves_s, proof))
         self._free.discard(place)
         self._rank(place, final.saves_s)
         return True

@@ -19,14 +19,22 @@ from penstock.config.schema import KvStoreConfig
 from penstock.errors import ConfigError
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
-from penstock.kv.store.envelope import AnySeal, StoreSeal, check_cipher, read_key, seal_for
-from penstock.kv.store.mooncake.tier import MooncakeAt, MooncakeTier
-from penstock.kv.store.page_index import area_bytes
+from penstock.kv.store.envelope import AnyEnvelope, PageEnvelope, check_cipher, make_envelope, read_key
+from penstock.kv.store.mooncake.tier import MooncakeConfig, MooncakeTier
+from penstock.kv.store.page_index import index_bytes
 from penstock.kv.store.peer_tier import PeerTier
 from penstock.kv.store.redis_tier import RedisTier
-from penstock.kv.store.slab_tier import SlabFile, SlabTier, head_for
-from penstock.kv.store.tier import FinalPage, PageKey, Tier
-from penstock.kv.store.tier_worker import Around, Doer, Hand, Load, News, Ticket, TierAtWork
+from penstock.kv.store.slab_tier import SlabFile, SlabTier, slab_head
+from penstock.kv.store.tier import FinalPage, KvTier, PageKey
+from penstock.kv.store.tier_worker import (
+    JobRunner,
+    JobThread,
+    PageLoad,
+    StoreEvent,
+    StoreRequest,
+    TierContext,
+    TierWorker,
+)
 from penstock.telemetry.metrics import tier_counter
 from penstock.types import ModelIdentity, PageId, WorkerId
 
@@ -36,21 +44,21 @@ class PageStore:
 
     def __init__(
         self,
-        tiers: Sequence[Tier],
+        tiers: Sequence[KvTier],
         memory: KvMemory,
         generation: Callable[[PageId], int],
         clock: Callable[[], float],
         config: KvStoreConfig,
         *,
-        hand: Callable[[str, Callable[[], float], float], Doer] = Hand,
+        hand: Callable[[str, Callable[[], float], float], JobRunner] = JobThread,
     ) -> None:
         """``tiers``: nearest first.  Begins their threads (``hand`` makes one): to be made after every fork."""
-        self._news: SimpleQueue[News] = SimpleQueue()
+        self._news: SimpleQueue[StoreEvent] = SimpleQueue()
         self._memory = memory
         self._clock = clock
         self.config = config
-        around = Around(memory, generation, clock, config, self._news, hand)
-        self._tiers = [TierAtWork(number, tier, around) for number, tier in enumerate(tiers)]
+        around = TierContext(memory, generation, clock, config, self._news, hand)
+        self._tiers = [TierWorker(number, tier, around) for number, tier in enumerate(tiers)]
         self._peers = [work.tier for work in self._tiers if work.tier.name == "peers"]
 
     def __bool__(self) -> bool:
@@ -83,11 +91,11 @@ class PageStore:
                     found[place] = number
         return found
 
-    def ask(self, tier: int, ticket: Ticket, keys: Sequence[PageKey]) -> None:
+    def ask(self, tier: int, ticket: StoreRequest, keys: Sequence[PageKey]) -> None:
         """How many of these pages, from the first on, does a remote tier have?  ``Found`` is the answer."""
         self._tiers[tier].ask(ticket, keys)
 
-    def load(self, tier: int, ticket: Ticket, place: int, wanted: tuple[PageKey, PageId]) -> Load:
+    def load(self, tier: int, ticket: StoreRequest, place: int, wanted: tuple[PageKey, PageId]) -> PageLoad:
         """Bring a page into this worker's memory.  It belongs to the tier until ``Loaded`` says how it went, or the
         load is withdrawn."""
         key, page = wanted
@@ -122,9 +130,9 @@ class PageStore:
         for tier in self._peers:
             tier.evicted(key)
 
-    def news(self, most: int) -> list[News]:
+    def news(self, most: int) -> list[StoreEvent]:
         """What has come since the last call, so much of it at most."""
-        news: list[News] = []
+        news: list[StoreEvent] = []
         try:
             while len(news) < most:
                 news.append(self._news.get_nowait())
@@ -155,7 +163,7 @@ class PageStore:
 log = logging.getLogger("penstock.worker")
 
 
-class StoreShare:
+class SharedStoreMemory:
     """What the workers of one service share: made before they are forked, and without a name in the file system."""
 
     def __init__(self, config: KvStoreConfig, sizes: Sequence[tuple[WorkerId, int]]) -> None:
@@ -164,7 +172,7 @@ class StoreShare:
         self.directory = self.host = -1
         self.domain = ""  # names those who share it, for whoever asks what they can take from each other
         if config.peers and len(self.sizes) > 1:
-            self.directory = _memfd("kv-directory", area_bytes(sum(pages for _, pages in self.sizes)))
+            self.directory = _memfd("kv-directory", index_bytes(sum(pages for _, pages in self.sizes)))
             self.domain = secrets.token_hex(8)
         if config.host_bytes:
             self.host = _memfd("kv-host", 0)
@@ -182,7 +190,7 @@ class StoreShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class StoreOwner:
     """Whose store it is."""
 
     worker: WorkerId
@@ -191,7 +199,7 @@ class Place:
     peers: Mapping[WorkerId, KvMemory]  # mapped read-only
 
 
-def check(config: KvStoreConfig) -> None:
+def check_store_config(config: KvStoreConfig) -> None:
     """Before anything is started: the key's file, and the libraries.  Raises ConfigError."""
     if config.key_file is not None:
         read_key(Path(config.key_file))
@@ -205,26 +213,26 @@ def check(config: KvStoreConfig) -> None:
         )
 
 
-def open_tiers(config: KvStoreConfig, share: StoreShare, place: Place) -> list[Tier]:
+def open_tiers(config: KvStoreConfig, share: SharedStoreMemory, place: StoreOwner) -> list[KvTier]:
     """Nearest first.  A tier that cannot be had is left out with a word in the log: it costs computing, no answers."""
     key = None if config.key_file is None else read_key(Path(config.key_file))
-    plain, sealed = StoreSeal(place.identity, place.layout), seal_for(place.identity, place.layout, key)
+    plain, sealed = PageEnvelope(place.identity, place.layout), make_envelope(place.identity, place.layout, key)
     names = [worker for worker, _ in share.sizes]
     if place.worker not in names:
         return []
     own = (names.index(place.worker), len(names))
-    tiers: list[Tier] = []
+    tiers: list[KvTier] = []
 
-    def peers() -> Tier:
+    def peers() -> KvTier:
         return PeerTier(share.directory, share.sizes, place.worker, place.peers, plain)
 
-    def host() -> Tier:
-        head = head_for(place.identity, place.layout, config.host_bytes, encrypted=False)
+    def host() -> KvTier:
+        head = slab_head(place.identity, place.layout, config.host_bytes, encrypted=False)
         return SlabTier("host", SlabFile.memory(share.host, head, own), plain)
 
-    def disk() -> Tier:
-        head = head_for(place.identity, place.layout, config.disk_bytes, encrypted=key is not None)
-        path = Path(config.disk or "").expanduser() / file_name(place, encrypted=key is not None)
+    def disk() -> KvTier:
+        head = slab_head(place.identity, place.layout, config.disk_bytes, encrypted=key is not None)
+        path = Path(config.disk or "").expanduser() / slab_file_name(place, encrypted=key is not None)
         return SlabTier("disk", SlabFile.at(path, head, own, direct=config.direct_io), sealed)
 
     wanted = (
@@ -247,13 +255,13 @@ def open_tiers(config: KvStoreConfig, share: StoreShare, place: Place) -> list[T
     return tiers
 
 
-def _redis(config: KvStoreConfig, seal: AnySeal) -> Tier:
+def _redis(config: KvStoreConfig, seal: AnyEnvelope) -> KvTier:
     url = config.redis or ""
     return RedisTier(url, seal, timeout_s=config.remote_timeout_s, expire_s=config.remote_expire_s)
 
 
-def _mooncake(config: KvStoreConfig, seal: AnySeal) -> Tier:
-    at = MooncakeAt(
+def _mooncake(config: KvStoreConfig, seal: AnyEnvelope) -> KvTier:
+    at = MooncakeConfig(
         master=config.mooncake or "",
         metadata=config.mooncake_metadata,
         protocol=config.mooncake_protocol,
@@ -263,7 +271,7 @@ def _mooncake(config: KvStoreConfig, seal: AnySeal) -> Tier:
     return MooncakeTier(at, seal, timeout_s=config.remote_timeout_s)
 
 
-def file_name(place: Place, *, encrypted: bool) -> str:
+def slab_file_name(place: StoreOwner, *, encrypted: bool) -> str:
     """One for each model, numerics class and layout, so that a folder may serve several."""
     kind = blake3(f"{place.identity.numerics} {place.layout.name} {encrypted}".encode()).hexdigest()[:8]
     return f"{place.identity.fingerprint[:16]}-{kind}.kv"

@@ -31,7 +31,7 @@ class FinalPage(NamedTuple):
     chance: float  # of being asked for
 
 
-class Tier(Protocol):
+class KvTier(Protocol):
     """One place.  All methods but ``close`` may raise OSError or TierFailed, and must come back in bounded time."""
 
     name: str

@@ -14,9 +14,9 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from penstock.config.schema import KvStoreConfig
-from penstock.errors import PageCorrupt, TierFailed
+from penstock.errors import PageCorrupt, TierError
 from penstock.kv.memory import KvMemory
-from penstock.kv.store.tier import FinalPage, PageKey, Tier
+from penstock.kv.store.tier import FinalPage, KvTier, PageKey
 from penstock.telemetry.metrics import TIER_FIGURES
 from penstock.types import PageId
 
@@ -29,7 +29,7 @@ FIRST_REST_S = 1.0
 LONGEST_REST_S = 30.0
 
 
-class Breaker:
+class CircuitBreaker:
     """Closed while the tier works.  Opens after failures in a row, longer each time; one success closes it."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ WRITE_PAUSE_S = 50e-6
 """Between two pages that are written: nobody waits for them."""
 
 
-class Doer(Protocol):
+class JobRunner(Protocol):
     """Who does jobs."""
 
     busy_since: float | None
@@ -89,7 +89,7 @@ class Doer(Protocol):
         ...
 
 
-class Hand:
+class JobThread:
     """A thread.  Jobs are done in order.  What one raises is logged: it must deal with what it can foresee."""
 
     def __init__(self, name: str, clock: Callable[[], float], pause_s: float) -> None:
@@ -149,13 +149,13 @@ _DOUBT = 0.98
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class StoreRequest:
     """Something that was asked of tiers.  ``wanted`` is made False by whoever asked: what is not begun is left then."""
 
     wanted: bool = True
 
 
-class Load:
+class PageLoad:
     """A page that a tier was asked to bring: it belongs to the tier from ``begin`` on, unless it was withdrawn before.
 
     One of the two is the first, whichever threads they are called from.
@@ -171,7 +171,7 @@ class Load:
         return self._claim()
 
     def withdraw(self) -> bool:
-        """The page is needed no more.  True: nobody will write into it; False: ``Loaded`` will come."""
+        """The page is needed no more.  True: nobody will write into it; False: ``LoadDone`` will come."""
         return self._claim()
 
     def _claim(self) -> bool:
@@ -182,47 +182,47 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LookupDone:
     """A remote tier has so many of the pages that were asked for, from the first on."""
 
-    ticket: Ticket
+    ticket: StoreRequest
     tier: int
     pages: int
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadDone:
     """A page stands where it was wanted, or (not ``good``) will never."""
 
-    ticket: Ticket
+    ticket: StoreRequest
     place: int  # as the page was called when it was asked for
     good: bool
 
 
-News = Found | Loaded
+StoreEvent = LookupDone | LoadDone
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class TierContext:
     """What all tiers of a worker share."""
 
     memory: KvMemory
     generation: Callable[[PageId], int]  # how often a page has been given out
     clock: Callable[[], float]
     config: KvStoreConfig
-    news: SimpleQueue[News]
-    hand: Callable[[str, Callable[[], float], float], Doer] = Hand
+    news: SimpleQueue[StoreEvent]
+    hand: Callable[[str, Callable[[], float], float], JobRunner] = JobThread
     processor_s: Callable[[], float] = time.thread_time  # of the thread that asks
 
 
-class TierAtWork:
+class TierWorker:
     """A tier, asked from the worker's loop: no call blocks."""
 
-    def __init__(self, number: int, tier: Tier, around: Around) -> None:
+    def __init__(self, number: int, tier: KvTier, around: TierContext) -> None:
         self.tier = tier
         self._number = number
         self._around = around
-        self._breaker = Breaker()
+        self._breaker = CircuitBreaker()
         self._lock = threading.Lock()
         self._figures = dict.fromkeys(TIER_FIGURES, 0.0)
         nbytes = around.memory.layout.page_bytes
@@ -245,17 +245,17 @@ class TierAtWork:
         if self.usable(now):
             try:
                 return self.tier.has(keys)
-            except (OSError, TierFailed) as error:
+            except (OSError, TierError) as error:
                 self._failed(error)
         return [False] * len(keys)
 
-    def ask(self, ticket: Ticket, keys: Sequence[PageKey]) -> None:
-        """Of a remote one; ``Found`` is the answer."""
+    def ask(self, ticket: StoreRequest, keys: Sequence[PageKey]) -> None:
+        """Of a remote one; ``LookupDone`` is the answer."""
         self._reader.put(lambda: self._ask(ticket, keys))
 
-    def load(self, ticket: Ticket, place: int, key: PageKey, into: memoryview) -> Load:
-        """Bring a page; ``Loaded`` is the answer, unless it is withdrawn.  Until then ``into`` belongs to the tier."""
-        load = Load()
+    def load(self, ticket: StoreRequest, place: int, key: PageKey, into: memoryview) -> PageLoad:
+        """Bring a page; ``LoadDone`` is the answer, unless it is withdrawn.  Until then ``into`` belongs to the tier."""
+        load = PageLoad()
         self._reader.put(lambda: self._load(ticket, place, key, into) if load.begin() else None)
         return load
 
@@ -298,19 +298,19 @@ class TierAtWork:
 
     # --- done by the threads ----------------------------------------------------------------------------------------
 
-    def _ask(self, ticket: Ticket, keys: Sequence[PageKey]) -> None:
+    def _ask(self, ticket: StoreRequest, keys: Sequence[PageKey]) -> None:
         pages = 0
         try:
             if ticket.wanted and self._breaker.allows(self._around.clock()):
                 found = self.tier.has(keys)
                 pages = found.index(False) if False in found else len(found)
                 self._breaker.worked()
-        except (OSError, TierFailed) as error:
+        except (OSError, TierError) as error:
             self._failed(error)
         finally:
-            self._around.news.put(Found(ticket, self._number, pages))
+            self._around.news.put(LookupDone(ticket, self._number, pages))
 
-    def _load(self, ticket: Ticket, place: int, key: PageKey, into: memoryview) -> None:
+    def _load(self, ticket: StoreRequest, place: int, key: PageKey, into: memoryview) -> None:
         good = False
         began = self._around.clock()
         try:
@@ -323,10 +323,10 @@ class TierAtWork:
             self._count("pages_corrupt")
             level = logging.WARNING if first else logging.DEBUG  # metrics tell how many
             log.log(level, "KV store, %s: %s; it is computed instead", self.tier.name, error)
-        except (OSError, TierFailed) as error:
+        except (OSError, TierError) as error:
             self._failed(error)
         finally:
-            self._around.news.put(Loaded(ticket, place, good))
+            self._around.news.put(LoadDone(ticket, place, good))
         if good:
             seconds = self._around.clock() - began
             self.read_s = _FADING * self.read_s + (1 - _FADING) * seconds
@@ -350,7 +350,7 @@ class TierAtWork:
             if around.generation(final.page) != final.generation:
                 self.tier.evicted(final.key)  # while it was written: the loop's word came too early
             self._breaker.worked()
-        except (OSError, TierFailed) as error:
+        except (OSError, TierError) as error:
             self._failed(error)
             return
         seconds = around.clock() - began

@@ -22,12 +22,12 @@ from penstock.wire.transfer_messages import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class PageOffer:
     """One final page: ``page`` of the sender's own memory holds ``tokens`` tokens and travels as number ``block``.
 
     Pages are numbered in the order of ``reach.Pieces``, which is by block where all layers share pages.
 
-    It stays as it is until ``Released``.  ``generation`` says how often the page had been given out by then.
+    It stays as it is until ``TransferReleased``.  ``generation`` says how often the page had been given out by then.
     """
 
     request: RequestId
@@ -39,7 +39,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class PullGranted:
     """The receiver has room for all pages: the prompt may be computed.  ``pull`` is what it said."""
 
     request: RequestId
@@ -52,7 +52,7 @@ TAKEN = "taken"
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class TransferReleased:
     """Nobody will read this request's pages any more: free them.  Comes exactly once for every opened leg."""
 
     request: RequestId
@@ -61,8 +61,8 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """For the listener.  When it answers False, tell ``HandOverSender.unsent``."""
+class SendToReceiver:
+    """For the listener.  When it answers False, tell ``KvSender.unsent``."""
 
     peer: bytes
     message: PagesAt | PageReady | PagesReady | PrefillDone | HandOverAlive | HandOverFailed
@@ -70,18 +70,18 @@ class Send:
 
 
 @dataclass(slots=True)
-class SenderTurn:
+class SenderOutput:
     """In this order: send, then apply."""
 
-    sends: list[Send] = field(default_factory=list[Send])
-    effects: list[Granted | Released] = field(default_factory=list)
+    sends: list[SendToReceiver] = field(default_factory=list[SendToReceiver])
+    effects: list[PullGranted | TransferReleased] = field(default_factory=list)
 
 
 # --- receiving end ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pull:
+class PagePull:
     """One request's pages, as the receiver wants them.
 
     ``pages[block]`` is the receiver's own page for each that travels (``reach.Pieces``) of the first ``tokens`` tokens;
@@ -110,8 +110,8 @@ class PagesAdvanced:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstToken:
-    """The hand-over is complete; decoding goes on after this token.  Of an answer that moved (``Pull.ahead``) it has
+class TransferDone:
+    """The hand-over is complete; decoding goes on after this token.  Of an answer that moved (``PagePull.ahead``) it has
     any number of tokens: those that were written meanwhile.
 
     When ``first.finish`` is set the answer is complete too, and pages may be missing.
@@ -132,7 +132,7 @@ class PullFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Outrun:
+class HedgeWon:
     """Nothing more will be written for this request, though all of it was computed: the bytes are too slow, and
     computing what is missing is predicted to be sooner.  Decoding goes on after this token."""
 
@@ -142,7 +142,7 @@ class Outrun:
 
 
 @dataclass(frozen=True, slots=True)
-class SendTo:
+class SendToSource:
     """For the link to ``source``.  When it answers False nothing need be done: it is said again in time."""
 
     source: PageSource
@@ -150,8 +150,8 @@ class SendTo:
 
 
 @dataclass(slots=True)
-class ReceiverTurn:
+class ReceiverOutput:
     """In this order: send, then apply."""
 
-    sends: list[SendTo] = field(default_factory=list[SendTo])
-    effects: list[PagesAdvanced | FirstToken | Outrun | PullFailed] = field(default_factory=list)
+    sends: list[SendToSource] = field(default_factory=list[SendToSource])
+    effects: list[PagesAdvanced | TransferDone | HedgeWon | PullFailed] = field(default_factory=list)

@@ -12,10 +12,10 @@ over a network says later what has landed.  A frame that nobody expects is dropp
 wants it.
 
 Once the sender has said everything, only bytes are missing: should they take longer than computing them here
-(``Haste``), the pull is given up for that.
+(``HedgePolicy``), the pull is given up for that.
 
-An answer that moves (``Pull.ahead``) is being written while its pages come: how many there are is known with the
-sender's last word only, and nothing beyond ``Pull.tokens`` counts as computed before it.
+An answer that moves (``PagePull.ahead``) is being written while its pages come: how many there are is known with the
+sender's last word only, and nothing beyond ``PagePull.tokens`` counts as computed before it.
 
 Knows no sockets and no clock, and nothing of what the pages mean.
 """
@@ -28,21 +28,21 @@ from dataclasses import dataclass, field
 from math import inf
 
 from penstock.config.limits import HandOverConfig
-from penstock.errors import HandOverRefused, PageCorrupt
-from penstock.kv.connectors.base import CORRUPT, REFUSED, Landed, PageCarrier, Wanted
+from penstock.errors import PageCorrupt, TransferRefused
+from penstock.kv.connectors.base import CORRUPT, REFUSED, FetchRequest, FetchResult, KvConnector
 from penstock.kv.layout import KvLayout
 from penstock.kv.transfer.events import (
-    FirstToken,
-    Outrun,
+    HedgeWon,
+    PagePull,
     PagesAdvanced,
-    Pull,
     PullFailed,
-    ReceiverTurn,
-    SendTo,
+    ReceiverOutput,
+    SendToSource,
+    TransferDone,
 )
-from penstock.kv.transfer.sender import SIGNS_PER_LEASE
-from penstock.kv_spec import Pieces
-from penstock.types import RequestId, WorkerId, is_older, same_run
+from penstock.kv.transfer.sender import HEARTBEATS_PER_LEASE
+from penstock.kv_spec import TransferOrder
+from penstock.types import RequestId, WorkerId, is_older_incarnation, same_run
 from penstock.wire.gateway_messages import PageSource, TokenItem
 from penstock.wire.transfer_messages import (
     HandOverAlive,
@@ -60,11 +60,11 @@ from penstock.wire.transfer_messages import (
 
 
 @dataclass(slots=True)
-class Pulling:
+class OpenPull:
     """One request whose pages may still be written."""
 
-    pull: Pull
-    pieces: Pieces  # what a "block" is in all messages: a page, in the order of travel
+    pull: PagePull
+    pieces: TransferOrder  # what a "block" is in all messages: a page, in the order of travel
     missing: set[int]  # blocks that are not here
     queued: set[int]  # blocks whose frame is here
     contiguous: int  # blocks from 0 that are here
@@ -73,7 +73,7 @@ class Pulling:
     spoke: float  # when we last gave a sign
     patience: float  # silence before asking again; doubles each time
     first: TokenItem | None = None
-    waiting: Waiting | None = None  # since ``first`` came, for bytes alone
+    waiting: PendingPages | None = None  # since ``first`` came, for bytes alone
     told: int = -1  # tokens that were told of as computed
     acknowledged: int = 0  # blocks from 0 that the sender was told of
 
@@ -86,15 +86,15 @@ class Pulling:
 
 
 @dataclass(slots=True)
-class Queued:
+class QueuedPage:
     """A page that is to be brought."""
 
-    pulling: Pulling
+    pulling: OpenPull
     frame: PageReady
     payload: memoryview | None = field(repr=False)
 
 
-def frames_of(several: PagesReady) -> Iterator[PageReady]:
+def page_announcements(several: PagesReady) -> Iterator[PageReady]:
     """Each as if it had been announced alone."""
     for each in several.pages:
         yield PageReady(
@@ -117,42 +117,42 @@ def frames_of(several: PagesReady) -> Iterator[PageReady]:
 # MERGED: alike.  The two may race: the pages are fetched only until computing begins, and by law 1 both have
 # MERGED: the same content.
 
-Predict = Callable[[RequestId, int, int], float | None]
+PredictCompute = Callable[[RequestId, int, int], float | None]
 """Seconds to compute tokens [start, stop) of a request here, with what lies before it; None: it cannot be done."""
 
-BEFORE_THE_FIRST = 0.5
+PAGES_BEFORE_FIRST = 0.5
 """Pages that are taken to have come while none has: the first is on its way."""
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class PendingPages:
     """For bytes alone: since when, and how many pages were missing then."""
 
     since: float
     missing: int
 
 
-def nobody_can(request: RequestId, start: int, stop: int) -> float | None:
-    """``Predict`` of a worker that computes no prompts."""
+def no_local_prefill(request: RequestId, start: int, stop: int) -> float | None:
+    """``PredictCompute`` of a worker that computes no prompts."""
     del request, start, stop
     return None
 
 
-class Haste:
+class HedgePolicy:
     """``predict`` is set by whoever knows how fast this worker computes."""
 
     def __init__(self, config: HandOverConfig) -> None:
-        self.predict: Predict = nobody_can
+        self.predict: PredictCompute = no_local_prefill
         self._after_s = config.hedge_after_s
         self._margin = config.hedge_margin
 
-    def outruns(self, request: RequestId, waiting: Waiting, left: tuple[int, int, int], now: float) -> bool:
+    def outruns(self, request: RequestId, waiting: PendingPages, left: tuple[int, int, int], now: float) -> bool:
         """``left``: pages that are missing now; tokens that are here; tokens that there are to be."""
         elapsed = now - waiting.since
         missing, here, tokens = left
         if elapsed < self._after_s or not missing:
             return False
-        came = max(waiting.missing - missing, BEFORE_THE_FIRST)
+        came = max(waiting.missing - missing, PAGES_BEFORE_FIRST)
         coming = elapsed * missing / came
         computing = self.predict(request, here, tokens)
         return coming > self._margin * (inf if computing is None else computing)
@@ -176,23 +176,23 @@ class TransferCounters:
     missed: int = 0  # pages that were announced and had not come when their pulls were given up for that
 
 
-TOLD_PER_WINDOW = 8
+ACKNOWLEDGMENTS_PER_WINDOW = 8
 """How often the sender hears how far we are while one window of bytes comes."""
 
 SenderMessage = PagesAt | PageReady | PagesReady | PrefillDone | HandOverAlive | HandOverFailed
 
 
-class HandOverReceiver:
+class KvReceiver:
     """All hand-overs into one worker's pages.  Every method returns what to send and what to tell the scheduler."""
 
-    def __init__(self, config: HandOverConfig, carrier: PageCarrier) -> None:
+    def __init__(self, config: HandOverConfig, carrier: KvConnector) -> None:
         self.counters = TransferCounters()
-        self.haste = Haste(config)  # whoever drives this says how long computing takes
+        self.haste = HedgePolicy(config)  # whoever drives this says how long computing takes
         self._config = config
         self._carrier = carrier
         self._layout = carrier.seal.layout
-        self._pulls: dict[RequestId, Pulling] = {}
-        self._queue: deque[Queued] = deque()
+        self._pulls: dict[RequestId, OpenPull] = {}
+        self._queue: deque[QueuedPage] = deque()
         self._told: dict[tuple[PageSource, RequestId, int], float] = {}  # who knows that we want no more, since when
 
     @property
@@ -212,7 +212,7 @@ class HandOverReceiver:
 
     # --- what the scheduler says -------------------------------------------------------------------------------------
 
-    def expect(self, pull: Pull, now: float) -> ReceiverTurn:
+    def expect(self, pull: PagePull, now: float) -> ReceiverOutput:
         """Room is reserved; ask for the pages.  Replaces a pull of an earlier epoch.
 
         Raises ValueError when one of this or a later epoch is here, or the pages are not those of ``pull.tokens``.
@@ -221,13 +221,13 @@ class HandOverReceiver:
         blocks = pieces.total
         if len(pull.pages) != blocks or not 0 <= pull.skip_blocks <= blocks:
             raise ValueError(f"{len(pull.pages)} pages from block {pull.skip_blocks} for {pull.tokens} tokens")
-        turn = ReceiverTurn()
+        turn = ReceiverOutput()
         earlier = self._pulls.get(pull.request)
         if earlier is not None:
             if earlier.pull.epoch >= pull.epoch:
                 raise ValueError(f"{pull.request} is pulled already, in epoch {earlier.pull.epoch}")
             self._forget(earlier, turn)
-        pulling = Pulling(
+        pulling = OpenPull(
             pull=pull,
             pieces=pieces,
             missing=set(range(pull.skip_blocks, blocks)),
@@ -236,15 +236,15 @@ class HandOverReceiver:
             heard=now,
             moved=now,
             spoke=now,
-            patience=self._config.lease_s / SIGNS_PER_LEASE,
+            patience=self._config.lease_s / HEARTBEATS_PER_LEASE,
         )
         self._pulls[pull.request] = pulling
         self._ask(pulling, now, turn)
         return turn
 
-    def cancel(self, request: RequestId, epoch: int) -> ReceiverTurn:
+    def cancel(self, request: RequestId, epoch: int) -> ReceiverOutput:
         """Write nothing more for this request, unless a later epoch of it is here.  The sender is told."""
-        turn = ReceiverTurn()
+        turn = ReceiverOutput()
         pulling = self._pulls.get(request)
         if pulling is not None and pulling.pull.epoch <= epoch:
             self._forget(pulling, turn)
@@ -254,9 +254,9 @@ class HandOverReceiver:
 
     def receive(
         self, source: PageSource, message: SenderMessage, payload: memoryview | None, now: float
-    ) -> ReceiverTurn:
+    ) -> ReceiverOutput:
         """Take a message that came over the link to ``source``.  Pages are queued, nothing is written yet."""
-        turn = ReceiverTurn()
+        turn = ReceiverOutput()
         pulling = self._pulls.get(message.request)
         if pulling is None or pulling.pull.epoch != message.epoch or pulling.pull.source != source:
             self._stray(source, message, now, turn)
@@ -277,9 +277,9 @@ class HandOverReceiver:
                 pass
         return turn
 
-    def distrust(self, source: PageSource, request: RequestId, epoch: int, reason: str) -> ReceiverTurn:
+    def distrust(self, source: PageSource, request: RequestId, epoch: int, reason: str) -> ReceiverOutput:
         """What this source says of a request cannot be: its pages are given up."""
-        turn = ReceiverTurn()
+        turn = ReceiverOutput()
         pulling = self._pulls.get(request)
         if pulling is not None and pulling.pull.epoch == epoch and pulling.pull.source == source:
             self._fail(pulling, reason, turn)
@@ -297,11 +297,11 @@ class HandOverReceiver:
         """Readable when there may be work that no message announces."""
         return self._carrier.descriptors
 
-    def work(self, now: float, budget_bytes: int | None = None) -> ReceiverTurn:
+    def work(self, now: float, budget_bytes: int | None = None) -> ReceiverOutput:
         """Take what has landed, and copy and verify queued pages until the budget is used up, one page at least."""
-        turn = ReceiverTurn()
+        turn = ReceiverOutput()
         left = self._config.copy_budget_bytes if budget_bytes is None else budget_bytes
-        touched: dict[RequestId, Pulling] = {}
+        touched: dict[RequestId, OpenPull] = {}
         for landed in self._carrier.landed():
             self._landed(landed, now, turn, touched)
         while self._queue:
@@ -317,9 +317,9 @@ class HandOverReceiver:
                 self._advance(pulling, now, turn)
         return turn
 
-    def tick(self, now: float) -> ReceiverTurn:
+    def tick(self, now: float) -> ReceiverOutput:
         """Give up on senders that are silent, and give signs of our own.  Call it a few times a second."""
-        turn = ReceiverTurn()
+        turn = ReceiverOutput()
         lease = self._config.lease_s
         outran = False  # one a turn: the next is predicted with what this one adds to the work here
         for pulling in list(self._pulls.values()):
@@ -333,17 +333,19 @@ class HandOverReceiver:
                 pulling.moved = now
                 pulling.patience *= 2
                 self._ask(pulling, now, turn, resend=True)
-            elif now - pulling.spoke >= lease / SIGNS_PER_LEASE:
+            elif now - pulling.spoke >= lease / HEARTBEATS_PER_LEASE:
                 self._ask(pulling, now, turn)
         self._told = {key: since for key, since in self._told.items() if now - since < lease}
         return turn
 
-    def sender_gone(self, worker: WorkerId, incarnation: int) -> ReceiverTurn:
+    def sender_gone(self, worker: WorkerId, incarnation: int) -> ReceiverOutput:
         """Earlier incarnations of a worker, and those of other runs, are dead: their pages are given up."""
-        turn = ReceiverTurn()
+        turn = ReceiverOutput()
         for pulling in list(self._pulls.values()):
             source = pulling.pull.source
-            replaced = is_older(source.incarnation, incarnation) or not same_run(source.incarnation, incarnation)
+            replaced = is_older_incarnation(source.incarnation, incarnation) or not same_run(
+                source.incarnation, incarnation
+            )
             if source.worker == worker and replaced:
                 self._fail(pulling, "sender gone", turn, tell=False)
         return turn
@@ -356,7 +358,7 @@ class HandOverReceiver:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _queue_page(
-        self, pulling: Pulling, frame: PageReady, payload: memoryview | None, now: float, turn: ReceiverTurn
+        self, pulling: OpenPull, frame: PageReady, payload: memoryview | None, now: float, turn: ReceiverOutput
     ) -> None:
         if not pulling.fits(frame):
             self._fail(pulling, f"protocol: {frame.tokens} tokens in block {frame.block}", turn)
@@ -364,16 +366,16 @@ class HandOverReceiver:
             self.counters.duplicates += 1
         else:
             pulling.moved = now
-            pulling.patience = self._config.lease_s / SIGNS_PER_LEASE
+            pulling.patience = self._config.lease_s / HEARTBEATS_PER_LEASE
             pulling.queued.add(frame.block)
-            self._queue.append(Queued(pulling, frame, payload))
+            self._queue.append(QueuedPage(pulling, frame, payload))
 
-    def _queue_pages(self, pulling: Pulling, several: PagesReady, now: float, turn: ReceiverTurn) -> None:
-        for frame in frames_of(several):
+    def _queue_pages(self, pulling: OpenPull, several: PagesReady, now: float, turn: ReceiverOutput) -> None:
+        for frame in page_announcements(several):
             if self._pulls.get(several.request) is pulling:
                 self._queue_page(pulling, frame, None, now, turn)
 
-    def _bring(self, queued: Queued, turn: ReceiverTurn) -> bool:
+    def _bring(self, queued: QueuedPage, turn: ReceiverOutput) -> bool:
         """Have one page copied, or begin to.  True when it is here."""
         pulling, frame = queued.pulling, queued.frame
         pull = pulling.pull
@@ -381,17 +383,19 @@ class HandOverReceiver:
             return False
         into = self._carrier.own.view(pull.pages[frame.block])
         try:
-            if self._carrier.fetch(Wanted(pull.source, frame, into, queued.payload)):
+            if self._carrier.fetch(FetchRequest(pull.source, frame, into, queued.payload)):
                 self._came(pulling, frame)
                 return True
         except PageCorrupt:
             self.counters.corrupt += 1
             self._fail(pulling, CORRUPT, turn)
-        except HandOverRefused as refusal:
+        except TransferRefused as refusal:
             self._fail(pulling, f"refused: {refusal}", turn)
         return False
 
-    def _landed(self, landed: Landed, now: float, turn: ReceiverTurn, touched: dict[RequestId, Pulling]) -> None:
+    def _landed(
+        self, landed: FetchResult, now: float, turn: ReceiverOutput, touched: dict[RequestId, OpenPull]
+    ) -> None:
         """A page that was fetched is here, or cannot be had.  Of a pull that is no longer open it means nothing."""
         wanted, frame = landed.wanted, landed.wanted.frame
         pulling = self._pulls.get(frame.request)
@@ -411,19 +415,19 @@ class HandOverReceiver:
             self._missed(pulling, now)
         self._fail(pulling, landed.failure, turn)
 
-    def _missed(self, pulling: Pulling, now: float) -> None:
+    def _missed(self, pulling: OpenPull, now: float) -> None:
         """It is given up because pages have not come: how many, and in what time."""
         waiting = pulling.waiting
         self.counters.waited_s += now - (pulling.moved if waiting is None else waiting.since)
         self.counters.missed += len(pulling.queued if waiting is None else pulling.missing)
 
-    def _came(self, pulling: Pulling, frame: PageReady) -> None:
+    def _came(self, pulling: OpenPull, frame: PageReady) -> None:
         self.counters.pages += 1
         self.counters.bytes += self._layout.page_bytes
         pulling.queued.discard(frame.block)
         pulling.missing.discard(frame.block)
 
-    def _advance(self, pulling: Pulling, now: float, turn: ReceiverTurn) -> None:
+    def _advance(self, pulling: OpenPull, now: float, turn: ReceiverOutput) -> None:
         """After copying: tell how far we are, and the sender that it may send more."""
         pull = pulling.pull
         before = pulling.contiguous
@@ -438,14 +442,14 @@ class HandOverReceiver:
                 self._ask(pulling, now, turn)
         self._complete(pulling, now, turn)
 
-    def _is_worth_telling(self, pulling: Pulling) -> bool:
+    def _is_worth_telling(self, pulling: OpenPull) -> bool:
         """Should the sender hear how far we are?  Always, but by parts of its window while pages come by themselves."""
         if self._queue or not pulling.queued:
             return True
         new = (pulling.contiguous - pulling.acknowledged) * self._layout.page_bytes
-        return new * TOLD_PER_WINDOW >= self._config.window_bytes
+        return new * ACKNOWLEDGMENTS_PER_WINDOW >= self._config.window_bytes
 
-    def _finish(self, pulling: Pulling, done: PrefillDone, now: float, turn: ReceiverTurn) -> None:
+    def _finish(self, pulling: OpenPull, done: PrefillDone, now: float, turn: ReceiverOutput) -> None:
         pull = pulling.pull
         pulling.moved = now
         first, most = done.first, len(pull.pages)
@@ -457,20 +461,20 @@ class HandOverReceiver:
             self._fail(pulling, f"protocol: {len(first.tokens)} first tokens", turn)
             return
         pulling.first = first
-        pulling.waiting = pulling.waiting or Waiting(now, len(pulling.missing))
+        pulling.waiting = pulling.waiting or PendingPages(now, len(pulling.missing))
         pulling.missing = {block for block in pulling.missing if block < done.blocks}
         self._complete(pulling, now, turn)
 
-    def _complete(self, pulling: Pulling, now: float, turn: ReceiverTurn) -> None:
+    def _complete(self, pulling: OpenPull, now: float, turn: ReceiverOutput) -> None:
         first = pulling.first
         if first is None or (pulling.missing and first.finish is None):
             return
         if pulling.waiting is not None:
             self.counters.waited_s += now - pulling.waiting.since
         self._forget(pulling, turn, taken=pulling.pull.ahead > 0)
-        turn.effects.append(FirstToken(pulling.pull.request, pulling.pull.epoch, first))
+        turn.effects.append(TransferDone(pulling.pull.request, pulling.pull.epoch, first))
 
-    def _outrun(self, pulling: Pulling, waiting: Waiting, now: float) -> bool:
+    def _outrun(self, pulling: OpenPull, waiting: PendingPages, now: float) -> bool:
         """Would computing what is missing be sooner than waiting for it?"""
         pull, first = pulling.pull, pulling.first
         if pull.ahead or first is None or first.finish is not None:
@@ -478,19 +482,19 @@ class HandOverReceiver:
         here = min(pull.tokens, pulling.pieces.tokens_in(pulling.contiguous))
         return self.haste.outruns(pull.request, waiting, (len(pulling.missing), here, pull.tokens), now)
 
-    def _give_up(self, pulling: Pulling, now: float, turn: ReceiverTurn) -> None:
+    def _give_up(self, pulling: OpenPull, now: float, turn: ReceiverOutput) -> None:
         """What is missing is computed here instead."""
         assert pulling.first is not None
         self.counters.outrun += 1
         self._missed(pulling, now)
         self._forget(pulling, turn)
-        turn.effects.append(Outrun(pulling.pull.request, pulling.pull.epoch, pulling.first))
+        turn.effects.append(HedgeWon(pulling.pull.request, pulling.pull.epoch, pulling.first))
 
-    def _fail(self, pulling: Pulling, reason: str, turn: ReceiverTurn, *, tell: bool = True) -> None:
+    def _fail(self, pulling: OpenPull, reason: str, turn: ReceiverOutput, *, tell: bool = True) -> None:
         self._forget(pulling, turn, tell=tell)
         turn.effects.append(PullFailed(pulling.pull.request, pulling.pull.epoch, reason))
 
-    def _forget(self, pulling: Pulling, turn: ReceiverTurn, *, tell: bool = True, taken: bool = False) -> None:
+    def _forget(self, pulling: OpenPull, turn: ReceiverOutput, *, tell: bool = True, taken: bool = False) -> None:
         """Nothing will be written for it from here on; its queued payloads are given back."""
         pull = pulling.pull
         del self._pulls[pull.request]
@@ -499,18 +503,18 @@ class HandOverReceiver:
             self._queue = deque(queued for queued in self._queue if queued.pulling is not pulling)
         if tell:
             received = PagesReceived(request=pull.request, epoch=pull.epoch, taken=taken)
-            turn.sends.append(SendTo(pull.source, received))
+            turn.sends.append(SendToSource(pull.source, received))
 
-    def _stray(self, source: PageSource, message: SenderMessage, now: float, turn: ReceiverTurn) -> None:
+    def _stray(self, source: PageSource, message: SenderMessage, now: float, turn: ReceiverOutput) -> None:
         """A frame for a request that is not expected: tell its sender, but not for every frame."""
         self.counters.strays += 1
         key = (source, message.request, message.epoch)
         if isinstance(message, HandOverFailed) or key in self._told:
             return
         self._told[key] = now
-        turn.sends.append(SendTo(source, PagesReceived(request=message.request, epoch=message.epoch)))
+        turn.sends.append(SendToSource(source, PagesReceived(request=message.request, epoch=message.epoch)))
 
-    def _ask(self, pulling: Pulling, now: float, turn: ReceiverTurn, *, resend: bool = False) -> None:
+    def _ask(self, pulling: OpenPull, now: float, turn: ReceiverOutput, *, resend: bool = False) -> None:
         pull, seal = pulling.pull, self._carrier.seal
         pulling.spoke, pulling.acknowledged = now, pulling.contiguous
         message = PullPages(
@@ -525,16 +529,16 @@ class HandOverReceiver:
             tokens=pull.tokens if pull.ahead else 0,
             ahead=pull.ahead,
         )
-        turn.sends.append(SendTo(pull.source, message))
+        turn.sends.append(SendToSource(pull.source, message))
 
 
 # MERGED: Doing what a turn asks for, over a listener and links: the same few lines for every worker, bench
 # MERGED: and test.
 
 
-def post_pulls(
-    turn: ReceiverTurn, say: Callable[[PageSource, PullPages | PagesReceived], object]
-) -> list[PagesAdvanced | FirstToken | Outrun | PullFailed]:
+def send_pulls(
+    turn: ReceiverOutput, say: Callable[[PageSource, PullPages | PagesReceived], object]
+) -> list[PagesAdvanced | TransferDone | HedgeWon | PullFailed]:
     """Send what the receiving end asks for with ``say``; what is left is for the scheduler."""
     for send in turn.sends:
         say(send.source, send.message)

@@ -23,14 +23,14 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from penstock.config.limits import HandOverConfig
-from penstock.kv.connectors.base import PageCarrier
+from penstock.kv.connectors.base import KvConnector
 from penstock.kv.transfer.events import (
     TAKEN,
-    Granted,
-    Offer,
-    Released,
-    Send,
-    SenderTurn,
+    PageOffer,
+    PullGranted,
+    SenderOutput,
+    SendToReceiver,
+    TransferReleased,
 )
 from penstock.types import RequestId
 from penstock.wire.gateway_messages import MOST_REASON_CHARS, TokenItem
@@ -48,10 +48,10 @@ from penstock.wire.transfer_messages import (
 )
 from penstock.wire.transport import Listener
 
-SIGNS_PER_LEASE = 4
+HEARTBEATS_PER_LEASE = 4
 """How often an idle end says that it is still there."""
 
-FRAME_COST_BYTES = 4096
+MIN_WINDOW_COST_BYTES = 4096
 """What one announcement takes of the window at least: bounds the queue to a receiver when pages have no payload."""
 
 FIRST_ANNOUNCED_BYTES, ANNOUNCED_BYTES = 512 << 10, 8 << 20
@@ -70,7 +70,7 @@ class _WaitingPull:
 
 
 @dataclass(slots=True)
-class _Leg:
+class _OutgoingTransfer:
     request: RequestId
     epoch: int
     peer: bytes | None = None  # set when granted
@@ -89,14 +89,14 @@ class _Leg:
     spoke: float = 0.0  # when something was last sent
 
 
-class HandOverSender:
+class KvSender:
     """All hand-overs of one worker's pages.  Every method returns what to send and what to tell the scheduler."""
 
-    def __init__(self, config: HandOverConfig, carrier: PageCarrier, incarnation: int) -> None:
+    def __init__(self, config: HandOverConfig, carrier: KvConnector, incarnation: int) -> None:
         self._config = config
         self._carrier = carrier
         self._incarnation = incarnation
-        self._legs: dict[RequestId, _Leg] = {}
+        self._legs: dict[RequestId, _OutgoingTransfer] = {}
         self._pulls: dict[RequestId, _WaitingPull] = {}
         self._closed: dict[RequestId, tuple[int, str, float]] = {}  # epoch, reason, when: to refuse late pulls at once
         self._window: dict[bytes, int] = {}  # peer -> bytes under way
@@ -108,27 +108,27 @@ class HandOverSender:
 
     # --- what the scheduler says -------------------------------------------------------------------------------------
 
-    def open(self, request: RequestId, epoch: int, now: float) -> SenderTurn:
+    def open(self, request: RequestId, epoch: int, now: float) -> SenderOutput:
         """A prefill leg is here.  It replaces one of an earlier epoch; an equal or earlier epoch changes nothing."""
-        turn = SenderTurn()
+        turn = SenderOutput()
         leg = self._legs.get(request)
         if leg is not None:
             if leg.epoch >= epoch:
                 return turn
             self._close(leg, "replaced by a later epoch", now, turn)
         self._closed.pop(request, None)
-        self._legs[request] = _Leg(request, epoch)
+        self._legs[request] = _OutgoingTransfer(request, epoch)
         waiting = self._pulls.pop(request, None)
         if waiting is not None:
             self._pulled(waiting.peer, waiting.pull, now, turn)
         return turn
 
-    def offer(self, offer: Offer, now: float, *, more: bool = False) -> SenderTurn:
+    def offer(self, offer: PageOffer, now: float, *, more: bool = False) -> SenderOutput:
         """A page is final.  Ignored for a leg that is not here (any more), and when it was offered before.
 
         ``more``: another of this leg, or its ``done``, follows at once, and it may be announced with that.
         """
-        turn = SenderTurn()
+        turn = SenderOutput()
         leg = self._legs.get(offer.request)
         if leg is None or leg.epoch != offer.epoch:
             return turn
@@ -150,9 +150,9 @@ class HandOverSender:
             self._pump(leg, now, turn)
         return turn
 
-    def done(self, first: TokenItem, blocks: int, now: float) -> SenderTurn:
+    def done(self, first: TokenItem, blocks: int, now: float) -> SenderOutput:
         """All pages were offered, and this is the first token.  A leg that lacks a page fails here and now."""
-        turn = SenderTurn()
+        turn = SenderOutput()
         leg = self._legs.get(first.request)
         if leg is None or leg.epoch != first.epoch:
             return turn
@@ -163,39 +163,39 @@ class HandOverSender:
         self._pump(leg, now, turn)
         return turn
 
-    def fail(self, request: RequestId, epoch: int, reason: str, now: float) -> SenderTurn:
+    def fail(self, request: RequestId, epoch: int, reason: str, now: float) -> SenderOutput:
         """The leg cannot be finished; the receiver is told."""
-        turn = SenderTurn()
+        turn = SenderOutput()
         leg = self._legs.get(request)
         if leg is not None and leg.epoch == epoch:
             self._close(leg, reason, now, turn)
         return turn
 
-    def cancel(self, request: RequestId, epoch: int, now: float) -> SenderTurn:
+    def cancel(self, request: RequestId, epoch: int, now: float) -> SenderOutput:
         """Forget the request in whatever state, unless a later epoch of it is here."""
-        turn = SenderTurn()
+        turn = SenderOutput()
         leg = self._legs.get(request)
         if leg is not None and leg.epoch <= epoch:
             self._close(leg, "cancelled", now, turn)
         waiting = self._pulls.get(request)
         if waiting is not None and waiting.pull.epoch <= epoch:
             del self._pulls[request]
-            turn.sends.append(Send(waiting.peer, _failed(waiting.pull, "cancelled")))
+            turn.sends.append(SendToReceiver(waiting.peer, _failed(waiting.pull, "cancelled")))
         if leg is None or leg.epoch <= epoch:
             self._closed[request] = (epoch, "cancelled", now)
         return turn
 
     # --- what receivers say ------------------------------------------------------------------------------------------
 
-    def pull(self, peer: bytes, message: PullPages, now: float) -> SenderTurn:
+    def pull(self, peer: bytes, message: PullPages, now: float) -> SenderOutput:
         """A receiver has room, or acknowledges, or asks again.  From a new peer: its connection was made anew."""
-        turn = SenderTurn()
+        turn = SenderOutput()
         self._pulled(peer, message, now, turn)
         return turn
 
-    def received(self, message: PagesReceived, now: float) -> SenderTurn:
+    def received(self, message: PagesReceived, now: float) -> SenderOutput:
         """A receiver has everything or wants no more."""
-        turn = SenderTurn()
+        turn = SenderOutput()
         waiting = self._pulls.get(message.request)
         if waiting is not None and waiting.pull.epoch <= message.epoch:
             del self._pulls[message.request]
@@ -215,19 +215,19 @@ class HandOverSender:
                     leg.owed_since = now
                 self._take_back(leg)
 
-    def tick(self, now: float) -> SenderTurn:
+    def tick(self, now: float) -> SenderOutput:
         """End leases that have run out, and tell receivers that we are still here.  Call it a few times a second."""
-        turn = SenderTurn()
+        turn = SenderOutput()
         lease = self._config.lease_s
         for leg in list(self._legs.values()):
             if leg.owed_since is not None and now - leg.owed_since >= lease:
                 self._close(leg, "lease ended", now, turn)
-            elif leg.peer is not None and not leg.lost and now - leg.spoke >= lease / SIGNS_PER_LEASE:
+            elif leg.peer is not None and not leg.lost and now - leg.spoke >= lease / HEARTBEATS_PER_LEASE:
                 self._say(leg, HandOverAlive(request=leg.request, epoch=leg.epoch), now, turn)
         for request, waiting in list(self._pulls.items()):
             if now - waiting.since >= lease:
                 del self._pulls[request]
-                turn.sends.append(Send(waiting.peer, _failed(waiting.pull, "unknown request")))
+                turn.sends.append(SendToReceiver(waiting.peer, _failed(waiting.pull, "unknown request")))
         self._closed = {request: entry for request, entry in self._closed.items() if now - entry[2] < lease}
         return turn
 
@@ -248,12 +248,12 @@ class HandOverSender:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _pulled(self, peer: bytes, pull: PullPages, now: float, turn: SenderTurn) -> None:
+    def _pulled(self, peer: bytes, pull: PullPages, now: float, turn: SenderOutput) -> None:
         leg = self._legs.get(pull.request)
         mine = leg if leg is not None and leg.epoch == pull.epoch else None
         refusal = self._refusal(pull, leg)
         if refusal is not None:
-            turn.sends.append(Send(peer, _failed(pull, refusal)))
+            turn.sends.append(SendToReceiver(peer, _failed(pull, refusal)))
             if mine is not None and mine.peer is None:
                 self._close(mine, refusal, now, turn)
         elif mine is None:
@@ -262,14 +262,14 @@ class HandOverSender:
             mine.peer, mine.room = peer, (pull.tokens, pull.ahead)
             mine.acknowledged = pull.skip_blocks
             mine.spoke = now
-            turn.effects.append(Granted(mine.request, mine.epoch, pull))
+            turn.effects.append(PullGranted(mine.request, mine.epoch, pull))
             self._pump(mine, now, turn)
         elif mine.room != (pull.tokens, pull.ahead):  # another receiver, which would number the pages otherwise
-            turn.sends.append(Send(peer, _failed(pull, "granted to another receiver")))
+            turn.sends.append(SendToReceiver(peer, _failed(pull, "granted to another receiver")))
         else:
             self._acknowledged(mine, peer, pull, now, turn)
 
-    def _refusal(self, pull: PullPages, leg: _Leg | None) -> str | None:
+    def _refusal(self, pull: PullPages, leg: _OutgoingTransfer | None) -> str | None:
         seal = self._carrier.seal
         checks = (
             ("model", pull.identity.fingerprint, seal.identity.fingerprint),
@@ -290,7 +290,9 @@ class HandOverSender:
             return "too many pulls wait"
         return None
 
-    def _acknowledged(self, leg: _Leg, peer: bytes, pull: PullPages, now: float, turn: SenderTurn) -> None:
+    def _acknowledged(
+        self, leg: _OutgoingTransfer, peer: bytes, pull: PullPages, now: float, turn: SenderOutput
+    ) -> None:
         leg.acknowledged = max(leg.acknowledged, pull.skip_blocks)
         if peer != leg.peer or leg.lost or pull.resend:
             self._take_back(leg)
@@ -300,12 +302,12 @@ class HandOverSender:
         leg.owed_since = now if leg.flying or leg.done_sent else None
         self._pump_all(peer, now, turn)
 
-    def _pump_all(self, peer: bytes, now: float, turn: SenderTurn) -> None:
+    def _pump_all(self, peer: bytes, now: float, turn: SenderOutput) -> None:
         for leg in self._legs.values():
             if leg.peer == peer:
                 self._pump(leg, now, turn)
 
-    def _pump(self, leg: _Leg, now: float, turn: SenderTurn) -> None:
+    def _pump(self, leg: _OutgoingTransfer, now: float, turn: SenderOutput) -> None:
         """Send what the window lets through."""
         if leg.peer is None or leg.lost:
             return
@@ -321,7 +323,7 @@ class HandOverSender:
                 frame = leg.frames[block]
                 self._carrier.offer(frame)
                 payload = self._carrier.payload(frame.page)
-                cost = max(FRAME_COST_BYTES, 0 if payload is None else payload.nbytes)
+                cost = max(MIN_WINDOW_COST_BYTES, 0 if payload is None else payload.nbytes)
                 used = self._window.get(leg.peer, 0)
                 if used > 0 and used + cost > self._config.window_bytes:
                     break
@@ -340,19 +342,19 @@ class HandOverSender:
 
     def _say(
         self,
-        leg: _Leg,
+        leg: _OutgoingTransfer,
         message: PagesAt | PageReady | PagesReady | PrefillDone | HandOverAlive,
         now: float,
-        turn: SenderTurn,
+        turn: SenderOutput,
         payload: memoryview | None = None,
     ) -> None:
         assert leg.peer is not None
         leg.spoke = now
         if leg.owed_since is None and not isinstance(message, HandOverAlive | PagesAt):
             leg.owed_since = now
-        turn.sends.append(Send(leg.peer, message, payload))
+        turn.sends.append(SendToReceiver(leg.peer, message, payload))
 
-    def _take_back(self, leg: _Leg) -> None:
+    def _take_back(self, leg: _OutgoingTransfer) -> None:
         """Count what is under way as not sent."""
         again = sorted(leg.flying)
         for block in again:
@@ -360,7 +362,7 @@ class HandOverSender:
         leg.waiting.extendleft(reversed(again))
         leg.done_sent = leg.door_said = False
 
-    def _land(self, leg: _Leg, block: int) -> None:
+    def _land(self, leg: _OutgoingTransfer, block: int) -> None:
         assert leg.peer is not None
         left = self._window[leg.peer] - leg.flying.pop(block)
         if left > 0:
@@ -368,17 +370,17 @@ class HandOverSender:
         else:
             del self._window[leg.peer]
 
-    def _close(self, leg: _Leg, reason: str, now: float, turn: SenderTurn) -> None:
+    def _close(self, leg: _OutgoingTransfer, reason: str, now: float, turn: SenderOutput) -> None:
         del self._legs[leg.request]
         self._closed[leg.request] = (leg.epoch, reason, now)
-        turn.effects.append(Released(leg.request, leg.epoch, reason))
+        turn.effects.append(TransferReleased(leg.request, leg.epoch, reason))
         if leg.peer is None:
             return
         self._carrier.revoke(leg.request, leg.epoch)
         for block in list(leg.flying):
             self._land(leg, block)
         if reason not in ("received", TAKEN) and not leg.lost:
-            turn.sends.append(Send(leg.peer, _told(leg.request, leg.epoch, reason)))
+            turn.sends.append(SendToReceiver(leg.peer, _told(leg.request, leg.epoch, reason)))
         self._pump_all(leg.peer, now, turn)
 
 
@@ -398,7 +400,9 @@ def _announced(frames: list[PageReady]) -> PageReady | PagesReady:
     return PagesReady(request=frames[0].request, epoch=frames[0].epoch, pages=pages)
 
 
-def post(turn: SenderTurn, listener: Listener, sender: HandOverSender, now: float) -> list[Granted | Released]:
+def send_messages(
+    turn: SenderOutput, listener: Listener, sender: KvSender, now: float
+) -> list[PullGranted | TransferReleased]:
     """Send what the sending end asks for; what is left is for the scheduler."""
     for send in turn.sends:
         if not listener.send(send.peer, send.message, send.payload):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.router.worker_load import Columns, Numbers, Slots
-from penstock.types import PAGE_TOKENS, Leg
+from penstock.types import PAGE_TOKENS, RequestStage
 
 TOLD_CANDIDATES = 16
 """Candidates of a leg whose numbers are kept: the best ones."""
@@ -49,7 +49,7 @@ class View:
 class Weighed(NamedTuple):
     """The numbers of a leg's best candidates, best first: ``numbers[name, candidate]``."""
 
-    leg: Leg
+    leg: RequestStage
     slots: Slots
     names: tuple[str, ...]
     numbers: Numbers
@@ -59,7 +59,7 @@ class Weighed(NamedTuple):
 class Choice(NamedTuple):
     """Who is to do what: no leg, one whole leg, or a decode and a prefill leg."""
 
-    legs: tuple[tuple[Leg, int], ...] = ()
+    legs: tuple[tuple[RequestStage, int], ...] = ()
     weighed: tuple[Weighed, ...] = ()
     because: str = ""  # why it is split, or is not
 
@@ -91,7 +91,7 @@ def foremost(view: View, slots: Slots, key: int) -> int:
     return int(mixed(view.columns.hashes.take(slots), key).argmax())
 
 
-def told(leg: Leg, slots: Slots, table: tuple[tuple[str, ...], Numbers], order: Numbers) -> Weighed:
+def told(leg: RequestStage, slots: Slots, table: tuple[tuple[str, ...], Numbers], order: Numbers) -> Weighed:
     """The numbers of the best, by ``order``: the least is best."""
     names, numbers = table
     if len(slots) > TOLD_CANDIDATES:
@@ -102,13 +102,16 @@ def told(leg: Leg, slots: Slots, table: tuple[tuple[str, ...], Numbers], order: 
     return Weighed(leg, slots[best], names, numbers[:, best], len(slots) - len(best))
 
 
-def by_legs(view: View, best: Callable[[Leg, Slots], tuple[int, Weighed]]) -> Choice:
+def by_legs(view: View, best: Callable[[RequestStage, Slots], tuple[int, Weighed]]) -> Choice:
     """Split wherever there are workers for both legs, whole otherwise; ``best`` finds a place among candidates."""
-    ways: list[tuple[tuple[Leg, Slots], ...]]
+    ways: list[tuple[tuple[RequestStage, Slots], ...]]
     if view.last and len(view.prefill):
-        ways = [((Leg.WHOLE, view.prefill),), ((Leg.WHOLE, view.whole),)]
+        ways = [((RequestStage.WHOLE, view.prefill),), ((RequestStage.WHOLE, view.whole),)]
     else:
-        ways = [((Leg.DECODE, view.decode), (Leg.PREFILL, view.prefill)), ((Leg.WHOLE, view.whole),)]
+        ways = [
+            ((RequestStage.DECODE, view.decode), (RequestStage.PREFILL, view.prefill)),
+            ((RequestStage.WHOLE, view.whole),),
+        ]
     for way in ways:
         if all(len(slots) for _, slots in way):
             found = [(leg, slots, *best(leg, slots)) for leg, slots in way]

@@ -9,7 +9,7 @@ import numpy as np
 from penstock.router.policy.base import Choice, Policy, View, Weighed, by_legs, foremost, mixed, told
 from penstock.router.policy.least_cost import LeastCost
 from penstock.router.worker_load import Numbers, Slots
-from penstock.types import Leg
+from penstock.types import RequestStage
 
 Order = Callable[[View, Slots], tuple[str, Numbers]]
 """What candidates are ordered by, and its name: the least is best."""
@@ -28,10 +28,12 @@ class Simple:
 
     def writer(self, view: View) -> Choice:
         """See ``port.Policy``."""
-        place, weighed = self._best(view, Leg.DECODE, view.decode)
-        return Choice(((Leg.DECODE, int(view.decode[place])),), (weighed,), "its worker wants to be relieved of it")
+        place, weighed = self._best(view, RequestStage.DECODE, view.decode)
+        return Choice(
+            ((RequestStage.DECODE, int(view.decode[place])),), (weighed,), "its worker wants to be relieved of it"
+        )
 
-    def _best(self, view: View, leg: Leg, slots: Slots) -> tuple[int, Weighed]:
+    def _best(self, view: View, leg: RequestStage, slots: Slots) -> tuple[int, Weighed]:
         what, numbers = self._order(view, slots)
         equals = np.flatnonzero(numbers == numbers.min())
         place = int(equals[foremost(view, slots[equals], view.luck)])

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from penstock.router.policy.base import Choice, View, Weighed, foremost, mixed, told
 from penstock.router.worker_load import Due, Load, Numbers, Rates, Slots
-from penstock.types import PAGE_TOKENS, Leg
+from penstock.types import PAGE_TOKENS, RequestStage
 
 # MERGED: What a request costs at each of some workers, in seconds of somebody's waiting.
 # MERGED:
@@ -222,7 +222,7 @@ class LeastCost:
             whole = _better(whole, _whole(view, _quick(view, writers, writing.step)))
             if whole is not None and (whole.short, whole.cost) <= both:
                 return _chosen(whole, f"whole {whole.cost * 1e3:.3g} ms, split {both[1] * 1e3:.3g} ms")
-        legs = ((Leg.DECODE, decode.slot), (Leg.PREFILL, prefill.slot))
+        legs = ((RequestStage.DECODE, decode.slot), (RequestStage.PREFILL, prefill.slot))
         why = f"split {both[1] * 1e3:.3g} ms" + (f", whole {whole.cost * 1e3:.3g} ms" if whole else "")
         return Choice(legs, (decode.weighed, prefill.weighed), why)
 
@@ -230,7 +230,7 @@ class LeastCost:
         """See ``port.Policy``."""
         at = _At.of(view, view.decode)
         found = _decode(view, at, decode_costs(view, at.load, at.rates))
-        return Choice(((Leg.DECODE, found.slot),), (found.weighed,), "its worker wants to be relieved of it")
+        return Choice(((RequestStage.DECODE, found.slot),), (found.weighed,), "its worker wants to be relieved of it")
 
 
 def _at(view: View, slots: Slots) -> _At | None:
@@ -242,7 +242,7 @@ def _prefill(view: View, at: _At) -> _Found:
     cost = reading.wait + _shared(view, reading.read + reading.fetch) + reading.disturb
     spent = (reading.wait, reading.read, reading.fetch, reading.disturb)
     table = np.array((cost, *spent, reading.compute, reading.cached, at.short))
-    return _best(view, Leg.PREFILL, at, (READ_NAMES, table))
+    return _best(view, RequestStage.PREFILL, at, (READ_NAMES, table))
 
 
 def _decode(view: View, at: _At, writing: DecodeCosts) -> _Found:
@@ -252,7 +252,7 @@ def _decode(view: View, at: _At, writing: DecodeCosts) -> _Found:
     cached = np.minimum(view.hits.take(at.slots) * float(view.page_tokens), view.known)
     cost = wait + move + writing.write + writing.slow
     table = np.array((cost, wait, move, writing.write, writing.slow, load.rows, cached, short))
-    return _best(view, Leg.DECODE, at, (WRITE_NAMES, table))
+    return _best(view, RequestStage.DECODE, at, (WRITE_NAMES, table))
 
 
 def _whole(view: View, at: _At | None) -> _Found | None:
@@ -264,7 +264,7 @@ def _whole(view: View, at: _At | None) -> _Found | None:
     cost = reading.wait + reads + reading.disturb + writing.write + writing.slow
     spent = (reading.wait, reading.read, reading.fetch, reading.disturb, writing.write, writing.slow)
     table = np.array((cost, *spent, reading.compute, reading.cached, at.short))
-    return _best(view, Leg.WHOLE, at, (WHOLE_NAMES, table))
+    return _best(view, RequestStage.WHOLE, at, (WHOLE_NAMES, table))
 
 
 def _quick(view: View, at: _At, step: Numbers) -> _At | None:
@@ -306,7 +306,7 @@ def _shared(view: View, read: Numbers) -> Numbers:
     return shared
 
 
-def _best(view: View, leg: Leg, at: _At, table: tuple[tuple[str, ...], Numbers]) -> _Found:
+def _best(view: View, leg: RequestStage, at: _At, table: tuple[tuple[str, ...], Numbers]) -> _Found:
     """Room first, then cost, then who it belongs to."""
     slots, cost, cached = at.slots, table[1][0], table[1][-2]
     order = cost
@@ -337,4 +337,4 @@ def _better(one: _Found | None, other: _Found | None) -> _Found | None:
 
 
 def _chosen(found: _Found, because: str) -> Choice:
-    return Choice(((Leg.WHOLE, found.slot),), (found.weighed,), because)
+    return Choice(((RequestStage.WHOLE, found.slot),), (found.weighed,), because)

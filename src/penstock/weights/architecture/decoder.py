@@ -1,6 +1,6 @@
 """The decoder that most families are: what its layers are, as data, and which tensors its weights are made of.
 
-A family (``weights.llama`` and its like) reads its ``config.json`` into a ``Decoder`` and says by ``Names`` how its
+A family (``weights.llama`` and its like) reads its ``config.json`` into a ``DecoderConfig`` and says by ``DecoderTensorNames`` how its
 tensors are called.  ``engine.models.decoder`` computes it.  Layers may differ in everything, one by one.
 """
 
@@ -12,12 +12,12 @@ from enum import StrEnum
 from typing import Literal
 
 from penstock.kernels.operands import COLUMN_UNIT, Activation, segment_ends
-from penstock.weights.architecture.gated_delta_net import Delta, DeltaPlace
-from penstock.weights.architecture.mla import Latent, LatentPlace
-from penstock.weights.architecture.moe import GatedSharedMoe, Moe, MoeNames, MoePlace
-from penstock.weights.architecture.rope import Rope
-from penstock.weights.architecture.spec import Details, ModelSpec
-from penstock.weights.architecture.tensor_layout import Groups, Matrix, Part, Vector, WeightLayout
+from penstock.weights.architecture.gated_delta_net import GatedDeltaNetConfig, GatedDeltaNetTensors
+from penstock.weights.architecture.mla import MlaConfig, MlaTensors
+from penstock.weights.architecture.moe import GatedSharedMoeConfig, MoeConfig, MoeTensorNames, MoeTensors
+from penstock.weights.architecture.rope import RopeConfig
+from penstock.weights.architecture.spec import ModelDetails, ModelSpec
+from penstock.weights.architecture.tensor_layout import HeadGroups, Matrix, TensorPart, Vector, WeightLayout
 
 
 class QkNorm(StrEnum):
@@ -29,37 +29,37 @@ class QkNorm(StrEnum):
     UNIT = "unit"  # each head by itself, without a weight
 
 
-class Temperature(Details, frozen=True, kw_only=True, tag="Temperature"):
+class AttentionTemperature(ModelDetails, frozen=True, kw_only=True, tag="Temperature"):
     """Queries of position p are multiplied by ``1 + scale * log(1 + floor((p + 1) / floor))`` (arXiv:2501.19399)."""
 
     floor: int
     scale: float
 
 
-class Attention(Details, frozen=True, kw_only=True, tag="Attention"):
+class AttentionConfig(ModelDetails, frozen=True, kw_only=True, tag="Attention"):
     """Causal self-attention, grouped queries included."""
 
     heads: int  # query heads
     kv_heads: int  # divides heads
     head_dim: int  # even
     scale: float  # of the scores
-    rope: Rope | None  # None: queries and keys know no position
+    rope: RopeConfig | None  # None: queries and keys know no position
     window: int | None = None  # a token reads so many positions, its own included; None: all before it
     chunk: int | None = None  # a token reads positions of its own chunk of so many; None: of all
     softcap: float | None = None  # scores become cap * tanh(score / cap)
     sinks: bool = False  # each head has one more score, which takes weight and gives nothing
-    temperature: Temperature | None = None
+    temperature: AttentionTemperature | None = None
     qk_norm: QkNorm = QkNorm.NONE
     qkv_bias: bool = False
     out_bias: bool = False
 
 
-class GatedAttention(Attention, frozen=True, kw_only=True, tag="GatedAttention"):
+class GatedAttentionConfig(AttentionConfig, frozen=True, kw_only=True, tag="GatedAttention"):
     """Attention whose output, before its last product, is multiplied by a logistic function of what the block reads,
     number by number.  Rows of queries and of gates lie in one tensor, head by head; there are no biases."""
 
 
-class Mlp(Details, frozen=True, kw_only=True, tag="Mlp"):
+class MlpConfig(ModelDetails, frozen=True, kw_only=True, tag="Mlp"):
     """down(activation(gate(x)) * up(x)); not gated: down(activation(up(x)))."""
 
     intermediate: int
@@ -68,14 +68,14 @@ class Mlp(Details, frozen=True, kw_only=True, tag="Mlp"):
     bias: bool = False
 
 
-class Layer(Details, frozen=True, kw_only=True, tag="Layer"):
+class LayerConfig(ModelDetails, frozen=True, kw_only=True, tag="Layer"):
     """One attention block, one feed-forward block."""
 
-    attention: Attention | GatedAttention | Latent | Delta
-    mlp: Mlp | Moe | GatedSharedMoe
+    attention: AttentionConfig | GatedAttentionConfig | MlaConfig | GatedDeltaNetConfig
+    mlp: MlpConfig | MoeConfig | GatedSharedMoeConfig
 
 
-class Norm(Details, frozen=True, kw_only=True, tag="Norm"):
+class NormConfig(ModelDetails, frozen=True, kw_only=True, tag="Norm"):
     """All norms of a model are of one kind: root mean square, or mean and variance with a bias."""
 
     eps: float
@@ -84,11 +84,11 @@ class Norm(Details, frozen=True, kw_only=True, tag="Norm"):
     bias: bool = True  # of the kind "layer"
 
 
-class Decoder(Details, frozen=True, kw_only=True, tag="Decoder"):
+class DecoderConfig(ModelDetails, frozen=True, kw_only=True, tag="Decoder"):
     """Layers, what is before the first and what is behind the last."""
 
-    layers: tuple[Layer, ...]
-    norm: Norm
+    layers: tuple[LayerConfig, ...]
+    norm: NormConfig
     norm_before: bool = True  # of what a block reads
     norm_after: bool = False  # of what a block adds
     parallel: bool = False  # both blocks of a layer read what the layer reads, through one norm
@@ -99,7 +99,7 @@ class Decoder(Details, frozen=True, kw_only=True, tag="Decoder"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
+class DecoderTensorNames:
     """How a family calls its tensors.  A matrix that several tensors make is a tuple: their rows in this order."""
 
     model: str = "model."
@@ -119,12 +119,12 @@ class Names:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     mlp_norm_after: str = ""
-    moe: MoeNames = field(default_factory=MoeNames)
+    moe: MoeTensorNames = field(default_factory=MoeTensorNames)
     transposed: bool = False  # the matrices of layers are stored inputs first
     ignored: str = r".*\.rotary_emb\.inv_freq"  # a pattern of tensors that nothing needs
 
 
-def decoder_layout(spec: ModelSpec, names: Names, *others: Names) -> WeightLayout:
+def decoder_layout(spec: ModelSpec, names: DecoderTensorNames, *others: DecoderTensorNames) -> WeightLayout:
     """Weights ``embed``, ``positions``, ``norm``, ``head`` (unless tied), and of layer i, as far as it has them, the
     matrices ``i.qkv``, ``i.out``, ``i.gate_up`` and ``i.down``, each with a bias ``i.qkv_bias``, ..., and the vectors
     ``i.q_norm``, ``i.k_norm``, ``i.sinks``, ``i.attention_norm``, ``i.attention_norm_after``, ``i.mlp_norm``,
@@ -134,22 +134,22 @@ def decoder_layout(spec: ModelSpec, names: Names, *others: Names) -> WeightLayou
     A model that only reads has no ``head``, and with labels the matrix ``score``.
     Where tensor parallelism will cut K, it has the 8 segments of the tree.  ``others``: names in other releases.
     """
-    decoder = spec.own(Decoder)
-    place = _Place(names, names.model, "", spec.hidden)
+    decoder = spec.own(DecoderConfig)
+    place = _LayerTensors(names, names.model, "", spec.hidden)
     table = (spec.vocab, spec.hidden)
     weights: list[Matrix | Vector] = [Matrix("embed", (place.part(f"{names.embed}.weight", *table),))]
     if decoder.learned_positions is not None:
         rows = place.part(f"{names.positions}.weight", decoder.learned_positions, spec.hidden)
         weights.append(Matrix("positions", (rows,)))
     for index, layer in enumerate(decoder.layers):
-        inside = _Place(names, names.model + names.layer.format(index), f"{index}.", spec.hidden)
+        inside = _LayerTensors(names, names.model + names.layer.format(index), f"{index}.", spec.hidden)
         weights += [*_attention(decoder, layer.attention, inside), *_mlp(decoder, layer.mlp, inside)]
     weights += place.norm(decoder.norm, "norm", names.norm)
     writes = spec.pooler is None
     if writes and not spec.tied:
-        weights.append(Matrix("head", (Part(f"{names.head}.weight", table),)))
+        weights.append(Matrix("head", (TensorPart(f"{names.head}.weight", table),)))
     if spec.pooler is not None and spec.pooler.labels:
-        weights.append(Matrix("score", (Part("score.weight", (spec.pooler.labels, spec.hidden)),)))
+        weights.append(Matrix("score", (TensorPart("score.weight", (spec.pooler.labels, spec.hidden)),)))
     ignored = names.ignored + ("" if writes and not spec.tied else rf"|{re.escape(names.head)}\.weight")
     if not writes and names.model:
         others = (*others, replace(names, model=""))  # saved without what is around the layers
@@ -157,22 +157,22 @@ def decoder_layout(spec: ModelSpec, names: Names, *others: Names) -> WeightLayou
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _LayerTensors:
     """Weights that begin with ``weights``, of tensors that begin with ``tensors``."""
 
-    names: Names
+    names: DecoderTensorNames
     tensors: str
     weights: str
     hidden: int
 
-    def part(self, name: str, *shape: int, transposed: bool = False) -> Part:
-        return Part(self.tensors + name, shape[::-1] if transposed else shape, transposed=transposed)
+    def part(self, name: str, *shape: int, transposed: bool = False) -> TensorPart:
+        return TensorPart(self.tensors + name, shape[::-1] if transposed else shape, transposed=transposed)
 
     def vector(self, weight: str, *names: str, sizes: tuple[int, ...], offset: float = 0.0) -> Vector:
         parts = tuple(self.part(name, size) for name, size in zip(names, sizes, strict=True))
         return Vector(self.weights + weight, parts, offset)
 
-    def norm(self, norm: Norm, weight: str, name: str) -> list[Matrix | Vector]:
+    def norm(self, norm: NormConfig, weight: str, name: str) -> list[Matrix | Vector]:
         """Of the hidden state."""
         vectors = [self.vector(weight, f"{name}.weight", sizes=(self.hidden,), offset=norm.offset)]
         if norm.kind == "layer" and norm.bias:
@@ -201,15 +201,17 @@ class _Place:
         return made
 
 
-def _attention(decoder: Decoder, attention: Attention | Latent | Delta, place: _Place) -> list[Matrix | Vector]:
+def _attention(
+    decoder: DecoderConfig, attention: AttentionConfig | MlaConfig | GatedDeltaNetConfig, place: _LayerTensors
+) -> list[Matrix | Vector]:
     names, norm = place.names, decoder.norm
     weights = place.norm(norm, "attention_norm", names.attention_norm) if decoder.norm_before else []
-    if isinstance(attention, Latent):
-        return weights + LatentPlace(attention, place.tensors, place.weights, place.hidden).layout()
-    if isinstance(attention, Delta):
-        return weights + DeltaPlace(attention, place.tensors, place.weights, place.hidden).layout()
+    if isinstance(attention, MlaConfig):
+        return weights + MlaTensors(attention, place.tensors, place.weights, place.hidden).layout()
+    if isinstance(attention, GatedDeltaNetConfig):
+        return weights + GatedDeltaNetTensors(attention, place.tensors, place.weights, place.hidden).layout()
     queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-    if isinstance(attention, GatedAttention):
+    if isinstance(attention, GatedAttentionConfig):
         weights += _gated_inward(attention, place)
     else:
         weights += place.inward("qkv", names.qkv, (queries, keys, keys), attention.qkv_bias)
@@ -226,14 +228,14 @@ def _attention(decoder: Decoder, attention: Attention | Latent | Delta, place: _
     return weights
 
 
-def _gated_inward(attention: GatedAttention, place: _Place) -> list[Matrix | Vector]:
+def _gated_inward(attention: GatedAttentionConfig, place: _LayerTensors) -> list[Matrix | Vector]:
     """``qkv`` and ``gate``: in the first tensor every head has rows of both."""
     heads, size = attention.heads, attention.head_dim
     both, *others = place.names.qkv
 
-    def rows(first: int) -> Part:
+    def rows(first: int) -> TensorPart:
         part = place.part(f"{both}.weight", 2 * heads * size, place.hidden)
-        return replace(part, groups=Groups(heads, first, first + size))
+        return replace(part, groups=HeadGroups(heads, first, first + size))
 
     keys = [place.part(f"{name}.weight", attention.kv_heads * size, place.hidden) for name in others]
     return [
@@ -242,12 +244,12 @@ def _gated_inward(attention: GatedAttention, place: _Place) -> list[Matrix | Vec
     ]
 
 
-def _mlp(decoder: Decoder, mlp: Mlp | Moe, place: _Place) -> list[Matrix | Vector]:
+def _mlp(decoder: DecoderConfig, mlp: MlpConfig | MoeConfig, place: _LayerTensors) -> list[Matrix | Vector]:
     names = place.names
     own_norm = decoder.norm_before and not decoder.parallel
     weights = place.norm(decoder.norm, "mlp_norm", names.mlp_norm) if own_norm else []
-    if isinstance(mlp, Moe):
-        return weights + MoePlace(mlp, names.moe, place.tensors, place.weights, place.hidden).layout()
+    if isinstance(mlp, MoeConfig):
+        return weights + MoeTensors(mlp, names.moe, place.tensors, place.weights, place.hidden).layout()
     inner = mlp.intermediate
     weights += place.inward("gate_up", names.gate_up, (inner, inner) if mlp.gated else (inner,), mlp.bias)
     weights += place.outward("down", names.down, segment_ends(inner, COLUMN_UNIT), mlp.bias)

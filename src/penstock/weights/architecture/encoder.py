@@ -1,7 +1,7 @@
 """The encoder that BERT and its relatives are: what its layers are, as data, and which tensors its weights are made of.
 
 Every token reads all tokens of its text, and each block's sum is normed (arXiv:1810.04805).  ``engine.models.encoder``
-computes it; a family (``weights.bert``) reads its ``config.json`` into an ``Encoder``.
+computes it; a family (``weights.bert``) reads its ``config.json`` into an ``EncoderConfig``.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import re
 from dataclasses import dataclass
 
 from penstock.kernels.operands import COLUMN_UNIT, Activation, KvShape, segment_ends
-from penstock.weights.architecture.spec import Details, ModelSpec
-from penstock.weights.architecture.tensor_layout import Matrix, Part, Vector, WeightLayout
+from penstock.weights.architecture.spec import ModelDetails, ModelSpec
+from penstock.weights.architecture.tensor_layout import Matrix, TensorPart, Vector, WeightLayout
 
-KEEPS_NOTHING = KvShape(layers=1, kv_heads=1, key_dim=2, value_dim=2)
+NO_KV = KvShape(layers=1, kv_heads=1, key_dim=2, value_dim=2)
 """Encoders leave nothing in the KV memory.  Its pages, as small as they can be, only count the tokens that a worker has
 taken on."""
 
 
-class Encoder(Details, frozen=True, kw_only=True, tag="Encoder"):
+class EncoderConfig(ModelDetails, frozen=True, kw_only=True, tag="Encoder"):
     """All layers are alike."""
 
     layers: int
@@ -33,7 +33,7 @@ class Encoder(Details, frozen=True, kw_only=True, tag="Encoder"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
+class EncoderTensorNames:
     """How a family calls its tensors."""
 
     model: str  # in front of all but the head
@@ -43,12 +43,12 @@ class Names:
     ignored: str = r"cls\..*|lm_head\..*"
 
 
-def encoder_layout(spec: ModelSpec, names: Names, *others: Names) -> WeightLayout:
+def encoder_layout(spec: ModelSpec, names: EncoderTensorNames, *others: EncoderTensorNames) -> WeightLayout:
     """Matrices ``embed``, ``positions``, ``types``, of layer i ``i.qkv``, ``i.out``, ``i.up``, ``i.down``, and with
     labels ``dense`` and ``score``; each but the tables with a bias ``i.qkv_bias``, ...; vectors ``norm``,
     ``i.attention_norm``, ``i.mlp_norm``, each with a bias.  ``others``: names in other releases.
     """
-    encoder, place = spec.own(Encoder), _Place(names.model + "embeddings.", "")
+    encoder, place = spec.own(EncoderConfig), _EncoderTensors(names.model + "embeddings.", "")
     tables = {"embed": ("word", spec.vocab), "positions": ("position", encoder.positions)}
     tables["types"] = ("token_type", encoder.types)
     weights: list[Matrix | Vector] = [
@@ -57,24 +57,24 @@ def encoder_layout(spec: ModelSpec, names: Names, *others: Names) -> WeightLayou
     ]
     weights += place.norm("norm", "LayerNorm", spec.hidden)
     for index in range(encoder.layers):
-        weights += _layer(encoder, spec.hidden, _Place(f"{names.model}encoder.layer.{index}.", f"{index}."))
+        weights += _layer(encoder, spec.hidden, _EncoderTensors(f"{names.model}encoder.layer.{index}.", f"{index}."))
     ignored = rf"(.*\.)?embeddings\.position_ids|(.*\.)?pooler\.dense\.(weight|bias)|{names.ignored}"
     if spec.pooler is not None and spec.pooler.labels:
-        head = _Place("" if names.own_dense else names.model, "")
+        head = _EncoderTensors("" if names.own_dense else names.model, "")
         weights += head.product("dense", (names.dense,), spec.hidden, spec.hidden)
-        weights += _Place("", "").product("score", (names.score,), spec.pooler.labels, spec.hidden)
+        weights += _EncoderTensors("", "").product("score", (names.score,), spec.pooler.labels, spec.hidden)
     return WeightLayout(tuple(weights), re.compile(ignored), tuple(encoder_layout(spec, other) for other in others))
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _EncoderTensors:
     """Weights that begin with ``weights``, of tensors that begin with ``tensors``."""
 
     tensors: str
     weights: str
 
-    def part(self, name: str, *shape: int) -> Part:
-        return Part(self.tensors + name, shape)
+    def part(self, name: str, *shape: int) -> TensorPart:
+        return TensorPart(self.tensors + name, shape)
 
     def norm(self, weight: str, name: str, size: int) -> list[Vector]:
         return [
@@ -92,7 +92,7 @@ class _Place:
         ]
 
 
-def _layer(encoder: Encoder, hidden: int, place: _Place) -> list[Matrix | Vector]:
+def _layer(encoder: EncoderConfig, hidden: int, place: _EncoderTensors) -> list[Matrix | Vector]:
     inner, own = encoder.intermediate, "attention.self."
     return [
         *place.product("qkv", (f"{own}query", f"{own}key", f"{own}value"), hidden, hidden),

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.kernels.operands import StateShape, segment_ends
-from penstock.weights.architecture.spec import Details
-from penstock.weights.architecture.tensor_layout import Groups, Matrix, Part, Vector
+from penstock.weights.architecture.spec import ModelDetails
+from penstock.weights.architecture.tensor_layout import HeadGroups, Matrix, TensorPart, Vector
 
 
-class Delta(Details, frozen=True, kw_only=True, tag="Delta"):
+class GatedDeltaNetConfig(ModelDetails, frozen=True, kw_only=True, tag="Delta"):
     """A recurrent block: queries, keys and values go through a short convolution, then each head's state changes by
     the delta rule; what is read of it is normed and gated."""
 
@@ -56,13 +56,13 @@ class Delta(Details, frozen=True, kw_only=True, tag="Delta"):
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaPlace:
+class GatedDeltaNetTensors:
     """The block of one layer: tensors begin with ``tensors``, weights with ``weights``.
 
     In the tensors queries, keys, values and gates lie together, key head by key head, and so do both small gates.
     """
 
-    delta: Delta
+    delta: GatedDeltaNetConfig
     tensors: str
     weights: str
     hidden: int
@@ -82,21 +82,21 @@ class DeltaPlace:
             Matrix(f"{self.weights}out", (self._part("out_proj.weight", self.hidden, own.values),), segments=ends),
         ]
 
-    def _inward(self) -> Sequence[Part]:
+    def _inward(self) -> Sequence[TensorPart]:
         own = self.delta
         each = own.heads // own.key_heads  # heads that share queries and keys
         wide = self._by_head("in_proj_qkvz", own.key_dim, own.key_dim, each * own.value_dim, each * own.value_dim)
         return [*wide, *self._by_head("in_proj_ba", each, each)]
 
-    def _by_head(self, name: str, *sizes: int) -> list[Part]:
+    def _by_head(self, name: str, *sizes: int) -> list[TensorPart]:
         """Parts of so many rows of every key head."""
         heads, rows = self.delta.key_heads, sum(sizes)
         parts, first = [], 0
         for size in sizes:
-            groups = Groups(heads, first, first + size)
+            groups = HeadGroups(heads, first, first + size)
             parts.append(self._part(f"{name}.weight", heads * rows, self.hidden, groups=groups))
             first += size
         return parts
 
-    def _part(self, name: str, *shape: int, groups: Groups | None = None, flat: bool = False) -> Part:
-        return Part(f"{self.tensors}linear_attn.{name}", shape, groups=groups, flat=flat)
+    def _part(self, name: str, *shape: int, groups: HeadGroups | None = None, flat: bool = False) -> TensorPart:
+        return TensorPart(f"{self.tensors}linear_attn.{name}", shape, groups=groups, flat=flat)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.kernels.operands import segment_ends
-from penstock.weights.architecture.rope import Rope
-from penstock.weights.architecture.spec import Details
-from penstock.weights.architecture.tensor_layout import Groups, Matrix, Part, Vector
+from penstock.weights.architecture.rope import RopeConfig
+from penstock.weights.architecture.spec import ModelDetails
+from penstock.weights.architecture.tensor_layout import HeadGroups, Matrix, TensorPart, Vector
 
 
-class Latent(Details, frozen=True, kw_only=True, tag="Latent"):
+class MlaConfig(ModelDetails, frozen=True, kw_only=True, tag="Latent"):
     """Attention to one latent vector a token, of which every head makes its own key and value; what is rotated stands
     behind the latent vector and is the same for all heads."""
 
@@ -22,7 +22,7 @@ class Latent(Details, frozen=True, kw_only=True, tag="Latent"):
     rank: int  # numbers of the latent vector
     plain_dim: int  # of a head's query and key, what is not rotated
     value_dim: int  # of a head's value
-    rope: Rope
+    rope: RopeConfig
     scale: float  # of the scores
     q_rank: int | None = None  # queries are made of a normed vector of so many numbers; None: of the hidden state
     bias: bool = False  # of the products with the hidden state, and of the output
@@ -38,10 +38,10 @@ class Latent(Details, frozen=True, kw_only=True, tag="Latent"):
 
 
 @dataclass(frozen=True, slots=True)
-class LatentPlace:
+class MlaTensors:
     """The block of one layer: tensors begin with ``tensors``, weights with ``weights``."""
 
-    latent: Latent
+    latent: MlaConfig
     tensors: str
     weights: str
     hidden: int
@@ -58,8 +58,8 @@ class LatentPlace:
             *self._queries(queries),
             *self._product("latent", "self_attn.kv_a_proj_with_mqa", own.rank + own.rope.columns, hidden),
             self._vector("latent_norm", "self_attn.kv_a_layernorm.weight", own.rank),
-            self._matrix("absorb", *expansion, groups=Groups(own.heads, 0, own.plain_dim, turned=True)),
-            self._matrix("values", *expansion, groups=Groups(own.heads, own.plain_dim, made)),
+            self._matrix("absorb", *expansion, groups=HeadGroups(own.heads, 0, own.plain_dim, turned=True)),
+            self._matrix("values", *expansion, groups=HeadGroups(own.heads, own.plain_dim, made)),
             *self._output(own.heads * own.value_dim),
         ]
 
@@ -80,15 +80,15 @@ class LatentPlace:
         return made
 
     def _output(self, columns: int) -> list[Matrix | Vector]:
-        part = Part(f"{self.tensors}self_attn.o_proj.weight", (self.hidden, columns))
+        part = TensorPart(f"{self.tensors}self_attn.o_proj.weight", (self.hidden, columns))
         ends = segment_ends(columns, self.latent.value_dim)
         made: list[Matrix | Vector] = [Matrix(f"{self.weights}out", (part,), segments=ends)]
         if self.latent.bias:
             made.append(self._vector("out_bias", "self_attn.o_proj.bias", self.hidden))
         return made
 
-    def _matrix(self, weight: str, name: str, shape: tuple[int, int], *, groups: Groups | None = None) -> Matrix:
-        return Matrix(self.weights + weight, (Part(self.tensors + name, shape, groups=groups),))
+    def _matrix(self, weight: str, name: str, shape: tuple[int, int], *, groups: HeadGroups | None = None) -> Matrix:
+        return Matrix(self.weights + weight, (TensorPart(self.tensors + name, shape, groups=groups),))
 
     def _vector(self, weight: str, name: str, size: int) -> Vector:
-        return Vector(self.weights + weight, (Part(self.tensors + name, (size,)),))
+        return Vector(self.weights + weight, (TensorPart(self.tensors + name, (size,)),))

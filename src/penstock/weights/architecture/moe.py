@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.kernels.operands import COLUMN_UNIT, SILU, Gate, Routing, segment_ends
-from penstock.weights.architecture.spec import Details
-from penstock.weights.architecture.tensor_layout import Matrix, Part, Vector
+from penstock.weights.architecture.spec import ModelDetails
+from penstock.weights.architecture.tensor_layout import Matrix, TensorPart, Vector
 
 
-class Moe(Details, frozen=True, kw_only=True, tag="Moe"):
+class MoeConfig(ModelDetails, frozen=True, kw_only=True, tag="Moe"):
     """Each token's sum over the experts that its router chooses, and over the shared one if there is one."""
 
     routing: Routing
@@ -25,12 +25,12 @@ class Moe(Details, frozen=True, kw_only=True, tag="Moe"):
     shared: int | None = None  # intermediate size of what every token passes
 
 
-class GatedSharedMoe(Moe, frozen=True, kw_only=True, tag="GatedSharedMoe"):
+class GatedSharedMoeConfig(MoeConfig, frozen=True, kw_only=True, tag="GatedSharedMoe"):
     """The same, and the shared expert is multiplied by a logistic function of one number that a token makes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoeNames:
+class MoeTensorNames:
     """How a family calls the tensors, without the layer's prefix; ``{}`` is an expert's number.
 
     ``stacked``: one tensor holds all experts, inputs first, and ``gate_up`` is one name.
@@ -49,11 +49,11 @@ class MoeNames:
 
 
 @dataclass(frozen=True, slots=True)
-class MoePlace:
+class MoeTensors:
     """The block of one layer: tensors begin with ``tensors``, weights with ``weights``."""
 
-    moe: Moe
-    names: MoeNames
+    moe: MoeConfig
+    names: MoeTensorNames
     tensors: str
     weights: str
     hidden: int
@@ -77,7 +77,7 @@ class MoePlace:
             weights.append(self._matrix("shared_gate_up", *gate_up))
             down = self._part(names.shared_down, self.hidden, moe.shared)
             weights.append(self._matrix("shared_down", down, segments=segment_ends(moe.shared, COLUMN_UNIT)))
-        if isinstance(moe, GatedSharedMoe):
+        if isinstance(moe, GatedSharedMoeConfig):
             weights.append(self._matrix("shared_gate", self._part(names.shared_gate, 1, self.hidden)))
         return weights
 
@@ -93,20 +93,20 @@ class MoePlace:
         if moe.bias:
             biases = (("gate_up_bias", names.gate_up_bias, 2 * inner), ("down_bias", names.down_bias, self.hidden))
             for weight, name, size in biases:
-                part = Part(self.tensors + name, (moe.routing.experts, size), index=expert)
+                part = TensorPart(self.tensors + name, (moe.routing.experts, size), index=expert)
                 weights.append(self._vector(f"experts.{expert}.{weight}", part))
         return weights
 
-    def _of_expert(self, name: str, expert: int, n: int, k: int) -> Part:
+    def _of_expert(self, name: str, expert: int, n: int, k: int) -> TensorPart:
         if not self.names.stacked:
             return self._part(name.format(expert), n, k)
-        return Part(self.tensors + name, (self.moe.routing.experts, k, n), index=expert, transposed=True)
+        return TensorPart(self.tensors + name, (self.moe.routing.experts, k, n), index=expert, transposed=True)
 
-    def _part(self, name: str, *shape: int) -> Part:
-        return Part(self.tensors + name, shape)
+    def _part(self, name: str, *shape: int) -> TensorPart:
+        return TensorPart(self.tensors + name, shape)
 
-    def _matrix(self, weight: str, *parts: Part, segments: tuple[int, ...] | None = None) -> Matrix | Vector:
+    def _matrix(self, weight: str, *parts: TensorPart, segments: tuple[int, ...] | None = None) -> Matrix | Vector:
         return Matrix(self.weights + weight, parts, segments)
 
-    def _vector(self, weight: str, part: Part) -> Matrix | Vector:
+    def _vector(self, weight: str, part: TensorPart) -> Matrix | Vector:
         return Vector(self.weights + weight, (part,))

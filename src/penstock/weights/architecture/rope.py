@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.weights.architecture.spec import Details
-from penstock.weights.config_json import Fields
+from penstock.weights.architecture.spec import ModelDetails
+from penstock.weights.config_json import ConfigFields
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
-class Linear(Details, frozen=True, kw_only=True, tag="Linear"):
+class LinearRopeScaling(ModelDetails, frozen=True, kw_only=True, tag="Linear"):
     """Positions are divided by ``factor`` (arXiv:2306.15595)."""
 
     factor: float
@@ -30,7 +30,7 @@ class Linear(Details, frozen=True, kw_only=True, tag="Linear"):
         return plain / self.factor
 
 
-class Llama3(Details, frozen=True, kw_only=True, tag="Llama3"):
+class Llama3RopeScaling(ModelDetails, frozen=True, kw_only=True, tag="Llama3"):
     """Short wavelengths stay, long ones are divided by ``factor``, those in between are blended."""
 
     factor: float
@@ -48,7 +48,7 @@ class Llama3(Details, frozen=True, kw_only=True, tag="Llama3"):
         return plain * (kept + (1.0 - kept) / self.factor)
 
 
-class Yarn(Details, frozen=True, kw_only=True, tag="Yarn"):
+class YarnRopeScaling(ModelDetails, frozen=True, kw_only=True, tag="Yarn"):
     """Columns that turn often within the original context stay, those that hardly turn are divided by ``factor``, a
     ramp over the column's number blends the others (arXiv:2309.00071)."""
 
@@ -77,7 +77,7 @@ class Yarn(Details, frozen=True, kw_only=True, tag="Yarn"):
         return blended
 
 
-class LongFactors(Details, frozen=True, kw_only=True, tag="LongFactors"):
+class LongRopeScaling(ModelDetails, frozen=True, kw_only=True, tag="LongFactors"):
     """Every frequency has a divisor of its own, one list for contexts up to the original length, another beyond
     (arXiv:2402.13753)."""
 
@@ -93,7 +93,7 @@ class LongFactors(Details, frozen=True, kw_only=True, tag="LongFactors"):
         return stretched
 
 
-class Axes(Details, frozen=True, kw_only=True, tag="Axes"):
+class MropeSections(ModelDetails, frozen=True, kw_only=True, tag="Axes"):
     """A token of an image has three positions: frame, row and column; so many pairs of columns follow each
     (M-RoPE, arXiv:2409.12191).  Text has the same position three times, so it is turned as ever."""
 
@@ -111,13 +111,13 @@ class Axes(Details, frozen=True, kw_only=True, tag="Axes"):
         return tuple(axis for axis, count in enumerate(self.pairs) for _ in range(count))
 
 
-class Rope(Details, frozen=True, kw_only=True, tag="Rope"):
+class RopeConfig(ModelDetails, frozen=True, kw_only=True, tag="Rope"):
     """The first ``columns`` of every head are rotated, in pairs (i, i + columns / 2) or, interleaved, (2i, 2i + 1)."""
 
     theta: float
     columns: int  # even
     interleaved: bool = False
-    scaling: Linear | Llama3 | Yarn | LongFactors | Axes | None = None
+    scaling: LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | LongRopeScaling | MropeSections | None = None
 
     def inv_freq(self) -> NDArray[np.float64]:
         """Radians a position for each pair of columns; [columns / 2]."""
@@ -128,43 +128,43 @@ class Rope(Details, frozen=True, kw_only=True, tag="Rope"):
     @property
     def axes(self) -> tuple[int, ...] | None:
         """Which of a token's three positions each pair of columns follows, where they differ."""
-        return self.scaling.of_pairs if isinstance(self.scaling, Axes) else None
+        return self.scaling.of_pairs if isinstance(self.scaling, MropeSections) else None
 
     @property
     def attention_factor(self) -> float:
         """cos and sin are multiplied by it."""
         return 1.0 if self.scaling is None else self.scaling.attention_factor
 
-    def at_length(self, positions: int) -> Rope:
+    def at_length(self, positions: int) -> RopeConfig:
         """The same recipe for contexts of at most so many positions."""
-        if not isinstance(self.scaling, LongFactors):
+        if not isinstance(self.scaling, LongRopeScaling):
             return self
         is_long = positions > self.scaling.original_max_positions
         return msgspec.structs.replace(self, scaling=msgspec.structs.replace(self.scaling, is_long=is_long))
 
     def positions(self, configured: int) -> int:
         """The model's context: YaRN's makers leave the original one in ``max_position_embeddings``."""
-        if not isinstance(self.scaling, Yarn):
+        if not isinstance(self.scaling, YarnRopeScaling):
             return configured
         return max(configured, int(self.scaling.original_max_positions * self.scaling.factor))
 
 
-def rope_section(config: Fields) -> Fields:
+def rope_section(config: ConfigFields) -> ConfigFields:
     """``rope_parameters`` (transformers 5) or ``rope_scaling``; empty if the file has neither."""
-    section = config.section("rope_scaling") or config.section("rope_parameters") or Fields({}, config.where)
+    section = config.section("rope_scaling") or config.section("rope_parameters") or ConfigFields({}, config.where)
     if any(isinstance(value, dict) for value in section.values.values()):
         raise section.refuse("differs from layer to layer; one recipe for all layers can be served here")
     return section
 
 
 def parse_rope(
-    config: Fields,
+    config: ConfigFields,
     head_dim: int,
     *,
     theta: float = 10_000.0,
-    section: Fields | None = None,
+    section: ConfigFields | None = None,
     interleaved: bool = False,
-) -> Rope:
+) -> RopeConfig:
     """The recipe in ``section`` (by default ``rope_section``), with the fall-backs of transformers.
 
     Raises ModelError for a scaling that is not known, or whose numbers make no sense.
@@ -174,7 +174,7 @@ def parse_rope(
     columns = int(head_dim * partial)
     if partial > 1 or columns < 2 or columns % 2:
         raise section.refuse(f"partial_rotary_factor {partial} of heads of {head_dim} is no even number of columns")
-    return Rope(
+    return RopeConfig(
         theta=section.real("rope_theta", config.real("rope_theta", theta)),
         columns=columns,
         interleaved=interleaved,
@@ -182,21 +182,23 @@ def parse_rope(
     )
 
 
-def parse_two_ropes(config: Fields, head_dim: int, *, near: float, far: float) -> tuple[Rope, Rope]:
+def parse_two_ropes(config: ConfigFields, head_dim: int, *, near: float, far: float) -> tuple[RopeConfig, RopeConfig]:
     """Recipes of layers with a window and of those without, each with a section of its own (transformers 5), or by
     these bases where the file has none; a scaling that is not in a section is that of the layers without a window.
 
     Raises ModelError as ``parse_rope``.
     """
-    sections = config.section("rope_parameters") or Fields({}, config.where)
-    local = (sections.section("sliding_attention") or Fields({}, config.where)).over({"rope_theta": near})
+    sections = config.section("rope_parameters") or ConfigFields({}, config.where)
+    local = (sections.section("sliding_attention") or ConfigFields({}, config.where)).over({"rope_theta": near})
     return (
         parse_rope(config, head_dim, section=local),
         parse_rope(config, head_dim, theta=far, section=sections.section("full_attention")),
     )
 
 
-def _parse_scaling(config: Fields, section: Fields, columns: int) -> Linear | Llama3 | Yarn | LongFactors | Axes | None:
+def _parse_scaling(
+    config: ConfigFields, section: ConfigFields, columns: int
+) -> LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | LongRopeScaling | MropeSections | None:
     name = section.get("rope_type", str, section.get("type", str, "default"))
     match name:
         case "default" | "mrope" if section.has("mrope_section"):
@@ -207,7 +209,7 @@ def _parse_scaling(config: Fields, section: Fields, columns: int) -> Linear | Ll
             section.real("factor")
             return None
         case "linear":
-            return Linear(factor=section.real("factor"))
+            return LinearRopeScaling(factor=section.real("factor"))
         case "longrope" | "su" | "yarn" if section.has("short_factor"):  # old files of Phi-3 have other names for it
             return _parse_long(config, section, columns // 2)
         case "llama3":
@@ -216,29 +218,29 @@ def _parse_scaling(config: Fields, section: Fields, columns: int) -> Linear | Ll
             return _parse_yarn(config, section)
         case "longrope":
             raise section.refuse("has no short_factor")
-    raise section.refuse(f"rope_type {name!r} cannot be served; these can: {', '.join(KINDS)}")
+    raise section.refuse(f"rope_type {name!r} cannot be served; these can: {', '.join(ROPE_TYPES)}")
 
 
-def _parse_axes(section: Fields, pairs: int) -> Axes:
+def _parse_axes(section: ConfigFields, pairs: int) -> MropeSections:
     counts = section.get("mrope_section", list)
     if len(counts) != 3 or not all(type(count) is int and count >= 0 for count in counts) or sum(counts) != pairs:
         raise section.refuse(f"mrope_section must be three numbers of pairs of columns, {pairs} in all, got {counts!r}")
     if section.get("mrope_interleaved", bool, False):
         raise section.refuse("mrope_interleaved is true; only axes one after another can be served")
-    return Axes(pairs=(counts[0], counts[1], counts[2]))
+    return MropeSections(pairs=(counts[0], counts[1], counts[2]))
 
 
-def _original(config: Fields, section: Fields) -> int:
+def _original(config: ConfigFields, section: ConfigFields) -> int:
     """The context before it was stretched; beside the section it wins, as Phi-3 has it."""
     inside = section.size("original_max_position_embeddings", config.size("max_position_embeddings", 2048))
     return config.size("original_max_position_embeddings", inside)
 
 
-def _parse_llama3(config: Fields, section: Fields) -> Llama3:
+def _parse_llama3(config: ConfigFields, section: ConfigFields) -> Llama3RopeScaling:
     low, high = section.real("low_freq_factor"), section.real("high_freq_factor")
     if high <= low:
         raise section.refuse(f"high_freq_factor ({high}) must be above low_freq_factor ({low})")
-    return Llama3(
+    return Llama3RopeScaling(
         factor=section.real("factor"),
         low_freq_factor=low,
         high_freq_factor=high,
@@ -246,7 +248,7 @@ def _parse_llama3(config: Fields, section: Fields) -> Llama3:
     )
 
 
-def _parse_yarn(config: Fields, section: Fields) -> Yarn:
+def _parse_yarn(config: ConfigFields, section: ConfigFields) -> YarnRopeScaling:
     original = _original(config, section)
     factor = section.real("factor", config.size("max_position_embeddings", 2048) / original)
     fast, slow = section.real("beta_fast", 32.0), section.real("beta_slow", 1.0)
@@ -261,7 +263,7 @@ def _parse_yarn(config: Fields, section: Fields) -> Yarn:
         denominator = section.real("mscale_all_dim")
     else:
         numerator = 1.0
-    return Yarn(
+    return YarnRopeScaling(
         factor=factor,
         original_max_positions=original,
         attention_factor=section.real("attention_factor", mscale(numerator) / mscale(denominator)),
@@ -271,13 +273,13 @@ def _parse_yarn(config: Fields, section: Fields) -> Yarn:
     )
 
 
-def _parse_long(config: Fields, section: Fields, pairs: int) -> LongFactors:
+def _parse_long(config: ConfigFields, section: ConfigFields, pairs: int) -> LongRopeScaling:
     original, positions = _original(config, section), config.size("max_position_embeddings")
     factor = section.real("factor", positions / original)
     if original < 2:
         raise section.refuse(f"original_max_position_embeddings must be at least 2, got {original}")
     stretch = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return LongFactors(
+    return LongRopeScaling(
         short=_divisors(section, "short_factor", pairs),
         long=_divisors(section, "long_factor", pairs),
         original_max_positions=original,
@@ -286,7 +288,7 @@ def _parse_long(config: Fields, section: Fields, pairs: int) -> LongFactors:
     )
 
 
-def _divisors(section: Fields, name: str, count: int) -> tuple[float, ...]:
+def _divisors(section: ConfigFields, name: str, count: int) -> tuple[float, ...]:
     values = section.get(name, list)
     if len(values) != count:
         raise section.refuse(f"{name} must have {count} numbers, one a pair of rotated columns, not {len(values)}")

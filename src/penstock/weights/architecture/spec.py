@@ -1,7 +1,7 @@
 """What a model is, without its weights.  Immutable.
 
 Knows neither files nor families: what rooms outside a model's family need stands in ``ModelSpec``, everything else in
-the family's own ``Details``, which only the family reads.
+the family's own ``ModelDetails``, which only the family reads.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from penstock.types import Task
 from penstock.weights.config_json import SamplingDefaults
 from penstock.weights.quantization.config import Quantization
 
-D = TypeVar("D", bound="Details")
+D = TypeVar("D", bound="ModelDetails")
 
 
-class Details(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+class ModelDetails(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
     """Base of what a family keeps of a ``config.json``.  All fields, and the class's name, are part of the model's
     fingerprint: whatever changes a bit of an answer stands here, and nothing else does."""
 
 
-class Pooling(StrEnum):
+class PoolingType(StrEnum):
     """Which hidden states of a text count."""
 
     CLS = "cls"  # the first token's
@@ -32,7 +32,7 @@ class Pooling(StrEnum):
     LAST = "last"  # the last token's
 
 
-class Scores(StrEnum):
+class ScoreFunction(StrEnum):
     """What is made of a label's score."""
 
     RAW = "raw"  # nothing
@@ -40,14 +40,14 @@ class Scores(StrEnum):
     SOFTMAX = "softmax"  # probabilities that sum up to 1
 
 
-class Pooler(Details, frozen=True, kw_only=True, tag="Pooler"):
+class PoolerConfig(ModelDetails, frozen=True, kw_only=True, tag="Pooler"):
     """What becomes of a text that is only read: a vector, or scores of labels."""
 
-    pooling: Pooling
+    pooling: PoolingType
     causal: bool = True  # a token reads what stands before it; else all of its text
     normalised: bool = False  # embeddings are brought to length 1
     labels: int = 0  # of a classification head; 0: there is none
-    scores: Scores = Scores.RAW
+    scores: ScoreFunction = ScoreFunction.RAW
     dense: bool = False  # tanh of a square product before the head
 
     @property
@@ -66,14 +66,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     kv: KvShape
     max_positions: int
     tied: bool  # the head is the embedding table
-    details: Details
+    details: ModelDetails
     checkpoint_dtype: str = "fp32"  # "bf16", "fp16" or "fp32": the widest type of its matrices
     parameters: int = 0  # weights that its tensors hold
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     sampling: SamplingDefaults = SamplingDefaults()
     quantization: Quantization | None = None  # how a folder's matrices are stored
-    pooler: Pooler | None = None  # None: the model writes
+    pooler: PoolerConfig | None = None  # None: the model writes
     source: int = 0  # first tokens of every sequence, which stand for a sound; 0: the model hears nothing
     sparse: Sparse | None = None  # how little is read of long contexts; None: everything, as its makers meant it
 

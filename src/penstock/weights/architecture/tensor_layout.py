@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from penstock.errors import ModelError
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.quantization.base import Coded
+from penstock.weights.quantization.base import QuantizedTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowSlice:
     """Rows ``first``, ``first + step``, ... below ``stop``."""
 
     first: int
@@ -35,7 +35,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class HeadGroups:
     """Rows ``first`` to ``stop`` of every one of ``count`` equal groups of rows; ``turned``: inputs and outputs turned
     round within each."""
 
@@ -57,7 +57,7 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """A matrix or vector that one tensor of the checkpoint holds: all of it, or what is left after, in this order,
     making it flat, taking one of a stack, turning inputs and outputs round, and picking rows, or rows of groups."""
 
@@ -65,8 +65,8 @@ class Part:
     shape: tuple[int, ...]  # that the tensor must have
     index: int | None = None  # of a stack: [E, N, K]
     transposed: bool = False  # stored as [K, N]
-    rows: Rows | None = None
-    groups: Groups | None = None
+    rows: RowSlice | None = None
+    groups: HeadGroups | None = None
     flat: bool = False  # stored as [N, ...]: all but its first axis is one
 
     @property
@@ -99,7 +99,7 @@ class Part:
             tensor = self.groups.of(tensor)
         return tensor
 
-    def quantised(self, coded: Coded) -> QuantizedMatrix | None:
+    def quantised(self, coded: QuantizedTensor) -> QuantizedMatrix | None:
         """The part as it is stored, None where it is not rows of the matrix.  Raises ModelError."""
         if self.groups is not None or self.transposed != coded.turned:
             return None
@@ -108,7 +108,7 @@ class Part:
             return matrix
         return matrix.picked(range(self.rows.first, self.rows.stop, self.rows.step))
 
-    def dequantised(self, coded: Coded) -> NDArray[np.float32]:
+    def dequantised(self, coded: QuantizedTensor) -> NDArray[np.float32]:
         """The part of a tensor of codes, as fp32.  Raises ModelError."""
         matrix_NK = coded.matrix(self.index or 0).dequantised()
         turned = matrix_NK if self.transposed == coded.turned else matrix_NK.T
@@ -120,7 +120,7 @@ class Matrix:
     """A weight of ``linear`` or ``embed``: rows of its parts, one part after another."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     segments: tuple[int, ...] | None = None  # ends of the segments of K; None for a plain sum
 
 
@@ -129,7 +129,7 @@ class Vector:
     """A norm weight or a bias: its parts one after another, each number plus ``offset`` (some norms store w - 1)."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     offset: float = 0.0
 
     def of(self, parts: list[NDArray[Any]]) -> NDArray[Any]:
@@ -155,7 +155,7 @@ class WeightLayout:
         return self
 
     @property
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[TensorPart]:
         """Of all weights."""
         return (part for weight in self.weights for part in weight.parts)
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.kernels.operands import Activation
-from penstock.weights.architecture.decoder import Decoder
-from penstock.weights.architecture.spec import Details
-from penstock.weights.architecture.tensor_layout import Matrix, Part, Vector
+from penstock.weights.architecture.decoder import DecoderConfig
+from penstock.weights.architecture.spec import ModelDetails
+from penstock.weights.architecture.tensor_layout import Matrix, TensorPart, Vector
 
 
-class Vision(Details, frozen=True, kw_only=True, tag="Vision"):
+class VisionConfig(ModelDetails, frozen=True, kw_only=True, tag="Vision"):
     """An encoder without a cache: every patch sees the whole image, or, in layers with windows, its own window."""
 
     layers: int
@@ -56,14 +56,14 @@ class Vision(Details, frozen=True, kw_only=True, tag="Vision"):
         return self.window is not None and layer not in self.full_layers
 
 
-class SeeingDecoder(Decoder, frozen=True, kw_only=True, tag="SeeingDecoder"):
+class VisionDecoderConfig(DecoderConfig, frozen=True, kw_only=True, tag="SeeingDecoder"):
     """A decoder some of whose prompt's rows are an image's."""
 
-    vision: Vision
+    vision: VisionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VisionNames:
+class VisionTensorNames:
     """How a family calls the tensors of its reader of images."""
 
     prefix: str = "visual."
@@ -71,7 +71,7 @@ class VisionNames:
     down: str = "mlp.fc2"
 
 
-def vision_layout(vision: Vision, names: VisionNames) -> list[Matrix | Vector]:
+def vision_layout(vision: VisionConfig, names: VisionTensorNames) -> list[Matrix | Vector]:
     """Weights ``vision.patches``, of layer i the matrices ``vision.i.qkv``, ``vision.i.out``, ``vision.i.inward`` and
     ``vision.i.down`` with biases ``vision.i.qkv_bias``, ..., the norms ``vision.i.attention_norm`` and
     ``vision.i.mlp_norm``, then ``vision.norm``, ``vision.merge`` and ``vision.merged``.
@@ -80,10 +80,10 @@ def vision_layout(vision: Vision, names: VisionNames) -> list[Matrix | Vector]:
     """
     width, inner, joined = vision.width, vision.intermediate, vision.width * vision.merge**2
     kernel = (width, 3, vision.frames, vision.patch, vision.patch)
-    patches = Part(f"{names.prefix}patch_embed.proj.weight", kernel, flat=True)
+    patches = TensorPart(f"{names.prefix}patch_embed.proj.weight", kernel, flat=True)
     weights: list[Matrix | Vector] = [Matrix("vision.patches", (patches,))]
     for index in range(vision.layers):
-        place = _Place(f"{names.prefix}blocks.{index}.", f"vision.{index}.")
+        place = _VisionTensors(f"{names.prefix}blocks.{index}.", f"vision.{index}.")
         weights += [
             *place.norm(vision, "attention_norm", "norm1"),
             *place.linear("qkv", ("attn.qkv",), 3 * width, width),
@@ -92,7 +92,7 @@ def vision_layout(vision: Vision, names: VisionNames) -> list[Matrix | Vector]:
             *place.linear("inward", names.inward, inner, width),
             *place.linear("down", (names.down,), width, inner),
         ]
-    place = _Place(f"{names.prefix}merger.", "vision.")
+    place = _VisionTensors(f"{names.prefix}merger.", "vision.")
     return [
         *weights,
         *place.norm(vision, "norm", "ln_q"),
@@ -102,7 +102,7 @@ def vision_layout(vision: Vision, names: VisionNames) -> list[Matrix | Vector]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _VisionTensors:
     """Weights that begin with ``weights``, of tensors that begin with ``tensors``."""
 
     tensors: str
@@ -110,14 +110,14 @@ class _Place:
 
     def linear(self, weight: str, names: tuple[str, ...], rows: int, columns: int) -> list[Matrix | Vector]:
         """A product and its bias; each of ``names`` has so many rows."""
-        matrices = tuple(Part(f"{self.tensors}{name}.weight", (rows, columns)) for name in names)
-        biases = tuple(Part(f"{self.tensors}{name}.bias", (rows,)) for name in names)
+        matrices = tuple(TensorPart(f"{self.tensors}{name}.weight", (rows, columns)) for name in names)
+        biases = tuple(TensorPart(f"{self.tensors}{name}.bias", (rows,)) for name in names)
         return [Matrix(self.weights + weight, matrices), Vector(f"{self.weights}{weight}_bias", biases)]
 
-    def norm(self, vision: Vision, weight: str, name: str) -> list[Matrix | Vector]:
+    def norm(self, vision: VisionConfig, weight: str, name: str) -> list[Matrix | Vector]:
         """Of the encoder's kind."""
         kinds = (("", "weight"),) if vision.norm == "rms" else (("", "weight"), ("_bias", "bias"))
         return [
-            Vector(f"{self.weights}{weight}{more}", (Part(f"{self.tensors}{name}.{tensor}", (vision.width,)),))
+            Vector(f"{self.weights}{weight}{more}", (TensorPart(f"{self.tensors}{name}.{tensor}", (vision.width,)),))
             for more, tensor in kinds
         ]

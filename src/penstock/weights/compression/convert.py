@@ -23,8 +23,15 @@ from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.compressed_gpu import AnyCompressed, compress_for_gpu
 from penstock.weights.checkpoint_reader import INDEX, SINGLE, Checkpoint
 from penstock.weights.compression import format
-from penstock.weights.compression.format import GPU, TENSORS_KEY, VERSION_KEY, Original, checksum, metadata_of
-from penstock.weights.files import replacing
+from penstock.weights.compression.format import (
+    GPU,
+    TENSORS_KEY,
+    VERSION_KEY,
+    OriginalTensor,
+    checksum,
+    compression_metadata,
+)
+from penstock.weights.files import atomic_write
 from penstock.weights.model_files import CONFIG
 from penstock.weights.safetensors import SafetensorsFile
 from penstock.weights.safetensors_header import LENGTH_BYTES, TensorInfo
@@ -35,11 +42,11 @@ WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".g
 """Files that are not copied: weights in another form than the one that is converted."""
 
 
-class Done(msgspec.Struct, frozen=True):
+class ConvertedTensor(msgspec.Struct, frozen=True):
     """One tensor that has been written.  ``begin`` counts from the first tensor's first byte."""
 
     name: str
-    original: Original
+    original: OriginalTensor
     original_bytes: int
     begin: int
     nbytes: int
@@ -50,7 +57,7 @@ class Done(msgspec.Struct, frozen=True):
         return 8 * self.nbytes / max(1, int(np.prod(self.original.shape)))
 
 
-class Started(msgspec.Struct, frozen=True):
+class JournalHeader(msgspec.Struct, frozen=True):
     """The journal's first line: which file is being compressed, and where tensors begin in the new one."""
 
     source: str
@@ -58,14 +65,14 @@ class Started(msgspec.Struct, frozen=True):
     layout: str = ""
 
 
-Report = Callable[[Done], None]
+Report = Callable[[ConvertedTensor], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class EncodedTensor:
     """One tensor, ready to be written."""
 
-    original: Original
+    original: OriginalTensor
     sections: list[memoryview]
 
 
@@ -77,15 +84,17 @@ def check_folders(source: Path, target: Path, *, force: bool) -> None:
         raise ConfigError(f"{target}: has a model already; --force replaces it")
 
 
-def compress_folder(source: Path, target: Path, *, threads: int, report: Report, layout: str = "") -> list[Done]:
+def compress_folder(
+    source: Path, target: Path, *, threads: int, report: Report, layout: str = ""
+) -> list[ConvertedTensor]:
     """Writes ``target`` and returns what became of every tensor, in the order of the files.
 
     ``layout``: "gpu", or empty for the CPU's; a source in the other one is converted.  Goes on with what an interrupted
     run has left there.  Raises ModelError for a source that cannot be read or is in that layout already, PenstockError
     if ``target`` cannot be written.
     """
-    done: list[Done] = []
-    with Checkpoint(source) as checkpoint, _writing(target):
+    done: list[ConvertedTensor] = []
+    with Checkpoint(source) as checkpoint, _OutputFolder(target):
         if any(file.is_compressed and layout in file.layouts for file in checkpoint.files):
             raise ModelError(f"{source}: is compressed already, for the {(layout or 'cpu').upper()}")
         for file in checkpoint.files:
@@ -94,10 +103,10 @@ def compress_folder(source: Path, target: Path, *, threads: int, report: Report,
     return done
 
 
-def decompress_folder(source: Path, target: Path, *, report: Report) -> list[Done]:
+def decompress_folder(source: Path, target: Path, *, report: Report) -> list[ConvertedTensor]:
     """Writes the original's tensors as plain files; the same errors."""
-    done: list[Done] = []
-    with Checkpoint(source) as checkpoint, _writing(target):
+    done: list[ConvertedTensor] = []
+    with Checkpoint(source) as checkpoint, _OutputFolder(target):
         if not any(file.is_compressed for file in checkpoint.files):
             raise ModelError(f"{source}: is not compressed")
         for file in checkpoint.files:
@@ -135,7 +144,7 @@ def _is_intact(checkpoint: Checkpoint, name: str) -> bool:
 # --- one file ---------------------------------------------------------------------------------------------------------
 
 
-class _writing:  # noqa: N801  (used as a statement)
+class _OutputFolder:  # noqa: N801  (used as a statement)
     """Makes the folder, and words what the system says when it cannot be written."""
 
     def __init__(self, target: Path) -> None:
@@ -156,15 +165,17 @@ class _writing:  # noqa: N801  (used as a statement)
             ) from error
 
 
-def _compress_file(file: SafetensorsFile, target: Path, threads: int, report: Report, layout: str) -> list[Done]:
+def _compress_file(
+    file: SafetensorsFile, target: Path, threads: int, report: Report, layout: str
+) -> list[ConvertedTensor]:
     infos = list(file.tensors.values())
     partial, journal = _beside(target, PARTIAL), _beside(target, JOURNAL)
-    started = Started(_identity(file), LENGTH_BYTES + _reserved_header(file, infos, layout), layout)
+    started = JournalHeader(_identity(file), LENGTH_BYTES + _reserved_header(file, infos, layout), layout)
     done = _resume(partial, journal, started, infos)
     for one in done:
         report(one)
     end = done[-1].begin + done[-1].nbytes if done else 0
-    with replacing(target, partial, go_on=bool(done)) as out, journal.open("ab" if done else "wb") as log:
+    with atomic_write(target, partial, go_on=bool(done)) as out, journal.open("ab" if done else "wb") as log:
         out.truncate(started.data_start + end)
         out.seek(started.data_start + end)
         if not done:
@@ -173,7 +184,7 @@ def _compress_file(file: SafetensorsFile, target: Path, threads: int, report: Re
             for section in packed.sections:
                 out.write(section)
             nbytes = sum(section.nbytes for section in packed.sections)
-            done.append(Done(info.name, packed.original, file.original_bytes(info), end, nbytes))
+            done.append(ConvertedTensor(info.name, packed.original, file.original_bytes(info), end, nbytes))
             end += nbytes
             _log(out, log, done[-1])
             file.drop(info)
@@ -186,10 +197,10 @@ def _compress_file(file: SafetensorsFile, target: Path, threads: int, report: Re
 
 def _in_order(
     file: SafetensorsFile, infos: list[TensorInfo], threads: int, layout: str
-) -> Iterator[tuple[TensorInfo, Packed]]:
+) -> Iterator[tuple[TensorInfo, EncodedTensor]]:
     """Tensors packed by several threads, some ahead of the one that is wanted next."""
     with ThreadPoolExecutor(threads) as pool:
-        waiting: list[tuple[TensorInfo, Future[Packed]]] = []
+        waiting: list[tuple[TensorInfo, Future[EncodedTensor]]] = []
         for info in infos:
             waiting.append((info, pool.submit(_pack, file, info, layout)))
             if len(waiting) > threads:
@@ -199,7 +210,7 @@ def _in_order(
             yield info, packed.result()
 
 
-def _pack(file: SafetensorsFile, info: TensorInfo, layout: str) -> Packed:
+def _pack(file: SafetensorsFile, info: TensorInfo, layout: str) -> EncodedTensor:
     raw = file.raw(info)
     digest = blake3(raw).hexdigest()
     if info.dtype == "BF16" and len(info.shape) == 2:
@@ -207,22 +218,22 @@ def _pack(file: SafetensorsFile, info: TensorInfo, layout: str) -> Packed:
         matrix = compress_for_gpu(weight) if layout == GPU else format.compress_matrix(weight)
         if matrix is not None:
             code = (matrix.base, matrix.step if isinstance(matrix, CompressedMatrix) else 1)
-            original = Original(dtype=info.dtype, shape=info.shape, blake3=digest, code=code, layout=layout)
+            original = OriginalTensor(dtype=info.dtype, shape=info.shape, blake3=digest, code=code, layout=layout)
             sections = format.sections(matrix)
-            return Packed(_with_checksum(info.name, original, sections), sections)
-    plain = Original(dtype=info.dtype, shape=info.shape, blake3=digest)
-    return Packed(_with_checksum(info.name, plain, [raw]), [raw])
+            return EncodedTensor(_with_checksum(info.name, original, sections), sections)
+    plain = OriginalTensor(dtype=info.dtype, shape=info.shape, blake3=digest)
+    return EncodedTensor(_with_checksum(info.name, plain, [raw]), [raw])
 
 
-def _with_checksum(name: str, original: Original, sections: list[memoryview]) -> Original:
+def _with_checksum(name: str, original: OriginalTensor, sections: list[memoryview]) -> OriginalTensor:
     return msgspec.structs.replace(original, checksum=checksum(name, original, sections))
 
 
-def _decompress_file(file: SafetensorsFile, target: Path, report: Report) -> list[Done]:
+def _decompress_file(file: SafetensorsFile, target: Path, report: Report) -> list[ConvertedTensor]:
     metadata = {key: text for key, text in file.metadata.items() if key not in (VERSION_KEY, TENSORS_KEY)}
-    done: list[Done] = []
+    done: list[ConvertedTensor] = []
     end = 0
-    with replacing(target, _beside(target, PARTIAL)) as out:
+    with atomic_write(target, _beside(target, PARTIAL)) as out:
         infos = list(file.tensors.values())
         table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
         for info in infos:
@@ -234,8 +245,8 @@ def _decompress_file(file: SafetensorsFile, target: Path, report: Report) -> lis
         for info in infos:
             raw = file.raw(info)
             out.write(raw)
-            original = Original(dtype=info.dtype, shape=info.shape, blake3=file.digest(info).hex())
-            done.append(Done(info.name, original, raw.nbytes, begin, info.nbytes))
+            original = OriginalTensor(dtype=info.dtype, shape=info.shape, blake3=file.digest(info).hex())
+            done.append(ConvertedTensor(info.name, original, raw.nbytes, begin, info.nbytes))
             begin += raw.nbytes
             file.drop(info)
             report(done[-1])
@@ -245,9 +256,11 @@ def _decompress_file(file: SafetensorsFile, target: Path, report: Report) -> lis
 # --- headers and journals ---------------------------------------------------------------------------------------------
 
 
-def _header(metadata: dict[str, str], done: list[Done], length: int) -> bytes:
+def _header(metadata: dict[str, str], done: list[ConvertedTensor], length: int) -> bytes:
     """The header, padded with blanks to ``length``."""
-    table: dict[str, object] = {"__metadata__": {**metadata, **metadata_of({one.name: one.original for one in done})}}
+    table: dict[str, object] = {
+        "__metadata__": {**metadata, **compression_metadata({one.name: one.original for one in done})}
+    }
     for one in done:
         whole = one.original.code is None
         table[one.name] = {
@@ -269,9 +282,9 @@ def _reserved_header(file: SafetensorsFile, infos: list[TensorInfo], layout: str
     worst = []
     for info in infos:
         code = (255, -1) if info.dtype == "BF16" and len(info.shape) == 2 else None
-        original = Original(dtype=info.dtype, shape=info.shape, blake3="0" * 64, code=code, checksum="0" * 32)
+        original = OriginalTensor(dtype=info.dtype, shape=info.shape, blake3="0" * 64, code=code, checksum="0" * 32)
         original = msgspec.structs.replace(original, layout=layout if code else "")
-        worst.append(Done(info.name, original, file.original_bytes(info), end, end))
+        worst.append(ConvertedTensor(info.name, original, file.original_bytes(info), end, end))
     return len(_header(file.metadata, worst, 0)) - LENGTH_BYTES + 7 & -8
 
 
@@ -282,16 +295,16 @@ def _identity(file: SafetensorsFile) -> str:
     return blake3(msgspec.json.encode((facts.st_size, facts.st_mtime_ns, names))).hexdigest()
 
 
-def _resume(partial: Path, journal: Path, started: Started, infos: list[TensorInfo]) -> list[Done]:
+def _resume(partial: Path, journal: Path, started: JournalHeader, infos: list[TensorInfo]) -> list[ConvertedTensor]:
     """Tensors that an interrupted run has written, up to the first of which any doubt is left."""
-    done: list[Done] = []
+    done: list[ConvertedTensor] = []
     try:
         lines = journal.read_bytes().split(b"\n")
-        if msgspec.json.decode(lines[0], type=Started) != started:
+        if msgspec.json.decode(lines[0], type=JournalHeader) != started:
             return []
         with partial.open("rb") as file:
             for info, line in zip(infos, lines[1:], strict=False):
-                one = msgspec.json.decode(line, type=Done)
+                one = msgspec.json.decode(line, type=ConvertedTensor)
                 if one.name != info.name or not _is_written(file.fileno(), started.data_start, one):
                     break
                 done.append(one)
@@ -300,7 +313,7 @@ def _resume(partial: Path, journal: Path, started: Started, infos: list[TensorIn
     return done
 
 
-def _is_written(file: int, data_start: int, one: Done) -> bool:
+def _is_written(file: int, data_start: int, one: ConvertedTensor) -> bool:
     """Does the tensor in the file decode to the bytes that it was made of?"""
     raw = memoryview(os.pread(file, one.nbytes, data_start + one.begin))
     if raw.nbytes != one.nbytes:

@@ -215,7 +215,7 @@ DIGEST_DIGITS = 64
 CHECKSUM_DIGITS = 32
 
 
-class Original(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class OriginalTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One tensor as it was before compression."""
 
     dtype: str
@@ -226,16 +226,18 @@ class Original(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     layout: str = ""  # "gpu", or empty for the CPU's
 
 
-Originals = Mapping[str, Original]
+OriginalTensors = Mapping[str, OriginalTensor]
 
 
-def metadata_of(originals: Originals) -> dict[str, str]:
+def compression_metadata(originals: OriginalTensors) -> dict[str, str]:
     """The entries for ``__metadata__``."""
     version = VERSION_OF_LAYOUTS if any(original.layout for original in originals.values()) else VERSION
     return {VERSION_KEY: version, TENSORS_KEY: msgspec.json.encode(originals).decode()}
 
 
-def parse_originals(metadata: Mapping[str, str], stored: Mapping[str, TensorInfo], where: str) -> Originals | None:
+def parse_originals(
+    metadata: Mapping[str, str], stored: Mapping[str, TensorInfo], where: str
+) -> OriginalTensors | None:
     """The table of original tensors; None if the file is a plain one.
 
     Raises ModelError unless every tensor of the file has one sound entry that fits it.
@@ -247,7 +249,7 @@ def parse_originals(metadata: Mapping[str, str], stored: Mapping[str, TensorInfo
         known = f"{VERSION!r} and {VERSION_OF_LAYOUTS!r}"
         raise ModelError(f"{where}: compressed in a format of version {version!r}; this reader knows {known}")
     try:
-        originals = msgspec.json.decode(metadata.get(TENSORS_KEY, ""), type=dict[str, Original])
+        originals = msgspec.json.decode(metadata.get(TENSORS_KEY, ""), type=dict[str, OriginalTensor])
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise ModelError(f"{where}: its table of compressed tensors is damaged ({error})") from error
     if originals.keys() != stored.keys():
@@ -264,12 +266,12 @@ def parse_originals(metadata: Mapping[str, str], stored: Mapping[str, TensorInfo
     return originals
 
 
-def original_info(stored: TensorInfo, original: Original) -> TensorInfo:
+def original_info(stored: TensorInfo, original: OriginalTensor) -> TensorInfo:
     """The tensor as it was, at the place where it is stored."""
     return TensorInfo(stored.name, original.dtype, original.shape, stored.start, stored.stop)
 
 
-def _check(original: Original, stored: TensorInfo, where: str) -> None:
+def _check(original: OriginalTensor, stored: TensorInfo, where: str) -> None:
     if not _is_hex(original.blake3, DIGEST_DIGITS):
         raise ModelError(f"{where}: bad hash {original.blake3!r}")
     if original.checksum and not _is_hex(original.checksum, CHECKSUM_DIGITS):
@@ -286,7 +288,7 @@ def _check(original: Original, stored: TensorInfo, where: str) -> None:
         raise ModelError(f"{where}: not stored as a compressed tensor, though its entry says so")
 
 
-def has_valid_code(original: Original) -> bool:
+def has_valid_code(original: OriginalTensor) -> bool:
     """Do its codes mean exponents that there are?"""
     base, step = original.code or (-1, 0)
     if original.layout == GPU:
@@ -308,13 +310,13 @@ def _is_hex(text: str, digits: int) -> bool:
 # MERGED: copy; here is what it must come to.
 
 
-def checksum_text(name: str, tensor: Original) -> str:
+def checksum_text(name: str, tensor: OriginalTensor) -> str:
     """What is hashed in front of the pieces: everything by which the bytes become weights."""
     code = "" if tensor.code is None else ",".join(map(str, (*tensor.code, tensor.layout))).rstrip(",")
     return "\n".join((name, tensor.dtype, ",".join(map(str, tensor.shape)), tensor.blake3, code, ""))
 
 
-def checksum(name: str, tensor: Original, sections: Sequence[memoryview]) -> str:
+def checksum(name: str, tensor: OriginalTensor, sections: Sequence[memoryview]) -> str:
     """32 hexadecimal digits for a tensor and its bytes in the file; ``sections`` end where pieces end."""
     whole = [checksum_text(name, tensor).encode()]
     left = list(sections)
@@ -326,7 +328,7 @@ def checksum(name: str, tensor: Original, sections: Sequence[memoryview]) -> str
     return xxh3_128(b"".join(whole)).hex()
 
 
-def pieces(tensor: Original, nbytes: int) -> Iterator[tuple[int, int]]:
+def pieces(tensor: OriginalTensor, nbytes: int) -> Iterator[tuple[int, int]]:
     """Where each piece of the ``nbytes`` stored bytes begins and ends."""
     if tensor.code is not None and tensor.layout == GPU:
         n, k = tensor.shape

@@ -4,47 +4,47 @@ tensor names."""
 from __future__ import annotations
 
 from penstock.weights.architecture import encoder
-from penstock.weights.architecture.encoder import KEEPS_NOTHING, Encoder, Names
+from penstock.weights.architecture.encoder import NO_KV, EncoderConfig, EncoderTensorNames
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import WeightLayout
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.fields import MAX_HEAD_DIM, layer_count, parse_activation, refuse_true, refuse_variants
 
-BERT = Names(model="bert.")
-ROBERTA = Names(model="roberta.", dense="classifier.dense", score="classifier.out_proj", own_dense=True)
+BERT = EncoderTensorNames(model="bert.")
+ROBERTA = EncoderTensorNames(model="roberta.", dense="classifier.dense", score="classifier.out_proj", own_dense=True)
 
 
-def parse_bert(config: Fields) -> ModelSpec:
+def parse_bert(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     return _parse(config, "bert", first_position=0)
 
 
-def parse_roberta(config: Fields) -> ModelSpec:
+def parse_roberta(config: ConfigFields) -> ModelSpec:
     """As ``parse_bert``."""
     return _parse(config, "roberta", first_position=_behind_padding(config))
 
 
-def parse_xlm_roberta(config: Fields) -> ModelSpec:
+def parse_xlm_roberta(config: ConfigFields) -> ModelSpec:
     """As ``parse_bert``."""
     return _parse(config, "xlm-roberta", first_position=_behind_padding(config))
 
 
 def bert_layout(spec: ModelSpec) -> WeightLayout:
     """See ``encoder.layout``."""
-    return encoder.encoder_layout(spec, BERT, Names(model=""))
+    return encoder.encoder_layout(spec, BERT, EncoderTensorNames(model=""))
 
 
 def roberta_layout(spec: ModelSpec) -> WeightLayout:
     """See ``encoder.layout``."""
-    return encoder.encoder_layout(spec, ROBERTA, Names(model=""))
+    return encoder.encoder_layout(spec, ROBERTA, EncoderTensorNames(model=""))
 
 
-def _behind_padding(config: Fields) -> int:
+def _behind_padding(config: ConfigFields) -> int:
     """The table's rows up to the padding token's are that token's."""
     return config.get("pad_token_id", int, 1) + 1
 
 
-def _parse(config: Fields, model_type: str, *, first_position: int) -> ModelSpec:
+def _parse(config: ConfigFields, model_type: str, *, first_position: int) -> ModelSpec:
     refuse_variants(config, model_type)
     refuse_true(config, "is_decoder", "add_cross_attention")
     kind = config.get("position_embedding_type", str, "absolute")
@@ -65,10 +65,10 @@ def _parse(config: Fields, model_type: str, *, first_position: int) -> ModelSpec
         vocab=config.size("vocab_size"),
         hidden=hidden,
         layers=layers,
-        kv=KEEPS_NOTHING,
+        kv=NO_KV,
         max_positions=positions - first_position,
         tied=True,
-        details=Encoder(
+        details=EncoderConfig(
             layers=layers,
             heads=heads,
             head_dim=head_dim,

@@ -12,16 +12,16 @@ from dataclasses import replace
 
 from penstock.kernels.operands import Gate, KvShape, Score
 from penstock.weights.architecture import decoder
-from penstock.weights.architecture.decoder import Decoder, Layer, Mlp, Names, Norm
-from penstock.weights.architecture.mla import Latent
-from penstock.weights.architecture.moe import Moe
+from penstock.weights.architecture.decoder import DecoderConfig, DecoderTensorNames, LayerConfig, MlpConfig, NormConfig
+from penstock.weights.architecture.mla import MlaConfig
+from penstock.weights.architecture.moe import MoeConfig
 from penstock.weights.architecture.rope import parse_rope, rope_section
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import WeightLayout
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.fields import (
     MAX_HEAD_DIM,
-    Sizes,
+    DecoderSizes,
     decoder_spec,
     layer_count,
     parse_activation,
@@ -33,7 +33,7 @@ from penstock.weights.families.fields import (
 KIMI_IMAGES = r"(model\.)?(vision_tower|mm_projector)\..*"
 
 
-def parse_deepseek_v2(config: Fields) -> ModelSpec:
+def parse_deepseek_v2(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "deepseek_v2")
     refuse_true(config, "norm_topk_prob", "mlp_bias")
@@ -51,12 +51,12 @@ def parse_deepseek_v2(config: Fields) -> ModelSpec:
     return _spec(config, "DeepseekV2ForCausalLM", moe, interleaved=True)
 
 
-def parse_deepseek_v3(config: Fields) -> ModelSpec:
+def parse_deepseek_v3(config: ConfigFields) -> ModelSpec:
     """The same for V3, R1 and Kimi K2."""
     return _parse_v3(config, "DeepseekV3ForCausalLM")
 
 
-def parse_kimi_with_images(config: Fields) -> ModelSpec:
+def parse_kimi_with_images(config: ConfigFields) -> ModelSpec:
     """The text model of Kimi K2.5, which also reads images and films.  Raises ModelError as the others."""
     refuse_variants(config, "kimi_k25")
     text = config.section("text_config")
@@ -65,7 +65,7 @@ def parse_kimi_with_images(config: Fields) -> ModelSpec:
     return _parse_v3(text, "KimiK25ForConditionalGeneration")
 
 
-def _parse_v3(config: Fields, architecture: str) -> ModelSpec:
+def _parse_v3(config: ConfigFields, architecture: str) -> ModelSpec:
     kind = config.get("model_type", str, "deepseek_v3")
     refuse_variants(config, "kimi_k2" if kind == "kimi_k2" else "deepseek_v3")
     if config.get("scoring_func", str, "sigmoid") != "sigmoid":
@@ -85,13 +85,13 @@ def _parse_v3(config: Fields, architecture: str) -> ModelSpec:
 
 def deepseek_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``.  The layers behind the last one predict further tokens and are not read."""
-    return decoder.decoder_layout(spec, replace(Names(), ignored=_ignored(spec, "model.")))
+    return decoder.decoder_layout(spec, replace(DecoderTensorNames(), ignored=_ignored(spec, "model.")))
 
 
 def kimi_with_images_layout(spec: ModelSpec) -> WeightLayout:
     """The same inside a model that also reads images: what does is not loaded."""
-    published = Names(model="language_model.model.", head="language_model.lm_head")
-    newer = Names(model="model.language_model.")
+    published = DecoderTensorNames(model="language_model.model.", head="language_model.lm_head")
+    newer = DecoderTensorNames(model="model.language_model.")
     return decoder.decoder_layout(
         spec, *(replace(names, ignored=rf"{KIMI_IMAGES}|{_ignored(spec, names.model)}") for names in (published, newer))
     )
@@ -102,17 +102,17 @@ def _ignored(spec: ModelSpec, model: str) -> str:
     return rf"{re.escape(model)}layers\.{spec.layers}\..*|.*\.rotary_emb\.inv_freq"
 
 
-def _spec(config: Fields, architecture: str, moe: Moe, *, interleaved: bool) -> ModelSpec:
+def _spec(config: ConfigFields, architecture: str, moe: MoeConfig, *, interleaved: bool) -> ModelSpec:
     if config.size("moe_layer_freq", 1) != 1:
         raise config.refuse("moe_layer_freq must be 1: experts in every layer behind the first ones")
     latent = _latent(config, interleaved=interleaved)
     layers, dense = layer_count(config, "num_hidden_layers"), config.get("first_k_dense_replace", int, 0)
-    first = Mlp(intermediate=config.size("intermediate_size"), activation=moe.gate.activation)
-    details = Decoder(
-        layers=tuple(Layer(attention=latent, mlp=first if index < dense else moe) for index in range(layers)),
-        norm=Norm(eps=config.real("rms_norm_eps", 1e-6)),
+    first = MlpConfig(intermediate=config.size("intermediate_size"), activation=moe.gate.activation)
+    details = DecoderConfig(
+        layers=tuple(LayerConfig(attention=latent, mlp=first if index < dense else moe) for index in range(layers)),
+        norm=NormConfig(eps=config.real("rms_norm_eps", 1e-6)),
     )
-    sizes = Sizes(
+    sizes = DecoderSizes(
         hidden=config.size("hidden_size"),
         layers=layers,
         heads=latent.heads,
@@ -124,7 +124,7 @@ def _spec(config: Fields, architecture: str, moe: Moe, *, interleaved: bool) -> 
     return decoder_spec(config, architecture, sizes, details, kv=kv)
 
 
-def _latent(config: Fields, *, interleaved: bool) -> Latent:
+def _latent(config: ConfigFields, *, interleaved: bool) -> MlaConfig:
     plain, turned = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
     rank = config.size("kv_lora_rank")
     for name, size in (("kv_lora_rank", rank), ("qk_nope_head_dim", plain), ("qk_rope_head_dim", turned)):
@@ -132,7 +132,7 @@ def _latent(config: Fields, *, interleaved: bool) -> Latent:
             raise config.refuse(f"{name} must be even and at most {MAX_HEAD_DIM}, got {size}")
     if rank + turned > MAX_HEAD_DIM:
         raise config.refuse(f"kv_lora_rank and qk_rope_head_dim together must be at most {MAX_HEAD_DIM}")
-    return Latent(
+    return MlaConfig(
         heads=config.size("num_attention_heads"),
         rank=rank,
         plain_dim=plain,
@@ -144,14 +144,14 @@ def _latent(config: Fields, *, interleaved: bool) -> Latent:
     )
 
 
-def _query_rank(config: Fields) -> int | None:
+def _query_rank(config: ConfigFields) -> int | None:
     """Null says that there is none, silence that there is the usual one."""
     if config.has("q_lora_rank"):
         return config.size("q_lora_rank")
     return None if "q_lora_rank" in config.values else 1536
 
 
-def _stretch(config: Fields) -> float:
+def _stretch(config: ConfigFields) -> float:
     """By YaRN, scores of longer contexts are sharper: ``mscale_all_dim``, once for queries and once for keys."""
     section = rope_section(config)
     name = section.get("rope_type", str, section.get("type", str, "default"))
@@ -162,9 +162,9 @@ def _stretch(config: Fields) -> float:
     return 1.0 if factor <= 1 else 0.1 * section.real("mscale_all_dim") * math.log(factor) + 1.0
 
 
-def _moe(config: Fields, *, choice_bias: bool, **how: object) -> Moe:
+def _moe(config: ConfigFields, *, choice_bias: bool, **how: object) -> MoeConfig:
     inner = config.size("moe_intermediate_size")
-    return Moe(
+    return MoeConfig(
         routing=parse_routing(
             config, experts="n_routed_experts", factor=config.real("routed_scaling_factor", 1.0), **how
         ),

@@ -10,19 +10,19 @@ from typing import Any
 import msgspec
 
 from penstock.kernels.operands import Activation, KvShape, Routing
-from penstock.kv_spec import EVERYTHING, Reach
-from penstock.weights.architecture.decoder import Attention, Decoder, Layer
-from penstock.weights.architecture.gated_delta_net import Delta
-from penstock.weights.architecture.rope import Rope
+from penstock.kv_spec import FULL_ATTENTION, KvSpec
+from penstock.weights.architecture.decoder import AttentionConfig, DecoderConfig, LayerConfig
+from penstock.weights.architecture.gated_delta_net import GatedDeltaNetConfig
+from penstock.weights.architecture.rope import RopeConfig
 from penstock.weights.architecture.spec import ModelSpec
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 
 MAX_HEAD_DIM = 1024
 MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class DecoderSizes:
     """The sizes that every decoder has."""
 
     hidden: int
@@ -32,9 +32,9 @@ class Sizes:
     head_dim: int
     max_positions: int
 
-    def attention(self, rope: Rope | None, *, window: int | None = None, **changes: Any) -> Attention:
+    def attention(self, rope: RopeConfig | None, *, window: int | None = None, **changes: Any) -> AttentionConfig:
         """The plain kind with ``changes``.  A window as long as the context is none."""
-        return Attention(
+        return AttentionConfig(
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
@@ -50,7 +50,7 @@ class Sizes:
         )
 
 
-def parse_sizes(config: Fields, *, max_positions: int = 2048) -> Sizes:
+def parse_sizes(config: ConfigFields, *, max_positions: int = 2048) -> DecoderSizes:
     """The sizes under their usual names.  Raises ModelError if they contradict each other or are out of bounds."""
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     kv_heads = config.size("num_key_value_heads", heads)
@@ -61,7 +61,7 @@ def parse_sizes(config: Fields, *, max_positions: int = 2048) -> Sizes:
     head_dim = config.size("head_dim", hidden // heads or 1)
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         raise config.refuse(f"head_dim must be even and at most {MAX_HEAD_DIM}, got {head_dim}")
-    return Sizes(
+    return DecoderSizes(
         hidden=hidden,
         layers=layer_count(config, "num_hidden_layers"),
         heads=heads,
@@ -71,12 +71,12 @@ def parse_sizes(config: Fields, *, max_positions: int = 2048) -> Sizes:
     )
 
 
-def window_of(config: Fields) -> int | None:
+def sliding_window(config: ConfigFields) -> int | None:
     """``sliding_window``: positions that a token reads, its own included.  None: all before it."""
     return config.size("sliding_window") if config.has("sliding_window") else None
 
 
-def sliding_layers(config: Fields, layers: int, usual: Callable[[int], bool]) -> list[bool]:
+def sliding_layers(config: ConfigFields, layers: int, usual: Callable[[int], bool]) -> list[bool]:
     """Which layers have the window: those that ``layer_types`` says, or those of the ``usual`` pattern."""
     kinds = config.get("layer_types", list, [])
     if not kinds:
@@ -86,12 +86,12 @@ def sliding_layers(config: Fields, layers: int, usual: Callable[[int], bool]) ->
     return [kind == "sliding_attention" for kind in kinds]
 
 
-def without_window(attention: Attention) -> Attention:
+def without_window(attention: AttentionConfig) -> AttentionConfig:
     """The same block over everything before."""
     return msgspec.structs.replace(attention, window=None)
 
 
-def layer_count(config: Fields, name: str) -> int:
+def layer_count(config: ConfigFields, name: str) -> int:
     """The number of layers.  Raises ModelError if there are more than any model has."""
     layers = config.size(name)
     if layers > MAX_LAYERS:
@@ -100,10 +100,10 @@ def layer_count(config: Fields, name: str) -> int:
 
 
 def decoder_spec(
-    config: Fields,
+    config: ConfigFields,
     architecture: str,
-    sizes: Sizes,
-    decoder: Decoder,
+    sizes: DecoderSizes,
+    decoder: DecoderConfig,
     *,
     tied: bool = False,
     kv: KvShape | None = None,
@@ -127,11 +127,11 @@ def decoder_spec(
     )
 
 
-def _cache(config: Fields, kv: KvShape, decoder: Decoder) -> KvShape:
+def _cache(config: ConfigFields, kv: KvShape, decoder: DecoderConfig) -> KvShape:
     """What layers keep of a sequence: keys and values in pages by reach, and the states of recurrent layers."""
-    recurrent = [layer.attention for layer in decoder.layers if isinstance(layer.attention, Delta)]
-    keyed = [layer for layer in decoder.layers if not isinstance(layer.attention, Delta)]
-    kv = replace(kv, layers=len(keyed)).grouped([reach_of(layer) for layer in keyed])
+    recurrent = [layer.attention for layer in decoder.layers if isinstance(layer.attention, GatedDeltaNetConfig)]
+    keyed = [layer for layer in decoder.layers if not isinstance(layer.attention, GatedDeltaNetConfig)]
+    kv = replace(kv, layers=len(keyed)).grouped([layer_kv_spec(layer) for layer in keyed])
     if not recurrent:
         return kv
     kv = replace(kv, states=recurrent[0].states(len(recurrent)))
@@ -140,24 +140,24 @@ def _cache(config: Fields, kv: KvShape, decoder: Decoder) -> KvShape:
     return kv
 
 
-def reach_of(layer: Layer) -> Reach:
+def layer_kv_spec(layer: LayerConfig) -> KvSpec:
     """How far back a layer reads."""
     attention = layer.attention
-    if not isinstance(attention, Attention):
-        return EVERYTHING
-    return Reach(window=attention.window, chunk=attention.chunk)
+    if not isinstance(attention, AttentionConfig):
+        return FULL_ATTENTION
+    return KvSpec(window=attention.window, chunk=attention.chunk)
 
 
 def at_length(spec: ModelSpec, positions: int) -> ModelSpec:
     """The same model for contexts of at most so many positions (see ``rope.Rope.at_length``)."""
-    decoder = spec.own(Decoder)
+    decoder = spec.own(DecoderConfig)
     return msgspec.structs.replace(
         spec,
         details=msgspec.structs.replace(decoder, layers=tuple(_layer_at(layer, positions) for layer in decoder.layers)),
     )
 
 
-def _layer_at(layer: Layer, positions: int) -> Layer:
+def _layer_at(layer: LayerConfig, positions: int) -> LayerConfig:
     rope = layer.attention.rope
     if rope is None or rope.at_length(positions) == rope:
         return layer
@@ -165,14 +165,14 @@ def _layer_at(layer: Layer, positions: int) -> Layer:
     return msgspec.structs.replace(layer, attention=attention)
 
 
-def refuse_variants(config: Fields, model_type: str) -> None:
+def refuse_variants(config: ConfigFields, model_type: str) -> None:
     """Everything that a known architecture's name may cover and that is computed nowhere here."""
     kind = config.get("model_type", str, model_type)
     if kind != model_type:
         raise config.refuse(f"model_type is {kind!r}, not {model_type!r}: the architecture is another one than it says")
 
 
-def refuse_own_code(config: Fields) -> None:
+def refuse_own_code(config: ConfigFields) -> None:
     """Where the files bring Python code along, it may compute something else than the architecture's name says."""
     if "AutoModelForCausalLM" in config.get("auto_map", dict, {}):
         raise config.refuse(
@@ -181,7 +181,7 @@ def refuse_own_code(config: Fields) -> None:
         )
 
 
-def refuse_true(config: Fields, *names: str) -> None:
+def refuse_true(config: ConfigFields, *names: str) -> None:
     """Switches that must be off."""
     for name in names:
         if config.get(name, bool, False):
@@ -202,7 +202,7 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 """Activations by the names of transformers."""
 
 
-def parse_activation(config: Fields, field: str, default: str) -> Activation:
+def parse_activation(config: ConfigFields, field: str, default: str) -> Activation:
     """The activation's name among the kernels' own."""
     name = config.get(field, str, default)
     if name not in ACTIVATIONS:
@@ -213,7 +213,7 @@ def parse_activation(config: Fields, field: str, default: str) -> Activation:
 # MERGED: What the ``config.json`` of models with experts have in common.
 
 
-def parse_routing(config: Fields, *, experts: str, **how: Any) -> Routing:
+def parse_routing(config: ConfigFields, *, experts: str, **how: Any) -> Routing:
     """``num_experts_per_tok`` of as many as the field ``experts`` says (or its newer name), chosen as ``how`` says.
 
     Raises ModelError for a choice that cannot be made.
@@ -225,7 +225,7 @@ def parse_routing(config: Fields, *, experts: str, **how: Any) -> Routing:
         raise config.refuse(str(error)) from error
 
 
-def sparse_layers(config: Fields, layers: int) -> list[bool]:
+def sparse_layers(config: ConfigFields, layers: int) -> list[bool]:
     """Which layers have experts: every ``decoder_sparse_step``-th, without those that ``mlp_only_layers`` names."""
     step, dense = config.size("decoder_sparse_step", 1), config.get("mlp_only_layers", list, [])
     return [index not in dense and (index + 1) % step == 0 for index in range(layers)]

@@ -9,24 +9,31 @@ from dataclasses import replace
 from msgspec import structs
 
 from penstock.weights.architecture import decoder
-from penstock.weights.architecture.decoder import Decoder, Layer, Mlp, Names, Norm, QkNorm
+from penstock.weights.architecture.decoder import (
+    DecoderConfig,
+    DecoderTensorNames,
+    LayerConfig,
+    MlpConfig,
+    NormConfig,
+    QkNorm,
+)
 from penstock.weights.architecture.rope import parse_rope, parse_two_ropes
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import WeightLayout
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.fields import (
-    Sizes,
+    DecoderSizes,
     decoder_spec,
     parse_activation,
     parse_sizes,
     refuse_true,
     refuse_variants,
     sliding_layers,
-    window_of,
+    sliding_window,
     without_window,
 )
 
-AROUND = Names(
+AROUND = DecoderTensorNames(
     attention_norm_after="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     mlp_norm_after="post_feedforward_layernorm",
@@ -52,7 +59,7 @@ GEMMA3_DEFAULTS = GEMMA2_DEFAULTS | {
 """What the published files leave out."""
 
 
-def parse_gemma(config: Fields) -> ModelSpec:
+def parse_gemma(config: ConfigFields) -> ModelSpec:
     """Gemma 1.  Its files say "gelu" and mean the approximation by tanh, unless ``hidden_activation`` says otherwise.
 
     Raises ModelError for anything that would be computed otherwise than its makers meant.
@@ -60,36 +67,36 @@ def parse_gemma(config: Fields) -> ModelSpec:
     refuse_variants(config, "gemma")
     sizes = parse_sizes(config.over({"head_dim": 256}))
     attention = sizes.attention(parse_rope(config, sizes.head_dim))
-    layers = (Layer(attention=attention, mlp=_mlp(config)),) * sizes.layers
+    layers = (LayerConfig(attention=attention, mlp=_mlp(config)),) * sizes.layers
     return _spec(config, "GemmaForCausalLM", sizes, layers, around=False)
 
 
-def parse_gemma2(config: Fields) -> ModelSpec:
+def parse_gemma2(config: ConfigFields) -> ModelSpec:
     """Gemma 2.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "gemma2")
     config = config.over(GEMMA2_DEFAULTS)
     sizes = parse_sizes(config)
     sliding = sizes.attention(
         parse_rope(config, sizes.head_dim),
-        window=window_of(config),
+        window=sliding_window(config),
         scale=config.real("query_pre_attn_scalar") ** -0.5,
         softcap=_cap(config, "attn_logit_softcapping"),
     )
     full = without_window(sliding)
     layers = tuple(
-        Layer(attention=sliding if slides else full, mlp=_mlp(config))
+        LayerConfig(attention=sliding if slides else full, mlp=_mlp(config))
         for slides in sliding_layers(config, sizes.layers, lambda index: index % 2 == 0)
     )
     return _spec(config, "Gemma2ForCausalLM", sizes, layers, around=True)
 
 
-def parse_gemma3(config: Fields) -> ModelSpec:
+def parse_gemma3(config: ConfigFields) -> ModelSpec:
     """Gemma 3 for text.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "gemma3_text")
     return _parse_gemma3(config, "Gemma3ForCausalLM")
 
 
-def parse_gemma3_with_images(config: Fields) -> ModelSpec:
+def parse_gemma3_with_images(config: ConfigFields) -> ModelSpec:
     """The text model of a Gemma 3 that also reads images.  Raises ModelError as the others."""
     refuse_variants(config, "gemma3")
     text = config.section("text_config")
@@ -101,7 +108,7 @@ def parse_gemma3_with_images(config: Fields) -> ModelSpec:
 
 def gemma_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``."""
-    return decoder.decoder_layout(spec, Names())
+    return decoder.decoder_layout(spec, DecoderTensorNames())
 
 
 def gemma2_layout(spec: ModelSpec) -> WeightLayout:
@@ -116,7 +123,7 @@ def gemma3_with_images_layout(spec: ModelSpec) -> WeightLayout:
     return decoder.decoder_layout(spec, published, newer)
 
 
-def _parse_gemma3(config: Fields, architecture: str) -> ModelSpec:
+def _parse_gemma3(config: ConfigFields, architecture: str) -> ModelSpec:
     refuse_true(config, "use_bidirectional_attention")
     config = config.over(GEMMA3_DEFAULTS)
     sizes = parse_sizes(config)
@@ -124,7 +131,7 @@ def _parse_gemma3(config: Fields, architecture: str) -> ModelSpec:
     near_rope, far_rope = parse_two_ropes(config, sizes.head_dim, **bases)
     near = sizes.attention(
         near_rope,
-        window=window_of(config),
+        window=sliding_window(config),
         scale=config.real("query_pre_attn_scalar") ** -0.5,
         softcap=_cap(config, "attn_logit_softcapping"),
         qk_norm=QkNorm.HEAD,
@@ -132,28 +139,30 @@ def _parse_gemma3(config: Fields, architecture: str) -> ModelSpec:
     far = structs.replace(near, window=None, rope=far_rope)
     pattern = config.size("sliding_window_pattern")
     layers = tuple(
-        Layer(attention=near if slides else far, mlp=_mlp(config))
+        LayerConfig(attention=near if slides else far, mlp=_mlp(config))
         for slides in sliding_layers(config, sizes.layers, lambda index: (index + 1) % pattern != 0)
     )
     return _spec(config, architecture, sizes, layers, around=True)
 
 
-def _mlp(config: Fields) -> Mlp:
-    return Mlp(
+def _mlp(config: ConfigFields) -> MlpConfig:
+    return MlpConfig(
         intermediate=config.size("intermediate_size"),
         activation=parse_activation(config, "hidden_activation", "gelu_pytorch_tanh"),
     )
 
 
-def _cap(config: Fields, name: str) -> float | None:
+def _cap(config: ConfigFields, name: str) -> float | None:
     return config.real(name) if config.has(name) else None
 
 
-def _spec(config: Fields, architecture: str, sizes: Sizes, layers: tuple[Layer, ...], *, around: bool) -> ModelSpec:
+def _spec(
+    config: ConfigFields, architecture: str, sizes: DecoderSizes, layers: tuple[LayerConfig, ...], *, around: bool
+) -> ModelSpec:
     refuse_true(config, "attention_bias")
-    details = Decoder(
+    details = DecoderConfig(
         layers=layers,
-        norm=Norm(eps=config.real("rms_norm_eps", 1e-6), offset=1.0),
+        norm=NormConfig(eps=config.real("rms_norm_eps", 1e-6), offset=1.0),
         norm_after=around,
         embed_scale=sizes.hidden**0.5,
         logit_softcap=_cap(config, "final_logit_softcapping"),

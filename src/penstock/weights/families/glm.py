@@ -7,12 +7,19 @@ from dataclasses import replace
 
 from penstock.kernels.operands import Gate, Score
 from penstock.weights.architecture import decoder
-from penstock.weights.architecture.decoder import Decoder, Layer, Mlp, Names, Norm, QkNorm
-from penstock.weights.architecture.moe import Moe
+from penstock.weights.architecture.decoder import (
+    DecoderConfig,
+    DecoderTensorNames,
+    LayerConfig,
+    MlpConfig,
+    NormConfig,
+    QkNorm,
+)
+from penstock.weights.architecture.moe import MoeConfig
 from penstock.weights.architecture.rope import parse_rope
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import WeightLayout
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.fields import (
     decoder_spec,
     parse_activation,
@@ -22,7 +29,7 @@ from penstock.weights.families.fields import (
     refuse_variants,
 )
 
-GLM_NAMES = Names(
+GLM_NAMES = DecoderTensorNames(
     gate_up=("mlp.gate_up_proj",),
     attention_norm_after="post_self_attn_layernorm",
     mlp_norm_after="post_mlp_layernorm",
@@ -30,13 +37,13 @@ GLM_NAMES = Names(
 GLM_DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072}
 
 
-def parse_glm(config: Fields) -> ModelSpec:
+def parse_glm(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "glm")
     return _spec(config, "GlmForCausalLM", around=False)
 
 
-def parse_glm4(config: Fields) -> ModelSpec:
+def parse_glm4(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "glm4")
     return _spec(config, "Glm4ForCausalLM", around=True)
@@ -47,22 +54,22 @@ def glm_layout(spec: ModelSpec) -> WeightLayout:
     return decoder.decoder_layout(spec, GLM_NAMES)
 
 
-def _spec(config: Fields, architecture: str, *, around: bool) -> ModelSpec:
+def _spec(config: ConfigFields, architecture: str, *, around: bool) -> ModelSpec:
     refuse_own_code(config)
     config = config.over(GLM_DEFAULTS)
     sizes = parse_sizes(config)
     halved = config.over({"partial_rotary_factor": 0.5})
-    layer = Layer(
+    layer = LayerConfig(
         attention=sizes.attention(
             parse_rope(halved, sizes.head_dim, interleaved=True), qkv_bias=config.get("attention_bias", bool, True)
         ),
-        mlp=Mlp(
+        mlp=MlpConfig(
             intermediate=config.size("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu")
         ),
     )
-    details = Decoder(
+    details = DecoderConfig(
         layers=(layer,) * sizes.layers,
-        norm=Norm(eps=config.real("rms_norm_eps", 1.5625e-07)),
+        norm=NormConfig(eps=config.real("rms_norm_eps", 1.5625e-07)),
         norm_after=around,
     )
     return decoder_spec(config, architecture, sizes, details)
@@ -73,7 +80,7 @@ def _spec(config: Fields, architecture: str, *, around: bool) -> ModelSpec:
 # MERGED: head is rotated.
 
 
-def parse_glm4_moe(config: Fields) -> ModelSpec:
+def parse_glm4_moe(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "glm4_moe")
     refuse_own_code(config)
@@ -84,21 +91,23 @@ def parse_glm4_moe(config: Fields) -> ModelSpec:
         qkv_bias=config.get("attention_bias", bool, False),
     )
     activation = parse_activation(config, "hidden_act", "silu")
-    dense = Mlp(intermediate=config.size("intermediate_size"), activation=activation)
+    dense = MlpConfig(intermediate=config.size("intermediate_size"), activation=activation)
     sparse, first = _moe(config, Gate(activation=activation)), config.get("first_k_dense_replace", int, 1)
-    layers = tuple(Layer(attention=attention, mlp=dense if index < first else sparse) for index in range(sizes.layers))
-    details = Decoder(layers=layers, norm=Norm(eps=config.real("rms_norm_eps", 1e-5)))
+    layers = tuple(
+        LayerConfig(attention=attention, mlp=dense if index < first else sparse) for index in range(sizes.layers)
+    )
+    details = DecoderConfig(layers=layers, norm=NormConfig(eps=config.real("rms_norm_eps", 1e-5)))
     return decoder_spec(config, "Glm4MoeForCausalLM", sizes, details)
 
 
 def glm4_moe_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``.  The layer behind the last one predicts further tokens and is not read."""
-    return decoder.decoder_layout(spec, replace(Names(), ignored=rf"model\.layers\.{spec.layers}\..*"))
+    return decoder.decoder_layout(spec, replace(DecoderTensorNames(), ignored=rf"model\.layers\.{spec.layers}\..*"))
 
 
-def _moe(config: Fields, gate: Gate) -> Moe:
+def _moe(config: ConfigFields, gate: Gate) -> MoeConfig:
     groups, inner = config.size("n_group", 1), config.size("moe_intermediate_size")
-    return Moe(
+    return MoeConfig(
         routing=parse_routing(
             config,
             experts="n_routed_experts",

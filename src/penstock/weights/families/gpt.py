@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from penstock.kernels.operands import SWIGLU_OAI, Gate, Score
 from penstock.weights.architecture import decoder
-from penstock.weights.architecture.decoder import Decoder, Layer, Mlp, Names, Norm
-from penstock.weights.architecture.moe import Moe, MoeNames
+from penstock.weights.architecture.decoder import DecoderConfig, DecoderTensorNames, LayerConfig, MlpConfig, NormConfig
+from penstock.weights.architecture.moe import MoeConfig, MoeTensorNames
 from penstock.weights.architecture.rope import parse_rope
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import WeightLayout
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.fields import (
     decoder_spec,
     layer_count,
@@ -22,11 +22,11 @@ from penstock.weights.families.fields import (
     refuse_true,
     refuse_variants,
     sliding_layers,
-    window_of,
+    sliding_window,
     without_window,
 )
 
-GPT2_NAMES = Names(
+GPT2_NAMES = DecoderTensorNames(
     model="transformer.",
     embed="wte",
     positions="wpe",
@@ -44,7 +44,7 @@ GPT2_NAMES = Names(
 """As transformers writes them; the first releases have no "transformer." in front."""
 
 
-def parse_gpt2(config: Fields) -> ModelSpec:
+def parse_gpt2(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "gpt2")
     refuse_own_code(config)
@@ -58,19 +58,19 @@ def parse_gpt2(config: Fields) -> ModelSpec:
         "num_hidden_layers": layer_count(config, "n_layer"),
         "max_position_embeddings": config.size("n_positions", 1024),
     }
-    sizes = parse_sizes(Fields(usual, config.where))
-    layer = Layer(
+    sizes = parse_sizes(ConfigFields(usual, config.where))
+    layer = LayerConfig(
         attention=sizes.attention(None, qkv_bias=True, out_bias=True),
-        mlp=Mlp(
+        mlp=MlpConfig(
             intermediate=config.size("n_inner", 4 * hidden),
             activation=parse_activation(config, "activation_function", "gelu_new"),
             gated=False,
             bias=True,
         ),
     )
-    details = Decoder(
+    details = DecoderConfig(
         layers=(layer,) * sizes.layers,
-        norm=Norm(eps=config.real("layer_norm_epsilon", 1e-5), kind="layer"),
+        norm=NormConfig(eps=config.real("layer_norm_epsilon", 1e-5), kind="layer"),
         learned_positions=sizes.max_positions,
     )
     return decoder_spec(config, "GPT2LMHeadModel", sizes, details, tied=True)
@@ -85,8 +85,8 @@ def gpt2_layout(spec: ModelSpec) -> WeightLayout:
 # MERGED: everywhere, and experts
 # MERGED: whose gate and up lie column by column in one stack.
 
-GPT_OSS_NAMES = Names(
-    moe=MoeNames(
+GPT_OSS_NAMES = DecoderTensorNames(
+    moe=MoeTensorNames(
         router="mlp.router",
         gate_up=("mlp.experts.gate_up_proj",),
         gate_up_bias="mlp.experts.gate_up_proj_bias",
@@ -97,7 +97,7 @@ GPT_OSS_NAMES = Names(
 )
 
 
-def parse_gpt_oss(config: Fields) -> ModelSpec:
+def parse_gpt_oss(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "gpt_oss")
     refuse_own_code(config)
@@ -105,12 +105,12 @@ def parse_gpt_oss(config: Fields) -> ModelSpec:
     bias = config.get("attention_bias", bool, True)
     sliding = sizes.attention(
         parse_rope(config, sizes.head_dim, theta=150_000.0),
-        window=window_of(config),
+        window=sliding_window(config),
         qkv_bias=bias,
         out_bias=bias,
         sinks=True,
     )
-    experts = Moe(
+    experts = MoeConfig(
         routing=parse_routing(config, experts="num_local_experts", score=Score.SOFTMAX_CHOSEN),
         intermediate=config.size("intermediate_size"),
         gate=Gate(
@@ -123,10 +123,10 @@ def parse_gpt_oss(config: Fields) -> ModelSpec:
         bias=True,
     )
     layers = tuple(
-        Layer(attention=sliding if slides else without_window(sliding), mlp=experts)
+        LayerConfig(attention=sliding if slides else without_window(sliding), mlp=experts)
         for slides in sliding_layers(config, sizes.layers, lambda index: index % 2 == 0)
     )
-    details = Decoder(layers=layers, norm=Norm(eps=config.real("rms_norm_eps", 1e-5)))
+    details = DecoderConfig(layers=layers, norm=NormConfig(eps=config.real("rms_norm_eps", 1e-5)))
     return decoder_spec(config, "GptOssForCausalLM", sizes, details)
 
 

@@ -6,14 +6,23 @@ from dataclasses import replace
 
 from penstock.kernels.operands import Activation, Gate, Score
 from penstock.weights.architecture import decoder
-from penstock.weights.architecture.decoder import Attention, Decoder, Layer, Mlp, Names, Norm, QkNorm, Temperature
-from penstock.weights.architecture.moe import Moe, MoeNames
+from penstock.weights.architecture.decoder import (
+    AttentionConfig,
+    AttentionTemperature,
+    DecoderConfig,
+    DecoderTensorNames,
+    LayerConfig,
+    MlpConfig,
+    NormConfig,
+    QkNorm,
+)
+from penstock.weights.architecture.moe import MoeConfig, MoeTensorNames
 from penstock.weights.architecture.rope import parse_rope
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import WeightLayout
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.fields import (
-    Sizes,
+    DecoderSizes,
     decoder_spec,
     parse_activation,
     parse_routing,
@@ -23,27 +32,27 @@ from penstock.weights.families.fields import (
 )
 
 
-def parse_llama(config: Fields) -> ModelSpec:
+def parse_llama(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "llama")
     refuse_own_code(config)
     sizes = parse_sizes(config)
     bias = config.get("attention_bias", bool, False)
-    layer = Layer(
+    layer = LayerConfig(
         attention=sizes.attention(parse_rope(config, sizes.head_dim), qkv_bias=bias, out_bias=bias),
-        mlp=Mlp(
+        mlp=MlpConfig(
             intermediate=config.size("intermediate_size"),
             activation=parse_activation(config, "hidden_act", "silu"),
             bias=config.get("mlp_bias", bool, False),
         ),
     )
-    details = Decoder(layers=(layer,) * sizes.layers, norm=Norm(eps=config.real("rms_norm_eps", 1e-6)))
+    details = DecoderConfig(layers=(layer,) * sizes.layers, norm=NormConfig(eps=config.real("rms_norm_eps", 1e-6)))
     return decoder_spec(config, "LlamaForCausalLM", sizes, details)
 
 
 def llama_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``."""
-    return decoder.decoder_layout(spec, Names())
+    return decoder.decoder_layout(spec, DecoderTensorNames())
 
 
 # MERGED: Llama 4 for text: three layers of four rotate normed heads and read their chunk of the context only,
@@ -51,10 +60,10 @@ def llama_layout(spec: ModelSpec) -> WeightLayout:
 # MERGED: knows no positions and reads everything, sharper the further on; experts in every layer or in every
 # MERGED: second.
 
-LLAMA4_NAMES = Names(
+LLAMA4_NAMES = DecoderTensorNames(
     gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
     down="feed_forward.down_proj",
-    moe=MoeNames(
+    moe=MoeTensorNames(
         router="feed_forward.router",
         gate_up=("feed_forward.experts.gate_up_proj",),
         down="feed_forward.experts.down_proj",
@@ -69,12 +78,12 @@ LLAMA4_NAMES = Names(
 LLAMA4_IMAGES = r"(model\.)?(vision_model|multi_modal_projector)\..*"
 
 
-def parse_llama4_text(config: Fields) -> ModelSpec:
+def parse_llama4_text(config: ConfigFields) -> ModelSpec:
     """The text model by itself.  Raises ModelError for what would be computed otherwise than its makers meant."""
     return _parse_llama4(config, "Llama4ForCausalLM")
 
 
-def parse_llama4_with_images(config: Fields) -> ModelSpec:
+def parse_llama4_with_images(config: ConfigFields) -> ModelSpec:
     """The text model inside one that also reads images.  Raises ModelError as the other."""
     refuse_variants(config, "llama4")
     text = config.section("text_config")
@@ -91,22 +100,22 @@ def llama4_layout(spec: ModelSpec) -> WeightLayout:
     return decoder.decoder_layout(spec, published, LLAMA4_NAMES)
 
 
-def _parse_llama4(config: Fields, architecture: str) -> ModelSpec:
+def _parse_llama4(config: ConfigFields, architecture: str) -> ModelSpec:
     refuse_variants(config, "llama4_text")
     sizes = parse_sizes(config, max_positions=131_072)
     near, far = _attention(config, sizes)
     activation = parse_activation(config, "hidden_act", "silu")
-    dense = Mlp(intermediate=config.size("intermediate_size_mlp", 16_384), activation=activation)
+    dense = MlpConfig(intermediate=config.size("intermediate_size_mlp", 16_384), activation=activation)
     experts, has_experts = _moe(config, activation), _layers_with_experts(config, sizes.layers)
     layers = tuple(
-        Layer(attention=near if is_near else far, mlp=experts if index in has_experts else dense)
+        LayerConfig(attention=near if is_near else far, mlp=experts if index in has_experts else dense)
         for index, is_near in enumerate(_near_layers(config, sizes.layers))
     )
-    details = Decoder(layers=layers, norm=Norm(eps=config.real("rms_norm_eps", 1e-5)))
+    details = DecoderConfig(layers=layers, norm=NormConfig(eps=config.real("rms_norm_eps", 1e-5)))
     return decoder_spec(config, architecture, sizes, details)
 
 
-def _attention(config: Fields, sizes: Sizes) -> tuple[Attention, Attention]:
+def _attention(config: ConfigFields, sizes: DecoderSizes) -> tuple[AttentionConfig, AttentionConfig]:
     """Blocks that rotate and read their chunk, and blocks that read everything without positions."""
     bias = config.get("attention_bias", bool, False)
     chunk = config.size("attention_chunk_size", 8192)
@@ -118,14 +127,14 @@ def _attention(config: Fields, sizes: Sizes) -> tuple[Attention, Attention]:
         out_bias=bias,
     )
     tuned = config.values.get("attn_temperature_tuning")  # true or, in early files, a number
-    temperature = Temperature(floor=config.size("floor_scale", 8192), scale=config.real("attn_scale", 0.1))
+    temperature = AttentionTemperature(floor=config.size("floor_scale", 8192), scale=config.real("attn_scale", 0.1))
     far = sizes.attention(
         None, temperature=temperature if tuned is None or tuned else None, qkv_bias=bias, out_bias=bias
     )
     return near, far
 
 
-def _near_layers(config: Fields, layers: int) -> list[bool]:
+def _near_layers(config: ConfigFields, layers: int) -> list[bool]:
     """Which layers rotate: those with a 1 in ``no_rope_layers``, by default three of four."""
     interval = config.size("no_rope_layer_interval", config.size("nope_layer_interval", 4))
     rotates = config.get("no_rope_layers", list, []) or [int((index + 1) % interval != 0) for index in range(layers)]
@@ -138,7 +147,7 @@ def _near_layers(config: Fields, layers: int) -> list[bool]:
     return near
 
 
-def _layers_with_experts(config: Fields, layers: int) -> set[int]:
+def _layers_with_experts(config: ConfigFields, layers: int) -> set[int]:
     """Their numbers: ``moe_layers``, by default every ``interleave_moe_layer_step``-th."""
     step = config.size("interleave_moe_layer_step", 1)
     if config.has("moe_layers"):
@@ -146,9 +155,9 @@ def _layers_with_experts(config: Fields, layers: int) -> set[int]:
     return set(range(step - 1, layers, step))
 
 
-def _moe(config: Fields, activation: Activation) -> Moe:
+def _moe(config: ConfigFields, activation: Activation) -> MoeConfig:
     inner = config.size("intermediate_size")
-    return Moe(
+    return MoeConfig(
         routing=parse_routing(config, experts="num_local_experts", score=Score.SIGMOID),
         intermediate=inner,
         gate=Gate(activation=activation),

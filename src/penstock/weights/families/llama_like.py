@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from penstock.weights.architecture import decoder
-from penstock.weights.architecture.decoder import Attention, Decoder, Layer, Mlp, Names, Norm, QkNorm
+from penstock.weights.architecture.decoder import (
+    AttentionConfig,
+    DecoderConfig,
+    DecoderTensorNames,
+    LayerConfig,
+    MlpConfig,
+    NormConfig,
+    QkNorm,
+)
 from penstock.weights.architecture.rope import parse_rope, parse_two_ropes
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import WeightLayout
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.fields import (
-    Sizes,
+    DecoderSizes,
     decoder_spec,
     parse_activation,
     parse_sizes,
@@ -17,26 +25,26 @@ from penstock.weights.families.fields import (
     refuse_true,
     refuse_variants,
     sliding_layers,
-    window_of,
+    sliding_window,
 )
 
-PHI3_NAMES = Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+PHI3_NAMES = DecoderTensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 
 
-def parse_phi3(config: Fields) -> ModelSpec:
+def parse_phi3(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant.
 
     The files bring Python code along that is what transformers has itself: it is neither run nor needed.
     """
     refuse_variants(config, "phi3")
     sizes = parse_sizes(config)
-    layer = Layer(
-        attention=sizes.attention(parse_rope(config, sizes.head_dim), window=window_of(config)),
-        mlp=Mlp(
+    layer = LayerConfig(
+        attention=sizes.attention(parse_rope(config, sizes.head_dim), window=sliding_window(config)),
+        mlp=MlpConfig(
             intermediate=config.size("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu")
         ),
     )
-    details = Decoder(layers=(layer,) * sizes.layers, norm=Norm(eps=config.real("rms_norm_eps", 1e-5)))
+    details = DecoderConfig(layers=(layer,) * sizes.layers, norm=NormConfig(eps=config.real("rms_norm_eps", 1e-5)))
     return decoder_spec(config, "Phi3ForCausalLM", sizes, details)
 
 
@@ -48,22 +56,22 @@ def phi3_layout(spec: ModelSpec) -> WeightLayout:
 # MERGED: SmolLM3: every fourth layer knows no position (NoPE, arXiv:2501.18795).
 
 
-def parse_smollm3(config: Fields) -> ModelSpec:
+def parse_smollm3(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "smollm3")
     refuse_own_code(config)
     sizes = parse_sizes(config.over({"num_key_value_heads": 4}), max_positions=32_768)
     rope, bias = parse_rope(config, sizes.head_dim, theta=2_000_000.0), config.get("attention_bias", bool, False)
     rotated = rotated_layers(config, sizes.layers)
-    window = window_of(config) if config.get("use_sliding_window", bool, False) else None
+    window = sliding_window(config) if config.get("use_sliding_window", bool, False) else None
     slides = sliding_layers(config, sizes.layers, lambda index: not rotated[index])
-    mlp = Mlp(
+    mlp = MlpConfig(
         intermediate=config.size("intermediate_size"),
         activation=parse_activation(config, "hidden_act", "silu"),
         bias=config.get("mlp_bias", bool, False),
     )
     layers = tuple(
-        Layer(
+        LayerConfig(
             attention=sizes.attention(
                 rope if rotated[index] else None,
                 window=window if slides[index] else None,
@@ -74,11 +82,11 @@ def parse_smollm3(config: Fields) -> ModelSpec:
         )
         for index in range(sizes.layers)
     )
-    details = Decoder(layers=layers, norm=Norm(eps=config.real("rms_norm_eps", 1e-6)))
+    details = DecoderConfig(layers=layers, norm=NormConfig(eps=config.real("rms_norm_eps", 1e-6)))
     return decoder_spec(config, "SmolLM3ForCausalLM", sizes, details, tied=True)
 
 
-def rotated_layers(config: Fields, layers: int) -> list[bool]:
+def rotated_layers(config: ConfigFields, layers: int) -> list[bool]:
     """Which layers rotate queries and keys: 1 in ``no_rope_layers``, by default all but every fourth."""
     interval = config.size("no_rope_layer_interval", 4)
     flags = config.get("no_rope_layers", list, [int((index + 1) % interval != 0) for index in range(layers)])
@@ -89,28 +97,28 @@ def rotated_layers(config: Fields, layers: int) -> list[bool]:
 
 def smollm3_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``."""
-    return decoder.decoder_layout(spec, Names())
+    return decoder.decoder_layout(spec, DecoderTensorNames())
 
 
 # MERGED: StableLM 3B and StableLM 2 1.6B: layer norms, a quarter of every head rotated.
 
 
-def parse_stablelm(config: Fields) -> ModelSpec:
+def parse_stablelm(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "stablelm")
     refuse_own_code(config)
     refuse_true(config, "qk_layernorm")
     sizes = parse_sizes(config, max_positions=4096)
     rope = parse_rope(config.over({"partial_rotary_factor": 0.25}), sizes.head_dim)
-    layer = Layer(
+    layer = LayerConfig(
         attention=sizes.attention(rope, qkv_bias=config.get("use_qkv_bias", bool, False)),
-        mlp=Mlp(
+        mlp=MlpConfig(
             intermediate=config.size("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu")
         ),
     )
-    details = Decoder(
+    details = DecoderConfig(
         layers=(layer,) * sizes.layers,
-        norm=Norm(eps=config.real("layer_norm_eps", 1e-5), kind="layer"),
+        norm=NormConfig(eps=config.real("layer_norm_eps", 1e-5), kind="layer"),
         parallel=config.get("use_parallel_residual", bool, False),
     )
     return decoder_spec(config, "StableLmForCausalLM", sizes, details)
@@ -118,17 +126,19 @@ def parse_stablelm(config: Fields) -> ModelSpec:
 
 def stablelm_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``."""
-    return decoder.decoder_layout(spec, Names())
+    return decoder.decoder_layout(spec, DecoderTensorNames())
 
 
 # MERGED: OLMo 2 (arXiv:2501.00656): blocks read the hidden state as it is, what they add is normed; queries
 # MERGED: and keys are
 # MERGED: normed over all heads.  OLMo 3 reads through windows in three of four layers besides.
 
-OLMO_NAMES = Names(attention_norm_after="post_attention_layernorm", mlp_norm_after="post_feedforward_layernorm")
+OLMO_NAMES = DecoderTensorNames(
+    attention_norm_after="post_attention_layernorm", mlp_norm_after="post_feedforward_layernorm"
+)
 
 
-def parse_olmo2(config: Fields) -> ModelSpec:
+def parse_olmo2(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "olmo2")
     sizes = parse_sizes(config)
@@ -136,14 +146,14 @@ def parse_olmo2(config: Fields) -> ModelSpec:
     return _spec(config, "Olmo2ForCausalLM", sizes, [attention] * sizes.layers)
 
 
-def parse_olmo3(config: Fields) -> ModelSpec:
+def parse_olmo3(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "olmo3")
     config = config.over({"sliding_window": 4096})
     sizes = parse_sizes(config)
     base = config.real("rope_theta", 500_000.0)
     near, far = parse_two_ropes(config, sizes.head_dim, near=base, far=base)
-    sliding = sizes.attention(near, qk_norm=QkNorm.ALL, window=window_of(config))
+    sliding = sizes.attention(near, qk_norm=QkNorm.ALL, window=sliding_window(config))
     full = sizes.attention(far, qk_norm=QkNorm.ALL)
     slides = sliding_layers(config, sizes.layers, lambda index: (index + 1) % 4 != 0)
     return _spec(config, "Olmo3ForCausalLM", sizes, [sliding if slide else full for slide in slides])
@@ -154,13 +164,15 @@ def olmo_layout(spec: ModelSpec) -> WeightLayout:
     return decoder.decoder_layout(spec, OLMO_NAMES)
 
 
-def _spec(config: Fields, architecture: str, sizes: Sizes, attentions: list[Attention]) -> ModelSpec:
+def _spec(config: ConfigFields, architecture: str, sizes: DecoderSizes, attentions: list[AttentionConfig]) -> ModelSpec:
     refuse_own_code(config)
     refuse_true(config, "attention_bias")
-    mlp = Mlp(intermediate=config.size("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu"))
-    details = Decoder(
-        layers=tuple(Layer(attention=attention, mlp=mlp) for attention in attentions),
-        norm=Norm(eps=config.real("rms_norm_eps", 1e-5)),
+    mlp = MlpConfig(
+        intermediate=config.size("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu")
+    )
+    details = DecoderConfig(
+        layers=tuple(LayerConfig(attention=attention, mlp=mlp) for attention in attentions),
+        norm=NormConfig(eps=config.real("rms_norm_eps", 1e-5)),
         norm_before=False,
         norm_after=True,
     )
@@ -172,21 +184,21 @@ def _spec(config: Fields, architecture: str, sizes: Sizes, attentions: list[Atte
 # MERGED: together; logits are scaled.
 
 
-def parse_cohere(config: Fields) -> ModelSpec:
+def parse_cohere(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "cohere")
     refuse_own_code(config)
     refuse_true(config, "use_qk_norm", "attention_bias")
     sizes = parse_sizes(config, max_positions=8192)
-    layer = Layer(
+    layer = LayerConfig(
         attention=sizes.attention(parse_rope(config, sizes.head_dim, theta=500_000.0, interleaved=True)),
-        mlp=Mlp(
+        mlp=MlpConfig(
             intermediate=config.size("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu")
         ),
     )
-    details = Decoder(
+    details = DecoderConfig(
         layers=(layer,) * sizes.layers,
-        norm=Norm(eps=config.real("layer_norm_eps", 1e-5), kind="layer", bias=False),
+        norm=NormConfig(eps=config.real("layer_norm_eps", 1e-5), kind="layer", bias=False),
         parallel=True,
         logit_scale=config.real("logit_scale", 0.0625),
     )
@@ -195,4 +207,4 @@ def parse_cohere(config: Fields) -> ModelSpec:
 
 def cohere_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``."""
-    return decoder.decoder_layout(spec, Names())
+    return decoder.decoder_layout(spec, DecoderTensorNames())

@@ -10,16 +10,25 @@ import msgspec
 
 from penstock.kernels.operands import STATE_UNIT, Activation, Gate
 from penstock.weights.architecture import decoder
-from penstock.weights.architecture.decoder import Attention, Decoder, GatedAttention, Layer, Mlp, Names, Norm, QkNorm
-from penstock.weights.architecture.gated_delta_net import Delta
-from penstock.weights.architecture.moe import GatedSharedMoe, Moe, MoeNames
-from penstock.weights.architecture.rope import Axes, parse_rope
+from penstock.weights.architecture.decoder import (
+    AttentionConfig,
+    DecoderConfig,
+    DecoderTensorNames,
+    GatedAttentionConfig,
+    LayerConfig,
+    MlpConfig,
+    NormConfig,
+    QkNorm,
+)
+from penstock.weights.architecture.gated_delta_net import GatedDeltaNetConfig
+from penstock.weights.architecture.moe import GatedSharedMoeConfig, MoeConfig, MoeTensorNames
+from penstock.weights.architecture.rope import MropeSections, parse_rope
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import WeightLayout
-from penstock.weights.architecture.vision import SeeingDecoder, Vision, VisionNames, vision_layout
-from penstock.weights.config_json import Fields
+from penstock.weights.architecture.vision import VisionConfig, VisionDecoderConfig, VisionTensorNames, vision_layout
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.fields import (
-    Sizes,
+    DecoderSizes,
     decoder_spec,
     layer_count,
     parse_activation,
@@ -29,29 +38,29 @@ from penstock.weights.families.fields import (
     refuse_true,
     refuse_variants,
     sliding_layers,
+    sliding_window,
     sparse_layers,
-    window_of,
     without_window,
 )
 
 
-def parse_qwen2(config: Fields) -> ModelSpec:
+def parse_qwen2(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "qwen2")
     refuse_true(config, "use_mrope")
     sizes = parse_sizes(config)
-    attention = sizes.attention(parse_rope(config, sizes.head_dim), window=window_of(config), qkv_bias=True)
+    attention = sizes.attention(parse_rope(config, sizes.head_dim), window=sliding_window(config), qkv_bias=True)
     return _spec(config, "Qwen2ForCausalLM", sizes, attention)
 
 
-def parse_qwen3(config: Fields) -> ModelSpec:
+def parse_qwen3(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "qwen3")
     sizes = parse_sizes(config.over({"head_dim": 128}))
     bias = config.get("attention_bias", bool, False)
     attention = sizes.attention(
         parse_rope(config, sizes.head_dim),
-        window=window_of(config),
+        window=sliding_window(config),
         qk_norm=QkNorm.HEAD,
         qkv_bias=bias,
         out_bias=bias,
@@ -61,27 +70,29 @@ def parse_qwen3(config: Fields) -> ModelSpec:
 
 def qwen_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``."""
-    return decoder.decoder_layout(spec, Names())
+    return decoder.decoder_layout(spec, DecoderTensorNames())
 
 
-def _spec(config: Fields, architecture: str, sizes: Sizes, sliding: Attention) -> ModelSpec:
+def _spec(config: ConfigFields, architecture: str, sizes: DecoderSizes, sliding: AttentionConfig) -> ModelSpec:
     """``sliding`` in the layers from ``max_window_layers`` on, if windows are used at all; the same without before."""
     if not config.has("is_causal"):  # a release that looks both ways for vectors says so, and brings code that does it
         refuse_own_code(config)
-    mlp = Mlp(intermediate=config.size("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu"))
+    mlp = MlpConfig(
+        intermediate=config.size("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu")
+    )
     first = config.get("max_window_layers", int, 28) if config.get("use_sliding_window", bool, False) else sizes.layers
     layers = tuple(
-        Layer(attention=sliding if slides else without_window(sliding), mlp=mlp)
+        LayerConfig(attention=sliding if slides else without_window(sliding), mlp=mlp)
         for slides in sliding_layers(config, sizes.layers, lambda index: index >= first)
     )
-    details = Decoder(layers=layers, norm=Norm(eps=config.real("rms_norm_eps", 1e-6)))
+    details = DecoderConfig(layers=layers, norm=NormConfig(eps=config.real("rms_norm_eps", 1e-6)))
     return decoder_spec(config, architecture, sizes, details)
 
 
 # MERGED: Qwen 3 with experts (arXiv:2505.09388): attention as in Qwen 3, experts in all layers or in some.
 
 
-def parse_qwen3_moe(config: Fields) -> ModelSpec:
+def parse_qwen3_moe(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "qwen3_moe")
     refuse_own_code(config)
@@ -89,29 +100,29 @@ def parse_qwen3_moe(config: Fields) -> ModelSpec:
     bias = config.get("attention_bias", bool, False)
     attention = sizes.attention(
         parse_rope(config, sizes.head_dim),
-        window=window_of(config) if config.get("use_sliding_window", bool, False) else None,
+        window=sliding_window(config) if config.get("use_sliding_window", bool, False) else None,
         qk_norm=QkNorm.HEAD,
         qkv_bias=bias,
         out_bias=bias,
     )
     activation = parse_activation(config, "hidden_act", "silu")
-    dense = Mlp(intermediate=config.size("intermediate_size"), activation=activation)
-    sparse = Moe(
+    dense = MlpConfig(intermediate=config.size("intermediate_size"), activation=activation)
+    sparse = MoeConfig(
         routing=parse_routing(config, experts="num_experts", normalised=config.get("norm_topk_prob", bool, False)),
         intermediate=config.size("moe_intermediate_size"),
         gate=Gate(activation=activation),
     )
     layers = tuple(
-        Layer(attention=attention, mlp=sparse if has_experts else dense)
+        LayerConfig(attention=attention, mlp=sparse if has_experts else dense)
         for has_experts in sparse_layers(config, sizes.layers)
     )
-    details = Decoder(layers=layers, norm=Norm(eps=config.real("rms_norm_eps", 1e-6)))
+    details = DecoderConfig(layers=layers, norm=NormConfig(eps=config.real("rms_norm_eps", 1e-6)))
     return decoder_spec(config, "Qwen3MoeForCausalLM", sizes, details)
 
 
 def qwen3_moe_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``."""
-    return decoder.decoder_layout(spec, Names())
+    return decoder.decoder_layout(spec, DecoderTensorNames())
 
 
 # MERGED: Qwen 3 Next: three of four layers are gated delta nets (arXiv:2412.06464), the fourth is attention
@@ -125,8 +136,8 @@ FULL, LINEAR = "full_attention", "linear_attention"
 MAX_TAPS = 8
 MAX_KEY_DIM = 1024
 
-QWEN3_NEXT_NAMES = Names(
-    moe=MoeNames(
+QWEN3_NEXT_NAMES = DecoderTensorNames(
+    moe=MoeTensorNames(
         shared_gate_up=("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
         shared_down="mlp.shared_expert.down_proj.weight",
         shared_gate="mlp.shared_expert_gate.weight",
@@ -135,15 +146,15 @@ QWEN3_NEXT_NAMES = Names(
 )
 
 
-def parse_qwen3_next(config: Fields) -> ModelSpec:
+def parse_qwen3_next(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "qwen3_next")
     refuse_own_code(config)
     refuse_true(config, "use_sliding_window", "attention_bias")
     config = config.over({"head_dim": 256})
     sizes, activation = parse_sizes(config, max_positions=32768), parse_activation(config, "hidden_act", "silu")
-    dense = Mlp(intermediate=config.size("intermediate_size", 5632), activation=activation)
-    sparse = GatedSharedMoe(
+    dense = MlpConfig(intermediate=config.size("intermediate_size", 5632), activation=activation)
+    sparse = GatedSharedMoeConfig(
         routing=parse_routing(config, experts="num_experts", normalised=config.get("norm_topk_prob", bool, True)),
         intermediate=config.size("moe_intermediate_size"),
         gate=Gate(activation=activation),
@@ -151,10 +162,10 @@ def parse_qwen3_next(config: Fields) -> ModelSpec:
     )
     blocks = parse_qwen3_next_blocks(config, sizes, activation)
     layers = tuple(
-        Layer(attention=block, mlp=sparse if has_experts else dense)
+        LayerConfig(attention=block, mlp=sparse if has_experts else dense)
         for block, has_experts in zip(blocks, sparse_layers(config, sizes.layers), strict=True)
     )
-    details = Decoder(layers=layers, norm=Norm(eps=config.real("rms_norm_eps", 1e-6), offset=1.0))
+    details = DecoderConfig(layers=layers, norm=NormConfig(eps=config.real("rms_norm_eps", 1e-6), offset=1.0))
     return decoder_spec(config, "Qwen3NextForCausalLM", sizes, details)
 
 
@@ -163,17 +174,19 @@ def qwen3_next_layout(spec: ModelSpec) -> WeightLayout:
     return decoder.decoder_layout(spec, QWEN3_NEXT_NAMES)
 
 
-def parse_qwen3_next_blocks(config: Fields, sizes: Sizes, activation: Activation) -> list[GatedAttention | Delta]:
+def parse_qwen3_next_blocks(
+    config: ConfigFields, sizes: DecoderSizes, activation: Activation
+) -> list[GatedAttentionConfig | GatedDeltaNetConfig]:
     """The first block of every layer.  Raises ModelError where the kernels cannot compute them."""
     if activation is not Activation.SILU:
         raise config.refuse(f"hidden_act is {activation.value}; delta nets can be served with silu only")
     rope = parse_rope(config.over({"partial_rotary_factor": 0.25}), sizes.head_dim)
-    full = GatedAttention(**msgspec.structs.asdict(sizes.attention(rope, qk_norm=QkNorm.HEAD)))
+    full = GatedAttentionConfig(**msgspec.structs.asdict(sizes.attention(rope, qk_norm=QkNorm.HEAD)))
     delta = parse_gated_delta_net(config)
     return [delta if kind == LINEAR else full for kind in qwen3_next_layer_kinds(config, sizes.layers)]
 
 
-def qwen3_next_layer_kinds(config: Fields, layers: int) -> list[str]:
+def qwen3_next_layer_kinds(config: ConfigFields, layers: int) -> list[str]:
     """``layer_types``, or every ``full_attention_interval``-th layer full.  Both kinds must be there."""
     interval = config.size("full_attention_interval", 4)
     usual = [LINEAR if (index + 1) % interval else FULL for index in range(layers)]
@@ -183,9 +196,9 @@ def qwen3_next_layer_kinds(config: Fields, layers: int) -> list[str]:
     return kinds
 
 
-def parse_gated_delta_net(config: Fields) -> Delta:
+def parse_gated_delta_net(config: ConfigFields) -> GatedDeltaNetConfig:
     """The sizes of a delta net.  Raises ModelError for sizes that the kernels cannot compute."""
-    delta = Delta(
+    delta = GatedDeltaNetConfig(
         key_heads=config.size("linear_num_key_heads", 16),
         heads=config.size("linear_num_value_heads", 32),
         key_dim=config.size("linear_key_head_dim", 128),
@@ -210,17 +223,17 @@ def parse_gated_delta_net(config: Fields) -> Delta:
 # MERGED: axes behind a reader of images.  Images are served; films are not.
 
 MAX_PATCH = 256
-_GATED = VisionNames(inward=("mlp.gate_proj", "mlp.up_proj"), down="mlp.down_proj")
-_OLD, _NEW = Names(), Names(model="model.language_model.")
+_GATED = VisionTensorNames(inward=("mlp.gate_proj", "mlp.up_proj"), down="mlp.down_proj")
+_OLD, _NEW = DecoderTensorNames(), DecoderTensorNames(model="model.language_model.")
 
 
-def parse_qwen2_vl(config: Fields) -> ModelSpec:
+def parse_qwen2_vl(config: ConfigFields) -> ModelSpec:
     """Qwen2-VL.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "qwen2_vl")
     return _parse(config, "Qwen2VLForConditionalGeneration", _plain_vision)
 
 
-def parse_qwen25_vl(config: Fields) -> ModelSpec:
+def parse_qwen25_vl(config: ConfigFields) -> ModelSpec:
     """Qwen2.5-VL.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "qwen2_5_vl")
     return _parse(config, "Qwen2_5_VLForConditionalGeneration", _windowed_vision)
@@ -228,27 +241,29 @@ def parse_qwen25_vl(config: Fields) -> ModelSpec:
 
 def qwen_vl_layout(spec: ModelSpec) -> WeightLayout:
     """That of the decoder, see ``decoder.layout``, and of the reader of images, see ``vision.vision_layout``."""
-    vision = spec.own(SeeingDecoder).vision
-    names = _GATED if vision.gated else VisionNames()
+    vision = spec.own(VisionDecoderConfig).vision
+    names = _GATED if vision.gated else VisionTensorNames()
 
-    def whole(text: Names, visual: VisionNames, *others: WeightLayout) -> WeightLayout:
+    def whole(text: DecoderTensorNames, visual: VisionTensorNames, *others: WeightLayout) -> WeightLayout:
         own = decoder.decoder_layout(spec, text)
         return WeightLayout((*own.weights, *vision_layout(vision, visual)), own.ignored, others)
 
     return whole(_OLD, names, whole(_NEW, replace(names, prefix="model.visual.")))
 
 
-def _parse(config: Fields, architecture: str, vision_of: Callable[[Fields], Vision]) -> ModelSpec:
+def _parse(config: ConfigFields, architecture: str, vision_of: Callable[[ConfigFields], VisionConfig]) -> ModelSpec:
     refuse_own_code(config)
     text = config.section("text_config") or config
     refuse_true(text, "use_sliding_window")
     sizes = parse_sizes(text, max_positions=32_768)
     rope = parse_rope(text, sizes.head_dim, theta=1_000_000.0)
-    if not isinstance(rope.scaling, Axes):
+    if not isinstance(rope.scaling, MropeSections):
         raise text.refuse("has no mrope_section: which columns of a head follow which axis of an image")
-    layer = Layer(
+    layer = LayerConfig(
         attention=sizes.attention(rope, qkv_bias=True),
-        mlp=Mlp(intermediate=text.size("intermediate_size"), activation=parse_activation(text, "hidden_act", "silu")),
+        mlp=MlpConfig(
+            intermediate=text.size("intermediate_size"), activation=parse_activation(text, "hidden_act", "silu")
+        ),
     )
     section = config.section("vision_config")
     if section is None:
@@ -256,13 +271,13 @@ def _parse(config: Fields, architecture: str, vision_of: Callable[[Fields], Visi
     vision = vision_of(section)
     if vision.out != sizes.hidden:
         raise section.refuse(f"gives rows of {vision.out} numbers, the decoder reads rows of {sizes.hidden}")
-    plain = Decoder(layers=(layer,) * sizes.layers, norm=Norm(eps=text.real("rms_norm_eps", 1e-6)))
+    plain = DecoderConfig(layers=(layer,) * sizes.layers, norm=NormConfig(eps=text.real("rms_norm_eps", 1e-6)))
     fields = {name: getattr(plain, name) for name in plain.__struct_fields__}
-    spec = decoder_spec(text, architecture, sizes, SeeingDecoder(**fields, vision=vision))
+    spec = decoder_spec(text, architecture, sizes, VisionDecoderConfig(**fields, vision=vision))
     return msgspec.structs.replace(spec, tied=spec.tied or config.get("tie_word_embeddings", bool, False))
 
 
-def _plain_vision(config: Fields) -> Vision:
+def _plain_vision(config: ConfigFields) -> VisionConfig:
     width = config.size("embed_dim", 1280)
     kind = config.get("hidden_act", str, "quick_gelu")
     activation, alpha = (
@@ -270,7 +285,7 @@ def _plain_vision(config: Fields) -> Vision:
     )
     return _checked(
         config,
-        Vision(
+        VisionConfig(
             **_common(config),
             width=width,
             intermediate=int(width * config.real("mlp_ratio", 4)),
@@ -282,7 +297,7 @@ def _plain_vision(config: Fields) -> Vision:
     )
 
 
-def _windowed_vision(config: Fields) -> Vision:
+def _windowed_vision(config: ConfigFields) -> VisionConfig:
     common = _common(config)
     side = common["patch"] * common["merge"]
     window = config.size("window_size", 112)
@@ -293,7 +308,7 @@ def _windowed_vision(config: Fields) -> Vision:
         raise config.refuse(f"fullatt_block_indexes must name layers, got {full!r}")
     return _checked(
         config,
-        Vision(
+        VisionConfig(
             **common,
             width=config.size("hidden_size"),
             intermediate=config.size("intermediate_size"),
@@ -307,7 +322,7 @@ def _windowed_vision(config: Fields) -> Vision:
     )
 
 
-def _common(config: Fields) -> dict[str, Any]:
+def _common(config: ConfigFields) -> dict[str, Any]:
     channels = config.size("in_channels", config.size("in_chans", 3))
     if channels != 3:
         raise config.refuse(f"in_channels must be 3 (red, green, blue), got {channels}")
@@ -320,7 +335,7 @@ def _common(config: Fields) -> dict[str, Any]:
     }
 
 
-def _checked(config: Fields, vision: Vision) -> Vision:
+def _checked(config: ConfigFields, vision: VisionConfig) -> VisionConfig:
     if vision.width % (4 * vision.heads):
         raise config.refuse(f"a width of {vision.width} is not {vision.heads} heads of a multiple of 4 columns")
     if max(vision.patch, vision.merge, vision.frames) > MAX_PATCH:

@@ -1,7 +1,7 @@
 """What a model family says about its checkpoints, and where families are found.
 
 A family is a built-in one, or an installed package's: an entry point of the group ``penstock.models`` whose name is
-the architecture (``config.json``'s ``architectures``) and whose object has the two attributes of ``Plugin``.
+the architecture (``config.json``'s ``architectures``) and whose object has the two attributes of ``ModelPlugin``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from penstock.errors import ModelError
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import WeightLayout
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families import bert, deepseek, gemma, glm, gpt, llama, llama_like, mistral, qwen, whisper
 from penstock.weights.families.fields import at_length
 
@@ -27,20 +27,22 @@ PLUGIN_GROUP = "penstock.models"
 class CheckpointFormat:
     """How a family reads ``config.json`` and names its tensors."""
 
-    parse: Callable[[Fields], ModelSpec]  # raises ModelError for what the family cannot compute
+    parse: Callable[[ConfigFields], ModelSpec]  # raises ModelError for what the family cannot compute
     layout: Callable[[ModelSpec], WeightLayout]
     at_length: Callable[[ModelSpec, int], ModelSpec] = lambda spec, positions: spec
     """The model for contexts of at most so many positions, where that changes it (see ``rope.Rope.at_length``)."""
 
 
-class Plugin(Protocol):
+class ModelPlugin(Protocol):
     """What an entry point's object has."""
 
     checkpoint: CheckpointFormat
     build: Callable[..., Any]  # see engine.models.registry
 
 
-def _decoder(parse: Callable[[Fields], ModelSpec], layout: Callable[[ModelSpec], WeightLayout]) -> CheckpointFormat:
+def _decoder(
+    parse: Callable[[ConfigFields], ModelSpec], layout: Callable[[ModelSpec], WeightLayout]
+) -> CheckpointFormat:
     return CheckpointFormat(parse, layout, at_length)
 
 
@@ -79,12 +81,12 @@ DECODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
 )
 """Families that ``engine.models.decoder`` computes."""
 
-HEARERS: Mapping[str, CheckpointFormat] = MappingProxyType(
+TRANSCRIBERS: Mapping[str, CheckpointFormat] = MappingProxyType(
     {"WhisperForConditionalGeneration": CheckpointFormat(whisper.parse_whisper, whisper.whisper_layout)}
 )
 """Families that ``engine.models.whisper`` computes: they write what they hear."""
 
-BUILT_IN: Mapping[str, CheckpointFormat] = MappingProxyType({**DECODERS, **HEARERS})
+BUILT_IN: Mapping[str, CheckpointFormat] = MappingProxyType({**DECODERS, **TRANSCRIBERS})
 
 _BERT = CheckpointFormat(bert.parse_bert, bert.bert_layout)
 _ROBERTA = CheckpointFormat(bert.parse_roberta, bert.roberta_layout)
@@ -102,7 +104,7 @@ ENCODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
 )
 """Families that ``engine.models.encoder`` computes: they read, and write nothing."""
 
-READERS: Mapping[str, CheckpointFormat] = MappingProxyType(
+POOLING_DECODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
     {
         f"{name}{end}": DECODERS[f"{name}ForCausalLM"]
         for name in ("Gemma", "Gemma2", "Llama", "Mistral", "Phi3", "Qwen2", "Qwen3")
@@ -116,38 +118,38 @@ SYNONYMS: Mapping[str, CheckpointFormat] = MappingProxyType(
 )
 """What transformers calls an architecture whose makers call it otherwise."""
 
-_KNOWN: Mapping[str, CheckpointFormat] = MappingProxyType({**READERS, **ENCODERS, **SYNONYMS, **BUILT_IN})
+_KNOWN: Mapping[str, CheckpointFormat] = MappingProxyType({**POOLING_DECODERS, **ENCODERS, **SYNONYMS, **BUILT_IN})
 
 
-def installed_plugin(architecture: str) -> Plugin | None:
+def installed_plugin(architecture: str) -> ModelPlugin | None:
     """The family that an installed package offers for this architecture."""
     for point in entry_points(group=PLUGIN_GROUP, name=architecture):
-        plugin: Plugin = point.load()
+        plugin: ModelPlugin = point.load()
         return plugin
     return None
 
 
-def installed_names() -> list[str]:
+def known_architectures() -> list[str]:
     """Architectures that can be served: built-in ones and those of installed packages."""
     return sorted({*_KNOWN, *(point.name for point in entry_points(group=PLUGIN_GROUP))})
 
 
-def named_architecture(config: Fields) -> str:
+def architecture_of(config: ConfigFields) -> str:
     """The one architecture that a ``config.json`` names.  Raises ModelError if it names none or several."""
     names = config.get("architectures", list, [])
     if len(names) != 1 or not isinstance(names[0], str):
         raise config.refuse(
             f"architectures must name one architecture, got {names!r}; "
-            f"these can be served: {', '.join(installed_names())}"
+            f"these can be served: {', '.join(known_architectures())}"
         )
     return names[0]
 
 
 def _near(architecture: str) -> str:
     """Architectures of like names that can be served, and where all of them stand."""
-    names = difflib.get_close_matches(architecture, installed_names(), n=3)
+    names = difflib.get_close_matches(architecture, known_architectures(), n=3)
     like = f"these of like names can: {', '.join(names)}; " if names else ""
-    return f"{like}docs/models.md lists all {len(installed_names())}"
+    return f"{like}docs/models.md lists all {len(known_architectures())}"
 
 
 def checkpoint_format(architecture: str, where: str) -> CheckpointFormat:

@@ -11,9 +11,9 @@ import re
 
 from penstock.kernels.operands import COLUMN_UNIT, Activation, KvShape, segment_ends
 from penstock.types import PAGE_TOKENS
-from penstock.weights.architecture.spec import Details, ModelSpec
-from penstock.weights.architecture.tensor_layout import Matrix, Part, Rows, Vector, WeightLayout
-from penstock.weights.config_json import Fields
+from penstock.weights.architecture.spec import ModelDetails, ModelSpec
+from penstock.weights.architecture.tensor_layout import Matrix, RowSlice, TensorPart, Vector, WeightLayout
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.fields import (
     MAX_HEAD_DIM,
     layer_count,
@@ -33,7 +33,7 @@ EPS = 1e-5
 """Of every norm; no configuration says it."""
 
 
-class Stack(Details, frozen=True, kw_only=True, tag="Stack"):
+class WhisperStackConfig(ModelDetails, frozen=True, kw_only=True, tag="Stack"):
     """Layers of one side."""
 
     layers: int
@@ -41,15 +41,15 @@ class Stack(Details, frozen=True, kw_only=True, tag="Stack"):
     intermediate: int
 
 
-class Whisper(Details, frozen=True, kw_only=True, tag="Whisper"):
+class WhisperConfig(ModelDetails, frozen=True, kw_only=True, tag="Whisper"):
     """Both sides are equally wide."""
 
     bands: int  # of the mel scale
     source: int  # rows that the encoder makes
     target: int  # positions of the decoder
     activation: Activation
-    encoder: Stack
-    decoder: Stack
+    encoder: WhisperStackConfig
+    decoder: WhisperStackConfig
 
     @property
     def begin(self) -> int:
@@ -62,7 +62,7 @@ class Whisper(Details, frozen=True, kw_only=True, tag="Whisper"):
         return 2 * self.source
 
 
-def parse_whisper(config: Fields) -> ModelSpec:
+def parse_whisper(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "whisper")
     refuse_own_code(config)
@@ -77,7 +77,7 @@ def parse_whisper(config: Fields) -> ModelSpec:
             f"({target}) at most as many, num_mel_bins ({bands}) at most {MAX_BANDS}"
         )
     encoder, decoder = (_stack(config, side, width) for side in ("encoder", "decoder"))
-    details = Whisper(
+    details = WhisperConfig(
         bands=bands,
         source=source,
         target=target,
@@ -98,7 +98,7 @@ def parse_whisper(config: Fields) -> ModelSpec:
     )
 
 
-def _stack(config: Fields, side: str, width: int) -> Stack:
+def _stack(config: ConfigFields, side: str, width: int) -> WhisperStackConfig:
     heads = config.size(f"{side}_attention_heads")
     head_dim, rest = divmod(width, heads)
     if rest or head_dim % 2 or head_dim > MAX_HEAD_DIM:
@@ -106,7 +106,7 @@ def _stack(config: Fields, side: str, width: int) -> Stack:
             f"d_model ({width}) must be {side}_attention_heads ({heads}) times an even number up to {MAX_HEAD_DIM}"
         )
     layers = layer_count(config, f"{side}_layers")
-    return Stack(layers=layers, heads=heads, intermediate=config.size(f"{side}_ffn_dim"))
+    return WhisperStackConfig(layers=layers, heads=heads, intermediate=config.size(f"{side}_ffn_dim"))
 
 
 def whisper_layout(spec: ModelSpec) -> WeightLayout:
@@ -118,31 +118,33 @@ def whisper_layout(spec: ModelSpec) -> WeightLayout:
     ``attention_norm`` and ``mlp_norm``.  The decoder also has ``cross_q``, ``cross_kv`` (biases ``cross_q_bias``,
     ``cross_v_bias``), ``cross_out`` and ``cross_norm``.
     """
-    whisper, width = spec.own(Whisper), spec.hidden
+    whisper, width = spec.own(WhisperConfig), spec.hidden
     heard, written = "model.encoder.", "model.decoder."
-    sounds = Part(f"{heard}embed_positions.weight", (whisper.source, width))
-    padding = Part(sounds.tensor, sounds.shape, rows=Rows(0, whisper.begin - whisper.source))  # looked up by nobody
-    texts = Part(f"{written}embed_positions.weight", (whisper.target, width))
+    sounds = TensorPart(f"{heard}embed_positions.weight", (whisper.source, width))
+    padding = TensorPart(
+        sounds.tensor, sounds.shape, rows=RowSlice(0, whisper.begin - whisper.source)
+    )  # looked up by nobody
+    texts = TensorPart(f"{written}embed_positions.weight", (whisper.target, width))
     between = (padding,) if whisper.begin > whisper.source else ()
     weights: list[Matrix | Vector] = [
-        Matrix("embed", (Part(f"{written}embed_tokens.weight", (spec.vocab, width)),)),
+        Matrix("embed", (TensorPart(f"{written}embed_tokens.weight", (spec.vocab, width)),)),
         Matrix("positions", (sounds, *between, texts)),
     ]
     for name, tensor, inputs in (("first", "conv1", whisper.bands), ("second", "conv2", width)):
-        kernel = Part(f"{heard}{tensor}.weight", (width, inputs, KERNEL), flat=True)
-        bias = Part(f"{heard}{tensor}.bias", (width,))
+        kernel = TensorPart(f"{heard}{tensor}.weight", (width, inputs, KERNEL), flat=True)
+        bias = TensorPart(f"{heard}{tensor}.bias", (width,))
         weights += [Matrix(f"encoder.{name}", (kernel,)), Vector(f"encoder.{name}_bias", (bias,))]
     for index in range(whisper.encoder.layers):
-        weights += _Place(f"{heard}layers.{index}.", f"encoder.{index}.", width).layer(whisper.encoder)
+        weights += _WhisperTensors(f"{heard}layers.{index}.", f"encoder.{index}.", width).layer(whisper.encoder)
     for index in range(whisper.decoder.layers):
-        place = _Place(f"{written}layers.{index}.", f"{index}.", width)
+        place = _WhisperTensors(f"{written}layers.{index}.", f"{index}.", width)
         weights += [*place.layer(whisper.decoder), *place.cross(whisper.decoder)]
-    weights += _Place(heard, "encoder.", width).norm("norm", "layer_norm")
-    weights += _Place(written, "", width).norm("norm", "layer_norm")
+    weights += _WhisperTensors(heard, "encoder.", width).norm("norm", "layer_norm")
+    weights += _WhisperTensors(written, "", width).norm("norm", "layer_norm")
     return WeightLayout(tuple(weights), re.compile(r"proj_out\.weight"))
 
 
-class _Place:
+class _WhisperTensors:
     """Weights that begin with ``weights``, of tensors that begin with ``tensors``."""
 
     def __init__(self, tensors: str, weights: str, width: int) -> None:
@@ -153,7 +155,7 @@ class _Place:
     def norm(self, weight: str, name: str) -> list[Matrix | Vector]:
         return [self._vector(weight, f"{name}.weight"), self._vector(f"{weight}_bias", f"{name}.bias")]
 
-    def layer(self, stack: Stack) -> list[Matrix | Vector]:
+    def layer(self, stack: WhisperStackConfig) -> list[Matrix | Vector]:
         """What both sides have."""
         inner, units = stack.intermediate, self._width // stack.heads
         return [
@@ -170,7 +172,7 @@ class _Place:
             self._vector("down_bias", "fc2.bias"),
         ]
 
-    def cross(self, stack: Stack) -> list[Matrix | Vector]:
+    def cross(self, stack: WhisperStackConfig) -> list[Matrix | Vector]:
         """What reads the encoder's rows."""
         units = self._width // stack.heads
         return [
@@ -190,8 +192,8 @@ class _Place:
         shape: tuple[int, int] | None = None,
         segments: tuple[int, ...] | None = None,
     ) -> Matrix:
-        parts = (Part(f"{self._tensors}{name}.weight", shape or (self._width, self._width)) for name in names)
+        parts = (TensorPart(f"{self._tensors}{name}.weight", shape or (self._width, self._width)) for name in names)
         return Matrix(self._weights + weight, tuple(parts), segments)
 
     def _vector(self, weight: str, name: str, size: int | None = None) -> Vector:
-        return Vector(self._weights + weight, (Part(self._tensors + name, (size or self._width,)),))
+        return Vector(self._weights + weight, (TensorPart(self._tensors + name, (size or self._width,)),))

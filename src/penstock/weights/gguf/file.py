@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from penstock.errors import ModelError
 from penstock.kernels.compressed import CompressedMatrix
 from penstock.kernels.quantization import QuantizedMatrix, QuantRows
-from penstock.weights.compression.format import Original
-from penstock.weights.files import MappedFile, Place, Stamp
+from penstock.weights.compression.format import OriginalTensor
+from penstock.weights.files import FileRange, FileStamp, MappedFile
 from penstock.weights.gguf.quants import GGUF_QUANTS
-from penstock.weights.quantization.base import Coded
+from penstock.weights.quantization.base import QuantizedTensor
 from penstock.weights.safetensors_header import LFS_POINTER, TensorInfo
 
 # MERGED: The header of a GGUF file: parsed strictly, from bytes to metadata and a table of tensors.
@@ -60,7 +60,7 @@ Value = int | float | bool | str | list[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class BlockType:
+class GgufType:
     """A type of tensors: so many columns of a row are one block of so many bytes."""
 
     name: str
@@ -68,30 +68,30 @@ class BlockType:
     nbytes: int
 
 
-TYPES: Mapping[int, BlockType] = MappingProxyType(
+TYPES: Mapping[int, GgufType] = MappingProxyType(
     {
-        0: BlockType("F32", 1, 4),
-        1: BlockType("F16", 1, 2),
-        2: BlockType("Q4_0", 32, 18),
-        3: BlockType("Q4_1", 32, 20),
-        6: BlockType("Q5_0", 32, 22),
-        7: BlockType("Q5_1", 32, 24),
-        8: BlockType("Q8_0", 32, 34),
-        10: BlockType("Q2_K", 256, 84),
-        11: BlockType("Q3_K", 256, 110),
-        12: BlockType("Q4_K", 256, 144),
-        13: BlockType("Q5_K", 256, 176),
-        14: BlockType("Q6_K", 256, 210),
-        15: BlockType("Q8_K", 256, 292),
-        20: BlockType("IQ4_NL", 32, 18),
-        23: BlockType("IQ4_XS", 256, 136),
-        24: BlockType("I8", 1, 1),
-        25: BlockType("I16", 1, 2),
-        26: BlockType("I32", 1, 4),
-        27: BlockType("I64", 1, 8),
-        28: BlockType("F64", 1, 8),
-        30: BlockType("BF16", 1, 2),
-        39: BlockType("MXFP4", 32, 17),
+        0: GgufType("F32", 1, 4),
+        1: GgufType("F16", 1, 2),
+        2: GgufType("Q4_0", 32, 18),
+        3: GgufType("Q4_1", 32, 20),
+        6: GgufType("Q5_0", 32, 22),
+        7: GgufType("Q5_1", 32, 24),
+        8: GgufType("Q8_0", 32, 34),
+        10: GgufType("Q2_K", 256, 84),
+        11: GgufType("Q3_K", 256, 110),
+        12: GgufType("Q4_K", 256, 144),
+        13: GgufType("Q5_K", 256, 176),
+        14: GgufType("Q6_K", 256, 210),
+        15: GgufType("Q8_K", 256, 292),
+        20: GgufType("IQ4_NL", 32, 18),
+        23: GgufType("IQ4_XS", 256, 136),
+        24: GgufType("I8", 1, 1),
+        25: GgufType("I16", 1, 2),
+        26: GgufType("I32", 1, 4),
+        27: GgufType("I64", 1, 8),
+        28: GgufType("F64", 1, 8),
+        30: GgufType("BF16", 1, 2),
+        39: GgufType("MXFP4", 32, 17),
     }
 )
 """By number (ggml.h, ``ggml_type``), those whose sizes are known here; not all of them can be served."""
@@ -355,7 +355,7 @@ class GgufFile:
             raise
 
     @property
-    def stamp(self) -> Stamp:
+    def stamp(self) -> FileStamp:
         """See ``mapped.MappedFile.stamp``."""
         return self._file.stamp
 
@@ -363,7 +363,7 @@ class GgufFile:
         """Into how many heads the tensor's rows fall, in each of which halves are interleaved; None for plain rows."""
         return self._heads.get(info.name.rpartition(".")[0].rpartition(".")[2])
 
-    def place(self, info: TensorInfo) -> Place:
+    def place(self, info: TensorInfo) -> FileRange:
         """Where the tensor's bytes lie."""
         return self._file.place(info.start, info.stop)
 
@@ -380,7 +380,7 @@ class GgufFile:
         turned: NDArray[np.uint8] = rows[row_order(info.shape[0], heads)]
         return turned.reshape(-1).data.toreadonly()
 
-    def coded(self, info: TensorInfo) -> Coded | None:
+    def coded(self, info: TensorInfo) -> QuantizedTensor | None:
         """The matrix as it is stored, rows in the order of a Hugging Face checkpoint; None if it is not quantised."""
         kind = GGUF_QUANTS.get(info.dtype)
         if kind is None or len(info.shape) != 2:
@@ -394,14 +394,14 @@ class GgufFile:
             return kind.rows(raw_NB[first:stop] if order is None else raw_NB[order[first:stop]])
 
         matrix = QuantizedMatrix(n, k, kind.format, read)
-        return Coded(info.shape, (info.name,), lambda _: matrix)
+        return QuantizedTensor(info.shape, (info.name,), lambda _: matrix)
 
     def digest(self, info: TensorInfo) -> bytes:
         """BLAKE3 of the bytes in the file."""
         with self.stored(info) as raw:
             return blake3(raw).digest()
 
-    def original(self, info: TensorInfo) -> Original | None:
+    def original(self, info: TensorInfo) -> OriginalTensor | None:
         """None: a GGUF file promises nothing."""
         return None
 

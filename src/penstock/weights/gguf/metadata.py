@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ModelError
-from penstock.weights.architecture.rope import Llama3
+from penstock.weights.architecture.rope import Llama3RopeScaling
 from penstock.weights.gguf.file import ROPE_FACTORS, GgufHeader
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -30,7 +30,7 @@ _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PreTokenizerRule:
     """How text is cut into words before pairs are merged."""
 
     pattern: str | None  # None: GPT-2's own
@@ -45,22 +45,22 @@ def _gpt4(digits: str) -> str:
     return words + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-_LLAMA3 = Cut(_gpt4(r"\p{N}{1,3}"), whole_words=True, add_bos=True)
-_QWEN2 = Cut(_gpt4(r"\p{N}"), normal_form=True)
-_O200K = Cut(
+_LLAMA3 = PreTokenizerRule(_gpt4(r"\p{N}{1,3}"), whole_words=True, add_bos=True)
+_QWEN2 = PreTokenizerRule(_gpt4(r"\p{N}"), normal_form=True)
+_O200K = PreTokenizerRule(
     rf"[^\r\n\p{{L}}\p{{N}}]?{_CASED}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_CASED}+{_LOWER}*"
     rf"{_CONTRACTIONS}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-CUTS: Mapping[str, Cut] = MappingProxyType(
+PRE_TOKENIZERS: Mapping[str, PreTokenizerRule] = MappingProxyType(
     {
-        "gpt-2": Cut(None),
+        "gpt-2": PreTokenizerRule(None),
         "llama-bpe": _LLAMA3,
         "llama3": _LLAMA3,
         "llama-v3": _LLAMA3,
         "qwen2": _QWEN2,
         "gpt-4o": _O200K,
-        "smollm": Cut(None, digits=True),
+        "smollm": PreTokenizerRule(None, digits=True),
         "smaug-bpe": _LLAMA3,
     }
 )
@@ -171,11 +171,11 @@ def _bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **changes: A
 
 def _byte_level(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     name = metadata.get("tokenizer.ggml.pre", "gpt-2")
-    cut = CUTS.get(name)
+    cut = PRE_TOKENIZERS.get(name)
     if cut is None:
         raise ModelError(
             f"{where}: tokenizer.ggml.pre is {name!r}: how it cuts words is not known here; "
-            f"these are: {', '.join(sorted(CUTS))}"
+            f"these are: {', '.join(sorted(PRE_TOKENIZERS))}"
         )
     tokens = _tokens(metadata, where)
     kinds = _kinds(metadata, len(tokens), where)
@@ -356,7 +356,7 @@ def _llama3(config: Mapping[str, Any], factors: NDArray[np.float32], where: str)
     """The recipe that gives these factors.  Raises ModelError if it is none that is known."""
     recipe = {"rope_type": "llama3", "factor": _shortest(float(factors.max())), **_LLAMA3_ROPE}
     theta = float(config.get("rope_theta", 10_000.0))
-    stretched = Llama3(
+    stretched = Llama3RopeScaling(
         factor=recipe["factor"],
         low_freq_factor=_LLAMA3_ROPE["low_freq_factor"],
         high_freq_factor=_LLAMA3_ROPE["high_freq_factor"],

@@ -45,7 +45,7 @@ SCALES: Mapping[str, ScaleType] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class QuantizedTensor:
     """A tensor of a model that is stored as codes: a matrix, or a stack of them."""
 
     shape: tuple[int, ...]  # as the model has it
@@ -54,7 +54,7 @@ class Coded:
     turned: bool = False  # rows of the matrix are columns of the tensor
 
 
-class Stored(Protocol):
+class StoredTensors(Protocol):
     """All tensors of a checkpoint as they lie in its files."""
 
     @property
@@ -64,7 +64,7 @@ class Stored(Protocol):
     def path_of(self, name: str) -> Path: ...
 
 
-class Scheme(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+class QuantizationScheme(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """How some modules' matrices are stored.  All fields are part of the model's fingerprint."""
 
     end: ClassVar[str]  # of the name of the tensor that has the codes
@@ -74,16 +74,16 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown
         """What a weight takes in the file, its share of the scales included."""
         raise NotImplementedError
 
-    def coded(self, module: Module) -> tuple[str, Coded]:
+    def coded(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
         """The tensor's name in the model, and what makes it.  No bytes are read; raises ModelError."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class Module:
+class StoredModule:
     """The stored tensors whose names are ``name`` and an end."""
 
-    stored: Stored
+    stored: StoredTensors
     known: frozenset[str]  # names of all stored tensors
     name: str
 
@@ -130,7 +130,7 @@ ENDS = (".weight", ".weight_packed", ".qweight", "_blocks")
 """Of names of tensors with codes, in any format."""
 
 
-def nibbles(packed_NB: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def unpack_nibbles(packed_NB: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """[N, 2 B]: of each byte the lower half, then the upper one."""
     rows, size = packed_NB.shape
     codes = np.empty((rows, size, 2), np.uint8)
@@ -139,18 +139,18 @@ def nibbles(packed_NB: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return codes.reshape(rows, 2 * size)
 
 
-def unpacked(words_NW: NDArray[np.uint32], bits: int) -> NDArray[np.uint8]:
+def unpack_words(words_NW: NDArray[np.uint32], bits: int) -> NDArray[np.uint8]:
     """Codes of 4 or 8 bits out of 32-bit words, the lowest first: [N, 32 / bits W]."""
     raw = np.ascontiguousarray(words_NW).view(np.uint8)
-    return raw if bits == 8 else nibbles(raw)
+    return raw if bits == 8 else unpack_nibbles(raw)
 
 
-def group_of(group: int | None, k: int) -> int:
+def group_columns(group: int | None, k: int) -> int:
     """Columns of a group; all of them where none is said."""
     return k if group is None or group > k else group
 
 
-def column_order(module: Module, end: str, k: int, group: int) -> NDArray[np.int32] | None:
+def column_order(module: StoredModule, end: str, k: int, group: int) -> NDArray[np.int32] | None:
     """Which columns stand in which place once groups lie side by side; None where they do already.
 
     The tensor says of every column in which group it is.  Raises ModelError unless all groups are full but the last.
@@ -180,7 +180,7 @@ EVERY_LINEAR = "Linear"
 """The class of all matrices that are multiplied, in the words of torch."""
 
 
-def pattern_of(names: Iterable[str], where: str) -> re.Pattern[str] | None:
+def module_pattern(names: Iterable[str], where: str) -> re.Pattern[str] | None:
     """One pattern of the tensors (or modules) that a list names; None for an empty list.
 
     An entry is a regular expression behind ``re:``, else a module's name, whole or its last parts, in which ``*``

@@ -11,9 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.quantization import MinimumType, QuantFormat, QuantizedMatrix, QuantRows, integer_values
-from penstock.weights.config_json import Fields
-from penstock.weights.quantization.base import EVERY_LINEAR, Coded, Module, Scheme, column_order, group_of, unpacked
-from penstock.weights.quantization.fp8_mxfp4 import BESIDE, EightBits
+from penstock.weights.config_json import ConfigFields
+from penstock.weights.quantization.base import (
+    EVERY_LINEAR,
+    QuantizationScheme,
+    QuantizedTensor,
+    StoredModule,
+    column_order,
+    group_columns,
+    unpack_words,
+)
+from penstock.weights.quantization.fp8_mxfp4 import BESIDE, EightBitScheme
 
 # MERGED: Integers of 4 or 8 bits in 32-bit words, as compressed-tensors' "pack-quantized" has them (Kimi
 # MERGED: K2.5).
@@ -28,7 +36,7 @@ WORD_BITS = 32
 SCALES, ZEROS, SHAPE, GROUPS = ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx"
 
 
-class Packed(Scheme, frozen=True, kw_only=True, tag="Packed"):
+class PackedIntScheme(QuantizationScheme, frozen=True, kw_only=True, tag="Packed"):
     """Groups of so many columns; None: all."""
 
     end: ClassVar[str] = ".weight_packed"
@@ -39,28 +47,28 @@ class Packed(Scheme, frozen=True, kw_only=True, tag="Packed"):
     symmetric: bool = True
 
     def bits(self) -> float:
-        """See ``Scheme.bits``."""
+        """See ``QuantizationScheme.bits``."""
         zero = 0 if self.symmetric else self.code_bits
         return self.code_bits + ((16 + zero) / self.group if self.group else 0)
 
-    def coded(self, module: Module) -> tuple[str, Coded]:
-        """See ``Scheme.coded``."""
+    def coded(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
+        """See ``QuantizationScheme.coded``."""
         shape = module.info(self.end, "I32").shape
         if len(shape) != 2:
             raise module.refuse(self.end, f"has shape {list(shape)}, it must have two dimensions")
         n, k = shape[0], shape[1] * WORD_BITS // self.code_bits
-        groups = -(-k // group_of(self.group, k))
+        groups = -(-k // group_columns(self.group, k))
         module.scale(SCALES)
-        module.check_shape(SCALES, (n, groups), f"for {k} columns in groups of {group_of(self.group, k)}")
+        module.check_shape(SCALES, (n, groups), f"for {k} columns in groups of {group_columns(self.group, k)}")
         if not self.symmetric:
             module.info(ZEROS, "I32")
             module.check_shape(ZEROS, (-(-n * self.code_bits // WORD_BITS), groups), "packed as the weights are")
         sources = module.sources(self.end, SCALES, ZEROS, SHAPE, GROUPS, *BESIDE)
-        return f"{module.name}.weight", Coded((n, k), sources, lambda _: self._matrix(module, n, k))
+        return f"{module.name}.weight", QuantizedTensor((n, k), sources, lambda _: self._matrix(module, n, k))
 
-    def _matrix(self, module: Module, n: int, k: int) -> QuantizedMatrix:
+    def _matrix(self, module: StoredModule, n: int, k: int) -> QuantizedMatrix:
         self._check_size(module, n, k)
-        bits, group = self.code_bits, group_of(self.group, k)
+        bits, group = self.code_bits, group_columns(self.group, k)
         words_NW, scales_NG = module.array(self.end), module.array(SCALES)
         order = column_order(module, GROUPS, k, group)
         zeros_NG = None if self.symmetric else self._zeros(module, n)
@@ -69,14 +77,14 @@ class Packed(Scheme, frozen=True, kw_only=True, tag="Packed"):
         form = QuantFormat(bits, values, group, module.scale(SCALES), minimum)
 
         def read(first: int, stop: int) -> QuantRows:
-            codes_NK = unpacked(words_NW[first:stop], bits)
+            codes_NK = unpack_words(words_NW[first:stop], bits)
             if order is not None:
                 codes_NK = codes_NK[:, order]
             return QuantRows(codes_NK, scales_NG[first:stop], None if zeros_NG is None else zeros_NG[first:stop])
 
         return QuantizedMatrix(n, k, form, read, order)
 
-    def _check_size(self, module: Module, n: int, k: int) -> None:
+    def _check_size(self, module: StoredModule, n: int, k: int) -> None:
         """The tensor about the shape must say what the other shapes do."""
         if module.has(SHAPE):
             module.info(SHAPE, "I64", "I32")
@@ -84,10 +92,10 @@ class Packed(Scheme, frozen=True, kw_only=True, tag="Packed"):
             if said != [n, k]:
                 raise module.refuse(SHAPE, f"says {said}, the codes are of [{n}, {k}]")
 
-    def _zeros(self, module: Module, n: int) -> NDArray[np.uint8]:
+    def _zeros(self, module: StoredModule, n: int) -> NDArray[np.uint8]:
         """[N, G]"""
         words_WG = module.array(ZEROS)
-        return np.ascontiguousarray(unpacked(words_WG.T, self.code_bits)[:, :n].T)
+        return np.ascontiguousarray(unpack_words(words_WG.T, self.code_bits)[:, :n].T)
 
 
 PACKED = "pack-quantized"
@@ -96,7 +104,7 @@ MIXED = "mixed-precision"
 MAX_GROUPS = 1000
 
 
-def parse_compressed_tensors(stored: Fields) -> tuple[list[tuple[tuple[str, ...], Scheme]], str]:
+def parse_compressed_tensors(stored: ConfigFields) -> tuple[list[tuple[tuple[str, ...], QuantizationScheme]], str]:
     """Each group's targets and scheme, and what is not done to activations.  Raises ModelError."""
     _refuse_more(stored)
     groups = stored.get("config_groups", dict, {})
@@ -104,7 +112,7 @@ def parse_compressed_tensors(stored: Fields) -> tuple[list[tuple[tuple[str, ...]
         raise stored.refuse(f"config_groups has {len(groups)} groups, it must have 1 to {MAX_GROUPS}")
     found, activations = [], set[str]()
     for name in groups:
-        group = Fields(groups, f"{stored.where}: config_groups").section(str(name))
+        group = ConfigFields(groups, f"{stored.where}: config_groups").section(str(name))
         weights = None if group is None else group.section("weights")
         if group is None or weights is None:
             raise stored.refuse(f"config_groups: {name}: has no weights")
@@ -117,7 +125,7 @@ def parse_compressed_tensors(stored: Fields) -> tuple[list[tuple[tuple[str, ...]
     return found, ", ".join(sorted(activations - {""}))
 
 
-def _refuse_more(stored: Fields) -> None:
+def _refuse_more(stored: ConfigFields) -> None:
     """What else the format can do to weights."""
     sparsity = stored.section("sparsity_config")
     if sparsity is not None and sparsity.get("format", str, "dense") != "dense":
@@ -126,23 +134,23 @@ def _refuse_more(stored: Fields) -> None:
         raise stored.refuse("transform_config: rotated weights need operations that are not computed here")
 
 
-def _scheme(weights: Fields, written: str) -> Scheme:
+def _scheme(weights: ConfigFields, written: str) -> QuantizationScheme:
     kind, bits = weights.get("type", str, "int"), weights.size("num_bits")
     if weights.get("dynamic", bool, False):
         raise weights.refuse("dynamic is true, which weights in a file cannot be")
     packs = written == PACKED or (not written and bits == 4)
     if packs and kind == "int" and bits in (4, 8):
         symmetric = weights.get("symmetric", bool, True)
-        return Packed(code_bits=bits, group=_group(weights), symmetric=symmetric)
+        return PackedIntScheme(code_bits=bits, group=_group(weights), symmetric=symmetric)
     if bits == 8 and kind in ("int", "float") and (written in BYTES or not written):
-        return EightBits(kind="int8" if kind == "int" else "e4m3", block=_block(weights))
+        return EightBitScheme(kind="int8" if kind == "int" else "e4m3", block=_block(weights))
     raise weights.refuse(
         f"{kind} of {bits} bits, format {written!r}; these can be served: {PACKED} of 4 or 8 bits, "
         f"{', '.join(BYTES)} of 8"
     )
 
 
-def _group(weights: Fields) -> int | None:
+def _group(weights: ConfigFields) -> int | None:
     """Columns that share a scale; None: all."""
     strategy = weights.get("strategy", str, "group" if weights.has("group_size") else "channel")
     if strategy not in ("group", "channel"):
@@ -155,7 +163,7 @@ def _group(weights: Fields) -> int | None:
     return weights.size("group_size")
 
 
-def _block(weights: Fields) -> tuple[int, int] | None:
+def _block(weights: ConfigFields) -> tuple[int, int] | None:
     """Rows and columns that share a scale; None: what the scales' shape says."""
     match weights.get("strategy", str, "channel"):
         case "tensor" | "channel":
@@ -171,7 +179,7 @@ def _block(weights: Fields) -> tuple[int, int] | None:
             raise weights.refuse(f"strategy is {other!r}; tensor, channel, group and block can be served")
 
 
-def _activations(group: Fields) -> str:
+def _activations(group: ConfigFields) -> str:
     """How activations would be quantised."""
     inputs = group.section("input_activations")
     if inputs is None:

@@ -12,12 +12,19 @@ from types import MappingProxyType
 
 import msgspec
 
-from penstock.weights.config_json import Fields
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.quantization import compressed_tensors, fp8_mxfp4, gptq_awq
-from penstock.weights.quantization.base import EVERY_LINEAR, Coded, Module, Scheme, Stored, pattern_of
-from penstock.weights.quantization.compressed_tensors import Packed
-from penstock.weights.quantization.fp8_mxfp4 import EightBits, Mxfp4
-from penstock.weights.quantization.gptq_awq import Awq, Gptq
+from penstock.weights.quantization.base import (
+    EVERY_LINEAR,
+    QuantizationScheme,
+    QuantizedTensor,
+    StoredModule,
+    StoredTensors,
+    module_pattern,
+)
+from penstock.weights.quantization.compressed_tensors import PackedIntScheme
+from penstock.weights.quantization.fp8_mxfp4 import EightBitScheme, Mxfp4Scheme
+from penstock.weights.quantization.gptq_awq import AwqScheme, GptqScheme
 
 CONFIG_FIELD = "quantization_config"
 OLD_FIELD = "compression_config"
@@ -27,10 +34,10 @@ UNUSED = re.compile(r".*\.(?:k_scale|v_scale|q_scale|prob_output_scale|kv_cache_
 """Tensors about a quantised KV cache: pages keep the compute type, or codes whose scales each row makes for itself
 (docs/gpu.md)."""
 
-AnyScheme = EightBits | Packed | Gptq | Awq | Mxfp4
+AnyScheme = EightBitScheme | PackedIntScheme | GptqScheme | AwqScheme | Mxfp4Scheme
 
 
-class Group(msgspec.Struct, frozen=True):
+class QuantizationGroup(msgspec.Struct, frozen=True):
     """Modules that are stored alike: names and patterns, see ``modules.pattern_of``."""
 
     targets: tuple[str, ...]
@@ -41,7 +48,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     """How a model's matrices are stored."""
 
     method: str  # as config.json calls it
-    groups: tuple[Group, ...]
+    groups: tuple[QuantizationGroup, ...]
     ignored: tuple[str, ...] = ()  # modules that are not quantised
     activations: str = ""  # what its makers do to activations, which is not done here
 
@@ -50,15 +57,15 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         """For people: what the weights are in."""
         scheme = self.groups[0].scheme
         match scheme:
-            case EightBits():
+            case EightBitScheme():
                 return "fp8" if scheme.kind == "e4m3" else "int8"
-            case Packed():
+            case PackedIntScheme():
                 return f"int{scheme.code_bits}"
-            case Gptq():
+            case GptqScheme():
                 return f"gptq-int{scheme.code_bits}"
-            case Awq():
+            case AwqScheme():
                 return "awq-int4"
-            case Mxfp4():
+            case Mxfp4Scheme():
                 return "mxfp4"
 
     def scheme_of(self, module: str) -> AnyScheme | None:
@@ -72,23 +79,23 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         pattern = _pattern(self.ignored)
         return pattern is not None and pattern.match(module) is not None
 
-    def found_in(self, stored: Stored) -> dict[str, Coded]:
+    def found_in(self, stored: StoredTensors) -> dict[str, QuantizedTensor]:
         """Every tensor of the model that is stored as codes, by its name in the model.  Reads no numbers.
 
         Raises ModelError for tensors that do not fit one another, or the configuration.
         """
         known = frozenset(stored.names)
         schemes = {group.scheme.end: group.scheme for group in self.groups}
-        found: dict[str, Coded] = {}
+        found: dict[str, QuantizedTensor] = {}
         for name in stored.names:
             for end, scheme in schemes.items():
-                if name.endswith(end) and (end != EightBits.end or stored.info(name).dtype in scheme.types):
-                    module = Module(stored, known, name.removesuffix(end))
+                if name.endswith(end) and (end != EightBitScheme.end or stored.info(name).dtype in scheme.types):
+                    module = StoredModule(stored, known, name.removesuffix(end))
                     tensor, coded = self._own_scheme(module, end).coded(module)
                     found[tensor] = coded
         return found
 
-    def _own_scheme(self, module: Module, end: str) -> Scheme:
+    def _own_scheme(self, module: StoredModule, end: str) -> QuantizationScheme:
         if self.is_ignored(module.name):
             raise module.refuse(end, "is quantised, and quantization_config names its module as one that is not")
         own = self.scheme_of(module.name)
@@ -106,10 +113,10 @@ def _targets(targets: tuple[str, ...], module: str) -> bool:
 
 @cache
 def _pattern(names: tuple[str, ...]) -> re.Pattern[str] | None:
-    return pattern_of(names, CONFIG_FIELD)
+    return module_pattern(names, CONFIG_FIELD)
 
 
-SINGLE: Mapping[str, Callable[[Fields], tuple[Scheme, str]]] = MappingProxyType(
+SINGLE: Mapping[str, Callable[[ConfigFields], tuple[QuantizationScheme, str]]] = MappingProxyType(
     {
         "fp8": fp8_mxfp4.parse_fp8,
         "fbgemm_fp8": fp8_mxfp4.parse_fbgemm_fp8,
@@ -124,7 +131,7 @@ MANY = "compressed-tensors"
 METHODS = (*SINGLE, MANY)
 
 
-def parse_quantization(config: Fields) -> Quantization | None:
+def parse_quantization(config: ConfigFields) -> Quantization | None:
     """What ``config.json`` says, also of the text part of a model with more; None for plain weights.
 
     Raises ModelError for methods and variants that cannot be served.
@@ -139,21 +146,21 @@ def parse_quantization(config: Fields) -> Quantization | None:
     method = stored.get("quant_method", str, "")
     if method not in METHODS:
         raise stored.refuse(f"quant_method {method!r} is not known; {', '.join(METHODS)} can be served")
-    groups: list[tuple[tuple[str, ...], Scheme]]
+    groups: list[tuple[tuple[str, ...], QuantizationScheme]]
     if method == MANY:
         groups, activations = compressed_tensors.parse_compressed_tensors(stored)
     else:
         scheme, activations = SINGLE[method](stored)
         groups = [(_converted(stored), scheme)]
-    found = tuple(Group(targets, scheme) for targets, scheme in groups)  # type: ignore[arg-type]
+    found = tuple(QuantizationGroup(targets, scheme) for targets, scheme in groups)  # type: ignore[arg-type]
     ignored = _names(stored, "modules_to_not_convert") or _names(stored, "ignored_layers") or _names(stored, "ignore")
     ignored += tuple(f"re:{name[2:]}" for name in stored.get("dynamic", dict, {}) if str(name).startswith("-:"))
     for names in (ignored, *(targets for targets, _ in groups)):
-        pattern_of(names, stored.where)
+        module_pattern(names, stored.where)
     return Quantization(method=method, groups=found, ignored=ignored, activations=activations)
 
 
-def _converted(stored: Fields) -> tuple[str, ...]:
+def _converted(stored: ConfigFields) -> tuple[str, ...]:
     """The modules that GPTQ's files may list; everything for others."""
     listed = stored.get("modules_in_block_to_quantize", list, [])
     return tuple(str(name) for names in listed for name in (names if isinstance(names, list) else [names])) or (
@@ -161,7 +168,7 @@ def _converted(stored: Fields) -> tuple[str, ...]:
     )
 
 
-def _names(stored: Fields, field: str) -> tuple[str, ...]:
+def _names(stored: ConfigFields, field: str) -> tuple[str, ...]:
     names = stored.get(field, list, [])
     if not all(isinstance(name, str) for name in names):
         raise stored.refuse(f"{field} must hold names of modules")

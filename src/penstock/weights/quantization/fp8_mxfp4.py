@@ -20,8 +20,8 @@ from penstock.kernels.quantization import (
     ScaleType,
     integer_values,
 )
-from penstock.weights.config_json import Fields
-from penstock.weights.quantization.base import Coded, Module, Scheme, nibbles
+from penstock.weights.config_json import ConfigFields
+from penstock.weights.quantization.base import QuantizationScheme, QuantizedTensor, StoredModule, unpack_nibbles
 
 # MERGED: Matrices of one byte a weight, floats or integers, whose scales lie on a grid: one for all, a row,
 # MERGED: or a block.
@@ -39,7 +39,7 @@ SCALE_ENDS = (".weight_scale_inv", ".weight_scale")
 ZERO_POINTS = ".weight_zero_point"
 
 
-class EightBits(Scheme, frozen=True, kw_only=True, tag="EightBits"):
+class EightBitScheme(QuantizationScheme, frozen=True, kw_only=True, tag="EightBits"):
     """``block``: rows and columns that share a scale; None: what the scales' shape says, all or a row."""
 
     end: ClassVar[str] = ".weight"
@@ -49,11 +49,11 @@ class EightBits(Scheme, frozen=True, kw_only=True, tag="EightBits"):
     block: tuple[int, int] | None = None
 
     def bits(self) -> float:
-        """See ``Scheme.bits``."""
+        """See ``QuantizationScheme.bits``."""
         return 8 + (32 / (self.block[0] * self.block[1]) if self.block else 0)
 
-    def coded(self, module: Module) -> tuple[str, Coded]:
-        """See ``Scheme.coded``."""
+    def coded(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
+        """See ``QuantizationScheme.coded``."""
         stored = "F8_E4M3" if self.kind == "e4m3" else "I8"
         info = module.info(self.end, stored)
         if len(info.shape) != 2:
@@ -61,14 +61,14 @@ class EightBits(Scheme, frozen=True, kw_only=True, tag="EightBits"):
         scales = next((end for end in SCALE_ENDS if module.has(end)), SCALE_ENDS[0])
         module.scale(scales)
         self._grid(module, scales, info.shape[0], info.shape[1])
-        coded = Coded(
+        coded = QuantizedTensor(
             info.shape,
             module.sources(self.end, scales, ZERO_POINTS, *BESIDE),
             lambda _: self._matrix(module, scales, info.shape[0], info.shape[1]),
         )
         return module.name + self.end, coded
 
-    def _grid(self, module: Module, end: str, n: int, k: int) -> tuple[int, int]:
+    def _grid(self, module: StoredModule, end: str, n: int, k: int) -> tuple[int, int]:
         """Rows and columns that share a scale.  Raises ModelError for a tensor that has not as many scales."""
         shape = module.stored.info(module.name + end).shape
         if self.block is not None:
@@ -81,7 +81,7 @@ class EightBits(Scheme, frozen=True, kw_only=True, tag="EightBits"):
             return 1, k
         raise module.refuse(end, f"has shape {list(shape)}; one scale, or one for each of {n} rows, can be served")
 
-    def _matrix(self, module: Module, end: str, n: int, k: int) -> QuantizedMatrix:
+    def _matrix(self, module: StoredModule, end: str, n: int, k: int) -> QuantizedMatrix:
         rows, columns = self._grid(module, end, n, k)
         grid = -(-n // rows), -(-k // columns)
         codes_NK, scales_RG = module.array(self.end), module.array(end).reshape(grid)
@@ -99,7 +99,7 @@ class EightBits(Scheme, frozen=True, kw_only=True, tag="EightBits"):
 
         return QuantizedMatrix(n, k, form, read)
 
-    def _zeros(self, module: Module, end: str, grid: tuple[int, int]) -> NDArray[Any] | None:
+    def _zeros(self, module: StoredModule, end: str, grid: tuple[int, int]) -> NDArray[Any] | None:
         """Zero points of codes that are counted from 0; None where they are those of signed integers."""
         if not module.has(ZERO_POINTS):
             return None
@@ -121,21 +121,21 @@ E4M3 = _with_negatives(ml_dtypes.float8_e4m3fn)
 MAX_BLOCK = 1 << 16
 
 
-def parse_fp8(stored: Fields) -> tuple[Scheme, str]:
+def parse_fp8(stored: ConfigFields) -> tuple[QuantizationScheme, str]:
     """The scheme, and what is not done to activations.  Raises ModelError."""
     if stored.get("fmt", str, "e4m3").lower() != "e4m3":
         raise stored.refuse(f"fmt is {stored.values['fmt']!r}; 'e4m3' can be served")
     if stored.get("expert_dtype", str, "fp8") != "fp8":
         raise stored.refuse(f"expert_dtype is {stored.values['expert_dtype']!r}; 'fp8' can be served")
-    return EightBits(block=_block(stored)), f"{stored.get('activation_scheme', str, 'dynamic')} FP8"
+    return EightBitScheme(block=_block(stored)), f"{stored.get('activation_scheme', str, 'dynamic')} FP8"
 
 
-def parse_fbgemm_fp8(stored: Fields) -> tuple[Scheme, str]:
+def parse_fbgemm_fp8(stored: ConfigFields) -> tuple[QuantizationScheme, str]:
     """The same for ``fbgemm_fp8``: a scale a row."""
-    return EightBits(), "dynamic FP8"
+    return EightBitScheme(), "dynamic FP8"
 
 
-def _block(stored: Fields) -> tuple[int, int] | None:
+def _block(stored: ConfigFields) -> tuple[int, int] | None:
     sizes = stored.get("weight_block_size", list, [])
     if not sizes:
         return None
@@ -155,18 +155,18 @@ BLOCK_BYTES = UNIT_COLUMNS // 2
 MXFP4_FORMAT = QuantFormat(4, E2M1, UNIT_COLUMNS, ScaleType.E8M0)
 
 
-class Mxfp4(Scheme, frozen=True, kw_only=True, tag="Mxfp4"):
+class Mxfp4Scheme(QuantizationScheme, frozen=True, kw_only=True, tag="Mxfp4"):
     """There is only one kind."""
 
     end: ClassVar[str] = "_blocks"
     types: ClassVar[frozenset[str]] = frozenset({"U8"})
 
     def bits(self) -> float:
-        """See ``Scheme.bits``."""
+        """See ``QuantizationScheme.bits``."""
         return MXFP4_FORMAT.bits_a_weight()
 
-    def coded(self, module: Module) -> tuple[str, Coded]:
-        """See ``Scheme.coded``."""
+    def coded(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
+        """See ``QuantizationScheme.coded``."""
         shape = module.info(self.end, "U8").shape
         if len(shape) != 4 or shape[3] != BLOCK_BYTES:
             raise module.refuse(
@@ -177,17 +177,19 @@ class Mxfp4(Scheme, frozen=True, kw_only=True, tag="Mxfp4"):
         module.check_shape(MXFP4_SCALES, (count, n, blocks), "one a block")
         k = blocks * UNIT_COLUMNS
         sources = module.sources(self.end, MXFP4_SCALES)
-        return module.name, Coded((count, k, n), sources, lambda index: _matrix(module, index, n, k), turned=True)
+        return module.name, QuantizedTensor(
+            (count, k, n), sources, lambda index: _matrix(module, index, n, k), turned=True
+        )
 
 
-def _matrix(module: Module, index: int, n: int, k: int) -> QuantizedMatrix:
-    blocks_NB = module.array(Mxfp4.end)[index].reshape(n, k // 2)
+def _matrix(module: StoredModule, index: int, n: int, k: int) -> QuantizedMatrix:
+    blocks_NB = module.array(Mxfp4Scheme.end)[index].reshape(n, k // 2)
     scales_NG = module.array(MXFP4_SCALES)[index]
     return QuantizedMatrix(
-        n, k, MXFP4_FORMAT, lambda first, stop: QuantRows(nibbles(blocks_NB[first:stop]), scales_NG[first:stop])
+        n, k, MXFP4_FORMAT, lambda first, stop: QuantRows(unpack_nibbles(blocks_NB[first:stop]), scales_NG[first:stop])
     )
 
 
-def parse_mxfp4(stored: Fields) -> tuple[Scheme, str]:
+def parse_mxfp4(stored: ConfigFields) -> tuple[QuantizationScheme, str]:
     """The scheme; activations are not quantised."""
-    return Mxfp4(), ""
+    return Mxfp4Scheme(), ""

@@ -13,14 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.quantization import MinimumType, QuantFormat, QuantizedMatrix, QuantRows, integer_values
-from penstock.weights.config_json import Fields
-from penstock.weights.quantization.base import Coded, Module, Scheme, column_order, group_of, unpacked
+from penstock.weights.config_json import ConfigFields
+from penstock.weights.quantization.base import (
+    QuantizationScheme,
+    QuantizedTensor,
+    StoredModule,
+    column_order,
+    group_columns,
+    unpack_words,
+)
 
 GPTQ_ZEROS, GPTQ_SCALES, GPTQ_GROUPS = ".qzeros", ".scales", ".g_idx"
 WORD_BITS = 32
 
 
-class Gptq(Scheme, frozen=True, kw_only=True, tag="Gptq"):
+class GptqScheme(QuantizationScheme, frozen=True, kw_only=True, tag="Gptq"):
     """``mixed``: the file gives some modules other bits, and their tensors' shapes say which."""
 
     end: ClassVar[str] = ".qweight"
@@ -32,11 +39,11 @@ class Gptq(Scheme, frozen=True, kw_only=True, tag="Gptq"):
     mixed: bool = False
 
     def bits(self) -> float:
-        """See ``Scheme.bits``."""
+        """See ``QuantizationScheme.bits``."""
         return self.code_bits + ((16 + self.code_bits) / self.group if self.group else 0)
 
-    def coded(self, module: Module) -> tuple[str, Coded]:
-        """See ``Scheme.coded``."""
+    def coded(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
+        """See ``QuantizationScheme.coded``."""
         rows, n = self._matrix_shape(module, self.end)
         groups, scaled = self._matrix_shape(module, GPTQ_SCALES)
         zero_groups, zero_words = self._matrix_shape(module, GPTQ_ZEROS)
@@ -48,7 +55,7 @@ class Gptq(Scheme, frozen=True, kw_only=True, tag="Gptq"):
                 GPTQ_ZEROS, f"is of codes of {bits} bits, by quantization_config they have {self.code_bits}"
             )
         k = rows * WORD_BITS // bits
-        group = group_of(self.group, k)
+        group = group_columns(self.group, k)
         if groups != -(-k // group):
             raise module.refuse(
                 GPTQ_SCALES, f"has {groups} groups; {k} columns in groups of {group} are {-(-k // group)}"
@@ -57,17 +64,17 @@ class Gptq(Scheme, frozen=True, kw_only=True, tag="Gptq"):
             module.info(GPTQ_GROUPS, "I32")
             module.check_shape(GPTQ_GROUPS, (k,), "for as many columns")
         sources = module.sources(self.end, GPTQ_SCALES, GPTQ_ZEROS, GPTQ_GROUPS)
-        return f"{module.name}.weight", Coded((n, k), sources, lambda _: self._matrix(module, (n, k), bits))
+        return f"{module.name}.weight", QuantizedTensor((n, k), sources, lambda _: self._matrix(module, (n, k), bits))
 
-    def _matrix_shape(self, module: Module, end: str) -> tuple[int, int]:
+    def _matrix_shape(self, module: StoredModule, end: str) -> tuple[int, int]:
         types = ("F16", "BF16", "F32") if end == GPTQ_SCALES else ("I32",)
         shape = module.info(end, *types).shape
         if len(shape) != 2:
             raise module.refuse(end, f"has shape {list(shape)}, it must have two dimensions")
         return shape[0], shape[1]
 
-    def _matrix(self, module: Module, shape: tuple[int, int], bits: int) -> QuantizedMatrix:
-        (n, k), group = shape, group_of(self.group, shape[1])
+    def _matrix(self, module: StoredModule, shape: tuple[int, int], bits: int) -> QuantizedMatrix:
+        (n, k), group = shape, group_columns(self.group, shape[1])
         words_WN, scales_GN = module.array(self.end), module.array(GPTQ_SCALES)
         order = column_order(module, GPTQ_GROUPS, k, group)
         zeros_NG = self._zeros(module, bits)
@@ -79,22 +86,22 @@ class Gptq(Scheme, frozen=True, kw_only=True, tag="Gptq"):
         )
 
         def read(first: int, stop: int) -> QuantRows:
-            codes_NK = unpacked(words_WN[:, first:stop].T, bits)
+            codes_NK = unpack_words(words_WN[:, first:stop].T, bits)
             if order is not None:
                 codes_NK = codes_NK[:, order]
             return QuantRows(codes_NK, scales_GN[:, first:stop].T, None if even else zeros_NG[first:stop])
 
         return QuantizedMatrix(n, k, form, read, order)
 
-    def _zeros(self, module: Module, bits: int) -> NDArray[np.uint8]:
+    def _zeros(self, module: StoredModule, bits: int) -> NDArray[np.uint8]:
         """[N, G]"""
-        zeros_GN: NDArray[Any] = unpacked(module.array(GPTQ_ZEROS), bits).astype(np.uint16) + self.zero_offset
+        zeros_GN: NDArray[Any] = unpack_words(module.array(GPTQ_ZEROS), bits).astype(np.uint16) + self.zero_offset
         if int(zeros_GN.max(initial=0)) > np.iinfo(np.uint8).max:
             raise module.refuse(GPTQ_ZEROS, "has a zero point of 256, which codes of 8 bits cannot have")
         return np.ascontiguousarray(zeros_GN.T).astype(np.uint8)
 
 
-def parse_gptq(stored: Fields) -> tuple[Scheme, str]:
+def parse_gptq(stored: ConfigFields) -> tuple[QuantizationScheme, str]:
     """The scheme; activations are not quantised.  Raises ModelError for what no tensor here would look like."""
     bits = stored.size("bits")
     if bits not in (4, 8):
@@ -105,10 +112,10 @@ def parse_gptq(stored: Fields) -> tuple[Scheme, str]:
     if stored.get("pack_dtype", str, "int32") != "int32":
         raise stored.refuse(f"pack_dtype is {stored.values['pack_dtype']!r}; 'int32' can be served")
     offset = 1 if version == "gptq" else 0
-    return Gptq(code_bits=bits, group=group_size(stored), zero_offset=offset, mixed=stored.has("dynamic")), ""
+    return GptqScheme(code_bits=bits, group=group_size(stored), zero_offset=offset, mixed=stored.has("dynamic")), ""
 
 
-def group_size(stored: Fields) -> int | None:
+def group_size(stored: ConfigFields) -> int | None:
     """``group_size``, -1 for all columns.  Raises ModelError."""
     size = stored.get("group_size", int, 128)
     if size == -1:
@@ -133,7 +140,7 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 AWQ_ZEROS, AWQ_SCALES = ".qzeros", ".scales"
 
 
-class Awq(Scheme, frozen=True, kw_only=True, tag="Awq"):
+class AwqScheme(QuantizationScheme, frozen=True, kw_only=True, tag="Awq"):
     """Groups of so many columns; None: all."""
 
     end: ClassVar[str] = ".qweight"
@@ -142,28 +149,32 @@ class Awq(Scheme, frozen=True, kw_only=True, tag="Awq"):
     group: int | None
 
     def bits(self) -> float:
-        """See ``Scheme.bits``."""
+        """See ``QuantizationScheme.bits``."""
         return BITS + ((16 + BITS) / self.group if self.group else 0)
 
-    def coded(self, module: Module) -> tuple[str, Coded]:
-        """See ``Scheme.coded``."""
+    def coded(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
+        """See ``QuantizationScheme.coded``."""
         shape = module.info(self.end, "I32").shape
         if len(shape) != 2:
             raise module.refuse(self.end, f"has shape {list(shape)}, it must have two dimensions")
         k, words = shape
-        n, groups = words * OUTPUTS, -(-k // group_of(self.group, k))
+        n, groups = words * OUTPUTS, -(-k // group_columns(self.group, k))
         module.scale(AWQ_SCALES)
-        module.check_shape(AWQ_SCALES, (groups, n), f"for {k} columns in groups of {group_of(self.group, k)}")
+        module.check_shape(AWQ_SCALES, (groups, n), f"for {k} columns in groups of {group_columns(self.group, k)}")
         module.info(AWQ_ZEROS, "I32")
         module.check_shape(AWQ_ZEROS, (groups, words), "as the scales say")
         sources = module.sources(self.end, AWQ_SCALES, AWQ_ZEROS)
-        return f"{module.name}.weight", Coded((n, k), sources, lambda _: self._matrix(module, n, k))
+        return f"{module.name}.weight", QuantizedTensor((n, k), sources, lambda _: self._matrix(module, n, k))
 
-    def _matrix(self, module: Module, n: int, k: int) -> QuantizedMatrix:
+    def _matrix(self, module: StoredModule, n: int, k: int) -> QuantizedMatrix:
         words_KW, scales_GN = module.array(self.end), module.array(AWQ_SCALES)
         zeros_GN = _outputs(module.array(AWQ_ZEROS))
         form = QuantFormat(
-            BITS, integer_values(BITS, 0), group_of(self.group, k), module.scale(AWQ_SCALES), MinimumType.ZERO_POINT
+            BITS,
+            integer_values(BITS, 0),
+            group_columns(self.group, k),
+            module.scale(AWQ_SCALES),
+            MinimumType.ZERO_POINT,
         )
 
         def read(first: int, stop: int) -> QuantRows:
@@ -180,11 +191,11 @@ class Awq(Scheme, frozen=True, kw_only=True, tag="Awq"):
 def _outputs(words_KW: NDArray[np.uint32]) -> NDArray[np.uint8]:
     """Codes with outputs in their order: [K, 8 W]."""
     rows, words = words_KW.shape
-    codes = unpacked(words_KW, BITS).reshape(rows, words, OUTPUTS)
+    codes = unpack_words(words_KW, BITS).reshape(rows, words, OUTPUTS)
     return codes[:, :, np.argsort(ORDER)].reshape(rows, words * OUTPUTS)
 
 
-def parse_awq(stored: Fields) -> tuple[Scheme, str]:
+def parse_awq(stored: ConfigFields) -> tuple[QuantizationScheme, str]:
     """The scheme; activations are not quantised.  Raises ModelError for other versions and bits."""
     bits = stored.size("bits", stored.size("w_bit", BITS))
     if bits != BITS:
@@ -192,4 +203,4 @@ def parse_awq(stored: Fields) -> tuple[Scheme, str]:
     version = stored.get("version", str, stored.get("format", str, "gemm")).lower()
     if version != "gemm":
         raise stored.refuse(f"version is {version!r}; 'gemm' can be served")
-    return Awq(group=group_size(stored)), ""
+    return AwqScheme(group=group_size(stored)), ""

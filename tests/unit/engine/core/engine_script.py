@@ -16,7 +16,7 @@ from glass_model import ROOT, answer, prompt_of
 
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.events import AddRequest
-from penstock.types import Claim, Leg, RequestId, SamplingParams, ServiceClass
+from penstock.types import Qos, RequestId, RequestStage, SamplingParams, ServiceClass
 
 TOO_SMALL_FOR_TWO = {"pages": 7, "max_model_len": 20}
 """Room for two prompts of 6 tokens, and for one answer of 12."""
@@ -52,7 +52,7 @@ def event_of(world: World, leg: str, name: str, options: dict[str, str]) -> AddR
     event = AddRequest(
         id=RequestId(name),
         epoch=int(options.get("epoch", "0")),
-        leg=Leg(leg),
+        leg=RequestStage(leg),
         prompt=prompt,
         sampling=sampling,
         arrival=float(options.get("at", len(world.clients))),
@@ -68,8 +68,8 @@ def event_of(world: World, leg: str, name: str, options: dict[str, str]) -> AddR
     return event
 
 
-def claim_of(options: dict[str, str]) -> Claim:
-    return Claim(
+def claim_of(options: dict[str, str]) -> Qos:
+    return Qos(
         tenant=options.get("tenant", ""),
         weight=float(options.get("weight", "1")),
         service=ServiceClass[options.get("class", "interactive").upper()],

@@ -22,8 +22,8 @@ from penstock.engine.core.events import (
 from penstock.engine.core.plan import DraftProposer, StepOutcome, StepPlan
 from penstock.engine.core.request import Request, RequestStatus
 from penstock.engine.core.scheduler import Scheduler
-from penstock.kv_spec import most_blocks
-from penstock.types import FinishReason, Leg, RequestId
+from penstock.kv_spec import max_blocks
+from penstock.types import FinishReason, RequestId, RequestStage
 
 MOST_GUESSES = 5
 
@@ -201,7 +201,7 @@ class World:
         for own, reach in zip(request.held, config.reaches, strict=True):
             assert own.begin * reach.tokens(size) <= reach.first(after)
             held = len(own.pages) - own.begin
-            assert held <= most_blocks(reach, config.max_model_len, ahead=ahead, page_tokens=size)
+            assert held <= max_blocks(reach, config.max_model_len, ahead=ahead, page_tokens=size)
 
     def _check_plan(self, plan: StepPlan, waiting: set[Request]) -> None:
         assert sum(row.count + len(row.draft) for row in plan.rows) <= self.config.max_step_tokens
@@ -229,7 +229,7 @@ class World:
             assert len(item.logprobs) in (0, len(item.tokens))
             client.tokens.extend(item.tokens)
             client.finish = item.finish
-            if item.index == 0 and client.event.leg is not Leg.DECODE:
+            if item.index == 0 and client.event.leg is not RequestStage.DECODE:
                 client.prompt_logprobs = len(item.prompt_logprobs)
             else:
                 assert not item.prompt_logprobs
@@ -251,7 +251,7 @@ class World:
     def finished(self, name: str) -> bool:
         """This worker has nothing more to do for the client."""
         client = self.clients[name]
-        if client.gone or client.event.leg is not Leg.PREFILL:
+        if client.gone or client.event.leg is not RequestStage.PREFILL:
             return client.gone or client.finish is not None
         return False
 

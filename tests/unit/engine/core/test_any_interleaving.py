@@ -22,8 +22,8 @@ from penstock.engine.core.events import AddRequest
 from penstock.engine.core.plan import SampledTokens, ScheduledTokens
 from penstock.engine.core.request import Request, RequestStatus
 from penstock.hashing import block_hashes
-from penstock.kv_spec import EVERYTHING, Reach, most_pages
-from penstock.types import Claim, Leg, RequestId, SamplingParams, ServiceClass
+from penstock.kv_spec import FULL_ATTENTION, KvSpec, max_pages
+from penstock.types import Qos, RequestId, RequestStage, SamplingParams, ServiceClass
 
 MAX_LEN = 32
 MOVES = (
@@ -40,16 +40,23 @@ OF = {
 }
 """In which state a request must be for these."""
 
-LEGS = (Leg.WHOLE, Leg.WHOLE, Leg.WHOLE, Leg.DECODE, Leg.DECODE, Leg.PREFILL)
+LEGS = (
+    RequestStage.WHOLE,
+    RequestStage.WHOLE,
+    RequestStage.WHOLE,
+    RequestStage.DECODE,
+    RequestStage.DECODE,
+    RequestStage.PREFILL,
+)
 
-STATE = Reach(window=1, cell=3)  # blocks here, of whatever size
+STATE = KvSpec(window=1, cell=3)  # blocks here, of whatever size
 REACHES = (
-    (EVERYTHING,),
-    (EVERYTHING, Reach(window=5)),
-    (Reach(window=3),),
-    (EVERYTHING, Reach(chunk=8), Reach(window=6), Reach(window=6)),
-    (EVERYTHING, STATE, STATE),
-    (EVERYTHING, Reach(window=6), STATE),
+    (FULL_ATTENTION,),
+    (FULL_ATTENTION, KvSpec(window=5)),
+    (KvSpec(window=3),),
+    (FULL_ATTENTION, KvSpec(chunk=8), KvSpec(window=6), KvSpec(window=6)),
+    (FULL_ATTENTION, STATE, STATE),
+    (FULL_ATTENTION, KvSpec(window=6), STATE),
 )
 
 Move = tuple[str, int, int, int]
@@ -68,7 +75,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         for reach in draw(st.sampled_from(REACHES))
     )
     step, chunk = draw(st.sampled_from([64, 64, 5, 1])), draw(st.sampled_from([1, 3, 16, 64]))
-    least = most_pages(reaches, MAX_LEN, ahead=min(step, chunk), page_tokens=size)
+    least = max_pages(reaches, MAX_LEN, ahead=min(step, chunk), page_tokens=size)
     return SchedulerConfig(
         pages=least + draw(st.integers(0, least)),
         page_tokens=size,
@@ -109,7 +116,7 @@ def arrival(name: str, epoch: int, a: int, b: int, *, size: int) -> AddRequest:
         root=ROOT,
         hashes=tuple(block_hashes(ROOT, prompt, page_tokens=size)) if a % 2 else (),
         emitted=tuple(whole[: b % len(whole)]) if b % 5 == 0 else (),
-        claim=Claim(tenant="xyz"[b % 3], weight=1 + b % 2, service=ServiceClass(int(a % 4 == 0))),
+        claim=Qos(tenant="xyz"[b % 3], weight=1 + b % 2, service=ServiceClass(int(a % 4 == 0))),
     )
 
 

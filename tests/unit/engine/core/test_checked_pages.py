@@ -8,7 +8,7 @@ from penstock.engine.core.events import AddRequest
 from penstock.engine.core.plan import SampledTokens, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.hashing import block_hashes
-from penstock.types import BlockHash, Leg, PageId, RequestId, SamplingParams
+from penstock.types import BlockHash, PageId, RequestId, RequestStage, SamplingParams
 
 ROOT = BlockHash(bytes(32))
 PAGES = 40
@@ -46,7 +46,7 @@ class Engine:
             AddRequest(
                 id=RequestId(name),
                 epoch=1,
-                leg=Leg.WHOLE,
+                leg=RequestStage.WHOLE,
                 prompt=prompt,
                 sampling=sampling,
                 arrival=0.0,

@@ -17,16 +17,16 @@ from penstock.engine.core.plan import SampledTokens
 from penstock.engine.core.request import Request, RequestStatus
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.waiting_queue import MAX_FAIRNESS_KEYS, FairClock, WaitingQueue
-from penstock.types import Claim, Leg, RequestId, SamplingParams, ServiceClass
+from penstock.types import Qos, RequestId, RequestStage, SamplingParams, ServiceClass
 
 
-def of(name: str, claim: Claim, *, prompt: int = 8, answer: int = 2, at: float = 0.0) -> AddRequest:
+def of(name: str, claim: Qos, *, prompt: int = 8, answer: int = 2, at: float = 0.0) -> AddRequest:
     """Prompts of their own, so that no cache saves anything."""
     random = Random(name)
     return AddRequest(
         id=RequestId(name),
         epoch=0,
-        leg=Leg.WHOLE,
+        leg=RequestStage.WHOLE,
         prompt=tuple(random.randrange(1, 10_000) for _ in range(prompt)),
         sampling=SamplingParams(seed=0, max_tokens=answer),
         arrival=at,
@@ -69,7 +69,7 @@ def test_tenants_who_want_all_get_what_they_weigh(weights: tuple[int, int]) -> N
     machine = Machine()
     for tenant, weight in zip("xy", weights, strict=True):
         for number in range(120):
-            claim = Claim(tenant=tenant, weight=weight)
+            claim = Qos(tenant=tenant, weight=weight)
             machine.scheduler.apply(of(f"{tenant}{number}", claim, at=number), 0.0)
     for _ in range(60):
         machine.step()
@@ -123,7 +123,7 @@ def test_what_ends_with_a_step_is_not_cut_for_brevity() -> None:
 def test_one_tenant_alone_is_served_by_arrival() -> None:
     machine = Machine()
     for number in (3, 1, 2):
-        machine.scheduler.apply(of(f"r{number}", Claim(tenant="x"), prompt=16, at=number), 0.0)
+        machine.scheduler.apply(of(f"r{number}", Qos(tenant="x"), prompt=16, at=number), 0.0)
     while machine.step():
         pass
     assert machine.order == ["r1", "r2", "r3"]
@@ -132,11 +132,11 @@ def test_one_tenant_alone_is_served_by_arrival() -> None:
 def test_who_was_away_has_saved_up_nothing() -> None:
     machine = Machine()
     for number in range(40):
-        machine.scheduler.apply(of(f"x{number}", Claim(tenant="x"), prompt=16, at=number), 0.0)
+        machine.scheduler.apply(of(f"x{number}", Qos(tenant="x"), prompt=16, at=number), 0.0)
     for _ in range(20):
         machine.step()
     for number in range(40):
-        machine.scheduler.apply(of(f"y{number}", Claim(tenant="y"), prompt=16, at=number), machine.now)
+        machine.scheduler.apply(of(f"y{number}", Qos(tenant="y"), prompt=16, at=number), machine.now)
     before = len(machine.order)
     for _ in range(12):
         machine.step()
@@ -148,13 +148,13 @@ def test_who_comes_back_begins_at_the_present() -> None:
     machine = Machine()
     for tenant, numbers in (("y", 2), ("x", 80)):
         for number in range(numbers):
-            machine.scheduler.apply(of(f"{tenant}{number}", Claim(tenant=tenant), prompt=16, at=number), 0.0)
+            machine.scheduler.apply(of(f"{tenant}{number}", Qos(tenant=tenant), prompt=16, at=number), 0.0)
     for _ in range(30):
         machine.step()
     assert {"y0", "y1"} <= machine.ended.keys()
     before = len(machine.order)
     for number in range(2, 40):
-        machine.scheduler.apply(of(f"y{number}", Claim(tenant="y"), prompt=16, at=number), machine.now)
+        machine.scheduler.apply(of(f"y{number}", Qos(tenant="y"), prompt=16, at=number), machine.now)
     for _ in range(12):
         machine.step()
     first = Counter(name[0] for name in machine.order[before:])
@@ -165,24 +165,24 @@ def test_who_comes_back_begins_at_the_present() -> None:
 def test_steps_are_brief_while_others_are_there() -> None:
     long = {"prefill_step_budget_ms": 40.0, "contended_step_ms": 5.0, "max_step_tokens": 400, "max_model_len": 2000}
     machine = Machine(pages=2000, **long)
-    machine.scheduler.apply(of("x1", Claim(tenant="x"), prompt=1000), 0.0)
+    machine.scheduler.apply(of("x1", Qos(tenant="x"), prompt=1000), 0.0)
     assert machine.scheduler.plan(0.0).predicted_s == pytest.approx(0.040, rel=0.1)
     machine = Machine(pages=2000, **long)
-    machine.scheduler.apply(of("y1", Claim(tenant="y"), prompt=4, answer=1), 0.0)
+    machine.scheduler.apply(of("y1", Qos(tenant="y"), prompt=4, answer=1), 0.0)
     machine.step()
-    machine.scheduler.apply(of("x1", Claim(tenant="x"), prompt=1000), machine.now)
+    machine.scheduler.apply(of("x1", Qos(tenant="x"), prompt=1000), machine.now)
     assert machine.scheduler.plan(machine.now).predicted_s < 0.010
     machine = Machine(pages=2000, **long)
-    machine.scheduler.apply(of("y1", Claim(tenant="y", service=ServiceClass.BATCH), prompt=4, answer=1), 0.0)
+    machine.scheduler.apply(of("y1", Qos(tenant="y", service=ServiceClass.BATCH), prompt=4, answer=1), 0.0)
     machine.step()
-    machine.scheduler.apply(of("x1", Claim(tenant="x"), prompt=1000), machine.now)
+    machine.scheduler.apply(of("x1", Qos(tenant="x"), prompt=1000), machine.now)
     assert machine.scheduler.plan(machine.now).predicted_s == pytest.approx(0.040, rel=0.1)
 
 
 # --- whatever comes --------------------------------------------------------------------------------------------------
 
 claims = st.builds(
-    Claim,
+    Qos,
     tenant=st.sampled_from(["", "a", "b", "c"]),
     weight=st.sampled_from([0.5, 1.0, 4.0]),
     service=st.sampled_from(list(ServiceClass)),
@@ -210,7 +210,7 @@ def play(events: list[tuple[int, AddRequest]], **config: float) -> Machine:
 @given(given_arrivals=arrivals, pages=st.sampled_from([16, 64]), places=st.sampled_from([1, 3, 8]))
 @settings(max_examples=60, deadline=None)
 def test_nothing_is_lost_nobody_starves_nothing_idles(
-    given_arrivals: list[tuple[Claim, int, int, int]], pages: int, places: int
+    given_arrivals: list[tuple[Qos, int, int, int]], pages: int, places: int
 ) -> None:
     events = [
         (step, of(f"r{number}", claim, prompt=prompt, answer=answer, at=number))
@@ -224,7 +224,7 @@ def test_nothing_is_lost_nobody_starves_nothing_idles(
 @given(given_arrivals=arrivals, seed=st.integers(0, 999))
 @settings(max_examples=40, deadline=None)
 def test_the_order_of_what_is_said_at_one_time_decides_nothing(
-    given_arrivals: list[tuple[Claim, int, int, int]], seed: int
+    given_arrivals: list[tuple[Qos, int, int, int]], seed: int
 ) -> None:
     events = [
         (step, of(f"r{number}", claim, prompt=prompt, answer=answer, at=number))
@@ -243,10 +243,10 @@ def test_the_wait_of_each_class_is_bounded(batch: int, prompt: int) -> None:
     machine = Machine(max_running=2, batch_patience_s=0.1)
     waiting = {f"b{number}" for number in range(batch)}
     for name in sorted(waiting):
-        machine.scheduler.apply(of(name, Claim(service=ServiceClass.BATCH), prompt=prompt, answer=3), 0.0)
+        machine.scheduler.apply(of(name, Qos(service=ServiceClass.BATCH), prompt=prompt, answer=3), 0.0)
     for step in range(batch * 60):
         for number in range(3):
-            machine.scheduler.apply(of(f"i{step}-{number}", Claim(), prompt=12, at=step), machine.now)
+            machine.scheduler.apply(of(f"i{step}-{number}", Qos(), prompt=12, at=step), machine.now)
         machine.step()
         if waiting <= machine.ended.keys():
             break
@@ -259,7 +259,7 @@ def test_the_wait_of_each_class_is_bounded(batch: int, prompt: int) -> None:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_queue_is_what_a_list_would_be(moves: list[tuple[str, Claim]], seed: int) -> None:
+def test_the_queue_is_what_a_list_would_be(moves: list[tuple[str, Qos]], seed: int) -> None:
     clock = FairClock(output_weight=2.0, memory_s=10.0)
     queue, model, random = WaitingQueue(clock), list[Request](), Random(seed)
     for number, (move, claim) in enumerate(moves):
@@ -288,7 +288,7 @@ def test_the_queue_is_what_a_list_would_be(moves: list[tuple[str, Claim]], seed:
 
 def test_who_is_not_the_first_of_its_line_cannot_be_taken() -> None:
     queue = WaitingQueue(FairClock(output_weight=2.0, memory_s=10.0))
-    first, second = (Request(of(f"r{n}", Claim(), at=n), serial=n, max_model_len=64) for n in range(2))
+    first, second = (Request(of(f"r{n}", Qos(), at=n), serial=n, max_model_len=64) for n in range(2))
     queue.push(first)
     queue.push(second)
     with pytest.raises(ValueError, match="not the first"):

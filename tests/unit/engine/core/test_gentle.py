@@ -16,20 +16,20 @@ from penstock.engine.core.pacing import MAX_STRETCH, LongPromptLimits, StepSoFar
 from penstock.engine.core.plan import SampledTokens
 from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
-from penstock.types import BlockHash, Claim, Leg, RequestId, SamplingParams, ServiceClass
+from penstock.types import BlockHash, Qos, RequestId, RequestStage, SamplingParams, ServiceClass
 
 STEP_S, TOKEN_S, TARGET_S = 0.012, 5e-5, 0.1
 BOUNDS = LongPromptLimits(TARGET_S, math.inf)
-ANYBODY = Claim()
+ANYBODY = Qos()
 
 
-def asked(name: str, prompt: int, answer: int, claim: Claim = ANYBODY) -> AddRequest:
+def asked(name: str, prompt: int, answer: int, claim: Qos = ANYBODY) -> AddRequest:
     """A prompt that shares nothing."""
     random = Random(name)
     return AddRequest(
         id=RequestId(name),
         epoch=0,
-        leg=Leg.WHOLE,
+        leg=RequestStage.WHOLE,
         prompt=tuple(random.randrange(1 << 20) for _ in range(prompt)),
         sampling=SamplingParams(seed=0, max_tokens=answer),
         arrival=0.0,
@@ -54,7 +54,7 @@ class Clocked:
         self.now = 0.0
         self.tokens: dict[str, list[float]] = {}
 
-    def ask(self, name: str, prompt: int, answer: int, claim: Claim = ANYBODY) -> None:
+    def ask(self, name: str, prompt: int, answer: int, claim: Qos = ANYBODY) -> None:
         self.scheduler.apply(asked(name, prompt, answer, claim), self.now)
 
     def step(self) -> None:
@@ -118,14 +118,14 @@ def test_nothing_is_kept_back_where_few_or_none_would_notice(answers: int) -> No
     assert took[0] <= took[1] * (1.01 if not answers else 2.2)
 
 
-def of(claim: Claim = ANYBODY) -> Request:
+def of(claim: Qos = ANYBODY) -> Request:
     return Request(asked("r", 4, 1, claim), serial=1, max_model_len=64)
 
 
 def test_how_long_a_piece_may_be() -> None:
     beside = StepSoFar(answers=32, answers_s=0.012, now=5.0)
     assert long_prompt_share_s(of(), LONG_PROMPT * TARGET_S, beside, BOUNDS) == math.inf  # not that long
-    batch = of(Claim(service=ServiceClass.BATCH))
+    batch = of(Qos(service=ServiceClass.BATCH))
     assert long_prompt_share_s(batch, 100 * TARGET_S, beside, BOUNDS) == math.inf  # fills what is left
     assert long_prompt_share_s(of(), 100 * TARGET_S, StepSoFar(0, 0.0, 5.0), BOUNDS) == math.inf  # nobody notices
     assert long_prompt_share_s(of(), 100 * TARGET_S, beside, BOUNDS) == pytest.approx(0.012 / (MAX_STRETCH - 1))
@@ -149,10 +149,10 @@ def test_nobody_is_read_so_gently_that_it_is_too_late() -> None:
     long_prompt_share_s(late, 15.0, beside, bounds)
     assert late.read_by == 60.0  # not 8 * 15
     assert long_prompt_share_s(of(), 61.0, beside, bounds) == math.inf
-    pressed = of(Claim(max_wait_s=20.0))
+    pressed = of(Qos(max_wait_s=20.0))
     long_prompt_share_s(pressed, 5.0, beside, bounds)
     assert pressed.read_by == 10.0
-    assert long_prompt_share_s(of(Claim(max_wait_s=8.0)), 5.0, beside, bounds) == math.inf
+    assert long_prompt_share_s(of(Qos(max_wait_s=8.0)), 5.0, beside, bounds) == math.inf
 
 
 def test_who_has_begun_its_answer_is_read_again_at_full_speed() -> None:
@@ -169,5 +169,5 @@ def test_a_deadline_is_met_amid_answers() -> None:
         clocked.ask(f"a{number}", 100, 5000)
     clocked.until("a11")
     begun = clocked.now
-    clocked.ask("long", 20_000, 1, Claim(max_wait_s=4.0))
+    clocked.ask("long", 20_000, 1, Qos(max_wait_s=4.0))
     assert clocked.until("long") - begun < 4.0

@@ -6,7 +6,7 @@ from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.events import AddRequest
 from penstock.engine.core.plan import SampledTokens, ScheduledTokens, StepPlan
 from penstock.engine.core.scheduler import Scheduler
-from penstock.types import BlockHash, Grammar, GrammarKind, Leg, RequestId, SamplingParams
+from penstock.types import BlockHash, Grammar, GrammarKind, RequestId, RequestStage, SamplingParams
 
 GRAMMAR = Grammar(kind=GrammarKind.REGEX, text="a*")
 
@@ -15,7 +15,7 @@ def arrive(name: str, prompt: int, grammar: Grammar | None = None) -> AddRequest
     return AddRequest(
         id=RequestId(name),
         epoch=1,
-        leg=Leg.WHOLE,
+        leg=RequestStage.WHOLE,
         prompt=tuple(range(100, 100 + prompt)),
         sampling=SamplingParams(seed=1, max_tokens=8, grammar=grammar),
         arrival=0.0,

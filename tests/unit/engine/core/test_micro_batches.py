@@ -19,7 +19,7 @@ from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.events import AddRequest, CancelRequest
 from penstock.engine.core.plan import SampledTokens, StepPlan
 from penstock.engine.core.scheduler import Scheduler
-from penstock.types import Claim, Leg, RequestId, SamplingParams, ServiceClass
+from penstock.types import Qos, RequestId, RequestStage, SamplingParams, ServiceClass
 
 
 @given(
@@ -68,12 +68,12 @@ def request(name: str, tokens: int, *, answer: int = 8, rank: int = 0, family: i
     return AddRequest(
         id=RequestId(name),
         epoch=0,
-        leg=Leg.WHOLE,
+        leg=RequestStage.WHOLE,
         prompt=prompt_of(family, tokens),
         sampling=SamplingParams(seed=1, max_tokens=answer),
         arrival=float(rank),
         root=ROOT,
-        claim=Claim(service=ServiceClass(rank)),
+        claim=Qos(service=ServiceClass(rank)),
     )
 
 

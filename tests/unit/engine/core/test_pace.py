@@ -11,7 +11,7 @@ from penstock.engine.core.events import AddRequest, CancelRequest, FirstTokenArr
 from penstock.engine.core.pacing import MIN_REST_S, EvenPacing
 from penstock.engine.core.plan import SampledTokens, StepPlan
 from penstock.engine.core.scheduler import Scheduler
-from penstock.types import BlockHash, Leg, RequestId, SamplingParams
+from penstock.types import BlockHash, RequestId, RequestStage, SamplingParams
 
 STEP_S, ROW_S = 0.030, 0.005
 BUDGET_S = 0.1
@@ -79,7 +79,7 @@ class Decoding:
         self.scheduler = Scheduler(SchedulerConfig(pages=64, page_tokens=4, max_model_len=64, **config))
         self.now = 0.0
 
-    def arrive(self, name: str, leg: Leg = Leg.DECODE) -> None:
+    def arrive(self, name: str, leg: RequestStage = RequestStage.DECODE) -> None:
         self.scheduler.apply(
             AddRequest(
                 id=RequestId(name),
@@ -143,7 +143,7 @@ def test_a_request_that_comes_in_a_rest_is_given_room_at_once() -> None:
 def test_a_prompt_of_this_workers_own_ends_the_rest() -> None:
     world = Decoding(even_pace=True)
     world.one_of_two()
-    world.arrive("w", Leg.WHOLE)
+    world.arrive("w", RequestStage.WHOLE)
     assert names(world.step()) == ["a", "w"]
     assert world.scheduler.resting_until is None
 

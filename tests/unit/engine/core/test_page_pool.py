@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.core.page_pool import LeakCheck, PageLease, PagePool, PageShortfall
 from penstock.engine.core.prefix_cache import PrefixCache
-from penstock.kv_spec import EVERYTHING, Pieces, Reach
+from penstock.kv_spec import FULL_ATTENTION, KvSpec, TransferOrder
 from penstock.types import BlockHash, PageId
 
 
@@ -168,7 +168,7 @@ def test_no_page_is_lost(moves: list[tuple[str, int]]) -> None:
     assert all(pool.generation(PageId(page)) == given_out[PageId(page)] for page in range(6))
 
 
-WINDOWED = (EVERYTHING, Reach(window=6))
+WINDOWED = (FULL_ATTENTION, KvSpec(window=6))
 
 
 def two_groups(blocks: int, pages: int = 20) -> tuple[PagePool, PrefixCache, list[list[PageId]]]:
@@ -214,7 +214,7 @@ def test_who_goes_on_elsewhere_needs_what_the_next_position_reads() -> None:
     assert five.lease.pages == [*held[0][:5], held[1][4]]
 
 
-STATEFUL = (EVERYTHING, Reach(window=1, cell=8))
+STATEFUL = (FULL_ATTENTION, KvSpec(window=1, cell=8))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_prefix_with_states_ends_where_a_state_is(
 
 
 def test_a_state_travels_last_and_all_of_it() -> None:
-    pieces = Pieces([EVERYTHING, Reach(window=7), *[Reach(window=1, cell=32)] * 3], 77, 16)
+    pieces = TransferOrder([FULL_ATTENTION, KvSpec(window=7), *[KvSpec(window=1, cell=32)] * 3], 77, 16)
     keyed = [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (4, 1)]
     assert list(pieces) == [*keyed, (2, 2), (2, 3), (2, 4)]
     assert [pieces.place(piece) for piece in range(pieces.total)] == list(pieces)

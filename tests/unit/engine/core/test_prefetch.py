@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from penstock.engine.core.kv_cache_manager import KvCacheManager
 from penstock.engine.core.page_pool import PageLease
 from penstock.engine.core.prefetch import Prefetches
-from penstock.kv_spec import EVERYTHING, Reach
+from penstock.kv_spec import FULL_ATTENTION, KvSpec
 from penstock.types import BlockHash
 
 BLOCKS = 24
 CHAIN = [BlockHash(bytes([number]) * 32) for number in range(BLOCKS)]
 GROUPS = {
-    "plain": (EVERYTHING,),
-    "windows": (EVERYTHING, Reach(window=20), Reach(chunk=24)),
-    "states": (EVERYTHING, Reach(window=1, cell=16), Reach(window=1, cell=16)),
+    "plain": (FULL_ATTENTION,),
+    "windows": (FULL_ATTENTION, KvSpec(window=20), KvSpec(chunk=24)),
+    "states": (FULL_ATTENTION, KvSpec(window=1, cell=16), KvSpec(window=1, cell=16)),
 }
 
 

@@ -11,7 +11,7 @@ from penstock.config.schema import PoolingConfig, SchedulerConfig
 from penstock.engine.core.events import AddRequest
 from penstock.engine.core.plan import SampledTokens, StepOutcome, StepPlan
 from penstock.engine.core.scheduler import Scheduler
-from penstock.types import FinishReason, Leg, PoolingParams, RequestId, SamplingParams
+from penstock.types import FinishReason, PoolingParams, RequestId, RequestStage, SamplingParams
 
 WHOLE = PoolingConfig(whole_prompts=True, share_prefixes=False)
 PIECES = PoolingConfig(whole_prompts=False, share_prefixes=True)
@@ -28,7 +28,7 @@ def arrive(engine: Scheduler, name: str, tokens: int, *, family: int = 0, pooled
         AddRequest(
             id=RequestId(name),
             epoch=0,
-            leg=Leg.WHOLE,
+            leg=RequestStage.WHOLE,
             prompt=prompt_of(family, tokens),
             sampling=SamplingParams(seed=0, max_tokens=1),
             arrival=0.0,

@@ -15,7 +15,7 @@ from penstock.kernels.operands import StepBatch
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.sampling import GumbelRows
 from penstock.kernels.select import make_ops
-from penstock.weights.eagle import inspect_head, load_head
+from penstock.weights.eagle import inspect_draft_head, load_draft_head
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from tiny_heads import head_config, head_tensors, write_head
@@ -65,7 +65,7 @@ def test_a_head_is_the_formula(tmp_path: Path, recorded: bool) -> None:
     ops = make_ops(compute_dtype="fp32")
     spec = inspect_model(tmp_path / "model")
     model = load_model(tmp_path / "model", spec, ops)
-    loaded = load_head(tmp_path / "head", inspect_head(tmp_path / "head", spec), model.weights_hash, ops)
+    loaded = load_draft_head(tmp_path / "head", inspect_draft_head(tmp_path / "head", spec), model.weights_hash, ops)
     head = build_head(loaded, model, ops, 64)
     rng = np.random.default_rng(3)
     tokens = rng.integers(0, 128, TOKENS).astype(np.int32)

@@ -11,7 +11,7 @@ from penstock.engine.core.plan import ScheduledTokens
 from penstock.engine.core.request import PageTable, Request
 from penstock.engine.runner.input_batch import InputBatch, TokenSpan
 from penstock.engine.runner.sampling_state import SamplingState
-from penstock.types import BlockHash, Leg, PageId, RequestId, SamplingParams
+from penstock.types import BlockHash, PageId, RequestId, RequestStage, SamplingParams
 
 SAMPLING = SamplingParams(seed=0, max_tokens=100)
 
@@ -22,7 +22,7 @@ def request_of(known: int, first_page: int = 0, sampling: SamplingParams = SAMPL
     arrive = AddRequest(
         id=RequestId("r"),
         epoch=0,
-        leg=Leg.WHOLE,
+        leg=RequestStage.WHOLE,
         prompt=tokens[: known - emitted],
         sampling=sampling,
         arrival=0.0,

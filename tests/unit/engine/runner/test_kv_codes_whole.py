@@ -13,11 +13,11 @@ from penstock.bundled import storyteller
 from penstock.engine.core.request import Request
 from penstock.errors import PageCorrupt
 from penstock.kernels.select import REFERENCE, TRITON_INTERPRETER
-from penstock.kv.checksum import PageSeal
+from penstock.kv.checksum import PageChecksum
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
-from penstock.kv.store.envelope import StoreSeal
-from penstock.kv.store.slab_tier import SlabFile, SlabTier, head_for
+from penstock.kv.store.envelope import PageEnvelope
+from penstock.kv.store.slab_tier import SlabFile, SlabTier, slab_head
 from penstock.types import FP8_E4M3, ModelIdentity, PageId, RequestId, SamplingParams
 from penstock.wire.transfer_messages import PageReady
 from runner_bench import RunnerBench
@@ -134,9 +134,9 @@ def test_pages_are_handed_over_and_kept_as_bytes(folder: Path, tmp_path: Path) -
     first = reader.bench.read(request, 100)
     heir = writer.bench.request(prompt, DRAWS, emitted=first.tokens)
     layout, identity = reader.memory.layout, reader.identity
-    head = head_for(identity, layout, 1 << 22, encrypted=False)
+    head = slab_head(identity, layout, 1 << 22, encrypted=False)
     files = [SlabFile.at(tmp_path / "pages", head, (own, 2), direct=False) for own in range(2)]
-    tiers = [SlabTier("disk", file, StoreSeal(identity, layout)) for file in files]
+    tiers = [SlabTier("disk", file, PageEnvelope(identity, layout)) for file in files]
     for block, (page, into) in enumerate(zip(request.held[0].pages, heir.held[0].pages, strict=True)):
         theirs, own = reader.memory.view(page), writer.memory.view(into)
         if block == 0:  # by the store
@@ -145,7 +145,7 @@ def test_pages_are_handed_over_and_kept_as_bytes(folder: Path, tmp_path: Path) -
             tiers[1].has([final.key])
             assert tiers[1].read(final.key, own)
             continue
-        seal = PageSeal(identity, layout)
+        seal = PageChecksum(identity, layout)
         frame = PageReady(
             request=RequestId("r"),
             epoch=0,
@@ -155,12 +155,12 @@ def test_pages_are_handed_over_and_kept_as_bytes(folder: Path, tmp_path: Path) -
             tokens=16,
             checksum=seal.checksum(theirs, 1),
         )
-        PageSeal(writer.identity, writer.memory.layout).copy(frame, theirs, own)
+        PageChecksum(writer.identity, writer.memory.layout).copy(frame, theirs, own)
         with pytest.raises(PageCorrupt, match="other sizes"):
-            PageSeal(other.identity, other.memory.layout).copy(frame, theirs, other.memory.view(PageId(0)))
+            PageChecksum(other.identity, other.memory.layout).copy(frame, theirs, other.memory.view(PageId(0)))
         mixed = ModelIdentity(fingerprint=identity.fingerprint, numerics=other.identity.numerics)
         with pytest.raises(PageCorrupt, match="wrong checksum"):
-            PageSeal(mixed, layout).copy(frame, theirs, own)
+            PageChecksum(mixed, layout).copy(frame, theirs, own)
         seal.copy(frame, theirs, own)
     heir.computed = len(prompt)
     while len(heir.output) < ANSWER:

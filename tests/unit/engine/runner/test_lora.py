@@ -17,7 +17,7 @@ from penstock.kernels.native.backend import families
 from penstock.kernels.native.program import RecordedProgram
 from penstock.types import AdapterRef, SamplingParams
 from penstock.weights.compression.convert import compress_folder
-from penstock.weights.lora import Adapter
+from penstock.weights.lora import LoraAdapter
 from runner_bench import RunnerBench
 from tiny_adapters import write_adapter
 from tiny_models import llama_config, write_model
@@ -132,12 +132,12 @@ class Shelf:
         self.used: set[str] = set()
         self.adapters.in_use = lambda: self.used
 
-    def read(self, folder: Path) -> Adapter:
+    def read(self, folder: Path) -> LoraAdapter:
         assert self.may_read.wait(10)
         if folder.name == "broken":
             raise ModelError(f"{folder}: broken")
         parts: Any = {"w": 10}
-        return Adapter(folder.name, 1, 10, parts)
+        return LoraAdapter(folder.name, 1, 10, parts)
 
     def ready(self, name: str, *, soon: bool = True) -> bool:
         """Is it there now, or, ``soon``, when its thread has done its work?"""

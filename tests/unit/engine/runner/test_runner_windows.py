@@ -22,7 +22,7 @@ from penstock.engine.loop import EngineLoop
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner
 from penstock.kernels.select import make_ops
-from penstock.types import BlockHash, Leg, RequestId, SamplingParams, TokenLogprob
+from penstock.types import BlockHash, RequestId, RequestStage, SamplingParams, TokenLogprob
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from tiny_models import llama_config, write_model
@@ -83,7 +83,9 @@ class Engine:
         request = RequestId(name or f"r{length}")
         root = BlockHash(bytes([seed]) * 32)
         self.events.append(
-            AddRequest(id=request, epoch=0, leg=Leg.WHOLE, prompt=prompt, sampling=sampling, arrival=0.0, root=root)
+            AddRequest(
+                id=request, epoch=0, leg=RequestStage.WHOLE, prompt=prompt, sampling=sampling, arrival=0.0, root=root
+            )
         )
         return request
 

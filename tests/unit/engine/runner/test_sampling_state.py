@@ -12,7 +12,7 @@ from penstock.engine.core.events import AddRequest
 from penstock.engine.core.request import PageTable, Request
 from penstock.engine.runner.sampling_state import SamplingState, SamplingStates, TokenCounts
 from penstock.kernels.sampling import SampleRow
-from penstock.types import BlockHash, Leg, PageId, RequestId, SamplingParams
+from penstock.types import BlockHash, PageId, RequestId, RequestStage, SamplingParams
 
 PENALISED = SamplingParams(seed=9, max_tokens=500, repetition_penalty=1.2, frequency_penalty=0.5, choice=2)
 
@@ -23,7 +23,7 @@ def request_of(
     arrive = AddRequest(
         id=RequestId(name),
         epoch=0,
-        leg=Leg.WHOLE,
+        leg=RequestStage.WHOLE,
         prompt=prompt,
         sampling=sampling,
         arrival=0.0,

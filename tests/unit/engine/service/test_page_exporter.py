@@ -10,8 +10,8 @@ from penstock.engine.core.page_pool import PagePool
 from penstock.engine.core.plan import CompletedPage
 from penstock.engine.core.request import PageTable, Request
 from penstock.engine.service.kv_transfer import PageExporter
-from penstock.kv.transfer.events import Offer
-from penstock.types import BlockHash, Leg, PageId, RequestId, SamplingParams
+from penstock.kv.transfer.events import PageOffer
+from penstock.types import BlockHash, PageId, RequestId, RequestStage, SamplingParams
 from penstock.wire.gateway_messages import TokenItem
 
 
@@ -42,7 +42,7 @@ class World:
         self.more: list[bool] = []
         self.departures = PageExporter(self.pool, self._offer, self._done, self.writer if slow else None)
 
-    def _offer(self, offer: Offer, now: float, *, more: bool = False) -> None:
+    def _offer(self, offer: PageOffer, now: float, *, more: bool = False) -> None:
         self.said.append((offer.block, offer.page))
         self.more.append(more)
 
@@ -53,7 +53,7 @@ class World:
         event = AddRequest(
             id=RequestId("r"),
             epoch=1,
-            leg=Leg.PREFILL,
+            leg=RequestStage.PREFILL,
             prompt=tuple(range(40)),
             sampling=SamplingParams(seed=1, max_tokens=4),
             arrival=0.0,

@@ -14,7 +14,16 @@ from penstock.engine.service.readiness import (
 )
 from penstock.errors import AdapterRefused, GrammarRefused, QueueFull
 from penstock.grammar.matcher import Matcher
-from penstock.types import AdapterRef, BlockHash, Grammar, GrammarKind, Leg, PlacedImage, RequestId, SamplingParams
+from penstock.types import (
+    AdapterRef,
+    BlockHash,
+    Grammar,
+    GrammarKind,
+    PlacedImage,
+    RequestId,
+    RequestStage,
+    SamplingParams,
+)
 
 SLOW = Grammar(kind=GrammarKind.REGEX, text="slow")
 NEVER = Grammar(kind=GrammarKind.REGEX, text="never")
@@ -51,7 +60,7 @@ class Compiler:
 def arrive(name: str, grammar: Grammar | None = None, epoch: int = 0, adapter: AdapterRef | None = None) -> AddRequest:
     sampling = SamplingParams(seed=1, max_tokens=4, grammar=grammar)
     return AddRequest(
-        id=RequestId(name), epoch=epoch, leg=Leg.PREFILL, prompt=(1,), sampling=sampling, arrival=0.0,
+        id=RequestId(name), epoch=epoch, leg=RequestStage.PREFILL, prompt=(1,), sampling=sampling, arrival=0.0,
         root=BlockHash(bytes(32)), adapter=adapter,
     )  # fmt: skip
 

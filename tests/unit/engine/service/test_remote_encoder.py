@@ -13,14 +13,14 @@ from penstock.engine.service.peer_links import PeerLinks
 from penstock.engine.service.readiness import NoImages
 from penstock.engine.service.remote_encoder import SILENCE_S, EncodeRequests, RemoteEncoders
 from penstock.errors import ImageRefused
-from penstock.types import Medium, ModelIdentity, Picture, PlacedImage, WorkerId
+from penstock.types import ImageInput, MediaInput, ModelIdentity, PlacedImage, WorkerId
 from penstock.wire.gateway_messages import PageSource
 from penstock.wire.in_memory import MemoryHub
 from penstock.wire.transfer_messages import EncodeImage, ImageEncoded
 from penstock.wire.transport import Listener
 
 IDENTITY = ModelIdentity(fingerprint="f", numerics="n")
-PICTURE = Picture(1, 2, b"xyz", 1.0, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+PICTURE = ImageInput(1, 2, b"xyz", 1.0, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 WIDTH = 4
 ROWS = np.arange(8, dtype=np.float32).reshape(2, WIDTH)
 
@@ -136,7 +136,7 @@ def test_two_who_ask_for_one_image_are_both_told():
 @pytest.mark.parametrize("error", [ImageRefused("no image"), ValueError("a defect")])
 def test_an_image_that_cannot_be_encoded_is_not_waited_for(error: Exception):
     class Failing(NoImages):
-        def serve(self, content: bytes, picture: Medium) -> None:
+        def serve(self, content: bytes, picture: MediaInput) -> None:
             raise error
 
     pair = Pair()

@@ -19,8 +19,8 @@ from penstock.engine.spec.draft_model import SLOT_TOKENS, Drafter, DraftModelSou
 from penstock.grammar.matcher import CompiledGrammar
 from penstock.grammar.vocabulary import Vocabulary, token_trie
 from penstock.kernels.select import make_ops
-from penstock.types import BlockHash, Leg, RequestId, SamplingParams, TokenLogprob
-from penstock.weights.eagle import inspect_head, load_head
+from penstock.types import BlockHash, RequestId, RequestStage, SamplingParams, TokenLogprob
+from penstock.weights.eagle import inspect_draft_head, load_draft_head
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from tiny_heads import head_config, head_tensors, write_head
@@ -94,8 +94,8 @@ class GuessingBench:
         self.spec = inspect_model(folder / "model")
         loaded = load_model(folder / "model", self.spec, self.ops)
         self.model = build_model(loaded, self.ops, 2048)
-        found = inspect_head(folder / "head", self.spec)
-        weights = load_head(folder / "head", found, loaded.weights_hash, self.ops)
+        found = inspect_draft_head(folder / "head", self.spec)
+        weights = load_draft_head(folder / "head", found, loaded.weights_hash, self.ops)
         self.head: EagleHead = build_head(weights, loaded, self.ops, SLOT_TOKENS)
         self.target = loaded
 
@@ -140,7 +140,7 @@ def run(
             AddRequest(
                 id=RequestId(f"r{number}"),
                 epoch=0,
-                leg=Leg.WHOLE,
+                leg=RequestStage.WHOLE,
                 prompt=prompt,
                 sampling=sampling,
                 arrival=number,

@@ -13,7 +13,7 @@ from penstock.engine.core.events import AddRequest
 from penstock.engine.core.plan import DraftProposer, SampledTokens, ScheduledTokens
 from penstock.engine.core.request import Request
 from penstock.engine.spec.proposer import DraftModelProposer, NgramProposer
-from penstock.types import BlockHash, Leg, RequestId, SamplingParams
+from penstock.types import BlockHash, RequestId, RequestStage, SamplingParams
 
 STEPS = 4000
 PLAIN_S = 1.0
@@ -45,7 +45,7 @@ def request(tokens: list[int]) -> Request:
     arrive = AddRequest(
         id=RequestId("r"),
         epoch=0,
-        leg=Leg.WHOLE,
+        leg=RequestStage.WHOLE,
         prompt=tokens,
         sampling=sampling,
         arrival=0,

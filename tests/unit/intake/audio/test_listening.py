@@ -11,7 +11,7 @@ import pytest
 
 from penstock.config.limits import Limits
 from penstock.errors import ModelError, QueueFull, RequestError, UnknownModel, WrongTask
-from penstock.hashing import block_hashes, chain_root, picture_hash
+from penstock.hashing import block_hashes, chain_root, media_hash
 from penstock.intake.listening import ListeningIntake
 from penstock.types import GREEDY, ModelIdentity, RequestId, TokenBatch
 from penstock.wire.ports import Envelope, Form, ModelCard
@@ -40,7 +40,7 @@ async def test_a_window_is_a_sound_and_the_words_that_ask(intake: ListeningIntak
     own = [IDS[name] for name in ("<|startoftranscript|>", "<|de|>", "<|transcribe|>", "<|notimestamps|>")]
     assert tuple(request.prompt[BEGIN:]) == tuple(own)
     (image,), (sound,) = request.images, request.pictures
-    assert (image.at, image.end, image.content) == (0, BEGIN, picture_hash(sound))
+    assert (image.at, image.end, image.content) == (0, BEGIN, media_hash(sound))
     root = chain_root(IDENTITY)
     assert request.block_hashes == tuple(block_hashes(root, request.prompt, images=request.images))
     sampling = request.sampling

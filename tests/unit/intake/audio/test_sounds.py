@@ -19,9 +19,9 @@ from penstock.intake.audio.preparing import reading_bytes
 from penstock.intake.audio.resampling import resampled
 from penstock.intake.audio.wav import FLOAT, PCM, read_wav, samples_of
 from penstock.intake.audio.windows import windows
-from penstock.weights.config_json import Fields
-from penstock.weights.families.whisper import Whisper, parse_whisper
-from penstock.weights.model_files import small_files
+from penstock.weights.config_json import ConfigFields
+from penstock.weights.families.whisper import WhisperConfig, parse_whisper
+from penstock.weights.model_files import model_files
 from whisper_models import riff, tones, wav, whisper_config, write_whisper
 
 REAL = SoundRecipe(rate=16_000, seconds=30, fft=400, hop=160, bands=80, tokens=1504)
@@ -150,9 +150,9 @@ def test_windows_end_at_quiet_places() -> None:
 
 
 def test_the_recipe_is_the_models(tmp_path: Path) -> None:
-    whisper = parse_whisper(Fields(whisper_config(), "config.json")).own(Whisper)
+    whisper = parse_whisper(ConfigFields(whisper_config(), "config.json")).own(WhisperConfig)
     folder = write_whisper(tmp_path)
-    recipe = read_sound_recipe(small_files(folder), whisper)
+    recipe = read_sound_recipe(model_files(folder), whisper)
     assert (recipe.samples, recipe.frames, recipe.bands, recipe.tokens) == (16_000, 100, 12, 64)
     file = folder / "preprocessor_config.json"
     written = msgspec.json.decode(file.read_bytes())
@@ -163,12 +163,12 @@ def test_the_recipe_is_the_models(tmp_path: Path) -> None:
     ):
         file.write_bytes(msgspec.json.encode(written | change))
         with pytest.raises(ModelError, match=why):
-            read_sound_recipe(small_files(folder), whisper)
+            read_sound_recipe(model_files(folder), whisper)
     file.unlink()
     with pytest.raises(ModelError, match=r"preprocessor_config.json is missing"):
-        read_sound_recipe(small_files(folder), whisper)
+        read_sound_recipe(model_files(folder), whisper)
     (folder / "processor_config.json").write_bytes(msgspec.json.encode({"feature_extractor": written}))
-    assert read_sound_recipe(small_files(folder), whisper) == recipe
+    assert read_sound_recipe(model_files(folder), whisper) == recipe
 
 
 def test_a_written_file_is_what_was_written() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.config.limits import Limits
 from penstock.errors import QueueFull, RequestError
-from penstock.hashing import block_hashes, chain_root, picture_hash
+from penstock.hashing import block_hashes, chain_root, media_hash
 from penstock.intake.images import pixels
 from penstock.intake.service import ModelIntake
 from penstock.types import ModelIdentity, RequestId, ValidRequest
@@ -154,6 +154,6 @@ async def test_tenants_share_nothing_of_an_image(folder: Path):
     for salt, more in (("", {}), ("a", {}), ("b", {}), ("", {"cache_salt": "a"})):
         envelope = Envelope(id=RequestId("x"), arrival=1.0, identity=IDENTITY, caller=Caller(salt=salt))
         request = (await intake.chat(body | more, envelope)).requests[0]
-        assert picture_hash(request.pictures[0]) == request.images[0].content, "as the worker looks at it"
+        assert media_hash(request.pictures[0]) == request.images[0].content, "as the worker looks at it"
         images[salt, *more] = request.images[0].content
     assert len(set(images.values())) == 4, "a tenant's salt and one of a request are two things"

@@ -15,8 +15,8 @@ from penstock.errors import ModelError, RequestError
 from penstock.intake.images import pixels
 from penstock.intake.images.pixels import decoding_bytes, has_more_scans, picture_of
 from penstock.intake.images.recipe import ImageRecipe, read_recipe
-from penstock.types import Picture
-from penstock.weights.model_files import SmallFiles
+from penstock.types import ImageInput
+from penstock.weights.model_files import ModelFiles
 from vision_models import PREPROCESSOR, encoded, picture, vision_config
 
 RECIPE = ImageRecipe(
@@ -30,7 +30,7 @@ RECIPE = ImageRecipe(
 )
 
 
-def read(raw: bytes, **limits: int) -> Picture:
+def read(raw: bytes, **limits: int) -> ImageInput:
     return picture_of(raw, RECIPE, Limits(**limits), "here")
 
 
@@ -129,7 +129,7 @@ class Files:
 
 def recipe_of(text: str | None, **more: str) -> ImageRecipe | None:
     own = {} if text is None else {"preprocessor_config_json": text}
-    files: SmallFiles = Files(config_json=json.dumps(vision_config()), **own, **more)
+    files: ModelFiles = Files(config_json=json.dumps(vision_config()), **own, **more)
     return read_recipe(files)
 
 

@@ -7,8 +7,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv.store.eviction import FOLLOWED, SAMPLED, Origin, Ranking, Reuse
-from penstock.kv.store.tier_worker import FAILURES, FIRST_REST_S, LONGEST_REST_S, Breaker
+from penstock.kv.store.eviction import FOLLOWED, SAMPLED, BlockOrigin, EvictionQueue, ReuseStats
+from penstock.kv.store.tier_worker import FAILURES, FIRST_REST_S, LONGEST_REST_S, CircuitBreaker
 from penstock.types import BlockHash
 
 
@@ -18,7 +18,7 @@ def block(number: int, sampled: bool = True) -> BlockHash:
 
 
 def test_a_prefix_goes_from_its_end():
-    ranking = Ranking()
+    ranking = EvictionQueue()
     for place in range(10):
         ranking.add(place, saves_s=10.0 - place)  # block 0 has everything behind it
     order = []
@@ -32,7 +32,7 @@ def test_a_prefix_goes_from_its_end():
 
 
 def test_what_was_used_stays_and_what_was_dear_goes_in_the_end():
-    ranking = Ranking()
+    ranking = EvictionQueue()
     ranking.add(0, saves_s=5.0)  # dear, never asked for
     ranking.add(1, saves_s=1.0)
     ranking.used(1, 2)
@@ -47,7 +47,7 @@ def test_what_was_used_stays_and_what_was_dear_goes_in_the_end():
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "used", "goes"]), st.integers(0, 20)), max_size=200))
 def test_the_ranking_knows_what_is_there(steps: list[tuple[str, int]]):
-    ranking, there = Ranking(), set[int]()
+    ranking, there = EvictionQueue(), set[int]()
     for step, place in steps:
         if step == "add" and place not in there:
             ranking.add(place, saves_s=place / 7)
@@ -63,28 +63,28 @@ def test_the_ranking_knows_what_is_there(steps: list[tuple[str, int]]):
 
 
 def test_chances_are_learned_by_kind():
-    reuse = Reuse()
-    assert reuse.chance(Origin.PROMPT) == 0.5
+    reuse = ReuseStats()
+    assert reuse.chance(BlockOrigin.PROMPT) == 0.5
     for number in range(2000):
         reuse.made(block(number), answer=number % 2 == 0)
         if number % 2 == 0:
             reuse.asked([block(number)])
     for number in range(10_000, 10_000 + FOLLOWED + 500):
         reuse.made(block(number), answer=False)
-    assert reuse.chance(Origin.ANSWER) > 0.95
-    assert reuse.chance(Origin.PROMPT) < 0.2
-    assert reuse.made(block(0, sampled=False), answer=True) is Origin.ANSWER
+    assert reuse.chance(BlockOrigin.ANSWER) > 0.95
+    assert reuse.chance(BlockOrigin.PROMPT) < 0.2
+    assert reuse.made(block(0, sampled=False), answer=True) is BlockOrigin.ANSWER
 
 
 def test_who_comes_up_again_is_another_kind():
-    reuse = Reuse()
+    reuse = ReuseStats()
     reuse.made(block(1), answer=False)
     reuse.asked([block(1)])
-    assert reuse.made(block(1), answer=False) is Origin.AGAIN
+    assert reuse.made(block(1), answer=False) is BlockOrigin.AGAIN
 
 
 def test_a_tier_that_fails_is_left_alone_for_longer_and_longer():
-    breaker, now = Breaker(), 0.0
+    breaker, now = CircuitBreaker(), 0.0
     for _ in range(FAILURES - 1):
         assert not breaker.failed(now)
         assert breaker.allows(now)

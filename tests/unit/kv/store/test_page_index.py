@@ -10,27 +10,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.store_rig import key_of
 
-from penstock.kv.store.page_index import ENTRY_BYTES, RING, Directory, Entry, area_bytes
+from penstock.kv.store.page_index import ENTRY_BYTES, RING, IndexEntry, PageIndex, index_bytes
 
 PLACES = 64
 
 
-def views(count: int, places: int = PLACES) -> tuple[mmap.mmap, list[Directory]]:
-    area = mmap.mmap(-1, area_bytes(places))
-    made = [Directory(memoryview(area), places, writer) for writer in range(count)]
+def views(count: int, places: int = PLACES) -> tuple[mmap.mmap, list[PageIndex]]:
+    area = mmap.mmap(-1, index_bytes(places))
+    made = [PageIndex(memoryview(area), places, writer) for writer in range(count)]
     for each in made:
         each.scan()
     return area, made
 
 
-def entry(number: int) -> Entry:
-    return Entry(key_of(number), float(number), random.Random(number).randbytes(40))
+def entry(number: int) -> IndexEntry:
+    return IndexEntry(key_of(number), float(number), random.Random(number).randbytes(40))
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 31), st.integers(0, 9)), max_size=60), st.booleans())
 def test_all_see_what_one_writes(steps: list[tuple[int, int, int]], at_once: bool):
     _, (one, two) = views(2)
-    model: dict[int, Entry] = {}
+    model: dict[int, IndexEntry] = {}
     for who, at, number in steps:
         place = at + who * 32  # of one's own
         if number == 0:
@@ -64,7 +64,7 @@ def test_what_is_put_during_a_scan_is_known_after_it():
     putting = threading.Thread(target=one.put, args=(1, entry(2)))
     plain = one.at
 
-    def at(place: int) -> Entry | None:
+    def at(place: int) -> IndexEntry | None:
         if putting.ident is None:
             putting.start()
             putting.join(0.05)  # it waits for the end of the scan; where it would not, it is through

@@ -12,11 +12,11 @@ import pytest
 from tests.store_rig import IDENTITY, LAYOUT, SIZE, final_of, flip, key_of, page_of, slab_tier
 
 from penstock.errors import ConfigError, PageCorrupt
-from penstock.kv.store.page_index import area_bytes
-from penstock.kv.store.slab_tier import BLOCK, head_for
+from penstock.kv.store.page_index import index_bytes
+from penstock.kv.store.slab_tier import BLOCK, slab_head
 from penstock.types import ModelIdentity
 
-PLACES = head_for(IDENTITY, LAYOUT, SIZE, encrypted=False).places
+PLACES = slab_head(IDENTITY, LAYOUT, SIZE, encrypted=False).places
 
 
 def fill(path: Path, count: int, **more: object) -> None:
@@ -34,11 +34,11 @@ def read(tier, number: int) -> bytes | None:
 def test_the_size_is_kept_and_taken_at_once(tmp_path: Path):
     fill(tmp_path / "f", 1)
     stat = (tmp_path / "f").stat()
-    assert stat.st_size == BLOCK + area_bytes(PLACES) + PLACES * BLOCK <= SIZE
+    assert stat.st_size == BLOCK + index_bytes(PLACES) + PLACES * BLOCK <= SIZE
     assert stat.st_blocks * 512 >= stat.st_size
     assert stat.st_mode & 0o777 == 0o600
     with pytest.raises(ConfigError, match="hold no KV page"):
-        head_for(IDENTITY, LAYOUT, 1 << 16, encrypted=False)
+        slab_head(IDENTITY, LAYOUT, 1 << 16, encrypted=False)
 
 
 def test_all_of_it_is_there_after_a_restart(tmp_path: Path):
@@ -94,7 +94,7 @@ def test_what_is_damaged_or_of_another_size_begins_anew(tmp_path: Path, caplog: 
             flip(path, 0, 200, random.Random(1))
         elif damage == "short":
             with path.open("r+b") as file:
-                file.truncate(BLOCK + area_bytes(PLACES) + 5)
+                file.truncate(BLOCK + index_bytes(PLACES) + 5)
         elif damage == "text":
             path.write_bytes(b"anything else")
         caplog.clear()
@@ -155,9 +155,9 @@ def flips(path: Path, count: int, rng: random.Random, kept: int) -> tuple[int, i
     """Turn a bit anywhere, read every page that it could concern, turn it back.  (bits, pages that were refused)."""
     refused = 0
     tier = slab_tier(path, direct=False)
-    slabs = BLOCK + area_bytes(PLACES)
+    slabs = BLOCK + index_bytes(PLACES)
     place_of = {number: tier._directory.find(key_of(number))[0] for number in range(kept)}
-    entries = slabs - area_bytes(PLACES) + tier._directory._entries_at
+    entries = slabs - index_bytes(PLACES) + tier._directory._entries_at
     for _ in range(count):
         number = rng.randrange(kept)
         place = place_of[number]

@@ -16,7 +16,7 @@ from penstock import sidecar
 MESSAGE_BYTES = 128 << 10
 
 
-class Begin(msgspec.Struct, frozen=True, kw_only=True):
+class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What a process begins with."""
 
     name: str  # of the agent; no other has it
@@ -28,14 +28,14 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     descriptors: tuple[int, int]  # socket, memory
 
 
-class Meet(msgspec.Struct, frozen=True, tag="meet"):
+class AddPeer(msgspec.Struct, frozen=True, tag="meet"):
     """Somebody to read from."""
 
     peer: int
     agent: bytes
 
 
-class Read(msgspec.Struct, frozen=True, tag="read"):
+class ReadPages(msgspec.Struct, frozen=True, tag="read"):
     """Read pieces of ``nbytes`` from a peer's addresses, to offsets of the memory here."""
 
     number: int
@@ -45,53 +45,53 @@ class Read(msgspec.Struct, frozen=True, tag="read"):
     offsets: list[int]
 
 
-Order = Meet | Read
+AgentCommand = AddPeer | ReadPages
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class AgentReady(msgspec.Struct, frozen=True, tag="ready"):
     """The agent is there.  ``base``: where its memory lies in the process."""
 
     agent: bytes
     base: int
 
 
-class Absent(msgspec.Struct, frozen=True, tag="absent"):
+class AgentUnavailable(msgspec.Struct, frozen=True, tag="absent"):
     """There is no agent, and will be none."""
 
     reason: str
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Of a ``Read``."""
+class ReadDone(msgspec.Struct, frozen=True, tag="done"):
+    """Of a ``ReadPages``."""
 
     number: int
     failure: str | None = None
 
 
-News = Ready | Absent | Done
+AgentEvent = AgentReady | AgentUnavailable | ReadDone
 
 
 PROCESS = "penstock.kv.connectors.nixl.agent_process"
 
 
-class HouseEmptyError(Exception):
+class AgentGoneError(Exception):
     """The process has ended, or was never there."""
 
 
-class NoNixlError(HouseEmptyError):
+class NixlUnavailableError(AgentGoneError):
     """There is no agent, and will be none."""
 
 
-class House:
+class AgentClient:
     """One life of it.  ``say`` and ``hear`` are for one thread each; ``end`` for any, and more than once."""
 
-    def __init__(self, begin: Begin, memory: int) -> None:
+    def __init__(self, begin: AgentSetup, memory: int) -> None:
         """``memory``: the descriptor of what it maps; the caller's, before and after.
 
         Raises OSError and RuntimeError where there is no room for another socket or thread.
         """
         self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._decoder: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
+        self._decoder: msgspec.msgpack.Decoder[AgentEvent] = msgspec.msgpack.Decoder(AgentEvent)
         self._lock = threading.Lock()  # of the two below
         self._process: subprocess.Popen[bytes] | None = None
         self._over = False
@@ -110,14 +110,14 @@ class House:
         with self._lock:
             return None if self._process is None else self._process.pid
 
-    def say(self, order: Order) -> None:
+    def say(self, order: AgentCommand) -> None:
         """Raises HouseEmptyError."""
         try:
             self._socket.send(msgspec.msgpack.encode(order))
         except OSError:
-            raise HouseEmptyError("its process has ended") from None
+            raise AgentGoneError("its process has ended") from None
 
-    def hear(self, timeout_s: float | None) -> News | None:
+    def hear(self, timeout_s: float | None) -> AgentEvent | None:
         """None: nothing, for so long.  Raises HouseEmptyError."""
         try:
             self._socket.settimeout(timeout_s)
@@ -128,7 +128,7 @@ class House:
             return None
         except (OSError, msgspec.DecodeError):
             pass
-        raise HouseEmptyError("its process has ended")
+        raise AgentGoneError("its process has ended")
 
     def end(self) -> None:
         """Kill it.  What it was about to write to, nobody else may use again."""
@@ -152,7 +152,7 @@ class House:
                 return
             try:
                 words = msgspec.json.encode(self._begin).decode()
-                self._process = sidecar.started(PROCESS, words, self._begin.descriptors)
+                self._process = sidecar.start_child(PROCESS, words, self._begin.descriptors)
             except OSError:
                 return  # its end of the socket is closed: whoever listens hears that
             process = self._process

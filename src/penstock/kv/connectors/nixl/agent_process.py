@@ -18,7 +18,17 @@ from typing import Any
 import msgspec
 
 from penstock import sidecar
-from penstock.kv.connectors.nixl.agent_client import MESSAGE_BYTES, Absent, Begin, Done, Meet, News, Order, Read, Ready
+from penstock.kv.connectors.nixl.agent_client import (
+    MESSAGE_BYTES,
+    AddPeer,
+    AgentCommand,
+    AgentEvent,
+    AgentReady,
+    AgentSetup,
+    AgentUnavailable,
+    ReadDone,
+    ReadPages,
+)
 
 PACKAGES = ("nixl_cu12", "nixl_cu13")
 PAUSE_S = 50e-6
@@ -28,34 +38,34 @@ _MEMORY = "DRAM"
 _DONE, _UNDER_WAY = "DONE", "PROC"
 
 
-def main() -> None:
+def run_agent() -> None:
     """Until the worker has gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends the socket
     sidecar.end_with_parent()
-    begin = msgspec.json.decode(sys.argv[1], type=Begin)
+    begin = msgspec.json.decode(sys.argv[1], type=AgentSetup)
     said = socket.socket(fileno=begin.descriptors[0])
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if begin.writable else 0)
     mapped = mmap.mmap(begin.descriptors[1], begin.nbytes, flags=mmap.MAP_SHARED, prot=protection)
-    base = address_of(mapped)
+    base = buffer_address(mapped)
     try:
-        agent = agent_of(begin, base)
-        news: News = Ready(bytes(agent.get_agent_metadata()), base)
+        agent = create_agent(begin, base)
+        news: AgentEvent = AgentReady(bytes(agent.get_agent_metadata()), base)
     except Exception as error:  # noqa: BLE001 - the library's own, or whatever it meets
-        agent, news = None, Absent(f"{type(error).__name__}: {error}"[:500])
+        agent, news = None, AgentUnavailable(f"{type(error).__name__}: {error}"[:500])
     said.send(msgspec.msgpack.encode(news))
     if agent is not None:
-        Reader(agent, said, base).work()
+        AgentLoop(agent, said, base).work()
     os._exit(0)  # whatever threads the library has
 
 
-def address_of(mapped: mmap.mmap) -> int:
+def buffer_address(mapped: mmap.mmap) -> int:
     """Where it lies; also of memory that may only be read, which ctypes does not tell."""
     import numpy as np
 
     return int(np.frombuffer(mapped, np.uint8).ctypes.data)
 
 
-def agent_of(begin: Begin, base: int) -> Any:
+def create_agent(begin: AgentSetup, base: int) -> Any:
     """With the memory registered.  Raises whatever the library raises, or ImportError."""
     os.environ |= {
         "UCX_TLS": begin.transports,
@@ -63,7 +73,7 @@ def agent_of(begin: Begin, base: int) -> Any:
         "UCX_LOG_LEVEL": "fatal",
         "NIXL_LOG_LEVEL": "FATAL",
     }
-    nixl = package()
+    nixl = nixl_package()
     # Who gives must get on while nobody asks it anything; who reads asks.
     config = nixl.nixl_agent_config(enable_prog_thread=begin.gives, backends=["UCX"])
     agent = nixl.nixl_agent(begin.name, config)
@@ -71,7 +81,7 @@ def agent_of(begin: Begin, base: int) -> Any:
     return agent
 
 
-def package() -> Any:
+def nixl_package() -> Any:
     """Whichever is installed.  Raises ImportError."""
     for name in PACKAGES:
         try:
@@ -82,7 +92,7 @@ def package() -> Any:
     raise ImportError(f"none of the packages {', '.join(PACKAGES)} is installed")
 
 
-class Reader:
+class AgentLoop:
     """Does what it is told, and says how it went."""
 
     def __init__(self, agent: Any, said: socket.socket, base: int) -> None:
@@ -91,7 +101,7 @@ class Reader:
         self._base = base
         self._peers: dict[int, str] = {}
         self._flying: dict[int, Any] = {}
-        self._decoder = msgspec.msgpack.Decoder(Order)
+        self._decoder = msgspec.msgpack.Decoder(AgentCommand)
 
     def work(self) -> None:
         """Until the socket ends."""
@@ -104,17 +114,17 @@ class Reader:
             elif not self._look():
                 time.sleep(PAUSE_S)
 
-    def _obey(self, order: Order) -> None:
+    def _obey(self, order: AgentCommand) -> None:
         match order:
-            case Meet():
+            case AddPeer():
                 try:
                     self._peers[order.peer] = self._agent.add_remote_agent(order.agent)
                 except Exception:  # noqa: BLE001 - reads from it will say so
                     self._peers.pop(order.peer, None)
-            case Read():
+            case ReadPages():
                 self._begin(order)
 
-    def _begin(self, read: Read) -> None:
+    def _begin(self, read: ReadPages) -> None:
         peer = self._peers.get(read.peer)
         if peer is None:
             return self._tell(read.number, "that agent cannot be reached")
@@ -145,8 +155,8 @@ class Reader:
         return ended
 
     def _tell(self, number: int, failure: str | None) -> None:
-        self._said.send(msgspec.msgpack.encode(Done(number, failure)))
+        self._said.send(msgspec.msgpack.encode(ReadDone(number, failure)))
 
 
 if __name__ == "__main__":
-    main()
+    run_agent()

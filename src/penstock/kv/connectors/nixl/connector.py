@@ -1,6 +1,6 @@
 """Pages over NIXL where both ends have it, over sockets otherwise: what ``--transfer nixl`` means.
 
-Both ends have a ``TcpCarrier`` with all that it needs, and are called by its name: a worker without NIXL hands pages
+Both ends have a ``TcpConnector`` with all that it needs, and are called by its name: a worker without NIXL hands pages
 to one that has it, and takes them.  What NIXL does not bring is asked for over the sockets, once it is known; so
 are the pages of the first hand-over, while its processes come up.
 """
@@ -18,11 +18,11 @@ import msgspec
 
 from penstock.config.limits import HandOverConfig
 from penstock.errors import PageCorrupt
-from penstock.kv.checksum import PageSeal
-from penstock.kv.connectors.base import Landed, PageCarrier, Wanted
-from penstock.kv.connectors.nixl.agent_client import Begin, House, HouseEmptyError, Ready
-from penstock.kv.connectors.nixl.reader import FAILED, Errand, Key, Taker
-from penstock.kv.connectors.tcp.connector import TcpCarrier
+from penstock.kv.checksum import PageChecksum
+from penstock.kv.connectors.base import FetchRequest, FetchResult, KvConnector
+from penstock.kv.connectors.nixl.agent_client import AgentClient, AgentGoneError, AgentReady, AgentSetup
+from penstock.kv.connectors.nixl.reader import FAILED, NixlFetch, NixlReader, SourceTransferKey
+from penstock.kv.connectors.tcp.connector import TcpConnector
 from penstock.kv.memory import KvMemory
 from penstock.types import RequestId
 from penstock.wire.gateway_messages import PageSource
@@ -31,16 +31,16 @@ from penstock.wire.transfer_messages import AGENT_BYTES, PageReady, PagesAt
 # MERGED: The sending end over NIXL: this worker's pages, to be read by whoever was told where.
 
 
-class Giver:
+class NixlExporter:
     """Has a process in which these pages are mapped; without NIXL, and when it fails, ``ready`` is None."""
 
-    def __init__(self, begin: Begin, memory: int) -> None:
+    def __init__(self, begin: AgentSetup, memory: int) -> None:
         """``memory``: the descriptor of the pages; the caller's.  Starts nothing."""
-        self.ready: Ready | None = None
+        self.ready: AgentReady | None = None
         self.settled = threading.Event()  # the process has come up, or has not
         self._begin = begin
         self._memory = memory
-        self._house: House | None = None
+        self._house: AgentClient | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -52,9 +52,9 @@ class Giver:
         """Pages are about to be given.  May be called again and again."""
         if self.settled.is_set() or self._thread is not None:
             return
-        house: House | None = None
+        house: AgentClient | None = None
         try:
-            house = House(self._begin, self._memory)
+            house = AgentClient(self._begin, self._memory)
             thread = threading.Thread(target=self._listen, args=(house,), name="kv-nixl-give", daemon=True)
             thread.start()
         except (OSError, RuntimeError) as error:  # no more descriptors or threads
@@ -72,17 +72,17 @@ class Giver:
             self._thread.join()
             self._house.close()
 
-    def _listen(self, house: House) -> None:
+    def _listen(self, house: AgentClient) -> None:
         try:
             first = house.hear(None)
-            if not isinstance(first, Ready) or len(first.agent) > AGENT_BYTES:
+            if not isinstance(first, AgentReady) or len(first.agent) > AGENT_BYTES:
                 reason = getattr(first, "reason", "it says too much")
                 log.warning("pages are given by sockets, NIXL cannot be had: %s", reason)
                 return
             self.ready = first
             self.settled.set()
             house.hear(None)
-        except HouseEmptyError:
+        except AgentGoneError:
             if self.ready is not None:
                 log.warning("pages are given by sockets from now on: the process of NIXL has ended")
         finally:
@@ -101,11 +101,11 @@ def needs_writing(transports: str) -> bool:
     return not {each.strip() for each in transports.split(",")} <= _WITHOUT_RDMA
 
 
-class NixlCarrier(PageCarrier):
+class NixlConnector(KvConnector):
     """Make it after the last fork: it has threads and processes."""
 
-    def __init__(self, tcp: TcpCarrier, own: KvMemory, seal: PageSeal, config: HandOverConfig) -> None:
-        """``own`` is lent memory (``KvFile.map_own``).  Without NIXL, everything goes over ``tcp``.
+    def __init__(self, tcp: TcpConnector, own: KvMemory, seal: PageChecksum, config: HandOverConfig) -> None:
+        """``own`` is lent memory (``KvMemoryFile.map_own``).  Without NIXL, everything goes over ``tcp``.
 
         That is closed with this.
         """
@@ -113,12 +113,12 @@ class NixlCarrier(PageCarrier):
         self.own = own
         self.seal = seal
         self._tcp = tcp
-        self._doors: dict[Key, PagesAt] = {}
+        self._doors: dict[SourceTransferKey, PagesAt] = {}
         self._without: set[PageSource] = set()  # who has no NIXL, and was told of
         self._lock = threading.Lock()  # of what has landed
-        self._landed: deque[Landed] = deque()
+        self._landed: deque[FetchResult] = deque()
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        begin = Begin(
+        begin = AgentSetup(
             name=f"penstock-{os.urandom(8).hex()}",
             transports=config.nixl_transports,
             devices=config.nixl_devices,
@@ -127,9 +127,9 @@ class NixlCarrier(PageCarrier):
             nbytes=own.mapped_bytes,
             descriptors=(-1, -1),
         )
-        self.giver = Giver(begin, own.lent)
+        self.giver = NixlExporter(begin, own.lent)
         taking = msgspec.structs.replace(begin, name=f"{begin.name}-takes", gives=False, writable=True)
-        self.taker = Taker(taking, seal, config.fetch_stall_s, self._land)
+        self.taker = NixlReader(taking, seal, config.fetch_stall_s, self._land)
 
     # --- sending end ---
 
@@ -162,7 +162,7 @@ class NixlCarrier(PageCarrier):
             self._without = {each for each in self._without if each.worker != source.worker} | {source}
             log.info("pages of %s come by %s: it has no NIXL yet", source.worker, self._tcp.name)
 
-    def fetch(self, wanted: Wanted) -> bool:
+    def fetch(self, wanted: FetchRequest) -> bool:
         """Some time later."""
         frame = wanted.frame
         if not (0 <= frame.page < MOST_PAGE and 0 <= frame.generation < 1 << 64):
@@ -171,7 +171,7 @@ class NixlCarrier(PageCarrier):
         address = 0 if at is None else at.base + frame.page * self.own.layout.page_bytes
         if at is None or not at.agent or address >= 1 << 64 or not self.taker.usable:
             return self._tcp.fetch(wanted)
-        self.taker.fetch(Errand(wanted, at.agent, address))
+        self.taker.fetch(NixlFetch(wanted, at.agent, address))
         return False
 
     def flush(self) -> None:
@@ -185,7 +185,7 @@ class NixlCarrier(PageCarrier):
     def has_landed(self) -> bool:
         return bool(self._landed) or self._tcp.has_landed
 
-    def landed(self) -> Sequence[Landed]:
+    def landed(self) -> Sequence[FetchResult]:
         with self._lock, contextlib.suppress(BlockingIOError):
             landed, self._landed = self._landed, deque()
             os.eventfd_read(self._event)
@@ -222,13 +222,13 @@ class NixlCarrier(PageCarrier):
         if event >= 0:
             os.close(event)
 
-    def _land(self, landed: Landed) -> None:
+    def _land(self, landed: FetchResult) -> None:
         with self._lock:
             if self._event >= 0:
                 self._landed.append(landed)
                 os.eventfd_write(self._event, 1)
 
 
-def _key_of(landed: Landed) -> Key:
+def _key_of(landed: FetchResult) -> SourceTransferKey:
     frame = landed.wanted.frame
     return landed.wanted.source, frame.request, frame.epoch

@@ -21,18 +21,18 @@ from itertools import count
 import msgspec
 
 from penstock.errors import PageCorrupt
-from penstock.kv.checksum import PageSeal
-from penstock.kv.connectors.base import CORRUPT, Landed, Wanted
+from penstock.kv.checksum import PageChecksum
+from penstock.kv.connectors.base import CORRUPT, FetchRequest, FetchResult
 from penstock.kv.connectors.nixl.agent_client import (
-    Absent,
-    Begin,
-    Done,
-    House,
-    HouseEmptyError,
-    Meet,
-    NoNixlError,
-    Read,
-    Ready,
+    AddPeer,
+    AgentClient,
+    AgentGoneError,
+    AgentReady,
+    AgentSetup,
+    AgentUnavailable,
+    NixlUnavailableError,
+    ReadDone,
+    ReadPages,
 )
 from penstock.types import RequestId
 from penstock.wire.gateway_messages import PageSource
@@ -44,37 +44,37 @@ FAILED = "NIXL"
 
 BATCH_BYTES = 4 << 20
 MOST_PAGES = 64
-FLYING = 2
+READS_IN_FLIGHT = 2
 START_S = 20.0
 REST_S = 10.0
 """After a failure everything goes another way for so long, and then until a new process has come up."""
 
-Key = tuple[PageSource, RequestId, int]
+SourceTransferKey = tuple[PageSource, RequestId, int]
 
 
 @dataclass(slots=True, eq=False)
-class Errand:
+class NixlFetch:
     """A page to be fetched from where an agent has it."""
 
-    wanted: Wanted
+    wanted: FetchRequest
     agent: bytes
     address: int
     stopped: bool = False
 
     @property
-    def key(self) -> Key:
+    def key(self) -> SourceTransferKey:
         return self.wanted.source, self.wanted.frame.request, self.wanted.frame.epoch
 
 
-class _Life:
+class _AgentRun:
     """Of the process, with the memory that it reads into."""
 
-    def __init__(self, begin: Begin) -> None:
+    def __init__(self, begin: AgentSetup) -> None:
         self._memory = os.memfd_create("penstock-nixl", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self._memory, begin.nbytes)
             self.mapped = mmap.mmap(self._memory, begin.nbytes)
-            self.house = House(begin, self._memory)
+            self.house = AgentClient(begin, self._memory)
         except Exception:
             os.close(self._memory)
             raise
@@ -90,23 +90,27 @@ class _Life:
             self.mapped.close()
 
 
-class Taker:
+class NixlReader:
     """``land`` is told what becomes of pages, under this taker's lock, and of none that was stopped before."""
 
-    def __init__(self, begin: Begin, seal: PageSeal, stall_s: float, land: Callable[[Landed], None]) -> None:
+    def __init__(
+        self, begin: AgentSetup, seal: PageChecksum, stall_s: float, land: Callable[[FetchResult], None]
+    ) -> None:
         """``begin.nbytes`` is decided here.  Starts nothing."""
         self._page = seal.layout.page_bytes
         self._batch = max(1, min(MOST_PAGES, BATCH_BYTES // self._page))
-        room = -(-FLYING * self._batch * self._page // mmap.PAGESIZE) * mmap.PAGESIZE
+        room = -(-READS_IN_FLIGHT * self._batch * self._page // mmap.PAGESIZE) * mmap.PAGESIZE
         self._begin = msgspec.structs.replace(begin, nbytes=room)
         self._seal = seal
         self._stall_s = stall_s
         self._land = land
         self._changed = threading.Condition()  # of all that follows
-        self._pending: deque[Errand] = deque()
-        self._flying: dict[int, tuple[int, list[Errand]]] = {}  # number -> half of the memory, what is to stand there
+        self._pending: deque[NixlFetch] = deque()
+        self._flying: dict[
+            int, tuple[int, list[NixlFetch]]
+        ] = {}  # number -> half of the memory, what is to stand there
         self._closed = False
-        self._house: House | None = None
+        self._house: AgentClient | None = None
         self.resting_until = 0.0
         self.why = ""  # it rests
         self.pages = 0  # that it brought
@@ -148,13 +152,13 @@ class Taker:
         house = self._house
         return None if house is None else house.pid
 
-    def fetch(self, errand: Errand) -> None:
+    def fetch(self, errand: NixlFetch) -> None:
         """Some time later."""
         with self._changed:
             self._pending.append(errand)
             self._changed.notify()
 
-    def stop(self, key: Key) -> None:
+    def stop(self, key: SourceTransferKey) -> None:
         """Nothing more is written for these once this returns."""
         with self._changed:
             for errand in (*self._pending, *(each for _, batch in self._flying.values() for each in batch)):
@@ -174,7 +178,7 @@ class Taker:
             self._thread.join()
 
     def _work(self) -> None:
-        life: _Life | None = None
+        life: _AgentRun | None = None
         while not self._closed:
             try:
                 if life is None and self._rests:
@@ -209,8 +213,8 @@ class Taker:
             return None
         return max(0.0, self.resting_until - time.monotonic())
 
-    def _born(self) -> _Life:
-        life = _Life(self._begin)
+    def _born(self) -> _AgentRun:
+        life = _AgentRun(self._begin)
         with self._changed:
             self._house = life.house
             closed = self._closed
@@ -218,62 +222,64 @@ class Taker:
             life.house.end()
         try:
             first = life.house.hear(START_S)
-            if isinstance(first, Absent):
-                raise NoNixlError(first.reason)
-            if not isinstance(first, Ready):
-                raise HouseEmptyError(f"not ready in {START_S:g} s")
+            if isinstance(first, AgentUnavailable):
+                raise NixlUnavailableError(first.reason)
+            if not isinstance(first, AgentReady):
+                raise AgentGoneError(f"not ready in {START_S:g} s")
         except Exception:
             life.close()
             raise
         return life
 
-    def _turn(self, life: _Life) -> None:
+    def _turn(self, life: _AgentRun) -> None:
         """Have as much read as may be under way, and take in what comes next."""
         while (batch := self._next(life)) is not None:
             life.house.say(batch)
         if self._flying:
             done = life.house.hear(self._stall_s)
-            if not isinstance(done, Done):
-                raise HouseEmptyError(f"a read did not end in {self._stall_s:g} s")
+            if not isinstance(done, ReadDone):
+                raise AgentGoneError(f"a read did not end in {self._stall_s:g} s")
             if done.number not in self._flying:
-                raise HouseEmptyError(f"it tells of read {done.number}, which nobody asked for")
+                raise AgentGoneError(f"it tells of read {done.number}, which nobody asked for")
             if done.failure is not None:
-                raise HouseEmptyError(done.failure)
+                raise AgentGoneError(done.failure)
             self._arrived(life, done.number)
 
-    def _next(self, life: _Life) -> Read | None:
+    def _next(self, life: _AgentRun) -> ReadPages | None:
         with self._changed:
-            if not self._pending or len(self._flying) >= FLYING:
+            if not self._pending or len(self._flying) >= READS_IN_FLIGHT:
                 return None
             agent = self._pending[0].agent
-            batch: list[Errand] = []
+            batch: list[NixlFetch] = []
             while self._pending and self._pending[0].agent == agent and len(batch) < self._batch:
                 batch.append(self._pending.popleft())
-            half = next(each for each in range(FLYING) if each not in {used for used, _ in self._flying.values()})
+            half = next(
+                each for each in range(READS_IN_FLIGHT) if each not in {used for used, _ in self._flying.values()}
+            )
             number = next(life.numbers)
             self._flying[number] = half, batch
         if agent not in life.peers:
             life.peers[agent] = len(life.peers)
-            life.house.say(Meet(life.peers[agent], agent))
+            life.house.say(AddPeer(life.peers[agent], agent))
         offsets = [self._place(half, slot) for slot in range(len(batch))]
-        return Read(number, life.peers[agent], self._page, [each.address for each in batch], offsets)
+        return ReadPages(number, life.peers[agent], self._page, [each.address for each in batch], offsets)
 
     def _place(self, half: int, slot: int) -> int:
         return (half * self._batch + slot) * self._page
 
-    def _arrived(self, life: _Life, number: int) -> None:
+    def _arrived(self, life: _AgentRun, number: int) -> None:
         half, batch = self._flying[number]
         for slot, errand in enumerate(batch):
             start = self._place(half, slot)
             with self._changed, life.view[start : start + self._page] as page:
                 if not errand.stopped:
                     self.pages += 1
-                    self._land(Landed(errand.wanted, self._copied(errand, page)))
+                    self._land(FetchResult(errand.wanted, self._copied(errand, page)))
                     errand.stopped = True  # it belongs to who asked: nobody fetches it once more, whatever fails now
         with self._changed:
             del self._flying[number]
 
-    def _copied(self, errand: Errand, page: memoryview) -> str | None:
+    def _copied(self, errand: NixlFetch, page: memoryview) -> str | None:
         try:
             self._seal.copy(errand.wanted.frame, page, errand.wanted.into)
         except PageCorrupt:
@@ -286,7 +292,7 @@ class Taker:
             self._reads = self._wanted = False
             self.why = str(error) or type(error).__name__
             self.resting_until = time.monotonic() + REST_S
-            if isinstance(error, NoNixlError):
+            if isinstance(error, NixlUnavailableError):
                 self.resting_until = math.inf
                 log.warning("pages come by sockets, NIXL cannot be had: %s", self.why)
             self._lose()
@@ -299,4 +305,4 @@ class Taker:
             self._pending.clear()
             for errand in lost:
                 if not errand.stopped:
-                    self._land(Landed(errand.wanted, FAILED))
+                    self._land(FetchResult(errand.wanted, FAILED))

@@ -21,10 +21,10 @@ from typing import Any, Protocol
 from penstock.config.limits import HandOverConfig
 from penstock.errors import ConfigError, ProtocolError
 from penstock.kernels.host_ops import Arrivals
-from penstock.kv.checksum import PageSeal
-from penstock.kv.connectors.base import CORRUPT, REFUSED, Landed, Wanted
+from penstock.kv.checksum import PageChecksum
+from penstock.kv.connectors.base import CORRUPT, REFUSED, FetchRequest, FetchResult
 from penstock.kv.connectors.tcp import protocol as frames
-from penstock.kv.connectors.tcp.protocol import HUNG_UP, MAX_PAGES, Wire
+from penstock.kv.connectors.tcp.protocol import HUNG_UP, MAX_PAGES, TimedSocket
 from penstock.types import RequestId
 from penstock.wire.gateway_messages import PageSource
 from penstock.wire.transfer_messages import PagesAt
@@ -39,13 +39,13 @@ from penstock.wire.transfer_messages import PagesAt
 # MERGED: what was stopped
 # MERGED: before it.  Two batches are asked for ahead, so that the sender need not wait.  What is to be
 # MERGED: fetched next, and what
-# MERGED: becomes of it when the connection breaks, is decided elsewhere (``Errands``).
+# MERGED: becomes of it when the connection breaks, is decided elsewhere (``FetchQueue``).
 
 
-AHEAD = 2
+BATCHES_IN_FLIGHT = 2
 """Batches asked for at once."""
 
-THROWN_AWAY_BYTES = 1 << 20
+DISCARD_BYTES = 1 << 20
 """As much at once of what nobody wants any more."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
@@ -53,47 +53,47 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
 LOOPBACK = "127.0.0.1"
 
-Key = tuple[RequestId, int]
+TransferKey = tuple[RequestId, int]
 
 
 @dataclass(slots=True, eq=False)
-class Order:
+class PageFetch:
     """One page."""
 
-    wanted: Wanted
+    wanted: FetchRequest
     tries: int = 0  # connections that were lost over it
 
     @property
-    def key(self) -> Key:
+    def key(self) -> TransferKey:
         """Whose page it is."""
         return self.wanted.frame.request, self.wanted.frame.epoch
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class FetchBatch:
     """Pages of one leg that are asked for in one go."""
 
-    key: Key
+    key: TransferKey
     door: PagesAt
-    orders: list[Order]
+    orders: list[PageFetch]
     landed: int = 0  # of the orders, from the first
     stopped: bool = False  # nobody wants them any more: what comes is thrown away
     arrivals: Arrivals | None = None  # what is being written
 
 
-class Errands(Protocol):
+class FetchQueue(Protocol):
     """What there is to fetch from one source."""
 
     source: PageSource
     config: HandOverConfig
-    seal: PageSeal
+    seal: PageChecksum
     sealed: bool
 
-    def take(self, line: Line, wait_s: float) -> Batch | None:
+    def take(self, line: FetchConnection, wait_s: float) -> FetchBatch | None:
         """Something to do.  None when there is nothing for ``wait_s``; a line that waited in vain is to end."""
         ...
 
-    def landed(self, batch: Batch, failures: Sequence[str | None]) -> None:
+    def landed(self, batch: FetchBatch, failures: Sequence[str | None]) -> None:
         """The next pages of a batch are here, or others are: for each what is wrong with it."""
         ...
 
@@ -101,15 +101,15 @@ class Errands(Protocol):
         """So much processor time was spent."""
         ...
 
-    def came(self, line: Line, batch: Batch, seconds: float) -> None:
+    def came(self, line: FetchConnection, batch: FetchBatch, seconds: float) -> None:
         """All of a batch is here, so many seconds after it was asked for, or after the one before it on that line."""
         ...
 
-    def refused(self, line: Line, batch: Batch) -> None:
+    def refused(self, line: FetchConnection, batch: FetchBatch) -> None:
         """The sender hands these out no more."""
         ...
 
-    def lost(self, line: Line, why: str) -> bool:
+    def lost(self, line: FetchConnection, why: str) -> bool:
         """The connection broke.  False: it is not to be made anew."""
         ...
 
@@ -120,21 +120,21 @@ def host_of(endpoint: str) -> str:
     return rest.rpartition(":")[0].strip("[]") if kind == "tcp" else LOOPBACK
 
 
-class Line:
+class FetchConnection:
     """Ends by itself when there has been nothing to fetch for a while."""
 
-    def __init__(self, errands: Errands) -> None:
+    def __init__(self, errands: FetchQueue) -> None:
         self._errands = errands
         self._writing = threading.Lock()
         self._ended = threading.Event()
-        self._wire: Wire | None = None
+        self._wire: TimedSocket | None = None
         self._thread = threading.Thread(target=self._run, name=f"pages-from-{errands.source.worker}", daemon=True)
 
     def start(self) -> None:
         """Once."""
         self._thread.start()
 
-    def settle(self, batch: Batch) -> None:
+    def settle(self, batch: FetchBatch) -> None:
         """Nothing more is written of a batch that was stopped, once this returns."""
         with self._writing:
             arrivals = batch.arrivals
@@ -167,14 +167,14 @@ class Line:
 
     def _serve(self) -> None:
         """Fetch until there is nothing to fetch."""
-        errands, flying, before = self._errands, deque[Batch](), time.thread_time()
-        talk: _Talk | None = None
+        errands, flying, before = self._errands, deque[FetchBatch](), time.thread_time()
+        talk: _FetchSession | None = None
         try:
             while True:
-                room = len(flying) < AHEAD
+                room = len(flying) < BATCHES_IN_FLIGHT
                 batch = errands.take(self, 0.0 if flying else errands.config.peer_idle_s) if room else None
                 if batch is not None:
-                    talk = talk or _Talk(errands, self._connect(batch.door.port), self._writing)
+                    talk = talk or _FetchSession(errands, self._connect(batch.door.port), self._writing)
                     talk.ask(batch)
                     flying.append(batch)
                 elif flying and talk is not None:
@@ -190,24 +190,26 @@ class Line:
             if wire is not None:
                 wire.close()
 
-    def _connect(self, port: int) -> Wire:
+    def _connect(self, port: int) -> TimedSocket:
         errands = self._errands
         host, greeting_s = host_of(errands.source.endpoint), errands.config.greeting_s
-        self._wire = wire = Wire(socket.create_connection((host, port), timeout=greeting_s), greeting_s)
+        self._wire = wire = TimedSocket(socket.create_connection((host, port), timeout=greeting_s), greeting_s)
         return wire
 
 
-class _Talk:
+class _FetchSession:
     """What is said on one connection."""
 
-    def __init__(self, errands: Errands, wire: Wire, writing: threading.Lock) -> None:
+    def __init__(self, errands: FetchQueue, wire: TimedSocket, writing: threading.Lock) -> None:
         """Waits for the sender's greeting."""
         self._errands = errands
         self._wire = wire
         self._writing = writing
         self._sealed = errands.sealed
         self._nonce = secrets.token_bytes(frames.NONCE_BYTES)
-        self._pair = frames.Pair(frames.read_hello(wire.exactly(frames.HELLO_BYTES), sealed=self._sealed), self._nonce)
+        self._pair = frames.Handshake(
+            frames.parse_hello(wire.exactly(frames.HELLO_BYTES), sealed=self._sealed), self._nonce
+        )
         wire.patience_s = errands.config.fetch_stall_s
         self._attached: set[int] = set()  # legs that the sender knows us to have the token of, or is about to
         self._attaching: set[int] = set()  # numbers of the batches asked for with an ATTACH that is not answered yet
@@ -217,10 +219,10 @@ class _Talk:
         self._sealed_pages = 0
         self._asked = self._came = 0.0
         self._page_bytes = errands.seal.layout.page_bytes
-        scratch = self._page_bytes + frames.TAG_BYTES if self._sealed else THROWN_AWAY_BYTES
+        scratch = self._page_bytes + frames.TAG_BYTES if self._sealed else DISCARD_BYTES
         self._scratch = memoryview(bytearray(scratch))
 
-    def ask(self, batch: Batch) -> None:
+    def ask(self, batch: FetchBatch) -> None:
         """Ask for all pages of a batch."""
         leg, token = batch.door.leg, batch.door.token
         parts: list[bytes] = []
@@ -230,18 +232,18 @@ class _Talk:
                 self._cipher = self._pair.cipher(token, leg)
             self._attached.add(leg)
             self._attaching.add(number)
-            parts = [frames.head(frames.ATTACH, leg), self._nonce, self._pair.receiver_proof(token, leg)]
+            parts = [frames.pack_head(frames.ATTACH, leg), self._nonce, self._pair.receiver_proof(token, leg)]
         pages = [order.wanted.frame.page for order in batch.orders]
         self._asked = time.monotonic()
-        self._wire.send([b"".join((*parts, frames.fetch(leg, number, pages)))])
+        self._wire.send([b"".join((*parts, frames.pack_fetch(leg, number, pages)))])
 
-    def receive(self, batch: Batch) -> float | None:
+    def receive(self, batch: FetchBatch) -> float | None:
         """Take the batch that was asked for first of those that have not come.  Seconds that it took; None: refused."""
         leg, count = batch.door.leg, len(batch.orders)
         self._expected = (self._expected + 1) & 0xFFFF_FFFF
         refused = self._expected in self._attaching and not self._is_attached(batch.door)
         self._attaching.discard(self._expected)
-        answer = frames.read_head(self._wire.exactly(frames.HEAD_BYTES))
+        answer = frames.parse_head(self._wire.exactly(frames.HEAD_BYTES))
         if answer == (frames.REFUSED, 0, self._expected, leg):
             self._attached.discard(leg)
             return None
@@ -257,7 +259,7 @@ class _Talk:
 
     def _is_attached(self, door: PagesAt) -> bool:
         """The sender's own proof."""
-        kind, _, _, leg = frames.read_head(self._wire.exactly(frames.HEAD_BYTES))
+        kind, _, _, leg = frames.parse_head(self._wire.exactly(frames.HEAD_BYTES))
         if (kind, leg) == (frames.REFUSED, door.leg):
             return False
         if (kind, leg) != (frames.ATTACHED, door.leg):
@@ -267,7 +269,7 @@ class _Talk:
             raise ProtocolError("whoever answers there is not the sender")
         return True
 
-    def _pages(self, batch: Batch) -> None:
+    def _pages(self, batch: FetchBatch) -> None:
         """As they are, into where they are to stand."""
         with self._writing:  # who stops it afterwards finds what to stop
             arrivals = batch.arrivals = Arrivals([order.wanted.into for order in batch.orders])
@@ -284,7 +286,7 @@ class _Talk:
         while left:
             left -= self._wire.some(self._scratch[:left])
 
-    def _tell(self, batch: Batch, arrivals: Arrivals) -> None:
+    def _tell(self, batch: FetchBatch, arrivals: Arrivals) -> None:
         """What is there now and was not before."""
         suffix, failures = self._errands.seal.suffix, list[str | None]()
         for page in range(batch.landed, arrivals.done):
@@ -294,13 +296,13 @@ class _Talk:
         if failures:
             self._errands.landed(batch, failures)
 
-    def _sealed_page(self, batch: Batch) -> None:
+    def _sealed_page(self, batch: FetchBatch) -> None:
         """Into a place beside, and from there, proved and in clear, to where it is to stand."""
         wanted = batch.orders[batch.landed].wanted
         self._wire.fill(self._scratch)
-        nonce = frames.nonce_of(self._sealed_pages)
+        nonce = frames.page_nonce(self._sealed_pages)
         self._sealed_pages += 1
-        names = frames.names_of(batch.door.leg, wanted.frame.page)
+        names = frames.page_associated_data(batch.door.leg, wanted.frame.page)
         with self._writing:
             if not batch.stopped:
                 self._open(nonce, names, wanted.into)
@@ -322,21 +324,21 @@ BATCH_S = 0.02
 BATCH_BYTES = 8 << 20
 """Most of one go."""
 
-FIRST_GUESS = 50e6
+INITIAL_RATE = 50e6
 """Bytes a second of a connection over which nothing has come yet."""
 
 _SMOOTHING = 0.3
 
 
 @dataclass(slots=True, eq=False)
-class _Way:
+class _ConnectionBatches:
     """One connection's part."""
 
-    line: Line
-    flying: list[Batch] = field(default_factory=list[Batch])
+    line: FetchConnection
+    flying: list[FetchBatch] = field(default_factory=list[FetchBatch])
 
 
-class Road(Errands):
+class SourcePool(FetchQueue):
     """To ``source``; ``land`` is told what becomes of pages, by any thread, and of none that was stopped before.
     ``busy_s`` is the processor time of its connections.
 
@@ -347,9 +349,9 @@ class Road(Errands):
         self,
         source: PageSource,
         config: HandOverConfig,
-        seal: PageSeal,
+        seal: PageChecksum,
         sealed: bool,
-        land: Callable[[Sequence[Landed]], None],
+        land: Callable[[Sequence[FetchResult]], None],
     ) -> None:
         self.source = source
         self.config = config
@@ -357,12 +359,12 @@ class Road(Errands):
         self.sealed = sealed
         self._land = land
         self._changed = threading.Condition()  # of all that follows
-        self._doors: dict[Key, PagesAt] = {}
-        self._pending: deque[Order] = deque()
-        self._ways: dict[Line, _Way] = {}
+        self._doors: dict[TransferKey, PagesAt] = {}
+        self._pending: deque[PageFetch] = deque()
+        self._ways: dict[FetchConnection, _ConnectionBatches] = {}
         self.busy_s = 0.0
         self._idle = 0  # lines that wait for something to do
-        self._rate = FIRST_GUESS
+        self._rate = INITIAL_RATE
         self._closed = False
 
     # --- for the worker's loop ---------------------------------------------------------------------------------------
@@ -372,18 +374,18 @@ class Road(Errands):
         with self._changed:
             self._doors[at.request, at.epoch] = at
 
-    def leads_to(self, key: Key) -> bool:
+    def leads_to(self, key: TransferKey) -> bool:
         """Did anybody say where these pages are?"""
         return key in self._doors
 
-    def fetch(self, pages: Sequence[Wanted]) -> None:
+    def fetch(self, pages: Sequence[FetchRequest]) -> None:
         """Have pages brought, whose doors are known."""
         with self._changed:
             for wanted in pages:
                 if self._doors[wanted.frame.request, wanted.frame.epoch].sealed == self.sealed:
-                    self._pending.append(Order(wanted))
+                    self._pending.append(PageFetch(wanted))
                 else:
-                    self._land((Landed(wanted, "its pages would not come as agreed"),))
+                    self._land((FetchResult(wanted, "its pages would not come as agreed"),))
             if not self._pending:
                 return
             if self._idle:
@@ -391,13 +393,13 @@ class Road(Errands):
             elif len(self._ways) < self.config.connections:
                 self._open()
 
-    def stop(self, key: Key) -> None:
+    def stop(self, key: TransferKey) -> None:
         """See ``port.PageCarrier``."""
         with self._changed:
             self._doors.pop(key, None)
             if any(order.key == key for order in self._pending):
                 self._pending = deque(order for order in self._pending if order.key != key)
-            writing: list[tuple[Line, Batch]] = []
+            writing: list[tuple[FetchConnection, FetchBatch]] = []
             for way in self._ways.values():
                 for batch in way.flying:
                     if batch.key == key:
@@ -424,7 +426,7 @@ class Road(Errands):
 
     # --- for its connections -----------------------------------------------------------------------------------------
 
-    def take(self, line: Line, wait_s: float) -> Batch | None:
+    def take(self, line: FetchConnection, wait_s: float) -> FetchBatch | None:
         """Something to do.  None after ``wait_s`` without any; a line that waited in vain is none of this road's any
         more."""
         with self._changed:
@@ -444,34 +446,34 @@ class Road(Errands):
                 self._open()
             return batch
 
-    def came(self, line: Line, batch: Batch, seconds: float) -> None:
+    def came(self, line: FetchConnection, batch: FetchBatch, seconds: float) -> None:
         """All of a batch is here, so many seconds after the one before it on that line, or after it was asked for."""
         nbytes = len(batch.orders) * self.seal.layout.page_bytes
         with self._changed:
             self._ways[line].flying.remove(batch)
             self._rate += _SMOOTHING * (nbytes / max(seconds, 1e-6) - self._rate)
 
-    def refused(self, line: Line, batch: Batch) -> None:
+    def refused(self, line: FetchConnection, batch: FetchBatch) -> None:
         """The sender hands these out no more."""
         with self._changed:
             self._ways[line].flying.remove(batch)
             if not batch.stopped:
                 self._fail(batch.orders, REFUSED)
 
-    def landed(self, batch: Batch, failures: Sequence[str | None]) -> None:
+    def landed(self, batch: FetchBatch, failures: Sequence[str | None]) -> None:
         """The next pages of a batch are here, or others are: for each what is wrong with it."""
         with self._changed:  # what is told after a stop would be taken for news of whoever pulls it next
             first, batch.landed = batch.landed, batch.landed + len(failures)
             if not batch.stopped:
                 orders = batch.orders[first : batch.landed]
-                self._land([Landed(order.wanted, why) for order, why in zip(orders, failures, strict=True)])
+                self._land([FetchResult(order.wanted, why) for order, why in zip(orders, failures, strict=True)])
 
     def worked(self, seconds: float) -> None:
         """So much processor time was spent."""
         with self._changed:
             self.busy_s += seconds
 
-    def lost(self, line: Line, why: str) -> bool:
+    def lost(self, line: FetchConnection, why: str) -> bool:
         """The connection broke: what was to come over it is asked for again.  False: this road is closed.
 
         Answers come in the order of the questions, so only the first batch can have been what it broke over, and only
@@ -493,7 +495,7 @@ class Road(Errands):
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _charge(self, batch: Batch) -> list[Order]:
+    def _charge(self, batch: FetchBatch) -> list[PageFetch]:
         """A connection was lost over it.  Those of its pages that are not fetched any more."""
         left = [] if batch.stopped else batch.orders[batch.landed :]
         for order in left:
@@ -502,8 +504,8 @@ class Road(Errands):
 
     def _open(self) -> None:
         """One connection more, if there can be; what waits fails when there is none at all."""
-        line = Line(self)
-        self._ways[line] = _Way(line)
+        line = FetchConnection(self)
+        self._ways[line] = _ConnectionBatches(line)
         try:
             line.start()
         except RuntimeError as error:  # the system gives no more threads
@@ -513,7 +515,7 @@ class Road(Errands):
                 waiting, self._pending = list(self._pending), deque()
                 self._fail(waiting, f"its pages cannot be fetched: {error}")
 
-    def _batch(self) -> Batch:
+    def _batch(self) -> FetchBatch:
         """The first that waits, and what follows of the same leg."""
         size = self.seal.layout.page_bytes
         most = min(MAX_PAGES, max(1, int(min(BATCH_BYTES, self._rate * BATCH_S)) // size))
@@ -521,7 +523,7 @@ class Road(Errands):
         key = orders[0].key
         while self._pending and len(orders) < most and self._pending[0].key == key:
             orders.append(self._pending.popleft())
-        return Batch(key, self._doors[key], orders)
+        return FetchBatch(key, self._doors[key], orders)
 
-    def _fail(self, orders: list[Order], why: str) -> None:
-        self._land([Landed(order.wanted, why) for order in orders])
+    def _fail(self, orders: list[PageFetch], why: str) -> None:
+        self._land([FetchResult(order.wanted, why) for order in orders])

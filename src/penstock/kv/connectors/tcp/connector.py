@@ -21,11 +21,11 @@ from collections.abc import Sequence
 
 from penstock.config.limits import HandOverConfig
 from penstock.errors import PageCorrupt
-from penstock.kv.checksum import PageSeal
-from penstock.kv.connectors.base import Landed, PageCarrier, Wanted
-from penstock.kv.connectors.tcp.client import Road, host_of
-from penstock.kv.connectors.tcp.protocol import aead
-from penstock.kv.connectors.tcp.server import Desk
+from penstock.kv.checksum import PageChecksum
+from penstock.kv.connectors.base import FetchRequest, FetchResult, KvConnector
+from penstock.kv.connectors.tcp.client import SourcePool, host_of
+from penstock.kv.connectors.tcp.protocol import aes_gcm
+from penstock.kv.connectors.tcp.server import PageServer
 from penstock.kv.memory import KvMemory
 from penstock.types import RequestId
 from penstock.wire.gateway_messages import PageSource
@@ -39,20 +39,20 @@ from penstock.wire.transfer_messages import PageReady, PagesAt
 # MERGED: which hears of what has landed by a descriptor.
 
 
-class Courier:
+class FetchClient:
     """See ``port.PageCarrier`` for what the methods promise."""
 
-    def __init__(self, config: HandOverConfig, seal: PageSeal, *, sealed: bool) -> None:
+    def __init__(self, config: HandOverConfig, seal: PageChecksum, *, sealed: bool) -> None:
         self._config = config
         self._seal = seal
         self._sealed = sealed
-        self._roads: dict[PageSource, Road] = {}
+        self._roads: dict[PageSource, SourcePool] = {}
         # Announced before anybody said where they are, where messages overtake each other.
-        self._early: dict[tuple[PageSource, RequestId, int], list[Wanted]] = {}
-        self._asked: dict[Road, list[Wanted]] = {}  # in this turn of the loop
+        self._early: dict[tuple[PageSource, RequestId, int], list[FetchRequest]] = {}
+        self._asked: dict[SourcePool, list[FetchRequest]] = {}  # in this turn of the loop
         self._gone_s = 0.0  # processor time of roads that are no more
         self._lock = threading.Lock()  # of the two below, and of whether the descriptor is readable
-        self._landed: deque[Landed] = deque()
+        self._landed: deque[FetchResult] = deque()
         self._told = False
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
@@ -62,13 +62,13 @@ class Courier:
         if road is None:
             for other in [other for other, known in self._roads.items() if known.unused]:
                 self._gone_s += self._roads.pop(other).busy_s
-            road = self._roads[source] = Road(source, self._config, self._seal, self._sealed, self._land)
+            road = self._roads[source] = SourcePool(source, self._config, self._seal, self._sealed, self._land)
         road.door(at)
         early = self._early.pop((source, at.request, at.epoch), None)
         if early:
             road.fetch(early)
 
-    def fetch(self, wanted: Wanted) -> None:
+    def fetch(self, wanted: FetchRequest) -> None:
         """See above."""
         road, frame = self._roads.get(wanted.source), wanted.frame
         if road is None or not road.leads_to((frame.request, frame.epoch)):
@@ -92,7 +92,7 @@ class Courier:
         """See above."""
         return self._told
 
-    def landed(self) -> Sequence[Landed]:
+    def landed(self) -> Sequence[FetchResult]:
         """See above."""
         with self._lock:
             if not self._told:
@@ -128,7 +128,7 @@ class Courier:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
-    def _land(self, landed: Sequence[Landed]) -> None:
+    def _land(self, landed: Sequence[FetchResult]) -> None:
         with self._lock:
             if self.descriptor < 0 or not landed:
                 return
@@ -138,32 +138,32 @@ class Courier:
                 os.eventfd_write(self.descriptor, 1)
 
 
-def _key_of(wanted: Wanted) -> tuple[RequestId, int]:
+def _key_of(wanted: FetchRequest) -> tuple[RequestId, int]:
     return wanted.frame.request, wanted.frame.epoch
 
 
-CLEAR, SEALED = "tcp", "tcp-sealed"
+CLEAR, ENCRYPTED = "tcp", "tcp-sealed"
 
 
-class TcpCarrier(PageCarrier):
+class TcpConnector(KvConnector):
     """Make it after the last fork: it has threads."""
 
     def __init__(
-        self, own: KvMemory, seal: PageSeal, config: HandOverConfig, at: tuple[str, int], *, sealed: bool = False
+        self, own: KvMemory, seal: PageChecksum, config: HandOverConfig, at: tuple[str, int], *, sealed: bool = False
     ) -> None:
         """``at``: this worker's mailbox, at whose host pages are fetched, and the port for it; 0 is any free one.
 
         Raises ConfigError when it cannot listen there, or cannot encrypt.
         """
         if sealed:
-            aead()
+            aes_gcm()
         endpoint, port = at
         host = host_of(endpoint)
-        self.name = SEALED if sealed else CLEAR
+        self.name = ENCRYPTED if sealed else CLEAR
         self.own = own
         self.seal = seal
-        self.desk = Desk(own, "" if host == "*" else host, port, config, sealed=sealed)
-        self._courier = Courier(config, seal, sealed=sealed)
+        self.desk = PageServer(own, "" if host == "*" else host, port, config, sealed=sealed)
+        self._courier = FetchClient(config, seal, sealed=sealed)
 
     def grant(self, request: RequestId, epoch: int) -> PagesAt | None:
         return self.desk.grant(request, epoch)
@@ -181,7 +181,7 @@ class TcpCarrier(PageCarrier):
     def door(self, source: PageSource, at: PagesAt) -> None:
         self._courier.door(source, at)
 
-    def fetch(self, wanted: Wanted) -> bool:
+    def fetch(self, wanted: FetchRequest) -> bool:
         """Some time after the turn."""
         frame = wanted.frame
         if not (0 <= frame.page < 1 << 64 and 0 <= frame.generation < 1 << 64):
@@ -200,7 +200,7 @@ class TcpCarrier(PageCarrier):
     def has_landed(self) -> bool:
         return self._courier.has_landed
 
-    def landed(self) -> Sequence[Landed]:
+    def landed(self) -> Sequence[FetchResult]:
         return self._courier.landed()
 
     def stop(self, source: PageSource, request: RequestId, epoch: int) -> None:

@@ -42,12 +42,12 @@ _HEAD = struct.Struct("<BxHIQ")  # kind, pages, number, leg
 HELLO_BYTES, HEAD_BYTES = _HELLO.size, _HEAD.size
 
 
-def hello(nonce: bytes, *, sealed: bool) -> bytes:
+def pack_hello(nonce: bytes, *, sealed: bool) -> bytes:
     """The sender's first words."""
     return _HELLO.pack(MAGIC, VERSION, sealed, nonce)
 
 
-def read_hello(raw: bytes | bytearray, *, sealed: bool) -> bytes:
+def parse_hello(raw: bytes | bytearray, *, sealed: bool) -> bytes:
     """The nonce.  Raises ProtocolError for anything but a HELLO of this version that agrees about encryption."""
     magic, version, is_sealed, nonce = _HELLO.unpack(raw)
     if (magic, version, is_sealed) != (MAGIC, VERSION, sealed):
@@ -56,28 +56,28 @@ def read_hello(raw: bytes | bytearray, *, sealed: bool) -> bytes:
     return nonce
 
 
-def head(kind: int, leg: int, *, count: int = 0, number: int = 0) -> bytes:
+def pack_head(kind: int, leg: int, *, count: int = 0, number: int = 0) -> bytes:
     """The fixed part of every other frame."""
     return _HEAD.pack(kind, count, number, leg)
 
 
-def read_head(raw: bytes | bytearray) -> tuple[int, int, int, int]:
+def parse_head(raw: bytes | bytearray) -> tuple[int, int, int, int]:
     """(kind, pages, number, leg)."""
     kind, count, number, leg = _HEAD.unpack(raw)
     return kind, count, number, leg
 
 
-def fetch(leg: int, number: int, pages: Sequence[int]) -> bytes:
+def pack_fetch(leg: int, number: int, pages: Sequence[int]) -> bytes:
     """Ask for these pages of the sender's memory."""
-    return head(FETCH, leg, count=len(pages), number=number) + struct.pack(f"<{len(pages)}Q", *pages)
+    return pack_head(FETCH, leg, count=len(pages), number=number) + struct.pack(f"<{len(pages)}Q", *pages)
 
 
-def read_pages(raw: bytes | bytearray) -> tuple[int, ...]:
+def parse_pages(raw: bytes | bytearray) -> tuple[int, ...]:
     """The page numbers of a FETCH."""
     return struct.unpack(f"<{len(raw) // 8}Q", raw)
 
 
-class Pair:
+class Handshake:
     """The two nonces of a connection, and what is proved with them."""
 
     def __init__(self, sender: bytes, receiver: bytes) -> None:
@@ -93,7 +93,7 @@ class Pair:
 
     def cipher(self, token: bytes, leg: int) -> Any:
         """With which pages are sealed on this connection, whose first leg this is."""
-        return aead()(self._keyed(token, b"pages", leg))
+        return aes_gcm()(self._keyed(token, b"pages", leg))
 
     def _keyed(self, token: bytes, what: bytes, leg: int) -> bytes:
         mac = blake2b(key=token, digest_size=PROOF_BYTES, person=b"penstock-pages")
@@ -101,17 +101,17 @@ class Pair:
         return mac.digest()
 
 
-def nonce_of(count: int) -> bytes:
+def page_nonce(count: int) -> bytes:
     """Of the page that is the ``count``-th on its connection."""
     return count.to_bytes(12, "little")
 
 
-def names_of(leg: int, page: int) -> bytes:
+def page_associated_data(leg: int, page: int) -> bytes:
     """What a sealed page is bound to."""
     return struct.pack("<QQ", leg, page)
 
 
-def aead() -> Callable[[bytes], Any]:
+def aes_gcm() -> Callable[[bytes], Any]:
     """The cipher.  Raises ConfigError without the library, and for one that cannot encrypt into a buffer."""
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -141,7 +141,7 @@ _SHORTEST_S = 1e-3  # to wait; zero would be for ever
 Part = bytes | bytearray | memoryview
 
 
-class Wire:
+class TimedSocket:
     """Raises TimeoutError when nothing moves for ``patience_s``, ConnectionError or OSError when the other is gone."""
 
     def __init__(self, sock: socket.socket, patience_s: float) -> None:

@@ -20,14 +20,14 @@ from typing import Any
 from penstock.config.limits import HandOverConfig
 from penstock.errors import ConfigError, ProtocolError
 from penstock.kv.connectors.tcp import protocol as frames
-from penstock.kv.connectors.tcp.protocol import Wire
+from penstock.kv.connectors.tcp.protocol import TimedSocket
 from penstock.kv.memory import KvMemory
 from penstock.types import PageId, RequestId
 from penstock.wire.transfer_messages import FETCH_TOKEN_BYTES, PageReady, PagesAt
 
 log = logging.getLogger("penstock.worker")
 
-_NOBODYS = bytes(FETCH_TOKEN_BYTES)
+_NO_TOKEN = bytes(FETCH_TOKEN_BYTES)
 _BACKLOG = 64
 _IDLE_LEASES = 4  # times ``peer_idle_s``: its receiver closes a connection that it does not use sooner
 
@@ -39,10 +39,10 @@ class _Grant:
     leg: int
     token: bytes = field(repr=False)
     pages: set[int] = field(default_factory=set[int])  # that may be fetched
-    callers: set[_Caller] = field(default_factory=set)  # that have proved that they have the token
+    callers: set[_ServerConnection] = field(default_factory=set)  # that have proved that they have the token
 
 
-class Desk:
+class PageServer:
     """``host`` and ``port`` are where it listens; port 0 is any free one."""
 
     def __init__(self, own: KvMemory, host: str, port: int, config: HandOverConfig, *, sealed: bool) -> None:
@@ -55,7 +55,7 @@ class Desk:
         self._grants: dict[int, _Grant] = {}
         self._legs: dict[tuple[RequestId, int], _Grant] = {}
         self._lock = threading.Lock()  # of the two below
-        self._callers: set[_Caller] = set()
+        self._callers: set[_ServerConnection] = set()
         self._closed = False
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -106,7 +106,7 @@ class Desk:
         """A leg that may be fetched now."""
         return self._grants.get(leg)
 
-    def left(self, caller: _Caller) -> None:
+    def left(self, caller: _ServerConnection) -> None:
         """This connection is over."""
         with self._lock:
             self._callers.discard(caller)
@@ -134,7 +134,7 @@ class Desk:
                 sock.close()
                 self._turned_away()
                 return
-            caller = _Caller(self, Wire(sock, self.config.greeting_s))
+            caller = _ServerConnection(self, TimedSocket(sock, self.config.greeting_s))
             self._callers.add(caller)
         try:
             threading.Thread(target=caller.run, name=f"pages-to-{host}", daemon=True).start()
@@ -161,10 +161,10 @@ class Desk:
         return len(self._callers) < self.config.max_connections and len(strangers) < self.config.max_strangers
 
 
-class _Caller:
+class _ServerConnection:
     """One connection of a receiver, and the thread that answers it."""
 
-    def __init__(self, desk: Desk, wire: Wire) -> None:
+    def __init__(self, desk: PageServer, wire: TimedSocket) -> None:
         self.wire = wire
         self.known = False  # it has proved itself
         self.came = time.monotonic()
@@ -177,7 +177,7 @@ class _Caller:
     def run(self) -> None:
         """Until it hangs up, is silent for too long, or says what no receiver says."""
         try:
-            self.wire.send([frames.hello(self._nonce, sealed=self._desk.sealed)])
+            self.wire.send([frames.pack_hello(self._nonce, sealed=self._desk.sealed)])
             while True:
                 self._answer()
         except (OSError, ProtocolError) as error:
@@ -189,46 +189,48 @@ class _Caller:
     def _answer(self) -> None:
         config = self._desk.config
         self.wire.patience_s = _IDLE_LEASES * config.peer_idle_s if self.known else config.greeting_s
-        kind, count, number, leg = frames.read_head(self.wire.exactly(frames.HEAD_BYTES))
+        kind, count, number, leg = frames.parse_head(self.wire.exactly(frames.HEAD_BYTES))
         self.wire.patience_s = config.fetch_stall_s
         if kind == frames.ATTACH:
             self._attach(leg)
         elif kind == frames.FETCH and self.known and 0 < count <= frames.MAX_PAGES:
-            self._fetch(leg, number, frames.read_pages(self.wire.exactly(8 * count)))
+            self._fetch(leg, number, frames.parse_pages(self.wire.exactly(8 * count)))
         else:
             raise ProtocolError(f"a frame of kind {kind} with {count} pages")
 
     def _attach(self, leg: int) -> None:
         raw = self.wire.exactly(frames.NONCE_BYTES + frames.PROOF_BYTES)
-        pair = frames.Pair(self._nonce, bytes(raw[: frames.NONCE_BYTES]))
+        pair = frames.Handshake(self._nonce, bytes(raw[: frames.NONCE_BYTES]))
         grant = self._desk.granted(leg)
-        token = _NOBODYS if grant is None else grant.token
+        token = _NO_TOKEN if grant is None else grant.token
         proved = compare_digest(raw[frames.NONCE_BYTES :], pair.receiver_proof(token, leg))
         if grant is None or not proved:
             if not self.known:
                 raise ProtocolError("a stranger")
-            self.wire.send([frames.head(frames.REFUSED, leg)])
+            self.wire.send([frames.pack_head(frames.REFUSED, leg)])
             return
         if not self.known:
             self.known = True
             if self._desk.sealed:
                 self._cipher = pair.cipher(token, leg)
         grant.callers.add(self)
-        self.wire.send([frames.head(frames.ATTACHED, leg), pair.sender_proof(token, leg)])
+        self.wire.send([frames.pack_head(frames.ATTACHED, leg), pair.sender_proof(token, leg)])
 
     def _fetch(self, leg: int, number: int, pages: tuple[int, ...]) -> None:
         grant = self._desk.granted(leg)
         if grant is None or self not in grant.callers or not grant.pages.issuperset(pages):
-            self.wire.send([frames.head(frames.REFUSED, leg, number=number)])
+            self.wire.send([frames.pack_head(frames.REFUSED, leg, number=number)])
             return
         own = self._desk.own
-        first = frames.head(frames.PAGES, leg, count=len(pages), number=number)
+        first = frames.pack_head(frames.PAGES, leg, count=len(pages), number=number)
         if self._cipher is None:
             self.wire.send([first, *(own.view(PageId(page)) for page in pages)])
             return
         self.wire.send([first])
         for page in pages:
-            nonce = frames.nonce_of(self._sealed_pages)
+            nonce = frames.page_nonce(self._sealed_pages)
             self._sealed_pages += 1
-            self._cipher.encrypt_into(nonce, own.view(PageId(page)), frames.names_of(leg, page), self._scratch)
+            self._cipher.encrypt_into(
+                nonce, own.view(PageId(page)), frames.page_associated_data(leg, page), self._scratch
+            )
             self.wire.send([self._scratch])

@@ -20,19 +20,19 @@ from queue import SimpleQueue
 import msgspec
 
 from penstock import sidecar
-from penstock.errors import TierFailed
+from penstock.errors import TierError
 
 # MERGED: What a worker and its process for Mooncake say to each other over a lane, one question and one
 # MERGED: answer at a time.
 # MERGED:
 # MERGED: A lane is a socket that keeps messages apart, and memory of one value that both have mapped.
 
-QUESTION_BYTES = 128 << 10
+MAX_REQUEST_BYTES = 128 << 10
 """The longest question: whether some hundred keys are there."""
 
-ANSWER_BYTES = 8 << 10
+MAX_RESPONSE_BYTES = 8 << 10
 
-ASKED_AT_ONCE = 256
+KEYS_PER_REQUEST = 256
 """Keys in one question."""
 
 NO_ROOM = -200
@@ -44,7 +44,7 @@ THERE_ALREADY = -705
 https://github.com/kvcache-ai/Mooncake/blob/main/mooncake-store/include/types.h"""
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
+class MooncakeSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What the process begins with."""
 
     master: str  # HOST:PORT
@@ -57,34 +57,34 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     lanes: tuple[tuple[int, int], ...]  # descriptors: socket, memory
 
 
-class Has(msgspec.Struct, frozen=True, tag="has"):
+class HasRequest(msgspec.Struct, frozen=True, tag="has"):
     """Which of these are there?"""
 
     keys: list[str]
 
 
-class Get(msgspec.Struct, frozen=True, tag="get"):
+class GetRequest(msgspec.Struct, frozen=True, tag="get"):
     """Put this value into the lane's memory."""
 
     key: str
 
 
-class Put(msgspec.Struct, frozen=True, tag="put"):
+class PutRequest(msgspec.Struct, frozen=True, tag="put"):
     """Keep what stands in the lane's memory."""
 
     key: str
 
 
-class Remove(msgspec.Struct, frozen=True, tag="remove"):
+class RemoveRequest(msgspec.Struct, frozen=True, tag="remove"):
     """Forget this value, whoever reads it."""
 
     key: str
 
 
-Question = Has | Get | Put | Remove
+MooncakeRequest = HasRequest | GetRequest | PutRequest | RemoveRequest
 
 
-class Answer(msgspec.Struct, frozen=True):
+class MooncakeResponse(msgspec.Struct, frozen=True):
     """``code``: 0, the bytes of a value, or one of Mooncake's codes, which are negative.
 
     The first one says whether the client has come up."""
@@ -99,11 +99,11 @@ OWN_SHARE = 0.8
 """Of our deadline, that the library gets for its own: an answer that it failed spares its life."""
 
 
-class LifeOverError(Exception):
+class ProcessEndedError(Exception):
     """This life of the process is over."""
 
 
-class Lane:
+class MooncakeLane:
     """This end of one.  ``value`` is its memory; to be used with the lock held."""
 
     def __init__(self, value_bytes: int, timeout_s: float) -> None:
@@ -130,32 +130,32 @@ class Lane:
         self._theirs.close()
         os.close(self._memory)
 
-    def ask(self, question: Question) -> Answer:
+    def ask(self, question: MooncakeRequest) -> MooncakeResponse:
         """In time, or this life of the process is over."""
         self._deadline()
         try:
             self._socket.send(msgspec.msgpack.encode(question))
         except TimeoutError:
-            raise LifeOverError(f"no answer in {self._timeout_s:g} s") from None
+            raise ProcessEndedError(f"no answer in {self._timeout_s:g} s") from None
         except OSError:
-            raise LifeOverError("its process has ended") from None
+            raise ProcessEndedError("its process has ended") from None
         answer = self.hear()
         if answer is None:
-            raise LifeOverError(f"no answer in {self._timeout_s:g} s")
+            raise ProcessEndedError(f"no answer in {self._timeout_s:g} s")
         return answer
 
-    def hear(self) -> Answer | None:
+    def hear(self) -> MooncakeResponse | None:
         """What the process says; None: nothing, in the time for it."""
         self._deadline()
         try:
-            raw = self._socket.recv(ANSWER_BYTES)
+            raw = self._socket.recv(MAX_RESPONSE_BYTES)
             if raw:
-                return msgspec.msgpack.decode(raw, type=Answer)
+                return msgspec.msgpack.decode(raw, type=MooncakeResponse)
         except TimeoutError:
             return None
         except (OSError, msgspec.DecodeError):
             pass
-        raise LifeOverError("its process has ended")
+        raise ProcessEndedError("its process has ended")
 
     def hang_up(self) -> None:
         """The process hears that this is the end."""
@@ -173,25 +173,25 @@ class Lane:
         try:
             self._socket.settimeout(self._timeout_s)
         except OSError:
-            raise LifeOverError("its process has ended") from None
+            raise ProcessEndedError("its process has ended") from None
 
 
-class _Life:
+class _ProcessRun:
     """Of the process."""
 
-    def __init__(self, setup: Setup, names: tuple[str, ...], timeout_s: float) -> None:
+    def __init__(self, setup: MooncakeSetup, names: tuple[str, ...], timeout_s: float) -> None:
         """Raises TierFailed where there is no room for it."""
-        self.lanes: dict[str, Lane] = {}
+        self.lanes: dict[str, MooncakeLane] = {}
         self.began = time.monotonic()
         self.over = False
         try:
             for name in names:
-                self.lanes[name] = Lane(setup.value_bytes, timeout_s)
+                self.lanes[name] = MooncakeLane(setup.value_bytes, timeout_s)
             self._process = _started(setup, tuple(lane.descriptors for lane in self.lanes.values()))
         except OSError as error:
             for lane in self.lanes.values():
                 lane.close()
-            raise TierFailed(f"mooncake: no process: {error.strerror or error}") from None
+            raise TierError(f"mooncake: no process: {error.strerror or error}") from None
         finally:
             for lane in self.lanes.values():
                 lane.given()
@@ -216,7 +216,7 @@ class _Life:
                 lane.lock.release()
 
 
-def _started(setup: Setup, descriptors: tuple[tuple[int, int], ...]) -> subprocess.Popen[bytes]:
+def _started(setup: MooncakeSetup, descriptors: tuple[tuple[int, int], ...]) -> subprocess.Popen[bytes]:
     """The process, with these lanes.  Raises OSError."""
     begun: SimpleQueue[subprocess.Popen[bytes] | OSError] = SimpleQueue()
     words = msgspec.json.encode(msgspec.structs.replace(setup, lanes=descriptors)).decode()
@@ -239,7 +239,7 @@ def _tend(
     The kernel kills it when the thread that started it has ended: so it never outlives the worker, even stopped.
     """
     try:
-        process = sidecar.started(PROCESS, words, [each for pair in descriptors for each in pair])
+        process = sidecar.start_child(PROCESS, words, [each for pair in descriptors for each in pair])
     except OSError as error:
         begun.put(error)
         return
@@ -250,16 +250,16 @@ def _tend(
     process.wait()
 
 
-class Keeper:
+class MooncakeClient:
     """One process at a time, over and over."""
 
-    def __init__(self, setup: Setup, lanes: tuple[str, ...], timeout_s: float) -> None:
+    def __init__(self, setup: MooncakeSetup, lanes: tuple[str, ...], timeout_s: float) -> None:
         """``lanes``: what they are called.  ``timeout_s``: for each answer.  Starts nothing."""
         self._setup = msgspec.structs.replace(setup, timeout_s=OWN_SHARE * timeout_s)
         self._names = lanes
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # of the two below
-        self._life: _Life | None = None
+        self._life: _ProcessRun | None = None
         self._closed = False
 
     @property
@@ -269,7 +269,7 @@ class Keeper:
             return None if self._life is None or self._life.over else self._life.pid
 
     @contextlib.contextmanager
-    def lane(self, name: str) -> Iterator[Lane]:
+    def lane(self, name: str) -> Iterator[MooncakeLane]:
         """A lane for oneself.  Raises TierFailed when the process is not ready, or when it fails in what follows."""
         life = self._alive()
         lane = life.lanes[name]
@@ -277,9 +277,9 @@ class Keeper:
             try:
                 self._greet(life, lane)
                 yield lane
-            except LifeOverError as error:
+            except ProcessEndedError as error:
                 life.end()
-                raise TierFailed(f"mooncake: {error}") from None
+                raise TierError(f"mooncake: {error}") from None
             finally:
                 if life.over:
                     lane.close()
@@ -292,25 +292,25 @@ class Keeper:
         if life is not None:
             life.end(LEAVE_S)
 
-    def _alive(self) -> _Life:
+    def _alive(self) -> _ProcessRun:
         with self._lock:
             if self._closed:
-                raise TierFailed("mooncake: closed")
+                raise TierError("mooncake: closed")
             if self._life is None or self._life.over:
-                self._life = _Life(self._setup, self._names, self._timeout_s)
+                self._life = _ProcessRun(self._setup, self._names, self._timeout_s)
             return self._life
 
-    def _greet(self, life: _Life, lane: Lane) -> None:
+    def _greet(self, life: _ProcessRun, lane: MooncakeLane) -> None:
         if life.over:
-            raise LifeOverError("its process has ended")
+            raise ProcessEndedError("its process has ended")
         if lane.greeted:
             return
         first = lane.hear()
         if first is None and time.monotonic() - life.began < START_S:
-            raise TierFailed(f"mooncake: its process is not ready, {self._setup.master} does not answer yet")
+            raise TierError(f"mooncake: its process is not ready, {self._setup.master} does not answer yet")
         if first is None or first.code:
             code = "" if first is None else f", code {first.code}"
-            raise LifeOverError(f"no client of {self._setup.master}{code}: is a mooncake_master there?")
+            raise ProcessEndedError(f"no client of {self._setup.master}{code}: is a mooncake_master there?")
         lane.greeted = True
 
 

@@ -20,23 +20,23 @@ import msgspec
 from penstock import sidecar
 from penstock.kv.store.mooncake.client import (
     LEAVE_S,
-    QUESTION_BYTES,
+    MAX_REQUEST_BYTES,
     START_S,
     THERE_ALREADY,
-    Answer,
-    Get,
-    Has,
-    Put,
-    Question,
-    Remove,
-    Setup,
+    GetRequest,
+    HasRequest,
+    MooncakeRequest,
+    MooncakeResponse,
+    MooncakeSetup,
+    PutRequest,
+    RemoveRequest,
 )
 
 BUFFER_BYTES = 16 << 20
 """Of the client's own, for what is not done here; it takes no less."""
 
 
-class Lane:
+class ServedLane:
     """This end of one."""
 
     def __init__(self, descriptors: tuple[int, int], value_bytes: int) -> None:
@@ -44,41 +44,41 @@ class Lane:
         self._mapped = mmap.mmap(descriptors[1], value_bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
         self.bytes = value_bytes
-        self._decoder = msgspec.msgpack.Decoder(Question)
+        self._decoder = msgspec.msgpack.Decoder(MooncakeRequest)
 
-    def hear(self) -> Question | None:
+    def hear(self) -> MooncakeRequest | None:
         """The next question; None when the worker has gone."""
-        raw = self._socket.recv(QUESTION_BYTES)
+        raw = self._socket.recv(MAX_REQUEST_BYTES)
         return self._decoder.decode(raw) if raw else None
 
-    def say(self, answer: Answer) -> None:
+    def say(self, answer: MooncakeResponse) -> None:
         """The answer to it."""
         self._socket.send(msgspec.msgpack.encode(answer))
 
 
-def main() -> None:
+def run_mooncake() -> None:
     """Until the worker has gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends the lanes
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     sidecar.end_with_parent()  # should the worker be killed while this is stopped
-    setup = msgspec.json.decode(sys.argv[1], type=Setup)
-    lanes = [Lane(each, setup.value_bytes) for each in setup.lanes]
+    setup = msgspec.json.decode(sys.argv[1], type=MooncakeSetup)
+    lanes = [ServedLane(each, setup.value_bytes) for each in setup.lanes]
     signal.setitimer(signal.ITIMER_REAL, START_S)
-    store, code = opened(setup, lanes)
+    store, code = open_client(setup, lanes)
     signal.setitimer(signal.ITIMER_REAL, 0)
     for lane in lanes:
-        lane.say(Answer(code))
+        lane.say(MooncakeResponse(code))
     if code == 0:
         ended = threading.Event()
         for lane in lanes:
-            threading.Thread(target=serve, args=(lane, store, setup, ended), daemon=True).start()
+            threading.Thread(target=serve_lane, args=(lane, store, setup, ended), daemon=True).start()
         ended.wait()
     signal.setitimer(signal.ITIMER_REAL, LEAVE_S)
     store.close()
     os._exit(0)  # whatever threads the library still has
 
 
-def opened(setup: Setup, lanes: list[Lane]) -> tuple[Any, int]:
+def open_client(setup: MooncakeSetup, lanes: list[ServedLane]) -> tuple[Any, int]:
     """Mooncake's client, and 0 or the code of its failure."""
     _environment(setup)
     from mooncake.store import MooncakeDistributedStore
@@ -108,7 +108,7 @@ def own_address(master: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def serve(lane: Lane, store: Any, setup: Setup, ended: threading.Event) -> None:
+def serve_lane(lane: ServedLane, store: Any, setup: MooncakeSetup, ended: threading.Event) -> None:
     """Answer what is asked over a lane until it ends."""
     try:
         while (question := lane.hear()) is not None:
@@ -117,22 +117,22 @@ def serve(lane: Lane, store: Any, setup: Setup, ended: threading.Event) -> None:
         ended.set()
 
 
-def _answer(lane: Lane, store: Any, question: Question) -> Answer:
+def _answer(lane: ServedLane, store: Any, question: MooncakeRequest) -> MooncakeResponse:
     match question:
-        case Has(keys):
+        case HasRequest(keys):
             found = store.batch_is_exist(keys)
             failed = next((each for each in found if each < 0), 0)
-            return Answer(failed, [each == 1 for each in found])
-        case Get(key):
-            return Answer(store.get_into(key, lane.address, lane.bytes))
-        case Put(key):
+            return MooncakeResponse(failed, [each == 1 for each in found])
+        case GetRequest(key):
+            return MooncakeResponse(store.get_into(key, lane.address, lane.bytes))
+        case PutRequest(key):
             code = store.put_from(key, lane.address, lane.bytes)
-            return Answer(0 if code == THERE_ALREADY else code)
-        case Remove(key):
-            return Answer(store.remove(key, True))  # or who has just read it keeps it for some seconds
+            return MooncakeResponse(0 if code == THERE_ALREADY else code)
+        case RemoveRequest(key):
+            return MooncakeResponse(store.remove(key, True))  # or who has just read it keeps it for some seconds
 
 
-def _environment(setup: Setup) -> None:
+def _environment(setup: MooncakeSetup) -> None:
     """What the library reads from there."""
     milliseconds = str(max(1, int(setup.timeout_s * 1000)))
     for name, value in (
@@ -147,4 +147,4 @@ def _environment(setup: Setup) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_mooncake()

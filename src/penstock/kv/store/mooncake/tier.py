@@ -14,23 +14,23 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.errors import ConfigError, PageCorrupt, TierFailed
-from penstock.kv.store.envelope import PROOF_BYTES, AnySeal, bound, names_of
+from penstock.errors import ConfigError, PageCorrupt, TierError
+from penstock.kv.store.envelope import PROOF_BYTES, AnyEnvelope, identity_digest, page_key_bytes
 from penstock.kv.store.mooncake.client import (
-    ASKED_AT_ONCE,
+    KEYS_PER_REQUEST,
     NO_ROOM,
     NOT_READY,
     NOT_THERE,
     TOO_LONG,
-    Answer,
-    Get,
-    Has,
-    Keeper,
-    Lane,
-    Put,
-    Question,
-    Remove,
-    Setup,
+    GetRequest,
+    HasRequest,
+    MooncakeClient,
+    MooncakeLane,
+    MooncakeRequest,
+    MooncakeResponse,
+    MooncakeSetup,
+    PutRequest,
+    RemoveRequest,
 )
 from penstock.kv.store.tier import FinalPage, PageKey
 
@@ -40,7 +40,7 @@ _READ, _WRITE = "read", "write"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MooncakeAt:
+class MooncakeConfig:
     """Where the store is, and how this worker takes part in it."""
 
     master: str  # HOST:PORT
@@ -58,13 +58,13 @@ class MooncakeTier:
     remote = True
     pages = 0
 
-    def __init__(self, at: MooncakeAt, seal: AnySeal, *, timeout_s: float) -> None:
+    def __init__(self, at: MooncakeConfig, seal: AnyEnvelope, *, timeout_s: float) -> None:
         """Starts its process when it is first used.  Raises ConfigError for a bad address."""
         _check_address(at.master)
         self._value_bytes = PROOF_BYTES + seal.layout.page_bytes
         self._seal = seal
-        self._names = f"penstock.kv.1.{names_of(seal.identity, seal.layout)[:16].hex()}.{seal.kind}."
-        setup = Setup(
+        self._names = f"penstock.kv.1.{identity_digest(seal.identity, seal.layout)[:16].hex()}.{seal.kind}."
+        setup = MooncakeSetup(
             master=at.master,
             metadata=at.metadata,
             protocol=at.protocol,
@@ -74,7 +74,7 @@ class MooncakeTier:
             timeout_s=timeout_s,
             lanes=(),
         )
-        self._keeper = Keeper(setup, (_READ, _WRITE), timeout_s)
+        self._keeper = MooncakeClient(setup, (_READ, _WRITE), timeout_s)
 
     @staticmethod
     def check(master: str) -> None:
@@ -101,8 +101,8 @@ class MooncakeTier:
         """See ``port.Tier``.  The answer is as long as ``keys``; behind the first that is missing it says no."""
         found: list[bool] = []
         with self._keeper.lane(_READ) as lane:
-            for start in range(0, len(keys), ASKED_AT_ONCE):
-                part = [self._name(key) for key in keys[start : start + ASKED_AT_ONCE]]
+            for start in range(0, len(keys), KEYS_PER_REQUEST):
+                part = [self._name(key) for key in keys[start : start + KEYS_PER_REQUEST]]
                 found += _found(lane, part)
                 if not all(found):
                     break
@@ -112,7 +112,7 @@ class MooncakeTier:
         """See ``port.Tier``."""
         name = self._name(key)
         with self._keeper.lane(_READ) as lane:
-            code = _code(lane, Get(name), {NOT_THERE, NOT_READY, TOO_LONG})
+            code = _code(lane, GetRequest(name), {NOT_THERE, NOT_READY, TOO_LONG})
             if code in (NOT_THERE, NOT_READY):
                 return False
             try:
@@ -120,7 +120,7 @@ class MooncakeTier:
                     raise PageCorrupt(f"a value in Mooncake that has not {self._value_bytes} bytes")
                 self._seal.open(key, lane.value[PROOF_BYTES:], bytes(lane.value[:PROOF_BYTES]), into)
             except PageCorrupt:
-                lane.ask(Remove(name))  # what it answers is all one: whoever reads it next tries again
+                lane.ask(RemoveRequest(name))  # what it answers is all one: whoever reads it next tries again
                 raise
         return True
 
@@ -133,7 +133,7 @@ class MooncakeTier:
             stored, proof = self._seal.close(final.key, content)
             lane.value[:PROOF_BYTES] = proof
             lane.value[PROOF_BYTES:] = stored
-            return _code(lane, Put(name), {NO_ROOM}) != NO_ROOM
+            return _code(lane, PutRequest(name), {NO_ROOM}) != NO_ROOM
 
     def evicted(self, key: PageKey) -> None:
         """Nothing to do: the page there is another one."""
@@ -143,24 +143,24 @@ class MooncakeTier:
         self._keeper.close()
 
     def _name(self, key: PageKey) -> str:
-        return self._names + bound(key).hex()
+        return self._names + page_key_bytes(key).hex()
 
 
-def _found(lane: Lane, names: list[str]) -> list[bool]:
-    answer = lane.ask(Has(names))
+def _found(lane: MooncakeLane, names: list[str]) -> list[bool]:
+    answer = lane.ask(HasRequest(names))
     _told(answer, set())
     if len(answer.found) != len(names):
-        raise TierFailed(f"mooncake: {len(answer.found)} answers to {len(names)} questions")
+        raise TierError(f"mooncake: {len(answer.found)} answers to {len(names)} questions")
     return answer.found
 
 
-def _code(lane: Lane, question: Question, known: set[int]) -> int:
+def _code(lane: MooncakeLane, question: MooncakeRequest, known: set[int]) -> int:
     return _told(lane.ask(question), known)
 
 
-def _told(answer: Answer, known: set[int]) -> int:
+def _told(answer: MooncakeResponse, known: set[int]) -> int:
     if answer.code < 0 and answer.code not in known:
-        raise TierFailed(f"mooncake: code {answer.code}")
+        raise TierError(f"mooncake: code {answer.code}")
     return answer.code
 
 
