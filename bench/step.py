@@ -123,7 +123,7 @@ class Worker:
         loaded = load_model(folder, self.spec, self.ops)
         self.model = build_model(loaded, self.ops, self.spec.max_positions)
         self.identity = ModelIdentity(fingerprint=loaded.fingerprint, numerics=self.ops.numerics)
-        layout = KvLayout.of(self.spec.kv, args.compute)
+        layout = KvLayout.for_shape(self.spec.kv, args.compute)
         length = min(self.spec.max_positions, PROMPT + 2 * (args.steps + WARM_STEPS + ALLOCATION_STEPS) + 32)
         self.length = length
         pages = max(args.rows) * -(-length // layout.page_tokens) + 8

@@ -46,7 +46,7 @@ WORKERS = (WorkerId("one"), WorkerId("two"))
 
 def layout_of(page_bytes: int) -> KvLayout:
     """A page of so many bytes: 16 tokens, one layer, one head."""
-    return KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=page_bytes // 64), "bf16")
+    return KvLayout.for_shape(KvShape.plain(layers=1, kv_heads=1, head_dim=page_bytes // 64), "bf16")
 
 
 def key_of(number: int) -> PageKey:
@@ -111,18 +111,18 @@ def measure(tiers: list[KvTier], layout: KvLayout, count: int) -> dict[str, floa
     into = memoryview(bytearray(layout.page_bytes))
     wrote, read = [], []
     for tier in tiers:
-        tier.has([key_of(count)])  # its connection, or its process, is there
+        tier.contains([key_of(count)])  # its connection, or its process, is there
     for number in range(count):
         MEMORY[0].view(PageId(number))[:] = pages[number % 8]
         final = FinalPage(key_of(number), PageId(number), 1, 1.0, 1.0, 0.5)
         began = perf_counter()
-        writer.write(final, memoryview(pages[number % 8]))
+        writer.write_page(final, memoryview(pages[number % 8]))
         wrote.append(perf_counter() - began)
     os.sync()
-    reader.has([key_of(0)])
+    reader.contains([key_of(0)])
     for number in range(count):
         began = perf_counter()
-        if not reader.read(key_of(number), into):
+        if not reader.read_page(key_of(number), into):
             raise RuntimeError(f"page {number} is not there")
         read.append(perf_counter() - began)
         if into != pages[number % 8]:

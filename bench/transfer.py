@@ -69,7 +69,7 @@ def shown(size: int) -> str:
 
 def layout_of(page_bytes: int) -> KvLayout:
     """A page of so many bytes: 16 tokens, one layer, one head."""
-    return KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=page_bytes // 64), "bf16")
+    return KvLayout.for_shape(KvShape.plain(layers=1, kv_heads=1, head_dim=page_bytes // 64), "bf16")
 
 
 def send_forever(carrier: KvConnector, transport: ZmqTransport, ready: int, endpoint: str) -> None:
@@ -83,11 +83,11 @@ def send_forever(carrier: KvConnector, transport: ZmqTransport, ready: int, endp
             now = CLOCK.now()
             match received.message:
                 case PagesReceived() as got:
-                    send_messages(sender.received(got, now), listener, sender, now)
+                    send_messages(sender.on_received(got, now), listener, sender, now)
                 case PullPages() as pull:
                     if pull.skip_blocks == 0 and not pull.resend:
-                        send_messages(sender.open(pull.request, pull.epoch, now), listener, sender, now)
-                    turn = sender.pull(received.peer, pull, now)
+                        send_messages(sender.open_transfer(pull.request, pull.epoch, now), listener, sender, now)
+                    turn = sender.on_pull(received.peer, pull, now)
                     for effect in send_messages(turn, listener, sender, now):
                         if isinstance(effect, PullGranted):
                             give(sender, listener, effect)
@@ -99,16 +99,16 @@ def give(sender: KvSender, listener: Listener, granted: PullGranted) -> None:
         offer = PageOffer(
             request=granted.request,
             epoch=granted.epoch,
-            block=block,
+            index=block,
             page=PageId(block),
             tokens=16,
             generation=1,
         )
         now = CLOCK.now()
-        send_messages(sender.offer(offer, now, more=block + 1 < blocks), listener, sender, now)
+        send_messages(sender.offer_page(offer, now, more=block + 1 < blocks), listener, sender, now)
     first = TokenItem(request=granted.request, epoch=granted.epoch, index=0, tokens=(1,))
     now = CLOCK.now()
-    send_messages(sender.done(first, blocks, now), listener, sender, now)
+    send_messages(sender.finish_prefill(first, blocks, now), listener, sender, now)
 
 
 def carrier_of(kind: str, memory: KvMemory, peers: dict[WorkerId, KvMemory]) -> KvConnector:
@@ -195,16 +195,16 @@ class Receiving:
             tokens=16 * blocks,
         )
         receiver = self._receiver
-        send_pulls(receiver.expect(pull, CLOCK.now()), self._say)
+        send_pulls(receiver.start_pull(pull, CLOCK.now()), self._say)
         news: list[object] = []
         while not any(isinstance(effect, TransferDone) for effect in news):
             assert not any(isinstance(effect, PullFailed) for effect in news), news
             if not receiver.has_work:
                 self._transport.wait(1.0, [self._link], receiver.descriptors)
             while (received := self._link.recv()) is not None:
-                turn = receiver.receive(self._source, received.message, received.payload, CLOCK.now())
+                turn = receiver.on_message(self._source, received.message, received.payload, CLOCK.now())
                 news += send_pulls(turn, self._say)
-            news += send_pulls(receiver.work(CLOCK.now()), self._say)
+            news += send_pulls(receiver.fetch_pages(CLOCK.now()), self._say)
 
     def _say(self, _: PageSource, message: PullPages | PagesReceived) -> None:
         self._link.send(message)
@@ -274,7 +274,7 @@ def parts(layout: KvLayout, seconds: float) -> Iterator[dict[str, object]]:
 
     def copy() -> None:
         for frame in frames:
-            seal.copy(frame, memory.view(frame.page), own.view(frame.page))
+            seal.copy_checked(frame, memory.view(frame.page), own.view(frame.page))
 
     def memcpy() -> None:
         for frame in frames:

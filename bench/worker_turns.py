@@ -83,18 +83,18 @@ class NeverCompiled:
 class InMemory:
     """A tier that has every page, full of zeros."""
 
-    name, copies, remote, pages = "host", True, False, 1
+    name, stores_copies, is_remote, pages = "host", True, False, 1
 
-    def has(self, keys: Sequence[PageKey]) -> list[bool]:
+    def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         return [True] * len(keys)
 
-    def read(self, key: PageKey, into: memoryview) -> bool:
+    def read_page(self, key: PageKey, into: memoryview) -> bool:
         return True
 
-    def write(self, final: FinalPage, content: memoryview) -> bool:
+    def write_page(self, final: FinalPage, content: memoryview) -> bool:
         return False
 
-    def evicted(self, key: PageKey) -> None:
+    def on_evicted(self, key: PageKey) -> None:
         pass
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class Bench:
 
     def __init__(self, tokens: int, page_bytes: int, bar_s: float, *, tier: bool = False) -> None:
         self.hub, clock = MemoryHub(), MonotonicClock()
-        layout = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=page_bytes // 16 // 2 // 2), "bf16")
+        layout = KvLayout.for_shape(KvShape.plain(layers=1, kv_heads=1, head_dim=page_bytes // 16 // 2 // 2), "bf16")
         pages = 2 * (tokens // layout.page_tokens) + 64
         memory = KvMemory.anonymous(layout, pages)
         config = WorkerConfig(

@@ -19,7 +19,7 @@ class LateCarrier(InMemoryConnector):
         self.flying: list[FetchRequest] = []
         self._landed: list[FetchResult] = []
 
-    def fetch(self, wanted: FetchRequest) -> bool:
+    def fetch_page(self, wanted: FetchRequest) -> bool:
         self.flying.append(wanted)
         return False
 
@@ -28,22 +28,22 @@ class LateCarrier(InMemoryConnector):
         landing, self.flying = self.flying[:pages], self.flying[pages:]
         for wanted in landing:
             try:
-                super().fetch(wanted)
+                super().fetch_page(wanted)
                 self._landed.append(FetchResult(wanted))
             except PageCorrupt:
                 self._landed.append(FetchResult(wanted, CORRUPT))
 
     @property
-    def has_landed(self) -> bool:
+    def has_results(self) -> bool:
         return bool(self._landed)
 
-    def landed(self) -> Sequence[FetchResult]:
+    def fetch_results(self) -> Sequence[FetchResult]:
         landed, self._landed = self._landed, []
         return landed
 
-    def stop(self, source: PageSource, request: RequestId, epoch: int) -> None:
+    def stop_transfer(self, source: PageSource, request: RequestId, epoch: int) -> None:
         def others(wanted: FetchRequest) -> bool:
             return (wanted.source, wanted.frame.request, wanted.frame.epoch) != (source, request, epoch)
 
         self.flying = [wanted for wanted in self.flying if others(wanted)]
-        self._landed = [landed for landed in self._landed if others(landed.wanted)]
+        self._landed = [landed for landed in self._landed if others(landed.request)]

@@ -102,7 +102,7 @@ def mooncake_tier(
     deadline = time.monotonic() + 60
     while True:
         try:
-            tier.has([])
+            tier.contains([])
             return tier
         except TierError:
             assert time.monotonic() < deadline, "Mooncake's client does not come up"

@@ -166,7 +166,7 @@ class RunnerBench:
         """As many as it can ever need."""
         held: list[PageTable] = []
         for reach in self.spec.kv.reaches:
-            size = reach.tokens(PAGE_TOKENS)
+            size = reach.tokens_per_page(PAGE_TOKENS)
             held.append(PageTable(0, [self._free.pop() for _ in range(-(-request.last // size))], size))
         request.adopt(held)
 

@@ -28,7 +28,7 @@ from penstock.kv.store.tier_worker import Job
 from penstock.types import BlockHash, ModelIdentity, PageId, WorkerId
 
 IDENTITY = ModelIdentity(fingerprint="a" * 64, numerics="null-1")
-LAYOUT = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=32), "bf16")  # 2 KiB a page
+LAYOUT = KvLayout.for_shape(KvShape.plain(layers=1, kv_heads=1, head_dim=32), "bf16")  # 2 KiB a page
 SIZE = 1 << 21
 """Of files: places for some hundred pages, beside the directory's rings."""
 
@@ -75,12 +75,12 @@ class Pair:
         page = self.kept.setdefault(number, len(self.kept)) if self.memory is not None else 0
         if self.memory is not None:
             self.memory.view(PageId(page))[:] = page_of(number)
-        return self.writer.write(final_of(number, page=page), memoryview(page_of(number)))
+        return self.writer.write_page(final_of(number, page=page), memoryview(page_of(number)))
 
     def get(self, number: int) -> bytes | None:
-        self.other.has([key_of(number)])
+        self.other.contains([key_of(number)])
         into = bytearray(LAYOUT.page_bytes)
-        return bytes(into) if self.other.read(key_of(number), memoryview(into)) else None
+        return bytes(into) if self.other.read_page(key_of(number), memoryview(into)) else None
 
 
 def flip(path: Path, start: int, stop: int, rng: random.Random) -> Callable[[], None]:
@@ -187,10 +187,10 @@ class HandNow:
         del clock, pause_s
 
     @property
-    def waiting(self) -> int:
+    def queued(self) -> int:
         return len(self.jobs)
 
-    def put(self, job: Job) -> None:
+    def submit(self, job: Job) -> None:
         self.jobs.append(job)
         if not self.asleep:
             self.work()
@@ -199,7 +199,7 @@ class HandNow:
         while self.jobs:
             self.jobs.pop(0)()
 
-    def end(self) -> None:
+    def finish(self) -> None:
         self.work()
 
     def join(self, patience_s: float) -> bool:

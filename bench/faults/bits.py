@@ -69,7 +69,7 @@ def _copied(count: int, dice: random.Random) -> int:
             request=RequestId("r"), epoch=1, block=0, tokens=16, page=PageId(0), generation=1, checksum=bytes(said)
         )
         try:
-            seal.copy(frame, memoryview(page), memoryview(into))
+            seal.copy_checked(frame, memoryview(page), memoryview(into))
         except PageCorrupt:
             found += 1
         _flip(memoryview(target), bit)

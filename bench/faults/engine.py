@@ -60,7 +60,7 @@ class Engine:
         ops = make_ops(family=None, compute_dtype="bf16", threads=1)
         loaded = load_model(folder, spec, ops)
         model = build_model(loaded, ops, LENGTH)
-        layout = KvLayout.of(spec.kv, "bf16")
+        layout = KvLayout.for_shape(spec.kv, "bf16")
         self.memory = KvMemory.anonymous(layout, PAGES)
         kv = ops.new_kv(layout.shape, pages=PAGES, memory=self.memory.buffer)
         adapters = LoraManager.of(ops, loaded, LoraLimits(slots=1, nbytes=1 << 20, max_rank=8))

@@ -32,27 +32,27 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     window: int | None = None  # the last so many, its own included
     chunk: int | None = None  # those with its own floor(position / chunk)
-    cell: int | None = None  # a page holds the state behind so many tokens; None: keys and values of a block
+    state_interval: int | None = None  # a page holds the state behind so many tokens; None: keys and values of a block
 
-    def tokens(self, page_tokens: int) -> int:
+    def tokens_per_page(self, page_tokens: int) -> int:
         """Tokens of one page, where a block has ``page_tokens``."""
-        return page_tokens if self.cell is None else self.cell
+        return page_tokens if self.state_interval is None else self.state_interval
 
     @property
     def span(self) -> int | None:
         """Positions that one position reads at most; None: all."""
         return min((span for span in (self.window, self.chunk) if span is not None), default=None)
 
-    def first(self, position: int) -> int:
+    def first_read_position(self, position: int) -> int:
         """The first position that ``position``, and so any after it, reads."""
         left = 0 if self.window is None else position - self.window + 1
         begun = 0 if self.chunk is None else position // self.chunk * self.chunk
         return max(0, left, begun)
 
-    def kept(self, position: int, page_tokens: int) -> int:
+    def first_needed_block(self, position: int, page_tokens: int) -> int:
         """The first block (of states: cell) that is kept while ``position`` is next: of what it reads, and of the
         position before it, so that a sequence always has a page."""
-        return min(self.first(position), max(0, position - 1)) // self.tokens(page_tokens)
+        return min(self.first_read_position(position), max(0, position - 1)) // self.tokens_per_page(page_tokens)
 
 
 FULL_ATTENTION = KvSpec()
@@ -68,7 +68,7 @@ def max_blocks(reach: KvSpec, tokens: int, *, ahead: int, page_tokens: int) -> i
     computes up to ``ahead`` of them: what is given back is given back with every block that was filled, so a block is
     ahead at least.
     """
-    size = reach.tokens(page_tokens)
+    size = reach.tokens_per_page(page_tokens)
     whole = blocks_for(tokens, size)
     if reach.span is None:
         return whole
@@ -104,26 +104,28 @@ class TransferOrder:
         self._page_tokens = page_tokens
         self._tokens = tokens + ahead
         self.blocks = blocks_for(tokens + ahead, page_tokens)
-        firsts = [reach.kept(tokens, page_tokens) for reach in reaches]
-        keyed = [group for group, reach in enumerate(reaches) if reach.cell is None]
+        firsts = [reach.first_needed_block(tokens, page_tokens) for reach in reaches]
+        keyed = [group for group, reach in enumerate(reaches) if reach.state_interval is None]
         edges = [*sorted({firsts[group] for group in keyed}), self.blocks]
         self._runs: list[tuple[int, int, tuple[int, ...]]] = []  # blocks [begin, end) of these groups
         for begin, end in pairwise(edges):
             groups = tuple(group for group in keyed if firsts[group] <= begin)
             self._runs.append((begin, end, groups))
         self._states = [
-            (firsts[group], group, reach.cell) for group, reach in enumerate(reaches) if reach.cell is not None
+            (firsts[group], group, reach.state_interval)
+            for group, reach in enumerate(reaches)
+            if reach.state_interval is not None
         ]
         self._keyed = sum((end - begin) * len(groups) for begin, end, groups in self._runs)
         self.total = self._keyed + len(self._states)
 
-    def before(self, block: int) -> int:
+    def pages_before(self, block: int) -> int:
         """Pieces of the blocks below ``block``; of all blocks, all pieces."""
         if block >= self.blocks:
             return self.total
         return sum(max(0, min(block, end) - begin) * len(groups) for begin, end, groups in self._runs)
 
-    def place(self, piece: int) -> tuple[int, int]:
+    def page_at(self, piece: int) -> tuple[int, int]:
         """(block, or cell of a group of states; group) of a piece.  Raises IndexError for one that there is not."""
         left = piece
         for begin, end, groups in self._runs:
@@ -138,7 +140,7 @@ class TransferOrder:
 
     def tokens_of(self, piece: int) -> int:
         """Tokens that a piece is of.  Raises IndexError for one that there is not."""
-        block, _ = self.place(piece)
+        block, _ = self.page_at(piece)
         size = self._page_tokens if piece < self._keyed else self._states[piece - self._keyed][2]
         return min(size, self._tokens - block * size)
 
@@ -147,7 +149,7 @@ class TransferOrder:
         Without all of the state the last block is not complete."""
         if pieces >= self.total:
             return self.blocks * self._page_tokens
-        block = self.place(pieces)[0] if pieces < self._keyed else self.blocks - 1
+        block = self.page_at(pieces)[0] if pieces < self._keyed else self.blocks - 1
         return block * self._page_tokens
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
@@ -175,7 +177,7 @@ preferred, because every group has a table of its own."""
 class LayerGroup:
     """Layers, in order, that stand in one page."""
 
-    reach: KvSpec
+    spec: KvSpec
     layers: tuple[int, ...]
 
 

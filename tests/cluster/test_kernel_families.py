@@ -41,7 +41,7 @@ def cells(*default: tuple[str, str]) -> list[Any]:
 def models(plain_storyteller: Path) -> dict[str, str]:
     """The bundled model's folder in both forms, under its own name."""
     with Checkpoint(storyteller()) as checkpoint:
-        assert any(checkpoint.matrix(name) is not None for name in checkpoint.names)
+        assert any(checkpoint.compressed_matrix(name) is not None for name in checkpoint.names)
     return {"plain": str(plain_storyteller), "compressed": str(storyteller())}
 
 

@@ -45,12 +45,12 @@ def tier(store: Mooncake) -> Iterator[MooncakeTier]:
 
 
 def put(tier: MooncakeTier, number: int) -> bool:
-    return tier.write(final_of(number), memoryview(page_of(number)))
+    return tier.write_page(final_of(number), memoryview(page_of(number)))
 
 
 def get(tier: MooncakeTier, number: int) -> bytes | None:
     into = bytearray(LAYOUT.page_bytes)
-    return bytes(into) if tier.read(key_of(number), memoryview(into)) else None
+    return bytes(into) if tier.read_page(key_of(number), memoryview(into)) else None
 
 
 def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -76,7 +76,7 @@ def test_an_address_that_is_none_is_refused_with_an_example(master: str):
 def test_values_that_others_put_there_are_not_believed(store: Mooncake, tier: MooncakeTier):
     put(tier, 1)
     whole = tier._value_bytes
-    good = b"".join(reversed(SEAL.close(key_of(1), memoryview(page_of(1)))))
+    good = b"".join(reversed(SEAL.seal(key_of(1), memoryview(page_of(1)))))
     assert len(good) == whole
     flipped = good[:50] + bytes([good[50] ^ 1]) + good[51:]
     for number, bad in enumerate((good[:-1], good + b"x", good[:40], b"x", flipped, good * 1000), start=10):
@@ -87,14 +87,14 @@ def test_values_that_others_put_there_are_not_believed(store: Mooncake, tier: Mo
         def write(keeper: MooncakeClient = stranger, name: str = name, bad: bytes = bad) -> bool:
             with keeper.lane("write") as lane:
                 lane.value[:] = bad
-                return lane.ask(PutRequest(name)).code == 0
+                return lane.request(PutRequest(name)).code == 0
 
         until(write)
         stranger.close()
-        assert tier.has([key_of(number)]) == [True]
+        assert tier.contains([key_of(number)]) == [True]
         with pytest.raises(PageCorrupt):
             get(tier, number)
-        assert tier.has([key_of(number)]) == [False], "it is not offered again"
+        assert tier.contains([key_of(number)]) == [False], "it is not offered again"
     assert get(tier, 1) == page_of(1), "it goes on"
 
 
@@ -103,7 +103,7 @@ def test_pages_of_another_model_are_not_offered(store: Mooncake, tier: MooncakeT
     put(tier, 1)
     identity = ModelIdentity(fingerprint="b" * 64, numerics=IDENTITY.numerics)
     other = mooncake_tier(store, PageEnvelope(identity, LAYOUT))
-    assert other.has([key_of(1)]) == [False]
+    assert other.contains([key_of(1)]) == [False]
     other.close()
 
 
@@ -134,7 +134,7 @@ def test_without_room_for_its_process_it_fails_and_nothing_is_left(
     with monkeypatch.context() as patch:
         patch.setattr(what, name, lacking)
         with pytest.raises(TierError, match=r"no process: (can't start new thread|SubprocessError)"):
-            tier.has([key_of(1)])
+            tier.contains([key_of(1)])
     open_files = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
     assert not [each for each in open_files if "memfd:penstock-mooncake" in each]
     assert tier.pid is None
@@ -146,8 +146,8 @@ def test_more_keys_than_one_question_has_room_for(tier: MooncakeTier):
     numbers = list(range(300))
     assert all(put(tier, number) for number in numbers)
     keys = [key_of(number) for number in numbers]
-    assert tier.has(keys) == [True] * 300
-    found = tier.has([*keys, key_of(9999), *keys])
+    assert tier.contains(keys) == [True] * 300
+    found = tier.contains([*keys, key_of(9999), *keys])
     assert found[:301] == [True] * 300 + [False]
     assert len(found) == 601
     assert not any(found[512:]), "nobody asked"
@@ -155,14 +155,14 @@ def test_more_keys_than_one_question_has_room_for(tier: MooncakeTier):
 
 @long
 def test_a_full_store_refuses_or_gives_up_pages_and_nothing_fails(store: Mooncake):
-    layout = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=1 << 14), "bf16")
+    layout = KvLayout.for_shape(KvShape.plain(layers=1, kv_heads=1, head_dim=1 << 14), "bf16")
     assert layout.page_bytes == 1 << 20
     tier = mooncake_tier(store, PageEnvelope(IDENTITY, layout))
-    taken = [tier.write(final_of(number), memoryview(page_of(number, layout))) for number in range(80)]
+    taken = [tier.write_page(final_of(number), memoryview(page_of(number, layout))) for number in range(80)]
     into = bytearray(layout.page_bytes)
     found = 0
     for number in range(80):
-        if tier.read(key_of(number), memoryview(into)):
+        if tier.read_page(key_of(number), memoryview(into)):
             found += 1
             assert taken[number]
             assert into == page_of(number, layout)
@@ -175,13 +175,13 @@ def test_a_killed_master_forgets_and_that_is_a_miss(store: Mooncake, tier: Moonc
     put(tier, 1)
     store.master.kill()
     store.master.wait()
-    for ask in (lambda: get(tier, 1), lambda: put(tier, 2), lambda: tier.has([key_of(1)])):
+    for ask in (lambda: get(tier, 1), lambda: put(tier, 2), lambda: tier.contains([key_of(1)])):
         began = time.monotonic()
         with pytest.raises(TierError, match="mooncake"):
             ask()
         assert time.monotonic() - began < 20, "not the library's own 30 seconds"
     store.start_master()
-    until(lambda: tier.has([key_of(1)]) == [False])
+    until(lambda: tier.contains([key_of(1)]) == [False])
     assert get(tier, 1) is None
     until(lambda: put(tier, 3))
     assert get(tier, 3) == page_of(3)
@@ -197,10 +197,10 @@ def test_a_stopped_master_costs_our_deadline_and_no_process(store: Mooncake):
         strike(store.master.pid, signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(TierError):
-            tier.has([key_of(1)])
+            tier.contains([key_of(1)])
         assert time.monotonic() - began < 25, "not the library's own 30 seconds"
         store.master.send_signal(signal.SIGCONT)
-        until(lambda: tier.has([key_of(1)]) == [True])
+        until(lambda: tier.contains([key_of(1)]) == [True])
         assert tier.pid == process
         until(lambda: get(tier, 1) == page_of(1))
 
@@ -214,7 +214,7 @@ def test_who_has_the_page_hangs_or_dies(store: Mooncake, tier: MooncakeTier, how
     with pytest.raises(TierError):
         get(tier, 1)
     until(lambda: get(tier, 1) is None)
-    assert tier.has([key_of(1)]) == [False], "its master has found out"
+    assert tier.contains([key_of(1)]) == [False], "its master has found out"
 
 
 @long
@@ -240,7 +240,7 @@ def test_its_process_ends_with_a_worker_that_is_killed(store: Mooncake, stopped:
         "from tests.store_rig import IDENTITY, LAYOUT\n"
         "from penstock.kv.store.envelope import PageEnvelope\n"
         "class At: at = sys.argv[1]\n"
-        "tier = mooncake_tier(At, StoreSeal(IDENTITY, LAYOUT))\n"
+        "tier = mooncake_tier(At, PageEnvelope(IDENTITY, LAYOUT))\n"
         "print(tier.pid, flush=True)\n"
         "sys.stdin.read()\n"
     )
@@ -268,10 +268,10 @@ def test_without_a_master_it_fails_and_says_so(store: Mooncake):
     (port,) = free_ports(1)
     tier = MooncakeTier(MooncakeConfig(master=f"127.0.0.1:{port}"), SEAL, timeout_s=1.0)
     with pytest.raises(TierError, match="mooncake"):
-        tier.has([key_of(1)])
+        tier.contains([key_of(1)])
     tier.close()
     with pytest.raises(TierError, match="closed"):
-        tier.has([key_of(1)])
+        tier.contains([key_of(1)])
 
 
 @long

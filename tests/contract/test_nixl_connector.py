@@ -96,10 +96,10 @@ def test_a_page_that_landed_and_was_stopped_wakes_nobody(carrier: NixlConnector)
     page = wanted()
     carrier._land(FetchResult(page))
     assert select.select(carrier.descriptors, [], [], 0)[0]
-    carrier.stop(page.source, R, 1)
+    carrier.stop_transfer(page.source, R, 1)
     assert not select.select(carrier.descriptors, [], [], 0)[0]
     carrier._land(FetchResult(page))
-    assert [each.wanted for each in carrier.landed()] == [page], "the next one does"
+    assert [each.request for each in carrier.fetch_results()] == [page], "the next one does"
 
 
 class NoThread:
@@ -132,13 +132,13 @@ def test_whatever_fails_pages_go_another_way(
 ):
     monkeypatch.setattr(reader, "House", house)
     page = wanted()
-    carrier.taker.fetch(reader.NixlFetch(page, b"agent", 0))
-    carrier.taker.start()
-    until(lambda: carrier.has_landed)
-    assert [(each.wanted, each.failure) for each in carrier._landed] == [(page, reader.FAILED)]
-    assert why in carrier.taker.why
-    until(carrier.taker.settled.is_set)
-    assert not carrier.taker.usable
+    carrier.reader.queue_page(reader.NixlFetch(page, b"agent", 0))
+    carrier.reader.start()
+    until(lambda: carrier.has_results)
+    assert [(each.request, each.failure) for each in carrier._landed] == [(page, reader.FAILED)]
+    assert why in carrier.reader.last_error
+    until(carrier.reader.settled.is_set)
+    assert not carrier.reader.usable
     until(lambda: not memory_of_reads())
 
 
@@ -169,15 +169,15 @@ def test_a_receiver_without_nixl_tries_once(carrier: NixlConnector, monkeypatch:
             return AgentUnavailable("none of the packages is installed")
 
     monkeypatch.setattr(reader, "House", Without)
-    carrier.taker.start()
-    until(carrier.taker.settled.is_set)
-    assert carrier.taker.resting_until == math.inf
-    assert "none of the packages" in carrier.taker.why
-    carrier.taker.start()
-    carrier.taker.fetch(reader.NixlFetch(wanted(), b"agent", 0))
-    until(lambda: carrier.has_landed)
+    carrier.reader.start()
+    until(carrier.reader.settled.is_set)
+    assert carrier.reader.resting_until == math.inf
+    assert "none of the packages" in carrier.reader.last_error
+    carrier.reader.start()
+    carrier.reader.queue_page(reader.NixlFetch(wanted(), b"agent", 0))
+    until(lambda: carrier.has_results)
     assert [each.failure for each in carrier._landed] == [reader.FAILED]
-    assert not carrier.taker.usable
+    assert not carrier.reader.usable
     assert len(Without.begun) == 1
 
 
@@ -194,18 +194,18 @@ def test_pages_go_by_sockets_while_a_new_process_comes_up(carrier: NixlConnector
             return AgentReady(b"agent", 0)
 
     monkeypatch.setattr(reader, "House", Mortal)
-    carrier.taker.start()
+    carrier.reader.start()
     for life in (1, 2):
         until(lambda life=life: len(Mortal.begun) == life)
-        assert not carrier.taker.usable, "it has not come up"
+        assert not carrier.reader.usable, "it has not come up"
         Mortal.begun[-1].up.set()
-        until(lambda: carrier.taker.usable)
-        carrier.taker.fetch(reader.NixlFetch(wanted(), b"agent", 0))
+        until(lambda: carrier.reader.usable)
+        carrier.reader.queue_page(reader.NixlFetch(wanted(), b"agent", 0))
         until(lambda life=life: len(carrier._landed) == life)
-        assert not carrier.taker.usable
-        carrier.taker.resting_until = 0.0
-        assert not carrier.taker.usable, "rested, and without a process"
-        carrier.taker.start()
+        assert not carrier.reader.usable
+        carrier.reader.resting_until = 0.0
+        assert not carrier.reader.usable, "rested, and without a process"
+        carrier.reader.start()
 
 
 def memory_of_reads() -> list[str]:
@@ -233,13 +233,13 @@ def test_without_room_for_its_processes_pages_go_by_sockets(
             patch.setattr(nixl_connector, "House", none)
         else:
             patch.setattr(threading.Thread, "start", no_thread)
-            carrier.taker.start()
-            assert not carrier.taker.usable
-        at = carrier.grant(R, 1)
+            carrier.reader.start()
+            assert not carrier.reader.usable
+        at = carrier.grant_access(R, 1)
     assert at is not None
     assert not at.agent
-    assert carrier.grant(R, 1) == at, "not tried again and again"
-    assert carrier.giver.pid is None
+    assert carrier.grant_access(R, 1) == at, "not tried again and again"
+    assert carrier.exporter.pid is None
 
 
 @long
@@ -247,9 +247,9 @@ def test_pages_come_by_nixl_where_both_have_it(rig: Rig):
     sender, receiver = ends(rig)
     for epoch in (1, 2, 3):
         hand_over(rig, epoch)
-    assert receiver.taker.pages == 9
-    assert sender._tcp.desk._callers == set()
-    maps = Path(f"/proc/{sender.giver.pid}/maps").read_text().splitlines()
+    assert receiver.reader.pages == 9
+    assert sender._tcp.server._callers == set()
+    maps = Path(f"/proc/{sender.exporter.pid}/maps").read_text().splitlines()
     (shared,) = (line for line in maps if "memfd:penstock-kv" in line)
     assert " r--s " in shared, "nobody can write there"
 
@@ -259,13 +259,13 @@ def test_pages_come_by_nixl_where_both_have_it(rig: Rig):
 def test_pages_come_by_sockets_where_one_has_it_not(rig: Rig, who: str):
     sender, receiver = ends(rig)
     if who == "sender":
-        assert sender.giver.pid is not None
-        os.kill(sender.giver.pid, signal.SIGKILL)
-        until(lambda: sender.giver.ready is None)
+        assert sender.exporter.pid is not None
+        os.kill(sender.exporter.pid, signal.SIGKILL)
+        until(lambda: sender.exporter.ready is None)
     else:
-        receiver.taker.resting_until = float("inf")
+        receiver.reader.resting_until = float("inf")
     hand_over(rig, 1)
-    assert receiver.taker.pages == 0
+    assert receiver.reader.pages == 0
 
 
 @long
@@ -274,8 +274,8 @@ def test_pages_come_by_sockets_where_one_has_it_not(rig: Rig, who: str):
 def test_a_process_that_hangs_or_dies_costs_a_deadline_and_no_page(rig: Rig, who: str, how: signal.Signals):
     sender, receiver = ends(rig)
     hand_over(rig, 1)
-    pid = sender.giver.pid if who == "sender" else receiver.taker.pid
-    taking = receiver.taker.pid
+    pid = sender.exporter.pid if who == "sender" else receiver.reader.pid
+    taking = receiver.reader.pid
     assert pid is not None
     assert taking is not None
     strike(pid, how)
@@ -283,12 +283,12 @@ def test_a_process_that_hangs_or_dies_costs_a_deadline_and_no_page(rig: Rig, who
     hand_over(rig, 2)
     assert time.monotonic() - began < 60
     if how is signal.SIGSTOP:
-        assert receiver.taker.pages == 3
-        assert "did not end in 3 s" in receiver.taker.why
+        assert receiver.reader.pages == 3
+        assert "did not end in 3 s" in receiver.reader.last_error
         until(lambda: not psutil.pid_exists(taking))  # nor what it might still write
     if how is signal.SIGSTOP:
-        os.kill(sender.giver.pid or 0, signal.SIGCONT)
-    receiver.taker.resting_until = 0.0
+        os.kill(sender.exporter.pid or 0, signal.SIGCONT)
+    receiver.reader.resting_until = 0.0
     hand_over(rig, 3)
 
 
@@ -296,27 +296,27 @@ def test_a_process_that_hangs_or_dies_costs_a_deadline_and_no_page(rig: Rig, who
 def test_what_was_stopped_is_not_written(rig: Rig):
     sender, receiver = ends(rig)
     hand_over(rig, 1)
-    assert sender.giver.pid is not None
+    assert sender.exporter.pid is not None
     start(rig, epoch=2)
-    strike(sender.giver.pid, signal.SIGSTOP)
+    strike(sender.exporter.pid, signal.SIGSTOP)
     offer_all(rig, epoch=2)
-    rig.until(lambda: bool(receiver.taker._flying))
-    receiver.stop(rig.source, rig.granted[0].request, 2)
+    rig.until(lambda: bool(receiver.reader._flying))
+    receiver.stop_transfer(rig.source, rig.granted[0].request, 2)
     before = [rig.receiver_page(page) for page in OWN]
     for page in THEIRS:
         rig.sender_memory.view(page)[:] = bytes(rig.sender_memory.layout.page_bytes)  # type: ignore[arg-type]
-    os.kill(sender.giver.pid, signal.SIGCONT)
-    until(lambda: not receiver.taker._flying)
+    os.kill(sender.exporter.pid, signal.SIGCONT)
+    until(lambda: not receiver.reader._flying)
     assert [rig.receiver_page(page) for page in OWN] == before
-    assert not receiver.landed()
+    assert not receiver.fetch_results()
 
 
 @long
 def test_nothing_is_left(rig: Rig):
     sender, receiver = ends(rig)
     hand_over(rig, 1)
-    assert receiver.giver.pid is None, "who only takes needs no process to give"
-    pids = [sender.giver.pid, receiver.taker.pid]
+    assert receiver.exporter.pid is None, "who only takes needs no process to give"
+    pids = [sender.exporter.pid, receiver.reader.pid]
     for carrier in (sender, receiver):
         carrier.close()
     assert not [pid for pid in pids if pid is None or psutil.pid_exists(pid)]

@@ -92,7 +92,7 @@ def rig_of(things: ExitStack, kind: str = "tcp", config: HandOverConfig = ONE_LI
 def desk_of(rig: Rig) -> PageServer:
     carrier = rig.sender._carrier
     assert isinstance(carrier, TcpConnector)
-    return carrier.desk
+    return carrier.server
 
 
 def leads_to(rig: Rig, port: int, **other: object) -> None:
@@ -138,7 +138,7 @@ def test_pages_arrive_and_who_listens_reads_only_what_is_not_sealed(things: Exit
     rig.until(lambda: bool(rig.released))
     assert arrived(rig)
     assert rig.firsts
-    rig.until(lambda: rig.receiver.beside_s > 0)  # the thread that fetched is counted
+    rig.until(lambda: rig.receiver.background_s > 0)  # the thread that fetched is counted
     pages = [rig.sender_page(page) for page in THEIRS]
     assert all((page[64:96] in wire.seen) == (kind == "tcp") for page in pages)
 
@@ -201,7 +201,7 @@ def test_what_is_cancelled_in_the_middle_of_a_page_is_written_no_further(things:
     start(rig)
     offer_all(rig)
     rig.until(held.is_set)
-    rig.took(rig.receiver.cancel(R, 1))
+    rig.took(rig.receiver.cancel_pull(R, 1))
     before = [rig.receiver_page(page) for page in OWN]
     go_on.set()
     other = RequestId("other")
@@ -291,9 +291,9 @@ class Caller:
 
 def granted(rig: Rig, name: str, *pages: int) -> PagesAt:
     desk = desk_of(rig)
-    at = desk.grant(RequestId(name), 1)
+    at = desk.grant_access(RequestId(name), 1)
     for page in pages:
-        desk.offer(
+        desk.publish_page(
             PageReady(
                 request=at.request, epoch=1, block=0, tokens=16, page=PageId(page), generation=1, checksum=bytes(16)
             )
@@ -315,7 +315,7 @@ def test_who_has_a_legs_token_gets_its_pages_and_no_others(things: ExitStack) ->
     assert caller.fetch(other.leg, 5) is None
     assert caller.attach(other.leg, other.token)[0] == frames.ATTACHED
     assert caller.fetch(other.leg, 5) == rig.sender_page(5)
-    desk_of(rig).revoke(other.request, 1)
+    desk_of(rig).revoke_access(other.request, 1)
     assert caller.fetch(other.leg, 5) is None
     assert caller.fetch(one.leg, 3) == rig.sender_page(3)
 
@@ -341,9 +341,9 @@ def test_a_legs_end_takes_its_pages_back(things: ExitStack, ending: str) -> None
     if ending == "received":
         rig.done(3)
     elif ending == "cancelled":
-        rig.took(rig.receiver.cancel(R, 1))
+        rig.took(rig.receiver.cancel_pull(R, 1))
     else:
-        rig.sent(rig.sender.cancel(R, 1, rig.clock.now()))
+        rig.sent(rig.sender.cancel_transfer(R, 1, rig.clock.now()))
     rig.until(lambda: bool(rig.released))
     assert caller.fetch(at.leg, THEIRS[0]) is None
     assert caller.attach(at.leg, at.token)[0] == frames.REFUSED
@@ -421,8 +421,8 @@ def test_a_prompt_whose_pages_are_handed_out_no_more_hears_why(things: ExitStack
     start(rig)
     offer_all(rig)
     rig.receiver_ticks = False
-    desk_of(rig).revoke(R, 1)  # before the receiver has asked
-    rig.sent(rig.sender.fail(R, 1, "out of luck", rig.clock.now()))
+    desk_of(rig).revoke_access(R, 1)  # before the receiver has asked
+    rig.sent(rig.sender.fail_transfer(R, 1, "out of luck", rig.clock.now()))
     rig.until(lambda: bool(rig.failed))
     assert rig.failed == [PullFailed(R, 1, "out of luck")]
     assert rig.advanced == []

@@ -111,8 +111,8 @@ def test_what_is_offered_in_one_go_is_announced_by_and_by(rig: Rig, monkeypatch:
         rig.sender._legs[request].enough = LAYOUT.page_bytes
         said = []
         for block in range(16):
-            offer = PageOffer(request=request, epoch=1, block=block, page=PageId(block), tokens=16, generation=1)
-            turn = rig.sender.offer(offer, rig.clock.now(), more=block < 15)
+            offer = PageOffer(request=request, epoch=1, index=block, page=PageId(block), tokens=16, generation=1)
+            turn = rig.sender.offer_page(offer, rig.clock.now(), more=block < 15)
             said.append(len(turn.sends) and sum(len(getattr(send.message, "pages", "1")) for send in turn.sends))
             rig.sent(turn)
         assert said == [1, 0, 2, 0, 0, 0, 4, 0, 0, 0, 4, 0, 0, 0, 4, 1]
@@ -166,7 +166,7 @@ def test_when_all_blocks_are_there_only_the_first_token_comes(rig: Rig) -> None:
 def test_a_first_token_that_ends_the_answer_needs_no_pages(rig: Rig) -> None:
     start(rig)
     last = msgspec.structs.replace(first_token(), finish=FinishReason.STOP)
-    rig.sent(rig.sender.done(last, 3, rig.clock.now()))
+    rig.sent(rig.sender.finish_prefill(last, 3, rig.clock.now()))
     rig.until(lambda: bool(rig.released))
     assert rig.firsts == [TransferDone(R, 1, last)]
     assert rig.all_free()
@@ -187,7 +187,7 @@ def test_frames_in_any_order(rig: Rig) -> None:
     rig.order = list
     for source, received in reversed(held):
         assert not rig.advanced  # block 0 comes last
-        rig.took(rig.receiver.receive(source, received.message, received.payload, rig.clock.now()))
+        rig.took(rig.receiver.on_message(source, received.message, received.payload, rig.clock.now()))
         rig.receiver_copies()
     rig.until(lambda: bool(rig.released))
     assert arrived(rig)
@@ -258,7 +258,7 @@ def test_no_more_than_the_window_is_under_way_to_one_receiver(rig: Rig) -> None:
             request=names[number], epoch=1, skip_blocks=skip, identity=IDENTITY, layout=LAYOUT.name,
             carrier=made.sender._carrier.name, incarnation=1, tokens=0,
         )  # fmt: skip
-        return made.sender.pull(b"peer", asked, made.clock.now())
+        return made.sender.on_pull(b"peer", asked, made.clock.now())
 
     for number, name in enumerate(names):
         made.open(request=name)
@@ -266,8 +266,8 @@ def test_no_more_than_the_window_is_under_way_to_one_receiver(rig: Rig) -> None:
     for block in range(4):
         for number, name in enumerate(names):
             page = PageId(4 * number + block)
-            offer = PageOffer(request=name, epoch=1, block=block, page=page, tokens=16, generation=1)
-            note(made.sender.offer(offer, made.clock.now()))
+            offer = PageOffer(request=name, epoch=1, index=block, page=page, tokens=16, generation=1)
+            note(made.sender.offer_page(offer, made.clock.now()))
     assert announced == [(names[0], 0), (names[1], 0)]
     note(pull(0, 1))
     assert len(announced) == 3, "what is acknowledged makes room for as much"
@@ -392,7 +392,7 @@ def test_one_page_among_many_that_cannot_be_of_this_request_ends_it(rig: Rig, wr
     rows = [(0, 16), wrong, (2, 8)]
     pages = tuple(Announced(block, tokens, PageId(30), 1, bytes(16)) for block, tokens in rows)
     message = PagesReady(request=R, epoch=1, pages=pages)
-    rig.took(rig.receiver.receive(rig.source, message, None, rig.clock.now()))
+    rig.took(rig.receiver.on_message(rig.source, message, None, rig.clock.now()))
     assert [failed.reason[:8] for failed in rig.failed] == ["protocol"]
     rig.receiver_copies()
     assert bytes(rig.receiver_memory.buffer) == before
@@ -417,7 +417,7 @@ def other_seal(what: str) -> PageChecksum:
         case "numerics class":
             return PageChecksum(msgspec.structs.replace(IDENTITY, numerics="test-2-fp32"), LAYOUT)
         case _:
-            return PageChecksum(IDENTITY, KvLayout.of(KvShape.plain(layers=2, kv_heads=2, head_dim=16), "bf16"))
+            return PageChecksum(IDENTITY, KvLayout.for_shape(KvShape.plain(layers=2, kv_heads=2, head_dim=16), "bf16"))
 
 
 @pytest.mark.parametrize("what", ["model", "numerics class", "page layout", "carrier", "incarnation"])

@@ -63,7 +63,7 @@ POINTS = ["asked", "granted", "on the wire", "queued", "one copied", "all copied
 def test_a_receiver_that_cancels_gets_nothing_written_any_more_and_frees_both(rig: Rig, point: str) -> None:
     reach(rig, point)
     news = (list(rig.advanced), list(rig.firsts))
-    rig.took(rig.receiver.cancel(R, 1))
+    rig.took(rig.receiver.cancel_pull(R, 1))
     before = bytes(rig.receiver_memory.buffer)
     assert not rig.receiver.has_work
     assert not rig.receiver.open_pulls
@@ -78,7 +78,7 @@ def test_a_receiver_that_cancels_gets_nothing_written_any_more_and_frees_both(ri
 @pytest.mark.parametrize("point", POINTS)
 def test_a_sender_that_cancels_frees_both(rig: Rig, point: str) -> None:
     reach(rig, point)
-    rig.sent(rig.sender.cancel(R, 1, rig.clock.now()))
+    rig.sent(rig.sender.cancel_transfer(R, 1, rig.clock.now()))
     assert rig.released == [TransferReleased(R, 1, "cancelled")]
     rig.until(lambda: bool(rig.failed or rig.firsts))
     if not rig.firsts:
@@ -109,8 +109,8 @@ def test_a_later_epoch_replaces_an_earlier_one(rig: Rig, point: str) -> None:
 
 def test_cancelling_an_earlier_epoch_changes_nothing(rig: Rig) -> None:
     start(rig, epoch=2)
-    rig.took(rig.receiver.cancel(R, 1))
-    rig.sent(rig.sender.cancel(R, 1, rig.clock.now()))
+    rig.took(rig.receiver.cancel_pull(R, 1))
+    rig.sent(rig.sender.cancel_transfer(R, 1, rig.clock.now()))
     offer_all(rig, epoch=2)
     rig.done(3, epoch=2)
     rig.until(lambda: bool(rig.released))
@@ -118,7 +118,7 @@ def test_cancelling_an_earlier_epoch_changes_nothing(rig: Rig) -> None:
 
 
 def test_a_pull_that_comes_after_the_cancel_is_refused_at_once(rig: Rig) -> None:
-    rig.sent(rig.sender.cancel(R, 1, rig.clock.now()))
+    rig.sent(rig.sender.cancel_transfer(R, 1, rig.clock.now()))
     rig.expect(OWN, tokens=TOKENS)
     rig.until(lambda: bool(rig.failed))
     assert rig.failed == [PullFailed(R, 1, "cancelled")]
@@ -149,7 +149,7 @@ def test_a_silent_receiver_loses_its_lease_and_what_it_copies_later_does_not_pas
     rig.clock.advance(10.1)
     rig.sent(rig.sender.tick(rig.clock.now()))
     assert rig.released == [TransferReleased(R, 1, "lease ended")]
-    assert not rig.sender.open_legs
+    assert not rig.sender.open_transfers
     for page in THEIRS:  # given to somebody else
         rig.sender_memory.view(page)[:] = bytes(LAYOUT.page_bytes)  # type: ignore[arg-type]
     rig.receiver_copies()
@@ -184,7 +184,7 @@ def test_what_the_scheduler_says_of_an_earlier_epoch_is_ignored(rig: Rig) -> Non
     start(rig, epoch=2)
     rig.offer(0, THEIRS[2], epoch=1)
     rig.done(3, epoch=1)
-    rig.sent(rig.sender.fail(R, 1, "late", rig.clock.now()))
+    rig.sent(rig.sender.fail_transfer(R, 1, "late", rig.clock.now()))
     offer_all(rig, epoch=2)
     rig.done(3, epoch=2)
     rig.until(lambda: bool(rig.released))
@@ -305,15 +305,15 @@ def test_over_a_new_connection_it_is_said_again_where_the_pages_are(rig: Rig) ->
 def test_a_late_pull_takes_back_no_acknowledgement(rig: Rig) -> None:
     start(rig)
     offer_all(rig)
-    rig.until(lambda: rig.sender.acknowledged(R, 1) == 3)
-    rig.sent(rig.sender.pull(b"\x00late", pull_of(rig, skip_blocks=1), rig.clock.now()))
-    assert rig.sender.acknowledged(R, 1) == 3
+    rig.until(lambda: rig.sender.acknowledged_pages(R, 1) == 3)
+    rig.sent(rig.sender.on_pull(b"\x00late", pull_of(rig, skip_blocks=1), rig.clock.now()))
+    assert rig.sender.acknowledged_pages(R, 1) == 3
 
 
 def test_pulls_for_requests_that_nobody_has_submitted_are_bounded(rig: Rig) -> None:
     for number in range(MAX_WAITING_PULLS + 1):
         pull = msgspec.structs.replace(pull_of(rig), request=RequestId(f"r{number}"))
-        turn = rig.sender.pull(b"peer", pull, rig.clock.now())
+        turn = rig.sender.on_pull(b"peer", pull, rig.clock.now())
         reasons = [send.message.reason for send in turn.sends if isinstance(send.message, HandOverFailed)]
         assert reasons == (["too many pulls wait"] if number == MAX_WAITING_PULLS else [])
     assert len(rig.sender.waiting_pulls) == MAX_WAITING_PULLS
@@ -343,7 +343,7 @@ def test_a_receiver_that_vanished_is_given_up_even_while_the_prompt_is_computed(
 
 def test_a_dead_sender_is_given_up_as_soon_as_it_is_known(rig: Rig) -> None:
     reach(rig, "one copied")
-    rig.took(rig.receiver.sender_gone(rig.source.worker, rig.source.incarnation + 1))
+    rig.took(rig.receiver.on_sender_gone(rig.source.worker, rig.source.incarnation + 1))
     before = bytes(rig.receiver_memory.buffer)
     assert rig.failed == [PullFailed(R, 1, "sender gone")]
     rig.settle()
@@ -363,7 +363,7 @@ def test_a_forgetful_receiver_ends_the_senders_lease(rig: Rig) -> None:
     """Its PagesReceived was lost: the next sign of the sender brings another."""
     start(rig)
     link = rig.links.pop(rig.source)
-    rig.took(rig.receiver.cancel(R, 1))
+    rig.took(rig.receiver.cancel_pull(R, 1))
     rig.links[rig.source] = link
     rig.clock.advance(3)
     rig.until(lambda: bool(rig.released))
@@ -376,9 +376,9 @@ def test_a_pull_with_any_numbers_ends_by_its_lease(rig: Rig) -> None:
         request=R, epoch=1, skip_blocks=0, identity=IDENTITY, layout=LAYOUT.name, carrier=rig.carrier, incarnation=1
     )
     for skip in (-(1 << 63), (1 << 63) - 1):
-        rig.sent(rig.sender.pull(b"\x00evil", msgspec.structs.replace(good, skip_blocks=skip), rig.clock.now()))
+        rig.sent(rig.sender.on_pull(b"\x00evil", msgspec.structs.replace(good, skip_blocks=skip), rig.clock.now()))
     offer_all(rig)
     rig.done(3)
     rig.clock.advance(10.1)
     rig.sent(rig.sender.tick(rig.clock.now()))
-    assert not rig.sender.open_legs
+    assert not rig.sender.open_transfers

@@ -105,7 +105,7 @@ def sender_process(carrier: str, file: KvMemoryFile, keys: Keys, endpoint: str, 
         listener = transport.listen(endpoint)
         os.write(orders.from_child[1], listener.endpoint.encode() + b"\n")
         effects: list[PullGranted | TransferReleased] = []
-        effects += send_messages(sender.open(R, 1, clock.now()), listener, sender, clock.now())
+        effects += send_messages(sender.open_transfer(R, 1, clock.now()), listener, sender, clock.now())
         offered = 0
         may_end = False
         while not (may_end and any(isinstance(effect, TransferReleased) for effect in effects)):
@@ -114,28 +114,28 @@ def sender_process(carrier: str, file: KvMemoryFile, keys: Keys, endpoint: str, 
                 now = clock.now()
                 match received.message:
                     case PullPages() as pull:
-                        effects += send_messages(sender.pull(received.peer, pull, now), listener, sender, now)
+                        effects += send_messages(sender.on_pull(received.peer, pull, now), listener, sender, now)
                     case PagesReceived() as got:
-                        effects += send_messages(sender.received(got, now), listener, sender, now)
+                        effects += send_messages(sender.on_received(got, now), listener, sender, now)
             effects += send_messages(sender.tick(clock.now()), listener, sender, clock.now())
             if not transport.wait(0, [], [orders.to_child[0]]):
                 continue
             match order := os.read(orders.to_child[0], 1):
                 case b"p":
                     offer = PageOffer(
-                        request=R, epoch=1, block=offered, page=PageId(offered + 3), tokens=16, generation=5
+                        request=R, epoch=1, index=offered, page=PageId(offered + 3), tokens=16, generation=5
                     )
                     offered += 1
-                    effects += send_messages(sender.offer(offer, clock.now()), listener, sender, clock.now())
+                    effects += send_messages(sender.offer_page(offer, clock.now()), listener, sender, clock.now())
                 case b"d":
-                    turn = sender.done(first_token(), BLOCKS, clock.now())
+                    turn = sender.finish_prefill(first_token(), BLOCKS, clock.now())
                     effects += send_messages(turn, listener, sender, clock.now())
                 case b"s":
                     memory.buffer[:] = b"\xa5" * memory.buffer.nbytes
                 case b"q":
                     may_end = True
             os.write(orders.from_child[1], order)
-        assert not sender.open_legs
+        assert not sender.open_transfers
         transport.close()
         code = 0
     except BaseException:  # noqa: BLE001
@@ -181,7 +181,7 @@ class Receiving:
             skip_blocks=0,
             tokens=16 * BLOCKS,
         )
-        self.took(self.receiver.expect(pull, self.clock.now()))
+        self.took(self.receiver.start_pull(pull, self.clock.now()))
 
     def took(self, turn: ReceiverOutput) -> None:
         self.news += send_pulls(turn, lambda _, message: self.link.send(message))
@@ -194,9 +194,9 @@ class Receiving:
             while (received := self.link.recv()) is not None:
                 message = received.message
                 self.frames += len(message.pages) if isinstance(message, PagesReady) else isinstance(message, PageReady)
-                self.took(self.receiver.receive(self.source, received.message, received.payload, self.clock.now()))
+                self.took(self.receiver.on_message(self.source, received.message, received.payload, self.clock.now()))
             if copying:
-                self.took(self.receiver.work(self.clock.now()))
+                self.took(self.receiver.fetch_pages(self.clock.now()))
 
     def order(self, letters: bytes) -> None:
         """Give orders and wait until they are done."""
@@ -276,7 +276,7 @@ def test_what_a_killed_sender_had_announced_can_still_be_copied_and_is_right(end
     end.until(lambda: end.frames == 3, copying=False)
     os.kill(end.pid, signal.SIGKILL)
     end.ended()
-    end.took(end.receiver.work(end.clock.now()))
+    end.took(end.receiver.fetch_pages(end.clock.now()))
     assert end.news == [PagesAdvanced(R, 1, 48)]
     assert end.right(3)
 
@@ -287,7 +287,7 @@ def test_a_stopped_sender_can_do_no_harm_when_it_wakes(end: Receiving) -> None:
     os.kill(end.pid, signal.SIGSTOP)
     end.clock.advance(10)
     told_later = end.receiver.tick(end.clock.now())
-    assert told_later.effects == [PullFailed(R, 1, "silent")]
+    assert told_later.events == [PullFailed(R, 1, "silent")]
     before = bytes(end.memory.buffer)
     os.kill(end.pid, signal.SIGCONT)
     end.order(b"ppps")  # it goes on as if nothing had happened, and worse
@@ -304,7 +304,7 @@ def test_a_sender_that_writes_into_announced_pages_is_found_out(slot: KvMemoryFi
         end.order(b"p" * 3)
         end.until(lambda: end.frames == 3, copying=False)
         end.order(b"s")
-        end.took(end.receiver.work(end.clock.now()))
+        end.took(end.receiver.fetch_pages(end.clock.now()))
         assert end.news == [PullFailed(R, 1, "corrupt")]
         end.leave()
 
@@ -319,5 +319,5 @@ def test_a_new_incarnation_wipes_what_the_old_one_had_announced(slot: KvMemoryFi
         fresh = stack.enter_context(closing(slot.map_own()))
         fresh.wipe()
         assert bytes(fresh.buffer) == bytes(fresh.buffer.nbytes)
-        end.took(end.receiver.work(end.clock.now()))
+        end.took(end.receiver.fetch_pages(end.clock.now()))
         assert end.news == [PullFailed(R, 1, "corrupt")]

@@ -52,7 +52,7 @@ CARRIERS = (*AT_ONCE, "tcp")
 NIXL = {"nixl_transports": "tcp", "nixl_devices": "lo"}
 """What stands in for RDMA here."""
 
-LAYOUT = KvLayout.of(KvShape.plain(layers=2, kv_heads=2, head_dim=8), "fp32")
+LAYOUT = KvLayout.for_shape(KvShape.plain(layers=2, kv_heads=2, head_dim=8), "fp32")
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="test-1-fp32")
 PAGES = 64
 R = RequestId("cmpl-1/0")
@@ -111,10 +111,10 @@ class Rig:
             skip_blocks=skip,
             tokens=tokens,
         )
-        self.took(self.receiver.expect(pull, self.clock.now()))
+        self.took(self.receiver.start_pull(pull, self.clock.now()))
 
     def open(self, epoch: int = 1, request: RequestId = R) -> None:
-        self.sent(self.sender.open(request, epoch, self.clock.now()))
+        self.sent(self.sender.open_transfer(request, epoch, self.clock.now()))
 
     def offer(
         self,
@@ -128,12 +128,12 @@ class Rig:
         more: bool = False,
     ) -> None:
         offer = PageOffer(
-            request=request, epoch=epoch, block=block, page=PageId(page), tokens=tokens, generation=generation
+            request=request, epoch=epoch, index=block, page=PageId(page), tokens=tokens, generation=generation
         )
-        self.sent(self.sender.offer(offer, self.clock.now(), more=more))
+        self.sent(self.sender.offer_page(offer, self.clock.now(), more=more))
 
     def done(self, blocks: int, epoch: int = 1, request: RequestId = R) -> None:
-        self.sent(self.sender.done(first_token(request, epoch), blocks, self.clock.now()))
+        self.sent(self.sender.finish_prefill(first_token(request, epoch), blocks, self.clock.now()))
 
     # --- what a loop would do ---
 
@@ -162,9 +162,9 @@ class Rig:
             moved = True
             match received.message:
                 case PullPages() as pull:
-                    self.sent(self.sender.pull(received.peer, pull, self.clock.now()))
+                    self.sent(self.sender.on_pull(received.peer, pull, self.clock.now()))
                 case PagesReceived() as got:
-                    self.sent(self.sender.received(got, self.clock.now()))
+                    self.sent(self.sender.on_received(got, self.clock.now()))
         self.sent(self.sender.tick(self.clock.now()))
         return moved
 
@@ -175,14 +175,14 @@ class Rig:
             while (received := link.recv()) is not None:
                 came.append((source, received))
         for source, received in self.order(came):
-            self.took(self.receiver.receive(source, received.message, received.payload, self.clock.now()))
+            self.took(self.receiver.on_message(source, received.message, received.payload, self.clock.now()))
         if self.receiver_ticks:
             self.took(self.receiver.tick(self.clock.now()))
         return bool(came)
 
     def receiver_copies(self, budget: int | None = None) -> bool:
         had = self.receiver.has_work
-        self.took(self.receiver.work(self.clock.now(), budget))
+        self.took(self.receiver.fetch_pages(self.clock.now(), budget))
         return had
 
     def until(self, true: Callable[[], bool], *, copying: bool = True) -> None:
@@ -217,7 +217,7 @@ class Rig:
         return bytes(self.receiver_memory.view(PageId(page)))
 
     def all_free(self) -> bool:
-        return not (self.sender.open_legs or self.receiver.open_pulls or self.receiver.has_work)
+        return not (self.sender.open_transfers or self.receiver.open_pulls or self.receiver.has_work)
 
 
 def make_rig(carrier: str, *, config: HandOverConfig | None = None, incarnation: int = 1) -> tuple[Rig, list]:
@@ -286,13 +286,13 @@ def nixl_end(config: HandOverConfig, seal: PageChecksum, *, gives: bool) -> tupl
     if importlib.util.find_spec("nixl_cu12") is None:
         pytest.skip("NOT RUN: no NIXL here: pip install --no-deps nixl-cu12")
     memory, carrier = nixl_carrier(config, seal)
-    end = carrier.giver if gives else carrier.taker
+    end = carrier.exporter if gives else carrier.reader
     end.start()
     end.settled.wait(60)
-    if not (carrier.giver.ready if gives else carrier.taker.usable):
+    if not (carrier.exporter.ready if gives else carrier.reader.usable):
         carrier.close()
         memory.close()
-        pytest.fail(f"NIXL is installed and did not come up: {carrier.taker.why or 'the log says why'}")
+        pytest.fail(f"NIXL is installed and did not come up: {carrier.reader.last_error or 'the log says why'}")
     return memory, carrier
 
 

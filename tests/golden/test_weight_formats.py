@@ -143,10 +143,10 @@ def test_tensors_say_what_the_formats_own_tools_read(pair: Pair) -> None:
     with Checkpoint(pair.stored, parse_quantization(config)) as checkpoint:
         assert pair.said
         for name, wanted in pair.said.items():
-            coded = checkpoint.coded(name)
+            coded = checkpoint.quantized_tensor(name)
             assert coded is not None
             assert coded.shape == wanted.shape
-            stack = wanted.swapaxes(1, 2) if coded.turned else wanted[None]
+            stack = wanted.swapaxes(1, 2) if coded.transposed else wanted[None]
             for index, matrix_NK in enumerate(stack):
                 read_NK = coded.matrix(index).dequantised()
                 np.testing.assert_allclose(read_NK, matrix_NK, rtol=1e-5, atol=2e-6)
@@ -220,7 +220,7 @@ def test_a_plan_counts_the_bytes_of_the_files(pair: Pair) -> None:
     for weight in outline.layout.weights:
         for part in weight.parts:
             if part.tensor in counted and part.groups is None and hasattr(weight, "segments"):
-                counted[part.tensor] += how.of(weight, part) * part.numbers / 8
+                counted[part.tensor] += how.bits_of_part(weight, part) * part.numbers / 8
     checked = {name: size for name, size in counted.items() if size}
     assert checked
     for name, size in checked.items():

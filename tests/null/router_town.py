@@ -268,7 +268,7 @@ class Town:
         found = []
         for worker in self.stage.workers:
             pages, leaked = worker.scheduler.load().pages_used, worker.scheduler.check().total
-            legs, pulls = worker.sender.open_legs, worker.receiver.open_pulls
+            legs, pulls = worker.sender.open_transfers, worker.receiver.open_pulls
             if not worker.stopped and (pages or leaked or legs or pulls or len(worker.mailbox._asks)):
                 found.append(f"{worker.name}: {pages} pages, {leaked} leaked, {legs} legs, {pulls} pulls")
         return found

@@ -347,7 +347,9 @@ def test_an_answer_that_nobody_takes_goes_on_within_a_second() -> None:
 
 def test_more_than_the_receiver_has_room_for_is_not_written_before_it_moves() -> None:
     stage, one, other = moving()
-    other.receiver.work = lambda now, budget=None: type(other.receiver).work(other.receiver, now, 0)  # a page a turn
+    other.receiver.fetch_pages = lambda now, budget=None: type(other.receiver).fetch_pages(
+        other.receiver, now, 0
+    )  # a page a turn
     stage.ask(
         range(100),
         to=other,

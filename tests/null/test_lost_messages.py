@@ -134,7 +134,7 @@ async def test_what_ends_a_hand_over_is_lost(kind: type) -> None:
     hub = BreakingHub()
     async with Town("prefill-0", "decode-0", "decode-1", hub=hub, lease_s=4.0, max_chunk_tokens=16) as town:
         client = town.ask(prompt=70, max_tokens=8)
-        await town.until(lambda: bool(town.worker("prefill-0").sender.open_legs))
+        await town.until(lambda: bool(town.worker("prefill-0").sender.open_transfers))
         await town.turn()
         hub.loses = Nth(kind)
         prefill = town.worker("prefill-0").mailbox

@@ -96,7 +96,7 @@ async def test_a_reader_dies_in_the_middle_of_a_prompt():
         await begin(town, max_chunk_tokens=16)
         client = ask(town, tuple(range(160)))
         sender = town.worker("prefill-0").sender
-        await town.until(lambda: client.tokens or sender.acknowledged(client.request.id, 1))
+        await town.until(lambda: client.tokens or sender.acknowledged_pages(client.request.id, 1))
         assert not client.tokens
         town.kill("prefill-0")
         town.fork("prefill-0", identity=MIXED)

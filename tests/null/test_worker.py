@@ -179,7 +179,7 @@ def test_a_flipped_bit_is_found_and_the_request_returned():
     stage.ask_split(list(range(100)), prefill, decode)
     stage.turn()
     decode.stopped = True  # what is announced now is copied later
-    while not prefill.sender.open_legs or not prefill.scheduler.find("r").announced:
+    while not prefill.sender.open_transfers or not prefill.scheduler.find("r").announced:
         stage.turn()
     prefill.memory.view(prefill.scheduler.find("r").held[0].pages[0])[12] ^= 1
     decode.stopped = False
@@ -290,7 +290,7 @@ def test_any_mix_of_requests_is_answered_or_cancelled_and_nothing_stays(
 
 def test_connections_for_pages_that_are_turned_away_are_reported() -> None:
     class Besieged(InMemoryConnector):
-        turned_away = 3  # type: ignore[assignment]
+        rejected_connections = 3  # type: ignore[assignment]
 
     stage = Stage(carrier=Besieged)
     worker = stage.worker("w", Role.BOTH)

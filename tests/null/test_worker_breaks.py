@@ -139,7 +139,7 @@ def test_a_later_epoch_ends_the_earlier_one_whatever_legs_they_are(after: int, l
     for _ in range(20):
         stage.turn()
     for worker in (prefill, decode):
-        assert (("r", 1) in worker.sender.open_legs) is False
+        assert (("r", 1) in worker.sender.open_transfers) is False
         assert (("r", 1) in worker.receiver.open_pulls) is False
     assert all(item.epoch == 2 or item.index == 0 for _, item in stage.tokens[seen:])
     for worker in (prefill, decode):
@@ -156,7 +156,7 @@ def test_tokens_that_cannot_leave_give_the_request_back_and_free_both_legs():
     prefill.link.close()  # the connection breaks: what the worker says now is lost
     for _ in range(30):
         stage.turn()
-    assert not prefill.sender.open_legs
+    assert not prefill.sender.open_transfers
     assert prefill.scheduler.load().pages_used == 0
     prefill.reconnect()
     stage.run()
@@ -287,7 +287,7 @@ def test_a_prefill_leg_that_waits_for_credit_ends_with_its_epoch():
     stage, prefill, _ = split()
     stage.ask(list(range(40)), to=prefill, leg=RequestStage.PREFILL)
     stage.run()
-    assert prefill.sender.open_legs == {("r", 1)}
+    assert prefill.sender.open_transfers == {("r", 1)}
     stage.ask(list(range(40)), to=prefill, leg=RequestStage.WHOLE, epoch=2)
     stage.run()
     assert stage.answer(epoch=2) == expected(40)

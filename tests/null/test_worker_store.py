@@ -177,7 +177,7 @@ def test_pages_that_do_not_come_in_time_are_computed_and_kept_when_they_come(tmp
         assert stage.answer() == expected(150)
         if turn == 1:
             assert first_item(stage, "r").cached_tokens == 0
-            assert reader.waiting == 9
+            assert reader.queued == 9
             assert not prefill.scheduler.memory.importing, "what no tier has begun is taken back"
             assert prefill.scheduler.check().total == 0
             reader.work()
@@ -190,25 +190,25 @@ class HangingTier:
     """Has everything, and stops in the middle of its first read, as a file server does that is gone."""
 
     name = "disk"
-    copies = True
-    remote = False
+    stores_copies = True
+    is_remote = False
     pages = 1000
 
     def __init__(self) -> None:
         self.reads, self.goes_on = threading.Event(), threading.Event()
 
-    def has(self, keys: Sequence[PageKey]) -> list[bool]:
+    def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         return [True] * len(keys)
 
-    def read(self, key: PageKey, into: memoryview) -> bool:
+    def read_page(self, key: PageKey, into: memoryview) -> bool:
         self.reads.set()
         assert self.goes_on.wait(60)
         return False
 
-    def write(self, final: FinalPage, content: memoryview) -> bool:
+    def write_page(self, final: FinalPage, content: memoryview) -> bool:
         return False
 
-    def evicted(self, key: PageKey) -> None:
+    def on_evicted(self, key: PageKey) -> None:
         pass
 
     def close(self) -> None:
@@ -257,14 +257,14 @@ def test_pages_are_asked_for_some_in_a_turn_and_those_that_were_not_are_free_at_
         asked = []
         while len(asked) < 2 or asked[-1] > asked[-2]:
             stage.turn(0.0)
-            asked.append(reader.waiting)
+            asked.append(reader.queued)
             if turn == 2:
                 break
         assert max(b - a for a, b in zip([0, *asked], asked, strict=False)) <= 4, asked
         if turn == 1:
             assert asked[-1] == 9
         else:
-            assert 0 < reader.waiting < 9
+            assert 0 < reader.queued < 9
         for worker in stage.workers:
             worker.link.send(Cancel(request="r", epoch=1))
         for _ in range(3):
@@ -287,7 +287,7 @@ def test_a_cancelled_request_leaves_nothing_behind(tmp_path: Path):
         else:
             for _ in range(5):
                 stage.turn()
-            assert reader.waiting
+            assert reader.queued
             for worker in stage.workers:
                 worker.link.send(Cancel(request="r", epoch=1))
             for _ in range(5):
@@ -316,26 +316,26 @@ class Broken:
     """A tier that says it has everything and then fails."""
 
     name = "disk"
-    copies = True
-    remote = False
+    stores_copies = True
+    is_remote = False
     pages = 0
 
     def __init__(self, error: Exception) -> None:
         self.error = error
         self.asked = 0
 
-    def has(self, keys):
+    def contains(self, keys):
         return [True] * len(keys)
 
-    def read(self, key, into):
+    def read_page(self, key, into):
         self.asked += 1
         into[:4] = b"junk"
         raise self.error
 
-    def write(self, final, content):
+    def write_page(self, final, content):
         raise self.error
 
-    def evicted(self, key):
+    def on_evicted(self, key):
         pass
 
     def close(self):
@@ -355,7 +355,7 @@ def test_a_tier_that_fails_costs_a_computation(error: Exception, caplog: pytest.
             caplog.clear()
 
     for hand in worker.hands:
-        hand.put = forgiving  # type: ignore[method-assign]
+        hand.submit = forgiving  # type: ignore[method-assign]
     for number in range(5):
         stage.ask([number] * 100, to=worker, request=f"r{number}")
         stage.run()

@@ -105,16 +105,16 @@ def test_cancel_at_any_turn_frees_both_legs(after: int):
 
 @pytest.mark.parametrize("tokens", [0, 1, 39, 40, 57, 64, 161])
 def test_pieces_are_numbered_in_the_order_in_which_pages_become_final(tokens: int):
-    pieces = WINDOWED.pieces(tokens)
+    pieces = WINDOWED.transfer_order(tokens)
     order = list(pieces)
     assert order == sorted(order)
     assert len(order) == pieces.total
-    assert [pieces.place(number) for number in range(pieces.total)] == order
+    assert [pieces.page_at(number) for number in range(pieces.total)] == order
     for block in range(pieces.blocks + 1):
-        assert pieces.before(block) == sum(own < block for own, _ in order)
+        assert pieces.pages_before(block) == sum(own < block for own, _ in order)
     for number in range(pieces.total + 1):
         complete = pieces.blocks if number == pieces.total else order[number][0]
         assert pieces.tokens_in(number) == complete * 16
     with pytest.raises(IndexError, match=f"piece {pieces.total} of"):
-        pieces.place(pieces.total)
+        pieces.page_at(pieces.total)
     assert list(TransferOrder(WINDOWED.shape.reaches, tokens, 16)) == order

@@ -50,9 +50,9 @@ from penstock.wire.gateway_messages import (
 from penstock.wire.in_memory import MemoryHub
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="null-1")
-LAYOUT = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=2), "fp32")  # 16 places of 16 bytes a page
+LAYOUT = KvLayout.for_shape(KvShape.plain(layers=1, kv_heads=1, head_dim=2), "fp32")  # 16 places of 16 bytes a page
 WINDOW = 40
-WINDOWED = KvLayout.of(  # the same pages, for a layer that reads everything and one that reads the last 40
+WINDOWED = KvLayout.for_shape(  # the same pages, for a layer that reads everything and one that reads the last 40
     KvShape.plain(layers=2, kv_heads=1, head_dim=2).grouped([FULL_ATTENTION, KvSpec(window=WINDOW)]), "fp32"
 )
 VOCAB = 1000
@@ -70,7 +70,7 @@ class MarkingRunner(NullRunner):
     def run(self, plan: StepPlan) -> Sequence[SampledTokens]:
         for row in plan.rows:
             for group, reach in enumerate(self._memory.layout.shape.reaches):
-                self._check(row, group, reach.first(row.start))
+                self._check(row, group, reach.first_read_position(row.start))
                 for position in range(row.start, row.start + row.count):
                     token = row.request.tokens(position, position + 1)[0]
                     self._place(row, group, position)[:12] = struct.pack("<III", token, group, self._reads)
@@ -289,7 +289,7 @@ class Stage:
             load = worker.scheduler.load()
             assert load.pages_used == 0, f"{worker.name} holds {load.pages_used} pages"
             assert worker.scheduler.check().total == 0
-            assert not worker.sender.open_legs
+            assert not worker.sender.open_transfers
             assert not worker.receiver.open_pulls
             assert len(worker.mailbox._asks) == 0
             assert self.reports[worker.name].kv_pages_leaked == 0

@@ -36,14 +36,14 @@ def test_children_are_given_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_that_keeps_its_memory_to_itself_dumps_no_core_and_still_finds_its_descriptors() -> None:
     script = """
 import ctypes, os, resource
-from penstock import sidecar as children
-children.keep_memory_private()
+from penstock import sidecar
+sidecar.protect_memory()
 assert resource.getrlimit(resource.RLIMIT_CORE)[0] == 0
 assert ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0, "PR_GET_DUMPABLE"
 if os.geteuid() == 0:
     os.setgid(65534)
     os.setuid(65534)
-    children.keep_memory_private()
+    sidecar.protect_memory()
 memory = os.memfd_create("m")
 os.close(os.open(f"/proc/self/fd/{memory}", os.O_RDONLY))
 assert os.listdir("/proc/self/fd")

@@ -196,7 +196,7 @@ def model_argument(model: str | None) -> str:
 
 def keeps_no_kv(outline: ModelOutline) -> bool:
     """An encoder: it reads a text in one step and keeps nothing of it."""
-    return not isinstance(outline.spec.details, DecoderConfig) and not outline.spec.source
+    return not isinstance(outline.spec.details, DecoderConfig) and not outline.spec.audio_tokens
 
 
 def plan_without_kv(outline: ModelOutline, devices: Devices, form: WeightFormat, *, as_json: bool) -> int:

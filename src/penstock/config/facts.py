@@ -90,7 +90,7 @@ class ModelFacts(Config, frozen=True, kw_only=True):
     @property
     def recurrent(self) -> bool:
         """Has it layers whose states change with every token?"""
-        return any(reach.cell is not None for reach in self.reaches)
+        return any(reach.state_interval is not None for reach in self.reaches)
 
 
 class PageSize(Config, frozen=True, kw_only=True):

@@ -47,7 +47,7 @@ class ListeningIntake(SingleTaskIntake):
         """Reads tokenizer, control tokens, and how sounds are prepared.  Raises ModelError."""
         files = model_files(folder)
         config = ConfigFields(load_json(files, CONFIG) or {}, files.path_of(CONFIG))
-        whisper = TRANSCRIBERS[config.get("architectures", list)[0]].parse(config).own(WhisperConfig)
+        whisper = TRANSCRIBERS[config.get("architectures", list)[0]].parse(config).details_as(WhisperConfig)
         tokenizer = TextTokenizer(folder, config=load_json(files, TOKENIZER_CONFIG) or {})
         self.words = read_words(files, tokenizer)
         self.sounds = Sounds(read_sound_recipe(files, whisper), limits)

@@ -57,7 +57,7 @@ class ReadingIntake(SingleTaskIntake):
         facts = ModelFacts(
             name=card.name,
             max_model_len=card.max_model_len,
-            vocabulary=config.size("vocab_size"),
+            vocabulary=config.positive_int("vocab_size"),
             end_tokens=(),
             requests=served.requests,
         )
@@ -224,5 +224,5 @@ def _labels(config: ConfigFields, count: int) -> tuple[str, ...]:
 def _prompts(config: ConfigFields) -> dict[str, str]:
     prompts = config.get("prompts", dict, {})
     if not all(isinstance(text, str) for text in prompts.values()):
-        raise config.refuse("prompts must be texts by name")
+        raise config.error("prompts must be texts by name")
     return prompts

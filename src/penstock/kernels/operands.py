@@ -123,7 +123,7 @@ class StateShape:
     @property
     def reach(self) -> KvSpec:
         """The state before a token is all that it reads."""
-        return KvSpec(window=1, cell=self.cell)
+        return KvSpec(window=1, state_interval=self.cell)
 
     def first_cell(self, position: int) -> int:
         """The first cell that a step from this position on reads or writes."""
@@ -160,7 +160,7 @@ class KvShape:
     @property
     def reaches(self) -> tuple[KvSpec, ...]:
         """Of every group, how far back its layers read; those of states come last."""
-        own = tuple(group.reach for group in self.groups) or (FULL_ATTENTION,)
+        own = tuple(group.spec for group in self.groups) or (FULL_ATTENTION,)
         return own if self.states is None else own + (self.states.reach,) * self.state_parts
 
     @property

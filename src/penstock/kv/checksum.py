@@ -61,11 +61,11 @@ class PageChecksum:
         """What is hashed behind a page's bytes.  OverflowError for a number that is no generation."""
         return self._binding + generation.to_bytes(8, "little")
 
-    def check(self, frame: PageReady, page: memoryview) -> bool:
+    def matches(self, frame: PageReady, page: memoryview) -> bool:
         """Is this page, which is one's own, the announced one?  It is read once."""
         return self.checksum(page, frame.generation) == frame.checksum
 
-    def copy(self, frame: PageReady, source: memoryview, into: memoryview) -> None:
+    def copy_checked(self, frame: PageReady, source: memoryview, into: memoryview) -> None:
         """Copy a page and check the copy in the same pass.
 
         Raises PageCorrupt when the sizes differ or the checksum is not the announced one; ``into`` is spoiled then.

@@ -24,7 +24,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     dtype: str
 
     @classmethod
-    def of(cls, shape: KvShape, dtype: str, *, page_tokens: int = PAGE_TOKENS) -> KvLayout:
+    def for_shape(cls, shape: KvShape, dtype: str, *, page_tokens: int = PAGE_TOKENS) -> KvLayout:
         """The layout of pages that hold ``page_tokens`` tokens of this shape.
 
         Raises ConfigError for a dtype that is none of ``KV_TYPES``, or a size below 1.
@@ -45,7 +45,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             dtype=dtype,
         )
 
-    def pieces(self, tokens: int, *, ahead: int = 0) -> TransferOrder:
+    def transfer_order(self, tokens: int, *, ahead: int = 0) -> TransferOrder:
         """The pages that a sequence needs to go on behind so many tokens, in the order in which they travel; and those
         of ``ahead`` tokens after them."""
         return TransferOrder(self.shape.reaches, tokens, self.page_tokens, ahead=ahead)
@@ -54,7 +54,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def _groups_name(shape: KvShape) -> str:
     """How the layers are divided among pages; nothing where one page has all of them."""
     parts = [
-        "+".join(map(str, group.layers)) + f"w{group.reach.window or 0}c{group.reach.chunk or 0}"
+        "+".join(map(str, group.layers)) + f"w{group.spec.window or 0}c{group.spec.chunk or 0}"
         for group in shape.groups
     ]
     return "".join(f"-g{part}" for part in parts)

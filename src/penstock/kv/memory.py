@@ -6,9 +6,9 @@
     KvFile A  --fork-->  map_own: read and write     map_readonly: cannot write, nor make itself able to
     KvFile B  --fork-->  map_readonly                map_own
 
-A ``KvMemoryFile`` is a memfd: it has no name that could be left behind and ends with the last process that holds it.  It is
-sealed against changing its size, so no reader can be hit by SIGBUS.  A worker that starts again wipes its memory first:
-whoever still copies from it then reads zeros, and the checksum tells.
+A ``KvMemoryFile`` is a memfd: it has no name that could be left behind and ends with the last process that holds it.
+It is sealed against changing its size, so no reader can be hit by SIGBUS.  A worker that starts again wipes its memory
+first: whoever still copies from it then reads zeros, and the checksum tells.
 
 Knows nothing about which page belongs to whom.
 """
@@ -63,7 +63,7 @@ class KvMemoryFile:
         memory = KvMemory(_map(self.descriptor, _size(self.layout, self.pages), write=True), self.layout, self.pages)
         if lend is not None:
             try:
-                memory.lent = os.open(f"/proc/self/fd/{self.descriptor}", lend | os.O_CLOEXEC)
+                memory.shared_descriptor = os.open(f"/proc/self/fd/{self.descriptor}", lend | os.O_CLOEXEC)
             except OSError as error:
                 raise ConfigError(f"cannot open KV memory again (is /proc there?): {error.strerror}") from error
         return memory
@@ -94,7 +94,7 @@ class KvMemory:
     def __init__(self, mapped: mmap.mmap, layout: KvLayout, pages: int, *, private: bool = False) -> None:
         self.layout = layout
         self.pages = pages
-        self.lent = -1  # a descriptor of it
+        self.shared_descriptor = -1  # a descriptor of it
         self.mapped_bytes = len(mapped)
         self._mapped = mapped
         self._private = private
@@ -137,9 +137,9 @@ class KvMemory:
 
     def close(self) -> None:
         """Unmap, unless views of pages are still in use: then the memory goes with the last of them."""
-        if self.lent >= 0:
-            os.close(self.lent)
-            self.lent = -1
+        if self.shared_descriptor >= 0:
+            os.close(self.shared_descriptor)
+            self.shared_descriptor = -1
         self._view.release()
         with contextlib.suppress(BufferError):
             self._mapped.close()

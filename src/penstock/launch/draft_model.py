@@ -56,7 +56,7 @@ def guesses_with(kind: str, named: str | None, path: Path, model: ModelSpec) -> 
         return None  # nothing is guessed (config.resolve)
     if named is not None and kind not in ("head", "draft"):
         raise ConfigError(f"--draft-model {named}: only used by --speculate head and --speculate draft")
-    if model.source and kind in ("head", "draft"):
+    if model.audio_tokens and kind in ("head", "draft"):
         raise ConfigError(f"--speculate {kind}: nothing guesses for a model that hears; --speculate lookup may")
     if kind == "draft":
         if named is None:
@@ -96,7 +96,7 @@ def _found_model(folder: Path, path: Path, model: ModelSpec) -> FoundModel:
     if folder.is_dir() and is_draft_head(folder):
         raise ModelError(f"{folder}: is a head ({ARCHITECTURE}); use it with --speculate head")
     spec = inspect_model(folder)
-    incomplete = spec.kv.shared or spec.kv.states is not None or spec.source
+    incomplete = spec.kv.shared or spec.kv.states is not None or spec.audio_tokens
     if incomplete or spec.max_positions < DRAFT_POSITIONS:
         raise ModelError(f"{folder}: a draft model needs full keys and values and {DRAFT_POSITIONS} positions")
     if _tokens(folder) != _tokens(path):

@@ -380,4 +380,4 @@ def scheduler_of(place: WorkerPlan, plan: ServePlan) -> SchedulerConfig:
 
 def layout_of(spec: ModelSpec, dtype: str) -> KvLayout:
     """How a KV page of this model lies in memory."""
-    return KvLayout.of(spec.kv, dtype)
+    return KvLayout.for_shape(spec.kv, dtype)

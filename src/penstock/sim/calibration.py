@@ -141,7 +141,7 @@ class Bench:
         self.vocab = spec.vocab
         self.max_positions = spec.max_positions
         self.identity = ModelIdentity(fingerprint=loaded.fingerprint, numerics=ops.numerics)
-        self.layout = KvLayout.of(spec.kv, dtype)
+        self.layout = KvLayout.for_shape(spec.kv, dtype)
         self._reaches = spec.kv.reaches
         self._pages = max(extent.rows) * (self.length // self.layout.page_tokens + 2) * len(self._reaches)
         self._memory = KvMemory.anonymous(self.layout, self._pages)
@@ -271,6 +271,6 @@ class Bench:
         for _ in range(max(2, self.extent.rounds)):
             began = time.perf_counter()
             for page, frame in enumerate(frames):
-                seal.copy(frame, memory.view(PageId(page)), memory.view(PageId(pages + page)))
+                seal.copy_checked(frame, memory.view(PageId(page)), memory.view(PageId(pages + page)))
             took.append(time.perf_counter() - began)
         return pages * size / median(took)

@@ -52,14 +52,14 @@ class TensorFile(Protocol):
     def stamp(self) -> FileStamp: ...
     @property
     def is_compressed(self) -> bool: ...
-    def place(self, info: TensorInfo) -> FileRange: ...
+    def file_range(self, info: TensorInfo) -> FileRange: ...
     def stored(self, info: TensorInfo) -> memoryview: ...
     def raw(self, info: TensorInfo) -> memoryview: ...
     def digest(self, info: TensorInfo) -> bytes: ...
     def original(self, info: TensorInfo) -> OriginalTensor | None: ...
-    def matrix(self, info: TensorInfo) -> AnyCompressed | None: ...
-    def turned_heads(self, info: TensorInfo) -> int | None: ...
-    def coded(self, info: TensorInfo) -> QuantizedTensor | None: ...
+    def compressed_matrix(self, info: TensorInfo) -> AnyCompressed | None: ...
+    def interleaved_heads(self, info: TensorInfo) -> int | None: ...
+    def quantized_tensor(self, info: TensorInfo) -> QuantizedTensor | None: ...
     def drop(self, info: TensorInfo) -> None: ...
     def close(self) -> None: ...
 
@@ -119,10 +119,10 @@ class Checkpoint:
         file = self._file_of(name)
         return file.digest(file.tensors[name])
 
-    def place(self, name: str) -> FileRange:
+    def file_range(self, name: str) -> FileRange:
         """Where the tensor's stored bytes lie."""
         file = self._file_of(name)
-        return file.place(file.tensors[name])
+        return file.file_range(file.tensors[name])
 
     def stored(self, name: str) -> memoryview:
         """The tensor's bytes as they are in the file: a view of the mapping."""
@@ -138,29 +138,29 @@ class Checkpoint:
         """The files' stamps by name."""
         return {file.path.name: file.stamp for file in self._files}
 
-    def matrix(self, name: str) -> AnyCompressed | None:
+    def compressed_matrix(self, name: str) -> AnyCompressed | None:
         """The tensor in its compressed form, None if it is stored plain.  ``digest`` checks that it is sound."""
         file = self._file_of(name)
-        return file.matrix(file.tensors[name])
+        return file.compressed_matrix(file.tensors[name])
 
-    def coded(self, name: str) -> QuantizedTensor | None:
+    def quantized_tensor(self, name: str) -> QuantizedTensor | None:
         """A tensor of the model that is stored as codes; None if it is plain."""
         if name in self._coded:
             return self._coded[name]
         file = self._file_of(name)
-        return file.coded(file.tensors[name])
+        return file.quantized_tensor(file.tensors[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor of the model.  Raises ModelError if it is missing."""
-        coded = self.coded(name)
+        coded = self.quantized_tensor(name)
         return self.info(name).shape if coded is None else coded.shape
 
     def sources(self, name: str) -> tuple[str, ...]:
         """The stored tensors that make a tensor of the model: itself where it is plain."""
-        coded = self.coded(name)
+        coded = self.quantized_tensor(name)
         return (name,) if coded is None else coded.sources
 
-    def adds_nothing(self, name: str) -> bool:
+    def is_redundant(self, name: str) -> bool:
         """May a stored tensor be left out: is it about what is not quantised here, or a bias of zeros?"""
         if self._quantization is None:
             return False
@@ -175,7 +175,7 @@ class Checkpoint:
         A matrix of codes becomes float32, all of it.
         """
         self.weight_dtype(name)
-        coded = self.coded(name)
+        coded = self.quantized_tensor(name)
         if coded is not None:
             return coded.matrix(0).dequantised()
         info = self.info(name)
@@ -186,7 +186,7 @@ class Checkpoint:
 
         Raises ModelError for a tensor that is of another type.
         """
-        if self.coded(name) is not None:
+        if self.quantized_tensor(name) is not None:
             return "bf16"
         dtype = self.info(name).dtype
         if dtype not in SHORT_NAMES:
@@ -202,9 +202,9 @@ class Checkpoint:
             return False
         file = self._file_of(name)
         info = file.tensors[name]
-        return file.turned_heads(info) is None and file.coded(info) is None
+        return file.interleaved_heads(info) is None and file.quantized_tensor(info) is None
 
-    def done_with(self, name: str) -> None:
+    def drop_pages(self, name: str) -> None:
         """Let go of the memory behind a stored tensor (the page cache keeps it); it can still be read again."""
         file = self._file_of(name)
         file.drop(file.tensors[name])

@@ -25,11 +25,11 @@ class ConfigFields:
         self.values = values
         self.where = where
 
-    def refuse(self, reason: str) -> ModelError:
+    def error(self, reason: str) -> ModelError:
         """The error to raise."""
         return ModelError(f"{self.where}: {reason}")
 
-    def over(self, defaults: dict[str, Any]) -> ConfigFields:
+    def with_defaults(self, defaults: dict[str, Any]) -> ConfigFields:
         """The same object with these values where it has none."""
         return ConfigFields(
             defaults | {name: value for name, value in self.values.items() if value is not None}, self.where
@@ -44,28 +44,28 @@ class ConfigFields:
         value = self.values.get(name)
         if value is None:
             if default is None:
-                raise self.refuse(f"has no {name}")
+                raise self.error(f"has no {name}")
             return default
         if type(value) is not kind:
-            raise self.refuse(f"{name} must be {kind.__name__}, got {value!r}")
+            raise self.error(f"{name} must be {kind.__name__}, got {value!r}")
         return value
 
-    def size(self, name: str, default: int | None = None) -> int:
+    def positive_int(self, name: str, default: int | None = None) -> int:
         """An integer of at least 1."""
         value = self.get(name, int, default)
         if not 1 <= value < MAX_SIZE:
-            raise self.refuse(f"{name} must be a positive integer, got {value}")
+            raise self.error(f"{name} must be a positive integer, got {value}")
         return value
 
-    def real(self, name: str, default: float | None = None) -> float:
+    def positive_float(self, name: str, default: float | None = None) -> float:
         """A finite number above 0."""
         value = self.values.get(name)
         if value is None:
             value = default
         if value is None:
-            raise self.refuse(f"has no {name}")
+            raise self.error(f"has no {name}")
         if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise self.refuse(f"{name} must be a positive number, got {value!r}")
+            raise self.error(f"{name} must be a positive number, got {value!r}")
         return float(value)
 
     def section(self, name: str) -> ConfigFields | None:
@@ -79,7 +79,7 @@ class ConfigFields:
         value = self.values.get(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(item) is int and 0 <= item < MAX_SIZE for item in ids):
-            raise self.refuse(f"{name} must be a token id or a list of them, got {value!r}")
+            raise self.error(f"{name} must be a token id or a list of them, got {value!r}")
         return tuple(dict.fromkeys(ids))
 
 

@@ -89,22 +89,22 @@ def inspect_draft_head(path: Path, model: ModelSpec) -> DraftHeadSpec:
     if config is None:
         raise ModelError(f"{path}: has no {CONFIG}; expected the folder of an EAGLE-3 head")
     if config.get("architectures", list, []) != [ARCHITECTURE]:
-        raise config.refuse(f"architectures must be ['{ARCHITECTURE}'] of a head")
+        raise config.error(f"architectures must be ['{ARCHITECTURE}'] of a head")
     sizes = parse_sizes(config)
     if config.get("norm_before_residual", bool, False):
-        raise config.refuse("norm_before_residual is true; heads whose residual stream is not normed can be served")
+        raise config.error("norm_before_residual is true; heads whose residual stream is not normed can be served")
     if sizes.layers != 1:
-        raise config.refuse(f"num_hidden_layers must be 1, got {sizes.layers}: heads of one layer can be served")
+        raise config.error(f"num_hidden_layers must be 1, got {sizes.layers}: heads of one layer can be served")
     for name, own, wanted in (
         ("hidden_size", sizes.hidden, model.hidden),
-        ("target_hidden_size", config.size("target_hidden_size", model.hidden), model.hidden),
-        ("vocab_size", config.size("vocab_size"), model.vocab),
+        ("target_hidden_size", config.positive_int("target_hidden_size", model.hidden), model.hidden),
+        ("vocab_size", config.positive_int("vocab_size"), model.vocab),
     ):
         if own != wanted:
-            raise config.refuse(f"{name} is {own}, the model's is {wanted}: this is another model's head")
-    outputs = config.size("draft_vocab_size", model.vocab)
+            raise config.error(f"{name} is {own}, the model's is {wanted}: this is another model's head")
+    outputs = config.positive_int("draft_vocab_size", model.vocab)
     if outputs > model.vocab:
-        raise config.refuse(f"draft_vocab_size {outputs} is more than the vocabulary of {model.vocab}")
+        raise config.error(f"draft_vocab_size {outputs} is more than the vocabulary of {model.vocab}")
     section = config.section("penstock")
     return DraftHeadSpec(
         where=config.where,
@@ -113,9 +113,10 @@ def inspect_draft_head(path: Path, model: ModelSpec) -> DraftHeadSpec:
         outputs=outputs,
         attention=sizes.attention(parse_rope(config, sizes.head_dim)),
         mlp=MlpConfig(
-            intermediate=config.size("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu")
+            intermediate=config.positive_int("intermediate_size"),
+            activation=parse_activation(config, "hidden_act", "silu"),
         ),
-        eps=config.real("rms_norm_eps", 1e-6),
+        eps=config.positive_float("rms_norm_eps", 1e-6),
         tapped=_tapped(config, model.layers),
         target=None if section is None else section.get("target", str),
     )
@@ -136,9 +137,9 @@ def _tapped(config: ConfigFields, layers: int) -> tuple[int, ...]:
     else:  # there they count the layers whose output is read
         ids, first = section.get(name, list, [1, layers // 2 - 1, layers - 4]), 1
     if not 1 <= len(ids) <= MAX_TAPS or not all(type(item) is int and 0 <= item + first < layers for item in ids):
-        raise config.refuse(f"{name} must name layers of the model, which has {layers}, got {ids!r}")
+        raise config.error(f"{name} must name layers of the model, which has {layers}, got {ids!r}")
     if len(set(ids)) < len(ids):
-        raise config.refuse(f"{name} names a layer twice: {ids!r}")
+        raise config.error(f"{name} names a layer twice: {ids!r}")
     return tuple(item + first for item in ids)
 
 
@@ -208,7 +209,7 @@ class _DraftHeadTensors:
     def _matrix(self, *names: str, rows: int, columns: int) -> PackedLinear:
         """These, one below the other; compressed ones stay so where the kernels compute from that."""
         arrays = [self._array(name, rows, columns) for name in names]  # checked against their hashes
-        parts = [part for name in names if (part := self._checkpoint.matrix(name)) is not None]
+        parts = [part for name in names if (part := self._checkpoint.compressed_matrix(name)) is not None]
         packed = self._ops.pack_compressed(parts) if len(parts) == len(names) else None
         return packed or self._ops.pack_linear(np.concatenate(arrays))
 

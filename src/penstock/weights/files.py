@@ -56,7 +56,7 @@ class MappedFile:
         stat = os.fstat(self._descriptor)
         return FileStamp(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
-    def place(self, start: int, stop: int) -> FileRange:
+    def file_range(self, start: int, stop: int) -> FileRange:
         """Where these bytes lie, for whoever reads them itself."""
         return FileRange(self._descriptor, start, stop - start)
 

@@ -51,7 +51,7 @@ def fingerprint(checkpoint: Checkpoint, spec: ModelSpec) -> str:
     result = Fingerprint()
     for name in checkpoint.names:
         result.add(checkpoint.info(name), checkpoint.digest(name))
-        checkpoint.done_with(name)
+        checkpoint.drop_pages(name)
     return result.hexdigest(spec)
 
 

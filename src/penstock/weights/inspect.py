@@ -119,7 +119,7 @@ def _end_ids(spec: ModelSpec, config: ConfigFields, generation: ConfigFields | N
     ids = source.token_ids("eos_token_id")
     for token in ids:
         if token >= spec.vocab:
-            raise source.refuse(f"eos_token_id {token} is outside the vocabulary of {spec.vocab}")
+            raise source.error(f"eos_token_id {token} is outside the vocabulary of {spec.vocab}")
     return ids
 
 

@@ -69,14 +69,14 @@ class WeightPacker:
         self._ops = ops
         self._dequantised: list[str] = []
 
-    def all(self, weights: Sequence[Matrix | Vector], threads: int, progress: ProgressCallback) -> dict[str, Any]:
+    def pack_all(self, weights: Sequence[Matrix | Vector], threads: int, progress: ProgressCallback) -> dict[str, Any]:
         """Weights by name.  Raises ModelError, and what ``progress`` raises; then the others are left undone."""
         packed: dict[str, Any] = {}
         small = [weight for weight in weights if _numbers(weight) < LARGE]
         if threads < 2:
             small = []
         with ThreadPoolExecutor(max(1, threads)) as pool:
-            jobs = {pool.submit(self.one, weight): weight.name for weight in small}
+            jobs = {pool.submit(self.pack_one, weight): weight.name for weight in small}
             try:
                 for job in as_completed(jobs):
                     packed[jobs[job]] = job.result()
@@ -85,11 +85,11 @@ class WeightPacker:
                 pool.shutdown(cancel_futures=True)
         for weight in weights:
             if weight.name not in packed:
-                packed[weight.name] = self.one(weight, threads)
+                packed[weight.name] = self.pack_one(weight, threads)
                 progress(len(packed), len(weights))
         return packed
 
-    def one(self, weight: Matrix | Vector, threads: int = 1) -> Any:
+    def pack_one(self, weight: Matrix | Vector, threads: int = 1) -> Any:
         """A weight.  Raises ModelError."""
         if isinstance(weight, Vector):
             return self._ops.vector(_aligned(weight.of([self._array(part) for part in weight.parts])))
@@ -97,7 +97,7 @@ class WeightPacker:
         if packed is not None:
             return packed
         parts = [self._array(part) for part in weight.parts]
-        if any(self._checkpoint.coded(part.tensor) is not None for part in weight.parts):
+        if any(self._checkpoint.quantized_tensor(part.tensor) is not None for part in weight.parts):
             self._dequantised.append(weight.name)
         if len(parts) == 1:
             return self._ops.pack_linear(_packable(parts[0]), segments=weight.segments)
@@ -105,7 +105,7 @@ class WeightPacker:
         whole_NK = np.concatenate(parts, dtype=dtypes.pop() if len(dtypes) == 1 else np.float32)
         return self._ops.pack_linear(whole_NK, segments=weight.segments)
 
-    def tell(self, quantization: Quantization | None) -> None:
+    def log_summary(self, quantization: Quantization | None) -> None:
         """To the log: which weights were dequantised, and what is not done to activations."""
         if self._dequantised:
             names = sorted(self._dequantised)
@@ -130,18 +130,18 @@ class WeightPacker:
         packed = self._ops.pack_quantised(quantised, segments=weight.segments, threads=threads)
         for part in weight.parts:
             for name in self._checkpoint.sources(part.tensor):
-                self._checkpoint.done_with(name)
+                self._checkpoint.drop_pages(name)
         return packed
 
     def _coded(self, part: TensorPart) -> QuantizedMatrix | None:
-        coded = self._checkpoint.coded(part.tensor)
+        coded = self._checkpoint.quantized_tensor(part.tensor)
         return None if coded is None else part.quantised(coded)
 
     def _compressed(self, weight: Matrix) -> PackedLinear | None:
         """The weight as it is stored, if all of it is compressed and the backend computes from that."""
         if not all(part.is_whole and self._checkpoint.is_plain(part.tensor) for part in weight.parts):
             return None
-        matrices = [self._checkpoint.matrix(part.tensor) for part in weight.parts]
+        matrices = [self._checkpoint.compressed_matrix(part.tensor) for part in weight.parts]
         compressed = [matrix for matrix in matrices if matrix is not None]
         if len(compressed) < len(matrices):
             return None
@@ -153,7 +153,7 @@ class WeightPacker:
             raise ModelError(f"{where}: tensor {names}: damaged, {error}") from error
 
     def _array(self, part: TensorPart) -> NDArray[Any]:
-        coded = self._checkpoint.coded(part.tensor)
+        coded = self._checkpoint.quantized_tensor(part.tensor)
         return part.of(self._checkpoint.array(part.tensor)) if coded is None else part.dequantised(coded)
 
 
@@ -236,8 +236,8 @@ class TensorHasher:
             self._stopped = True
 
     def _digest(self, name: str, buffer: bytearray) -> bytes:
-        place = self._checkpoint.place(name)
-        if self._checkpoint.matrix(name) is not None:
+        place = self._checkpoint.file_range(name)
+        if self._checkpoint.compressed_matrix(name) is not None:
             digest = self._checkpoint.digest(name)
             self._count(place.nbytes)
             return digest
@@ -294,8 +294,8 @@ def load_model(
         if checkpoint.stamps() != stamps:
             raise ModelError(f"{checkpoint.folder}: was changed while it was loaded; start again")
         if memory is not None:
-            memory.settle(load.found)
-        load.tell(spec)
+            memory.verify_and_save(load.found)
+        load.log_summary(spec)
         digest = Fingerprint()
         for name, entry in load.found.items():
             digest.add(checkpoint.info(name), bytes.fromhex(entry.blake3))
@@ -323,7 +323,7 @@ class _ModelLoader:
         self._unread = sorted(set(checkpoint.names) - set(self._tensors))
         originals = {name: checkpoint.original(name) for name in checkpoint.names}
         self._vouched = {name: entry for name, entry in originals.items() if entry is not None and entry.checksum}
-        self._known = self._vouched | (memory.known() if memory is not None else {})
+        self._known = self._vouched | (memory.known_tensors() if memory is not None else {})
         self.found: dict[str, OriginalTensor] = {}
 
     def run(self, threads: int) -> dict[str, Any]:
@@ -355,12 +355,12 @@ class _ModelLoader:
                 self._check(name, entry, loading.checksum(name, checksum_text(name, entry)))
             self.found[name] = entry
         self._check_arrays(told)
-        loaded |= self._packing.all([w for w in self._weights if w.name not in loaded], threads, self._progress)
+        loaded |= self._packing.pack_all([w for w in self._weights if w.name not in loaded], threads, self._progress)
         return {weight.name: loaded[weight.name] for weight in self._weights}
 
-    def tell(self, spec: ModelSpec) -> None:
+    def log_summary(self, spec: ModelSpec) -> None:
         """To the log: what was not taken as it is stored."""
-        self._packing.tell(spec.quantization)
+        self._packing.log_summary(spec.quantization)
 
     def _read(self, loading: WeightLoading, threads: int) -> dict[str, Any]:
         try:
@@ -405,7 +405,7 @@ class _ModelLoader:
         meter = _LoadMeter(self, self._checkpoint, self._progress)
         weights = {}
         for weight in self._weights:
-            weights[weight.name] = self._packing.one(weight)
+            weights[weight.name] = self._packing.pack_one(weight)
             meter.count(name for part in weight.parts for name in self._checkpoint.sources(part.tensor))
         meter.count(self._unread)
         return weights
@@ -430,7 +430,7 @@ class _LoadMeter:
         for name in names:
             if name not in self._load.found:
                 self._load.hash(name)
-                self._checkpoint.done_with(name)
+                self._checkpoint.drop_pages(name)
                 self._done += self._checkpoint.info(name).nbytes
         self._progress(self._done, self._total)
 
@@ -442,11 +442,11 @@ def _begin(checkpoint: Checkpoint, weight: Matrix | Vector, loading: WeightLoadi
     places = [_stored(checkpoint, part.tensor) for part in weight.parts]
     if isinstance(weight, Vector):
         tensor = weight.parts[0].tensor
-        if len(weight.parts) > 1 or weight.offset or checkpoint.matrix(tensor) is not None:
+        if len(weight.parts) > 1 or weight.offset or checkpoint.compressed_matrix(tensor) is not None:
             return False
         loading.vector(weight.name, places[0], NUMPY_DTYPES[checkpoint.info(tensor).dtype])
         return True
-    matrices = [checkpoint.matrix(part.tensor) for part in weight.parts]
+    matrices = [checkpoint.compressed_matrix(part.tensor) for part in weight.parts]
     compressed = [pair for pair in zip(places, matrices, strict=True) if pair[1] is not None]
     if not compressed:
         loading.matrix(weight.name, places, weight.segments)
@@ -458,6 +458,6 @@ def _begin(checkpoint: Checkpoint, weight: Matrix | Vector, loading: WeightLoadi
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
-    place, info = checkpoint.place(name), checkpoint.info(name)
+    place, info = checkpoint.file_range(name), checkpoint.info(name)
     rows, columns = info.shape if len(info.shape) == 2 else (1, *info.shape)
     return StoredTensor(name, place.file, place.offset, rows, columns, checkpoint.weight_dtype(name))

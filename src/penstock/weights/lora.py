@@ -170,19 +170,25 @@ class _Scales:
     def of(cls, config: ConfigFields) -> _Scales:
         kind = config.get("peft_type", str)
         if kind != "LORA":
-            raise config.refuse(f"peft_type {kind!r} is not LORA")
+            raise config.error(f"peft_type {kind!r} is not LORA")
         for name, reason in _REFUSED.items():
             if config.values.get(name):
-                raise config.refuse(f"{name}: {reason}")
+                raise config.error(f"{name}: {reason}")
         if config.get("bias", str, "none") != "none":
-            raise config.refuse(f"bias {config.values['bias']!r}: adapters that train biases are not served")
+            raise config.error(f"bias {config.values['bias']!r}: adapters that train biases are not served")
         return cls(
             config.where,
-            config.size("r"),
-            config.real("lora_alpha", 8.0),
+            config.positive_int("r"),
+            config.positive_float("lora_alpha", 8.0),
             config.get("use_rslora", bool, default=False),
-            {key: _pattern(config, "rank_pattern").size(key) for key in _pattern(config, "rank_pattern").values},
-            {key: _pattern(config, "alpha_pattern").real(key) for key in _pattern(config, "alpha_pattern").values},
+            {
+                key: _pattern(config, "rank_pattern").positive_int(key)
+                for key in _pattern(config, "rank_pattern").values
+            },
+            {
+                key: _pattern(config, "alpha_pattern").positive_float(key)
+                for key in _pattern(config, "alpha_pattern").values
+            },
         )
 
     def of_module(self, module: str, rank: int) -> float:
@@ -204,7 +210,7 @@ def _pattern(config: ConfigFields, name: str) -> ConfigFields:
         return ConfigFields({}, config.where)
     for key in section.values:
         if not _PATTERN_KEY.fullmatch(key):
-            raise section.refuse(f"{key!r} is a regular expression; only names of modules are read")
+            raise section.error(f"{key!r} is a regular expression; only names of modules are read")
     return section
 
 

@@ -94,7 +94,7 @@ class FolderManifest:
         stamps = checkpoint.stamps()
         self._trusted = {name: file for name, file in files.items() if name in stamps and file.is_of(stamps[name])}
 
-    def known(self) -> dict[str, OriginalTensor]:
+    def known_tensors(self) -> dict[str, OriginalTensor]:
         """Tensors whose hash need not be computed: those of files that are the ones that were hashed."""
         known = {}
         for name in self._checkpoint.names:
@@ -105,7 +105,7 @@ class FolderManifest:
                 known[name] = entry
         return known
 
-    def settle(self, found: Mapping[str, OriginalTensor]) -> None:
+    def verify_and_save(self, found: Mapping[str, OriginalTensor]) -> None:
         """Everything has been read and hashed: compare with what was, and remember it.
 
         Raises ModelError if these are other weights than last time, unless they are to be accepted.

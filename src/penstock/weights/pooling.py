@@ -42,7 +42,7 @@ def with_pooler(spec: ModelSpec, architecture: str, config: ConfigFields, files:
 
     ``files``: those beside the configuration, if there are any.  Raises ModelError for what cannot be served.
     """
-    if spec.source:  # it writes what it hears
+    if spec.audio_tokens:  # it writes what it hears
         return spec
     decodes = isinstance(spec.details, DecoderConfig)
     causal = config.get("is_causal", bool, True) if decodes else False
@@ -54,7 +54,7 @@ def with_pooler(spec: ModelSpec, architecture: str, config: ConfigFields, files:
         spec = _at_most(spec, files)
     elif decodes and not _lacks_head(architecture):
         if not causal:
-            raise config.refuse(f"is_causal is false: such a model writes no text, and for vectors it has no {MODULES}")
+            raise config.error(f"is_causal is false: such a model writes no text, and for vectors it has no {MODULES}")
         return spec
     else:
         # As sentence-transformers takes an encoder that says nothing.
@@ -62,7 +62,7 @@ def with_pooler(spec: ModelSpec, architecture: str, config: ConfigFields, files:
             pooling=PoolingType.LAST if decodes else PoolingType.MEAN, causal=causal, normalised=decodes
         )
     if pooler.causal and pooler.pooling is PoolingType.CLS:
-        raise config.refuse("the first token's state is to stand for a text, but that token reads nothing of it")
+        raise config.error("the first token's state is to stand for a text, but that token reads nothing of it")
     return msgspec.structs.replace(spec, pooler=pooler, kv=spec.kv if pooler.causal else NO_KV)
 
 
@@ -77,7 +77,7 @@ def _at_most(spec: ModelSpec, files: ModelFiles) -> ModelSpec:
     own = ConfigFields(values or {}, files.path_of(SENTENCES))
     if not own.has("max_seq_length"):
         return spec
-    return msgspec.structs.replace(spec, max_positions=min(spec.max_positions, own.size("max_seq_length")))
+    return msgspec.structs.replace(spec, max_positions=min(spec.max_positions, own.positive_int("max_seq_length")))
 
 
 # --- labels ----------------------------------------------------------------------------------------------------------
@@ -85,9 +85,9 @@ def _at_most(spec: ModelSpec, files: ModelFiles) -> ModelSpec:
 
 def _classifier(config: ConfigFields, *, decodes: bool, causal: bool) -> PoolerConfig:
     names = config.get("id2label", dict, {})
-    labels = len(names) or config.size("num_labels", 2)
+    labels = len(names) or config.positive_int("num_labels", 2)
     if labels > MAX_LABELS:
-        raise config.refuse(f"id2label has {labels} labels; at most {MAX_LABELS} can be served")
+        raise config.error(f"id2label has {labels} labels; at most {MAX_LABELS} can be served")
     return PoolerConfig(
         pooling=PoolingType.LAST if decodes else PoolingType.CLS,
         causal=causal,
@@ -109,7 +109,7 @@ def _scores(config: ConfigFields, labels: int) -> ScoreFunction:
     }
     name = str(activation).rpartition(".")[2]
     if name not in kinds:
-        raise config.refuse(f"scores go through {activation!r}; Identity, Sigmoid and Softmax can be served")
+        raise config.error(f"scores go through {activation!r}; Identity, Sigmoid and Softmax can be served")
     told = kinds[name]
     if told is not None:
         return told
@@ -137,7 +137,7 @@ def _sentences(modules: list[ConfigFields], files: ModelFiles, *, causal: bool) 
     kinds = [module.get("type", str).rpartition(".")[2] for module in modules]
     usual = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
     if kinds not in usual:
-        raise modules[0].refuse(
+        raise modules[0].error(
             f"its modules are {', '.join(kinds)}; a Transformer with Pooling, and Normalize behind it, can be served"
         )
     return PoolerConfig(pooling=_pooling(modules[1], files), causal=causal, normalised="Normalize" in kinds)
@@ -146,14 +146,14 @@ def _sentences(modules: list[ConfigFields], files: ModelFiles, *, causal: bool) 
 def _pooling(module: ConfigFields, files: ModelFiles) -> PoolingType:
     folder = module.get("path", str)
     if not _FOLDER.fullmatch(folder):
-        raise module.refuse(f"path {folder!r} is no folder beside it")
+        raise module.error(f"path {folder!r} is no folder beside it")
     name = str(PurePosixPath(folder, "config.json"))
     values = load_json(files, name)
     if values is None:
         raise ModelError(f"{files.path_of(name)}: is missing, though {MODULES} names it")
     config = ConfigFields(values, files.path_of(name))
     if not config.get("include_prompt", bool, True):
-        raise config.refuse("include_prompt is false; only models that pool their prompt too can be served")
+        raise config.error("include_prompt is false; only models that pool their prompt too can be served")
     if isinstance(mode := values.get("pooling_mode"), str):
         chosen = [mode]
     else:
@@ -161,5 +161,5 @@ def _pooling(module: ConfigFields, files: ModelFiles) -> PoolingType:
     found = _MODES.get(chosen[0]) if len(chosen) == 1 else None
     if found is None:
         known = "the first token's state, the last token's or the mean can be served"
-        raise config.refuse(f"pools by {', '.join(chosen) or 'nothing'}; {known}")
+        raise config.error(f"pools by {', '.join(chosen) or 'nothing'}; {known}")
     return found

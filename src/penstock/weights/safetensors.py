@@ -50,9 +50,9 @@ class SafetensorsFile:
         """Of the open file, whatever stands under its name now."""
         return self._file.stamp
 
-    def place(self, info: TensorInfo) -> FileRange:
+    def file_range(self, info: TensorInfo) -> FileRange:
         """Where the stored bytes lie."""
-        return self._file.place(info.start, info.stop)
+        return self._file.file_range(info.start, info.stop)
 
     def original(self, info: TensorInfo) -> OriginalTensor | None:
         """The tensor's entry in a compressed file's table."""
@@ -82,7 +82,7 @@ class SafetensorsFile:
         """The bytes in the file, a read-only view of the mapping."""
         return self._file.view(info.start, info.stop)
 
-    def matrix(self, info: TensorInfo) -> AnyCompressed | None:
+    def compressed_matrix(self, info: TensorInfo) -> AnyCompressed | None:
         """The tensor in its compressed form, unchecked but for its sizes; None if it is stored plain."""
         original = self.original(info)
         if original is None or original.code is None:
@@ -98,7 +98,7 @@ class SafetensorsFile:
 
     def raw(self, info: TensorInfo) -> memoryview:
         """The original's bytes: a read-only view of the mapping, or decoded.  Raises ModelError if a hash is wrong."""
-        matrix = self.matrix(info)
+        matrix = self.compressed_matrix(info)
         if matrix is None:
             raw = self.stored(info)
             self._check(info, lambda: blake3(raw).hexdigest())
@@ -113,7 +113,7 @@ class SafetensorsFile:
         """BLAKE3 of the original's bytes.  Raises ModelError if it is not the one that a compressed file promises."""
         if self._originals is not None and info.name in self._verified:
             return bytes.fromhex(self._originals[info.name].blake3)
-        matrix = self.matrix(info)
+        matrix = self.compressed_matrix(info)
         hasher = blake3()
         if matrix is None:
             with self.stored(info) as raw:
@@ -134,11 +134,11 @@ class SafetensorsFile:
     def _where(self, info: TensorInfo) -> str:
         return f"{self.path}: tensor {info.name!r}"
 
-    def turned_heads(self, info: TensorInfo) -> None:
+    def interleaved_heads(self, info: TensorInfo) -> None:
         """None: rows lie as the model has them."""
         return
 
-    def coded(self, info: TensorInfo) -> None:
+    def quantized_tensor(self, info: TensorInfo) -> None:
         """None: what is quantised here takes several tensors."""
         return
 

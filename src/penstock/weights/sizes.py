@@ -68,7 +68,7 @@ class WeightEncoding:
     tables: bool = False  # embeddings and head are coded too
     experts_only: bool = False
 
-    def of(self, weight: Matrix, part: TensorPart) -> float:
+    def bits_of_part(self, weight: Matrix, part: TensorPart) -> float:
         """Bits of each number of this part of a matrix."""
         inside = weight.name[:1].isdigit()
         if not (inside or self.tables) or weight.name.endswith(".router"):
@@ -78,7 +78,7 @@ class WeightEncoding:
         if self.stored is None:
             return self.bits
         scheme = None if part.groups is not None else self.stored.scheme_of(part.tensor.removesuffix(".weight"))
-        return BF16_BITS if scheme is None else scheme.bits()
+        return BF16_BITS if scheme is None else scheme.bits_per_weight()
 
 
 BF16 = WeightEncoding("bf16", BF16_BITS)
@@ -108,7 +108,7 @@ def stored_encoding(config: ConfigFields) -> WeightEncoding:
         raise ModelError(f"{error}; give --weights bf16, fp8, int4 or lossless") from error
     if stored is None:
         return BF16
-    return WeightEncoding(stored.name, stored.groups[0].scheme.bits(), stored=stored)
+    return WeightEncoding(stored.name, stored.groups[0].scheme.bits_per_weight(), stored=stored)
 
 
 def is_routed_expert(weight: Matrix | Vector) -> bool:
@@ -120,7 +120,7 @@ def weight_bits(weight: Matrix | Vector, how: WeightEncoding) -> float:
     """Bits of a weight in memory; vectors are held in fp32."""
     if isinstance(weight, Vector):
         return 32.0 * sum(part.numbers for part in weight.parts)
-    return sum(part.numbers * how.of(weight, part) for part in weight.parts)
+    return sum(part.numbers * how.bits_of_part(weight, part) for part in weight.parts)
 
 
 def model_size(spec: ModelSpec, layout: WeightLayout, how: WeightEncoding, kv_dtype: str = BF16.name) -> ModelSize:
@@ -129,7 +129,7 @@ def model_size(spec: ModelSpec, layout: WeightLayout, how: WeightEncoding, kv_dt
     Raises ModelError if a weight belongs to no layer and is no table, or nothing is kept of what is read, so that there
     is nothing to plan.
     """
-    if not isinstance(spec.details, DecoderConfig) and not spec.source:
+    if not isinstance(spec.details, DecoderConfig) and not spec.audio_tokens:
         raise ModelError(f"{spec.architecture}: keeps no KV pages")
     tables = {"embed": 0.0, "head": 0.0}
     other = 0.0
@@ -185,7 +185,7 @@ def cache_sizes(spec: ModelSpec, kv_dtype: str) -> list[CacheSize]:
     state, others = state_size(spec.kv, states, kv_dtype), iter(keyed)
     return [
         state if isinstance(layer.attention, GatedDeltaNetConfig) else next(others)
-        for layer in spec.own(DecoderConfig).layers
+        for layer in spec.details_as(DecoderConfig).layers
     ]
 
 
@@ -205,8 +205,8 @@ def keyed_sizes(kv: KvShape, kv_dtype: str) -> list[CacheSize]:
     heads = 1 if kv.shared else kv.kv_heads
     slots, layers = Counter[KvSpec](), Counter[KvSpec]()
     for own in kv.groups:
-        slots[own.reach] += kv.page_layers
-        layers[own.reach] += len(own.layers)
+        slots[own.spec] += kv.page_layers
+        layers[own.spec] += len(own.layers)
     found = []
     for group, _ in kv.places:
         reach = kv.reaches[group]

@@ -139,7 +139,9 @@ def test_pages_of_codes_are_a_gpus() -> None:
     assert (tried.family, tried.kv_dtype) == ("reference", "fp8_e4m3")
     refused("--kv-dtype fp8_e4m3: the kernels of processors (avx512)", "--kernels reference", kv_dtype="fp8_e4m3")
     refused("it takes a GPU (NVIDIA H200 is not used: --threads is", machine=GPU_SERVER, kv_dtype="fp8_e4m3", threads=2)
-    recurrent = msgspec.structs.replace(LLAMA, name="qwen", reaches=(FULL_ATTENTION, KvSpec(window=1, cell=512)))
+    recurrent = msgspec.structs.replace(
+        LLAMA, name="qwen", reaches=(FULL_ATTENTION, KvSpec(window=1, state_interval=512))
+    )
     refused("qwen has recurrent layers", machine=GPU_SERVER, model=recurrent, kv_dtype="fp8_e4m3", device="cuda")
 
 
@@ -190,7 +192,7 @@ def test_a_model_that_does_not_suit_a_gpu_is_served_beside_it(changes: dict[str,
 
 
 def test_a_model_with_recurrent_layers_suits_a_gpu() -> None:
-    recurrent = msgspec.structs.replace(LLAMA, reaches=(FULL_ATTENTION, KvSpec(window=1, cell=512)))
+    recurrent = msgspec.structs.replace(LLAMA, reaches=(FULL_ATTENTION, KvSpec(window=1, state_interval=512)))
     assert plan(GPU_SERVER, recurrent).device == "cuda"
 
 
@@ -297,7 +299,7 @@ def test_windows_take_less_and_leave_longer_contexts() -> None:
 
 
 def test_nothing_is_guessed_for_a_model_that_keeps_states() -> None:
-    model = msgspec.structs.replace(STORY, reaches=(FULL_ATTENTION, KvSpec(window=1, cell=512)))
+    model = msgspec.structs.replace(STORY, reaches=(FULL_ATTENTION, KvSpec(window=1, state_interval=512)))
     made = plan(model=model, speculate="lookup")
     assert made.scheduler.max_draft_tokens == 0
     assert any("--speculate is off" in note for note in made.notes)

@@ -104,7 +104,7 @@ def test_models_that_cannot_be_read_apart_are_refused() -> None:
     refused("--encode-workers", model=replace(LLAMA, sees=True), encode_workers=1, **MIXED)
     pooling = PoolingConfig(whole_prompts=True, share_prefixes=False)
     refused("only reads", model=replace(LLAMA, pooling=pooling), **MIXED)
-    refused("recurrent layers", model=replace(LLAMA, reaches=(KvSpec(cell=512),)), **MIXED)
+    refused("recurrent layers", model=replace(LLAMA, reaches=(KvSpec(state_interval=512),)), **MIXED)
     missing = replace(HOST, gpu=GpuReport(why_not="there is no CUDA driver"))
     refused("--prefill-device cuda: there is no CUDA driver", machine=missing, **MIXED)
 

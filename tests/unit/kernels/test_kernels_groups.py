@@ -47,7 +47,7 @@ class Layers:
     def batch(self, start: int, end: int) -> StepBatch:
         tables = self.tables.copy()
         for table, reach in zip(tables, self.shape.reaches, strict=True):
-            table[: reach.first(start) // 16] = self.lost
+            table[: reach.first_read_position(start) // 16] = self.lost
         return replace(self.story.batch([(0, start, end)]), table_SP=tables.reshape(1, -1))
 
     def mix(self, ops: Any, qkv_TN: Any, batch: StepBatch) -> Any:

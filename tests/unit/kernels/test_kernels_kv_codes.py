@@ -199,13 +199,13 @@ def test_pages_have_the_bytes_of_their_layout(family: str, compute: str) -> None
     """One arithmetic: of the shape, of a layout, of a backend's memory; codes take half, and a byte a row."""
     plain, shape = make(family, compute), KvShape(layers=3, kv_heads=2, key_dim=24, value_dim=20)
     for own in (shape, replace(shape, kv_heads=1, shared=True)):
-        assert plain.page_bytes(own) == own.page_bytes(compute) == KvLayout.of(own, compute).page_bytes
+        assert plain.page_bytes(own) == own.page_bytes(compute) == KvLayout.for_shape(own, compute).page_bytes
     if family in families():
         return
     ops = make(family, compute, FP8_E4M3)
-    assert ops.page_bytes(shape) == 16 * 3 * 2 * (24 + 1 + 20 + 1) == KvLayout.of(shape, FP8_E4M3).page_bytes
+    assert ops.page_bytes(shape) == 16 * 3 * 2 * (24 + 1 + 20 + 1) == KvLayout.for_shape(shape, FP8_E4M3).page_bytes
     assert ops.page_bytes(replace(shape, kv_heads=1, shared=True)) == 16 * 3 * (24 + 1)
-    assert KvLayout.of(shape, FP8_E4M3).name == "full-l3-h2-t16-k24-v20-fp8_e4m3"
+    assert KvLayout.for_shape(shape, FP8_E4M3).name == "full-l3-h2-t16-k24-v20-fp8_e4m3"
 
 
 def test_codes_are_a_class_of_their_own() -> None:

@@ -125,7 +125,7 @@ def ops(request: pytest.FixtureRequest) -> Any:
 
 def test_pages_have_the_bytes_of_their_layout(ops: Any) -> None:
     for shape in (SHAPES[3].shape, replace(SHAPES[3].shape, shared=False)):
-        assert KvLayout.of(shape, ops.compute_dtype).page_bytes == ops.page_bytes(shape)
+        assert KvLayout.for_shape(shape, ops.compute_dtype).page_bytes == ops.page_bytes(shape)
 
 
 @pytest.mark.parametrize("heads", SHAPES, ids=str)

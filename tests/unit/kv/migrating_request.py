@@ -11,7 +11,7 @@ from penstock.kv_spec import FULL_ATTENTION, KvSpec, TransferOrder
 from penstock.types import PageId
 
 SHAPE = KvShape.plain(layers=2, kv_heads=1, head_dim=4).grouped([FULL_ATTENTION, KvSpec(window=40)])
-LAYOUT = KvLayout.of(SHAPE, "bf16")
+LAYOUT = KvLayout.for_shape(SHAPE, "bf16")
 SIZE = LAYOUT.page_tokens
 SLOT = LAYOUT.page_bytes // SIZE
 PAGES = 64

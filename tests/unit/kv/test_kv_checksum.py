@@ -18,7 +18,7 @@ from penstock.kv.layout import KvLayout
 from penstock.types import ModelIdentity, PageId, RequestId
 from penstock.wire.transfer_messages import PageReady
 
-LAYOUT = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=2), "bf16")  # 128 bytes
+LAYOUT = KvLayout.for_shape(KvShape.plain(layers=1, kv_heads=1, head_dim=2), "bf16")  # 128 bytes
 IDENTITY = ModelIdentity(fingerprint="ab", numerics="c")
 SEAL = PageChecksum(IDENTITY, LAYOUT)
 
@@ -37,7 +37,7 @@ def frame(checksum: bytes, generation: int = 3) -> PageReady:
 
 def test_a_copy_is_the_same_and_passes() -> None:
     page, into = bytearray(os.urandom(LAYOUT.page_bytes)), bytearray(LAYOUT.page_bytes)
-    SEAL.copy(frame(SEAL.checksum(memoryview(page), 3)), memoryview(page), memoryview(into))
+    SEAL.copy_checked(frame(SEAL.checksum(memoryview(page), 3)), memoryview(page), memoryview(into))
     assert into == page
 
 
@@ -47,7 +47,7 @@ def test_every_single_bit_counts() -> None:
     for bit in range(8 * len(page)):
         page[bit // 8] ^= 1 << bit % 8
         with pytest.raises(PageCorrupt):
-            SEAL.copy(announced, memoryview(page), memoryview(bytearray(len(page))))
+            SEAL.copy_checked(announced, memoryview(page), memoryview(bytearray(len(page))))
         page[bit // 8] ^= 1 << bit % 8
 
 
@@ -55,11 +55,11 @@ def test_every_single_bit_counts() -> None:
 def test_pages_of_every_length(size: int) -> None:
     page, into = bytearray(os.urandom(size)), bytearray(size)
     announced = frame(SEAL.checksum(memoryview(page), 3))
-    SEAL.copy(announced, memoryview(page), memoryview(into))
+    SEAL.copy_checked(announced, memoryview(page), memoryview(into))
     assert into == page
     page[-1] ^= 1
     with pytest.raises(PageCorrupt):
-        SEAL.copy(announced, memoryview(page), memoryview(into))
+        SEAL.copy_checked(announced, memoryview(page), memoryview(into))
 
 
 @pytest.mark.parametrize("size", [0, 1, 64, 255, 256, 257, 1000, 1024, 1088, 65536, 65599])
@@ -90,7 +90,7 @@ def test_the_checksum_depends_on_all_that_the_bits_depend_on() -> None:
         SEAL,
         PageChecksum(ModelIdentity(fingerprint="a", numerics="bc"), LAYOUT),
         PageChecksum(ModelIdentity(fingerprint="abc", numerics=""), LAYOUT),
-        PageChecksum(IDENTITY, KvLayout.of(KvShape.plain(layers=1, kv_heads=2, head_dim=1), "bf16")),
+        PageChecksum(IDENTITY, KvLayout.for_shape(KvShape.plain(layers=1, kv_heads=2, head_dim=1), "bf16")),
     ]
     assert len({seal.checksum(page, generation) for seal in seals for generation in (0, 1, 1 << 40)}) == 12
 
@@ -99,13 +99,13 @@ def test_the_checksum_depends_on_all_that_the_bits_depend_on() -> None:
 def test_a_generation_that_cannot_be_is_corrupt_not_a_crash(generation: int) -> None:
     page = memoryview(bytes(LAYOUT.page_bytes))
     with pytest.raises(PageCorrupt):
-        SEAL.copy(frame(bytes(16), generation), page, memoryview(bytearray(LAYOUT.page_bytes)))
+        SEAL.copy_checked(frame(bytes(16), generation), page, memoryview(bytearray(LAYOUT.page_bytes)))
 
 
 @pytest.mark.parametrize("size", [0, LAYOUT.page_bytes - 1, LAYOUT.page_bytes + 1])
 def test_a_wrong_size_is_corrupt(size: int) -> None:
     with pytest.raises(PageCorrupt):
-        SEAL.copy(frame(bytes(16)), memoryview(bytes(size)), memoryview(bytearray(LAYOUT.page_bytes)))
+        SEAL.copy_checked(frame(bytes(16)), memoryview(bytes(size)), memoryview(bytearray(LAYOUT.page_bytes)))
 
 
 @pytest.mark.parametrize("kind", [Arrivals, host_ops_fallback.Arrivals], ids=["native", "without"])

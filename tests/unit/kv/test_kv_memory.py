@@ -20,7 +20,9 @@ from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory, KvMemoryFile
 from penstock.types import PageId
 
-LAYOUT = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=5), "fp32")  # 640 bytes: no multiple of a memory page
+LAYOUT = KvLayout.for_shape(
+    KvShape.plain(layers=1, kv_heads=1, head_dim=5), "fp32"
+)  # 640 bytes: no multiple of a memory page
 
 
 @contextmanager
@@ -45,7 +47,7 @@ def descriptors() -> int:
 def test_sizes_and_names_of_layouts() -> None:
     assert LAYOUT.page_bytes == 2 * 16 * 5 * 4
     names = {
-        KvLayout.of(KvShape.plain(layers=a, kv_heads=b, head_dim=c), d).name
+        KvLayout.for_shape(KvShape.plain(layers=a, kv_heads=b, head_dim=c), d).name
         for a in (1, 2)
         for b in (1, 2)
         for c in (8, 16)
@@ -56,9 +58,9 @@ def test_sizes_and_names_of_layouts() -> None:
 
 def test_a_latent_page_holds_its_values_once() -> None:
     latent = KvShape(layers=3, kv_heads=1, key_dim=576, value_dim=512, shared=True)
-    assert KvLayout.of(latent, "bf16").page_bytes == 3 * 16 * 576 * 2
-    assert KvLayout.of(replace(latent, shared=False), "bf16").page_bytes == 3 * 16 * (576 + 512) * 2
-    assert KvLayout.of(latent, "bf16").name == "latent-l3-h1-t16-k576-v512-bf16"
+    assert KvLayout.for_shape(latent, "bf16").page_bytes == 3 * 16 * 576 * 2
+    assert KvLayout.for_shape(replace(latent, shared=False), "bf16").page_bytes == 3 * 16 * (576 + 512) * 2
+    assert KvLayout.for_shape(latent, "bf16").name == "latent-l3-h1-t16-k576-v512-bf16"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_a_layout_that_cannot_be_is_refused(field: str, change: dict[str, Any]) 
     asked = {"layers": 1, "kv_heads": 1, "head_dim": 8, "dtype": "bf16", "page_tokens": 16} | change
     shape = KvShape.plain(**{name: asked[name] for name in ("layers", "kv_heads", "head_dim")})
     with pytest.raises(ConfigError, match=field):
-        KvLayout.of(shape, asked["dtype"], page_tokens=asked["page_tokens"])
+        KvLayout.for_shape(shape, asked["dtype"], page_tokens=asked["page_tokens"])
 
 
 @pytest.mark.parametrize("shared", [True, False])

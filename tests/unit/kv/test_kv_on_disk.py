@@ -36,9 +36,9 @@ def test_a_file_of_pages_has_the_bytes_that_it_had(
     path = tmp_path / "f"
     tier = slab_tier(path, seal=make_envelope(IDENTITY, LAYOUT, key))
     for number in range(5):
-        assert tier.write(final_of(number, saves_s=0.5 * number), memoryview(page_of(number)))
+        assert tier.write_page(final_of(number, saves_s=0.5 * number), memoryview(page_of(number)))
     into = bytearray(LAYOUT.page_bytes)
-    assert tier.read(key_of(3), memoryview(into))
+    assert tier.read_page(key_of(3), memoryview(into))
     tier.close()
     assert blake3(path.read_bytes()).hexdigest() == FILES[key]
     head = json.loads(path.read_bytes()[:4080].rstrip(b"\0"))
@@ -75,7 +75,9 @@ def test_layouts_have_the_names_that_they_had() -> None:
     plain = KvShape.plain(layers=4, kv_heads=2, head_dim=64)
     grouped = plain.grouped([KvSpec(window=128), KvSpec(), KvSpec(chunk=8192), KvSpec()])
     latent = KvShape(layers=2, kv_heads=1, key_dim=576, value_dim=512, shared=True)
-    names = [KvLayout.of(shape, dtype).name for shape in (plain, grouped, latent) for dtype in ("bf16", "fp8_e4m3")]
+    names = [
+        KvLayout.for_shape(shape, dtype).name for shape in (plain, grouped, latent) for dtype in ("bf16", "fp8_e4m3")
+    ]
     assert names == [
         "full-l4-h2-t16-k64-v64-bf16",
         "full-l4-h2-t16-k64-v64-fp8_e4m3",

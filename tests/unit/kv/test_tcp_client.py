@@ -25,7 +25,7 @@ from penstock.wire.transfer_messages import PageReady, PagesAt
 SOURCE = PageSource(worker=WorkerId("prefill-0"), incarnation=1, endpoint="tcp://127.0.0.1:1")
 SEAL = PageChecksum(
     ModelIdentity(fingerprint="f" * 64, numerics="test-1-fp32"),
-    KvLayout.of(KvShape.plain(layers=2, kv_heads=2, head_dim=8), "fp32"),
+    KvLayout.for_shape(KvShape.plain(layers=2, kv_heads=2, head_dim=8), "fp32"),
 )
 
 
@@ -53,18 +53,18 @@ class Roadside:
 
     def door(self, name: str) -> tuple[RequestId, int]:
         at = PagesAt(request=RequestId(name), epoch=1, port=1, leg=len(name), token=bytes(32), sealed=False)
-        self.road.door(at)
+        self.road.add_ticket(at)
         return at.request, 1
 
     def fetch(self, name: str, page: int) -> None:
         frame = PageReady(
             request=RequestId(name), epoch=1, block=page, tokens=16, page=PageId(page), generation=1, checksum=bytes(16)
         )
-        self.road.fetch([FetchRequest(SOURCE, frame, memoryview(bytearray(1)))])
+        self.road.queue_pages([FetchRequest(SOURCE, frame, memoryview(bytearray(1)))])
 
     def take(self) -> tuple[FetchConnection, FetchBatch]:
         (line,) = self.road._ways
-        batch = self.road.take(line, 0.0)
+        batch = self.road.next_batch(line, 0.0)
         assert batch is not None
         return line, batch
 
@@ -81,15 +81,15 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[HandOverConfig], Roadside
 
 
 def land(side: Roadside, line: FetchConnection, batch: FetchBatch) -> None:
-    side.road.landed(batch, [None])
+    side.road.on_pages_fetched(batch, [None])
 
 
 def refuse(side: Roadside, line: FetchConnection, batch: FetchBatch) -> None:
-    side.road.refused(line, batch)
+    side.road.on_batch_refused(line, batch)
 
 
 def lose(side: Roadside, line: FetchConnection, batch: FetchBatch) -> None:
-    side.road.lost(line, "hung up")
+    side.road.on_connection_lost(line, "hung up")
 
 
 @pytest.mark.parametrize("end", [land, refuse, lose])
@@ -104,7 +104,7 @@ def test_nothing_is_told_of_a_leg_once_stopping_it_has_returned(
     told_before: list[int] = []
 
     def stop_it() -> None:
-        side.road.stop(key)
+        side.road.stop_transfer(key)
         told_before.append(len(side.told))
 
     stopping = threading.Thread(target=stop_it)
@@ -127,7 +127,7 @@ def test_nothing_is_told_of_a_leg_that_was_stopped(
     key = side.door("one")
     side.fetch("one", 3)
     line, batch = side.take()
-    side.road.stop(key)
+    side.road.stop_transfer(key)
     end(side, line, batch)
     assert side.told == []
 
@@ -146,16 +146,16 @@ def test_a_connection_that_breaks_costs_a_try_only_what_it_broke_over(
         assert batch.key[0] == "guilty"
         assert side.take()[1].key[0] == "other"
         assert side.told == []
-        assert side.road.lost(line, "a stranger")
-    assert [(each.wanted.frame.page, each.failure) for each in side.told] == [
+        assert side.road.on_connection_lost(line, "a stranger")
+    assert [(each.request.frame.page, each.failure) for each in side.told] == [
         (3, "its pages cannot be fetched: a stranger")
     ]
     for _ in range(2):  # what else waited of the leg is not tried in vain; the other still has all its tries
         line, batch = side.take()
-        assert [order.wanted.frame.page for order in batch.orders] == [4]
-        assert side.road.take(line, 0.0) is None
-        side.road.lost(line, "hung up")
-    assert [each.wanted.frame.page for each in side.told] == [3, 4]
+        assert [order.request.frame.page for order in batch.fetches] == [4]
+        assert side.road.next_batch(line, 0.0) is None
+        side.road.on_connection_lost(line, "hung up")
+    assert [each.request.frame.page for each in side.told] == [3, 4]
 
 
 def test_a_batch_that_was_stopped_costs_nobody_a_try(make: Callable[[HandOverConfig], Roadside]) -> None:
@@ -166,10 +166,10 @@ def test_a_batch_that_was_stopped_costs_nobody_a_try(make: Callable[[HandOverCon
     side.fetch("other", 4)
     line, _ = side.take()
     side.take()
-    side.road.stop(stopped)
-    side.road.lost(line, "hung up")
+    side.road.stop_transfer(stopped)
+    side.road.on_connection_lost(line, "hung up")
     assert side.told == []
-    assert [order.wanted.frame.page for order in side.take()[1].orders] == [4]
+    assert [order.request.frame.page for order in side.take()[1].fetches] == [4]
 
 
 def test_without_a_thread_for_it_what_is_fetched_fails(
@@ -181,13 +181,13 @@ def test_without_a_thread_for_it_what_is_fetched_fails(
     monkeypatch.setattr(client, "FetchConnection", Unstarted)
     side.fetch("one", 4)  # one connection is there already
     assert side.told == []
-    assert [order.wanted.frame.page for order in side.take()[1].orders] == [3, 4]
+    assert [order.request.frame.page for order in side.take()[1].fetches] == [3, 4]
     alone = make(HandOverConfig(connections=2))
     alone.door("one")
     alone.fetch("one", 3)
     assert [each.failure for each in alone.told] == ["its pages cannot be fetched: can't start new thread"]
-    alone.road.stop(key)
-    assert alone.road.unused
+    alone.road.stop_transfer(key)
+    assert alone.road.is_idle
 
 
 def test_whatever_ends_a_connection_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

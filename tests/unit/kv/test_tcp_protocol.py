@@ -25,7 +25,7 @@ from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
 from penstock.wire.gateway_messages import PageSource
 from penstock.wire.transfer_messages import PageReady, PagesAt
 
-LAYOUT = KvLayout.of(KvShape.plain(layers=2, kv_heads=2, head_dim=8), "fp32")
+LAYOUT = KvLayout.for_shape(KvShape.plain(layers=2, kv_heads=2, head_dim=8), "fp32")
 SEAL = PageChecksum(ModelIdentity(fingerprint="f" * 64, numerics="test-1-fp32"), LAYOUT)
 CONFIG = HandOverConfig(connections=1)
 
@@ -39,9 +39,9 @@ class Ends:
     told: list[FetchResult] = field(default_factory=list)
 
     def grant(self, name: str, *pages: int) -> PagesAt:
-        at = self.desk.grant(RequestId(name), 1)
+        at = self.desk.grant_access(RequestId(name), 1)
         for page in pages:
-            self.desk.offer(frame_of(self.desk, at, page))
+            self.desk.publish_page(frame_of(self.desk, at, page))
         return at
 
     def batch(self, at: PagesAt, page: int) -> FetchBatch:
@@ -70,7 +70,7 @@ def ends() -> Iterator[Ends]:
 def test_a_leg_that_is_refused_ends_no_conversation_however_much_of_it_was_asked_for(ends: Ends) -> None:
     """It is introduced anew while an older question of it is still to be refused."""
     one, gone = ends.grant("one", 0, 1), ends.grant("gone", 2, 3, 4)
-    ends.desk.revoke(gone.request, 1)
+    ends.desk.revoke_access(gone.request, 1)
     questions = [ends.batch(one, 0), *(ends.batch(gone, page) for page in (2, 3, 4)), ends.batch(one, 1)]
     answers: list[bool] = []
     for number, question in enumerate(questions):
@@ -79,7 +79,7 @@ def test_a_leg_that_is_refused_ends_no_conversation_however_much_of_it_was_asked
             answers.append(ends.talk.receive(questions[number - 1]) is not None)
     answers.append(ends.talk.receive(questions[-1]) is not None)
     assert answers == [True, False, False, False, True]
-    assert [(each.wanted.frame.page, each.failure) for each in ends.told] == [(0, None), (1, None)]
+    assert [(each.request.frame.page, each.failure) for each in ends.told] == [(0, None), (1, None)]
 
 
 @pytest.mark.parametrize("lack", [MemoryError(), RuntimeError("can't start new thread")])
@@ -115,5 +115,5 @@ def test_who_finds_no_room_is_counted_and_told_of_once(caplog: pytest.LogCapture
             with socket.create_connection(("127.0.0.1", desk.port), 60) as other:
                 assert other.recv(1) == b""
             with desk._lock:
-                assert desk.refused == turned_away
+                assert desk.rejected_connections == turned_away
     assert [record.args for record in caplog.records] == [(1,)]

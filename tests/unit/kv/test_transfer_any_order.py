@@ -42,7 +42,7 @@ from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
 from penstock.wire.gateway_messages import PageSource, TokenItem
 from penstock.wire.transfer_messages import HandOverFailed, PagesReceived, PullPages
 
-LAYOUT = KvLayout.of(KvShape.plain(layers=1, kv_heads=1, head_dim=4), "bf16")
+LAYOUT = KvLayout.for_shape(KvShape.plain(layers=1, kv_heads=1, head_dim=4), "bf16")
 SEAL = PageChecksum(ModelIdentity(fingerprint="f", numerics="n"), LAYOUT)
 SOURCE = PageSource(worker=WorkerId("p"), incarnation=1, endpoint="memory://p")
 REQUESTS = [RequestId(f"r{number}") for number in range(3)]
@@ -111,7 +111,7 @@ class HandOvers(RuleBasedStateMachine):
         for send in turn.sends:
             payload = None if send.payload is None else memoryview(bytes(send.payload))
             self.to_receiver.append(SendToReceiver(send.peer, send.message, payload))
-        for effect in turn.effects:
+        for effect in turn.events:
             leg = self.opened[effect.request, effect.epoch]
             match effect:
                 case PullGranted():
@@ -125,7 +125,7 @@ class HandOvers(RuleBasedStateMachine):
 
     def took(self, turn: ReceiverOutput) -> None:
         self.to_sender.extend((b"peer%d" % self.peer, send.message) for send in turn.sends)
-        for effect in turn.effects:
+        for effect in turn.events:
             key = effect.request, effect.epoch
             expected = self.expected[key]
             match effect:
@@ -182,12 +182,12 @@ class HandOvers(RuleBasedStateMachine):
             skip_blocks=min(skip, blocks),
             tokens=tokens,
         )
-        self.took(self.receiver.expect(pull, self.now))
+        self.took(self.receiver.start_pull(pull, self.now))
         for other in earlier:
             self.gone(other)
 
     def receiver_cancels(self, request: RequestId) -> None:
-        self.took(self.receiver.cancel(request, self.epochs[request]))
+        self.took(self.receiver.cancel_pull(request, self.epochs[request]))
         for key in [key for key in self.expected if key[0] == request]:
             self.gone(key)
 
@@ -196,7 +196,7 @@ class HandOvers(RuleBasedStateMachine):
         allowed = {page for expected in self.expected.values() for page in expected.pages[expected.skip :]}
         before = bytes(self.own.buffer)
         self.late.land(budget)
-        turn = self.receiver.work(self.now, budget * LAYOUT.page_bytes)
+        turn = self.receiver.fetch_pages(self.now, budget * LAYOUT.page_bytes)
         after, size = bytes(self.own.buffer), LAYOUT.page_bytes
         for page in range(PAGES):
             if page not in allowed:
@@ -211,7 +211,7 @@ class HandOvers(RuleBasedStateMachine):
         epoch = self.epochs[request]
         if epoch and not any(name == request and at >= epoch for name, at in self.opened):
             self.opened[request, epoch] = Opened(held=[])
-            self.sent(self.sender.open(request, epoch, self.now))
+            self.sent(self.sender.open_transfer(request, epoch, self.now))
 
     @rule(request=requests, count=st.integers(1, 7))
     def compute(self, request: RequestId, count: int) -> None:
@@ -229,26 +229,26 @@ class HandOvers(RuleBasedStateMachine):
             offer = PageOffer(
                 request=request,
                 epoch=key[1],
-                block=leg.offered,
+                index=leg.offered,
                 page=PageId(page),
                 tokens=min(16, expected.tokens - 16 * leg.offered),
                 generation=self.generation,
             )
             leg.offered += 1
-            self.sent(self.sender.offer(offer, self.now))
+            self.sent(self.sender.offer_page(offer, self.now))
         if leg.offered == blocks and key in self.opened:
             leg.done = True
             first = TokenItem(request=request, epoch=key[1], index=0, tokens=(1,))
-            self.sent(self.sender.done(first, blocks, self.now))
+            self.sent(self.sender.finish_prefill(first, blocks, self.now))
 
     @rule(request=requests, who=st.sampled_from(["receiver", "sender", "both", "prefill fails"]))
     def cancel(self, request: RequestId, who: str) -> None:
         if who in ("receiver", "both"):
             self.receiver_cancels(request)
         if who in ("sender", "both"):
-            self.sent(self.sender.cancel(request, self.epochs[request], self.now))
+            self.sent(self.sender.cancel_transfer(request, self.epochs[request], self.now))
         if who == "prefill fails":
-            self.sent(self.sender.fail(request, self.epochs[request], "out of luck", self.now))
+            self.sent(self.sender.fail_transfer(request, self.epochs[request], "out of luck", self.now))
 
     # --- the wire ---
 
@@ -258,18 +258,18 @@ class HandOvers(RuleBasedStateMachine):
             peer, message = self.to_sender.popleft()
             match message:
                 case PullPages():
-                    self.sent(self.sender.pull(peer, message, self.now))
+                    self.sent(self.sender.on_pull(peer, message, self.now))
                 case PagesReceived():
-                    self.sent(self.sender.received(message, self.now))
+                    self.sent(self.sender.on_received(message, self.now))
 
     @rule(count=st.integers(1, 12))
     def deliver_to_receiver(self, count: int) -> None:
         for _ in range(min(count, len(self.to_receiver))):
             send = self.to_receiver.popleft()
             if send.peer == b"peer%d" % self.peer:
-                self.took(self.receiver.receive(SOURCE, send.message, send.payload, self.now))
+                self.took(self.receiver.on_message(SOURCE, send.message, send.payload, self.now))
             elif not isinstance(send.message, HandOverFailed):
-                self.sender.unsent(send.peer, self.now)
+                self.sender.on_send_failed(send.peer, self.now)
 
     @rule(
         what=st.sampled_from(["reorder", "lose", "double", "connect again"]),
@@ -309,7 +309,7 @@ class HandOvers(RuleBasedStateMachine):
 
     @invariant()
     def both_agree_with_the_test_about_who_is_open(self) -> None:
-        assert self.sender.open_legs == set(self.opened)
+        assert self.sender.open_transfers == set(self.opened)
         assert self.receiver.open_pulls == set(self.expected)
 
     @invariant()
@@ -324,15 +324,15 @@ class HandOvers(RuleBasedStateMachine):
         self.to_receiver.clear()
         for key, leg in list(self.opened.items()):
             if not leg.granted:  # holds nothing; only its gateway can end it
-                self.sent(self.sender.cancel(*key, self.now))
-        self.sender.unsent(b"peer%d" % self.peer, self.now)
+                self.sent(self.sender.cancel_transfer(*key, self.now))
+        self.sender.on_send_failed(b"peer%d" % self.peer, self.now)
         for peer in range(self.peer):
-            self.sender.unsent(b"peer%d" % peer, self.now)
+            self.sender.on_send_failed(b"peer%d" % peer, self.now)
         for _ in range(2):
             self.now += LEASE
             self.sent(self.sender.tick(self.now))
             self.took(self.receiver.tick(self.now))
-        assert not self.sender.open_legs
+        assert not self.sender.open_transfers
         assert not self.sender.waiting_pulls
         assert not self.receiver.open_pulls
         assert not self.receiver.has_work

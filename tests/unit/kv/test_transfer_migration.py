@@ -84,7 +84,7 @@ class Moves(RuleBasedStateMachine):
 
     def sent(self, turn: SenderOutput) -> None:
         self.to_receiver.extend(turn.sends)
-        for effect in turn.effects:
+        for effect in turn.events:
             assert self.going is not None
             match effect:
                 case PullGranted(pull=pull):
@@ -101,7 +101,7 @@ class Moves(RuleBasedStateMachine):
     def granted(self, pull: PullPages) -> None:
         assert self.going is not None
         if not self.going.index <= pull.tokens + 1 <= len(self.writer.tokens):  # of somebody who came earlier
-            self.sent(self.sender.fail(R, 1, "protocol", self.now))
+            self.sent(self.sender.fail_transfer(R, 1, "protocol", self.now))
             return
         self.going.pieces = TransferOrder(SHAPE.reaches, pull.tokens, SIZE, ahead=pull.ahead)
         self.going.most = pull.tokens + pull.ahead
@@ -109,7 +109,7 @@ class Moves(RuleBasedStateMachine):
 
     def took(self, turn: ReceiverOutput) -> None:
         self.to_sender.extend((b"peer%d" % self.peer, send.message) for send in turn.sends)
-        for effect in turn.effects:
+        for effect in turn.events:
             coming = self.coming
             assert coming is not None
             match effect:
@@ -134,7 +134,7 @@ class Moves(RuleBasedStateMachine):
         assert list(first.tokens) == self.writer.tokens[first.index : known]
         computed = known - 1
         for piece, (block, group) in enumerate(coming.pieces):
-            begin = SHAPE.reaches[group].first(computed)
+            begin = SHAPE.reaches[group].first_read_position(computed)
             page = bytes(self.own.view(PageId(coming.pages[piece])))
             for position in range(max(begin, block * SIZE), min(computed, (block + 1) * SIZE)):
                 slot = position % SIZE
@@ -148,11 +148,11 @@ class Moves(RuleBasedStateMachine):
         """The worker asks to be relieved, and a receiver has room."""
         if self.going is None and not self.writer.stopped:
             self.going = Going(len(self.writer.tokens))
-            self.sent(self.sender.open(R, 1, self.now))
+            self.sent(self.sender.open_transfer(R, 1, self.now))
         if self.coming is not None or self.going is None or self.going.pieces is not None:
             return
         known = max(self.going.index, len(self.writer.tokens) - behind)
-        pieces = LAYOUT.pieces(known - 1, ahead=ahead + 1)
+        pieces = LAYOUT.transfer_order(known - 1, ahead=ahead + 1)
         if len(self.free) < pieces.total:
             return
         pages = [self.free.pop() for _ in range(pieces.total)]
@@ -166,11 +166,11 @@ class Moves(RuleBasedStateMachine):
             tokens=known - 1,
             ahead=ahead + 1,
         )
-        self.took(self.receiver.expect(pull, self.now))
+        self.took(self.receiver.start_pull(pull, self.now))
 
     @rule()
     def the_receiver_gives_up(self) -> None:
-        self.took(self.receiver.cancel(R, 1))
+        self.took(self.receiver.cancel_pull(R, 1))
         if self.coming is not None:
             self.coming_over()
 
@@ -179,7 +179,7 @@ class Moves(RuleBasedStateMachine):
         """The gateway notices, and tells the worker that still writes."""
         if not self.here:
             self.fork_receiver()
-            self.sent(self.sender.received(PagesReceived(request=R, epoch=1), self.now))
+            self.sent(self.sender.on_received(PagesReceived(request=R, epoch=1), self.now))
 
     @rule()
     def the_sender_dies(self) -> None:
@@ -204,37 +204,37 @@ class Moves(RuleBasedStateMachine):
         going = self.going
         if going is None or going.pieces is None or self.writer.stopped:
             return
-        full = going.pieces.before(self.writer.computed // SIZE)
+        full = going.pieces.pages_before(self.writer.computed // SIZE)
         for piece in range(going.offered, min(full, going.offered + pieces)):
             self.offer(going, going.pieces, piece)
 
     def offer(self, going: Going, pieces: TransferOrder, piece: int) -> None:
-        block, group = pieces.place(piece)
+        block, group = pieces.page_at(piece)
         going.offered = piece + 1
         offer = PageOffer(
             request=R,
             epoch=1,
-            block=piece,
+            index=piece,
             page=PageId(self.writer.tables[group][block]),
             tokens=min(SIZE, self.writer.computed - block * SIZE),
             generation=1,
         )
-        self.sent(self.sender.offer(offer, self.now))
+        self.sent(self.sender.offer_page(offer, self.now))
 
     @rule(patient=st.booleans())
     def stop_for_the_last_piece(self, patient: bool) -> None:
         going = self.going
         if going is None or going.pieces is None or going.told:
             return
-        full = going.pieces.before(max(0, self.writer.computed // SIZE - 1))
-        if patient and self.sender.acknowledged(R, 1) < full:
+        full = going.pieces.pages_before(max(0, self.writer.computed // SIZE - 1))
+        if patient and self.sender.acknowledged_pages(R, 1) < full:
             return
         self.writer.stopped = going.told = True
-        blocks = going.pieces.before(blocks_for(self.writer.computed, SIZE))
+        blocks = going.pieces.pages_before(blocks_for(self.writer.computed, SIZE))
         for piece in range(going.offered, blocks):
             self.offer(going, going.pieces, piece)
         last = TokenItem(request=R, epoch=1, index=going.index, tokens=tuple(self.writer.tokens[going.index :]))
-        self.sent(self.sender.done(last, blocks, self.now))
+        self.sent(self.sender.finish_prefill(last, blocks, self.now))
 
     # --- the wire and time ---
 
@@ -243,19 +243,19 @@ class Moves(RuleBasedStateMachine):
         for _ in range(min(count, len(self.to_sender))):
             peer, message = self.to_sender.popleft()
             if isinstance(message, PullPages):
-                self.sent(self.sender.pull(peer, message, self.now))
+                self.sent(self.sender.on_pull(peer, message, self.now))
             else:
-                self.sent(self.sender.received(message, self.now))
+                self.sent(self.sender.on_received(message, self.now))
         for _ in range(min(count, len(self.to_receiver))):
             send = self.to_receiver.popleft()
             if send.peer == b"peer%d" % self.peer:
-                self.took(self.receiver.receive(self.source, send.message, send.payload, self.now))
+                self.took(self.receiver.on_message(self.source, send.message, send.payload, self.now))
             elif not isinstance(send.message, HandOverFailed):
-                self.sender.unsent(send.peer, self.now)
+                self.sender.on_send_failed(send.peer, self.now)
 
     @rule(budget=st.integers(1, 9))
     def copy(self, budget: int) -> None:
-        self.took(self.receiver.work(self.now, budget * LAYOUT.page_bytes))
+        self.took(self.receiver.fetch_pages(self.now, budget * LAYOUT.page_bytes))
 
     @rule(
         what=st.sampled_from(["reorder", "lose", "double", "connect again"]),
@@ -291,7 +291,7 @@ class Moves(RuleBasedStateMachine):
 
     @invariant()
     def both_agree_with_the_test_about_who_is_open(self) -> None:
-        assert (self.going is not None) == bool(self.sender.open_legs)
+        assert (self.going is not None) == bool(self.sender.open_transfers)
         assert (self.coming is not None) == bool(self.receiver.open_pulls)
 
     @invariant()
@@ -307,16 +307,16 @@ class Moves(RuleBasedStateMachine):
         self.to_sender.clear()
         self.to_receiver.clear()
         for peer in range(self.peer + 1):
-            self.sender.unsent(b"peer%d" % peer, self.now)
+            self.sender.on_send_failed(b"peer%d" % peer, self.now)
         for _ in range(2):
             self.now += LEASE
             self.sent(self.sender.tick(self.now))
             self.took(self.receiver.tick(self.now))
         if self.going is not None:  # nobody has come for it; its worker ends it with the answer
             assert self.going.pieces is None
-            self.sent(self.sender.cancel(R, 1, self.now))
+            self.sent(self.sender.cancel_transfer(R, 1, self.now))
         assert not self.writer.stopped
-        assert not self.sender.open_legs
+        assert not self.sender.open_transfers
         assert not self.receiver.open_pulls
         assert not self.sender._window
         assert sorted(self.free) == list(range(PAGES))

@@ -76,7 +76,7 @@ def test_what_a_model_is_decides_what_is_loaded(model: Path) -> None:
     recurrent = msgspec.structs.replace(spec, kv=replace(spec.kv, states=states))
     for kind in ("auto", "head", "draft"):
         assert guesses_with(kind, None, model, recurrent) is None
-    hearing = msgspec.structs.replace(spec, source=8)
+    hearing = msgspec.structs.replace(spec, audio_tokens=8)
     for kind in ("head", "draft"):
         with pytest.raises(ConfigError, match="nothing guesses for a model that hears"):
             guesses_with(kind, "elsewhere", model, hearing)

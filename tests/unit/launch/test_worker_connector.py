@@ -17,7 +17,7 @@ from penstock.kv.memory import KvMemory
 from penstock.launch.worker_process import _carrier
 from penstock.types import ModelIdentity, Role, WorkerId
 
-LAYOUT = KvLayout.of(KvShape.plain(layers=2, kv_heads=2, head_dim=8), "fp32")
+LAYOUT = KvLayout.for_shape(KvShape.plain(layers=2, kv_heads=2, head_dim=8), "fp32")
 SEAL = PageChecksum(ModelIdentity(fingerprint="f" * 64, numerics="test-1-fp32"), LAYOUT)
 
 

@@ -46,7 +46,7 @@ def test_what_was_written_is_read(tmp_path: Path, shards: int) -> None:
             assert checkpoint.array(name).tobytes() == value.tobytes()
             assert checkpoint.array(name).shape == value.shape
             assert not checkpoint.array(name).flags.writeable
-            checkpoint.done_with(name)
+            checkpoint.drop_pages(name)
             assert bytes(checkpoint.raw(name)) == value.tobytes()
 
 

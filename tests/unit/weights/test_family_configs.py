@@ -31,7 +31,7 @@ def parsed(name: str, **changes: Any) -> ModelSpec:
 
 
 def windows(spec: ModelSpec) -> list[int | None]:
-    return [layer.attention.window for layer in spec.own(DecoderConfig).layers]
+    return [layer.attention.window for layer in spec.details_as(DecoderConfig).layers]
 
 
 NEXT = "qwen_3_next_80b_a3b"
@@ -98,7 +98,7 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
 
 
 def test_gemma_3_rotates_near_and_far_layers_by_recipes_of_their_own() -> None:
-    near, far = (parsed("gemma_3_27b").own(DecoderConfig).layers[index].attention.rope for index in (0, 5))
+    near, far = (parsed("gemma_3_27b").details_as(DecoderConfig).layers[index].attention.rope for index in (0, 5))
     assert near is not None
     assert far is not None
     assert (near.theta, near.scaling, far.theta, far.scaling) == (
@@ -110,7 +110,7 @@ def test_gemma_3_rotates_near_and_far_layers_by_recipes_of_their_own() -> None:
 
 
 def test_gelu_of_gemma_1_is_the_approximation() -> None:
-    mlp = parsed("gemma_7b").own(DecoderConfig).layers[0].mlp
+    mlp = parsed("gemma_7b").details_as(DecoderConfig).layers[0].mlp
     assert isinstance(mlp, MlpConfig)
     assert mlp.activation is Activation.GELU_TANH
 
@@ -118,7 +118,7 @@ def test_gelu_of_gemma_1_is_the_approximation() -> None:
 def test_deepseek_keeps_one_latent_vector_a_token() -> None:
     spec = parsed("deepseek_v3")
     assert spec.kv == KvShape(layers=61, kv_heads=1, key_dim=576, value_dim=512, shared=True)
-    layers = spec.own(DecoderConfig).layers
+    layers = spec.details_as(DecoderConfig).layers
     assert [isinstance(layer.mlp, MlpConfig) for layer in layers] == [True] * 3 + [False] * 58
     latent = layers[0].attention
     assert isinstance(latent, MlaConfig)
@@ -132,12 +132,12 @@ def test_no_rank_of_queries_is_said_by_null() -> None:
     ranks = []
     for values in (config, {name: value for name, value in config.items() if name != "q_lora_rank"}):
         spec = checkpoint_format("DeepseekV2ForCausalLM", "").parse(ConfigFields(values, "config.json"))
-        latent = spec.own(DecoderConfig).layers[0].attention
+        latent = spec.details_as(DecoderConfig).layers[0].attention
         assert isinstance(latent, MlaConfig)
         ranks.append(latent.q_rank)
     assert ranks == [None, 1536]
 
 
 def test_every_fourth_layer_of_smollm_knows_no_position() -> None:
-    ropes = [layer.attention.rope for layer in parsed("smollm_3_3b").own(DecoderConfig).layers]
+    ropes = [layer.attention.rope for layer in parsed("smollm_3_3b").details_as(DecoderConfig).layers]
     assert [rope is None for rope in ropes] == [False, False, False, True] * 9

@@ -38,7 +38,7 @@ def spec_of(**changes: Any) -> ModelSpec:
 
 def attention_of(spec: ModelSpec) -> AttentionConfig:
     """Of the first layer."""
-    return spec.own(DecoderConfig).layers[0].attention
+    return spec.details_as(DecoderConfig).layers[0].attention
 
 
 def linear(field: str, factor: float) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def test_the_bundled_model() -> None:
     attention = AttentionConfig(
         heads=5, kv_heads=1, head_dim=64, scale=0.125, rope=RopeConfig(theta=10000.0, columns=64)
     )
-    assert spec.own(DecoderConfig) == DecoderConfig(
+    assert spec.details_as(DecoderConfig) == DecoderConfig(
         layers=(LayerConfig(attention=attention, mlp=MlpConfig(intermediate=896)),) * 8, norm=NormConfig(eps=1e-5)
     )
     assert (spec.eos_ids, spec.bos_id, spec.checkpoint_dtype) == ((1,), 0, "bf16")
@@ -257,4 +257,4 @@ def test_details_are_asked_for_by_the_family_that_made_them() -> None:
         pass
 
     with pytest.raises(TypeError, match="LlamaForCausalLM: details are Decoder, not Other"):
-        spec_of().own(Other)
+        spec_of().details_as(Other)

@@ -204,8 +204,8 @@ def test_what_comes_as_arrays_is_checked_by_its_checksum(stage: Stage, tmp_path:
     shutil.rmtree(stage.cache)
     assert stage.load() == (first, 0)
     with Checkpoint(stage.folder) as checkpoint:
-        assert checkpoint.matrix(NAME) is not None
-        place = checkpoint.place(NAME)
+        assert checkpoint.compressed_matrix(NAME) is not None
+        place = checkpoint.file_range(NAME)
     raw = bytearray((stage.folder / "model.safetensors").read_bytes())
     raw[place.offset + place.nbytes - 1] ^= 1
     (stage.folder / "model.safetensors").write_bytes(raw)
@@ -220,7 +220,7 @@ def test_a_long_hashing_can_be_seen_to_get_on(tmp_path: Path) -> None:
     ):
         own.start(2)
         assert own.join(lambda: None).keys() == set(checkpoint.names)
-        assert own.done == sum(checkpoint.place(name).nbytes for name in checkpoint.names)
+        assert own.done == sum(checkpoint.file_range(name).nbytes for name in checkpoint.names)
 
 
 def test_the_oldest_are_forgotten(stage: Stage) -> None:

@@ -103,7 +103,7 @@ def test_groups_lists_and_skipped_modules() -> None:
     }
     found = parsed(packed(config_groups=groups, format="mixed-precision", ignore=["re:.*experts.0.*"]))
     bits = {name: found.scheme_of(f"model.layers.0.{name}") for name in ("mlp.experts.1.up", "a.q_proj", "mlp.up")}
-    assert [None if scheme is None else scheme.bits() for scheme in bits.values()] == [4.5, 8, None]
+    assert [None if scheme is None else scheme.bits_per_weight() for scheme in bits.values()] == [4.5, 8, None]
     assert found.scheme_of("model.layers.0.mlp.experts.0.up") is None
     skipping = parsed({**GPTQ, "dynamic": {"-:.*down_proj": {}, "+:.*up.*": {"bits": 8}}})
     assert skipping.scheme_of("model.layers.0.mlp.down_proj") is None
@@ -163,7 +163,7 @@ def test_sound_tensors_are_found() -> None:
         assert coded.matrix(0).dequantised().shape == (N, K)
         assert set(coded.sources) == {"m" + end.replace("__", ".") for end in tensors}
     stack = found(MXFP4, **MXFP4_M)
-    assert (stack.shape, stack.turned) == ((3, K, N), True)
+    assert (stack.shape, stack.transposed) == ((3, K, N), True)
 
 
 WRONG: dict[str, tuple[dict[str, Any], Tensors, str]] = {

@@ -46,7 +46,7 @@ def test_the_bytes_are_those_of_the_file(tmp_path: Path) -> None:
 def test_states_are_counted_with_the_cells_that_a_step_enters() -> None:
     """Of Qwen3-Next: 36 layers of 2 MiB and some inputs, five cells of 512 tokens in a step of 2048, and one more."""
     outline = read_outline(CONFIGS / "qwen_3_next_80b_a3b.json")
-    size, layout = size_in(outline, WeightFormat.BF16), KvLayout.of(outline.spec.kv, "bf16")
+    size, layout = size_in(outline, WeightFormat.BF16), KvLayout.for_shape(outline.spec.kv, "bf16")
     states = layout.shape.kept_states
     assert states.nbytes == 36 * (32 * 128 * 128 + 3 * 8192) * 4
     cells = max_pages(layout.shape.reaches, 1 << 40, ahead=STEP_TOKENS, page_tokens=16) - (1 << 36)
@@ -99,7 +99,9 @@ def test_modules_that_are_not_converted_stay_plain(tmp_path: Path) -> None:
     outline = outline_of(tmp_path, num_hidden_layers=2, quantization_config=stored)
     how = weight_encoding(WeightFormat.STORED, outline.config, outline.layout)
     by_name = {weight.name: weight for weight in outline.layout.weights}
-    bits = {name: [how.of(w, part) for part in w.parts] for name, w in by_name.items() if isinstance(w, Matrix)}
+    bits = {
+        name: [how.bits_of_part(w, part) for part in w.parts] for name, w in by_name.items() if isinstance(w, Matrix)
+    }
     assert bits["0.qkv"] == [16.0] * 3
     assert bits["0.down"] == [4.0]
     assert bits["1.down"] == [16.0]
@@ -115,7 +117,7 @@ def test_parts_of_latent_attention_are_held_plain(tmp_path: Path) -> None:
     outline = read_outline(tmp_path)
     how = weight_encoding(WeightFormat.STORED, outline.config, outline.layout)
     matrices = [weight for weight in outline.layout.weights if isinstance(weight, Matrix)]
-    bits = {weight.name: how.of(weight, weight.parts[0]) for weight in matrices}
+    bits = {weight.name: how.bits_of_part(weight, weight.parts[0]) for weight in matrices}
     assert bits["5.absorb"] == bits["5.values"] == bits["5.router"] == 16
     assert bits["5.q"] == bits["5.experts.7.down"] == 8 + 32 / 16384
     size = model_size(outline.spec, outline.layout, how)
@@ -139,7 +141,7 @@ def test_tokens_of_a_plan_are_those_that_the_pages_hold(tmp_path: Path, sliding:
         sliding_window=100,
         layer_types=["sliding_attention"] * sliding + ["full_attention"] * (layers - sliding),
     )
-    size, layout = size_in(outline, WeightFormat.BF16), KvLayout.of(outline.spec.kv, "bf16")
+    size, layout = size_in(outline, WeightFormat.BF16), KvLayout.for_shape(outline.spec.kv, "bf16")
     for room in (1 << 20, 5 << 20, 40 << 20):
         bare = plan_for_tensor(size, Devices(count=1, name="cpu", memory_bytes=1 << 40, is_cpu=True), 1)
         memory = room + (1 << 40) - bare.kv_bytes

@@ -173,7 +173,9 @@ def test_a_manifest_has_the_form_that_it_had() -> None:
 def test_a_manifest_lies_where_it_lay(model: Path, tmp_path: Path) -> None:
     with Checkpoint(model) as checkpoint:
         memory = ManifestStore(tmp_path / "cache").open(checkpoint)
-        memory.settle({name: OriginalTensor(dtype="BF16", shape=(1,), blake3="0" * 64) for name in checkpoint.names})
+        memory.verify_and_save(
+            {name: OriginalTensor(dtype="BF16", shape=(1,), blake3="0" * 64) for name in checkpoint.names}
+        )
     name = blake3(str(model.resolve()).encode()).hexdigest()[:32]
     body, _, check = (tmp_path / f"cache/manifests/{name}.json").read_bytes().partition(b"\n")
     assert check == blake3(body).hexdigest().encode() + b"\n"

@@ -108,7 +108,7 @@ class KvCacheManager:
         self.checked_now = 0  # pages looked at in this turn
         self.damaged = 0  # cached pages that were not what they had been, found before they were used
         self._ahead = ahead
-        self._sizes = [reach.tokens(page_tokens) for reach in self.reaches]  # tokens of a page of each group
+        self._sizes = [reach.tokens_per_page(page_tokens) for reach in self.reaches]  # tokens of a page of each group
         longest = max(self._sizes)
         self._stride = longest // page_tokens  # blocks from one point to the next at which shared prefixes can end
         if longest % page_tokens or not set(self._sizes) <= {page_tokens, longest}:
@@ -260,7 +260,9 @@ class KvCacheManager:
                 del self._being_computed[name]
             request.settled += 1
         for group in () if request.kept else self._moving:
-            self.pool.release(request.held[group].drop(self.reaches[group].kept(request.computed, self.page_tokens)))
+            self.pool.release(
+                request.held[group].drop(self.reaches[group].first_needed_block(request.computed, self.page_tokens))
+            )
 
     def release(self, request: Request) -> None:
         """Take everything back; ``request`` has nothing computed any more."""

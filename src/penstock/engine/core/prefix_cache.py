@@ -39,7 +39,7 @@ class PrefixCache:
         self._page_tokens = page_tokens
         self._reaches = tuple(reaches)
         self._page_of: list[dict[BlockHash, PageId]] = [{} for _ in self._reaches]
-        self._strides = [reach.tokens(page_tokens) // page_tokens for reach in reaches]  # blocks of a page
+        self._strides = [reach.tokens_per_page(page_tokens) // page_tokens for reach in reaches]  # blocks of a page
         self._whole = [group for group, reach in enumerate(reaches) if reach.span is None]
         self._moving = [group for group, reach in enumerate(reaches) if reach.span is not None]
         self.told = self._whole[0] if self._whole else 0  # the group that tells best what a prefix is worth
@@ -82,7 +82,7 @@ class PrefixCache:
     def needed(self, group: int, blocks: int, position: int = 0) -> int:
         """The first page that a group needs where ``blocks`` are known and ``position`` or what follows is next: the
         block, or the cell."""
-        return self._reaches[group].kept(max(position, blocks * self._page_tokens), self._page_tokens)
+        return self._reaches[group].first_needed_block(max(position, blocks * self._page_tokens), self._page_tokens)
 
     def full(self, group: int, blocks: int) -> int:
         """Pages of a group that the first so many blocks fill."""

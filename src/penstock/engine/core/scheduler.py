@@ -433,9 +433,9 @@ class Scheduler:
     def _announce(self, request: Request, outcome: StepOutcome) -> None:
         """Tell of pages that are final: full ones, and the partial ones when nothing more comes into them."""
         pieces = self.memory.pieces(request)
-        final = pieces.total if request.status is RequestStatus.HANDOVER else pieces.before(request.settled)
+        final = pieces.total if request.status is RequestStatus.HANDOVER else pieces.pages_before(request.settled)
         for piece in range(request.announced, final):
-            block, group = pieces.place(piece)
+            block, group = pieces.page_at(piece)
             outcome.pages_done.append(CompletedPage(request, piece, block, group, pieces.tokens_of(piece)))
         request.announced = final
 

@@ -332,7 +332,7 @@ def _hand_out(ops: Ops, hidden_TD: Array, batch: StepBatch, depth: int) -> None:
 
 def build_decoder(spec: ModelSpec, weights: Mapping[str, Any], ops: Ops, max_positions: int) -> DecoderModel:
     """The model over packed weights, for positions below ``max_positions``."""
-    decoder = spec.own(DecoderConfig)
+    decoder = spec.details_as(DecoderConfig)
     vision = None
     if isinstance(decoder, VisionDecoderConfig):
         axes = any(

@@ -93,4 +93,4 @@ class EncoderModel:
 def build_encoder(spec: ModelSpec, weights: Mapping[str, Any]) -> EncoderModel:
     """The model over packed weights."""
     assert spec.pooler is not None, "an encoder only reads"
-    return EncoderModel(spec.own(EncoderConfig), spec.pooler, weights)
+    return EncoderModel(spec.details_as(EncoderConfig), spec.pooler, weights)

@@ -34,7 +34,7 @@ class WhisperLayerFactory:
     """Building blocks out of packed weights, by the names of ``weights.whisper.layout``."""
 
     def __init__(self, spec: ModelSpec, weights: Mapping[str, Any], ops: Ops) -> None:
-        self.whisper = spec.own(WhisperConfig)
+        self.whisper = spec.details_as(WhisperConfig)
         self.width = spec.hidden
         self.weights = weights
         self._ops = ops

@@ -175,17 +175,17 @@ class KvPrefetcher:
     def tell(self, reporter: LoadReporter, domain: str, bulletins: KvEventPublisher) -> None:
         """Have figures in its reports from now on, in which domain pages can be taken, and what is in lower tiers."""
         reporter.store = self.counters
-        tiers = self._store.lower
+        tiers = self._store.local_tiers
         if tiers:
             reporter.tier_s = lambda: tuple(map(self._store.read_s, tiers))
             bulletins.sinks(self._nearest, len(tiers))
-        if self._store.peers_s() is not None:
-            reporter.domain, reporter.fetch_s = domain, lambda: self._store.peers_s() or 0.0
+        if self._store.peer_read_s() is not None:
+            reporter.domain, reporter.fetch_s = domain, lambda: self._store.peer_read_s() or 0.0
 
     def _nearest(self, blocks: Sequence[BlockHash]) -> list[int]:
         """See ``sunk.Nearest``: tiers of its own, from where pages come without a journey."""
-        tiers, group = self._store.lower, self._memory.prefix.told
-        found = self._store.find([PageKey(block, group) for block in blocks], among=tiers)
+        tiers, group = self._store.local_tiers, self._memory.prefix.told
+        found = self._store.find_pages([PageKey(block, group) for block in blocks], among=tiers)
         return [0 if tier is None else tiers.index(tier) + 1 for tier in found]
 
     def counters(self) -> dict[str, float]:
@@ -212,7 +212,7 @@ class KvPrefetcher:
             return None
         limit = (len(event.prompt) + len(event.emitted) - 1) // self._size
         hashes = self._hashes(event, limit)
-        self._reuse.asked(hashes[:limit])
+        self._reuse.on_blocks_requested(hashes[:limit])
         had = self._memory.prefix.longest(hashes, limit)
         if had >= limit:
             return None
@@ -231,7 +231,7 @@ class KvPrefetcher:
     def _ask(self, waiting: _Waiting) -> None:
         """Remote tiers, as far as an answer of theirs can be worth more than computing."""
         lacking = self._seconds(waiting.had, waiting.limit)
-        tiers = [tier for tier in self._store.remotes if self._always or self._store.read_s(tier) < lacking]
+        tiers = [tier for tier in self._store.remote_tiers if self._always or self._store.read_s(tier) < lacking]
         if not tiers:
             self._bring(waiting)
             return
@@ -240,7 +240,7 @@ class KvPrefetcher:
         self._open[waiting.ticket] = waiting
         for tier in tiers:
             waiting.unanswered += 1
-            self._store.ask(tier, waiting.ticket, waiting.asked)
+            self._store.lookup(tier, waiting.ticket, waiting.asked)
 
     def _bring(self, waiting: _Waiting, *, last: bool = True) -> None:
         """Have what tiers have brought, if that is sooner than computing it.
@@ -250,7 +250,7 @@ class KvPrefetcher:
         hashes, limit = waiting.hashes, waiting.limit
         where = self._where(waiting)
         reach = self._imports.reach(hashes, limit, lambda block, group: PageKey(block, group) in where)
-        if not last and reach < limit and self._store.remotes:
+        if not last and reach < limit and self._store.remote_tiers:
             return
         missing = self._imports.missing(hashes, reach)
         wanted = [(hashes[last], group) for last, group in missing]
@@ -264,7 +264,7 @@ class KvPrefetcher:
         if reach > waiting.had and (self._always or fetching_s < self._seconds(waiting.had, reach)):
             brought = self._imports.begin(hashes, limit, wanted)
         elif reach > waiting.had:
-            self._store.too_dear(where[key] for key in keys)
+            self._store.on_fetch_skipped(where[key] for key in keys)
         if brought is None:
             waiting.phase = _Phase.DONE
             return
@@ -273,7 +273,7 @@ class KvPrefetcher:
         self._open[waiting.ticket] = waiting
         self._loading |= dict.fromkeys(keys, waiting.ticket)
         waiting.tiers = [where[key] for key in keys]
-        waiting.pages.update({self._store.name(tier): count for tier, count in Counter(waiting.tiers).items()})
+        waiting.pages.update({self._store.tier_name(tier): count for tier, count in Counter(waiting.tiers).items()})
         self._ask_for_pages(waiting, brought)
 
     def _ask_for_pages(self, waiting: _Waiting, brought: Prefetch) -> None:
@@ -282,7 +282,7 @@ class KvPrefetcher:
         stop = min(len(waiting.tiers), begin + self._loads_left)
         self._loads_left -= stop - begin
         waiting.loads += [
-            self._store.load(
+            self._store.load_page(
                 waiting.tiers[place], waiting.ticket, place, (PageKey(*brought.wanted[place]), brought.coming[place])
             )
             for place in range(begin, stop)
@@ -298,7 +298,7 @@ class KvPrefetcher:
         missing = self._imports.missing(waiting.hashes, waiting.limit)
         for start in range(0, len(missing), LOOKUP_PAGES):
             keys = [PageKey(waiting.hashes[last], group) for last, group in missing[start : start + LOOKUP_PAGES]]
-            local = self._store.find(keys)
+            local = self._store.find_pages(keys)
             where.update((key, tier) for key, tier in zip(keys, local, strict=True) if tier is not None)
             if any(key.group in whole and key not in where for key in keys):
                 break
@@ -311,10 +311,10 @@ class KvPrefetcher:
         return bool(behind)
 
     def _take_news(self) -> None:
-        some = self._store.news(self._news_left)  # each is a page to be sealed
+        some = self._store.pop_events(self._news_left)  # each is a page to be sealed
         self._news_left -= len(some)
         for news in some:
-            waiting = self._open.get(news.ticket)
+            waiting = self._open.get(news.request)
             if waiting is None:
                 continue
             match news:
@@ -325,7 +325,7 @@ class KvPrefetcher:
                     self._loaded(waiting, news)
             over = waiting.brought is None or not waiting.brought.coming
             if over and waiting.unanswered == 0 and waiting.phase is _Phase.DONE:
-                self._open.pop(news.ticket, None)
+                self._open.pop(news.request, None)
 
     def _loaded(self, waiting: _Waiting, news: LoadDone) -> None:
         brought = waiting.brought
@@ -376,8 +376,8 @@ class KvPrefetcher:
     def _keep(self, key: PageKey, page: PageId, index: int, of: tuple[int, bool]) -> None:
         """``of``: tokens of the sequence that the block at ``index`` is of, and whether the block is of an answer."""
         known, answer = of
-        chance = self._reuse.chance(self._reuse.made(key.block, answer))
-        self._store.save(
+        chance = self._reuse.reuse_probability(self._reuse.on_block_computed(key.block, answer))
+        self._store.save_page(
             FinalPage(
                 key=key,
                 page=page,
@@ -389,7 +389,7 @@ class KvPrefetcher:
         )
 
     def _evicted(self, label: PageLabel) -> None:
-        self._store.evicted(PageKey(label.block, label.group))
+        self._store.on_evicted(PageKey(label.block, label.group))
 
     # --- arithmetic -------------------------------------------------------------------------------------------------
 

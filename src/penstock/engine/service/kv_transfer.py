@@ -104,11 +104,11 @@ class KvTransfer:
 
     def pull(self, peer: bytes, message: PullPages, now: float) -> None:
         """A receiver has room, or acknowledges."""
-        self._sending(self._sender.pull(peer, message, now))
+        self._sending(self._sender.on_pull(peer, message, now))
 
     def received(self, message: PagesReceived, now: float) -> None:
         """A receiver has everything, or wants no more."""
-        self._sending(self._sender.received(message, now))
+        self._sending(self._sender.on_received(message, now))
 
     def drain(self, now: float) -> float:
         """Take what senders sent and copy what can be copied within the budget.  Returns the seconds of copying, with
@@ -119,8 +119,8 @@ class KvTransfer:
         if not self._receiver.has_work:
             return 0.0
         began = self._clock.now()
-        self._receiving(self._receiver.work(now))
-        before, self._beside_s = self._beside_s, self._receiver.beside_s
+        self._receiving(self._receiver.fetch_pages(now))
+        before, self._beside_s = self._beside_s, self._receiver.background_s
         return self._clock.now() - began + self._beside_s - before
 
     def _take(self, source: PageSource, message: SenderMessage, payload: memoryview | None, now: float) -> None:
@@ -128,23 +128,23 @@ class KvTransfer:
         reason = invalid_first_token(message.first, self._vocabulary) if isinstance(message, PrefillDone) else None
         if reason is None:
             try:
-                self._receiving(self._receiver.receive(source, message, payload, now))
+                self._receiving(self._receiver.on_message(source, message, payload, now))
             except Exception:
                 log.exception("a %s of %s could not be handled", type(message).__name__, source.worker)
                 reason = f"a {type(message).__name__} that could not be handled"
         if reason is not None:
-            self._receiving(self._receiver.distrust(source, message.request, message.epoch, f"protocol: {reason}"))
+            self._receiving(self._receiver.reject_pull(source, message.request, message.epoch, f"protocol: {reason}"))
 
     # --- what requests do --------------------------------------------------------------------------------------------
 
     def reach(self, source: PageSource, now: float) -> bool:
         """Connect while the request still waits for room.  Earlier incarnations of the source are dead."""
-        self._receiving(self._receiver.sender_gone(source.worker, source.incarnation))
+        self._receiving(self._receiver.on_sender_gone(source.worker, source.incarnation))
         return self._peers.reach(source, now)
 
     def open(self, request: RequestId, epoch: int, now: float) -> None:
         """A prefill leg is here."""
-        self._sending(self._sender.open(request, epoch, now))
+        self._sending(self._sender.open_transfer(request, epoch, now))
 
     def expect(self, request: Request, source: PageSource, now: float) -> None:
         """Room is reserved for the whole prompt: ask for its pages.  That is the credit."""
@@ -154,46 +154,46 @@ class KvTransfer:
         tokens, ahead = request.handed, 0
         if request.ahead:  # the last token that is known is computed by whoever draws the next
             tokens, ahead = tokens - 1, request.ahead + 1
-        pieces = self._layout.pieces(tokens, ahead=ahead)
+        pieces = self._layout.transfer_order(tokens, ahead=ahead)
         pull = PagePull(
             request=request.id,
             epoch=request.epoch,
             source=source,
             pages=tuple(request.held[group].pages[block] for block, group in pieces),
-            skip_blocks=pieces.before(request.computed // self._layout.page_tokens),
+            skip_blocks=pieces.pages_before(request.computed // self._layout.page_tokens),
             tokens=tokens,
             ahead=ahead,
         )
-        self._receiving(self._receiver.expect(pull, now))
+        self._receiving(self._receiver.start_pull(pull, now))
 
     def offer(self, offer: PageOffer, now: float, *, more: bool = False) -> None:
         """A page is final; ``more`` of the same leg follow in this turn."""
-        self._sending(self._sender.offer(offer, now, more=more))
+        self._sending(self._sender.offer_page(offer, now, more=more))
 
     def acknowledged(self, request: RequestId, epoch: int) -> int:
         """Pages that the receiver is known to have, from the first without a gap."""
-        return self._sender.acknowledged(request, epoch)
+        return self._sender.acknowledged_pages(request, epoch)
 
     def moved(self, last: TokenItem, blocks: int, now: float) -> None:
         """All ``blocks`` pages of an answer that moves were offered, and these are the tokens written meanwhile."""
-        self._sending(self._sender.done(last, blocks, now))
+        self._sending(self._sender.finish_prefill(last, blocks, now))
 
     def done(self, first: TokenItem, tokens: int, now: float) -> None:
         """The pages of all ``tokens`` were offered, and this is the first token."""
         if first.phases or first.prompt_logprobs is not None:
             # Phases are of this worker's leg; what is known of the prompt's tokens this worker tells the gateway.
             first = msgspec.structs.replace(first, phases=(), prompt_logprobs=None)
-        self._sending(self._sender.done(first, self._layout.pieces(tokens).total, now))
+        self._sending(self._sender.finish_prefill(first, self._layout.transfer_order(tokens).total, now))
 
     def cancel(self, request: RequestId, epoch: int, now: float) -> None:
         """Nobody wants the request any more: both ends forget it."""
-        self._receiving(self._receiver.cancel(request, epoch))
-        self._sending(self._sender.cancel(request, epoch, now))
+        self._receiving(self._receiver.cancel_pull(request, epoch))
+        self._sending(self._sender.cancel_transfer(request, epoch, now))
 
     def fail(self, request: RequestId, epoch: int, reason: str, now: float) -> None:
         """The request cannot be finished here: nothing more is written, and whoever waits for its pages is told."""
-        self._receiving(self._receiver.cancel(request, epoch))
-        self._sending(self._sender.fail(request, epoch, reason, now))
+        self._receiving(self._receiver.cancel_pull(request, epoch))
+        self._sending(self._sender.fail_transfer(request, epoch, reason, now))
 
     # --- time and waiting --------------------------------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ def page_offer(done: CompletedPage, pool: PagePool) -> PageOffer:
     return PageOffer(
         request=request.id,
         epoch=request.epoch,
-        block=done.piece,
+        index=done.piece,
         page=page,
         tokens=done.tokens,
         generation=pool.generation(page),

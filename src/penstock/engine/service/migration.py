@@ -192,7 +192,7 @@ class Migrations:
         full = request.computed // self._scheduler.memory.page_tokens
         # The block that was filled last may still be on its way: it takes no longer than the one that is not full.
         acknowledged = self._hand_overs.acknowledged(request.id, request.epoch)
-        return pieces is not None and acknowledged >= pieces.before(max(0, full - 1))
+        return pieces is not None and acknowledged >= pieces.pages_before(max(0, full - 1))
 
     def _is_at_end(self, request: Request) -> bool:
         """Is there room for no further step of an answer that is to become longer?"""
@@ -219,7 +219,7 @@ class Migrations:
     def _tell(self, move: _Move, pieces: TransferOrder, now: float) -> None:
         request = move.request
         move.told = True
-        blocks = pieces.before(blocks_for(request.computed, self._scheduler.memory.page_tokens))
+        blocks = pieces.pages_before(blocks_for(request.computed, self._scheduler.memory.page_tokens))
         for piece in range(move.offered, blocks):
             self._offer(move, piece, pieces, now)
         wants_logprobs = request.sampling.logprobs is not None
@@ -248,19 +248,19 @@ class Migrations:
             pieces, request = move.pieces, move.request
             if pieces is None or move.told or request.status not in (RequestStatus.RUNNING, RequestStatus.HANDOVER):
                 continue
-            full = pieces.before(request.computed // self._scheduler.memory.page_tokens)
+            full = pieces.pages_before(request.computed // self._scheduler.memory.page_tokens)
             while move.offered < full and left > 0:
                 left -= self._hand_overs.page_bytes
                 self._offer(move, move.offered, pieces, now, more=move.offered + 1 < full and left > 0)
 
     def _offer(self, move: _Move, piece: int, pieces: TransferOrder, now: float, *, more: bool = False) -> None:
         request, memory = move.request, self._scheduler.memory
-        block, group = pieces.place(piece)
+        block, group = pieces.page_at(piece)
         page = request.held[group].pages[block]
         offer = PageOffer(
             request=request.id,
             epoch=request.epoch,
-            block=piece,
+            index=piece,
             page=page,
             tokens=min(memory.page_tokens, request.computed - block * memory.page_tokens),
             generation=memory.pool.generation(page),

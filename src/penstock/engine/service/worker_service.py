@@ -235,8 +235,8 @@ class WorkerService:
         self._step_began = 0.0
         self.gateways_now: Callable[[], Mapping[str, int]] = dict  # incarnations of gateways, as far as they are known
         self.reporter = LoadReporter(config, hand_over.identity, scheduler, hand_over.receiver)
-        self.reporter.turned_away = lambda: hand_over.sender.turned_away
-        hand_over.receiver.haste.predict = RecomputeEstimate(scheduler).predict
+        self.reporter.turned_away = lambda: hand_over.sender.rejected_connections
+        hand_over.receiver.hedge_policy.predict = RecomputeEstimate(scheduler).predict
         self._moves = Migrations(
             scheduler,
             self._hand_overs,

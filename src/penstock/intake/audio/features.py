@@ -56,21 +56,21 @@ def read_sound_recipe(files: ModelFiles, whisper: WhisperConfig) -> SoundRecipe:
     """Raises ModelError if the files ask for what is not done here, or for something else than the model hears."""
     config = _extractor(files)
     recipe = SoundRecipe(
-        rate=config.size("sampling_rate", 16_000),
-        seconds=config.size("chunk_length", 30),
-        fft=config.size("n_fft", 400),
-        hop=config.size("hop_length", 160),
-        bands=config.size("feature_size", 80),
+        rate=config.positive_int("sampling_rate", 16_000),
+        seconds=config.positive_int("chunk_length", 30),
+        fft=config.positive_int("n_fft", 400),
+        hop=config.positive_int("hop_length", 160),
+        bands=config.positive_int("feature_size", 80),
         tokens=whisper.begin,
     )
     if config.get("do_normalize", bool, False) or config.values.get("dither"):
-        raise config.refuse("do_normalize and dither change what is heard; only models without can be served")
+        raise config.error("do_normalize and dither change what is heard; only models without can be served")
     if recipe.rate > MOST_RATE or recipe.seconds > MOST_SECONDS or not 2 <= recipe.fft <= MOST_FFT:
-        raise config.refuse(
+        raise config.error(
             f"sampling_rate may be at most {MOST_RATE}, chunk_length {MOST_SECONDS}, n_fft from 2 to {MOST_FFT}"
         )
     if (recipe.frames, recipe.bands) != (whisper.frames, whisper.bands):
-        raise config.refuse(
+        raise config.error(
             f"makes {recipe.frames} frames of {recipe.bands} bands, by config.json the model hears {whisper.frames} "
             f"of {whisper.bands}"
         )

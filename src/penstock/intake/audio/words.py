@@ -53,7 +53,7 @@ def read_words(files: ModelFiles, tokenizer: TextTokenizer) -> Words:
     """Raises ModelError where the tokenizer lacks one of them, or a list names what is no token."""
     config = ConfigFields(load_json(files, CONFIG) or {}, files.path_of(CONFIG))
     generation = ConfigFields(load_json(files, GENERATION_CONFIG) or {}, files.path_of(GENERATION_CONFIG))
-    vocabulary = config.size("vocab_size")
+    vocabulary = config.positive_int("vocab_size")
     several = generation.get("is_multilingual", bool, vocabulary >= MULTILINGUAL_FROM)
 
     def token(name: str) -> int:
@@ -91,5 +91,5 @@ def _ids(generation: ConfigFields, config: ConfigFields, name: str, vocabulary: 
     source = generation if generation.has(name) else config
     values: list[Any] = source.get(name, list, [])
     if not all(type(own) is int and own < vocabulary for own in values):
-        raise source.refuse(f"{name} must be ids below {vocabulary}, got {values!r:.80}")
+        raise source.error(f"{name} must be ids below {vocabulary}, got {values!r:.80}")
     return tuple(own for own in values if own >= 0)

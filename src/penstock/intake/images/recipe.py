@@ -93,23 +93,23 @@ def _processor(files: ModelFiles) -> ConfigFields:
 def _parse(config: ConfigFields, side: int, token: int) -> ImageRecipe:
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if not config.get(name, bool, True):
-            raise config.refuse(f"{name} is false; only images that are prepared in all steps can be served")
+            raise config.error(f"{name} is false; only images that are prepared in all steps can be served")
     if config.get("resample", int, BICUBIC) != BICUBIC:
-        raise config.refuse(f"resample must be {BICUBIC} (bicubic), got {config.values['resample']!r}")
-    own = config.size("patch_size", 14) * config.size("merge_size", 2)
+        raise config.error(f"resample must be {BICUBIC} (bicubic), got {config.values['resample']!r}")
+    own = config.positive_int("patch_size", 14) * config.positive_int("merge_size", 2)
     if own != side:
-        raise config.refuse(f"patch_size times merge_size is {own}, by {CONFIG} a token is {side} pixels a side")
+        raise config.error(f"patch_size times merge_size is {own}, by {CONFIG} a token is {side} pixels a side")
     sizes: Mapping[str, Any] = config.get("size", dict, {})
     inside = ConfigFields(dict(sizes), f"{config.where}: size")
-    least = config.size("min_pixels", inside.size("shortest_edge", 56 * 56))
-    most = config.size("max_pixels", inside.size("longest_edge", 28 * 28 * 1280))
+    least = config.positive_int("min_pixels", inside.positive_int("shortest_edge", 56 * 56))
+    most = config.positive_int("max_pixels", inside.positive_int("longest_edge", 28 * 28 * 1280))
     if least > most:
-        raise config.refuse(f"min_pixels ({least}) is above max_pixels ({most})")
+        raise config.error(f"min_pixels ({least}) is above max_pixels ({most})")
     return ImageRecipe(
         side=side,
         min_pixels=least,
         max_pixels=most,
-        scale=config.real("rescale_factor", 1 / 255),
+        scale=config.positive_float("rescale_factor", 1 / 255),
         mean=_three(config, "image_mean", _MEAN, least=None),
         deviation=_three(config, "image_std", _DEVIATION, least=0.0),
         token=token,
@@ -121,7 +121,7 @@ def _three(
 ) -> tuple[float, float, float]:
     values = config.get(name, list, list(default))
     if len(values) != 3 or not all(type(value) in (int, float) and math.isfinite(value) for value in values):
-        raise config.refuse(f"{name} must be three numbers, got {values!r}")
+        raise config.error(f"{name} must be three numbers, got {values!r}")
     if least is not None and min(values) <= least:
-        raise config.refuse(f"{name} must be above {least:g}, got {values!r}")
+        raise config.error(f"{name} must be above {least:g}, got {values!r}")
     return (float(values[0]), float(values[1]), float(values[2]))

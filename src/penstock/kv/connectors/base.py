@@ -39,7 +39,7 @@ class FetchRequest:
 class FetchResult:
     """What became of a page that was not there at once."""
 
-    wanted: FetchRequest
+    request: FetchRequest
     failure: str | None = None  # why it is not there; None: it is, and it is the announced one
 
 
@@ -67,43 +67,43 @@ class KvConnector(Protocol):
 
     # --- sending end -------------------------------------------------------------------------------------------------
 
-    def grant(self, request: RequestId, epoch: int) -> PagesAt | None:
+    def grant_access(self, request: RequestId, epoch: int) -> PagesAt | None:
         """A receiver may have this leg's pages.  What it needs for that; None: nothing.  Twice gives the same."""
         del request, epoch
         return None
 
-    def offer(self, frame: PageReady) -> None:
+    def publish_page(self, frame: PageReady) -> None:
         """This page of a granted leg may be fetched."""
         del frame
 
-    def payload(self, page: PageId) -> memoryview | None:
+    def inline_payload(self, page: PageId) -> memoryview | None:
         """What goes with the announcement of a page; None when the receiver fetches it itself."""
         del page
         return None
 
     @property
-    def turned_away(self) -> int:
+    def rejected_connections(self) -> int:
         """Connections for pages that proved nothing, or were too many, since the start."""
         return 0
 
-    def revoke(self, request: RequestId, epoch: int) -> None:
+    def revoke_access(self, request: RequestId, epoch: int) -> None:
         """Nobody may fetch pages of this leg any more.  What is on its way is sent to its end, whatever is in it."""
         del request, epoch
 
     # --- receiving end -----------------------------------------------------------------------------------------------
 
-    def door(self, source: PageSource, at: PagesAt) -> None:
+    def add_ticket(self, source: PageSource, at: PagesAt) -> None:
         """What the sender said of where this hand-over's pages are."""
         del source, at
 
-    def fetch(self, wanted: FetchRequest) -> bool:
+    def fetch_page(self, wanted: FetchRequest) -> bool:
         """Bring an announced page.  True: it is here, and it is the announced one.  False: ``landed`` will tell.
 
         Raises PageCorrupt for a page that is not the announced one, HandOverRefused for a source out of reach.
         """
         ...
 
-    def flush(self) -> None:
+    def start_fetches(self) -> None:
         """No more is to be fetched in this turn: what brings pages in one go may begin."""
         return
 
@@ -113,15 +113,15 @@ class KvConnector(Protocol):
         return 0.0
 
     @property
-    def has_landed(self) -> bool:
+    def has_results(self) -> bool:
         """Has ``landed`` something to tell?"""
         return False
 
-    def landed(self) -> Sequence[FetchResult]:
+    def fetch_results(self) -> Sequence[FetchResult]:
         """What has become of pages since this was asked last.  Those that were stopped may be among them."""
         return ()
 
-    def stop(self, source: PageSource, request: RequestId, epoch: int) -> None:
+    def stop_transfer(self, source: PageSource, request: RequestId, epoch: int) -> None:
         """Nothing more is written for this hand-over once this returns."""
         del source, request, epoch
 

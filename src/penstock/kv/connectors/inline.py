@@ -21,14 +21,14 @@ class InlineConnector(KvConnector):
         self.own = own
         self.seal = seal
 
-    def payload(self, page: PageId) -> memoryview | None:
+    def inline_payload(self, page: PageId) -> memoryview | None:
         """The page itself."""
         return self.own.view(page)
 
-    def fetch(self, wanted: FetchRequest) -> bool:
+    def fetch_page(self, wanted: FetchRequest) -> bool:
         """At once: the bytes are here."""
         frame = wanted.frame
         if wanted.payload is None:
             raise PageCorrupt(f"block {frame.block} of {frame.request} came without its bytes")
-        self.seal.copy(frame, wanted.payload, wanted.into)
+        self.seal.copy_checked(frame, wanted.payload, wanted.into)
         return True

@@ -24,7 +24,7 @@ class ShmConnector(KvConnector):
         self.seal = seal
         self._peers = peers
 
-    def fetch(self, wanted: FetchRequest) -> bool:
+    def fetch_page(self, wanted: FetchRequest) -> bool:
         """At once: the page is copied out of where it lies, and checked in the same pass."""
         source, frame = wanted.source, wanted.frame
         memory = self._peers.get(source.worker)
@@ -32,7 +32,7 @@ class ShmConnector(KvConnector):
             raise TransferRefused(f"the memory of {source.worker} is not mapped here")
         if not 0 <= frame.page < memory.pages:
             raise PageCorrupt(f"page {frame.page} of {source.worker}, which has {memory.pages}")
-        self.seal.copy(frame, memory.view(frame.page), wanted.into)
+        self.seal.copy_checked(frame, memory.view(frame.page), wanted.into)
         return True
 
 

@@ -47,11 +47,11 @@ class PageEnvelope:
         self.layout = layout
         self._names = identity_digest(identity, layout)
 
-    def close(self, key: PageKey, page: memoryview) -> tuple[memoryview, bytes]:
+    def seal(self, key: PageKey, page: memoryview) -> tuple[memoryview, bytes]:
         """(what is to be stored, its proof)."""
         return page, seal_page(page, self._names + page_key_bytes(key)) + _NO_RUN
 
-    def open(self, key: PageKey, stored: memoryview, proof: bytes, into: memoryview) -> None:
+    def unseal(self, key: PageKey, stored: memoryview, proof: bytes, into: memoryview) -> None:
         """Copy what was stored, and prove the copy.  Raises PageCorrupt; ``into`` is spoiled then."""
         if stored.nbytes != into.nbytes:
             raise PageCorrupt(f"stored page of {stored.nbytes} bytes, expected {into.nbytes}")
@@ -76,14 +76,14 @@ class EncryptedEnvelope:
         self._run = os.urandom(16)
         self._count = itertools.count()
 
-    def close(self, key: PageKey, page: memoryview) -> tuple[memoryview, bytes]:
-        """As ``PageEnvelope.close``."""
+    def seal(self, key: PageKey, page: memoryview) -> tuple[memoryview, bytes]:
+        """As ``PageEnvelope.seal``."""
         count = next(self._count).to_bytes(8, "little")
         sealed = self._cipher_of(self._run).encrypt(bytes(4) + count, page, self._names + page_key_bytes(key))
         return memoryview(sealed)[:-16], sealed[-16:] + self._run + count
 
-    def open(self, key: PageKey, stored: memoryview, proof: bytes, into: memoryview) -> None:
-        """As ``PageEnvelope.open``."""
+    def unseal(self, key: PageKey, stored: memoryview, proof: bytes, into: memoryview) -> None:
+        """As ``PageEnvelope.unseal``."""
         from cryptography.exceptions import InvalidTag
 
         if stored.nbytes != into.nbytes:

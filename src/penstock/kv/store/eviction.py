@@ -46,11 +46,11 @@ class ReuseStats:
         self._again = dict.fromkeys(BlockOrigin, 1.0)
         self._all = dict.fromkeys(BlockOrigin, 2.0)
 
-    def chance(self, origin: BlockOrigin) -> float:
+    def reuse_probability(self, origin: BlockOrigin) -> float:
         """That a block of this kind comes up again; one half before anything was seen."""
         return self._again[origin] / self._all[origin]
 
-    def made(self, block: BlockHash, answer: bool) -> BlockOrigin:
+    def on_block_computed(self, block: BlockHash, answer: bool) -> BlockOrigin:
         """A block was computed or fetched: its kind."""
         if block[0] % SAMPLED:
             return BlockOrigin.ANSWER if answer else BlockOrigin.PROMPT
@@ -60,7 +60,7 @@ class ReuseStats:
             self._follow(block, origin)
         return origin
 
-    def asked(self, blocks: Iterable[BlockHash]) -> None:
+    def on_blocks_requested(self, blocks: Iterable[BlockHash]) -> None:
         """A request came whose prompt has these blocks."""
         for block in blocks:
             if block[0] % SAMPLED == 0 and (origin := self._followed.pop(block, None)) is not None:
@@ -97,17 +97,17 @@ class EvictionQueue:
         self._saves[place] = saves_s
         self._set(place, self._clock + saves_s)
 
-    def used(self, place: int, times: int = 1) -> None:
+    def on_used(self, place: int, times: int = 1) -> None:
         """It was of use."""
         if place in self._value:
             self._set(place, max(self._value[place], self._clock) + times * self._saves[place])
 
-    def drop(self, place: int) -> None:
+    def remove(self, place: int) -> None:
         """It is gone."""
         self._value.pop(place, None)
         self._saves.pop(place, None)
 
-    def least(self) -> int | None:
+    def least_valuable(self) -> int | None:
         """The place that would be missed least; None: there are no pages."""
         while self._heap:
             value, place = self._heap[0]
@@ -116,10 +116,10 @@ class EvictionQueue:
             heapq.heappop(self._heap)
         return None
 
-    def goes(self, place: int) -> None:
+    def evict(self, place: int) -> None:
         """It is given up for another: whoever came since and was not used is worth less from now on."""
         self._clock = max(self._clock, self._value.get(place, 0.0))
-        self.drop(place)
+        self.remove(place)
 
     def _set(self, place: int, value: float) -> None:
         self._value[place] = value

@@ -86,7 +86,9 @@ class PageIndex:
         seen = [self._changes(writer) for writer in range(MAX_WRITERS)]
         raw = np.frombuffer(self._area, np.uint8, self.places * ENTRY_BYTES, self._entries_at)
         states = raw.reshape(self.places, ENTRY_BYTES)[:, _STATE_AT]
-        found = {int(place): entry.key for place in np.flatnonzero(states == _KNOWN) if (entry := self.at(int(place)))}
+        found = {
+            int(place): entry.key for place in np.flatnonzero(states == _KNOWN) if (entry := self.entry_at(int(place)))
+        }
         self._seen = seen
         self._keys, self._places = {}, {}
         for place, key in found.items():
@@ -105,7 +107,7 @@ class PageIndex:
             for change in range(self._seen[writer], changes):
                 (place,) = _PLACE.unpack_from(self._area, start + 4 * (change % RING))
                 if place < self.places:
-                    entry = self.at(place)
+                    entry = self.entry_at(place)
                     with self._lock:
                         self._note(place, entry.key if entry else None)
             self._seen[writer] = changes
@@ -114,7 +116,7 @@ class PageIndex:
         """Places that have this page, as far as is known."""
         return self._places.get(key, ())
 
-    def at(self, place: int) -> IndexEntry | None:
+    def entry_at(self, place: int) -> IndexEntry | None:
         """What stands there now."""
         start = self._entries_at + place * ENTRY_BYTES
         raw = bytes(self._area[start : start + ENTRY_BYTES])
@@ -123,32 +125,32 @@ class PageIndex:
             return None
         return IndexEntry(PageKey(BlockHash(block), group), saves_s if 0 <= saves_s < 1e9 else 0.0, proof)
 
-    def known(self) -> Iterator[tuple[int, PageKey]]:
+    def known_places(self) -> Iterator[tuple[int, PageKey]]:
         """All places and what they have."""
         with self._lock:
             return iter(tuple(self._keys.items()))
 
-    def touch(self, place: int) -> None:
+    def count_use(self, place: int) -> None:
         """The page there was of use to somebody."""
         self._touches[place] += np.uint32(1)
 
-    def touches(self, place: int) -> int:
+    def use_count(self, place: int) -> int:
         """How often, modulo 2**32."""
         return int(self._touches[place])
 
-    def forget(self, place: int) -> None:
+    def ignore_place(self, place: int) -> None:
         """What is there is not what was said: do not come back to it before it changes."""
         with self._lock:
             self._note(place, None)
 
     # --- writing: one's own places only ------------------------------------------------------------------------------
 
-    def put(self, place: int, entry: IndexEntry) -> None:
+    def write_entry(self, place: int, entry: IndexEntry) -> None:
         """This stands there from now on."""
         raw = _ENTRY.pack(entry.key.block, entry.key.group, _KNOWN, entry.saves_s, entry.proof)
         self._write(place, raw + _CHECK.pack(_check(raw, place)), entry.key)
 
-    def clear(self, place: int) -> None:
+    def clear_entry(self, place: int) -> None:
         """Nothing stands there any more."""
         self._write(place, bytes(ENTRY_BYTES), None)
 

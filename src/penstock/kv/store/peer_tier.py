@@ -25,8 +25,8 @@ class PeerTier:
     """See ``port.Tier``."""
 
     name = "peers"
-    copies = False
-    remote = False
+    stores_copies = False
+    is_remote = False
 
     def __init__(
         self,
@@ -57,57 +57,57 @@ class PeerTier:
         self._directory = PageIndex(memoryview(mapped), places, writer)
         self._directory.scan()
         self._places: dict[PageKey, int] = {}
-        for place, _ in self._directory.known():
+        for place, _ in self._directory.known_places():
             if place in self._own:
-                self._directory.clear(place)
+                self._directory.clear_entry(place)
 
     @property
     def pages(self) -> int:
         """See ``port.Tier``."""
         return len(self._directory) - len(self._places)
 
-    def has(self, keys: Sequence[PageKey]) -> list[bool]:
+    def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         """See ``port.Tier``."""
         self._directory.refresh()
         return [any(place not in self._own for place in self._directory.find(key)) for key in keys]
 
-    def read(self, key: PageKey, into: memoryview) -> bool:
+    def read_page(self, key: PageKey, into: memoryview) -> bool:
         """See ``port.Tier``."""
         for place in self._directory.find(key):
             if place in self._own:
                 continue
-            entry = self._directory.at(place)
+            entry = self._directory.entry_at(place)
             if entry is None or entry.key != key:
-                self._directory.forget(place)
+                self._directory.ignore_place(place)
                 continue
             try:
-                self._seal.open(key, self._view(place), entry.proof, into)
+                self._seal.unseal(key, self._view(place), entry.proof, into)
             except PageCorrupt:
-                if self._directory.at(place) == entry:
-                    self._directory.forget(place)
+                if self._directory.entry_at(place) == entry:
+                    self._directory.ignore_place(place)
                     raise
                 continue
             return True
         return False
 
-    def write(self, final: FinalPage, content: memoryview) -> bool:
+    def write_page(self, final: FinalPage, content: memoryview) -> bool:
         """See ``port.Tier``: say what stands in one of our pages."""
-        _, proof = self._seal.close(final.key, content)
+        _, proof = self._seal.seal(final.key, content)
         place = self._own.start + final.page
-        self._directory.put(place, IndexEntry(final.key, final.saves_s, proof))
+        self._directory.write_entry(place, IndexEntry(final.key, final.saves_s, proof))
         self._places[final.key] = place  # last: ``evicted``, from another thread, takes back what is there
         return True
 
-    def evicted(self, key: PageKey) -> None:
+    def on_evicted(self, key: PageKey) -> None:
         """See ``port.Tier``."""
         place = self._places.pop(key, None)
         if place is not None:
-            self._directory.clear(place)
+            self._directory.clear_entry(place)
 
     def close(self) -> None:
         """See ``port.Tier``."""
         for place in self._places.values():
-            self._directory.clear(place)
+            self._directory.clear_entry(place)
         self._directory.close()
 
     def _view(self, place: int) -> memoryview:

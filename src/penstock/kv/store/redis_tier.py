@@ -26,8 +26,8 @@ class RedisTier:
     """See ``port.Tier``.  Several threads may use it at once."""
 
     name = "redis"
-    copies = True
-    remote = True
+    stores_copies = True
+    is_remote = True
     pages = 0
 
     def __init__(self, url: str, seal: AnyEnvelope, *, timeout_s: float, expire_s: float) -> None:
@@ -61,7 +61,7 @@ class RedisTier:
         except ValueError as error:
             raise ConfigError(f"--kv-redis: {error}") from None
 
-    def has(self, keys: Sequence[PageKey]) -> list[bool]:
+    def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         """See ``port.Tier``.  The answer is as long as ``keys``; behind the first that is missing it says no."""
         found: list[bool] = []
         for start in range(0, len(keys), _ASKED_AT_ONCE):
@@ -75,7 +75,7 @@ class RedisTier:
                 break
         return found + [False] * (len(keys) - len(found))
 
-    def read(self, key: PageKey, into: memoryview) -> bool:
+    def read_page(self, key: PageKey, into: memoryview) -> bool:
         """See ``port.Tier``."""
         name = self._name(key)
         with self._failures():
@@ -86,23 +86,23 @@ class RedisTier:
         try:
             if len(raw) != _HEAD_BYTES + self._page_bytes:
                 raise PageCorrupt(f"a value of {len(raw)} bytes in Redis, expected {_HEAD_BYTES + self._page_bytes}")
-            self._seal.open(key, memoryview(raw)[_HEAD_BYTES:], raw[:_HEAD_BYTES], into)
+            self._seal.unseal(key, memoryview(raw)[_HEAD_BYTES:], raw[:_HEAD_BYTES], into)
         except PageCorrupt:
             with contextlib.suppress(self._failure):  # whoever reads it next tries again
                 self._client.delete(name)
             raise
         return True
 
-    def write(self, final: FinalPage, content: memoryview) -> bool:
+    def write_page(self, final: FinalPage, content: memoryview) -> bool:
         """See ``port.Tier``.  What is there already is only given time."""
         name = self._name(final.key)
         with self._failures():
             if self._client.pexpire(name, self._expire_ms):
                 return True
-            stored, proof = self._seal.close(final.key, content)
+            stored, proof = self._seal.seal(final.key, content)
             return bool(self._client.set(name, b"".join((proof, stored)), px=self._expire_ms))
 
-    def evicted(self, key: PageKey) -> None:
+    def on_evicted(self, key: PageKey) -> None:
         """Nothing to do: the page there is another one."""
 
     def close(self) -> None:

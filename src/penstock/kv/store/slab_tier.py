@@ -256,8 +256,8 @@ _MOST_USES = 1024  # that count at one time: the number is anybody's word
 class SlabTier:
     """See ``port.Tier``."""
 
-    copies = True
-    remote = False
+    stores_copies = True
+    is_remote = False
 
     def __init__(self, name: str, file: SlabFile, seal: AnyEnvelope) -> None:
         """Reads the directory: some 2 us a page that is there."""
@@ -273,10 +273,10 @@ class SlabTier:
         self._ranking = EvictionQueue()
         self._touches: dict[int, int] = {}
         self._free = set(range(file.begin, file.end))
-        for place, _ in self._directory.known():
+        for place, _ in self._directory.known_places():
             if place in self._free:
                 self._free.discard(place)
-                entry = self._directory.at(place)
+                entry = self._directory.entry_at(place)
                 self._rank(place, entry.saves_s if entry else 0.0)
 
     @property
@@ -289,17 +289,17 @@ class SlabTier:
         """Pages that there is room for."""
         return self._file.head.places
 
-    def has(self, keys: Sequence[PageKey]) -> list[bool]:
+    def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         """See ``port.Tier``."""
         self._directory.refresh()
         return [bool(self._directory.find(key)) for key in keys]
 
-    def read(self, key: PageKey, into: memoryview) -> bool:
+    def read_page(self, key: PageKey, into: memoryview) -> bool:
         """See ``port.Tier``."""
         for place in self._directory.find(key):
-            entry = self._directory.at(place)
+            entry = self._directory.entry_at(place)
             if entry is None or entry.key != key:
-                self._directory.forget(place)
+                self._directory.ignore_place(place)
                 continue
             with self._reading, memoryview(self._read_buffer) as slab:
                 if self._file.read(place, slab) < self._page_bytes:
@@ -307,33 +307,33 @@ class SlabTier:
                     raise PageCorrupt(f"{self._file.what} ends within place {place}")
                 try:
                     with slab[: self._page_bytes] as stored:
-                        self._seal.open(key, stored, entry.proof, into)
+                        self._seal.unseal(key, stored, entry.proof, into)
                 except PageCorrupt:
-                    if self._directory.at(place) != entry:
+                    if self._directory.entry_at(place) != entry:
                         continue  # written anew meanwhile
                     self._lost(place)
                     raise
-            self._directory.touch(place)
+            self._directory.count_use(place)
             return True
         return False
 
-    def write(self, final: FinalPage, content: memoryview) -> bool:
+    def write_page(self, final: FinalPage, content: memoryview) -> bool:
         """See ``port.Tier``.  By the one thread that writes."""
         if self._directory.find(final.key):
             return True
         place = self._room()
         if place is None:
             return False
-        stored, proof = self._seal.close(final.key, content)
+        stored, proof = self._seal.seal(final.key, content)
         with memoryview(self._write_buffer) as slab:
             slab[: self._page_bytes] = stored
             self._file.write(place, slab)
-        self._directory.put(place, IndexEntry(final.key, final.saves_s, proof))
+        self._directory.write_entry(place, IndexEntry(final.key, final.saves_s, proof))
         self._free.discard(place)
         self._rank(place, final.saves_s)
         return True
 
-    def evicted(self, key: PageKey) -> None:
+    def on_evicted(self, key: PageKey) -> None:
         """Nothing to do: the page here is another one."""
 
     def close(self) -> None:
@@ -347,26 +347,26 @@ class SlabTier:
         """A place of our own with nothing in it; what would be missed least is given up for that."""
         for place in self._free:
             return place
-        least = self._ranking.least()
+        least = self._ranking.least_valuable()
         for _ in range(_LOOKS):
             if least is None:
                 return None
-            fresh = (self._directory.touches(least) - self._touches[least]) % (1 << 32)
+            fresh = (self._directory.use_count(least) - self._touches[least]) % (1 << 32)
             if not fresh:
                 break
             self._touches[least] += fresh  # it was read since
-            self._ranking.used(least, min(fresh, _MOST_USES))
-            least = self._ranking.least()
+            self._ranking.on_used(least, min(fresh, _MOST_USES))
+            least = self._ranking.least_valuable()
         if least is not None:
-            self._ranking.goes(least)
-            self._directory.clear(least)
+            self._ranking.evict(least)
+            self._directory.clear_entry(least)
             self._free.add(least)
         return least
 
     def _rank(self, place: int, saves_s: float) -> None:
-        self._touches[place] = self._directory.touches(place)
+        self._touches[place] = self._directory.use_count(place)
         self._ranking.add(place, saves_s)
 
     def _lost(self, place: int) -> None:
         """What is there is not what its entry says.  Its writer will write over it in time."""
-        self._directory.forget(place)
+        self._directory.ignore_place(place)

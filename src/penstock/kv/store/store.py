@@ -65,43 +65,43 @@ class PageStore:
         return bool(self._tiers)
 
     @property
-    def remotes(self) -> list[int]:
+    def remote_tiers(self) -> list[int]:
         """Tiers that must be asked (``ask``) what they have, as far as they work now."""
         now = self._clock()
-        return [n for n, work in enumerate(self._tiers) if work.tier.remote and work.usable(now)]
+        return [n for n, work in enumerate(self._tiers) if work.tier.is_remote and work.usable(now)]
 
     @property
-    def lower(self) -> list[int]:
+    def local_tiers(self) -> list[int]:
         """Tiers that keep copies and can be asked without a journey, nearest first."""
-        return [n for n, work in enumerate(self._tiers) if work.tier.copies and not work.tier.remote]
+        return [n for n, work in enumerate(self._tiers) if work.tier.stores_copies and not work.tier.is_remote]
 
-    def find(self, keys: Sequence[PageKey], among: Sequence[int] | None = None) -> list[int | None]:
+    def find_pages(self, keys: Sequence[PageKey], among: Sequence[int] | None = None) -> list[int | None]:
         """The nearest tier (``among`` these) that has each page, remote ones apart."""
         found: list[int | None] = [None] * len(keys)
         now = self._clock()
         for number, work in enumerate(self._tiers):
-            if work.tier.remote or (among is not None and number not in among):
+            if work.tier.is_remote or (among is not None and number not in among):
                 continue
             open_places = [place for place, tier in enumerate(found) if tier is None]
             if not open_places:
                 break
-            there = work.has([keys[place] for place in open_places], now)
+            there = work.contains([keys[place] for place in open_places], now)
             for place, has in zip(open_places, there, strict=True):
                 if has:
                     found[place] = number
         return found
 
-    def ask(self, tier: int, ticket: StoreRequest, keys: Sequence[PageKey]) -> None:
+    def lookup(self, tier: int, ticket: StoreRequest, keys: Sequence[PageKey]) -> None:
         """How many of these pages, from the first on, does a remote tier have?  ``Found`` is the answer."""
-        self._tiers[tier].ask(ticket, keys)
+        self._tiers[tier].lookup(ticket, keys)
 
-    def load(self, tier: int, ticket: StoreRequest, place: int, wanted: tuple[PageKey, PageId]) -> PageLoad:
+    def load_page(self, tier: int, ticket: StoreRequest, place: int, wanted: tuple[PageKey, PageId]) -> PageLoad:
         """Bring a page into this worker's memory.  It belongs to the tier until ``Loaded`` says how it went, or the
         load is withdrawn."""
         key, page = wanted
-        return self._tiers[tier].load(ticket, place, key, self._memory.view(page))
+        return self._tiers[tier].load_page(ticket, place, key, self._memory.view(page))
 
-    def name(self, tier: int) -> str:
+    def tier_name(self, tier: int) -> str:
         """One of ``telemetry.metrics.TIERS``."""
         return self._tiers[tier].tier.name
 
@@ -109,28 +109,28 @@ class PageStore:
         """Seconds a page."""
         return self._tiers[tier].read_s
 
-    def too_dear(self, tiers: Iterable[int]) -> None:
+    def on_fetch_skipped(self, tiers: Iterable[int]) -> None:
         """Pages of these were not fetched because that was thought to take longer than computing them."""
         for tier in set(tiers):
-            self._tiers[tier].too_dear()
+            self._tiers[tier].on_fetch_skipped()
 
-    def peers_s(self) -> float | None:
+    def peer_read_s(self) -> float | None:
         """Seconds a page out of other workers' caches; None: they cannot be reached."""
         return next((work.read_s for work in self._tiers if work.tier.name == "peers"), None)
 
-    def save(self, final: FinalPage) -> None:
+    def save_page(self, final: FinalPage) -> None:
         """A page is full and final: let those keep it that find it worth while."""
         now = self._clock()
         for work in self._tiers:
-            if work.wants(final, now):
-                work.save(final)
+            if work.accepts(final, now):
+                work.save_page(final)
 
-    def evicted(self, key: PageKey) -> None:
+    def on_evicted(self, key: PageKey) -> None:
         """This worker's memory does not have the page any more."""
         for tier in self._peers:
-            tier.evicted(key)
+            tier.on_evicted(key)
 
-    def news(self, most: int) -> list[StoreEvent]:
+    def pop_events(self, most: int) -> list[StoreEvent]:
         """What has come since the last call, so much of it at most."""
         news: list[StoreEvent] = []
         try:
@@ -145,13 +145,13 @@ class PageStore:
         return {
             tier_counter(work.tier.name, figure): value
             for work in self._tiers
-            for figure, value in work.figures().items()
+            for figure, value in work.metrics().items()
         }
 
     def close(self) -> None:
         """Write what is left, within ``close_s`` of them all, and let go."""
         for work in self._tiers:
-            work.end()
+            work.finish()
         deadline = self._clock() + self.config.close_s
         for work in self._tiers:
             work.close(deadline)

@@ -37,10 +37,10 @@ class KvTier(Protocol):
     name: str
     """"peers", "host", "disk", "redis" or "mooncake": as in metrics."""
 
-    copies: bool
+    stores_copies: bool
     """Does a page that is kept take room and more than a look at it?"""
 
-    remote: bool
+    is_remote: bool
     """Does ``has`` take a journey?"""
 
     @property
@@ -48,11 +48,11 @@ class KvTier(Protocol):
         """That are known to be there; 0 where nobody can say."""
         ...
 
-    def has(self, keys: Sequence[PageKey]) -> list[bool]:
+    def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         """Which of these pages are probably there."""
         ...
 
-    def read(self, key: PageKey, into: memoryview) -> bool:
+    def read_page(self, key: PageKey, into: memoryview) -> bool:
         """Copy a page and prove the copy.  False: it is not there any more.
 
         Raises PageCorrupt when it is not the right one; ``into`` is spoiled then, and the page will not be offered
@@ -60,11 +60,11 @@ class KvTier(Protocol):
         """
         ...
 
-    def write(self, final: FinalPage, content: memoryview) -> bool:
+    def write_page(self, final: FinalPage, content: memoryview) -> bool:
         """Keep a page.  ``content`` is a copy of it that does not change.  False: there is no room that is worth it."""
         ...
 
-    def evicted(self, key: PageKey) -> None:
+    def on_evicted(self, key: PageKey) -> None:
         """This worker's own memory does not have the page any more.  Called between steps: must not block."""
         ...
 

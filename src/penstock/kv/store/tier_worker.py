@@ -41,13 +41,13 @@ class CircuitBreaker:
         """May the tier be asked?  After a rest everybody may; the first failure ends that."""
         return now >= self._until
 
-    def worked(self) -> None:
+    def record_success(self) -> None:
         """It did what was asked, in time."""
         self._failures = 0
         self._rest_s = FIRST_REST_S
         self._until = float("-inf")
 
-    def failed(self, now: float) -> bool:
+    def record_failure(self, now: float) -> bool:
         """It did not.  True when it is left alone from now on, and was not before."""
         self._failures += 1
         if self._failures < FAILURES or now < self._until:
@@ -72,15 +72,15 @@ class JobRunner(Protocol):
     busy_since: float | None
 
     @property
-    def waiting(self) -> int:
+    def queued(self) -> int:
         """Jobs that are not begun."""
         ...
 
-    def put(self, job: Job) -> None:
+    def submit(self, job: Job) -> None:
         """Do this, too."""
         ...
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Nothing more comes: end when all is done."""
         ...
 
@@ -102,15 +102,15 @@ class JobThread:
         self._thread.start()
 
     @property
-    def waiting(self) -> int:
+    def queued(self) -> int:
         """Jobs that are not begun."""
         return self._jobs.qsize()
 
-    def put(self, job: Job) -> None:
+    def submit(self, job: Job) -> None:
         """Do this, too."""
         self._jobs.put(job)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Nothing more comes: end when all is done."""
         self._jobs.put(None)
 
@@ -185,7 +185,7 @@ class PageLoad:
 class LookupDone:
     """A remote tier has so many of the pages that were asked for, from the first on."""
 
-    ticket: StoreRequest
+    request: StoreRequest
     tier: int
     pages: int
 
@@ -194,7 +194,7 @@ class LookupDone:
 class LoadDone:
     """A page stands where it was wanted, or (not ``good``) will never."""
 
-    ticket: StoreRequest
+    request: StoreRequest
     place: int  # as the page was called when it was asked for
     good: bool
 
@@ -240,55 +240,56 @@ class TierWorker:
         hangs = since is not None and now - since > self._around.config.hang_s
         return not hangs and self._breaker.allows(now)
 
-    def has(self, keys: Sequence[PageKey], now: float) -> list[bool]:
+    def contains(self, keys: Sequence[PageKey], now: float) -> list[bool]:
         """Of a tier that is not remote: what is there."""
         if self.usable(now):
             try:
-                return self.tier.has(keys)
+                return self.tier.contains(keys)
             except (OSError, TierError) as error:
                 self._failed(error)
         return [False] * len(keys)
 
-    def ask(self, ticket: StoreRequest, keys: Sequence[PageKey]) -> None:
+    def lookup(self, ticket: StoreRequest, keys: Sequence[PageKey]) -> None:
         """Of a remote one; ``LookupDone`` is the answer."""
-        self._reader.put(lambda: self._ask(ticket, keys))
+        self._reader.submit(lambda: self._ask(ticket, keys))
 
-    def load(self, ticket: StoreRequest, place: int, key: PageKey, into: memoryview) -> PageLoad:
-        """Bring a page; ``LoadDone`` is the answer, unless it is withdrawn.  Until then ``into`` belongs to the tier."""
+    def load_page(self, ticket: StoreRequest, place: int, key: PageKey, into: memoryview) -> PageLoad:
+        """Bring a page; ``LoadDone`` is the answer, unless it is withdrawn.  Until then ``into`` belongs to the
+        tier."""
         load = PageLoad()
-        self._reader.put(lambda: self._load(ticket, place, key, into) if load.begin() else None)
+        self._reader.submit(lambda: self._load(ticket, place, key, into) if load.begin() else None)
         return load
 
-    def wants(self, final: FinalPage, now: float) -> bool:
+    def accepts(self, final: FinalPage, now: float) -> bool:
         """Is writing this page worth the time, and can it be done?"""
         if not self._breaker.allows(now):
             return False
-        weighed = self.tier.copies and not self._around.config.always
+        weighed = self.tier.stores_copies and not self._around.config.always
         if weighed and final.gain_s - final.chance * self.read_s <= self.write_s:
             self.write_s *= _DOUBT
             return False
-        if self._writer.waiting >= self._around.config.max_queued_writes:
+        if self._writer.queued >= self._around.config.max_queued_writes:
             self._count("writes_dropped")
             return False
         return True
 
-    def too_dear(self) -> None:
+    def on_fetch_skipped(self) -> None:
         """Pages were not fetched because that was thought to take longer than computing them."""
         self.read_s *= _DOUBT
 
-    def save(self, final: FinalPage) -> None:
+    def save_page(self, final: FinalPage) -> None:
         """Keep a page.  It is copied later: should it be gone by then, so much the worse."""
-        self._writer.put(lambda: self._save(final))
+        self._writer.submit(lambda: self._save(final))
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Of ``telemetry.metrics.TIER_FIGURES``."""
         with self._lock:
             return self._figures | {"pages": self.tier.pages}
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Nothing more is asked: do what is left."""
-        self._reader.end()
-        self._writer.end()
+        self._reader.finish()
+        self._writer.finish()
 
     def close(self, deadline: float) -> None:
         """After ``end``: let go of the tier, if all is done by then."""
@@ -302,9 +303,9 @@ class TierWorker:
         pages = 0
         try:
             if ticket.wanted and self._breaker.allows(self._around.clock()):
-                found = self.tier.has(keys)
+                found = self.tier.contains(keys)
                 pages = found.index(False) if False in found else len(found)
-                self._breaker.worked()
+                self._breaker.record_success()
         except (OSError, TierError) as error:
             self._failed(error)
         finally:
@@ -315,8 +316,8 @@ class TierWorker:
         began = self._around.clock()
         try:
             if ticket.wanted and self._breaker.allows(began):
-                good = self.tier.read(key, into)
-                self._breaker.worked()
+                good = self.tier.read_page(key, into)
+                self._breaker.record_success()
                 self._count("pages_read" if good else "pages_missed")
         except PageCorrupt as error:
             first = not self._figures["pages_corrupt"]
@@ -346,10 +347,10 @@ class TierWorker:
             return
         try:
             with memoryview(self._page) as content:
-                kept = self.tier.write(final, content)
+                kept = self.tier.write_page(final, content)
             if around.generation(final.page) != final.generation:
-                self.tier.evicted(final.key)  # while it was written: the loop's word came too early
-            self._breaker.worked()
+                self.tier.on_evicted(final.key)  # while it was written: the loop's word came too early
+            self._breaker.record_success()
         except (OSError, TierError) as error:
             self._failed(error)
             return
@@ -362,7 +363,7 @@ class TierWorker:
 
     def _failed(self, error: Exception) -> None:
         self._count("errors")
-        if self._breaker.failed(self._around.clock()):
+        if self._breaker.record_failure(self._around.clock()):
             log.warning("KV store: %s is left alone for a while: %s", self.tier.name, error)
 
     def _count(self, figure: str, amount: float = 1.0) -> None:

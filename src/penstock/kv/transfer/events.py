@@ -32,7 +32,7 @@ class PageOffer:
 
     request: RequestId
     epoch: int
-    block: int
+    index: int
     page: PageId
     tokens: int
     generation: int
@@ -62,7 +62,7 @@ class TransferReleased:
 
 @dataclass(frozen=True, slots=True)
 class SendToReceiver:
-    """For the listener.  When it answers False, tell ``KvSender.unsent``."""
+    """For the listener.  When it answers False, tell ``KvSender.on_send_failed``."""
 
     peer: bytes
     message: PagesAt | PageReady | PagesReady | PrefillDone | HandOverAlive | HandOverFailed
@@ -74,7 +74,7 @@ class SenderOutput:
     """In this order: send, then apply."""
 
     sends: list[SendToReceiver] = field(default_factory=list[SendToReceiver])
-    effects: list[PullGranted | TransferReleased] = field(default_factory=list)
+    events: list[PullGranted | TransferReleased] = field(default_factory=list)
 
 
 # --- receiving end ---------------------------------------------------------------------------------------------------
@@ -111,8 +111,8 @@ class PagesAdvanced:
 
 @dataclass(frozen=True, slots=True)
 class TransferDone:
-    """The hand-over is complete; decoding goes on after this token.  Of an answer that moved (``PagePull.ahead``) it has
-    any number of tokens: those that were written meanwhile.
+    """The hand-over is complete; decoding goes on after this token.  Of an answer that moved (``PagePull.ahead``) it
+    has any number of tokens: those that were written meanwhile.
 
     When ``first.finish`` is set the answer is complete too, and pages may be missing.
     """
@@ -154,4 +154,4 @@ class ReceiverOutput:
     """In this order: send, then apply."""
 
     sends: list[SendToSource] = field(default_factory=list[SendToSource])
-    effects: list[PagesAdvanced | TransferDone | HedgeWon | PullFailed] = field(default_factory=list)
+    events: list[PagesAdvanced | TransferDone | HedgeWon | PullFailed] = field(default_factory=list)

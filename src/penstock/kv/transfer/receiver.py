@@ -146,7 +146,9 @@ class HedgePolicy:
         self._after_s = config.hedge_after_s
         self._margin = config.hedge_margin
 
-    def outruns(self, request: RequestId, waiting: PendingPages, left: tuple[int, int, int], now: float) -> bool:
+    def should_recompute(
+        self, request: RequestId, waiting: PendingPages, left: tuple[int, int, int], now: float
+    ) -> bool:
         """``left``: pages that are missing now; tokens that are here; tokens that there are to be."""
         elapsed = now - waiting.since
         missing, here, tokens = left
@@ -187,7 +189,7 @@ class KvReceiver:
 
     def __init__(self, config: HandOverConfig, carrier: KvConnector) -> None:
         self.counters = TransferCounters()
-        self.haste = HedgePolicy(config)  # whoever drives this says how long computing takes
+        self.hedge_policy = HedgePolicy(config)  # whoever drives this says how long computing takes
         self._config = config
         self._carrier = carrier
         self._layout = carrier.seal.layout
@@ -206,18 +208,18 @@ class KvReceiver:
         return self._layout.page_bytes
 
     @property
-    def beside_s(self) -> float:
+    def background_s(self) -> float:
         """Seconds of processor time that pages took beside ``work``, since the start."""
         return self._carrier.busy_s
 
     # --- what the scheduler says -------------------------------------------------------------------------------------
 
-    def expect(self, pull: PagePull, now: float) -> ReceiverOutput:
+    def start_pull(self, pull: PagePull, now: float) -> ReceiverOutput:
         """Room is reserved; ask for the pages.  Replaces a pull of an earlier epoch.
 
         Raises ValueError when one of this or a later epoch is here, or the pages are not those of ``pull.tokens``.
         """
-        pieces = self._layout.pieces(pull.tokens, ahead=pull.ahead)
+        pieces = self._layout.transfer_order(pull.tokens, ahead=pull.ahead)
         blocks = pieces.total
         if len(pull.pages) != blocks or not 0 <= pull.skip_blocks <= blocks:
             raise ValueError(f"{len(pull.pages)} pages from block {pull.skip_blocks} for {pull.tokens} tokens")
@@ -242,7 +244,7 @@ class KvReceiver:
         self._ask(pulling, now, turn)
         return turn
 
-    def cancel(self, request: RequestId, epoch: int) -> ReceiverOutput:
+    def cancel_pull(self, request: RequestId, epoch: int) -> ReceiverOutput:
         """Write nothing more for this request, unless a later epoch of it is here.  The sender is told."""
         turn = ReceiverOutput()
         pulling = self._pulls.get(request)
@@ -252,7 +254,7 @@ class KvReceiver:
 
     # --- what senders say --------------------------------------------------------------------------------------------
 
-    def receive(
+    def on_message(
         self, source: PageSource, message: SenderMessage, payload: memoryview | None, now: float
     ) -> ReceiverOutput:
         """Take a message that came over the link to ``source``.  Pages are queued, nothing is written yet."""
@@ -264,7 +266,7 @@ class KvReceiver:
         pulling.heard = now
         match message:
             case PagesAt():
-                self._carrier.door(source, message)
+                self._carrier.add_ticket(source, message)
             case PageReady():
                 self._queue_page(pulling, message, payload, now, turn)
             case PagesReady():
@@ -277,7 +279,7 @@ class KvReceiver:
                 pass
         return turn
 
-    def distrust(self, source: PageSource, request: RequestId, epoch: int, reason: str) -> ReceiverOutput:
+    def reject_pull(self, source: PageSource, request: RequestId, epoch: int, reason: str) -> ReceiverOutput:
         """What this source says of a request cannot be: its pages are given up."""
         turn = ReceiverOutput()
         pulling = self._pulls.get(request)
@@ -290,19 +292,19 @@ class KvReceiver:
     @property
     def has_work(self) -> bool:
         """Are there frames to bring, or has something landed?"""
-        return bool(self._queue) or self._carrier.has_landed
+        return bool(self._queue) or self._carrier.has_results
 
     @property
     def descriptors(self) -> Sequence[int]:
         """Readable when there may be work that no message announces."""
         return self._carrier.descriptors
 
-    def work(self, now: float, budget_bytes: int | None = None) -> ReceiverOutput:
+    def fetch_pages(self, now: float, budget_bytes: int | None = None) -> ReceiverOutput:
         """Take what has landed, and copy and verify queued pages until the budget is used up, one page at least."""
         turn = ReceiverOutput()
         left = self._config.copy_budget_bytes if budget_bytes is None else budget_bytes
         touched: dict[RequestId, OpenPull] = {}
-        for landed in self._carrier.landed():
+        for landed in self._carrier.fetch_results():
             self._landed(landed, now, turn, touched)
         while self._queue:
             queued = self._queue.popleft()
@@ -311,7 +313,7 @@ class KvReceiver:
                 left -= self._layout.page_bytes
                 if left <= 0:
                     break
-        self._carrier.flush()
+        self._carrier.start_fetches()
         for request, pulling in touched.items():
             if self._pulls.get(request) is pulling:
                 self._advance(pulling, now, turn)
@@ -338,7 +340,7 @@ class KvReceiver:
         self._told = {key: since for key, since in self._told.items() if now - since < lease}
         return turn
 
-    def sender_gone(self, worker: WorkerId, incarnation: int) -> ReceiverOutput:
+    def on_sender_gone(self, worker: WorkerId, incarnation: int) -> ReceiverOutput:
         """Earlier incarnations of a worker, and those of other runs, are dead: their pages are given up."""
         turn = ReceiverOutput()
         for pulling in list(self._pulls.values()):
@@ -383,7 +385,7 @@ class KvReceiver:
             return False
         into = self._carrier.own.view(pull.pages[frame.block])
         try:
-            if self._carrier.fetch(FetchRequest(pull.source, frame, into, queued.payload)):
+            if self._carrier.fetch_page(FetchRequest(pull.source, frame, into, queued.payload)):
                 self._came(pulling, frame)
                 return True
         except PageCorrupt:
@@ -397,7 +399,7 @@ class KvReceiver:
         self, landed: FetchResult, now: float, turn: ReceiverOutput, touched: dict[RequestId, OpenPull]
     ) -> None:
         """A page that was fetched is here, or cannot be had.  Of a pull that is no longer open it means nothing."""
-        wanted, frame = landed.wanted, landed.wanted.frame
+        wanted, frame = landed.request, landed.request.frame
         pulling = self._pulls.get(frame.request)
         if pulling is None or pulling.pull.epoch != frame.epoch or pulling.pull.source != wanted.source:
             return
@@ -437,7 +439,7 @@ class KvReceiver:
             computed = min(pull.tokens, pulling.pieces.tokens_in(pulling.contiguous))
             if computed > pulling.told:
                 pulling.told = computed
-                turn.effects.append(PagesAdvanced(pull.request, pull.epoch, computed))
+                turn.events.append(PagesAdvanced(pull.request, pull.epoch, computed))
             if (pulling.missing or pulling.first is None) and self._is_worth_telling(pulling):
                 self._ask(pulling, now, turn)
         self._complete(pulling, now, turn)
@@ -472,7 +474,7 @@ class KvReceiver:
         if pulling.waiting is not None:
             self.counters.waited_s += now - pulling.waiting.since
         self._forget(pulling, turn, taken=pulling.pull.ahead > 0)
-        turn.effects.append(TransferDone(pulling.pull.request, pulling.pull.epoch, first))
+        turn.events.append(TransferDone(pulling.pull.request, pulling.pull.epoch, first))
 
     def _outrun(self, pulling: OpenPull, waiting: PendingPages, now: float) -> bool:
         """Would computing what is missing be sooner than waiting for it?"""
@@ -480,7 +482,7 @@ class KvReceiver:
         if pull.ahead or first is None or first.finish is not None:
             return False
         here = min(pull.tokens, pulling.pieces.tokens_in(pulling.contiguous))
-        return self.haste.outruns(pull.request, waiting, (len(pulling.missing), here, pull.tokens), now)
+        return self.hedge_policy.should_recompute(pull.request, waiting, (len(pulling.missing), here, pull.tokens), now)
 
     def _give_up(self, pulling: OpenPull, now: float, turn: ReceiverOutput) -> None:
         """What is missing is computed here instead."""
@@ -488,17 +490,17 @@ class KvReceiver:
         self.counters.outrun += 1
         self._missed(pulling, now)
         self._forget(pulling, turn)
-        turn.effects.append(HedgeWon(pulling.pull.request, pulling.pull.epoch, pulling.first))
+        turn.events.append(HedgeWon(pulling.pull.request, pulling.pull.epoch, pulling.first))
 
     def _fail(self, pulling: OpenPull, reason: str, turn: ReceiverOutput, *, tell: bool = True) -> None:
         self._forget(pulling, turn, tell=tell)
-        turn.effects.append(PullFailed(pulling.pull.request, pulling.pull.epoch, reason))
+        turn.events.append(PullFailed(pulling.pull.request, pulling.pull.epoch, reason))
 
     def _forget(self, pulling: OpenPull, turn: ReceiverOutput, *, tell: bool = True, taken: bool = False) -> None:
         """Nothing will be written for it from here on; its queued payloads are given back."""
         pull = pulling.pull
         del self._pulls[pull.request]
-        self._carrier.stop(pull.source, pull.request, pull.epoch)
+        self._carrier.stop_transfer(pull.source, pull.request, pull.epoch)
         if pulling.queued:
             self._queue = deque(queued for queued in self._queue if queued.pulling is not pulling)
         if tell:
@@ -542,4 +544,4 @@ def send_pulls(
     """Send what the receiving end asks for with ``say``; what is left is for the scheduler."""
     for send in turn.sends:
         say(send.source, send.message)
-    return turn.effects
+    return turn.events

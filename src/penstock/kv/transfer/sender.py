@@ -102,13 +102,13 @@ class KvSender:
         self._window: dict[bytes, int] = {}  # peer -> bytes under way
 
     @property
-    def turned_away(self) -> int:
+    def rejected_connections(self) -> int:
         """Connections for pages that proved nothing, or were too many, since the start."""
-        return self._carrier.turned_away
+        return self._carrier.rejected_connections
 
     # --- what the scheduler says -------------------------------------------------------------------------------------
 
-    def open(self, request: RequestId, epoch: int, now: float) -> SenderOutput:
+    def open_transfer(self, request: RequestId, epoch: int, now: float) -> SenderOutput:
         """A prefill leg is here.  It replaces one of an earlier epoch; an equal or earlier epoch changes nothing."""
         turn = SenderOutput()
         leg = self._legs.get(request)
@@ -123,7 +123,7 @@ class KvSender:
             self._pulled(waiting.peer, waiting.pull, now, turn)
         return turn
 
-    def offer(self, offer: PageOffer, now: float, *, more: bool = False) -> SenderOutput:
+    def offer_page(self, offer: PageOffer, now: float, *, more: bool = False) -> SenderOutput:
         """A page is final.  Ignored for a leg that is not here (any more), and when it was offered before.
 
         ``more``: another of this leg, or its ``done``, follows at once, and it may be announced with that.
@@ -132,25 +132,25 @@ class KvSender:
         leg = self._legs.get(offer.request)
         if leg is None or leg.epoch != offer.epoch:
             return turn
-        if offer.block not in leg.frames:
+        if offer.index not in leg.frames:
             page = self._carrier.own.view(offer.page)
-            leg.frames[offer.block] = PageReady(
+            leg.frames[offer.index] = PageReady(
                 request=offer.request,
                 epoch=offer.epoch,
-                block=offer.block,
+                block=offer.index,
                 tokens=offer.tokens,
                 page=offer.page,
                 generation=offer.generation,
                 checksum=self._carrier.seal.checksum(page, offer.generation),
             )
-            leg.waiting.append(offer.block)
+            leg.waiting.append(offer.index)
             leg.gathered += page.nbytes
         if not more or leg.gathered >= leg.enough:
             leg.enough = min(2 * leg.enough, ANNOUNCED_BYTES) if more else FIRST_ANNOUNCED_BYTES
             self._pump(leg, now, turn)
         return turn
 
-    def done(self, first: TokenItem, blocks: int, now: float) -> SenderOutput:
+    def finish_prefill(self, first: TokenItem, blocks: int, now: float) -> SenderOutput:
         """All pages were offered, and this is the first token.  A leg that lacks a page fails here and now."""
         turn = SenderOutput()
         leg = self._legs.get(first.request)
@@ -163,7 +163,7 @@ class KvSender:
         self._pump(leg, now, turn)
         return turn
 
-    def fail(self, request: RequestId, epoch: int, reason: str, now: float) -> SenderOutput:
+    def fail_transfer(self, request: RequestId, epoch: int, reason: str, now: float) -> SenderOutput:
         """The leg cannot be finished; the receiver is told."""
         turn = SenderOutput()
         leg = self._legs.get(request)
@@ -171,7 +171,7 @@ class KvSender:
             self._close(leg, reason, now, turn)
         return turn
 
-    def cancel(self, request: RequestId, epoch: int, now: float) -> SenderOutput:
+    def cancel_transfer(self, request: RequestId, epoch: int, now: float) -> SenderOutput:
         """Forget the request in whatever state, unless a later epoch of it is here."""
         turn = SenderOutput()
         leg = self._legs.get(request)
@@ -187,13 +187,13 @@ class KvSender:
 
     # --- what receivers say ------------------------------------------------------------------------------------------
 
-    def pull(self, peer: bytes, message: PullPages, now: float) -> SenderOutput:
+    def on_pull(self, peer: bytes, message: PullPages, now: float) -> SenderOutput:
         """A receiver has room, or acknowledges, or asks again.  From a new peer: its connection was made anew."""
         turn = SenderOutput()
         self._pulled(peer, message, now, turn)
         return turn
 
-    def received(self, message: PagesReceived, now: float) -> SenderOutput:
+    def on_received(self, message: PagesReceived, now: float) -> SenderOutput:
         """A receiver has everything or wants no more."""
         turn = SenderOutput()
         waiting = self._pulls.get(message.request)
@@ -206,7 +206,7 @@ class KvSender:
 
     # --- what the transport and the clock say ------------------------------------------------------------------------
 
-    def unsent(self, peer: bytes, now: float) -> None:
+    def on_send_failed(self, peer: bytes, now: float) -> None:
         """The listener could not send to this peer: hold back until it pulls again or its leases end."""
         for leg in self._legs.values():
             if leg.peer == peer:
@@ -231,13 +231,13 @@ class KvSender:
         self._closed = {request: entry for request, entry in self._closed.items() if now - entry[2] < lease}
         return turn
 
-    def acknowledged(self, request: RequestId, epoch: int) -> int:
+    def acknowledged_pages(self, request: RequestId, epoch: int) -> int:
         """Blocks from 0 that the receiver of this leg is known to have."""
         leg = self._legs.get(request)
         return leg.acknowledged if leg is not None and leg.epoch == epoch else 0
 
     @property
-    def open_legs(self) -> frozenset[tuple[RequestId, int]]:
+    def open_transfers(self) -> frozenset[tuple[RequestId, int]]:
         """Legs whose pages are held, as (request, epoch): for integrity checks."""
         return frozenset((leg.request, leg.epoch) for leg in self._legs.values())
 
@@ -262,7 +262,7 @@ class KvSender:
             mine.peer, mine.room = peer, (pull.tokens, pull.ahead)
             mine.acknowledged = pull.skip_blocks
             mine.spoke = now
-            turn.effects.append(PullGranted(mine.request, mine.epoch, pull))
+            turn.events.append(PullGranted(mine.request, mine.epoch, pull))
             self._pump(mine, now, turn)
         elif mine.room != (pull.tokens, pull.ahead):  # another receiver, which would number the pages otherwise
             turn.sends.append(SendToReceiver(peer, _failed(pull, "granted to another receiver")))
@@ -313,7 +313,7 @@ class KvSender:
             return
         if not leg.door_said:
             leg.door_said = True
-            door = self._carrier.grant(leg.request, leg.epoch)
+            door = self._carrier.grant_access(leg.request, leg.epoch)
             if door is not None:
                 self._say(leg, door, now, turn)
         leg.gathered, ready = 0, list[PageReady]()
@@ -321,8 +321,8 @@ class KvSender:
             block = leg.waiting[0]
             if block >= leg.acknowledged:
                 frame = leg.frames[block]
-                self._carrier.offer(frame)
-                payload = self._carrier.payload(frame.page)
+                self._carrier.publish_page(frame)
+                payload = self._carrier.inline_payload(frame.page)
                 cost = max(MIN_WINDOW_COST_BYTES, 0 if payload is None else payload.nbytes)
                 used = self._window.get(leg.peer, 0)
                 if used > 0 and used + cost > self._config.window_bytes:
@@ -373,10 +373,10 @@ class KvSender:
     def _close(self, leg: _OutgoingTransfer, reason: str, now: float, turn: SenderOutput) -> None:
         del self._legs[leg.request]
         self._closed[leg.request] = (leg.epoch, reason, now)
-        turn.effects.append(TransferReleased(leg.request, leg.epoch, reason))
+        turn.events.append(TransferReleased(leg.request, leg.epoch, reason))
         if leg.peer is None:
             return
-        self._carrier.revoke(leg.request, leg.epoch)
+        self._carrier.revoke_access(leg.request, leg.epoch)
         for block in list(leg.flying):
             self._land(leg, block)
         if reason not in ("received", TAKEN) and not leg.lost:
@@ -406,5 +406,5 @@ def send_messages(
     """Send what the sending end asks for; what is left is for the scheduler."""
     for send in turn.sends:
         if not listener.send(send.peer, send.message, send.payload):
-            sender.unsent(send.peer, now)
-    return turn.effects
+            sender.on_send_failed(send.peer, now)
+    return turn.events

@@ -1,7 +1,8 @@
 """The decoder that most families are: what its layers are, as data, and which tensors its weights are made of.
 
-A family (``weights.llama`` and its like) reads its ``config.json`` into a ``DecoderConfig`` and says by ``DecoderTensorNames`` how its
-tensors are called.  ``engine.models.decoder`` computes it.  Layers may differ in everything, one by one.
+A family (``weights.llama`` and its like) reads its ``config.json`` into a ``DecoderConfig`` and says by
+``DecoderTensorNames`` how its tensors are called.  ``engine.models.decoder`` computes it.  Layers may differ in
+everything, one by one.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def decoder_layout(spec: ModelSpec, names: DecoderTensorNames, *others: DecoderT
     A model that only reads has no ``head``, and with labels the matrix ``score``.
     Where tensor parallelism will cut K, it has the 8 segments of the tree.  ``others``: names in other releases.
     """
-    decoder = spec.own(DecoderConfig)
+    decoder = spec.details_as(DecoderConfig)
     place = _LayerTensors(names, names.model, "", spec.hidden)
     table = (spec.vocab, spec.hidden)
     weights: list[Matrix | Vector] = [Matrix("embed", (place.part(f"{names.embed}.weight", *table),))]

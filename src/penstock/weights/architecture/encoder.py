@@ -48,7 +48,7 @@ def encoder_layout(spec: ModelSpec, names: EncoderTensorNames, *others: EncoderT
     labels ``dense`` and ``score``; each but the tables with a bias ``i.qkv_bias``, ...; vectors ``norm``,
     ``i.attention_norm``, ``i.mlp_norm``, each with a bias.  ``others``: names in other releases.
     """
-    encoder, place = spec.own(EncoderConfig), _EncoderTensors(names.model + "embeddings.", "")
+    encoder, place = spec.details_as(EncoderConfig), _EncoderTensors(names.model + "embeddings.", "")
     tables = {"embed": ("word", spec.vocab), "positions": ("position", encoder.positions)}
     tables["types"] = ("token_type", encoder.types)
     weights: list[Matrix | Vector] = [

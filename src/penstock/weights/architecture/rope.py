@@ -153,7 +153,7 @@ def rope_section(config: ConfigFields) -> ConfigFields:
     """``rope_parameters`` (transformers 5) or ``rope_scaling``; empty if the file has neither."""
     section = config.section("rope_scaling") or config.section("rope_parameters") or ConfigFields({}, config.where)
     if any(isinstance(value, dict) for value in section.values.values()):
-        raise section.refuse("differs from layer to layer; one recipe for all layers can be served here")
+        raise section.error("differs from layer to layer; one recipe for all layers can be served here")
     return section
 
 
@@ -170,12 +170,12 @@ def parse_rope(
     Raises ModelError for a scaling that is not known, or whose numbers make no sense.
     """
     section = rope_section(config) if section is None else section
-    partial = section.real("partial_rotary_factor", config.real("partial_rotary_factor", 1.0))
+    partial = section.positive_float("partial_rotary_factor", config.positive_float("partial_rotary_factor", 1.0))
     columns = int(head_dim * partial)
     if partial > 1 or columns < 2 or columns % 2:
-        raise section.refuse(f"partial_rotary_factor {partial} of heads of {head_dim} is no even number of columns")
+        raise section.error(f"partial_rotary_factor {partial} of heads of {head_dim} is no even number of columns")
     return RopeConfig(
-        theta=section.real("rope_theta", config.real("rope_theta", theta)),
+        theta=section.positive_float("rope_theta", config.positive_float("rope_theta", theta)),
         columns=columns,
         interleaved=interleaved,
         scaling=_parse_scaling(config, section, columns),
@@ -189,7 +189,9 @@ def parse_two_ropes(config: ConfigFields, head_dim: int, *, near: float, far: fl
     Raises ModelError as ``parse_rope``.
     """
     sections = config.section("rope_parameters") or ConfigFields({}, config.where)
-    local = (sections.section("sliding_attention") or ConfigFields({}, config.where)).over({"rope_theta": near})
+    local = (sections.section("sliding_attention") or ConfigFields({}, config.where)).with_defaults(
+        {"rope_theta": near}
+    )
     return (
         parse_rope(config, head_dim, section=local),
         parse_rope(config, head_dim, theta=far, section=sections.section("full_attention")),
@@ -206,10 +208,10 @@ def _parse_scaling(
         case "default":
             return None
         case "dynamic":  # stretched only beyond max_position_embeddings, and no longer context is served
-            section.real("factor")
+            section.positive_float("factor")
             return None
         case "linear":
-            return LinearRopeScaling(factor=section.real("factor"))
+            return LinearRopeScaling(factor=section.positive_float("factor"))
         case "longrope" | "su" | "yarn" if section.has("short_factor"):  # old files of Phi-3 have other names for it
             return _parse_long(config, section, columns // 2)
         case "llama3":
@@ -217,31 +219,33 @@ def _parse_scaling(
         case "yarn":
             return _parse_yarn(config, section)
         case "longrope":
-            raise section.refuse("has no short_factor")
-    raise section.refuse(f"rope_type {name!r} cannot be served; these can: {', '.join(ROPE_TYPES)}")
+            raise section.error("has no short_factor")
+    raise section.error(f"rope_type {name!r} cannot be served; these can: {', '.join(ROPE_TYPES)}")
 
 
 def _parse_axes(section: ConfigFields, pairs: int) -> MropeSections:
     counts = section.get("mrope_section", list)
     if len(counts) != 3 or not all(type(count) is int and count >= 0 for count in counts) or sum(counts) != pairs:
-        raise section.refuse(f"mrope_section must be three numbers of pairs of columns, {pairs} in all, got {counts!r}")
+        raise section.error(f"mrope_section must be three numbers of pairs of columns, {pairs} in all, got {counts!r}")
     if section.get("mrope_interleaved", bool, False):
-        raise section.refuse("mrope_interleaved is true; only axes one after another can be served")
+        raise section.error("mrope_interleaved is true; only axes one after another can be served")
     return MropeSections(pairs=(counts[0], counts[1], counts[2]))
 
 
 def _original(config: ConfigFields, section: ConfigFields) -> int:
     """The context before it was stretched; beside the section it wins, as Phi-3 has it."""
-    inside = section.size("original_max_position_embeddings", config.size("max_position_embeddings", 2048))
-    return config.size("original_max_position_embeddings", inside)
+    inside = section.positive_int(
+        "original_max_position_embeddings", config.positive_int("max_position_embeddings", 2048)
+    )
+    return config.positive_int("original_max_position_embeddings", inside)
 
 
 def _parse_llama3(config: ConfigFields, section: ConfigFields) -> Llama3RopeScaling:
-    low, high = section.real("low_freq_factor"), section.real("high_freq_factor")
+    low, high = section.positive_float("low_freq_factor"), section.positive_float("high_freq_factor")
     if high <= low:
-        raise section.refuse(f"high_freq_factor ({high}) must be above low_freq_factor ({low})")
+        raise section.error(f"high_freq_factor ({high}) must be above low_freq_factor ({low})")
     return Llama3RopeScaling(
-        factor=section.real("factor"),
+        factor=section.positive_float("factor"),
         low_freq_factor=low,
         high_freq_factor=high,
         original_max_positions=_original(config, section),
@@ -250,23 +254,23 @@ def _parse_llama3(config: ConfigFields, section: ConfigFields) -> Llama3RopeScal
 
 def _parse_yarn(config: ConfigFields, section: ConfigFields) -> YarnRopeScaling:
     original = _original(config, section)
-    factor = section.real("factor", config.size("max_position_embeddings", 2048) / original)
-    fast, slow = section.real("beta_fast", 32.0), section.real("beta_slow", 1.0)
+    factor = section.positive_float("factor", config.positive_int("max_position_embeddings", 2048) / original)
+    fast, slow = section.positive_float("beta_fast", 32.0), section.positive_float("beta_slow", 1.0)
     if fast < slow:
-        raise section.refuse(f"beta_fast ({fast}) must not be below beta_slow ({slow})")
+        raise section.error(f"beta_fast ({fast}) must not be below beta_slow ({slow})")
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    numerator, denominator = section.real("mscale", 1.0), 0.0
+    numerator, denominator = section.positive_float("mscale", 1.0), 0.0
     if section.values.get("mscale") and section.values.get("mscale_all_dim"):
-        denominator = section.real("mscale_all_dim")
+        denominator = section.positive_float("mscale_all_dim")
     else:
         numerator = 1.0
     return YarnRopeScaling(
         factor=factor,
         original_max_positions=original,
-        attention_factor=section.real("attention_factor", mscale(numerator) / mscale(denominator)),
+        attention_factor=section.positive_float("attention_factor", mscale(numerator) / mscale(denominator)),
         beta_fast=fast,
         beta_slow=slow,
         truncate=section.get("truncate", bool, True),
@@ -274,16 +278,16 @@ def _parse_yarn(config: ConfigFields, section: ConfigFields) -> YarnRopeScaling:
 
 
 def _parse_long(config: ConfigFields, section: ConfigFields, pairs: int) -> LongRopeScaling:
-    original, positions = _original(config, section), config.size("max_position_embeddings")
-    factor = section.real("factor", positions / original)
+    original, positions = _original(config, section), config.positive_int("max_position_embeddings")
+    factor = section.positive_float("factor", positions / original)
     if original < 2:
-        raise section.refuse(f"original_max_position_embeddings must be at least 2, got {original}")
+        raise section.error(f"original_max_position_embeddings must be at least 2, got {original}")
     stretch = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return LongRopeScaling(
         short=_divisors(section, "short_factor", pairs),
         long=_divisors(section, "long_factor", pairs),
         original_max_positions=original,
-        attention_factor=section.real("attention_factor", stretch),
+        attention_factor=section.positive_float("attention_factor", stretch),
         is_long=positions > original,
     )
 
@@ -291,7 +295,7 @@ def _parse_long(config: ConfigFields, section: ConfigFields, pairs: int) -> Long
 def _divisors(section: ConfigFields, name: str, count: int) -> tuple[float, ...]:
     values = section.get(name, list)
     if len(values) != count:
-        raise section.refuse(f"{name} must have {count} numbers, one a pair of rotated columns, not {len(values)}")
+        raise section.error(f"{name} must have {count} numbers, one a pair of rotated columns, not {len(values)}")
     if not all(type(value) in (int, float) and 0 < value < math.inf for value in values):
-        raise section.refuse(f"{name} must hold positive numbers only")
+        raise section.error(f"{name} must hold positive numbers only")
     return tuple(float(value) for value in values)

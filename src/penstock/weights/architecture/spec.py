@@ -74,17 +74,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     sampling: SamplingDefaults = SamplingDefaults()
     quantization: Quantization | None = None  # how a folder's matrices are stored
     pooler: PoolerConfig | None = None  # None: the model writes
-    source: int = 0  # first tokens of every sequence, which stand for a sound; 0: the model hears nothing
+    audio_tokens: int = 0  # first tokens of every sequence, which stand for a sound; 0: the model hears nothing
     sparse: Sparse | None = None  # how little is read of long contexts; None: everything, as its makers meant it
 
     @property
     def task(self) -> Task:
         """What the model is served for."""
-        if self.source:
+        if self.audio_tokens:
             return Task.TRANSCRIBE
         return Task.GENERATE if self.pooler is None else self.pooler.task
 
-    def own(self, kind: type[D]) -> D:
+    def details_as(self, kind: type[D]) -> D:
         """The family's details.  Raises TypeError if they are another family's."""
         if not isinstance(self.details, kind):
             raise TypeError(f"{self.architecture}: details are {type(self.details).__name__}, not {kind.__name__}")

@@ -101,7 +101,7 @@ class TensorPart:
 
     def quantised(self, coded: QuantizedTensor) -> QuantizedMatrix | None:
         """The part as it is stored, None where it is not rows of the matrix.  Raises ModelError."""
-        if self.groups is not None or self.transposed != coded.turned:
+        if self.groups is not None or self.transposed != coded.transposed:
             return None
         matrix = coded.matrix(self.index or 0)
         if self.rows is None:
@@ -111,7 +111,7 @@ class TensorPart:
     def dequantised(self, coded: QuantizedTensor) -> NDArray[np.float32]:
         """The part of a tensor of codes, as fp32.  Raises ModelError."""
         matrix_NK = coded.matrix(self.index or 0).dequantised()
-        turned = matrix_NK if self.transposed == coded.turned else matrix_NK.T
+        turned = matrix_NK if self.transposed == coded.transposed else matrix_NK.T
         return replace(self, index=None, transposed=False).of(turned)
 
 
@@ -181,7 +181,7 @@ class WeightLayout:
                     f"by config.json it must have {list(wanted)}"
                 )
         for name in checkpoint.names:
-            if name not in used and not self.ignored.fullmatch(name) and not checkpoint.adds_nothing(name):
+            if name not in used and not self.ignored.fullmatch(name) and not checkpoint.is_redundant(name):
                 raise ModelError(
                     f"{checkpoint.path_of(name)}: tensor {name!r} is not part of this architecture; "
                     "leaving it out would change the answers"

@@ -128,8 +128,8 @@ def verify_folder(source: Path, target: Path) -> int:
             same = (one.dtype, one.shape) == (other.dtype, other.shape) and ours.digest(name) == theirs.digest(name)
             if not same or not _is_intact(theirs, name):
                 raise ModelError(f"{theirs.path_of(name)}: tensor {name!r} differs from {ours.path_of(name)}")
-            ours.done_with(name)
-            theirs.done_with(name)
+            ours.drop_pages(name)
+            theirs.drop_pages(name)
         return len(ours.names)
 
 
@@ -144,7 +144,7 @@ def _is_intact(checkpoint: Checkpoint, name: str) -> bool:
 # --- one file ---------------------------------------------------------------------------------------------------------
 
 
-class _OutputFolder:  # noqa: N801  (used as a statement)
+class _OutputFolder:
     """Makes the folder, and words what the system says when it cannot be written."""
 
     def __init__(self, target: Path) -> None:

@@ -49,20 +49,20 @@ def _parse(config: ConfigFields, model_type: str, *, first_position: int) -> Mod
     refuse_true(config, "is_decoder", "add_cross_attention")
     kind = config.get("position_embedding_type", str, "absolute")
     if kind != "absolute":
-        raise config.refuse(f"position_embedding_type is {kind!r}; only 'absolute' can be served")
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+        raise config.error(f"position_embedding_type is {kind!r}; only 'absolute' can be served")
+    hidden, heads = config.positive_int("hidden_size"), config.positive_int("num_attention_heads")
     head_dim, rest = divmod(hidden, heads)
     if rest or head_dim % 2 or head_dim > MAX_HEAD_DIM:
-        raise config.refuse(
+        raise config.error(
             f"hidden_size ({hidden}) must be num_attention_heads ({heads}) times an even number up to {MAX_HEAD_DIM}"
         )
-    positions = config.size("max_position_embeddings", 512)
+    positions = config.positive_int("max_position_embeddings", 512)
     if not 0 <= first_position < positions:
-        raise config.refuse(f"max_position_embeddings ({positions}) leaves no position behind pad_token_id")
+        raise config.error(f"max_position_embeddings ({positions}) leaves no position behind pad_token_id")
     layers = layer_count(config, "num_hidden_layers")
     return ModelSpec(
         architecture=config.get("architectures", list)[0],
-        vocab=config.size("vocab_size"),
+        vocab=config.positive_int("vocab_size"),
         hidden=hidden,
         layers=layers,
         kv=NO_KV,
@@ -72,11 +72,11 @@ def _parse(config: ConfigFields, model_type: str, *, first_position: int) -> Mod
             layers=layers,
             heads=heads,
             head_dim=head_dim,
-            intermediate=config.size("intermediate_size"),
+            intermediate=config.positive_int("intermediate_size"),
             activation=parse_activation(config, "hidden_act", "gelu"),
-            eps=config.real("layer_norm_eps", 1e-12),
+            eps=config.positive_float("layer_norm_eps", 1e-12),
             positions=positions,
             first_position=first_position,
-            types=config.size("type_vocab_size", 2),
+            types=config.positive_int("type_vocab_size", 2),
         ),
     )

@@ -39,14 +39,14 @@ def parse_deepseek_v2(config: ConfigFields) -> ModelSpec:
     refuse_true(config, "norm_topk_prob", "mlp_bias")
     method = config.get("topk_method", str, "greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise config.refuse(f"topk_method is {method!r}; 'greedy' and 'group_limited_greedy' can be served")
+        raise config.error(f"topk_method is {method!r}; 'greedy' and 'group_limited_greedy' can be served")
     grouped = method == "group_limited_greedy"
     moe = _moe(
         config,
         choice_bias=False,
         score=Score.SOFTMAX,
-        groups=config.size("n_group") if grouped else 1,
-        groups_kept=config.size("topk_group") if grouped else 1,
+        groups=config.positive_int("n_group") if grouped else 1,
+        groups_kept=config.positive_int("topk_group") if grouped else 1,
     )
     return _spec(config, "DeepseekV2ForCausalLM", moe, interleaved=True)
 
@@ -61,7 +61,7 @@ def parse_kimi_with_images(config: ConfigFields) -> ModelSpec:
     refuse_variants(config, "kimi_k25")
     text = config.section("text_config")
     if text is None:
-        raise config.refuse("has no text_config, the section of the model that writes")
+        raise config.error("has no text_config, the section of the model that writes")
     return _parse_v3(text, "KimiK25ForConditionalGeneration")
 
 
@@ -69,15 +69,15 @@ def _parse_v3(config: ConfigFields, architecture: str) -> ModelSpec:
     kind = config.get("model_type", str, "deepseek_v3")
     refuse_variants(config, "kimi_k2" if kind == "kimi_k2" else "deepseek_v3")
     if config.get("scoring_func", str, "sigmoid") != "sigmoid":
-        raise config.refuse("scoring_func must be 'sigmoid'")
-    groups = config.size("n_group", 8)
+        raise config.error("scoring_func must be 'sigmoid'")
+    groups = config.positive_int("n_group", 8)
     moe = _moe(
         config,
         choice_bias=True,
         score=Score.SIGMOID,
         normalised=config.get("norm_topk_prob", bool, True),
         groups=groups,
-        groups_kept=config.size("topk_group", 4),
+        groups_kept=config.positive_int("topk_group", 4),
         pairs=groups > 1,
     )
     return _spec(config, architecture, moe, interleaved=config.get("rope_interleave", bool, True))
@@ -103,40 +103,40 @@ def _ignored(spec: ModelSpec, model: str) -> str:
 
 
 def _spec(config: ConfigFields, architecture: str, moe: MoeConfig, *, interleaved: bool) -> ModelSpec:
-    if config.size("moe_layer_freq", 1) != 1:
-        raise config.refuse("moe_layer_freq must be 1: experts in every layer behind the first ones")
+    if config.positive_int("moe_layer_freq", 1) != 1:
+        raise config.error("moe_layer_freq must be 1: experts in every layer behind the first ones")
     latent = _latent(config, interleaved=interleaved)
     layers, dense = layer_count(config, "num_hidden_layers"), config.get("first_k_dense_replace", int, 0)
-    first = MlpConfig(intermediate=config.size("intermediate_size"), activation=moe.gate.activation)
+    first = MlpConfig(intermediate=config.positive_int("intermediate_size"), activation=moe.gate.activation)
     details = DecoderConfig(
         layers=tuple(LayerConfig(attention=latent, mlp=first if index < dense else moe) for index in range(layers)),
-        norm=NormConfig(eps=config.real("rms_norm_eps", 1e-6)),
+        norm=NormConfig(eps=config.positive_float("rms_norm_eps", 1e-6)),
     )
     sizes = DecoderSizes(
-        hidden=config.size("hidden_size"),
+        hidden=config.positive_int("hidden_size"),
         layers=layers,
         heads=latent.heads,
         kv_heads=1,
         head_dim=latent.rank + latent.rope.columns,
-        max_positions=config.size("max_position_embeddings", 2048),
+        max_positions=config.positive_int("max_position_embeddings", 2048),
     )
     kv = KvShape(layers=layers, kv_heads=1, key_dim=sizes.head_dim, value_dim=latent.rank, shared=True)
     return decoder_spec(config, architecture, sizes, details, kv=kv)
 
 
 def _latent(config: ConfigFields, *, interleaved: bool) -> MlaConfig:
-    plain, turned = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
-    rank = config.size("kv_lora_rank")
+    plain, turned = config.positive_int("qk_nope_head_dim"), config.positive_int("qk_rope_head_dim")
+    rank = config.positive_int("kv_lora_rank")
     for name, size in (("kv_lora_rank", rank), ("qk_nope_head_dim", plain), ("qk_rope_head_dim", turned)):
         if size % 2 or size > MAX_HEAD_DIM:
-            raise config.refuse(f"{name} must be even and at most {MAX_HEAD_DIM}, got {size}")
+            raise config.error(f"{name} must be even and at most {MAX_HEAD_DIM}, got {size}")
     if rank + turned > MAX_HEAD_DIM:
-        raise config.refuse(f"kv_lora_rank and qk_rope_head_dim together must be at most {MAX_HEAD_DIM}")
+        raise config.error(f"kv_lora_rank and qk_rope_head_dim together must be at most {MAX_HEAD_DIM}")
     return MlaConfig(
-        heads=config.size("num_attention_heads"),
+        heads=config.positive_int("num_attention_heads"),
         rank=rank,
         plain_dim=plain,
-        value_dim=config.size("v_head_dim"),
+        value_dim=config.positive_int("v_head_dim"),
         rope=parse_rope(config, turned, interleaved=interleaved),
         scale=(plain + turned) ** -0.5 * _stretch(config) ** 2,
         q_rank=_query_rank(config),
@@ -147,7 +147,7 @@ def _latent(config: ConfigFields, *, interleaved: bool) -> MlaConfig:
 def _query_rank(config: ConfigFields) -> int | None:
     """Null says that there is none, silence that there is the usual one."""
     if config.has("q_lora_rank"):
-        return config.size("q_lora_rank")
+        return config.positive_int("q_lora_rank")
     return None if "q_lora_rank" in config.values else 1536
 
 
@@ -158,18 +158,18 @@ def _stretch(config: ConfigFields) -> float:
     weight = section.values.get("mscale_all_dim")
     if name == "default" or not weight:
         return 1.0
-    factor = section.real("factor")
-    return 1.0 if factor <= 1 else 0.1 * section.real("mscale_all_dim") * math.log(factor) + 1.0
+    factor = section.positive_float("factor")
+    return 1.0 if factor <= 1 else 0.1 * section.positive_float("mscale_all_dim") * math.log(factor) + 1.0
 
 
 def _moe(config: ConfigFields, *, choice_bias: bool, **how: object) -> MoeConfig:
-    inner = config.size("moe_intermediate_size")
+    inner = config.positive_int("moe_intermediate_size")
     return MoeConfig(
         routing=parse_routing(
-            config, experts="n_routed_experts", factor=config.real("routed_scaling_factor", 1.0), **how
+            config, experts="n_routed_experts", factor=config.positive_float("routed_scaling_factor", 1.0), **how
         ),
         intermediate=inner,
         gate=Gate(activation=parse_activation(config, "hidden_act", "silu")),
         choice_bias=choice_bias,
-        shared=config.size("n_shared_experts") * inner,
+        shared=config.positive_int("n_shared_experts") * inner,
     )

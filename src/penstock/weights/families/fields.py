@@ -52,28 +52,28 @@ class DecoderSizes:
 
 def parse_sizes(config: ConfigFields, *, max_positions: int = 2048) -> DecoderSizes:
     """The sizes under their usual names.  Raises ModelError if they contradict each other or are out of bounds."""
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    kv_heads = config.size("num_key_value_heads", heads)
+    hidden, heads = config.positive_int("hidden_size"), config.positive_int("num_attention_heads")
+    kv_heads = config.positive_int("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise config.refuse(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+        raise config.error(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
     if not config.has("head_dim") and hidden % heads:
-        raise config.refuse(f"hidden_size ({hidden}) is no multiple of num_attention_heads ({heads}), and no head_dim")
-    head_dim = config.size("head_dim", hidden // heads or 1)
+        raise config.error(f"hidden_size ({hidden}) is no multiple of num_attention_heads ({heads}), and no head_dim")
+    head_dim = config.positive_int("head_dim", hidden // heads or 1)
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
-        raise config.refuse(f"head_dim must be even and at most {MAX_HEAD_DIM}, got {head_dim}")
+        raise config.error(f"head_dim must be even and at most {MAX_HEAD_DIM}, got {head_dim}")
     return DecoderSizes(
         hidden=hidden,
         layers=layer_count(config, "num_hidden_layers"),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        max_positions=config.size("max_position_embeddings", max_positions),
+        max_positions=config.positive_int("max_position_embeddings", max_positions),
     )
 
 
 def sliding_window(config: ConfigFields) -> int | None:
     """``sliding_window``: positions that a token reads, its own included.  None: all before it."""
-    return config.size("sliding_window") if config.has("sliding_window") else None
+    return config.positive_int("sliding_window") if config.has("sliding_window") else None
 
 
 def sliding_layers(config: ConfigFields, layers: int, usual: Callable[[int], bool]) -> list[bool]:
@@ -82,7 +82,7 @@ def sliding_layers(config: ConfigFields, layers: int, usual: Callable[[int], boo
     if not kinds:
         return [usual(index) for index in range(layers)]
     if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
-        raise config.refuse(f"layer_types must name {layers} layers 'full_attention' or 'sliding_attention'")
+        raise config.error(f"layer_types must name {layers} layers 'full_attention' or 'sliding_attention'")
     return [kind == "sliding_attention" for kind in kinds]
 
 
@@ -93,9 +93,9 @@ def without_window(attention: AttentionConfig) -> AttentionConfig:
 
 def layer_count(config: ConfigFields, name: str) -> int:
     """The number of layers.  Raises ModelError if there are more than any model has."""
-    layers = config.size(name)
+    layers = config.positive_int(name)
     if layers > MAX_LAYERS:
-        raise config.refuse(f"{name} must be at most {MAX_LAYERS}, got {layers}")
+        raise config.error(f"{name} must be at most {MAX_LAYERS}, got {layers}")
     return layers
 
 
@@ -117,7 +117,7 @@ def decoder_spec(
     ]
     return ModelSpec(
         architecture=architecture,
-        vocab=config.size("vocab_size"),
+        vocab=config.positive_int("vocab_size"),
         hidden=sizes.hidden,
         layers=len(decoder.layers),
         kv=_cache(config, kv or sizes.kv(), decoder),
@@ -136,7 +136,7 @@ def _cache(config: ConfigFields, kv: KvShape, decoder: DecoderConfig) -> KvShape
         return kv
     kv = replace(kv, states=recurrent[0].states(len(recurrent)))
     if not kv.state_rows_a_page:
-        raise config.refuse("its pages of keys and values are too small for its states")
+        raise config.error("its pages of keys and values are too small for its states")
     return kv
 
 
@@ -150,7 +150,7 @@ def layer_kv_spec(layer: LayerConfig) -> KvSpec:
 
 def at_length(spec: ModelSpec, positions: int) -> ModelSpec:
     """The same model for contexts of at most so many positions (see ``rope.Rope.at_length``)."""
-    decoder = spec.own(DecoderConfig)
+    decoder = spec.details_as(DecoderConfig)
     return msgspec.structs.replace(
         spec,
         details=msgspec.structs.replace(decoder, layers=tuple(_layer_at(layer, positions) for layer in decoder.layers)),
@@ -169,13 +169,13 @@ def refuse_variants(config: ConfigFields, model_type: str) -> None:
     """Everything that a known architecture's name may cover and that is computed nowhere here."""
     kind = config.get("model_type", str, model_type)
     if kind != model_type:
-        raise config.refuse(f"model_type is {kind!r}, not {model_type!r}: the architecture is another one than it says")
+        raise config.error(f"model_type is {kind!r}, not {model_type!r}: the architecture is another one than it says")
 
 
 def refuse_own_code(config: ConfigFields) -> None:
     """Where the files bring Python code along, it may compute something else than the architecture's name says."""
     if "AutoModelForCausalLM" in config.get("auto_map", dict, {}):
-        raise config.refuse(
+        raise config.error(
             "auto_map: needs Python code of its own, which is never run; the release in transformers' own format can "
             "be served"
         )
@@ -185,7 +185,7 @@ def refuse_true(config: ConfigFields, *names: str) -> None:
     """Switches that must be off."""
     for name in names:
         if config.get(name, bool, False):
-            raise config.refuse(f"{name} is true; only models without can be served")
+            raise config.error(f"{name} is true; only models without can be served")
 
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
@@ -206,7 +206,7 @@ def parse_activation(config: ConfigFields, field: str, default: str) -> Activati
     """The activation's name among the kernels' own."""
     name = config.get(field, str, default)
     if name not in ACTIVATIONS:
-        raise config.refuse(f"{field} is {name!r}; these can be served: {', '.join(ACTIVATIONS)}")
+        raise config.error(f"{field} is {name!r}; these can be served: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
@@ -219,13 +219,13 @@ def parse_routing(config: ConfigFields, *, experts: str, **how: Any) -> Routing:
     Raises ModelError for a choice that cannot be made.
     """
     try:
-        count = config.size(experts if config.has(experts) else "num_local_experts")
-        return Routing(experts=count, top_k=config.size("num_experts_per_tok"), **how)
+        count = config.positive_int(experts if config.has(experts) else "num_local_experts")
+        return Routing(experts=count, top_k=config.positive_int("num_experts_per_tok"), **how)
     except ValueError as error:
-        raise config.refuse(str(error)) from error
+        raise config.error(str(error)) from error
 
 
 def sparse_layers(config: ConfigFields, layers: int) -> list[bool]:
     """Which layers have experts: every ``decoder_sparse_step``-th, without those that ``mlp_only_layers`` names."""
-    step, dense = config.size("decoder_sparse_step", 1), config.get("mlp_only_layers", list, [])
+    step, dense = config.positive_int("decoder_sparse_step", 1), config.get("mlp_only_layers", list, [])
     return [index not in dense and (index + 1) % step == 0 for index in range(layers)]

@@ -65,7 +65,7 @@ def parse_gemma(config: ConfigFields) -> ModelSpec:
     Raises ModelError for anything that would be computed otherwise than its makers meant.
     """
     refuse_variants(config, "gemma")
-    sizes = parse_sizes(config.over({"head_dim": 256}))
+    sizes = parse_sizes(config.with_defaults({"head_dim": 256}))
     attention = sizes.attention(parse_rope(config, sizes.head_dim))
     layers = (LayerConfig(attention=attention, mlp=_mlp(config)),) * sizes.layers
     return _spec(config, "GemmaForCausalLM", sizes, layers, around=False)
@@ -74,12 +74,12 @@ def parse_gemma(config: ConfigFields) -> ModelSpec:
 def parse_gemma2(config: ConfigFields) -> ModelSpec:
     """Gemma 2.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "gemma2")
-    config = config.over(GEMMA2_DEFAULTS)
+    config = config.with_defaults(GEMMA2_DEFAULTS)
     sizes = parse_sizes(config)
     sliding = sizes.attention(
         parse_rope(config, sizes.head_dim),
         window=sliding_window(config),
-        scale=config.real("query_pre_attn_scalar") ** -0.5,
+        scale=config.positive_float("query_pre_attn_scalar") ** -0.5,
         softcap=_cap(config, "attn_logit_softcapping"),
     )
     full = without_window(sliding)
@@ -101,7 +101,7 @@ def parse_gemma3_with_images(config: ConfigFields) -> ModelSpec:
     refuse_variants(config, "gemma3")
     text = config.section("text_config")
     if text is None:
-        raise config.refuse("has no text_config")
+        raise config.error("has no text_config")
     refuse_variants(text, "gemma3_text")
     return _parse_gemma3(text, "Gemma3ForConditionalGeneration")
 
@@ -125,19 +125,19 @@ def gemma3_with_images_layout(spec: ModelSpec) -> WeightLayout:
 
 def _parse_gemma3(config: ConfigFields, architecture: str) -> ModelSpec:
     refuse_true(config, "use_bidirectional_attention")
-    config = config.over(GEMMA3_DEFAULTS)
+    config = config.with_defaults(GEMMA3_DEFAULTS)
     sizes = parse_sizes(config)
-    bases = {"near": config.real("rope_local_base_freq", 10_000.0), "far": 1_000_000.0}
+    bases = {"near": config.positive_float("rope_local_base_freq", 10_000.0), "far": 1_000_000.0}
     near_rope, far_rope = parse_two_ropes(config, sizes.head_dim, **bases)
     near = sizes.attention(
         near_rope,
         window=sliding_window(config),
-        scale=config.real("query_pre_attn_scalar") ** -0.5,
+        scale=config.positive_float("query_pre_attn_scalar") ** -0.5,
         softcap=_cap(config, "attn_logit_softcapping"),
         qk_norm=QkNorm.HEAD,
     )
     far = structs.replace(near, window=None, rope=far_rope)
-    pattern = config.size("sliding_window_pattern")
+    pattern = config.positive_int("sliding_window_pattern")
     layers = tuple(
         LayerConfig(attention=near if slides else far, mlp=_mlp(config))
         for slides in sliding_layers(config, sizes.layers, lambda index: (index + 1) % pattern != 0)
@@ -147,13 +147,13 @@ def _parse_gemma3(config: ConfigFields, architecture: str) -> ModelSpec:
 
 def _mlp(config: ConfigFields) -> MlpConfig:
     return MlpConfig(
-        intermediate=config.size("intermediate_size"),
+        intermediate=config.positive_int("intermediate_size"),
         activation=parse_activation(config, "hidden_activation", "gelu_pytorch_tanh"),
     )
 
 
 def _cap(config: ConfigFields, name: str) -> float | None:
-    return config.real(name) if config.has(name) else None
+    return config.positive_float(name) if config.has(name) else None
 
 
 def _spec(
@@ -162,7 +162,7 @@ def _spec(
     refuse_true(config, "attention_bias")
     details = DecoderConfig(
         layers=layers,
-        norm=NormConfig(eps=config.real("rms_norm_eps", 1e-6), offset=1.0),
+        norm=NormConfig(eps=config.positive_float("rms_norm_eps", 1e-6), offset=1.0),
         norm_after=around,
         embed_scale=sizes.hidden**0.5,
         logit_softcap=_cap(config, "final_logit_softcapping"),

@@ -56,20 +56,21 @@ def glm_layout(spec: ModelSpec) -> WeightLayout:
 
 def _spec(config: ConfigFields, architecture: str, *, around: bool) -> ModelSpec:
     refuse_own_code(config)
-    config = config.over(GLM_DEFAULTS)
+    config = config.with_defaults(GLM_DEFAULTS)
     sizes = parse_sizes(config)
-    halved = config.over({"partial_rotary_factor": 0.5})
+    halved = config.with_defaults({"partial_rotary_factor": 0.5})
     layer = LayerConfig(
         attention=sizes.attention(
             parse_rope(halved, sizes.head_dim, interleaved=True), qkv_bias=config.get("attention_bias", bool, True)
         ),
         mlp=MlpConfig(
-            intermediate=config.size("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu")
+            intermediate=config.positive_int("intermediate_size"),
+            activation=parse_activation(config, "hidden_act", "silu"),
         ),
     )
     details = DecoderConfig(
         layers=(layer,) * sizes.layers,
-        norm=NormConfig(eps=config.real("rms_norm_eps", 1.5625e-07)),
+        norm=NormConfig(eps=config.positive_float("rms_norm_eps", 1.5625e-07)),
         norm_after=around,
     )
     return decoder_spec(config, architecture, sizes, details)
@@ -86,17 +87,17 @@ def parse_glm4_moe(config: ConfigFields) -> ModelSpec:
     refuse_own_code(config)
     sizes = parse_sizes(config)
     attention = sizes.attention(
-        parse_rope(config.over({"partial_rotary_factor": 0.5}), sizes.head_dim),
+        parse_rope(config.with_defaults({"partial_rotary_factor": 0.5}), sizes.head_dim),
         qk_norm=QkNorm.HEAD if config.get("use_qk_norm", bool, False) else QkNorm.NONE,
         qkv_bias=config.get("attention_bias", bool, False),
     )
     activation = parse_activation(config, "hidden_act", "silu")
-    dense = MlpConfig(intermediate=config.size("intermediate_size"), activation=activation)
+    dense = MlpConfig(intermediate=config.positive_int("intermediate_size"), activation=activation)
     sparse, first = _moe(config, Gate(activation=activation)), config.get("first_k_dense_replace", int, 1)
     layers = tuple(
         LayerConfig(attention=attention, mlp=dense if index < first else sparse) for index in range(sizes.layers)
     )
-    details = DecoderConfig(layers=layers, norm=NormConfig(eps=config.real("rms_norm_eps", 1e-5)))
+    details = DecoderConfig(layers=layers, norm=NormConfig(eps=config.positive_float("rms_norm_eps", 1e-5)))
     return decoder_spec(config, "Glm4MoeForCausalLM", sizes, details)
 
 
@@ -106,7 +107,7 @@ def glm4_moe_layout(spec: ModelSpec) -> WeightLayout:
 
 
 def _moe(config: ConfigFields, gate: Gate) -> MoeConfig:
-    groups, inner = config.size("n_group", 1), config.size("moe_intermediate_size")
+    groups, inner = config.positive_int("n_group", 1), config.positive_int("moe_intermediate_size")
     return MoeConfig(
         routing=parse_routing(
             config,
@@ -114,12 +115,12 @@ def _moe(config: ConfigFields, gate: Gate) -> MoeConfig:
             score=Score.SIGMOID,
             normalised=config.get("norm_topk_prob", bool, True),
             groups=groups,
-            groups_kept=config.size("topk_group", 1),
+            groups_kept=config.positive_int("topk_group", 1),
             pairs=groups > 1,
-            factor=config.real("routed_scaling_factor", 1.0),
+            factor=config.positive_float("routed_scaling_factor", 1.0),
         ),
         intermediate=inner,
         gate=gate,
         choice_bias=True,
-        shared=config.size("n_shared_experts", 1) * inner,
+        shared=config.positive_int("n_shared_experts", 1) * inner,
     )

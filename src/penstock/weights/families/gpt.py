@@ -50,19 +50,19 @@ def parse_gpt2(config: ConfigFields) -> ModelSpec:
     refuse_own_code(config)
     refuse_true(config, "scale_attn_by_inverse_layer_idx", "add_cross_attention")
     if not config.get("scale_attn_weights", bool, True):
-        raise config.refuse("scale_attn_weights is false; only scaled attention can be served")
-    hidden = config.size("n_embd")
+        raise config.error("scale_attn_weights is false; only scaled attention can be served")
+    hidden = config.positive_int("n_embd")
     usual = {
         "hidden_size": hidden,
-        "num_attention_heads": config.size("n_head"),
+        "num_attention_heads": config.positive_int("n_head"),
         "num_hidden_layers": layer_count(config, "n_layer"),
-        "max_position_embeddings": config.size("n_positions", 1024),
+        "max_position_embeddings": config.positive_int("n_positions", 1024),
     }
     sizes = parse_sizes(ConfigFields(usual, config.where))
     layer = LayerConfig(
         attention=sizes.attention(None, qkv_bias=True, out_bias=True),
         mlp=MlpConfig(
-            intermediate=config.size("n_inner", 4 * hidden),
+            intermediate=config.positive_int("n_inner", 4 * hidden),
             activation=parse_activation(config, "activation_function", "gelu_new"),
             gated=False,
             bias=True,
@@ -70,7 +70,7 @@ def parse_gpt2(config: ConfigFields) -> ModelSpec:
     )
     details = DecoderConfig(
         layers=(layer,) * sizes.layers,
-        norm=NormConfig(eps=config.real("layer_norm_epsilon", 1e-5), kind="layer"),
+        norm=NormConfig(eps=config.positive_float("layer_norm_epsilon", 1e-5), kind="layer"),
         learned_positions=sizes.max_positions,
     )
     return decoder_spec(config, "GPT2LMHeadModel", sizes, details, tied=True)
@@ -112,10 +112,10 @@ def parse_gpt_oss(config: ConfigFields) -> ModelSpec:
     )
     experts = MoeConfig(
         routing=parse_routing(config, experts="num_local_experts", score=Score.SOFTMAX_CHOSEN),
-        intermediate=config.size("intermediate_size"),
+        intermediate=config.positive_int("intermediate_size"),
         gate=Gate(
-            alpha=config.real("swiglu_alpha", SWIGLU_OAI.alpha),
-            limit=config.real("swiglu_limit", SWIGLU_OAI.limit),
+            alpha=config.positive_float("swiglu_alpha", SWIGLU_OAI.alpha),
+            limit=config.positive_float("swiglu_limit", SWIGLU_OAI.limit),
             shift=SWIGLU_OAI.shift,
             interleaved=True,
         ),
@@ -126,7 +126,7 @@ def parse_gpt_oss(config: ConfigFields) -> ModelSpec:
         LayerConfig(attention=sliding if slides else without_window(sliding), mlp=experts)
         for slides in sliding_layers(config, sizes.layers, lambda index: index % 2 == 0)
     )
-    details = DecoderConfig(layers=layers, norm=NormConfig(eps=config.real("rms_norm_eps", 1e-5)))
+    details = DecoderConfig(layers=layers, norm=NormConfig(eps=config.positive_float("rms_norm_eps", 1e-5)))
     return decoder_spec(config, "GptOssForCausalLM", sizes, details)
 
 

@@ -41,12 +41,14 @@ def parse_llama(config: ConfigFields) -> ModelSpec:
     layer = LayerConfig(
         attention=sizes.attention(parse_rope(config, sizes.head_dim), qkv_bias=bias, out_bias=bias),
         mlp=MlpConfig(
-            intermediate=config.size("intermediate_size"),
+            intermediate=config.positive_int("intermediate_size"),
             activation=parse_activation(config, "hidden_act", "silu"),
             bias=config.get("mlp_bias", bool, False),
         ),
     )
-    details = DecoderConfig(layers=(layer,) * sizes.layers, norm=NormConfig(eps=config.real("rms_norm_eps", 1e-6)))
+    details = DecoderConfig(
+        layers=(layer,) * sizes.layers, norm=NormConfig(eps=config.positive_float("rms_norm_eps", 1e-6))
+    )
     return decoder_spec(config, "LlamaForCausalLM", sizes, details)
 
 
@@ -88,7 +90,7 @@ def parse_llama4_with_images(config: ConfigFields) -> ModelSpec:
     refuse_variants(config, "llama4")
     text = config.section("text_config")
     if text is None:
-        raise config.refuse("has no text_config")
+        raise config.error("has no text_config")
     return _parse_llama4(text, "Llama4ForConditionalGeneration")
 
 
@@ -105,20 +107,20 @@ def _parse_llama4(config: ConfigFields, architecture: str) -> ModelSpec:
     sizes = parse_sizes(config, max_positions=131_072)
     near, far = _attention(config, sizes)
     activation = parse_activation(config, "hidden_act", "silu")
-    dense = MlpConfig(intermediate=config.size("intermediate_size_mlp", 16_384), activation=activation)
+    dense = MlpConfig(intermediate=config.positive_int("intermediate_size_mlp", 16_384), activation=activation)
     experts, has_experts = _moe(config, activation), _layers_with_experts(config, sizes.layers)
     layers = tuple(
         LayerConfig(attention=near if is_near else far, mlp=experts if index in has_experts else dense)
         for index, is_near in enumerate(_near_layers(config, sizes.layers))
     )
-    details = DecoderConfig(layers=layers, norm=NormConfig(eps=config.real("rms_norm_eps", 1e-5)))
+    details = DecoderConfig(layers=layers, norm=NormConfig(eps=config.positive_float("rms_norm_eps", 1e-5)))
     return decoder_spec(config, architecture, sizes, details)
 
 
 def _attention(config: ConfigFields, sizes: DecoderSizes) -> tuple[AttentionConfig, AttentionConfig]:
     """Blocks that rotate and read their chunk, and blocks that read everything without positions."""
     bias = config.get("attention_bias", bool, False)
-    chunk = config.size("attention_chunk_size", 8192)
+    chunk = config.positive_int("attention_chunk_size", 8192)
     near = sizes.attention(
         parse_rope(config, sizes.head_dim, theta=500_000.0, interleaved=True),
         chunk=chunk if chunk < sizes.max_positions else None,
@@ -127,7 +129,9 @@ def _attention(config: ConfigFields, sizes: DecoderSizes) -> tuple[AttentionConf
         out_bias=bias,
     )
     tuned = config.values.get("attn_temperature_tuning")  # true or, in early files, a number
-    temperature = AttentionTemperature(floor=config.size("floor_scale", 8192), scale=config.real("attn_scale", 0.1))
+    temperature = AttentionTemperature(
+        floor=config.positive_int("floor_scale", 8192), scale=config.positive_float("attn_scale", 0.1)
+    )
     far = sizes.attention(
         None, temperature=temperature if tuned is None or tuned else None, qkv_bias=bias, out_bias=bias
     )
@@ -136,27 +140,27 @@ def _attention(config: ConfigFields, sizes: DecoderSizes) -> tuple[AttentionConf
 
 def _near_layers(config: ConfigFields, layers: int) -> list[bool]:
     """Which layers rotate: those with a 1 in ``no_rope_layers``, by default three of four."""
-    interval = config.size("no_rope_layer_interval", config.size("nope_layer_interval", 4))
+    interval = config.positive_int("no_rope_layer_interval", config.positive_int("nope_layer_interval", 4))
     rotates = config.get("no_rope_layers", list, []) or [int((index + 1) % interval != 0) for index in range(layers)]
     if len(rotates) != layers or not all(value in {0, 1} for value in rotates):
-        raise config.refuse(f"no_rope_layers must hold a 0 or a 1 for each of {layers} layers")
+        raise config.error(f"no_rope_layers must hold a 0 or a 1 for each of {layers} layers")
     near = [value == 1 for value in rotates]
     kinds = config.get("layer_types", list, [])
     if kinds and kinds != ["chunked_attention" if one else "full_attention" for one in near]:
-        raise config.refuse("layer_types must name 'chunked_attention' the layers that rotate and no others")
+        raise config.error("layer_types must name 'chunked_attention' the layers that rotate and no others")
     return near
 
 
 def _layers_with_experts(config: ConfigFields, layers: int) -> set[int]:
     """Their numbers: ``moe_layers``, by default every ``interleave_moe_layer_step``-th."""
-    step = config.size("interleave_moe_layer_step", 1)
+    step = config.positive_int("interleave_moe_layer_step", 1)
     if config.has("moe_layers"):
         return set(config.get("moe_layers", list))
     return set(range(step - 1, layers, step))
 
 
 def _moe(config: ConfigFields, activation: Activation) -> MoeConfig:
-    inner = config.size("intermediate_size")
+    inner = config.positive_int("intermediate_size")
     return MoeConfig(
         routing=parse_routing(config, experts="num_local_experts", score=Score.SIGMOID),
         intermediate=inner,

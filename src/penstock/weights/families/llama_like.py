@@ -41,10 +41,13 @@ def parse_phi3(config: ConfigFields) -> ModelSpec:
     layer = LayerConfig(
         attention=sizes.attention(parse_rope(config, sizes.head_dim), window=sliding_window(config)),
         mlp=MlpConfig(
-            intermediate=config.size("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu")
+            intermediate=config.positive_int("intermediate_size"),
+            activation=parse_activation(config, "hidden_act", "silu"),
         ),
     )
-    details = DecoderConfig(layers=(layer,) * sizes.layers, norm=NormConfig(eps=config.real("rms_norm_eps", 1e-5)))
+    details = DecoderConfig(
+        layers=(layer,) * sizes.layers, norm=NormConfig(eps=config.positive_float("rms_norm_eps", 1e-5))
+    )
     return decoder_spec(config, "Phi3ForCausalLM", sizes, details)
 
 
@@ -60,13 +63,13 @@ def parse_smollm3(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "smollm3")
     refuse_own_code(config)
-    sizes = parse_sizes(config.over({"num_key_value_heads": 4}), max_positions=32_768)
+    sizes = parse_sizes(config.with_defaults({"num_key_value_heads": 4}), max_positions=32_768)
     rope, bias = parse_rope(config, sizes.head_dim, theta=2_000_000.0), config.get("attention_bias", bool, False)
     rotated = rotated_layers(config, sizes.layers)
     window = sliding_window(config) if config.get("use_sliding_window", bool, False) else None
     slides = sliding_layers(config, sizes.layers, lambda index: not rotated[index])
     mlp = MlpConfig(
-        intermediate=config.size("intermediate_size"),
+        intermediate=config.positive_int("intermediate_size"),
         activation=parse_activation(config, "hidden_act", "silu"),
         bias=config.get("mlp_bias", bool, False),
     )
@@ -82,16 +85,16 @@ def parse_smollm3(config: ConfigFields) -> ModelSpec:
         )
         for index in range(sizes.layers)
     )
-    details = DecoderConfig(layers=layers, norm=NormConfig(eps=config.real("rms_norm_eps", 1e-6)))
+    details = DecoderConfig(layers=layers, norm=NormConfig(eps=config.positive_float("rms_norm_eps", 1e-6)))
     return decoder_spec(config, "SmolLM3ForCausalLM", sizes, details, tied=True)
 
 
 def rotated_layers(config: ConfigFields, layers: int) -> list[bool]:
     """Which layers rotate queries and keys: 1 in ``no_rope_layers``, by default all but every fourth."""
-    interval = config.size("no_rope_layer_interval", 4)
+    interval = config.positive_int("no_rope_layer_interval", 4)
     flags = config.get("no_rope_layers", list, [int((index + 1) % interval != 0) for index in range(layers)])
     if len(flags) < layers or not set(flags[:layers]) <= {0, 1}:
-        raise config.refuse(f"no_rope_layers must have {layers} entries, each 0 or 1")
+        raise config.error(f"no_rope_layers must have {layers} entries, each 0 or 1")
     return [bool(flag) for flag in flags[:layers]]
 
 
@@ -109,16 +112,17 @@ def parse_stablelm(config: ConfigFields) -> ModelSpec:
     refuse_own_code(config)
     refuse_true(config, "qk_layernorm")
     sizes = parse_sizes(config, max_positions=4096)
-    rope = parse_rope(config.over({"partial_rotary_factor": 0.25}), sizes.head_dim)
+    rope = parse_rope(config.with_defaults({"partial_rotary_factor": 0.25}), sizes.head_dim)
     layer = LayerConfig(
         attention=sizes.attention(rope, qkv_bias=config.get("use_qkv_bias", bool, False)),
         mlp=MlpConfig(
-            intermediate=config.size("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu")
+            intermediate=config.positive_int("intermediate_size"),
+            activation=parse_activation(config, "hidden_act", "silu"),
         ),
     )
     details = DecoderConfig(
         layers=(layer,) * sizes.layers,
-        norm=NormConfig(eps=config.real("layer_norm_eps", 1e-5), kind="layer"),
+        norm=NormConfig(eps=config.positive_float("layer_norm_eps", 1e-5), kind="layer"),
         parallel=config.get("use_parallel_residual", bool, False),
     )
     return decoder_spec(config, "StableLmForCausalLM", sizes, details)
@@ -149,9 +153,9 @@ def parse_olmo2(config: ConfigFields) -> ModelSpec:
 def parse_olmo3(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "olmo3")
-    config = config.over({"sliding_window": 4096})
+    config = config.with_defaults({"sliding_window": 4096})
     sizes = parse_sizes(config)
-    base = config.real("rope_theta", 500_000.0)
+    base = config.positive_float("rope_theta", 500_000.0)
     near, far = parse_two_ropes(config, sizes.head_dim, near=base, far=base)
     sliding = sizes.attention(near, qk_norm=QkNorm.ALL, window=sliding_window(config))
     full = sizes.attention(far, qk_norm=QkNorm.ALL)
@@ -168,11 +172,11 @@ def _spec(config: ConfigFields, architecture: str, sizes: DecoderSizes, attentio
     refuse_own_code(config)
     refuse_true(config, "attention_bias")
     mlp = MlpConfig(
-        intermediate=config.size("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu")
+        intermediate=config.positive_int("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu")
     )
     details = DecoderConfig(
         layers=tuple(LayerConfig(attention=attention, mlp=mlp) for attention in attentions),
-        norm=NormConfig(eps=config.real("rms_norm_eps", 1e-5)),
+        norm=NormConfig(eps=config.positive_float("rms_norm_eps", 1e-5)),
         norm_before=False,
         norm_after=True,
     )
@@ -193,14 +197,15 @@ def parse_cohere(config: ConfigFields) -> ModelSpec:
     layer = LayerConfig(
         attention=sizes.attention(parse_rope(config, sizes.head_dim, theta=500_000.0, interleaved=True)),
         mlp=MlpConfig(
-            intermediate=config.size("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu")
+            intermediate=config.positive_int("intermediate_size"),
+            activation=parse_activation(config, "hidden_act", "silu"),
         ),
     )
     details = DecoderConfig(
         layers=(layer,) * sizes.layers,
-        norm=NormConfig(eps=config.real("layer_norm_eps", 1e-5), kind="layer", bias=False),
+        norm=NormConfig(eps=config.positive_float("layer_norm_eps", 1e-5), kind="layer", bias=False),
         parallel=True,
-        logit_scale=config.real("logit_scale", 0.0625),
+        logit_scale=config.positive_float("logit_scale", 0.0625),
     )
     return decoder_spec(config, "CohereForCausalLM", sizes, details, tied=True)
 

@@ -29,10 +29,13 @@ def parse_mistral(config: ConfigFields) -> ModelSpec:
     layer = LayerConfig(
         attention=sizes.attention(parse_rope(config, sizes.head_dim), window=sliding_window(config)),
         mlp=MlpConfig(
-            intermediate=config.size("intermediate_size"), activation=parse_activation(config, "hidden_act", "silu")
+            intermediate=config.positive_int("intermediate_size"),
+            activation=parse_activation(config, "hidden_act", "silu"),
         ),
     )
-    details = DecoderConfig(layers=(layer,) * sizes.layers, norm=NormConfig(eps=config.real("rms_norm_eps", 1e-6)))
+    details = DecoderConfig(
+        layers=(layer,) * sizes.layers, norm=NormConfig(eps=config.positive_float("rms_norm_eps", 1e-6))
+    )
     return decoder_spec(config, "MistralForCausalLM", sizes, details)
 
 
@@ -61,11 +64,13 @@ def parse_mixtral(config: ConfigFields) -> ModelSpec:
         attention=sizes.attention(parse_rope(config, sizes.head_dim, theta=1e6), window=sliding_window(config)),
         mlp=MoeConfig(
             routing=parse_routing(config, experts="num_local_experts", normalised=True),
-            intermediate=config.size("intermediate_size"),
+            intermediate=config.positive_int("intermediate_size"),
             gate=Gate(activation=parse_activation(config, "hidden_act", "silu")),
         ),
     )
-    details = DecoderConfig(layers=(layer,) * sizes.layers, norm=NormConfig(eps=config.real("rms_norm_eps", 1e-5)))
+    details = DecoderConfig(
+        layers=(layer,) * sizes.layers, norm=NormConfig(eps=config.positive_float("rms_norm_eps", 1e-5))
+    )
     return decoder_spec(config, "MixtralForCausalLM", sizes, details)
 
 

@@ -138,7 +138,7 @@ def architecture_of(config: ConfigFields) -> str:
     """The one architecture that a ``config.json`` names.  Raises ModelError if it names none or several."""
     names = config.get("architectures", list, [])
     if len(names) != 1 or not isinstance(names[0], str):
-        raise config.refuse(
+        raise config.error(
             f"architectures must name one architecture, got {names!r}; "
             f"these can be served: {', '.join(known_architectures())}"
         )

@@ -68,11 +68,11 @@ def parse_whisper(config: ConfigFields) -> ModelSpec:
     refuse_own_code(config)
     refuse_true(config, "scale_embedding")
     if not config.get("tie_word_embeddings", bool, True):
-        raise config.refuse("tie_word_embeddings is false; only models whose head is the embedding can be served")
-    width, bands = config.size("d_model"), config.size("num_mel_bins", 80)
-    source, target = config.size("max_source_positions", 1500), config.size("max_target_positions", 448)
+        raise config.error("tie_word_embeddings is false; only models whose head is the embedding can be served")
+    width, bands = config.positive_int("d_model"), config.positive_int("num_mel_bins", 80)
+    source, target = config.positive_int("max_source_positions", 1500), config.positive_int("max_target_positions", 448)
     if not PAGE_TOKENS <= source <= MAX_POSITIONS or target > source or bands > MAX_BANDS:
-        raise config.refuse(
+        raise config.error(
             f"max_source_positions ({source}) must be from {PAGE_TOKENS} to {MAX_POSITIONS}, max_target_positions "
             f"({target}) at most as many, num_mel_bins ({bands}) at most {MAX_BANDS}"
         )
@@ -87,26 +87,26 @@ def parse_whisper(config: ConfigFields) -> ModelSpec:
     )
     return ModelSpec(
         architecture="WhisperForConditionalGeneration",
-        vocab=config.size("vocab_size"),
+        vocab=config.positive_int("vocab_size"),
         hidden=width,
         layers=decoder.layers,
         kv=KvShape.plain(layers=decoder.layers, kv_heads=decoder.heads, head_dim=width // decoder.heads),
         max_positions=details.begin + target,
         tied=True,
         details=details,
-        source=details.begin,
+        audio_tokens=details.begin,
     )
 
 
 def _stack(config: ConfigFields, side: str, width: int) -> WhisperStackConfig:
-    heads = config.size(f"{side}_attention_heads")
+    heads = config.positive_int(f"{side}_attention_heads")
     head_dim, rest = divmod(width, heads)
     if rest or head_dim % 2 or head_dim > MAX_HEAD_DIM:
-        raise config.refuse(
+        raise config.error(
             f"d_model ({width}) must be {side}_attention_heads ({heads}) times an even number up to {MAX_HEAD_DIM}"
         )
     layers = layer_count(config, f"{side}_layers")
-    return WhisperStackConfig(layers=layers, heads=heads, intermediate=config.size(f"{side}_ffn_dim"))
+    return WhisperStackConfig(layers=layers, heads=heads, intermediate=config.positive_int(f"{side}_ffn_dim"))
 
 
 def whisper_layout(spec: ModelSpec) -> WeightLayout:
@@ -118,7 +118,7 @@ def whisper_layout(spec: ModelSpec) -> WeightLayout:
     ``attention_norm`` and ``mlp_norm``.  The decoder also has ``cross_q``, ``cross_kv`` (biases ``cross_q_bias``,
     ``cross_v_bias``), ``cross_out`` and ``cross_norm``.
     """
-    whisper, width = spec.own(WhisperConfig), spec.hidden
+    whisper, width = spec.details_as(WhisperConfig), spec.hidden
     heard, written = "model.encoder.", "model.decoder."
     sounds = TensorPart(f"{heard}embed_positions.weight", (whisper.source, width))
     padding = TensorPart(

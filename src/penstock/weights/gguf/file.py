@@ -217,7 +217,7 @@ class _Reader:
     def refuse(self, reason: str) -> ModelError:
         return ModelError(f"{self.where}: {reason}")
 
-    def take(self, nbytes: int, what: str) -> int:
+    def advance(self, nbytes: int, what: str) -> int:
         """The place of the next so many bytes, which are passed over."""
         begin = self.at
         if nbytes > len(self.raw) - begin:
@@ -226,7 +226,7 @@ class _Reader:
         return begin
 
     def scalar(self, form: struct.Struct, what: str) -> Any:
-        (value,) = form.unpack_from(self.raw, self.take(form.size, what))
+        (value,) = form.unpack_from(self.raw, self.advance(form.size, what))
         return value
 
     def count(self, what: str, most: int, *, least_bytes: int) -> int:
@@ -243,7 +243,7 @@ class _Reader:
         self._text_bytes += length
         if self._text_bytes > MAX_TEXTS_BYTES:
             raise self.refuse(f"its texts have more than {MAX_TEXTS_BYTES >> 20} MiB together")
-        begin = self.take(length, what)
+        begin = self.advance(length, what)
         try:
             return str(self.raw[begin : begin + length], "utf-8")
         except UnicodeDecodeError as error:
@@ -284,7 +284,7 @@ class _Reader:
         if form is None:
             raise self.refuse(f"{what} is an array of a type that is not known, number {kind}")
         length = self._length(what, least_bytes=form.size)
-        begin = self.take(length * form.size, what)
+        begin = self.advance(length * form.size, what)
         values = struct.unpack_from(f"<{length}{form.format[1:]}", self.raw, begin)
         return [bool(value) for value in values] if kind == _BOOL else list(values)
 
@@ -359,13 +359,13 @@ class GgufFile:
         """See ``mapped.MappedFile.stamp``."""
         return self._file.stamp
 
-    def turned_heads(self, info: TensorInfo) -> int | None:
+    def interleaved_heads(self, info: TensorInfo) -> int | None:
         """Into how many heads the tensor's rows fall, in each of which halves are interleaved; None for plain rows."""
         return self._heads.get(info.name.rpartition(".")[0].rpartition(".")[2])
 
-    def place(self, info: TensorInfo) -> FileRange:
+    def file_range(self, info: TensorInfo) -> FileRange:
         """Where the tensor's bytes lie."""
-        return self._file.place(info.start, info.stop)
+        return self._file.file_range(info.start, info.stop)
 
     def stored(self, info: TensorInfo) -> memoryview:
         """The bytes in the file."""
@@ -373,20 +373,20 @@ class GgufFile:
 
     def raw(self, info: TensorInfo) -> memoryview:
         """The same, with rows in the order of a Hugging Face checkpoint."""
-        heads = self.turned_heads(info)
+        heads = self.interleaved_heads(info)
         if heads is None:
             return self.stored(info)
         rows = np.frombuffer(self.stored(info), np.uint8).reshape(info.shape[0], -1)
         turned: NDArray[np.uint8] = rows[row_order(info.shape[0], heads)]
         return turned.reshape(-1).data.toreadonly()
 
-    def coded(self, info: TensorInfo) -> QuantizedTensor | None:
+    def quantized_tensor(self, info: TensorInfo) -> QuantizedTensor | None:
         """The matrix as it is stored, rows in the order of a Hugging Face checkpoint; None if it is not quantised."""
         kind = GGUF_QUANTS.get(info.dtype)
         if kind is None or len(info.shape) != 2:
             return None
         n, k = info.shape
-        heads = self.turned_heads(info)
+        heads = self.interleaved_heads(info)
         order = None if heads is None else row_order(n, heads)
         raw_NB = np.frombuffer(self.stored(info), np.uint8).reshape(n, -1)
 
@@ -405,7 +405,7 @@ class GgufFile:
         """None: a GGUF file promises nothing."""
         return None
 
-    def matrix(self, info: TensorInfo) -> CompressedMatrix | None:
+    def compressed_matrix(self, info: TensorInfo) -> CompressedMatrix | None:
         """None: nothing is compressed without loss."""
         return None
 

@@ -51,7 +51,7 @@ class QuantizedTensor:
     shape: tuple[int, ...]  # as the model has it
     sources: tuple[str, ...]  # stored tensors that make it
     matrix: Callable[[int], QuantizedMatrix]  # by its number in the stack (0 for a matrix); raises ModelError
-    turned: bool = False  # rows of the matrix are columns of the tensor
+    transposed: bool = False  # rows of the matrix are columns of the tensor
 
 
 class StoredTensors(Protocol):
@@ -70,11 +70,11 @@ class QuantizationScheme(msgspec.Struct, frozen=True, kw_only=True, tag=True, fo
     end: ClassVar[str]  # of the name of the tensor that has the codes
     types: ClassVar[frozenset[str]]  # that this tensor may have
 
-    def bits(self) -> float:
+    def bits_per_weight(self) -> float:
         """What a weight takes in the file, its share of the scales included."""
         raise NotImplementedError
 
-    def coded(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
+    def find_tensor(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
         """The tensor's name in the model, and what makes it.  No bytes are read; raises ModelError."""
         raise NotImplementedError
 
@@ -102,7 +102,7 @@ class StoredModule:
             raise ModelError(f"{self.stored.path_of(own)}: tensor {own!r}: has no {self.name + end!r} beside it")
         info = self.stored.info(self.name + end)
         if info.dtype not in types:
-            raise self.refuse(end, f"has type {info.dtype}, it must be one of {', '.join(types)}")
+            raise self.error(end, f"has type {info.dtype}, it must be one of {', '.join(types)}")
         return info
 
     def array(self, end: str) -> NDArray[Any]:
@@ -114,7 +114,7 @@ class StoredModule:
         """How the scales in this tensor are written.  Raises ModelError."""
         return SCALES[self.info(end, *SCALES).dtype]
 
-    def refuse(self, end: str, reason: str) -> ModelError:
+    def error(self, end: str, reason: str) -> ModelError:
         """The error to raise."""
         name = self.name + end
         return ModelError(f"{self.stored.path_of(name)}: tensor {name!r}: {reason}")
@@ -123,7 +123,7 @@ class StoredModule:
         """Raises ModelError unless the tensor has this shape."""
         shape = self.stored.info(self.name + end).shape
         if shape != wanted:
-            raise self.refuse(end, f"has shape {list(shape)}, {why} it must have {list(wanted)}")
+            raise self.error(end, f"has shape {list(shape)}, {why} it must have {list(wanted)}")
 
 
 ENDS = (".weight", ".weight_packed", ".qweight", "_blocks")
@@ -165,7 +165,7 @@ def column_order(module: StoredModule, end: str, k: int, group: int) -> NDArray[
         return None
     order = np.argsort(groups_K, kind="stable")
     if not np.array_equal(groups_K[order], usual_K):
-        raise module.refuse(end, f"does not put {group} columns into each of {-(-k // group)} groups")
+        raise module.error(end, f"does not put {group} columns into each of {-(-k // group)} groups")
     return order.astype(np.int32)
 
 

@@ -46,16 +46,16 @@ class PackedIntScheme(QuantizationScheme, frozen=True, kw_only=True, tag="Packed
     group: int | None
     symmetric: bool = True
 
-    def bits(self) -> float:
-        """See ``QuantizationScheme.bits``."""
+    def bits_per_weight(self) -> float:
+        """See ``QuantizationScheme.bits_per_weight``."""
         zero = 0 if self.symmetric else self.code_bits
         return self.code_bits + ((16 + zero) / self.group if self.group else 0)
 
-    def coded(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
-        """See ``QuantizationScheme.coded``."""
+    def find_tensor(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
+        """See ``QuantizationScheme.find_tensor``."""
         shape = module.info(self.end, "I32").shape
         if len(shape) != 2:
-            raise module.refuse(self.end, f"has shape {list(shape)}, it must have two dimensions")
+            raise module.error(self.end, f"has shape {list(shape)}, it must have two dimensions")
         n, k = shape[0], shape[1] * WORD_BITS // self.code_bits
         groups = -(-k // group_columns(self.group, k))
         module.scale(SCALES)
@@ -90,7 +90,7 @@ class PackedIntScheme(QuantizationScheme, frozen=True, kw_only=True, tag="Packed
             module.info(SHAPE, "I64", "I32")
             said = module.array(SHAPE).reshape(-1).tolist()
             if said != [n, k]:
-                raise module.refuse(SHAPE, f"says {said}, the codes are of [{n}, {k}]")
+                raise module.error(SHAPE, f"says {said}, the codes are of [{n}, {k}]")
 
     def _zeros(self, module: StoredModule, n: int) -> NDArray[np.uint8]:
         """[N, G]"""
@@ -109,16 +109,16 @@ def parse_compressed_tensors(stored: ConfigFields) -> tuple[list[tuple[tuple[str
     _refuse_more(stored)
     groups = stored.get("config_groups", dict, {})
     if not 1 <= len(groups) <= MAX_GROUPS:
-        raise stored.refuse(f"config_groups has {len(groups)} groups, it must have 1 to {MAX_GROUPS}")
+        raise stored.error(f"config_groups has {len(groups)} groups, it must have 1 to {MAX_GROUPS}")
     found, activations = [], set[str]()
     for name in groups:
         group = ConfigFields(groups, f"{stored.where}: config_groups").section(str(name))
         weights = None if group is None else group.section("weights")
         if group is None or weights is None:
-            raise stored.refuse(f"config_groups: {name}: has no weights")
+            raise stored.error(f"config_groups: {name}: has no weights")
         targets = group.get("targets", list, [EVERY_LINEAR])
         if not all(isinstance(target, str) for target in targets):
-            raise group.refuse(f"targets must name modules, got {targets!r}")
+            raise group.error(f"targets must name modules, got {targets!r}")
         written = group.get("format", str, stored.get("format", str, ""))
         found.append((tuple(targets), _scheme(weights, "" if written == MIXED else written)))
         activations.add(_activations(group))
@@ -129,22 +129,22 @@ def _refuse_more(stored: ConfigFields) -> None:
     """What else the format can do to weights."""
     sparsity = stored.section("sparsity_config")
     if sparsity is not None and sparsity.get("format", str, "dense") != "dense":
-        raise stored.refuse(f"sparsity_config: format {sparsity.values['format']!r}; dense matrices can be served")
+        raise stored.error(f"sparsity_config: format {sparsity.values['format']!r}; dense matrices can be served")
     if any(stored.get("transform_config", dict, {}).values()):
-        raise stored.refuse("transform_config: rotated weights need operations that are not computed here")
+        raise stored.error("transform_config: rotated weights need operations that are not computed here")
 
 
 def _scheme(weights: ConfigFields, written: str) -> QuantizationScheme:
-    kind, bits = weights.get("type", str, "int"), weights.size("num_bits")
+    kind, bits = weights.get("type", str, "int"), weights.positive_int("num_bits")
     if weights.get("dynamic", bool, False):
-        raise weights.refuse("dynamic is true, which weights in a file cannot be")
+        raise weights.error("dynamic is true, which weights in a file cannot be")
     packs = written == PACKED or (not written and bits == 4)
     if packs and kind == "int" and bits in (4, 8):
         symmetric = weights.get("symmetric", bool, True)
         return PackedIntScheme(code_bits=bits, group=_group(weights), symmetric=symmetric)
     if bits == 8 and kind in ("int", "float") and (written in BYTES or not written):
         return EightBitScheme(kind="int8" if kind == "int" else "e4m3", block=_block(weights))
-    raise weights.refuse(
+    raise weights.error(
         f"{kind} of {bits} bits, format {written!r}; these can be served: {PACKED} of 4 or 8 bits, "
         f"{', '.join(BYTES)} of 8"
     )
@@ -154,13 +154,13 @@ def _group(weights: ConfigFields) -> int | None:
     """Columns that share a scale; None: all."""
     strategy = weights.get("strategy", str, "group" if weights.has("group_size") else "channel")
     if strategy not in ("group", "channel"):
-        raise weights.refuse(f"strategy is {strategy!r}; 'group' and 'channel' can be served with packed codes")
+        raise weights.error(f"strategy is {strategy!r}; 'group' and 'channel' can be served with packed codes")
     if strategy == "channel":
         return None
     size = weights.get("group_size", int)
     if size == -1:
         return None
-    return weights.size("group_size")
+    return weights.positive_int("group_size")
 
 
 def _block(weights: ConfigFields) -> tuple[int, int] | None:
@@ -169,14 +169,14 @@ def _block(weights: ConfigFields) -> tuple[int, int] | None:
         case "tensor" | "channel":
             return None
         case "group":
-            return 1, weights.size("group_size")
+            return 1, weights.positive_int("group_size")
         case "block":
             sizes: list[Any] = weights.get("block_structure", list)
             if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-                raise weights.refuse(f"block_structure must be rows and columns, got {sizes!r}")
+                raise weights.error(f"block_structure must be rows and columns, got {sizes!r}")
             return sizes[0], sizes[1]
         case other:
-            raise weights.refuse(f"strategy is {other!r}; tensor, channel, group and block can be served")
+            raise weights.error(f"strategy is {other!r}; tensor, channel, group and block can be served")
 
 
 def _activations(group: ConfigFields) -> str:
@@ -185,4 +185,4 @@ def _activations(group: ConfigFields) -> str:
     if inputs is None:
         return ""
     when = "dynamic" if inputs.values.get("dynamic") else "static"
-    return f"{when} {inputs.get('type', str, 'int')}{inputs.size('num_bits', 8)}"
+    return f"{when} {inputs.get('type', str, 'int')}{inputs.positive_int('num_bits', 8)}"

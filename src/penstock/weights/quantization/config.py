@@ -91,16 +91,16 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
             for end, scheme in schemes.items():
                 if name.endswith(end) and (end != EightBitScheme.end or stored.info(name).dtype in scheme.types):
                     module = StoredModule(stored, known, name.removesuffix(end))
-                    tensor, coded = self._own_scheme(module, end).coded(module)
+                    tensor, coded = self._own_scheme(module, end).find_tensor(module)
                     found[tensor] = coded
         return found
 
     def _own_scheme(self, module: StoredModule, end: str) -> QuantizationScheme:
         if self.is_ignored(module.name):
-            raise module.refuse(end, "is quantised, and quantization_config names its module as one that is not")
+            raise module.error(end, "is quantised, and quantization_config names its module as one that is not")
         own = self.scheme_of(module.name)
         if own is None or own.end != end:
-            raise module.refuse(end, "is quantised, and no group of quantization_config targets it in this form")
+            raise module.error(end, "is quantised, and no group of quantization_config targets it in this form")
         return own
 
 
@@ -141,11 +141,11 @@ def parse_quantization(config: ConfigFields) -> Quantization | None:
         stored = text.section(CONFIG_FIELD)
     if stored is None:
         if config.has(OLD_FIELD):
-            raise config.refuse(f"{OLD_FIELD}: a form of before 2024; files with {CONFIG_FIELD} can be served")
+            raise config.error(f"{OLD_FIELD}: a form of before 2024; files with {CONFIG_FIELD} can be served")
         return None
     method = stored.get("quant_method", str, "")
     if method not in METHODS:
-        raise stored.refuse(f"quant_method {method!r} is not known; {', '.join(METHODS)} can be served")
+        raise stored.error(f"quant_method {method!r} is not known; {', '.join(METHODS)} can be served")
     groups: list[tuple[tuple[str, ...], QuantizationScheme]]
     if method == MANY:
         groups, activations = compressed_tensors.parse_compressed_tensors(stored)
@@ -171,5 +171,5 @@ def _converted(stored: ConfigFields) -> tuple[str, ...]:
 def _names(stored: ConfigFields, field: str) -> tuple[str, ...]:
     names = stored.get(field, list, [])
     if not all(isinstance(name, str) for name in names):
-        raise stored.refuse(f"{field} must hold names of modules")
+        raise stored.error(f"{field} must hold names of modules")
     return tuple(names)

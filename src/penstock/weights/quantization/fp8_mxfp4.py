@@ -48,16 +48,16 @@ class EightBitScheme(QuantizationScheme, frozen=True, kw_only=True, tag="EightBi
     kind: Kind = "e4m3"
     block: tuple[int, int] | None = None
 
-    def bits(self) -> float:
-        """See ``QuantizationScheme.bits``."""
+    def bits_per_weight(self) -> float:
+        """See ``QuantizationScheme.bits_per_weight``."""
         return 8 + (32 / (self.block[0] * self.block[1]) if self.block else 0)
 
-    def coded(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
-        """See ``QuantizationScheme.coded``."""
+    def find_tensor(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
+        """See ``QuantizationScheme.find_tensor``."""
         stored = "F8_E4M3" if self.kind == "e4m3" else "I8"
         info = module.info(self.end, stored)
         if len(info.shape) != 2:
-            raise module.refuse(self.end, f"has shape {list(info.shape)}; of codes with scales, matrices can be served")
+            raise module.error(self.end, f"has shape {list(info.shape)}; of codes with scales, matrices can be served")
         scales = next((end for end in SCALE_ENDS if module.has(end)), SCALE_ENDS[0])
         module.scale(scales)
         self._grid(module, scales, info.shape[0], info.shape[1])
@@ -79,7 +79,7 @@ class EightBitScheme(QuantizationScheme, frozen=True, kw_only=True, tag="EightBi
             return n, k
         if shape in ((n,), (n, 1)):
             return 1, k
-        raise module.refuse(end, f"has shape {list(shape)}; one scale, or one for each of {n} rows, can be served")
+        raise module.error(end, f"has shape {list(shape)}; one scale, or one for each of {n} rows, can be served")
 
     def _matrix(self, module: StoredModule, end: str, n: int, k: int) -> QuantizedMatrix:
         rows, columns = self._grid(module, end, n, k)
@@ -124,9 +124,9 @@ MAX_BLOCK = 1 << 16
 def parse_fp8(stored: ConfigFields) -> tuple[QuantizationScheme, str]:
     """The scheme, and what is not done to activations.  Raises ModelError."""
     if stored.get("fmt", str, "e4m3").lower() != "e4m3":
-        raise stored.refuse(f"fmt is {stored.values['fmt']!r}; 'e4m3' can be served")
+        raise stored.error(f"fmt is {stored.values['fmt']!r}; 'e4m3' can be served")
     if stored.get("expert_dtype", str, "fp8") != "fp8":
-        raise stored.refuse(f"expert_dtype is {stored.values['expert_dtype']!r}; 'fp8' can be served")
+        raise stored.error(f"expert_dtype is {stored.values['expert_dtype']!r}; 'fp8' can be served")
     return EightBitScheme(block=_block(stored)), f"{stored.get('activation_scheme', str, 'dynamic')} FP8"
 
 
@@ -140,7 +140,7 @@ def _block(stored: ConfigFields) -> tuple[int, int] | None:
     if not sizes:
         return None
     if len(sizes) != 2 or not all(type(size) is int and 1 <= size <= MAX_BLOCK for size in sizes):
-        raise stored.refuse(f"weight_block_size must be rows and columns, got {sizes!r}")
+        raise stored.error(f"weight_block_size must be rows and columns, got {sizes!r}")
     return sizes[0], sizes[1]
 
 
@@ -161,24 +161,22 @@ class Mxfp4Scheme(QuantizationScheme, frozen=True, kw_only=True, tag="Mxfp4"):
     end: ClassVar[str] = "_blocks"
     types: ClassVar[frozenset[str]] = frozenset({"U8"})
 
-    def bits(self) -> float:
-        """See ``QuantizationScheme.bits``."""
+    def bits_per_weight(self) -> float:
+        """See ``QuantizationScheme.bits_per_weight``."""
         return MXFP4_FORMAT.bits_a_weight()
 
-    def coded(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
-        """See ``QuantizationScheme.coded``."""
+    def find_tensor(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
+        """See ``QuantizationScheme.find_tensor``."""
         shape = module.info(self.end, "U8").shape
         if len(shape) != 4 or shape[3] != BLOCK_BYTES:
-            raise module.refuse(
-                self.end, f"has shape {list(shape)}; blocks of {BLOCK_BYTES} bytes in a stack are known"
-            )
+            raise module.error(self.end, f"has shape {list(shape)}; blocks of {BLOCK_BYTES} bytes in a stack are known")
         count, n, blocks, _ = shape
         module.info(MXFP4_SCALES, "U8")
         module.check_shape(MXFP4_SCALES, (count, n, blocks), "one a block")
         k = blocks * UNIT_COLUMNS
         sources = module.sources(self.end, MXFP4_SCALES)
         return module.name, QuantizedTensor(
-            (count, k, n), sources, lambda index: _matrix(module, index, n, k), turned=True
+            (count, k, n), sources, lambda index: _matrix(module, index, n, k), transposed=True
         )
 
 

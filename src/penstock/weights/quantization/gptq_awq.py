@@ -38,26 +38,26 @@ class GptqScheme(QuantizationScheme, frozen=True, kw_only=True, tag="Gptq"):
     zero_offset: int = 1  # is added to stored zero points
     mixed: bool = False
 
-    def bits(self) -> float:
-        """See ``QuantizationScheme.bits``."""
+    def bits_per_weight(self) -> float:
+        """See ``QuantizationScheme.bits_per_weight``."""
         return self.code_bits + ((16 + self.code_bits) / self.group if self.group else 0)
 
-    def coded(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
-        """See ``QuantizationScheme.coded``."""
+    def find_tensor(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
+        """See ``QuantizationScheme.find_tensor``."""
         rows, n = self._matrix_shape(module, self.end)
         groups, scaled = self._matrix_shape(module, GPTQ_SCALES)
         zero_groups, zero_words = self._matrix_shape(module, GPTQ_ZEROS)
         bits = WORD_BITS * zero_words // n if n else 0
         if scaled != n or zero_groups != groups or bits * n != WORD_BITS * zero_words or bits not in (4, 8):
-            raise module.refuse(GPTQ_ZEROS, f"does not fit {n} outputs in {groups} groups of codes of 4 or 8 bits")
+            raise module.error(GPTQ_ZEROS, f"does not fit {n} outputs in {groups} groups of codes of 4 or 8 bits")
         if bits != self.code_bits and not self.mixed:
-            raise module.refuse(
+            raise module.error(
                 GPTQ_ZEROS, f"is of codes of {bits} bits, by quantization_config they have {self.code_bits}"
             )
         k = rows * WORD_BITS // bits
         group = group_columns(self.group, k)
         if groups != -(-k // group):
-            raise module.refuse(
+            raise module.error(
                 GPTQ_SCALES, f"has {groups} groups; {k} columns in groups of {group} are {-(-k // group)}"
             )
         if module.has(GPTQ_GROUPS):
@@ -70,7 +70,7 @@ class GptqScheme(QuantizationScheme, frozen=True, kw_only=True, tag="Gptq"):
         types = ("F16", "BF16", "F32") if end == GPTQ_SCALES else ("I32",)
         shape = module.info(end, *types).shape
         if len(shape) != 2:
-            raise module.refuse(end, f"has shape {list(shape)}, it must have two dimensions")
+            raise module.error(end, f"has shape {list(shape)}, it must have two dimensions")
         return shape[0], shape[1]
 
     def _matrix(self, module: StoredModule, shape: tuple[int, int], bits: int) -> QuantizedMatrix:
@@ -97,20 +97,20 @@ class GptqScheme(QuantizationScheme, frozen=True, kw_only=True, tag="Gptq"):
         """[N, G]"""
         zeros_GN: NDArray[Any] = unpack_words(module.array(GPTQ_ZEROS), bits).astype(np.uint16) + self.zero_offset
         if int(zeros_GN.max(initial=0)) > np.iinfo(np.uint8).max:
-            raise module.refuse(GPTQ_ZEROS, "has a zero point of 256, which codes of 8 bits cannot have")
+            raise module.error(GPTQ_ZEROS, "has a zero point of 256, which codes of 8 bits cannot have")
         return np.ascontiguousarray(zeros_GN.T).astype(np.uint8)
 
 
 def parse_gptq(stored: ConfigFields) -> tuple[QuantizationScheme, str]:
     """The scheme; activations are not quantised.  Raises ModelError for what no tensor here would look like."""
-    bits = stored.size("bits")
+    bits = stored.positive_int("bits")
     if bits not in (4, 8):
-        raise stored.refuse(f"bits is {bits}; GPTQ of 4 or 8 bits can be served")
+        raise stored.error(f"bits is {bits}; GPTQ of 4 or 8 bits can be served")
     version = stored.get("checkpoint_format", str, stored.get("format", str, "gptq"))
     if version not in ("gptq", "gptq_v2") or stored.get("is_marlin_format", bool, False):
-        raise stored.refuse(f"checkpoint_format is {version!r}; 'gptq' and 'gptq_v2' can be served")
+        raise stored.error(f"checkpoint_format is {version!r}; 'gptq' and 'gptq_v2' can be served")
     if stored.get("pack_dtype", str, "int32") != "int32":
-        raise stored.refuse(f"pack_dtype is {stored.values['pack_dtype']!r}; 'int32' can be served")
+        raise stored.error(f"pack_dtype is {stored.values['pack_dtype']!r}; 'int32' can be served")
     offset = 1 if version == "gptq" else 0
     return GptqScheme(code_bits=bits, group=group_size(stored), zero_offset=offset, mixed=stored.has("dynamic")), ""
 
@@ -121,7 +121,7 @@ def group_size(stored: ConfigFields) -> int | None:
     if size == -1:
         return None
     if size < 1:
-        raise stored.refuse(f"group_size must be a positive integer or -1, got {size}")
+        raise stored.error(f"group_size must be a positive integer or -1, got {size}")
     return size
 
 
@@ -148,15 +148,15 @@ class AwqScheme(QuantizationScheme, frozen=True, kw_only=True, tag="Awq"):
 
     group: int | None
 
-    def bits(self) -> float:
-        """See ``QuantizationScheme.bits``."""
+    def bits_per_weight(self) -> float:
+        """See ``QuantizationScheme.bits_per_weight``."""
         return BITS + ((16 + BITS) / self.group if self.group else 0)
 
-    def coded(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
-        """See ``QuantizationScheme.coded``."""
+    def find_tensor(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
+        """See ``QuantizationScheme.find_tensor``."""
         shape = module.info(self.end, "I32").shape
         if len(shape) != 2:
-            raise module.refuse(self.end, f"has shape {list(shape)}, it must have two dimensions")
+            raise module.error(self.end, f"has shape {list(shape)}, it must have two dimensions")
         k, words = shape
         n, groups = words * OUTPUTS, -(-k // group_columns(self.group, k))
         module.scale(AWQ_SCALES)
@@ -197,10 +197,10 @@ def _outputs(words_KW: NDArray[np.uint32]) -> NDArray[np.uint8]:
 
 def parse_awq(stored: ConfigFields) -> tuple[QuantizationScheme, str]:
     """The scheme; activations are not quantised.  Raises ModelError for other versions and bits."""
-    bits = stored.size("bits", stored.size("w_bit", BITS))
+    bits = stored.positive_int("bits", stored.positive_int("w_bit", BITS))
     if bits != BITS:
-        raise stored.refuse(f"bits is {bits}; AWQ of 4 bits can be served")
+        raise stored.error(f"bits is {bits}; AWQ of 4 bits can be served")
     version = stored.get("version", str, stored.get("format", str, "gemm")).lower()
     if version != "gemm":
-        raise stored.refuse(f"version is {version!r}; 'gemm' can be served")
+        raise stored.error(f"version is {version!r}; 'gemm' can be served")
     return AwqScheme(group=group_size(stored)), ""

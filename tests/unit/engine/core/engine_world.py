@@ -107,8 +107,8 @@ class World:
             needed = [
                 group
                 for group, (own, reach) in enumerate(zip(request.held, self.config.reaches, strict=True))
-                if position // reach.tokens(self.runner.size) >= own.begin
-                and (reach.cell is None or upto == len(tokens))  # a state comes last
+                if position // reach.tokens_per_page(self.runner.size) >= own.begin
+                and (reach.state_interval is None or upto == len(tokens))  # a state comes last
             ]
             if position >= request.computed:
                 self.runner.put(request, position, context, needed)
@@ -188,7 +188,10 @@ class World:
             assert bool(request.held) == (request.status not in (RequestStatus.UNGRANTED, RequestStatus.WAITING))
             if request.held:
                 size, reaches = self.config.page_tokens, self.config.reaches
-                rooms = [len(own.pages) * reach.tokens(size) for own, reach in zip(request.held, reaches, strict=True)]
+                rooms = [
+                    len(own.pages) * reach.tokens_per_page(size)
+                    for own, reach in zip(request.held, reaches, strict=True)
+                ]
                 assert request.room == min(rooms)
                 self._check_windows(request)
             assert request.computed <= max(request.room, 0)
@@ -199,7 +202,7 @@ class World:
         ahead = max(min(config.max_chunk_tokens, config.max_step_tokens), self.max_steps, MOST_GUESSES + 1)
         after = request.known if request.status is RequestStatus.RESERVED else request.computed
         for own, reach in zip(request.held, config.reaches, strict=True):
-            assert own.begin * reach.tokens(size) <= reach.first(after)
+            assert own.begin * reach.tokens_per_page(size) <= reach.first_read_position(after)
             held = len(own.pages) - own.begin
             assert held <= max_blocks(reach, config.max_model_len, ahead=ahead, page_tokens=size)
 
@@ -237,12 +240,12 @@ class World:
             client = self.clients[page.request.id]
             assert not client.gone
             reach, request = self.config.reaches[page.group], page.request
-            size = reach.tokens(self.config.page_tokens)
+            size = reach.tokens_per_page(self.config.page_tokens)
             assert page.piece == len(client.blocks), "pages are announced in order, each once"
             client.blocks.append(page.tokens)
             tokens = request.tokens(0, page.block * size + page.tokens)
             contexts = list(accumulate(tokens, extend, initial=0))[1:]
-            if reach.cell is None:
+            if reach.state_interval is None:
                 self.runner.check(request, page.group, contexts, page.block * size)
             else:
                 assert len(tokens) == len(client.event.prompt) + len(client.event.emitted), "a state goes last"
@@ -313,7 +316,10 @@ class World:
         client = self.clients[name]
         before = len(client.event.prompt) + len(client.event.emitted)
         size = self.config.page_tokens
-        wanted = [before - reach.kept(before, size) * reach.tokens(size) for reach in self.config.reaches]
+        wanted = [
+            before - reach.first_needed_block(before, size) * reach.tokens_per_page(size)
+            for reach in self.config.reaches
+        ]
         assert sum(client.blocks) == sum(wanted)
         assert len(client.tokens) == len(client.event.emitted) + 1
         assert (client.finish is not None) == (len(client.tokens) == len(client.want.tokens))

@@ -123,17 +123,17 @@ class GlassRunner:
 
     def put(self, request: Request, position: int, context: int, groups: Iterable[int]) -> None:
         for group in groups:
-            own, size = request.held[group], self.reaches[group].tokens(self.size)
+            own, size = request.held[group], self.reaches[group].tokens_per_page(self.size)
             block = position // size
             assert own.begin <= block, (request.id, "writes what it has given back")
-            slot = position % size if self.reaches[group].cell is None else 0
+            slot = position % size if self.reaches[group].state_interval is None else 0
             self.kv[own.pages[block]][slot] = (group, context)
 
     def check_states(self, request: Request, context: int, count: int) -> None:
         """The states behind ``count`` tokens stand where the page tables say; they have taken in nothing else."""
         for group, reach in enumerate(self.reaches):
-            if reach.cell is not None:
-                own, cell = request.held[group], (count - 1) // reach.cell
+            if reach.state_interval is not None:
+                own, cell = request.held[group], (count - 1) // reach.state_interval
                 assert own.begin <= cell, (request.id, group, count, "given back too early")
                 assert self.kv[own.pages[cell]][0] == (group, context), (request.id, group, count)
 
@@ -141,8 +141,8 @@ class GlassRunner:
         """All that ``position`` sees of ``tokens`` stands where the page tables say."""
         contexts = list(accumulate(tokens[: position + 1], extend, initial=0))[1:]
         for group, reach in enumerate(self.reaches):
-            if reach.cell is None:
-                self.check(request, group, contexts, reach.first(position))
+            if reach.state_interval is None:
+                self.check(request, group, contexts, reach.first_read_position(position))
 
     def check(self, request: Request, group: int, contexts: Sequence[int], first: int) -> None:
         """What stands in a group's pages from ``first`` on."""

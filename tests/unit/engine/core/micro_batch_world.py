@@ -123,7 +123,7 @@ def check_undisturbed(runner: GlassRunner, row: ScheduledTokens) -> None:
     end = row.start + row.count
     tokens = request.tokens(0, end)
     for group, reach in enumerate(runner.reaches):
-        if reach.cell is None:
+        if reach.state_interval is None:
             contexts, context = [], context_of(tokens[: row.start])
             for token in tokens[row.start :]:
                 context = extend(context, token)

@@ -49,7 +49,7 @@ LEGS = (
     RequestStage.PREFILL,
 )
 
-STATE = KvSpec(window=1, cell=3)  # blocks here, of whatever size
+STATE = KvSpec(window=1, state_interval=3)  # blocks here, of whatever size
 REACHES = (
     (FULL_ATTENTION,),
     (FULL_ATTENTION, KvSpec(window=5)),
@@ -71,7 +71,7 @@ moves = st.lists(
 def configs(draw: st.DrawFn) -> SchedulerConfig:
     size = draw(st.sampled_from([1, 4, 16]))
     reaches = tuple(
-        reach if reach.cell is None else structs.replace(reach, cell=reach.cell * size)
+        reach if reach.state_interval is None else structs.replace(reach, state_interval=reach.state_interval * size)
         for reach in draw(st.sampled_from(REACHES))
     )
     step, chunk = draw(st.sampled_from([64, 64, 5, 1])), draw(st.sampled_from([1, 3, 16, 64]))
@@ -208,7 +208,7 @@ class Guesser:
 def test_no_page_is_lost_and_every_answer_is_right(
     config: SchedulerConfig, max_steps: int, seconds: float | None, guesser: Guesser | None, moves: list[Move]
 ) -> None:
-    if any(reach.cell for reach in config.reaches):
+    if any(reach.state_interval for reach in config.reaches):
         guesser = None  # a state takes nothing back
     world = World(config, max_steps=max_steps, seconds=seconds, speculator=guesser)
     for move in moves:

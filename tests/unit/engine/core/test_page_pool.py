@@ -214,7 +214,7 @@ def test_who_goes_on_elsewhere_needs_what_the_next_position_reads() -> None:
     assert five.lease.pages == [*held[0][:5], held[1][4]]
 
 
-STATEFUL = (FULL_ATTENTION, KvSpec(window=1, cell=8))
+STATEFUL = (FULL_ATTENTION, KvSpec(window=1, state_interval=8))
 
 
 @pytest.mark.parametrize(
@@ -248,15 +248,15 @@ def test_a_prefix_with_states_ends_where_a_state_is(
 
 
 def test_a_state_travels_last_and_all_of_it() -> None:
-    pieces = TransferOrder([FULL_ATTENTION, KvSpec(window=7), *[KvSpec(window=1, cell=32)] * 3], 77, 16)
+    pieces = TransferOrder([FULL_ATTENTION, KvSpec(window=7), *[KvSpec(window=1, state_interval=32)] * 3], 77, 16)
     keyed = [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (4, 1)]
     assert list(pieces) == [*keyed, (2, 2), (2, 3), (2, 4)]
-    assert [pieces.place(piece) for piece in range(pieces.total)] == list(pieces)
+    assert [pieces.page_at(piece) for piece in range(pieces.total)] == list(pieces)
     assert [pieces.tokens_of(piece) for piece in range(pieces.total)] == [16, 16, 16, 16, 13, 13, 13, 13, 13]
-    assert (pieces.before(4), pieces.before(5)) == (4, 9)
+    assert (pieces.pages_before(4), pieces.pages_before(5)) == (4, 9)
     assert [pieces.tokens_in(count) for count in (3, 5, 6, 8, 9)] == [48, 64, 64, 64, 80]
     with pytest.raises(IndexError):
-        pieces.place(9)
+        pieces.page_at(9)
 
 
 def test_sharing_what_moves_promises_a_page() -> None:

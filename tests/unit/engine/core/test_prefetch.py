@@ -19,7 +19,7 @@ CHAIN = [BlockHash(bytes([number]) * 32) for number in range(BLOCKS)]
 GROUPS = {
     "plain": (FULL_ATTENTION,),
     "windows": (FULL_ATTENTION, KvSpec(window=20), KvSpec(chunk=24)),
-    "states": (FULL_ATTENTION, KvSpec(window=1, cell=16), KvSpec(window=1, cell=16)),
+    "states": (FULL_ATTENTION, KvSpec(window=1, state_interval=16), KvSpec(window=1, state_interval=16)),
 }
 
 

@@ -117,7 +117,7 @@ class Place:
     def __init__(self, folder: Path, kept: str | None, seed: int) -> None:
         ops = {} if kept is None else {"kv_dtype": kept}
         shape = RunnerBench(folder, "bf16", pages=1, family=REFERENCE).spec.kv
-        self.memory = KvMemory.anonymous(KvLayout.of(shape, kept or "bf16"), PAGES)
+        self.memory = KvMemory.anonymous(KvLayout.for_shape(shape, kept or "bf16"), PAGES)
         self.bench = RunnerBench(
             folder, "bf16", pages=PAGES, seed=seed, family=REFERENCE, memory=self.memory.buffer, **ops
         )
@@ -141,9 +141,9 @@ def test_pages_are_handed_over_and_kept_as_bytes(folder: Path, tmp_path: Path) -
         theirs, own = reader.memory.view(page), writer.memory.view(into)
         if block == 0:  # by the store
             final = final_of(block)
-            assert tiers[0].write(final, theirs)
-            tiers[1].has([final.key])
-            assert tiers[1].read(final.key, own)
+            assert tiers[0].write_page(final, theirs)
+            tiers[1].contains([final.key])
+            assert tiers[1].read_page(final.key, own)
             continue
         seal = PageChecksum(identity, layout)
         frame = PageReady(
@@ -155,13 +155,13 @@ def test_pages_are_handed_over_and_kept_as_bytes(folder: Path, tmp_path: Path) -
             tokens=16,
             checksum=seal.checksum(theirs, 1),
         )
-        PageChecksum(writer.identity, writer.memory.layout).copy(frame, theirs, own)
+        PageChecksum(writer.identity, writer.memory.layout).copy_checked(frame, theirs, own)
         with pytest.raises(PageCorrupt, match="other sizes"):
-            PageChecksum(other.identity, other.memory.layout).copy(frame, theirs, other.memory.view(PageId(0)))
+            PageChecksum(other.identity, other.memory.layout).copy_checked(frame, theirs, other.memory.view(PageId(0)))
         mixed = ModelIdentity(fingerprint=identity.fingerprint, numerics=other.identity.numerics)
         with pytest.raises(PageCorrupt, match="wrong checksum"):
-            PageChecksum(mixed, layout).copy(frame, theirs, own)
-        seal.copy(frame, theirs, own)
+            PageChecksum(mixed, layout).copy_checked(frame, theirs, own)
+        seal.copy_checked(frame, theirs, own)
     heir.computed = len(prompt)
     while len(heir.output) < ANSWER:
         writer.bench.step([(heir, 1)])

@@ -43,7 +43,7 @@ class World:
         self.departures = PageExporter(self.pool, self._offer, self._done, self.writer if slow else None)
 
     def _offer(self, offer: PageOffer, now: float, *, more: bool = False) -> None:
-        self.said.append((offer.block, offer.page))
+        self.said.append((offer.index, offer.page))
         self.more.append(more)
 
     def _done(self, first: TokenItem, tokens: int, now: float) -> None:

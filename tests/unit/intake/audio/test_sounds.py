@@ -150,7 +150,7 @@ def test_windows_end_at_quiet_places() -> None:
 
 
 def test_the_recipe_is_the_models(tmp_path: Path) -> None:
-    whisper = parse_whisper(ConfigFields(whisper_config(), "config.json")).own(WhisperConfig)
+    whisper = parse_whisper(ConfigFields(whisper_config(), "config.json")).details_as(WhisperConfig)
     folder = write_whisper(tmp_path)
     recipe = read_sound_recipe(model_files(folder), whisper)
     assert (recipe.samples, recipe.frames, recipe.bands, recipe.tokens) == (16_000, 100, 12, 64)

@@ -22,13 +22,13 @@ PLACES = slab_head(IDENTITY, LAYOUT, SIZE, encrypted=False).places
 def fill(path: Path, count: int, **more: object) -> None:
     tier = slab_tier(path, **more)
     for number in range(count):
-        assert tier.write(final_of(number), memoryview(page_of(number)))
+        assert tier.write_page(final_of(number), memoryview(page_of(number)))
     tier.close()
 
 
 def read(tier, number: int) -> bytes | None:
     into = bytearray(LAYOUT.page_bytes)
-    return bytes(into) if tier.read(key_of(number), memoryview(into)) else None
+    return bytes(into) if tier.read_page(key_of(number), memoryview(into)) else None
 
 
 def test_the_size_is_kept_and_taken_at_once(tmp_path: Path):
@@ -46,7 +46,7 @@ def test_all_of_it_is_there_after_a_restart(tmp_path: Path):
     tier = slab_tier(tmp_path / "f")
     assert tier.pages == 40
     assert [read(tier, number) for number in range(40)] == [page_of(number) for number in range(40)]
-    assert tier.write(final_of(40), memoryview(page_of(40)))
+    assert tier.write_page(final_of(40), memoryview(page_of(40)))
     tier.close()
 
 
@@ -54,8 +54,8 @@ def test_other_shares_find_it_in_places_of_their_own(tmp_path: Path):
     fill(tmp_path / "f", 20, share=(0, 1))
     tiers = [slab_tier(tmp_path / "f", share=(n, 3)) for n in range(3)]
     assert [read(tiers[2], number) for number in range(20)] == [page_of(number) for number in range(20)]
-    tiers[1].write(final_of(99), memoryview(page_of(99)))
-    assert tiers[0].has([key_of(99)]) == [True]
+    tiers[1].write_page(final_of(99), memoryview(page_of(99)))
+    assert tiers[0].contains([key_of(99)]) == [True]
     assert read(tiers[0], 99) == page_of(99)
     for tier in tiers:
         tier.close()
@@ -65,10 +65,10 @@ def test_who_comes_second_reads_only(tmp_path: Path, caplog: pytest.LogCaptureFi
     first = slab_tier(tmp_path / "f")
     second = slab_tier(tmp_path / "f")
     assert "another service" in caplog.text
-    first.write(final_of(1), memoryview(page_of(1)))
-    assert second.has([key_of(1)]) == [True]
+    first.write_page(final_of(1), memoryview(page_of(1)))
+    assert second.contains([key_of(1)]) == [True]
     assert read(second, 1) == page_of(1)
-    assert not second.write(final_of(2), memoryview(page_of(2)))
+    assert not second.write_page(final_of(2), memoryview(page_of(2)))
     first.close()
     second.close()
 
@@ -110,14 +110,14 @@ def test_a_file_in_use_is_not_begun_anew(tmp_path: Path):
     first = slab_tier(tmp_path / "f")
     with pytest.raises(ConfigError, match="is used by another"):
         slab_tier(tmp_path / "f", nbytes=SIZE + (1 << 20))
-    first.write(final_of(1), memoryview(page_of(1)))
+    first.write_page(final_of(1), memoryview(page_of(1)))
     assert read(first, 1) == page_of(1)
     first.close()
 
 
 def test_a_file_that_somebody_only_reads_is_not_begun_anew(tmp_path: Path):
     writer = slab_tier(tmp_path / "f")
-    writer.write(final_of(1), memoryview(page_of(1)))
+    writer.write_page(final_of(1), memoryview(page_of(1)))
     reader = slab_tier(tmp_path / "f")
     writer.close()
     with pytest.raises(ConfigError, match="is used by another"):
@@ -139,12 +139,12 @@ def test_a_folder_that_cannot_be_is_named(tmp_path: Path):
 def test_when_it_is_full_the_least_missed_page_goes(tmp_path: Path):
     tier = slab_tier(tmp_path / "f")
     for number in range(tier.places):
-        tier.write(final_of(number, saves_s=1.0 if number % 2 else 0.001), memoryview(page_of(number)))
+        tier.write_page(final_of(number, saves_s=1.0 if number % 2 else 0.001), memoryview(page_of(number)))
     assert read(tier, 0) == page_of(0)  # used, and so worth more than its equals
     for number in range(tier.places, tier.places + 50):
-        tier.write(final_of(number, saves_s=1.0), memoryview(page_of(number)))
+        tier.write_page(final_of(number, saves_s=1.0), memoryview(page_of(number)))
     assert tier.pages == tier.places
-    gone = [number for number in range(tier.places) if not tier.has([key_of(number)])[0]]
+    gone = [number for number in range(tier.places) if not tier.contains([key_of(number)])[0]]
     assert len(gone) == 50
     assert all(number % 2 == 0 for number in gone)
     assert 0 not in gone
@@ -199,11 +199,11 @@ from pathlib import Path
 from tests.store_rig import final_of, page_of, slab_tier
 tier = slab_tier(Path(sys.argv[1]), direct=False)
 number = int(sys.argv[2])
-tier.write(final_of(number), memoryview(page_of(number)))
+tier.write_page(final_of(number), memoryview(page_of(number)))
 print("writing", flush=True)
 while True:
     number += 1
-    tier.write(final_of(number), memoryview(page_of(number)))
+    tier.write_page(final_of(number), memoryview(page_of(number)))
 """
 
 
@@ -225,8 +225,8 @@ def test_who_is_killed_while_writing_leaves_whole_pages(tmp_path: Path, kills: i
         assert tier.pages > 0
         into = bytearray(LAYOUT.page_bytes)
         numbers = {key_of(number): number for number in range(kill * 100_000, kill * 100_000 + 20_000)}
-        for place, key in tier._directory.known():
-            assert tier.read(key, memoryview(into)), f"place {place}"
+        for place, key in tier._directory.known_places():
+            assert tier.read_page(key, memoryview(into)), f"place {place}"
             if key in numbers:
                 assert into == page_of(numbers[key])
         tier.close()

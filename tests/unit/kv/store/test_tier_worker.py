@@ -36,19 +36,19 @@ def test_a_page_that_is_evicted_while_it_is_written_is_not_offered(
             def call(*words: Any) -> Any:
                 found = None if first else plain(*words)
                 generations[0] += 1
-                store.evicted(key_of(1))
+                store.on_evicted(key_of(1))
                 return plain(*words) if first else found
 
             return call
 
         seal, directory = tiers.writer._seal, tiers.writer._directory
         if where == "before it is sealed":
-            monkeypatch.setattr(seal, "close", evicting(seal.close, first=True))
+            monkeypatch.setattr(seal, "seal", evicting(seal.seal, first=True))
         elif where != "never":
-            put = evicting(directory.put, first=where == "before it is said")
-            monkeypatch.setattr(directory, "put", put)
-        store.save(final_of(1))
-        assert tiers.other.has([key_of(1)]) == [where == "never"]
+            put = evicting(directory.write_entry, first=where == "before it is said")
+            monkeypatch.setattr(directory, "write_entry", put)
+        store.save_page(final_of(1))
+        assert tiers.other.contains([key_of(1)]) == [where == "never"]
 
 
 class Slow(HandNow):
@@ -58,7 +58,7 @@ class Slow(HandNow):
     clock: Clock
     ended = False
 
-    def end(self) -> None:
+    def finish(self) -> None:
         self.ended = True
 
     def join(self, patience_s: float) -> bool:

@@ -22,7 +22,7 @@ class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # of the agent; no other has it
     transports: str  # UCX_TLS
     devices: str  # UCX_NET_DEVICES
-    gives: bool  # others read its memory; otherwise it reads theirs into it
+    exports: bool  # others read its memory; otherwise it reads theirs into it
     writable: bool  # how its memory is mapped
     nbytes: int  # of its memory
     descriptors: tuple[int, int]  # socket, memory
@@ -110,14 +110,14 @@ class AgentClient:
         with self._lock:
             return None if self._process is None else self._process.pid
 
-    def say(self, order: AgentCommand) -> None:
+    def send(self, order: AgentCommand) -> None:
         """Raises HouseEmptyError."""
         try:
             self._socket.send(msgspec.msgpack.encode(order))
         except OSError:
             raise AgentGoneError("its process has ended") from None
 
-    def hear(self, timeout_s: float | None) -> AgentEvent | None:
+    def receive(self, timeout_s: float | None) -> AgentEvent | None:
         """None: nothing, for so long.  Raises HouseEmptyError."""
         try:
             self._socket.settimeout(timeout_s)
@@ -130,7 +130,7 @@ class AgentClient:
             pass
         raise AgentGoneError("its process has ended")
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kill it.  What it was about to write to, nobody else may use again."""
         with self._lock:
             self._over = True
@@ -142,7 +142,7 @@ class AgentClient:
 
     def close(self) -> None:
         """``end``, and give back the socket: when nobody is listening any more."""
-        self.end()
+        self.kill()
         self._socket.close()
 
     def _tend(self) -> None:

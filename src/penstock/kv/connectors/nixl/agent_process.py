@@ -54,7 +54,7 @@ def run_agent() -> None:
         agent, news = None, AgentUnavailable(f"{type(error).__name__}: {error}"[:500])
     said.send(msgspec.msgpack.encode(news))
     if agent is not None:
-        AgentLoop(agent, said, base).work()
+        AgentLoop(agent, said, base).run()
     os._exit(0)  # whatever threads the library has
 
 
@@ -75,7 +75,7 @@ def create_agent(begin: AgentSetup, base: int) -> Any:
     }
     nixl = nixl_package()
     # Who gives must get on while nobody asks it anything; who reads asks.
-    config = nixl.nixl_agent_config(enable_prog_thread=begin.gives, backends=["UCX"])
+    config = nixl.nixl_agent_config(enable_prog_thread=begin.exports, backends=["UCX"])
     agent = nixl.nixl_agent(begin.name, config)
     agent.register_memory([(base, begin.nbytes, 0, "")], _MEMORY)
     return agent
@@ -103,7 +103,7 @@ class AgentLoop:
         self._flying: dict[int, Any] = {}
         self._decoder = msgspec.msgpack.Decoder(AgentCommand)
 
-    def work(self) -> None:
+    def run(self) -> None:
         """Until the socket ends."""
         while True:
             if select.select([self._said], [], [], 0 if self._flying else None)[0]:

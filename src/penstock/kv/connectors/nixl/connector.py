@@ -68,20 +68,20 @@ class NixlExporter:
     def close(self) -> None:
         """Nobody can read anything any more.  May be called twice."""
         if self._house is not None and self._thread is not None:
-            self._house.end()
+            self._house.kill()
             self._thread.join()
             self._house.close()
 
     def _listen(self, house: AgentClient) -> None:
         try:
-            first = house.hear(None)
+            first = house.receive(None)
             if not isinstance(first, AgentReady) or len(first.agent) > AGENT_BYTES:
                 reason = getattr(first, "reason", "it says too much")
                 log.warning("pages are given by sockets, NIXL cannot be had: %s", reason)
                 return
             self.ready = first
             self.settled.set()
-            house.hear(None)
+            house.receive(None)
         except AgentGoneError:
             if self.ready is not None:
                 log.warning("pages are given by sockets from now on: the process of NIXL has ended")
@@ -122,86 +122,86 @@ class NixlConnector(KvConnector):
             name=f"penstock-{os.urandom(8).hex()}",
             transports=config.nixl_transports,
             devices=config.nixl_devices,
-            gives=True,
+            exports=True,
             writable=needs_writing(config.nixl_transports),
             nbytes=own.mapped_bytes,
             descriptors=(-1, -1),
         )
-        self.giver = NixlExporter(begin, own.lent)
-        taking = msgspec.structs.replace(begin, name=f"{begin.name}-takes", gives=False, writable=True)
-        self.taker = NixlReader(taking, seal, config.fetch_stall_s, self._land)
+        self.exporter = NixlExporter(begin, own.shared_descriptor)
+        taking = msgspec.structs.replace(begin, name=f"{begin.name}-takes", exports=False, writable=True)
+        self.reader = NixlReader(taking, seal, config.fetch_stall_s, self._land)
 
     # --- sending end ---
 
-    def grant(self, request: RequestId, epoch: int) -> PagesAt | None:
-        at = self._tcp.grant(request, epoch)
-        self.giver.start()
-        ready = self.giver.ready
+    def grant_access(self, request: RequestId, epoch: int) -> PagesAt | None:
+        at = self._tcp.grant_access(request, epoch)
+        self.exporter.start()
+        ready = self.exporter.ready
         if at is None or ready is None:
             return at
         return msgspec.structs.replace(at, agent=ready.agent, base=ready.base)
 
-    def offer(self, frame: PageReady) -> None:
-        self._tcp.offer(frame)
+    def publish_page(self, frame: PageReady) -> None:
+        self._tcp.publish_page(frame)
 
-    def revoke(self, request: RequestId, epoch: int) -> None:
-        self._tcp.revoke(request, epoch)
+    def revoke_access(self, request: RequestId, epoch: int) -> None:
+        self._tcp.revoke_access(request, epoch)
 
     @property
-    def turned_away(self) -> int:
-        return self._tcp.turned_away
+    def rejected_connections(self) -> int:
+        return self._tcp.rejected_connections
 
     # --- receiving end ---
 
-    def door(self, source: PageSource, at: PagesAt) -> None:
-        self._tcp.door(source, at)
+    def add_ticket(self, source: PageSource, at: PagesAt) -> None:
+        self._tcp.add_ticket(source, at)
         self._doors[source, at.request, at.epoch] = at
         if at.agent:
-            self.taker.start()
+            self.reader.start()
         elif source not in self._without:
             self._without = {each for each in self._without if each.worker != source.worker} | {source}
             log.info("pages of %s come by %s: it has no NIXL yet", source.worker, self._tcp.name)
 
-    def fetch(self, wanted: FetchRequest) -> bool:
+    def fetch_page(self, wanted: FetchRequest) -> bool:
         """Some time later."""
         frame = wanted.frame
         if not (0 <= frame.page < MOST_PAGE and 0 <= frame.generation < 1 << 64):
             raise PageCorrupt(f"page {frame.page} of generation {frame.generation}")
         at = self._doors.get((wanted.source, frame.request, frame.epoch))
         address = 0 if at is None else at.base + frame.page * self.own.layout.page_bytes
-        if at is None or not at.agent or address >= 1 << 64 or not self.taker.usable:
-            return self._tcp.fetch(wanted)
-        self.taker.fetch(NixlFetch(wanted, at.agent, address))
+        if at is None or not at.agent or address >= 1 << 64 or not self.reader.usable:
+            return self._tcp.fetch_page(wanted)
+        self.reader.queue_page(NixlFetch(wanted, at.agent, address))
         return False
 
-    def flush(self) -> None:
-        self._tcp.flush()
+    def start_fetches(self) -> None:
+        self._tcp.start_fetches()
 
     @property
     def busy_s(self) -> float:
-        return self._tcp.busy_s + self.taker.busy_s
+        return self._tcp.busy_s + self.reader.busy_s
 
     @property
-    def has_landed(self) -> bool:
-        return bool(self._landed) or self._tcp.has_landed
+    def has_results(self) -> bool:
+        return bool(self._landed) or self._tcp.has_results
 
-    def landed(self) -> Sequence[FetchResult]:
+    def fetch_results(self) -> Sequence[FetchResult]:
         with self._lock, contextlib.suppress(BlockingIOError):
             landed, self._landed = self._landed, deque()
             os.eventfd_read(self._event)
         lost = [each for each in landed if each.failure == FAILED]
         if lost:
-            log.warning("%d pages are asked for by %s: NIXL: %s", len(lost), self._tcp.name, self.taker.why)
+            log.warning("%d pages are asked for by %s: NIXL: %s", len(lost), self._tcp.name, self.reader.last_error)
         for each in lost:
-            self._tcp.fetch(each.wanted)
-        self._tcp.flush()
-        return [*(each for each in landed if each.failure != FAILED), *self._tcp.landed()]
+            self._tcp.fetch_page(each.request)
+        self._tcp.start_fetches()
+        return [*(each for each in landed if each.failure != FAILED), *self._tcp.fetch_results()]
 
-    def stop(self, source: PageSource, request: RequestId, epoch: int) -> None:
+    def stop_transfer(self, source: PageSource, request: RequestId, epoch: int) -> None:
         key = (source, request, epoch)
         self._doors.pop(key, None)
-        self._tcp.stop(source, request, epoch)
-        self.taker.stop(key)
+        self._tcp.stop_transfer(source, request, epoch)
+        self.reader.stop_transfer(key)
         with self._lock:
             self._landed = deque(each for each in self._landed if _key_of(each) != key)
             if not self._landed and self._event >= 0:
@@ -214,8 +214,8 @@ class NixlConnector(KvConnector):
 
     def close(self) -> None:
         """May be called twice."""
-        self.taker.close()
-        self.giver.close()
+        self.reader.close()
+        self.exporter.close()
         self._tcp.close()
         with self._lock:
             event, self._event = self._event, -1
@@ -230,5 +230,5 @@ class NixlConnector(KvConnector):
 
 
 def _key_of(landed: FetchResult) -> SourceTransferKey:
-    frame = landed.wanted.frame
-    return landed.wanted.source, frame.request, frame.epoch
+    frame = landed.request.frame
+    return landed.request.source, frame.request, frame.epoch

@@ -56,14 +56,14 @@ SourceTransferKey = tuple[PageSource, RequestId, int]
 class NixlFetch:
     """A page to be fetched from where an agent has it."""
 
-    wanted: FetchRequest
+    request: FetchRequest
     agent: bytes
     address: int
     stopped: bool = False
 
     @property
     def key(self) -> SourceTransferKey:
-        return self.wanted.source, self.wanted.frame.request, self.wanted.frame.epoch
+        return self.request.source, self.request.frame.request, self.request.frame.epoch
 
 
 class _AgentRun:
@@ -74,7 +74,7 @@ class _AgentRun:
         try:
             os.ftruncate(self._memory, begin.nbytes)
             self.mapped = mmap.mmap(self._memory, begin.nbytes)
-            self.house = AgentClient(begin, self._memory)
+            self.client = AgentClient(begin, self._memory)
         except Exception:
             os.close(self._memory)
             raise
@@ -83,7 +83,7 @@ class _AgentRun:
         self.numbers = count()
 
     def close(self) -> None:
-        self.house.close()
+        self.client.close()
         os.close(self._memory)
         self.view.release()
         with contextlib.suppress(BufferError):
@@ -112,7 +112,7 @@ class NixlReader:
         self._closed = False
         self._house: AgentClient | None = None
         self.resting_until = 0.0
-        self.why = ""  # it rests
+        self.last_error = ""  # it rests
         self.pages = 0  # that it brought
         self.busy_s = 0.0  # of processor time, that the thread took
         self.settled = threading.Event()  # it has a process, or had to do without one
@@ -131,7 +131,7 @@ class NixlReader:
         try:
             thread.start()
         except RuntimeError as error:  # no more threads: without this one it is not usable
-            self.why = str(error)
+            self.last_error = str(error)
             self.resting_until = time.monotonic() + REST_S
             log.warning("pages come by sockets for a while, NIXL cannot be had: %s", error)
             return
@@ -152,13 +152,13 @@ class NixlReader:
         house = self._house
         return None if house is None else house.pid
 
-    def fetch(self, errand: NixlFetch) -> None:
+    def queue_page(self, errand: NixlFetch) -> None:
         """Some time later."""
         with self._changed:
             self._pending.append(errand)
             self._changed.notify()
 
-    def stop(self, key: SourceTransferKey) -> None:
+    def stop_transfer(self, key: SourceTransferKey) -> None:
         """Nothing more is written for these once this returns."""
         with self._changed:
             for errand in (*self._pending, *(each for _, batch in self._flying.values() for each in batch)):
@@ -173,7 +173,7 @@ class NixlReader:
             self._changed.notify()
             house = self._house
         if house is not None:
-            house.end()
+            house.kill()
         if self._thread is not None:
             self._thread.join()
 
@@ -216,12 +216,12 @@ class NixlReader:
     def _born(self) -> _AgentRun:
         life = _AgentRun(self._begin)
         with self._changed:
-            self._house = life.house
+            self._house = life.client
             closed = self._closed
         if closed:
-            life.house.end()
+            life.client.kill()
         try:
-            first = life.house.hear(START_S)
+            first = life.client.receive(START_S)
             if isinstance(first, AgentUnavailable):
                 raise NixlUnavailableError(first.reason)
             if not isinstance(first, AgentReady):
@@ -234,9 +234,9 @@ class NixlReader:
     def _turn(self, life: _AgentRun) -> None:
         """Have as much read as may be under way, and take in what comes next."""
         while (batch := self._next(life)) is not None:
-            life.house.say(batch)
+            life.client.send(batch)
         if self._flying:
-            done = life.house.hear(self._stall_s)
+            done = life.client.receive(self._stall_s)
             if not isinstance(done, ReadDone):
                 raise AgentGoneError(f"a read did not end in {self._stall_s:g} s")
             if done.number not in self._flying:
@@ -260,7 +260,7 @@ class NixlReader:
             self._flying[number] = half, batch
         if agent not in life.peers:
             life.peers[agent] = len(life.peers)
-            life.house.say(AddPeer(life.peers[agent], agent))
+            life.client.send(AddPeer(life.peers[agent], agent))
         offsets = [self._place(half, slot) for slot in range(len(batch))]
         return ReadPages(number, life.peers[agent], self._page, [each.address for each in batch], offsets)
 
@@ -274,14 +274,14 @@ class NixlReader:
             with self._changed, life.view[start : start + self._page] as page:
                 if not errand.stopped:
                     self.pages += 1
-                    self._land(FetchResult(errand.wanted, self._copied(errand, page)))
+                    self._land(FetchResult(errand.request, self._copied(errand, page)))
                     errand.stopped = True  # it belongs to who asked: nobody fetches it once more, whatever fails now
         with self._changed:
             del self._flying[number]
 
     def _copied(self, errand: NixlFetch, page: memoryview) -> str | None:
         try:
-            self._seal.copy(errand.wanted.frame, page, errand.wanted.into)
+            self._seal.copy_checked(errand.request.frame, page, errand.request.into)
         except PageCorrupt:
             return CORRUPT
         return None
@@ -290,11 +290,11 @@ class NixlReader:
         """Everything goes another way for a while; for good where there is no NIXL."""
         with self._changed:
             self._reads = self._wanted = False
-            self.why = str(error) or type(error).__name__
+            self.last_error = str(error) or type(error).__name__
             self.resting_until = time.monotonic() + REST_S
             if isinstance(error, NixlUnavailableError):
                 self.resting_until = math.inf
-                log.warning("pages come by sockets, NIXL cannot be had: %s", self.why)
+                log.warning("pages come by sockets, NIXL cannot be had: %s", self.last_error)
             self._lose()
 
     def _lose(self) -> None:
@@ -305,4 +305,4 @@ class NixlReader:
             self._pending.clear()
             for errand in lost:
                 if not errand.stopped:
-                    self._land(FetchResult(errand.wanted, FAILED))
+                    self._land(FetchResult(errand.request, FAILED))

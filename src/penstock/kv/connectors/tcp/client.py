@@ -60,13 +60,13 @@ TransferKey = tuple[RequestId, int]
 class PageFetch:
     """One page."""
 
-    wanted: FetchRequest
+    request: FetchRequest
     tries: int = 0  # connections that were lost over it
 
     @property
     def key(self) -> TransferKey:
         """Whose page it is."""
-        return self.wanted.frame.request, self.wanted.frame.epoch
+        return self.request.frame.request, self.request.frame.epoch
 
 
 @dataclass(slots=True, eq=False)
@@ -74,9 +74,9 @@ class FetchBatch:
     """Pages of one leg that are asked for in one go."""
 
     key: TransferKey
-    door: PagesAt
-    orders: list[PageFetch]
-    landed: int = 0  # of the orders, from the first
+    ticket: PagesAt
+    fetches: list[PageFetch]
+    fetched: int = 0  # of the orders, from the first
     stopped: bool = False  # nobody wants them any more: what comes is thrown away
     arrivals: Arrivals | None = None  # what is being written
 
@@ -89,27 +89,27 @@ class FetchQueue(Protocol):
     seal: PageChecksum
     sealed: bool
 
-    def take(self, line: FetchConnection, wait_s: float) -> FetchBatch | None:
+    def next_batch(self, line: FetchConnection, wait_s: float) -> FetchBatch | None:
         """Something to do.  None when there is nothing for ``wait_s``; a line that waited in vain is to end."""
         ...
 
-    def landed(self, batch: FetchBatch, failures: Sequence[str | None]) -> None:
+    def on_pages_fetched(self, batch: FetchBatch, failures: Sequence[str | None]) -> None:
         """The next pages of a batch are here, or others are: for each what is wrong with it."""
         ...
 
-    def worked(self, seconds: float) -> None:
+    def add_cpu_time(self, seconds: float) -> None:
         """So much processor time was spent."""
         ...
 
-    def came(self, line: FetchConnection, batch: FetchBatch, seconds: float) -> None:
+    def on_batch_fetched(self, line: FetchConnection, batch: FetchBatch, seconds: float) -> None:
         """All of a batch is here, so many seconds after it was asked for, or after the one before it on that line."""
         ...
 
-    def refused(self, line: FetchConnection, batch: FetchBatch) -> None:
+    def on_batch_refused(self, line: FetchConnection, batch: FetchBatch) -> None:
         """The sender hands these out no more."""
         ...
 
-    def lost(self, line: FetchConnection, why: str) -> bool:
+    def on_connection_lost(self, line: FetchConnection, why: str) -> bool:
         """The connection broke.  False: it is not to be made anew."""
         ...
 
@@ -134,19 +134,19 @@ class FetchConnection:
         """Once."""
         self._thread.start()
 
-    def settle(self, batch: FetchBatch) -> None:
+    def stop_batch(self, batch: FetchBatch) -> None:
         """Nothing more is written of a batch that was stopped, once this returns."""
         with self._writing:
             arrivals = batch.arrivals
         if arrivals is not None:
             arrivals.stop()
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """End soon."""
         self._ended.set()
         wire = self._wire
         if wire is not None:
-            wire.hang_up()
+            wire.shut_down()
 
     def _run(self) -> None:
         pause = FIRST_PAUSE_S
@@ -157,7 +157,7 @@ class FetchConnection:
             except Exception as error:  # whatever ends this thread unheard leaves prompts waiting
                 if not isinstance(error, OSError | ProtocolError | ConfigError):
                     log.exception("a connection over which pages are fetched failed")
-                if not self._errands.lost(self, str(error) or type(error).__name__):
+                if not self._errands.on_connection_lost(self, str(error) or type(error).__name__):
                     return
                 pause = FIRST_PAUSE_S if time.monotonic() - began > LONGEST_PAUSE_S else min(2 * pause, LONGEST_PAUSE_S)
                 if self._ended.wait(pause):
@@ -172,16 +172,20 @@ class FetchConnection:
         try:
             while True:
                 room = len(flying) < BATCHES_IN_FLIGHT
-                batch = errands.take(self, 0.0 if flying else errands.config.peer_idle_s) if room else None
+                batch = errands.next_batch(self, 0.0 if flying else errands.config.peer_idle_s) if room else None
                 if batch is not None:
-                    talk = talk or _FetchSession(errands, self._connect(batch.door.port), self._writing)
+                    talk = talk or _FetchSession(errands, self._connect(batch.ticket.port), self._writing)
                     talk.ask(batch)
                     flying.append(batch)
                 elif flying and talk is not None:
                     seconds = talk.receive(flying[0])
-                    (errands.refused(self, flying[0]) if seconds is None else errands.came(self, flying[0], seconds))
+                    (
+                        errands.on_batch_refused(self, flying[0])
+                        if seconds is None
+                        else errands.on_batch_fetched(self, flying[0], seconds)
+                    )
                     flying.popleft()
-                    errands.worked((spent := time.thread_time()) - before)
+                    errands.add_cpu_time((spent := time.thread_time()) - before)
                     before = spent
                 else:
                     return
@@ -208,9 +212,9 @@ class _FetchSession:
         self._sealed = errands.sealed
         self._nonce = secrets.token_bytes(frames.NONCE_BYTES)
         self._pair = frames.Handshake(
-            frames.parse_hello(wire.exactly(frames.HELLO_BYTES), sealed=self._sealed), self._nonce
+            frames.parse_hello(wire.receive_exactly(frames.HELLO_BYTES), sealed=self._sealed), self._nonce
         )
-        wire.patience_s = errands.config.fetch_stall_s
+        wire.timeout_s = errands.config.fetch_stall_s
         self._attached: set[int] = set()  # legs that the sender knows us to have the token of, or is about to
         self._attaching: set[int] = set()  # numbers of the batches asked for with an ATTACH that is not answered yet
         self._cipher: Any = None
@@ -224,7 +228,7 @@ class _FetchSession:
 
     def ask(self, batch: FetchBatch) -> None:
         """Ask for all pages of a batch."""
-        leg, token = batch.door.leg, batch.door.token
+        leg, token = batch.ticket.leg, batch.ticket.token
         parts: list[bytes] = []
         self._number = number = (self._number + 1) & 0xFFFF_FFFF
         if leg not in self._attached:
@@ -233,17 +237,17 @@ class _FetchSession:
             self._attached.add(leg)
             self._attaching.add(number)
             parts = [frames.pack_head(frames.ATTACH, leg), self._nonce, self._pair.receiver_proof(token, leg)]
-        pages = [order.wanted.frame.page for order in batch.orders]
+        pages = [order.request.frame.page for order in batch.fetches]
         self._asked = time.monotonic()
         self._wire.send([b"".join((*parts, frames.pack_fetch(leg, number, pages)))])
 
     def receive(self, batch: FetchBatch) -> float | None:
         """Take the batch that was asked for first of those that have not come.  Seconds that it took; None: refused."""
-        leg, count = batch.door.leg, len(batch.orders)
+        leg, count = batch.ticket.leg, len(batch.fetches)
         self._expected = (self._expected + 1) & 0xFFFF_FFFF
-        refused = self._expected in self._attaching and not self._is_attached(batch.door)
+        refused = self._expected in self._attaching and not self._is_attached(batch.ticket)
         self._attaching.discard(self._expected)
-        answer = frames.parse_head(self._wire.exactly(frames.HEAD_BYTES))
+        answer = frames.parse_head(self._wire.receive_exactly(frames.HEAD_BYTES))
         if answer == (frames.REFUSED, 0, self._expected, leg):
             self._attached.discard(leg)
             return None
@@ -259,12 +263,12 @@ class _FetchSession:
 
     def _is_attached(self, door: PagesAt) -> bool:
         """The sender's own proof."""
-        kind, _, _, leg = frames.parse_head(self._wire.exactly(frames.HEAD_BYTES))
+        kind, _, _, leg = frames.parse_head(self._wire.receive_exactly(frames.HEAD_BYTES))
         if (kind, leg) == (frames.REFUSED, door.leg):
             return False
         if (kind, leg) != (frames.ATTACHED, door.leg):
             raise ProtocolError("no answer to a greeting")
-        proof = self._wire.exactly(frames.PROOF_BYTES)
+        proof = self._wire.receive_exactly(frames.PROOF_BYTES)
         if not compare_digest(proof, self._pair.sender_proof(door.token, door.leg)):
             raise ProtocolError("whoever answers there is not the sender")
         return True
@@ -272,42 +276,42 @@ class _FetchSession:
     def _pages(self, batch: FetchBatch) -> None:
         """As they are, into where they are to stand."""
         with self._writing:  # who stops it afterwards finds what to stop
-            arrivals = batch.arrivals = Arrivals([order.wanted.into for order in batch.orders])
+            arrivals = batch.arrivals = Arrivals([order.request.into for order in batch.fetches])
             if batch.stopped:
                 arrivals.stop()
         while arrivals.left and not batch.stopped:
-            got = arrivals.take(self._wire.sock.fileno(), self._wire.patience_s)
+            got = arrivals.take(self._wire.sock.fileno(), self._wire.timeout_s)
             if got < 0:
                 raise ConnectionError(HUNG_UP)
             self._tell(batch, arrivals)
             if got == 0 and not batch.stopped:
-                raise self._wire.silence()
+                raise self._wire.stall_error()
         left = arrivals.left
         while left:
-            left -= self._wire.some(self._scratch[:left])
+            left -= self._wire.receive_some(self._scratch[:left])
 
     def _tell(self, batch: FetchBatch, arrivals: Arrivals) -> None:
         """What is there now and was not before."""
         suffix, failures = self._errands.seal.suffix, list[str | None]()
-        for page in range(batch.landed, arrivals.done):
-            frame = batch.orders[page].wanted.frame
+        for page in range(batch.fetched, arrivals.done):
+            frame = batch.fetches[page].request.frame
             right = arrivals.checksum(page, suffix(frame.generation)) == frame.checksum
             failures.append(None if right else CORRUPT)
         if failures:
-            self._errands.landed(batch, failures)
+            self._errands.on_pages_fetched(batch, failures)
 
     def _sealed_page(self, batch: FetchBatch) -> None:
         """Into a place beside, and from there, proved and in clear, to where it is to stand."""
-        wanted = batch.orders[batch.landed].wanted
-        self._wire.fill(self._scratch)
+        wanted = batch.fetches[batch.fetched].request
+        self._wire.receive_into(self._scratch)
         nonce = frames.page_nonce(self._sealed_pages)
         self._sealed_pages += 1
-        names = frames.page_associated_data(batch.door.leg, wanted.frame.page)
+        names = frames.page_associated_data(batch.ticket.leg, wanted.frame.page)
         with self._writing:
             if not batch.stopped:
                 self._open(nonce, names, wanted.into)
-        right = batch.stopped or self._errands.seal.check(wanted.frame, wanted.into)
-        self._errands.landed(batch, (None if right else CORRUPT,))
+        right = batch.stopped or self._errands.seal.matches(wanted.frame, wanted.into)
+        self._errands.on_pages_fetched(batch, (None if right else CORRUPT,))
 
     def _open(self, nonce: bytes, names: bytes, into: memoryview) -> None:
         from cryptography.exceptions import InvalidTag
@@ -369,16 +373,16 @@ class SourcePool(FetchQueue):
 
     # --- for the worker's loop ---------------------------------------------------------------------------------------
 
-    def door(self, at: PagesAt) -> None:
+    def add_ticket(self, at: PagesAt) -> None:
         """See ``port.PageCarrier``."""
         with self._changed:
             self._doors[at.request, at.epoch] = at
 
-    def leads_to(self, key: TransferKey) -> bool:
+    def has_ticket(self, key: TransferKey) -> bool:
         """Did anybody say where these pages are?"""
         return key in self._doors
 
-    def fetch(self, pages: Sequence[FetchRequest]) -> None:
+    def queue_pages(self, pages: Sequence[FetchRequest]) -> None:
         """Have pages brought, whose doors are known."""
         with self._changed:
             for wanted in pages:
@@ -393,7 +397,7 @@ class SourcePool(FetchQueue):
             elif len(self._ways) < self.config.connections:
                 self._open()
 
-    def stop(self, key: TransferKey) -> None:
+    def stop_transfer(self, key: TransferKey) -> None:
         """See ``port.PageCarrier``."""
         with self._changed:
             self._doors.pop(key, None)
@@ -406,10 +410,10 @@ class SourcePool(FetchQueue):
                         batch.stopped = True
                         writing.append((way.line, batch))
         for line, batch in writing:
-            line.settle(batch)
+            line.stop_batch(batch)
 
     @property
-    def unused(self) -> bool:
+    def is_idle(self) -> bool:
         """Is there nothing to come, and no connection?"""
         with self._changed:
             return not (self._doors or self._pending or self._ways)
@@ -422,11 +426,11 @@ class SourcePool(FetchQueue):
             lines = list(self._ways)
             self._changed.notify_all()
         for line in lines:
-            line.hang_up()
+            line.shut_down()
 
     # --- for its connections -----------------------------------------------------------------------------------------
 
-    def take(self, line: FetchConnection, wait_s: float) -> FetchBatch | None:
+    def next_batch(self, line: FetchConnection, wait_s: float) -> FetchBatch | None:
         """Something to do.  None after ``wait_s`` without any; a line that waited in vain is none of this road's any
         more."""
         with self._changed:
@@ -446,34 +450,34 @@ class SourcePool(FetchQueue):
                 self._open()
             return batch
 
-    def came(self, line: FetchConnection, batch: FetchBatch, seconds: float) -> None:
+    def on_batch_fetched(self, line: FetchConnection, batch: FetchBatch, seconds: float) -> None:
         """All of a batch is here, so many seconds after the one before it on that line, or after it was asked for."""
-        nbytes = len(batch.orders) * self.seal.layout.page_bytes
+        nbytes = len(batch.fetches) * self.seal.layout.page_bytes
         with self._changed:
             self._ways[line].flying.remove(batch)
             self._rate += _SMOOTHING * (nbytes / max(seconds, 1e-6) - self._rate)
 
-    def refused(self, line: FetchConnection, batch: FetchBatch) -> None:
+    def on_batch_refused(self, line: FetchConnection, batch: FetchBatch) -> None:
         """The sender hands these out no more."""
         with self._changed:
             self._ways[line].flying.remove(batch)
             if not batch.stopped:
-                self._fail(batch.orders, REFUSED)
+                self._fail(batch.fetches, REFUSED)
 
-    def landed(self, batch: FetchBatch, failures: Sequence[str | None]) -> None:
+    def on_pages_fetched(self, batch: FetchBatch, failures: Sequence[str | None]) -> None:
         """The next pages of a batch are here, or others are: for each what is wrong with it."""
         with self._changed:  # what is told after a stop would be taken for news of whoever pulls it next
-            first, batch.landed = batch.landed, batch.landed + len(failures)
+            first, batch.fetched = batch.fetched, batch.fetched + len(failures)
             if not batch.stopped:
-                orders = batch.orders[first : batch.landed]
-                self._land([FetchResult(order.wanted, why) for order, why in zip(orders, failures, strict=True)])
+                orders = batch.fetches[first : batch.fetched]
+                self._land([FetchResult(order.request, why) for order, why in zip(orders, failures, strict=True)])
 
-    def worked(self, seconds: float) -> None:
+    def add_cpu_time(self, seconds: float) -> None:
         """So much processor time was spent."""
         with self._changed:
             self.busy_s += seconds
 
-    def lost(self, line: FetchConnection, why: str) -> bool:
+    def on_connection_lost(self, line: FetchConnection, why: str) -> bool:
         """The connection broke: what was to come over it is asked for again.  False: this road is closed.
 
         Answers come in the order of the questions, so only the first batch can have been what it broke over, and only
@@ -485,7 +489,7 @@ class SourcePool(FetchQueue):
             hopeless = {order.key for order in given_up}
             for batch in reversed(way.flying):
                 if not batch.stopped and batch.key in self._doors:
-                    self._pending.extendleft(reversed(batch.orders[batch.landed :]))
+                    self._pending.extendleft(reversed(batch.fetches[batch.fetched :]))
             if hopeless:
                 self._pending = deque(order for order in self._pending if order.key not in hopeless)
             way.flying.clear()
@@ -497,7 +501,7 @@ class SourcePool(FetchQueue):
 
     def _charge(self, batch: FetchBatch) -> list[PageFetch]:
         """A connection was lost over it.  Those of its pages that are not fetched any more."""
-        left = [] if batch.stopped else batch.orders[batch.landed :]
+        left = [] if batch.stopped else batch.fetches[batch.fetched :]
         for order in left:
             order.tries += 1
         return [order for order in left if order.tries >= self.config.fetch_tries]
@@ -526,4 +530,4 @@ class SourcePool(FetchQueue):
         return FetchBatch(key, self._doors[key], orders)
 
     def _fail(self, orders: list[PageFetch], why: str) -> None:
-        self._land([FetchResult(order.wanted, why) for order in orders])
+        self._land([FetchResult(order.request, why) for order in orders])

@@ -56,31 +56,31 @@ class FetchClient:
         self._told = False
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
-    def door(self, source: PageSource, at: PagesAt) -> None:
+    def add_ticket(self, source: PageSource, at: PagesAt) -> None:
         """See above."""
         road = self._roads.get(source)
         if road is None:
-            for other in [other for other, known in self._roads.items() if known.unused]:
+            for other in [other for other, known in self._roads.items() if known.is_idle]:
                 self._gone_s += self._roads.pop(other).busy_s
             road = self._roads[source] = SourcePool(source, self._config, self._seal, self._sealed, self._land)
-        road.door(at)
+        road.add_ticket(at)
         early = self._early.pop((source, at.request, at.epoch), None)
         if early:
-            road.fetch(early)
+            road.queue_pages(early)
 
-    def fetch(self, wanted: FetchRequest) -> None:
+    def fetch_page(self, wanted: FetchRequest) -> None:
         """See above."""
         road, frame = self._roads.get(wanted.source), wanted.frame
-        if road is None or not road.leads_to((frame.request, frame.epoch)):
+        if road is None or not road.has_ticket((frame.request, frame.epoch)):
             self._early.setdefault((wanted.source, frame.request, frame.epoch), []).append(wanted)
         else:
             self._asked.setdefault(road, []).append(wanted)
 
-    def flush(self) -> None:
+    def start_fetches(self) -> None:
         """See above."""
         asked, self._asked = self._asked, {}
         for road, pages in asked.items():
-            road.fetch(pages)
+            road.queue_pages(pages)
 
     @property
     def busy_s(self) -> float:
@@ -88,11 +88,11 @@ class FetchClient:
         return self._gone_s + sum(road.busy_s for road in self._roads.values())
 
     @property
-    def has_landed(self) -> bool:
+    def has_results(self) -> bool:
         """See above."""
         return self._told
 
-    def landed(self) -> Sequence[FetchResult]:
+    def fetch_results(self) -> Sequence[FetchResult]:
         """See above."""
         with self._lock:
             if not self._told:
@@ -102,7 +102,7 @@ class FetchClient:
             landed, self._landed = self._landed, deque()
         return landed
 
-    def stop(self, source: PageSource, request: RequestId, epoch: int) -> None:
+    def stop_transfer(self, source: PageSource, request: RequestId, epoch: int) -> None:
         """See above."""
         self._early.pop((source, request, epoch), None)
         road = self._roads.get(source)
@@ -110,9 +110,9 @@ class FetchClient:
             return
         if road in self._asked:
             self._asked[road] = [each for each in self._asked[road] if _key_of(each) != (request, epoch)]
-        road.stop((request, epoch))
+        road.stop_transfer((request, epoch))
         with self._lock:
-            self._landed = deque(each for each in self._landed if _key_of(each.wanted) != (request, epoch))
+            self._landed = deque(each for each in self._landed if _key_of(each.request) != (request, epoch))
             if self._told and not self._landed:
                 self._told = False
                 os.eventfd_read(self.descriptor)
@@ -162,49 +162,49 @@ class TcpConnector(KvConnector):
         self.name = ENCRYPTED if sealed else CLEAR
         self.own = own
         self.seal = seal
-        self.desk = PageServer(own, "" if host == "*" else host, port, config, sealed=sealed)
+        self.server = PageServer(own, "" if host == "*" else host, port, config, sealed=sealed)
         self._courier = FetchClient(config, seal, sealed=sealed)
 
-    def grant(self, request: RequestId, epoch: int) -> PagesAt | None:
-        return self.desk.grant(request, epoch)
+    def grant_access(self, request: RequestId, epoch: int) -> PagesAt | None:
+        return self.server.grant_access(request, epoch)
 
-    def offer(self, frame: PageReady) -> None:
-        self.desk.offer(frame)
+    def publish_page(self, frame: PageReady) -> None:
+        self.server.publish_page(frame)
 
-    def revoke(self, request: RequestId, epoch: int) -> None:
-        self.desk.revoke(request, epoch)
+    def revoke_access(self, request: RequestId, epoch: int) -> None:
+        self.server.revoke_access(request, epoch)
 
     @property
-    def turned_away(self) -> int:
-        return self.desk.refused
+    def rejected_connections(self) -> int:
+        return self.server.rejected_connections
 
-    def door(self, source: PageSource, at: PagesAt) -> None:
-        self._courier.door(source, at)
+    def add_ticket(self, source: PageSource, at: PagesAt) -> None:
+        self._courier.add_ticket(source, at)
 
-    def fetch(self, wanted: FetchRequest) -> bool:
+    def fetch_page(self, wanted: FetchRequest) -> bool:
         """Some time after the turn."""
         frame = wanted.frame
         if not (0 <= frame.page < 1 << 64 and 0 <= frame.generation < 1 << 64):
             raise PageCorrupt(f"page {frame.page} of generation {frame.generation}")
-        self._courier.fetch(wanted)
+        self._courier.fetch_page(wanted)
         return False
 
-    def flush(self) -> None:
-        self._courier.flush()
+    def start_fetches(self) -> None:
+        self._courier.start_fetches()
 
     @property
     def busy_s(self) -> float:
         return self._courier.busy_s
 
     @property
-    def has_landed(self) -> bool:
-        return self._courier.has_landed
+    def has_results(self) -> bool:
+        return self._courier.has_results
 
-    def landed(self) -> Sequence[FetchResult]:
-        return self._courier.landed()
+    def fetch_results(self) -> Sequence[FetchResult]:
+        return self._courier.fetch_results()
 
-    def stop(self, source: PageSource, request: RequestId, epoch: int) -> None:
-        self._courier.stop(source, request, epoch)
+    def stop_transfer(self, source: PageSource, request: RequestId, epoch: int) -> None:
+        self._courier.stop_transfer(source, request, epoch)
 
     @property
     def descriptors(self) -> Sequence[int]:
@@ -212,5 +212,5 @@ class TcpConnector(KvConnector):
 
     def close(self) -> None:
         """Hang up on everybody.  May be called twice."""
-        self.desk.close()
+        self.server.close()
         self._courier.close()

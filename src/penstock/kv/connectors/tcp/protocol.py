@@ -148,27 +148,27 @@ class TimedSocket:
         sock.setblocking(True)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
-        self.patience_s = patience_s
+        self.timeout_s = patience_s
         self._told = {socket.SO_RCVTIMEO: -1.0, socket.SO_SNDTIMEO: -1.0}  # for how long the system waits
 
-    def exactly(self, nbytes: int) -> bytearray:
+    def receive_exactly(self, nbytes: int) -> bytearray:
         """So many bytes."""
         raw = bytearray(nbytes)
-        self.fill(memoryview(raw))
+        self.receive_into(memoryview(raw))
         return raw
 
-    def fill(self, view: memoryview) -> None:
+    def receive_into(self, view: memoryview) -> None:
         """All of it."""
         while view.nbytes:
-            view = view[self.some(view, socket.MSG_WAITALL) :]
+            view = view[self.receive_some(view, socket.MSG_WAITALL) :]
 
-    def some(self, view: memoryview, flags: int = 0) -> int:
+    def receive_some(self, view: memoryview, flags: int = 0) -> int:
         """What is there; at least a byte."""
         self._be_patient(socket.SO_RCVTIMEO)
         try:
             got = self.sock.recv_into(view, 0, flags)
         except BlockingIOError:
-            raise self.silence() from None
+            raise self.stall_error() from None
         if got == 0:
             raise ConnectionError(HUNG_UP)
         return got
@@ -182,14 +182,14 @@ class TimedSocket:
             try:
                 sent = self.sock.sendmsg(views[at : at + MAX_PARTS])
             except BlockingIOError:
-                raise self.silence() from None
+                raise self.stall_error() from None
             at = advance(views, at, sent)
 
-    def silence(self) -> TimeoutError:
+    def stall_error(self) -> TimeoutError:
         """What is wrong when nothing moves."""
-        return TimeoutError(f"nothing moved for {self.patience_s:g} s")
+        return TimeoutError(f"nothing moved for {self.timeout_s:g} s")
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """Whoever waits hears of it."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
@@ -199,9 +199,9 @@ class TimedSocket:
         self.sock.close()
 
     def _be_patient(self, option: int) -> None:
-        if self._told[option] != self.patience_s:
-            self._told[option] = self.patience_s
-            seconds = max(self.patience_s, _SHORTEST_S)
+        if self._told[option] != self.timeout_s:
+            self._told[option] = self.timeout_s
+            seconds = max(self.timeout_s, _SHORTEST_S)
             timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
             self.sock.setsockopt(socket.SOL_SOCKET, option, timeval)
 

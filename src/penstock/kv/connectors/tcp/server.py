@@ -50,7 +50,7 @@ class PageServer:
         self.own = own
         self.config = config
         self.sealed = sealed
-        self.refused = 0  # connections that proved nothing in time, or something wrong, or found no room
+        self.rejected_connections = 0  # connections that proved nothing in time, or something wrong, or found no room
         self._warned = False  # that there are as many as may be
         self._grants: dict[int, _Grant] = {}
         self._legs: dict[tuple[RequestId, int], _Grant] = {}
@@ -67,7 +67,7 @@ class PageServer:
 
     # --- for the worker's loop ---------------------------------------------------------------------------------------
 
-    def grant(self, request: RequestId, epoch: int) -> PagesAt:
+    def grant_access(self, request: RequestId, epoch: int) -> PagesAt:
         """See ``port.PageCarrier``."""
         grant = self._legs.get((request, epoch))
         if grant is None:
@@ -77,13 +77,13 @@ class PageServer:
             request=request, epoch=epoch, port=self.port, leg=grant.leg, token=grant.token, sealed=self.sealed
         )
 
-    def offer(self, frame: PageReady) -> None:
+    def publish_page(self, frame: PageReady) -> None:
         """See ``port.PageCarrier``."""
         grant = self._legs.get((frame.request, frame.epoch))
         if grant is not None:
             grant.pages.add(frame.page)
 
-    def revoke(self, request: RequestId, epoch: int) -> None:
+    def revoke_access(self, request: RequestId, epoch: int) -> None:
         """See ``port.PageCarrier``."""
         grant = self._legs.pop((request, epoch), None)
         if grant is not None:
@@ -98,19 +98,19 @@ class PageServer:
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes whoever waits in accept
         self._listening.close()
         for caller in callers:
-            caller.wire.hang_up()
+            caller.wire.shut_down()
 
     # --- for the threads ---------------------------------------------------------------------------------------------
 
-    def granted(self, leg: int) -> _Grant | None:
+    def find_grant(self, leg: int) -> _Grant | None:
         """A leg that may be fetched now."""
         return self._grants.get(leg)
 
-    def left(self, caller: _ServerConnection) -> None:
+    def on_connection_closed(self, caller: _ServerConnection) -> None:
         """This connection is over."""
         with self._lock:
             self._callers.discard(caller)
-            self.refused += not caller.known
+            self.rejected_connections += not caller.authenticated
 
     def _accept(self) -> None:
         while True:
@@ -139,11 +139,11 @@ class PageServer:
         try:
             threading.Thread(target=caller.run, name=f"pages-to-{host}", daemon=True).start()
         except RuntimeError:  # the system gives no more threads
-            self.left(caller)
+            self.on_connection_closed(caller)
             raise
 
     def _turned_away(self) -> None:
-        self.refused += not self._closed
+        self.rejected_connections += not self._closed
         if len(self._callers) >= self.config.max_connections and not self._warned:
             self._warned = True
             log.warning(
@@ -154,10 +154,10 @@ class PageServer:
     def _has_room(self) -> bool:
         """May one more connect?  Strangers who take their time are hung up on when somebody else comes."""
         since = time.monotonic() - self.config.greeting_s
-        strangers = [caller for caller in self._callers if not caller.known]
+        strangers = [caller for caller in self._callers if not caller.authenticated]
         for caller in strangers:
-            if caller.came < since:
-                caller.wire.hang_up()
+            if caller.opened_at < since:
+                caller.wire.shut_down()
         return len(self._callers) < self.config.max_connections and len(strangers) < self.config.max_strangers
 
 
@@ -166,8 +166,8 @@ class _ServerConnection:
 
     def __init__(self, desk: PageServer, wire: TimedSocket) -> None:
         self.wire = wire
-        self.known = False  # it has proved itself
-        self.came = time.monotonic()
+        self.authenticated = False  # it has proved itself
+        self.opened_at = time.monotonic()
         self._desk = desk
         self._nonce = secrets.token_bytes(frames.NONCE_BYTES)
         self._cipher: Any = None
@@ -184,40 +184,40 @@ class _ServerConnection:
             log.debug("a connection for pages ended: %s", error)
         finally:
             self.wire.close()
-            self._desk.left(self)
+            self._desk.on_connection_closed(self)
 
     def _answer(self) -> None:
         config = self._desk.config
-        self.wire.patience_s = _IDLE_LEASES * config.peer_idle_s if self.known else config.greeting_s
-        kind, count, number, leg = frames.parse_head(self.wire.exactly(frames.HEAD_BYTES))
-        self.wire.patience_s = config.fetch_stall_s
+        self.wire.timeout_s = _IDLE_LEASES * config.peer_idle_s if self.authenticated else config.greeting_s
+        kind, count, number, leg = frames.parse_head(self.wire.receive_exactly(frames.HEAD_BYTES))
+        self.wire.timeout_s = config.fetch_stall_s
         if kind == frames.ATTACH:
             self._attach(leg)
-        elif kind == frames.FETCH and self.known and 0 < count <= frames.MAX_PAGES:
-            self._fetch(leg, number, frames.parse_pages(self.wire.exactly(8 * count)))
+        elif kind == frames.FETCH and self.authenticated and 0 < count <= frames.MAX_PAGES:
+            self._fetch(leg, number, frames.parse_pages(self.wire.receive_exactly(8 * count)))
         else:
             raise ProtocolError(f"a frame of kind {kind} with {count} pages")
 
     def _attach(self, leg: int) -> None:
-        raw = self.wire.exactly(frames.NONCE_BYTES + frames.PROOF_BYTES)
+        raw = self.wire.receive_exactly(frames.NONCE_BYTES + frames.PROOF_BYTES)
         pair = frames.Handshake(self._nonce, bytes(raw[: frames.NONCE_BYTES]))
-        grant = self._desk.granted(leg)
+        grant = self._desk.find_grant(leg)
         token = _NO_TOKEN if grant is None else grant.token
         proved = compare_digest(raw[frames.NONCE_BYTES :], pair.receiver_proof(token, leg))
         if grant is None or not proved:
-            if not self.known:
+            if not self.authenticated:
                 raise ProtocolError("a stranger")
             self.wire.send([frames.pack_head(frames.REFUSED, leg)])
             return
-        if not self.known:
-            self.known = True
+        if not self.authenticated:
+            self.authenticated = True
             if self._desk.sealed:
                 self._cipher = pair.cipher(token, leg)
         grant.callers.add(self)
         self.wire.send([frames.pack_head(frames.ATTACHED, leg), pair.sender_proof(token, leg)])
 
     def _fetch(self, leg: int, number: int, pages: tuple[int, ...]) -> None:
-        grant = self._desk.granted(leg)
+        grant = self._desk.find_grant(leg)
         if grant is None or self not in grant.callers or not grant.pages.issuperset(pages):
             self.wire.send([frames.pack_head(frames.REFUSED, leg, number=number)])
             return

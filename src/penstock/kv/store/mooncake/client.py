@@ -125,12 +125,12 @@ class MooncakeLane:
         """For the process: its end of the socket, and the memory."""
         return self._theirs.fileno(), self._memory
 
-    def given(self) -> None:
+    def close_child_ends(self) -> None:
         """The process has them: then they end with it."""
         self._theirs.close()
         os.close(self._memory)
 
-    def ask(self, question: MooncakeRequest) -> MooncakeResponse:
+    def request(self, question: MooncakeRequest) -> MooncakeResponse:
         """In time, or this life of the process is over."""
         self._deadline()
         try:
@@ -139,12 +139,12 @@ class MooncakeLane:
             raise ProcessEndedError(f"no answer in {self._timeout_s:g} s") from None
         except OSError:
             raise ProcessEndedError("its process has ended") from None
-        answer = self.hear()
+        answer = self.receive()
         if answer is None:
             raise ProcessEndedError(f"no answer in {self._timeout_s:g} s")
         return answer
 
-    def hear(self) -> MooncakeResponse | None:
+    def receive(self) -> MooncakeResponse | None:
         """What the process says; None: nothing, in the time for it."""
         self._deadline()
         try:
@@ -157,7 +157,7 @@ class MooncakeLane:
             pass
         raise ProcessEndedError("its process has ended")
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """The process hears that this is the end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -194,7 +194,7 @@ class _ProcessRun:
             raise TierError(f"mooncake: no process: {error.strerror or error}") from None
         finally:
             for lane in self.lanes.values():
-                lane.given()
+                lane.close_child_ends()
 
     @property
     def pid(self) -> int:
@@ -204,7 +204,7 @@ class _ProcessRun:
         """Let it leave for so long, then kill it.  Lanes in use are closed by who uses them.  May be called twice."""
         self.over = True
         for lane in self.lanes.values():
-            lane.hang_up()
+            lane.shut_down()
         if patience_s:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(patience_s)
@@ -305,7 +305,7 @@ class MooncakeClient:
             raise ProcessEndedError("its process has ended")
         if lane.greeted:
             return
-        first = lane.hear()
+        first = lane.receive()
         if first is None and time.monotonic() - life.began < START_S:
             raise TierError(f"mooncake: its process is not ready, {self._setup.master} does not answer yet")
         if first is None or first.code:

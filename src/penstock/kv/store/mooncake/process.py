@@ -46,12 +46,12 @@ class ServedLane:
         self.bytes = value_bytes
         self._decoder = msgspec.msgpack.Decoder(MooncakeRequest)
 
-    def hear(self) -> MooncakeRequest | None:
+    def receive(self) -> MooncakeRequest | None:
         """The next question; None when the worker has gone."""
         raw = self._socket.recv(MAX_REQUEST_BYTES)
         return self._decoder.decode(raw) if raw else None
 
-    def say(self, answer: MooncakeResponse) -> None:
+    def send(self, answer: MooncakeResponse) -> None:
         """The answer to it."""
         self._socket.send(msgspec.msgpack.encode(answer))
 
@@ -67,7 +67,7 @@ def run_mooncake() -> None:
     store, code = open_client(setup, lanes)
     signal.setitimer(signal.ITIMER_REAL, 0)
     for lane in lanes:
-        lane.say(MooncakeResponse(code))
+        lane.send(MooncakeResponse(code))
     if code == 0:
         ended = threading.Event()
         for lane in lanes:
@@ -111,8 +111,8 @@ def own_address(master: str) -> str:
 def serve_lane(lane: ServedLane, store: Any, setup: MooncakeSetup, ended: threading.Event) -> None:
     """Answer what is asked over a lane until it ends."""
     try:
-        while (question := lane.hear()) is not None:
-            lane.say(_answer(lane, store, question))
+        while (question := lane.receive()) is not None:
+            lane.send(_answer(lane, store, question))
     finally:
         ended.set()
 

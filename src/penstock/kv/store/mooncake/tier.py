@@ -54,8 +54,8 @@ class MooncakeTier:
     """See ``port.Tier``.  Several threads may use it at once."""
 
     name = "mooncake"
-    copies = True
-    remote = True
+    stores_copies = True
+    is_remote = True
     pages = 0
 
     def __init__(self, at: MooncakeConfig, seal: AnyEnvelope, *, timeout_s: float) -> None:
@@ -97,7 +97,7 @@ class MooncakeTier:
         """Of the process that runs now."""
         return self._keeper.pid
 
-    def has(self, keys: Sequence[PageKey]) -> list[bool]:
+    def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         """See ``port.Tier``.  The answer is as long as ``keys``; behind the first that is missing it says no."""
         found: list[bool] = []
         with self._keeper.lane(_READ) as lane:
@@ -108,7 +108,7 @@ class MooncakeTier:
                     break
         return found + [False] * (len(keys) - len(found))
 
-    def read(self, key: PageKey, into: memoryview) -> bool:
+    def read_page(self, key: PageKey, into: memoryview) -> bool:
         """See ``port.Tier``."""
         name = self._name(key)
         with self._keeper.lane(_READ) as lane:
@@ -118,24 +118,24 @@ class MooncakeTier:
             try:
                 if code != self._value_bytes:
                     raise PageCorrupt(f"a value in Mooncake that has not {self._value_bytes} bytes")
-                self._seal.open(key, lane.value[PROOF_BYTES:], bytes(lane.value[:PROOF_BYTES]), into)
+                self._seal.unseal(key, lane.value[PROOF_BYTES:], bytes(lane.value[:PROOF_BYTES]), into)
             except PageCorrupt:
-                lane.ask(RemoveRequest(name))  # what it answers is all one: whoever reads it next tries again
+                lane.request(RemoveRequest(name))  # what it answers is all one: whoever reads it next tries again
                 raise
         return True
 
-    def write(self, final: FinalPage, content: memoryview) -> bool:
+    def write_page(self, final: FinalPage, content: memoryview) -> bool:
         """See ``port.Tier``.  What is there already is only looked at, which gives it time."""
         name = self._name(final.key)
         with self._keeper.lane(_WRITE) as lane:
             if _found(lane, [name]) == [True]:
                 return True
-            stored, proof = self._seal.close(final.key, content)
+            stored, proof = self._seal.seal(final.key, content)
             lane.value[:PROOF_BYTES] = proof
             lane.value[PROOF_BYTES:] = stored
             return _code(lane, PutRequest(name), {NO_ROOM}) != NO_ROOM
 
-    def evicted(self, key: PageKey) -> None:
+    def on_evicted(self, key: PageKey) -> None:
         """Nothing to do: the page there is another one."""
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class MooncakeTier:
 
 
 def _found(lane: MooncakeLane, names: list[str]) -> list[bool]:
-    answer = lane.ask(HasRequest(names))
+    answer = lane.request(HasRequest(names))
     _told(answer, set())
     if len(answer.found) != len(names):
         raise TierError(f"mooncake: {len(answer.found)} answers to {len(names)} questions")
@@ -155,7 +155,7 @@ def _found(lane: MooncakeLane, names: list[str]) -> list[bool]:
 
 
 def _code(lane: MooncakeLane, question: MooncakeRequest, known: set[int]) -> int:
-    return _told(lane.ask(question), known)
+    return _told(lane.request(question), known)
 
 
 def _told(answer: MooncakeResponse, known: set[int]) -> int:
