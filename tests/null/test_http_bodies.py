@@ -35,7 +35,11 @@ def padded(body: dict[str, Any], size: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("path", "asked"), [(CHAT, {"messages": HELLO}), (TEXT, {"prompt": "Once"})], ids=["chat", "completion"]
+    ("path", "asked"),
+    [
+        pytest.param(CHAT, {"messages": HELLO}, id="chat"),
+        pytest.param(TEXT, {"prompt": "Once"}, id="completion", marks=pytest.mark.long),
+    ],
 )
 async def test_nothing_of_a_body_stays_while_its_answer_runs(path: str, asked: dict[str, Any]) -> None:
     streams = NullStreams(gate=asyncio.Event())

@@ -283,6 +283,7 @@ KIMI_STORED = {
 }
 
 
+@pytest.mark.long
 def test_kimi_on_eight_h100(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As K2.5 is stored: a model with eyes around a text model, of which the routed experts have 4 bits."""
     inner = json.loads((CONFIGS / "kimi_k2_bf16.json").read_text())
