@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tiers import of_default
+
 from .asking import penstock
 from .conftest import Serve
 from .examples import EXAMPLES, run_example
@@ -55,7 +57,7 @@ def test_commands_that_talk_to_a_service(url: str) -> None:
     assert penstock("doctor", PENSTOCK_URL=url).returncode == 0
 
 
-@pytest.mark.parametrize("example", TALKING)
+@pytest.mark.parametrize("example", of_default("openai_client.py", "reproduce_seed.py", among=TALKING))
 def test_examples_run(example: str, url: str, tmp_path: Path) -> None:
     assert len(run_example(example, url, tmp_path)) > 50
 

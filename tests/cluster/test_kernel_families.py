@@ -59,7 +59,7 @@ def fingerprint(server: PenstockServer) -> str:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("family", "form"), cells((families()[0], "compressed")))
+@pytest.mark.parametrize(("family", "form"), cells())
 def test_every_family_gives_one_answer(models: dict[str, str], family: str, form: str, plain: Plain) -> None:
     """Split, in chunks of 16, in too little memory, in a batch, with a kill, then from the cache."""
     flags = [models[form], "--max-chunk-tokens", "16", "--kv-memory", ROOMS["tight"]]
@@ -111,11 +111,12 @@ async def answers_while(server: PenstockServer, bodies: list[dict[str, Any]], ch
         return await asyncio.gather(*streams)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         pytest.param("plain", "compressed", id="plain, then compressed"),
-        pytest.param("compressed", "plain", id="compressed, then plain", marks=pytest.mark.long),
+        pytest.param("compressed", "plain", id="compressed, then plain"),
     ],
 )
 def test_an_answer_goes_on_where_weights_are_stored_otherwise(

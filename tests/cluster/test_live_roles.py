@@ -156,8 +156,7 @@ def stir_until(
 @pytest.mark.timeout(400)
 def test_answers_are_the_same_while_workers_drain_and_change_roles(plain: list[dict[str, Any]]) -> None:
     with PenstockServer(FLEET) as server:
-        stir_until(server, plain, [drains], 1, answers_moved_total=0)
-        stir_until(server, plain, [changes_roles], 2, worker_role_changes_total=3)
+        stir_until(server, plain, [drains, changes_roles], 2, answers_moved_total=0, worker_role_changes_total=3)
         at_rest(server)
         told = penstock("admin", "role", "decode-0", "prefill", "--url", server.url)
         assert told.returncode == 0

@@ -69,6 +69,7 @@ def kill(server: PenstockServer, *roles: str) -> None:
             os.kill(worker["pid"], signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_loaded_while_serving(folders: dict[str, Path]) -> None:
     """Split, mixed, with what the caches have; then workers that were started anew have the adapters again."""
     wanted = plain(folders, 6)

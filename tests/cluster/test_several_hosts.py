@@ -68,7 +68,9 @@ def test_joined_workers_answer_as_one_host_does(fleet: Fleet, undisturbed: str) 
     assert all(row["kv_pages_leaked"] == 0 for row in server.workers())
 
 
-@pytest.mark.parametrize("victim", [1, 2], ids=["prefill", "decode"])
+@pytest.mark.parametrize(
+    "victim", [pytest.param(1, id="prefill", marks=pytest.mark.long), pytest.param(2, id="decode")]
+)
 def test_an_answer_survives_the_death_of_a_joined_worker(fleet: Fleet, undisturbed: str, victim: int) -> None:
     server = fleet[0]
     pid = fleet[victim].worker_pid()
@@ -80,6 +82,7 @@ def test_an_answer_survives_the_death_of_a_joined_worker(fleet: Fleet, undisturb
     assert ask(server, max_tokens=TOKENS) == undisturbed
 
 
+@pytest.mark.long
 def test_two_gateways_share_one_worker(keys: str) -> None:
     with PenstockWorker(["--keys", keys, "--role", "both"]) as worker:
         flags = ["--keys", keys, "--join", worker.endpoint]
@@ -109,6 +112,7 @@ def test_without_the_right_keys_nobody_comes_in(keys: str, tmp_path: Path) -> No
         assert stranger.stop() == 0
 
 
+@pytest.mark.long
 def test_nobody_there_is_said_with_the_reason_and_ready_only_when_it_is(keys: str) -> None:
     port = free_port()
     worker = PenstockWorker(["--keys", keys], port=port)
@@ -152,12 +156,14 @@ def test_refusals(keys: str, words: list[str], because: str) -> None:
     assert because in line
 
 
+@pytest.mark.long
 def test_a_mailbox_that_is_taken_is_refused(fleet: Fleet, keys: str) -> None:
     told = penstock("worker", "--keys", keys, "--listen", fleet[1].endpoint)
     assert told.returncode == 2
     assert f"port {fleet[1].port} on 127.0.0.1 is taken" in told.stderr
 
 
+@pytest.mark.long
 def test_a_worker_is_joined_again_when_it_is_started_anew_and_dead_when_it_ends(fleet: Fleet, undisturbed: str) -> None:
     server, _, decode = fleet
     before = server.metrics()["penstock:resubmissions_total"]
