@@ -90,7 +90,8 @@ def test_a_shard_that_is_none_is_refused(text: str):
 MODULE = "import pytest\n" + "".join(f"@pytest.mark.long\ndef test_{n}(): assert 1\n" for n in range(12))
 
 
-@pytest.mark.parametrize("spread", [pytest.param([], marks=pytest.mark.long), ["-n", "2", "--dist", "loadfile"]])
+@pytest.mark.long
+@pytest.mark.parametrize("spread", [[], ["-n", "2", "--dist", "loadfile"]])
 def test_what_found_no_time_is_written_down_and_runs_next(tmp_path: Path, spread: list[str]):
     """In processes side by side, too: all of a shard is left, and run with the next shard."""
     (tmp_path / "test_some.py").write_text(MODULE)

@@ -53,6 +53,7 @@ def test_a_run_as_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["wall_s"] > 0
 
 
+@pytest.mark.long
 def test_a_run_for_people_with_a_picture(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", trace, "--workers", "1:1", "--plot", str(tmp_path / "run.png")]) == 0
     shown = capsys.readouterr().out

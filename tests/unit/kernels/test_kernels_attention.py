@@ -21,6 +21,7 @@ from kernel_cases import (
     kept,
     make,
     normal,
+    once,
     short,
 )
 from kernel_ways import assert_any_cut_is_the_same, assert_recorded_as_run
@@ -84,6 +85,11 @@ def mixed(
 
 
 def plain_attention(ops: Any, heads: Heads, way: Way, qkv: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Backends of one type, and with pages of one type, round alike."""
+    return once(lambda: computed_plainly(ops, heads, way, qkv), qkv, ops.compute_dtype, ops.kv_dtype, heads, way)
+
+
+def computed_plainly(ops: Any, heads: Heads, way: Way, qkv: NDArray[np.float32]) -> NDArray[np.float64]:
     wide, tokens = qkv.astype(np.float64), len(qkv)
     ends = np.cumsum([heads.query * heads.dim, heads.kv * heads.dim])
     q, k, v = np.split(wide, ends, axis=1)

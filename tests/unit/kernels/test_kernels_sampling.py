@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ def test_noise_is_the_published_one(ops: Any) -> None:
     assert ops.gumbel(0x0123456789ABCDEF, 77, 3, ids[5:6])[0] == got[5]
 
 
+@cache
 def find_extreme(largest: bool) -> tuple[int, np.ndarray[Any, Any]]:
     """A position and an id whose upper 24 bits are among the extreme ones of two million draws."""
     ids = np.arange(1 << 21, dtype=np.int32)
