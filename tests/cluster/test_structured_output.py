@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -128,26 +127,26 @@ def test_a_worker_dies_in_the_middle_of_a_constrained_answer(server: PenstockSer
     assert len(json.loads(text)) >= 20
 
 
+@pytest.mark.long
 def test_a_hostile_schema_holds_up_nobody(server: PenstockServer) -> None:
-    """While one is compiled to its limit, plain answers come as ever."""
+    """While one is compiled to its limit, plain answers come; in the default tier ``unit/grammar/test_checking.py``."""
     hostile = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(4200)}}
 
-    async def both() -> tuple[httpx.Response, list[float]]:
+    async def both() -> tuple[httpx.Response, int]:
         async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
             ask = {**BODY, "max_tokens": 4, "structured_outputs": {"json": hostile}}
             slow = asyncio.create_task(client.post(f"{server.url}/v1/completions", json=ask))
-            times: list[float] = []
+            answered = 0
             while not slow.done():
-                begin = time.perf_counter()
                 plain = await client.post(f"{server.url}/v1/completions", json={**BODY, "max_tokens": 2})
                 assert plain.status_code == 200
-                times.append(time.perf_counter() - begin)
-            return await slow, times
+                answered += 1
+            return await slow, answered
 
     for _ in range(5):  # on a busy machine it may have been compiled when the second answer is there
-        answer, times = asyncio.run(both())
+        answer, answered = asyncio.run(both())
         assert answer.status_code in (200, 400), answer.text
         assert answer.status_code == 200 or answer.json()["error"]["code"] == "invalid_grammar"
-        if len(times) >= 2:
+        if answered >= 2:
             return
     raise AssertionError("plain answers waited each time for the schema")
