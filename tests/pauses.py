@@ -1,8 +1,8 @@
 """How long others are kept waiting while something runs: threads by the interpreter's lock, tasks by the event loop.
 
-Counted is the processor time of this process, not the clock: what other processes take does not count.  A machine with
-other work keeps a thread waiting now and then all the same; code that holds the lock does so every time.  So a few attempts
-are made, and the best counts.
+Counted is the processor time of this process, not the clock: what other processes take is left out.  A machine with
+other work keeps a thread waiting now and then all the same; code that holds the lock does so every time.  So a few
+attempts are made, and the best counts.
 """
 
 from __future__ import annotations
