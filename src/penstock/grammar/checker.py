@@ -17,7 +17,7 @@ from random import Random
 import msgspec
 from llguidance import LLTokenizer
 
-from penstock.grammar.frames import OUT_OF_MEMORY, Limits, Verdict, framed, read_frame
+from penstock.grammar.frames import OUT_OF_MEMORY, CheckLimits, Verdict, framed, read_frame
 from penstock.grammar.matcher import CompiledGrammar, Matcher, shortened
 from penstock.grammar.sources import from_ebnf
 from penstock.grammar.vocabulary import Vocabulary, token_trie
@@ -36,7 +36,7 @@ def main() -> None:
     first, second = read_frame(source.read), read_frame(source.read)
     if first is None or second is None:
         return
-    limits = msgspec.msgpack.decode(first, type=Limits)
+    limits = msgspec.msgpack.decode(first, type=CheckLimits)
     vocabulary = msgspec.msgpack.decode(second, type=Vocabulary)
     trie = token_trie(vocabulary)
     _bound_memory(limits.memory_bytes)

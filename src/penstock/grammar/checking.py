@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 from penstock.errors import GrammarRefused, QueueFull
 from penstock.grammar.child import Checker, CheckTimeoutError
-from penstock.grammar.frames import Limits, Verdict
+from penstock.grammar.frames import CheckLimits, Verdict
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.types import Grammar
 
@@ -35,7 +35,12 @@ class GrammarChecks:
     """All checks of one gateway.  Tenants have fair turns: none waits for more than one check of each other tenant."""
 
     def __init__(
-        self, load: Callable[[], Vocabulary], limits: Limits, *, max_waiting: int, max_remembered_bytes: int = 16 << 20
+        self,
+        load: Callable[[], Vocabulary],
+        limits: CheckLimits,
+        *,
+        max_waiting: int,
+        max_remembered_bytes: int = 16 << 20,
     ) -> None:
         """``load`` is called once, on a thread, with the first grammar.  ``max_remembered_bytes``: of the texts of
         grammars whose verdicts are kept."""

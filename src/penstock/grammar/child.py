@@ -16,7 +16,7 @@ import time
 import msgspec
 
 from penstock import sidecar
-from penstock.grammar.frames import OUT_OF_MEMORY, Limits, Verdict, framed, read_frame
+from penstock.grammar.frames import OUT_OF_MEMORY, CheckLimits, Verdict, framed, read_frame
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.types import Grammar
 
@@ -36,7 +36,7 @@ class CheckTimeoutError(Exception):
 class Checker:
     """One process."""
 
-    def __init__(self, vocabulary: Vocabulary, limits: Limits) -> None:
+    def __init__(self, vocabulary: Vocabulary, limits: CheckLimits) -> None:
         """Starts it; it gets ready while the first question is on its way."""
         self._limits = limits
         self._process = subprocess.Popen(

@@ -18,7 +18,7 @@ OUT_OF_MEMORY = 17
 _HEAD = struct.Struct("<I")
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class CheckLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What one check may cost."""
 
     cpu_s: float

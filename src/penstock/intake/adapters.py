@@ -21,8 +21,8 @@ from penstock.wire.ports import JsonObject
 MAX_NAME_CHARS = 256
 MAX_PATH_CHARS = 4096
 
-LOAD = frozenset({"lora_name", "lora_path", "load_inplace"})
-UNLOAD = frozenset({"lora_name", "lora_int_id"})
+LOAD_FIELDS = frozenset({"lora_name", "lora_path", "load_inplace"})
+UNLOAD_FIELDS = frozenset({"lora_name", "lora_int_id"})
 
 
 class AdapterBook:
@@ -48,7 +48,7 @@ class AdapterBook:
     async def load(self, body: JsonObject) -> str:
         """The name, once the adapter was read and found sound.  Raises RequestError."""
         self._check_allowed()
-        fields = _parsed(body, LOAD)
+        fields = _parsed(body, LOAD_FIELDS)
         name = _text(fields, "lora_name", MAX_NAME_CHARS)
         path = _text(fields, "lora_path", MAX_PATH_CHARS)
         if not path.startswith("/"):
@@ -68,7 +68,7 @@ class AdapterBook:
     async def unload(self, body: JsonObject) -> str:
         """The name.  Raises RequestError."""
         self._check_allowed()
-        name = _text(_parsed(body, UNLOAD), "lora_name", MAX_NAME_CHARS)
+        name = _text(_parsed(body, UNLOAD_FIELDS), "lora_name", MAX_NAME_CHARS)
         async with self._alone:
             if name not in self._by_name:
                 raise UnknownModel(name, ", ".join(self._by_name) or "no adapter")

@@ -26,7 +26,7 @@ GUIDED = {
 }
 """vLLM's older fields and the names that they have in ``structured_outputs`` now."""
 
-NAMES = frozenset({"response_format", "structured_outputs", *GUIDED})
+GRAMMAR_FIELDS = frozenset({"response_format", "structured_outputs", *GUIDED})
 
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
 _STRUCTURED = frozenset({"json", "json_object", "regex", "choice", "grammar", *_OPTIONS})

@@ -20,14 +20,14 @@ from penstock.intake.validate import parse_model
 Input = Prompt
 """As of a completion; token ids have their special tokens already."""
 
-EMBEDDINGS = frozenset(
+EMBEDDINGS_FIELDS = frozenset(
     {
         *("model", "input", "encoding_format", "dimensions", "user"),
         *("prompt_name", "input_type", "normalize", "truncate_prompt_tokens"),
     }
 )
-RERANK = frozenset({"model", "query", "documents", "top_n", "return_documents", "max_tokens_per_doc", "user"})
-CLASSIFY = frozenset({"model", "input", "truncate_prompt_tokens", "user"})
+RERANK_FIELDS = frozenset({"model", "query", "documents", "top_n", "return_documents", "max_tokens_per_doc", "user"})
+CLASSIFY_FIELDS = frozenset({"model", "input", "truncate_prompt_tokens", "user"})
 
 
 class EmbeddingsCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class ClassifyCall(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_embeddings(body: Mapping[str, Any], limits: Limits, facts: ModelFacts, width: int) -> EmbeddingsCall:
     """``width``: numbers of a whole vector.  Raises RequestError."""
-    refuse_unknown(body, EMBEDDINGS, facts.requests)
+    refuse_unknown(body, EMBEDDINGS_FIELDS, facts.requests)
     fields = Fields(body)
     parse_model(fields, facts, required=True)
     form = fields.raw("encoding_format") or "float"
@@ -79,7 +79,7 @@ def parse_embeddings(body: Mapping[str, Any], limits: Limits, facts: ModelFacts,
 
 def parse_rerank(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> RerankCall:
     """Raises RequestError."""
-    refuse_unknown(body, RERANK, facts.requests)
+    refuse_unknown(body, RERANK_FIELDS, facts.requests)
     fields = Fields(body)
     parse_model(fields, facts, required=False)
     query = string("query", fields.required("query"), max_chars=limits.max_body_bytes)
@@ -100,7 +100,7 @@ def parse_rerank(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> 
 
 def parse_classify(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> ClassifyCall:
     """Raises RequestError."""
-    refuse_unknown(body, CLASSIFY, facts.requests)
+    refuse_unknown(body, CLASSIFY_FIELDS, facts.requests)
     fields = Fields(body)
     parse_model(fields, facts, required=False)
     value = fields.required("input")

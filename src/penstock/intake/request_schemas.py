@@ -10,8 +10,17 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from penstock.config.limits import Limits
-from penstock.intake import adapters, pool_fields, validate
-from penstock.intake.audio import fields as audio_fields
+from penstock.intake.adapters import LOAD_FIELDS, UNLOAD_FIELDS
+from penstock.intake.audio.fields import TRANSCRIPTION_FIELDS
+from penstock.intake.pool_fields import CLASSIFY_FIELDS, EMBEDDINGS_FIELDS, RERANK_FIELDS
+from penstock.intake.validate import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    DETOKENIZE_FIELDS,
+    MAX_SALT_CHARS,
+    STREAM_OPTIONS,
+    TOKENIZE_FIELDS,
+)
 
 Schema = dict[str, Any]
 
@@ -33,22 +42,22 @@ def request_schemas(limits: Limits, *, unknown_fields: str = "refuse") -> Mappin
         found = {name: own.get(name) or known.get(name, {}) for name in sorted(names)}
         return {"type": "object", "required": list(required), "properties": found, "additionalProperties": open_to_more}
 
-    chat = body(validate.CHAT, ("model", "messages"), logprobs=_SWITCH)
+    chat = body(CHAT_FIELDS, ("model", "messages"), logprobs=_SWITCH)
     top = limits.max_top_logprobs
-    completion = body(validate.COMPLETION, ("model", "prompt"), logprobs=_integer(0, top), max_tokens=_integer(0))
-    rerank = body(pool_fields.RERANK, ("query", "documents"))
-    sound = body(audio_fields.KNOWN, ("model", "file"), file={"type": "string", "format": "binary"}, prompt=_TEXT)
+    completion = body(COMPLETION_FIELDS, ("model", "prompt"), logprobs=_integer(0, top), max_tokens=_integer(0))
+    rerank = body(RERANK_FIELDS, ("query", "documents"))
+    sound = body(TRANSCRIPTION_FIELDS, ("model", "file"), file={"type": "string", "format": "binary"}, prompt=_TEXT)
     return {
         "/v1/chat/completions": chat,
         "/v1/completions": completion,
-        "/v1/embeddings": body(pool_fields.EMBEDDINGS, ("model", "input")),
+        "/v1/embeddings": body(EMBEDDINGS_FIELDS, ("model", "input")),
         **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
-        "/classify": body(pool_fields.CLASSIFY, ("input",), input={}),
+        "/classify": body(CLASSIFY_FIELDS, ("input",), input={}),
         **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), sound),
-        "/tokenize": body(validate.TOKENIZE, (), prompt=_TEXT),
-        "/detokenize": body(validate.DETOKENIZE, ("tokens",)),
-        "/v1/load_lora_adapter": body(adapters.LOAD, ("lora_name", "lora_path")),
-        "/v1/unload_lora_adapter": body(adapters.UNLOAD, ("lora_name",)),
+        "/tokenize": body(TOKENIZE_FIELDS, (), prompt=_TEXT),
+        "/detokenize": body(DETOKENIZE_FIELDS, ("tokens",)),
+        "/v1/load_lora_adapter": body(LOAD_FIELDS, ("lora_name", "lora_path")),
+        "/v1/unload_lora_adapter": body(UNLOAD_FIELDS, ("lora_name",)),
     }
 
 
@@ -82,7 +91,7 @@ _COUNTS = ("dimensions", "max_tokens_per_doc", "top_n")
 
 def _fields(limits: Limits) -> dict[str, Schema]:
     """By name, where a name means the same everywhere."""
-    options = dict.fromkeys(validate.STREAM_OPTIONS, _SWITCH)
+    options = dict.fromkeys(STREAM_OPTIONS, _SWITCH)
     return {
         **dict.fromkeys(_SWITCHES, _SWITCH),
         **dict.fromkeys(_TEXTS_OF_ANY_KIND, _TEXT),
@@ -94,7 +103,7 @@ def _fields(limits: Limits) -> dict[str, Schema]:
         "input": _PROMPT,
         "stream_options": {"type": "object", "properties": options, "additionalProperties": False},
         "top_logprobs": _integer(0, limits.max_top_logprobs),
-        "cache_salt": _string(validate.MAX_SALT_CHARS),
+        "cache_salt": _string(MAX_SALT_CHARS),
         "prompt_cache_key": _string(limits.max_session_chars),
         "priority": {"anyOf": [_TEXT, {"type": "integer"}]},
         "truncate_prompt_tokens": _integer(-1),

@@ -18,7 +18,7 @@ from penstock.errors import BadField, RequestError
 from penstock.intake.fields import WRONG_TYPE, Fields, array, integer, mapping, number, string, token_ids
 from penstock.weights.config_json import LEAST_TEMPERATURE, SamplingDefaults
 
-NAMES = frozenset(
+SAMPLING_FIELDS = frozenset(
     {
         *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
         *("logit_bias", "seed", "n", "stop", "stop_token_ids", "min_tokens", "max_tokens", "ignore_eos"),
@@ -77,7 +77,7 @@ class Ends(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_sampling(fields: Fields, limits: Limits, facts: ModelFacts, ends: Ends) -> Sampling:
-    """All fields in ``NAMES`` (and ``max_completion_tokens``)."""
+    """All fields in ``SAMPLING_FIELDS`` (and ``max_completion_tokens``)."""
     max_tokens = parse_max_tokens(fields, facts.max_model_len, ends)
     suggested = facts.sampling
     return Sampling(

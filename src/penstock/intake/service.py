@@ -18,7 +18,7 @@ from penstock.config.limits import Limits
 from penstock.config.schema import Offers, RequestConfig
 from penstock.errors import BadField, GrammarRefused, PromptTooLong, RequestError
 from penstock.grammar.checking import GrammarChecks
-from penstock.grammar.frames import Limits as GrammarLimits
+from penstock.grammar.frames import CheckLimits
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.hashing import block_hashes, chain_root
 from penstock.intake.adapters import AdapterBook
@@ -107,7 +107,7 @@ class ModelIntake:
         self._adapters = AdapterBook(offers.lora, folder, name)
         suggested = msgspec.to_builtins(self._facts.sampling)
         self._card = ModelCard(name=name, created=created, max_model_len=max_model_len, sampling=suggested)
-        bounds = GrammarLimits(cpu_s=limits.max_grammar_s, memory_bytes=limits.max_grammar_memory_bytes)
+        bounds = CheckLimits(cpu_s=limits.max_grammar_s, memory_bytes=limits.max_grammar_memory_bytes)
         self._grammars = GrammarChecks(
             self.vocabulary,
             bounds,

@@ -9,7 +9,7 @@ from penstock.errors import BadField, RequestError
 from penstock.intake.fields import WRONG_TYPE, Fields
 from penstock.types import ServiceClass
 
-NAMES = frozenset({"service_tier", "priority"})
+SERVICE_CLASS_FIELDS = frozenset({"service_tier", "priority"})
 
 _TIERS = {
     "auto": None,  # as the key has it

@@ -17,7 +17,7 @@ from penstock.config.limits import Limits
 from penstock.errors import BadField, RequestError
 from penstock.intake.fields import WRONG_TYPE, Fields, array, mapping, string
 
-NAMES = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
+TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/\-]{1,128}")
 _WANT_CHOICE = "'none', 'auto', 'required' or an object that names a function"
 

@@ -16,8 +16,7 @@ from penstock.config.limits import Limits
 from penstock.config.schema import RequestConfig
 from penstock.errors import BadField, RequestError, UnknownModel
 from penstock.intake.fields import Fields, integer, mapping, refuse_large, refuse_unknown, string, unsupported
-from penstock.intake.grammar_fields import NAMES as GRAMMAR
-from penstock.intake.grammar_fields import Asked, parse_grammar, parse_json_form
+from penstock.intake.grammar_fields import GRAMMAR_FIELDS, Asked, parse_grammar, parse_json_form
 from penstock.intake.message_fields import (
     ImageUrl,
     Message,
@@ -26,16 +25,13 @@ from penstock.intake.message_fields import (
     parse_template_arguments,
 )
 from penstock.intake.prompt_fields import Prompt, parse_prompts, parse_token_prompt
-from penstock.intake.sampling_fields import NAMES as SAMPLING
-from penstock.intake.sampling_fields import Ends, ModelFacts, Sampling, parse_sampling
-from penstock.intake.service_fields import NAMES as SERVICE
-from penstock.intake.service_fields import parse_service
+from penstock.intake.sampling_fields import SAMPLING_FIELDS, Ends, ModelFacts, Sampling, parse_sampling
+from penstock.intake.service_fields import SERVICE_CLASS_FIELDS, parse_service
 from penstock.intake.template import RESERVED
-from penstock.intake.tool_fields import NAMES as TOOLS
-from penstock.intake.tool_fields import Tooling, parse_tooling
+from penstock.intake.tool_fields import TOOL_FIELDS, Tooling, parse_tooling
 from penstock.types import ServiceClass
 
-IGNORED = frozenset(
+IGNORED_FIELDS = frozenset(
     {
         *("user", "metadata", "store", "safety_identifier", "verbosity", "reasoning_effort"),
         *("prompt_cache_retention", "prompt_cache_options", "prediction"),
@@ -49,17 +45,17 @@ _OWN = frozenset(
         *("skip_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens"),
     }
 )
-_COMMON = SAMPLING | GRAMMAR | IGNORED | _OWN | SERVICE
-_TEMPLATE = TOOLS | {"add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents"}
+_COMMON = SAMPLING_FIELDS | GRAMMAR_FIELDS | IGNORED_FIELDS | _OWN | SERVICE_CLASS_FIELDS
+_TEMPLATE = TOOL_FIELDS | {"add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents"}
 _CHAT_LATER = frozenset(
     {
         *("functions", "function_call", "audio", "modalities", "web_search_options", "moderation"),
     }
 )
-CHAT = _COMMON | _TEMPLATE | _CHAT_LATER | {"messages", "max_completion_tokens", "top_logprobs"}
-COMPLETION = _COMMON | {"prompt", "echo", "suffix", "best_of", "add_special_tokens"}
-TOKENIZE = _TEMPLATE | {"model", "prompt", "messages", "add_special_tokens", "return_token_strs"}
-DETOKENIZE = frozenset({"model", "tokens"})
+CHAT_FIELDS = _COMMON | _TEMPLATE | _CHAT_LATER | {"messages", "max_completion_tokens", "top_logprobs"}
+COMPLETION_FIELDS = _COMMON | {"prompt", "echo", "suffix", "best_of", "add_special_tokens"}
+TOKENIZE_FIELDS = _TEMPLATE | {"model", "prompt", "messages", "add_special_tokens", "return_token_strs"}
+DETOKENIZE_FIELDS = frozenset({"model", "tokens"})
 
 MAX_SALT_CHARS = 256
 STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
@@ -122,8 +118,8 @@ class CompletionCall(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_chat(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> ChatCall:
     """Raises RequestError, the model's name first: a wrong address is told before a wrong letter."""
-    refuse_unknown(body, CHAT, facts.requests)
-    refuse_large(body, CHAT - IGNORED, limits.max_ignored_chars)
+    refuse_unknown(body, CHAT_FIELDS, facts.requests)
+    refuse_large(body, CHAT_FIELDS - IGNORED_FIELDS, limits.max_ignored_chars)
     fields = Fields(body)
     parse_model(fields, facts, required=True)
     images: list[ImageUrl] = []
@@ -140,8 +136,8 @@ def parse_chat(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> Ch
 
 def parse_completion(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> CompletionCall:
     """Raises RequestError."""
-    refuse_unknown(body, COMPLETION, facts.requests)
-    refuse_large(body, COMPLETION - IGNORED, limits.max_ignored_chars)
+    refuse_unknown(body, COMPLETION_FIELDS, facts.requests)
+    refuse_large(body, COMPLETION_FIELDS - IGNORED_FIELDS, limits.max_ignored_chars)
     fields = Fields(body)
     parse_model(fields, facts, required=True)
     given = fields.required("prompt")
@@ -167,7 +163,7 @@ def parse_completion(body: Mapping[str, Any], limits: Limits, facts: ModelFacts)
 
 def parse_tokenize(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> tuple[ChatText | str, bool, bool]:
     """What to tokenize, whether with special tokens, and whether to tell the tokens' strings."""
-    refuse_unknown(body, TOKENIZE, facts.requests)
+    refuse_unknown(body, TOKENIZE_FIELDS, facts.requests)
     fields = Fields(body)
     parse_model(fields, facts, required=False)
     strings = fields.boolean("return_token_strs")
@@ -187,7 +183,7 @@ def parse_tokenize(body: Mapping[str, Any], limits: Limits, facts: ModelFacts) -
 
 def parse_detokenize(body: Mapping[str, Any], facts: ModelFacts) -> tuple[int, ...]:
     """Token ids, at most a whole context of them."""
-    refuse_unknown(body, DETOKENIZE, facts.requests)
+    refuse_unknown(body, DETOKENIZE_FIELDS, facts.requests)
     fields = Fields(body)
     parse_model(fields, facts, required=False)
     ids = fields.required("tokens")

@@ -18,11 +18,11 @@ from grammar_world import BYTES, grammar_of, schema_grammar
 from penstock.errors import GrammarRefused, QueueFull
 from penstock.grammar.checking import GrammarChecks
 from penstock.grammar.child import Checker
-from penstock.grammar.frames import Limits, Verdict
+from penstock.grammar.frames import CheckLimits, Verdict
 from penstock.types import Grammar, GrammarKind
 
-LIMITS = Limits(cpu_s=0.4, memory_bytes=512 << 20)
-QUICK = Limits(cpu_s=0.05, memory_bytes=512 << 20)
+LIMITS = CheckLimits(cpu_s=0.4, memory_bytes=512 << 20)
+QUICK = CheckLimits(cpu_s=0.05, memory_bytes=512 << 20)
 WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(4000)}}
 PATIENCE_S = 40.0
 """On a machine with other work a little of a processor's time takes long."""
@@ -115,14 +115,14 @@ async def test_cpu_time_is_a_limit_that_holds():
 
 
 async def test_memory_is_a_limit_that_holds():
-    checks = GrammarChecks(lambda: BYTES, Limits(cpu_s=5.0, memory_bytes=4 << 20), max_waiting=2)
+    checks = GrammarChecks(lambda: BYTES, CheckLimits(cpu_s=5.0, memory_bytes=4 << 20), max_waiting=2)
     with pytest.raises(GrammarRefused, match="more than 4 MiB"):
         await checks.check(schema_grammar(WIDE))
     checks.close()
 
 
 async def test_the_loop_goes_on_meanwhile_and_the_queue_is_bounded():
-    checks = GrammarChecks(lambda: BYTES, Limits(cpu_s=0.2, memory_bytes=512 << 20), max_waiting=2)
+    checks = GrammarChecks(lambda: BYTES, CheckLimits(cpu_s=0.2, memory_bytes=512 << 20), max_waiting=2)
     slow = [asyncio.create_task(checks.check(schema_grammar({**WIDE, "title": str(i)}))) for i in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFull, match="2 grammars wait"):
@@ -165,7 +165,7 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
 
 
 def test_closing_does_not_wait_for_a_check():
-    checks = GrammarChecks(lambda: BYTES, Limits(cpu_s=3600.0, memory_bytes=512 << 20), max_waiting=2)
+    checks = GrammarChecks(lambda: BYTES, CheckLimits(cpu_s=3600.0, memory_bytes=512 << 20), max_waiting=2)
     asyncio.run(checks.check(schema_grammar({})))
     refused: list[BaseException] = []
 

@@ -16,7 +16,7 @@ from penstock.wire.ports import Form
 
 FORMS = ("json", "text", "verbose_json", "srt", "vtt")
 
-KNOWN = frozenset(
+TRANSCRIPTION_FIELDS = frozenset(
     {
         *("file", "model", "language", "prompt", "response_format", "temperature", "stream", "seed", "cache_salt"),
         *("timestamp_granularities[]", "include[]", "chunking_strategy"),
@@ -40,7 +40,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_form(form: Form, limits: Limits, facts: ModelFacts, languages: Collection[str]) -> Asked:
     """Raises RequestError.  ``languages``: that can be named; of one alone none need be."""
-    refuse_unknown({**form.fields, **form.files}, KNOWN, facts.requests)
+    refuse_unknown({**form.fields, **form.files}, TRANSCRIPTION_FIELDS, facts.requests)
     single = {name: _single(name, values) for name, values in form.fields.items() if not name.endswith("[]")}
     _parse_model(single.get("model"), facts.name)
     if "file" not in form.files:

@@ -14,7 +14,7 @@ from penstock.intake.replies.reader import CallBegun, Event, Marks, Reader, Said
 
 _HEADER_END = "<|message|>"
 _BODY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", _HEADER_END, "<|end|>", "<|call|>", "<|return|>")
+HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", _HEADER_END, "<|end|>", "<|call|>", "<|return|>")
 
 _TO = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")

@@ -10,8 +10,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from penstock.intake.replies.harmony import MARKS as HARMONY_MARKS
-from penstock.intake.replies.harmony import read_harmony
+from penstock.intake.replies.harmony import HARMONY_MARKS, read_harmony
 from penstock.intake.replies.reader import CallBegun, CallMore, Reader, Said, Steps
 from penstock.intake.replies.reply import CallFormat, Pair, ReplySteps, Tools
 from penstock.wire.ports import CallPiece
