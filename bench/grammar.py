@@ -23,9 +23,8 @@ from llguidance import LLTokenizer
 
 from penstock.bundled import storyteller
 from penstock.config.limits import Limits
-from penstock.grammar.matcher import CompiledGrammar, mask_words
-from penstock.grammar.vocabulary import Vocabulary, token_trie
-from penstock.intake.service import ModelIntake
+from penstock.grammar.matcher import CompiledGrammar, GrammarVocabulary, mask_words, token_trie
+from penstock.processing.service import GenerationProcessor
 from penstock.types import Grammar, GrammarKind
 
 PERSON = {
@@ -89,16 +88,16 @@ def main() -> None:
     print(f"taking a token: p50 {at(takes, 0.5):.1f}, p99 {at(takes, 0.99):.1f} us")
 
 
-def bundled() -> Vocabulary:
-    intake = ModelIntake(storyteller(), name="", max_model_len=1, limits=Limits(), created=0)
+def bundled() -> GrammarVocabulary:
+    intake = GenerationProcessor(storyteller(), name="", max_model_len=1, limits=Limits(), created=0)
     vocabulary = intake.vocabulary()
     intake.close()
     return vocabulary
 
 
-def tiktoken(path: Path) -> Vocabulary:
+def tiktoken(path: Path) -> GrammarVocabulary:
     tokens = [base64.b64decode(line.split()[0]) for line in path.read_text(encoding="ascii").splitlines()]
-    return Vocabulary(tokens=[*tokens, b"<|end|>"], special=(len(tokens),), end_tokens=(len(tokens),))
+    return GrammarVocabulary(tokens=[*tokens, b"<|end|>"], special=(len(tokens),), end_tokens=(len(tokens),))
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Round:
     takes: list[float]  # of all answers
 
 
-def timed(schema: Any, vocabulary: Vocabulary, trie: LLTokenizer, answers: int) -> Round:
+def timed(schema: Any, vocabulary: GrammarVocabulary, trie: LLTokenizer, answers: int) -> Round:
     """A grammar that is compiled, and so many answers that follow it."""
     begin = time.thread_time_ns()
     grammar = CompiledGrammar(Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema)), trie)
@@ -121,7 +120,9 @@ def timed(schema: Any, vocabulary: Vocabulary, trie: LLTokenizer, answers: int) 
     return Round(compiled_us, [walk(grammar, vocabulary, words, seed, takes) for seed in range(answers)], takes)
 
 
-def walk(grammar: CompiledGrammar, vocabulary: Vocabulary, words: Any, seed: int, takes: list[float]) -> list[float]:
+def walk(
+    grammar: CompiledGrammar, vocabulary: GrammarVocabulary, words: Any, seed: int, takes: list[float]
+) -> list[float]:
     """Microseconds of each mask of one answer of 100 tokens at most; short tokens are taken more often, as in JSON."""
     chance = Random(seed)
     matcher = grammar.matcher()

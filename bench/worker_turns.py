@@ -37,7 +37,7 @@ from penstock.engine.service.kv_transfer import TransferEnds
 from penstock.engine.service.readiness import NoPrefetch, ReadinessSources
 from penstock.engine.service.worker_service import WorkerService
 from penstock.errors import GrammarRefused
-from penstock.grammar.matcher import Matcher
+from penstock.grammar.matcher import GrammarMatcher
 from penstock.hashing import block_hashes, chain_root
 from penstock.kernels.operands import KvShape
 from penstock.kv.checksum import PageChecksum, PageChecksums
@@ -76,7 +76,7 @@ class NeverCompiled:
     def ready(self) -> bool:
         return False
 
-    def matcher(self) -> Matcher:
+    def matcher(self) -> GrammarMatcher:
         raise GrammarRefused("never")
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from penstock.grammar.matcher import CompiledGrammar, Matcher
-from penstock.grammar.vocabulary import Vocabulary, token_trie
+from penstock.grammar.matcher import CompiledGrammar, GrammarMatcher, GrammarVocabulary, token_trie
 from penstock.types import Grammar, GrammarKind
 
 END = 256
@@ -31,7 +30,7 @@ WORDS = (
     b"00",
     b"the",
 )
-BYTES = Vocabulary(
+BYTES = GrammarVocabulary(
     tokens=[*(bytes((byte,)) for byte in range(256)), b"<|end|>", *WORDS], special=(END,), end_tokens=(END,)
 )
 """Every byte, the end, and some of what tokenizers make one token of."""
@@ -54,7 +53,7 @@ def compiled(grammar: Grammar) -> CompiledGrammar:
     return CompiledGrammar(grammar, trie())
 
 
-def allowed(matcher: Matcher) -> list[int]:
+def allowed(matcher: GrammarMatcher) -> list[int]:
     """Tokens that may come next."""
     mask = matcher.mask()
     return [token for token in range(len(BYTES.tokens)) if mask[token // 8] >> token % 8 & 1]

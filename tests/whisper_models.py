@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from penstock.hashing import media_hash
-from penstock.intake.audio.wav import EXTENSIBLE
+from penstock.processing.multimodal.audio_decode import EXTENSIBLE
 from penstock.types import AudioInput, PlacedImage
 from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import BUILT_IN

@@ -18,10 +18,9 @@ from penstock.config.limits import Limits
 from penstock.engine.core.request import Request
 from penstock.engine.models.vision import Grid, image_patches
 from penstock.hashing import media_hash
-from penstock.intake.images.pixels import picture_of
-from penstock.intake.images.preparing import Seen, expanded
-from penstock.intake.images.recipe import read_recipe
 from penstock.kernels.native.program import RecordedProgram
+from penstock.processing.multimodal.image_preprocessing import decode_image, read_image_config
+from penstock.processing.multimodal.images import MultimodalPrompt, expand_placeholders
 from penstock.types import PAGE_TOKENS, ImageInput, SamplingParams
 from penstock.weights.architecture.vision import VisionDecoderConfig
 from penstock.weights.model_files import model_files
@@ -41,7 +40,7 @@ class Place:
     bench: RunnerBench
     oracle: Oracle
     images: list[Image.Image]
-    prompt: Seen
+    prompt: MultimodalPrompt
 
     def request(self, *, told: bool = False, pictures: Sequence[ImageInput] | None = None) -> Request:
         sampling = SamplingParams(
@@ -55,17 +54,17 @@ class Place:
         return Ways(self.bench, self.request)
 
 
-def seen(folder: Path, images: list[Image.Image], words: Sequence[int] = (20, 1, 7, 40)) -> Seen:
+def seen(folder: Path, images: list[Image.Image], words: Sequence[int] = (20, 1, 7, 40)) -> MultimodalPrompt:
     """A prompt with ``words`` of text before, between and after the images."""
-    recipe = read_recipe(model_files(folder))
+    recipe = read_image_config(model_files(folder))
     assert recipe is not None
     assert recipe.token == IMAGE_TOKEN
     rng = np.random.default_rng(5)
     tokens: list[int] = rng.integers(0, 150, words[0]).tolist()
     for count in words[1 : len(images) + 1]:
         tokens += [IMAGE_TOKEN, *rng.integers(0, 150, count).tolist()]
-    pictures = [picture_of(encoded(image), recipe, Limits(), "here") for image in images]
-    return expanded(tokens, IMAGE_TOKEN, [(one, media_hash(one)) for one in pictures])
+    pictures = [decode_image(encoded(image), recipe, Limits(), "here") for image in images]
+    return expand_placeholders(tokens, IMAGE_TOKEN, [(one, media_hash(one)) for one in pictures])
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -78,7 +77,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Place(folder, bench, Oracle.of(folder), images, seen(folder, images))
 
 
-def of_transformers(place: Place, seen: Seen, images: list[Image.Image]) -> NDArray[np.float64]:
+def of_transformers(place: Place, seen: MultimodalPrompt, images: list[Image.Image]) -> NDArray[np.float64]:
     """Log-probabilities after every position."""
     return place.oracle.logprobs_TV(seen.tokens, images, IMAGE_TOKEN)
 

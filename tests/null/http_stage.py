@@ -13,15 +13,16 @@ from typing import Any
 import httpx
 
 import penstock
+from penstock.api.app import make_app
+from penstock.api.auth import ApiKeys, StaticApiKeys
+from penstock.api.endpoints import AppServices
 from penstock.clock import MonotonicClock
 from penstock.config.limits import Limits
-from penstock.edge.app import Behind, make_app
-from penstock.edge.auth import KeyRing, Ring
-from penstock.intake.listening import ListeningIntake
-from penstock.intake.reading import ReadingIntake
-from penstock.intake.service import ModelIntake
+from penstock.interfaces import WorkerAdmin
+from penstock.processing.pooling import PoolingModelProcessor
+from penstock.processing.service import GenerationProcessor
+from penstock.processing.transcription import AudioModelProcessor
 from penstock.telemetry.service_levels import ServiceLevels
-from penstock.wire.ports import Posts
 
 from .streams import NullStreams
 
@@ -33,34 +34,34 @@ HELLO = [{"role": "user", "content": "Tell me a story."}]
 
 
 @cache
-def intake_of(limits: Limits) -> ModelIntake:
+def intake_of(limits: Limits) -> GenerationProcessor:
     """One for all tests: it keeps nothing of a request."""
-    return ModelIntake(STORYTELLER, name=MODEL, max_model_len=2048, limits=limits, created=1)
+    return GenerationProcessor(STORYTELLER, name=MODEL, max_model_len=2048, limits=limits, created=1)
 
 
 def app_of(
     streams: NullStreams,
     limits: Limits | None = None,
     *keys: str,
-    intake: ModelIntake | ReadingIntake | ListeningIntake | None = None,
-    ring: Ring | None = None,
+    intake: GenerationProcessor | PoolingModelProcessor | AudioModelProcessor | None = None,
+    ring: ApiKeys | None = None,
     levels: ServiceLevels | None = None,
-    posts: Posts | None = None,
+    posts: WorkerAdmin | None = None,
     **behind: Any,
 ) -> Any:
     """The application as the composition root makes it."""
     limits = limits or Limits()
     return make_app(
-        Behind(
+        AppServices(
             streams=streams,
             intake=intake or intake_of(limits),
             limits=limits,
             clock=MonotonicClock(),
             metrics=lambda: lambda: b"# no metrics\n",
-            keys=ring or KeyRing.of(keys),
+            keys=ring or StaticApiKeys.of(keys),
             levels=levels or ServiceLevels(),
-            pools=intake if isinstance(intake, ReadingIntake) else None,
-            hears=intake if isinstance(intake, ListeningIntake) else None,
+            pools=intake if isinstance(intake, PoolingModelProcessor) else None,
+            hears=intake if isinstance(intake, AudioModelProcessor) else None,
             posts=posts,
             **behind,
         )
@@ -93,10 +94,10 @@ async def stage(
     streams: NullStreams | None = None,
     limits: Limits | None = None,
     *keys: str,
-    intake: ModelIntake | ReadingIntake | ListeningIntake | None = None,
-    ring: Ring | None = None,
+    intake: GenerationProcessor | PoolingModelProcessor | AudioModelProcessor | None = None,
+    ring: ApiKeys | None = None,
     levels: ServiceLevels | None = None,
-    posts: Posts | None = None,
+    posts: WorkerAdmin | None = None,
     **behind: Any,
 ) -> AsyncIterator[Stage]:
     """Use: ``async with stage() as on: await on.chat()``; ``behind``: more of ``edge.app.Behind``."""

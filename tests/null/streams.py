@@ -15,8 +15,8 @@ from typing import Any
 
 import xxhash
 
+from penstock.interfaces import TtftForecast
 from penstock.types import FinishReason, ModelIdentity, RequestId, ServiceClass, TokenBatch, TokenLogprob, ValidRequest
-from penstock.wire.ports import Forecast
 
 IDENTITY = ModelIdentity(fingerprint="0123456789abcdef" * 4, numerics="null-1-fp32")
 
@@ -69,7 +69,7 @@ class NullStreams:
     is_ready: bool = True
     served: ModelIdentity | None = IDENTITY
     stuck: str | None = None
-    foreseen: Forecast | None = None
+    foreseen: TtftForecast | None = None
     read_by: int = 1  # workers that are ready to read prompts
     rows: Sequence[dict[str, Any]] = ()
     width: int = 4  # of the vectors of texts that are only read
@@ -170,7 +170,7 @@ class NullStreams:
         """See ``wire.ports.TokenStreams``."""
         return self.read_by
 
-    def forecast(self, tokens: int, service: ServiceClass) -> Forecast | None:
+    def forecast(self, tokens: int, service: ServiceClass) -> TtftForecast | None:
         """See ``wire.ports.TokenStreams``."""
         return self.foreseen
 

@@ -10,7 +10,7 @@ import pytest
 from penstock.config.limits import Limits
 from penstock.config.schema import LoraConfig, Offers
 from penstock.hashing import chain_root
-from penstock.intake.service import ModelIntake
+from penstock.processing.service import GenerationProcessor
 from penstock.types import ValidRequest
 from tiny_adapters import write_adapter
 
@@ -32,9 +32,9 @@ class Noting(NullStreams):
         return super().stream(request)
 
 
-def intake_of(**options: Any) -> ModelIntake:
+def intake_of(**options: Any) -> GenerationProcessor:
     offers = Offers(lora=LoraConfig(**{"allow_updating": True, **options}))
-    return ModelIntake(STORYTELLER, name=MODEL, max_model_len=2048, limits=Limits(), created=1, offers=offers)
+    return GenerationProcessor(STORYTELLER, name=MODEL, max_model_len=2048, limits=Limits(), created=1, offers=offers)
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from penstock.config.limits import Limits
-from penstock.intake.template import ChatTemplate, Conversation
-from penstock.intake.tokenizer import TextTokenizer
+from penstock.processing.chat.template import ChatTemplate, Conversation
+from penstock.processing.tokenizer.tokenizer import TextTokenizer
 
 from .http_stage import CHAT, HELLO, MODEL, TEXT, check, stage
 from .streams import NullStreams

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.config.limits import Limits
 from penstock.config.schema import RequestConfig
-from penstock.intake.service import ModelIntake
+from penstock.processing.service import GenerationProcessor
 
 from .http_stage import CHAT, HELLO, MODEL, STORYTELLER, check, events_of, stage
 from .streams import NullStreams
@@ -39,10 +39,12 @@ async def test_default_max_tokens_is_a_length_that_the_operator_has_named():
 
 
 @pytest.fixture
-def plain_intake() -> Iterator[ModelIntake]:
+def plain_intake() -> Iterator[GenerationProcessor]:
     """The bundled model without the defaults of its generation_config.json."""
     rules = RequestConfig(generation_config="none", unknown_fields="ignore", disable_additional_properties=False)
-    intake = ModelIntake(STORYTELLER, name=MODEL, max_model_len=2048, limits=Limits(), created=1, requests=rules)
+    intake = GenerationProcessor(
+        STORYTELLER, name=MODEL, max_model_len=2048, limits=Limits(), created=1, requests=rules
+    )
     yield intake
     intake.close()
 
@@ -59,7 +61,7 @@ async def test_the_models_own_sampling_defaults_are_taken_and_shown():
     assert shown == {"temperature": 0.7, "top_p": 0.9}
 
 
-async def test_generation_config_none_means_openais_defaults(plain_intake: ModelIntake):
+async def test_generation_config_none_means_openais_defaults(plain_intake: GenerationProcessor):
     streams = NullStreams()
     async with stage(streams, intake=plain_intake) as on:
         await on.chat()
@@ -74,7 +76,7 @@ NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 
 
-async def test_objects_of_schemas_are_closed_unless_somebody_says_otherwise(plain_intake: ModelIntake):
+async def test_objects_of_schemas_are_closed_unless_somebody_says_otherwise(plain_intake: GenerationProcessor):
     streams = NullStreams()
     async with stage(streams) as on:
         for form in ({"response_format": NAMED}, {"guided_json": SCHEMA}, {"structured_outputs": {"json": SCHEMA}}):
@@ -123,7 +125,7 @@ async def test_fields_of_other_servers_are_refused_with_a_hint(fields: dict[str,
         check(await on.chat(**fields), 400, None, words)
 
 
-async def test_unknown_fields_are_passed_over_where_the_operator_says_so(plain_intake: ModelIntake):
+async def test_unknown_fields_are_passed_over_where_the_operator_says_so(plain_intake: GenerationProcessor):
     streams = NullStreams()
     message = {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {}}], "weight": 1}
     async with stage(streams, intake=plain_intake) as on:
@@ -144,7 +146,7 @@ async def test_no_tokens_and_no_limit_are_refused_in_one_wording(count: int):
         check(text, 400, code, f"{want} (left out: 16 at most), got {count}", "max_tokens")
 
 
-async def test_a_stream_does_not_go_on_with_other_sampling_defaults(plain_intake: ModelIntake):
+async def test_a_stream_does_not_go_on_with_other_sampling_defaults(plain_intake: GenerationProcessor):
     fields, key = {"stream": True, "seed": None}, {"Idempotency-Key": "one"}
     body = {"model": MODEL, "messages": HELLO, "max_tokens": 8} | fields
     async with stage(event_key=b"shared") as on:

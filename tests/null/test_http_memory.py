@@ -24,7 +24,7 @@ MOST_BYTES = 20_000
 
 
 class OneToken:
-    """``PolledTokens`` of an answer that has begun and never goes on."""
+    """``PollableTokenStream`` of an answer that has begun and never goes on."""
 
     def __init__(self) -> None:
         self._batch: TokenBatch | None = TokenBatch(tokens=(65,))

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
+from penstock.api.admin import MetricsPage
+from penstock.api.auth import Tenant
 from penstock.clock import VirtualClock
-from penstock.edge.auth import Tenant
-from penstock.edge.scraped import MetricsPage
 from penstock.telemetry.registry import Metrics
 
 from .http_stage import check, stage

@@ -14,7 +14,7 @@ from penstock.errors import WorkerLost
 from .http_stage import CHAT, HELLO, MODEL, stage
 from .streams import NullStreams
 
-NAME = "penstock.edge.requests"
+NAME = "penstock.api.requests"
 
 
 class Lines(logging.Handler):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock import __version__
+from penstock.api.auth import Tenant
 from penstock.config.limits import Limits
-from penstock.edge.auth import Tenant
 
 from .http_stage import MODEL, stage
 from .streams import NullStreams

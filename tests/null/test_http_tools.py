@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from penstock.config.limits import Limits
-from penstock.intake.service import ModelIntake
+from penstock.processing.service import GenerationProcessor
 from penstock.types import FinishReason
 
 from .http_stage import MODEL, STORYTELLER, Stage, events_of, stage
@@ -37,7 +37,7 @@ WANTED = [("get_weather", {"city": 'Zürich "x"'}), ("now", {})]
 
 
 @pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelIntake]:
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GenerationProcessor]:
     """The bundled tokenizer under a template of a model that thinks."""
     folder = tmp_path_factory.mktemp("thinker")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -47,14 +47,14 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelIntake]:
         "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>"
         "{% endfor %}<|assistant|>{{ '<think></think>' if enable_thinking is false else '<think>\n' }}"
     )
-    intake = ModelIntake(folder, name=MODEL, max_model_len=2048, limits=Limits(), created=1)
+    intake = GenerationProcessor(folder, name=MODEL, max_model_len=2048, limits=Limits(), created=1)
     yield intake
     intake.close()
 
 
 @asynccontextmanager
 async def speaking(
-    text: str, finish: FinishReason = FinishReason.STOP, intake: ModelIntake | None = None
+    text: str, finish: FinishReason = FinishReason.STOP, intake: GenerationProcessor | None = None
 ) -> AsyncIterator[tuple[Stage, openai.AsyncOpenAI]]:
     """A model that says ``text``."""
     async with stage(NullStreams(), intake=intake) as on:
@@ -195,7 +195,7 @@ async def test_allowed_tools_are_those_that_the_prompt_tells_of():
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_reasoning_goes_out_under_both_names(thinker: ModelIntake, seed: int):
+async def test_reasoning_goes_out_under_both_names(thinker: GenerationProcessor, seed: int):
     async with speaking(f"Let me\nsee. \n</think>\n\n{WORDS}\n{CALLS}", intake=thinker) as (on, client):
         on.streams.cuts = random.Random(seed)
         fields: Any = {"messages": ASK, "tools": [WEATHER, NOW]}
@@ -209,7 +209,7 @@ async def test_reasoning_goes_out_under_both_names(thinker: ModelIntake, seed: i
         assert called(other) == WANTED
 
 
-async def test_reasoning_can_be_switched_off(thinker: ModelIntake):
+async def test_reasoning_can_be_switched_off(thinker: GenerationProcessor):
     async with speaking("Yes.", intake=thinker) as (_, client):
         off = await client.chat.completions.create(model=MODEL, messages=ASK, reasoning_effort="none")
         assert message_of(off.choices[0]) == {"content": "Yes.", "reasoning": "", "calls": [], "finish": "stop"}
@@ -217,7 +217,7 @@ async def test_reasoning_can_be_switched_off(thinker: ModelIntake):
         assert message_of(on.choices[0]) == {"content": "", "reasoning": "Yes.", "calls": [], "finish": "stop"}
 
 
-async def test_reasoning_that_comes_back_is_accepted(thinker: ModelIntake):
+async def test_reasoning_that_comes_back_is_accepted(thinker: GenerationProcessor):
     async with speaking("Yes.", intake=thinker) as (on, _):
         for name in ("reasoning", "reasoning_content"):
             messages = [*ASK, {"role": "assistant", "content": None, name: "hm"}, *ASK]
@@ -260,7 +260,7 @@ async def test_a_schema_that_cannot_be_followed_is_no_reason_to_refuse():
         assert "minProperties" not in grammar.text
 
 
-async def test_an_answer_under_a_grammar_begins_at_once(thinker: ModelIntake):
+async def test_an_answer_under_a_grammar_begins_at_once(thinker: GenerationProcessor):
     async with speaking('{"name": "now"}', intake=thinker) as (on, client):
         form: Any = {"type": "json_object"}
         fields: Any = {"messages": ASK, "tools": [WEATHER], "response_format": form}

@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock.config.limits import Limits
 from penstock.errors import NoWorkers, WorkerLost
-from penstock.intake.listening import ListeningIntake
+from penstock.interfaces import ModelCard, MultipartForm
+from penstock.processing.transcription import AudioModelProcessor
 from penstock.telemetry.service_levels import ServiceLevels
 from penstock.types import FinishReason, ValidRequest
-from penstock.wire.ports import Form, ModelCard
 from whisper_models import IDS, tones, wav, write_whisper
 
 from .http_stage import Stage, check, events_of, stage
@@ -34,9 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def intake(folder: Path) -> Iterator[ListeningIntake]:
+def intake(folder: Path) -> Iterator[AudioModelProcessor]:
     """Afterwards nothing is held."""
-    made = ListeningIntake(folder, ModelCard(name="tiny", created=1, max_model_len=104), Limits())
+    made = AudioModelProcessor(folder, ModelCard(name="tiny", created=1, max_model_len=104), Limits())
     yield made
     assert made.sounds.held_s == 0
     made.close()
@@ -57,7 +57,7 @@ def words(text: str) -> list[str]:
     return [word for word in text.replace("t", " t").split() if word]
 
 
-async def test_windows_are_heard_one_after_another(intake: ListeningIntake):
+async def test_windows_are_heard_one_after_another(intake: AudioModelProcessor):
     async with stage(NullStreams(script=script), intake=intake) as on:
         answer = await post(on)
         assert answer.status_code == 200, answer.text
@@ -75,7 +75,7 @@ async def test_windows_are_heard_one_after_another(intake: ListeningIntake):
         assert [own["tokens"] for own in translated.json()["segments"]] == [[10, 7, END], [11, 7, END], [12, 7, END]]
 
 
-async def test_what_is_streamed_is_what_is_not(intake: ListeningIntake):
+async def test_what_is_streamed_is_what_is_not(intake: AudioModelProcessor):
     async with stage(NullStreams(script=script), intake=intake) as on:
         whole = (await post(on, language="de")).json()["text"]
         events = events_of((await post(on, language="de", stream="true")).text)
@@ -88,7 +88,7 @@ async def test_what_is_streamed_is_what_is_not(intake: ListeningIntake):
         )
 
 
-async def test_a_sound_without_words(intake: ListeningIntake):
+async def test_a_sound_without_words(intake: AudioModelProcessor):
     async with stage(NullStreams(script=lambda request: ((END,), FinishReason.STOP)), intake=intake) as on:
         assert (await post(on, language="de")).json()["text"] == ""
         assert (await post(on, language="de", response_format="text")).text == "\n"
@@ -97,14 +97,14 @@ async def test_a_sound_without_words(intake: ListeningIntake):
 
 
 @pytest.mark.parametrize("stream", ["false", "true"])
-async def test_an_error_before_the_first_word_has_a_status(intake: ListeningIntake, stream: str):
+async def test_an_error_before_the_first_word_has_a_status(intake: AudioModelProcessor, stream: str):
     streams = NullStreams(script=script, fail_at={0: NoWorkers("Nobody is there.")})
     async with stage(streams, intake=intake) as on:
         check(await post(on, stream=stream), 503, "service_unavailable", "Nobody is there")
         assert streams.closed == [request.id for request in streams.opened]
 
 
-async def test_an_error_in_the_middle_ends_the_stream(intake: ListeningIntake):
+async def test_an_error_in_the_middle_ends_the_stream(intake: AudioModelProcessor):
     streams = NullStreams(script=script, fail_at={1: WorkerLost("It is lost.")}, batch_sizes=lambda rng: 1)
     registry = CollectorRegistry()
     async with stage(streams, intake=intake, levels=ServiceLevels(registry)) as on:
@@ -117,7 +117,7 @@ async def test_an_error_in_the_middle_ends_the_stream(intake: ListeningIntake):
     assert "goodput_total{" not in text, "and is no good answer"
 
 
-async def test_a_client_that_leaves_frees_everything(intake: ListeningIntake):
+async def test_a_client_that_leaves_frees_everything(intake: AudioModelProcessor):
     streams = NullStreams(script=script, gate=asyncio.Event())
     async with stage(streams, intake=intake) as on:
         asked = asyncio.create_task(post(on, language="de"))
@@ -125,14 +125,14 @@ async def test_a_client_that_leaves_frees_everything(intake: ListeningIntake):
             await streams.changed.wait()
         assert intake.sounds.held_s == 2.6
         gc.collect()
-        forms = [one for one in gc.get_objects() if type(one) is Form]
+        forms = [one for one in gc.get_objects() if type(one) is MultipartForm]
         assert not forms, "a file is not held while it is heard"
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         assert streams.closed == [request.id for request in streams.opened]
 
 
-async def test_refusals(intake: ListeningIntake):
+async def test_refusals(intake: AudioModelProcessor):
     async with stage(NullStreams(script=script), Limits(max_audio_bytes=1000), intake=intake) as on:
         check(await post(on, raw=bytes(200_000)), 413, "body_too_large", "66536 bytes")
         check(await post(on, raw=b"OggS"), 400, "invalid_audio", "it is Ogg", "file")

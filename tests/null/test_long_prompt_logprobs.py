@@ -8,11 +8,11 @@ import pytest
 
 from penstock.engine.service import gateways
 from penstock.errors import RequestError
-from penstock.intake.answer import ChoiceText
+from penstock.interfaces import OutputDelta
+from penstock.processing.detokenizer import IncrementalDetokenizer
 from penstock.types import TokenBatch
 from penstock.wire import codec
 from penstock.wire.gateway_messages import Tokens
-from penstock.wire.ports import AnswerPiece
 from penstock.wire.transfer_messages import PrefillDone
 
 from .http_stage import MODEL, Stage, events_of, stage
@@ -105,14 +105,14 @@ async def test_a_request_that_fits_no_message_is_refused_alone(monkeypatch: pyte
 async def on_threads(monkeypatch: pytest.MonkeyPatch, on: Stage, body: dict[str, object]) -> set[bool]:
     """Ask; was any of the text made on the event loop's thread, and any beside it?"""
     own, found = threading.get_ident(), set[bool]()
-    push = ChoiceText.push
+    push = IncrementalDetokenizer.push
 
-    def noted(text: ChoiceText, batch: TokenBatch) -> AnswerPiece:
+    def noted(text: IncrementalDetokenizer, batch: TokenBatch) -> OutputDelta:
         if batch.prompt_logprobs is not None:
             found.add(threading.get_ident() == own)
         return push(text, batch)
 
-    monkeypatch.setattr(ChoiceText, "push", noted)
+    monkeypatch.setattr(IncrementalDetokenizer, "push", noted)
     reply = await on.post("/v1/completions", {"model": MODEL, **body})
     assert reply.status_code == 200, reply.text
     return found

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from penstock.interfaces import TokenStreams
 from penstock.types import FinishReason, RequestId, SamplingParams, TokenBatch, ValidRequest, pack_token_ids
-from penstock.wire.ports import TokenStreams
 
 from .router_town import Town
 from .streams import NullStreams

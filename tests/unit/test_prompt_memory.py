@@ -15,7 +15,8 @@ from penstock.config.limits import FailoverConfig, Limits
 from penstock.engine.core.request import Request
 from penstock.engine.service.gateways import add_request_of
 from penstock.hashing import chain_root
-from penstock.intake.service import ModelIntake
+from penstock.interfaces import RequestContext
+from penstock.processing.service import GenerationProcessor
 from penstock.router.request import Flight, Patience
 from penstock.types import (
     ModelIdentity,
@@ -28,7 +29,6 @@ from penstock.types import (
 )
 from penstock.wire.codec import decode_peer, encode
 from penstock.wire.gateway_messages import Recipient, Submit
-from penstock.wire.ports import Envelope
 
 STORYTELLER = Path(penstock.__file__).parent / "bundled" / "storyteller"
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="test-1-fp32")
@@ -77,8 +77,8 @@ def test_a_worker_keeps_a_prompt_in_few_bytes_a_token():
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_gateway_keeps_a_prompt_once_and_in_few_bytes_a_token(n: int):
-    intake = ModelIntake(STORYTELLER, name="m", max_model_len=2 * TOKENS, limits=Limits(), created=7)
-    envelope = Envelope(id=RequestId("x"), arrival=0.0, identity=IDENTITY)
+    intake = GenerationProcessor(STORYTELLER, name="m", max_model_len=2 * TOKENS, limits=Limits(), created=7)
+    envelope = RequestContext(id=RequestId("x"), arrival=0.0, identity=IDENTITY)
     ids = [7 + index % 3000 for index in range(TOKENS)]
 
     def prepared_and_flying() -> object:

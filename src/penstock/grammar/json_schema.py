@@ -7,7 +7,7 @@ what it knows, is rewritten.  Everything else is the library's own to take or re
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -25,10 +25,10 @@ STANDARD_FORMATS = frozenset(
 MAX_ALTERNATIVES = 64
 """Of a ``oneOf`` whose pairs are compared."""
 
-DATA = frozenset({"const", "enum", "default", "examples"})
+DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples"})
 """Keywords whose values are data, not schemas."""
 
-NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+SCHEMA_MAP_KEYWORDS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose values are schemas by name."""
 
 _CONTROLS = frozenset(map(chr, range(0x20))) - set("\b\f\n\r\t") | {"\x7f"}
@@ -48,10 +48,10 @@ _MAX_STEPS = 16
 """Of references that lead to references."""
 
 
-def followable(schema: object) -> object:
+def rewrite_schema(schema: object) -> object:
     """The same schema in the library's words.  Raises ValueError with keyword and reason."""
     rewritten = _rewritten(schema, lambda reference: _resolved(schema, reference))
-    return apart(rewritten)
+    return separate_bounds(rewritten)
 
 
 Resolve = Callable[[object], object]
@@ -65,9 +65,9 @@ def _rewritten(schema: object, resolve: Resolve) -> object:
     _refuse(schema)
     result: dict[str, Any] = {}
     for keyword, value in schema.items():
-        if keyword in DATA:
+        if keyword in DATA_KEYWORDS:
             result[keyword] = value
-        elif keyword in NAMED and isinstance(value, dict):
+        elif keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
             result[keyword] = {name: _rewritten(below, resolve) for name, below in value.items()}
         else:
             result[keyword] = _rewritten(value, resolve)
@@ -123,7 +123,7 @@ def _simplified(schema: dict[str, Any], resolve: Resolve) -> dict[str, Any]:
     return schema
 
 
-def apart(schema: object) -> object:
+def separate_bounds(schema: object) -> object:
     """The same schema with exclusive bounds that the library cannot hold moved inward by ``INWARD``.
 
     It admits the bound itself where that is a whole number and the other bound the fraction after it: 0 with above 0
@@ -148,7 +148,9 @@ def _moved(schema: object, fractions: set[int]) -> object:
         return [_moved(item, fractions) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    result = {keyword: value if keyword in DATA else _moved(value, fractions) for keyword, value in schema.items()}
+    result = {
+        keyword: value if keyword in DATA_KEYWORDS else _moved(value, fractions) for keyword, value in schema.items()
+    }
     for exclusive, inclusive in _EXCLUSIVE.items():
         bound = schema.get(exclusive)
         if isinstance(bound, int | float) and abs(bound) < _LARGEST and bound == int(bound) and bound in fractions:
@@ -195,11 +197,11 @@ def _resolved(root: object, schema: object) -> object:
     for _ in range(_MAX_STEPS):
         if not (isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and schema["$ref"].startswith("#/")):
             return schema
-        schema = pointed(root, schema["$ref"])
+        schema = resolve_pointer(root, schema["$ref"])
     return schema
 
 
-def pointed(root: object, reference: object) -> object:
+def resolve_pointer(root: object, reference: object) -> object:
     """The schema that a reference within ``root`` means; None if it is not there."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
@@ -207,3 +209,118 @@ def pointed(root: object, reference: object) -> object:
     for part in reference.split("/")[1:]:
         place = place.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(place, dict) else None
     return place
+
+
+# MERGED: Closes the objects of a JSON schema: an object has the properties that its schema names and no
+# MERGED: others, where the
+# MERGED: schema does not say otherwise.
+# MERGED:
+# MERGED: JSON Schema leaves such objects open, and a model that may add keys may add them without end.
+# MERGED: ``additionalProperties``,
+# MERGED: whatever it says, is taken as it is.  Properties that several schemas name for one object
+# MERGED: (``allOf``, ``$ref`` or
+# MERGED: ``anyOf`` beside ``properties``) are closed together.  Objects without ``properties`` stay open.
+# MERGED: Pure.
+
+
+MAX_VISITS = 20_000
+"""Of schemas that describe one object together; objects that are looked at after that stay open."""
+
+_ADDITIONAL_KEYWORDS = ("additionalProperties", "unevaluatedProperties")
+
+
+def close_objects(schema: object) -> object:
+    """The same schema with its objects closed."""
+    closing = _ObjectCloser(schema)
+    closing.find_parts()
+    return closing.rewritten(schema)
+
+
+class _ObjectCloser:
+    def __init__(self, root: object) -> None:
+        self._root = root
+        self._parts: set[int] = set()  # identities of schemas that describe an object together with others
+        self._visits = 0
+
+    def find_parts(self) -> None:
+        """A definition may stand before the schema that makes it one of several, so all are looked at twice."""
+        self.rewritten(self._root)
+        self._visits = 0
+
+    def rewritten(self, schema: object) -> object:
+        if isinstance(schema, list):
+            return [self.rewritten(item) for item in schema]
+        if not isinstance(schema, dict):
+            return schema
+        added = None if id(schema) in self._parts else self._added(schema)
+        result = {keyword: self._below(keyword, value) for keyword, value in schema.items()}
+        if added is None:
+            return result
+        own: Any = result.get("properties", {})
+        return {**result, "properties": {**own, **dict.fromkeys(added, True)}, "additionalProperties": False}
+
+    def _below(self, keyword: str, value: object) -> object:
+        if keyword in DATA_KEYWORDS:
+            return value
+        if keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
+            return {name: self.rewritten(item) for name, item in value.items()}
+        return self.rewritten(value)
+
+    def _added(self, schema: dict[str, Any]) -> list[str] | None:
+        """What a closed object may have beside its own properties; None where it is not closed, or not here."""
+        own = isinstance(schema.get("properties"), dict)
+        others = [source for source in self._sources(schema) if any(map(self._describes, source))]
+        if own + len(others) < (1 if own else 2):
+            return None
+        for source in others:
+            for part in source:
+                self._join(part)
+        names = self._names(schema, ())
+        if names is None:
+            return None
+        added = [name for name in names if not own or name not in schema["properties"]]
+        return None if added and "patternProperties" in schema else added
+
+    def _join(self, part: object) -> None:
+        """It describes an object together with others, and so does what it consists of."""
+        if isinstance(part, dict) and id(part) not in self._parts:
+            self._parts.add(id(part))
+            for source in self._sources(part):
+                for below in source:
+                    self._join(below)
+
+    def _describes(self, schema: object) -> bool:
+        names = self._names(schema, ())
+        return names is None or any(names.values())
+
+    def _names(self, schema: object, above: tuple[int, ...]) -> dict[str, bool] | None:
+        """Properties that an object may have by this schema, in order, and whether it describes them or only requires
+        them; None where it says itself what an object may have, or nobody can tell."""
+        self._visits += 1
+        if not isinstance(schema, dict) or id(schema) in above:
+            return {}
+        if self._visits > MAX_VISITS or any(says in schema for says in _ADDITIONAL_KEYWORDS):
+            return None
+        if above and "patternProperties" in schema:
+            return None
+        names = dict.fromkeys(_strings(schema.get("properties"), dict), True)
+        for source in self._sources(schema):
+            for part in source:
+                found = None if part is None else self._names(part, (*above, id(schema)))
+                if found is None:
+                    return None
+                names |= {name: names.get(name, False) or described for name, described in found.items()}
+        return names | {name: False for name in _strings(schema.get("required"), list) if name not in names}
+
+    def _sources(self, schema: dict[str, Any]) -> list[Sequence[object]]:
+        """Schemas beside its own keywords that describe the same object: each of ``allOf``, what it refers to (None:
+        that is not here), alternatives together."""
+        members = schema.get("allOf")
+        found: list[Sequence[object]] = [[member] for member in members] if isinstance(members, list) else []
+        if "$ref" in schema:
+            found.append([resolve_pointer(self._root, schema["$ref"])])
+        return found + [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
+
+
+def _strings(value: object, kind: type[dict[Any, Any] | list[Any]]) -> list[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, kind) else []

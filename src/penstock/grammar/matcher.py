@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.errors import GrammarRefused
-from penstock.grammar.sources import source_of
+from penstock.grammar.sources import lark_source
 from penstock.types import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+import msgspec
 
 MAX_ITEMS_IN_ROW = 1000
 """Ambiguity: ways in which what was written so far can be understood.  What a mask or a token costs grows with its
@@ -51,7 +53,7 @@ def mask_words(vocabulary: int) -> int:
     return -(-vocabulary // _WORD_BITS)
 
 
-class Matcher:
+class GrammarMatcher:
     """One answer's state: the tokens taken so far, and what may follow them."""
 
     __slots__ = ("_beginning", "_bytes", "_matcher", "_taken", "end_tokens", "vocabulary")
@@ -69,7 +71,7 @@ class Matcher:
     def failure(self) -> str | None:
         """Why there is no going on: the grammar is contradictory, a bound was reached, a token was not allowed."""
         error = self._matcher.get_error()
-        return shortened(error) if error else None
+        return short_error(error) if error else None
 
     def take(self, tokens: Sequence[int]) -> bool:
         """These tokens were drawn.  False when there is no going on (see ``failure``)."""
@@ -122,22 +124,22 @@ class CompiledGrammar:
         """Never raises for what is wrong with a grammar: ``failure`` tells."""
         self._trie = trie
         try:
-            source = source_of(grammar)
+            source = lark_source(grammar)
         except ValueError as error:
             self._first = None
             self._beginning: bytes | None = None
-            self.failure: str | None = shortened(str(error), grammar.kind)
+            self.failure: str | None = short_error(str(error), grammar.kind)
             return
         self._first = LLMatcher(trie, source, log_level=0, limits=_limits(grammar))
         reason = self._first.get_error()
-        self.failure = shortened(reason, grammar.kind) if reason else None
+        self.failure = short_error(reason, grammar.kind) if reason else None
         self._beginning = None if reason else self._first_mask()
 
-    def matcher(self) -> Matcher:
+    def matcher(self) -> GrammarMatcher:
         """At the beginning of an answer; some 5 us.  Raises GrammarRefused for a grammar with a ``failure``."""
         if self._first is None or self.failure is not None:
             raise GrammarRefused(self.failure or "it cannot be compiled")
-        return Matcher(self._trie, self._first.deep_copy(), self._beginning)
+        return GrammarMatcher(self._trie, self._first.deep_copy(), self._beginning)
 
     def _first_mask(self) -> bytes | None:
         """At the beginning of an answer; None where that is too expensive, which is then for the answer to find out."""
@@ -155,7 +157,7 @@ _LONGEST_REASON = 300
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 
 
-def shortened(error: str, kind: GrammarKind | None = None) -> str:
+def short_error(error: str, kind: GrammarKind | None = None) -> str:
     """An error of the library in one line: its own words, without the picture of the grammar.
 
     Places in a text are kept only where the text is the client's own: ``kind`` is Lark.
@@ -181,4 +183,42 @@ def _limits(grammar: Grammar) -> LLParserLimits:
         max_lexer_states=MAX_LEXER_STATES,
         max_grammar_size=MAX_GRAMMAR_SIZE,
         verbose_errors=False,
+    )
+
+
+# MERGED: What a grammar must know of a model's tokens: the bytes of each, and which ones end an answer.
+# MERGED:
+# MERGED: Plain data, so that it can be sent to another process.  Knows no tokenizer.
+
+
+class GrammarVocabulary(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of one model by id, one entry a row of its logits; empty where a row stands for no text."""
+
+    tokens: list[bytes]
+    special: tuple[int, ...]  # control tokens: never text
+    end_tokens: tuple[int, ...]  # allowed where a grammar is complete, and nowhere else
+
+
+class _Tokens:
+    """What ``LLTokenizer`` asks of a tokenizer."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        self.tokens = vocabulary.tokens
+        self.eos_token_id = vocabulary.end_tokens[0]
+        self.special_token_ids = sorted({*vocabulary.special, *vocabulary.end_tokens})
+
+    def __call__(self, text: str) -> list[int]:
+        """Only asked for where a text is forced to be spelled in one way, which is switched off (``sources``)."""
+        raise NotImplementedError("text is not tokenized here")
+
+
+def token_trie(vocabulary: GrammarVocabulary) -> LLTokenizer:
+    """The tokens as the matcher wants them; takes 0.6 s for 200,000.  Needs at least one end token."""
+    return LLTokenizer(
+        _Tokens(vocabulary),  # type: ignore[arg-type]  # the library looks at these attributes only
+        n_vocab=len(vocabulary.tokens),
+        eos_token=list(vocabulary.end_tokens),
     )

@@ -6,13 +6,14 @@ Knows nothing about tokens.  Options that would weaken a grammar are decided her
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from penstock.grammar.closing import close_objects
-from penstock.grammar.json_schema import OPTIONS, followable
+from penstock.grammar.json_schema import OPTIONS, close_objects, rewrite_schema
 from penstock.types import Grammar, GrammarKind
 
 WHITE_SPACE = r"( |\r?\n[ \t]{0,32})?"
@@ -30,7 +31,7 @@ be written in another way, and its value would be free."""
 _REGEX_SIGNS = frozenset("\\.+*?()|[]{}^$#&-~/")
 
 
-def source_of(grammar: Grammar) -> str:
+def lark_source(grammar: Grammar) -> str:
     """As a Lark grammar.  Raises ValueError with the reason for what can be seen without compiling."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
@@ -55,7 +56,7 @@ def _checked(rules: str) -> str:
 def from_ebnf(text: str) -> str:
     """Lark rules of an EBNF in the dialect of llama.cpp (GBNF), whose first rule is ``root``.  Raises ValueError."""
     try:
-        # The library marks what it has made with options, which are set by ``source_of``.
+        # The library marks what it has made with options, which are set by ``lark_source``.
         return gbnf_to_lark(text).removeprefix(f"{OPTIONS_MARK} {{}}")
     except (RecursionError, MemoryError):
         raise
@@ -70,7 +71,7 @@ def json_rule(schema: object, *, compact: bool = False, closed: bool = False) ->
 
     Raises ValueError for what it cannot hold.
     """
-    rewritten = followable(close_objects(schema) if closed else schema)
+    rewritten = rewrite_schema(close_objects(schema) if closed else schema)
     options: Any = {
         "whitespace_flexible": not compact,
         "whitespace_pattern": None if compact else WHITE_SPACE,
@@ -103,3 +104,71 @@ def _regex_rules(regex: str) -> str:
     """Lark writes regular expressions between slashes; the library knows how to escape them."""
     rules: str = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0]["lark_grammar"]
     return rules
+
+
+# MERGED: Grammars of tool calls: for ``tool_choice`` that demands one, whatever way a model has of writing
+# MERGED: it.
+# MERGED:
+# MERGED: How a family writes its calls is data (``ToolCallSyntax``), given by who knows its template.  What is
+# MERGED: demanded is that the
+# MERGED: whole answer is calls of the given tools with arguments that satisfy their schemas.
+
+SyntaxParts = tuple[str | int, ...]
+"""Text, and control tokens by their id: those are never text."""
+
+
+class ToolFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """A function as a request describes it."""
+
+    name: str
+    parameters: Mapping[str, Any] = {}  # JSON schema of its arguments, an object
+
+
+class ToolCallSyntax(msgspec.Struct, frozen=True, kw_only=True):
+    """How a family writes calls::
+
+    begin  before_name NAME after_name ARGUMENTS after_call  between  before_name NAME ...  end
+    """
+
+    begin: SyntaxParts = ()
+    before_name: SyntaxParts
+    after_name: SyntaxParts
+    after_call: SyntaxParts = ()
+    between: SyntaxParts = ()  # two calls; only when several are allowed
+    end: SyntaxParts = ()
+    compact: bool = False  # arguments without white space
+
+
+def tool_call_grammar(
+    tools: Sequence[ToolFunction], shape: ToolCallSyntax, *, several: bool, closed: bool = False
+) -> Grammar:
+    """Calls of these tools and nothing else; one, or with ``several`` one and more.
+
+    ``closed``: objects of their arguments are (``closing``).
+
+    Raises ValueError, with the tool's name, for a schema that cannot be followed to the letter.
+    """
+    if not tools:
+        raise ValueError("no tool can be called")
+    begin, between, end = (_rule(parts) for parts in (shape.begin, shape.between, shape.end))
+    more = f" ({between} call)*" if several and between else " call*" if several else ""
+    rules = [f"start: {begin} call{more} {end}", f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
+    for index, tool in enumerate(tools):
+        head, middle, tail = (_rule(parts) for parts in (shape.before_name, shape.after_name, shape.after_call))
+        name = text_rule(tool.name)
+        rules.append(
+            f"call_{index}: {head} {name} {middle} {_arguments(tool, compact=shape.compact, closed=closed)} {tail}"
+        )
+    return Grammar(kind=GrammarKind.LARK, text="\n".join(rules), of_tools=True)
+
+
+def _rule(parts: SyntaxParts) -> str:
+    return " ".join(token_rule(part) if isinstance(part, int) else text_rule(part) for part in parts if part != "")
+
+
+def _arguments(tool: ToolFunction, *, compact: bool, closed: bool) -> str:
+    """Arguments are an object whatever their schema says."""
+    try:
+        return json_rule({"type": "object", **tool.parameters}, compact=compact, closed=closed)
+    except ValueError as error:
+        raise ValueError(f"tool '{tool.name}': {error}") from None

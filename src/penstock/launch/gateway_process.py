@@ -15,21 +15,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.api.app import make_app
+from penstock.api.endpoints import AppServices
+from penstock.api.response_cache import ResponseCache
 from penstock.clock import MonotonicClock
 from penstock.config.limits import TurnLimits
 from penstock.config.schema import GatewayConfig, Offers
-from penstock.edge.app import Behind, make_app
-from penstock.edge.stored import ResponseStore
-from penstock.intake.listening import ListeningIntake
-from penstock.intake.reading import ReaderFacts, ReadingIntake
-from penstock.intake.request_schemas import request_schemas
-from penstock.intake.service import ModelIntake
+from penstock.interfaces import ModelCard, PoolingProcessor, RequestProcessor, TranscriptionProcessor
 from penstock.launch import event_loop
 from penstock.launch.http_server import SWITCH_S, App, HttpProcess, Rim
 from penstock.launch.remote_workers import JoinedWorkers
 from penstock.launch.rings import ring_of
 from penstock.launch.shared_rates import SharedBuckets
 from penstock.launch.tracing import open_tracer
+from penstock.processing.pooling import PoolingModel, PoolingModelProcessor
+from penstock.processing.requests.schemas import request_schemas
+from penstock.processing.service import GenerationProcessor
+from penstock.processing.transcription import AudioModelProcessor
 from penstock.router.service import Outside, RouterService
 from penstock.telemetry.registry import Metrics
 from penstock.telemetry.spans import NoTracer, Tracer
@@ -37,7 +39,6 @@ from penstock.telemetry.throughput import ThroughputLog
 from penstock.types import Task
 from penstock.wire.curve_keys import Keys
 from penstock.wire.gateway_messages import Hello
-from penstock.wire.ports import Hears, Intake, ModelCard, Pools
 from penstock.wire.zeromq import ZmqTransport
 
 # MERGED: When a gateway's process looks for garbage in cycles (the ``gc`` module): soon among new objects,
@@ -188,12 +189,12 @@ def make_http_app(
 ) -> App:
     """The HTTP application of this configuration; ``waiting``: as ``joined.JoinedWorkers``.  Raises ModelError."""
     intake, pools, hears = _intakes(config, created)
-    stored = ResponseStore(config.response_cache) if config.response_cache else None
+    stored = ResponseCache(config.response_cache) if config.response_cache else None
     if stored is not None:
         metrics.responses = stored.figures
     ring = ring_of(config.api_key, config.api_keys, config.scheduling, fronted=config.fronted)
     return make_app(
-        Behind(
+        AppServices(
             streams=router,
             posts=router.orders,
             intake=intake,
@@ -221,11 +222,13 @@ def make_http_app(
     )
 
 
-def _intakes(config: GatewayConfig, created: int) -> tuple[Intake, Pools | None, Hears | None]:
+def _intakes(
+    config: GatewayConfig, created: int
+) -> tuple[RequestProcessor, PoolingProcessor | None, TranscriptionProcessor | None]:
     """What checks requests: of a model that writes, of one that only reads, or of one that hears."""
     folder, name, length = Path(config.model_path), config.model_name, config.max_model_len
     if config.task is Task.GENERATE:
-        writing = ModelIntake(
+        writing = GenerationProcessor(
             folder,
             name=name,
             max_model_len=length,
@@ -239,9 +242,9 @@ def _intakes(config: GatewayConfig, created: int) -> tuple[Intake, Pools | None,
         return writing, None, None
     card = ModelCard(name=name, created=created, max_model_len=length)
     if config.task is Task.TRANSCRIBE:
-        listening = ListeningIntake(folder, card, config.limits, config.requests)
+        listening = AudioModelProcessor(folder, card, config.limits, config.requests)
         return listening, None, listening
-    reading = ReadingIntake(
-        folder, ReaderFacts(card=card, task=config.task, width=config.width, requests=config.requests), config.limits
+    reading = PoolingModelProcessor(
+        folder, PoolingModel(card=card, task=config.task, width=config.width, requests=config.requests), config.limits
     )
     return reading, reading, None

@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from penstock.api import upstream
+from penstock.api.upstream import Upstream
 from penstock.clock import Clock
 from penstock.config.storefront import ModelPlace, StoreConfig
-from penstock.edge import upstream
-from penstock.edge.upstream import Upstream
 from penstock.errors import NoWorkers, QueueFull
 from penstock.router.residents import Effects, ModelState, Resident, Residents, Start
 from penstock.types import WorkerId, WorkerState

@@ -28,9 +28,8 @@ import msgspec
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from penstock.api.http import BODY_WRITER, DISCONNECT_SIGNAL
 from penstock.config.limits import Limits, TurnLimits
-from penstock.edge.body_writer import BODY_WRITER
-from penstock.edge.hang_up import HANG_UP
 
 # MERGED: ``asyncio.Event`` for what is waited for seldom: it keeps no queue while nobody waits (0.7 KiB
 # MERGED: each).
@@ -160,7 +159,7 @@ class ConnectionWriter:
             call()
 
     def when_gone(self, call: Callable[[], None] | None) -> None:
-        """See ``HangUp``."""
+        """See ``DisconnectSignal``."""
         if call is not None and self._cycle is not None and self._cycle.disconnected:
             self._connection.loop.call_soon(call)
             return
@@ -383,7 +382,7 @@ class _GuardedConnection(HttpToolsProtocol):
         self._head_bytes = 0
         self._stop_head_timer()
         writer = ConnectionWriter(self)
-        self.scope["extensions"] = {BODY_WRITER: writer, HANG_UP: writer}  # type: ignore[dict-item]
+        self.scope["extensions"] = {BODY_WRITER: writer, DISCONNECT_SIGNAL: writer}  # type: ignore[dict-item]
         super().on_headers_complete()
         self.cycle.message_event = Signal()  # type: ignore[assignment]  # nobody waits for it yet
         writer.begin(self.cycle)

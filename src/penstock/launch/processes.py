@@ -34,8 +34,7 @@ from penstock.config.schema import (
 from penstock.engine.models.interface import Model, PoolingModel
 from penstock.engine.models.registry import build_model, build_pooling_model
 from penstock.engine.runner.lora import LoraLimits, LoraManager
-from penstock.grammar.vocabulary import Vocabulary
-from penstock.intake.service import ModelIntake
+from penstock.grammar.matcher import GrammarVocabulary
 from penstock.kernels.core_lending import CoreLending, NoLending
 from penstock.kernels.ops import Ops
 from penstock.kernels.select import make_ops
@@ -53,6 +52,7 @@ from penstock.launch.shared_rates import SharedBuckets
 from penstock.launch.sparse_attention import numerics_of
 from penstock.launch.startup_log import LoadLog
 from penstock.launch.supervisor import Job
+from penstock.processing.service import GenerationProcessor
 from penstock.sidecar import drop_secrets, protect_memory
 from penstock.telemetry.log import configure
 from penstock.types import RESTART_BITS, RUN_BITS, AdapterRef, ModelIdentity, Role, WorkerId
@@ -361,9 +361,9 @@ class HostJobs:
         return self.workers.job(worker, incarnation)
 
 
-def model_vocabulary(path: Path) -> Vocabulary:
+def model_vocabulary(path: Path) -> GrammarVocabulary:
     """The model's tokens for grammars, as the gateway has them.  Raises ModelError."""
-    intake = ModelIntake(path, name="", max_model_len=1, limits=Limits(), created=0)
+    intake = GenerationProcessor(path, name="", max_model_len=1, limits=Limits(), created=0)
     try:
         return intake.vocabulary()
     finally:

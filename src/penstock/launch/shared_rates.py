@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import blake2b
 
-from penstock.wire.ports import RateLevel
+from penstock.interfaces import BucketLevel
 
 _SLOT = struct.Struct("<16sdd")
 _LEVEL = struct.Struct("<dd")
@@ -46,7 +46,7 @@ class SharedBuckets:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """See ``Buckets``."""
+        """See ``RateBuckets``."""
         locked = self._lock()
         try:
             yield
@@ -54,14 +54,14 @@ class SharedBuckets:
             if locked:
                 fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
 
-    def get(self, tenant: str, unit: str) -> RateLevel | None:
-        """See ``Buckets``."""
+    def get(self, tenant: str, unit: str) -> BucketLevel | None:
+        """See ``RateBuckets``."""
         name = _name(tenant, unit)
         at = self._find(name)
-        return RateLevel(*_LEVEL.unpack_from(self._memory, at + _HASH_BYTES)) if self._holds(at, name) else None
+        return BucketLevel(*_LEVEL.unpack_from(self._memory, at + _HASH_BYTES)) if self._holds(at, name) else None
 
-    def put(self, tenant: str, unit: str, level: RateLevel) -> None:
-        """See ``Buckets``."""
+    def put(self, tenant: str, unit: str, level: BucketLevel) -> None:
+        """See ``RateBuckets``."""
         name = _name(tenant, unit)
         _SLOT.pack_into(self._memory, self._find(name), name, *level)
 

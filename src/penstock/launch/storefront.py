@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 
+from penstock.api.catalogue import Store, make_catalogue_app
+from penstock.api.openapi import Schemas
 from penstock.clock import MonotonicClock
 from penstock.config.storefront import StoreConfig
-from penstock.edge.catalogue import Store, make_catalogue_app
-from penstock.edge.openapi import Schemas
 from penstock.launch import event_loop
 from penstock.launch.house import ModelHouse
 from penstock.launch.http_server import SWITCH_S, HttpProcess, Rim
@@ -28,7 +28,7 @@ def run_storefront(config: StoreConfig, rim: Rim) -> int:
 
 
 def _schemas(config: StoreConfig) -> Schemas:
-    from penstock.intake.request_schemas import request_schemas  # of this process nobody else needs it
+    from penstock.processing.requests.schemas import request_schemas  # of this process nobody else needs it
 
     return request_schemas(config.limits)
 

@@ -34,8 +34,8 @@ from penstock.engine.service.peer_links import PeerLinks
 from penstock.engine.service.readiness import ReadinessSources
 from penstock.engine.service.remote_encoder import RemoteEncoders
 from penstock.engine.service.worker_service import WorkerService
-from penstock.grammar.vocabulary import Vocabulary
-from penstock.grammar.worker import Grammars
+from penstock.grammar.manager import GrammarManager
+from penstock.grammar.matcher import GrammarVocabulary
 from penstock.kernels.core_lending import CoreLending
 from penstock.kernels.operands import Array
 from penstock.kernels.ops import CAPTURE_S, CapturableProgram, Ops, StepProgram
@@ -88,7 +88,7 @@ class Inheritance:
     slot: Slot
     adapters: LoraManager  # those of the start are in memory
     cores: CoreLending
-    vocabulary: Callable[[], Vocabulary]  # read when the first grammar comes
+    vocabulary: Callable[[], GrammarVocabulary]  # read when the first grammar comes
     gateways: Mapping[str, Slot]  # of this host: a process that was replaced is known before it says a word
     drafts: Loaded | None = None  # the head or model that guesses tokens ahead
     pages_on_device: bool = False  # the backend keeps KV pages where it computes
@@ -103,7 +103,7 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
         os.sched_setaffinity(0, config.cpus)
     own, peers = _memories(config, inherited)
     transport, clock = ZmqTransport(inherited.keys), MonotonicClock()
-    grammars = Grammars(
+    grammars = GrammarManager(
         inherited.vocabulary, max_bytes=config.compiled_grammars_bytes, max_compiling=config.max_compiling_grammars
     )
     encoders = RemoteEncoders(PeerLinks(transport, config.hand_over.peer_idle_s), inherited.identity, clock)
@@ -209,7 +209,7 @@ def set_niceness(niceness: int) -> bool:
 
 
 def _runner(
-    config: SchedulerConfig, inherited: Inheritance, kv: Array, beside: tuple[Grammars, EncoderStage]
+    config: SchedulerConfig, inherited: Inheritance, kv: Array, beside: tuple[GrammarManager, EncoderStage]
 ) -> Runner:
     ops = inherited.ops
     if config.pooling is not None:

@@ -46,7 +46,7 @@ class Orders:
     async def assign(
         self, worker: str, *, role: Role | None = None, duty: Duty | None = None, force: bool = False
     ) -> dict[str, Any]:
-        """See ``Posts``."""
+        """See ``WorkerAdmin``."""
         fleet = self._fleet
         slot = fleet.slot(WorkerId(worker))
         if slot is None:

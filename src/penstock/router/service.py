@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from penstock.clock import Clock
 from penstock.config.schema import GatewayConfig
 from penstock.errors import NoWorkers
+from penstock.interfaces import TtftForecast
 from penstock.router.admin import Orders
 from penstock.router.decide import Decision, can_serve
 from penstock.router.dispatch import Deeds, Means
@@ -47,7 +48,6 @@ from penstock.wire.gateway_messages import (
     TokenItem,
     Tokens,
 )
-from penstock.wire.ports import Forecast
 from penstock.wire.supervisor_messages import Draining, SupervisorMessage, Suspect, WorkerDown, WorkerUp
 
 # MERGED: How long a request that came now would take to its first token, by what workers report.  Pure.
@@ -58,9 +58,9 @@ from penstock.wire.supervisor_messages import Draining, SupervisorMessage, Suspe
 READERS = (Role.PREFILL, Role.BOTH)
 
 
-def predict_ttft(fleet: Fleet, tokens: int, service: ServiceClass) -> Forecast | None:
+def predict_ttft(fleet: Fleet, tokens: int, service: ServiceClass) -> TtftForecast | None:
     """For a prompt of so many tokens, nothing of it cached; None while no worker has measured a step."""
-    found: Forecast | None = None
+    found: TtftForecast | None = None
     for role in READERS:
         slots = fleet.slots_of(role, None)
         if not len(slots) or not fleet.columns.measured(slots).any():
@@ -69,7 +69,7 @@ def predict_ttft(fleet: Fleet, tokens: int, service: ServiceClass) -> Forecast |
         wait = queue_wait(load, rates, urgent=service is ServiceClass.INTERACTIVE)
         read = rates.step + rates.token * tokens + rates.pair * (tokens * (tokens + 1) / 2) + rates.draw
         best = int((wait + read).argmin())
-        here = Forecast(wait_s=float(wait[best]), read_s=float(read[best]))
+        here = TtftForecast(wait_s=float(wait[best]), read_s=float(read[best]))
         if found is None or here.wait_s + here.read_s < found.wait_s + found.read_s:
             found = here
     return found
@@ -272,7 +272,7 @@ class RouterService:
         """See ``wire.ports.TokenStreams``."""
         return sum(len(self.fleet.ready(role, None)) for role in READERS)
 
-    def forecast(self, tokens: int, service: ServiceClass) -> Forecast | None:
+    def forecast(self, tokens: int, service: ServiceClass) -> TtftForecast | None:
         """See ``wire.ports.TokenStreams``."""
         return predict_ttft(self.fleet, tokens, service)
 

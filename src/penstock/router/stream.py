@@ -233,13 +233,13 @@ class RoutedTokens:
     # --- polled -----------------------------------------------------------------------------------------------------
 
     def begin(self, ready: Callable[[], None]) -> Callable[[], TokenBatch | None]:
-        """See ``PolledTokens``."""
+        """See ``PollableTokenStream``."""
         stream = self._begun()
         stream.notify(ready)
         return stream.poll
 
     def close(self) -> None:
-        """See ``PolledTokens``."""
+        """See ``PollableTokenStream``."""
         stream, self._stream, self._over = self._stream, None, True
         if stream is not None:
             stream.notify(None)

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from penstock.api.auth import KEY_FILE_CHECK_S, KEY_FILE_ERROR_LOG_S, FileApiKeys
 from penstock.clock import VirtualClock
 from penstock.config.api_keys import KeyFile, Service, TenantEntry, changing, load_keys, new_key
-from penstock.edge.auth import LOOK_S, SAY_AGAIN_S, FileRing
 from penstock.errors import ConfigError
 from penstock.types import ServiceClass
 
@@ -89,7 +89,7 @@ def test_tenants_of_a_file_share_pages_only_where_it_says_so(tmp_path: Path, sha
     keys = [add(path, "search").encode(), add(path, "other").encode()]
     with changing(path, 10, make=False) as held:
         held[0] = msgspec.structs.replace(held[0], share_prefixes=shared)
-    ring = FileRing(path, VirtualClock())
+    ring = FileApiKeys(path, VirtualClock())
     found = [ring.find(key) for key in keys]
     assert all(found)
     salts = [tenant.salt for tenant in found if tenant is not None]
@@ -99,7 +99,7 @@ def test_tenants_of_a_file_share_pages_only_where_it_says_so(tmp_path: Path, sha
 def test_a_ring_follows_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, clock = tmp_path / "keys.json", VirtualClock()
     first = add(path, "search", classes=("batch",))
-    ring = FileRing(path, clock, besides=["sk-common"])
+    ring = FileApiKeys(path, clock, besides=["sk-common"])
     assert not ring.open
     tenant = ring.find(first.encode())
     assert tenant is not None
@@ -109,18 +109,18 @@ def test_a_ring_follows_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert common.id == ""
     second = add(path, "other")
     assert ring.find(second.encode()) is None
-    clock.advance(LOOK_S)
+    clock.advance(KEY_FILE_CHECK_S)
     assert ring.find(second.encode()) is not None
     path.write_text("broken")
-    clock.advance(LOOK_S)
+    clock.advance(KEY_FILE_CHECK_S)
     assert ring.find(second.encode()) is not None
     assert "stay as they were" in caplog.text
     lines = len(caplog.records)
     for _ in range(10):
-        clock.advance(LOOK_S)
+        clock.advance(KEY_FILE_CHECK_S)
         ring.find(b"")
     assert len(caplog.records) == lines
-    clock.advance(SAY_AGAIN_S)  # keys that were revoked since are valid until somebody has read this
+    clock.advance(KEY_FILE_ERROR_LOG_S)  # keys that were revoked since are valid until somebody has read this
     ring.find(b"")
     assert len(caplog.records) == lines + 1
 

@@ -12,9 +12,8 @@ from msgspec import structs
 from grammar_world import BYTES, END, admits, allowed, compiled, grammar_of, schema_grammar, wander
 from penstock.errors import GrammarRefused
 from penstock.grammar import matcher as matching
-from penstock.grammar.matcher import CompiledGrammar, mask_words
-from penstock.grammar.tools import CallShape, Tool, tool_call_grammar
-from penstock.grammar.vocabulary import token_trie
+from penstock.grammar.matcher import CompiledGrammar, mask_words, token_trie
+from penstock.grammar.sources import ToolCallSyntax, ToolFunction, tool_call_grammar
 from penstock.types import Grammar, GrammarKind
 
 CHOICES = ["yes", "no.", "a|b", "a\nb", "é😀", "(x)[y]{z}^$*+?\\", "#&-~/ ", "<|end|>"]
@@ -108,12 +107,12 @@ def test_a_token_that_is_not_allowed_is_a_failure_for_good() -> None:
     assert matcher.failure
 
 
-WEATHER = Tool(
+WEATHER = ToolFunction(
     name="get_weather",
     parameters={"properties": {"city": {"enum": ["Bern", "Rom"]}}, "required": ["city"], "additionalProperties": False},
 )
-CLOCK = Tool(name="clock")
-NAMED = CallShape(before_name=('{"name": "',), after_name=('", "arguments": ',), after_call=("}",))
+CLOCK = ToolFunction(name="clock")
+NAMED = ToolCallSyntax(before_name=('{"name": "',), after_name=('", "arguments": ',), after_call=("}",))
 HERMES = structs.replace(
     NAMED, before_name=('<tool_call>\n{"name": "',), after_call=("}\n</tool_call>",), between=("\n",)
 )
@@ -152,12 +151,14 @@ def test_a_tool_may_have_as_many_properties_as_a_schema() -> None:
     names = [f"p{number}" for number in range(200)]
     parameters = {"properties": {name: {"type": "string"} for name in names}}
     call = '<tool_call>\n{"name": "many", "arguments": {"p0": "a", "p199": "b"}}\n</tool_call>'
-    assert admits(compiled(tool_call_grammar([Tool(name="many", parameters=parameters)], HERMES, several=False)), call)
+    assert admits(
+        compiled(tool_call_grammar([ToolFunction(name="many", parameters=parameters)], HERMES, several=False)), call
+    )
 
 
 def test_a_tool_that_cannot_be_followed_is_named() -> None:
     with pytest.raises(ValueError, match="tool 'bad': 'minProperties'"):
-        tool_call_grammar([CLOCK, Tool(name="bad", parameters={"minProperties": 1})], HERMES, several=False)
+        tool_call_grammar([CLOCK, ToolFunction(name="bad", parameters={"minProperties": 1})], HERMES, several=False)
     with pytest.raises(ValueError, match="no tool"):
         tool_call_grammar([], HERMES, several=True)
 

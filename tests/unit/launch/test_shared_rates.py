@@ -7,25 +7,25 @@ from collections.abc import Callable
 
 import pytest
 
+from penstock.api.auth import Tenant
+from penstock.api.load_shedding import LocalRateBuckets, RateBuckets, TenantRateLimiter
 from penstock.clock import VirtualClock
-from penstock.edge.auth import Tenant
-from penstock.edge.rates import Buckets, OwnBuckets, Rates
 from penstock.errors import RateLimited
 from penstock.launch.shared_rates import SharedBuckets
 
 ANN = Tenant(id="ann", requests_per_minute=6, tokens_per_minute=600)
 BOB = Tenant(id="bob", requests_per_minute=6)
 
-KINDS: dict[str, Callable[[], Buckets]] = {"own": OwnBuckets, "shared": lambda: SharedBuckets(16)}
+KINDS: dict[str, Callable[[], RateBuckets]] = {"own": LocalRateBuckets, "shared": lambda: SharedBuckets(16)}
 
 
 @pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
-def buckets(request: pytest.FixtureRequest) -> Buckets:
-    made: Buckets = request.param()
+def buckets(request: pytest.FixtureRequest) -> RateBuckets:
+    made: RateBuckets = request.param()
     return made
 
 
-def let_in(rates: Rates, tenant: Tenant, tries: int, tokens: int = 0) -> int:
+def let_in(rates: TenantRateLimiter, tenant: Tenant, tries: int, tokens: int = 0) -> int:
     """How many of so many requests."""
     count = 0
     for _ in range(tries):
@@ -37,9 +37,9 @@ def let_in(rates: Rates, tenant: Tenant, tries: int, tokens: int = 0) -> int:
     return count
 
 
-def test_a_minutes_worth_and_then_an_even_pace(buckets: Buckets) -> None:
+def test_a_minutes_worth_and_then_an_even_pace(buckets: RateBuckets) -> None:
     clock = VirtualClock(100.0)
-    rates = Rates(clock, buckets)
+    rates = TenantRateLimiter(clock, buckets)
     assert let_in(rates, ANN, 20) == 6
     clock.advance(10.0)
     assert let_in(rates, ANN, 20) == 1
@@ -48,9 +48,9 @@ def test_a_minutes_worth_and_then_an_even_pace(buckets: Buckets) -> None:
     assert let_in(rates, BOB, 20) == 6
 
 
-def test_tokens_of_prompts_and_answers(buckets: Buckets) -> None:
+def test_tokens_of_prompts_and_answers(buckets: RateBuckets) -> None:
     clock = VirtualClock(100.0)
-    rates = Rates(clock, buckets)
+    rates = TenantRateLimiter(clock, buckets)
     assert let_in(rates, ANN, 3, tokens=250) == 2
     rates.used(ANN, 400)  # 300 more than there were
     clock.advance(30.0)
@@ -61,22 +61,22 @@ def test_tokens_of_prompts_and_answers(buckets: Buckets) -> None:
     rates.take(ANN, 1, 10)
 
 
-def test_what_is_refused_takes_nothing(buckets: Buckets) -> None:
-    rates = Rates(VirtualClock(100.0), buckets)
+def test_what_is_refused_takes_nothing(buckets: RateBuckets) -> None:
+    rates = TenantRateLimiter(VirtualClock(100.0), buckets)
     rates.take(ANN, 1, 500)
     assert let_in(rates, ANN, 20, tokens=101) == 0
     assert let_in(rates, ANN, 20, tokens=1) == 5
 
 
-def test_a_size_that_has_changed(buckets: Buckets) -> None:
-    rates = Rates(VirtualClock(100.0), buckets)
+def test_a_size_that_has_changed(buckets: RateBuckets) -> None:
+    rates = TenantRateLimiter(VirtualClock(100.0), buckets)
     rates.take(ANN, 1, 0)
     assert let_in(rates, Tenant(id="ann", requests_per_minute=3), 20) == 3
 
 
 def test_more_tenants_than_there_is_room_for_are_served_all_the_same() -> None:
     clock = VirtualClock(100.0)
-    rates = Rates(clock, SharedBuckets(4))
+    rates = TenantRateLimiter(clock, SharedBuckets(4))
     for i in range(1000):
         clock.advance(1.0)
         assert let_in(rates, Tenant(id=str(i), requests_per_minute=1), 2) == 1
@@ -96,7 +96,7 @@ def test_gateways_share_them_and_one_that_is_forked_anew_begins_with_what_is_lef
     tenant = Tenant(id="t", requests_per_minute=50)
 
     def gateway() -> int:
-        return let_in(Rates(VirtualClock(100.0), buckets), tenant, 20)
+        return let_in(TenantRateLimiter(VirtualClock(100.0), buckets), tenant, 20)
 
     assert [in_child(gateway) for _ in range(4)] == [20, 20, 10, 0]
 
@@ -111,7 +111,7 @@ def test_several_at_once_let_in_no_more_than_one_may() -> None:
         if not child:
             os.close(go)
             os.read(begin, 1)  # until all are there
-            os._exit(let_in(Rates(VirtualClock(100.0), buckets), tenant, 1000))
+            os._exit(let_in(TenantRateLimiter(VirtualClock(100.0), buckets), tenant, 1000))
         children.append(child)
     os.close(begin)
     os.close(go)
@@ -130,7 +130,7 @@ def test_nobody_waits_for_one_that_is_stopped_in_the_middle() -> None:
         os._exit(0)
     try:
         os.read(there[0], 1)
-        assert let_in(Rates(VirtualClock(100.0), buckets), BOB, 20) == 6
+        assert let_in(TenantRateLimiter(VirtualClock(100.0), buckets), BOB, 20) == 6
     finally:
         os.close(gone[1])
         os.waitpid(child, 0)

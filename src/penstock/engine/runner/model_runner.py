@@ -18,7 +18,7 @@ from penstock.engine.models.interface import Model, SupportsCrossAttention
 from penstock.engine.runner.input_batch import InputBatch, MediaRows, TokenSpan, token_logprob
 from penstock.engine.runner.lora import LoraManager
 from penstock.engine.runner.sampling_state import MaskThreads, MaskWait, SamplingStates, no_grammars
-from penstock.grammar.matcher import Matcher
+from penstock.grammar.matcher import GrammarMatcher
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import MultiStepProgram, Ops, StepProgram
 from penstock.kv_spec import blocks_for
@@ -120,7 +120,7 @@ class RunnerServices:
     requests are in memory.
     """
 
-    matcher_of: Callable[[Grammar], Matcher] = no_grammars
+    matcher_of: Callable[[Grammar], GrammarMatcher] = no_grammars
     images: EncoderStage | None = None
     adapters: LoraManager | None = None
     patience: MaskWait | None = None  # with masks of grammars

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import GrammarRefused
-from penstock.grammar.matcher import Matcher
+from penstock.grammar.matcher import GrammarMatcher
 from penstock.kernels.sampling import SampleRow
 from penstock.types import Grammar, SamplingParams
 
@@ -96,7 +96,7 @@ class MaskJob:
 class GrammarConstraint:
     """One request's grammar, and how far its answer has come in it."""
 
-    def __init__(self, request: Request, begin: Callable[[], Matcher]) -> None:
+    def __init__(self, request: Request, begin: Callable[[], GrammarMatcher]) -> None:
         """``begin``: the grammar's matcher at the beginning of an answer."""
         self._request = request
         self._begin = begin
@@ -470,7 +470,7 @@ def banned_ids(sampling: SamplingParams, *, constrained: bool) -> tuple[TokenIds
     return first, early, later
 
 
-def no_grammars(grammar: Grammar) -> Matcher:
+def no_grammars(grammar: Grammar) -> GrammarMatcher:
     """For engines that follow none."""
     raise GrammarRefused("this engine follows no grammar")
 
@@ -478,7 +478,7 @@ def no_grammars(grammar: Grammar) -> Matcher:
 class SamplingStates:
     """All answers by request."""
 
-    def __init__(self, matcher_of: Callable[[Grammar], Matcher] = no_grammars) -> None:
+    def __init__(self, matcher_of: Callable[[Grammar], GrammarMatcher] = no_grammars) -> None:
         """``matcher_of``: a grammar's matcher at the beginning of an answer, for requests that hold none themselves."""
         self._by_id: dict[str, SamplingState] = {}
         self._matcher_of = matcher_of

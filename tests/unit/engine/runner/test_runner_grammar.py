@@ -16,8 +16,8 @@ from penstock.engine.core.plan import SampledTokens, ScheduledTokens, StepPlan
 from penstock.engine.core.request import Request
 from penstock.engine.runner.model_runner import ModelRunner, RunnerServices
 from penstock.engine.runner.sampling_state import GrammarConstraint, MaskJob, MaskThreads, MaskWait
-from penstock.grammar.matcher import Matcher
-from penstock.grammar.worker import Grammars
+from penstock.grammar.manager import GrammarManager
+from penstock.grammar.matcher import GrammarMatcher
 from penstock.types import Grammar, SamplingParams
 from runner_bench import RunnerBench
 from tiny_models import llama_config, write_model
@@ -49,7 +49,7 @@ PROMPT = [3, 70, 9, 200, 31, 5]
 def bench(tmp_path_factory: pytest.TempPathFactory) -> RunnerBench:
     folder = tmp_path_factory.mktemp("tiny")
     write_model(folder, CONFIG)
-    grammars = Grammars(lambda: BYTES)
+    grammars = GrammarManager(lambda: BYTES)
     made = RunnerBench(folder, "fp32", pages=600)
     made.runner = ModelRunner(
         made.model, made.ops, made.kv, made.runner.program, aids=RunnerServices(matcher_of=grammars.matcher)
@@ -157,7 +157,7 @@ def test_stop_tokens_of_a_constrained_answer_are_drawn_from_min_tokens_on(bench:
 class Broken:
     """A matcher that gives up after some tokens, as one does whose bounds are reached."""
 
-    def __init__(self, matcher: Matcher, after: int) -> None:
+    def __init__(self, matcher: GrammarMatcher, after: int) -> None:
         self._matcher, self._left = matcher, after
         self.vocabulary, self.end_tokens = matcher.vocabulary, matcher.end_tokens
 
@@ -276,7 +276,7 @@ def test_what_goes_wrong_beside_the_step_comes_out(bench: RunnerBench, monkeypat
 class Held:
     """A matcher whose masks wait until they are let, as slow ones do; it knows whether masks are worked out at all."""
 
-    def __init__(self, matcher: Matcher, go_on: threading.Event) -> None:
+    def __init__(self, matcher: GrammarMatcher, go_on: threading.Event) -> None:
         self._matcher, self._go_on = matcher, go_on
         self.vocabulary, self.end_tokens = matcher.vocabulary, matcher.end_tokens
         self.take, self.give_back = matcher.take, matcher.give_back

@@ -13,7 +13,7 @@ from penstock.engine.service.readiness import (
     ReadinessSources,
 )
 from penstock.errors import AdapterRefused, GrammarRefused, QueueFull
-from penstock.grammar.matcher import Matcher
+from penstock.grammar.matcher import GrammarMatcher
 from penstock.types import (
     AdapterRef,
     BlockHash,
@@ -40,7 +40,7 @@ class Compiling:
             raise GrammarRefused("no")
         return self.grammar in self.compiler.done
 
-    def matcher(self) -> Matcher:
+    def matcher(self) -> GrammarMatcher:
         raise NotImplementedError
 
 

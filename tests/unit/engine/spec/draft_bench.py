@@ -16,8 +16,7 @@ from penstock.engine.models.eagle import EagleHead, build_head
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner, RunnerServices
 from penstock.engine.spec.draft_model import SLOT_TOKENS, Drafter, DraftModelSource, DraftSource, EagleSource
-from penstock.grammar.matcher import CompiledGrammar
-from penstock.grammar.vocabulary import Vocabulary, token_trie
+from penstock.grammar.matcher import CompiledGrammar, GrammarVocabulary, token_trie
 from penstock.kernels.select import make_ops
 from penstock.types import BlockHash, RequestId, RequestStage, SamplingParams, TokenLogprob
 from penstock.weights.eagle import inspect_draft_head, load_draft_head
@@ -28,7 +27,7 @@ from tiny_models import llama_config, write_model
 
 VOCAB = 97
 END = VOCAB - 1
-LETTERS = Vocabulary(
+LETTERS = GrammarVocabulary(
     tokens=[*(bytes((32 + index,)) for index in range(95)), b'":', b"<|end|>"], special=(END,), end_tokens=(END,)
 )
 """What the model's tokens are to grammars."""

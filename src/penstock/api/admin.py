@@ -1,0 +1,227 @@
+"""What an operator may do to workers over HTTP: another role, drain, resume, restart.
+
+Every path needs the service's key, as all but the open ones do, and a JSON body: no page in a browser can send it
+unasked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from penstock import __version__
+from penstock.api.errors import error_response
+from penstock.api.http import EndpointFactory, HttpExchange, JsonBody
+from penstock.clock import Clock, MonotonicClock
+from penstock.errors import BadField, RequestError, UnknownModel, UnknownRequest
+from penstock.interfaces import JsonObject, ModelCard, TokenStreams, WorkerAdmin
+from penstock.types import Duty, RequestId, Role
+
+# MERGED: The page of metrics: made beside the event loop, at most once in so many seconds, whoever asks for
+# MERGED: it how often.
+# MERGED:
+# MERGED: Knows nothing about what is on it.
+
+MetricsSnapshot = Callable[[], Callable[[], bytes]]
+"""Looks at everything, which is quick, and returns what makes a page of that, on any thread."""
+
+
+class MetricsPage:
+    """One for an application."""
+
+    def __init__(self, take: MetricsSnapshot, clock: Clock, cache_s: float) -> None:
+        self._take = take
+        self._clock = clock
+        self._cache_s = cache_s
+        self._made_at = -cache_s
+        self._making: asyncio.Task[bytes] | None = None
+
+    async def get(self) -> bytes:
+        """The page as it was ``cache_s`` ago at the earliest."""
+        making = self._making
+        now = self._clock.now()
+        if making is None or (making.done() and (now - self._made_at >= self._cache_s or making.exception())):
+            self._made_at = now
+            making = self._making = asyncio.create_task(asyncio.to_thread(self._take()))
+        return await asyncio.shield(making)  # whoever leaves takes it from nobody else
+
+
+WORKER_ACTIONS = {"drain": Duty.DRAIN, "resume": Duty.SERVE, "restart": Duty.RESTART}
+"""The last word of each path, beside ``role``."""
+
+ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
+
+_encode = msgspec.json.Encoder().encode
+
+
+def admin_routes(posts: WorkerAdmin, door: EndpointFactory) -> list[Route]:
+    """``POST /admin/workers/{id}/role``, ``drain``, ``resume`` and ``restart``."""
+    paths = ["role", *WORKER_ACTIONS]
+    return [
+        Route(f"/admin/workers/{{name}}/{path}", _endpoint(posts, door, WORKER_ACTIONS.get(path)), methods=["POST"])
+        for path in paths
+    ]
+
+
+def _endpoint(posts: WorkerAdmin, door: EndpointFactory, duty: Duty | None) -> ASGIApp:
+    async def work(exchange: HttpExchange, asked: JsonBody) -> None:
+        role = _role(asked.body) if duty is None else None
+        force = _force(asked.body)
+        _nothing_else(asked.body, {"force"} if duty is not None else {"role", "force"})
+        row = await posts.assign(exchange.path_parameter("name"), role=role, duty=duty, force=force)
+        await exchange.reply(200, _encode(row))
+
+    return door.endpoint(work)
+
+
+def _role(body: JsonObject) -> Role:
+    given: Any = body.get("role")
+    if given is None:
+        raise RequestError("Missing required parameter: 'role'.", param="role", code="missing_required_parameter")
+    if given not in ROLES:
+        raise BadField("role", got=given, want=" or ".join(f"'{role.value}'" for role in ROLES))
+    return Role(given)
+
+
+def _force(body: JsonObject) -> bool:
+    given: Any = body.get("force", False)
+    if not isinstance(given, bool):
+        raise BadField("force", got=given, want="true or false", code="invalid_type")
+    return given
+
+
+def _nothing_else(body: JsonObject, known: set[str]) -> None:
+    for name in body:
+        if name not in known:
+            raise RequestError(
+                f"Unrecognized request argument: {name[:64]}.", param=name[:64], code="unknown_parameter"
+            )
+
+
+# MERGED: What the service says about itself: models, health, readiness, metrics, version, workers, decisions.
+# MERGED:
+# MERGED: Liveness is progress, not an open port: ``/health`` is 503 while something runs and nothing moves.
+
+
+MONOTONIC = MonotonicClock()
+MAX_ID_CHARS = 128
+"""Of a request's id in a path; ours are shorter."""
+
+
+def status_routes(
+    streams: TokenStreams,
+    cards: Callable[[], Sequence[ModelCard]],
+    page: MetricsPage,
+    metrics_type: str,
+    *,
+    waiting: Callable[[], Sequence[tuple[str, str]]] = tuple,
+    clock: Clock = MONOTONIC,
+) -> list[Route]:
+    """All ``GET`` paths (``HEAD`` comes with them).  ``waiting``: addresses of workers that are not joined yet."""
+    began = clock.now()
+
+    async def models(_: Request) -> Response:
+        return _json({"object": "list", "data": [model_object(card) for card in cards()]})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        all_cards = cards()
+        for card in all_cards:
+            if card.name == name:
+                return _json(model_object(card))
+        answer = error_response(UnknownModel(name[:128], all_cards[0].name))
+        return Response(answer.body, answer.status, media_type="application/json")
+
+    async def health(_: Request) -> Response:
+        why = streams.alive()
+        return _json({"status": "ok"}) if why is None else _json({"status": "stuck", "reason": why}, 503)
+
+    async def ready(_: Request) -> Response:
+        if streams.ready():
+            return _json({"status": "ready"})
+        missing = "; ".join(f"{endpoint}: {reason}" for endpoint, reason in waiting())
+        reason = "a worker that is needed is not ready" + (f" (waiting for {missing})" if missing else "")
+        return _json({"status": "not ready", "reason": reason}, 503)
+
+    async def show_metrics(_: Request) -> Response:
+        return Response(await page.get(), headers={"content-type": metrics_type})
+
+    async def version(_: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def workers(_: Request) -> Response:
+        shown = {"service": _service(cards()[0], clock.now() - began), "workers": list(streams.workers())}
+        joining = [{"endpoint": endpoint, "reason": reason} for endpoint, reason in waiting()]
+        return _json(shown | ({"joining": joining} if joining else {}))
+
+    async def decisions(request: Request) -> Response:
+        return _explained(streams, request.path_params["name"][:MAX_ID_CHARS])
+
+    return [
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/metrics", show_metrics),
+        Route("/version", version),
+        Route("/admin/workers", workers),
+        Route("/debug/requests/{name:path}", decisions),
+    ]
+
+
+def _service(card: ModelCard, uptime_s: float) -> dict[str, Any]:
+    """What ``penstock status`` begins with."""
+    return {
+        "model": card.name,
+        "max_model_len": card.max_model_len,
+        "version": __version__,
+        "uptime_s": round(uptime_s, 1),
+    }
+
+
+def _explained(streams: TokenStreams, name: str) -> Response:
+    choices = _decisions(streams, name)
+    if choices:
+        return _json({"id": name, "choices": choices})
+    answer = error_response(UnknownRequest(f"Nothing is remembered of a request {name!r}.", code="request_not_found"))
+    return Response(answer.body, answer.status, media_type="application/json")
+
+
+def _decisions(streams: TokenStreams, name: str) -> list[dict[str, Any]]:
+    """Of one choice (``ID/0``), or of all choices of an answer's id."""
+    told = streams.explain(RequestId(name))
+    if told:
+        return [{"id": name, "decisions": list(told)}]
+    choices: list[dict[str, Any]] = []
+    while told := streams.explain(RequestId(f"{name}/{len(choices)}")):
+        choices.append({"id": f"{name}/{len(choices)}", "decisions": list(told)})
+    return choices
+
+
+def model_object(card: ModelCard) -> dict[str, Any]:
+    """OpenAI's model object, with the context as vLLM and as others call it."""
+    shown: dict[str, Any] = {
+        "id": card.name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "penstock",
+        "max_model_len": card.max_model_len,
+        "context_length": card.max_model_len,
+    }
+    if card.sampling:
+        shown["default_sampling_params"] = card.sampling
+    if card.parent is not None:
+        shown["parent"] = card.parent
+    return shown
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    headers = {"retry-after": "1"} if status == 503 else None
+    return Response(_encode(value), status, headers, media_type="application/json")

@@ -1,0 +1,151 @@
+"""The application: every path, and how a request gets from the socket to an answer.
+
+A plain ASGI application under Starlette's router.  ``make_app`` is all that the composition root needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.api import admin
+from penstock.api.admin import MetricsPage
+from penstock.api.auth import AuthFailureLog, AuthMiddleware
+from penstock.api.endpoints import AppServices, Endpoints
+from penstock.api.http import HttpExchange
+from penstock.api.openai.chat import ChatResponseFormat
+from penstock.api.openai.completions import CompletionResponseFormat
+from penstock.api.openai.pooling import (
+    ClassifyResponseFormat,
+    EmbeddingResponseFormat,
+    RerankResponseFormat,
+)
+from penstock.api.openapi import suggest_path, with_api_description
+from penstock.api.origins import HostCheckMiddleware, with_cors
+from penstock.api.request_log import RequestLogMiddleware
+from penstock.errors import MethodNotAllowed, RequestError, UnknownPath
+from penstock.interfaces import (
+    JsonObject,
+    RequestProcessor,
+)
+
+"""Names the session that a request belongs to."""
+
+"""Asks, with any value, for ``ROUTE``."""
+
+"""Says which workers were chosen, and by which numbers."""
+
+RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
+
+_encode = msgspec.json.Encoder().encode
+
+
+def make_app(behind: AppServices) -> ASGIApp:
+    """The ASGI application.  It makes no connections and starts no tasks of its own."""
+    service = Endpoints(behind)
+    page = MetricsPage(behind.metrics, behind.clock, behind.limits.metrics_cache_s)
+    prepare, pools = behind.intake, behind.pools
+    embeddings, rerank, classify = (pools.embeddings, pools.rerank, pools.classify) if pools else (None, None, None)
+    writing = [
+        _post("/v1/chat/completions", service.generation(prepare.chat, ChatResponseFormat())),
+        _post("/v1/completions", service.generation(prepare.completion, CompletionResponseFormat())),
+    ]
+    routes = [
+        *writing,
+        _post("/v1/embeddings", service.reading(embeddings, EmbeddingResponseFormat())),
+        *(_post(path, service.reading(rerank, RerankResponseFormat())) for path in RERANK_PATHS),
+        _post("/classify", service.reading(classify, ClassifyResponseFormat())),
+        _post("/v1/audio/transcriptions", service.listening(translates=False)),
+        _post("/v1/audio/translations", service.listening(translates=True)),
+        _post("/tokenize", service.question(_tokenize(prepare), counted=True)),
+        _post("/detokenize", service.question(_detokenize(prepare), counted=True)),
+        _post("/v1/load_lora_adapter", service.question(prepare.load_adapter)),
+        _post("/v1/unload_lora_adapter", service.question(prepare.unload_adapter)),
+        *(admin.admin_routes(behind.posts, service.door) if behind.posts else ()),
+        *admin.status_routes(
+            behind.streams, prepare.cards, page, behind.metrics_type, waiting=behind.waiting, clock=behind.clock
+        ),
+    ]
+    app = Starlette(
+        routes=with_api_description(routes, behind.schemas),
+        exception_handlers={HTTPException: http_error, Exception: internal_error},
+    )
+    app.router.redirect_slashes = False
+    wrong = AuthFailureLog(behind.clock, behind.unauthorized)
+    straight = _DirectRoutes(app, {route.path: route.endpoint for route in writing})
+    opened = with_cors(AuthMiddleware(straight, behind.keys, wrong), behind.allowed_origins)
+    if behind.allowed_hosts is not None:
+        opened = HostCheckMiddleware(opened, behind.allowed_hosts, behind.allowed_origins)
+    most = behind.limits.max_logged_refusals
+    return RequestLogMiddleware(opened, behind.clock, every=behind.log_requests, max_refusals=most)
+
+
+class _DirectRoutes:
+    """An ASGI application that calls the endpoints of these paths by itself, where they are posted to.
+
+    They refuse what is wrong in their own words, and what Starlette keeps of a request would be there as long as its
+    answer takes.
+    """
+
+    def __init__(self, app: ASGIApp, posts: Mapping[str, ASGIApp]) -> None:
+        self._app = app
+        self._posts = posts
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        endpoint = None
+        if scope["type"] == "http" and scope["method"] == "POST" and not scope.get("root_path"):
+            endpoint = self._posts.get(scope["path"])
+        return (endpoint or self._app)(scope, receive, send)
+
+
+def _post(path: str, endpoint: ASGIApp) -> Route:
+    return Route(path, endpoint, methods=["POST"])
+
+
+def _tokenize(intake: RequestProcessor) -> Callable[[JsonObject], Awaitable[Any]]:
+    return intake.tokenize
+
+
+def _detokenize(intake: RequestProcessor) -> Callable[[JsonObject], Awaitable[Any]]:
+    async def ask(body: JsonObject) -> dict[str, str]:
+        return {"prompt": await intake.detokenize(body)}
+
+    return ask
+
+
+async def http_error(request: Request, error: Exception) -> Response:
+    """What Starlette's router refuses, in OpenAI's envelope."""
+    path = request.url.path[:256]
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        allow = (error.headers or {}).get("Allow", "")
+        ours: RequestError = MethodNotAllowed(request.method[:32], path, allow=allow)
+    elif isinstance(error, HTTPException) and error.status_code == 404:
+        served = [route.path for route in request.app.routes if isinstance(route, Route)]
+        told = f"Unknown request URL: {request.method[:32]} {path}. {suggest_path(path, served)}"
+        ours = UnknownPath(told, code="unknown_url")
+    else:
+        ours = RequestError("The request cannot be served.")
+    return _ErrorASGIResponse(ours)
+
+
+async def internal_error(_: Request, error: Exception) -> Response:
+    return _ErrorASGIResponse(error)
+
+
+class _ErrorASGIResponse(Response):
+    """An error as a response, which also gets rid of a body that nobody reads."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await HttpExchange(scope, receive, send).refuse(self._error)

@@ -1,0 +1,304 @@
+"""The HTTP face of a catalogue: finds the model that a request names, waits until it is loaded, and passes the request
+to the model's own gateway and its answer back as it comes.
+
+Knows nothing about memory or processes (``Models`` does), and of a body only its ``model``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import quote
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from penstock import __version__
+from penstock.api import sse, upstream
+from penstock.api.app import RERANK_PATHS, http_error, internal_error
+from penstock.api.auth import NO_TENANT, ON_BEHALF_OF, ApiKeys, AuthFailureLog, AuthMiddleware, tenant_header
+from penstock.api.endpoints import EXPLAIN, ROUTE, SESSION
+from penstock.api.errors import Header, error_response, logged_error_response
+from penstock.api.http import EndpointFactory, FormBody, HttpExchange, JsonBody
+from penstock.api.idempotency import IDEMPOTENCY_KEY, LAST_EVENT_ID
+from penstock.api.load_shedding import CLASS_HEADER, MAX_WAIT_HEADER
+from penstock.api.multipart import FORM_BYTES, encode_form
+from penstock.api.openapi import Schemas, with_api_description
+from penstock.api.origins import HostCheckMiddleware, with_cors
+from penstock.api.request_log import RequestLogMiddleware
+from penstock.api.response_cache import CACHE_CONTROL, RESPONSE_CACHE
+from penstock.api.tracing import TRACE_RESPONSE, trace_headers
+from penstock.api.upstream import Upstream
+from penstock.clock import Clock
+from penstock.config.limits import Limits
+from penstock.errors import BadField, NoWorkers, RequestError, UnknownModel
+from penstock.interfaces import MultipartForm
+
+PASSED = (
+    *("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
+    *("/v1/embeddings", *RERANK_PATHS, "/classify"),
+)
+"""Paths that name a model in their bodies."""
+
+PASSED_FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+"""The same, of forms."""
+
+_PASSED = (IDEMPOTENCY_KEY, LAST_EVENT_ID, CLASS_HEADER, MAX_WAIT_HEADER, SESSION, EXPLAIN)
+_KEPT = frozenset(
+    {
+        *(b"content-type", b"cache-control", b"x-accel-buffering", b"x-request-id", b"retry-after", b"allow"),
+        *(ROUTE, RESPONSE_CACHE, TRACE_RESPONSE),
+    }
+)
+_encode = msgspec.json.Encoder().encode
+
+
+class Models(Protocol):
+    """The models of a catalogue (``launch.house.ModelHouse``)."""
+
+    def find(self, name: str) -> str | None:
+        """The entry that this name or alias means."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """Of all entries."""
+        ...
+
+    def use(self, entry: str) -> AbstractAsyncContextManager[Upstream]:
+        """Load it if need be, and keep it while the scope lasts.  Raises NoWorkers, CapacityError."""
+        ...
+
+    def peek(self, entry: str) -> Upstream | None:
+        """Where it is, if it is loaded now."""
+        ...
+
+    async def load(self, entry: str) -> None:
+        """Load it.  Raises as ``use``."""
+        ...
+
+    async def unload(self, entry: str) -> None:
+        """Unload it, once its answers have ended."""
+        ...
+
+    def rows(self) -> Sequence[dict[str, Any]]:
+        """One mapping a model: state, aliases, adapters, bytes, requests."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """Everything behind this face."""
+
+    models: Models
+    limits: Limits
+    clock: Clock
+    keys: ApiKeys
+    created: int  # Unix seconds
+    schemas: Callable[[], Schemas] = dict  # of request bodies
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may use it
+    allowed_hosts: tuple[str, ...] | None = None  # names that it answers to, beside this host's; None: to any
+
+
+def make_catalogue_app(store: Store) -> ASGIApp:
+    """The ASGI application."""
+    service = _Service(store)
+    posts = [
+        *(Route(path, service.passing(path), methods=["POST"]) for path in PASSED),
+        *(Route(path, service.passing_form(path), methods=["POST"]) for path in PASSED_FORMS),
+    ]
+    admin = [
+        Route("/admin/load_model", service.asking(store.models.load), methods=["POST"]),
+        Route("/admin/unload_model", service.asking(store.models.unload), methods=["POST"]),
+    ]
+    app = Starlette(
+        routes=with_api_description([*posts, *admin, *_questions(store)], store.schemas),
+        exception_handlers={HTTPException: http_error, Exception: internal_error},
+    )
+    app.router.redirect_slashes = False
+    opened = with_cors(AuthMiddleware(app, store.keys, AuthFailureLog(store.clock)), store.allowed_origins)
+    if store.allowed_hosts is not None:
+        opened = HostCheckMiddleware(opened, store.allowed_hosts, store.allowed_origins)
+    most = store.limits.max_logged_refusals
+    return RequestLogMiddleware(opened, store.clock, every=False, max_refusals=most, passes_on=True)
+
+
+class _Service:
+    """What the endpoints share."""
+
+    def __init__(self, store: Store) -> None:
+        self._models = store.models
+        self._limits = store.limits
+        self._door = EndpointFactory(store.limits, store.clock)
+
+    def passing(self, path: str) -> ASGIApp:
+        """Passes a request on to the model that it names."""
+
+        async def work(exchange: HttpExchange, asked: JsonBody) -> None:
+            entry, raw = self._addressed(asked, required=path.startswith("/v1/"))
+            asked.drop_body()  # it is passed on as it came
+            passed = _passed(exchange)
+            async with self._models.use(entry) as to, upstream.request(to, "POST", path, raw, more=passed) as answer:
+                await _relay(exchange, answer)
+
+        return self._door.endpoint(work)
+
+    def passing_form(self, path: str) -> ASGIApp:
+        """The same for a form with a sound."""
+
+        async def work(exchange: HttpExchange, sent: FormBody) -> None:
+            form = sent.take()
+            names = form.fields.get("model", [""])
+            entry = self._entry(names[0]) if len(names) == 1 and names[0] else None
+            if entry is None:
+                raise _missing()
+            raw, kind = encode_form(MultipartForm(fields={**form.fields, "model": [entry]}, files=form.files))
+            passed = _passed(exchange)
+            async with (
+                self._models.use(entry) as to,
+                upstream.request(to, "POST", path, raw, kind, more=passed) as answer,
+            ):
+                await _relay(exchange, answer)
+
+        return self._door.upload(work, self._limits.max_audio_bytes + FORM_BYTES)
+
+    def asking(self, ask: Callable[[str], Awaitable[None]]) -> ASGIApp:
+        """Does something with a model, and tells how it is then."""
+
+        async def work(exchange: HttpExchange, asked: JsonBody) -> None:
+            entry, _ = self._addressed(asked, required=True)
+            await ask(entry)
+            row = next(row for row in self._models.rows() if row["name"] == entry)
+            await exchange.reply(200, _encode(row))
+
+        return self._door.endpoint(work)
+
+    def _addressed(self, asked: JsonBody, *, required: bool) -> tuple[str, bytes]:
+        """The entry, and the body in which it bears its own name."""
+        body, raw = asked.body, asked.raw
+        name = body.get("model")
+        if name is None:
+            if not required and len(self._models.names()) == 1:
+                return self._models.names()[0], raw
+            raise _missing()
+        if not isinstance(name, str):
+            raise BadField("model", got=name, want="a string", code="invalid_type")
+        entry = self._entry(name)
+        aliased = any(name in row["aliases"] for row in self._models.rows() if row["name"] == entry)
+        return entry, _encode({**body, "model": entry}) if aliased else raw
+
+    def _entry(self, name: str) -> str:
+        entry = self._models.find(name)
+        if entry is None:
+            raise UnknownModel(name[:128], ", ".join(self._models.names()))
+        return entry
+
+
+def _passed(exchange: HttpExchange) -> list[Header]:
+    """Headers that mean something to the model's own gateway, and for whom it is asked."""
+    passed = [(name, value) for name in _PASSED if (value := exchange.header(name)) is not None]
+    control = exchange.headers(CACHE_CONTROL)
+    if control is not None:
+        passed.append((CACHE_CONTROL, control))
+    return [*passed, *trace_headers(exchange), (ON_BEHALF_OF, tenant_header(exchange.tenant or NO_TENANT))]
+
+
+def _missing() -> RequestError:
+    return RequestError("Missing required parameter: 'model'.", param="model", code="missing_required_parameter")
+
+
+async def _relay(exchange: HttpExchange, answer: upstream.Response) -> None:
+    """The answer as it comes; should the model's gateway die in the middle of a stream, an error event ends it."""
+    headers: list[Header] = [header for header in answer.headers if header[0] in _KEPT]
+    streams = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+    if not streams or not exchange.chunked:
+        body = await answer.read()
+        await exchange.reply(answer.status, body, *headers)
+        return
+    await exchange.start(answer.status, *headers)
+    try:
+        async for chunk in answer.chunks():
+            await exchange.send(chunk)
+    except NoWorkers as error:
+        await exchange.finish(sse.sse_error(logged_error_response(error).body))
+        return
+    await exchange.finish()
+
+
+def _questions(store: Store) -> list[Route]:
+    """What is answered to GET."""
+    models = store.models
+
+    def card(row: dict[str, Any]) -> dict[str, Any]:
+        own = {"id": row["name"], "object": "model", "created": store.created, "owned_by": "penstock"}
+        return own | {"aliases": row["aliases"], "state": row["state"], "pinned": row["pinned"]}
+
+    def adapter(row: dict[str, Any], name: str) -> dict[str, Any]:
+        return card(row) | {"id": name, "aliases": [], "parent": row["name"]}
+
+    async def all_models(_: Request) -> Response:
+        cards = [[card(row), *(adapter(row, name) for name in row["adapters"])] for row in models.rows()]
+        return _json({"object": "list", "data": [one for own in cards for one in own]})
+
+    async def one_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        entry = models.find(name)
+        if entry is None:
+            answer = error_response(UnknownModel(name[:128], ", ".join(models.names())))
+            return Response(answer.body, answer.status, media_type="application/json")
+        return _json(next(card(row) for row in models.rows() if row["name"] == entry))
+
+    async def ok(_: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def version(_: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def workers(_: Request) -> Response:
+        return _json({"workers": await _all_workers(models), "models": list(models.rows())})
+
+    async def metrics(request: Request) -> Response:
+        entry = models.find(request.query_params.get("model", ""))
+        to = None if entry is None else models.peek(entry)
+        if to is None:
+            known = "\n".join(f"# /metrics?model={quote(row['name'])}  {row['state']}" for row in models.rows())
+            return Response(f"# a page for each loaded model:\n{known}\n", media_type="text/plain; version=0.0.4")
+        async with upstream.request(to, "GET", "/metrics") as answer:
+            return Response(await answer.read(), answer.status, media_type="text/plain; version=0.0.4")
+
+    return [
+        Route("/v1/models", all_models),
+        Route("/v1/models/{name:path}", one_model),
+        Route("/health", ok),
+        Route("/ready", ok),
+        Route("/version", version),
+        Route("/metrics", metrics),
+        Route("/admin/workers", workers),
+    ]
+
+
+async def _all_workers(models: Models) -> list[dict[str, Any]]:
+    """Of all loaded models; one that does not answer has none to show."""
+    rows: list[dict[str, Any]] = []
+    for name in models.names():
+        to = models.peek(name)
+        if to is None:
+            continue
+        try:
+            async with asyncio.timeout(upstream.CONNECT_S), upstream.request(to, "GET", "/admin/workers") as answer:
+                found = msgspec.json.decode(await answer.read())["workers"]
+        except (NoWorkers, TimeoutError, msgspec.DecodeError, KeyError):
+            continue
+        rows += [row | {"id": f"{name}/{row['id']}"} for row in found]
+    return rows
+
+
+def _json(value: Any) -> Response:
+    return Response(_encode(value), media_type="application/json")

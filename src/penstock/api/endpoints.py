@@ -1,0 +1,375 @@
+"""penstock.api.endpoints: NEEDS A DOCSTRING."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp
+
+from penstock.api import sse
+from penstock.api.admin import MetricsSnapshot
+from penstock.api.app import _encode
+from penstock.api.auth import NO_TENANT, ApiKeys, StaticApiKeys
+from penstock.api.errors import Header
+from penstock.api.http import EndpointFactory, FormBody, HttpExchange, JsonBody
+from penstock.api.idempotency import (
+    IdempotencyCache,
+    IdempotentRequest,
+    KeyOutcome,
+    TokenStreamSource,
+    parse_idempotency,
+)
+from penstock.api.load_shedding import LoadShedder, RateBuckets, Rules
+from penstock.api.multipart import FORM_BYTES
+from penstock.api.openai.pooling import PoolingResponseFormat, PoolingResponseHead, encode_pooling_response, pool_all
+from penstock.api.openai.schema import ResponseFormat, ResponseHead, TokenUsage, UsageCharge
+from penstock.api.openai.transcriptions import TranscriptionResponse
+from penstock.api.openapi import Schemas
+from penstock.api.request_log import note_usage
+from penstock.api.response_cache import CACHE_CONTROL, HIT, CachedResponseStreams, ResponseCache, is_cacheable
+from penstock.api.sse import EventStreamWriter
+from penstock.api.stream_polling import LoopTurns
+from penstock.api.streaming import ResponseStream, ResumeState, complete_body, gather_choices, stream_events
+from penstock.api.tracing import RequestTracing, note_response, trace_response_header, traced_streams
+from penstock.clock import Clock
+from penstock.config.limits import Limits, SchedulingConfig, TurnLimits
+from penstock.errors import KeyReused, NoWorkers, RequestError, WrongTask
+from penstock.interfaces import (
+    JsonObject,
+    ModelCard,
+    PoolingProcessor,
+    PreparedGeneration,
+    PreparedPooling,
+    RequestContext,
+    RequestProcessor,
+    TokenStreams,
+    TranscriptionProcessor,
+    WorkerAdmin,
+)
+from penstock.telemetry.service_levels import ServiceLevels
+from penstock.telemetry.spans import NoTracer, Span, Tracer
+from penstock.types import ModelIdentity, RequestId
+
+SESSION = b"x-session-affinity"
+
+
+EXPLAIN = b"x-penstock-explain"
+
+
+ROUTE = b"x-penstock-route"
+
+
+GENERATION_PATHS = "/v1/chat/completions or /v1/completions"
+
+
+AUDIO_PATHS = "/v1/audio/transcriptions"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppServices:
+    """Everything behind the edge."""
+
+    streams: TokenStreams
+    intake: RequestProcessor
+    limits: Limits
+    clock: Clock
+    metrics: MetricsSnapshot  # of Prometheus' text
+    metrics_type: str = "text/plain; version=0.0.4; charset=utf-8"
+    keys: ApiKeys = field(default_factory=StaticApiKeys)
+    buckets: RateBuckets | None = None  # of tenants' rates; None: of this process alone
+    event_key: bytes = b""  # of the marks in events' ids
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
+    turns: TurnLimits = field(default_factory=TurnLimits)
+    levels: ServiceLevels = field(default_factory=ServiceLevels)
+    pools: PoolingProcessor | None = None  # None: the model writes
+    posts: WorkerAdmin | None = None  # None: workers cannot be told anything here
+    hears: TranscriptionProcessor | None = None  # None: it hears nothing
+    met: Callable[[str], None] = lambda how: None  # counts requests with an idempotency key
+    unauthorized: Callable[[str], None] = lambda code: None  # counts requests without a valid key
+    stored: ResponseCache | None = None  # None: no response is stored
+    tracer: Tracer = field(default_factory=NoTracer)
+    schemas: Callable[[], Schemas] = dict  # of request bodies
+    log_requests: bool = False  # each has a line in the log; else those that are refused
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may use it
+    allowed_hosts: tuple[str, ...] | None = None  # names that it answers to, beside this host's; None: to any
+    waiting: Callable[[], Sequence[tuple[str, str]]] = tuple  # addresses of workers to be joined, each with the reason
+
+
+@dataclass(frozen=True, slots=True)
+class _PreparedGeneration:
+    """A request for text that was checked."""
+
+    prepared: PreparedGeneration
+    keyed: IdempotentRequest | None  # it may be sent again
+    seeded: bool  # its client has chosen the seed
+    span: Span
+
+
+class Endpoints:
+    """What the endpoints share."""
+
+    def __init__(self, behind: AppServices) -> None:
+        self._behind = behind
+        self.door = EndpointFactory(behind.limits, behind.clock)
+        self._turns = LoopTurns(behind.turns.answer_units_per_turn)
+        self._event_key = event_key_with_defaults(behind.event_key, behind.intake.cards()[0])
+        self._kept = IdempotencyCache(behind.limits, behind.clock)
+        self._traced = RequestTracing(behind.tracer, behind.clock)
+        rules = Rules(limits=behind.limits, scheduling=behind.scheduling, ring=behind.keys, buckets=behind.buckets)
+        self._gate = LoadShedder(rules, self.door.admission, behind.streams, behind.levels)
+
+    def generation(
+        self, prepare: Callable[[JsonObject, RequestContext], Awaitable[PreparedGeneration]], shape: ResponseFormat
+    ) -> ASGIApp:
+        """An endpoint that answers with generated text."""
+
+        async def work(exchange: HttpExchange, asked: JsonBody) -> None:
+            with self._traced.request(exchange, shape.operation, asked.body.get("model")) as span:
+                answer = await accept(exchange, asked, span)
+                if answer is not None:
+                    await answer
+
+        async def accept(exchange: HttpExchange, asked: JsonBody, span: Span) -> Coroutine[None, None, None] | None:
+            """To be awaited when this is over: nothing of it is needed as long as the answer takes."""
+            envelope = self._envelope(exchange, shape.prefix)
+            body = asked.body
+            seeded = body.get("seed") is not None
+            keyed = self._keyed(exchange, body, envelope)
+            if keyed is not None:
+                if keyed.after.complete:
+                    self._behind.met(KeyOutcome.RESUMED)
+                    await exchange.reply(200, sse.DONE, *sse.HEADERS)
+                    return None
+                envelope = msgspec.structs.replace(envelope, told=shape.prefix + keyed.name)
+                body = keyed.body(body)
+            prepared = self._traced.prepared(span, await prepare(body, envelope), envelope.arrival)
+            del body
+            asked.drop()
+            return self._answer(exchange, _PreparedGeneration(prepared, keyed, seeded, span), shape, envelope)
+
+        return self.door.endpoint(work, self.door.admission.check)
+
+    def reading(
+        self,
+        prepare: Callable[[JsonObject, RequestContext], Awaitable[PreparedPooling]] | None,
+        shape: PoolingResponseFormat,
+    ) -> ASGIApp:
+        """An endpoint that answers with what texts become; ``prepare`` is None where the model writes instead."""
+
+        async def work(exchange: HttpExchange, door: JsonBody) -> None:
+            if prepare is None:
+                name = self._behind.intake.cards()[0].name
+                paths = GENERATION_PATHS if self._behind.hears is None else AUDIO_PATHS
+                raise WrongTask(name, "generates text; it has no embeddings, rerank or classify", paths)
+            with self._traced.request(exchange, shape.operation, door.body.get("model")) as span:
+                await read(exchange, (door, prepare), span)
+
+        async def read(
+            exchange: HttpExchange,
+            door: tuple[JsonBody, Callable[[JsonObject, RequestContext], Awaitable[PreparedPooling]]],
+            span: Span,
+        ) -> None:
+            sent, prepare = door
+            envelope = self._envelope(exchange, shape.prefix)
+            asked = await prepare(sent.body, envelope)
+            sent.drop()
+            used = TokenUsage.of(prompt=asked.tokens, completion=0, cached=0)
+            with self._gate.enter(exchange, asked.requests[0].claim, [asked.tokens]) as visit:
+                streams = traced_streams(span, self._behind.streams)
+                pooled = await pool_all(streams, asked, self._behind.limits.max_inputs_at_once)
+                visit.started(0)
+                visit.used(used)
+                note_usage(exchange.note, envelope.id, used, None)
+            head = PoolingResponseHead(id=envelope.id, created=int(time.time()), model=asked.model, tokens=asked.tokens)
+            note_response(span, head.id, used, "")
+            answer = await encode_pooling_response(shape, head, asked, pooled)
+            await exchange.reply(200, answer, (b"x-request-id", head.id.encode()), *trace_response_header(span))
+
+        return self.door.endpoint(work, self.door.admission.check)
+
+    def listening(self, *, translates: bool) -> ASGIApp:
+        """An endpoint that answers with what it hears."""
+        behind = self._behind
+
+        async def work(exchange: HttpExchange, sent: FormBody) -> None:
+            if behind.hears is None:
+                paths = GENERATION_PATHS if behind.pools is None else "what it is for"
+                raise WrongTask(behind.intake.cards()[0].name, "does not transcribe audio", paths)
+            envelope = self._envelope(exchange, "transcript-")
+            listening = await behind.hears.listen(sent.take(), envelope, translates=translates)
+            sent.hold.release()
+            traced = self._traced.request(exchange, listening.task, listening.model)
+            with closing(listening), traced as span:
+                headers = [(b"x-request-id", envelope.id.encode()), *trace_response_header(span)]
+                transcribing = TranscriptionResponse(traced_streams(span, behind.streams), self._gate)
+                await transcribing.answer(exchange, listening, envelope.caller.claim(), headers)
+
+        return self.door.upload(work, behind.limits.max_audio_bytes + FORM_BYTES)
+
+    def question(self, ask: Callable[[JsonObject], Awaitable[Any]], *, counted: bool = False) -> ASGIApp:
+        """An endpoint that answers with a small JSON object; ``counted`` among its tenant's requests."""
+
+        async def work(exchange: HttpExchange, asked: JsonBody) -> None:
+            if counted:
+                self._gate.count(exchange)
+            await exchange.reply(200, _encode(await ask(asked.body)))
+
+        return self.door.endpoint(work)
+
+    def _keyed(self, exchange: HttpExchange, body: JsonObject, envelope: RequestContext) -> IdempotentRequest | None:
+        try:
+            return parse_idempotency(exchange, body, envelope, self._behind.limits, self._event_key)
+        except KeyReused:
+            self._behind.met(KeyOutcome.REFUSED)
+            raise
+
+    def _envelope(self, exchange: HttpExchange, prefix: str) -> RequestContext:
+        identity = self._behind.streams.identity()
+        if identity is None:
+            raise NoWorkers("The server is starting: no worker is ready yet.")
+        return RequestContext(
+            id=RequestId(prefix + secrets.token_hex(12)),
+            arrival=self._behind.clock.now(),
+            identity=identity,
+            session=_session(exchange, self._behind.limits.max_session_chars),
+            caller=self._gate.caller(exchange),
+        )
+
+    async def _answer(
+        self, exchange: HttpExchange, asked: _PreparedGeneration, shape: ResponseFormat, envelope: RequestContext
+    ) -> None:
+        prepared = asked.prepared
+        reply, head = prepared.reply, _head(envelope.name, prepared, envelope.identity)
+        stored = self._stored(exchange, asked, envelope.identity)
+        claim = prepared.requests[0].claim
+        with (
+            self._met(asked.keyed, stored, head.id) as (streams, course),
+            self._gate.enter(exchange, claim, _costs(prepared, stored, course)) as visit,
+        ):
+            answering = ResponseStream(streams, prepared, visit, course)
+            more = [*trace_response_header(asked.span), *([] if stored is None else stored.headers())]
+            headers = partial(self._headers, envelope.id, more, explained=self._explains(exchange))
+            try:
+                if reply.stream:
+                    await stream_events(answering, self._turns, EventStreamWriter(exchange, headers), shape, head)
+                else:
+                    choices = await gather_choices(answering, self._turns, len(prepared.requests))
+                    body = await complete_body(shape, head, choices, answering.used())
+                    await exchange.reply(200, body, *headers())
+            finally:
+                used = answering.settle()
+                note_usage(exchange.note, envelope.id, used, visit.first_token)
+                note_response(asked.span, head.id, used, "" if stored is None else stored.word)
+
+    def _stored(
+        self, exchange: HttpExchange, asked: _PreparedGeneration, identity: ModelIdentity
+    ) -> CachedResponseStreams | None:
+        """Stored responses, for a request that they may serve."""
+        store, requests = self._behind.stored, asked.prepared.requests
+        if store is None or not is_cacheable(requests, seeded=asked.seeded, control=exchange.headers(CACHE_CONTROL)):
+            return None
+        return CachedResponseStreams(store, self._behind.streams, requests, identity)
+
+    def _met(
+        self, keyed: IdempotentRequest | None, stored: CachedResponseStreams | None, name: str
+    ) -> AbstractContextManager[tuple[TokenStreamSource, ResumeState]]:
+        """Where the tokens come from, and how they are told."""
+        if keyed is not None:
+            return self._met_again(keyed, stored, name)
+        if stored is not None:
+            stored.look()
+        return nullcontext((self._behind.streams if stored is None else stored, ResumeState()))
+
+    @contextmanager
+    def _met_again(
+        self, keyed: IdempotentRequest, stored: CachedResponseStreams | None, name: str
+    ) -> Iterator[tuple[TokenStreamSource, ResumeState]]:
+        """The same of a request that may have been sent before."""
+        streams = self._behind.streams if stored is None else stored
+        try:
+            answer, met = self._kept.meet(keyed, streams)
+        except KeyReused:
+            self._behind.met(KeyOutcome.REFUSED)
+            raise
+        self._behind.met(met)
+        computed = met not in (KeyOutcome.JOINED, KeyOutcome.REPLAYED)
+        if stored is not None and computed:
+            stored.look()
+        charge = UsageCharge(charge_id=name, repeated=met is not KeyOutcome.NEW)
+        try:
+            yield (
+                answer,
+                ResumeState(
+                    after=keyed.after,
+                    marks=keyed.marks,
+                    charge=charge,
+                    computed=computed,
+                    rated=answer.rated,
+                    metered=answer.metered,
+                ),
+            )
+        finally:
+            self._kept.left(keyed, answer)
+
+    def _explains(self, exchange: HttpExchange) -> bool:
+        """Is it to be said how the request was routed?  That tells of others' requests, so only to operators."""
+        return exchange.header(EXPLAIN) is not None and (exchange.tenant or NO_TENANT).operator
+
+    def _headers(self, name: str, more: Sequence[Header], *, explained: bool) -> list[Header]:
+        """Of an answer.  To be asked for when its first choice has a worker."""
+        headers = [(b"x-request-id", name.encode()), *more]
+        line = self._behind.streams.explain_in_a_line(RequestId(f"{name}/0")) if explained else None
+        if line is not None:
+            headers.append((ROUTE, bytes(char if 32 <= char < 127 else 63 for char in line.encode("ascii", "replace"))))
+        return headers
+
+
+def _session(exchange: HttpExchange, max_chars: int) -> str:
+    """What the client says in a header; a name that is too long is refused rather than cut."""
+    name = (exchange.header(SESSION) or b"").strip().decode("latin-1")
+    if len(name) > max_chars:
+        raise RequestError(
+            f"The header {SESSION.decode()} has {len(name)} characters; at most {max_chars} are allowed.",
+            code="session_too_long",
+        )
+    return name
+
+
+def _head(name: str, prepared: PreparedGeneration, identity: ModelIdentity) -> ResponseHead:
+    reply = prepared.reply
+    return ResponseHead(
+        id=name,
+        created=int(time.time()),
+        model=reply.model,
+        system_fingerprint=identity.system_fingerprint,
+        seed=reply.seed,
+        logprobs=reply.logprobs,
+        token_ids=reply.token_ids,
+        n=reply.n,
+        prompts=tuple(request.prompt for request in prepared.requests[:: reply.n]) if reply.token_ids else (),
+        include_usage=reply.include_usage,
+    )
+
+
+def _costs(prepared: PreparedGeneration, stored: CachedResponseStreams | None, course: ResumeState) -> list[int]:
+    """Prompt tokens of each engine request that is made for it; the choices of one prompt share it."""
+    if not course.computed or (stored is not None and stored.word == HIT):
+        return []
+    n = prepared.reply.n
+    return [0 if i % n else len(request.prompt) for i, request in enumerate(prepared.requests)]
+
+
+def event_key_with_defaults(event_key: bytes, card: ModelCard) -> bytes:
+    """The key of events' marks.  Streams that began with other sampling defaults, which draw other tokens, cannot go
+    on here."""
+    if not card.sampling:
+        return event_key
+    return blake2b(_encode(card.sampling), digest_size=32, key=event_key, person=b"penstock sampled").digest()

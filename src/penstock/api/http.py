@@ -1,0 +1,503 @@
+"""One HTTP request and its answer over ASGI: read the body within limits, answer once, notice when the client leaves.
+
+Knows nothing about paths or what a body means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.api import json_strict
+from penstock.api.admission import Admission, BodyReservation
+from penstock.api.errors import JSON_TYPE, ClientDisconnected, Header, error_code, logged_error_response
+from penstock.api.multipart import boundary_of, parse_multipart
+from penstock.api.request_log import LOG_ENTRY, RequestLogEntry
+from penstock.clock import Clock
+from penstock.config.limits import Limits
+from penstock.errors import BadField, BodyTimeout, BodyTooLarge, NoWorkers, RequestError, WrongMediaType
+from penstock.interfaces import JsonObject, MultipartForm
+
+# MERGED: Threads for the work of many tenants: whose turn it is goes round, and small work does not wait for
+# MERGED: large.
+# MERGED:
+# MERGED: Knows nothing about what is worked on.
+
+
+class FairThreads:
+    """Two threads: one for work of up to ``small`` bytes, one for what is larger.  One for an event loop."""
+
+    def __init__(self, name: str, small: int) -> None:
+        self._small = small
+        self._lanes = (_WorkerThread(f"{name}-small"), _WorkerThread(f"{name}-large"))
+
+    async def run(self, tenant: str, size: int, work: Callable[[], T]) -> T:
+        """``work`` on ``size`` bytes of this tenant's, in its turn."""
+        lane = self._lanes[size > self._small]
+        await lane.turn(tenant)
+        result: T = await asyncio.wrap_future(lane.start(work))
+        return result
+
+
+class _WorkerThread:
+    """One thread.  Tenants that wait for it have it in turns (round robin), each with its oldest work."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._busy = False
+
+    async def turn(self, tenant: str) -> None:
+        """Wait for the thread.  It is then the caller's, who must ``start`` something at once."""
+        if not self._busy:
+            self._busy = True
+            return
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self._next()  # it was our turn just now
+            raise
+
+    def start(self, work: Callable[[], T]) -> Future[T]:
+        """Do it.  The thread is the next one's when it is done, even if nobody waits for the result any more."""
+        loop = asyncio.get_running_loop()
+
+        def ended(_: Future[Any]) -> None:
+            with suppress(RuntimeError):  # the loop has been closed meanwhile
+                loop.call_soon_threadsafe(self._next)
+
+        future = self._pool.submit(work)
+        future.add_done_callback(ended)
+        return future
+
+    def _next(self) -> None:
+        while self._waiting:
+            tenant, places = self._waiting.popitem(last=False)
+            place = places.popleft()
+            if places:
+                self._waiting[tenant] = places  # behind the others
+            if not place.done():
+                place.set_result(None)
+                return
+        self._busy = False
+
+
+# MERGED: An ASGI extension: the body of an answer written straight to its connection, without a message and a
+# MERGED: wait a piece.
+# MERGED:
+# MERGED: A server that has it puts a ``BodyWriter`` under ``BODY_WRITER`` into the scope's ``extensions``.
+# MERGED: The head and the end
+# MERGED: of an answer go the ordinary way, by ``send``; between the two its parts may go by ``write``, and
+# MERGED: keep their order.
+# MERGED: Knows nothing about who writes, and what.
+
+BODY_WRITER = "penstock.body_writer"
+
+
+class BodyWriter(Protocol):
+    """Of one answer."""
+
+    @property
+    def usable(self) -> bool:
+        """May parts of the body be written now?  Its head is out, says no length, and asks for a body."""
+        ...
+
+    @property
+    def paused(self) -> bool:
+        """Does the client read more slowly than it is written to?  What is written all the same waits in memory."""
+        ...
+
+    def write(self, body: bytes) -> bool:
+        """A part of the body, not empty; is it ``paused`` now?  Nothing happens when the client has gone."""
+        ...
+
+    def when_writable(self, ready: Callable[[], None]) -> None:
+        """Call this once, when it is no longer paused or the client has gone; while it is paused."""
+        ...
+
+
+# MERGED: An ASGI extension: who serves a request is told that its client has gone, without a task that waits
+# MERGED: for it.
+# MERGED:
+# MERGED: A server that has it puts a ``DisconnectSignal`` under ``DISCONNECT_SIGNAL`` into the scope's ``extensions``; it may be
+# MERGED: used when the body
+# MERGED: has been read.  Knows nothing about who listens, and what for.
+
+DISCONNECT_SIGNAL = "penstock.hang_up"
+
+
+class DisconnectSignal(Protocol):
+    """Of one request."""
+
+    def when_gone(self, call: Callable[[], None] | None) -> None:
+        """Call this once, from the event loop, when the client is gone, or if it is already; None: nobody listens."""
+        ...
+
+
+TENANT = "penstock.tenant"
+"""In a scope: who has the key that the request came with (``auth.Tenant``)."""
+
+_LINGER_S = 1.0
+_LINGER_BYTES = 32 << 20
+"""For so long the rest of a refused body is read and thrown away, or the client might never see the refusal."""
+
+
+class HttpExchange:
+    """Request and answer.  The body is read at most once, the answer started at most once."""
+
+    __slots__ = ("_body_read", "_receive", "_scope", "_send", "finished", "started")
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._body_read = False
+        self.started = False  # the status line is out
+        self.finished = False  # so is everything else
+
+    @property
+    def note(self) -> RequestLogEntry:
+        """What the log of requests is to say of it."""
+        note: RequestLogEntry | None = self._scope.get(LOG_ENTRY)
+        return RequestLogEntry() if note is None else note
+
+    @property
+    def tenant(self) -> Any:
+        """What stands in the scope under ``TENANT``; None where no key is needed."""
+        return self._scope.get(TENANT)
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+
+    def header(self, name: bytes) -> bytes | None:
+        """The value of a header, None without it."""
+        return next((value for key, value in self._scope["headers"] if key == name), None)
+
+    def headers(self, name: bytes) -> bytes | None:
+        """The values of all headers of this name, as one list; None without any."""
+        values = [value for key, value in self._scope["headers"] if key == name]
+        return b", ".join(values) if values else None
+
+    def path_parameter(self, name: str) -> str:
+        """A part of the path that its route names.  Raises KeyError for one that it does not."""
+        return str(self._scope["path_params"][name])
+
+    async def read_json_body(self, limits: Limits, hold: BodyReservation) -> bytes:
+        """The raw body of a request that says it is JSON.
+
+        Raises WrongMediaType, BodyTooLarge, SlowBody, QueueFull (all before more is read than must be), ClientGone.
+        """
+        self._check_type()
+        return await self.read_body(limits, hold, limits.max_body_bytes)
+
+    async def read_body(self, limits: Limits, hold: BodyReservation, most: int) -> bytes:
+        """The raw body, of at most so many bytes.  Raises as ``read_json_body``, but for its type."""
+        codings = (self.headers(b"content-encoding") or b"").lower().split(b",")
+        if any(coding.strip() not in (b"", b"identity") for coding in codings):
+            raise WrongMediaType("Compressed bodies are not read here.", code="unsupported_media_type")
+        declared = self._declared_length()
+        if declared is not None and declared > most:
+            raise _too_large(most)
+        try:
+            async with asyncio.timeout(limits.slow_body_s):
+                return await self._read(hold, most)
+        except TimeoutError as error:
+            raise BodyTimeout(
+                f"The body did not arrive within the limit of {limits.slow_body_s:g} s.", code="slow_body"
+            ) from error
+
+    async def _read(self, hold: BodyReservation, most: int) -> bytes:
+        chunks: list[bytes] = []
+        while not self._body_read:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            chunk: bytes = message.get("body", b"")
+            self._body_read = not message.get("more_body", False)
+            if hold.held + len(chunk) > most:
+                raise _too_large(most)
+            hold.grow(len(chunk))
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def _check_type(self) -> None:
+        kind, *parameters = (self.header(b"content-type") or b"").lower().split(b";")
+        wrong = [item for item in map(bytes.strip, parameters) if item.startswith(b"charset=")]
+        if kind.strip() != b"application/json" or any(item.strip(b'charset="') != b"utf-8" for item in wrong):
+            raise WrongMediaType("Send the header 'Content-Type: application/json'.", code="unsupported_media_type")
+
+    def _declared_length(self) -> int | None:
+        value = self.header(b"content-length")
+        if value is None:
+            return None
+        if not value.isdigit():
+            raise RequestError("The content-length is not a number.", code="bad_content_length")
+        return int(value[:20])
+
+    def until_hang_up(self) -> DisconnectWatch:
+        """A scope that is left by ClientGone as soon as the client goes."""
+        hang_up: DisconnectSignal | None = self._scope.get("extensions", {}).get(DISCONNECT_SIGNAL)
+        return DisconnectWatch(self, self._receive, hang_up)
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def chunked(self) -> bool:
+        """Can an answer be sent whose length is not known yet?  HTTP/1.0 has no chunks."""
+        return bool(self._scope.get("http_version", "1.1") != "1.0")
+
+    async def start(self, status: int, *headers: Header) -> None:
+        """The status line and headers."""
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def send(self, body: bytes) -> None:
+        """A part of the body."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    def body_writer(self) -> BodyWriter | None:
+        """What writes parts of a body that has begun straight to the connection, where the server has such a thing."""
+        writer: BodyWriter | None = self._scope.get("extensions", {}).get(BODY_WRITER)
+        return writer if writer is not None and writer.usable else None
+
+    async def finish(self, body: bytes = b"") -> None:
+        """The last part of the body."""
+        self.finished = True
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def reply(self, status: int, body: bytes, *headers: Header) -> None:
+        """A whole answer, of type JSON unless a header says otherwise."""
+        kind = () if any(name == b"content-type" for name, _ in headers) else (JSON_TYPE,)
+        await self.start(status, *kind, (b"content-length", str(len(body)).encode()), *headers)
+        await self.finish(body)
+
+    async def refuse(self, error: BaseException) -> None:
+        """Answer with an error, and read no more of this client than is polite."""
+        answer = logged_error_response(error)
+        self.note.code = error_code(error)
+        length = (b"content-length", str(len(answer.body)).encode())
+        if self._body_read or not self._has_body():
+            await self.start(answer.status, JSON_TYPE, length, *answer.headers)
+            await self.finish(answer.body)
+            return
+        await self.start(answer.status, JSON_TYPE, length, (b"connection", b"close"), *answer.headers)
+        await self.send(answer.body)
+        await self._linger()
+        await self.finish()
+
+    def _has_body(self) -> bool:
+        return self.header(b"transfer-encoding") is not None or self.header(b"content-length") not in (None, b"0")
+
+    async def _linger(self) -> None:
+        thrown_away = 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while not self._body_read and thrown_away < _LINGER_BYTES:
+                    message: Message = await self._receive()
+                    thrown_away += len(message.get("body", b""))
+                    self._body_read = message["type"] != "http.request" or not message.get("more_body", False)
+
+
+class DisconnectWatch:
+    """Listens for the client's going while its request is worked on, at no cost a token."""
+
+    __slots__ = ("_exchange", "_gone", "_hang_up", "_receive", "_task", "_watch")
+
+    def __init__(self, exchange: HttpExchange, receive: Receive, hang_up: DisconnectSignal | None = None) -> None:
+        """``hang_up``: tells that it goes; without it a task waits for that."""
+        self._exchange = exchange
+        self._receive = receive
+        self._hang_up = hang_up
+        self._gone = False
+        self._watch: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        if self._hang_up is None:
+            self._watch = asyncio.get_running_loop().create_task(self._listen())
+        else:
+            self._hang_up.when_gone(self._leave)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._hang_up is not None:
+            self._hang_up.when_gone(None)
+            self._hang_up = None  # or it would still be called, if it is about to be
+        if self._gone and kind is asyncio.CancelledError and self._task.uncancel() == 0:
+            raise ClientDisconnected from error
+
+    async def _listen(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._leave()
+
+    def _leave(self) -> None:
+        over = self._watch is None and self._hang_up is None
+        if not over and not self._exchange.finished:
+            self._gone = True
+            self._task.cancel()
+
+
+def _too_large(most: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The body is larger than the limit of {most} bytes.", code="body_too_large")
+
+
+# MERGED: What every endpoint with a body shares, JSON or a form: room for it, its limits, strict parsing,
+# MERGED: errors, clients that
+# MERGED: leave.
+
+INLINE_BODY_BYTES = 16 << 10
+"""Larger bodies are parsed on a thread, which lets others run between two numbers."""
+
+
+SMALL_BODY_BYTES = 256 << 10
+"""Larger ones have a thread of their own, so that they hold up none but their like."""
+
+
+class JsonBody:
+    """A parsed body; ``hold`` is its room, as long as it is there."""
+
+    __slots__ = ("body", "hold", "raw")
+
+    def __init__(self, body: JsonObject, raw: bytes, hold: BodyReservation) -> None:
+        self.body = body
+        self.raw = raw
+        self.hold = hold
+
+    def drop_body(self) -> None:
+        """What was parsed is needed no more, but the bytes are."""
+        self.body = {}
+        self.hold.shrink(len(self.raw))
+
+    def drop(self) -> None:
+        """Nothing of it is needed no more: answers take long, and what a client sent may be large."""
+        self.body, self.raw = {}, b""
+        self.hold.release()
+
+
+class FormBody:
+    """A parsed form; ``hold`` is its room."""
+
+    def __init__(self, form: MultipartForm, hold: BodyReservation) -> None:
+        self._form: MultipartForm | None = form
+        self.hold = hold
+
+    def take(self) -> MultipartForm:
+        """The form, which is then nobody's here: files are large, and answers take long.  Once."""
+        form, self._form = self._form, None
+        assert form is not None, "taken already"
+        return form
+
+
+T = TypeVar("T")
+JsonHandler = Callable[[HttpExchange, JsonBody], Awaitable[None]]
+FormHandler = Callable[[HttpExchange, FormBody], Awaitable[None]]
+
+
+class EndpointFactory:
+    """One for an application."""
+
+    def __init__(self, limits: Limits, clock: Clock) -> None:
+        self.admission = Admission(limits, clock)
+        self._limits = limits
+        self._threads = FairThreads("body", SMALL_BODY_BYTES)
+
+    def endpoint(self, work: JsonHandler, check: Callable[[], None] = lambda: None) -> ASGIApp:
+        """An endpoint that does ``work``; ``check`` may refuse before anything is read."""
+
+        async def read(exchange: HttpExchange, hold: BodyReservation) -> None:
+            asked = await self._asked(exchange, await exchange.read_json_body(self._limits, hold), hold)
+            async with exchange.until_hang_up():
+                await work(exchange, asked)
+
+        return self._guarded(read, check)
+
+    def upload(self, work: FormHandler, most: int) -> ASGIApp:
+        """The same for a form with files, of at most so many bytes."""
+
+        async def read(exchange: HttpExchange, hold: BodyReservation) -> None:
+            sent = await self._sent(exchange, hold, most)
+            async with exchange.until_hang_up():
+                await work(exchange, sent)
+
+        return self._guarded(read, self.admission.check)
+
+    def _guarded(
+        self, read: Callable[[HttpExchange, BodyReservation], Awaitable[None]], check: Callable[[], None]
+    ) -> ASGIApp:
+        async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+            exchange = HttpExchange(scope, receive, send)
+            try:
+                check()
+                with self.admission.body() as hold:
+                    await read(exchange, hold)
+            except ClientDisconnected:
+                exchange.note.code = "client_gone"
+                return
+            except asyncio.CancelledError:  # by nobody but a process that ends: another one can be asked
+                if exchange.started:
+                    raise
+                await exchange.refuse(NoWorkers("The service has stopped."))
+            except Exception as error:
+                if exchange.started:
+                    exchange.note.code = error_code(error)
+                    logged_error_response(error)
+                    raise
+                await exchange.refuse(error)
+
+        return _Endpoint(endpoint)
+
+    async def _sent(self, exchange: HttpExchange, hold: BodyReservation, most: int) -> FormBody:
+        boundary = boundary_of(exchange.header(b"content-type"))
+        raw = await exchange.read_body(self._limits, hold, most)
+        return FormBody(await self._beside(exchange, len(raw), lambda: parse_multipart(raw, boundary)), hold)
+
+    async def _asked(self, exchange: HttpExchange, raw: bytes, hold: BodyReservation) -> JsonBody:
+        """The parsed body.  Room for it is taken before it is made."""
+        limits = self._limits
+
+        def weigh() -> int:
+            return json_strict.estimated_bytes(
+                raw, max_values=limits.max_json_values, max_containers=limits.max_json_containers
+            )
+
+        def parse() -> object:
+            return json_strict.parse_json(raw, max_depth=limits.max_json_depth)
+
+        if len(raw) <= INLINE_BODY_BYTES:
+            value = parse()
+        else:
+            hold.grow(await self._beside(exchange, len(raw), weigh))
+            value = await self._beside(exchange, len(raw), parse)
+        if not isinstance(value, dict):
+            raise BadField("body", got=value, want="a JSON object", code="invalid_type")
+        return JsonBody(value, raw, hold)
+
+    async def _beside(self, exchange: HttpExchange, size: int, work: Callable[[], T]) -> T:
+        """``work`` on a thread, where tenants take turns."""
+        return await self._threads.run("" if exchange.tenant is None else exchange.tenant.id, size, work)
+
+
+class _Endpoint:
+    """An ASGI application that Starlette's router takes for one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        return self._app(scope, receive, send)

@@ -1,0 +1,461 @@
+"""Answers to requests with an idempotency key, as far as this gateway has them: joined while they run, told again.
+
+Nothing depends on what is kept here: what is not, is computed again, and by law 1 comes out the same.  A repeat that
+comes while the first still runs reads the same tokens; a client that went away is waited for ``resume_grace_s``.
+
+::
+
+    router --tokens--> one pump a choice --> kept so far --> any number of readers
+
+Knows nothing about text, events or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from enum import StrEnum
+from hashlib import blake2b
+from typing import NamedTuple, Protocol, Self
+
+import msgspec
+
+from penstock.api.http import HttpExchange
+from penstock.api.sse import SIGNATURE_BYTES, ChoicePosition, EventSigner, ResumePoint
+from penstock.clock import Clock
+from penstock.config.limits import Limits
+from penstock.errors import KeyReused, NoWorkers, PenstockError, RequestError
+from penstock.interfaces import JsonObject, RequestContext, TokenStream
+from penstock.types import ModelIdentity, RequestId, TokenBatch, ValidRequest
+
+# MERGED: Which tokens of an answer have been counted: what is told several times, in parts, by several
+# MERGED: requests, counts once.
+# MERGED:
+# MERGED: Each request counts what it was told beyond what others before it were, whichever of them ends
+# MERGED: first.  Knows nothing of
+# MERGED: who counts, and what for.
+
+
+class UsageDelta(NamedTuple):
+    """Of an answer, what was not counted before."""
+
+    first: bool  # nothing of it was: its prompt and the request count, too
+    tokens: int
+    stored: int  # of those, tokens that come from a stored response
+
+
+_NONE: frozenset[int] = frozenset()
+
+
+class UsageDedup:
+    """How far each choice of an answer has been counted."""
+
+    __slots__ = ("_first", "_over", "_tokens")
+
+    def __init__(self) -> None:
+        self._first = True
+        self._tokens: dict[int, int] = {}
+        self._over = _NONE  # choices of which all is
+
+    @classmethod
+    def elsewhere(cls, places: Mapping[int, ChoicePosition]) -> Self:
+        """Up to there by whoever told it: another gateway, or this one long ago.
+
+        Who has nothing yet is told all, so the prompt and the request count here.
+        """
+        made = cls()
+        made._first = bool(places) and not any(each.tokens or each.closed or each.ended for each in places.values())
+        made._tokens = {choice: place.tokens for choice, place in places.items()}
+        made._over = frozenset(choice for choice, place in places.items() if place.ended)
+        return made
+
+    def take(self, told: Sequence[tuple[int, int]]) -> UsageDelta:
+        """``told``: of each choice, its tokens and how many of them, from the first on, were stored."""
+        first, self._first = self._first, False
+        tokens = stored = 0
+        for choice, (end, stored_end) in enumerate(told):
+            begin = self._tokens.get(choice, 0)
+            if choice in self._over or end <= begin:
+                continue
+            tokens += end - begin
+            stored += max(0, stored_end - begin)
+            self._tokens[choice] = end
+        return UsageDelta(first, tokens, stored)
+
+
+# MERGED: Requests with an idempotency key: what makes a repeat the same request, wherever it is sent.
+# MERGED:
+# MERGED: Id, seed and marks follow from tenant, key, body and model, and from a secret of the service: any
+# MERGED: gateway comes to the
+# MERGED: same, and none has to remember anything.  Knows nothing about tokens or workers.
+
+IDEMPOTENCY_KEY = b"idempotency-key"
+LAST_EVENT_ID = b"last-event-id"
+
+SEED_BITS = 53
+"""A derived seed survives clients that keep JSON numbers as doubles, as a drawn one does."""
+
+_NAME_BYTES = 12
+_KEY_BYTES = 16
+
+_encode = msgspec.json.Encoder(order="deterministic").encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdempotentRequest:
+    """A request that its client may send again."""
+
+    key: bytes  # of tenant and key; what it is kept by
+    name: str  # of the answer and of its charge: the same for every repeat
+    seed: int  # instead of a drawn one
+    mark: str  # of body and model: another one is another request
+    marks: EventSigner  # of its events
+    after: ResumePoint = field(default_factory=ResumePoint)
+    resumed: bool = False  # the client has some of it already
+
+    def body(self, body: JsonObject) -> JsonObject:
+        """With a seed in any case, so that a repeat draws the same tokens."""
+        return body if body.get("seed") is not None else {**body, "seed": self.seed}
+
+
+def parse_idempotency(
+    exchange: HttpExchange, body: JsonObject, envelope: RequestContext, limits: Limits, event_key: bytes
+) -> IdempotentRequest | None:
+    """What the request's headers ask for; None without a key.  Raises RequestError, KeyReused."""
+    given, last = exchange.header(IDEMPOTENCY_KEY), exchange.header(LAST_EVENT_ID)
+    if given is None:
+        if last is not None:
+            raise RequestError(
+                "Last-Event-ID needs the Idempotency-Key that the stream was begun with.",
+                code="missing_idempotency_key",
+            )
+        return None
+    _check(given, limits.max_idempotency_key_chars)
+    if last is not None and body.get("stream") is not True:
+        raise RequestError("Last-Event-ID is for streams: send it with 'stream': true.", code="invalid_last_event_id")
+    wide = _tenant_key_hash(envelope.caller.tenant, given)
+    marks = event_signer(event_key, envelope.caller.tenant, given, body, envelope.identity)
+    return IdempotentRequest(
+        key=wide[:_KEY_BYTES],
+        name=wide[_KEY_BYTES : _KEY_BYTES + _NAME_BYTES].hex(),
+        seed=int.from_bytes(wide[-8:], "little") >> (64 - SEED_BITS),
+        mark=_body_hash(body, envelope.identity),
+        marks=marks,
+        after=ResumePoint() if last is None else ResumePoint.parse(last, marks),
+        resumed=last is not None,
+    )
+
+
+def event_signer(event_key: bytes, tenant: str, key: bytes, body: JsonObject, identity: ModelIdentity) -> EventSigner:
+    """The marks of one request's events."""
+    return EventSigner(event_key, _tenant_key_hash(tenant, key) + _body_hash(body, identity).encode())
+
+
+def _tenant_key_hash(tenant: str, key: bytes) -> bytes:
+    own = blake2b(tenant.encode(), digest_size=_KEY_BYTES).digest()
+    return blake2b(own + key, digest_size=64, person=b"penstock idem").digest()
+
+
+def _body_hash(body: JsonObject, identity: ModelIdentity) -> str:
+    asked = blake2b(_encode(body), digest_size=SIGNATURE_BYTES, person=b"penstock body")
+    asked.update(identity.system_fingerprint.encode())
+    return asked.hexdigest()
+
+
+def _check(key: bytes, most: int) -> None:
+    plain = all(33 <= char < 127 for char in key)
+    if not plain or not 0 < len(key) <= most:
+        raise RequestError(
+            f"The header Idempotency-Key must have 1 to {most} visible ASCII characters (a UUID, for example).",
+            code="invalid_idempotency_key",
+        )
+
+
+class TokenStreamSource(Protocol):
+    """What an answer is made of: the part of ``TokenStreams`` that serves requests."""
+
+    def stream(self, request: ValidRequest) -> TokenStream:
+        """See ``TokenStreams``."""
+        ...
+
+    def stopped(self, request: RequestId) -> None:
+        """See ``TokenStreams``."""
+        ...
+
+
+class KeyOutcome(StrEnum):
+    """How a request with a key was met."""
+
+    NEW = "new"
+    JOINED = "joined"  # the first still runs here
+    REPLAYED = "replayed"  # the first has ended, and its tokens are kept
+    REPEATED = "repeated"  # the key is known and the tokens are not: computed again
+    RESUMED = "resumed"  # the client has had some of it, from elsewhere or long ago: computed again
+    REFUSED = "refused"  # the key was used for something else
+
+
+class _BufferedChoice:
+    """One choice: its tokens as far as they came, and who reads them."""
+
+    def __init__(self, source: TokenStream, grace_s: float, over: Callable[[], None]) -> None:
+        """``over`` is called once, when no more tokens will come."""
+        self.batches: list[TokenBatch] = []
+        self.finished = False  # whatever a reader needs is there
+        self.failed = False
+        self._error: PenstockError | Exception | None = None
+        self._readers = 0
+        self._news = asyncio.Event()
+        self._grace_s = grace_s
+        self._over = over
+        self._pump = asyncio.get_running_loop().create_task(self._run(source), name="keyed answer")
+
+    @property
+    def weight(self) -> int:
+        """Numbers that are kept of it, roughly."""
+        tops = (len(token.top) for batch in self.batches for token in batch.logprobs or ())
+        return sum(len(batch.tokens) for batch in self.batches) + sum(2 * (1 + top) for top in tops)
+
+    def enough(self) -> None:
+        """A reader has found the end of the answer in what has come."""
+        self.finished = True
+        self._pump.cancel()
+
+    def read(self, closed: Callable[[], object]) -> _BufferReader:
+        """From the first token on.  Whoever asks counts as a reader from now on, until the reader is ``closed``."""
+        self._readers += 1
+        return _BufferReader(self, closed)
+
+    async def after(self, at: int) -> TokenBatch | None:
+        """The batch with this number, once it is there; None after the last."""
+        while at >= len(self.batches):
+            if self.finished:
+                return None
+            if self.failed:
+                raise self._error or NoWorkers("The answer was given up; send the request again.")
+            await self._news.wait()
+        return self.batches[at]
+
+    def left(self) -> None:
+        """A reader is closed."""
+        self._readers -= 1
+        if not self._readers and not self.finished and not self.failed:
+            asyncio.get_running_loop().call_later(self._grace_s, self._unless_read)
+
+    def _unless_read(self) -> None:
+        if not self._readers and not self.finished:
+            self.failed = True  # at once: whoever comes before the pump has ended must not wait for it
+            self._pump.cancel()
+
+    async def _run(self, source: TokenStream) -> None:
+        try:
+            async with aclosing(source):
+                async for batch in source:
+                    self.batches.append(batch)
+                    self.finished = self.finished or batch.finish is not None
+                    self._tell()
+        except Exception as error:  # noqa: BLE001 - raised where it is read
+            self._error = error
+        finally:
+            self.failed = not self.finished
+            self._tell()
+            self._over()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+class _BufferReader:
+    """``TokenStream`` of one who reads kept tokens."""
+
+    def __init__(self, tokens: _BufferedChoice, closed: Callable[[], object]) -> None:
+        self._tokens = tokens
+        self._over = closed
+        self._at = 0
+        self._closed = False
+
+    def __aiter__(self) -> _BufferReader:
+        return self
+
+    async def __anext__(self) -> TokenBatch:
+        batch = None if self._closed else await self._tokens.after(self._at)
+        if batch is None:
+            await self.aclose()
+            raise StopAsyncIteration
+        self._at += 1
+        return batch
+
+    async def aclose(self) -> None:
+        """See ``TokenStream``."""
+        if not self._closed:
+            self._closed = True
+            self._over()
+            self._tokens.left()
+
+
+class CachedStream:
+    """All choices of one request, by their number; ``TokenStreamSource`` for whoever asks with the same key."""
+
+    def __init__(
+        self, streams: TokenStreamSource, grace_s: float, over: Callable[[], None], metered: UsageDedup
+    ) -> None:
+        """``metered``: what was told of it before, also of one that was lost since."""
+        self.rated, self.metered = UsageDedup(), metered
+        self._streams = streams
+        self._grace_s = grace_s
+        self._over = over
+        self._choices: dict[int, _BufferedChoice] = {}
+        self._asked: dict[RequestId, tuple[int, RequestId]] = {}  # -> choice, and what its first asker called it
+        self._names: dict[int, RequestId] = {}
+
+    def stream(self, request: ValidRequest) -> TokenStream:
+        """See ``TokenStreamSource``.  The first who asks for a choice has it computed."""
+        choice = request.sampling.choice
+        self._asked[request.id] = choice, self._names.setdefault(choice, request.id)
+        tokens = self._choices.get(choice)
+        if tokens is None:
+            tokens = self._choices[choice] = _BufferedChoice(self._streams.stream(request), self._grace_s, self._over)
+        return tokens.read(lambda: self._asked.pop(request.id, None))
+
+    def stopped(self, request: RequestId) -> None:
+        """See ``TokenStreamSource``."""
+        asked = self._asked.get(request)
+        if asked is not None:
+            choice, name = asked
+            self._streams.stopped(name)
+            self._choices[choice].enough()
+
+    @property
+    def begun(self) -> bool:
+        """Has anybody asked for any of it?"""
+        return bool(self._choices)
+
+    @property
+    def told(self) -> bool:
+        """Has a token of it come?"""
+        return any(tokens.batches for tokens in self._choices.values())
+
+    @property
+    def failed(self) -> bool:
+        """Can it not be read to its end?"""
+        return any(tokens.failed for tokens in self._choices.values())
+
+    @property
+    def finished(self) -> bool:
+        """Is all of it there?"""
+        return bool(self._choices) and all(tokens.finished for tokens in self._choices.values())
+
+    @property
+    def weight(self) -> int:
+        """Numbers that are kept of it, roughly."""
+        return sum(tokens.weight for tokens in self._choices.values())
+
+
+@dataclass(slots=True)
+class _Entry:
+    key: bytes
+    mark: str
+    until: float = 0.0
+    answer: CachedStream | None = None
+    weight: int = 0  # of a finished answer
+    told: bool = False  # a token has come of an answer that is no longer kept
+    metered: UsageDedup = field(default_factory=UsageDedup)
+
+
+class IdempotencyCache:
+    """By key, those used last at the end.  Bounded in time, keys and tokens."""
+
+    def __init__(self, limits: Limits, clock: Clock) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._told: OrderedDict[bytes, None] = OrderedDict()  # keys of answers that are kept whole, oldest first
+        self.tokens = 0  # the weight of those
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def meet(self, keyed: IdempotentRequest, streams: TokenStreamSource) -> tuple[CachedStream, KeyOutcome]:
+        """The answer to this request, running, finished or not begun.  Raises KeyReused."""
+        now = self._clock.now()
+        entry = self._entries.get(keyed.key)
+        if entry is not None and entry.until <= now and not self._runs(entry):
+            self._drop(keyed.key)
+            entry = None
+        if entry is not None and entry.mark != keyed.mark:
+            raise KeyReused(
+                "This Idempotency-Key was used for another request body or another version of the model. "
+                "Use a new key for a new request."
+            )
+        met = _outcome(entry, keyed)
+        if entry is None:
+            entry = self._entries[keyed.key] = _Entry(keyed.key, keyed.mark)
+            if keyed.resumed:
+                entry.metered = UsageDedup.elsewhere(keyed.after.places)
+        answer = entry.answer
+        if answer is None or answer.failed:
+            self._forget_tokens(entry)
+            grace_s = self._limits.resume_grace_s
+            answer = entry.answer = CachedStream(streams, grace_s, lambda: self._ended(keyed.key), entry.metered)
+        entry.until = now + self._limits.idempotency_s
+        self._entries.move_to_end(keyed.key)
+        self._make_room(now)  # it may take this entry, too
+        return answer, met
+
+    def left(self, keyed: IdempotentRequest, answer: TokenStreamSource) -> None:
+        """Whoever met this answer is gone.  One that was not begun, being refused at the door, was never met."""
+        entry = self._entries.get(keyed.key)
+        if entry is None or entry.answer is None or entry.answer is not answer or entry.answer.begun:
+            return
+        self._forget_tokens(entry)
+        if not entry.told:
+            self._drop(keyed.key)
+
+    def _ended(self, key: bytes) -> None:
+        """No more tokens come for a choice of this answer."""
+        entry = self._entries.get(key)
+        if entry is None or entry.answer is None or not entry.answer.finished:
+            return
+        self.tokens -= entry.weight
+        entry.weight = entry.answer.weight
+        self.tokens += entry.weight
+        self._told[key] = None
+        self._make_room(self._clock.now())
+
+    def _make_room(self, now: float) -> None:
+        entries, limits = self._entries, self._limits
+        for _ in range(len(entries)):
+            key, oldest = next(iter(entries.items()))
+            if oldest.until > now and len(entries) <= limits.max_idempotency_keys:
+                break
+            if self._runs(oldest):
+                oldest.until = now + limits.idempotency_s
+                entries.move_to_end(key)
+            else:
+                self._drop(key)
+        while self._told and self.tokens > limits.max_kept_tokens:
+            entry = entries[next(iter(self._told))]
+            self._forget_tokens(entry)
+
+    @staticmethod
+    def _runs(entry: _Entry) -> bool:
+        return entry.answer is not None and not entry.answer.finished and not entry.answer.failed
+
+    def _drop(self, key: bytes) -> None:
+        self._forget_tokens(self._entries.pop(key))
+
+    def _forget_tokens(self, entry: _Entry) -> None:
+        self.tokens -= entry.weight
+        entry.told = entry.told or (entry.answer is not None and entry.answer.told)
+        entry.answer, entry.weight = None, 0
+        self._told.pop(entry.key, None)
+
+
+def _outcome(entry: _Entry | None, keyed: IdempotentRequest) -> KeyOutcome:
+    if entry is None or entry.answer is None or entry.answer.failed:
+        told = entry is not None and (entry.told or (entry.answer is not None and entry.answer.told))
+        return KeyOutcome.RESUMED if keyed.resumed else KeyOutcome.REPEATED if told else KeyOutcome.NEW
+    return KeyOutcome.REPLAYED if entry.answer.finished else KeyOutcome.JOINED

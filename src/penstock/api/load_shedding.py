@@ -1,0 +1,392 @@
+"""Whether a request is let in, and what becomes of it is counted here: classes, deadlines, tenants, predicted waits.
+
+How long a request would wait is predicted from what workers report (``TokenStreams.forecast``), from the part of this
+gateway's queue that fair queueing serves before it, and from how such predictions of late compare with what came: those
+of very long prompts by themselves, for where answers are written they are read gently.  Who would wait for longer than
+it may is told at once, and when it would be worth while to come again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from penstock.api.admission import MAX_RETRY_AFTER_S, Admission, Permit, QueueKey
+from penstock.api.auth import NO_TENANT, ApiKeys, Tenant
+from penstock.api.http import HttpExchange
+from penstock.api.idempotency import UsageDelta
+from penstock.api.openai.schema import TokenUsage
+from penstock.clock import Clock
+from penstock.config.limits import LONG_PROMPT, Limits, SchedulingConfig
+from penstock.errors import BadField, CapacityError, DeadlineMissed, Forbidden, Overloaded, RateLimited
+from penstock.interfaces import BucketLevel, Caller, TokenStreams
+from penstock.telemetry.service_levels import ServiceLevels, Target
+from penstock.types import Qos, ServiceClass
+
+# MERGED: How much each tenant may ask for within a minute: token buckets.
+# MERGED:
+# MERGED: A bucket holds a minute's worth and fills at an even pace.  A request takes its place and its
+# MERGED: prompt's tokens at the
+# MERGED: door, and its answer's tokens when they are known, which may leave the bucket empty and more: the
+# MERGED: next request waits for
+# MERGED: that.  Knows nothing about queues, nor where buckets stand (``launch.shared_rates``: where all
+# MERGED: gateways of a host see
+# MERGED: them).
+
+MINUTE_S = 60.0
+
+
+class RateBuckets(Protocol):
+    """Where the levels of buckets stand, by tenant and unit."""
+
+    def locked(self) -> AbstractContextManager[None]:
+        """The scope in which levels are read and written."""
+        ...
+
+    def get(self, tenant: str, unit: str) -> BucketLevel | None:
+        """None for a bucket that nobody has used, which is full."""
+        ...
+
+    def put(self, tenant: str, unit: str, level: BucketLevel) -> None:
+        """It is so now."""
+        ...
+
+
+class LocalRateBuckets:
+    """Of one process (``RateBuckets``)."""
+
+    def __init__(self) -> None:
+        self._levels: dict[tuple[str, str], BucketLevel] = {}
+        self._swept = float("-inf")
+
+    def locked(self) -> AbstractContextManager[None]:
+        """See ``RateBuckets``."""
+        return nullcontext()
+
+    def get(self, tenant: str, unit: str) -> BucketLevel | None:
+        """See ``RateBuckets``."""
+        return self._levels.get((tenant, unit))
+
+    def put(self, tenant: str, unit: str, level: BucketLevel) -> None:
+        """See ``RateBuckets``."""
+        self._levels[tenant, unit] = level
+        if level.at >= self._swept + MINUTE_S:  # what nobody has used since is full again: as good as none
+            before, self._swept = level.at - MINUTE_S, level.at
+            self._levels = {name: known for name, known in self._levels.items() if known.left < 0 or known.at > before}
+
+
+@dataclass(frozen=True, slots=True)
+class _BucketRequest:
+    unit: str
+    size: int
+    amount: int
+
+
+class TenantRateLimiter:
+    """One for an application."""
+
+    def __init__(self, clock: Clock, buckets: RateBuckets | None = None) -> None:
+        self._clock = clock
+        self._buckets = LocalRateBuckets() if buckets is None else buckets
+
+    def take(self, tenant: Tenant, requests: int, tokens: int) -> None:
+        """Let so much in.  Raises RateLimited, and takes nothing then.
+
+        What is larger than a whole bucket is let in when the bucket is full: it takes what will come, too.
+        """
+        limits = (
+            ("requests", tenant.requests_per_minute, requests),
+            ("prompt tokens", tenant.tokens_per_minute, tokens),
+        )
+        asked = [_BucketRequest(unit, size, amount) for unit, size, amount in limits if size is not None]
+        if not asked:
+            return
+        with self._buckets.locked():
+            now = self._clock.now()
+            left = [self._left(tenant, each.unit, each.size, now) for each in asked]
+            for each, has in zip(asked, left, strict=True):
+                lacking = min(each.amount, each.size) - has
+                if lacking > 0:
+                    raise _rate_limited(each, has, lacking)
+            for each, has in zip(asked, left, strict=True):
+                self._buckets.put(tenant.id, each.unit, BucketLevel(has - each.amount, now))
+
+    def used(self, tenant: Tenant, tokens: int) -> None:
+        """So many tokens of an answer were written."""
+        if tenant.tokens_per_minute is None or not tokens:
+            return
+        with self._buckets.locked():
+            now = self._clock.now()
+            has = self._left(tenant, "prompt tokens", tenant.tokens_per_minute, now)
+            self._buckets.put(tenant.id, "prompt tokens", BucketLevel(has - tokens, now))
+
+    def _left(self, tenant: Tenant, unit: str, size: int, now: float) -> float:
+        """With what has come since; the size may have changed in the file of keys."""
+        level = self._buckets.get(tenant.id, unit)
+        if level is None:
+            return size
+        return min(size, level.left + max(0.0, now - level.at) * size / MINUTE_S)
+
+
+def _rate_limited(asked: _BucketRequest, left: float, lacking: float) -> RateLimited:
+    retry_after = min(MAX_RETRY_AFTER_S, max(1, math.ceil(lacking * MINUTE_S / asked.size)))
+    kind = "tokens" if asked.unit == "prompt tokens" else asked.unit
+    return RateLimited(
+        f"Your key may use {asked.size} {kind} a minute. {max(0, math.floor(left))} are left now, and this "
+        f"request asks for {asked.amount} {asked.unit}. Retry in {retry_after} s.",
+        retry_after=retry_after,
+    )
+
+
+CLASS_HEADER = b"x-penstock-class"
+"""``interactive`` or ``batch``; goes before what the body says."""
+
+MAX_WAIT_HEADER = b"x-penstock-max-wait-s"
+"""Seconds that the client would wait for the first token."""
+
+_NAMES = {service.name.lower(): service for service in ServiceClass}
+_LEARNING = 0.1  # what the latest request counts for in how far predictions are off
+_MAX_CORRECTION = 10.0
+_MIN_LEARNED_S = 0.05  # waits below this say nothing about predictions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What the gate goes by."""
+
+    limits: Limits
+    scheduling: SchedulingConfig
+    ring: ApiKeys
+    buckets: RateBuckets | None = None  # of tenants' rates; None: of this process alone
+
+
+class PredictedTtft(NamedTuple):
+    """A first token, as it was predicted."""
+
+    seconds: float
+    long: bool  # of a very long prompt (``config.scheduling.LONG_PROMPT``)
+
+
+class LoadShedder:
+    """One for an application."""
+
+    def __init__(self, rules: Rules, admission: Admission, streams: TokenStreams, levels: ServiceLevels) -> None:
+        config = rules.scheduling
+        self._rules = rules
+        self._admission = admission
+        admission.readers = streams.readers
+        self._streams = streams
+        self._levels = levels
+        self._rates = TenantRateLimiter(admission.clock, rules.buckets)
+        self._waits_s = (config.interactive_max_wait_s, config.batch_max_wait_s)
+        self._targets = (
+            Target(config.interactive_ttft_ms / 1000, config.interactive_tpot_ms / 1000),
+            Target(config.batch_ttft_ms / 1000, config.batch_tpot_ms / 1000),
+        )
+        self._off: dict[tuple[ServiceClass, bool], float] = {}  # what came over what was predicted, smoothed
+
+    def caller(self, exchange: HttpExchange) -> Caller:
+        """Who asks.  Raises RequestError for headers that cannot be, Forbidden for a class that the key has not."""
+        tenant: Tenant = exchange.tenant or NO_TENANT
+        asked = _class_of(exchange.header(CLASS_HEADER))
+        if asked is not None:
+            _check_class(tenant, asked)
+        return Caller(
+            tenant=tenant.id,
+            weight=tenant.weight,
+            salt=tenant.salt,
+            service=tenant.classes[0],
+            asked=asked,
+            max_wait_s=_wait_of(exchange.header(MAX_WAIT_HEADER), self._rules.limits.max_stated_wait_s),
+            waits_s=self._waits_s,
+        )
+
+    def count(self, exchange: HttpExchange) -> None:
+        """A request that no worker is asked for.  Raises RateLimited."""
+        tenant: Tenant = exchange.tenant or NO_TENANT
+        try:
+            self._rates.take(tenant, 1, 0)
+        except CapacityError as error:
+            self._levels.shed(tenant.classes[0], error.reason)
+            raise
+
+    @contextmanager
+    def enter(self, exchange: HttpExchange, claim: Qos, costs: Sequence[int]) -> Iterator[AdmittedRequest]:
+        """The scope in which an HTTP request is served.
+
+        ``costs``: prompt tokens of each engine request, 0 for those that share a prompt; none where workers are not
+        asked at all.  Raises CapacityError, Forbidden.
+        """
+        tenant: Tenant = exchange.tenant or NO_TENANT
+        _check_class(tenant, claim.service)
+        try:
+            foreseen = self._look_ahead(claim, sum(costs)) if costs else None
+            party = QueueKey(int(claim.service), claim.tenant, claim.weight)
+            bounded = self._rules.ring.tenants > 1 or claim.service is not ServiceClass.INTERACTIVE
+            with self._admission.admit(costs, party, bounded=bounded) as permit:
+                self._rates.take(tenant, max(1, len(costs)), sum(costs))
+                visit = AdmittedRequest(self, permit, claim, foreseen)
+                try:
+                    yield visit
+                finally:
+                    self._rates.used(tenant, visit.written)
+        except DeadlineMissed as error:
+            foreseen = self._predict(claim, sum(costs))
+            error.retry_after = self._retry_after(1.0 if foreseen is None else foreseen.seconds)
+            self._levels.missed(claim.service)
+            raise
+        except CapacityError as error:
+            self._levels.shed(claim.service, error.reason)
+            raise
+
+    # --- how long it will take ---------------------------------------------------------------------------------------
+
+    def _predict(self, claim: Qos, tokens: int) -> PredictedTtft | None:
+        """The first token; None while nobody knows."""
+        forecast = self._streams.forecast(tokens, claim.service)
+        if forecast is None:
+            return None
+        party = QueueKey(int(claim.service), claim.tenant, claim.weight)
+        wait_s = forecast.wait_s * self._admission.share_before(party, tokens)
+        long = forecast.read_s > LONG_PROMPT * self._targets[claim.service].ttft_s
+        return PredictedTtft((wait_s + forecast.read_s) * self._off.get((claim.service, long), 1.0), long)
+
+    def _look_ahead(self, claim: Qos, tokens: int) -> PredictedTtft | None:
+        """Raises Overloaded for who would wait in vain."""
+        foreseen = self._predict(claim, tokens)
+        may_s = self._rules.limits.first_byte_s if claim.max_wait_s is None else claim.max_wait_s
+        if foreseen is None or foreseen.seconds <= may_s:
+            return foreseen
+        retry_after = self._retry_after(foreseen.seconds - may_s)
+        raise Overloaded(
+            f"The server is busy: the first token would come in about {foreseen.seconds:.1f} s, and this request "
+            f"may wait for {may_s:g} s. Retry in {retry_after} s.",
+            retry_after=retry_after,
+        )
+
+    def _retry_after(self, seconds: float) -> int:
+        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(seconds)))
+
+    # --- what came ---------------------------------------------------------------------------------------------------
+
+    def began(self, claim: Qos, waited_s: float) -> None:
+        """A choice has its first token, wherever it comes from."""
+        self._levels.began(claim.service, waited_s)
+
+    def came(self, claim: Qos, waited_s: float, foreseen: PredictedTtft | None) -> None:
+        """A choice has its first token of a worker."""
+        if foreseen is None:
+            return
+        self._levels.foretold(claim.service, waited_s, foreseen.seconds)
+        if max(waited_s, foreseen.seconds) < _MIN_LEARNED_S:
+            return
+        kind = (claim.service, foreseen.long)
+        before = self._off.get(kind, 1.0)
+        came = waited_s / max(foreseen.seconds / before, 1e-6)
+        self._off[kind] = min(_MAX_CORRECTION, max(1 / _MAX_CORRECTION, before * (came / before) ** _LEARNING))
+
+    def ended(self, claim: Qos, ttft_s: float, tpot_s: float | None) -> None:
+        """A choice is complete; ``tpot_s`` is None for a single token."""
+        self._levels.ended(claim.service, self._targets[claim.service], ttft_s, tpot_s)
+
+    def used(self, claim: Qos, usage: TokenUsage, part: UsageDelta) -> None:
+        """An HTTP request is over, and was served ``part`` for the first time."""
+        if part.first:
+            cached = usage.prompt_tokens_details.cached_tokens
+            self._levels.used(claim.tenant, (usage.prompt_tokens, part.tokens, cached, part.stored))
+        elif part.tokens:
+            self._levels.used(claim.tenant, (0, part.tokens, 0, part.stored), requests=0)
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return self._admission.now()
+
+
+class AdmittedRequest:
+    """One HTTP request that was let in: told what becomes of its choices."""
+
+    __slots__ = ("_claim", "_first", "_foreseen", "_gate", "_permit", "_served", "_since", "written")
+
+    def __init__(self, gate: LoadShedder, permit: Permit, claim: Qos, foreseen: PredictedTtft | None) -> None:
+        self._gate = gate
+        self._permit = permit
+        self._claim = claim
+        self._foreseen = foreseen
+        self._since = gate.now()
+        self._first: dict[int, float] = {}  # choice -> when its first token came
+        self._served: tuple[int, ...] = ()  # choices that have a token of a worker
+        self.written = 0  # tokens of answers that were computed
+
+    def started(self, choice: int, *, computed: bool = True) -> None:
+        """This choice has a token; until one is ``computed`` for it, it waits for a worker.  Harmless if repeated."""
+        if choice not in self._first:
+            self._first[choice] = self._gate.now()
+            self._gate.began(self._claim, self._first[choice] - self._since)
+        if computed and choice not in self._served:
+            self._served += (choice,)
+            self._permit.started(choice)
+            self._gate.came(self._claim, self._gate.now() - self._since, self._foreseen)
+
+    def ended(self, choice: int, tokens: int) -> None:
+        """This choice is complete with so many tokens."""
+        self._permit.ended(choice)
+        first = self._first.get(choice)
+        if first is not None:
+            tpot_s = (self._gate.now() - first) / (tokens - 1) if tokens > 1 else None
+            self._gate.ended(self._claim, first - self._since, tpot_s)
+
+    @property
+    def first_token(self) -> float | None:
+        """When the first token came, in monotonic seconds."""
+        return min(self._first.values(), default=None)
+
+    @property
+    def begun(self) -> bool:
+        """Has a token come?"""
+        return bool(self._first)
+
+    def used(self, usage: TokenUsage, *, rated: UsageDelta | None = None, metered: UsageDelta | None = None) -> None:
+        """So much was used; nothing when not a token came.  What of it is counted now, if not all: among the tenant's
+        rates, which go by what is computed, and for the tenant, whom a token is told once."""
+        if not self._first:
+            return
+        whole = UsageDelta(True, usage.completion_tokens, usage.stored_tokens)
+        rated = rated or whole
+        self.written = rated.tokens - rated.stored
+        self._gate.used(self._claim, usage, metered or whole)
+
+
+def _class_of(value: bytes | None) -> ServiceClass | None:
+    if value is None:
+        return None
+    name = value.strip().decode("latin-1")
+    if name not in _NAMES:
+        raise BadField(CLASS_HEADER.decode(), got=name[:64], want=f"one of {', '.join(_NAMES)}")
+    return _NAMES[name]
+
+
+def _wait_of(value: bytes | None, most_s: float) -> float | None:
+    if value is None:
+        return None
+    text = value.strip().decode("latin-1")[:64]
+    try:
+        seconds = math.nan if "_" in text else float(text)  # 1_0 is Python's
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= most_s:
+        raise BadField(MAX_WAIT_HEADER.decode(), got=text, want=f"seconds, above 0 and up to {most_s:g}")
+    return seconds
+
+
+def _check_class(tenant: Tenant, service: ServiceClass) -> None:
+    if service not in tenant.classes:
+        has = ", ".join(own.name.lower() for own in tenant.classes)
+        raise Forbidden(
+            f"This key is for {has} requests, and this one is {service.name.lower()}: say so in 'priority' or in the "
+            f"header {CLASS_HEADER.decode()}, or leave both out.",
+            param="priority",
+            code="class_not_allowed",
+        )

@@ -1,0 +1,1 @@
+"""openai: NEEDS A DOCSTRING."""

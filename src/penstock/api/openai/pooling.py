@@ -1,0 +1,229 @@
+"""``/v1/embeddings``, ``/rerank`` and ``/classify`` on the wire: as OpenAI, Jina and Cohere, and vLLM write them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from array import array
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from penstock.api.idempotency import TokenStreamSource
+from penstock.errors import WorkerLost
+from penstock.interfaces import PreparedPooling
+
+
+class PoolingResponseHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer says besides its items."""
+
+    id: str
+    created: int  # Unix seconds
+    model: str
+    tokens: int  # of all texts
+
+
+class PoolingResponseFormat(Protocol):
+    """How one API writes what became of texts."""
+
+    prefix: str
+    """Of ids, as ``embd-``."""
+
+    operation: str
+    """As OpenTelemetry calls it, or as the route is called."""
+
+    def items(self, work: PreparedPooling, pooled: Sequence[bytes]) -> Iterator[Any]:
+        """One object a text that is told."""
+        ...
+
+    def whole(self, head: PoolingResponseHead, items: list[msgspec.Raw]) -> Any:
+        """The answer."""
+        ...
+
+
+class _Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+def _usage(head: PoolingResponseHead) -> _Usage:
+    return _Usage(prompt_tokens=head.tokens, total_tokens=head.tokens)
+
+
+def fp32_values(pooled: bytes) -> list[float]:
+    """fp32, little-endian."""
+    values = array("f", pooled)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
+
+
+# --- embeddings ------------------------------------------------------------------------------------------------------
+
+
+class _Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class _Embeddings(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[msgspec.Raw]
+    model: str
+    usage: _Usage
+    id: str
+    created: int
+
+
+class EmbeddingResponseFormat:
+    """``PoolingResponseFormat`` of OpenAI's embeddings."""
+
+    prefix = "embd-"
+    operation = "embeddings"
+
+    def items(self, work: PreparedPooling, pooled: Sequence[bytes]) -> Iterator[Any]:
+        """Numbers, or base64 of them as they are."""
+        for index, own in enumerate(pooled):
+            yield _Embedding(index=index, embedding=b64encode(own).decode() if work.base64 else fp32_values(own))
+
+    def whole(self, head: PoolingResponseHead, items: list[msgspec.Raw]) -> Any:
+        """A list."""
+        return _Embeddings(data=items, model=head.model, usage=_usage(head), id=head.id, created=head.created)
+
+
+# --- reranking -------------------------------------------------------------------------------------------------------
+
+
+class _Document(msgspec.Struct, frozen=True):
+    text: str
+
+
+class _Ranked(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    relevance_score: float
+    document: _Document | UnsetType = UNSET
+
+
+class _Ranking(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    model: str
+    results: list[msgspec.Raw]
+    usage: _Usage
+
+
+class RerankResponseFormat:
+    """``PoolingResponseFormat`` of Jina's and Cohere's reranking."""
+
+    prefix = "rerank-"
+    operation = "rerank"
+
+    def items(self, work: PreparedPooling, pooled: Sequence[bytes]) -> Iterator[Any]:
+        """The best first; of equals the earlier."""
+        scores = [fp32_values(own)[0] for own in pooled]
+        best = sorted(range(len(scores)), key=lambda index: -scores[index])
+        for index in best[: work.top]:
+            document = UNSET if work.documents is None else _Document(work.documents[index])
+            yield _Ranked(index=index, relevance_score=scores[index], document=document)
+
+    def whole(self, head: PoolingResponseHead, items: list[msgspec.Raw]) -> Any:
+        """Results."""
+        return _Ranking(id=head.id, model=head.model, results=items, usage=_usage(head))
+
+
+# --- classification --------------------------------------------------------------------------------------------------
+
+
+class _Class(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class _Classes(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[msgspec.Raw]
+    usage: _Usage
+
+
+class ClassifyResponseFormat:
+    """``PoolingResponseFormat`` of vLLM's ``/classify``."""
+
+    prefix = "classify-"
+    operation = "classify"
+
+    def items(self, work: PreparedPooling, pooled: Sequence[bytes]) -> Iterator[Any]:
+        """The likeliest label, the earlier of equals, and what all of them have."""
+        for index, own in enumerate(pooled):
+            scores = fp32_values(own)
+            label = work.labels[max(range(len(scores)), key=scores.__getitem__)]
+            yield _Class(index=index, label=label, probs=scores, num_classes=len(scores))
+
+    def whole(self, head: PoolingResponseHead, items: list[msgspec.Raw]) -> Any:
+        """A list."""
+        return _Classes(id=head.id, created=head.created, model=head.model, data=items, usage=_usage(head))
+
+
+# MERGED: From texts that are only read to an answer: all are read, so many at one time, and told in the words
+# MERGED: of an API.
+# MERGED:
+# MERGED: Whatever ends an answer early closes every token stream it had open.  Large answers are written
+# MERGED: piece by piece, so that
+# MERGED: other people's streams go on meanwhile.
+
+_PIECES_A_TURN = 8
+"""Vectors written before others get a turn: a fraction of a millisecond."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+async def pool_all(streams: TokenStreamSource, work: PreparedPooling, at_once: int) -> list[bytes]:
+    """What every text became, in order; at most ``at_once`` are with the workers at any time.
+
+    Raises what the first that failed did.
+    """
+    left = iter(range(len(work.requests)))
+    found = [b""] * len(work.requests)
+
+    async def take() -> None:
+        for index in left:
+            found[index] = await _read(streams, work, index)
+
+    tasks = [asyncio.create_task(take()) for _ in range(min(at_once, len(found)))]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return found
+
+
+async def _read(streams: TokenStreamSource, work: PreparedPooling, index: int) -> bytes:
+    stream = streams.stream(work.requests[index])
+    try:
+        async for batch in stream:
+            if batch.pooled is not None:
+                return batch.pooled
+    finally:
+        await stream.aclose()
+    raise WorkerLost("A text was read and nothing came of it.")
+
+
+async def encode_pooling_response(
+    shape: PoolingResponseFormat, head: PoolingResponseHead, work: PreparedPooling, pooled: Sequence[bytes]
+) -> bytes:
+    """The whole answer."""
+    items: list[msgspec.Raw] = []
+    for item in shape.items(work, pooled):
+        items.append(msgspec.Raw(_encode(item)))
+        if len(items) % _PIECES_A_TURN == 0:
+            await asyncio.sleep(0)
+    return _encode(shape.whole(head, items))

@@ -1,0 +1,119 @@
+"""The log of requests: a line for each that was refused (4xx), and with ``--log-requests`` for each that ended.
+
+A line has identifiers and figures: id, route, status, tokens, times.  Nothing of a prompt or an answer is in it.  It is
+written when the answer has ended, so it costs nothing while tokens come.  Knows nothing about what routes do.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.api.openai.schema import TokenUsage
+from penstock.clock import Clock
+from penstock.telemetry.log import Field, event
+
+log = logging.getLogger("penstock.api.requests")
+
+LOG_ENTRY = "penstock.note"
+"""In a scope: what is known of the request (``RequestLogEntry``)."""
+
+UNLOGGED_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""Paths that are asked for all the time, by nobody who wants to read about it."""
+
+WINDOW_S = 10.0
+MAX_PATH_CHARS = 128
+CLIENT_CLOSED_REQUEST = 499
+"""nginx' status of a request whose client left before it had an answer."""
+
+
+class RequestLogEntry:
+    """What those who serve a request know of it, for its line."""
+
+    __slots__ = ("cached_tokens", "code", "completion_tokens", "first_token", "id", "prompt_tokens")
+
+    def __init__(self) -> None:
+        self.id = ""  # as x-request-id has it
+        self.code = ""  # of the error that it ended with
+        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
+        self.first_token: float | None = None  # monotonic seconds
+
+
+def note_usage(note: RequestLogEntry, name: str, usage: TokenUsage, first_token: float | None) -> None:
+    """An answer of this id has ended."""
+    note.id, note.first_token = name, first_token
+    note.prompt_tokens, note.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+    note.cached_tokens = usage.prompt_tokens_details.cached_tokens
+
+
+class RequestLogMiddleware:
+    """An ASGI application, and a log of what it answers."""
+
+    def __init__(self, app: ASGIApp, clock: Clock, *, every: bool, max_refusals: int, passes_on: bool = False) -> None:
+        """``every`` request has a line; else 4xx only, at most ``max_refusals`` in ``WINDOW_S``.
+
+        ``passes_on``: to others who have a log of their own, so only what is refused here has a line.
+        """
+        self._app = app
+        self._clock = clock
+        self._every = every and not passes_on
+        self._passes_on = passes_on
+        self._max_refusals = max_refusals
+        self._window = float("-inf")  # when it began
+        self._refusals = 0  # in it
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, note, status = self._clock.now(), RequestLogEntry(), 0
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            scope[LOG_ENTRY] = note
+            await self._app(scope, receive, noting)
+        finally:
+            self._ended(scope, note, status, began)
+
+    def _ended(self, scope: Scope, note: RequestLogEntry, status: int, began: float) -> None:
+        if self._every and scope["path"] not in UNLOGGED_PATHS:
+            event(log, logging.INFO, "request", **self._fields(scope, note, status, began))
+        elif 400 <= status < 500 and (note.code or not self._passes_on) and self._has_room():
+            event(log, logging.INFO, "request refused", **self._fields(scope, note, status, began))
+
+    def _has_room(self) -> bool:
+        now = self._clock.now()
+        if now >= self._window + WINDOW_S:
+            left_out = self._refusals - self._max_refusals
+            self._window, self._refusals = now, 0
+            if left_out > 0:
+                event(log, logging.INFO, "more requests were refused", requests=left_out)
+        self._refusals += 1
+        return self._refusals <= self._max_refusals
+
+    def _fields(self, scope: Scope, note: RequestLogEntry, status: int, began: float) -> dict[str, Field]:
+        now = self._clock.now()
+        fields: dict[str, Field] = {"request_id": note.id} if note.id else {}
+        fields |= {
+            "method": scope["method"][:16],
+            "route": scope["path"][:MAX_PATH_CHARS],
+            "status": status or CLIENT_CLOSED_REQUEST,
+        }
+        if note.code:
+            fields["code"] = note.code
+        if note.prompt_tokens:
+            fields |= {"prompt_tokens": note.prompt_tokens, "cached_tokens": note.cached_tokens}
+        if note.completion_tokens:
+            fields["completion_tokens"] = note.completion_tokens
+        if note.first_token is not None:
+            fields["ttft_s"] = round(note.first_token - began, 4)
+            if note.completion_tokens > 1 and now > note.first_token:
+                fields["tokens_per_s"] = round((note.completion_tokens - 1) / (now - note.first_token), 1)
+        fields["seconds"] = round(now - began, 4)
+        return fields

@@ -1,0 +1,370 @@
+"""Answers from stored responses, as far as those go; what is missing is computed behind them and stored in its turn.
+
+::
+
+    stored tokens ................. | computed behind them (``ValidRequest.begun``: given, never told again)
+    all that the request asks for: no worker is asked
+
+An answer is stored when it has ended, or its reader had all that it wanted; one that failed or was given up is not.
+Two equal requests at one time are both computed: neither's pace, class or fate is the other's.  Knows nothing about
+HTTP or text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+from blake3 import blake3
+
+from penstock.api.errors import Header
+from penstock.interfaces import TokenStreams
+from penstock.telemetry.registry import ResponseFigures
+from penstock.types import (
+    GREEDY,
+    FinishReason,
+    ModelIdentity,
+    RequestId,
+    ResumeFrom,
+    TokenBatch,
+    TokenLogprob,
+    ValidRequest,
+)
+
+# MERGED: Stored responses: the tokens of finished answers, by everything that their bits depend on, within so
+# MERGED: many bytes.
+# MERGED:
+# MERGED: A response is found by a hash over the tokenised request (all of it that tokens follow from, the
+# MERGED: length apart), the
+# MERGED: model's identity and the tenant.  By law 1 what is found is what would have been computed.
+# MERGED:
+# MERGED: ::
+# MERGED:
+# MERGED:     tenant -> digest -> packed response      the one used longest ago of whoever has most makes room
+# MERGED:
+# MERGED: Knows nothing about HTTP, text or workers.  Not for several threads.
+
+MAX_RESPONSE_SHARE = 8
+"""A response may take so large a part of the memory: one in so many."""
+
+MAX_RESPONSE_BYTES = 1 << 20
+"""And at most so much, packed: one is unpacked within a turn of the loop, which takes some 10 ms for so many bytes."""
+
+ENTRY_BYTES = 320
+"""What an entry takes beside its packed response: objects, places in two tables."""
+
+UNKEYED_FIELDS = frozenset(
+    {"id", "arrival", "block_hashes", "session", "pictures", "claim", "begun", "open_ended", "trace"}
+)
+"""Fields of a request that its tokens do not follow from.  Pictures are told by their hashes, in ``images``."""
+
+_KEYED = tuple(name for name in ValidRequest.__struct_fields__ if name not in UNKEYED_FIELDS)
+_pack = msgspec.msgpack.Encoder(order="deterministic").encode
+
+
+class ResponseKey(NamedTuple):
+    """What a response is found by."""
+
+    tenant: str
+    digest: bytes
+
+
+class StoredResponse(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens of an answer from its first on.  ``finish`` is None where they are not all: the answer goes on."""
+
+    tokens: tuple[int, ...]
+    finish: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one a token
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+
+    def cut(self, max_tokens: int) -> StoredResponse:
+        """What such a request gets of it."""
+        if len(self.tokens) <= max_tokens and (self.finish is FinishReason.STOP or len(self.tokens) < max_tokens):
+            return self
+        logprobs = None if self.logprobs is None else self.logprobs[:max_tokens]
+        return StoredResponse(self.tokens[:max_tokens], FinishReason.LENGTH, logprobs, self.prompt_logprobs)
+
+
+class PackedResponse(NamedTuple):
+    """What is kept of an answer, and what can be said of it without unpacking it."""
+
+    packed: bytes
+    tokens: int
+    finish: FinishReason | None
+
+    @classmethod
+    def of(cls, response: StoredResponse) -> PackedResponse:
+        """Packed."""
+        return cls(_pack(response), len(response.tokens), response.finish)
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes."""
+        return len(self.packed) + ENTRY_BYTES
+
+    def serves(self, max_tokens: int) -> bool:
+        """Is it the whole answer to a request for so many tokens?"""
+        return self.finish is FinishReason.STOP or self.tokens >= max_tokens
+
+    def response(self) -> StoredResponse:
+        """Unpacked: not to be asked for many in one turn."""
+        return _unpack(self.packed)
+
+
+_unpack = msgspec.msgpack.Decoder(StoredResponse).decode
+
+
+def response_key(request: ValidRequest, identity: ModelIdentity) -> ResponseKey:
+    """By everything that its tokens follow from but their number.  The likeliest token needs no seed."""
+    changes: dict[str, int] = {"max_tokens": 1}
+    if request.sampling.temperature == GREEDY:
+        changes |= {"seed": 0, "choice": 0}
+    parts = {name: getattr(request, name) for name in _KEYED}
+    sampling = msgspec.structs.replace(request.sampling, **changes)
+    parts["sampling"] = msgspec.to_builtins(sampling, str_keys=True)  # in its own order: keys of biases are sorted
+    return ResponseKey(request.claim.tenant, blake3(_pack((identity, parts))).digest())
+
+
+@dataclass(slots=True)
+class _TenantResponses:
+    """What is kept of one tenant; those used last are at the end."""
+
+    kept: OrderedDict[bytes, PackedResponse] = field(default_factory=OrderedDict[bytes, PackedResponse])
+    nbytes: int = 0
+
+
+class ResponseLru:
+    """Of one gateway, ``max_bytes`` at most."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.largest = min(max_bytes // MAX_RESPONSE_SHARE, MAX_RESPONSE_BYTES)  # bytes that one response may take
+        self._shelves: dict[str, _TenantResponses] = {}
+        self.nbytes = 0
+        self.evicted = 0  # since the start
+
+    def __len__(self) -> int:
+        return sum(len(shelf.kept) for shelf in self._shelves.values())
+
+    def find(self, key: ResponseKey) -> PackedResponse | None:
+        """What is kept; it counts as used now."""
+        shelf = self._shelves.get(key.tenant)
+        kept = shelf.kept.get(key.digest) if shelf is not None else None
+        if shelf is None or kept is None:
+            return None
+        shelf.kept.move_to_end(key.digest)
+        return kept
+
+    def keep(self, key: ResponseKey, response: StoredResponse) -> None:
+        """Keep it, unless what is kept says more already, or it is too large.  Others may have to make room."""
+        present = self.find(key)
+        if present is not None and not _is_more_complete(response, present):
+            return
+        new = PackedResponse.of(response)
+        size = new.size
+        if size > self.largest:
+            return
+        self._drop(key)
+        shelf = self._shelves.setdefault(key.tenant, _TenantResponses())
+        shelf.kept[key.digest] = new
+        shelf.nbytes += size
+        self.nbytes += size
+        while self.nbytes > self._max_bytes:
+            tenant, largest = max(self._shelves.items(), key=lambda item: item[1].nbytes)
+            self._drop(ResponseKey(tenant, next(iter(largest.kept))))
+            self.evicted += 1
+
+    def _drop(self, key: ResponseKey) -> None:
+        shelf = self._shelves.get(key.tenant)
+        kept = shelf.kept.pop(key.digest, None) if shelf is not None else None
+        if shelf is None or kept is None:
+            return
+        shelf.nbytes -= kept.size
+        self.nbytes -= kept.size
+        if not shelf.kept:
+            del self._shelves[key.tenant]
+
+
+def _is_more_complete(new: StoredResponse, old: PackedResponse) -> bool:
+    """Of one answer: more tokens, or that it ends."""
+    if old.finish is FinishReason.STOP:
+        return False
+    return len(new.tokens) > old.tokens or new.finish is FinishReason.STOP
+
+
+CACHE_CONTROL = b"cache-control"
+"""With ``no-store`` nothing stored is told, and nothing of the answer is stored."""
+
+RESPONSE_CACHE = b"x-penstock-response-cache"
+"""Says what was found: ``HIT``, ``PREFIX`` or ``MISS``."""
+
+HIT, PREFIX, MISS = "hit", "prefix", "miss"
+
+REPLAY_BATCH_TOKENS = 16
+"""Stored tokens in one batch: others have a turn between two of them."""
+
+_LOGPROB_BYTES = 11
+
+
+class ResponseCache:
+    """The stored responses of a gateway, and what is counted of them."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.responses = ResponseLru(max_bytes)
+        self.found = dict.fromkeys((HIT, PREFIX, MISS), 0)
+        self.tokens = 0  # told from it
+        self._unpacks = asyncio.Lock()
+
+    async def unpacked(self, kept: PackedResponse) -> StoredResponse:
+        """One at a time and one a turn of the loop, however many choices ask: others go on in between."""
+        async with self._unpacks:
+            await asyncio.sleep(0)
+            return kept.response()
+
+    def figures(self) -> ResponseFigures:
+        """For the metrics."""
+        responses = self.responses
+        return ResponseFigures(dict(self.found), self.tokens, responses.evicted, len(responses), responses.nbytes)
+
+
+def is_cacheable(requests: Sequence[ValidRequest], *, seeded: bool, control: bytes | None) -> bool:
+    """Would the same tokens be drawn again, and may they be stored?  ``control``: the header ``CACHE_CONTROL``."""
+    if control is not None and b"no-store" in control.lower():
+        return False
+    return seeded or all(request.sampling.temperature == GREEDY for request in requests)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    key: ResponseKey
+    kept: PackedResponse | None
+
+
+class CachedResponseStreams:
+    """``kept.Answers`` of one HTTP request.  ``look`` before the first stream."""
+
+    def __init__(
+        self,
+        store: ResponseCache,
+        streams: TokenStreams,
+        requests: Sequence[ValidRequest],
+        identity: ModelIdentity,
+    ) -> None:
+        self._store = store
+        self._streams = streams
+        self._requests = requests
+        self._identity = identity
+        self._stopped: set[RequestId] = set()
+        self._found: dict[RequestId, _Found] = {}
+        self.word = ""  # what was found of all choices together, once it was looked for
+
+    def look(self) -> None:
+        """What is stored of the choices?  Once."""
+        words: set[str] = set()
+        requests, self._requests = self._requests, ()  # who keeps this answer keeps no prompts
+        for request in requests:
+            key = response_key(request, self._identity)
+            kept = self._store.responses.find(key)
+            self._found[request.id] = _Found(key, kept)
+            word = _lookup_result(request, kept)
+            self._store.found[word] += 1
+            words.add(word)
+        self.word = words.pop() if len(words) == 1 else PREFIX
+
+    def headers(self) -> list[Header]:
+        """For the answer."""
+        return [(RESPONSE_CACHE, self.word.encode())] if self.word else []
+
+    async def stream(self, request: ValidRequest) -> AsyncGenerator[TokenBatch, None]:
+        """See ``TokenStreams``."""
+        found = self._found.pop(request.id)
+        stored = None
+        if found.kept is not None:
+            stored = (await self._store.unpacked(found.kept)).cut(request.sampling.max_tokens)
+            for batch in _batches(stored, len(request.prompt)):
+                self._store.tokens += len(batch.tokens)
+                yield batch
+                if batch.finish is not None:
+                    return
+                await asyncio.sleep(0)
+            request = _remaining_request(request, ResumeFrom(stored.tokens, self._identity))
+        stream = self._streams.stream(request)
+        told, ours = _Recorder(stored, self._store.responses.largest), False
+        try:
+            async for batch in stream:
+                ours = ours or self._streams.served_by(request.id) == self._identity
+                told.add(batch)
+                yield batch
+        finally:
+            await stream.aclose()
+            if ours and told.fits and told.tokens and (told.finish is not None or request.id in self._stopped):
+                self._store.responses.keep(found.key, told.response())
+
+    def stopped(self, request: RequestId) -> None:
+        """See ``TokenStreams``."""
+        self._stopped.add(request)
+        self._streams.stopped(request)
+
+
+class _Recorder:
+    """An answer while it comes; nothing of one that will be too large.  ``most``: bytes, packed."""
+
+    def __init__(self, stored: StoredResponse | None, most: int) -> None:
+        self.finish: FinishReason | None = None
+        self.fits = True
+        self.tokens: list[int] = list(stored.tokens) if stored is not None else []
+        self._logprobs: list[TokenLogprob] = list(stored.logprobs or ()) if stored is not None else []
+        self._prompt = stored.prompt_logprobs if stored is not None else None
+        self._left = most - len(self.tokens) - _min_bytes(self._logprobs) - _min_bytes(self._prompt or ())
+
+    def add(self, batch: TokenBatch) -> None:
+        self.finish = batch.finish
+        self._left -= len(batch.tokens) + _min_bytes(batch.logprobs or ()) + _min_bytes(batch.prompt_logprobs or ())
+        if self.fits and self._left >= 0:
+            self.tokens += batch.tokens
+            self._logprobs += batch.logprobs or ()
+            self._prompt = batch.prompt_logprobs or self._prompt
+        elif self.fits:
+            self.fits = False
+            self.tokens, self._logprobs, self._prompt = [], [], None
+
+    def response(self) -> StoredResponse:
+        finish = FinishReason.STOP if self.finish is FinishReason.STOP else None
+        return StoredResponse(tuple(self.tokens), finish, tuple(self._logprobs) or None, self._prompt)
+
+
+def _min_bytes(logprobs: Sequence[TokenLogprob]) -> int:
+    """Bytes that these take packed, at the least: eight each for a number, three for what is beside it."""
+    return _LOGPROB_BYTES * (len(logprobs) + sum(len(token.top) for token in logprobs))
+
+
+def _remaining_request(request: ValidRequest, begun: ResumeFrom) -> ValidRequest:
+    """What is still to be computed.  Of the prompt all was told."""
+    sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=None)
+    return msgspec.structs.replace(request, begun=begun, sampling=sampling)
+
+
+def _lookup_result(request: ValidRequest, kept: PackedResponse | None) -> str:
+    if kept is None:
+        return MISS
+    return HIT if kept.serves(request.sampling.max_tokens) else PREFIX
+
+
+def _batches(stored: StoredResponse, prompt_tokens: int) -> list[TokenBatch]:
+    """A stored response as it is told.  Nothing of the prompt is computed for a whole one."""
+    starts = range(0, len(stored.tokens), REPLAY_BATCH_TOKENS)
+    return [
+        TokenBatch(
+            tokens=stored.tokens[start : start + REPLAY_BATCH_TOKENS],
+            logprobs=None if stored.logprobs is None else stored.logprobs[start : start + REPLAY_BATCH_TOKENS],
+            prompt_logprobs=stored.prompt_logprobs if start == 0 else None,
+            finish=stored.finish if start == starts[-1] else None,
+            cached_tokens=prompt_tokens if start == 0 and stored.finish is not None else 0,
+            stored=True,
+        )
+        for start in starts
+    ]

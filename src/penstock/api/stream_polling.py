@@ -1,0 +1,341 @@
+"""Brings tokens to answers: one callback of the event loop for all streams that have some.
+
+::
+
+    router: tokens wait --notify--> ``LoopTurns`` --so much a turn--> ``poll`` --> text --> event --> connection
+
+A stream that can be polled (``PollableTokenStream``) costs no switch of tasks a token, and whatever waits of it comes as one
+batch.  Any other, such as one that is kept for requests to join, is read by a task of its own.  Knows nothing about
+text and HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from enum import Enum
+from functools import partial
+from typing import Protocol
+
+from penstock.errors import WorkerLost
+from penstock.interfaces import PollableTokenStream, TokenStream
+from penstock.types import TokenBatch
+
+START_UNITS = 128
+BATCH_UNITS = 8
+"""Of work: to begin a stream, which places it at a worker, and to send a batch, whatever is in it.  A token, or an
+alternative of it, is one more; a unit is one to five microseconds."""
+
+
+MAX_TEXT_PATH_ATTEMPTS = 8
+"""How often a choice is asked for the short way: there is none before its first text is out."""
+
+
+class LoopTurns:
+    """Work for many answers, so much in one turn of the event loop, in order.  One for an application."""
+
+    def __init__(self, units: int) -> None:
+        """``units``: of work in a turn."""
+        self._units = units
+        self._waiting: deque[Callable[[], int]] = deque()
+        self._is_due = False
+
+    def __len__(self) -> int:
+        """Pieces of work that wait."""
+        return len(self._waiting)
+
+    def add(self, work: Callable[[], int]) -> None:
+        """Do this soon.  It returns the units that it took, and raises nothing."""
+        self._waiting.append(work)
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        left, waiting = self._units, self._waiting
+        for _ in range(len(waiting)):  # what is added meanwhile is for another turn
+            left -= waiting.popleft()()
+            if left <= 0:
+                break
+        self._is_due = bool(waiting)
+        if waiting:
+            asyncio.get_running_loop().call_soon(self._turn)
+
+
+TextOnlyPath = Callable[[tuple[int, ...]], bool | None]
+"""Takes tokens amid a choice that are nothing but text; is it paused now?  None: they are for ``take``."""
+
+
+class SinkState(Enum):
+    """What is to follow tokens that were taken."""
+
+    MORE = "more"
+    PAUSED = "paused"  # more, when it is open again
+    ENDED = "ended"  # no more of this choice
+
+
+class TokenSink(Protocol):
+    """What becomes of the tokens of one answer, which may have several choices."""
+
+    def when_open(self, ready: Callable[[], None]) -> None:
+        """Call this once when it takes more; asked when it was ``SinkState.PAUSED``."""
+        ...
+
+    def takes_long(self, batch: TokenBatch) -> bool:
+        """Is this for ``take_slowly``?"""
+        ...
+
+    def take(self, index: int, batch: TokenBatch) -> SinkState:
+        """Tokens of a choice."""
+        ...
+
+    def plain(self, index: int) -> TextOnlyPath | None:
+        """The short way for a choice's tokens from now on; None: there is none now."""
+        ...
+
+    async def take_slowly(self, index: int, batch: TokenBatch) -> SinkState:
+        """As ``take``, of what would hold the event loop for too long."""
+        ...
+
+    @property
+    def pending(self) -> bool:
+        """Is there something for ``flush``?"""
+        ...
+
+    async def flush(self) -> None:
+        """Do what ``take`` could not, because it has to wait."""
+        ...
+
+
+class StreamPump:
+    """The streams of one answer."""
+
+    __slots__ = ("_error", "_open", "_sleeper", "_taker", "_tasks", "_turns")
+
+    def __init__(self, turns: LoopTurns, taker: TokenSink) -> None:
+        self._turns = turns
+        self._taker = taker
+        self._open = 0
+        self._error: Exception | None = None
+        self._sleeper: asyncio.Future[None] | None = None
+        self._tasks: set[asyncio.Task[None]] | None = None  # with the first: most answers have none
+
+    async def run(self, streams: Sequence[TokenStream]) -> None:
+        """Until the taker wants no more of any of them.  Raises what ends one, and closes all, however it ends."""
+        taker, polled = self._taker, list[_PolledStream]()
+        self._open = len(streams)
+        try:
+            for index, stream in enumerate(streams):
+                if isinstance(stream, PollableTokenStream):
+                    polled.append(_PolledStream(self, index, stream))
+                    self._turns.add(polled[-1].pull)
+                else:
+                    self._spawn(self._read(index, stream))
+            while True:
+                if taker.pending:
+                    await taker.flush()
+                elif self._error is not None:
+                    raise self._error
+                elif not self._open:
+                    return
+                else:
+                    await self._sleep()
+        finally:
+            for one in polled:
+                one.close()
+            reading = [task for task in self._tasks or () if not task.done()]
+            for task in reading:
+                task.cancel()
+            if reading:
+                # Whoever cancels now, as a process that ends does with all tasks, takes nothing from the error that
+                # is on its way to the client.
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.gather(*reading, return_exceptions=True)
+            for stream in streams:
+                await stream.aclose()
+
+    def wake(self) -> None:
+        """There is something to flush, to raise or to return for."""
+        if self._sleeper is not None and not self._sleeper.done():
+            self._sleeper.set_result(None)
+
+    def ended(self) -> None:
+        """A choice is complete."""
+        self._open -= 1
+        if not self._open:
+            self.wake()
+
+    def failed(self, error: Exception) -> None:
+        """A choice cannot be completed."""
+        self._error = self._error or error
+        self.wake()
+
+    def slowly(self, index: int, batch: TokenBatch, then: Callable[[SinkState], None]) -> None:
+        """Have the taker take this in a task."""
+
+        async def take() -> None:
+            try:
+                then(await self._taker.take_slowly(index, batch))
+            except Exception as error:  # noqa: BLE001 - raised by ``run``
+                self.failed(error)
+
+        task = self._spawn(take())
+        task.add_done_callback(self._done)
+
+    async def _sleep(self) -> None:
+        self._sleeper = asyncio.get_running_loop().create_future()
+        try:
+            await self._sleeper
+        finally:
+            self._sleeper = None
+
+    def _spawn(self, work: object) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+        if self._tasks is None:
+            self._tasks = set()
+        self._tasks.add(task)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if self._tasks is not None:
+            self._tasks.discard(task)
+
+    async def _read(self, index: int, stream: TokenStream) -> None:
+        """A stream that cannot be polled."""
+        taker = self._taker
+        try:
+            async with aclosing(stream):
+                async for batch in stream:
+                    long = taker.takes_long(batch)
+                    then = await taker.take_slowly(index, batch) if long else taker.take(index, batch)
+                    if then is SinkState.ENDED:
+                        break
+                    if then is SinkState.PAUSED:
+                        await _opened(taker)
+                else:
+                    raise WorkerLost("The answer ended before its end.")
+            self.ended()
+        except Exception as error:  # noqa: BLE001 - raised by ``run``
+            self.failed(error)
+
+    @property
+    def taker(self) -> TokenSink:
+        """Whom they feed."""
+        return self._taker
+
+    @property
+    def turns(self) -> LoopTurns:
+        """When."""
+        return self._turns
+
+
+async def _opened(taker: TokenSink) -> None:
+    """Wait until it takes more."""
+    opened = asyncio.get_running_loop().create_future()
+    taker.when_open(lambda: None if opened.done() else opened.set_result(None))
+    await opened
+
+
+class _PolledStream:
+    """One choice's stream, which is asked when it has something."""
+
+    __slots__ = ("_asked", "_feeds", "_index", "_over", "_paused", "_plain", "_poll", "_ready", "_tokens")
+
+    def __init__(self, feeds: StreamPump, index: int, tokens: PollableTokenStream) -> None:
+        self._feeds = feeds
+        self._index = index
+        self._tokens = tokens
+        self._poll: Callable[[], TokenBatch | None] | None = None
+        self._ready: Callable[[], None] = partial(feeds.turns.add, self.pull)
+        self._plain: TextOnlyPath | None = None
+        self._asked = 0  # how often for it
+        self._paused = False
+        self._over = False
+
+    def pull(self) -> int:
+        """Bring what waits to the taker.  Returns units."""
+        if self._over or self._paused:
+            return 1
+        if self._poll is None:
+            return self._begin()
+        try:
+            batch = self._poll()
+            if batch is None:
+                return 1
+            if self._plain is not None and batch.finish is None:
+                paused = self._plain(batch.tokens)
+                if paused:
+                    self._stop(SinkState.PAUSED)
+                if paused is not None:
+                    return BATCH_UNITS + len(batch.tokens)
+            return self._take(batch)
+        except Exception as error:  # noqa: BLE001 - raised by ``StreamPump.run``
+            self._fail(error)
+            return BATCH_UNITS
+
+    def _take(self, batch: TokenBatch) -> int:
+        taker, cost = self._feeds.taker, BATCH_UNITS + token_units(batch)
+        if batch.prompt_logprobs is not None and taker.takes_long(batch):
+            self._paused = True
+            self._feeds.slowly(self._index, batch, self._taken_slowly)
+            return cost
+        then = taker.take(self._index, batch)
+        if then is not SinkState.MORE:
+            self._stop(then)
+        elif self._asked < MAX_TEXT_PATH_ATTEMPTS:
+            self._asked += 1
+            self._plain = taker.plain(self._index)
+            if self._plain is not None:
+                self._asked = MAX_TEXT_PATH_ATTEMPTS
+        return cost
+
+    def close(self) -> None:
+        """Free what the stream holds.  Harmless when said twice."""
+        if not self._over:
+            self._over = True
+            self._tokens.close()
+            self._poll, self._plain, self._ready = None, None, _nothing  # or it would hold itself
+
+    def _begin(self) -> int:
+        try:
+            self._poll = self._tokens.begin(self._ready)
+        except Exception as error:  # noqa: BLE001 - raised by ``StreamPump.run``
+            self._fail(error)
+        return START_UNITS
+
+    def _fail(self, error: Exception) -> None:
+        self.close()
+        self._feeds.failed(error)
+
+    def _stop(self, then: SinkState) -> None:
+        if then is SinkState.ENDED:
+            self.close()
+            self._feeds.ended()
+        else:
+            self._paused = True
+            self._feeds.taker.when_open(self._go_on)
+
+    def _go_on(self) -> None:
+        self._paused = False
+        self._ready()
+
+    def _taken_slowly(self, then: SinkState) -> None:
+        if then is SinkState.MORE:
+            self._go_on()
+        else:
+            self._stop(then)
+
+
+def _nothing() -> None:
+    """There is nobody to tell."""
+
+
+def token_units(batch: TokenBatch) -> int:
+    """The work that a batch is, beside ``BATCH_UNITS``."""
+    logprobs = batch.logprobs
+    if logprobs is None:
+        return len(batch.tokens)
+    return sum(1 + len(each.top) for each in logprobs)

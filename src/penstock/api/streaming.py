@@ -1,0 +1,427 @@
+"""From prepared requests to an answer: run all choices at once, gather them or stream them as they come.
+
+Whatever ends an answer early, be it a stop string, an error or the client's leaving, closes every token stream it had
+open.  Knows nothing about JSON bodies or the words of an API (``ResponseFormat`` does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from penstock.api import sse
+from penstock.api.http import BodyWriter
+from penstock.api.idempotency import TokenStreamSource, UsageDedup
+from penstock.api.load_shedding import AdmittedRequest
+from penstock.api.openai.schema import CompletedChoice, ResponseFormat, ResponseHead, TokenUsage, UsageCharge
+from penstock.api.sse import ChoicePosition, EventIds, EventSigner, EventStreamWriter, ResumePoint
+from penstock.api.stream_polling import LoopTurns, SinkState, StreamPump, TextOnlyPath
+from penstock.errors import RequestError
+from penstock.interfaces import OutputDelta, OutputDetokenizer, PreparedGeneration, TokenStream, ToolCallDelta
+from penstock.types import FinishReason, TokenBatch
+
+# MERGED: Events that tell nothing but text, put together from bytes: of each only the id and the text differ.
+# MERGED:
+# MERGED: What such an event looks like is found by having the API's shape write one with a mark for its text.
+# MERGED: Knows nothing
+# MERGED: about that shape.
+
+_MARK = "\uf8ff text \uf8ff"
+_MARK_BYTES = msgspec.json.encode(_MARK)[1:-1]
+
+TEMPLATE_DELTA = OutputDelta(text=_MARK, tokens=1)
+"""To be written by a shape for ``TextEventTemplate.of``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextOnlyChoice:
+    """The text of one choice, and where its tokens are counted."""
+
+    index: int
+    text: OutputDetokenizer
+    tokens: list[int]  # of all choices
+
+
+class TextEventTemplate:
+    """Of one choice."""
+
+    __slots__ = ("_before", "_behind", "_escaped", "_index", "_tokens", "_write")
+
+    def __init__(self, text: TextOnlyChoice, before: bytes, behind: bytes, write: Callable[[bytes], bool]) -> None:
+        self._escaped = text.text.escaped
+        self._index = text.index
+        self._tokens = text.tokens
+        self._before = before
+        self._behind = behind
+        self._write = write
+
+    @classmethod
+    def made(cls, text: TextOnlyChoice, marked: bytes, write: Callable[[bytes], bool]) -> TextEventTemplate | None:
+        """``marked``: the JSON of an event with ``TEMPLATE_DELTA``.  None where its text does not stand there, once.
+
+        ``write``: as ``BodyWriter``'s.
+        """
+        parts = marked.split(_MARK_BYTES)
+        return cls(text, parts[0], parts[1], write) if len(parts) == 2 else None
+
+    def write(self, tokens: tuple[int, ...]) -> bool | None:
+        """Write the event of these tokens, which do not end the answer; nothing if they show nothing yet.
+
+        Returns what writing it did.  None: they are not taken, as they are more than text.
+        """
+        text = self._escaped(tokens)
+        if text is None:
+            return None
+        told = self._tokens[self._index] = self._tokens[self._index] + len(tokens)
+        if not text:
+            return False
+        return self._write(b"id: %d:%d\ndata: %b%b%b\n\n" % (self._index, told, self._before, text, self._behind))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeState:
+    """How an answer is told: what the client has of it already, the marks of its event ids, whom it is charged to."""
+
+    after: ResumePoint = field(default_factory=ResumePoint)
+    marks: EventSigner | None = None
+    charge: UsageCharge | None = None
+    computed: bool = True  # for this HTTP request; what another began or has left behind is not
+    rated: UsageDedup = field(default_factory=UsageDedup)  # among its tenant's rates, of all that was computed
+    metered: UsageDedup = field(default_factory=UsageDedup)  # for its tenant, however often it was computed
+
+
+class ResponseStream:
+    """One answer: its choices, and what they have used."""
+
+    __slots__ = ("_cached", "_prepared", "_served", "_stored", "_streams", "_tokens", "_visit", "course")
+
+    def __init__(
+        self,
+        streams: TokenStreamSource,
+        prepared: PreparedGeneration,
+        visit: AdmittedRequest,
+        course: ResumeState | None = None,
+    ) -> None:
+        self._streams = streams
+        self._prepared = prepared
+        self._visit = visit
+        self.course = course or ResumeState()
+        self._cached = [0] * len(prepared.requests)
+        self._tokens = [0] * len(prepared.requests)
+        self._stored = [0] * len(prepared.requests)
+        self._served = [False] * len(prepared.requests)  # choices that have a token of a worker
+
+    @property
+    def tells_usage(self) -> bool:
+        """With every event?"""
+        return self._prepared.reply.continuous_usage
+
+    def used(self) -> TokenUsage:
+        """So far; the choices of one prompt share what was cached of it."""
+        return TokenUsage.of(
+            prompt=self._prepared.prompt_tokens,
+            completion=sum(self._tokens),
+            cached=sum(self._cached[:: self._prepared.reply.n]),
+            stored=sum(self._stored),
+            charge=self.course.charge,
+        )
+
+    def settle(self) -> TokenUsage:
+        """It is over, however it ended: count what nobody has counted of it.  Nothing, when not a token came."""
+        used = self.used()
+        if self._visit.begun:
+            told = list(zip(self._tokens, self._stored, strict=True))
+            self._visit.used(used, rated=self.course.rated.take(told), metered=self.course.metered.take(told))
+        return used
+
+    def streams(self) -> list[TokenStream]:
+        """The tokens of each choice; to be begun and closed by whoever reads them."""
+        return [self._streams.stream(request) for request in self._prepared.requests]
+
+    def take(self, index: int, came: TokenBatch) -> list[OutputDelta]:
+        """The pieces that these tokens of a choice make; the last of a choice has ``finish``.  One ends where the
+        client's part of it does."""
+        text, pieces = self._prepared.answers[index], []
+        for batch in self._parts(index, came):
+            pieces.append(text.push(batch))
+            if self._counted(index, batch, came, pieces[-1]):
+                break
+        return pieces
+
+    async def take_slowly(self, index: int, came: TokenBatch) -> list[OutputDelta]:
+        """As ``take``, of more than the event loop has time for: in a thread."""
+        text, pieces = self._prepared.answers[index], []
+        for batch in self._parts(index, came):
+            pieces.append(await asyncio.to_thread(text.push, batch))
+            if self._counted(index, batch, came, pieces[-1]):
+                break
+        return pieces
+
+    def served(self, index: int) -> bool:
+        """Has this choice a token of a worker, or will never have one?"""
+        return self._served[index] or not self.course.computed
+
+    def plain_text(self, index: int) -> TextOnlyChoice | None:
+        """The text of a choice as bytes, as long as nothing is to be counted but its tokens; else None."""
+        if not self.served(index) or self.course.after.places or self.course.marks is not None:
+            return None
+        return TextOnlyChoice(index, self._prepared.answers[index], self._tokens)
+
+    def _parts(self, index: int, came: TokenBatch) -> Sequence[TokenBatch]:
+        if not self._served[index]:
+            self._served[index] = computed = self.course.computed and not came.stored
+            self._visit.started(index, computed=computed)
+        self._cached[index] += came.cached_tokens
+        known = self.course.after.places.get(index)
+        return _split_batch(came, known.tokens - self._tokens[index]) if known else (came,)
+
+    def _counted(self, index: int, batch: TokenBatch, came: TokenBatch, piece: OutputDelta) -> bool:
+        """Is this piece the last?"""
+        self._tokens[index] = piece.tokens
+        if batch.stored:
+            self._stored[index] = piece.tokens
+        if piece.finish is None:
+            return False
+        if came.finish is None:
+            self._streams.stopped(self._prepared.requests[index].id)
+        self._visit.ended(index, piece.tokens)
+        return True
+
+
+MANY_LOGPROBS = 128
+"""Tokens in one piece whose log-probabilities are written on the event loop; those of more are written in a thread."""
+
+
+class _GatherSink:
+    """``TokenSink`` of an answer that is told whole."""
+
+    pending = False
+
+    def __init__(self, answering: ResponseStream, choices: int) -> None:
+        self.pieces: list[list[OutputDelta]] = [[] for _ in range(choices)]
+        self._answering = answering
+
+    def when_open(self, ready: Callable[[], None]) -> None:
+        ready()
+
+    def plain(self, index: int) -> None:
+        return None
+
+    def takes_long(self, batch: TokenBatch) -> bool:
+        return _is_long(batch)
+
+    def take(self, index: int, batch: TokenBatch) -> SinkState:
+        return self._keep(index, self._answering.take(index, batch))
+
+    async def take_slowly(self, index: int, batch: TokenBatch) -> SinkState:
+        return self._keep(index, await self._answering.take_slowly(index, batch))
+
+    def _keep(self, index: int, pieces: Sequence[OutputDelta]) -> SinkState:
+        self.pieces[index] += pieces
+        return SinkState.MORE if pieces[-1].finish is None else SinkState.ENDED
+
+    async def flush(self) -> None:
+        pass
+
+
+class _StreamSink:
+    """``TokenSink`` of one that is told as it comes."""
+
+    __slots__ = ("_answering", "_events", "_out")
+
+    def __init__(self, answering: ResponseStream, events: _EventEncoder, out: EventStreamWriter) -> None:
+        self._answering = answering
+        self._events = events
+        self._out = out
+
+    @property
+    def pending(self) -> bool:
+        return self._out.pending
+
+    def when_open(self, ready: Callable[[], None]) -> None:
+        self._out.when_open(ready)
+
+    def takes_long(self, batch: TokenBatch) -> bool:
+        return _is_long(batch)
+
+    def take(self, index: int, batch: TokenBatch) -> SinkState:
+        pieces = self._answering.take(index, batch)
+        return self._send(b"".join([self._events.of(index, piece) for piece in pieces]), pieces[-1])
+
+    def plain(self, index: int) -> TextOnlyPath | None:
+        text, writer = self._answering.plain_text(index), self._out.writer
+        if text is None or writer is None:
+            return None
+        made = self._events.plain(index, text, writer)
+        return None if made is None else made.write
+
+    async def take_slowly(self, index: int, batch: TokenBatch) -> SinkState:
+        pieces = await self._answering.take_slowly(index, batch)
+        events = [await asyncio.to_thread(self._events.of, index, piece) for piece in pieces]
+        return self._send(b"".join(events), pieces[-1])
+
+    def _send(self, data: bytes, last: OutputDelta) -> SinkState:
+        paused = bool(data) and self._out.write(data)
+        if last.finish is not None:
+            return SinkState.ENDED
+        return SinkState.PAUSED if paused else SinkState.MORE
+
+    async def flush(self) -> None:
+        await self._out.flush()
+
+
+def _is_long(batch: TokenBatch) -> bool:
+    return batch.prompt_logprobs is not None and len(batch.prompt_logprobs) > MANY_LOGPROBS
+
+
+async def complete_body(
+    shape: ResponseFormat, head: ResponseHead, choices: Sequence[CompletedChoice], usage: TokenUsage
+) -> bytes:
+    """The body of an answer that is not streamed."""
+    if sum(len(choice.logprobs) for choice in choices) <= MANY_LOGPROBS:
+        return shape.whole(head, choices, usage)
+    return await asyncio.to_thread(shape.whole, head, choices, usage)
+
+
+def _split_batch(batch: TokenBatch, at: int) -> tuple[TokenBatch, ...]:
+    """In two, the first of ``at`` tokens, where it has more than that or ends with them."""
+    if not 0 < at <= len(batch.tokens) or (at == len(batch.tokens) and batch.finish is None):
+        return (batch,)
+    logprobs = batch.logprobs
+    before = msgspec.structs.replace(
+        batch, tokens=batch.tokens[:at], logprobs=None if logprobs is None else logprobs[:at], finish=None
+    )
+    behind = TokenBatch(
+        tokens=batch.tokens[at:],
+        logprobs=None if logprobs is None else logprobs[at:],
+        finish=batch.finish,
+        stored=batch.stored,
+    )
+    return before, behind
+
+
+async def gather_choices(answering: ResponseStream, turns: LoopTurns, choices: int) -> list[CompletedChoice]:
+    """All choices, whole."""
+    gathered = _GatherSink(answering, choices)
+    await StreamPump(turns, gathered).run(answering.streams())
+    return [_joined(pieces_of_one) for pieces_of_one in gathered.pieces]
+
+
+def _joined(pieces: Sequence[OutputDelta]) -> CompletedChoice:
+    finish = pieces[-1].finish
+    assert finish is not None
+    return CompletedChoice(
+        text="".join(piece.text for piece in pieces),
+        reasoning="".join(piece.reasoning for piece in pieces),
+        calls=_whole_calls(call for piece in pieces for call in piece.calls),
+        logprobs=[token for piece in pieces for token in piece.logprobs],
+        token_ids=[token for piece in pieces for token in piece.token_ids],
+        finish=finish,
+    )
+
+
+def _whole_calls(parts: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
+    calls: list[ToolCallDelta] = []
+    for part in parts:
+        if part.index == len(calls):
+            calls.append(part)
+        else:
+            begun = calls[part.index]
+            calls[part.index] = msgspec.structs.replace(begun, arguments=begun.arguments + part.arguments)
+    return calls
+
+
+async def stream_events(
+    answering: ResponseStream, turns: LoopTurns, out: EventStreamWriter, shape: ResponseFormat, head: ResponseHead
+) -> None:
+    """Send the answer as events."""
+    used = answering.used if answering.tells_usage else None
+    events = _EventEncoder(shape, head, answering.course, used)
+    feeds = StreamPump(turns, _StreamSink(answering, events, out))
+    out.wake = feeds.wake
+    try:
+        await feeds.run(answering.streams())
+    except Exception as error:
+        if not out.started:
+            raise
+        await out.fail(error)
+        return
+    usage = sse.sse_event(events.ids.usage(), shape.usage(head, answering.used())) if head.include_usage else b""
+    await out.finish(usage + sse.DONE)
+
+
+class _EventEncoder:
+    """Turns pieces into events, in OpenAI's order, leaving out what the client has."""
+
+    __slots__ = ("_begun", "_first", "_head", "_places", "_shape", "_used", "ids")
+
+    def __init__(
+        self,
+        shape: ResponseFormat,
+        head: ResponseHead,
+        course: ResumeState,
+        used: Callable[[], TokenUsage] | None = None,
+    ) -> None:
+        """``used``: so far, to be told with every event."""
+        self._used = used
+        self.ids = EventIds(course.marks, course.after)
+        self._shape = shape
+        self._head = head
+        self._places = dict(course.after.places)
+        self._begun = tuple(self._places)
+        self._first = not self._places
+
+    def of(self, index: int, piece: OutputDelta) -> bytes:
+        """The events of one piece; none when it shows nothing yet."""
+        if self._used is not None:
+            self._head = msgspec.structs.replace(self._head, used=self._used())
+        place = self._places.get(index)
+        if place is not None and _is_already_sent(place, piece):
+            return b"" if place.ended or piece.finish is None else self._end(index, piece.finish)
+        data = b""
+        if index not in self._begun:
+            self._begun += (index,)
+            data = self._begin(index)
+        if piece.text or piece.reasoning or piece.calls or piece.logprobs or piece.token_ids:
+            more = self._shape.delta(self._head, index, piece, first=self._first)
+            self._first = False
+            data += sse.sse_event(self.ids.told(index, piece.tokens, last=piece.finish is not None), more)
+        if piece.finish is not None:
+            data += self._end(index, piece.finish)
+        return data
+
+    def plain(self, index: int, text: TextOnlyChoice, writer: BodyWriter) -> TextEventTemplate | None:
+        """This choice's events from now on, as long as they are nothing but text."""
+        head = self._head
+        if self._first or index not in self._begun or head.logprobs or head.token_ids or self._used is not None:
+            return None
+        return TextEventTemplate.made(
+            text, self._shape.delta(self._head, index, TEMPLATE_DELTA, first=False), writer.write
+        )
+
+    def _begin(self, index: int) -> bytes:
+        begun = self._shape.begin(self._head, index, first=self._first)
+        if begun is None:
+            return b""
+        self._first = False
+        return sse.sse_event(self.ids.begun(index), begun)
+
+    def _end(self, index: int, finish: FinishReason) -> bytes:
+        end = self._shape.end(self._head, index, finish, first=self._first)
+        self._first = False
+        return sse.sse_event(self.ids.ended(index), end)
+
+
+def _is_already_sent(place: ChoicePosition, piece: OutputDelta) -> bool:
+    """Has the client all of this piece but the word that it ends?  Raises RequestError for a place beyond the end."""
+    if piece.finish is not None and piece.tokens < place.tokens:
+        raise RequestError(
+            f"The header Last-Event-ID names {place.tokens} tokens of an answer that has {piece.tokens}.",
+            code="invalid_last_event_id",
+        )
+    if piece.finish is not None:
+        return place.closed
+    return place.closed or piece.tokens <= place.tokens

@@ -1,0 +1,401 @@
+"""The ports between rooms: what a caller may rely on, whoever stands behind it.
+
+Each protocol here has one real implementation and one in-memory double, and one suite in ``tests/contract`` that
+faces both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import msgspec
+
+from penstock.types import (
+    Duty,
+    FinishReason,
+    ModelIdentity,
+    Qos,
+    RequestId,
+    Role,
+    ServiceClass,
+    TokenBatch,
+    ValidRequest,
+)
+
+JsonObject = Mapping[str, Any]
+"""A JSON object out of the strict parser: str, int, float, bool, None, lists and dicts, nothing else."""
+
+
+class TokenStream(Protocol):
+    """The tokens of one request; an async generator is one."""
+
+    def __aiter__(self) -> AsyncIterator[TokenBatch]: ...
+
+    def __anext__(self) -> Awaitable[TokenBatch]: ...
+
+    def aclose(self) -> Awaitable[None]:
+        """Frees everything the request holds, in every worker.  Harmless after the end, and twice."""
+        ...
+
+
+@runtime_checkable
+class PollableTokenStream(TokenStream, Protocol):
+    """A ``TokenStream`` that can be asked without waiting, for consumers that serve many of them in one go.
+
+    Whoever polls does not iterate.
+    """
+
+    def begin(self, ready: Callable[[], None]) -> Callable[[], TokenBatch | None]:
+        """Begin the stream, and give what to poll it with.  Once.  Raises what the first ``__anext__`` raises.
+
+        A poll gives all that waits, up to some tokens, as one batch, and None when nothing does.  It raises what ends
+        the stream, which is to be closed then.  It is not to be called again after a batch with ``finish``.  ``ready``
+        is called, be it now, whenever there is something that was not there at the last poll; it must not poll itself.
+        """
+        ...
+
+    def close(self) -> None:
+        """``aclose``, at once."""
+        ...
+
+
+class TtftForecast(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a request would take to its first token if it came now, by what workers report."""
+
+    wait_s: float  # what lies before it, served in order of arrival
+    read_s: float  # its own prompt
+
+
+class TokenStreams(Protocol):
+    """From ``ValidRequest`` to tokens, whatever happens to workers in between (``router.service``)."""
+
+    def stream(self, request: ValidRequest) -> TokenStream:
+        """Tokens in order, each once; the last batch has ``finish``.
+
+        Closing the iterator early frees everything the request holds, in every worker.
+        Raises CapacityError before the first batch, WorkerError when resubmitting did not help.
+        """
+        ...
+
+    def stopped(self, request: RequestId) -> None:
+        """The caller has all it wants, such as a stop string: that it closes the stream now is no abort."""
+        ...
+
+    def served_by(self, request: RequestId) -> ModelIdentity | None:
+        """By whose bits the answer to this request is made, once its stream has given a batch and until it ends."""
+        ...
+
+    def identity(self) -> ModelIdentity | None:
+        """What is served, or None while no worker has reported yet."""
+        ...
+
+    def ready(self) -> bool:
+        """Can a request be served now?"""
+        ...
+
+    def alive(self) -> str | None:
+        """None while all is well, else why not: something runs and nothing moves."""
+        ...
+
+    def readers(self) -> int:
+        """How many workers are ready to read prompts."""
+        ...
+
+    def forecast(self, tokens: int, service: ServiceClass) -> TtftForecast | None:
+        """For a prompt of so many tokens; None while nobody knows by experience how long anything takes."""
+        ...
+
+    def workers(self) -> Sequence[dict[str, Any]]:
+        """One mapping a worker, as ``penstock status --json`` prints it."""
+        ...
+
+    def explain(self, request: RequestId) -> Sequence[dict[str, Any]]:
+        """Why its workers were chosen: one JSON object a decision, oldest first; none for a request not remembered."""
+        ...
+
+    def explain_in_a_line(self, request: RequestId) -> str | None:
+        """The latest of those decisions in printable ASCII, None for a request not remembered."""
+        ...
+
+
+class WorkerAdmin(Protocol):
+    """What an operator may tell workers (``router.orders``)."""
+
+    async def assign(
+        self, worker: str, *, role: Role | None = None, duty: Duty | None = None, force: bool = False
+    ) -> dict[str, Any]:
+        """Give a worker another role or duty, wait until it has taken it, and return its row of ``workers``.
+
+        Raises UnknownWorker; Conflict when it cannot, or when nobody would be left for a part of the service and
+        ``force`` is not given; NotTaken when the worker does not answer in time.
+        """
+        ...
+
+
+# --- between edge and intake: requests in, text out ------------------------------------------------------------------
+
+
+class TokenText(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One token as a client sees it."""
+
+    raw: bytes  # the bytes that the token adds to the text; may be part of a character
+    shown: str  # the token's own text, or "\\xe4\\xbd" for part of a character
+    partial: bool = False  # it is part of a character
+    offset: int  # in characters, from the start of the text that the client gets
+    logprob: float | None = None  # nats; None for the first token of an echoed prompt
+    top: tuple[TokenText, ...] = ()  # likeliest first
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A part of a tool call.  The first of a call has ``id`` and ``name``."""
+
+    index: int  # of the call within the answer
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""  # more of the JSON text
+
+
+class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What one batch of tokens adds to one answer.  Pieces joined are the whole answer, however tokens were batched."""
+
+    text: str = ""
+    reasoning: str = ""  # what the model thought before it answered
+    calls: tuple[ToolCallDelta, ...] = ()
+    tokens: int  # tokens of the answer so far, those that show no text included
+    logprobs: tuple[TokenText, ...] = ()  # of tokens whose text is now out, when asked for
+    token_ids: tuple[int, ...] = ()  # when asked for
+    finish: FinishReason | None = None  # set on the last piece, which a stop string may bring before the engine does
+
+
+class OutputDetokenizer(Protocol):
+    """Turns the tokens of one choice into text: the only thing that knows about UTF-8, stop strings and echo."""
+
+    def push(self, batch: TokenBatch) -> OutputDelta:
+        """The next tokens.  Not to be called again after a piece with ``finish``."""
+        ...
+
+    def escaped(self, tokens: tuple[int, ...]) -> bytes | None:
+        """As ``push`` of tokens amid an answer of which nothing but their text is wanted, which is given as it stands
+        inside a JSON string.  None: nothing was taken, and ``push`` is needed."""
+        ...
+
+
+class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the client wants to be answered."""
+
+    model: str
+    seed: int  # as the client gave it, or as it was drawn for them
+    n: int = 1  # choices of each prompt
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False  # in every event
+    logprobs: bool = False
+    token_ids: bool = False
+
+
+class PreparedGeneration(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked HTTP request: one engine request and one answer text for each choice of each prompt.
+
+    Choice ``i`` belongs to prompt ``i // reply.n``.
+    """
+
+    requests: tuple[ValidRequest, ...]
+    answers: tuple[OutputDetokenizer, ...]
+    reply: ResponseOptions
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each prompt once."""
+        return sum(len(request.prompt) for request in self.requests[:: self.reply.n])
+
+
+class BucketLevel(NamedTuple):
+    """Of a bucket of a tenant's rate, at one moment."""
+
+    left: float
+    at: float  # monotonic seconds of this host
+
+
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
+    """Who asks, as far as it concerns how the request is served."""
+
+    tenant: str = ""  # a short name
+    weight: float = 1.0
+    salt: str = ""  # tenants with different ones share no cached pages
+    service: ServiceClass = ServiceClass.INTERACTIVE  # of a request that says nothing
+    asked: ServiceClass | None = None  # said outside the body, which goes before what stands in it
+    max_wait_s: float | None = None  # the same
+    waits_s: tuple[float | None, ...] = ()  # what the requests of each class may wait; nothing said: any time
+
+    def cache_salt(self, own: str) -> str:
+        """Of the cached pages of a request that names a salt of its ``own``, or none.
+
+        No two pairs have the same, whatever is in them: a tenant's salt has no NUL.
+        """
+        return f"{self.salt}\0{own}" if own else self.salt
+
+    def claim(self, said: ServiceClass | None = None) -> Qos:
+        """Of a request whose body says ``said``."""
+        service = self.service if said is None else said
+        service = service if self.asked is None else self.asked
+        wait_s = self.waits_s[service] if self.waits_s else None
+        return Qos(
+            tenant=self.tenant,
+            weight=self.weight,
+            service=service,
+            max_wait_s=wait_s if self.max_wait_s is None else self.max_wait_s,
+        )
+
+
+class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What the edge knows of a request before it is checked."""
+
+    id: RequestId  # choices are named after it: ``<id>/<choice>``
+    arrival: float  # monotonic seconds
+    identity: ModelIdentity  # of the model as it is served now; goes into the block hashes
+    session: str = ""  # that the client says the request belongs to
+    caller: Caller = Caller()
+    told: str = ""  # the answer's id for the client, when it is another one: a repeat has the same
+
+    @property
+    def name(self) -> str:
+        """The answer's id for the client."""
+        return self.told or self.id
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """The served model, as ``/v1/models`` tells."""
+
+    name: str
+    created: int  # Unix seconds
+    max_model_len: int  # tokens, prompt and answer together
+    parent: str | None = None  # of an adapter: the model that it adds to
+    sampling: Mapping[str, float] = {}  # defaults of requests that differ from OpenAI's
+
+
+class TokenizeResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of ``/tokenize``, in vLLM's words."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class PreparedPooling(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked HTTP request whose texts are only read, and how its client wants to be answered."""
+
+    requests: tuple[ValidRequest, ...]  # one a text
+    model: str
+    base64: bool = False  # vectors as text
+    labels: tuple[str, ...] = ()  # of a classifier, by number
+    documents: tuple[str, ...] | None = None  # to be told beside their scores
+    top: int | None = None  # how many scores are told, the highest; None: all, in order
+
+    @property
+    def tokens(self) -> int:
+        """Of all texts."""
+        return sum(len(request.prompt) for request in self.requests)
+
+
+class PoolingProcessor(Protocol):
+    """The intake of a model that only reads; refusals as in ``RequestProcessor``."""
+
+    async def embeddings(self, body: JsonObject, envelope: RequestContext) -> PreparedPooling:
+        """A body of ``/v1/embeddings``."""
+        ...
+
+    async def rerank(self, body: JsonObject, envelope: RequestContext) -> PreparedPooling:
+        """A body of ``/rerank``."""
+        ...
+
+    async def classify(self, body: JsonObject, envelope: RequestContext) -> PreparedPooling:
+        """A body of ``/classify``."""
+        ...
+
+
+class MultipartForm(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a form (RFC 7578), by name."""
+
+    fields: Mapping[str, Sequence[str]]
+    files: Mapping[str, bytes]  # parts that have a file name
+
+
+class PreparedTranscription(Protocol):
+    """One sound that is to be written down: checked, and heard window by window."""
+
+    model: str
+    task: str  # "transcribe" or "translate"
+    language: str  # "": not known yet
+    form: str  # of the answer, as OpenAI calls them
+    stream: bool
+    temperature: float
+    seed: int  # as the client gave it, or as it was drawn for them
+    tokens: int  # that stand for a window
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts."""
+        ...
+
+    @property
+    def windows(self) -> Sequence[tuple[float, float]]:
+        """Begin and end of each, in seconds."""
+        ...
+
+    async def asks_language(self) -> ValidRequest | None:
+        """What to ask first; its one token is for ``tell_language``.  None where the language is known."""
+        ...
+
+    def tell_language(self, token: int) -> None:
+        """The model's answer."""
+        ...
+
+    async def window(self, index: int) -> tuple[ValidRequest, OutputDetokenizer]:
+        """The request for a window.  To be asked for one after another; raises RequestError, QueueFull."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more is asked for.  Harmless when said twice."""
+        ...
+
+
+class TranscriptionProcessor(Protocol):
+    """The intake of a model that hears; refusals as in ``RequestProcessor``."""
+
+    async def listen(self, form: MultipartForm, envelope: RequestContext, *, translates: bool) -> PreparedTranscription:
+        """A form of ``/v1/audio/transcriptions``, or of ``/v1/audio/translations``."""
+        ...
+
+
+class RequestProcessor(Protocol):
+    """From parsed JSON to checked requests.  Every refusal is a RequestError; nothing here blocks the event loop."""
+
+    def cards(self) -> Sequence[ModelCard]:
+        """What ``model`` may name: the model, then its adapters."""
+        ...
+
+    async def load_adapter(self, body: JsonObject) -> JsonObject:
+        """A body of ``/v1/load_lora_adapter``: ``lora_name`` and ``lora_path``."""
+        ...
+
+    async def unload_adapter(self, body: JsonObject) -> JsonObject:
+        """A body of ``/v1/unload_lora_adapter``: ``lora_name``."""
+        ...
+
+    async def chat(self, body: JsonObject, envelope: RequestContext) -> PreparedGeneration:
+        """A body of ``/v1/chat/completions``."""
+        ...
+
+    async def completion(self, body: JsonObject, envelope: RequestContext) -> PreparedGeneration:
+        """A body of ``/v1/completions``."""
+        ...
+
+    async def tokenize(self, body: JsonObject) -> TokenizeResult:
+        """A body of ``/tokenize``: ``prompt`` or ``messages``."""
+        ...
+
+    async def detokenize(self, body: JsonObject) -> str:
+        """A body of ``/detokenize``: ``tokens``."""
+        ...

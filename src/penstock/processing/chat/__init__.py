@@ -1,0 +1,1 @@
+"""chat: NEEDS A DOCSTRING."""

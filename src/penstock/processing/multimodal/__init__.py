@@ -1,0 +1,1 @@
+"""multimodal: NEEDS A DOCSTRING."""

@@ -1,0 +1,176 @@
+"""One answer's text, as it comes, to what a client gets: pieces of content, of reasoning and of tool calls.
+
+Knows nothing about tokens or JSON on the wire.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from enum import Enum
+from hashlib import blake2b
+
+import msgspec
+
+from penstock.interfaces import ToolCallDelta
+from penstock.processing.parsers.incremental import (
+    ContentDelta,
+    IncrementalReader,
+    MarkSet,
+    MessageParser,
+    ParserEvent,
+    ParserSteps,
+    ReasoningDelta,
+    ReasoningMarks,
+    ToolCallArguments,
+    ToolCallFormat,
+    ToolCallStart,
+    ToolSchemas,
+)
+from penstock.processing.parsers.tool_call_formats import argument_text
+
+# MERGED: gpt-oss's harmony format: messages on channels, each with a header.
+# MERGED:
+# MERGED: ``analysis`` is reasoning, ``final`` is content, and so is ``commentary`` to nobody; what goes to
+# MERGED: ``functions.NAME`` is
+# MERGED: a call (openai/harmony, "OpenAI harmony response format").  The prompt ends before the first header.
+
+_HEADER_END = "<|message|>"
+_BODY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", _HEADER_END, "<|end|>", "<|call|>", "<|return|>")
+
+_TO = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+def read_harmony(reader: IncrementalReader) -> ParserSteps[None]:
+    """The whole answer."""
+    thoughts, contents = _Channel(ReasoningDelta), _Channel(ContentDelta)
+    header_marks, body_marks = MarkSet((_HEADER_END,)), MarkSet(_BODY_ENDS)
+    while True:
+        header, mark = yield from reader.until(header_marks)
+        if mark is None:
+            if "<|" not in header and header.strip() not in ("", "assistant"):
+                yield ContentDelta(header)  # the model forgot its format
+            return
+        to, channel = _TO.search(header), _CHANNEL.search(header)
+        if to is not None:
+            yield ToolCallStart(to[1])
+            yield from reader.copy_until(body_marks, argument_text)
+        else:
+            chosen = thoughts if channel is not None and channel[1] == "analysis" else contents
+            chosen.next_message()
+            yield from reader.copy_until(body_marks, chosen.give)
+
+
+class _Channel:
+    """Gives out the messages of one kind, divided by a blank line."""
+
+    def __init__(self, event: type[ReasoningDelta] | type[ContentDelta]) -> None:
+        self._event = event
+        self._used = self._divide = False
+
+    def next_message(self) -> None:
+        """What comes belongs to another message."""
+        self._divide = self._used
+
+    def give(self, text: str) -> Iterable[ParserEvent]:
+        """A part of the message."""
+        before = "\n\n" if self._divide else ""
+        self._used, self._divide = True, False
+        return (self._event(before + text),)
+
+
+class ToolCallIds(Enum):
+    """How the ids of calls are made."""
+
+    LONG = "long"  # "call_" and 24 digits, as OpenAI's
+    SHORT = "short"  # nine letters and digits, as Mistral's templates want them
+
+
+class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """How one model writes its answers."""
+
+    name: str
+    reasoning: ReasoningMarks | None = None
+    calls: ToolCallFormat | None = None
+    harmony: bool = False
+    ids: ToolCallIds = ToolCallIds.LONG
+
+    def marks(self, *, calls: bool) -> tuple[str, ...]:
+        """What must be seen of an answer though it may be control tokens."""
+        if self.harmony:
+            return HARMONY_MARKS
+        marks = [self.reasoning.begin, self.reasoning.end] if self.reasoning else []
+        if calls and self.calls is not None:
+            marks += [*self.calls.begins, *self.calls.drops, *self.calls.inner()]
+        return tuple(dict.fromkeys(marks))
+
+
+class ParsedDelta(msgspec.Struct, frozen=True):
+    """What some text added to a message."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCallDelta, ...] = ()
+
+
+class OutputParser:
+    """One message."""
+
+    def __init__(
+        self, form: OutputFormat, *, tools: ToolSchemas | None, thinking: bool, identity: str, parallel: bool = True
+    ) -> None:
+        """``tools`` is None when calls are not looked for; ``identity`` is what ids of calls are made of."""
+        self._reader = IncrementalReader()
+        self._steps = _steps(form, self._reader, tools, thinking=thinking)
+        self._ids = form.ids
+        self._identity = identity
+        self._parallel = parallel
+        self.calls = 0
+        self.done = False  # a second call began where only one is wanted: nothing more counts
+
+    def push(self, text: str, *, last: bool = False) -> ParsedDelta:
+        """The next text, and with ``last`` the end."""
+        self._reader.feed(text)
+        if last:
+            self._reader.end()
+        content: list[str] = []
+        reasoning: list[str] = []
+        calls: list[ToolCallDelta] = []
+        while not self.done and (event := next(self._steps, None)) is not None:
+            match event:
+                case ContentDelta():
+                    content.append(event.text)
+                case ToolCallStart() if self.calls and not self._parallel:
+                    self.done = True
+                case ToolCallStart():
+                    calls.append(self._begin(event))
+                case ToolCallArguments():
+                    _append(calls, self.calls - 1, event.text)
+                case _:
+                    reasoning.append(event.text)
+        return ParsedDelta("".join(content), "".join(reasoning), tuple(calls))
+
+    def _begin(self, event: ToolCallStart) -> ToolCallDelta:
+        index, self.calls = self.calls, self.calls + 1
+        digest = blake2b(f"{self._identity}/{index}".encode(), digest_size=12).hexdigest()
+        made = digest[:9] if self._ids is ToolCallIds.SHORT else f"call_{digest}"
+        return ToolCallDelta(index=index, id=event.id or made, name=event.name)
+
+
+def _append(calls: list[ToolCallDelta], index: int, text: str) -> None:
+    if calls and calls[-1].index == index:
+        calls[-1] = msgspec.structs.replace(calls[-1], arguments=calls[-1].arguments + text)
+    else:
+        calls.append(ToolCallDelta(index=index, arguments=text))
+
+
+def _steps(
+    form: OutputFormat, reader: IncrementalReader, tools: ToolSchemas | None, *, thinking: bool
+) -> ParserSteps[None]:
+    if form.harmony:
+        return read_harmony(reader)
+    calls = form.calls if tools is not None else None
+    reply = MessageParser(reader, reasoning=form.reasoning, calls=calls, tools=tools or ToolSchemas({}))
+    return reply.run(thinking=thinking and form.reasoning is not None)

@@ -1,0 +1,93 @@
+"""What intakes of models that do one thing only have in common: refusing the rest, and naming tokens.
+
+Knows neither the task nor how texts of it are read.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Never
+
+import msgspec
+
+from penstock.config.limits import Limits
+from penstock.errors import WrongTask
+from penstock.interfaces import JsonObject, ModelCard, PreparedGeneration, RequestContext, TokenizeResult
+from penstock.processing.requests.generation import parse_detokenize, parse_tokenize
+from penstock.processing.requests.sampling import ModelProperties
+from penstock.processing.tokenizer.tokenizer import TextTokenizer
+
+
+class TaskDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model is made for, in the words of a refusal."""
+
+    text: str  # what it does instead of writing what it is asked for: "generates no text"
+    paths: str  # where it is asked
+
+
+class SingleTaskProcessor(ABC):
+    """``wire.ports.Intake`` of a model that neither chats nor completes, and has no adapters."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        purpose: TaskDescription,
+        tokenizer: TextTokenizer,
+        facts: ModelProperties,
+        limits: Limits,
+    ) -> None:
+        """``tokenizer`` is closed by ``close``."""
+        self._card = card
+        self._purpose = purpose
+        self.tokenizer = tokenizer
+        self.facts = facts
+        self.limits = limits
+
+    @abstractmethod
+    async def encoded(self, text: str, *, special: bool) -> Sequence[int]:
+        """Tokens of a text of ``/tokenize``, with those that stand around it where ``special``."""
+
+    def close(self) -> None:
+        """Lets the threads end."""
+        self.tokenizer.close()
+
+    def cards(self) -> Sequence[ModelCard]:
+        """See ``wire.ports.Intake``."""
+        return (self._card,)
+
+    async def load_adapter(self, body: JsonObject) -> JsonObject:
+        """Always WrongTask."""
+        self.refuse("has no adapters")
+
+    async def unload_adapter(self, body: JsonObject) -> JsonObject:
+        """Always WrongTask."""
+        self.refuse("has no adapters")
+
+    async def chat(self, body: JsonObject, envelope: RequestContext) -> PreparedGeneration:
+        """Always WrongTask."""
+        self.refuse(self._purpose.text)
+
+    async def completion(self, body: JsonObject, envelope: RequestContext) -> PreparedGeneration:
+        """Always WrongTask."""
+        self.refuse(self._purpose.text)
+
+    async def tokenize(self, body: JsonObject) -> TokenizeResult:
+        """See ``wire.ports.Intake``."""
+        text, special, strings = parse_tokenize(body, self.limits, self.facts)
+        if not isinstance(text, str):
+            self.refuse("has no chat template")
+        tokens = await self.encoded(text, special=special)
+        told = self.tokenizer.token_strings(tokens) if strings else None
+        return TokenizeResult(
+            count=len(tokens), max_model_len=self.facts.max_model_len, tokens=list(tokens), token_strs=told
+        )
+
+    async def detokenize(self, body: JsonObject) -> str:
+        """See ``wire.ports.Intake``."""
+        tokens = parse_detokenize(body, self.facts)
+        return await self.tokenizer.run(len(tokens), lambda: self.tokenizer.decode(tokens))
+
+    def refuse(self, why: str) -> Never:
+        """Raises WrongTask: "The model 'x' ``why``. Use ..."."""
+        raise WrongTask(self.facts.name, why, self._purpose.paths)

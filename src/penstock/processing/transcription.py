@@ -1,0 +1,409 @@
+"""The intake of models that hear: from the form of a transcription to one engine request a window.
+
+Windows are prepared one after another, as they are asked for.  Knows nothing about HTTP or workers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.config.limits import Limits
+from penstock.config.schema import RequestConfig
+from penstock.errors import BadField, ModelError, PromptTooLong, RequestError, UnknownModel
+from penstock.hashing import block_hashes, chain_root
+from penstock.interfaces import ModelCard, MultipartForm, OutputDetokenizer, RequestContext
+from penstock.processing.detokenizer import IncrementalDetokenizer, OutputOptions
+from penstock.processing.multimodal.audio import AudioPipeline, SampleReservation, Span, read_audio_config
+from penstock.processing.multimodal.audio_decode import read_wav
+from penstock.processing.requests.fields import BodyFields, refuse_unknown, string, unsupported
+from penstock.processing.requests.sampling import ModelProperties, parse_seed, parse_temperature
+from penstock.processing.single_task import SingleTaskProcessor, TaskDescription
+from penstock.processing.tokenizer.tokenizer import TextTokenizer
+from penstock.types import GREEDY, AudioInput, PlacedImage, RequestId, SamplingParams, ValidRequest, pack_token_ids
+from penstock.weights.config_json import ConfigFields
+from penstock.weights.families.registry import TRANSCRIBERS
+from penstock.weights.families.whisper import WhisperConfig
+from penstock.weights.model_files import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG, ModelFiles, load_json, model_files
+
+# MERGED: The control tokens of a model that hears, and what it may not write: out of its tokenizer and
+# MERGED: generation config.
+
+_LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
+
+MULTILINGUAL_FROM = 51_865
+"""Models of so many tokens know languages, where nothing else says so (openai/whisper, ``is_multilingual``)."""
+
+ENGLISH = "en"
+
+
+class WhisperTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Token ids."""
+
+    start: int
+    before: int  # stands in front of what was said before
+    plain: int  # asks for a text without times
+    tasks: dict[str, int]
+    languages: dict[str, int]  # none: the model knows English only, and no tasks
+    ends: tuple[int, ...]
+    banned: tuple[int, ...]
+    banned_first: tuple[int, ...]
+    vocabulary: int
+
+    def prompt(self, language: str, task: str) -> tuple[int, ...]:
+        """What an answer in this language begins with."""
+        if not self.languages:
+            return (self.start, self.plain)
+        return (self.start, self.languages[language], self.tasks[task], self.plain)
+
+    def all_but_languages(self) -> tuple[int, ...]:
+        """What is not drawn where only a language is asked for."""
+        kept = set(self.languages.values())
+        return tuple(token for token in range(self.vocabulary) if token not in kept)
+
+    def language_of(self, token: int) -> str:
+        """The language that a token stands for."""
+        return next((name for name, own in self.languages.items() if own == token), ENGLISH)
+
+
+def read_whisper_tokens(files: ModelFiles, tokenizer: TextTokenizer) -> WhisperTokens:
+    """Raises ModelError where the tokenizer lacks one of them, or a list names what is no token."""
+    config = ConfigFields(load_json(files, CONFIG) or {}, files.path_of(CONFIG))
+    generation = ConfigFields(load_json(files, GENERATION_CONFIG) or {}, files.path_of(GENERATION_CONFIG))
+    vocabulary = config.positive_int("vocab_size")
+    several = generation.get("is_multilingual", bool, vocabulary >= MULTILINGUAL_FROM)
+
+    def token(name: str) -> int:
+        found = tokenizer.special_id(name)
+        if found is None or found >= vocabulary:
+            raise ModelError(
+                f"{config.where}: the tokenizer beside it has no special token {name}, which is asked with"
+            )
+        return found
+
+    tokens = sorted(own for own in tokenizer.table.special if own < vocabulary)
+    names = zip(tokenizer.token_strings(tokens), tokens, strict=True)
+    languages = {found[1]: own for name, own in names if (found := _LANGUAGE.fullmatch(name))} if several else {}
+    if several and not languages:
+        raise ModelError(f"{config.where}: the tokenizer beside it has no languages, as <|{ENGLISH}|>")
+    source = generation if generation.has("eos_token_id") else config
+    banned, first = (
+        _ids(generation, config, name, vocabulary) for name in ("suppress_tokens", "begin_suppress_tokens")
+    )
+    return WhisperTokens(
+        start=token("<|startoftranscript|>"),
+        before=token("<|startofprev|>"),
+        plain=token("<|notimestamps|>"),
+        tasks={name: token(f"<|{name}|>") for name in ("transcribe", "translate")} if several else {},
+        languages=languages,
+        ends=source.token_ids("eos_token_id"),
+        banned=banned,
+        banned_first=first,
+        vocabulary=vocabulary,
+    )
+
+
+def _ids(generation: ConfigFields, config: ConfigFields, name: str, vocabulary: int) -> tuple[int, ...]:
+    """The list in the generation config, or, of older releases, in the configuration."""
+    source = generation if generation.has(name) else config
+    values: list[Any] = source.get(name, list, [])
+    if not all(type(own) is int and own < vocabulary for own in values):
+        raise source.error(f"{name} must be ids below {vocabulary}, got {values!r:.80}")
+    return tuple(own for own in values if own >= 0)
+
+
+# MERGED: The form of a transcription, as OpenAI has it: every field checked, with the words of every refusal.
+
+FORMS = ("json", "text", "verbose_json", "srt", "vtt")
+
+TRANSCRIPTION_FIELDS = frozenset(
+    {
+        *("file", "model", "language", "prompt", "response_format", "temperature", "stream", "seed", "cache_salt"),
+        *("timestamp_granularities[]", "include[]", "chunking_strategy"),
+    }
+)
+MAX_SALT_CHARS = 256
+
+
+class TranscriptionFields(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked form."""
+
+    raw: bytes  # the file
+    language: str | None  # None: it is to be heard
+    prompt: str
+    form: str  # of the answer
+    temperature: float
+    seed: int
+    stream: bool
+    cache_salt: str
+
+
+def parse_transcription(
+    form: MultipartForm, limits: Limits, facts: ModelProperties, languages: Collection[str]
+) -> TranscriptionFields:
+    """Raises RequestError.  ``languages``: that can be named; of one alone none need be."""
+    refuse_unknown({**form.fields, **form.files}, TRANSCRIPTION_FIELDS, facts.requests)
+    single = {name: _single(name, values) for name, values in form.fields.items() if not name.endswith("[]")}
+    _parse_model(single.get("model"), facts.name)
+    if "file" not in form.files:
+        raise RequestError(
+            "Missing required parameter: 'file', as a part with a file name.",
+            param="file",
+            code="missing_required_parameter",
+        )
+    answer, stream = single.get("response_format", "json"), _boolean("stream", single.get("stream"))
+    if answer not in FORMS:
+        raise BadField("response_format", got=answer, want=f"one of {', '.join(FORMS)}")
+    if stream and answer not in ("json", "text"):
+        raise unsupported("response_format", f"{answer} cannot be streamed; json and text can.")
+    _refuse_others(form, single)
+    numbers = BodyFields({"temperature": _number(single.get("temperature", "0")), "seed": _whole(single.get("seed"))})
+    return TranscriptionFields(
+        raw=form.files["file"],
+        language=_language(single.get("language"), languages),
+        prompt=string("prompt", single.get("prompt", ""), max_chars=limits.max_audio_prompt_chars),
+        form=answer,
+        temperature=parse_temperature(numbers, facts.sampling),
+        seed=parse_seed(numbers),
+        stream=stream,
+        cache_salt=string("cache_salt", single.get("cache_salt", ""), max_chars=MAX_SALT_CHARS),
+    )
+
+
+def _single(name: str, values: Sequence[str]) -> str:
+    if len(values) > 1:
+        raise BadField(name, got=f"{len(values)} values", want="one value")
+    return values[0]
+
+
+def _parse_model(given: str | None, model: str) -> None:
+    if given is None:
+        raise RequestError("Missing required parameter: 'model'.", param="model", code="missing_required_parameter")
+    if given != model:
+        raise UnknownModel(given[:128], model)
+
+
+def _language(given: str | None, languages: Collection[str]) -> str | None:
+    if not given:
+        return next(iter(languages)) if len(languages) == 1 else None
+    if given.lower() not in languages:
+        raise BadField("language", got=given, want=f"one of {', '.join(sorted(languages))}")
+    return given.lower()
+
+
+def _refuse_others(form: MultipartForm, single: dict[str, str]) -> None:
+    """What OpenAI has and this server does not; what asks for nothing passes."""
+    for wanted in form.fields.get("timestamp_granularities[]", ()):
+        if wanted != "segment":
+            raise unsupported("timestamp_granularities[]", "times are told of whole segments only ('segment').")
+    if form.fields.get("include[]"):
+        raise unsupported("include[]", "nothing can be included; verbose_json tells avg_logprob of every segment.")
+    if single.get("chunking_strategy", "auto") != "auto":
+        raise unsupported("chunking_strategy", "long sounds are cut at quiet places ('auto').")
+
+
+def _boolean(name: str, given: str | None) -> bool:
+    if given is None:
+        return False
+    if given.lower() not in ("true", "false"):
+        raise BadField(name, got=given, want="true or false", code="invalid_type")
+    return given.lower() == "true"
+
+
+def _number(given: str) -> Any:
+    """The number that a text says; the text itself where it says none, to be refused."""
+    try:
+        number = float(given)
+    except ValueError:
+        return given
+    return number if math.isfinite(number) else given
+
+
+def _whole(given: str | None) -> Any:
+    return int(given) if given is not None and given.removeprefix("-").isdecimal() and len(given) < 21 else given
+
+
+TRANSCRIPTION_TASK = TaskDescription(
+    text="transcribes audio and generates no other text", paths="/v1/audio/transcriptions or /v1/audio/translations"
+)
+_UINT64_MASK = (1 << 64) - 1
+
+WindowAudio = tuple[PlacedImage, AudioInput]
+
+
+class AudioModelProcessor(SingleTaskProcessor):
+    """``wire.ports.Intake`` and ``wire.ports.Hears`` for one model folder."""
+
+    def __init__(self, folder: Path, card: ModelCard, limits: Limits, requests: RequestConfig | None = None) -> None:
+        """Reads tokenizer, control tokens, and how sounds are prepared.  Raises ModelError."""
+        files = model_files(folder)
+        config = ConfigFields(load_json(files, CONFIG) or {}, files.path_of(CONFIG))
+        whisper = TRANSCRIBERS[config.get("architectures", list)[0]].parse(config).details_as(WhisperConfig)
+        tokenizer = TextTokenizer(folder, config=load_json(files, TOKENIZER_CONFIG) or {})
+        self.words = read_whisper_tokens(files, tokenizer)
+        self.sounds = AudioPipeline(read_audio_config(files, whisper), limits)
+        self.most_before = max(0, whisper.target // 2 - 1)  # tokens of what was said before
+        room = card.max_model_len - whisper.begin - self.most_before - 1 - len(self.words.prompt(ENGLISH, "translate"))
+        if room < 1:
+            raise ModelError(
+                f"{config.where}: a context of {card.max_model_len} tokens leaves no room for an answer beside a "
+                f"sound's {whisper.begin} and a prompt's {self.most_before}; "
+                f"the model has {whisper.begin + whisper.target}"
+            )
+        facts = ModelProperties(
+            name=card.name,
+            max_model_len=card.max_model_len,
+            vocabulary=self.words.vocabulary,
+            end_tokens=self.words.ends,
+            requests=requests or RequestConfig(),
+        )
+        super().__init__(card, TRANSCRIPTION_TASK, tokenizer, facts, limits)
+
+    def close(self) -> None:
+        """Lets the threads end."""
+        super().close()
+        self.sounds.close()
+
+    async def encoded(self, text: str, *, special: bool) -> Sequence[int]:
+        """See ``SingleTaskProcessor``."""
+        return await self.tokenizer.run(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=special))
+
+    async def listen(self, form: MultipartForm, envelope: RequestContext, *, translates: bool) -> WindowedTranscription:
+        """See ``wire.ports.Hears``."""
+        languages = self.words.languages or {ENGLISH: 0}
+        asked = parse_transcription(form, self.limits, self.facts, languages)
+        if translates and not self.words.tasks:
+            self.refuse("knows English only, and does not translate")
+        before = self._before(asked.prompt)
+        recording = read_wav(asked.raw, self.limits)
+        room = self.sounds.room(recording)
+        try:
+            read = await self.sounds.read(recording)
+        except BaseException:
+            room.release()
+            raise
+        heard = msgspec.structs.replace(asked, raw=b"")  # the file is needed no more
+        return WindowedTranscription(self, (heard, envelope, translates), before, read, room)
+
+    def _before(self, prompt: str) -> tuple[int, ...]:
+        """The end of what was said before, as the model reads it."""
+        text = prompt.strip()
+        if not text:
+            return ()
+        try:
+            tokens = self.tokenizer.encode_guarded(f" {text}")
+        except RequestError as error:
+            raise RequestError(error.message, param="prompt", code=error.code) from None
+        return (self.words.before, *tokens[-self.most_before :])
+
+
+class WindowedTranscription:
+    """``wire.ports.Listening``: one sound, window by window."""
+
+    def __init__(
+        self,
+        intake: AudioModelProcessor,
+        asked: tuple[TranscriptionFields, RequestContext, bool],
+        before: tuple[int, ...],
+        read: tuple[NDArray[np.float32], list[Span]],
+        room: SampleReservation,
+    ) -> None:
+        """``before``: tokens in front of every window's own.  ``room``: for the samples that were read."""
+        self._intake = intake
+        self._asked, self._envelope, translates = asked
+        self._salt = self._envelope.caller.cache_salt(self._asked.cache_salt)
+        self._before = before
+        self._samples_N, self._spans = read
+        self._room = room
+        self._heard: tuple[int, WindowAudio] | None = None  # the latest window
+        self.task = "translate" if translates else "transcribe"
+        self.model = intake.facts.name
+        self.language = self._asked.language or ""
+        self.form, self.stream = self._asked.form, self._asked.stream
+        self.temperature = self._asked.temperature
+        self.seed = self._asked.seed
+        self.tokens = intake.sounds.recipe.tokens
+
+    def close(self) -> None:
+        """See ``wire.ports.Listening``."""
+        self._room.release()
+
+    @property
+    def seconds(self) -> float:
+        """See ``wire.ports.Listening``."""
+        return len(self._samples_N) / self._intake.sounds.recipe.rate
+
+    @property
+    def windows(self) -> Sequence[tuple[float, float]]:
+        """See ``wire.ports.Listening``."""
+        rate = self._intake.sounds.recipe.rate
+        return [(begin / rate, end / rate) for begin, end in self._spans]
+
+    async def asks_language(self) -> ValidRequest | None:
+        """See ``wire.ports.Listening``."""
+        words = self._intake.words
+        if self.language or not words.languages:
+            return None
+        sampling = SamplingParams(seed=0, max_tokens=1, temperature=GREEDY, banned=words.all_but_languages())
+        return await self._request("language", 0, (words.start,), sampling)
+
+    def tell_language(self, token: int) -> None:
+        """See ``wire.ports.Listening``."""
+        self.language = self._intake.words.language_of(token)
+
+    async def window(self, index: int) -> tuple[ValidRequest, OutputDetokenizer]:
+        """See ``wire.ports.Listening``."""
+        intake, words = self._intake, self._intake.words
+        own = (*self._before, *words.prompt(self.language or ENGLISH, self.task))
+        room = intake.facts.max_model_len - intake.sounds.recipe.tokens - len(own)
+        if room < 1:
+            raise PromptTooLong(prompt_tokens=len(own), max_tokens=1, limit=len(own) + room, param="prompt")
+        sampling = SamplingParams(
+            seed=self.seed & _UINT64_MASK,
+            max_tokens=room,
+            choice=index,
+            temperature=self.temperature,
+            stop_token_ids=words.ends,
+            logprobs=0 if self.form == "verbose_json" else None,
+            banned=words.banned,
+            banned_first=words.banned_first,
+        )
+        request = await self._request(str(index), index, own, sampling)
+        wanted = OutputOptions(
+            stop_token_ids=frozenset(words.ends), logprobs=sampling.logprobs is not None, token_ids=True
+        )
+        return request, IncrementalDetokenizer(intake.tokenizer.table, wanted, identity=request.id)
+
+    async def _request(self, name: str, index: int, own: tuple[int, ...], sampling: SamplingParams) -> ValidRequest:
+        """``own`` tokens after a window."""
+        place, sound = await self._hear(index)
+        prompt = (self._intake.words.start,) * sound.columns + own
+        caller = self._envelope.caller
+        salt = caller.cache_salt(self._asked.cache_salt)
+        root = chain_root(self._envelope.identity, tenant_salt=salt)
+        return ValidRequest(
+            id=RequestId(f"{self._envelope.id}/{name}"),
+            prompt=pack_token_ids(prompt),
+            block_hashes=tuple(block_hashes(root, prompt, images=(place,))),
+            sampling=sampling,
+            open_ended=sampling.max_tokens > 1,  # as long as what is heard: nobody names a length
+            arrival=self._envelope.arrival,
+            images=(place,),
+            pictures=(sound,),
+            session=self._envelope.session,
+            cache_salt=salt,
+            claim=caller.claim(),
+        )
+
+    async def _hear(self, index: int) -> WindowAudio:
+        if self._heard is None or self._heard[0] != index:
+            begin, end = self._spans[index]
+            self._heard = (index, await self._intake.sounds.hear(self._samples_N[begin:end], self._salt))
+        return self._heard[1]

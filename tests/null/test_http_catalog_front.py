@@ -1,0 +1,143 @@
+"""A model's gateway behind a catalogue's front: for whom it is asked, and what its front passes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+
+from penstock.api.auth import ON_BEHALF_OF, FrontApiKey, StaticApiKeys, Tenant, tenant_header
+from penstock.api.catalogue import Store, make_catalogue_app
+from penstock.api.upstream import Upstream
+from penstock.clock import MonotonicClock
+from penstock.config.limits import Limits
+from penstock.types import ServiceClass
+
+from .http_stage import MODEL, TEXT, check, stage
+from .test_http_classes import ring
+
+BODY = {"model": MODEL, "prompt": "Once", "max_tokens": 4, "seed": 1}
+FRONT = {"authorization": "Bearer front"}
+BATCH = Tenant(id="t1", weight=2.0, salt="t1", classes=(ServiceClass.BATCH,), requests_per_minute=2)
+
+
+def asked_for(tenant: Tenant) -> dict[str, str]:
+    return FRONT | {ON_BEHALF_OF.decode(): tenant_header(tenant).decode()}
+
+
+async def test_the_front_says_for_whom_it_asks():
+    known = FrontApiKey("front")
+    async with stage(ring=known) as on:
+        for _ in range(2):
+            assert (await on.post(TEXT, BODY, headers=asked_for(BATCH))).status_code == 200
+        claim = on.streams.opened[0].claim
+        assert (claim.tenant, claim.weight, claim.service) == ("t1", 2.0, ServiceClass.BATCH)
+        assert on.streams.opened[0].cache_salt == "t1"
+        refused = await on.post(TEXT, BODY, headers=asked_for(BATCH))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert (await on.post(TEXT, BODY, headers=FRONT)).status_code == 200
+        assert on.streams.opened[-1].claim.tenant == ""
+        assert known.tenants == 1
+
+
+async def test_nobody_else_is_believed():
+    async with stage(ring=FrontApiKey("front")) as on:
+        header = {ON_BEHALF_OF.decode(): tenant_header(BATCH).decode()}
+        check(await on.post(TEXT, BODY, headers=header), 401, "missing_api_key", "API key")
+        for said in ({}, header):
+            wrong = await on.post(TEXT, BODY, headers=said | {"authorization": "Bearer guess"})
+            check(wrong, 401, "invalid_api_key", "Incorrect API key")
+        assert not on.streams.opened
+        check(
+            await on.post(TEXT, BODY, headers=FRONT | {ON_BEHALF_OF.decode(): '{"id": 7}'}),
+            401,
+            "invalid_tenant",
+            "no tenant",
+        )
+    async with stage(ring=ring(a=Tenant(id="a"))) as on:
+        assert (await on.post(TEXT, BODY, headers=header | {"authorization": "Bearer a"})).status_code == 200
+        assert on.streams.opened[0].claim.tenant == "a"
+
+
+async def test_idempotency_keys_belong_to_tenants():
+    """Two keys of one tenant are one; two tenants are two, also behind a front, whose own key is the same for all."""
+    seeds: dict[str, int] = {}
+    for name, tenant in (("a", "one"), ("b", "one"), ("c", "two")):
+        async with stage(ring=ring(**{name: Tenant(id=tenant)})) as on:
+            headers = {"authorization": f"Bearer {name}", "idempotency-key": "k"}
+            seeds[name] = (await on.post(TEXT, BODY | {"seed": None}, headers=headers)).json()["penstock"]["seed"]
+    async with stage(ring=FrontApiKey("front")) as on:
+        for tenant in ("one", "two"):
+            headers = asked_for(Tenant(id=tenant)) | {"idempotency-key": "k"}
+            seeds[tenant] = (await on.post(TEXT, BODY | {"seed": None}, headers=headers)).json()["penstock"]["seed"]
+    assert seeds["a"] == seeds["b"] == seeds["one"]
+    assert seeds["c"] == seeds["two"] != seeds["one"]
+
+
+class OneModel:
+    """``Models`` with one that is always loaded."""
+
+    def __init__(self, at: Upstream) -> None:
+        self._at = at
+
+    def find(self, name: str) -> str | None:
+        return name if name == MODEL else None
+
+    def names(self) -> list[str]:
+        return [MODEL]
+
+    def rows(self) -> list[dict[str, object]]:
+        return [{"name": MODEL, "aliases": [], "adapters": [], "state": "loaded", "pinned": True}]
+
+    @asynccontextmanager
+    async def use(self, entry: str) -> AsyncIterator[Upstream]:
+        yield self._at
+
+    def peek(self, entry: str) -> Upstream | None:
+        return self._at
+
+    async def load(self, entry: str) -> None: ...
+
+    async def unload(self, entry: str) -> None: ...
+
+
+async def test_the_front_passes_on_what_means_something_behind_it():
+    heads: list[dict[str, str]] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        heads.append(dict(line.split(": ", 1) for line in head.split("\r\n")[1:] if line))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nx-penstock-response-cache: hit\r\nx-other: 1\r\n\r\n{}")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    keys = ring(mine=BATCH)
+    assert isinstance(keys, StaticApiKeys)
+    models = OneModel(Upstream("127.0.0.1", port, "front"))
+    app = make_catalogue_app(Store(models=models, limits=Limits(), clock=MonotonicClock(), keys=keys, created=1))
+    sent = {
+        "idempotency-key": "k",
+        "x-penstock-class": "batch",
+        "x-penstock-max-wait-s": "3",
+        "x-session-affinity": "s",
+        "x-penstock-explain": "1",
+        "cache-control": "max-age=0, no-store",
+        "traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-01",
+    }
+    lies = {ON_BEHALF_OF.decode(): tenant_header(Tenant(id="somebody else")).decode(), "x-mine": "1"}
+    async with server, httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
+        lines = {"authorization": "Bearer mine"} | sent | lies | {"cache-control": "max-age=0"}
+        twice = [("cache-control", "no-store"), ("tracestate", "a=1"), ("tracestate", "b=2")]
+        got = await client.post(TEXT, json=BODY, headers=[*lines.items(), *twice])
+    assert got.headers["x-penstock-response-cache"] == "hit"
+    assert "x-other" not in got.headers
+    (head,) = heads
+    assert head["authorization"] == "Bearer front"
+    assert head[ON_BEHALF_OF.decode()] == tenant_header(BATCH).decode()
+    assert {name: head.get(name) for name in sent} == sent
+    assert head["tracestate"] == "a=1, b=2"
+    assert "x-mine" not in head

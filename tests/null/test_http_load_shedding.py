@@ -1,0 +1,61 @@
+"""The gate learns from workers how long requests wait, not from what is told out of a memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.api.admission import Admission
+from penstock.api.auth import StaticApiKeys
+from penstock.api.http import HttpExchange
+from penstock.api.load_shedding import LoadShedder, Rules
+from penstock.clock import VirtualClock
+from penstock.config.limits import Limits, SchedulingConfig
+from penstock.errors import Overloaded
+from penstock.interfaces import TtftForecast
+from penstock.telemetry.service_levels import ServiceLevels
+from penstock.types import Qos
+
+from .streams import NullStreams
+
+
+def test_a_token_that_no_worker_made_ends_no_wait():
+    clock, limits = VirtualClock(), Limits()
+    admission = Admission(limits, clock)
+    rules = Rules(limits=limits, scheduling=SchedulingConfig(), ring=StaticApiKeys())
+    gate = LoadShedder(rules, admission, NullStreams(), ServiceLevels())
+    with gate.enter(_nobody(), Qos(), [10, 0]) as visit:
+        visit.started(0, computed=False)
+        visit.started(1, computed=False)
+        assert (admission.requests, admission.usual_wait_s(0)) == (2, 1.0)
+        visit.ended(1, 3)
+        assert (admission.requests, admission.usual_wait_s(0)) == (1, 1.0)
+        clock.advance(60.0)
+        visit.started(0)
+        assert admission.requests == 0
+        assert admission.usual_wait_s(0) > 1.0
+
+
+def test_long_prompts_that_are_read_gently_say_nothing_of_others():
+    clock, limits, streams = VirtualClock(), Limits(), NullStreams()
+    rules = Rules(limits=limits, scheduling=SchedulingConfig(), ring=StaticApiKeys())
+    gate = LoadShedder(rules, Admission(limits, clock), streams, ServiceLevels())
+    for _ in range(20):
+        streams.foreseen = TtftForecast(wait_s=0.0, read_s=5.0)
+        with gate.enter(_nobody(), Qos(), [50_000]) as visit:
+            clock.advance(40.0)
+            visit.started(0)
+    with pytest.raises(Overloaded), gate.enter(_nobody(), Qos(max_wait_s=20.0), [50_000]):
+        pass
+    streams.foreseen = TtftForecast(wait_s=0.0, read_s=0.5)
+    with gate.enter(_nobody(), Qos(max_wait_s=0.6), [5000]) as visit:
+        visit.started(0)
+
+
+def _nobody() -> HttpExchange:
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: object) -> None:
+        del message
+
+    return HttpExchange({"type": "http", "headers": []}, receive, send)

@@ -1,0 +1,81 @@
+"""Events that are put together from bytes are those that the API's shape would write, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.api import sse
+from penstock.api.openai.chat import ChatResponseFormat
+from penstock.api.openai.completions import CompletionResponseFormat
+from penstock.api.openai.schema import ResponseFormat, ResponseHead
+from penstock.api.sse import EventIds
+from penstock.api.streaming import TEMPLATE_DELTA, TextEventTemplate, TextOnlyChoice
+from penstock.processing.detokenizer import IncrementalDetokenizer, OutputOptions
+from penstock.processing.tokenizer.token_bytes import TokenTable
+from penstock.types import TokenBatch
+
+WORDS = ["Once", ' upon "a"', "\n", "\\ / \x01", " time é", "ö", "</s>", "日本", " the"]
+HEAD = ResponseHead(id="chatcmpl-1", created=1, model="a model", system_fingerprint="ps-1", seed=3, include_usage=True)
+
+
+class Words:
+    """A token for each word; two more for the halves of a character."""
+
+    def id_to_token(self, token: int) -> str | bytes | None:
+        return WORDS[token] if token < len(WORDS) else ("é".encode()[token - len(WORDS) :][:1])
+
+
+TABLE = TokenTable(Words(), decoder=None, special=frozenset({6}))  # type: ignore[arg-type]
+FIRST_HALF, SECOND_HALF = len(WORDS), len(WORDS) + 1
+
+
+@pytest.mark.parametrize("shape", [ChatResponseFormat(), CompletionResponseFormat()], ids=["chat", "completion"])
+@pytest.mark.parametrize("stops", [(), ("zzz",)], ids=["no stops", "a stop string"])
+@pytest.mark.parametrize("tokens", [(0,), (1,), (2, 3), (4, 5, 7), (6,), (8, 6, 8)])
+def test_plain_events_are_those_of_the_shape(shape: ResponseFormat, stops: tuple[str, ...], tokens: tuple[int, ...]):
+    slow, fast = (IncrementalDetokenizer(TABLE, OutputOptions(stops=stops)) for _ in range(2))
+    piece = slow.push(TokenBatch(tokens=tokens))
+    written: list[bytes] = []
+    counts = [0]
+    plain = TextEventTemplate.made(
+        TextOnlyChoice(0, fast, counts),
+        shape.delta(HEAD, 0, TEMPLATE_DELTA, first=False),
+        lambda data: bool(written.append(data)),
+    )
+    assert plain is not None
+    assert plain.write(tokens) is False
+    expected = sse.sse_event(EventIds().told(0, piece.tokens, last=False), shape.delta(HEAD, 0, piece, first=False))
+    assert written == ([expected] if piece.text else [])
+    assert counts == [piece.tokens]
+
+
+def test_what_is_more_than_text_is_not_taken_and_nothing_is_lost_by_it():
+    whole = "".join(WORDS[token] for token in (0, 8)) + "é" + WORDS[0]
+    text = IncrementalDetokenizer(TABLE, OutputOptions(stops=("the end",)))
+    told: list[str] = []
+    for token in (0, 8, FIRST_HALF, SECOND_HALF, 0):
+        escaped = text.escaped((token,))
+        told.append(text.push(TokenBatch(tokens=(token,))).text if escaped is None else escaped.decode())
+    assert "".join(told) == whole
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        OutputOptions(logprobs=True),
+        OutputOptions(token_ids=True),
+        OutputOptions(prompt_only=True),
+        OutputOptions(special=True),
+    ],
+)
+def test_who_wants_more_than_text_gets_it(wanted: OutputOptions):
+    assert IncrementalDetokenizer(TABLE, wanted).escaped((0,)) is None
+
+
+def test_text_of_special_tokens_is_not_lost():
+    text = IncrementalDetokenizer(TABLE, OutputOptions(special=True))
+    told: list[str] = []
+    for token in (0, 6, 8):
+        escaped = text.escaped((token,))
+        told.append(text.push(TokenBatch(tokens=(token,))).text if escaped is None else escaped.decode())
+    assert "".join(told) == "Once</s> the"
