@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -37,15 +36,7 @@ from penstock.interfaces import (
     RequestProcessor,
 )
 
-"""Names the session that a request belongs to."""
-
-"""Asks, with any value, for ``ROUTE``."""
-
-"""Says which workers were chosen, and by which numbers."""
-
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
-
-_encode = msgspec.json.Encoder().encode
 
 
 def make_app(behind: AppServices) -> ASGIApp:

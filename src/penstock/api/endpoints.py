@@ -1,4 +1,7 @@
-"""penstock.api.endpoints: NEEDS A DOCSTRING."""
+"""The endpoints: how a request of each kind goes from a parsed body to its response.
+
+They share one ``EndpointFactory``, load shedder, idempotency cache and tracer.  Knows nothing about paths (``app``).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from starlette.types import ASGIApp
 
 from penstock.api import sse
 from penstock.api.admin import MetricsSnapshot
-from penstock.api.app import _encode
 from penstock.api.auth import NO_TENANT, ApiKeys, StaticApiKeys
 from penstock.api.errors import Header
 from penstock.api.http import EndpointFactory, FormBody, HttpExchange, JsonBody
@@ -59,18 +61,18 @@ from penstock.telemetry.spans import NoTracer, Span, Tracer
 from penstock.types import ModelIdentity, RequestId
 
 SESSION = b"x-session-affinity"
-
+"""Names the session that a request belongs to."""
 
 EXPLAIN = b"x-penstock-explain"
-
+"""Asks, with any value, for ``ROUTE``."""
 
 ROUTE = b"x-penstock-route"
-
+"""Names the workers that were chosen, and the numbers that decided."""
 
 GENERATION_PATHS = "/v1/chat/completions or /v1/completions"
-
-
 AUDIO_PATHS = "/v1/audio/transcriptions"
+
+_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

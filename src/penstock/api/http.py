@@ -129,7 +129,7 @@ class BodyWriter(Protocol):
 # MERGED: An ASGI extension: who serves a request is told that its client has gone, without a task that waits
 # MERGED: for it.
 # MERGED:
-# MERGED: A server that has it puts a ``DisconnectSignal`` under ``DISCONNECT_SIGNAL`` into the scope's ``extensions``; it may be
+# MERGED: A server that has it puts a ``DisconnectSignal`` under ``DISCONNECT_SIGNAL`` into ``extensions``; it may be
 # MERGED: used when the body
 # MERGED: has been read.  Knows nothing about who listens, and what for.
 

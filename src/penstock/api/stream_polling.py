@@ -4,8 +4,8 @@
 
     router: tokens wait --notify--> ``LoopTurns`` --so much a turn--> ``poll`` --> text --> event --> connection
 
-A stream that can be polled (``PollableTokenStream``) costs no switch of tasks a token, and whatever waits of it comes as one
-batch.  Any other, such as one that is kept for requests to join, is read by a task of its own.  Knows nothing about
+A stream that can be polled (``PollableTokenStream``) needs no task switch per token, and all its waiting tokens come as
+one batch.  Any other stream, such as one that other requests may join, is read by its own task.  Knows nothing about
 text and HTTP.
 """
 

@@ -1,4 +1,4 @@
-"""The process in which grammars are tried before anybody depends on them: ``python -m penstock.grammar.checker_process``.
+"""The process that tries grammars before requests may use them: ``python -m penstock.grammar.checker_process``.
 
 Reads limits, a vocabulary and then grammars from standard input, and writes a verdict for each.  What a grammar costs
 cannot be foreseen, so the kernel holds the limits: CPU time by an interval timer whose signal ends the process, memory

@@ -1,1 +1,1 @@
-"""openai: NEEDS A DOCSTRING."""
+"""Response formats of OpenAI, vLLM, Jina and Cohere: one module per family of endpoints."""

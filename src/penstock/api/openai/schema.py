@@ -1,6 +1,6 @@
-"""What chats and completions have in common on the wire: usage, the head of every object, and the ``ResponseFormat`` port.
+"""What chats and completions have in common: usage, the fields that every object repeats, and ``ResponseFormat``.
 
-A shape knows one API's words and nothing else; ``edge.answering`` asks it for bytes and never looks inside.
+A response format knows the JSON of one API; ``api.streaming`` asks it for bytes and never looks inside.
 """
 
 from __future__ import annotations

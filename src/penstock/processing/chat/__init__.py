@@ -1,1 +1,1 @@
-"""chat: NEEDS A DOCSTRING."""
+"""Chats to prompts: templates, what each template can render, and control tokens in what users write."""

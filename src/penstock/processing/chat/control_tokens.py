@@ -1,9 +1,9 @@
 """Keeps control tokens in the hands of the template.
 
 A client's text may spell a control token (``<|end|>``), whole or in parts that only the template joins.  Before
-rendering, ``ControlTokenGuard.mark`` puts invisible marks around such spellings; after rendering, what bears no mark was
-written by the template.  ``guarded`` then renames the template's own control tokens to names that nobody can guess, for
-a tokenizer that knows only those names.  Text without such spellings takes the plain path and never meets a mark.
+rendering, ``ControlTokenGuard.mark`` puts invisible marks around such spellings; after rendering, unmarked text is the
+template's own.  ``guarded`` then gives the template's control tokens random names, for a tokenizer that knows only
+those names.  Text without such spellings takes the plain path and gets no marks.
 
 Knows nothing about templates or tokenizers.
 """

@@ -1,1 +1,1 @@
-"""requests: NEEDS A DOCSTRING."""
+"""Request bodies to checked requests: one module per group of fields, and the same fields as JSON schemas."""

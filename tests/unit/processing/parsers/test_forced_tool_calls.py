@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_reply_formats import FORMATS, calls_of, read
+from test_output_formats import FORMATS, calls_of, read
 
 from grammar_world import admits, compiled, wander
 from penstock.grammar.sources import ToolFunction, tool_call_grammar
