@@ -19,7 +19,7 @@ from penstock.processing.chat.template import (
     load_template_sources,
 )
 
-TESTS = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[3]
 OURS = sorted((TESTS / "fixtures" / "templates").glob("*.jinja"))
 SHARED = Path(os.environ.get("SHARED_FOR_TESTS", TESTS.parents[1] / "shared")) / "data" / "templates"
 THEIRS = sorted(SHARED.rglob("*.jinja"))

@@ -17,7 +17,7 @@ from penstock.processing.chat.template_capabilities import TemplateAdapter
 from penstock.processing.parsers.incremental import ToolSchemas
 from penstock.processing.parsers.parser import OutputParser
 
-SHARED = Path(os.environ.get("SHARED_FOR_TESTS", Path(__file__).parents[4] / "shared")) / "data" / "templates"
+SHARED = Path(os.environ.get("SHARED_FOR_TESTS", Path(__file__).parents[5] / "shared")) / "data" / "templates"
 THEIRS = sorted(SHARED.rglob("*.jinja"))
 real_templates = pytest.mark.skipif(not THEIRS, reason="the models' own templates are not in this repository")
 

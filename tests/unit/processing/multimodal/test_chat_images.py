@@ -134,7 +134,7 @@ async def test_a_model_that_reads_text_says_so():
 
 async def test_without_pillow_only_images_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
     intake = intake_of(folder)
-    monkeypatch.setattr("penstock.processing.service.installed", lambda: False)
+    monkeypatch.setattr("penstock.processing.service.pillow_installed", lambda: False)
     assert (await ask(intake, [TEXT])).prompt
     with pytest.raises(RequestError, match=r"pip install 'penstock\[vision\]'"):
         await ask(intake, [image_part(30, 30)])

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-SHARED = Path(os.environ.get("SHARED_FOR_TESTS", Path(__file__).parents[4] / "shared")) / "data"
+SHARED = Path(os.environ.get("SHARED_FOR_TESTS", Path(__file__).parents[5] / "shared")) / "data"
 THEIRS = SHARED / "tokenizers"
 real_files = pytest.mark.skipif(not THEIRS.is_dir(), reason="real vocabularies are not in this repository")
 
