@@ -161,17 +161,17 @@ def test_a_download_runs_in_a_child_and_leaves_no_thread_and_no_process(download
     script = f"""
 import os, threading
 from penstock.errors import ModelError
-from penstock.launch import locate
+from penstock.launch import model_path
 from penstock.launch.fork_server import thread_count
 def fail(text):
     raise ModelError(text)
 def in_a_thread(name):
     threading.Thread(target=threading.Event().wait, daemon=True).start()
     return ({download})(name)
-locate._download = in_a_thread
+model_path._download = in_a_thread
 before = os.listdir("/proc/self/fd")
 try:
-    print(locate.download_in_child("org/m"))
+    print(model_path.download_in_child("org/m"))
 except ModelError as error:
     print("ModelError:", error)
 assert thread_count() == 1

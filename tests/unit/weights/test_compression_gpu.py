@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from penstock import kernels
 from penstock.cli.main import main
 from penstock.errors import KernelError, ModelError
+from penstock.kernels import native
 from penstock.kernels.compressed_gpu import MAX_VALUES, GpuCompressedMatrix, compress_for_gpu
 from penstock.kernels.native import compression
 from penstock.kernels.native.backend import NativeOps, families
@@ -111,7 +111,7 @@ def contents(folder: Path) -> dict[str, Any]:
 def test_without_the_extension_a_model_for_processors_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     small = compression.cpu_layout(coded(gaussian(64, 512)))
     assert small is not None
-    monkeypatch.delattr(kernels, "compression")
+    monkeypatch.delattr(native, "compression")
     monkeypatch.setitem(sys.modules, "penstock.kernels.native.compression", None)
     with pytest.raises(ModelError, match=r"here: compressed for processors, .*--for gpu"):
         list(format.decode_parts(small, "here"))

@@ -24,7 +24,6 @@ PLUGIN = '''
 import msgspec
 
 from penstock.engine.models import decoder as model
-from penstock.weights.architecture import decoder as architecture
 from penstock.weights.families import llama
 from penstock.weights.families.registry import CheckpointFormat
 
@@ -32,8 +31,8 @@ from penstock.weights.families.registry import CheckpointFormat
 class Other:
     build = staticmethod(model.build_decoder)
     checkpoint = CheckpointFormat(
-        parse=lambda fields: msgspec.structs.replace(llama.parse(fields), architecture="OtherForCausalLM"),
-        layout=architecture.layout,
+        parse=lambda fields: msgspec.structs.replace(llama.parse_llama(fields), architecture="OtherForCausalLM"),
+        layout=llama.llama_layout,
     )
 '''
 
