@@ -36,6 +36,7 @@
       TierFailed        a tier of the KV store did not do what it was asked: recomputed, too
       HandOverRefused   sender and receiver do not fit (fingerprint, generation)
       ProtocolError     a frame that is not one of ours
+        ProtocolVersionError  a frame of another version
       ModelError        a model that cannot be served, said before a process starts
       ConfigError       a setting that cannot be
       ImageRefused      an image that a worker cannot read, or that is not what its request says
@@ -295,6 +296,14 @@ class TransferRefused(PenstockError):
 
 class ProtocolError(PenstockError):
     """A frame with a wrong version, tag, type or size."""
+
+
+class ProtocolVersionError(ProtocolError):
+    """A frame of another protocol version, which is its first byte."""
+
+    def __init__(self, version: int, expected: int) -> None:
+        super().__init__(f"protocol version {version}, expected {expected}")
+        self.version = version
 
 
 class ModelError(PenstockError):

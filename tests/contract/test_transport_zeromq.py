@@ -93,6 +93,31 @@ def test_hostile_frames_are_counted_and_dropped() -> None:
         assert listener.counters.malformed == len(hostile)
 
 
+def test_ends_of_two_versions_learn_of_each_other(caplog: pytest.LogCaptureFixture) -> None:
+    """A gateway that joins a worker of another version says which; so does a worker that such a gateway joins."""
+    keys = Keys.ephemeral()
+    a, b, listener, link = zmq_pair(keys, keys)
+    with closing(a), closing(b):
+        old = link.socket  # type: ignore[attr-defined]
+        for _ in range(3):
+            old.send(bytes((PROTOCOL_VERSION - 1,)) + codec.encode(note(1))[1:])
+        old.send(codec.version_probe())
+        assert Place(a, "").quiet(listener)
+        assert listener.counters.other_version == PROTOCOL_VERSION - 1
+        assert [record.getMessage() for record in caplog.records] == [
+            f"refused: {codec.version_reason(PROTOCOL_VERSION - 1)}"
+        ]
+        assert old.poll(5_000)
+        assert [old.recv() for _ in range(4)] == [codec.VERSION_NOTICE] * 4
+
+        assert link.send(note(2))
+        peer = Place(a, "").wait_for(listener).peer
+        listener.socket.send_multipart([peer, bytes((PROTOCOL_VERSION + 1,))])  # type: ignore[attr-defined]
+        assert old.poll(5_000)
+        assert link.recv() is None
+        assert link.counters.other_version == PROTOCOL_VERSION + 1
+
+
 def test_a_queue_that_is_full_is_answered_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.wire import zeromq
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from penstock.clock import Clock
 from penstock.types import WorkerId, WorkerState, is_older_incarnation, same_run
+from penstock.wire.codec import version_reason
 from penstock.wire.gateway_messages import Hello, Report
 from penstock.wire.supervisor_messages import SupervisorMessage, WorkerDown, WorkerUp
 from penstock.wire.transport import AsyncLink
@@ -42,6 +43,9 @@ WAITING_NOTE_S = 10.0
 
 FIRST_NOTE_S = 1.0
 """Before the first of them: workers may be starting, too."""
+
+PROBE_VERSION_S = 0.5
+"""A worker that has not answered for so long may be of another version: it is asked for it, too."""
 
 LOST_S = 5.0
 """A worker that says nothing for so long is taken for dead, until it speaks again.  (One with work is suspected much
@@ -97,6 +101,7 @@ class JoinedWorkers:
         self.uses_mixed = False  # workers of fleets that read and write in two numerics classes
         self._hello = hello
         self._clock = clock
+        self._began = clock.now()
         self._beat_s = beat_s
         self._mailboxes = {endpoint: _Mailbox() for endpoint in endpoints}
         self._lost = set(endpoints)
@@ -223,8 +228,9 @@ class JoinedWorkers:
             mailbox = self._mailboxes[endpoint]
             mailbox.noted = self._clock.now()
             if endpoint in self._lost and not mailbox.strange:
-                mailbox.reason = reason
-                log.warning("waiting for %s: %s", endpoint, reason)
+                version = mailbox.link.counters.other_version if mailbox.link is not None else 0
+                mailbox.reason = version_reason(version) if version else reason
+                log.warning("waiting for %s: %s", endpoint, mailbox.reason)
 
     def _discover(self, endpoint: str, now: float) -> None:
         mailbox = self._mailboxes[endpoint]
@@ -236,6 +242,8 @@ class JoinedWorkers:
             if self._loop is not None:
                 mailbox.listener = self._loop.create_task(self._listen(endpoint, mailbox.link))
         mailbox.link.send(self._hello)
+        if now - self._began > PROBE_VERSION_S:
+            mailbox.link.probe_version()
 
     def _hang_up(self, mailbox: _Mailbox) -> asyncio.Task[None] | None:
         """Close the link for discovery; whoever listens to it ends by itself."""

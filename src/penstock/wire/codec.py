@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from penstock.errors import ProtocolError
+from penstock.errors import ProtocolError, ProtocolVersionError
 from penstock.wire.gateway_messages import (
     Assign,
     Cancel,
@@ -38,8 +38,16 @@ from penstock.wire.transfer_messages import (
     PullPages,
 )
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """First byte of every frame.  A peer of another version is refused."""
+
+PREVIOUS_VERSION = 3
+"""Workers of this version do not answer frames of others; `version_probe` makes them say who they are."""
+
+VERSION_NOTICE = bytes((PROTOCOL_VERSION,))
+"""What a listener answers to a frame of another version: it is of no message, and its only byte is the version."""
+
+_PROBE_NAME = "version-probe"
 
 MAX_FRAME_BYTES = 32 << 20
 """Largest encoded message: a prompt of a million tokens fits.  What may be larger is sent in parts."""
@@ -111,6 +119,28 @@ def decode_peer(frame: bytes | bytearray | memoryview) -> PeerMessage:
     return _decode(frame, _peer_decoder)
 
 
+def version_probe() -> bytes:
+    """A frame that a worker of ``PREVIOUS_VERSION`` answers with a report, whose first byte is its version.
+
+    It is a Hello for discovery in the fields of that version: no gateway is remembered for it.
+    """
+    hello = {"t": "hello", "gateway": _PROBE_NAME, "incarnation": 1, "discovery": True}
+    return bytes((PREVIOUS_VERSION,)) + msgspec.msgpack.encode(hello)
+
+
+def version_reason(version: int) -> str:
+    """Why a peer of another version is not spoken to, in one line."""
+    return (
+        f"the other end speaks protocol version {version}, this one {PROTOCOL_VERSION}: "
+        "install the same version of Penstock on all hosts"
+    )
+
+
+def is_version_probe(frame: bytes | bytearray | memoryview) -> bool:
+    """Whether a frame of another version is a `version_probe`."""
+    return bytes(frame) == version_probe()
+
+
 def check_payload(payload: memoryview) -> None:
     """Raises ProtocolError for a payload that is larger than any page."""
     if payload.nbytes > MAX_PAYLOAD_BYTES:
@@ -124,7 +154,7 @@ def _decode(frame: bytes | bytearray | memoryview, decoder: msgspec.msgpack.Deco
     if view.nbytes == 0:
         raise ProtocolError("an empty frame")
     if view[0] != PROTOCOL_VERSION:
-        raise ProtocolError(f"protocol version {view[0]}, expected {PROTOCOL_VERSION}")
+        raise ProtocolVersionError(view[0], PROTOCOL_VERSION)
     try:
         return decoder.decode(view[1:])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:

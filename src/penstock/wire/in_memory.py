@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from penstock.errors import ConfigError, ProtocolError
-from penstock.wire.codec import PeerMessage, check_payload, decode_peer, encode
+from penstock.errors import ConfigError, ProtocolError, ProtocolVersionError
+from penstock.wire.codec import VERSION_NOTICE, PeerMessage, check_payload, decode_peer, encode, version_probe
 from penstock.wire.transport import YIELD_EVERY, AsyncLink, Link, Listener, Received, Source, WireCounters
 
 SCHEME = "memory://"
@@ -118,7 +118,7 @@ class _MemoryListener:
         self._closed = False
 
     def recv(self) -> Received | None:
-        return _receive(self.box, self.counters)
+        return _receive(self.box, self.counters, self._hub.to_link)
 
     def send(self, peer: bytes, message: PeerMessage, payload: memoryview | None = None) -> bool:
         parcel = _pack(b"", message, payload)
@@ -148,7 +148,7 @@ class _MemoryLink:
         return _count(parcel is not None and self._hub.to_listener(self.endpoint, parcel), self.counters)
 
     def send_raw(self, header: bytes, payload: bytes | None = None) -> bool:
-        """For tests: put any bytes on the wire."""
+        """Put any bytes on the wire."""
         return self._hub.to_listener(self.endpoint, _Parcel(self._peer, header, payload))
 
     def close(self) -> None:
@@ -184,6 +184,9 @@ class _MemoryAsyncLink:
     def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:
         return self._link.send(message, payload)
 
+    def probe_version(self) -> bool:
+        return self._link.send_raw(version_probe())
+
     def close(self) -> None:
         self._closed = True
         self._link.close()
@@ -204,11 +207,19 @@ def _pack(peer: bytes, message: PeerMessage, payload: memoryview | None) -> _Par
         return None
 
 
-def _receive(box: _Box, counters: WireCounters) -> Received | None:
+def _receive(
+    box: _Box, counters: WireCounters, answer: Callable[[bytes, _Parcel], bool] | None = None
+) -> Received | None:
     while box.parcels:
         parcel = box.parcels.popleft()
         try:
             message = decode_peer(parcel.header)
+        except ProtocolVersionError as error:
+            counters.malformed += 1
+            counters.other_version = error.version
+            if answer is not None:
+                answer(parcel.peer, _Parcel(b"", VERSION_NOTICE, None))
+            continue
         except ProtocolError:
             counters.malformed += 1
             continue

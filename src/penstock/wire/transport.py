@@ -6,8 +6,9 @@ of what a peer did: a frame that is not one of ours is counted and dropped, a me
 answered with False, and so are a message that cannot be encoded and sending on a closed end.  Order between one link
 and its listener is kept; delivery is not promised, so whoever sends keeps what must not be lost.
 
-``wire.zeromq`` is the real one, ``wire.memory`` its double within one process.  Knows nothing about what a message
-means.
+A listener answers a frame of another protocol version with its own version, so that the other end can say why nothing
+works.  ``wire.zeromq`` is the real one, ``wire.in_memory`` its double within one process.  Knows nothing about what a
+message means.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class WireCounters:
     received: int = 0
     sent: int = 0
     malformed: int = 0  # frames that were not ours: dropped
+    other_version: int = 0  # protocol version of the last frame that was dropped for its version
     unsent: int = 0  # messages that could not leave: the peer was gone, its queue full, or they were too large
 
 
@@ -106,6 +108,10 @@ class AsyncLink(Protocol):
 
     def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:
         """As ``Link.send``."""
+        ...
+
+    def probe_version(self) -> bool:
+        """Ask for the protocol version of a listener that does not answer; ``counters.other_version`` will have it."""
         ...
 
     def close(self) -> None:

@@ -25,8 +25,20 @@ from hmac import compare_digest
 import zmq
 from zmq.utils import z85
 
-from penstock.errors import ConfigError, ProtocolError
-from penstock.wire.codec import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, PeerMessage, check_payload, decode_peer, encode
+from penstock.errors import ConfigError, ProtocolError, ProtocolVersionError
+from penstock.wire.codec import (
+    MAX_FRAME_BYTES,
+    MAX_PAYLOAD_BYTES,
+    PROTOCOL_VERSION,
+    VERSION_NOTICE,
+    PeerMessage,
+    check_payload,
+    decode_peer,
+    encode,
+    is_version_probe,
+    version_probe,
+    version_reason,
+)
 from penstock.wire.curve_keys import Keys
 from penstock.wire.transport import YIELD_BYTES, YIELD_EVERY, AsyncLink, Link, Listener, Received, Source, WireCounters
 
@@ -297,6 +309,7 @@ class _ZmqListener:
         self.counters = WireCounters()
         self._gate = gate
         self._door = door
+        self._refused_versions: set[int] = set()
 
     @property
     def closed(self) -> bool:
@@ -311,10 +324,21 @@ class _ZmqListener:
                 if self._door is not None:
                     self._door.look()
                 return None
-            received = _received(self.socket, peer, self.socket.recv(_NOBLOCK), self.counters)
+            header = self.socket.recv(_NOBLOCK)
+            received = _received(self.socket, peer, header, self.counters)
             if received is not None:
                 return received
+            if header and header[0] != PROTOCOL_VERSION:
+                self._refuse_version(peer, header)
         return None
+
+    def _refuse_version(self, peer: bytes, header: bytes) -> None:
+        """Answer with our version; say once for each other version that it was refused."""
+        with contextlib.suppress(zmq.ZMQError):
+            self.socket.send_multipart([peer, VERSION_NOTICE], _NOBLOCK)
+        if header[0] not in self._refused_versions and not is_version_probe(header):
+            self._refused_versions.add(header[0])
+            log.warning("refused: %s", version_reason(header[0]))
 
     def send(self, peer: bytes, message: PeerMessage, payload: memoryview | None = None) -> bool:
         return _send(self.socket, [peer], message, payload, self.counters)
@@ -359,6 +383,14 @@ class _ZmqLink:
     def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:
         return _send(self.socket, [], message, payload, self.counters)
 
+    def send_frame(self, frame: bytes) -> bool:
+        """Send a frame that is no message of this version."""
+        try:
+            self.socket.send(frame, _NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
     def close(self) -> None:
         self.socket.close(linger=0)
 
@@ -401,6 +433,9 @@ class _ZmqAsyncLink:
         self._look()
         return sent
 
+    def probe_version(self) -> bool:
+        return self._link.send_frame(version_probe())
+
     def close(self) -> None:
         if not self.closed:
             if not self._loop.is_closed():
@@ -432,6 +467,10 @@ def _received(socket: zmq.Socket[bytes], peer: bytes, header: bytes, counters: W
         if extra > 1:
             raise ProtocolError(f"{extra} payloads beside one message; at most one is allowed")
         message = decode_peer(header)
+    except ProtocolVersionError as error:
+        counters.malformed += 1
+        counters.other_version = error.version
+        return None
     except ProtocolError:
         counters.malformed += 1
         return None

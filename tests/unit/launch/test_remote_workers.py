@@ -11,7 +11,7 @@ from penstock.clock import VirtualClock
 from penstock.launch.remote_workers import LOST_S, JoinedWorkers
 from penstock.router.fleet import Fleet
 from penstock.types import RESTART_BITS, ModelIdentity, Role, WorkerId, WorkerState
-from penstock.wire.codec import PeerMessage
+from penstock.wire.codec import PROTOCOL_VERSION, PeerMessage, version_reason
 from penstock.wire.gateway_messages import Hello, Report
 from penstock.wire.in_memory import MemoryHub
 from penstock.wire.supervisor_messages import SupervisorMessage, WorkerDown, WorkerUp
@@ -23,6 +23,8 @@ BEAT_S = 0.25
 
 class Line:
     """A link that only counts."""
+
+    speaks = 0
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
@@ -36,8 +38,18 @@ class Line:
         self.sent.append(message)
         return True
 
+    def probe_version(self) -> bool:
+        self.counters.other_version = self.speaks
+        return True
+
     def close(self) -> None:
         return None
+
+
+class OldLine(Line):
+    """A link to a worker of the version before, which answers only a probe."""
+
+    speaks = 3
 
 
 def report_of(worker: str, numerics: str = "n", incarnation: int = 5) -> Report:
@@ -245,3 +257,21 @@ async def test_an_error_in_telling_does_not_end_the_listening() -> None:
             await asyncio.sleep(0)
     assert [type(message) for message in told] == [WorkerUp, WorkerUp]
     await joined.close()
+
+
+async def test_a_worker_of_another_version_is_named_with_both_versions(caplog: pytest.LogCaptureFixture) -> None:
+    async def probe(_endpoint: str) -> str:
+        return "something listens there and does not answer"
+
+    clock = VirtualClock(1000.0)
+    hello = Hello(gateway="gateway-0", incarnation=1, discovery=True)
+    joined = JoinedWorkers([A], OldLine, lambda _message: None, hello, clock=clock, beat_s=3600.0, probe=probe)
+    joined.start()
+    for _ in range(8):
+        clock.advance(BEAT_S)
+        joined.tick()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"speaks protocol version 3, this one {PROTOCOL_VERSION}" in line
+    assert joined.waiting() == [(A, version_reason(3))]

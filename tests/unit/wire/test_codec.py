@@ -12,9 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.message_samples import MESSAGES
 
-from penstock.errors import ProtocolError
+from penstock.errors import ProtocolError, ProtocolVersionError
 from penstock.wire import codec
-from penstock.wire.codec import PROTOCOL_VERSION, PeerMessage, check_payload, decode, decode_peer, encode
+from penstock.wire.codec import (
+    PREVIOUS_VERSION,
+    PROTOCOL_VERSION,
+    PeerMessage,
+    check_payload,
+    decode,
+    decode_peer,
+    encode,
+    version_probe,
+)
 from penstock.wire.gateway_messages import Cancel, Message
 from penstock.wire.supervisor_messages import Draining, SupervisorMessage
 
@@ -177,3 +186,12 @@ def test_sizes_are_capped_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_encoded_is_a_protocol_error(bad: Cancel) -> None:
     with pytest.raises(ProtocolError):
         encode(bad)
+
+
+def test_a_worker_of_the_version_before_understands_the_probe():
+    """Its bytes are those of a Hello for discovery as version 3 wrote it."""
+    assert version_probe().hex() == (
+        "0384a174a568656c6c6fa767617465776179ad76657273696f6e2d70726f6265ab696e6361726e6174696f6e01a9646973636f76657279c3"
+    )
+    with pytest.raises(ProtocolVersionError, match=f"protocol version {PREVIOUS_VERSION}, expected {PROTOCOL_VERSION}"):
+        decode_peer(version_probe())
