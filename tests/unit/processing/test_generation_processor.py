@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_tokenizers
 
 import penstock
+import small_tokenizers
 from pauses import longest_pause_of_the_loop
 from penstock.config.limits import Limits
 from penstock.errors import BadField, ModelError, PromptTooLong, RequestError

@@ -8,10 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import small_tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import small_tokenizers
 from penstock.interfaces import OutputDelta
 from penstock.processing.detokenizer import (
     LOWEST_LOGPROB,

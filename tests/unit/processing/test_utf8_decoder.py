@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 import pytest
-import small_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
+import small_tokenizers
 from penstock.errors import ModelError
 from penstock.processing.detokenizer import Utf8Decoder
 from penstock.processing.tokenizer.token_bytes import TokenTable, byte_level_alphabet, decoder_steps

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
-import small_tokenizers
 from tokenizers import Tokenizer
 
+import small_tokenizers
 from penstock.processing.tokenizer import vocabulary_files
 
 

@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
-import small_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 import penstock
+import small_tokenizers
 from pauses import longest_pause_of_the_loop
 from penstock.errors import ModelError, RequestError
 from penstock.processing.tokenizer.tokenizer import TextTokenizer

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_tokenizers
 import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +14,7 @@ from small_vocabularies import KINDS, save_pair
 from tokenizers import AddedToken, Tokenizer
 from vocabulary_checks import MULTILINGUAL, SNIPPETS, THEIRS, check, encoder, link, plain_encoder, real_files
 
+import small_tokenizers
 from penstock.errors import ModelError
 from penstock.processing.detokenizer import Utf8Decoder
 from penstock.processing.tokenizer.loader import load_tokenizer
