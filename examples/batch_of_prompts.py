@@ -1,4 +1,4 @@
-"""Many prompts in one request, two answers each.
+"""Many prompts in one request, two responses each.
 
 pip install openai; penstock serve; python examples/batch_of_prompts.py
 """

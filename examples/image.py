@@ -1,6 +1,6 @@
 """Ask about an image: ``python image.py picture.jpg "What is this?"`` (pip install openai).
 
-The service must have a model that sees, such as Qwen2-VL.
+The service must have a vision model, such as Qwen2-VL.
 """
 
 from __future__ import annotations

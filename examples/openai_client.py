@@ -1,4 +1,4 @@
-"""Streams an answer with the official client.  pip install openai; penstock serve; python examples/openai_client.py"""
+"""Streams a response with the official client.  pip install openai; penstock serve; python examples/openai_client.py"""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Reads a file that `penstock compress` wrote, with NumPy alone (the format: docs/format.md).
+"""Reads a file of `penstock compress` with NumPy alone (the format: docs/format.md).
 
 python examples/read_compressed.py model.safetensors             names, types and shapes
-python examples/read_compressed.py model.safetensors OUT.npz     every tensor; bf16 as float32, which holds it whole
+python examples/read_compressed.py model.safetensors OUT.npz     every tensor; bf16 as float32 (exact)
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Asks without a seed, reads the seed that was drawn, asks again with it: the same answer, token for token.
+"""Sends a request without a seed and repeats it with the seed that the response reports: the same tokens.
 
 pip install openai; penstock serve; python examples/reproduce_seed.py
 """

@@ -1,7 +1,7 @@
-"""A stream that outlives its gateway: begun with an idempotency key, and gone on with from the last whole event.
+"""A stream that outlives its gateway: it has an idempotency key and resumes after the last complete event.
 
 pip install httpx; penstock serve --gateways 2; python examples/resume_stream.py
-While it writes, kill a gateway (the log of `penstock serve` names the processes): the text goes on where it stood.
+Kill a gateway during the response (the log of `penstock serve` names the processes): the text continues.
 """
 
 import json
@@ -17,14 +17,14 @@ PATIENCE_S = 30
 
 
 def events(url: str, body: dict) -> Iterator[dict]:
-    """Each event of the answer once, whatever becomes of connections."""
+    """Each event of the response once, across broken connections."""
     headers = {"Idempotency-Key": str(uuid.uuid4())}
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         try:
             with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60) as response:
                 if response.status_code == 503:
-                    raise httpx.ReadError("nobody is ready")
+                    raise httpx.ReadError("no gateway is ready")
                 if response.status_code != 200:
                     sys.exit(response.read().decode())
                 name = data = ""
@@ -46,7 +46,7 @@ def events(url: str, body: dict) -> Iterator[dict]:
         except httpx.TransportError as error:
             print(f"\n[{error}: going on behind event {headers.get('Last-Event-ID', 'none')}]", file=sys.stderr)
             time.sleep(0.2)
-    sys.exit("nobody answers any more")
+    sys.exit("no gateway responds")
 
 
 def main() -> None:

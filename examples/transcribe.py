@@ -1,6 +1,6 @@
-"""Write down what is said in a sound: ``python transcribe.py sound.wav`` (pip install openai).
+"""Transcribes an audio file: ``python transcribe.py sound.wav`` (pip install openai).
 
-The service must have a model that hears, such as Whisper.
+The service must have an audio model, such as Whisper.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ CASES = (
         models="OLMo 3",
         config="olmo_3_7b",
         parameters=7_298_011_136,
-        features="windows and two rotary recipes (YaRN without a window) beside what OLMo 2 has",
+        features="windows and two rotary recipes (YaRN without a window) in addition to OLMo 2",
         small={
             "num_hidden_layers": 4,
             "sliding_window": 40,
@@ -169,14 +169,14 @@ CASES = (
         models="GLM-4 0414",
         config="glm_4_9b_0414",
         parameters=9_400_279_040,
-        features="half of a head rotated in neighbouring pairs, norms around blocks",
+        features="half of a head rotated in neighboring pairs, norms around blocks",
         small={"head_dim": 32},
     ),
     Case(
         models="GLM-4 9B (-hf releases)",
         config="glm_4_9b_chat_hf",
         parameters=9_399_951_360,
-        features="half of a head rotated in neighbouring pairs, biases",
+        features="half of a head rotated in neighboring pairs, biases",
         small={"head_dim": 32},
     ),
     Case(
@@ -190,14 +190,14 @@ CASES = (
         models="Qwen3 30B-A3B, 235B-A22B",
         config="qwen_3_30b_a3b",
         parameters=30_532_122_624,
-        features="experts beside a dense layer, normed heads",
+        features="experts and a dense layer, normed heads",
         small={"num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
     ),
     Case(
         models="Qwen3-Next 80B-A3B, Qwen3-Coder-Next",
         config="qwen_3_next_80b_a3b",
         parameters=79_674_391_296,
-        features="gated delta nets whose states stand in pages, gated attention, a gated shared expert, "
+        features="gated delta nets with states in pages, gated attention, a gated shared expert, "
         "a quarter of a head rotated",
         small={
             "num_hidden_layers": 5,
@@ -252,7 +252,7 @@ CASES = (
         models="DeepSeek-V2 Lite",
         config="deepseek_v2_lite",
         parameters=15_706_484_224,
-        features="latent attention, experts beside shared ones, YaRN with sharper scores",
+        features="latent attention, experts and shared experts, YaRN with sharper scores",
         small=MLA,
     ),
     Case(

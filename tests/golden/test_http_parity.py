@@ -222,7 +222,7 @@ def greedy_transcription(oracle: Oracle, folder: Path, samples_N: NDArray[np.flo
 
 def test_every_row_of_the_page_is_asked() -> None:
     """The first table is made of ``family_cases``; the second names architectures, or what stands for several."""
-    embeddings = PAGE.read_text().split("give vectors or scores")[1].split("\n\n")[1]
+    embeddings = PAGE.read_text().split("return vectors or label scores")[1].split("\n\n")[1]
     named = set(re.findall(r"\b[A-Z]\w+(?:Model|ForSequenceClassification)\b", embeddings))
     families = re.search(r"\{(.*)\}Model", embeddings)
     assert families is not None
