@@ -143,12 +143,12 @@ class KernelsOfSome:
             (random.uniform(0.5, 1.5, (n, -(-k // 128))) * 0.01).astype(np.float16),
             random.integers(0, 16, (n, -(-k // 128)), np.uint8),
         )
-        matrix = QuantizedMatrix(n, k, form, lambda first, stop: rows.each(lambda array: array[first:stop]))
-        packed: PackedLinear | None = ops.pack_quantised([matrix])
+        matrix = QuantizedMatrix(n, k, form, lambda first, stop: rows.map_arrays(lambda array: array[first:stop]))
+        packed: PackedLinear | None = ops.pack_quantized([matrix])
         if packed is None:
             return "not kept so by this backend"
         x_TK, weight = normal(21, max(self.rows), k), packed
-        wanted = self._rounded(x_TK) @ matrix.dequantised().astype(np.float64).T
+        wanted = self._rounded(x_TK) @ matrix.dequantized().astype(np.float64).T
         return self._each_alone(wanted, lambda first: ops.linear(ops.compute(x_TK[first:]), weight))
 
     # --- along sequences ----------------------------------------------------------------------------------------------

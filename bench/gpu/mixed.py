@@ -39,11 +39,11 @@ def measured(driver: Driver, ops: Ops, place: Place, chunk: int) -> tuple[dict[s
         driver.read(text_N, 0, chunk)
 
     def both() -> None:
-        writing = writer.begin(scattered)
+        writing = writer.begin_export(scattered)
         read()
         _wait(writing)
 
-    out_s = _seconds(lambda: _wait(writer.begin(scattered)), place)
+    out_s = _seconds(lambda: _wait(writer.begin_export(scattered)), place)
     read_s, both_s = _seconds(read, place), _seconds(both, place)
     line = {
         "pages": pages,
@@ -60,7 +60,7 @@ def measured(driver: Driver, ops: Ops, place: Place, chunk: int) -> tuple[dict[s
 def _arrived(writer: PageWriter, kv: ReferenceKv, twins: memoryview, pages: list[int]) -> Check:
     """Against the same permutation of a copy on the host."""
     twins[:] = bytes(len(twins))
-    _wait(writer.begin(pages))
+    _wait(writer.begin_export(pages))
     whole = kv.keys.untyped_storage().cpu()
     numbers = torch.empty(0, dtype=kv.keys.dtype).set_(whole)
     host = kv_over(numbers, kv.shape)

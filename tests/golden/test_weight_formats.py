@@ -148,7 +148,7 @@ def test_tensors_say_what_the_formats_own_tools_read(pair: Pair) -> None:
             assert coded.shape == wanted.shape
             stack = wanted.swapaxes(1, 2) if coded.transposed else wanted[None]
             for index, matrix_NK in enumerate(stack):
-                read_NK = coded.matrix(index).dequantised()
+                read_NK = coded.matrix(index).dequantized()
                 np.testing.assert_allclose(read_NK, matrix_NK, rtol=1e-5, atol=2e-6)
 
 

@@ -18,11 +18,11 @@ LINE_BYTES = 64
 class CoreLending(Protocol):
     """The cores of this process, and those of idle workers."""
 
-    def lend(self) -> None:
+    def lend_cores(self) -> None:
         """Lend this process's cores until ``take``: it has no work."""
         ...
 
-    def take(self) -> None:
+    def reclaim_cores(self) -> None:
         """Take the cores back before work begins.  Waits for guests that compute here: 1 ms at most."""
         ...
 
@@ -34,10 +34,10 @@ class CoreLending(Protocol):
 class NoLending(CoreLending):
     """Lends and borrows nothing."""
 
-    def lend(self) -> None:
+    def lend_cores(self) -> None:
         pass
 
-    def take(self) -> None:
+    def reclaim_cores(self) -> None:
         pass
 
     def borrowed_s(self) -> float:
@@ -65,10 +65,10 @@ class SharedCores(CoreLending):
         self._share = _native.CoreShare(lines, me, _loan(own), [_loan(loan) for loan in loans])
         self._guest_seconds = _native.guest_seconds
 
-    def lend(self) -> None:
+    def lend_cores(self) -> None:
         self._share.lend()
 
-    def take(self) -> None:
+    def reclaim_cores(self) -> None:
         self._share.take()
 
     def borrowed_s(self) -> float:

@@ -264,7 +264,7 @@ class StepBatch:
             raise ValueError(f"a step needs features [{len(self.tokens_T)}, {width}]")
         return self.features_TW
 
-    def hand_out(self, hidden_RD: NDArray[np.float32], place: int) -> None:
+    def store_taps(self, hidden_RD: NDArray[np.float32], place: int) -> None:
         """Put hidden states where they go.  Raises ValueError if there is no room."""
         rows, width = hidden_RD.shape
         if self.taps_RW is None or self.taps_RW.shape != (rows, width * len(self.tapped)):

@@ -88,7 +88,7 @@ class StepProgram(Protocol):
 class MultiStepProgram(Protocol):
     """A program whose sampled tokens can feed the next step without a copy to the host."""
 
-    def runs_ahead(self, batch: StepBatch, picks: GumbelRows) -> bool:
+    def can_run_ahead(self, batch: StepBatch, picks: GumbelRows) -> bool:
         """Whether steps like this one can run ahead: every token is sampled, as a Gumbel row."""
         ...
 
@@ -178,7 +178,7 @@ class Ops(Protocol):
         """
         ...
 
-    def pack_quantised(
+    def pack_quantized(
         self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
     ) -> PackedLinear | None:
         """The same for quantized matrices (docs/weight-formats.md), whose columns may be permuted.

@@ -29,7 +29,7 @@ class PendingExport(Protocol):
     """Pages that are being written."""
 
     @property
-    def over(self) -> bool:
+    def done(self) -> bool:
         """Whether these pages, and all exports begun before, are written."""
         ...
 
@@ -37,7 +37,7 @@ class PendingExport(Protocol):
 class PageWriter(Protocol):
     """Writes pages to host memory; called by one thread, between two steps."""
 
-    def begin(self, pages: Sequence[int]) -> PendingExport:
+    def begin_export(self, pages: Sequence[int]) -> PendingExport:
         """Begin writing these pages as they are now; returns at once where the device copies asynchronously."""
         ...
 

@@ -99,14 +99,14 @@ class QuantRows:
     super_scales_NB: NDArray[np.float16] | None = None
     super_minimums_NB: NDArray[np.float16] | None = None
 
-    def each(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> QuantRows:
+    def map_arrays(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> QuantRows:
         """The same with every array changed."""
         arrays = (self.codes_NK, self.scales_NG, self.minimums_NG, self.super_scales_NB, self.super_minimums_NB)
         return QuantRows(*(None if array is None else change(array) for array in arrays))  # type: ignore[arg-type]
 
-    def every(self, step: int) -> QuantRows:
+    def every_nth(self, step: int) -> QuantRows:
         """The first row, and each ``step`` rows another one."""
-        return self.each(lambda array: array[::step])
+        return self.map_arrays(lambda array: array[::step])
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,26 +120,26 @@ class QuantizedMatrix:
     order: NDArray[np.int32] | None = None
     """Column ``i`` of what is read is column ``order[i]`` of the matrix: so groups lie side by side.  [K]"""
 
-    def whole(self) -> QuantRows:
+    def read_all(self) -> QuantRows:
         """All rows."""
         return self.read(0, self.n)
 
-    def dequantised(self) -> NDArray[np.float32]:
+    def dequantized(self) -> NDArray[np.float32]:
         """The weights [N, K], columns where they belong; for tests, and where no kernel reads the codes."""
-        weights_NK = dequantized(self.whole(), self.format)
+        weights_NK = dequantized(self.read_all(), self.format)
         if self.order is None:
             return weights_NK
         placed_NK = np.empty_like(weights_NK)
         placed_NK[:, self.order] = weights_NK
         return placed_NK
 
-    def picked(self, rows: range) -> QuantizedMatrix:
+    def select_rows(self, rows: range) -> QuantizedMatrix:
         """These rows of it, in ascending order."""
 
         def read(first: int, stop: int) -> QuantRows:
             own = rows[first:stop]
             all_NK = self.read(own.start, own[-1] + 1)
-            return all_NK if own.step == 1 else all_NK.every(own.step)
+            return all_NK if own.step == 1 else all_NK.every_nth(own.step)
 
         return QuantizedMatrix(len(rows), self.k, self.format, read, self.order)
 
@@ -224,7 +224,7 @@ def padded_rows(rows: QuantRows) -> QuantRows:
     def fill(array: NDArray[Any]) -> NDArray[Any]:
         return np.concatenate([array, np.zeros((missing, array.shape[1]), array.dtype)])
 
-    return rows.each(fill)
+    return rows.map_arrays(fill)
 
 
 def _by_panel(array_NG: NDArray[Any]) -> NDArray[np.uint8]:

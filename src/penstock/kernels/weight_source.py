@@ -43,15 +43,15 @@ class LoadFailed(KernelError):  # noqa: N818 - as its siblings in ``errors``
 class WeightLoading(Protocol):
     """All weights of one model: named first, then read by ``run`` in one pass."""
 
-    def vector(self, name: str, tensor: StoredTensor, dtype: np.dtype[Any]) -> None:
+    def add_vector(self, name: str, tensor: StoredTensor, dtype: np.dtype[Any]) -> None:
         """A weight that ``Ops.vector`` makes."""
         ...
 
-    def matrix(self, name: str, parts: list[StoredTensor], segments: tuple[int, ...] | None) -> None:
+    def add_matrix(self, name: str, parts: list[StoredTensor], segments: tuple[int, ...] | None) -> None:
         """A weight that ``Ops.pack_linear`` makes, of plain matrices one below the other."""
         ...
 
-    def compressed(
+    def add_compressed(
         self, name: str, parts: list[tuple[StoredTensor, CompressedMatrix]], segments: tuple[int, ...] | None
     ) -> bool:
         """A weight that ``Ops.pack_compressed`` makes; of each matrix only sizes and code are used here.

@@ -136,10 +136,10 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
     while not _is_over(stop, mailbox, clock):
         moved = loop.step()
         if not images.work() and not moved and not mailbox.busy:
-            cores.lend()
+            cores.lend_cores()
             idle_s = min(_idle_s(scheduler, clock), mailbox.patience_s)
             transport.wait(idle_s, [*mailbox.sources, *encoders.links()], mailbox.descriptors)
-            cores.take()
+            cores.reclaim_cores()
     inherited.slot.set_state(WorkerState.DRAINING)
     mailbox.drain_out()
     transport.close(linger_s=LAST_WORDS_S)

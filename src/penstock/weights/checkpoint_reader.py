@@ -177,7 +177,7 @@ class Checkpoint:
         self.weight_dtype(name)
         coded = self.quantized_tensor(name)
         if coded is not None:
-            return coded.matrix(0).dequantised()
+            return coded.matrix(0).dequantized()
         info = self.info(name)
         return np.frombuffer(self.raw(name), NUMPY_DTYPES[info.dtype]).reshape(info.shape)
 

@@ -127,7 +127,7 @@ class WeightPacker:
         quantised = [matrix for matrix in matrices if matrix is not None]
         if len(quantised) < len(matrices):
             return None
-        packed = self._ops.pack_quantised(quantised, segments=weight.segments, threads=threads)
+        packed = self._ops.pack_quantized(quantised, segments=weight.segments, threads=threads)
         for part in weight.parts:
             for name in self._checkpoint.sources(part.tensor):
                 self._checkpoint.drop_pages(name)
@@ -444,17 +444,17 @@ def _begin(checkpoint: Checkpoint, weight: Matrix | Vector, loading: WeightLoadi
         tensor = weight.parts[0].tensor
         if len(weight.parts) > 1 or weight.offset or checkpoint.compressed_matrix(tensor) is not None:
             return False
-        loading.vector(weight.name, places[0], NUMPY_DTYPES[checkpoint.info(tensor).dtype])
+        loading.add_vector(weight.name, places[0], NUMPY_DTYPES[checkpoint.info(tensor).dtype])
         return True
     matrices = [checkpoint.compressed_matrix(part.tensor) for part in weight.parts]
     compressed = [pair for pair in zip(places, matrices, strict=True) if pair[1] is not None]
     if not compressed:
-        loading.matrix(weight.name, places, weight.segments)
+        loading.add_matrix(weight.name, places, weight.segments)
         return True
     own = [(place, matrix) for place, matrix in compressed if isinstance(matrix, CompressedMatrix)]
     if len(own) < len(places):
         return False  # some are plain, or in a layout that must be converted
-    return loading.compressed(weight.name, own, weight.segments)
+    return loading.add_compressed(weight.name, own, weight.segments)
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:

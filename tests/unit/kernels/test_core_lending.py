@@ -121,16 +121,16 @@ def test_two_borrowers_never_sit_at_one_core() -> None:
 def test_an_owner_waits_once_for_a_borrower_that_was_stopped() -> None:
     board = CoreBoard({P: 1, D: 1})
     owner = board.share(D, [])
-    owner.lend()
+    owner.lend_cores()
     line = 3 * 16  # D's seat, behind P's two lines and D's own
     board._words[line] = 0x501
     begun = time.monotonic()
-    owner.take()
+    owner.reclaim_cores()
     assert time.monotonic() - begun >= RECALL_S
     quickest = []
     for _ in range(20):
         begun = time.monotonic()
-        owner.take()
+        owner.reclaim_cores()
         quickest.append(time.monotonic() - begun)
     assert min(quickest) < RECALL_S / 2
     board.reset(P)
@@ -141,7 +141,7 @@ def test_an_owner_waits_once_for_a_borrower_that_was_stopped() -> None:
 def test_a_worker_that_begins_anew_lends_nothing_yet() -> None:
     board = CoreBoard({P: 1, D: 1})
     owner = board.share(D, [])
-    owner.lend()
+    owner.lend_cores()
     assert board._words[2 * 16] == 0
     board.reset(D)
     assert board._words[2 * 16] == 1
@@ -155,7 +155,7 @@ def test_cores_are_lent_between_processes() -> None:
     child = os.fork()
     if child == 0:
         owner = board.share(D, [])
-        for act in (owner.lend, owner.take):
+        for act in (owner.lend_cores, owner.reclaim_cores):
             os.read(ours[0], 1)
             act()
             os.write(theirs[1], b".")

@@ -68,10 +68,10 @@ def test_weights_of_all_types_and_their_checksums(
         return tensor
 
     loading = DeviceWeightLoading(CPU, compute, kept)
-    loading.matrix("large", [put("a", "bf16", 900, 500), put("b", "bf16", 41, 500)], (250, 500))
-    loading.matrix("mixed", [put("c", "fp32", 5, 7), put("d", "fp16", 3, 7)], None)
-    loading.matrix("wide", [put("f", "fp32", 700, 300)], None)
-    loading.vector("norm", put("e", "fp16", 300_000), DTYPES["fp16"])
+    loading.add_matrix("large", [put("a", "bf16", 900, 500), put("b", "bf16", 41, 500)], (250, 500))
+    loading.add_matrix("mixed", [put("c", "fp32", 5, 7), put("d", "fp16", 3, 7)], None)
+    loading.add_matrix("wide", [put("f", "fp32", 700, 300)], None)
+    loading.add_vector("norm", put("e", "fp16", 300_000), DTYPES["fp16"])
     made = loading.run(threads, nothing)
     assert made["large"].segments == (250, 500)
     for name, parts in (("large", "ab"), ("mixed", "cd"), ("wide", "f")):
@@ -103,7 +103,7 @@ def test_what_was_read_goes_when_it_is_packed(descriptor: int, monkeypatch: pyte
     loading = DeviceWeightLoading(CPU, torch.float32, copied)
     monkeypatch.setattr(loading, "_empty", take)
     for index, name in enumerate("abc"):
-        loading.matrix(name, [StoredTensor(name, descriptor, 100 * index, 5, 5, "fp32")], None)
+        loading.add_matrix(name, [StoredTensor(name, descriptor, 100 * index, 5, 5, "fp32")], None)
     assert set(loading.run(1, nothing)) == set("abc")
     assert alive == [3, 2, 1]
 
@@ -124,7 +124,7 @@ def test_a_checkpoint_in_fp32_never_lies_there_whole(descriptor: int, monkeypatc
     monkeypatch.setattr(torch, "empty", counted)
     loading = DeviceWeightLoading(CPU, torch.bfloat16, kept)
     for index in range(4):
-        loading.matrix(str(index), [StoredTensor(str(index), descriptor, index << 20, 512, 512, "fp32")], None)
+        loading.add_matrix(str(index), [StoredTensor(str(index), descriptor, index << 20, 512, 512, "fp32")], None)
     assert sum(asked) == 4 * 512 * 512 * 2
     weighed = weights._Work(deque(chunk for source in loading._sources for chunk in source.chunks()))
     assert weighed.landing_bytes <= weights.PIECE_BYTES, "of each thread, beside them"
@@ -142,7 +142,7 @@ def test_a_device_holds_no_more_than_the_compute_type(descriptor: int) -> None:
     before = torch.cuda.memory_allocated()
     for index in range(8):
         tensor = StoredTensor(str(index), descriptor, index * rows[0].nbytes, 4096, 2048, "fp32")
-        loading.matrix(str(index), [tensor], None)
+        loading.add_matrix(str(index), [tensor], None)
     made = loading.run(2, nothing)
     assert torch.cuda.max_memory_allocated() - before <= rows.nbytes // 2 + 2 * (weights.CHUNK_BYTES + (1 << 20))
     for index in range(8):
@@ -152,7 +152,7 @@ def test_a_device_holds_no_more_than_the_compute_type(descriptor: int) -> None:
 def test_a_file_that_is_too_short_is_named(descriptor: int) -> None:
     os.pwrite(descriptor, bytes(100), 0)
     loading = DeviceWeightLoading(CPU, torch.bfloat16, kept)
-    loading.matrix("w", [StoredTensor("t", descriptor, 0, 10, 10, "bf16")], None)
+    loading.add_matrix("w", [StoredTensor("t", descriptor, 0, 10, 10, "bf16")], None)
     with pytest.raises(LoadFailed, match="'t': the file is too short"):
         loading.run(2, nothing)
 
@@ -160,7 +160,7 @@ def test_a_file_that_is_too_short_is_named(descriptor: int) -> None:
 def test_who_watches_can_end_it(descriptor: int) -> None:
     os.pwrite(descriptor, bytes(400), 0)
     loading = DeviceWeightLoading(CPU, torch.bfloat16, kept)
-    loading.matrix("w", [StoredTensor("t", descriptor, 0, 10, 10, "fp32")], None)
+    loading.add_matrix("w", [StoredTensor("t", descriptor, 0, 10, 10, "fp32")], None)
 
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -170,4 +170,4 @@ def test_who_watches_can_end_it(descriptor: int) -> None:
 
 
 def test_compressed_weights_come_as_arrays() -> None:
-    assert not DeviceWeightLoading(CPU, torch.bfloat16, kept).compressed("w", [], None)
+    assert not DeviceWeightLoading(CPU, torch.bfloat16, kept).add_compressed("w", [], None)

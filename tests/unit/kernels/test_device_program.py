@@ -164,8 +164,8 @@ def test_what_a_program_offers_is_what_it_can_do(folder: Path) -> None:
     assert not isinstance(DirectProgram(bench.ops, bench.model, bench.kv), MultiStepProgram)
     assert program.capture(budget_s=60.0) == 3  # of 1, 2 and 4 rows
     one = StepBatch(*(np.zeros(1, np.int32),) * 2, np.array([0, 1], np.int32), np.zeros((1, 1), np.int32), np.zeros(1, np.int32))  # fmt: skip # noqa: E501
-    assert program.runs_ahead(one, GumbelRows.empty(1))
-    assert not program.runs_ahead(one, GumbelRows.empty(0))  # its row draws from logits
+    assert program.can_run_ahead(one, GumbelRows.empty(1))
+    assert not program.can_run_ahead(one, GumbelRows.empty(0))  # its row draws from logits
 
 
 def test_prompts_are_tried_in_one_page(folder: Path) -> None:

@@ -114,10 +114,10 @@ def test_the_gpus_backend_writes_them_too(pair: tuple[str, str]):
     ops, shape = make(*pair), SHAPES["heads"]
     assert isinstance(ops, ExportsPages)
     kv, memory = filled(ops, shape), bytearray(PAGES * ops.page_bytes(shape))
-    writing = ops.page_writer(kv, memoryview(memory), CELLS).begin([2])
+    writing = ops.page_writer(kv, memoryview(memory), CELLS).begin_export([2])
     if on_gpu(ops):
         torch.cuda.synchronize()
-    assert writing.over
+    assert writing.done
     np.testing.assert_array_equal(numbers(ops, memory, 2), by_the_book(kv, shape, 2, 2 if pair[1] == "bf16" else 1))
 
 

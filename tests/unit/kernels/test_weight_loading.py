@@ -85,7 +85,7 @@ def test_plain_weights_of_any_shape(descriptor: int, compute: str, source: str) 
         for index, part in enumerate(parts):
             stored.append(StoredTensor(f"t{index}", descriptor, offset, *part.shape, source))
             offset += part.nbytes
-        loading.matrix("w", stored, ends)
+        loading.add_matrix("w", stored, ends)
         weight = loading.run(2, nothing)["w"]
         np.testing.assert_array_equal(rows_of(ops, weight), rows_of(ops, expected))
         x = ops.compute(rng.standard_normal((3, k)))
@@ -114,7 +114,7 @@ def test_compressed_weights(descriptor: int, threads: int) -> None:
         parts.append((StoredTensor(f"t{index}", descriptor, offset, matrix.n, matrix.k, "bf16"), matrix))
         stored[f"t{index}"] = raw
         offset += len(raw)
-    assert loading.compressed("w", parts, (512, 1024))
+    assert loading.add_compressed("w", parts, (512, 1024))
     weight = loading.run(threads, nothing)["w"]
     np.testing.assert_array_equal(rows_of(ops, weight), rows_of(ops, expected))
     for (name, raw), matrix in zip(stored.items(), matrices, strict=True):
@@ -133,7 +133,7 @@ def test_planes_that_contradict_their_table_are_refused(descriptor: int) -> None
     raw[matrix.counts.nbytes : matrix.counts.nbytes + 24] = bytes(24)
     os.pwrite(descriptor, raw, 0)
     loading = ops.loading(1 << 16)
-    assert loading.compressed("w", [(StoredTensor("t", descriptor, 0, 64, 256, "bf16"), matrix)], None)
+    assert loading.add_compressed("w", [(StoredTensor("t", descriptor, 0, 64, 256, "bf16"), matrix)], None)
     with pytest.raises(LoadFailed, match="count other escapes"):
         loading.run(2, nothing)
 
@@ -142,7 +142,7 @@ def test_a_file_that_ends_too_early_names_the_tensor(descriptor: int) -> None:
     os.pwrite(descriptor, bytes(1000), 0)
     ops = NativeOps(families()[0], "bf16")
     loading = ops.loading(1 << 16)
-    loading.matrix("w", [StoredTensor("t", descriptor, 0, 32, 32, "bf16")], None)
+    loading.add_matrix("w", [StoredTensor("t", descriptor, 0, 32, 32, "bf16")], None)
     with pytest.raises(LoadFailed, match="'t': it ends before its time"):
         loading.run(2, nothing)
 
@@ -155,7 +155,7 @@ def test_what_watch_raises_ends_the_load_and_its_threads(descriptor: int, monkey
     ops = NativeOps(families()[0], "bf16")
     before = len(os.listdir("/proc/self/task"))
     loading = ops.loading(raw.nbytes)
-    loading.matrix("w", [StoredTensor("t", descriptor, 0, 1 << 14, 1 << 11, "bf16")], None)
+    loading.add_matrix("w", [StoredTensor("t", descriptor, 0, 1 << 14, 1 << 11, "bf16")], None)
 
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt

@@ -28,7 +28,7 @@ def products(ops: TritonOps, compiled: Compiled) -> None:
             forms[f"compressed {name}"] = ops.pack_compressed([matrix], segments=ends)
     for name in ("8 bits, fp16", "4 bits, zero point", "5 bits of super-blocks", "6 bits of super-blocks"):
         if ops.compute_dtype == "bf16":
-            forms[name] = ops.pack_quantised([matrix_of(FORMATS[name], N, K)[0]])
+            forms[name] = ops.pack_quantized([matrix_of(FORMATS[name], N, K)[0]])
     for name, packed in forms.items():
         for rows in (1, 100, 257):
             compiled.about = f"{ops.compute_dtype}, {name}, {rows} rows"

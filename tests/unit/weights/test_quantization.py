@@ -160,7 +160,7 @@ def test_sound_tensors_are_found() -> None:
     for config, tensors in ((FP8, FP8_M), (GPTQ, GPTQ_M), (AWQ, AWQ_M), (packed(), PACKED_M)):
         coded = found(config, **tensors)
         assert coded.shape == (N, K)
-        assert coded.matrix(0).dequantised().shape == (N, K)
+        assert coded.matrix(0).dequantized().shape == (N, K)
         assert set(coded.sources) == {"m" + end.replace("__", ".") for end in tensors}
     stack = found(MXFP4, **MXFP4_M)
     assert (stack.shape, stack.transposed) == ((3, K, N), True)

@@ -197,7 +197,7 @@ class ModelRunner:
         arrays, program = self._arrays, self._program()
         if not arrays.only_picks or not isinstance(program, MultiStepProgram):
             return 0
-        if not program.runs_ahead(arrays.batch, arrays.picks):
+        if not program.can_run_ahead(arrays.batch, arrays.picks):
             return 0
         tokens_NF = program.run_ahead(arrays.picks, steps, arrays.ahead)
         arrays.take_ahead(tokens_NF)

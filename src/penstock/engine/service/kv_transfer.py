@@ -287,7 +287,7 @@ class PageExporter:
             return
         fresh = [offer for offer in offers if self._written.get(offer.page) != (offer.generation, offer.tokens)]
         self._written.update((offer.page, (offer.generation, offer.tokens)) for offer in fresh)
-        self._under_way.append(_Batch(self._writer.begin([offer.page for offer in fresh]), offers))
+        self._under_way.append(_Batch(self._writer.begin_export([offer.page for offer in fresh]), offers))
 
     def ended(self, first: TokenItem, tokens: int, now: float) -> None:
         """All pages of a prompt of ``tokens`` tokens were told of, and this is its first token."""
@@ -298,7 +298,7 @@ class PageExporter:
 
     def turn(self, now: float) -> None:
         """Offer what has been written by now."""
-        while self._under_way and self._under_way[0].writing.over:
+        while self._under_way and self._under_way[0].writing.done:
             batch = self._under_way.popleft()
             self._leave(batch.offers, now)
             for first, tokens in batch.ends:

@@ -152,7 +152,7 @@ class NativeOps(Ops):
     ) -> PackedExperts:
         return packed_experts((gate_up, down), (gate_up_biases, down_biases), self._per_cell, weighs_input)
 
-    def pack_quantised(
+    def pack_quantized(
         self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
     ) -> PackedLinear | None:
         return pack_quantized(self._arena, parts, segments or (parts[0].k,), threads)
@@ -230,7 +230,7 @@ class NativeOps(Ops):
     def tap(self, hidden_TD: Array, batch: StepBatch, place: int) -> None:
         """Raises ValueError where there is not enough room."""
         if batch.taps_RW is not None:
-            batch.hand_out(hidden_TD[batch.sample_rows_R], place)
+            batch.store_taps(hidden_TD[batch.sample_rows_R], place)
 
     def place_rows(self, hidden_TD: Array, batch: StepBatch) -> None:
         if batch.given is not None:

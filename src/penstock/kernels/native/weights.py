@@ -56,12 +56,12 @@ class NativeWeightLoading(WeightLoading):
         self._indices: dict[str, int] = {}
         self._finish: dict[str, Callable[[], Any]] = {}
 
-    def vector(self, name: str, tensor: StoredTensor, dtype: np.dtype[Any]) -> None:
+    def add_vector(self, name: str, tensor: StoredTensor, dtype: np.dtype[Any]) -> None:
         raw = np.empty(tensor.columns * dtype.itemsize, np.uint8)
         self._native.add_bytes(self._tensor(tensor.name), tensor.file, tensor.offset, raw)
         self._finish[name] = lambda: self._backend.vector(raw.view(dtype))
 
-    def matrix(self, name: str, parts: list[StoredTensor], segments: tuple[int, ...] | None) -> None:
+    def add_matrix(self, name: str, parts: list[StoredTensor], segments: tuple[int, ...] | None) -> None:
         n, k = sum(part.rows for part in parts), parts[0].columns
         ends, per_cell = list(segments or (k,)), self._backend.per_cell
         cells = self._backend.arena.cells(_native.Weights.cells_needed(n, k, ends, per_cell))
@@ -74,7 +74,7 @@ class NativeWeightLoading(WeightLoading):
         packed = PackedLinear(n=n, k=k, segments=tuple(ends), data=weights, nbytes=cells.nbytes)
         self._finish[name] = lambda: packed
 
-    def compressed(
+    def add_compressed(
         self,
         name: str,
         parts: list[tuple[StoredTensor, CompressedMatrix]],

@@ -131,11 +131,11 @@ class ReferenceOps(Ops):
         nbytes = sum(weight.nbytes for weight in (*gate_up, *down))
         return PackedExperts(len(down), gate_up[0].k, down[0].k, down[0].n, data, nbytes)
 
-    def pack_quantised(
+    def pack_quantized(
         self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
     ) -> PackedLinear | None:
         """Dequantised to fp32, so that the products are those of the weights."""
-        whole_NK = np.concatenate([part.dequantised() for part in parts])
+        whole_NK = np.concatenate([part.dequantized() for part in parts])
         return self._packed(self.context.tensor(whole_NK), segments)
 
     def adapter_table(self, sites: Sequence[PackedLinear], slots: int) -> AdapterTable:
@@ -208,7 +208,7 @@ class ReferenceOps(Ops):
     def tap(self, hidden_TD: Tensor, batch: StepBatch, place: int) -> None:
         """Raises ValueError where there is not enough room."""
         if batch.taps_RW is not None:
-            batch.hand_out(numpy_of(self.rows(hidden_TD, batch.sample_rows_R)), place)
+            batch.store_taps(numpy_of(self.rows(hidden_TD, batch.sample_rows_R)), place)
 
     def place_rows(self, hidden_TD: Tensor, batch: StepBatch) -> None:
         if batch.given is not None:

@@ -54,7 +54,7 @@ class TorchPageWriter(PageWriter):
         most = max(1, min(pages, STAGED_BYTES // (numbers * dtype.itemsize)))
         self._staged_MN = torch.empty((most, numbers), dtype=dtype, device=device)
 
-    def begin(self, pages: Sequence[int]) -> PendingExport:
+    def begin_export(self, pages: Sequence[int]) -> PendingExport:
         if self._stream is None:
             self._write(pages)
             return FinishedExport()
@@ -103,7 +103,7 @@ def _on_device(pages: Sequence[int], device: torch.device) -> Tensor:
 class FinishedExport(PendingExport):
     """An export that ended at once."""
 
-    over = True
+    done = True
 
 
 class EventExport(PendingExport):
@@ -113,7 +113,7 @@ class EventExport(PendingExport):
         self._event = event
 
     @property
-    def over(self) -> bool:
+    def done(self) -> bool:
         return bool(self._event.query())
 
 

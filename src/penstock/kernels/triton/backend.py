@@ -129,7 +129,7 @@ class TritonOps(ReferenceOps):
         data = compressed_weights(self.form, found, ends, self._workspace)
         return PackedLinear(n=data.operands[0].n, k=k, segments=ends, data=data, nbytes=data.nbytes)
 
-    def pack_quantised(
+    def pack_quantized(
         self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
     ) -> PackedLinear | None:
         k = parts[0].k
@@ -177,7 +177,7 @@ class TritonOps(ReferenceOps):
         taps_RW: Any = batch.taps_RW
         if taps_RW is not None:
             wanted_RD: Any = self.rows(hidden_TD, batch.sample_rows_R)
-            batch.hand_out(wanted_RD if isinstance(taps_RW, Tensor) else numpy_of(wanted_RD), place)
+            batch.store_taps(wanted_RD if isinstance(taps_RW, Tensor) else numpy_of(wanted_RD), place)
 
     def place_rows(self, hidden_TD: Tensor, batch: StepBatch) -> None:
         if batch.given is not None and len(batch.given.rows_G):

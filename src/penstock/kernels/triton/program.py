@@ -139,7 +139,7 @@ class DeviceProgram(StepProgram, MultiStepProgram):
 
     # --- several, without the host in between -------------------------------------------------------------------------
 
-    def runs_ahead(self, batch: StepBatch, picks: GumbelRows) -> bool:
+    def can_run_ahead(self, batch: StepBatch, picks: GumbelRows) -> bool:
         every = len(picks.tokens_F) == len(batch.sample_rows_R) == len(batch.tokens_T)
         return every and self.pick is not None and _is_plain(batch) and self._padded(batch) is not None
 

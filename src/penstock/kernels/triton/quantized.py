@@ -283,7 +283,7 @@ def quantised_weights(form: TritonContext, matrices: list[QuantizedMatrix], ends
 
 
 def _part(form: TritonContext, kind: QuantFormat, matrices: list[QuantizedMatrix]) -> QuantPart:
-    rows = [matrix.whole() for matrix in matrices]
+    rows = [matrix.read_all() for matrix in matrices]
 
     def joined(arrays: Sequence[NDArray[Any] | None]) -> Tensor | None:
         found = [array for array in arrays if array is not None]

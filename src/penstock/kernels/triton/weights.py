@@ -124,12 +124,12 @@ class DeviceWeightLoading(WeightLoading):
         self._by_tensor: dict[str, _Source] = {}
         self._finish: dict[str, Callable[[], Any]] = {}
 
-    def vector(self, name: str, tensor: StoredTensor, dtype: np.dtype[Any]) -> None:
+    def add_vector(self, name: str, tensor: StoredTensor, dtype: np.dtype[Any]) -> None:
         numbers_N = self._empty(tensor.columns, torch.float32)
         self._add(tensor, numbers_N, PIECE_BYTES)
         self._finish[name] = lambda: numbers_N
 
-    def matrix(self, name: str, parts: list[StoredTensor], segments: tuple[int, ...] | None) -> None:
+    def add_matrix(self, name: str, parts: list[StoredTensor], segments: tuple[int, ...] | None) -> None:
         rows, begin = sum(part.rows for part in parts), 0
         whole_N = self._empty(rows * parts[0].columns, self._dtype)
         for part in parts:
@@ -138,7 +138,7 @@ class DeviceWeightLoading(WeightLoading):
             begin = end
         self._finish[name] = lambda: self._pack(whole_N.view(rows, -1), segments)
 
-    def compressed(
+    def add_compressed(
         self, name: str, parts: list[tuple[StoredTensor, CompressedMatrix]], segments: tuple[int, ...] | None
     ) -> bool:
         """They come as arrays (``Ops.pack_compressed``)."""

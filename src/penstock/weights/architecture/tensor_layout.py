@@ -106,11 +106,11 @@ class TensorPart:
         matrix = coded.matrix(self.index or 0)
         if self.rows is None:
             return matrix
-        return matrix.picked(range(self.rows.first, self.rows.stop, self.rows.step))
+        return matrix.select_rows(range(self.rows.first, self.rows.stop, self.rows.step))
 
     def dequantised(self, coded: QuantizedTensor) -> NDArray[np.float32]:
         """The part of a tensor of codes, as fp32.  Raises ModelError."""
-        matrix_NK = coded.matrix(self.index or 0).dequantised()
+        matrix_NK = coded.matrix(self.index or 0).dequantized()
         turned = matrix_NK if self.transposed == coded.transposed else matrix_NK.T
         return replace(self, index=None, transposed=False).of(turned)
 
