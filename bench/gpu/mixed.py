@@ -78,7 +78,7 @@ def _fill(kv: ReferenceKv) -> None:
 
 
 def _wait(writing: Any) -> None:
-    while not writing.over:
+    while not writing.done:
         time.sleep(0)
 
 

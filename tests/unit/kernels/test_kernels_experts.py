@@ -195,8 +195,8 @@ def test_quantised_experts(family: str, compute: str, one_and_two_threads: Any) 
     made = [(matrix_of(forms[e % 3], 128, 64, e), matrix_of(forms[e % 2], 48, 64, 50 + e)) for e in range(6)]
     ends = segment_ends(64, 32)
     coded = ops.pack_experts(
-        [ops.pack_quantised([wide[0]]) for wide, _ in made],
-        [ops.pack_quantised([narrow[0]], segments=ends) for _, narrow in made],
+        [ops.pack_quantized([wide[0]]) for wide, _ in made],
+        [ops.pack_quantized([narrow[0]], segments=ends) for _, narrow in made],
     )
     plain = ops.pack_experts(
         [ops.pack_linear(wide[1]) for wide, _ in made],

@@ -64,7 +64,7 @@ def test_every_number_stands_where_the_kernels_look_for_it(shape: KvShape, compu
     ops = make(REFERENCE, compute)
     kv, memory = filled(ops, shape), bytearray(PAGES * ops.page_bytes(shape))
     writer = ops.page_writer(kv, memoryview(memory), CELLS)
-    assert writer.begin([3, 0]).over
+    assert writer.begin_export([3, 0]).done
     for page in (3, 0):
         wanted = by_the_book(kv, shape, page, 2 if compute == "bf16" else 1)
         np.testing.assert_array_equal(numbers(ops, memory, page), wanted)
@@ -93,7 +93,7 @@ def test_a_prompts_pages_are_byte_for_byte_those_of_the_kernels(compute: str, co
         for layer in range(shape.layers):
             ops.rope_and_write(ops.hidden(qkv + layer), None, kv, layer, batch, heads=heads, kv_heads=shape.kv_heads)
         if apart:
-            ops.page_writer(kv, memoryview(memory[family]), CELLS).begin([4, 1])
+            ops.page_writer(kv, memoryview(memory[family]), CELLS).begin_export([4, 1])
     assert memory[families()[-1]] == memory[REFERENCE]
 
 
@@ -104,7 +104,7 @@ def test_rows_stay_rows():
     ops.new_kv(shape, pages=PAGES, memory=memoryview(straight))
     straight[:] = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
     kv = ops.new_kv(shape, pages=PAGES, memory=memoryview(straight))
-    ops.page_writer(kv, memoryview(memory), ROWS).begin(range(PAGES))
+    ops.page_writer(kv, memoryview(memory), ROWS).begin_export(range(PAGES))
     assert memory == straight
 
 

@@ -35,7 +35,7 @@ def ops(request: pytest.FixtureRequest) -> Any:
 def test_products_are_those_of_the_weights(ops: Any, form: QuantFormat) -> None:
     for n, k, ends in ((80, 512, None), (50, 1024, segment_ends(1024, 32)), (33, 256, (0, 32, 32, 256))):
         matrix, weight_NK = matrix_of(form, n, k)
-        packed = ops.pack_quantised([matrix], segments=ends)
+        packed = ops.pack_quantized([matrix], segments=ends)
         assert packed is not None
         x = ops.compute(normal(2, 6, k))
         wanted = ops.to_numpy(x).astype(np.float64) @ weight_NK.astype(np.float64).T
@@ -50,7 +50,7 @@ def test_products_are_those_of_the_weights(ops: Any, form: QuantFormat) -> None:
 def test_a_row_has_its_bits_in_any_company(family: str, compute: str, form: QuantFormat, threads: None) -> None:
     ops = make(family, compute)
     ends = segment_ends(1152, 96)
-    packed = ops.pack_quantised([matrix_of(form, 200, 1152)[0]], segments=ends)
+    packed = ops.pack_quantized([matrix_of(form, 200, 1152)[0]], segments=ends)
     x = ops.compute(normal(2, max(ROWS), 1152))
     wanted = ops.to_numpy(ops.linear(x, packed)).copy()
     for rows in ROWS:
@@ -61,14 +61,14 @@ def test_a_row_has_its_bits_in_any_company(family: str, compute: str, form: Quan
 def test_embed_gives_the_weights(ops: Any, form: QuantFormat) -> None:
     matrix, weight_NK = matrix_of(form, 101, 256)
     tokens = np.arange(101, dtype=np.int32)[::-1].copy()
-    packed = ops.pack_quantised([matrix])
+    packed = ops.pack_quantized([matrix])
     assert_same_bits(ops.to_numpy(ops.embed(packed, tokens)), weight_NK[::-1].copy())
 
 
 def test_parts_of_other_formats_share_a_matrix(ops: Any) -> None:
     made = [matrix_of(form, 48, 256, seed) for seed, form in enumerate(FORMATS.values())]
     made.append(matrix_of(FORMATS["8 bits, fp16"], 37, 256, 99))
-    packed = ops.pack_quantised([matrix for matrix, _ in made], threads=2)
+    packed = ops.pack_quantized([matrix for matrix, _ in made], threads=2)
     weight_NK = np.concatenate([weight for _, weight in made])
     for rows in (1, 3, 20):
         x = ops.compute(normal(4, rows, 256))
@@ -84,19 +84,19 @@ def test_integers_of_eight_bits_are_the_same_with_and_without_the_one_that_has_n
     matrix, _ = matrix_of(FORMATS["8 bits, fp16"], 32, 128)
     x, told = ops.compute(normal(4, rows, 128)), []
     for least in (0, 1):
-        read = matrix.whole()
+        read = matrix.read_all()
         read.codes_NK[:16] = np.maximum(read.codes_NK[:16], 1)
         read.codes_NK[16:] = np.maximum(read.codes_NK[16:], least)
         assert (read.codes_NK == 0).any() == (least == 0)
-        own = QuantizedMatrix(32, 128, matrix.format, lambda a, b, read=read: read.each(lambda array: array[a:b]))
-        told.append(np.array(ops.to_numpy(ops.linear(x, ops.pack_quantised([own])))))
+        own = QuantizedMatrix(32, 128, matrix.format, lambda a, b, read=read: read.map_arrays(lambda array: array[a:b]))
+        told.append(np.array(ops.to_numpy(ops.linear(x, ops.pack_quantized([own])))))
     assert_same_bits(told[0][:, :16].copy(), told[1][:, :16].copy())
 
 
 def test_the_memory_is_that_of_the_codes() -> None:
     for name, bits in {"8 bits, fp16": 8.5, "4 bits of super-blocks": 4.625, "6 bits of super-blocks": 6.5625}.items():
         form = FORMATS[name]
-        packed = make(*NATIVE[0]).pack_quantised([matrix_of(form, 64, 512)[0]])
+        packed = make(*NATIVE[0]).pack_quantized([matrix_of(form, 64, 512)[0]])
         assert packed.nbytes * 8 == 64 * 512 * bits == 64 * 512 * form.bits_a_weight()
 
 
@@ -105,7 +105,7 @@ def test_columns_in_an_order_of_their_own(ops: Any, name: str) -> None:
     """Groups of columns that lie anywhere; the last group is not full."""
     order = np.random.default_rng(5).permutation(320).astype(np.int32)
     made = [matrix_of(FORMATS[name], 48, 320, seed, order=order) for seed in (0, 1)]
-    packed = ops.pack_quantised([matrix for matrix, _ in made], segments=segment_ends(320, 32))
+    packed = ops.pack_quantized([matrix for matrix, _ in made], segments=segment_ends(320, 32))
     weight_NK = np.concatenate([weight for _, weight in made])
     x = ops.compute(normal(4, 40, 320))
     whole = np.array(ops.to_numpy(ops.linear(x, packed)))
@@ -119,13 +119,13 @@ def test_columns_in_an_order_of_their_own(ops: Any, name: str) -> None:
 
 def test_shapes_that_units_do_not_fit_are_left_to_others() -> None:
     ops, form = make(*NATIVE[0]), FORMATS["8 bits, fp16"]
-    assert ops.pack_quantised([matrix_of(form, 32, 64)[0]], segments=(40, 64)) is None
-    assert ops.pack_quantised([matrix_of(form, 40, 64)[0], matrix_of(form, 16, 64)[0]]) is None
+    assert ops.pack_quantized([matrix_of(form, 32, 64)[0]], segments=(40, 64)) is None
+    assert ops.pack_quantized([matrix_of(form, 40, 64)[0], matrix_of(form, 16, 64)[0]]) is None
     orders = [np.random.default_rng(seed).permutation(64).astype(np.int32) for seed in (0, 1)]
-    assert ops.pack_quantised([matrix_of(form, 16, 64, order=order)[0] for order in orders]) is None
-    assert ops.pack_quantised([matrix_of(form, 16, 64, order=order)[0] for order in (orders[0], None)]) is None
+    assert ops.pack_quantized([matrix_of(form, 16, 64, order=order)[0] for order in orders]) is None
+    assert ops.pack_quantized([matrix_of(form, 16, 64, order=order)[0] for order in (orders[0], None)]) is None
     odd = QuantFormat(8, form.values, 24, ScaleType.F16)
-    assert ops.pack_quantised([matrix_of(odd, 16, 96)[0]]) is None
+    assert ops.pack_quantized([matrix_of(odd, 16, 96)[0]]) is None
 
 
 def test_wrong_arrays_are_refused() -> None:

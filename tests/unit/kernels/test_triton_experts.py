@@ -110,7 +110,7 @@ def test_quantised_experts_and_their_own_linear(name: str) -> None:
     ops, form = make(*TRITONS[0]), FORMATS[name]
     wide = [matrix_of(form, 64, 128, e) for e in range(4)]
     narrow = [matrix_of(form, 48, 32, 20 + e) for e in range(4)]
-    packed = [[ops.pack_quantised([matrix]) for matrix, _ in own] for own in (wide, narrow)]
+    packed = [[ops.pack_quantized([matrix]) for matrix, _ in own] for own in (wide, narrow)]
     alone = ops.to_numpy(ops.linear(ops.compute(normal(7, 3, 128)), packed[0][2]))
     experts = ops.pack_experts(*packed)
     assert len(experts.data.gate_up) == 1

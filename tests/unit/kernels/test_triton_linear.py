@@ -203,7 +203,7 @@ ALL_FORMATS = {**FORMATS, **FLOATS}
 def test_quantised_products_are_those_of_the_weights(bf16: Any, name: str) -> None:
     form = ALL_FORMATS[name]
     matrix, weight_NK = sound(form, 50, 512)
-    packed = bf16.pack_quantised([matrix], segments=(224, 512))
+    packed = bf16.pack_quantized([matrix], segments=(224, 512))
     x = bf16.compute(normal(2, 6, 512))
     assert_close(bf16.to_numpy(bf16.linear(x, packed)), exact(bf16, x, weight_NK), 2e-5)
     assert_rows_alone(bf16, packed, 512, FEWER)
@@ -218,7 +218,7 @@ def sound(form: QuantFormat, n: int, k: int) -> Any:
         return matrix_of(form, n, k)
     tame = replace(form, values=tuple(0.0 if np.isnan(value) else value for value in form.values))
     matrix, weight_NK = matrix_of(tame, n, k)
-    rows = matrix.whole()
+    rows = matrix.read_all()
     rows.codes_NK[(rows.codes_NK & 0x7F) == 0x7F] = 0
     codes = rows.codes_NK
     scales = np.repeat(rows.scales_NG.astype(np.float32), min(form.group, k), axis=1)[:, :k]
@@ -230,13 +230,13 @@ def sound(form: QuantFormat, n: int, k: int) -> Any:
 def test_parts_and_orders(bf16: Any) -> None:
     order = np.random.default_rng(5).permutation(320).astype(np.int32)
     made = [matrix_of(FORMATS[name], 48, 320, seed, order=order) for seed, name in enumerate(QUICK[:2])]
-    packed = bf16.pack_quantised([matrix for matrix, _ in made], segments=segment_ends(320, 32))
+    packed = bf16.pack_quantized([matrix for matrix, _ in made], segments=segment_ends(320, 32))
     weight_NK = np.concatenate([weight for _, weight in made])
     x = bf16.compute(normal(4, 9, 320))
     assert_close(bf16.to_numpy(bf16.linear(x, packed)), exact(bf16, x, weight_NK), 2e-5)
     ids = np.arange(96, dtype=np.int32)
     assert_same_bits(bf16.to_numpy(bf16.embed(packed, ids)), weight_NK)
-    assert bf16.pack_quantised([made[0][0]], segments=(40, 320)) is None
+    assert bf16.pack_quantized([made[0][0]], segments=(40, 320)) is None
 
 
 @pytest.mark.cuda

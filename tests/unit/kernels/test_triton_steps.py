@@ -57,8 +57,8 @@ def mixed_experts(ops: Any) -> tuple[list[Any], list[Any]]:
     gate_up = [
         ops.pack_linear(wide),
         ops.pack_compressed([compress_for_gpu(wide[::-1].copy().view(np.uint16))]),
-        ops.pack_quantised([matrix for matrix, _ in halves]),
-        ops.pack_quantised([ordered]),
+        ops.pack_quantized([matrix for matrix, _ in halves]),
+        ops.pack_quantized([ordered]),
         ops.pack_linear(wide[:, ::-1].copy()),
     ]
     return gate_up, [ops.pack_linear(narrow * ml_dtypes.bfloat16(1 + 0.5 * e)) for e in range(5)]

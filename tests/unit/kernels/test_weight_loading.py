@@ -172,7 +172,7 @@ def test_no_thread_is_left_however_often_it_is_done(descriptor: int) -> None:
     before = len(os.listdir("/proc/self/task"))
     for _ in range(50):
         loading: Any = ops.loading(8 << 20)
-        loading.matrix("w", [StoredTensor("t", descriptor, 0, 2048, 2048, "bf16")], None)
+        loading.add_matrix("w", [StoredTensor("t", descriptor, 0, 2048, 2048, "bf16")], None)
         loading.run(3, nothing)
         assert len(os.listdir("/proc/self/task")) == before
 

@@ -186,7 +186,7 @@ class QuantPart:
         return Operand(n, k, len(ends), ends_tensor(form, ends), tile, quantised_step, arguments, first)
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        """fp32 [T, K], each weight rounded as ``quantised.dequantised`` does it."""
+        """fp32 [T, K], each weight rounded as ``quantization.dequantized`` does it."""
         codes_TK = self._codes(ids_T)
         weights_TK = self.table.float()[codes_TK.long()]
         scales_TG, minimums_TG = self._numbers(ids_T)
