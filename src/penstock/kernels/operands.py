@@ -331,7 +331,7 @@ class Routing:
     experts: int
     top_k: int
     score: Score = Score.SOFTMAX
-    normalised: bool = False  # weights of the chosen are divided by their sum
+    normalised: bool = False  # the chosen weights are divided by their sum; the name is part of fingerprints
     groups: int = 1
     groups_kept: int = 1
     pairs: bool = False  # a group is as good as its best two experts together, else as its best
