@@ -4,8 +4,8 @@ Twenty varied requests are answered over the whole matrix of topology, batch, ca
 and each answer is compared with the plainest one (one worker, alone, cold, whole prompts).  Every cell also has to show
 that what it is named after took place: a cell that tested nothing fails.
 
-By default three cells of the matrix are run, a round or two of each; ``--long`` runs all of it.  Kernel families and compressed
-weights are in ``test_kernel_families.py``.
+By default three cells of the matrix are run, a round or two of each; ``--long`` runs all of it.  Kernel families and
+compressed weights are in ``test_kernel_families.py``.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from penstock.types import (
     WorkerId,
     WorkerState,
     pack_token_ids,
+    read_token_ids,
 )
 from penstock.wire.in_memory import MemoryHub
 from penstock.wire.supervisor_messages import Draining, Suspect, WorkerDown, WorkerUp
@@ -207,6 +208,7 @@ class Town:
     def serve_by(self, router: RouterService, request: ValidRequest) -> Client:
         """A client asks this gateway for it."""
         client = Client(request)
+        self.stage.asked[request.id] = (tuple(read_token_ids(bytes(request.prompt))), request.sampling)
         client.task = asyncio.get_running_loop().create_task(self._read(router, client))
         self.clients.append(client)
         return client

@@ -7,7 +7,7 @@ earlier one.  So a page that is lost, mixed up, written by the wrong request or 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 from tests.store_rig import HandNow
@@ -58,23 +58,45 @@ WINDOWED = KvLayout.for_shape(  # the same pages, for a layer that reads everyth
 VOCAB = 1000
 
 
+Asked = tuple[tuple[int, ...], SamplingParams]
+"""What a client asks for: its prompt, and how it is answered."""
+
+
 class MarkingRunner(NullRunner):
     """Draws as the null runner does, and keeps in its page every token's id, as a model keeps keys and values, and
-    which role computed it.  Where roles are of two numerics classes, nobody computes what is the other's."""
+    which role computed it.  Where roles are of two numerics classes, nobody computes what is the other's.
 
-    def __init__(self, memory: KvMemory, role: Role = Role.BOTH) -> None:
+    Its tokens depend on no context, so it compares the context itself: ``asked`` has prompts and sampling of clients.
+    """
+
+    def __init__(self, memory: KvMemory, role: Role = Role.BOTH, *, asked: Mapping[RequestId, Asked]) -> None:
         super().__init__(vocab=VOCAB)
         self._memory = memory
         self._reads = role is Role.PREFILL
+        self._asked = asked
+        self._compared: set[tuple[RequestId, int]] = set()
 
     def run(self, plan: StepPlan) -> Sequence[SampledTokens]:
         for row in plan.rows:
+            self._compare(row)
             for group, reach in enumerate(self._memory.layout.shape.reaches):
                 self._check(row, group, reach.first_read_position(row.start))
                 for position in range(row.start, row.start + row.count):
                     token = row.request.tokens(position, position + 1)[0]
                     self._place(row, group, position)[:12] = struct.pack("<III", token, group, self._reads)
         return super().run(plan)
+
+    def _compare(self, row: ScheduledTokens) -> None:
+        """A leg's prompt is its client's, and what was emitted before it is the beginning of the true answer."""
+        request = row.request
+        place = (request.id, request.epoch)
+        if place in self._compared or request.id not in self._asked:
+            return
+        self._compared.add(place)
+        prompt, sampling = self._asked[request.id]
+        assert tuple(request.prompt) == prompt
+        emitted = [null_token(sampling, len(prompt) + i, vocab=VOCAB, drawn=i) for i in range(request.emitted)]
+        assert request.output[: request.emitted] == emitted
 
     def _check(self, row: ScheduledTokens, group: int, first: int) -> None:
         known = [(token, group) for token in row.request.tokens(first, row.start)]
@@ -139,7 +161,9 @@ class StageWorker:
         hand_over = TransferEnds(identity, self.sender, self.receiver, vocabulary=VOCAB)
         ready = ReadinessSources(pages=self.stored or NoPrefetch())
         self.mailbox = WorkerService(config, self.scheduler, hand_over, stage.hub, stage.clock, ready=ready)
-        self.loop = EngineLoop(self.mailbox, self.scheduler, MarkingRunner(self.memory, role), stage.clock)
+        self.loop = EngineLoop(
+            self.mailbox, self.scheduler, MarkingRunner(self.memory, role, asked=stage.asked), stage.clock
+        )
         self.loop.on_plan = self.mailbox.planned
         self._hub = stage.hub
         self.link = stage.hub.connect(self.endpoint)
@@ -193,6 +217,7 @@ class Stage:
         self.relieve: list[tuple[WorkerId, Relieve]] = []
         self.questions: list[tuple[WorkerId, RequestId, int]] = []  # what workers asked whether it is still wanted
         self.reports: dict[WorkerId, Report] = {}
+        self.asked: dict[RequestId, Asked] = {}  # by clients of a router; requests of the stage itself have none
 
     def worker(self, name: str, role: Role, **scheduler: int) -> StageWorker:
         worker = StageWorker(self, name, role, **scheduler)
