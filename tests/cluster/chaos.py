@@ -66,6 +66,8 @@ async def client_loop(
             continue
         if not got.done:
             record.hung_up += 1
+            if not got.begins(wanted):
+                record.wrong.append(f"another beginning: {got.identical} instead of {wanted.identical}")
             continue
         record.complete += 1
         record.slowest_s = max(record.slowest_s, time.monotonic() - began)

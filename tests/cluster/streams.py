@@ -48,6 +48,16 @@ class Answer:
             "prompt_tokens": self.usage.get("prompt_tokens"),
         }
 
+    def begins(self, whole: Answer) -> bool:
+        """Is what there is of it the beginning of this one?  For a client that has hung up."""
+        for index, choice in self.choices.items():
+            other = whole.choices.get(index)
+            if other is None or not other.text.startswith(choice.text):
+                return False
+            if choice.logprobs != other.logprobs[: len(choice.logprobs)]:
+                return False
+        return True
+
     @property
     def cached_tokens(self) -> int:
         details: dict[str, int] = self.usage.get("prompt_tokens_details") or {}

@@ -20,26 +20,13 @@ from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.eagle import inspect_draft_head
 from penstock.weights.inspect import inspect_model, read_outline
 from tiny_adapters import write_adapter
-from tiny_models import llama_config
 
 CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-}
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> str:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(llama_config(**LLAMA_8B)))
-    return str(path)
+def model(llama_8b: Path) -> str:
+    return str(llama_8b)
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:

@@ -15,19 +15,8 @@ from penstock.parallel.devices import parse_devices
 from penstock.sim.fleet import load_fleet
 from penstock.sim.roofline import fleet_of
 from penstock.weights.inspect import read_outline
-from tiny_models import llama_config
 
 CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-}
 
 LINE = '{{"timestamp": {at}, "input_length": {tokens}, "output_length": 20, "hash_ids": [{ids}]}}\n'
 
@@ -79,11 +68,9 @@ def test_a_fleet_of_a_model_on_devices(trace: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("name", ["h100", "h200"])
-def test_fleets_of_the_package_agree_with_the_roofline(name: str, tmp_path: Path) -> None:
+def test_fleets_of_the_package_agree_with_the_roofline(name: str, llama_8b: Path) -> None:
     """Both are arithmetic over the same data sheets."""
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(llama_config(**LLAMA_8B)))
-    given, found = load_fleet(name), fleet_of(read_outline(path), parse_devices(f"8x{name.upper()}"))
+    given, found = load_fleet(name), fleet_of(read_outline(llama_8b), parse_devices(f"8x{name.upper()}"))
     for field in ("step_s", "row_s", "context_s", "read_step_s", "token_s", "pair_s"):
         assert getattr(found.steps, field) == pytest.approx(getattr(given.steps, field), rel=0.15), field
     assert found.memory.token_bytes == given.memory.token_bytes
