@@ -67,10 +67,11 @@ def test_without_a_key_it_takes_no_requests_of_web_sites(standing: PenstockServe
     ("flags", "roles"),
     [
         ((), {"prefill-0": "prefill", "decode-0": "decode"}),
-        (("--aggregated",), {"both-0": "both"}),
-        (
+        pytest.param(("--aggregated",), {"both-0": "both"}, marks=pytest.mark.long),
+        pytest.param(
             ("--prefill", "1", "--decode", "2", "--transfer", "tcp"),
             {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"},
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -202,7 +203,7 @@ def test_with_a_key_nothing_is_told_without_it(serve: Serve) -> None:
 # --- restarting ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("worker", [pytest.param("prefill-0", marks=pytest.mark.long), "decode-0"])
 def test_a_killed_worker_is_back_with_the_same_id(standing: PenstockServer, worker: str) -> None:
     pid = standing.worker(worker)["pid"]
     os.kill(pid, signal.SIGKILL)
@@ -298,8 +299,8 @@ def test_ctrl_c_ends_it(serve: Serve) -> None:
 
 def test_sigterm_lets_a_running_answer_finish(serve: Serve) -> None:
     server = serve()
-    undisturbed = ask(server, max_tokens=1500)
-    with streaming(server, max_tokens=1500) as stream:
+    undisturbed = ask(server, max_tokens=900)
+    with streaming(server, max_tokens=900) as stream:
         assert len(stream.read(20)) < len(undisturbed)
         server.process.send_signal(signal.SIGTERM)
         server.wait_for(lambda: "finishing what runs" in server.read_log(), PATIENCE_S, "draining")

@@ -20,7 +20,7 @@ MODEL = "storyteller"
 STORY = [{"role": "user", "content": "Tell me a story about a little fox who was lost."}]
 
 
-@pytest.fixture(scope="module", params=["split", "aggregated"])
+@pytest.fixture(scope="module", params=["split", pytest.param("aggregated", marks=pytest.mark.long)])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PenstockServer]:
     flags = ["--aggregated"] if request.param == "aggregated" else []
     with PenstockServer(flags, config=TRUSTING, folder=tmp_path_factory.mktemp("server")) as running:
