@@ -172,7 +172,7 @@ class Loop:
         self._take(name, worker.scheduler.commit(plan, drawn, self.now, seconds))
 
     def _take(self, name: str, outcome: StepOutcome) -> None:
-        for progress in outcome.progress:
+        for progress in outcome.new_tokens:
             request = progress.request
             if name == "decode" and progress.index == 0:
                 continue  # the prefill worker has told the client

@@ -82,7 +82,7 @@ class Engine:
         seconds = STEP_S + TOKEN_S * rows if rows else 0.001
         self.now += seconds
         drawn = [SampledTokens((7,)) if row.samples else SampledTokens() for row in plan.rows]
-        for progress in self.scheduler.commit(plan, drawn, self.now, seconds if rows else None).progress:
+        for progress in self.scheduler.commit(plan, drawn, self.now, seconds if rows else None).new_tokens:
             self.tokens.setdefault(progress.request.id, []).append(self.now)
         return plan
 

@@ -76,7 +76,7 @@ class Pair:
             return ModelRunner(model, self.ops, kv, self.ops.record(model, kv, tapped=tapped))
 
         self.runner = runner(self.head.tapped)
-        self.runner.tap(self.head.tapped, self.head.hidden)
+        self.runner.record_hidden_states(self.head.tapped, self.head.hidden)
         self.guessing = Engine(self.runner, self.spec.parameters, longest)
         self.plain = Engine(runner(()), self.spec.parameters, longest)
 
@@ -93,16 +93,16 @@ class Deep:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        drafter.follow(True)
+        drafter.set_active(True)
 
     def propose(self, rows: Sequence[ScheduledTokens]) -> Sequence[tuple[int, ...]]:
-        return self._drafter.guess(rows, DEEPEST)
+        return self._drafter.draft(rows, DEEPEST)
 
-    def learn(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
+    def on_step(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
         pass
 
-    def forget(self, request: RequestId) -> None:
-        self._drafter.forget(request)
+    def remove_request(self, request: RequestId) -> None:
+        self._drafter.remove_request(request)
 
 
 def bundled(args: argparse.Namespace) -> tuple[Pair, list[list[int]]]:
@@ -174,7 +174,7 @@ class Replayed:
         return self._inner.seconds
 
     def guess(self, rows: Sequence[ScheduledTokens], depth: int) -> list[tuple[int, ...]]:
-        (draft,) = self._inner.guess(rows, depth) or ((),)
+        (draft,) = self._inner.draft(rows, depth) or ((),)
         done, right = len(rows[0].request.output), self._random.choice(self._counts)
         tokens = list(self._answer[done : done + len(draft)])
         if right < len(tokens):
@@ -182,10 +182,10 @@ class Replayed:
         return [tuple(tokens)]
 
     def follow(self, wanted: bool) -> None:
-        self._inner.follow(wanted)
+        self._inner.set_active(wanted)
 
     def forget(self, request: RequestId) -> None:
-        self._inner.forget(request)
+        self._inner.remove_request(request)
 
 
 def random_head(folder: Path, model: Path, outputs: int) -> Path:

@@ -100,18 +100,18 @@ class Played:
             if not isinstance(received.message, Hello):
                 continue
             if received.message.discovery:
-                self._bulletins.discovered(received.peer)
+                self._bulletins.on_discovery(received.peer)
             else:
-                self._bulletins.greeted(
-                    self._asks.hello(received.peer, received.message, now).gateway, received.message
+                self._bulletins.on_hello(
+                    self._asks.on_hello(received.peer, received.message, now).gateway, received.message
                 )
         if self.busy and now >= self.next_step:
             self.next_step = now + STEP_S
             self._steps += 1
             for name in list(self._counters)[:CHANGES_A_STEP]:
                 self._counters[name] += 1.0
-            self._bulletins.changed()
-        self._bulletins.turn(self._asks.gateways(), now, waiting=self.busy)
+            self._bulletins.mark_changed()
+        self._bulletins.send_due(self._asks.gateways(), now, waiting=self.busy)
 
 
 def play(workers: list[Played], over: Callable[[], bool]) -> None:

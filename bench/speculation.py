@@ -77,17 +77,17 @@ class Tally:
     def propose(self, rows: Sequence[ScheduledTokens]) -> Sequence[tuple[int, ...]]:
         return self.inner.propose(rows) if self.inner else ()
 
-    def learn(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
+    def on_step(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
         self.steps += len(rows)
         for row, new in zip(rows, drawn, strict=True):
             self.tokens += len(new.tokens)
             self.guesses.append((len(row.draft), len(new.tokens) - 1))
         if self.inner:
-            self.inner.learn(rows, drawn, seconds)
+            self.inner.on_step(rows, drawn, seconds)
 
-    def forget(self, request: RequestId) -> None:
+    def remove_request(self, request: RequestId) -> None:
         if self.inner:
-            self.inner.forget(request)
+            self.inner.remove_request(request)
 
     @property
     def tokens_a_step(self) -> float:
@@ -114,15 +114,15 @@ class ListMailbox:
         self.answers: dict[RequestId, list[int]] = {}
         self.open = 0
 
-    def drain(self) -> Iterable[EngineEvent]:
+    def drain_events(self) -> Iterable[EngineEvent]:
         events, self.waiting = self.waiting, []
         return events
 
-    def about_to_run(self, predicted_s: float) -> None:
+    def on_step_begin(self, predicted_s: float) -> None:
         pass
 
     def publish(self, outcome: StepOutcome, plan: StepPlan) -> None:
-        for progress in outcome.progress:
+        for progress in outcome.new_tokens:
             self.answers.setdefault(progress.request.id, []).extend(progress.tokens)
             self.open -= progress.finish is not None
 
@@ -253,7 +253,7 @@ class TextRunner:
         self.time += self.base_s + self.row_s * sum(row.count + len(row.draft) for row in plan.rows)
         return [self._draw(row) for row in plan.rows]
 
-    def forget(self, request: RequestId) -> None:
+    def remove_request(self, request: RequestId) -> None:
         pass
 
     def _draw(self, row: ScheduledTokens) -> SampledTokens:
@@ -317,12 +317,12 @@ class Replay:
         right = list(self._answer[done : done + guessed])
         if stood < len(right):
             right[stood] += 1 if right[stood] == 0 else -1
-        return [tuple(right[: max(0, row.request.last - row.request.known - 1)])]
+        return [tuple(right[: max(0, row.request.local_end - row.request.known - 1)])]
 
-    def learn(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
+    def on_step(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
         pass
 
-    def forget(self, request: RequestId) -> None:
+    def remove_request(self, request: RequestId) -> None:
         pass
 
 

@@ -149,7 +149,7 @@ class Worker:
         program = DirectProgram(self.ops, self.model, kv) if args.direct else None
         self.runner = ModelRunner(self.model, self.ops, kv, program)
         self.loop = EngineLoop(self.mailbox, self.scheduler, self.runner, clock)
-        self.loop.on_plan = self.mailbox.planned
+        self.loop.on_plan = self.mailbox.on_plan
         self.link = self.transport.connect(config.endpoint)
         self._asked = 0
 
@@ -179,7 +179,7 @@ class Worker:
 
     def ready(self, rows: int) -> bool:
         """Do all of them only write?"""
-        requests = [self.scheduler.find(RequestId(f"r{self._asked - rows + row}")) for row in range(rows)]
+        requests = [self.scheduler.get_request(RequestId(f"r{self._asked - rows + row}")) for row in range(rows)]
         return all(request is not None and request.output for request in requests)
 
     def forget(self, ids: list[RequestId]) -> None:
@@ -206,7 +206,7 @@ class Worker:
         loop.scheduler = Both(
             Watched(self.scheduler, watch, "commit"), Watched(self.scheduler, watch, "plan"), ("plan", "apply")
         )
-        loop.on_plan = watch.wrap("plan", self.mailbox.planned)
+        loop.on_plan = watch.wrap("plan", self.mailbox.on_plan)
         loop.runner = Watched(self.runner, watch, "arrays")
         for owner, name in ((ops, "_kernels"), (ops, "_compressed"), (program, "step")):
             if hasattr(owner, name):

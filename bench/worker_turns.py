@@ -120,7 +120,7 @@ class Bench:
         self.scheduler = Scheduler(
             config.scheduler, StepCostModel((1e-3, 1e-3, 1e-9, 1e-3)) if tier else StepCostModel()
         )
-        self.scheduler.memory.guard = PageChecksums(memory)
+        self.scheduler.memory.verifier = PageChecksums(memory)
         carrier = InMemoryConnector(memory, {}, PageChecksum(IDENTITY, layout))
         hand_over = TransferEnds(
             IDENTITY,
@@ -133,7 +133,7 @@ class Bench:
         ready = ReadinessSources(grammars=NeverCompiled(), pages=here)
         self.mailbox = WorkerService(config, self.scheduler, hand_over, self.hub, clock, ready=ready)
         self.loop = EngineLoop(self.mailbox, self.scheduler, NullRunner(vocab=1000), clock)
-        self.loop.on_plan = self.mailbox.planned
+        self.loop.on_plan = self.mailbox.on_plan
         self.links = [self.hub.connect("memory://both-0")]
         self.links[0].send(Hello(gateway="g0", incarnation=1))
         self.watchdog = Watchdog(bar_s)
@@ -241,31 +241,31 @@ def main() -> None:
     cached = Bench(options.tokens, size, bar_s)
     cached.turn()
     cached.ask(prompt, max_tokens=1)
-    cached.until(lambda: len(cached.mailbox._asks) == 0 and not cached.mailbox.busy and len(cached.spent) > 3)
+    cached.until(lambda: len(cached.mailbox._asks) == 0 and not cached.mailbox.has_work and len(cached.spent) > 3)
     cached.show("computed")
     cached.ask(prompt, max_tokens=1)
     cached.turn()
-    cached.until(lambda: len(cached.mailbox._asks) == 0 and not cached.mailbox.busy)
+    cached.until(lambda: len(cached.mailbox._asks) == 0 and not cached.mailbox.has_work)
     cached.show("cached")
 
     tier = Bench(options.tokens, size, bar_s, tier=True)
     tier.turn()
     tier.ask(prompt, max_tokens=1)
     tier.turn()
-    tier.until(lambda: len(tier.mailbox._asks) == 0 and not tier.mailbox.busy)
+    tier.until(lambda: len(tier.mailbox._asks) == 0 and not tier.mailbox.has_work)
     tier.show("tier")
 
     sunk = {BlockHash(os.urandom(32)): 1 for _ in range(SUNK)}
-    cached.mailbox.bulletins.sinks(lambda blocks: [0] * len(blocks), 2)
-    known = cached.mailbox.bulletins._sunk
+    cached.mailbox.publisher.track_tiers(lambda blocks: [0] * len(blocks), 2)
+    known = cached.mailbox.publisher._sunk
     assert known is not None
     known._tiers.update(sunk)
     for _ in range(1, options.gateways):
         cached.links.append(cached.hub.connect("memory://both-0"))
     for number, link in enumerate(cached.links):
         link.send(Hello(gateway=f"g{number}", incarnation=1, kv_snapshot=True))
-    cached.until(lambda: cached.mailbox.bulletins.unfinished)
-    cached.until(lambda: not cached.mailbox.bulletins.unfinished)
+    cached.until(lambda: cached.mailbox.publisher.is_sending_snapshot)
+    cached.until(lambda: not cached.mailbox.publisher.is_sending_snapshot)
     cached.show("snapshot")
 
 

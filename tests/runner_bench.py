@@ -113,7 +113,9 @@ class RunnerBench:
         if direct or not isinstance(program, RecordedProgram):
             program = DirectProgram(self.ops, self.model, self.kv)
         self.images = EncoderStage(encoder_of(self.model.model), self.ops, cache_bytes=image_cache)
-        self.adapters = LoraManager.of(self.ops, loaded, LoraLimits(slots=max_loras, nbytes=1 << 30, max_rank=256))
+        self.adapters = LoraManager.for_model(
+            self.ops, loaded, LoraLimits(slots=max_loras, nbytes=1 << 30, max_rank=256)
+        )
         self.runner = ModelRunner(
             self.model, self.ops, self.kv, program, RunnerServices(images=self.images, adapters=self.adapters)
         )
@@ -128,9 +130,9 @@ class RunnerBench:
         ref = AdapterRef(fingerprint=read_lora_adapter(folder, targets, limits).fingerprint, folder=str(folder))
         self.adapters.load(ref)
         if self._direct:
-            self.runner.adapted = DirectProgram(self.ops, self.adapters.adapted(self.model), self.kv)
+            self.runner.adapted = DirectProgram(self.ops, self.adapters.with_adapters(self.model), self.kv)
         else:
-            self.runner.adapted = self.ops.record(self.adapters.adapted(self.model.model), self.kv)
+            self.runner.adapted = self.ops.record(self.adapters.with_adapters(self.model.model), self.kv)
         return ref
 
     def request(
@@ -155,7 +157,7 @@ class RunnerBench:
             root=BlockHash(bytes(32)),
             emitted=emitted,
             images=images,
-            pictures=pictures,
+            media=pictures,
             adapter=adapter,
         )
         request = Request(arrive, serial=self._serial, max_model_len=self.max_model_len)
@@ -167,12 +169,12 @@ class RunnerBench:
         held: list[PageTable] = []
         for reach in self.spec.kv.reaches:
             size = reach.tokens_per_page(PAGE_TOKENS)
-            held.append(PageTable(0, [self._free.pop() for _ in range(-(-request.last // size))], size))
-        request.adopt(held)
+            held.append(PageTable(0, [self._free.pop() for _ in range(-(-request.local_end // size))], size))
+        request.set_page_tables(held)
 
     def release(self, request: Request) -> None:
         """Take the pages back and forget what was computed, as a preemption does."""
-        self._free = [*request.surrender(), *self._free]
+        self._free = [*request.clear_pages(), *self._free]
 
     def step(
         self, work: Sequence[tuple[Request, int]], steps: int = 1, drafts: Mapping[RequestId, tuple[int, ...]] = {}
@@ -198,8 +200,8 @@ class RunnerBench:
     def read(self, request: Request, chunk: int) -> SampledTokens:
         """Compute all missing tokens in chunks; the last chunk's answer, with the prompt log-probabilities of all."""
         told: list[Any] = []
-        while request.missing:
-            (drawn,) = self.step([(request, min(chunk, request.missing))])
+        while request.uncomputed:
+            (drawn,) = self.step([(request, min(chunk, request.uncomputed))])
             told.extend(drawn.prompt_logprobs)
             if drawn.tokens:
                 break

@@ -39,15 +39,15 @@ class _Box:
         self.events: list[EngineEvent] = []
         self.tokens: dict[RequestId, list[int]] = {}
 
-    def drain(self) -> Iterable[EngineEvent]:
+    def drain_events(self) -> Iterable[EngineEvent]:
         events, self.events = self.events, []
         return events
 
-    def about_to_run(self, predicted_s: float) -> None:
+    def on_step_begin(self, predicted_s: float) -> None:
         """Nobody watches."""
 
     def publish(self, outcome: StepOutcome, plan: StepPlan) -> None:
-        for progress in outcome.progress:
+        for progress in outcome.new_tokens:
             self.tokens.setdefault(progress.request.id, []).extend(progress.tokens)
 
 
@@ -63,12 +63,12 @@ class Engine:
         layout = KvLayout.for_shape(spec.kv, "bf16")
         self.memory = KvMemory.anonymous(layout, PAGES)
         kv = ops.new_kv(layout.shape, pages=PAGES, memory=self.memory.buffer)
-        adapters = LoraManager.of(ops, loaded, LoraLimits(slots=1, nbytes=1 << 20, max_rank=8))
+        adapters = LoraManager.for_model(ops, loaded, LoraLimits(slots=1, nbytes=1 << 20, max_rank=8))
         images = EncoderStage(encoder_of(model), ops, cache_bytes=1)
         runner = ModelRunner(model, ops, kv, ops.record(model, kv), RunnerServices(images=images, adapters=adapters))
         config = SchedulerConfig(pages=PAGES, max_model_len=LENGTH)
         self._scheduler = Scheduler(config, StepCostModel(cost_prior(spec.parameters)))
-        self._scheduler.memory.guard = PageChecksums(self.memory)
+        self._scheduler.memory.verifier = PageChecksums(self.memory)
         self._box = _Box()
         self._loop = EngineLoop(self._box, self._scheduler, runner, MonotonicClock())
         self._asked = 0
@@ -76,7 +76,7 @@ class Engine:
     @property
     def damaged(self) -> int:
         """Cached pages that were found damaged before they were used."""
-        return self._scheduler.memory.damaged
+        return self._scheduler.memory.damaged_pages
 
     def answer(self, prompt: list[int]) -> list[int]:
         """Four greedy tokens."""
@@ -107,7 +107,7 @@ class Engine:
 
     def check(self) -> LeakCheck:
         """Pages that have no owner, or too many."""
-        return self._scheduler.check()
+        return self._scheduler.check_leaks()
 
     def close(self) -> None:
         """Nothing outlives it."""

@@ -60,16 +60,18 @@ class Bench:
         """All of these texts together, so many tokens of each in one step."""
         requests = [self._request(tokens, PoolingParams(second=self.second, **wanted)) for tokens in texts]
         found: dict[RequestId, NDArray[np.float32]] = {}
-        while left := [request for request in requests if request.missing]:
-            counts = [min(chunk, request.missing) for request in left]
-            rows = tuple(ScheduledTokens(r, r.computed, n, n == r.missing) for r, n in zip(left, counts, strict=True))
+        while left := [request for request in requests if request.uncomputed]:
+            counts = [min(chunk, request.uncomputed) for request in left]
+            rows = tuple(
+                ScheduledTokens(r, r.computed, n, n == r.uncomputed) for r, n in zip(left, counts, strict=True)
+            )
             for row, drawn in zip(rows, self.runner.run(StepPlan(rows=rows)), strict=True):
                 row.request.computed += row.count
                 assert (drawn.pooled is not None) == row.samples
                 if drawn.pooled is not None:
                     found[row.request.id] = np.frombuffer(drawn.pooled, "<f4")
         for request in requests:
-            self.runner.forget(request.id)
+            self.runner.remove_request(request.id)
         return [found[request.id] for request in requests]
 
     def _request(self, tokens: list[int], wanted: PoolingParams) -> Request:
@@ -86,7 +88,7 @@ class Bench:
         )
         request = Request(arrive, serial=self._serial, max_model_len=self.max_model_len)
         first = self._serial % 8 * 8
-        request.adopt([PageTable(0, [PageId(page) for page in range(first, first + 8)])])
+        request.set_page_tables([PageTable(0, [PageId(page) for page in range(first, first + 8)])])
         return request
 
 

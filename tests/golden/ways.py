@@ -36,7 +36,11 @@ class Ways:
         request = self.request()
         logprobs: list[TokenLogprob] = []
         while len(request.output) < request.sampling.max_tokens:
-            work = [(writer, 1), (request, min(chunk, request.missing)), (reader, min(others, reader.missing - 1))]
+            work = [
+                (writer, 1),
+                (request, min(chunk, request.uncomputed)),
+                (reader, min(others, reader.uncomputed - 1)),
+            ]
             logprobs += self.bench.step([(one, count) for one, count in work if count])[1].logprobs
         for one in (writer, reader, request):
             self.bench.release(one)
@@ -47,13 +51,13 @@ class Ways:
         assert tokens % PAGE_TOKENS == 0
         second = self.request()
         self.bench.read(first, 64)
-        counts = [tokens // held.page_tokens for held in second.held]
-        own = [held.pages[:count] for held, count in zip(second.held, counts, strict=True)]
-        for mine, theirs, count in zip(second.held, first.held, counts, strict=True):
+        counts = [tokens // held.page_tokens for held in second.page_tables]
+        own = [held.pages[:count] for held, count in zip(second.page_tables, counts, strict=True)]
+        for mine, theirs, count in zip(second.page_tables, first.page_tables, counts, strict=True):
             mine.pages[:count] = theirs.pages[:count]
         second.computed = tokens
         told = self._answered(second, [*self.bench.read(second, 64).logprobs])
-        for mine, pages in zip(second.held, own, strict=True):
+        for mine, pages in zip(second.page_tables, own, strict=True):
             mine.pages[: len(pages)] = pages
         self.bench.release(first)
         self.bench.release(second)

@@ -167,9 +167,9 @@ class Town:
     async def retire(self, name: str) -> None:
         """As SIGTERM: it hands over what it writes, says its last words, and ends."""
         worker = self._alive[name]
-        worker.mailbox.leave()
-        await self.until(lambda: worker.mailbox.duties.over(self.clock.now()))
-        worker.mailbox.drain_out()
+        worker.mailbox.begin_shutdown()
+        await self.until(lambda: worker.mailbox.lifecycle.is_over(self.clock.now()))
+        worker.mailbox.return_all()
         await self.turn()
         self.kill(name)
 
@@ -269,7 +269,7 @@ class Town:
         """What workers that are awake still hold, in words; empty when nothing."""
         found = []
         for worker in self.stage.workers:
-            pages, leaked = worker.scheduler.load().pages_used, worker.scheduler.check().total
+            pages, leaked = worker.scheduler.load().pages_used, worker.scheduler.check_leaks().total
             legs, pulls = worker.sender.open_transfers, worker.receiver.open_pulls
             if not worker.stopped and (pages or leaked or legs or pulls or len(worker.mailbox._asks)):
                 found.append(f"{worker.name}: {pages} pages, {leaked} leaked, {legs} legs, {pulls} pulls")

@@ -31,16 +31,16 @@ class ListMailbox:
         self.predicted: list[float] = []
         self.plans: list[StepPlan] = []
 
-    def drain(self) -> Iterable[EngineEvent]:
+    def drain_events(self) -> Iterable[EngineEvent]:
         events, self.events = self.events, []
         return events
 
-    def about_to_run(self, predicted_s: float) -> None:
+    def on_step_begin(self, predicted_s: float) -> None:
         self.predicted.append(predicted_s)
 
     def publish(self, outcome: StepOutcome, plan: StepPlan) -> None:
         self.plans.append(plan)
-        for item in outcome.progress:
+        for item in outcome.new_tokens:
             received = self.tokens.setdefault(item.request.id, list(item.request.output[: item.request.emitted]))
             assert item.index == len(received)
             received.extend(item.tokens)
@@ -60,7 +60,7 @@ class TimedRunner(NullRunner):
         self.clock.advance(1e-3 + 1e-4 * plan.steps * sum(row.count for row in plan.rows))
         return super().run(plan)
 
-    def forget(self, request: RequestId) -> None:
+    def remove_request(self, request: RequestId) -> None:
         self.forgotten.append(request)
 
 
@@ -133,8 +133,8 @@ def test_one_prompt_one_answer(page_tokens: int, room: int, chunk: int, max_step
     assert any(len(plan.rows) > 1 for plan in mailbox.plans)
     assert chunk > 90 or any(not row.samples for plan in mailbox.plans for row in plan.rows)
     assert any(plan.steps > 1 for plan in mailbox.plans) == (max_steps > 1)
-    assert loop.scheduler.memory.found_tokens > 0
-    assert loop.scheduler.check().total == 0
+    assert loop.scheduler.memory.hit_tokens > 0
+    assert loop.scheduler.check_leaks().total == 0
     assert loop.scheduler.load().pages_used == 0
     assert sorted(runner.forgotten) == sorted(event.id for event in events)
 

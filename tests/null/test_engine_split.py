@@ -61,19 +61,19 @@ class Split:
         plan = scheduler.plan(0.0)
         outcome = scheduler.commit(plan, self.runner.run(plan), 0.0)
         self.publish(scheduler, plan, outcome)
-        assert scheduler.check().total == 0
-        return bool(plan.rows or plan.reserved or plan.preempted or outcome.progress)
+        assert scheduler.check_leaks().total == 0
+        return bool(plan.rows or plan.reserved or plan.preempted or outcome.new_tokens)
 
     def publish(self, scheduler: Scheduler, plan: StepPlan, outcome: StepOutcome) -> None:
         for request in plan.reserved:
             self.filled[request.id, request.epoch] = request.computed
             self.sent.append((self.prefill, CreditGranted(id=request.id, epoch=request.epoch)))
-        for page in outcome.pages_done:
+        for page in outcome.completed_pages:
             key = page.request.id, page.request.epoch
             upto = page.block * 16 + page.tokens
             self.filled[key] = max(self.filled.get(key, 0), upto)
             self.sent.append((self.decode, PagesArrived(id=key[0], epoch=key[1], computed=self.filled[key])))
-        for item in outcome.progress:
+        for item in outcome.new_tokens:
             request = item.request
             received = self.tokens[request.id]
             assert tuple(received[item.index : item.index + len(item.tokens)]) in ((), item.tokens)
@@ -130,7 +130,7 @@ def whole(events: list[AddRequest]) -> tuple[dict[RequestId, list[int]], dict[Re
         scheduler.apply(event, 0.0)
     while len(finish) < len(events):
         plan = scheduler.plan(0.0)
-        for item in scheduler.commit(plan, runner.run(plan), 0.0).progress:
+        for item in scheduler.commit(plan, runner.run(plan), 0.0).new_tokens:
             tokens.setdefault(item.request.id, []).extend(item.tokens)
             if item.finish is not None:
                 finish[item.request.id] = item.finish
@@ -158,5 +158,5 @@ def test_a_small_decode_worker_did_preempt() -> None:
         split.submit(event)
     split.run()
     assert split.decode.preemptions > 0
-    assert split.decode.memory.found_tokens > 0
+    assert split.decode.memory.hit_tokens > 0
     assert max(event.epoch for event in split.events.values()) > 0

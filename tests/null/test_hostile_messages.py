@@ -278,7 +278,7 @@ def test_a_stranger_gives_no_orders(stage: Stage) -> None:
     step(stage, 2)
     stage.hub.connect(worker.endpoint).send(Assign(duty="restart"))  # type: ignore[arg-type]
     step(stage, 5)
-    assert not worker.mailbox.duties.draining
+    assert not worker.mailbox.lifecycle.draining
     serves(stage, worker)
 
 

@@ -29,7 +29,7 @@ def counted(town: Town, name: str, counter: str) -> float:
 def writer(town: Town, client: Client) -> str:
     """Who writes this answer."""
     for name in town.alive:
-        found = town.worker(name).scheduler.find(client.request.id)
+        found = town.worker(name).scheduler.get_request(client.request.id)
         if found is not None and found.output:
             return name
     raise AssertionError(f"nobody writes {client.request.id}")
@@ -200,7 +200,7 @@ async def test_either_end_dies_amid_the_move(victim: str, after: int) -> None:
     """``after``: so many turns after the drain began."""
     async with Town(*WIDE, pages=256) as town:
         clients = await crowd(town, 6)
-        town.worker("decode-0").mailbox.leave()
+        town.worker("decode-0").mailbox.begin_shutdown()
         for _ in range(after):
             await town.turn()
         town.kill(victim)

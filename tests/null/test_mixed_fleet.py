@@ -47,7 +47,7 @@ def ask(town: Town, prompt: tuple[int, ...] = tuple(range(40)), *, name: str = "
 
 def writers(town: Town, client: Client) -> list[str]:
     """Who has this answer now."""
-    return [n for n in town.alive if n.startswith("decode") and town.worker(n).scheduler.find(client.request.id)]
+    return [n for n in town.alive if n.startswith("decode") and town.worker(n).scheduler.get_request(client.request.id)]
 
 
 def writer(town: Town, client: Client) -> str:

@@ -144,7 +144,7 @@ def test_what_changed_is_told_once_when_it_is_due() -> None:
     stage.turn()
     stage.ask(range(20), to=worker, max_tokens=4)
     stage.run()
-    assert worker.mailbox.patience_s <= 0.1
+    assert worker.mailbox.idle_timeout_s <= 0.1
     stage.turn(0.1)
     stage.turn()
     report = stage.reports[worker.name]

@@ -179,9 +179,9 @@ def test_a_flipped_bit_is_found_and_the_request_returned():
     stage.ask_split(list(range(100)), prefill, decode)
     stage.turn()
     decode.stopped = True  # what is announced now is copied later
-    while not prefill.sender.open_transfers or not prefill.scheduler.find("r").announced:
+    while not prefill.sender.open_transfers or not prefill.scheduler.get_request("r").announced_pieces:
         stage.turn()
-    prefill.memory.view(prefill.scheduler.find("r").held[0].pages[0])[12] ^= 1
+    prefill.memory.view(prefill.scheduler.get_request("r").page_tables[0].pages[0])[12] ^= 1
     decode.stopped = False
     stage.run()
     assert [(name, r.reason) for name, r in stage.returned][:1] == [("d", "pages_lost: corrupt")]

@@ -271,7 +271,7 @@ def test_a_worker_that_stops_gives_everything_back_and_says_so():
     stage.ask_split(list(range(50)), prefill, decode, request="b", max_tokens=30)
     for _ in range(4):
         stage.turn()
-    decode.mailbox.drain_out()
+    decode.mailbox.return_all()
     decode.stopped = True
     stage.run()
     assert {(r.request, r.reason) for name, r in stage.returned if name == "d"} == {

@@ -38,7 +38,7 @@ SIZE = 2 << 20
 class FixedCost(StepCostModel):
     """The stage's clock stands still during a step, so there is nothing to be learned from it."""
 
-    def learn(self, work: StepWork, seconds: float) -> None:
+    def update(self, work: StepWork, seconds: float) -> None:
         del work, seconds
 
 
@@ -178,11 +178,11 @@ def test_pages_that_do_not_come_in_time_are_computed_and_kept_when_they_come(tmp
         if turn == 1:
             assert first_item(stage, "r").cached_tokens == 0
             assert reader.queued == 9
-            assert not prefill.scheduler.memory.importing, "what no tier has begun is taken back"
-            assert prefill.scheduler.check().total == 0
+            assert not prefill.scheduler.memory.has_foreign_pages, "what no tier has begun is taken back"
+            assert prefill.scheduler.check_leaks().total == 0
             reader.work()
             stage.turn()
-            assert not prefill.scheduler.memory.importing
+            assert not prefill.scheduler.memory.has_foreign_pages
         end(stage)
 
 
@@ -223,12 +223,12 @@ def test_of_a_cancelled_request_a_tier_that_hangs_keeps_one_page(monkeypatch: py
     stage.ask([i % 70 for i in range(150)], to=worker)
     stage.turn()
     assert tier.reads.wait(60)
-    assert worker.scheduler.memory.imported == 9
+    assert worker.scheduler.memory.foreign_pages == 9
     worker.link.send(Cancel(request="r", epoch=1))
     stage.wait(0.3)
     report = stage.reports[worker.name]
     assert (report.kv_pages_used, report.kv_pages_loading) == (1, 1), "the page under the thread's hands"
-    lost = worker.scheduler.memory.pool.reserve(2).take()  # somebody loses pages meanwhile
+    lost = worker.scheduler.memory.pool.allocate(2).detach()  # somebody loses pages meanwhile
     stage.wait(0.8)
     assert stage.reports[worker.name].kv_pages_leaked == 2, "the check goes on beside the tier that hangs"
     worker.scheduler.memory.pool.release(lost)
@@ -269,7 +269,7 @@ def test_pages_are_asked_for_some_in_a_turn_and_those_that_were_not_are_free_at_
             worker.link.send(Cancel(request="r", epoch=1))
         for _ in range(3):
             stage.turn()
-        assert not prefill.scheduler.memory.importing
+        assert not prefill.scheduler.memory.has_foreign_pages
         reader.work()
         stage.assert_idle()
         end(stage)

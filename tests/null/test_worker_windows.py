@@ -52,9 +52,9 @@ def test_a_long_answer_takes_constant_memory_for_its_windows():
     stage.ask([1] * 20, to=worker, max_tokens=400)
     held: list[int] = []
     while stage.turn() or len(held) < 50:
-        request = worker.scheduler.find("r")
-        if request is not None and request.held:
-            held.append(len(request.held[1].pages) - request.held[1].begin)
+        request = worker.scheduler.get_request("r")
+        if request is not None and request.page_tables:
+            held.append(len(request.page_tables[1].pages) - request.page_tables[1].first)
     assert max(held) <= (WINDOW - 1) // 16 + 2
     assert stage.answer() == expected(20, tokens=400)
     stage.assert_idle()

@@ -103,7 +103,7 @@ class MarkingRunner(NullRunner):
         held = [struct.unpack("<III", self._place(row, group, at)[:12]) for at in range(first, row.start)]
         found = [mark[:2] for mark in held]
         assert found == known, f"{row.request.id}: pages hold {found}, not {known}"
-        if row.request.apart:
+        if row.request.mixed_numerics:
             border = len(row.request.prompt)
             readers = [bool(mark[2]) for mark in held]
             assert readers == [at < border for at in range(first, row.start)], f"{row.request.id}: {readers}"
@@ -111,8 +111,8 @@ class MarkingRunner(NullRunner):
 
     def _place(self, row: ScheduledTokens, group: int, position: int) -> memoryview:
         block, slot = divmod(position, LAYOUT.page_tokens)
-        own = row.request.held[group]
-        assert own.begin <= block, f"{row.request.id}: block {block} was given back"
+        own = row.request.page_tables[group]
+        assert own.first <= block, f"{row.request.id}: block {block} was given back"
         size = LAYOUT.page_bytes // LAYOUT.page_tokens
         return self._memory.view(own.pages[block])[slot * size : (slot + 1) * size]
 
@@ -164,7 +164,7 @@ class StageWorker:
         self.loop = EngineLoop(
             self.mailbox, self.scheduler, MarkingRunner(self.memory, role, asked=stage.asked), stage.clock
         )
-        self.loop.on_plan = self.mailbox.planned
+        self.loop.on_plan = self.mailbox.on_plan
         self._hub = stage.hub
         self.link = stage.hub.connect(self.endpoint)
         self.stopped = False
@@ -230,7 +230,7 @@ class Stage:
         moved = False
         for worker in self.workers:
             if not worker.stopped:
-                moved |= worker.loop.step() or worker.mailbox.busy
+                moved |= worker.loop.step() or worker.mailbox.has_work
             while (received := worker.link.recv()) is not None:
                 match received.message:
                     case Tokens(items=items):
@@ -313,7 +313,7 @@ class Stage:
                 continue
             load = worker.scheduler.load()
             assert load.pages_used == 0, f"{worker.name} holds {load.pages_used} pages"
-            assert worker.scheduler.check().total == 0
+            assert worker.scheduler.check_leaks().total == 0
             assert not worker.sender.open_transfers
             assert not worker.receiver.open_pulls
             assert len(worker.mailbox._asks) == 0

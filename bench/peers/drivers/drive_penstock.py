@@ -36,15 +36,15 @@ class ListMailbox:
         self.waiting: list[EngineEvent] = []
         self.told: dict[RequestId, int] = {}
 
-    def drain(self) -> Iterable[EngineEvent]:
+    def drain_events(self) -> Iterable[EngineEvent]:
         events, self.waiting = self.waiting, []
         return events
 
-    def about_to_run(self, predicted_s: float) -> None:
+    def on_step_begin(self, predicted_s: float) -> None:
         pass
 
     def publish(self, outcome: StepOutcome, plan: StepPlan) -> None:
-        for progress in outcome.progress:
+        for progress in outcome.new_tokens:
             self.told[progress.request.id] = progress.index + len(progress.tokens)
 
 

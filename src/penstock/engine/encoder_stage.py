@@ -48,23 +48,23 @@ class EncoderCache:
             self.nbytes += rows_ND.nbytes
         self._shrink()
 
-    def hold(self, request: RequestId, contents: Iterable[bytes]) -> None:
+    def pin(self, request: RequestId, contents: Iterable[bytes]) -> None:
         """Nothing of ``contents`` leaves until ``release``, also what is yet to come."""
         self._held[request] = frozenset(contents)
 
-    def release(self, request: RequestId) -> None:
+    def unpin(self, request: RequestId) -> None:
         """The request needs its images no more; one that holds none is no error."""
         if self._held.pop(request, None) is not None:
             self._shrink()
 
-    def held_bytes(self, requests: Iterable[RequestId] | None = None) -> int:
+    def pinned_bytes(self, requests: Iterable[RequestId] | None = None) -> int:
         """Of rows that these requests (by default, any) hold."""
         owners = self._held if requests is None else requests
         held = frozenset[bytes]().union(*(self._held.get(owner, frozenset()) for owner in owners))
         return sum(self._rows[content].nbytes for content in held if content in self._rows)
 
     @property
-    def holders(self) -> tuple[RequestId, ...]:
+    def pinning_requests(self) -> tuple[RequestId, ...]:
         """Requests that hold images."""
         return tuple(self._held)
 
@@ -87,11 +87,11 @@ PlacedMedia = tuple[tuple[PlacedImage, MediaInput], ...]
 class RemoteEncoder(Protocol):
     """Encoders on other workers (``engine.service.encoders.Encoders``)."""
 
-    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: MediaInput, width: int) -> bool:
+    def request_rows(self, sources: Sequence[PageSource], image: PlacedImage, picture: MediaInput, width: int) -> bool:
         """Have one of them encode this image into rows of so many numbers; False if none can be reached."""
         ...
 
-    def answers(self) -> Iterable[tuple[bytes, NDArray[np.float32] | None]]:
+    def results(self) -> Iterable[tuple[bytes, NDArray[np.float32] | None]]:
         """What came since the last call, by content; None: it must be encoded here."""
         ...
 
@@ -99,11 +99,11 @@ class RemoteEncoder(Protocol):
 class NoRemoteEncoder:
     """There are no other encoders."""
 
-    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: MediaInput, width: int) -> bool:
+    def request_rows(self, sources: Sequence[PageSource], image: PlacedImage, picture: MediaInput, width: int) -> bool:
         """See ``RemoteEncoder``."""
         return False
 
-    def answers(self) -> Iterable[tuple[bytes, NDArray[np.float32] | None]]:
+    def results(self) -> Iterable[tuple[bytes, NDArray[np.float32] | None]]:
         """See ``RemoteEncoder``."""
         return ()
 
@@ -158,16 +158,16 @@ class EncoderStage:
     @property
     def axes(self) -> bool:
         """Have the model's positions three axes?"""
-        return self.encoder is not None and self.encoder.axes
+        return self.encoder is not None and self.encoder.has_axes
 
     @property
     def _leads(self) -> int:
         """Tokens of the sound that every prompt begins with; 0: none need to."""
-        return 0 if self.encoder is None else self.encoder.leads
+        return 0 if self.encoder is None else self.encoder.leading_tokens
 
     # --- on the way to the scheduler ----------------------------------------------------------------------------------
 
-    def ready(self, event: AddRequest) -> bool:
+    def is_ready(self, event: AddRequest) -> bool:
         """Can this request go on to the scheduler?  If not, its images are being encoded.
 
         Raises ImageRefused for a request whose images are not what it says, or that this model cannot read.
@@ -185,14 +185,14 @@ class EncoderStage:
         """What is to be encoded for a request that has just come."""
         self._check(event)
         covered = self._covered(event)
-        shown = zip(event.images, event.pictures, strict=True) if event.leg is not RequestStage.DECODE else ()
+        shown = zip(event.images, event.media, strict=True) if event.leg is not RequestStage.DECODE else ()
         pairs = tuple((image, picture) for image, picture in shown if image.end > covered)
-        self._store.hold(event.id, (image.content for image, _ in pairs))
+        self._store.pin(event.id, (image.content for image, _ in pairs))
         self.counters.queries += len(pairs)
         self.counters.hits += sum(image.content in self._store for image, _ in pairs)
         return PendingMedia(pairs, event.encoders)
 
-    def serve(self, content: bytes, picture: MediaInput) -> NDArray[np.float32] | None:
+    def encode_for_peer(self, content: bytes, picture: MediaInput) -> NDArray[np.float32] | None:
         """Encode this image for another worker; its rows if they are here already, else ``served`` has them later.
 
         Raises ImageRefused.
@@ -204,23 +204,23 @@ class EncoderStage:
         rows_ND = self._store.get(content)
         if rows_ND is None:
             self._waiting[_served(content)] = PendingMedia(((image, picture),), ())
-            self._store.hold(_served(content), [content])
+            self._store.pin(_served(content), [content])
         return rows_ND
 
-    def served(self, contents: Iterable[bytes]) -> Iterator[tuple[bytes, NDArray[np.float32]]]:
+    def encoded_for_peers(self, contents: Iterable[bytes]) -> Iterator[tuple[bytes, NDArray[np.float32]]]:
         """Those of them that are encoded now; they are held no longer."""
         for content in contents:
             rows_ND = self._store.get(content)
             if rows_ND is not None:
-                self.forget(_served(content))
+                self.remove_request(_served(content))
                 yield content, rows_ND
 
-    def forget(self, request: RequestId) -> None:
+    def remove_request(self, request: RequestId) -> None:
         """Nobody waits for this request any more, or it needs its images no longer."""
         self._waiting.pop(request, None)
-        self._store.release(request)
+        self._store.unpin(request)
 
-    def work(self) -> bool:
+    def encode_slice(self) -> bool:
         """Encode a little of what is waited for; False when there was nothing to do, or no room."""
         begin = self._clock()
         heard = self._hear()
@@ -240,7 +240,7 @@ class EncoderStage:
     def _hear(self) -> bool:
         """Take what other encoders have sent."""
         heard = False
-        for content, rows_ND in self._elsewhere.answers():
+        for content, rows_ND in self._elsewhere.results():
             heard = True
             self._asked.pop(content, None)
             if rows_ND is None:
@@ -263,7 +263,7 @@ class EncoderStage:
                 if not self._has_room(image):
                     return False
                 own = image.content in self._own
-                if not own and self._elsewhere.ask(wanted.sources, image, picture, self._encoder().width):
+                if not own and self._elsewhere.request_rows(wanted.sources, image, picture, self._encoder().width):
                     self._asked[image.content] = self._nbytes(image)
                     continue
                 self._begun = (image.content, self._encoder().begin(self._ops, picture))
@@ -271,10 +271,10 @@ class EncoderStage:
         return False
 
     def _has_room(self, image: PlacedImage) -> bool:
-        gone_on = [owner for owner in self._store.holders if owner not in self._waiting]
-        if not self._store.held_bytes(gone_on):
+        gone_on = [owner for owner in self._store.pinning_requests if owner not in self._waiting]
+        if not self._store.pinned_bytes(gone_on):
             return True
-        return self._store.held_bytes() + sum(self._asked.values()) + self._nbytes(image) <= self._store.limit
+        return self._store.pinned_bytes() + sum(self._asked.values()) + self._nbytes(image) <= self._store.limit
 
     def _keep(self, content: bytes, encoding: MediaEncoding) -> None:
         self.counters.images += 1
@@ -319,9 +319,9 @@ class EncoderStage:
             end = image.end
         if event.leg is RequestStage.DECODE:
             return
-        if len(event.pictures) != len(event.images):
-            raise ImageRefused(f"{len(event.images)} images, {len(event.pictures)} pictures")
-        for image, picture in zip(event.images, event.pictures, strict=True):
+        if len(event.media) != len(event.images):
+            raise ImageRefused(f"{len(event.images)} images, {len(event.media)} pictures")
+        for image, picture in zip(event.images, event.media, strict=True):
             self._check_picture(image, picture)
 
     def _check_picture(self, image: PlacedImage, picture: MediaInput) -> None:

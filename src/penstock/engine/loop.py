@@ -19,11 +19,11 @@ from penstock.engine.runner.interface import Runner
 class EngineService(Protocol):
     """Where events come from and outcomes go; the worker's service, or a list in a test."""
 
-    def drain(self) -> Iterable[EngineEvent]:
+    def drain_events(self) -> Iterable[EngineEvent]:
         """Everything that came since the last call; does not wait."""
         ...
 
-    def about_to_run(self, predicted_s: float) -> None:
+    def on_step_begin(self, predicted_s: float) -> None:
         """A step begins now and should end after ``predicted_s`` seconds.  Not called for a plan without rows."""
         ...
 
@@ -55,24 +55,31 @@ class EngineLoop:
         """One turn.  True when something happened: an event came, tokens were computed, or a request was moved."""
         now = self.clock.now()
         heard = False
-        for event in self.mailbox.drain():
+        for event in self.mailbox.drain_events():
             self.scheduler.apply(event, now)
             heard = True
         plan = self.scheduler.plan(now, self.max_steps)
         self.on_plan(plan)
-        for request in plan.gone:
-            self.runner.forget(request)
+        for request in plan.removed:
+            self.runner.remove_request(request)
         drawn, seconds = self._run(plan)
         outcome = self.scheduler.commit(plan, drawn, self.clock.now(), seconds)
         self.mailbox.publish(outcome, plan)
-        moved = plan.rows or plan.reserved or plan.preempted or plan.checked or outcome.progress or outcome.pages_done
+        moved = (
+            plan.rows
+            or plan.reserved
+            or plan.preempted
+            or plan.verified_pages
+            or outcome.new_tokens
+            or outcome.completed_pages
+        )
         return heard or bool(moved)
 
     def _run(self, plan: StepPlan) -> tuple[Sequence[SampledTokens], float | None]:
         """The runner's answer, and how long it took."""
         if not plan.rows:
             return (), None
-        self.mailbox.about_to_run(plan.predicted_s)
+        self.mailbox.on_step_begin(plan.predicted_s)
         begin = self.clock.now()
         drawn = self.runner.run(plan)
         return drawn, self.clock.now() - begin

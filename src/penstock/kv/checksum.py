@@ -27,7 +27,7 @@ class PageChecksums:
 
     def __init__(self, memory: KvMemory) -> None:
         self._memory = memory
-        self.pages_per_turn = max(1, BYTES_PER_TURN // memory.layout.page_bytes)
+        self.pages_per_step = max(1, BYTES_PER_TURN // memory.layout.page_bytes)
         self.page_s = memory.layout.page_bytes / BYTES_PER_S
         self._sums = [b""] * memory.pages
 
@@ -35,7 +35,7 @@ class PageChecksums:
         """See ``PageVerifier``.  The page is read once."""
         self._sums[page] = xxh3_128(self._memory.view(page))
 
-    def intact(self, page: PageId) -> bool:
+    def is_intact(self, page: PageId) -> bool:
         """See ``PageVerifier``.  The page is read once."""
         return xxh3_128(self._memory.view(page)) == self._sums[page]
 

@@ -268,8 +268,8 @@ class Workers:
         config = self._config
         room = LoraLimits(slots=config.max_loras, nbytes=config.lora_memory, max_rank=config.max_lora_rank)
         if self._plan.scheduler.pooling is not None:
-            return LoraManager.none(ops, room)
-        adapters = LoraManager.of(ops, loaded, room)
+            return LoraManager.disabled(ops, room)
+        adapters = LoraManager.for_model(ops, loaded, room)
         for own in self._model.loras:
             adapters.load(AdapterRef(fingerprint=own.fingerprint, folder=own.folder))
         return adapters

@@ -35,6 +35,6 @@ class Pulse:
 
     def on_plan(self, plan: StepPlan) -> None:
         """Called once a turn, right before the plan is computed."""
-        self._mailbox.planned(plan)
+        self._mailbox.on_plan(plan)
         now = self._now_ns()
         self._slot.beat(now, now + int(plan.predicted_s * 1e9), self._mailbox.reporter.steps)

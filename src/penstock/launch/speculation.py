@@ -74,7 +74,7 @@ class Guessing:
             case None:
                 return NgramProposer(**limits, clock=self.clock)
             case EagleHead() as head:
-                runner.tap(head.tapped, head.hidden)
+                runner.record_hidden_states(head.tapped, head.hidden)
                 guide = EagleSource(head, self.vocab, runner)
             case SmallModel() as small:
                 guide = DraftModelSource(small.model, small.kv, small.vocab)

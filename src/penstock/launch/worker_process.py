@@ -111,7 +111,7 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
         encoder_of(inherited.model),
         inherited.ops,
         cache_bytes=config.image_cache_bytes,
-        covered=lambda event: scheduler.memory.covered(event.hashes),
+        covered=lambda event: scheduler.memory.cached_tokens(event.hashes),
         elsewhere=encoders,
     )
     kv = _kv_array(inherited.ops, own, inherited.pages_on_device)
@@ -125,23 +125,23 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
     ready = ReadinessSources(grammars, images, inherited.adapters, stored)
     mailbox = WorkerService(config, scheduler, hand_over, transport, clock, ready=ready)
     if isinstance(runner, ModelRunner):
-        scheduler.sitting_out = runner.sitting_out
+        scheduler.without_masks = runner.without_masks
     loop = EngineLoop(mailbox, scheduler, runner, clock, max_steps=AHEAD if inherited.pages_on_device else 1)
     loop.on_plan = Pulse(inherited.slot, inherited.gateways, mailbox).on_plan
     inherited.slot.set_state(WorkerState.READY)
     cores = inherited.cores
     mailbox.reporter.borrowed_s, mailbox.reporter.images = cores.borrowed_s, images.counters
-    stored.tell(mailbox.reporter, inherited.store.domain, mailbox.bulletins)
-    mailbox.duties.on_role, mailbox.duties.on_settled = inherited.slot.assign, _Courtesy(config).settle
+    stored.tell(mailbox.reporter, inherited.store.domain, mailbox.publisher)
+    mailbox.lifecycle.on_role, mailbox.lifecycle.on_settled = inherited.slot.assign, _Courtesy(config).settle
     while not _is_over(stop, mailbox, clock):
         moved = loop.step()
-        if not images.work() and not moved and not mailbox.busy:
+        if not images.encode_slice() and not moved and not mailbox.has_work:
             cores.lend_cores()
-            idle_s = min(_idle_s(scheduler, clock), mailbox.patience_s)
+            idle_s = min(_idle_s(scheduler, clock), mailbox.idle_timeout_s)
             transport.wait(idle_s, [*mailbox.sources, *encoders.links()], mailbox.descriptors)
             cores.reclaim_cores()
     inherited.slot.set_state(WorkerState.DRAINING)
-    mailbox.drain_out()
+    mailbox.return_all()
     transport.close(linger_s=LAST_WORDS_S)
     stored.close()
     grammars.close()
@@ -168,8 +168,8 @@ def _is_over(stop: _StopFlag, mailbox: WorkerService, clock: MonotonicClock) -> 
     """Looked at between two steps.  The first SIGTERM lets others go on with what is written here."""
     if stop.asked == 1 and not stop.heard:
         stop.heard = True
-        mailbox.leave()
-    return stop.asked > 1 or mailbox.duties.over(clock.now())
+        mailbox.begin_shutdown()
+    return stop.asked > 1 or mailbox.lifecycle.is_over(clock.now())
 
 
 class _StopFlag:
@@ -217,7 +217,7 @@ def _runner(
     model, (grammars, images) = cast(Model, inherited.model), beside
     patience = MaskWait(wait_s=config.mask_wait_ms / 1000)
     program = _made_ready(record(model, ops, kv, inherited.drafts), inherited)
-    aids = RunnerServices(matcher_of=grammars.matcher, images=images, adapters=inherited.adapters, patience=patience)
+    aids = RunnerServices(matcher_of=grammars.matcher, images=images, adapters=inherited.adapters, mask_wait=patience)
     return ModelRunner(model, ops, kv, program, aids)
 
 
@@ -254,7 +254,7 @@ def _stored(
     """Tiers beside this worker's memory, in which cached pages are sealed if this process can read them."""
     scheduler, clock = beside
     if not inherited.pages_on_device:
-        scheduler.memory.guard = PageChecksums(own)
+        scheduler.memory.verifier = PageChecksums(own)
     place = StoreOwner(worker=config.worker, identity=inherited.identity, layout=own.layout, peers=peers)
     tiers = open_tiers(config.kv_store, inherited.store, place)
     inherited.store.close()

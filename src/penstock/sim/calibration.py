@@ -246,8 +246,8 @@ class Bench:
         finally:
             for number in range(self._asked + 1):
                 scheduler.apply(CancelRequest(id=RequestId(f"{number}"), epoch=1), 0.0)
-            for gone in scheduler.plan(0.0).gone:
-                self._runner.forget(gone)
+            for gone in scheduler.plan(0.0).removed:
+                self._runner.remove_request(gone)
 
     # --- pages ------------------------------------------------------------------------------------------------------
 

@@ -77,11 +77,11 @@ class HandOvers:
     def sent(self, worker: SimWorker, outcome: StepOutcome) -> None:
         """What a prefill worker's step has brought: pages, and perhaps the first token after the last of them."""
         by_key: dict[Key, list[CompletedPage]] = {}
-        for done in outcome.pages_done:
+        for done in outcome.completed_pages:
             by_key.setdefault((done.request.id, done.request.epoch), []).append(done)
         for key, pages in by_key.items():
             self._pages(key, pages)
-        for progress in outcome.progress:
+        for progress in outcome.new_tokens:
             if progress.request.leg is RequestStage.PREFILL:
                 self._first(progress)
 
@@ -183,10 +183,10 @@ class SimGateway:
 
     def said(self, worker: SimWorker, outcome: StepOutcome, spacing_s: float) -> None:
         """Pages to receivers, tokens to clients."""
-        if outcome.pages_done or outcome.progress:
+        if outcome.completed_pages or outcome.new_tokens:
             self.hand_overs.sent(worker, outcome)
         now = self._agenda.now
-        for progress in outcome.progress:
+        for progress in outcome.new_tokens:
             request = progress.request
             flight = self._flights.get(request.id)
             if flight is None or flight.epoch != request.epoch:

@@ -100,7 +100,7 @@ class SimWorker:
         self.wires = tuple(map(Wire, speeds))  # from the tiers
         self._tier_s = [self.page_bytes / speed for speed in speeds]  # that a page takes from there, of late
         self._prefix = self.scheduler.memory.prefix
-        self._log = KvEventLog(self.name, INCARNATION, self._prefix.blocks, self._only_lower, len(speeds))
+        self._log = KvEventLog(self.name, INCARNATION, self._prefix.known_blocks, self._only_lower, len(speeds))
         self._prefix.on_change = self._cache_changed
         self._inbox: list[tuple[EngineEvent, int | None]] = []  # with the serial number of a Submit
         self._unheard: set[int] = set()  # Submits that the scheduler has not heard of
@@ -129,7 +129,7 @@ class SimWorker:
             emitted=submit.emitted,
             claim=submit.claim,
             open_ended=submit.open_ended,
-            expected=submit.expected_tokens,
+            expected_tokens=submit.expected_tokens,
         )
         ready_at = self._agenda.now if submit.leg is RequestStage.DECODE else self._fetch(arrive)
         if ready_at > self._agenda.now:
@@ -159,7 +159,7 @@ class SimWorker:
             scheduler.apply(event, now)
             if serial is not None:
                 self._unheard.discard(serial)
-            if isinstance(event, FirstTokenArrived) and (request := scheduler.find(event.id)) is not None:
+            if isinstance(event, FirstTokenArrived) and (request := scheduler.get_request(event.id)) is not None:
                 self._left[event.id] = self._answers[event.id] - len(request.output)
         plan = scheduler.plan(now, self._steps_ahead())
         self.changed = True
@@ -181,7 +181,7 @@ class SimWorker:
         return min(self._left.values(), default=1)
 
     def _planned(self, plan: StepPlan) -> None:
-        for gone in plan.gone:
+        for gone in plan.removed:
             self._left.pop(gone, None)
         for returned in plan.returned:
             self._port.returned(self, returned)
@@ -234,7 +234,7 @@ class SimWorker:
         return SampledTokens((*((WORD,) * (left - 1)), END))
 
     def _count_left(self, outcome: StepOutcome) -> None:
-        for progress in outcome.progress:
+        for progress in outcome.new_tokens:
             request = progress.request
             if progress.finish is not None:
                 self._left.pop(request.id, None)
@@ -246,15 +246,15 @@ class SimWorker:
     def _cache_changed(self, block: BlockHash, known: bool) -> None:
         """The router is told of a block in the nearest tier that has it, until it is in none any more."""
         if known:
-            self._log.note(block, True)
+            self._log.set_cached(block, True)
             return
         for moved, tier in self._tiers.keep(block):
             if moved in self._prefix:
                 continue
             if tier:
-                self._log.sank(moved, tier)
+                self._log.set_tier(moved, tier)
             else:
-                self._log.note(moved, False)
+                self._log.set_cached(moved, False)
 
     def _only_lower(self) -> Iterator[tuple[BlockHash, int]]:
         return ((block, tier) for block, tier in self._tiers.nearest() if block not in self._prefix)
@@ -265,7 +265,7 @@ class SimWorker:
         match = self._prefix.match(hashes, limit)
         with match.lease as known:
             if len(known) <= self._may_keep():
-                self._kept[arrive.id] = [PageLease(self.scheduler.memory.pool, known.take())]
+                self._kept[arrive.id] = [PageLease(self.scheduler.memory.pool, known.detach())]
         ready_at = self._agenda.now
         for tier, blocks in enumerate(self._tiers.found(hashes, match.blocks, limit)):
             if blocks:
@@ -278,9 +278,9 @@ class SimWorker:
     def _fetched(self, arrive: AddRequest, serial: int) -> None:
         """Put what was read into pages, as far as there is room."""
         hashes, limit = arrive.hashes, self._shareable(arrive)
-        here = self._prefix.longest(hashes, limit)
+        here = self._prefix.longest_prefix(hashes, limit)
         blocks = min(sum(self._tiers.found(hashes, here, limit)), self._may_keep())
-        fresh = self.scheduler.memory.pool.reserve(blocks)
+        fresh = self.scheduler.memory.pool.allocate(blocks)
         if blocks and not isinstance(fresh, PageShortfall):
             names = hashes[here : here + blocks]
             for name, page in zip(names, fresh.pages, strict=True):
@@ -305,13 +305,13 @@ class SimWorker:
         """Who has pages, or is gone, holds by itself what was kept for it.  Some are not even in the queue."""
         coming = {event.id for event, _ in self._inbox} | self._fetching.keys()
         for request_id in [each for each in self._kept if each not in coming]:
-            request = self.scheduler.find(request_id)
-            if request is None or request.held:
+            request = self.scheduler.get_request(request_id)
+            if request is None or request.page_tables:
                 self._let_go(request_id)
 
     def _let_go(self, request_id: RequestId) -> None:
         for lease in self._kept.pop(request_id):
-            self.scheduler.memory.pool.release(lease.take())
+            self.scheduler.memory.pool.release(lease.detach())
 
     def _let_all_go(self) -> bool:
         """Nothing can be computed: what is kept for some may be the room that others wait for."""
@@ -324,7 +324,7 @@ class SimWorker:
 
     def cache_events(self) -> Sequence[KvEvents]:
         """What has changed in the cache since the last call."""
-        return self._log.take()
+        return self._log.drain()
 
     def whole_cache(self) -> Sequence[KvEvents]:
         """Everything that it holds."""
@@ -355,12 +355,12 @@ class SimWorker:
             kv_pages_free=load.pages_free,
             prompt_tokens=load.prompt_tokens,
             prompt_pairs=load.prompt_pairs,
-            answers=load.answers,
+            answers=load.decode_requests,
             context_tokens=load.context_tokens,
             page_bytes=self.page_bytes,
             tier_s=tuple(self._tier_s),
             rates=StepRates(*scheduler.cost.rates),
-            measured=scheduler.cost.measured,
+            measured=scheduler.cost.measured_steps,
             kv_sequence=self._log.sequence,
             heard=min(self._unheard) - 1 if self._unheard else self._last_serial,
         )

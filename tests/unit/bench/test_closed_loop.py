@@ -18,7 +18,7 @@ def run(*flags: str, split: bool = True) -> Loop:
 def test_every_request_has_all_its_tokens(split: bool) -> None:
     loop = run(split=split)
     assert (len(loop.ttft), len(loop.itl)) == (24, 24 * 63)
-    assert all(worker.scheduler.check().total == 0 for worker in loop.workers.values())
+    assert all(worker.scheduler.check_leaks().total == 0 for worker in loop.workers.values())
 
 
 def test_even_pace_is_more_for_everybody() -> None:

@@ -57,23 +57,23 @@ def test_blocks_sink_through_tiers_and_come_back():
     log = KvEventLog(WorkerId("w"), 1, list, lower.items, 2)
 
     def known() -> list[int]:
-        for message in log.take():
+        for message in log.drain():
             index.take(0, message)
         return [hits(index, blocks)[0], *(int(depths[0]) for depths in index.below(blocks, 1))]
 
     for message in log.snapshot():
         index.take(0, message)
     for block in blocks:
-        log.note(block, known=True)
+        log.set_cached(block, known=True)
     assert known() == [9, 9, 9]
     for block, tier in zip(blocks[5:], (1, 1, 2, 2), strict=True):
-        log.sank(block, tier)
+        log.set_tier(block, tier)
     assert known() == [5, 7, 9]
-    log.note(blocks[8], known=False)
+    log.set_cached(blocks[8], known=False)
     assert known() == [5, 7, 8]
-    log.sank(blocks[6], 2)
+    log.set_tier(blocks[6], 2)
     assert known() == [5, 6, 8]
-    log.note(blocks[5], known=True)
+    log.set_cached(blocks[5], known=True)
     assert known() == [6, 6, 8]
     assert not index.lacking(0, 0.0)
     index.drop(0)
@@ -108,8 +108,8 @@ def test_tiers_that_there_is_no_room_for_are_not_asked_for_again_and_again():
     for message in log.snapshot():
         index.take(0, message)
     for block in blocks[:10]:
-        log.note(block, known=True)
-        for message in log.take():
+        log.set_cached(block, known=True)
+        for message in log.drain():
             index.take(0, message)
         assert not index.lacking(0, 0.0)
     assert (hits(index, blocks), index.gaps) == ([10], 0)
@@ -198,14 +198,14 @@ def test_whatever_is_lost_on_the_way_is_known_in_the_end(events):
         if verb == "+":
             for block in blocks[:length]:
                 cache[block] = None
-                log.note(block, True)
+                log.set_cached(block, True)
         elif verb == "-":
             for block in reversed(blocks[length:]):
                 if block in cache:
                     del cache[block]
-                    log.note(block, False)
+                    log.set_cached(block, False)
         else:
-            for message in log.take():
+            for message in log.drain():
                 if verb != "?":
                     index.take(0, message)
         if verb == "!":
@@ -222,14 +222,14 @@ def test_messages_of_a_log_are_of_limited_size():
     blocks = chain(2 * KV_EVENT_BLOCKS + 5)
     log = KvEventLog(WorkerId("w"), 1, lambda: blocks)
     for block in blocks:
-        log.note(block, True)
+        log.set_cached(block, True)
     assert len(log) == len(blocks)
-    changes, parts = log.take(), list(log.snapshot())
+    changes, parts = log.drain(), list(log.snapshot())
     assert [message.sequence for message in changes] == [1, 2, 3]
     assert [(message.sequence, message.part, message.parts) for message in parts] == [(3, 0, 3), (3, 1, 3), (3, 2, 3)]
     assert b"".join(message.stored for message in parts) == keys_of(blocks)
     assert max(len(message.stored) for message in changes + parts) == 8 * KV_EVENT_BLOCKS
-    assert log.take() == []
+    assert log.drain() == []
 
 
 def test_what_was_sent_a_moment_ago_counts_until_the_report_after_the_first_token():

@@ -101,7 +101,7 @@ def test_a_tiny_run_has_the_schedule_of_the_real_scheduler() -> None:
             SampledTokens((END if len(row.request.output) + 1 == jobs[int(row.request.id)][2] else WORD,) * row.samples)
             for row in plan.rows
         ]
-        for progress in scheduler.commit(plan, drawn, now).progress:
+        for progress in scheduler.commit(plan, drawn, now).new_tokens:
             ends[progress.request.id] = (ends.get(progress.request.id, (now, now))[0], now)
         if not plan.rows:
             now = coming[0][1][0] + one.links.message_s

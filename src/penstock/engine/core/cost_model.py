@@ -77,7 +77,7 @@ class StepCostModel:
         self._speed_spread = SPEED_VARIANCE
         self._noise = NOISE
         self._spread = [[((WEIGHT_VARIANCE * prior[i]) ** 2 if i == j else 0.0) for j in range(4)] for i in range(4)]
-        self.measured = 0
+        self.measured_steps = 0
 
     def predict(self, work: StepWork) -> float:
         """Seconds of one step."""
@@ -90,7 +90,7 @@ class StepCostModel:
         """Seconds of a step, and of each token, (query, key) pair and draw in it."""
         return tuple(weight / unit for weight, unit in zip(self._weights, SCALE, strict=True))  # type: ignore[return-value]
 
-    def affordable(self, work: StepWork, budget_s: float, start: int, *, draws_each: bool = False) -> int:
+    def affordable_tokens(self, work: StepWork, budget_s: float, start: int, *, draws_each: bool = False) -> int:
         """Tokens from position ``start`` that can be added to ``work`` within ``budget_s``; may be 0 or less."""
         left = budget_s - self.predict(work) - self._weights[3] / SCALE[3]
         each = self._weights[1] / SCALE[1] + (self._weights[3] / SCALE[3] if draws_each else 0.0)
@@ -101,14 +101,14 @@ class StepCostModel:
         # the positive root of  pair/2 n^2 + linear n = left,  in the form that does not cancel
         return int(min(2 * left / (linear + sqrt(linear * linear + 2 * pair * left)), 1e9))
 
-    def learn(self, work: StepWork, seconds: float) -> None:
+    def update(self, work: StepWork, seconds: float) -> None:
         """Take a measured step into account.  A step of no work teaches nothing."""
         if work.tokens == 0:
             return
-        self.measured += 1
+        self.measured_steps += 1
         expected = max(self.predict(work), 1e-9)
         ratio = max(seconds / expected, 1e-9)
-        if self.measured > WARMUP_STEPS:
+        if self.measured_steps > WARMUP_STEPS:
             ratio = min(ratio, MAX_SURPRISE)
         slower = self._learn_speed(ratio)
         self._learn_weights([value / (expected * slower) for value in work.vector()], ratio / slower)

@@ -49,15 +49,15 @@ class AddRequest:
     emitted: Sequence[int] = ()  # output tokens that the client has already
     claim: Qos = DEFAULT_QOS
     open_ended: bool = False  # nobody named a length: it is given back where it becomes too long for this worker
-    expected: int = 0  # of one that is open-ended: so many tokens more will probably be written
+    expected_tokens: int = 0  # of one that is open-ended: so many tokens more will probably be written
     images: Sequence[PlacedImage] = ()
-    pictures: Sequence[MediaInput] = ()  # one an image, where the prompt is read
+    media: Sequence[MediaInput] = ()  # one an image, where the prompt is read
     encoders: Sequence[PageSource] = ()  # workers that may be asked for the images' rows
     pooling: PoolingParams | None = None
     adapter: AdapterRef | None = None  # it must be ready before the scheduler hears of the request
-    ahead: int = 0  # leg=decode: tokens that may still be written at the source while the pages come
-    in_use: CompiledGrammar | None = field(default=None, compare=False, repr=False)  # its grammar, once it is compiled
-    apart: bool = False  # only whoever reads prompts computes the prompt, and only whoever writes the answer
+    extra_tokens: int = 0  # leg=decode: tokens that may still be written at the source while the pages come
+    grammar: CompiledGrammar | None = field(default=None, compare=False, repr=False)  # its grammar, once it is compiled
+    mixed_numerics: bool = False  # only whoever reads prompts computes the prompt, and only whoever writes the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class Migrate:
 
     id: RequestId
     epoch: int
-    how: MigrationStep
+    step: MigrationStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

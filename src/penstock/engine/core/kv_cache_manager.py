@@ -39,7 +39,7 @@ from penstock.types import BlockHash, PageId, RequestStage
 class PageVerifier(Protocol):
     """Knows the content of full and final pages by a checksum (``kv.seals``)."""
 
-    pages_per_turn: int
+    pages_per_step: int
     """Pages that may be looked at between two steps, one at least: everybody waits meanwhile."""
 
     page_s: float
@@ -49,7 +49,7 @@ class PageVerifier(Protocol):
         """This page is full and final now."""
         ...
 
-    def intact(self, page: PageId) -> bool:
+    def is_intact(self, page: PageId) -> bool:
         """Is it what it was when it was sealed?"""
         ...
 
@@ -57,13 +57,13 @@ class PageVerifier(Protocol):
 class UnverifiedPages:
     """Checks nothing: for pages that this process cannot read."""
 
-    pages_per_turn = sys.maxsize
+    pages_per_step = sys.maxsize
     page_s = 0.0
 
     def seal(self, page: PageId) -> None:
         """See ``PageVerifier``."""
 
-    def intact(self, page: PageId) -> bool:
+    def is_intact(self, page: PageId) -> bool:
         """See ``PageVerifier``."""
         return True
 
@@ -97,16 +97,16 @@ class KvCacheManager:
         self._shares_prefixes = shares_prefixes
         self.pool = PagePool(pages)
         self.prefix = PrefixCache(self.pool, self.reaches, page_tokens)
-        self.asked_tokens = 0  # tokens looked up in the prefix cache, and found there, since the start
-        self.found_tokens = 0
+        self.queried_tokens = 0  # tokens looked up in the prefix cache, and found there, since the start
+        self.hit_tokens = 0
         self.on_final: Callable[[Request, int, int], None] = _untold  # hears of (request, page of it, group): new
         self._written: dict[Request, list[PageId]] = {}  # given up while they were still written to
-        self.owners: list[Callable[[], Sequence[PageId]]] = [self._still_written]  # of pages, beside requests
-        self.guard: PageVerifier = UnverifiedPages()
+        self.foreign_owners: list[Callable[[], Sequence[PageId]]] = [self._still_written]  # of pages, beside requests
+        self.verifier: PageVerifier = UnverifiedPages()
         self._turn = 0  # plans so far
         self._checked: dict[PageId, int] = {}  # in which of them a cached page was found to be what it was
-        self.checked_now = 0  # pages looked at in this turn
-        self.damaged = 0  # cached pages that were not what they had been, found before they were used
+        self.verified_now = 0  # pages looked at in this turn
+        self.damaged_pages = 0  # cached pages that were not what they had been, found before they were used
         self._ahead = ahead
         self._sizes = [reach.tokens_per_page(page_tokens) for reach in self.reaches]  # tokens of a page of each group
         longest = max(self._sizes)
@@ -118,19 +118,19 @@ class KvCacheManager:
         self._being_computed: dict[BlockHash, Request] = {}
         self._refused: tuple[Request, int] | None = None  # who found no room, and the pool's releases at that time
 
-    def begin_turn(self) -> None:
-        """A step is planned: so many pages may be checked again (``PageVerifier.pages_per_turn``)."""
+    def begin_step(self) -> None:
+        """A step is planned: so many pages may be checked again (``PageVerifier.pages_per_step``)."""
         self._turn += 1
-        self.checked_now = 0
+        self.verified_now = 0
 
     def seal(self, page: PageId) -> None:
         """This page is full and final now."""
         self._checked.pop(page, None)
-        self.guard.seal(page)
+        self.verifier.seal(page)
 
-    def covered(self, hashes: Sequence[BlockHash]) -> int:
+    def cached_tokens(self, hashes: Sequence[BlockHash]) -> int:
         """Tokens of a prompt with these block hashes that the prefix cache has now."""
-        return self.prefix.longest(hashes, len(hashes)) * self.page_tokens
+        return self.prefix.longest_prefix(hashes, len(hashes)) * self.page_tokens
 
     @property
     def groups(self) -> int:
@@ -149,7 +149,7 @@ class KvCacheManager:
     def missing_pages(self, request: Request, tokens: int) -> int:
         """Pages that ``request`` lacks for its first ``tokens`` tokens."""
         missing = 0
-        for own in request.held:
+        for own in request.page_tables:
             lacks = blocks_for(tokens, own.page_tokens) - len(own.pages)
             if lacks > 0:
                 missing += lacks
@@ -163,11 +163,11 @@ class KvCacheManager:
         """Give ``request`` pages to read all its known tokens, as many as possible from the prefix cache, which count
         as computed.  All or nothing; ``spare`` pages stay available for the growth of others.
         """
-        if request.waits_for in self._being_computed:
+        if request.awaited_block in self._being_computed:
             return AdmissionRefusal.BEING_COMPUTED
-        if self._refused == (request, self.pool.releases):
+        if self._refused == (request, self.pool.release_count):
             return AdmissionRefusal.NO_ROOM
-        request.waits_for = None
+        request.awaited_block = None
         if self._shares_prefixes:
             self._hash(request, self._nameable(request, request.known))
         limit = self._shareable(request)
@@ -176,22 +176,22 @@ class KvCacheManager:
         with match.lease as shared:
             last = found + self._stride - 1  # the next block that could be shared with those before it
             if last < limit and request.leg is not RequestStage.DECODE and request.hashes[last] in self._being_computed:
-                request.waits_for = request.hashes[last]
+                request.awaited_block = request.hashes[last]
                 return AdmissionRefusal.BEING_COMPUTED
             sound = self._sound(request, shared.pages)
             if sound is None:
                 return AdmissionRefusal.BEING_CHECKED
             if sound:
                 spans = [self._span(request, group, found) for group in range(self.groups)]
-                fresh = self.pool.reserve(sum(end - max(begin, known) for begin, known, end in spans), spare=spare)
+                fresh = self.pool.allocate(sum(end - max(begin, known) for begin, known, end in spans), spare=spare)
                 if isinstance(fresh, PageShortfall):
-                    self._refused = (request, self.pool.releases + (len(shared) > 0))  # it is released on leaving
+                    self._refused = (request, self.pool.release_count + (len(shared) > 0))  # it is released on leaving
                     return AdmissionRefusal.NO_ROOM
                 with fresh:
-                    request.adopt(_dealt(spans, self._sizes, shared.take(), fresh.take()))
+                    request.set_page_tables(_dealt(spans, self._sizes, shared.detach(), fresh.detach()))
         if not sound:
             return self.admit(request, spare=spare)
-        request.checked_since = None
+        request.verified_since = None
         self._count_found(request, found, limit)
         return None
 
@@ -201,49 +201,49 @@ class KvCacheManager:
         None: that is not known yet of all of them.  So many are looked at in a turn, all requests together; what was
         found sound since the request first asked needs not be looked at again.
         """
-        if request.checked_since is None:
-            request.checked_since = self._turn
-        since, turn, checked = request.checked_since, self._turn, self._checked
+        if request.verified_since is None:
+            request.verified_since = self._turn
+        since, turn, checked = request.verified_since, self._turn, self._checked
         unknown = [page for page in pages if checked.get(page, -1) < since]
-        now = unknown[: max(0, self.guard.pages_per_turn - self.checked_now)]
-        self.checked_now += len(now)
-        broken = [page for page in now if not self.guard.intact(page)]
+        now = unknown[: max(0, self.verifier.pages_per_step - self.verified_now)]
+        self.verified_now += len(now)
+        broken = [page for page in now if not self.verifier.is_intact(page)]
         checked.update(dict.fromkeys(now, turn))
         for page in broken:
             del checked[page]
-            self.prefix.forget(page)
-        self.damaged += len(broken)
+            self.prefix.remove_page(page)
+        self.damaged_pages += len(broken)
         if broken:
             return False
         return True if len(now) == len(unknown) else None
 
-    def grow(self, request: Request, tokens: int) -> bool:
+    def extend(self, request: Request, tokens: int) -> bool:
         """Have pages for the first ``tokens`` tokens.  False when there are not enough: nothing has changed."""
         missing = self.missing_pages(request, tokens)
         if missing == 0:
             return True
-        fresh = self.pool.reserve(missing)
+        fresh = self.pool.allocate(missing)
         if isinstance(fresh, PageShortfall):
             return False
         self._extend(request, [blocks_for(tokens, size) for size in self._sizes], fresh)
         return True
 
-    def read_on(self, request: Request) -> None:
+    def extend_windows(self, request: Request) -> None:
         """A piece of a prompt was read and settled: have pages for the next in place of those that fell out."""
         if not self._moving:
             return
-        ends = [len(own.pages) for own in request.held]
+        ends = [len(own.pages) for own in request.page_tables]
         missing = 0
         for group in self._moving:
             blocks = blocks_for(request.known, self._sizes[group])
-            end = min(blocks, request.held[group].begin + self._ring(group, request.known))
+            end = min(blocks, request.page_tables[group].first + self._ring(group, request.known))
             missing += max(0, end - ends[group])
             ends[group] = max(end, ends[group])
-        fresh = self.pool.reserve(missing)
+        fresh = self.pool.allocate(missing)
         assert isinstance(fresh, PageLease), "each page that fell out made room for another"
         self._extend(request, ends, fresh)
 
-    def settle(self, request: Request) -> None:
+    def cache_full_pages(self, request: Request) -> None:
         """Name the pages that have become full and final, offer them to the prefix cache, and give back what no later
         position reads."""
         full = request.computed // self.page_tokens if self._shares_prefixes else 0
@@ -259,9 +259,9 @@ class KvCacheManager:
             if self._being_computed.get(name) is request:
                 del self._being_computed[name]
             request.settled += 1
-        for group in () if request.kept else self._moving:
+        for group in () if request.retains_pages else self._moving:
             self.pool.release(
-                request.held[group].drop(self.reaches[group].first_needed_block(request.computed, self.page_tokens))
+                request.page_tables[group].free_before(self.reaches[group].first_needed_block(request.computed, self.page_tokens))
             )
 
     def release(self, request: Request) -> None:
@@ -269,14 +269,14 @@ class KvCacheManager:
         for name in request.hashes[request.settled :]:
             if self._being_computed.get(name) is request:
                 del self._being_computed[name]
-        if request.held:
-            pages = request.surrender()
+        if request.page_tables:
+            pages = request.clear_pages()
             if request.in_flight:
                 self._written[request] = pages
             else:
                 self.pool.release(pages)
 
-    def landed(self, requests: Iterable[Request]) -> None:
+    def release_in_flight(self, requests: Iterable[Request]) -> None:
         """Nothing of these is in flight any more: pages that they gave up meanwhile are free now."""
         for request in requests:
             request.in_flight = False
@@ -285,27 +285,30 @@ class KvCacheManager:
     def _still_written(self) -> Sequence[PageId]:
         return [page for pages in self._written.values() for page in pages]
 
-    def check(self, requests: Iterable[Request]) -> LeakCheck:
+    def check_leaks(self, requests: Iterable[Request]) -> LeakCheck:
         """The pool's integrity check, with ``requests`` and ``owners`` as all the owners there are."""
-        return self.pool.check(
-            (*(pages_of_all_groups(request.held) for request in requests), *(own() for own in self.owners))
+        return self.pool.check_leaks(
+            (
+                *(pages_of_all_groups(request.page_tables) for request in requests),
+                *(own() for own in self.foreign_owners),
+            )
         )
 
     @property
-    def importing(self) -> bool:
+    def has_foreign_pages(self) -> bool:
         """Does anybody hold pages who is no request?"""
-        return self.imported > 0
+        return self.foreign_pages > 0
 
     @property
-    def imported(self) -> int:
+    def foreign_pages(self) -> int:
         """Pages whose owners are no requests: a tier, or a step in flight, still writes into them."""
-        return len({page for own in self.owners for page in own()})
+        return len({page for own in self.foreign_owners for page in own()})
 
     def _next(self, request: Request) -> int:
         """The position that is computed next after those that are computed elsewhere; 0 when there are none."""
         if request.leg is not RequestStage.DECODE:
             return 0
-        return request.known - 1 if request.ahead else request.handed
+        return request.known - 1 if request.extra_tokens else request.remote_tokens
 
     def _ring(self, group: int, tokens: int) -> int:
         """Blocks that a group holds at most at once while so many tokens are read."""
@@ -314,9 +317,12 @@ class KvCacheManager:
     def _span(self, request: Request, group: int, found: int) -> tuple[int, int, int]:
         """Pages [begin, end) that a group needs to begin with, the first ``found`` blocks being known, and in the
         middle the first that is not."""
-        begin = self.prefix.needed(group, found, self._next(request))
-        known, blocks = self.prefix.full(group, found), blocks_for(request.known + request.ahead, self._sizes[group])
-        if request.ahead:
+        begin = self.prefix.first_needed_page(group, found, self._next(request))
+        known, blocks = (
+            self.prefix.full_pages(group, found),
+            blocks_for(request.known + request.extra_tokens, self._sizes[group]),
+        )
+        if request.extra_tokens:
             return begin, known, blocks
         return begin, known, min(blocks, begin + self._ring(group, request.known))
 
@@ -325,22 +331,22 @@ class KvCacheManager:
         name = request.hashes[block]
         end = block + 1
         for group in self._by_block if end % self._stride else range(self.groups):
-            own = request.held[group]
-            page = self.prefix.full(group, end) - 1
-            if page >= own.begin and self.prefix.insert(name, own.pages[page], group):
+            own = request.page_tables[group]
+            page = self.prefix.full_pages(group, end) - 1
+            if page >= own.first and self.prefix.insert(name, own.pages[page], group):
                 self.seal(own.pages[page])
                 self.on_final(request, page, group)
 
     def _extend(self, request: Request, ends: Sequence[int], fresh: PageLease) -> None:
         """Give each group's table so many blocks."""
         with fresh:
-            pages = fresh.take()
-            for own, end in zip(request.held, ends, strict=True):
+            pages = fresh.detach()
+            for own, end in zip(request.page_tables, ends, strict=True):
                 missing = end - len(own.pages)
                 if missing > 0:
                     own.pages += pages[:missing]
                     del pages[:missing]
-            request.measure()
+            request.update_capacity()
 
     def _shareable(self, request: Request) -> int:
         """Pages that may come from the cache: at least one token stays to be computed where a token will be drawn."""
@@ -351,15 +357,15 @@ class KvCacheManager:
 
     def _nameable(self, request: Request, tokens: int) -> int:
         """Full pages of the first ``tokens`` tokens that have a name."""
-        border = request.nameless_from
+        border = request.uncacheable_from
         return (tokens if border is None else min(tokens, border)) // self.page_tokens
 
     def _count_found(self, request: Request, found: int, limit: int) -> None:
         request.computed = found * self.page_tokens
         request.settled = found
-        self.asked_tokens += limit * self.page_tokens
-        self.found_tokens += request.computed
-        if not request.preempted:
+        self.queried_tokens += limit * self.page_tokens
+        self.hit_tokens += request.computed
+        if not request.preemptions:
             request.cached_tokens = min(request.computed, len(request.prompt))
         if request.leg is not RequestStage.DECODE and self._shares_prefixes:
             for name in request.hashes[found : self._nameable(request, request.known)]:

@@ -69,5 +69,5 @@ class MicroBatches:
             raise RuntimeError("this is not the plan in flight")
         del self._in_flight[plan.micro_batch]
         if self._count > 1:
-            self._memory.landed(row.request for row in plan.rows)
+            self._memory.release_in_flight(row.request for row in plan.rows)
         return flight[1]

@@ -46,7 +46,7 @@ class EvenPacing:
         self._budget_s = budget_s
         self.until = 0.0
 
-    def took(self, work: StepWork, awaiting: int, seconds: float, now: float) -> None:
+    def on_step(self, work: StepWork, awaiting: int, seconds: float, now: float) -> None:
         """A step of answers alone, ``work``, ended now, and ``awaiting`` more answers could not be in it yet."""
         self.until = 0.0
         if awaiting == 0 or work.tokens == 0:
@@ -66,8 +66,8 @@ MAX_STRETCH = 8.0
 class StepSoFar(NamedTuple):
     """What is in the step already, and when it begins."""
 
-    answers: int
-    answers_s: float  # predicted seconds of a step with them alone
+    decode_rows: int
+    decode_s: float  # predicted seconds of a step with them alone
     now: float
 
 
@@ -83,16 +83,16 @@ def long_prompt_share_s(request: Request, left_s: float, beside: StepSoFar, boun
 
     Notes in the request when it is to be read, the first time that this is asked with answers in the step.
     """
-    if not beside.answers or not bounds.target_s or request.rank or request.output:
+    if not beside.decode_rows or not bounds.target_s or request.rank or request.output:
         return math.inf
-    if request.read_by is None:
-        times = min((left_s / (LONG_PROMPT * bounds.target_s)) ** 3, MAX_STRETCH, 1.0 + beside.answers)
+    if request.paced_until is None:
+        times = min((left_s / (LONG_PROMPT * bounds.target_s)) ** 3, MAX_STRETCH, 1.0 + beside.decode_rows)
         may_s = bounds.most_s
         if request.deadline is not None:
             may_s = min(may_s, (request.deadline - beside.now) / 2)
-        request.read_by = beside.now + min(left_s * times, may_s) if times > 1.0 else 0.0
-    over_s = request.read_by - beside.now
-    return beside.answers_s * left_s / (over_s - left_s) if over_s > left_s else math.inf
+        request.paced_until = beside.now + min(left_s * times, may_s) if times > 1.0 else 0.0
+    over_s = request.paced_until - beside.now
+    return beside.decode_s * left_s / (over_s - left_s) if over_s > left_s else math.inf
 
 
 class StarvationGuard:
@@ -103,7 +103,7 @@ class StarvationGuard:
         self._patience_s = patience_s
         self._since: dict[int, float] = {}  # rank -> when something of it was computed last, or could first have been
 
-    def look(self, now: float) -> int | None:
+    def promote_overdue(self, now: float) -> int | None:
         """Promote who is due.  The rank of the first class that has anything to do here; None: nobody has."""
         table = self._table
         ranks = {request.rank for request in table.running.values()} | table.queue.ranks()
@@ -119,7 +119,7 @@ class StarvationGuard:
                 first = 0
         return first
 
-    def served(self, ranks: set[int], now: float) -> None:
+    def on_served(self, ranks: set[int], now: float) -> None:
         """Something of these classes is computed now."""
         for rank in ranks & self._since.keys():
             self._since[rank] = now

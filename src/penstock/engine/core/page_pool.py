@@ -31,7 +31,7 @@ class PageLabel(msgspec.Struct, frozen=True, gc=False):
 
     group: int  # of layers
     block: BlockHash
-    moves: bool = False  # it is given back before its owners end
+    windowed: bool = False  # it is given back before its owners end
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class PageLease:
         self._pool = pool
         self.pages = pages
 
-    def take(self) -> list[PageId]:
+    def detach(self) -> list[PageId]:
         """Move the pages to the caller, who now owns one reference of each; the lease holds nothing more."""
         pages, self.pages = self.pages, []
         return pages
@@ -78,7 +78,7 @@ class PageLease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pool.release(self.take())
+        self._pool.release(self.detach())
 
 
 class PagePool:
@@ -87,7 +87,7 @@ class PagePool:
     def __init__(self, pages: int, on_evict: Callable[[PageLabel], None] | None = None) -> None:
         self.pages = pages
         self.on_evict = on_evict
-        self.releases = 0  # how often something was given back: who waits for room need not ask again before
+        self.release_count = 0  # how often something was given back: who waits for room need not ask again before
         self._references = [0] * pages
         self._generations = [0] * pages
         self._labels: list[PageLabel | None] = [None] * pages
@@ -123,14 +123,14 @@ class PagePool:
         """The name of what stands in ``page``, when it is full and final."""
         return self._labels[page]
 
-    def reserve(self, count: int, *, spare: int = 0) -> PageLease | PageShortfall:
+    def allocate(self, count: int, *, spare: int = 0) -> PageLease | PageShortfall:
         """Hold ``count`` unlabelled pages, all or none, such that ``spare`` more would still be available."""
         missing = count + spare - self.available
         if missing > 0:
             return PageShortfall(missing)
         return PageLease(self, [self._give_out() for _ in range(count)])
 
-    def retain(self, pages: Iterable[PageId]) -> PageLease:
+    def share(self, pages: Iterable[PageId]) -> PageLease:
         """Hold labelled pages once more.  Ask ``reserve`` before going on: what is promised by it may be too much."""
         held = list(pages)
         for page in held:
@@ -145,7 +145,7 @@ class PagePool:
         """Give one reference of each back.  In reverse, so that a chain is evicted from its leaf."""
         if not pages:
             return
-        self.releases += 1
+        self.release_count += 1
         for page in reversed(pages):
             self._references[page] -= 1
             if self._references[page] == 0:
@@ -158,13 +158,13 @@ class PagePool:
 
     def _moves(self, page: PageId) -> bool:
         label = self._labels[page]
-        return label is not None and label.moves
+        return label is not None and label.windowed
 
     def set_label(self, page: PageId, label: PageLabel) -> None:
         """Name the content of a page that is held; it stays cached when the last owner has gone."""
         self._labels[page] = label
 
-    def check(self, owners: Iterable[Sequence[PageId]]) -> LeakCheck:
+    def check_leaks(self, owners: Iterable[Sequence[PageId]]) -> LeakCheck:
         """Compare what is held with what ``owners`` say they hold.  O(pages + owned); changes nothing."""
         owned = [0] * self.pages
         for pages in owners:

@@ -60,8 +60,10 @@ class StepPlan:
     reserved: tuple[Request, ...] = ()  # leg=decode: admitted now, all pages reserved: pull from ``request.computed``
     returned: tuple[ReturnedRequest, ...] = ()  # could not stay or could not be taken
     preempted: int = 0  # requests whose pages were taken back in making this plan
-    gone: tuple[RequestId, ...] = ()  # forgotten since the last plan, however they ended; the runner forgets them too
-    checked: int = 0  # cached pages that were compared with their checksums for it
+    removed: tuple[
+        RequestId, ...
+    ] = ()  # forgotten since the last plan, however they ended; the runner forgets them too
+    verified_pages: int = 0  # cached pages that were compared with their checksums for it
     micro_batch: int = 0  # which of the plans that are in flight together (``core.micro_batches``)
 
 
@@ -77,9 +79,11 @@ class SampledTokens(msgspec.Struct, frozen=True, gc=False):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens this row computed, when asked for
-    cut: bool = False  # the answer cannot go on: it ends with these tokens, as if it had been too long
+    ends: bool = False  # the answer cannot go on: it ends with these tokens, as if it had been too long
     pooled: bytes | None = None  # of a prompt that is only read, beside one token that means nothing
-    late: bool = False  # what its grammar allows is not known yet: nothing was drawn, its last token is computed again
+    mask_late: bool = (
+        False  # what its grammar allows is not known yet: nothing was drawn, its last token is computed again
+    )
 
 
 class NewTokens(msgspec.Struct, frozen=True, gc=False):
@@ -108,9 +112,9 @@ class CompletedPage(msgspec.Struct, frozen=True, gc=False):
 class StepOutcome:
     """What one committed step brought."""
 
-    progress: list[NewTokens] = field(default_factory=list["NewTokens"])
-    pages_done: list[CompletedPage] = field(default_factory=list["CompletedPage"])
-    late: int = 0  # rows that drew nothing, as their masks were late
+    new_tokens: list[NewTokens] = field(default_factory=list["NewTokens"])
+    completed_pages: list[CompletedPage] = field(default_factory=list["CompletedPage"])
+    late_masks: int = 0  # rows that drew nothing, as their masks were late
 
 
 class DraftProposer(Protocol):
@@ -120,11 +124,11 @@ class DraftProposer(Protocol):
         """Draft tokens for each row, to follow its token; nothing at all when none is worth its time."""
         ...
 
-    def learn(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
+    def on_step(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
         """A step of such rows, with or without drafts, was computed in so long."""
         ...
 
-    def forget(self, request: RequestId) -> None:
+    def remove_request(self, request: RequestId) -> None:
         """The request has left; an unknown one is no error."""
         ...
 

@@ -30,11 +30,11 @@ SPARE_SHARE = 8
 class Prefetch:
     """Pages on their way, in the order in which they were asked for."""
 
-    wanted: Sequence[tuple[BlockHash, int]]  # (block, group) of each
-    coming: dict[int, PageId]  # by place in ``wanted``: pages that somebody fills
-    known: list[PageId]  # the part of the prefix that was there
-    came: dict[int, PageId] = field(default_factory=dict[int, PageId])  # those with a name, held until let go
-    over: bool = False  # nobody waits any more
+    requested: Sequence[tuple[BlockHash, int]]  # (block, group) of each
+    in_flight: dict[int, PageId]  # by place in ``wanted``: pages that somebody fills
+    known_pages: list[PageId]  # the part of the prefix that was there
+    filled: dict[int, PageId] = field(default_factory=dict[int, PageId])  # those with a name, held until let go
+    released: bool = False  # nobody waits any more
 
 
 class Prefetches:
@@ -43,24 +43,24 @@ class Prefetches:
     def __init__(self, memory: KvCacheManager) -> None:
         self._memory = memory
         self._open: list[Prefetch] = []
-        memory.owners.append(self.owned)
+        memory.foreign_owners.append(self.owned_pages)
 
     # --- what to bring ----------------------------------------------------------------------------------------------
 
-    def reach(self, hashes: Sequence[BlockHash], limit: int, there: Callable[[BlockHash, int], bool]) -> int:
+    def reachable_blocks(self, hashes: Sequence[BlockHash], limit: int, there: Callable[[BlockHash, int], bool]) -> int:
         """The longest prefix of ``hashes``, of at most ``limit`` blocks, that could be gone on with if every page of
         which ``there`` is true were in the cache, too."""
         prefix = self._memory.prefix
         either = [_Either(prefix, there, group) for group in range(self._memory.groups)]
-        return prefix.longest(hashes, limit, known_in=either)
+        return prefix.longest_prefix(hashes, limit, known_in=either)
 
-    def missing(self, hashes: Sequence[BlockHash], blocks: int) -> list[tuple[int, int]]:
+    def missing_pages(self, hashes: Sequence[BlockHash], blocks: int) -> list[tuple[int, int]]:
         """The pages that a prefix of so many blocks lacks, in the order of their use: (last block, group) of each."""
         prefix = self._memory.prefix
         return sorted(
             (last, group)
             for group in range(self._memory.groups)
-            for last in prefix.ends(group, blocks, prefix.needed(group, blocks))
+            for last in prefix.page_ends(group, blocks, prefix.first_needed_page(group, blocks))
             if not prefix.has(group, hashes[last])
         )
 
@@ -72,47 +72,49 @@ class Prefetches:
         """Room for these pages, beside what is known of the prefix.  None: others need it more."""
         pool = self._memory.pool
         with self._memory.prefix.match(hashes, limit).lease as known:
-            fresh = pool.reserve(len(wanted), spare=pool.pages // SPARE_SHARE)
+            fresh = pool.allocate(len(wanted), spare=pool.pages // SPARE_SHARE)
             if isinstance(fresh, PageShortfall):
                 return None
-            brought = Prefetch(wanted, dict(enumerate(fresh.take())), known.take())
+            brought = Prefetch(wanted, dict(enumerate(fresh.detach())), known.detach())
         self._open.append(brought)
         return brought
 
-    def filled(self, brought: Prefetch, place: int, good: bool) -> PageId | None:
+    def on_filled(self, brought: Prefetch, place: int, good: bool) -> PageId | None:
         """Nobody writes into this page any more.  Returned when the prefix cache has it now, and had it not before."""
-        page = brought.coming.pop(place)
-        block, group = brought.wanted[place]
+        page = brought.in_flight.pop(place)
+        block, group = brought.requested[place]
         new = good and self._memory.prefix.insert(block, page, group)
         if new:
             self._memory.seal(page)
-        if new and not brought.over:
-            brought.came[place] = page
+        if new and not brought.released:
+            brought.filled[place] = page
         else:
             self._memory.pool.release([page])
         self._forget_if_done(brought)
         return page if new else None
 
-    def withdrawn(self, brought: Prefetch, places: Sequence[int]) -> None:
+    def on_withdrawn(self, brought: Prefetch, places: Sequence[int]) -> None:
         """Nobody will write into these pages."""
-        self._memory.pool.release([brought.coming.pop(place) for place in places])
+        self._memory.pool.release([brought.in_flight.pop(place) for place in places])
         self._forget_if_done(brought)
 
-    def let_go(self, brought: Prefetch) -> None:
+    def release(self, brought: Prefetch) -> None:
         """Nobody waits for this any more.  What is still being filled stays with whoever fills it."""
-        held = [*brought.known, *(brought.came[place] for place in sorted(brought.came))]
-        brought.known.clear()
-        brought.came.clear()
-        brought.over = True
+        held = [*brought.known_pages, *(brought.filled[place] for place in sorted(brought.filled))]
+        brought.known_pages.clear()
+        brought.filled.clear()
+        brought.released = True
         self._memory.pool.release(held)
         self._forget_if_done(brought)
 
-    def owned(self) -> list[PageId]:
+    def owned_pages(self) -> list[PageId]:
         """All that is held here, for integrity checks."""
-        return [page for own in self._open for page in (*own.known, *own.came.values(), *own.coming.values())]
+        return [
+            page for own in self._open for page in (*own.known_pages, *own.filled.values(), *own.in_flight.values())
+        ]
 
     def _forget_if_done(self, brought: Prefetch) -> None:
-        if brought.over and not brought.coming and brought in self._open:
+        if brought.released and not brought.in_flight and brought in self._open:
             self._open.remove(brought)
 
 

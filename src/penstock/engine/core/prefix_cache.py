@@ -42,7 +42,7 @@ class PrefixCache:
         self._strides = [reach.tokens_per_page(page_tokens) // page_tokens for reach in reaches]  # blocks of a page
         self._whole = [group for group, reach in enumerate(reaches) if reach.span is None]
         self._moving = [group for group, reach in enumerate(reaches) if reach.span is not None]
-        self.told = self._whole[0] if self._whole else 0  # the group that tells best what a prefix is worth
+        self.reported_group = self._whole[0] if self._whole else 0  # the group that tells best what a prefix is worth
         self.on_change: Callable[[BlockHash, bool], None] = _untold  # hears of that group's blocks: known, or not
         self.on_evict: Callable[[PageLabel], None] = _unheard  # hears of every page that is not known any more
         pool.on_evict = self._evicted
@@ -58,7 +58,7 @@ class PrefixCache:
         return True
 
     @property
-    def whole_groups(self) -> Sequence[int]:
+    def full_attention_groups(self) -> Sequence[int]:
         """Those whose layers read everything."""
         return self._whole
 
@@ -71,30 +71,30 @@ class PrefixCache:
 
         Needed is what the next position reads, or the later ``position``, if nothing before that will be computed.
         """
-        blocks = self.longest(hashes, min(limit, len(hashes)), position)
+        blocks = self.longest_prefix(hashes, min(limit, len(hashes)), position)
         held = [
             own[hashes[last]]
             for group, own in enumerate(self._page_of)
-            for last in self.ends(group, blocks, self.needed(group, blocks, position))
+            for last in self.page_ends(group, blocks, self.first_needed_page(group, blocks, position))
         ]
-        return PrefixMatch(blocks, self._pool.retain(held))
+        return PrefixMatch(blocks, self._pool.share(held))
 
-    def needed(self, group: int, blocks: int, position: int = 0) -> int:
+    def first_needed_page(self, group: int, blocks: int, position: int = 0) -> int:
         """The first page that a group needs where ``blocks`` are known and ``position`` or what follows is next: the
         block, or the cell."""
         return self._reaches[group].first_needed_block(max(position, blocks * self._page_tokens), self._page_tokens)
 
-    def full(self, group: int, blocks: int) -> int:
+    def full_pages(self, group: int, blocks: int) -> int:
         """Pages of a group that the first so many blocks fill."""
         return blocks // self._strides[group]
 
-    def ends(self, group: int, blocks: int, begin: int) -> range:
+    def page_ends(self, group: int, blocks: int, begin: int) -> range:
         """The last block of each page of a group that the first so many blocks fill, from page ``begin`` on: whose hash
         is the page's name."""
         stride = self._strides[group]
         return range((begin + 1) * stride - 1, blocks, stride)
 
-    def longest(
+    def longest_prefix(
         self,
         hashes: Sequence[BlockHash],
         limit: int,
@@ -130,7 +130,7 @@ class PrefixCache:
             own, stride = known_in[group], self._strides[group]
             if blocks % stride and not arrives:
                 return blocks - 1 if position else blocks - blocks % stride
-            for page in range(blocks // stride - 1, self.needed(group, blocks, position) - 1, -1):
+            for page in range(blocks // stride - 1, self.first_needed_page(group, blocks, position) - 1, -1):
                 last = (page + 1) * stride - 1
                 if hashes[last] not in own:
                     return last if position else page * stride
@@ -143,28 +143,28 @@ class PrefixCache:
             return False
         own[block] = page
         self._pool.set_label(page, PageLabel(group, block, group in self._moving))
-        if group == self.told:
+        if group == self.reported_group:
             self.on_change(block, True)
         return True
 
-    def forget(self, page: PageId) -> None:
+    def remove_page(self, page: PageId) -> None:
         """A page that somebody holds is damaged: nobody finds it any more; with its last holder it can be given out."""
         label = self._pool.label(page)
         if label is None or self._page_of[label.group].get(label.block) != page:
             return
         self._evicted(label)
-        self._pool.set_label(page, PageLabel(label.group, NAMELESS, label.moves))
+        self._pool.set_label(page, PageLabel(label.group, NAMELESS, label.windowed))
 
-    def blocks(self) -> Iterable[BlockHash]:
+    def known_blocks(self) -> Iterable[BlockHash]:
         """Those that ``on_change`` has told as known, known longest first."""
-        return self._page_of[self.told].keys()
+        return self._page_of[self.reported_group].keys()
 
     def _evicted(self, label: PageLabel) -> None:
         if label.block == NAMELESS:
             return
         del self._page_of[label.group][label.block]
         self.on_evict(label)
-        if label.group == self.told:
+        if label.group == self.reported_group:
             self.on_change(label.block, False)
 
 

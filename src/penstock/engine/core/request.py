@@ -24,32 +24,32 @@ class PageTable:
         pages  | not held | held, one reference each |     what stands at the front is not read any more
     """
 
-    __slots__ = ("begin", "page_tokens", "pages")
+    __slots__ = ("first", "page_tokens", "pages")
 
     def __init__(self, begin: int = 0, pages: Sequence[PageId] = (), page_tokens: int = PAGE_TOKENS) -> None:
         """``page_tokens``: of one page."""
-        self.begin = begin
+        self.first = begin
         self.page_tokens = page_tokens
         self.pages: list[PageId] = [NO_PAGE] * begin
         self.pages.extend(pages)
 
-    def drop(self, block: int) -> list[PageId]:
+    def free_before(self, block: int) -> list[PageId]:
         """Hold nothing below ``block`` any more; the caller gives back what is returned."""
         end = min(block, len(self.pages))
-        if end <= self.begin:
+        if end <= self.first:
             return []
-        dropped = self.pages[self.begin : end]
-        self.begin = end
+        dropped = self.pages[self.first : end]
+        self.first = end
         return dropped
 
 
 def pages_of_all_groups(held: Sequence[PageTable]) -> list[PageId]:
     """Everything held, block by block: given back in this order, all groups lose the same blocks first."""
     if len(held) == 1:
-        return held[0].pages[held[0].begin :]
+        return held[0].pages[held[0].first :]
     last = max((len(own.pages) for own in held), default=0)
-    first = min((own.begin for own in held), default=0)
-    return [own.pages[block] for block in range(first, last) for own in held if own.begin <= block < len(own.pages)]
+    first = min((own.first for own in held), default=0)
+    return [own.pages[block] for block in range(first, last) for own in held if own.first <= block < len(own.pages)]
 
 
 OrderKey = tuple[int, float, int]
@@ -82,48 +82,48 @@ class Request:
 
     __slots__ = (
         "adapter",
-        "ahead",
-        "announced",
-        "apart",
+        "extra_tokens",
+        "announced_pieces",
+        "mixed_numerics",
         "arrival",
         "cached_tokens",
-        "checked_since",
+        "verified_since",
         "claim",
         "computed",
         "deadline",
         "emitted",
         "end",
         "epoch",
-        "expected",
-        "first_token",
+        "expected_tokens",
+        "has_first_token",
         "grammar",
         "hashes",
-        "held",
+        "page_tables",
         "id",
         "images",
         "in_flight",
-        "kept",
+        "retains_pages",
         "known",
-        "last",
+        "local_end",
         "leg",
-        "line",
+        "fairness_key",
         "open_ended",
         "order",
         "output",
-        "pictures",
+        "media",
         "pooling",
-        "preempted",
+        "preemptions",
         "prompt",
         "prompt_logprobs",
         "rank",
-        "read_by",
-        "room",
+        "paced_until",
+        "capacity",
         "root",
         "sampling",
         "settled",
         "status",
-        "stops",
-        "waits_for",
+        "stop_tokens",
+        "awaited_block",
     )
 
     def __init__(self, event: AddRequest, *, serial: int, max_model_len: int, now: float = 0.0) -> None:
@@ -133,16 +133,16 @@ class Request:
         self.leg = event.leg
         self.prompt: Sequence[int] = event.prompt
         self.images = event.images  # that tokens of the prompt stand for, from left to right
-        self.pictures = event.pictures  # one an image; none with leg=decode
+        self.media = event.media  # one an image; none with leg=decode
         self.output: list[int] = list(event.emitted)  # emitted elsewhere, then drawn here
         self.emitted = len(self.output)
         self.sampling = event.sampling
-        self.grammar = event.in_use  # held as long as the request is here
+        self.grammar = event.grammar  # held as long as the request is here
         self.pooling = event.pooling
         self.arrival = event.arrival
         self.claim = event.claim
         self.rank = int(event.claim.service)
-        self.line: FairnessKey = (self.rank, event.claim.tenant)
+        self.fairness_key: FairnessKey = (self.rank, event.claim.tenant)
         wait_s = event.claim.max_wait_s
         self.deadline = None if wait_s is None else now + wait_s  # for the next token; there is none once it came
         self.adapter = event.adapter.fingerprint if event.adapter is not None else ""
@@ -152,59 +152,61 @@ class Request:
         self.computed = 0
         drawn = event.sampling.max_tokens if event.pooling is None else 0
         self.end = len(event.prompt) + drawn  # ``known`` at which the answer ends
-        self.last = min(self.end, max_model_len)  # and beyond which nothing of it is computed here
+        self.local_end = min(self.end, max_model_len)  # and beyond which nothing of it is computed here
         self.open_ended = event.open_ended
-        self.expected = event.expected
-        self.ahead = max(0, min(event.ahead, self.last - self.known))  # room for so many tokens beyond the known
-        self.apart = event.apart  # the prompt is computed in another numerics class than the answer
-        self.kept = False  # gives no page back that it does not read any more: another worker copies it
-        self.stops = frozenset(event.sampling.stop_token_ids)
-        self.held: list[PageTable] = []  # one a group of layers; empty: no pages.  Made anew at every admission
-        self.room = 0
+        self.expected_tokens = event.expected_tokens
+        self.extra_tokens = max(
+            0, min(event.extra_tokens, self.local_end - self.known)
+        )  # room for so many tokens beyond the known
+        self.mixed_numerics = event.mixed_numerics  # the prompt is computed in another numerics class than the answer
+        self.retains_pages = False  # gives no page back that it does not read any more: another worker copies it
+        self.stop_tokens = frozenset(event.sampling.stop_token_ids)
+        self.page_tables: list[PageTable] = []  # one a group of layers; empty: no pages.  Made anew at every admission
+        self.capacity = 0
         self.hashes: list[BlockHash] = list(event.hashes)
         self.settled = 0  # blocks whose content is final and was offered to the prefix cache
-        self.announced = 0  # leg=prefill: pieces (reach.Pieces) that the receiver has been told of
+        self.announced_pieces = 0  # leg=prefill: pieces (reach.Pieces) that the receiver has been told of
         self.cached_tokens = 0  # prompt tokens found in the prefix cache at the first admission
-        self.checked_since: int | None = None  # the turn in which it first asked for cached pages
-        self.preempted = 0  # how often its pages were taken back
-        self.read_by: float | None = None  # a long prompt is not read sooner than then (``gentle``)
-        self.first_token = False  # leg=decode: the prefill worker's token is here
+        self.verified_since: int | None = None  # the turn in which it first asked for cached pages
+        self.preemptions = 0  # how often its pages were taken back
+        self.paced_until: float | None = None  # a long prompt is not read sooner than then (``gentle``)
+        self.has_first_token = False  # leg=decode: the prefill worker's token is here
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.waits_for: BlockHash | None = None  # a block that another request is computing
+        self.awaited_block: BlockHash | None = None  # a block that another request is computing
         self.in_flight = False  # a micro-batch computes tokens of it now; always False where there is one only
         self.status = RequestStatus.UNGRANTED if event.leg is RequestStage.PREFILL else RequestStatus.WAITING
 
     @property
-    def outgrows(self) -> bool:
+    def may_outgrow(self) -> bool:
         """May it become longer than this worker's context?  Only where nobody named a length."""
-        return self.last < self.end
+        return self.local_end < self.end
 
     @property
-    def full(self) -> bool:
+    def exceeds_context(self) -> bool:
         """Is the answer not over, though nothing more of it can be computed here?"""
-        return self.last <= self.known < self.end
+        return self.local_end <= self.known < self.end
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Tokens that will still be written here: as many as were asked for, or as are expected."""
-        left = max(self.last - self.known, 0)
-        return min(left, self.expected) if self.open_ended else left
+        left = max(self.local_end - self.known, 0)
+        return min(left, self.expected_tokens) if self.open_ended else left
 
     @property
-    def missing(self) -> int:
+    def uncomputed(self) -> int:
         """Known tokens that are not computed yet."""
         return self.known - self.computed
 
     @property
-    def handed(self) -> int:
+    def remote_tokens(self) -> int:
         """leg=decode: tokens that others computed, once all their pages are here.  Of two numerics classes the prompt
         comes from elsewhere, and what was emitted of the answer is computed anew, here."""
-        return len(self.prompt) + (0 if self.apart and not self.ahead else self.emitted)
+        return len(self.prompt) + (0 if self.mixed_numerics and not self.extra_tokens else self.emitted)
 
     @property
-    def nameless_from(self) -> int | None:
+    def uncacheable_from(self) -> int | None:
         """Tokens from this one on give no page a name: a reader of the same tokens would compute other bits."""
-        return len(self.prompt) if self.apart else None
+        return len(self.prompt) if self.mixed_numerics else None
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -214,7 +216,7 @@ class Request:
     def promote(self) -> None:
         """From now on it is one of the first class: those below it waited for long enough."""
         self.rank = 0
-        self.line = (0, self.claim.tenant)
+        self.fairness_key = (0, self.claim.tenant)
         self.order = (0, *self.order[1:])
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
@@ -230,7 +232,7 @@ class Request:
         """Know one token more; the reason if the answer ends with it."""
         self.output.append(token)
         self.known += 1
-        if token in self.stops:
+        if token in self.stop_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.known >= self.end else None
 
@@ -238,7 +240,7 @@ class Request:
         """Know these tokens, up to the one that ends the answer or for which there is no room any more: how many, and
         why it ends if it does."""
         sure = tokens[:-1]
-        if self.known + len(sure) < self.last and self.stops.isdisjoint(sure):
+        if self.known + len(sure) < self.local_end and self.stop_tokens.isdisjoint(sure):
             self.output.extend(sure)
             self.known += len(sure)
             tokens = tokens[len(sure) :]
@@ -246,23 +248,23 @@ class Request:
             sure = ()
         for taken, token in enumerate(tokens, len(sure) + 1):
             finish = self.append(token)
-            if finish is not None or self.full:
+            if finish is not None or self.exceeds_context:
                 return taken, finish
         return len(sure) + len(tokens), None
 
-    def adopt(self, held: list[PageTable]) -> None:
+    def set_page_tables(self, held: list[PageTable]) -> None:
         """Own these pages, one entry a group."""
-        self.held = held
-        self.measure()
+        self.page_tables = held
+        self.update_capacity()
 
-    def measure(self) -> None:
+    def update_capacity(self) -> None:
         """After the pages held have become more."""
-        self.room = min(len(own.pages) * own.page_tokens for own in self.held)
+        self.capacity = min(len(own.pages) * own.page_tokens for own in self.page_tables)
 
-    def surrender(self) -> list[PageId]:
+    def clear_pages(self) -> list[PageId]:
         """Own no page, and have nothing computed; the caller gives the pages back."""
-        pages, self.held = pages_of_all_groups(self.held), []
-        self.room = self.computed = self.settled = 0
+        pages, self.page_tables = pages_of_all_groups(self.page_tables), []
+        self.capacity = self.computed = self.settled = 0
         self.prompt_logprobs.clear()
         return pages
 

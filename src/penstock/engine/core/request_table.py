@@ -26,17 +26,17 @@ class RequestTable:
     def __init__(self, memory: KvCacheManager, fair: FairClock) -> None:
         self.memory = memory
         self.fair = fair
-        self.all: dict[RequestId, Request] = {}  # all that are not GONE
+        self.requests: dict[RequestId, Request] = {}  # all that are not GONE
         self.running: dict[RequestId, Request] = {}
         self.reserved: dict[RequestId, Request] = {}
-        self.stopped: dict[RequestId, Request] = {}  # moving; they may still come back
+        self.paused: dict[RequestId, Request] = {}  # moving; they may still come back
         self.queue = WaitingQueue(fair)
         self.ungranted = 0
         self.preemptions = 0  # since the start
-        self.yields = 0  # of those, for a request of a class that goes first
+        self.yield_count = 0  # of those, for a request of a class that goes first
         self.expired = 0  # requests given back because their time was up, since the start
         self.returned: list[ReturnedRequest] = []  # for the next plan to hand out
-        self.gone: list[RequestId] = []  # the same
+        self.removed: list[RequestId] = []  # the same
 
     @property
     def queued(self) -> int:
@@ -44,19 +44,19 @@ class RequestTable:
         return self.ungranted + len(self.queue)
 
     @property
-    def active(self) -> int:
+    def active_count(self) -> int:
         """Requests that take part in steps, or will as soon as their pages arrive, or should they not move."""
-        return len(self.running) + len(self.reserved) + len(self.stopped)
+        return len(self.running) + len(self.reserved) + len(self.paused)
 
     def add(self, request: Request) -> None:
         """A new request; no other of its id is here."""
-        self.all[request.id] = request
+        self.requests[request.id] = request
         if request.status is RequestStatus.UNGRANTED:
             self.ungranted += 1
         else:
             self.queue.push(request)
 
-    def grant(self, request: Request) -> None:
+    def enqueue_granted(self, request: Request) -> None:
         """leg=prefill: the receiver has room, so the request may line up."""
         if request.status is RequestStatus.UNGRANTED:
             self.ungranted -= 1
@@ -65,23 +65,25 @@ class RequestTable:
     def admit(self, request: Request) -> None:
         """The first of a line has got its pages.  What a preempted one computes anew is not its tenant's debt."""
         elsewhere = request.leg is RequestStage.DECODE
-        self.queue.take(request, RequestStatus.RESERVED if elsewhere else RequestStatus.RUNNING)
+        self.queue.pop(request, RequestStatus.RESERVED if elsewhere else RequestStatus.RUNNING)
         (self.reserved if elsewhere else self.running)[request.id] = request
-        self.fair.admitted(request.line, 0 if request.preempted else request.missing, request.claim.weight)
+        self.fair.charge_prompt(
+            request.fairness_key, 0 if request.preemptions else request.uncomputed, request.claim.weight
+        )
 
-    def start(self, request: Request) -> None:
+    def start_running(self, request: Request) -> None:
         """leg=decode: everything has arrived."""
         del self.reserved[request.id]
         request.status = RequestStatus.RUNNING
         self.running[request.id] = request
 
-    def take_over(self, request: Request) -> None:
+    def recompute_locally(self, request: Request) -> None:
         """leg=decode: what has not arrived is computed here.  Full pages that have are found again in the cache.
 
         It is admitted once more, and counts as preempted then: its tenant was charged for the prompt already.
         """
         del self.reserved[request.id]
-        request.preempted += 1
+        request.preemptions += 1
         self.memory.release(request)
         request.leg = RequestStage.WHOLE
         self.queue.push(request)
@@ -91,15 +93,15 @@ class RequestTable:
         del self.running[request.id]
         request.status = RequestStatus.HANDOVER
 
-    def stop(self, request: Request) -> None:
+    def pause(self, request: Request) -> None:
         """Moving: nothing more of it is computed here, unless it goes on."""
         del self.running[request.id]
         request.status = RequestStatus.HANDOVER
-        self.stopped[request.id] = request
+        self.paused[request.id] = request
 
-    def go_on(self, request: Request) -> None:
+    def resume(self, request: Request) -> None:
         """It does not move after all."""
-        del self.stopped[request.id]
+        del self.paused[request.id]
         request.status = RequestStatus.RUNNING
         self.running[request.id] = request
 
@@ -109,42 +111,42 @@ class RequestTable:
         ``yielding``: to a request of a class that goes first.
         """
         self.preemptions += 1
-        self.yields += yielding
-        victim.preempted += 1
+        self.yield_count += yielding
+        victim.preemptions += 1
         if victim.leg is RequestStage.WHOLE:
             del self.running[victim.id]
             self.memory.release(victim)
             self.queue.push(victim)
         else:
-            self.give_back(victim, "yielded" if yielding else "preempted")
-            self.forget(victim)
+            self.return_request(victim, "yielded" if yielding else "preempted")
+            self.remove(victim)
 
     def expire(self, now: float) -> None:
         """Whoever is first of a line and should have had a token by now goes back: nobody waits for it any more."""
         for request in self.queue.heads():
             if request.deadline is not None and request.deadline <= now and not request.output:
                 self.expired += 1
-                self.give_back(request, "deadline")
-                self.forget(request)
+                self.return_request(request, "deadline")
+                self.remove(request)
 
-    def give_back(self, request: Request, reason: str) -> None:
+    def return_request(self, request: Request, reason: str) -> None:
         """Tell the gateway to serve this request elsewhere."""
         self.returned.append(ReturnedRequest(request.id, request.epoch, reason))
 
-    def forget(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """Free everything at once, whatever the status."""
         match request.status:
             case RequestStatus.UNGRANTED:
                 self.ungranted -= 1
             case RequestStatus.WAITING:
-                self.queue.discard(request)
+                self.queue.remove(request)
             case RequestStatus.RESERVED:
                 del self.reserved[request.id]
             case RequestStatus.RUNNING:
                 del self.running[request.id]
             case _:
-                self.stopped.pop(request.id, None)
+                self.paused.pop(request.id, None)
         request.status = RequestStatus.GONE
-        del self.all[request.id]
-        self.gone.append(request.id)
+        del self.requests[request.id]
+        self.removed.append(request.id)
         self.memory.release(request)

@@ -67,13 +67,13 @@ def apply_migration(table: RequestTable, request: Request, how: MigrationStep) -
         return
     match how:
         case MigrationStep.KEEP:
-            request.kept = True
+            request.retains_pages = True
         case MigrationStep.STOP if request.status is RequestStatus.RUNNING:
-            table.stop(request)
+            table.pause(request)
         case MigrationStep.GO_ON:
-            request.kept = False
+            request.retains_pages = False
             if request.status is RequestStatus.HANDOVER:
-                table.go_on(request)
+                table.resume(request)
         case _:
             pass
 
@@ -86,20 +86,20 @@ def complete_migration(table: RequestTable, request: Request, event: MigrationDo
     """
     known = len(request.output) - event.index
     fresh = event.tokens[known:]
-    if not 0 <= known <= len(event.tokens) or request.known + len(fresh) - 1 > request.room:
-        table.give_back(request, "pages_lost: tokens that do not fit")
-        table.forget(request)
+    if not 0 <= known <= len(event.tokens) or request.known + len(fresh) - 1 > request.capacity:
+        table.return_request(request, "pages_lost: tokens that do not fit")
+        table.remove(request)
         return None
     index, finish = len(request.output), None
-    request.first_token = True
+    request.has_first_token = True
     for token in fresh:
         finish = request.append(token)
     request.computed = request.known - 1
     if finish is None:
-        table.memory.settle(request)
-        table.start(request)
+        table.memory.cache_full_pages(request)
+        table.start_running(request)
     else:
-        table.forget(request)
+        table.remove(request)
     return NewTokens(request, index, fresh, (), finish) if fresh else None
 
 
@@ -116,7 +116,7 @@ class EngineLoad:
     prompt_pairs: int  # (query, key) pairs of their attention
     batch_tokens: int  # of prompt_tokens, those of batch work
     batch_pairs: int  # the same of prompt_pairs
-    answers: int  # requests whose answers are written here, or will be
+    decode_requests: int  # requests whose answers are written here, or will be
     context_tokens: int  # known tokens of those
     pages_used: int
     pages_free: int  # cached ones included
@@ -127,11 +127,11 @@ def engine_load(table: RequestTable) -> EngineLoad:
     pool = table.memory.pool
     in_flight = answers = context_tokens = 0
     tokens, pairs = [0, 0], [0, 0]  # of prompts: of the first class, of those after it
-    for request in table.all.values():
-        missing = request.missing
+    for request in table.requests.values():
+        missing = request.uncomputed
         in_flight += missing
         if request.leg is not RequestStage.PREFILL:
-            in_flight += request.left
+            in_flight += request.remaining
             answers += 1
             context_tokens += request.known
         if missing > 1 and request.leg is not RequestStage.DECODE:
@@ -140,14 +140,14 @@ def engine_load(table: RequestTable) -> EngineLoad:
     return EngineLoad(
         running=len(table.running),
         awaiting=len(table.reserved),
-        handing_over=len(table.all) - table.queued - len(table.running) - len(table.reserved),
+        handing_over=len(table.requests) - table.queued - len(table.running) - len(table.reserved),
         queued=table.queued,
         tokens_in_flight=in_flight,
         prompt_tokens=sum(tokens),
         prompt_pairs=sum(pairs),
         batch_tokens=tokens[1],
         batch_pairs=pairs[1],
-        answers=answers,
+        decode_requests=answers,
         context_tokens=context_tokens,
         pages_used=pool.leased,
         pages_free=pool.available,
@@ -192,9 +192,9 @@ class Scheduler:
         self._speculator = speculator
         self._pace = EvenPacing(self.cost, config.step_budget_ms / 1000)
         self.resting_until: float | None = None  # the last plan had no rows because the next step begins only then
-        self.sitting_out: Callable[[], Set[RequestId]] = frozenset  # whose next token's mask is still worked out
+        self.without_masks: Callable[[], Set[RequestId]] = frozenset  # whose next token's mask is still worked out
         self.waits_for_masks = False  # did anybody sit out the last plan?
-        self.rows_left_out = 0  # of batch work, in steps that had no time for them; since the start
+        self.rows_skipped = 0  # of batch work, in steps that had no time for them; since the start
         self._serial = 0
         self._pending = StepOutcome()  # for the next commit to hand out
 
@@ -205,19 +205,19 @@ class Scheduler:
         if isinstance(event, AddRequest):
             self._arrive(event, now)
             return
-        request = self._table.all.get(event.id)
+        request = self._table.requests.get(event.id)
         if request is None or request.epoch != event.epoch:
             if request is not None and isinstance(event, CancelRequest) and request.epoch < event.epoch:
-                self._table.forget(request)
+                self._table.remove(request)
             return
         match event:
             case CancelRequest():
-                self._table.forget(request)
+                self._table.remove(request)
             case CreditGranted():
-                self._table.grant(request)
+                self._table.enqueue_granted(request)
             case PagesReleased():
                 if request.leg is RequestStage.PREFILL:
-                    self._table.forget(request)
+                    self._table.remove(request)
             case PagesArrived():
                 self._pages_arrived(request, event.computed)
             case FirstTokenArrived():
@@ -225,42 +225,42 @@ class Scheduler:
             case RecomputeLocally():
                 self._compute_here(request, event.token)
             case Migrate():
-                apply_migration(self._table, request, event.how)
+                apply_migration(self._table, request, event.step)
             case MigrationDone():
                 self._joined(request, event)
             case _:
                 assert_never(event)
 
     def _arrive(self, event: AddRequest, now: float) -> None:
-        present = self._table.all.get(event.id)
+        present = self._table.requests.get(event.id)
         if present is not None:
             if present.epoch >= event.epoch:
                 return
-            self._table.forget(present)
+            self._table.remove(present)
         self._serial += 1
         request = Request(event, serial=self._serial, max_model_len=self.config.max_model_len, now=now)
         refusal = self._refusal(request)
         if refusal is None:
-            self._table.fair.arrived(request.line, now)
+            self._table.fair.on_arrival(request.fairness_key, now)
             self._table.add(request)
         else:
-            self._table.give_back(request, refusal)
+            self._table.return_request(request, refusal)
 
     def _refusal(self, request: Request) -> str | None:
         config = self.config
         only_read = request.pooling is not None
         if only_read != (config.pooling is not None):
             return "wrong_task"
-        most = request.last if request.open_ended else request.end
+        most = request.local_end if request.open_ended else request.end
         if only_read or request.leg is RequestStage.PREFILL:
             most = request.known
-        elif request.leg is RequestStage.DECODE and request.outgrows:
+        elif request.leg is RequestStage.DECODE and request.may_outgrow:
             most = max(most, request.known + 2)  # the first token comes from elsewhere, and the next is computed here
         if max(most, request.known + (not only_read)) > config.max_model_len:
             return TOO_LONG
         if self.memory.most_pages(most) > config.pages:
             return TOO_LONG
-        ahead = blocks_for(request.known + request.ahead, config.page_tokens) if request.ahead else 0
+        ahead = blocks_for(request.known + request.extra_tokens, config.page_tokens) if request.extra_tokens else 0
         if self.memory.groups * ahead > config.pages:
             return TOO_LONG
         if request.known == 0:
@@ -270,51 +270,51 @@ class Scheduler:
     def _pages_arrived(self, request: Request, computed: int) -> None:
         """Tokens that another worker computed count like our own, and their pages are named like our own."""
         if request.status is RequestStatus.RESERVED and computed > request.computed:
-            request.computed = min(computed, request.handed)
-            self.memory.settle(request)
+            request.computed = min(computed, request.remote_tokens)
+            self.memory.cache_full_pages(request)
             self._start_if_complete(request)
 
     def _first_token(self, request: Request, event: FirstTokenArrived) -> None:
-        if request.status is not RequestStatus.RESERVED or request.first_token:
+        if request.status is not RequestStatus.RESERVED or request.has_first_token:
             return
         if event.finish is not None:
-            self._table.forget(request)
+            self._table.remove(request)
             return
-        if request.handed < request.known:
-            request.first_token = True  # it was told before, and what came behind it is computed here
+        if request.remote_tokens < request.known:
+            request.has_first_token = True  # it was told before, and what came behind it is computed here
         else:
             self._know_first(request, event.token)
         self._start_if_complete(request)
 
     def _compute_here(self, request: Request, token: int) -> None:
-        if request.status is RequestStatus.RESERVED and not request.first_token and not request.ahead:
+        if request.status is RequestStatus.RESERVED and not request.has_first_token and not request.extra_tokens:
             self._know_first(request, token)
-            self._table.take_over(request)
+            self._table.recompute_locally(request)
 
     def _know_first(self, request: Request, token: int) -> None:
-        request.first_token = True
-        self._pending.progress.append(NewTokens(request, len(request.output), (token,), (), None))
+        request.has_first_token = True
+        self._pending.new_tokens.append(NewTokens(request, len(request.output), (token,), (), None))
         request.append(token)
 
     def _joined(self, request: Request, event: MigrationDone) -> None:
-        if request.status is not RequestStatus.RESERVED or request.first_token:
+        if request.status is not RequestStatus.RESERVED or request.has_first_token:
             return
         told = complete_migration(self._table, request, event)
         if told is not None:
-            self._pending.progress.append(told)
+            self._pending.new_tokens.append(told)
         if request.id in self._table.running:
             self._give_back_if_full(request)
 
     def _start_if_complete(self, request: Request) -> None:
-        if request.first_token and request.computed == request.handed:
-            self._table.start(request)
+        if request.has_first_token and request.computed == request.remote_tokens:
+            self._table.start_running(request)
             self._give_back_if_full(request)
 
     def _give_back_if_full(self, request: Request) -> None:
         """An answer is never cut short: who has more of a context goes on with one that nobody named a length for."""
-        if request.full:
-            self._table.give_back(request, TOO_LONG)
-            self._table.forget(request)
+        if request.exceeds_context:
+            self._table.return_request(request, TOO_LONG)
+            self._table.remove(request)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -326,15 +326,15 @@ class Scheduler:
         if not self.micro_batches.is_free(micro_batch):
             raise RuntimeError("the last plan has not been committed")
         self._table.expire(now)
-        self.memory.begin_turn()
+        self.memory.begin_step()
         resting = self._pace.until > now and self._planner.may_rest()
         self.resting_until = self._pace.until if resting else None
         draft = StepBuilder(self.config, self.cost, now)
-        draft.sitting_out = self.sitting_out()
-        self.waits_for_masks = bool(draft.sitting_out)
+        draft.without_masks = self.without_masks()
+        self.waits_for_masks = bool(draft.without_masks)
         draft.excluded = self.micro_batches.excluded(micro_batch)
-        self._planner.fill(draft, max_steps, now, resting=resting)
-        self.rows_left_out += draft.left_out
+        self._planner.build(draft, max_steps, now, resting=resting)
+        self.rows_skipped += draft.skipped
         for request in draft.admitted:
             if request.leg is RequestStage.PREFILL:
                 self._announce(request, self._pending)
@@ -343,25 +343,25 @@ class Scheduler:
             rows=tuple(draft.rows),
             steps=draft.steps,
             predicted_s=self.cost.predict(draft.work) * draft.steps + self._checking_s if draft.rows else 0.0,
-            checked=self.memory.checked_now,
+            verified_pages=self.memory.verified_now,
             reserved=tuple(request for request in draft.admitted if request.leg is RequestStage.DECODE),
             returned=tuple(table.returned),
             preempted=draft.preempted + draft.yielded,
-            gone=tuple(table.gone),
+            removed=tuple(table.removed),
             micro_batch=micro_batch,
         )
         if self._speculator is not None:
-            for gone in table.gone:
-                self._speculator.forget(gone)
+            for gone in table.removed:
+                self._speculator.remove_request(gone)
         table.returned.clear()
-        table.gone.clear()
+        table.removed.clear()
         self.micro_batches.begin(plan, draft.work, draft.preemption_targets)
         return plan
 
     @property
     def _checking_s(self) -> float:
         """About how long cached pages were checked for this plan."""
-        return self.memory.checked_now * self.memory.guard.page_s
+        return self.memory.verified_now * self.memory.verifier.page_s
 
     def commit(
         self, plan: StepPlan, drawn: Sequence[SampledTokens], now: float, seconds: float | None = None
@@ -374,17 +374,17 @@ class Scheduler:
             raise ValueError(f"{len(plan.rows)} rows were planned, {len(drawn)} were drawn")
         work = self.micro_batches.finish(plan)
         if seconds is not None:
-            self.cost.learn(work, seconds / plan.steps)
+            self.cost.update(work, seconds / plan.steps)
             if self.config.even_pace and all(row.count == 1 for row in plan.rows):
-                self._pace.took(work, len(self._table.reserved), seconds, now)
-            whole = work.tokens == work.draws and not any(one.late for one in drawn)
+                self._pace.on_step(work, len(self._table.reserved), seconds, now)
+            whole = work.tokens == work.draws and not any(one.mask_late for one in drawn)
             if self._speculator is not None and plan.rows and plan.steps == 1 and whole:
-                self._speculator.learn(plan.rows, drawn, seconds)
+                self._speculator.on_step(plan.rows, drawn, seconds)
         outcome = self._take_pending()
         for row, new in zip(plan.rows, drawn, strict=True):
             if row.request.status is RequestStatus.RUNNING:
-                if new.late:
-                    outcome.late += 1
+                if new.mask_late:
+                    outcome.late_masks += 1
                     if row.count > 1:
                         self._advance(row, new, outcome, without=1)
                 elif row.samples:
@@ -398,8 +398,8 @@ class Scheduler:
         request = row.request
         request.computed = row.start + row.count - without
         request.prompt_logprobs.extend(new.prompt_logprobs)
-        self.memory.settle(request)
-        self.memory.read_on(request)
+        self.memory.cache_full_pages(request)
+        self.memory.extend_windows(request)
         if request.leg is RequestStage.PREFILL:
             self._announce(request, outcome)
 
@@ -409,7 +409,7 @@ class Scheduler:
         index = len(request.output)
         tokens, logprobs = new.tokens, new.logprobs
         taken, finish = request.extend(tokens)
-        if new.cut:
+        if new.ends:
             finish = FinishReason.LENGTH
         if taken == 0:
             raise ValueError(f"no token was drawn for {request.id}")
@@ -417,16 +417,16 @@ class Scheduler:
             tokens, logprobs = tokens[:taken], logprobs[:taken]
         request.computed = computed = row.start + row.count + taken - 1
         if computed >= (request.settled + 1) * self.config.page_tokens:
-            self.memory.settle(request)
+            self.memory.cache_full_pages(request)
         told: tuple[TokenLogprob, ...] = ()
         if index == 0 and request.sampling.prompt_logprobs is not None:
             told = (*request.prompt_logprobs, *new.prompt_logprobs)
-        outcome.progress.append(NewTokens(request, index, tokens, logprobs, finish, told, new.pooled))
+        outcome.new_tokens.append(NewTokens(request, index, tokens, logprobs, finish, told, new.pooled))
         if request.leg is RequestStage.PREFILL:
             self._table.hand_over(request)
             self._announce(request, outcome)
         elif finish is not None:
-            self._table.forget(request)
+            self._table.remove(request)
         else:
             self._give_back_if_full(request)
 
@@ -434,32 +434,34 @@ class Scheduler:
         """Tell of pages that are final: full ones, and the partial ones when nothing more comes into them."""
         pieces = self.memory.pieces(request)
         final = pieces.total if request.status is RequestStatus.HANDOVER else pieces.pages_before(request.settled)
-        for piece in range(request.announced, final):
+        for piece in range(request.announced_pieces, final):
             block, group = pieces.page_at(piece)
-            outcome.pages_done.append(CompletedPage(request, piece, block, group, pieces.tokens_of(piece)))
-        request.announced = final
+            outcome.completed_pages.append(CompletedPage(request, piece, block, group, pieces.tokens_of(piece)))
+        request.announced_pieces = final
 
     def _take_pending(self) -> StepOutcome:
         """What became known outside a step, without those who have gone since."""
         pending, self._pending = self._pending, StepOutcome()
-        pending.progress = [item for item in pending.progress if item.request.status is not RequestStatus.GONE]
-        pending.pages_done = [item for item in pending.pages_done if item.request.status is not RequestStatus.GONE]
+        pending.new_tokens = [item for item in pending.new_tokens if item.request.status is not RequestStatus.GONE]
+        pending.completed_pages = [
+            item for item in pending.completed_pages if item.request.status is not RequestStatus.GONE
+        ]
         return pending
 
     # --- figures -----------------------------------------------------------------------------------------------------
 
     def adapters(self) -> set[str]:
         """Fingerprints of the adapters that requests here have."""
-        return {request.adapter for request in self._table.all.values() if request.adapter}
+        return {request.adapter for request in self._table.requests.values() if request.adapter}
 
-    def waiting(self) -> list[Request]:
+    def not_started(self) -> list[Request]:
         """Those that have not begun: without pages, or with none but those that another worker still computes."""
         waits = (RequestStatus.UNGRANTED, RequestStatus.WAITING, RequestStatus.RESERVED)
-        return [r for r in self._table.all.values() if r.status in waits and not r.first_token]
+        return [r for r in self._table.requests.values() if r.status in waits and not r.has_first_token]
 
-    def find(self, request_id: RequestId) -> Request | None:
+    def get_request(self, request_id: RequestId) -> Request | None:
         """The request of this id that is here now."""
-        return self._table.all.get(request_id)
+        return self._table.requests.get(request_id)
 
     @property
     def queued(self) -> int:
@@ -474,16 +476,16 @@ class Scheduler:
     @property
     def yields(self) -> int:
         """Preemptions for a request of a class that goes first, since the start."""
-        return self._table.yields
+        return self._table.yield_count
 
     @property
     def expired(self) -> int:
         """Requests given back because their time was up, since the start."""
         return self._table.expired
 
-    def check(self) -> LeakCheck:
+    def check_leaks(self) -> LeakCheck:
         """Count the owners of every page.  All figures are zero whenever no step is being planned or committed."""
-        return self.memory.check(self._table.all.values())
+        return self.memory.check_leaks(self._table.requests.values())
 
     def load(self) -> EngineLoad:
         """As of now.  O(requests)."""

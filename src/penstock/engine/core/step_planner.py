@@ -34,7 +34,17 @@ class StepBuilder:
 
     __slots__ = (
         *("_beside", "_brief_s", "_budget_s", "_config", "_cost", "_line", "_now", "admitted", "chunks", "filling"),
-        *("excluded", "left_out", "preempted", "preemption_targets", "rows", "sitting_out", "steps", "work", "yielded"),
+        *(
+            "excluded",
+            "skipped",
+            "preempted",
+            "preemption_targets",
+            "rows",
+            "without_masks",
+            "steps",
+            "work",
+            "yielded",
+        ),
     )
 
     def __init__(self, config: SchedulerConfig, cost: StepCostModel, now: float = 0.0) -> None:
@@ -45,7 +55,7 @@ class StepBuilder:
         self._line: FairnessKey | None = None  # whose prompt is first in the step
         self._now = now
         self._beside: StepSoFar | None = None  # not looked at yet
-        self.sitting_out: Set[RequestId] = frozenset()  # whose next token's mask is not there
+        self.without_masks: Set[RequestId] = frozenset()  # whose next token's mask is not there
         self.excluded: Set[Request] = frozenset()  # another micro-batch waits for their pages
         self.preemption_targets: set[Request] = set()  # must give way, and one of them is in flight elsewhere
         self.rows: list[ScheduledTokens] = []
@@ -54,7 +64,7 @@ class StepBuilder:
         self.chunks = 0
         self.preempted = 0
         self.yielded = 0  # of a lower class, for a request that was admitted
-        self.left_out = 0  # rows of a lower class that had no place in this step
+        self.skipped = 0  # rows of a lower class that had no place in this step
         self.filling = False  # what is granted from now on fills what is left: nothing of it must be granted
         self.admitted: list[Request] = []
 
@@ -79,14 +89,14 @@ class StepBuilder:
             self._brief_s = min(self._budget_s, rows_s + brief_s)
 
     @property
-    def drafted(self) -> bool:
+    def has_drafts(self) -> bool:
         """Does any row have draft tokens?"""
         return any(row.draft for row in self.rows)
 
     @property
-    def only_answers(self) -> bool:
+    def decode_only(self) -> bool:
         """Is an answer written in every row, without guesses, and did nobody lose a row?"""
-        return bool(self.rows) and not (self.chunks or self.preempted or self.drafted)
+        return bool(self.rows) and not (self.chunks or self.preempted or self.has_drafts)
 
     def affordable_steps(self, limit: int) -> int:
         """How often the rows can be repeated within the time budget, at least once."""
@@ -95,7 +105,7 @@ class StepBuilder:
         one = self._cost.predict(self.work)
         return max(1, min(limit, int(self._budget_s / one) if one > 0 else limit))
 
-    def can_begin(self, request: Request) -> bool:
+    def has_room_for_chunk(self, request: Request) -> bool:
         """Is enough left of the budgets for a first chunk that is worth it?  The first of a step always is."""
         whole = self._config.whole_prompts
         piece = request.known if whole else min(request.known, self._config.page_tokens, self._config.max_chunk_tokens)
@@ -108,34 +118,34 @@ class StepBuilder:
             return True
         return not self._joins(request) and min(left, self._affordable(0, self._brief_s)) >= piece
 
-    def can_add_row(self, request: Request) -> bool:
+    def has_room_for_decode(self, request: Request) -> bool:
         """Is enough left of the budgets for one token of an answer more?"""
         tokens = self.work.tokens
         return tokens < self._config.max_step_tokens and self._affordable(request.computed, draws_each=True) >= 1
 
-    def add_row(self, request: Request) -> None:
+    def add_decode(self, request: Request) -> None:
         """Grant ``request`` the one token that it misses."""
         self.rows.append(ScheduledTokens(request, request.computed, 1, True))
         self.work.add(request.computed, 1, 1)
 
     def _affordable(self, start: int, within_s: float | None = None, *, draws_each: bool = False) -> int:
         budget_s = self._budget_s if within_s is None else min(within_s, self._budget_s)
-        return self._cost.affordable(self.work, budget_s, start, draws_each=draws_each)
+        return self._cost.affordable_tokens(self.work, budget_s, start, draws_each=draws_each)
 
     def _joins(self, request: Request) -> bool:
         """Would a piece of it make another line wait that comes before it in this step?"""
-        return self._brief_s < math.inf and self._line is not None and self._line != request.line
+        return self._brief_s < math.inf and self._line is not None and self._line != request.fairness_key
 
     def _piece_s(self, request: Request) -> float:
         """How long the step may be with a piece of this prompt."""
         bounds = LongPromptLimits(self._config.long_prompt_ms / 1000, self._config.gentle_read_s)
-        if not bounds.target_s or not self.rows or self._cost.measured < WARMUP_STEPS:
+        if not bounds.target_s or not self.rows or self._cost.measured_steps < WARMUP_STEPS:
             return math.inf
         if self._beside is None:
             answers = sum(row.count == 1 and row.request.leg is not RequestStage.PREFILL for row in self.rows)
             self._beside = StepSoFar(answers, self._cost.predict(self.work), self._now)
         rest = StepWork()
-        rest.add(request.computed, request.missing, 1)
+        rest.add(request.computed, request.uncomputed, 1)
         return self._cost.predict(self.work) + long_prompt_share_s(
             request, self._cost.predict(rest), self._beside, bounds
         )
@@ -173,7 +183,7 @@ class StepBuilder:
         self.rows.append(ScheduledTokens(request, start, count, samples))
         self.work.add(start, count, count if each else int(samples))
         self.chunks += 1
-        self._line = self._line or request.line
+        self._line = self._line or request.fairness_key
         return True
 
 
@@ -187,7 +197,7 @@ def service_order(request: Request) -> OrderKey:
 
 def needs_more_pages(request: Request) -> bool:
     """Will need more pages than it has."""
-    return request.room < request.last and request.leg is not RequestStage.PREFILL
+    return request.capacity < request.local_end and request.leg is not RequestStage.PREFILL
 
 
 class StepPlanner:
@@ -213,17 +223,17 @@ class StepPlanner:
         """Is there nothing to compute but answers that go on?"""
         head = self._table.queue.head()
         return (head is None or head.leg is RequestStage.DECODE) and all(
-            r.missing == 1 for r in self._table.running.values()
+            r.uncomputed == 1 for r in self._table.running.values()
         )
 
-    def fill(self, draft: StepBuilder, max_steps: int, now: float, *, resting: bool = False) -> None:
+    def build(self, draft: StepBuilder, max_steps: int, now: float, *, resting: bool = False) -> None:
         """The next step, or up to ``max_steps`` equal ones when only answers are written and nobody waits.
 
         No one is admitted in a step that preempted for growth: the room is for those who needed it.  ``resting``:
         nothing is computed, but room is given to those who wait for pages from elsewhere.
         """
         table = self._table
-        first = self._yielding.look(now)
+        first = self._yielding.promote_overdue(now)
         if resting or first is None:
             self._grant_prompts(draft, [], ALL_RANKS, resting=True)
             return
@@ -233,29 +243,29 @@ class StepPlanner:
         only_answers = bool(draft.rows) and not chunked and not table.queue and not below
         if self._speculator is not None and only_answers and not draft.preempted:
             self._speculate(draft, self._speculator)
-        draft.close_decodes(batch=first > ServiceClass.INTERACTIVE, contended=table.fair.contended(first, now))
-        if max_steps > 1 and only_answers and not table.reserved and not draft.drafted:
+        draft.close_decodes(batch=first > ServiceClass.INTERACTIVE, contended=table.fair.is_contended(first, now))
+        if max_steps > 1 and only_answers and not table.reserved and not draft.has_drafts:
             self._grant_several(draft, max_steps)
         self._grant_prompts(draft, chunked, range(first, first + 1))
         if below or table.queue.ranks() - {first}:
             self._fill_up(draft, first)
-        if self._config.stoppable and max_steps > 1 and draft.only_answers and draft.steps == 1 and not below:
+        if self._config.stoppable and max_steps > 1 and draft.decode_only and draft.steps == 1 and not below:
             self._grant_several(draft, max_steps)  # whoever waits will be let in by an event or an end, not by a step
         self._account(draft, now)
 
     def _here(self, draft: StepBuilder) -> Collection[Request]:
         """Running requests that this step may compute: not those whose next token's mask is not there yet."""
         running: Collection[Request] = self._table.running.values()
-        if draft.sitting_out:
-            running = [request for request in running if request.id not in draft.sitting_out]
+        if draft.without_masks:
+            running = [request for request in running if request.id not in draft.without_masks]
         return self._micro_batches.eligible(running, draft.excluded)
 
     def _account(self, draft: StepBuilder, now: float) -> None:
-        self._yielding.served({row.request.rank for row in draft.rows}, now)
+        self._yielding.on_served({row.request.rank for row in draft.rows}, now)
         if self._table.queue:
             for row in draft.rows:
                 if row.count == 1 and row.samples:
-                    self._table.fair.wrote(row.request.line, draft.steps, row.request.claim.weight)
+                    self._table.fair.charge_output(row.request.fairness_key, draft.steps, row.request.claim.weight)
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
@@ -267,11 +277,11 @@ class StepPlanner:
             if request.known - computed != 1:
                 others.append(request)
                 continue
-            if computed >= request.room:
+            if computed >= request.capacity:
                 needy.append(request)
             rows.append(ScheduledTokens(request, computed, 1, True))
         if needy and self._make_room(needy, draft):
-            rows[:] = [row for row in rows if row.start < row.request.room]  # the preempted have no room at all
+            rows[:] = [row for row in rows if row.start < row.request.capacity]  # the preempted have no room at all
             others = [request for request in others if request.status is RequestStatus.RUNNING]
         return others
 
@@ -285,7 +295,7 @@ class StepPlanner:
         disturbed = False
         table = self._table
         for request in sorted(needy, key=service_order):
-            while request.status is RequestStatus.RUNNING and not self._memory.grow(request, request.computed + 1):
+            while request.status is RequestStatus.RUNNING and not self._memory.extend(request, request.computed + 1):
                 disturbed = True
                 victims = self._victims()
                 victim = max(victims, key=service_order)
@@ -312,9 +322,9 @@ class StepPlanner:
         for index, tokens in enumerate(speculator.propose(rows)):
             row = rows[index]
             most = min(len(tokens), left)
-            if most and row.start + 1 + most > row.request.room:
-                self._memory.grow(row.request, row.start + 1 + most)
-                most = min(most, row.request.room - row.start - 1)
+            if most and row.start + 1 + most > row.request.capacity:
+                self._memory.extend(row.request, row.start + 1 + most)
+                most = min(most, row.request.capacity - row.start - 1)
             if most > 0:
                 rows[index] = ScheduledTokens(row.request, row.start, 1, True, tokens[:most])
                 left -= most
@@ -325,13 +335,13 @@ class StepPlanner:
             row.request.leg is RequestStage.PREFILL or row.request.sampling.grammar is not None for row in draft.rows
         ):
             return  # the first token is all that is drawn there, and a mask follows from the token before
-        limit = min(limit, *(row.request.last - row.request.known for row in draft.rows))
+        limit = min(limit, *(row.request.local_end - row.request.known for row in draft.rows))
         steps = draft.affordable_steps(limit)
         fresh = sum(self._memory.missing_pages(row.request, row.start + steps) for row in draft.rows)
         if steps > 1 and fresh <= self._memory.pool.available:
             draft.steps = steps
             for row in draft.rows:
-                self._memory.grow(row.request, row.start + steps)
+                self._memory.extend(row.request, row.start + steps)
 
     # --- prompts -----------------------------------------------------------------------------------------------------
 
@@ -344,13 +354,13 @@ class StepPlanner:
         take from classes after its own, so rows of those are granted later.
         """
         queue = self._table.queue
-        pending = sorted(chunked, key=queue.turn, reverse=True)
+        pending = sorted(chunked, key=queue.position, reverse=True)
         letting_in = not draft.preempted
         growing = -1  # not counted yet
         waiting = [head for head in queue.heads() if head.rank in ranks] if queue and letting_in else []
         while pending or waiting:
             head = waiting[0] if waiting and letting_in else None
-            if head is not None and (not pending or queue.turn(head)[:2] < queue.turn(pending[-1])[:2]):
+            if head is not None and (not pending or queue.position(head)[:2] < queue.position(pending[-1])[:2]):
                 growing = self._growing() if growing < 0 else growing
                 refusal = self._admit(draft, head, growing, resting=resting)
                 if refusal in (AdmissionRefusal.BEING_COMPUTED, AdmissionRefusal.BEING_CHECKED):
@@ -376,11 +386,11 @@ class StepPlanner:
         A block for each request that still grows stays free: who is admitted into the last one is preempted at once.
         """
         table, groups = self._table, self._memory.groups
-        if request.leg is not RequestStage.DECODE and (resting or not draft.can_begin(request)):
+        if request.leg is not RequestStage.DECODE and (resting or not draft.has_room_for_chunk(request)):
             return AdmissionRefusal.NO_ROOM
         spare = growing * groups
         refusal: AdmissionRefusal | None = AdmissionRefusal.NO_ROOM
-        if table.active < self._max_active:
+        if table.active_count < self._max_active:
             refusal = self._memory.admit(request, spare=spare)
         victims = self._victims(request.rank) if refusal is AdmissionRefusal.NO_ROOM else []
         while refusal is AdmissionRefusal.NO_ROOM and victims and self._can_be_had(request, spare, victims):
@@ -394,7 +404,7 @@ class StepPlanner:
             spare -= groups * needs_more_pages(victim)
             table.preempt(victim, yielding=True)
             draft.yielded += 1
-            if table.active < self._max_active:
+            if table.active_count < self._max_active:
                 refusal = self._memory.admit(request, spare=spare)
         if refusal is None:
             table.admit(request)
@@ -403,9 +413,9 @@ class StepPlanner:
 
     def _can_be_had(self, request: Request, spare: int, victims: list[Request]) -> bool:
         """Would there be room, at best, if all ``victims`` gave way?"""
-        theirs = sum(len(own.pages) - own.begin for victim in victims for own in victim.held)
+        theirs = sum(len(own.pages) - own.first for victim in victims for own in victim.page_tables)
         spare -= self._memory.groups * sum(map(needs_more_pages, victims))
-        known = self._memory.prefix.longest(request.hashes, len(request.hashes)) * self._memory.groups
+        known = self._memory.prefix.longest_prefix(request.hashes, len(request.hashes)) * self._memory.groups
         needed = self._memory.most_pages(request.known) - known
         return needed + max(spare, 0) <= self._memory.pool.available + theirs
 
@@ -425,11 +435,11 @@ class StepPlanner:
             draft.filling = True
             chunked = []
             for request in mine:
-                if request.missing != 1:
+                if request.uncomputed != 1:
                     chunked.append(request)
-                elif draft.can_add_row(request) and self._memory.grow(request, request.computed + 1):
-                    draft.add_row(request)
+                elif draft.has_room_for_decode(request) and self._memory.extend(request, request.computed + 1):
+                    draft.add_decode(request)
                 else:
-                    draft.left_out += 1
+                    draft.skipped += 1
             self._grant_prompts(draft, chunked, range(rank, rank + 1))
         draft.rows.sort(key=lambda row: row.count > 1)  # as the runner has them in any step: answers first

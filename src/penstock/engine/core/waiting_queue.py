@@ -36,18 +36,18 @@ class FairClock:
         self._present: dict[int, float] = {}  # rank -> where its line stood that was served last
         self._seen: dict[FairnessKey, float] = {}  # -> when a request of it came last
 
-    def at(self, line: FairnessKey) -> float:
+    def virtual_time(self, line: FairnessKey) -> float:
         """Where a line stands.  The least is served next."""
         time = self._times.get(line)
         return self._present.get(line[0], 0.0) if time is None else time
 
-    def arrived(self, line: FairnessKey, now: float) -> None:
+    def on_arrival(self, line: FairnessKey, now: float) -> None:
         """A request of this line came."""
         self._seen[line] = now
         if len(self._seen) > MAX_FAIRNESS_KEYS:
             self._forget_unseen(now)
 
-    def queued(self, line: FairnessKey) -> None:
+    def on_queued(self, line: FairnessKey) -> None:
         """The line begins to wait: from the present on, or from later if it was served ahead of that."""
         present = self._present.get(line[0], 0.0)
         self._times[line] = max(self._times.get(line, 0.0), present)
@@ -55,17 +55,17 @@ class FairClock:
             foremost = sorted(self._times, key=lambda each: (-self._times[each], each))[: MAX_FAIRNESS_KEYS // 2]
             self._times = {each: self._times[each] for each in {*foremost, line}}
 
-    def admitted(self, line: FairnessKey, tokens: int, weight: float) -> None:
+    def charge_prompt(self, line: FairnessKey, tokens: int, weight: float) -> None:
         """A request of this line is let in, with so many tokens to compute."""
-        start = self.at(line)
+        start = self.virtual_time(line)
         self._present[line[0]] = max(self._present.get(line[0], 0.0), start)
         self._times[line] = start + tokens / weight
 
-    def wrote(self, line: FairnessKey, tokens: int, weight: float) -> None:
+    def charge_output(self, line: FairnessKey, tokens: int, weight: float) -> None:
         """So many tokens of an answer are computed while others wait."""
-        self._times[line] = self.at(line) + self._output_weight * tokens / weight
+        self._times[line] = self.virtual_time(line) + self._output_weight * tokens / weight
 
-    def contended(self, rank: int, now: float) -> bool:
+    def is_contended(self, rank: int, now: float) -> bool:
         """Were others there of late whom a line of this class should not keep for long: of its class, or before it?"""
         if len(self._seen) < 2:
             return False
@@ -98,23 +98,23 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         """Line up.  The order key decides the place, also of one that comes back."""
-        line = request.line
+        line = request.fairness_key
         request.status = RequestStatus.WAITING
         if line not in self._counts:
-            self._clock.queued(line)
+            self._clock.on_queued(line)
         heapq.heappush(self._lines.setdefault(line, []), (request.order, request))
         self._counts[line] = self._counts.get(line, 0) + 1
         self._length += 1
 
-    def turn(self, request: Request) -> QueuePosition:
+    def position(self, request: Request) -> QueuePosition:
         """When this request is served, be it waiting or running, against others at this moment."""
-        return request.rank, self._clock.at(request.line), request.order
+        return request.rank, self._clock.virtual_time(request.fairness_key), request.order
 
     def heads(self) -> list[Request]:
         """The first of each line, who is served next first."""
         if len(self._counts) == 1:
             return [self._head(next(iter(self._counts)))]
-        return sorted(map(self._head, self._counts), key=self.turn)
+        return sorted(map(self._head, self._counts), key=self.position)
 
     def head(self) -> Request | None:
         """Who is served next."""
@@ -122,23 +122,23 @@ class WaitingQueue:
             return None
         if len(self._counts) == 1:
             return self._head(next(iter(self._counts)))
-        return min(map(self._head, self._counts), key=self.turn)
+        return min(map(self._head, self._counts), key=self.position)
 
     def ranks(self) -> set[int]:
         """Of those who wait."""
         return {rank for rank, _ in self._counts}
 
-    def take(self, request: Request, status: RequestStatus) -> None:
+    def pop(self, request: Request, status: RequestStatus) -> None:
         """``request``, the first of its line, waits no more.  Raises ValueError for any other."""
-        if self._counts.get(request.line) is None or self._head(request.line) is not request:
+        if self._counts.get(request.fairness_key) is None or self._head(request.fairness_key) is not request:
             raise ValueError(f"{request.id} is not the first of its line")
-        heapq.heappop(self._lines[request.line])
+        heapq.heappop(self._lines[request.fairness_key])
         request.status = status
-        self._one_less(request.line)
+        self._one_less(request.fairness_key)
 
-    def discard(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """``request``, which waits, leaves from wherever it stands."""
-        line = request.line
+        line = request.fairness_key
         request.status = RequestStatus.GONE
         self._one_less(line)
         heap = self._lines.get(line)
@@ -148,7 +148,7 @@ class WaitingQueue:
 
     def promote(self, request: Request) -> None:
         """``request``, which waits, goes on waiting as one of the first class."""
-        self._one_less(request.line)
+        self._one_less(request.fairness_key)
         request.promote()
         self.push(request)
 
@@ -166,4 +166,4 @@ class WaitingQueue:
 
 
 def _waits(request: Request, line: FairnessKey) -> bool:
-    return request.status is RequestStatus.WAITING and request.line == line
+    return request.status is RequestStatus.WAITING and request.fairness_key == line

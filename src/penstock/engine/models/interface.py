@@ -64,10 +64,10 @@ class MediaEncoding(Protocol):
 class MediaEncoder(Protocol):
     """What makes rows of pictures or sounds, one by one, in blocks.  What one gives depends on nothing beside it."""
 
-    axes: bool
+    has_axes: bool
     """Do rows and columns turn the decoder's tokens apart?"""
 
-    leads: int
+    leading_tokens: int
     """Every prompt begins with one that stands for so many tokens; 0: they stand anywhere, or nowhere."""
 
     @property
@@ -96,7 +96,7 @@ class SupportsCrossAttention(Protocol):
     """What a model has besides, if the first tokens of every sequence are an encoder's rows that all others read by
     keys and values of their own (cross-attention)."""
 
-    source: int
+    source_tokens: int
     """So many tokens; ``forward`` is given none of them."""
 
     def write_source(self, ops: Ops, rows_TD: Array, batch: StepBatch, kv: Array) -> None:

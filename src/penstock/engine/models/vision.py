@@ -57,11 +57,11 @@ class VisionLayer:
 class ImageEncoder:
     """See ``engine.models.port.MediumEncoder``; pictures are checked before they are begun."""
 
-    leads = 0
+    leading_tokens = 0
 
     def __init__(self, vision: VisionConfig, weights: Mapping[str, Any], *, axes: bool) -> None:
         self.vision = vision
-        self.axes = axes
+        self.has_axes = axes
         self.layers = [VisionLayer(vision, weights, index) for index in range(vision.layers)]
         self._patches = LinearLayer(weights["vision.patches"])
         self._norm = _norm(vision, weights, "vision.norm")

@@ -91,13 +91,13 @@ class WhisperLayerFactory:
 class SoundEncoder:
     """See ``engine.models.port.MediumEncoder``; sounds are checked before they are begun."""
 
-    axes = False
+    has_axes = False
 
     def __init__(self, parts: WhisperLayerFactory) -> None:
         whisper, layers = parts.whisper, range(parts.whisper.encoder.layers)
         self.whisper = whisper
         self.width = parts.width
-        self.leads = whisper.begin
+        self.leading_tokens = whisper.begin
         self.attention = [
             EncoderAttention(**parts.attention(f"encoder.{i}.", whisper.encoder), scale=parts.scale(whisper.encoder))
             for i in layers
@@ -229,7 +229,7 @@ class WhisperModel:
     def __init__(self, parts: WhisperLayerFactory) -> None:
         whisper, weights = parts.whisper, parts.weights
         self.encoder = SoundEncoder(parts)
-        self.source = whisper.begin
+        self.source_tokens = whisper.begin
         self.embed = weights["embed"]
         self.positions = weights["positions"]
         self.layers = [self._layer(parts, index) for index in range(whisper.decoder.layers)]

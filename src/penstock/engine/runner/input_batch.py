@@ -63,19 +63,19 @@ class TokenSpan:
     ``draft``: the last of them are guessed; a token is drawn before each of these and after the last.
     """
 
-    __slots__ = ("answer", "draft", "drawn", "logprobs", "prompt_logprobs", "samples", "start", "tokens")
+    __slots__ = ("state", "draft", "sampled", "logprobs", "prompt_logprobs", "samples", "start", "tokens")
 
     def __init__(self, row: ScheduledTokens, answer: SamplingState) -> None:
-        self.answer = answer
+        self.state = answer
         self.samples = row.samples
         self.draft = row.draft
-        self.begin(row.start, (*row.request.tokens(row.start, row.start + row.count), *row.draft))
+        self.restart(row.start, (*row.request.tokens(row.start, row.start + row.count), *row.draft))
 
-    def begin(self, start: int, tokens: Sequence[int]) -> None:
+    def restart(self, start: int, tokens: Sequence[int]) -> None:
         """These tokens from ``start`` on; nothing is brought yet."""
         self.start = start
         self.tokens = tokens
-        self.drawn: list[int] = []
+        self.sampled: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
 
@@ -85,35 +85,37 @@ class TokenSpan:
         return self.start + len(self.tokens)
 
     @property
-    def draws(self) -> range:
+    def sampled_positions(self) -> range:
         """Positions that tokens are drawn for."""
         return range(self.stop - len(self.draft), self.stop + 1) if self.samples else range(0)
 
     @property
     def targets(self) -> Sequence[int]:
         """Prompt tokens that these tokens predict and whose log-probabilities were asked for."""
-        if not self.answer.request.wants_prompt_logprobs:
+        if not self.state.request.wants_prompt_logprobs:
             return ()
-        return self.answer.request.prompt[self.start + 1 : self.stop + 1]
+        return self.state.request.prompt[self.start + 1 : self.stop + 1]
 
     def advance(self) -> None:
         """Go on with the token just drawn."""
         self.start = self.stop
-        self.tokens = self.drawn[-1:]
+        self.tokens = self.sampled[-1:]
 
     def result(self) -> SampledTokens:
         """What the span has brought: of the tokens after a draft, those that stand; none after a cut."""
-        constraint = self.answer.constraint if self.samples else None
+        constraint = self.state.constraint if self.samples else None
         if constraint is not None and constraint.late:
-            return SampledTokens(prompt_logprobs=tuple(self.prompt_logprobs), late=True)
-        count = accepted_count(self.draft, self.drawn) if self.draft else len(self.drawn)
-        if constraint is not None and constraint.stands is not None:
-            count = min(count, constraint.stands + 1)
+            return SampledTokens(prompt_logprobs=tuple(self.prompt_logprobs), mask_late=True)
+        count = accepted_count(self.draft, self.sampled) if self.draft else len(self.sampled)
+        if constraint is not None and constraint.masked_drafts is not None:
+            count = min(count, constraint.masked_drafts + 1)
         cut_at = None if constraint is None else constraint.cut_at
         cut = cut_at is not None and (not self.draft or cut_at < count)
         if cut_at is not None and self.draft:
             count = min(count, cut_at + 1)
-        return SampledTokens(tuple(self.drawn[:count]), tuple(self.logprobs[:count]), tuple(self.prompt_logprobs), cut)
+        return SampledTokens(
+            tuple(self.sampled[:count]), tuple(self.logprobs[:count]), tuple(self.prompt_logprobs), cut
+        )
 
 
 def token_logprob(one: Sampled) -> TokenLogprob:
@@ -159,7 +161,7 @@ class InputBatch:
         self._hidden = hidden
         self._tapped: tuple[int, ...] = ()
         self._taps = np.empty((0, 0), np.float32)
-        self.handing_out = False  # are hidden states wanted now?
+        self.exports_hidden_states = False  # are hidden states wanted now?
         self._handed_out = False  # and were they in the last step?
         self._slot_of = slot_of
         self._tokens = np.empty(0, np.int32)
@@ -172,19 +174,19 @@ class InputBatch:
         self._cell: int | None = None  # tokens of a page of the others, which hold states
         self._at: list[int] = []  # position of each span's only token; empty when some span has more
         self.spans: list[TokenSpan] = []
-        self.listed: list[TokenSpan] = []
-        self.picked: list[TokenSpan] = []
+        self.logit_spans: list[TokenSpan] = []
+        self.gumbel_spans: list[TokenSpan] = []
         self.scored = 0
         self.batch = StepBatch(self._tokens, self._positions, self._starts, self._table.reshape(0, 0), self._tokens)
         self.picks = GumbelRows.empty(0)
 
     # --- anew ---------------------------------------------------------------------------------------------------------
 
-    def fill(self, spans: list[TokenSpan]) -> None:
+    def rebuild(self, spans: list[TokenSpan]) -> None:
         """The arrays of these spans, one after another."""
         count = sum(len(span.tokens) for span in spans)
         blocks = max(blocks_for(span.stop, PAGE_TOKENS) for span in spans) + SPARE_BLOCKS
-        keyed = keyed_groups(spans[0].answer.request.held)
+        keyed = keyed_groups(spans[0].state.request.page_tables)
         columns = blocks * keyed
         self._reserve(count, len(spans), columns)
         table_SP = self._table[: len(spans) * columns].reshape(len(spans), columns)
@@ -198,13 +200,13 @@ class InputBatch:
                 self._tokens[begin:end] = span.tokens
                 self._positions[begin:end] = np.arange(span.start, span.stop, dtype=np.int32)
             self._starts[index + 1] = begin = end
-            for group, pages_P in enumerate(span.answer.pages()[:keyed]):
+            for group, pages_P in enumerate(span.state.pages()[:keyed]):
                 own_P = pages_P[: blocks_for(span.stop, PAGE_TOKENS)]
                 table_SP[index, group * blocks : group * blocks + len(own_P)] = own_P
         self.spans = spans
         wanted_R = self._want()
         turns_T3, given = self._see(spans)
-        self._handed_out = self.handing_out
+        self._handed_out = self.exports_hidden_states
         if self._handed_out and len(wanted_R) > len(self._taps):
             self._taps = np.empty((_room(len(wanted_R)), self._taps.shape[1]), np.float32)
         self.batch = StepBatch(
@@ -221,8 +223,8 @@ class InputBatch:
             adapters_S=self._adapters(spans),
         )
         self._fill_picks()
-        self._requests = [span.answer.request for span in spans]
-        self._held = [request.held for request in self._requests]
+        self._requests = [span.state.request for span in spans]
+        self._held = [request.page_tables for request in self._requests]
         self._keyed = keyed
         self._cell = self._held[0][-1].page_tokens if keyed < len(self._held[0]) else None
         single = self.scored == 0 and count == len(spans) == len(wanted_R) and given is None
@@ -230,20 +232,20 @@ class InputBatch:
 
     def _see(self, spans: list[TokenSpan]) -> tuple[NDArray[np.int32] | None, GivenRows | None]:
         """How far the axes of the tokens are turned, if images turn them apart; the rows of images among them."""
-        if self._images is None or not any(span.answer.request.images for span in spans):
+        if self._images is None or not any(span.state.request.images for span in spans):
             return None, None
         turns_T3: NDArray[np.int32] | None = None
         if self._images.axes:
-            turns_T3 = np.concatenate([rope_axes(span.answer.request.images, span.start, span.stop) for span in spans])
+            turns_T3 = np.concatenate([rope_axes(span.state.request.images, span.start, span.stop) for span in spans])
         places: list[NDArray[np.int32]] = []
         values: list[NDArray[np.float32]] = []
         begin = 0
         for span in spans:
-            request = span.answer.request
+            request = span.state.request
             for index, image in enumerate(request.images):
                 first, last = max(span.start, image.at), min(span.stop, image.end)
                 if first < last:
-                    rows_ND = self._images.rows(image, request.pictures, index)
+                    rows_ND = self._images.rows(image, request.media, index)
                     places.append(np.arange(begin + first - span.start, begin + last - span.start, dtype=np.int32))
                     values.append(rows_ND[first - image.at : last - image.at])
             begin += len(span.tokens)
@@ -254,37 +256,37 @@ class InputBatch:
     def _adapters(self, spans: list[TokenSpan]) -> NDArray[np.int32] | None:
         """The slot of each span's adapter; None when nobody has one."""
         slot_of = self._slot_of
-        if slot_of is None or not any(span.answer.request.adapter for span in spans):
+        if slot_of is None or not any(span.state.request.adapter for span in spans):
             return None
-        return np.array([slot_of(span.answer.request.adapter) for span in spans], np.int32)
+        return np.array([slot_of(span.state.request.adapter) for span in spans], np.int32)
 
     def _want(self) -> NDArray[np.int32]:
         """Which rows are wanted, and in which order; sets ``scored``, ``listed`` and ``picked``."""
         scored: list[int] = []
         listed: list[int] = []
         picked: list[int] = []
-        self.listed, self.picked = [], []
+        self.logit_spans, self.gumbel_spans = [], []
         begin = 0
         for span in self.spans:
             scored.extend(range(begin, begin + len(span.targets)))
             begin += len(span.tokens)
             if not span.samples:
                 continue
-            rows = range(begin - len(span.draws), begin)
-            if span.answer.picks(span.draws[0]):
+            rows = range(begin - len(span.sampled_positions), begin)
+            if span.state.gumbel_only(span.sampled_positions[0]):
                 picked.extend(rows)
-                self.picked.append(span)
+                self.gumbel_spans.append(span)
             else:
                 listed.extend(rows)
-                self.listed.append(span)
+                self.logit_spans.append(span)
         self.scored = len(scored)
         return np.array(scored + listed + picked, np.int32)
 
     def _fill_picks(self) -> None:
-        self.picks = picks = GumbelRows.empty(sum(len(span.draws) for span in self.picked))
+        self.picks = picks = GumbelRows.empty(sum(len(span.sampled_positions) for span in self.gumbel_spans))
         begin = 0
-        for span in self.picked:
-            sampling, positions = span.answer.request.sampling, span.draws
+        for span in self.gumbel_spans:
+            sampling, positions = span.state.request.sampling, span.sampled_positions
             rows = slice(begin, begin + len(positions))
             picks.seeds_F[rows] = sampling.seed
             picks.positions_F[rows] = positions
@@ -304,36 +306,36 @@ class InputBatch:
     # --- one token further --------------------------------------------------------------------------------------------
 
     @property
-    def keeps_states(self) -> bool:
+    def is_recurrent(self) -> bool:
         """Are there recurrent layers, which cannot compute a token twice?"""
         return self._cell is not None
 
     @property
-    def only_picks(self) -> bool:
+    def gumbel_only(self) -> bool:
         """Does every span bring one picked token and nothing else?"""
-        return len(self.picked) == len(self._at) == len(self.spans)
+        return len(self.gumbel_spans) == len(self._at) == len(self.spans)
 
-    def go_on(self, rows: Sequence[ScheduledTokens], *, spans: bool) -> bool:
+    def advance_in_place(self, rows: Sequence[ScheduledTokens], *, spans: bool) -> bool:
         """Move on to these rows, if they are the last step's, each with the one token that was drawn since.
 
         False when they are others: then nothing was changed.  ``spans``: keep the spans up to date too.
         """
-        if len(rows) != len(self._at) or self.handing_out != self._handed_out:
+        if len(rows) != len(self._at) or self.exports_hidden_states != self._handed_out:
             return False
         for row, request, held, at in zip(rows, self._requests, self._held, self._at, strict=True):
             start = row.start
             if row.request is not request or start != at + 1 or request.known != start + 1 or row.count != 1:
                 return False
             # Pages taken back and given anew are another list.
-            if not row.samples or row.draft or request.held is not held or not request.output:
+            if not row.samples or row.draft or request.page_tables is not held or not request.output:
                 return False
         tokens = [request.output[-1] for request in self._requests]
         if not self._move():
             return False
         self.batch.tokens_T[:] = tokens
-        if spans or not self.only_picks:
+        if spans or not self.gumbel_only:
             for span, start, token in zip(self.spans, self._at, tokens, strict=True):
-                span.begin(start, (token,))
+                span.restart(start, (token,))
         return True
 
     def advance(self) -> None:
@@ -341,18 +343,18 @@ class InputBatch:
         for span in self.spans:
             span.advance()
         if not (self._at and self._move()):
-            self.fill(self.spans)
+            self.rebuild(self.spans)
             return
         self.batch.tokens_T[:] = [span.tokens[0] for span in self.spans]
 
-    def ahead(self, step: int) -> StepBatch | None:
+    def batch_ahead(self, step: int) -> StepBatch | None:
         """The batch of the ``step``-th of several steps whose tokens the host has not seen (``MultiStepProgram``)."""
         return self.batch if step == 0 or self._move() else None
 
-    def take_ahead(self, tokens_NF: NDArray[np.int32]) -> None:
+    def take_sampled_ahead(self, tokens_NF: NDArray[np.int32]) -> None:
         """What such steps drew; the spans stand behind the last of them."""
         for span, at, tokens_N in zip(self.spans, self._at, tokens_NF.T.tolist(), strict=True):
-            span.drawn += tokens_N
+            span.sampled += tokens_N
             span.start, span.tokens = at, (tokens_N[-2] if len(tokens_N) > 1 else span.tokens[-1],)
 
     def _move(self) -> bool:
@@ -374,55 +376,55 @@ class InputBatch:
         self._positions[: len(at)] += 1
         if self.batch.turns_T3 is not None:
             np.add(self.batch.turns_T3, 1, out=self.batch.turns_T3)
-        if self.picked:
+        if self.gumbel_spans:
             positions_F = self.picks.positions_F
             positions_F += 1
         return True
 
     # --- what came of it ----------------------------------------------------------------------------------------------
 
-    def draws(self) -> list[SampleRow]:
+    def sample_rows(self) -> list[SampleRow]:
         """How the spans ``listed`` draw, one row a token."""
         rows: list[SampleRow] = []
-        for span in self.listed:
+        for span in self.logit_spans:
             if span.draft:
-                rows += span.answer.rows(span.draws[0], span.draft)
+                rows += span.state.draft_sample_rows(span.sampled_positions[0], span.draft)
             else:
-                rows.append(span.answer.row(span.stop, span.drawn))
+                rows.append(span.state.sample_row(span.stop, span.sampled))
         return rows
 
-    def take(self, answers: Sequence[Sampled]) -> None:
+    def take_sampled(self, answers: Sequence[Sampled]) -> None:
         """Hand out what was drawn: ``answers`` to the spans ``listed``, the picked tokens to the others."""
         told = iter(answers)
-        for span in self.listed:
-            wants = span.answer.request.sampling.logprobs is not None
-            for one in islice(told, len(span.draws)):
-                span.drawn.append(one.token)
+        for span in self.logit_spans:
+            wants = span.state.request.sampling.logprobs is not None
+            for one in islice(told, len(span.sampled_positions)):
+                span.sampled.append(one.token)
                 if wants:
                     span.logprobs.append(token_logprob(one))
         tokens = iter(self.picks.tokens_F.tolist())
-        for span in self.picked:
-            span.drawn += islice(tokens, len(span.draws))
+        for span in self.gumbel_spans:
+            span.sampled += islice(tokens, len(span.sampled_positions))
 
-    def tap(self, tapped: tuple[int, ...], hidden: int) -> None:
+    def record_hidden_states(self, tapped: tuple[int, ...], hidden: int) -> None:
         """Steps can hand hidden states out, of ``hidden`` numbers, behind so many layers."""
         self._tapped = tapped
         self._taps = np.empty((0, len(tapped) * hidden), np.float32)
 
-    def taps(self) -> dict[RequestId, tuple[int, NDArray[np.float32]]]:
+    def hidden_states(self) -> dict[RequestId, tuple[int, NDArray[np.float32]]]:
         """Of each span that drew in the last step: position of the first token drawn after, and hidden states of it
         and of what follows in the span.  Valid until the next step."""
         begin, found = self.scored, dict[RequestId, tuple[int, NDArray[np.float32]]]()
         if not self._handed_out:
             return found
-        for index, span in enumerate((*self.listed, *self.picked)):
-            draws = span.draws
-            start = self._at[index] if self.only_picks else draws[0] - 1
-            found[span.answer.request.id] = (start, self._taps[begin : begin + len(draws)])
+        for index, span in enumerate((*self.logit_spans, *self.gumbel_spans)):
+            draws = span.sampled_positions
+            start = self._at[index] if self.gumbel_only else draws[0] - 1
+            found[span.state.request.id] = (start, self._taps[begin : begin + len(draws)])
             begin += len(draws)
         return found
 
-    def drawn(self) -> list[SampledTokens]:
+    def sampled_tokens(self) -> list[SampledTokens]:
         """What the spans have brought."""
         return [span.result() for span in self.spans]
 
@@ -434,7 +436,7 @@ def keyed_groups(held: Sequence[PageTable]) -> int:
 
 def state_pages(spans: Sequence[TokenSpan]) -> NDArray[np.int32] | None:
     """See ``StepBatch.states_SW``."""
-    held = [span.answer.request.held[keyed_groups(span.answer.request.held) :] for span in spans]
+    held = [span.state.request.page_tables[keyed_groups(span.state.request.page_tables) :] for span in spans]
     if not held[0]:
         return None
     cell, parts = held[0][0].page_tokens, len(held[0])

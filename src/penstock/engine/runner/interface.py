@@ -25,6 +25,6 @@ class Runner(Protocol):
         """
         ...
 
-    def forget(self, request: RequestId) -> None:
+    def remove_request(self, request: RequestId) -> None:
         """Drop what is kept for this request between steps; an unknown one is no error."""
         ...

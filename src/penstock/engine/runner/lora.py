@@ -121,7 +121,7 @@ class LoraManager:
         self.in_use: Callable[[], set[str]] = set  # by requests of this worker
 
     @classmethod
-    def of(cls, ops: Ops, loaded: LoadedModel, room: LoraLimits) -> LoraManager:
+    def for_model(cls, ops: Ops, loaded: LoadedModel, room: LoraLimits) -> LoraManager:
         """Of a model in memory.  Raises ModelError if its family is not known."""
         targets = lora_targets(loaded.spec)
         limits = LoraFileLimits(max_rank=room.max_rank, max_bytes=room.nbytes)
@@ -130,7 +130,7 @@ class LoraManager:
         return cls(ops, products, room, lambda folder: read_lora_adapter(folder, targets, limits))
 
     @classmethod
-    def none(cls, ops: Ops, room: LoraLimits) -> LoraManager:
+    def disabled(cls, ops: Ops, room: LoraLimits) -> LoraManager:
         """Of a model that cannot have any."""
 
         def refuse(folder: Path) -> LoraAdapter:
@@ -138,7 +138,7 @@ class LoraManager:
 
         return cls(ops, {}, room, refuse)
 
-    def adapted(self, model: Model) -> LoraModel:
+    def with_adapters(self, model: Model) -> LoraModel:
         """The model with these adapters."""
         return LoraModel(model, self._table, self._products)
 
@@ -176,7 +176,7 @@ class LoraManager:
         """The scheduler knows of all requests that were ready."""
         self._promised.clear()
 
-    def slot(self, fingerprint: str) -> int:
+    def slot_of(self, fingerprint: str) -> int:
         """Of an adapter in memory, or of none.  Raises KeyError for one that was never ready."""
         return self._resident[fingerprint].slot if fingerprint else NO_ADAPTER
 

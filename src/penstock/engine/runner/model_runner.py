@@ -36,16 +36,16 @@ class CrossKvWriter:
 
     def wanted(self, rows: Sequence[ScheduledTokens]) -> bool:
         """Does a row have tokens that stand for an encoder's rows?"""
-        source = self._model.source
+        source = self._model.source_tokens
         return any(row.start < source for row in rows)
 
     def write(self, rows: Sequence[ScheduledTokens]) -> list[ScheduledTokens | None]:
         """Have done with those tokens; what is left of each row, None where nothing is."""
-        source = self._model.source
+        source = self._model.source_tokens
         begun = [row for row in rows if row.start < source]
         ends = [min(row.start + row.count, source) for row in begun]
         values = [
-            self._images.rows(row.request.images[0], row.request.pictures, 0)[row.start : end]
+            self._images.rows(row.request.images[0], row.request.media, 0)[row.start : end]
             for row, end in zip(begun, ends, strict=True)
         ]
         rows_TD = self._ops.compute(np.concatenate(values))
@@ -69,7 +69,7 @@ def _batch(rows: Sequence[ScheduledTokens], ends: Sequence[int]) -> StepBatch:
     starts_S1 = np.cumsum([0, *(end - row.start for row, end in zip(rows, ends, strict=True))]).astype(np.int32)
     table_SP = np.zeros((len(rows), blocks_for(max(ends), PAGE_TOKENS)), np.int32)
     for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
-        (own,) = row.request.held
+        (own,) = row.request.page_tables
         blocks = blocks_for(end, PAGE_TOKENS)
         table_SP[index, :blocks] = own.pages[:blocks]
     none = np.empty(0, np.int32)
@@ -82,9 +82,9 @@ SCORED_ROWS = 64
 
 def begin_masks(spans: Sequence[TokenSpan], masks: MaskThreads, *, may_sit_out: bool) -> Callable[[], None] | None:
     """Work out masks beside the step that they are for; what is returned waits for them, for so long as
-    ``MaskThreads.patience`` says if rows may sit the step out."""
+    ``MaskThreads.mask_wait`` says if rows may sit the step out."""
     work = [
-        (span.answer.constraint, tuple(span.drawn), span.draft) for span in spans if span.answer.constraint is not None
+        (span.state.constraint, tuple(span.sampled), span.draft) for span in spans if span.state.constraint is not None
     ]
     return masks.begin(work, may_sit_out=may_sit_out).finish if work else None
 
@@ -92,8 +92,8 @@ def begin_masks(spans: Sequence[TokenSpan], masks: MaskThreads, *, may_sit_out: 
 def begin_next_masks(spans: Sequence[TokenSpan], masks: MaskThreads) -> None:
     """A step has drawn: where masks are slow, the next ones are worked out from now on."""
     for span in spans:
-        if span.answer.constraint is not None and span.answer.constraint.slow:
-            masks.go_on(span.answer.constraint, span.result().tokens)
+        if span.state.constraint is not None and span.state.constraint.slow:
+            masks.begin_next(span.state.constraint, span.result().tokens)
 
 
 def score_prompt_tokens(model: Model, ops: Ops, spans: Sequence[TokenSpan], hidden_RD: Array) -> None:
@@ -101,7 +101,7 @@ def score_prompt_tokens(model: Model, ops: Ops, spans: Sequence[TokenSpan], hidd
     begin = 0
     for span in spans:
         targets_R = np.array(span.targets, np.int32)
-        top = span.answer.request.sampling.prompt_logprobs or 0
+        top = span.state.request.sampling.prompt_logprobs or 0
         for first in range(0, len(targets_R), SCORED_ROWS):
             piece_R = targets_R[first : first + SCORED_ROWS]
             rows_R = np.arange(begin + first, begin + first + len(piece_R), dtype=np.int32)
@@ -123,7 +123,7 @@ class RunnerServices:
     matcher_of: Callable[[Grammar], GrammarMatcher] = no_grammars
     images: EncoderStage | None = None
     adapters: LoraManager | None = None
-    patience: MaskWait | None = None  # with masks of grammars
+    mask_wait: MaskWait | None = None  # with masks of grammars
 
 
 class ModelRunner:
@@ -157,8 +157,8 @@ class ModelRunner:
         self._tapped: tuple[int, ...] = ()
         self._adapters = adapters
         self.adapted: StepProgram | None = None  # with what adapters add; recorded when the first of them is used
-        self._arrays = InputBatch(images, ops.hidden, slot_of=None if adapters is None else adapters.slot)
-        self._masks = MaskThreads(aids.patience)
+        self._arrays = InputBatch(images, ops.hidden, slot_of=None if adapters is None else adapters.slot_of)
+        self._masks = MaskThreads(aids.mask_wait)
 
     def run(self, plan: StepPlan) -> Sequence[SampledTokens]:
         if self._sources is None or not self._sources.wanted(plan.rows):
@@ -172,10 +172,10 @@ class ModelRunner:
         if not plan.rows:
             return ()
         arrays = self._arrays
-        if not arrays.go_on(plan.rows, spans=plan.steps > 1):
-            arrays.fill([TokenSpan(row, self._answers.of(row.request)) for row in plan.rows])
+        if not arrays.advance_in_place(plan.rows, spans=plan.steps > 1):
+            arrays.rebuild([TokenSpan(row, self._answers.get(row.request)) for row in plan.rows])
             self._let_go(plan)
-        if plan.steps == 1 and arrays.only_picks:
+        if plan.steps == 1 and arrays.gumbel_only:
             self._program().run(arrays.batch, 0, [], arrays.picks)
             return [SampledTokens((token,)) for token in arrays.picks.tokens_F.tolist()]
         done = self._run_ahead(plan.steps) if plan.steps > 1 else 0
@@ -185,29 +185,29 @@ class ModelRunner:
         for _ in range(plan.steps - done):
             arrays.advance()
             self._step(may_sit_out=False)
-        begin_next_masks(arrays.listed, self._masks)
-        return arrays.drawn()
+        begin_next_masks(arrays.logit_spans, self._masks)
+        return arrays.sampled_tokens()
 
-    def sitting_out(self) -> Set[RequestId]:
-        """See ``Scheduler.sitting_out``."""
-        return self._masks.sitting_out()
+    def without_masks(self) -> Set[RequestId]:
+        """See ``Scheduler.without_masks``."""
+        return self._masks.waiting_requests()
 
     def _run_ahead(self, steps: int) -> int:
         """Steps that the program can take without the host in between; how many it took."""
         arrays, program = self._arrays, self._program()
-        if not arrays.only_picks or not isinstance(program, MultiStepProgram):
+        if not arrays.gumbel_only or not isinstance(program, MultiStepProgram):
             return 0
         if not program.can_run_ahead(arrays.batch, arrays.picks):
             return 0
-        tokens_NF = program.run_ahead(arrays.picks, steps, arrays.ahead)
-        arrays.take_ahead(tokens_NF)
+        tokens_NF = program.run_ahead(arrays.picks, steps, arrays.batch_ahead)
+        arrays.take_sampled_ahead(tokens_NF)
         return len(tokens_NF)
 
-    def forget(self, request: RequestId) -> None:
-        self._answers.forget(request)
-        self._masks.forget(request)
+    def remove_request(self, request: RequestId) -> None:
+        self._answers.remove(request)
+        self._masks.remove(request)
         if self._images is not None:
-            self._images.forget(request)
+            self._images.remove_request(request)
 
     def _let_go(self, plan: StepPlan) -> None:
         """Requests whose images are in the arrays, or behind them, need them no longer."""
@@ -216,28 +216,28 @@ class ModelRunner:
         for row in plan.rows:
             images = row.request.images
             if images and row.start < images[-1].end <= row.start + row.count:
-                self._images.forget(row.request.id)
+                self._images.remove_request(row.request.id)
 
-    def tap(self, tapped: tuple[int, ...], hidden: int) -> None:
+    def record_hidden_states(self, tapped: tuple[int, ...], hidden: int) -> None:
         """The program was recorded to hand hidden states out, of ``hidden`` numbers, behind so many layers."""
         self._tapped = tapped
-        self._arrays.tap(tapped, hidden)
+        self._arrays.record_hidden_states(tapped, hidden)
 
-    def hand_out(self, wanted: bool) -> None:
+    def export_hidden_states(self, wanted: bool) -> None:
         """Whether hidden states are to be handed out from the next step on; at first they are not."""
-        self._arrays.handing_out = wanted
+        self._arrays.exports_hidden_states = wanted
 
-    def taps(self) -> Mapping[RequestId, tuple[int, NDArray[np.float32]]]:
-        """See ``InputBatch.taps``."""
-        return self._arrays.taps()
+    def hidden_states(self) -> Mapping[RequestId, tuple[int, NDArray[np.float32]]]:
+        """See ``InputBatch.hidden_states``."""
+        return self._arrays.hidden_states()
 
     def _step(self, *, may_sit_out: bool) -> None:
         """Compute every span; draw and score what was asked for.  ``may_sit_out``: rows whose masks are late may."""
         arrays = self._arrays
-        may_sit_out = may_sit_out and not arrays.keeps_states
-        rows, ready = arrays.draws(), begin_masks(arrays.listed, self._masks, may_sit_out=may_sit_out)
+        may_sit_out = may_sit_out and not arrays.is_recurrent
+        rows, ready = arrays.sample_rows(), begin_masks(arrays.logit_spans, self._masks, may_sit_out=may_sit_out)
         program = self._program()
-        arrays.take(program.run(arrays.batch, arrays.scored, rows, arrays.picks, ready))
+        arrays.take_sampled(program.run(arrays.batch, arrays.scored, rows, arrays.picks, ready))
         if arrays.scored:
             score_prompt_tokens(self._model, self._ops, arrays.spans, program.hidden())
 
@@ -246,5 +246,5 @@ class ModelRunner:
         if self._adapters is None or self._arrays.batch.adapters_S is None:
             return self.program
         if self.adapted is None:
-            self.adapted = self._ops.record(self._adapters.adapted(self._model), self._kv, tapped=self._tapped)
+            self.adapted = self._ops.record(self._adapters.with_adapters(self._model), self._kv, tapped=self._tapped)
         return self.adapted

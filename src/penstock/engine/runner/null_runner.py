@@ -38,7 +38,7 @@ class NullRunner:
     def run(self, plan: StepPlan) -> Sequence[SampledTokens]:
         return [self._draw(row, plan.steps) for row in plan.rows]
 
-    def forget(self, request: RequestId) -> None:
+    def remove_request(self, request: RequestId) -> None:
         pass
 
     def _draw(self, row: ScheduledTokens, steps: int) -> SampledTokens:

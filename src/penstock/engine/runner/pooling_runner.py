@@ -49,7 +49,7 @@ class PoolingRunner:
             return [SampledTokens() for _ in plan.rows]
         return self._scored(plan, states_RD) if self._model.pooler.labels else self._pooled(plan, wanted, states_RD)
 
-    def forget(self, request: RequestId) -> None:
+    def remove_request(self, request: RequestId) -> None:
         self._sums.pop(request, None)
 
     def _wanted(self, row: ScheduledTokens) -> range:
@@ -140,9 +140,9 @@ def _arrays(rows: Sequence[ScheduledTokens], wanted: Sequence[range]) -> tuple[S
         seconds += [int(second is not None and position >= second) for position in range(row.start, end)]
         starts.append(len(tokens))
     blocks = max(blocks_for(row.start + row.count, PAGE_TOKENS) for row in rows)
-    table_SP = np.zeros((len(rows), blocks * len(rows[0].request.held)), np.int32)
+    table_SP = np.zeros((len(rows), blocks * len(rows[0].request.page_tables)), np.int32)
     for index, row in enumerate(rows):
-        for group, holding in enumerate(row.request.held):
+        for group, holding in enumerate(row.request.page_tables):
             pages = holding.pages[: blocks_for(row.start + row.count, PAGE_TOKENS)]
             table_SP[index, group * blocks : group * blocks + len(pages)] = pages
     tokens_T, positions_T, starts_S1 = (np.array(numbers, np.int32) for numbers in (tokens, positions, starts))

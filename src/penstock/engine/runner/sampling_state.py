@@ -85,7 +85,7 @@ class MaskJob:
         """Work them out.  Lets other threads run meanwhile."""
         began = time.thread_time()
         try:
-            self.constraint.work_out(self, self._new)
+            self.constraint.compute_masks(self, self._new)
         except BaseException as error:  # noqa: BLE001 - told to whoever computes the step
             self.error = error
         finally:
@@ -108,7 +108,7 @@ class GrammarConstraint:
         self.request_id = request.id
         self.late = False  # it was not there in time: what the step has drawn does not count
         self.cut_at: int | None = None  # tokens of the draft after which there is no going on: the answer ends there
-        self.stands: int | None = None  # tokens of the draft whose masks were worked out; None: all
+        self.masked_drafts: int | None = None  # tokens of the draft whose masks were worked out; None: all
 
     def mask(self, ahead: int = 0) -> NDArray[np.uint32]:
         """[ceil(V / 32)] words for the token after the first ``ahead`` of a draft; written by ``show``."""
@@ -116,7 +116,7 @@ class GrammarConstraint:
             self._masks.append(np.zeros(mask_words(self._matcher.vocabulary), np.uint32))
         return self._masks[ahead]
 
-    def prepare(self, drawn: Sequence[int], draft: Sequence[int] = ()) -> MaskJob:
+    def next_job(self, drawn: Sequence[int], draft: Sequence[int] = ()) -> MaskJob:
         """The job for the next token, and for those after each of ``draft`` unless masks are slow; the last one, if it
         was for the same token.
 
@@ -133,17 +133,17 @@ class GrammarConstraint:
         self.job = MaskJob(self, new, count, () if self.slow else tuple(draft))
         return self.job
 
-    def show(self, draft: Sequence[int], *, in_time: bool) -> None:
+    def apply_masks(self, draft: Sequence[int], *, in_time: bool) -> None:
         """A step draws now: the masks of the last job, if it is done; else all tokens, and nothing of it counts."""
         job = self.job
         assert job is not None, "prepared before"
         self.late = not in_time
-        self.cut_at = self.stands = None
+        self.cut_at = self.masked_drafts = None
         worked_out: Sequence[NDArray[np.uint32]] = ()
         if in_time:
             alike = _alike(job.draft, draft)
             worked_out = job.masks[: alike + 1]
-            self.stands = alike if alike < len(draft) else None
+            self.masked_drafts = alike if alike < len(draft) else None
             self.cut_at = job.ends_after if job.ends_after is not None and job.ends_after <= alike else None
         for ahead in range(len(draft) + 1):
             if ahead < len(worked_out):
@@ -151,7 +151,7 @@ class GrammarConstraint:
             else:
                 self.mask(ahead).fill(0xFFFFFFFF)
 
-    def work_out(self, job: MaskJob, new: Sequence[int]) -> None:
+    def compute_masks(self, job: MaskJob, new: Sequence[int]) -> None:
         """The masks of a job, on any thread; one at a time.
 
         After a draft token that the grammar forbids comes nothing that could stand, so nothing is worked out any more.
@@ -214,7 +214,7 @@ class MaskThreads:
     """
 
     def __init__(self, patience: MaskWait | None = None) -> None:
-        self.patience = patience or MaskWait()
+        self.mask_wait = patience or MaskWait()
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-masks", initializer=_give_way)
         self._under_way: dict[RequestId, MaskJob] = {}  # of answers that sit out
@@ -225,7 +225,7 @@ class MaskThreads:
         jobs: list[tuple[MaskJob, Sequence[int]]] = []
         for constraint, drawn, draft in work:
             before = constraint.job
-            job = constraint.prepare(drawn, draft)
+            job = constraint.next_job(drawn, draft)
             jobs.append((job, draft))
             if job is before:
                 continue  # worked out before the step, or on its way
@@ -235,35 +235,35 @@ class MaskThreads:
                 quick.append(job)
         if quick:
             self._beside.submit(_drain, quick)
-        return StepMasks(self, jobs, quick, self.patience.wait_s if may_sit_out else None)
+        return StepMasks(self, jobs, quick, self.mask_wait.wait_s if may_sit_out else None)
 
-    def shown(self, job: MaskJob, draft: Sequence[int]) -> None:
+    def apply(self, job: MaskJob, draft: Sequence[int]) -> None:
         """The step goes on to draw.  Raises what went wrong with the job."""
         constraint = job.constraint
         in_time = job.done.is_set()
         if job.error is not None:
             raise job.error
-        constraint.show(draft, in_time=in_time)
+        constraint.apply_masks(draft, in_time=in_time)
         if in_time:
-            constraint.slow = job.seconds > self.patience.slow_s * max(1, len(job.masks))
+            constraint.slow = job.seconds > self.mask_wait.slow_s * max(1, len(job.masks))
         else:
             self._under_way[constraint.request_id] = job
 
-    def go_on(self, constraint: GrammarConstraint, drawn: Sequence[int]) -> None:
+    def begin_next(self, constraint: GrammarConstraint, drawn: Sequence[int]) -> None:
         """A step has drawn these tokens.  Where masks are slow the next one is worked out before the answer's next
         step."""
         if not constraint.slow or constraint.late or constraint.cut_at is not None or not drawn:
             return
-        job = self._under_way[constraint.request_id] = constraint.prepare(drawn)
+        job = self._under_way[constraint.request_id] = constraint.next_job(drawn)
         self._slow.submit(job.run)
 
-    def sitting_out(self) -> frozenset[RequestId]:
+    def waiting_requests(self) -> frozenset[RequestId]:
         """Requests whose masks are still being worked out."""
         if self._under_way:
             self._under_way = {name: job for name, job in self._under_way.items() if not job.done.is_set()}
         return frozenset(self._under_way)
 
-    def forget(self, request: RequestId) -> None:
+    def remove(self, request: RequestId) -> None:
         """Nobody waits for the masks of this request any more."""
         self._under_way.pop(request, None)
 
@@ -294,7 +294,7 @@ class StepMasks:
         for job, _ in self._jobs:
             job.done.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
         for job, draft in self._jobs:
-            self._threads.shown(job, draft)
+            self._threads.apply(job, draft)
 
 
 def _drain(jobs: deque[MaskJob], deadline: float | None = None) -> None:
@@ -389,7 +389,7 @@ class SamplingState:
         self._pages: list[list[int]] = []
         self._pages_P: list[NDArray[np.int32]] = []
 
-    def row(self, position: int, drawn: Sequence[int]) -> SampleRow:
+    def sample_row(self, position: int, drawn: Sequence[int]) -> SampleRow:
         """How the token at ``position`` is drawn, after the request's output and ``drawn``, drawn since.
 
         The row is the answer's own and is overwritten by the next call.
@@ -403,13 +403,13 @@ class SamplingState:
             row.allowed = self.constraint.mask()
         return row
 
-    def rows(self, position: int, draft: Sequence[int]) -> list[SampleRow]:
+    def draft_sample_rows(self, position: int, draft: Sequence[int]) -> list[SampleRow]:
         """How the tokens at ``position`` and the positions after it are drawn: each after so much of ``draft``.
 
         Rows of their own: drawing from one and guessing wrongly in the next leaves nothing behind.
         """
         found: list[SampleRow] = []
-        first = self.row(position, ())
+        first = self.sample_row(position, ())
         ids, counts = first.output_ids, first.output_counts
         for index in range(len(draft) + 1):
             if self._counts is not None:
@@ -428,7 +428,7 @@ class SamplingState:
             )
         return found
 
-    def picks(self, position: int) -> bool:
+    def gumbel_only(self, position: int) -> bool:
         """Is the token at ``position``, and so every later one, drawn from all tokens by temperature alone?"""
         return self._plain and not len(self._banned_at(position))
 
@@ -441,7 +441,7 @@ class SamplingState:
     def pages(self) -> list[NDArray[np.int32]]:
         """The request's pages by block, one array a group of layers.  Compared on every call: a preempted request comes
         back with others."""
-        held = [own.pages for own in self.request.held]
+        held = [own.pages for own in self.request.page_tables]
         if held != self._pages:
             self._pages = [list(pages) for pages in held]
             self._pages_P = [np.array(pages, np.int32) for pages in held]
@@ -486,7 +486,7 @@ class SamplingStates:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def of(self, request: Request) -> SamplingState:
+    def get(self, request: Request) -> SamplingState:
         """The state of this very request object, made anew if it belonged to an earlier one of the same id."""
         answer = self._by_id.get(request.id)
         if answer is None or answer.request is not request:
@@ -498,6 +498,6 @@ class SamplingStates:
             answer = self._by_id[request.id] = SamplingState(request, constraint)
         return answer
 
-    def forget(self, request: str) -> None:
+    def remove(self, request: str) -> None:
         """Drop a request's state, if there is any."""
         self._by_id.pop(request, None)

@@ -35,18 +35,18 @@ class GatewayRequest:
     leg: RequestStage
     gateway: ConnectedGateway
     pages_from: PageSource | None
-    arrived: float  # monotonic seconds, here
-    joins: bool = False  # leg=decode: it is being written where its pages are
-    started: float | None = None  # when its first token was computed here
-    first: TokenItem | None = None  # leg=decode: the prefill worker's token, with its facts
-    wanted: float = 0.0  # when it came, or its gateway was last asked whether it is still wanted
+    arrived_at: float  # monotonic seconds, here
+    migrates: bool = False  # leg=decode: it is being written where its pages are
+    started_at: float | None = None  # when its first token was computed here
+    first_item: TokenItem | None = None  # leg=decode: the prefill worker's token, with its facts
+    confirmed_at: float = 0.0  # when it came, or its gateway was last asked whether it is still wanted
     phases: list[PhaseTiming] | None = None  # that have ended and are not told yet; None: nobody wants to know
     pulled: tuple[float, int] = (0.0, 0)  # leg=decode: when it asked for its pages, and of how many tokens
 
-    def ended(self, name: str, begin: float, now: float, **facts: float) -> None:
+    def end_phase(self, name: str, begin: float, now: float, **facts: float) -> None:
         """A phase of this leg is over, if somebody records it."""
         if self.phases is not None:
-            self.phases.append(PhaseTiming(name, begin - self.arrived, now - begin, facts))
+            self.phases.append(PhaseTiming(name, begin - self.arrived_at, now - begin, facts))
 
     def take_phases(self) -> tuple[PhaseTiming, ...]:
         """Those that are not told yet."""
@@ -74,14 +74,14 @@ def add_request_of(message: Submit, now: float, *, ahead: int) -> AddRequest:
         emitted=message.emitted,
         claim=message.claim,
         open_ended=message.open_ended,
-        expected=message.expected_tokens,
+        expected_tokens=message.expected_tokens,
         images=message.images,
-        pictures=message.pictures,
+        media=message.pictures,
         encoders=message.encoders,
         pooling=message.pooling,
         adapter=message.adapter,
-        ahead=ahead if message.joins else 0,
-        apart=message.apart,
+        extra_tokens=ahead if message.joins else 0,
+        mixed_numerics=message.apart,
     )
 
 
@@ -92,7 +92,7 @@ class ConnectedGateway:
     name: str
     incarnation: int
     peer: bytes
-    heard: float
+    last_seen: float
     connection: int = 0  # the latest that it made
     serial: int = 0  # the latest of its Submits; 0: it gives no work
     follows_cache: bool = False  # it has asked what is cached here, and is told of changes
@@ -122,7 +122,7 @@ class GatewayRequests:
         self._gateways: dict[str, ConnectedGateway] = {}
         self._by_peer: dict[bytes, ConnectedGateway] = {}
 
-    def hello(
+    def on_hello(
         self, peer: bytes, message: Hello, now: float, connected: Callable[[bytes], bool] = lambda peer: False
     ) -> HelloResult:
         """A gateway is (still) there.  A process or connection that was replaced meanwhile has nothing here.
@@ -132,12 +132,12 @@ class GatewayRequests:
         """
         known = self._gateways.get(message.gateway)
         other = known is not None and known.peer != peer and not known.away
-        if known is not None and other and now - known.heard < ALIVE_S and connected(known.peer):
+        if known is not None and other and now - known.last_seen < ALIVE_S and connected(known.peer):
             return HelloResult(ConnectedGateway(message.gateway, message.incarnation, peer, now), [], [])
         orphans: list[GatewayRequest] = []
         cut_off: list[GatewayRequest] = []
         said = (message.incarnation, message.connection)
-        if known is not None and (known.incarnation, known.connection) > said and now - known.heard < ALIVE_S:
+        if known is not None and (known.incarnation, known.connection) > said and now - known.last_seen < ALIVE_S:
             # What waited on a connection that is closed already must not be taken for the gateway's present one.
             return HelloResult(ConnectedGateway(message.gateway, message.incarnation, peer, now), [], [])
         if known is None or known.incarnation != message.incarnation:
@@ -154,7 +154,7 @@ class GatewayRequests:
             known.reported_at = float("-inf")
         known.connection = message.connection
         self._by_peer[peer] = known
-        known.heard = now
+        known.last_seen = now
         known.away = False
         known.greeted = True
         return HelloResult(known, orphans, cut_off)
@@ -164,7 +164,7 @@ class GatewayRequests:
         gateway, ask = self._by_peer.get(peer), self._asks.get(request)
         return gateway is not None and (ask is None or ask.gateway is gateway)
 
-    def knows(self, peer: bytes) -> bool:
+    def is_connected(self, peer: bytes) -> bool:
         """Has whoever speaks over this connection said Hello?"""
         return peer in self._by_peer
 
@@ -175,11 +175,11 @@ class GatewayRequests:
         present = self._asks.get(message.request)
         if present is not None and present.epoch >= message.epoch:
             return None
-        gateway.heard = now
+        gateway.last_seen = now
         ask = GatewayRequest(
             message.request, message.epoch, message.leg, gateway, message.pages_from, now, message.joins
         )
-        ask.wanted = now
+        ask.confirmed_at = now
         ask.phases = [] if message.traced else None
         self._asks[message.request] = ask
         return ask
@@ -188,18 +188,18 @@ class GatewayRequests:
         """The ask for this request, if it is still wanted."""
         return self._asks.get(request)
 
-    def drop(self, request: RequestId, epoch: int) -> GatewayRequest | None:
+    def remove(self, request: RequestId, epoch: int) -> GatewayRequest | None:
         """Nobody waits for this request any more, unless a later epoch of it is here."""
         ask = self._asks.get(request)
         if ask is None or ask.epoch > epoch:
             return None
         return self._asks.pop(request)
 
-    def silent(self, now: float) -> list[GatewayRequest]:
+    def orphans_of_silent(self, now: float) -> list[GatewayRequest]:
         """Requests of gateways that have said nothing for too long.  Those that stay away are forgotten in the end."""
         orphans: list[GatewayRequest] = []
         for gateway in list(self._gateways.values()):
-            quiet = now - gateway.heard
+            quiet = now - gateway.last_seen
             if quiet > self._silence_s and not gateway.away:
                 gateway.away = True
                 self._by_peer.pop(gateway.peer, None)
@@ -208,7 +208,7 @@ class GatewayRequests:
                 del self._gateways[gateway.name]
         return orphans
 
-    def replaced(self, incarnations: Mapping[str, int]) -> list[GatewayRequest]:
+    def orphans_of_replaced(self, incarnations: Mapping[str, int]) -> list[GatewayRequest]:
         """Requests of gateways whose processes are of these incarnations by now, and have not said a word yet."""
         orphans: list[GatewayRequest] = []
         for name, incarnation in incarnations.items():
@@ -219,12 +219,12 @@ class GatewayRequests:
                 orphans += self._of(gateway)
         return orphans
 
-    def doubtful(self, now: float) -> list[tuple[ConnectedGateway, StillWanted]]:
+    def confirmations_due(self, now: float) -> list[tuple[ConnectedGateway, StillWanted]]:
         """What gateways are to be asked about what they asked for long ago."""
         asked: dict[str, tuple[ConnectedGateway, list[tuple[RequestId, int]]]] = {}
         for ask in self._asks.values():
-            if now - ask.wanted >= CONFIRM_INTERVAL_S and not ask.gateway.away:
-                ask.wanted = now
+            if now - ask.confirmed_at >= CONFIRM_INTERVAL_S and not ask.gateway.away:
+                ask.confirmed_at = now
                 asked.setdefault(ask.gateway.name, (ask.gateway, []))[1].append((ask.request, ask.epoch))
         return [(gateway, StillWanted(requests=tuple(requests))) for gateway, requests in asked.values()]
 
@@ -268,12 +268,12 @@ def token_item(progress: NewTokens, ask: GatewayRequest, now: float) -> TokenIte
     Phases of a leg that is traced are told once.
     """
     request = progress.request
-    if ask.first is not None and ask.first.index == progress.index:
-        return ask.first
+    if ask.first_item is not None and ask.first_item.index == progress.index:
+        return ask.first_item
     is_first = progress.index == request.emitted
-    if is_first and ask.phases is not None and ask.started is not None:
+    if is_first and ask.phases is not None and ask.started_at is not None:
         computed = len(request.prompt) + request.emitted - request.cached_tokens
-        ask.ended("prefill", ask.started, now, tokens=computed, cached_tokens=request.cached_tokens)
+        ask.end_phase("prefill", ask.started_at, now, tokens=computed, cached_tokens=request.cached_tokens)
     return TokenItem(
         request=request.id,
         epoch=request.epoch,
@@ -284,7 +284,7 @@ def token_item(progress: NewTokens, ask: GatewayRequest, now: float) -> TokenIte
         finish=progress.finish,
         cached_tokens=request.cached_tokens if is_first else 0,
         pooled=progress.pooled,
-        queued_s=(ask.started if ask.started is not None else now) - ask.arrived if is_first else 0.0,
+        queued_s=(ask.started_at if ask.started_at is not None else now) - ask.arrived_at if is_first else 0.0,
         phases=ask.take_phases(),
     )
 

@@ -54,11 +54,11 @@ class DemotedBlocks:
         self._nearest = nearest
         self._tiers: dict[BlockHash, int] = {}  # looked at longest ago first
 
-    def rose(self, block: BlockHash) -> None:
+    def remove(self, block: BlockHash) -> None:
         """The cache has it again."""
         self._tiers.pop(block, None)
 
-    def left(self, blocks: Sequence[BlockHash]) -> Iterator[tuple[BlockHash, int]]:
+    def on_evicted(self, blocks: Sequence[BlockHash]) -> Iterator[tuple[BlockHash, int]]:
         """The cache has given these up.  The tiers are asked once for all of them."""
         # All that may have to go are found in one walk: the front of a dict from which much was taken is slow to find.
         oldest = iter(list(islice(self._tiers, max(0, len(self._tiers) + len(blocks) - MAX_DEMOTED))))
@@ -71,7 +71,7 @@ class DemotedBlocks:
                     yield forgotten, 0
             yield block, tier
 
-    def look(self) -> Iterator[tuple[BlockHash, int]]:
+    def recheck(self) -> Iterator[tuple[BlockHash, int]]:
         """What has changed of some since they were looked at last."""
         blocks = list(islice(self._tiers, LOOKED_AT))
         for block, tier in zip(blocks, self._nearest(blocks) if blocks else (), strict=True):
@@ -81,7 +81,7 @@ class DemotedBlocks:
             if tier != before:
                 yield block, tier
 
-    def all(self) -> Mapping[BlockHash, int]:
+    def tiers(self) -> Mapping[BlockHash, int]:
         """Every block, and its tier."""
         return self._tiers
 
@@ -112,15 +112,15 @@ class KvEventLog:
     def __len__(self) -> int:
         return len(self._changed)
 
-    def note(self, block: BlockHash, known: bool) -> None:
+    def set_cached(self, block: BlockHash, known: bool) -> None:
         """A block is in the cache from now on, or is not any more."""
         self._changed[block[:KV_KEY_BYTES]] = 0 if known else _NOWHERE
 
-    def sank(self, block: BlockHash, tier: int) -> None:
+    def set_tier(self, block: BlockHash, tier: int) -> None:
         """A block that the cache does not have is in this lower tier from now on, and in none that is nearer."""
         self._changed[block[:KV_KEY_BYTES]] = tier
 
-    def take(self) -> list[KvEvents]:
+    def drain(self) -> list[KvEvents]:
         """What has changed since the last call, in order of its numbers."""
         if not self._changed:
             return []
@@ -197,7 +197,7 @@ class KvEventPublisher:
         self._make = make
         self._name = (config.worker, config.incarnation)
         self._prefix = prefix
-        self._log = KvEventLog(*self._name, prefix.blocks)
+        self._log = KvEventLog(*self._name, prefix.known_blocks)
         self._sunk: DemotedBlocks | None = None
         self._gone: dict[BlockHash, None] = {}  # given up by the cache; no tier was asked for them yet
         self._wanted: list[ConnectedGateway] = []  # who have asked for all that is cached
@@ -206,33 +206,33 @@ class KvEventPublisher:
         self._changed = True  # since the last report to all
         self._reported_at = -inf  # when that was
         self._step_s = 0.0  # that it told
-        prefix.on_change = self._log.note
+        prefix.on_change = self._log.set_cached
 
-    def sinks(self, nearest: NearestTier, tiers: int) -> None:
+    def track_tiers(self, nearest: NearestTier, tiers: int) -> None:
         """There are so many tiers below the cache.  To be called before anything is cached."""
         self._sunk = DemotedBlocks(nearest)
-        self._log = KvEventLog(*self._name, self._prefix.blocks, self._sunk.all, tiers)
+        self._log = KvEventLog(*self._name, self._prefix.known_blocks, self._sunk.tiers, tiers)
         self._prefix.on_change = self._cache_changed
 
     def _cache_changed(self, block: BlockHash, known: bool) -> None:
         assert self._sunk is not None, "sinks comes first"
         if known:
             self._gone.pop(block, None)
-            self._sunk.rose(block)
-            self._log.note(block, True)
+            self._sunk.remove(block)
+            self._log.set_cached(block, True)
         else:  # while a step is planned: no time to look for it below
             self._gone[block] = None
 
     def _log_all(self, changes: Iterable[tuple[BlockHash, int]]) -> None:
         for block, tier in changes:
             if tier:
-                self._log.sank(block, tier)
+                self._log.set_tier(block, tier)
             else:
-                self._log.note(block, False)
+                self._log.set_cached(block, False)
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
-    def greeted(self, gateway: ConnectedGateway, hello: Hello) -> None:
+    def on_hello(self, gateway: ConnectedGateway, hello: Hello) -> None:
         """A gateway may want to know all that is cached.  Who asks again while it is told need not hear it twice."""
         told = self._snapshot is not None and gateway in self._snapshot.to
         if hello.kv_snapshot and not told and gateway not in self._wanted:
@@ -240,15 +240,15 @@ class KvEventPublisher:
             self._wanted.append(gateway)
 
     @property
-    def unfinished(self) -> bool:
+    def is_sending_snapshot(self) -> bool:
         """Is there more of a snapshot to be told?"""
         return self._snapshot is not None
 
-    def discovered(self, peer: bytes) -> None:
+    def on_discovery(self, peer: bytes) -> None:
         """Somebody wants to know who listens here."""
         self._strangers[peer] = None
 
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         """Something has happened of which gateways should know."""
         self._changed = True
 
@@ -263,7 +263,7 @@ class KvEventPublisher:
         owed = (gateway.reported_at + pause - now for gateway in gateways if gateway.greeted)
         return max(0.0, min(due, min(owed, default=inf)))
 
-    def turn(self, gateways: Sequence[ConnectedGateway], now: float, *, waiting: bool) -> None:
+    def send_due(self, gateways: Sequence[ConnectedGateway], now: float, *, waiting: bool) -> None:
         """Called once a turn of the loop: sends what is due."""
         if self._strangers:
             strangers, self._strangers = self._strangers, {}
@@ -279,7 +279,7 @@ class KvEventPublisher:
             self._send(owed, gateways, self._make(), now)
         self._go_on()
 
-    def knows_of(self, step_s: float, now: float) -> bool:
+    def has_announced(self, step_s: float, now: float) -> bool:
         """Have all gateways just been told of a step that takes at least so long?"""
         return self._step_s >= step_s and now - self._reported_at < self._config.report_min_s
 
@@ -288,7 +288,7 @@ class KvEventPublisher:
         self._sink()
         report = self._make()
         self._changed, self._reported_at, self._step_s = False, now, report.step_s
-        cached = tuple(self._log.take())
+        cached = tuple(self._log.drain())
         if self._snapshot is not None:
             self._snapshot.behind += cached
         self._send(gateways, gateways, report, now, cached)
@@ -321,9 +321,9 @@ class KvEventPublisher:
     def _sink(self) -> None:
         """Ask lower tiers for what the cache gave up, and for some of what they had."""
         if self._sunk is not None:
-            self._log_all(self._sunk.look())
+            self._log_all(self._sunk.recheck())
             gone, self._gone = tuple(self._gone), {}
-            self._log_all(self._sunk.left(gone))
+            self._log_all(self._sunk.on_evicted(gone))
 
     def _send(
         self,

@@ -86,7 +86,7 @@ class PrefetchCounts:
     tokens: int = 0  # that were brought in time
     waits: int = 0
     wait_s: float = 0.0
-    in_vain: int = 0  # waits that brought nothing
+    wasted_waits: int = 0  # waits that brought nothing
 
 
 class NoPrefetcher(NoPrefetch):
@@ -116,7 +116,7 @@ class KvPrefetcher:
         self._passed: list[_Waiting] = []
         self._open: dict[StoreRequest, _Waiting] = {}  # those that something was asked for
         self._loading: dict[PageKey, StoreRequest] = {}
-        self._news_left = self._memory.guard.pages_per_turn  # of what tiers tell, in this turn
+        self._news_left = self._memory.verifier.pages_per_step  # of what tiers tell, in this turn
         self._loads_left = LOADS_PER_TURN
         self.counts = PrefetchCounts()
         self._watcher: Callable[[RequestId, PageWait], None] = lambda request, wait: None
@@ -129,7 +129,7 @@ class KvPrefetcher:
         """``tell`` hears how long each request waited that passes."""
         self._watcher = tell
 
-    def ready(self, event: AddRequest) -> bool:
+    def is_ready(self, event: AddRequest) -> bool:
         """Need nothing be waited for?"""
         self._take_news()
         waiting = self._waiting.get(event.id)
@@ -144,28 +144,28 @@ class KvPrefetcher:
         if waiting.phase is _Phase.BRINGING and waiting.brought is not None:
             if len(waiting.loads) < len(waiting.tiers):
                 self._ask_for_pages(waiting, waiting.brought)
-            if not waiting.brought.coming:
+            if not waiting.brought.in_flight:
                 self._end(waiting, now)
         if waiting.phase is not _Phase.DONE and now >= waiting.deadline:
             self._end(waiting, now)
         return waiting.phase is _Phase.DONE
 
-    def forget(self, request: RequestId) -> None:
+    def remove_request(self, request: RequestId) -> None:
         """Nobody waits for this request any more."""
         waiting = self._waiting.pop(request, None)
         if waiting is not None:
             self._release(waiting)
 
-    def passed(self, request: RequestId) -> None:
+    def on_passed(self, request: RequestId) -> None:
         """It goes to the scheduler now."""
         waiting = self._waiting.pop(request, None)
         if waiting is not None:
             self._passed.append(waiting)
             self._watcher(request, waiting.told(self._size))
 
-    def settled(self) -> None:
+    def on_scheduled(self) -> None:
         """The scheduler has had its turn with every request that passed: it holds what it found, or waits for room."""
-        self._news_left = self._memory.guard.pages_per_turn
+        self._news_left = self._memory.verifier.pages_per_step
         self._loads_left = LOADS_PER_TURN
         self._take_news()
         for waiting in self._passed:
@@ -178,13 +178,13 @@ class KvPrefetcher:
         tiers = self._store.local_tiers
         if tiers:
             reporter.tier_s = lambda: tuple(map(self._store.read_s, tiers))
-            bulletins.sinks(self._nearest, len(tiers))
+            bulletins.track_tiers(self._nearest, len(tiers))
         if self._store.peer_read_s() is not None:
             reporter.domain, reporter.fetch_s = domain, lambda: self._store.peer_read_s() or 0.0
 
     def _nearest(self, blocks: Sequence[BlockHash]) -> list[int]:
         """See ``sunk.Nearest``: tiers of its own, from where pages come without a journey."""
-        tiers, group = self._store.local_tiers, self._memory.prefix.told
+        tiers, group = self._store.local_tiers, self._memory.prefix.reported_group
         found = self._store.find_pages([PageKey(block, group) for block in blocks], among=tiers)
         return [0 if tier is None else tiers.index(tier) + 1 for tier in found]
 
@@ -195,7 +195,7 @@ class KvPrefetcher:
             "stored_tokens": counts.tokens,
             "store_waits": counts.waits,
             "store_wait_seconds": counts.wait_s,
-            "store_waits_in_vain": counts.in_vain,
+            "store_waits_in_vain": counts.wasted_waits,
         }
         return own | self._store.counters()
 
@@ -213,7 +213,7 @@ class KvPrefetcher:
         limit = (len(event.prompt) + len(event.emitted) - 1) // self._size
         hashes = self._hashes(event, limit)
         self._reuse.on_blocks_requested(hashes[:limit])
-        had = self._memory.prefix.longest(hashes, limit)
+        had = self._memory.prefix.longest_prefix(hashes, limit)
         if had >= limit:
             return None
         most_s = self._store.config.max_wait_s
@@ -235,7 +235,7 @@ class KvPrefetcher:
         if not tiers:
             self._bring(waiting)
             return
-        missing = self._imports.missing(waiting.hashes, waiting.limit)
+        missing = self._imports.missing_pages(waiting.hashes, waiting.limit)
         waiting.asked = [PageKey(waiting.hashes[last], group) for last, group in missing]
         self._open[waiting.ticket] = waiting
         for tier in tiers:
@@ -249,10 +249,10 @@ class KvPrefetcher:
         """
         hashes, limit = waiting.hashes, waiting.limit
         where = self._where(waiting)
-        reach = self._imports.reach(hashes, limit, lambda block, group: PageKey(block, group) in where)
+        reach = self._imports.reachable_blocks(hashes, limit, lambda block, group: PageKey(block, group) in where)
         if not last and reach < limit and self._store.remote_tiers:
             return
-        missing = self._imports.missing(hashes, reach)
+        missing = self._imports.missing_pages(hashes, reach)
         wanted = [(hashes[last], group) for last, group in missing]
         keys = [PageKey(block, group) for block, group in wanted]
         behind = [key for key in keys if key in self._loading]
@@ -283,7 +283,10 @@ class KvPrefetcher:
         self._loads_left -= stop - begin
         waiting.loads += [
             self._store.load_page(
-                waiting.tiers[place], waiting.ticket, place, (PageKey(*brought.wanted[place]), brought.coming[place])
+                waiting.tiers[place],
+                waiting.ticket,
+                place,
+                (PageKey(*brought.requested[place]), brought.in_flight[place]),
             )
             for place in range(begin, stop)
         ]
@@ -294,8 +297,8 @@ class KvPrefetcher:
         for tier, pages in waiting.answers.items():
             for key in waiting.asked[:pages]:
                 where.setdefault(key, tier)
-        whole = self._memory.prefix.whole_groups
-        missing = self._imports.missing(waiting.hashes, waiting.limit)
+        whole = self._memory.prefix.full_attention_groups
+        missing = self._imports.missing_pages(waiting.hashes, waiting.limit)
         for start in range(0, len(missing), LOOKUP_PAGES):
             keys = [PageKey(waiting.hashes[last], group) for last, group in missing[start : start + LOOKUP_PAGES]]
             local = self._store.find_pages(keys)
@@ -323,17 +326,17 @@ class KvPrefetcher:
                     waiting.answers[news.tier] = news.pages
                 case LoadDone():
                     self._loaded(waiting, news)
-            over = waiting.brought is None or not waiting.brought.coming
+            over = waiting.brought is None or not waiting.brought.in_flight
             if over and waiting.unanswered == 0 and waiting.phase is _Phase.DONE:
                 self._open.pop(news.request, None)
 
     def _loaded(self, waiting: _Waiting, news: LoadDone) -> None:
         brought = waiting.brought
         assert brought is not None, "what was asked for has room"
-        block, group = brought.wanted[news.place]
+        block, group = brought.requested[news.place]
         key = PageKey(block, group)
         self._loading.pop(key, None)
-        page = self._imports.filled(brought, news.place, news.good)
+        page = self._imports.on_filled(brought, news.place, news.good)
         if page is not None:
             self._keep(key, page, waiting.places[news.place], (waiting.limit * self._size, False))
 
@@ -341,10 +344,10 @@ class KvPrefetcher:
         """It waits no longer."""
         waiting.phase = _Phase.DONE
         waiting.ticket.wanted = False
-        found = waiting.found = self._memory.prefix.longest(waiting.hashes, waiting.limit)
+        found = waiting.found = self._memory.prefix.longest_prefix(waiting.hashes, waiting.limit)
         waiting.ended = now
         self.counts.tokens += max(0, found - waiting.had) * self._size
-        self.counts.in_vain += found <= waiting.had
+        self.counts.wasted_waits += found <= waiting.had
         self.counts.wait_s += now - waiting.began
 
     def _release(self, waiting: _Waiting) -> None:
@@ -352,23 +355,23 @@ class KvPrefetcher:
         waiting.ticket.wanted = False
         if waiting.brought is not None:
             self._withdraw(waiting, waiting.brought)
-            self._imports.let_go(waiting.brought)
-        if waiting.unanswered == 0 and (waiting.brought is None or not waiting.brought.coming):
+            self._imports.release(waiting.brought)
+        if waiting.unanswered == 0 and (waiting.brought is None or not waiting.brought.in_flight):
             self._open.pop(waiting.ticket, None)
 
     def _withdraw(self, waiting: _Waiting, brought: Prefetch) -> None:
         """Loads that wait behind others at a tier, which may hang: their pages are free at once."""
         asked = len(waiting.loads)
-        places = [place for place in brought.coming if place >= asked or waiting.loads[place].withdraw()]
+        places = [place for place in brought.in_flight if place >= asked or waiting.loads[place].withdraw()]
         for place in places:
-            self._loading.pop(PageKey(*brought.wanted[place]), None)
-        self._imports.withdrawn(brought, places)
+            self._loading.pop(PageKey(*brought.requested[place]), None)
+        self._imports.on_withdrawn(brought, places)
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 
     def _final(self, request: Request, page: int, group: int) -> None:
         """A page of the request has become full and final here."""
-        own = request.held[group]
+        own = request.page_tables[group]
         block = (page + 1) * own.page_tokens // self._size - 1
         answer = block * self._size >= len(request.prompt)
         self._keep(PageKey(request.hashes[block], group), own.pages[page], block, (request.known, answer))

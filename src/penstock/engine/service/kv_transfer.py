@@ -102,18 +102,18 @@ class KvTransfer:
 
     # --- what other workers say --------------------------------------------------------------------------------------
 
-    def pull(self, peer: bytes, message: PullPages, now: float) -> None:
+    def on_pull(self, peer: bytes, message: PullPages, now: float) -> None:
         """A receiver has room, or acknowledges."""
         self._sending(self._sender.on_pull(peer, message, now))
 
-    def received(self, message: PagesReceived, now: float) -> None:
+    def on_pages_received(self, message: PagesReceived, now: float) -> None:
         """A receiver has everything, or wants no more."""
         self._sending(self._sender.on_received(message, now))
 
     def drain(self, now: float) -> float:
         """Take what senders sent and copy what can be copied within the budget.  Returns the seconds of copying, with
         those of the processor that threads have spent on it since."""
-        for source, received in self._peers.received():
+        for source, received in self._peers.messages():
             if isinstance(received.message, _TOLD):
                 self._take(source, received.message, received.payload, now)
         if not self._receiver.has_work:
@@ -137,48 +137,48 @@ class KvTransfer:
 
     # --- what requests do --------------------------------------------------------------------------------------------
 
-    def reach(self, source: PageSource, now: float) -> bool:
+    def connect(self, source: PageSource, now: float) -> bool:
         """Connect while the request still waits for room.  Earlier incarnations of the source are dead."""
         self._receiving(self._receiver.on_sender_gone(source.worker, source.incarnation))
-        return self._peers.reach(source, now)
+        return self._peers.connect(source, now)
 
-    def open(self, request: RequestId, epoch: int, now: float) -> None:
+    def open_send(self, request: RequestId, epoch: int, now: float) -> None:
         """A prefill leg is here."""
         self._sending(self._sender.open_transfer(request, epoch, now))
 
-    def expect(self, request: Request, source: PageSource, now: float) -> None:
+    def request_pages(self, request: Request, source: PageSource, now: float) -> None:
         """Room is reserved for the whole prompt: ask for its pages.  That is the credit."""
-        if not self._peers.reach(source, now):
+        if not self._peers.connect(source, now):
             self._tell(PullFailed(request.id, request.epoch, "no way to the source"))
             return
-        tokens, ahead = request.handed, 0
-        if request.ahead:  # the last token that is known is computed by whoever draws the next
-            tokens, ahead = tokens - 1, request.ahead + 1
+        tokens, ahead = request.remote_tokens, 0
+        if request.extra_tokens:  # the last token that is known is computed by whoever draws the next
+            tokens, ahead = tokens - 1, request.extra_tokens + 1
         pieces = self._layout.transfer_order(tokens, ahead=ahead)
         pull = PagePull(
             request=request.id,
             epoch=request.epoch,
             source=source,
-            pages=tuple(request.held[group].pages[block] for block, group in pieces),
+            pages=tuple(request.page_tables[group].pages[block] for block, group in pieces),
             skip_blocks=pieces.pages_before(request.computed // self._layout.page_tokens),
             tokens=tokens,
             ahead=ahead,
         )
         self._receiving(self._receiver.start_pull(pull, now))
 
-    def offer(self, offer: PageOffer, now: float, *, more: bool = False) -> None:
+    def offer_page(self, offer: PageOffer, now: float, *, more: bool = False) -> None:
         """A page is final; ``more`` of the same leg follow in this turn."""
         self._sending(self._sender.offer_page(offer, now, more=more))
 
-    def acknowledged(self, request: RequestId, epoch: int) -> int:
+    def acknowledged_pages(self, request: RequestId, epoch: int) -> int:
         """Pages that the receiver is known to have, from the first without a gap."""
         return self._sender.acknowledged_pages(request, epoch)
 
-    def moved(self, last: TokenItem, blocks: int, now: float) -> None:
+    def finish_migration(self, last: TokenItem, blocks: int, now: float) -> None:
         """All ``blocks`` pages of an answer that moves were offered, and these are the tokens written meanwhile."""
         self._sending(self._sender.finish_prefill(last, blocks, now))
 
-    def done(self, first: TokenItem, tokens: int, now: float) -> None:
+    def finish_prefill(self, first: TokenItem, tokens: int, now: float) -> None:
         """The pages of all ``tokens`` were offered, and this is the first token."""
         if first.phases or first.prompt_logprobs is not None:
             # Phases are of this worker's leg; what is known of the prompt's tokens this worker tells the gateway.
@@ -209,7 +209,7 @@ class KvTransfer:
         return self._receiver.page_bytes
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """Are there pages to copy?"""
         return self._receiver.has_work
 
@@ -277,7 +277,7 @@ class PageExporter:
         """Steps whose pages are under way."""
         return len(self._under_way)
 
-    def final(self, pages_done: Sequence[CompletedPage], now: float) -> None:
+    def on_pages_completed(self, pages_done: Sequence[CompletedPage], now: float) -> None:
         """A step was computed, and these pages are final."""
         if not pages_done:
             return
@@ -289,14 +289,14 @@ class PageExporter:
         self._written.update((offer.page, (offer.generation, offer.tokens)) for offer in fresh)
         self._under_way.append(_Batch(self._writer.begin_export([offer.page for offer in fresh]), offers))
 
-    def ended(self, first: TokenItem, tokens: int, now: float) -> None:
+    def on_prefill_end(self, first: TokenItem, tokens: int, now: float) -> None:
         """All pages of a prompt of ``tokens`` tokens were told of, and this is its first token."""
         if self._under_way:
             self._under_way[-1].ends.append((first, tokens))
         else:
             self._done(first, tokens, now)
 
-    def turn(self, now: float) -> None:
+    def send_written(self, now: float) -> None:
         """Offer what has been written by now."""
         while self._under_way and self._under_way[0].writing.done:
             batch = self._under_way.popleft()
@@ -312,7 +312,7 @@ class PageExporter:
 
 def page_offer(done: CompletedPage, pool: PagePool) -> PageOffer:
     """A page of a prompt that is read for another worker is final."""
-    request, page = done.request, done.request.held[done.group].pages[done.block]
+    request, page = done.request, done.request.page_tables[done.group].pages[done.block]
     return PageOffer(
         request=request.id,
         epoch=request.epoch,
@@ -337,10 +337,10 @@ class RecomputeEstimate:
         cannot before their own pages are there.
         """
         scheduler = self._scheduler
-        request = scheduler.find(request_id)
-        if request is None or request.images or request.apart:
+        request = scheduler.get_request(request_id)
+        if request is None or request.images or request.mixed_numerics:
             return None
-        start = min(start, scheduler.memory.covered(request.hashes))
+        start = min(start, scheduler.memory.cached_tokens(request.hashes))
         load, own = scheduler.load(), StepWork()
         own.add(start, stop - start, 1)
         before = StepWork(tokens=load.prompt_tokens, pairs=load.prompt_pairs)

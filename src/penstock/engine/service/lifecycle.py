@@ -52,7 +52,7 @@ class Lifecycle:
         return self._reporter.state is WorkerState.DRAINING
 
     @property
-    def wants_relief(self) -> bool:
+    def moves_answers_away(self) -> bool:
         """Shall answers that are written here go on elsewhere?"""
         return self._config.hands_over and (self.draining or self._reporter.role is Role.PREFILL)
 
@@ -70,7 +70,7 @@ class Lifecycle:
                 self._settles = True
                 reason = ROLE_CHANGED
         if duty is Duty.RESTART:
-            self.leave(now)
+            self.begin_shutdown(now)
         if duty is Duty.SERVE and self.draining and self._leaving_since is None:
             event(log, logging.INFO, "takes new requests again")
             self._reporter.state = WorkerState.READY
@@ -80,29 +80,29 @@ class Lifecycle:
             reason = REASON_DRAINING
         return reason
 
-    def settle(self) -> None:
+    def check_settled(self) -> None:
         """Called every now and then: is everything of an earlier role over?"""
         legs = STAGES_OF_ROLE[self._reporter.role]
         if self._settles and all(ask.leg in legs for ask in self._asks.all()):
             self._settles = False
             self.on_settled(self._reporter.role)
 
-    def leave(self, now: float) -> None:
+    def begin_shutdown(self, now: float) -> None:
         """It is to end, as soon as nobody waits for anything here or ``drain_s`` are over."""
         if self._leaving_since is None:
             self._leaving_since = now
 
-    def over(self, now: float) -> bool:
+    def is_over(self, now: float) -> bool:
         """May it end?"""
         since = self._leaving_since
         return since is not None and (not len(self._asks) or now - since >= self._config.drain_s)
 
-    def unfit(self) -> list[GatewayRequest]:
+    def misplaced_requests(self) -> list[GatewayRequest]:
         """Asks that have not begun and that this worker is not there for."""
-        waiting = {request.id for request in self._scheduler.waiting()}
+        waiting = {request.id for request in self._scheduler.not_started()}
         legs = frozenset[RequestStage]() if self.draining else STAGES_OF_ROLE[self._reporter.role]
         return [
             ask
             for ask in self._asks.all()
-            if ask.leg not in legs and (ask.request in waiting or self._scheduler.find(ask.request) is None)
+            if ask.leg not in legs and (ask.request in waiting or self._scheduler.get_request(ask.request) is None)
         ]

@@ -72,7 +72,7 @@ class LoadReporter:
             if row.count > 1 or not row.samples:
                 counts["prompt_tokens_computed"] += row.count
 
-    def begins(self, predicted_s: float) -> bool:
+    def is_long_step(self, predicted_s: float) -> bool:
         """A step begins.  True when it will be so long that gateways should hear of it first."""
         if predicted_s < LONG_STEP_S:
             return False
@@ -92,10 +92,10 @@ class LoadReporter:
         load = scheduler.load()
         self._count_others()
         counts["dropped_frames"] = dropped_frames
-        loading = scheduler.memory.imported
+        loading = scheduler.memory.foreign_pages
         if settled and not load.running:
             # Pages that a request owns whom nobody waits for are as lost as pages without an owner.
-            self._leaked = max(scheduler.check().total, 0 if asked else load.pages_used - loading)
+            self._leaked = max(scheduler.check_leaks().total, 0 if asked else load.pages_used - loading)
         return Report(
             worker=self._config.worker,
             incarnation=self._config.incarnation,
@@ -119,14 +119,14 @@ class LoadReporter:
             prompt_pairs=load.prompt_pairs,
             batch_tokens=load.batch_tokens,
             batch_pairs=load.batch_pairs,
-            answers=load.answers,
+            answers=load.decode_requests,
             context_tokens=load.context_tokens,
             page_bytes=self._receiver.page_bytes,
             domain=self.domain,
             fetch_s=self.fetch_s() if self.domain else 0.0,
             tier_s=self.tier_s(),
             rates=StepRates(*(max(0.0, rate) for rate in scheduler.cost.rates)),
-            measured=scheduler.cost.measured,
+            measured=scheduler.cost.measured_steps,
             hands_over=self._config.hands_over,
         )
 
@@ -134,12 +134,12 @@ class LoadReporter:
         """What others count."""
         counts, scheduler, memory = self._counts, self._scheduler, self._scheduler.memory
         transfer = self._receiver.counters
-        counts["prefix_cache_queries"] = memory.asked_tokens
-        counts["prefix_cache_hits"] = memory.found_tokens
+        counts["prefix_cache_queries"] = memory.queried_tokens
+        counts["prefix_cache_hits"] = memory.hit_tokens
         counts["preemptions"] = scheduler.preemptions
         counts["requests_yielded"] = scheduler.yields
         counts["requests_expired"] = scheduler.expired
-        counts["rows_left_out"] = scheduler.rows_left_out
+        counts["rows_left_out"] = scheduler.rows_skipped
         counts["pages_received"] = transfer.pages
         counts["bytes_received"] = transfer.bytes
         counts["pages_corrupt"] = transfer.corrupt
@@ -147,7 +147,7 @@ class LoadReporter:
         counts["page_connections_refused"] = self.turned_away()
         counts["transfer_wait_seconds"] = transfer.waited_s
         counts["pages_missed"] = transfer.missed
-        counts["cached_pages_corrupt"] = memory.damaged
+        counts["cached_pages_corrupt"] = memory.damaged_pages
         counts["borrowed_core_seconds"] = self.borrowed_s()
         counts |= _figures_of(self.images)
 

@@ -81,28 +81,28 @@ class Migrations:
         self._ahead = min(ahead_tokens, scheduler.config.max_model_len // _ROOM_FOR_MOVING)
         self._wanted = False
         self._movable = not scheduler.memory.keeps_states  # a state is no page that becomes full and stays
-        self.pressing = False  # an answer has come near the end of the context since ``ask``
+        self.is_urgent = False  # an answer has come near the end of the context since ``ask``
         self._moves: dict[RequestId, _Move] = {}
 
     def __len__(self) -> int:
         return len(self._moves)
 
-    def begin(self) -> None:
+    def start_all(self) -> None:
         """Everything that is written here is to go on elsewhere."""
         self._wanted = True
 
-    def cease(self, now: float) -> None:
+    def stop_all(self, now: float) -> None:
         """Nothing is, any more; what a receiver has come for already goes all the same."""
         self._wanted = False
         for move in [m for m in self._moves.values() if m.pieces is None and not self._outgrows(m.request)]:
             self._hand_overs.fail(move.request.id, move.request.epoch, "it stays", now)
 
-    def ask(self, now: float) -> list[tuple[ConnectedGateway, Relieve]]:
+    def relief_requests(self, now: float) -> list[tuple[ConnectedGateway, Relieve]]:
         """What gateways are to be asked now.  Called between two steps, when all tokens so far were told."""
-        self.pressing = False
+        self.is_urgent = False
         asked: dict[int, tuple[ConnectedGateway, list[tuple[RequestId, int]]]] = {}
         for ask in self._asks.all():
-            if not self._wanted and not self._outgrows(self._scheduler.find(ask.request)):
+            if not self._wanted and not self._outgrows(self._scheduler.get_request(ask.request)):
                 continue
             move = self._moves.get(ask.request) or self._new(ask, now)
             if move is not None and move.pieces is None and move.asked <= now:
@@ -112,11 +112,11 @@ class Migrations:
 
     def _outgrows(self, request: Request | None) -> bool:
         """Is it time that somebody with more of a context goes on with it?"""
-        return request is not None and request.outgrows and request.known + self._ahead >= request.last
+        return request is not None and request.may_outgrow and request.known + self._ahead >= request.local_end
 
     def _new(self, ask: GatewayRequest, now: float) -> _Move | None:
         """This answer is to go; None: not now, or never."""
-        request = self._scheduler.find(ask.request)
+        request = self._scheduler.get_request(ask.request)
         if not self._movable:
             return None
         if request is None or request.epoch != ask.epoch or request.status is not RequestStatus.RUNNING:
@@ -125,16 +125,16 @@ class Migrations:
             request.leg is RequestStage.PREFILL
             or request.pooling is not None
             or not request.output
-            or request.missing != 1
+            or request.uncomputed != 1
         ):
             return None
         self._moves[request.id] = move = _Move(request, len(request.output), now)
-        self._hand_overs.open(request.id, request.epoch, now)
+        self._hand_overs.open_send(request.id, request.epoch, now)
         return move
 
     # --- what is heard ------------------------------------------------------------------------------------------------
 
-    def granted(self, effect: PullGranted, now: float) -> bool:
+    def on_credit(self, effect: PullGranted, now: float) -> bool:
         """A receiver has come.  False: not for one of these."""
         move, pull = self._moves.get(effect.request), effect.pull
         if move is None or pull is None or move.request.epoch != effect.epoch:
@@ -151,28 +151,28 @@ class Migrations:
         move.offered = pull.skip_blocks
         return True
 
-    def released(self, effect: TransferReleased) -> Migrate | bool | None:
+    def on_released(self, effect: TransferReleased) -> Migrate | bool | None:
         """A leg is over.  None: not one of these.  True: the receiver has the answer.  Else: it goes on here."""
         move = self._moves.get(effect.request)
         if move is None or move.request.epoch != effect.epoch:
             return None
         del self._moves[effect.request]
         if effect.reason != TAKEN or not move.told:
-            return Migrate(id=effect.request, epoch=effect.epoch, how=MigrationStep.GO_ON)
+            return Migrate(id=effect.request, epoch=effect.epoch, step=MigrationStep.GO_ON)
         return True
 
     # --- between two steps --------------------------------------------------------------------------------------------
 
-    def ripe(self, now: float) -> list[Migrate]:
+    def next_events(self, now: float) -> list[Migrate]:
         """Keep the pages of those that were asked for, and stop those whose receivers have all that is full."""
         events: list[Migrate] = []
         for move in self._moves.values():
             request = move.request
-            if not request.kept:
-                events.append(Migrate(id=request.id, epoch=request.epoch, how=MigrationStep.KEEP))
+            if not request.retains_pages:
+                events.append(Migrate(id=request.id, epoch=request.epoch, step=MigrationStep.KEEP))
             elif move.stopping is None and self._is_ripe(move):
                 move.stopping = now
-                events.append(Migrate(id=request.id, epoch=request.epoch, how=MigrationStep.STOP))
+                events.append(Migrate(id=request.id, epoch=request.epoch, step=MigrationStep.STOP))
         return events
 
     def _is_ripe(self, move: _Move) -> bool:
@@ -191,19 +191,19 @@ class Migrations:
         request, pieces = move.request, move.pieces
         full = request.computed // self._scheduler.memory.page_tokens
         # The block that was filled last may still be on its way: it takes no longer than the one that is not full.
-        acknowledged = self._hand_overs.acknowledged(request.id, request.epoch)
+        acknowledged = self._hand_overs.acknowledged_pages(request.id, request.epoch)
         return pieces is not None and acknowledged >= pieces.pages_before(max(0, full - 1))
 
     def _is_at_end(self, request: Request) -> bool:
         """Is there room for no further step of an answer that is to become longer?"""
-        return request.outgrows and request.known + self._spare >= request.last
+        return request.may_outgrow and request.known + self._spare >= request.local_end
 
     def _most_stopped_s(self, move: _Move) -> float:
         if not self._is_at_end(move.request):
             return MAX_STOPPED_S
         return UNCLAIMED_S if move.pieces is None else OUTGROWN_S
 
-    def finish(self, now: float) -> None:
+    def on_plan(self, now: float) -> None:
         """A plan was made: hand over what is left of those that have stopped, and give up those that have no pages."""
         for move in list(self._moves.values()):
             request = move.request
@@ -230,15 +230,15 @@ class Migrations:
             tokens=tuple(request.output[move.index :]),
             logprobs=tuple(move.logprobs) if wants_logprobs else None,
         )
-        self._hand_overs.moved(last, blocks, now)
+        self._hand_overs.finish_migration(last, blocks, now)
 
-    def written(self, outcome: StepOutcome, now: float) -> None:
+    def on_step(self, outcome: StepOutcome, now: float) -> None:
         """A step was computed: note what is to be told, offer what has become full, and let go what has ended."""
-        for progress in outcome.progress:
+        for progress in outcome.new_tokens:
             move = self._moves.get(progress.request.id)
             if move is None:
-                if progress.request.outgrows and self._movable and self._outgrows(progress.request):
-                    self.pressing = True
+                if progress.request.may_outgrow and self._movable and self._outgrows(progress.request):
+                    self.is_urgent = True
                 continue
             move.logprobs.extend(progress.logprobs)
             if progress.finish is not None:
@@ -256,7 +256,7 @@ class Migrations:
     def _offer(self, move: _Move, piece: int, pieces: TransferOrder, now: float, *, more: bool = False) -> None:
         request, memory = move.request, self._scheduler.memory
         block, group = pieces.page_at(piece)
-        page = request.held[group].pages[block]
+        page = request.page_tables[group].pages[block]
         offer = PageOffer(
             request=request.id,
             epoch=request.epoch,
@@ -265,7 +265,7 @@ class Migrations:
             tokens=min(memory.page_tokens, request.computed - block * memory.page_tokens),
             generation=memory.pool.generation(page),
         )
-        self._hand_overs.offer(offer, now, more=more)
+        self._hand_overs.offer_page(offer, now, more=more)
         move.offered = piece + 1
 
 

@@ -31,7 +31,7 @@ class PeerLinks:
         self._links: dict[PageSource, Link] = {}
         self._used: dict[PageSource, float] = {}  # of each link: when it was last named or spoken over
 
-    def reach(self, source: PageSource, now: float) -> bool:
+    def connect(self, source: PageSource, now: float) -> bool:
         """Have a link to this source.  Done early: whoever listens lets new connections in between two steps only.
 
         False when there is none to be had: a later incarnation is known, or the endpoint is none.
@@ -60,7 +60,7 @@ class PeerLinks:
             if not isinstance(message, PagesReceived):  # a last word wants no answer
                 self._used[source] = now
 
-    def received(self) -> Iterator[tuple[PageSource, Received]]:
+    def messages(self) -> Iterator[tuple[PageSource, Received]]:
         """Everything that has come over any link, up to a limit a link."""
         for source, link in list(self._links.items()):
             for _ in range(MESSAGES_PER_LINK):

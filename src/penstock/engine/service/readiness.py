@@ -73,19 +73,19 @@ class PageReadiness(Protocol):
         """``tell`` hears how long each request waited that passes."""
         ...
 
-    def ready(self, event: AddRequest) -> bool:
+    def is_ready(self, event: AddRequest) -> bool:
         """Need nothing be waited for?  If not, pages are on their way, or it is being asked who has them."""
         ...
 
-    def forget(self, request: RequestId) -> None:
+    def remove_request(self, request: RequestId) -> None:
         """Nobody waits for this request any more."""
         ...
 
-    def passed(self, request: RequestId) -> None:
+    def on_passed(self, request: RequestId) -> None:
         """It goes to the scheduler now."""
         ...
 
-    def settled(self) -> None:
+    def on_scheduled(self) -> None:
         """The scheduler has had its turn with every request that passed."""
         ...
 
@@ -96,17 +96,17 @@ class NoPrefetch:
     def watch(self, tell: Callable[[RequestId, PageWait], None]) -> None:
         """See ``PageReadiness``."""
 
-    def ready(self, event: AddRequest) -> bool:
+    def is_ready(self, event: AddRequest) -> bool:
         """See ``PageReadiness``."""
         return True
 
-    def forget(self, request: RequestId) -> None:
+    def remove_request(self, request: RequestId) -> None:
         """See ``PageReadiness``."""
 
-    def passed(self, request: RequestId) -> None:
+    def on_passed(self, request: RequestId) -> None:
         """See ``PageReadiness``."""
 
-    def settled(self) -> None:
+    def on_scheduled(self) -> None:
         """See ``PageReadiness``."""
 
 
@@ -132,20 +132,20 @@ class NoGrammars:
 class ImageReadiness(Protocol):
     """What encodes images (``engine.images.stage.ImageStage``)."""
 
-    def ready(self, event: AddRequest) -> bool:
+    def is_ready(self, event: AddRequest) -> bool:
         """Can the request's images be read now?  If not, they are being encoded.  Raises ImageRefused when they never
         can."""
         ...
 
-    def forget(self, request: RequestId) -> None:
+    def remove_request(self, request: RequestId) -> None:
         """Nobody waits for this request any more."""
         ...
 
-    def serve(self, content: bytes, picture: MediaInput) -> NDArray[np.float32] | None:
+    def encode_for_peer(self, content: bytes, picture: MediaInput) -> NDArray[np.float32] | None:
         """Encode an image for another worker; None: ``served`` has its rows later.  Raises ImageRefused."""
         ...
 
-    def served(self, contents: Iterable[bytes]) -> Iterable[tuple[bytes, NDArray[np.float32]]]:
+    def encoded_for_peers(self, contents: Iterable[bytes]) -> Iterable[tuple[bytes, NDArray[np.float32]]]:
         """Those that are encoded now."""
         ...
 
@@ -153,20 +153,20 @@ class ImageReadiness(Protocol):
 class NoImages:
     """For engines that read text only."""
 
-    def ready(self, event: AddRequest) -> bool:
+    def is_ready(self, event: AddRequest) -> bool:
         """See ``ImageReadiness``."""
         if event.images:
             raise ImageRefused("this engine reads text only")
         return True
 
-    def forget(self, request: RequestId) -> None:
+    def remove_request(self, request: RequestId) -> None:
         """See ``ImageReadiness``."""
 
-    def serve(self, content: bytes, picture: MediaInput) -> NDArray[np.float32] | None:
+    def encode_for_peer(self, content: bytes, picture: MediaInput) -> NDArray[np.float32] | None:
         """See ``ImageReadiness``."""
         raise ImageRefused("this engine reads text only")
 
-    def served(self, contents: Iterable[bytes]) -> Iterable[tuple[bytes, NDArray[np.float32]]]:
+    def encoded_for_peers(self, contents: Iterable[bytes]) -> Iterable[tuple[bytes, NDArray[np.float32]]]:
         """See ``ImageReadiness``."""
         return ()
 
@@ -215,10 +215,10 @@ class ReadinessGate:
         """Does this request wait here?"""
         return request in self._kept
 
-    def sift(self, events: Iterable[EngineEvent]) -> list[EngineEvent]:
+    def release_ready(self, events: Iterable[EngineEvent]) -> list[EngineEvent]:
         """What may go on now, of what was kept and of ``events``, in order."""
         self._adapters.settled()  # what passed the last time has reached the scheduler
-        self._pages.settled()
+        self._pages.on_scheduled()
         passed: list[EngineEvent] = []
         for request in [request for request, _ in zip(self._kept, range(MAX_CHECKED_PER_TURN), strict=False)]:
             self._go_on(request, self._kept.pop(request), passed)
@@ -263,17 +263,17 @@ class ReadinessGate:
                     )
                     waiting.popleft()
                     continue
-                self._pages.passed(request)
+                self._pages.on_passed(request)
                 in_use = self._compiling.pop(request, None)
-                event = event if in_use is None else replace(event, in_use=in_use)
+                event = event if in_use is None else replace(event, grammar=in_use)
             waiting.popleft()
             passed.append(event)
 
     def _ready(self, event: AddRequest) -> bool:
         """Can the scheduler be told of this request?"""
         grammar, adapter = event.sampling.grammar, event.adapter
-        ready = self._pages.ready(event)  # asked first: who has an image's pages need not encode it
-        ready = (grammar is None or self._compiled(event.id, grammar)) and ready and self._images.ready(event)
+        ready = self._pages.is_ready(event)  # asked first: who has an image's pages need not encode it
+        ready = (grammar is None or self._compiled(event.id, grammar)) and ready and self._images.is_ready(event)
         # Asked last: who is told that an adapter is there comes at once.
         return ready and (adapter is None or self._adapters.ready(adapter))
 
@@ -285,8 +285,8 @@ class ReadinessGate:
 
     def _forget(self, request: RequestId) -> None:
         self._compiling.pop(request, None)
-        self._images.forget(request)
-        self._pages.forget(request)
+        self._images.remove_request(request)
+        self._pages.remove_request(request)
 
 
 REFUSAL_REASONS: dict[type[Exception], str] = {

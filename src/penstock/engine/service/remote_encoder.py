@@ -57,23 +57,23 @@ class RemoteEncoders:
         self._clock = clock
         self._asked: dict[bytes, _Asked] = {}
 
-    def ask(self, sources: Sequence[PageSource], image: PlacedImage, picture: MediaInput, width: int) -> bool:
+    def request_rows(self, sources: Sequence[PageSource], image: PlacedImage, picture: MediaInput, width: int) -> bool:
         """Have one of them encode this image into rows of so many numbers; False if none can be reached."""
         if not sources:
             return False
         now = self._clock.now()
         source = max(sources, key=lambda one: blake3(image.content + one.worker.encode()).digest())
-        if not self._peers.reach(source, now):
+        if not self._peers.connect(source, now):
             return False
         message = EncodeImage(content=image.content, picture=picture, identity=self._identity)
         self._peers.send(source, message, now)
         self._asked[image.content] = _Asked(source, (image.end - image.at, width), now + SILENCE_S)
         return True
 
-    def answers(self) -> Iterator[EncodedRows]:
+    def results(self) -> Iterator[EncodedRows]:
         """What has come, and what is waited for no longer."""
         now = self._clock.now()
-        for source, received in self._peers.received():
+        for source, received in self._peers.messages():
             message = received.message
             if not isinstance(message, ImageAlive | ImageEncoded):
                 continue
@@ -118,7 +118,7 @@ class EncodeRequests:
         """Images that are waited for."""
         return tuple(self._peers)
 
-    def asked(self, peer: bytes, message: EncodeImage) -> bool:
+    def add(self, peer: bytes, message: EncodeImage) -> bool:
         """Is this image to be encoded, and nobody has asked for it yet?"""
         if message.identity != self._identity:
             self._say(peer, ImageEncoded(content=message.content), None)
@@ -130,25 +130,25 @@ class EncodeRequests:
 
     def encode(self, peer: bytes, message: EncodeImage, images: ImageReadiness) -> None:
         """Begin, or be done at once, for another worker, which reads the image's prompt."""
-        if not self.asked(peer, message):
+        if not self.add(peer, message):
             return
         try:
-            rows_ND = images.serve(message.content, message.picture)
+            rows_ND = images.encode_for_peer(message.content, message.picture)
         except Exception as error:
-            self.finished(message.content, None)
+            self.send_rows(message.content, None)
             if not isinstance(error, ImageRefused):
                 raise
             return
         if rows_ND is not None:
-            self.finished(message.content, rows_ND)
+            self.send_rows(message.content, rows_ND)
 
-    def alive(self) -> None:
+    def send_alive(self) -> None:
         """Tell whoever waits that it is not in vain."""
         for content, peers in self._peers.items():
             for peer in peers:
                 self._say(peer, ImageAlive(content=content), None)
 
-    def finished(self, content: bytes, rows_ND: NDArray[np.float32] | None) -> None:
+    def send_rows(self, content: bytes, rows_ND: NDArray[np.float32] | None) -> None:
         """Here it is; None: it cannot be had."""
         for peer in self._peers.pop(content, ()):
             if rows_ND is None or rows_ND.nbytes > MAX_PAYLOAD_BYTES:

@@ -107,7 +107,7 @@ class TransferNewsHandler:
         self._reporter = reporter
         self._out = out
 
-    def on(self, news: TransferNews, now: float) -> None:
+    def handle(self, news: TransferNews, now: float) -> None:
         """Take what an end says."""
         match news:
             case PagesAdvanced():
@@ -120,7 +120,7 @@ class TransferNewsHandler:
                 self._reporter.count("hand_overs_failed")
                 self._out.give_back(news.request, news.epoch, f"pages_lost: {news.reason}")
             case PullGranted():
-                if not self._moves.granted(news, now):
+                if not self._moves.on_credit(news, now):
                     self._out.event(CreditGranted(id=news.request, epoch=news.epoch))
             case TransferReleased():
                 self._released(news, now)
@@ -133,13 +133,13 @@ class TransferNewsHandler:
             ask = None
         if ask is not None:
             began, tokens = ask.pulled
-            ask.ended("transfer", began, now, tokens=tokens)
-        if ask is not None and ask.joins:
+            ask.end_phase("transfer", began, now, tokens=tokens)
+        if ask is not None and ask.migrates:
             self._joined(effect, ask)
             return
         self._reporter.count("hand_overs")
         if ask is not None:
-            ask.first = first
+            ask.first_item = first
             if first.finish is not None:
                 # The whole answer is this token.  The prefill worker has told the gateway; if it died first, we do.
                 self._out.tokens(ask.gateway, (first,))
@@ -152,22 +152,22 @@ class TransferNewsHandler:
         ask = self._asks.get(effect.request)
         if ask is not None and ask.epoch == effect.epoch:
             began, tokens = ask.pulled
-            ask.ended("transfer", began, now, tokens=tokens)
-            ask.first = effect.first
+            ask.end_phase("transfer", began, now, tokens=tokens)
+            ask.first_item = effect.first
         self._out.event(RecomputeLocally(id=effect.request, epoch=effect.epoch, token=effect.first.tokens[0]))
 
     def _joined(self, effect: TransferDone, ask: GatewayRequest) -> None:
         """An answer that another worker wrote goes on here."""
-        first, here = effect.first, self._scheduler.find(effect.request)
+        first, here = effect.first, self._scheduler.get_request(effect.request)
         self._reporter.count("answers_joined")
         if here is not None and 0 <= here.emitted - first.index <= len(first.tokens):
-            ask.first = migrated_item(first, here.emitted)
+            ask.first_item = migrated_item(first, here.emitted)
         self._out.event(MigrationDone(id=effect.request, epoch=effect.epoch, index=first.index, tokens=first.tokens))
 
     def _released(self, effect: TransferReleased, now: float) -> None:
         if effect.reason == "lease ended":
             self._reporter.count("leases_expired")
-        moved = self._moves.released(effect)
+        moved = self._moves.on_released(effect)
         if isinstance(moved, Migrate):
             self._out.event(moved)
             return
@@ -175,7 +175,7 @@ class TransferNewsHandler:
             self._reporter.count("answers_moved")
             self._out.give_back(effect.request, effect.epoch, HANDED_OVER)
             return
-        request = self._scheduler.find(effect.request)
+        request = self._scheduler.get_request(effect.request)
         if request is not None and request.epoch == effect.epoch and request.status is not RequestStatus.HANDOVER:
             # The receiver went away before the prompt was read: nobody will finish this answer.
             self._reporter.count("hand_overs_failed")
@@ -220,7 +220,7 @@ class WorkerService:
             hand_over, PeerLinks(transport, config.hand_over.peer_idle_s), self._listener, clock, self._on_news
         )
         ends = self._hand_overs
-        self._departures = PageExporter(scheduler.memory.pool, ends.offer, ends.done, hand_over.writer)
+        self._departures = PageExporter(scheduler.memory.pool, ends.offer_page, ends.finish_prefill, hand_over.writer)
         self._asks = GatewayRequests(config.gateway_silence_s)
         self._events: list[EngineEvent] = []
         ready = ready or ReadinessSources()
@@ -230,7 +230,7 @@ class WorkerService:
         self._mixed = hand_over.identity.mixed
         self._served = EncodeRequests(hand_over.identity, self._listener.send)
         self._awaited: list[tuple[ConnectedGateway, Awaited]] = []  # what gateways asked about in this turn
-        self.bulletins = KvEventPublisher(config, scheduler.memory.prefix, self._listener, self._report_now)
+        self.publisher = KvEventPublisher(config, scheduler.memory.prefix, self._listener, self._report_now)
         self._next_tick = 0.0
         self._step_began = 0.0
         self.gateways_now: Callable[[], Mapping[str, int]] = dict  # incarnations of gateways, as far as they are known
@@ -244,14 +244,14 @@ class WorkerService:
             config.hand_over.copy_budget_bytes,
             ahead_tokens=config.hand_over.ahead_tokens,
         )
-        self.duties = Lifecycle(config, self.reporter, scheduler, self._asks)
+        self.lifecycle = Lifecycle(config, self.reporter, scheduler, self._asks)
         self._tidings = TransferNewsHandler(
             scheduler, self._asks, self._moves, self.reporter, NewsOutputs(self._tell, self._return, self._send_tokens)
         )
 
     # --- for the loop ------------------------------------------------------------------------------------------------
 
-    def drain(self) -> Iterable[EngineEvent]:
+    def drain_events(self) -> Iterable[EngineEvent]:
         """Take what came, copy what can be copied within the budget, and say what the scheduler must know."""
         now = self._clock.now()
         for _ in range(MESSAGES_PER_TURN):
@@ -259,19 +259,19 @@ class WorkerService:
             if received is None:
                 break
             self._take(received, now)
-        for content, rows_ND in self._images.served(self._served.contents):
-            self._served.finished(content, rows_ND)
-        self._departures.turn(now)
+        for content, rows_ND in self._images.encoded_for_peers(self._served.contents):
+            self._served.send_rows(content, rows_ND)
+        self._departures.send_written(now)
         self.reporter.count("transfer_seconds", self._hand_overs.drain(now))
         if now >= self._next_tick:
             self._tick(now)
-        self._events += self._moves.ripe(now)
+        self._events += self._moves.next_events(now)
         events, self._events = self._events, []
         if events:
-            self.bulletins.changed()
-        return self._held.sift(events)
+            self.publisher.mark_changed()
+        return self._held.release_ready(events)
 
-    def planned(self, plan: StepPlan) -> None:
+    def on_plan(self, plan: StepPlan) -> None:
         """A plan was made: credits and returns go out before the step is computed."""
         now = self._clock.now()
         for returned in plan.returned:
@@ -279,39 +279,39 @@ class WorkerService:
         for request in plan.reserved:
             ask = self._asks.get(request.id)
             if ask is not None and ask.pages_from is not None:
-                ask.ended("worker_queue", ask.arrived, now)
+                ask.end_phase("worker_queue", ask.arrived_at, now)
                 ask.pulled = (now, len(request.prompt) + request.emitted - request.computed)
-                self._hand_overs.expect(request, ask.pages_from, now)
-        self._moves.finish(now)
+                self._hand_overs.request_pages(request, ask.pages_from, now)
+        self._moves.on_plan(now)
         for row in plan.rows:
             if row.count > 1 or len(row.request.output) == row.request.emitted:
                 ask = self._asks.get(row.request.id)
-                if ask is not None and ask.started is None:
-                    ask.started = now
-                    ask.ended("worker_queue", ask.arrived, now)
-        for request_id in plan.gone:
+                if ask is not None and ask.started_at is None:
+                    ask.started_at = now
+                    ask.end_phase("worker_queue", ask.arrived_at, now)
+        for request_id in plan.removed:
             ask = self._asks.get(request_id)
-            if ask is not None and self._scheduler.find(request_id) is None:
-                self._asks.drop(request_id, ask.epoch)
+            if ask is not None and self._scheduler.get_request(request_id) is None:
+                self._asks.remove(request_id, ask.epoch)
 
     def publish(self, outcome: StepOutcome, plan: StepPlan) -> None:
         """Pages to decode workers, tokens to gateways (one message each), and a report when it is time."""
         now = self._clock.now()
         if plan.rows:
             self.reporter.count_step(plan, now - self._step_began)
-        if outcome.late:
-            self.reporter.count("generation_tokens", -outcome.late)
-            self.reporter.count("rows_waited_for_masks", outcome.late)
-        self._departures.final(outcome.pages_done, now)
-        self.reporter.count("pages_sent", len(outcome.pages_done))
-        self._moves.written(outcome, now)
+        if outcome.late_masks:
+            self.reporter.count("generation_tokens", -outcome.late_masks)
+            self.reporter.count("rows_waited_for_masks", outcome.late_masks)
+        self._departures.on_pages_completed(outcome.completed_pages, now)
+        self.reporter.count("pages_sent", len(outcome.completed_pages))
+        self._moves.on_step(outcome, now)
         batches = TokenBatches()
-        for progress in outcome.progress:
+        for progress in outcome.new_tokens:
             ask = self._asks.get(progress.request.id)
             if ask is None or ask.epoch != progress.request.epoch:
                 continue
             item = token_item(progress, ask, now)
-            if plan.steps == 1 and len(progress.tokens) > 1 and item is not ask.first:
+            if plan.steps == 1 and len(progress.tokens) > 1 and item is not ask.first_item:
                 self.reporter.count_progress(len(progress.tokens))
             if item.prompt_logprobs is not None:
                 *before, item = split_prompt_logprobs(item)
@@ -319,21 +319,21 @@ class WorkerService:
                     continue
             batches.add(ask.gateway, item)
             if ask.leg is RequestStage.PREFILL:
-                self._departures.ended(item, len(progress.request.prompt) + progress.index, now)
-        self._departures.turn(now)
+                self._departures.on_prefill_end(item, len(progress.request.prompt) + progress.index, now)
+        self._departures.send_written(now)
         for gateway, items in batches.all():
             self._send_tokens(gateway, items)
         self._answer_awaited()
-        if plan.rows or plan.reserved or plan.preempted or outcome.progress or outcome.pages_done:
-            self.bulletins.changed()
-        self.bulletins.turn(self._asks.gateways(), now, waiting=len(self._asks) > 0)
-        if self._moves.pressing:
+        if plan.rows or plan.reserved or plan.preempted or outcome.new_tokens or outcome.completed_pages:
+            self.publisher.mark_changed()
+        self.publisher.send_due(self._asks.gateways(), now, waiting=len(self._asks) > 0)
+        if self._moves.is_urgent:
             self._relieve(now)
 
-    def about_to_run(self, predicted_s: float) -> None:
+    def on_step_begin(self, predicted_s: float) -> None:
         """See ``engine.loop.Mailbox``; the prediction is for whoever watches this process (``launch.worker``)."""
         self._step_began = self._clock.now()
-        if self.reporter.begins(predicted_s) and not self.bulletins.knows_of(predicted_s, self._step_began):
+        if self.reporter.is_long_step(predicted_s) and not self.publisher.has_announced(predicted_s, self._step_began):
             self.report(self._step_began)
 
     # --- for whoever drives the loop ---------------------------------------------------------------------------------
@@ -349,22 +349,22 @@ class WorkerService:
         return self._hand_overs.descriptors
 
     @property
-    def patience_s(self) -> float:
+    def idle_timeout_s(self) -> float:
         """How long to sleep at most when there is nothing to do: a grammar or an image may be ready any moment, and
         a report may be due."""
-        due_s = self.bulletins.due_in(self._asks.gateways(), self._clock.now(), waiting=len(self._asks) > 0)
+        due_s = self.publisher.due_in(self._asks.gateways(), self._clock.now(), waiting=len(self._asks) > 0)
         due_s = max(due_s, MIN_REPORT_WAIT_S)
         return min(due_s, GRAMMAR_POLL_S if self._held else EXPORT_POLL_S if self._departures else inf)
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """Are there pages to copy, words that the scheduler has not heard, or more of the cache to tell gateways?  Then
         there is no time to sleep."""
-        return self._hand_overs.busy or bool(self._events) or self.bulletins.unfinished
+        return self._hand_overs.has_work or bool(self._events) or self.publisher.is_sending_snapshot
 
     def report(self, now: float) -> None:
         """Tell every gateway how this worker is."""
-        self.bulletins.report(self._asks.gateways(), now)
+        self.publisher.report(self._asks.gateways(), now)
 
     def _report_now(self) -> Report:
         counters = self._listener.counters
@@ -372,13 +372,13 @@ class WorkerService:
             asked=len(self._asks), settled=not self._events, dropped_frames=counters.malformed + counters.unsent
         )
 
-    def leave(self) -> None:
+    def begin_shutdown(self) -> None:
         """This worker is to stop: it takes nothing new, and lets others go on with what it writes (``duties.over``)."""
         now = self._clock.now()
-        self.duties.leave(now)
+        self.lifecycle.begin_shutdown(now)
         self._assign(Assign(duty=Duty.DRAIN), now)
 
-    def drain_out(self) -> None:
+    def return_all(self) -> None:
         """This worker stops now: give everything that is left back to the gateways."""
         self.reporter.state = WorkerState.DRAINING
         for ask in self._asks.all():
@@ -407,24 +407,24 @@ class WorkerService:
                 if self._asks.may_cancel(peer, message.request):
                     self._cancel(message.request, message.epoch, now)
             case PullPages():
-                self._hand_overs.pull(peer, message, now)
+                self._hand_overs.on_pull(peer, message, now)
             case PagesReceived():
-                self._hand_overs.received(message, now)
+                self._hand_overs.on_pages_received(message, now)
             case Hello():
                 self._hello(peer, message, now)
             case EncodeImage():
                 self._served.encode(peer, message, self._images)
             case Assign():
-                if self._asks.knows(peer):
+                if self._asks.is_connected(peer):
                     self._assign(message, now)
             case _:
                 pass  # well-formed, but nothing that a worker is told; the transport has counted it
 
     def _hello(self, peer: bytes, message: Hello, now: float) -> None:
         if message.discovery:
-            self.bulletins.discovered(peer)
+            self.publisher.on_discovery(peer)
             return
-        greeted = self._asks.hello(peer, message, now, self._is_connected)
+        greeted = self._asks.on_hello(peer, message, now, self._is_connected)
         for ask in greeted.orphans:
             self._cancel(ask.request, ask.epoch, now)
         for ask in greeted.cut_off:
@@ -433,7 +433,7 @@ class WorkerService:
         while unsent and self._listener.send(greeted.gateway.peer, unsent[0]):
             del unsent[0]
         self._awaited += [(greeted.gateway, awaited) for awaited in message.awaited]
-        self.bulletins.greeted(greeted.gateway, message)
+        self.publisher.on_hello(greeted.gateway, message)
 
     def _is_connected(self, peer: bytes) -> bool:
         """Is this connection there still?  What is sent over it means nothing."""
@@ -445,7 +445,7 @@ class WorkerService:
         After the scheduler has heard of everything that came before the question, and after all tokens were sent.
         """
         for gateway, awaited in self._awaited:
-            ask, here = self._asks.get(awaited.request), self._scheduler.find(awaited.request)
+            ask, here = self._asks.get(awaited.request), self._scheduler.get_request(awaited.request)
             if ask is None or ask.epoch < awaited.epoch:
                 self._give_back(gateway, Returned(request=awaited.request, epoch=awaited.epoch, reason=UNKNOWN))
             elif (
@@ -461,11 +461,11 @@ class WorkerService:
         if message.recipient != self._self:
             self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason=OTHER_PROCESS))
             return
-        if not self._asks.knows(peer):
+        if not self._asks.is_connected(peer):
             # Its connection was made anew and its Hello is still to come; it must not wait for an answer in vain.
             self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason=NO_HELLO))
             return
-        if self.duties.draining:
+        if self.lifecycle.draining:
             self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason="draining"))
             return
         reason = invalid_submit(message, self._config.vocabulary, mixed=self._mixed)
@@ -481,56 +481,56 @@ class WorkerService:
         if message.leg is RequestStage.DECODE and message.pages_from is None:
             self._return(message.request, message.epoch, "no source of pages was named")
             return
-        if message.pages_from is not None and not self._hand_overs.reach(message.pages_from, now):
+        if message.pages_from is not None and not self._hand_overs.connect(message.pages_from, now):
             self._return(message.request, message.epoch, "pages_lost: no way to the source")
             return
         self._events.append(add_request_of(message, now, ahead=self._config.hand_over.ahead_tokens))
         if message.leg is RequestStage.PREFILL:
-            self._hand_overs.open(message.request, message.epoch, now)
+            self._hand_overs.open_send(message.request, message.epoch, now)
 
     def _assign(self, message: Assign, now: float) -> None:
         """Gateways hear of it first, so that what is given back does not come back."""
-        reason = self.duties.assign(message, now)
+        reason = self.lifecycle.assign(message, now)
         self.report(now)
         if reason is not None:
-            for ask in self.duties.unfit():
+            for ask in self.lifecycle.misplaced_requests():
                 self._return(ask.request, ask.epoch, reason)
         self._relieve(now)
 
     def _relieve(self, now: float) -> None:
         """Have others go on with what is written here, or not any more; but for what becomes too long for here."""
-        if self.duties.wants_relief:
-            self._moves.begin()
+        if self.lifecycle.moves_answers_away:
+            self._moves.start_all()
         else:
-            self._moves.cease(now)
-        for gateway, relieve in self._moves.ask(now) if self._config.hands_over else ():
+            self._moves.stop_all(now)
+        for gateway, relieve in self._moves.relief_requests(now) if self._config.hands_over else ():
             self._listener.send(gateway.peer, relieve)
 
     def _cancel(self, request: RequestId, epoch: int, now: float) -> None:
         """From a gateway: stop at once; nobody is told but the other end of a hand-over."""
-        if self._asks.drop(request, epoch) is not None:
+        if self._asks.remove(request, epoch) is not None:
             self.reporter.count("requests_cancelled")
         self._hand_overs.cancel(request, epoch, now)
         self._events.append(CancelRequest(id=request, epoch=epoch))
 
     def _tick(self, now: float) -> None:
         self._next_tick = now + TICK_S
-        self._served.alive()
-        for ask in self._asks.silent(now):
+        self._served.send_alive()
+        for ask in self._asks.orphans_of_silent(now):
             self._return(ask.request, ask.epoch, "the gateway was silent")
-        for ask in self._asks.replaced(self.gateways_now()):
+        for ask in self._asks.orphans_of_replaced(self.gateways_now()):
             self._cancel(ask.request, ask.epoch, now)
-        for gateway, question in self._asks.doubtful(now):
+        for gateway, question in self._asks.confirmations_due(now):
             self._listener.send(gateway.peer, question)
         self._relieve(now)
-        self.duties.settle()
+        self.lifecycle.check_settled()
         closed = self._hand_overs.tick(now)
         if closed:
             self.reporter.count("peer_links_closed", closed)
 
     def _on_news(self, news: TransferNews) -> None:
         """An end of a hand-over has something to say."""
-        self._tidings.on(news, self._clock.now())
+        self._tidings.handle(news, self._clock.now())
 
     # --- messages out ------------------------------------------------------------------------------------------------
 
@@ -559,7 +559,7 @@ class WorkerService:
 
         Those end before anything else happens: its pages may soon be, or be already, somebody else's.
         """
-        ask = self._asks.drop(request, epoch)
+        ask = self._asks.remove(request, epoch)
         self._hand_overs.fail(request, epoch, reason, self._clock.now())
         self._events.append(CancelRequest(id=request, epoch=epoch))
         if ask is None:
@@ -572,7 +572,7 @@ class WorkerService:
         """Pages of tiers were waited for."""
         ask = self._asks.get(request)
         if ask is not None:
-            ask.ended("tiers", wait.began, wait.ended, **wait.facts)
+            ask.end_phase("tiers", wait.began, wait.ended, **wait.facts)
 
     def _refuse(self, event: AddRequest, reason: str) -> None:
         """It cannot be served here.  Another worker may be of another mind."""

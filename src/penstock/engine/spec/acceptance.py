@@ -68,20 +68,20 @@ class StepTimeModel:
     def __init__(self) -> None:
         self._plain, self._guessed = _Sums(), _Sums()
 
-    def learn(self, rows: int, seconds: float, *, guessed: bool = False) -> None:
+    def record(self, rows: int, seconds: float, *, guessed: bool = False) -> None:
         """A step of so many rows took so long."""
-        seconds = self.believed(rows, seconds, guessed=guessed)
+        seconds = self.clipped(rows, seconds, guessed=guessed)
         own, other = (self._guessed, self._plain) if guessed else (self._plain, self._guessed)
         own.fade(DECAY)
         other.fade(DECAY_OTHER_KIND)
         own.add(rows, seconds)
 
-    def believed(self, rows: int, seconds: float, *, guessed: bool = False) -> float:
+    def clipped(self, rows: int, seconds: float, *, guessed: bool = False) -> float:
         """What is believed of it that a step of so many rows took so long.
 
         While little is known, a step of r rows may take as long as r steps.
         """
-        line, own = self.line(), self._guessed if guessed else self._plain
+        line, own = self.fit(), self._guessed if guessed else self._plain
         if line is None:
             return seconds
         base, slope = line
@@ -93,11 +93,11 @@ class StepTimeModel:
         """Steps with guesses that are remembered."""
         return int(self._guessed.weight)
 
-    def doubt(self) -> None:
+    def discount_drafted(self) -> None:
         """Steps with guesses are long ago: the machine may have changed since."""
         self._guessed.fade(0.1)
 
-    def line(self) -> tuple[float, float] | None:
+    def fit(self) -> tuple[float, float] | None:
         """(seconds of a step without rows, seconds of each row); None before anything was measured.
 
         Its slope is that of least squares, drawn to ``FIRST_SLOPE`` where the numbers of rows were too much alike to
@@ -126,7 +126,7 @@ class AcceptanceByKind:
         self._tries = [PRIOR_TRIES] * len(first)
         self._stood = [PRIOR_TRIES * share for share in first]
 
-    def of(self, kind: int) -> float:
+    def rate(self, kind: int) -> float:
         """Expected share, 0 to 1; kinds beyond the last are like the last."""
         kind = min(kind, len(self._tries) - 1)
         return self._stood[kind] / self._tries[kind]
@@ -136,7 +136,7 @@ class AcceptanceByKind:
         """Of the kind that stands most often."""
         return max(stood / tries for stood, tries in zip(self._stood, self._tries, strict=True))
 
-    def learn(self, kind: int, guessed: int, stood: int) -> None:
+    def record(self, kind: int, guessed: int, stood: int) -> None:
         """Of ``guessed`` tokens, the first of this kind, the first ``stood`` were right, and the next one, if any, was
         wrong."""
         last = len(self._tries) - 1
@@ -145,11 +145,11 @@ class AcceptanceByKind:
             self._tries[own] = DECAY * self._tries[own] + 1
             self._stood[own] = DECAY * self._stood[own] + (index < stood)
 
-    def chain(self, kind: int, most: int) -> Iterator[float]:
+    def chain_rates(self, kind: int, most: int) -> Iterator[float]:
         """For each of ``most`` guessed tokens: how likely it and all before it stand."""
         likely = 1.0
         for index in range(most):
-            likely *= self.of(kind + index)
+            likely *= self.rate(kind + index)
             yield likely
 
 
@@ -162,13 +162,13 @@ class AcceptanceByDepth:
         self._first = first
         self._tries, self._stood = [0.0] * most, [0.0] * most
 
-    def learn(self, guessed: int, stood: int) -> None:
+    def record(self, guessed: int, stood: int) -> None:
         """Of ``guessed`` tokens the first ``stood`` were right, and the next one, if any, was wrong."""
         for index in range(min(stood + 1, guessed, len(self._tries))):
             self._tries[index] = DECAY * self._tries[index] + 1
             self._stood[index] = DECAY * self._stood[index] + (index < stood)
 
-    def chain(self, most: int) -> list[float]:
+    def chain_rates(self, most: int) -> list[float]:
         """For each of ``most`` guessed tokens: how likely it and all before it stand."""
         likely, share, chain = 1.0, self._first, list[float]()
         for tries, stood in zip(self._tries[:most], self._stood[:most], strict=True):
@@ -260,7 +260,7 @@ class SpeculationBudget:
         self._left = INITIAL_BUDGET
         self.is_open = True
 
-    def step(self) -> bool:
+    def on_step(self) -> bool:
         """A step was computed, with guesses or without.  True if the account has just been opened again."""
         self._left = min(max(INITIAL_BUDGET, self._left), self._left + BUDGET_PER_STEP)
         if self.is_open or self._left < REOPEN_BUDGET:
@@ -268,7 +268,7 @@ class SpeculationBudget:
         self.is_open = True
         return True
 
-    def settle(self, gained: float) -> None:
+    def record(self, gained: float) -> None:
         """A step brought so many plain steps' worth of tokens more than the plain steps' worth of time that it took,
         guessing included; negative: less."""
         self._left = min(MAX_BUDGET, self._left + max(gained, -MAX_LOSS))

@@ -60,18 +60,18 @@ class DraftSlots:
         self._contexts: dict[RequestId, DraftSlot] = {}
         self._free = list(range(places - 1, -1, -1))
 
-    def of(self, request: Request) -> DraftSlot | None:
+    def get(self, request: Request) -> DraftSlot | None:
         """The request's own, made anew for another object of the same id; None when all places are taken."""
         context = self._contexts.get(request.id)
         if context is not None and context.request is request:
             return context
-        self.forget(request.id)
+        self.remove(request.id)
         if not self._free:
             return None
         context = self._contexts[request.id] = DraftSlot(request, self._free.pop())
         return context
 
-    def forget(self, request: RequestId) -> None:
+    def remove(self, request: RequestId) -> None:
         """Free its place; an unknown one is no error."""
         context = self._contexts.pop(request, None)
         if context is not None:
@@ -92,11 +92,11 @@ draft tokens behind it."""
 class HiddenStateSource(Protocol):
     """Where hidden states come from: the runner."""
 
-    def hand_out(self, wanted: bool) -> None:
+    def export_hidden_states(self, wanted: bool) -> None:
         """Whether they are wanted from the next step on."""
         ...
 
-    def taps(self) -> HiddenStates:
+    def hidden_states(self) -> HiddenStates:
         """Those of the last step, if they were wanted."""
         ...
 
@@ -126,15 +126,15 @@ class DraftSource(Protocol):
     first: RecordableModel  # reads what is fed
     further: RecordableModel | None  # reads a guess and what was said with it; None: the first reads guesses, too
 
-    def follow(self, wanted: bool) -> None:
+    def set_active(self, wanted: bool) -> None:
         """Whether guesses will be asked for after the next step; before it is called, none will be."""
         ...
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Guesses for a step begin."""
         ...
 
-    def feed(self, row: ScheduledTokens, context: DraftSlot, depth: int) -> DraftInput | None:
+    def next_input(self, row: ScheduledTokens, context: DraftSlot, depth: int) -> DraftInput | None:
         """What must be read for this row, so that ``depth`` tokens can be guessed; None if that cannot be."""
         ...
 
@@ -151,15 +151,15 @@ class EagleSource:
         self._source = source
         self._taps: HiddenStates = {}
 
-    def follow(self, wanted: bool) -> None:
-        """See ``DraftSource.follow``."""
-        self._source.hand_out(wanted)
+    def set_active(self, wanted: bool) -> None:
+        """See ``DraftSource.set_active``."""
+        self._source.export_hidden_states(wanted)
 
-    def begin(self) -> None:
-        """See ``DraftSource.begin``."""
-        self._taps = self._source.taps()
+    def begin_step(self) -> None:
+        """See ``DraftSource.begin_step``."""
+        self._taps = self._source.hidden_states()
 
-    def feed(self, row: ScheduledTokens, context: DraftSlot, depth: int) -> DraftInput | None:
+    def next_input(self, row: ScheduledTokens, context: DraftSlot, depth: int) -> DraftInput | None:
         """Hidden states of the tokens that stood, each with the token behind it.
 
         What was computed while nothing was guessed is missing in the context, which does little harm.
@@ -183,13 +183,13 @@ class DraftModelSource:
         self.first: RecordableModel = model
         self.further: RecordableModel | None = None
 
-    def follow(self, wanted: bool) -> None:
-        """See ``DraftSource.follow``."""
+    def set_active(self, wanted: bool) -> None:
+        """See ``DraftSource.set_active``."""
 
-    def begin(self) -> None:
-        """See ``DraftSource.begin``."""
+    def begin_step(self) -> None:
+        """See ``DraftSource.begin_step``."""
 
-    def feed(self, row: ScheduledTokens, context: DraftSlot, depth: int) -> DraftInput | None:
+    def next_input(self, row: ScheduledTokens, context: DraftSlot, depth: int) -> DraftInput | None:
         """The tokens that it has not read, a piece at a time; what it guessed right it has read already."""
         request, known = row.request, row.start + 1
         if context.base < 0 or known < context.base + context.end or known - context.base + depth > SLOT_TOKENS:
@@ -232,7 +232,7 @@ class Drafter:
         self._steps: dict[int, tuple[StepBatch, GumbelRows]] = {}  # of further guesses, by the number of requests
         self.seconds = (0.0, 0.0)  # of the last call: the first guess, and all further ones
 
-    def guess(self, rows: Sequence[ScheduledTokens], depth: int) -> list[tuple[int, ...]]:
+    def draft(self, rows: Sequence[ScheduledTokens], depth: int) -> list[tuple[int, ...]]:
         """Up to ``depth`` (at least 1) tokens to follow each row's; none at all where nobody can be guessed for."""
         begin = self._clock.now()
         fed = self._fed(rows, depth)
@@ -246,25 +246,25 @@ class Drafter:
         if last:
             tokens_SK = self._go_on(fed, last, tokens, depth)
             for one, own in zip(last, tokens_SK, strict=True):
-                most = max(0, min(depth, one.row.request.last - one.row.request.known - 1))
+                most = max(0, min(depth, one.row.request.local_end - one.row.request.known - 1))
                 guesses[one.index] = self._sound(own[:most])
         self.seconds = (read - begin, self._clock.now() - read)
         return guesses
 
-    def follow(self, wanted: bool) -> None:
-        """See ``DraftSource.follow``."""
-        self._guide.follow(wanted)
+    def set_active(self, wanted: bool) -> None:
+        """See ``DraftSource.set_active``."""
+        self._guide.set_active(wanted)
 
-    def forget(self, request: RequestId) -> None:
+    def remove_request(self, request: RequestId) -> None:
         """The request has left."""
-        self._contexts.forget(request)
+        self._contexts.remove(request)
 
     def _fed(self, rows: Sequence[ScheduledTokens], depth: int) -> list[_Fed]:
         guide, found = self._guide, []
-        guide.begin()
+        guide.begin_step()
         for index, row in enumerate(rows):
-            context = self._contexts.of(row.request)
-            feed = guide.feed(row, context, depth) if context is not None else None
+            context = self._contexts.get(row.request)
+            feed = guide.next_input(row, context, depth) if context is not None else None
             if context is not None and feed is not None and max(feed.tokens) < guide.vocab:
                 found.append(_Fed(index, row, context, feed))
         return found

@@ -52,10 +52,10 @@ class NgramIndex:
     before it ends; -1 for none.
     """
 
-    __slots__ = ("_before", "_last", "_tokens", "seen")
+    __slots__ = ("_before", "_last", "_tokens", "token_count")
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self.seen = len(tokens)  # tokens that were given, also those that are not searched
+        self.token_count = len(tokens)  # tokens that were given, also those that are not searched
         self._tokens = list(tokens[-SEARCHED_TOKENS:])
         text = np.array(self._tokens, np.int64)
         pairs = text[:-1] << 32 | text[1:]
@@ -77,9 +77,9 @@ class NgramIndex:
             else:
                 self._before.append(-1)
             own.append(token)
-        self.seen += len(tokens)
+        self.token_count += len(tokens)
 
-    def guess(self, most: int) -> NgramDraft | None:
+    def propose(self, most: int) -> NgramDraft | None:
         """Up to ``most`` tokens; None when the last two tokens never stood together before.
 
         The longest match counts, among equals the latest.  What runs beyond the end of the text goes round: a text
@@ -135,41 +135,41 @@ class SpeculationLedger:
 
     def __init__(self) -> None:
         self.times = StepTimeModel()
-        self.account = SpeculationBudget()
+        self.budget = SpeculationBudget()
         self._plain_steps = 0  # since the last one with drafts
         self._unsettled_s = 0.0  # of guessing that brought nothing
 
-    def learn_plain(self, rows: int, seconds: float, guessing_s: float) -> None:
+    def on_plain_step(self, rows: int, seconds: float, guessing_s: float) -> None:
         """A step without drafts took so long, and looking for some so long beside.  One in eight is looked at closely:
         this is done in every step, also where nobody guesses."""
         self._unsettled_s += guessing_s
         self._plain_steps += 1
         if self._plain_steps % MEASURED_EVERY == 1:
-            self.times.learn(rows, seconds)
+            self.times.record(rows, seconds)
             if self._unsettled_s:
-                base, slope = self.times.line() or (0.0, 0.0)
-                self.account.settle(-self._unsettled_s / max(base + slope * rows, 1e-9))
+                base, slope = self.times.fit() or (0.0, 0.0)
+                self.budget.record(-self._unsettled_s / max(base + slope * rows, 1e-9))
                 self._unsettled_s = 0.0
-        if self.account.step():
-            self.times.doubt()
+        if self.budget.on_step():
+            self.times.discount_drafted()
 
-    def learn(
+    def on_step(
         self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float, guessing_s: float
     ) -> None:
         """A step of such rows took so long, and guessing for it so long beside."""
         count, drafted = len(rows), sum(len(row.draft) for row in rows)
         if not drafted:
-            self.learn_plain(count, seconds, guessing_s)
+            self.on_plain_step(count, seconds, guessing_s)
             return
         self._plain_steps = 0
-        seconds = self.times.believed(count + drafted, seconds, guessed=True)
-        self.times.learn(count + drafted, seconds, guessed=True)
-        base, slope = self.times.line() or (0.0, 0.0)
+        seconds = self.times.clipped(count + drafted, seconds, guessed=True)
+        self.times.record(count + drafted, seconds, guessed=True)
+        base, slope = self.times.fit() or (0.0, 0.0)
         plain = base + slope * count
         if plain > 0:
             tokens = sum(len(new.tokens) for new in drawn)
-            self.account.settle(tokens / count - (seconds + guessing_s) / plain)
-        self.account.step()
+            self.budget.record(tokens / count - (seconds + guessing_s) / plain)
+        self.budget.on_step()
 
 
 class NgramProposer:
@@ -190,9 +190,9 @@ class NgramProposer:
         """See ``DraftProposer.propose``."""
         self._matches.clear()
         self._guessing_s = 0.0
-        if not self._worth.account.is_open:
+        if not self._worth.budget.is_open:
             return []
-        line = self._worth.times.line()
+        line = self._worth.times.fit()
         if line is None or not rows:
             return []
         if cannot_pay(len(rows), self._acceptance.best, line):
@@ -201,7 +201,7 @@ class NgramProposer:
         guesses = [self._guess(row.request) for row in rows]
         drafts = []
         if any(guesses):
-            chains = [tuple(self._acceptance.chain(g.match, len(g.tokens))) if g else () for g in guesses]
+            chains = [tuple(self._acceptance.chain_rates(g.match, len(g.tokens))) if g else () for g in guesses]
             counts = choose_draft_lengths(len(rows), chains, line, self._most)
             for row, guess, count in zip(rows, guesses, counts, strict=True):
                 drafts.append(guess.tokens[:count] if guess else ())
@@ -210,26 +210,26 @@ class NgramProposer:
         self._guessing_s = self._clock.now() - begin
         return drafts
 
-    def learn(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
-        """See ``DraftProposer.learn``."""
+    def on_step(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
+        """See ``DraftProposer.on_step``."""
         if self._matches:
             for row, new in zip(rows, drawn, strict=True):
                 match = self._matches.get(row.request.id)
                 if match is not None and row.draft:
-                    self._acceptance.learn(match, len(row.draft), len(new.tokens) - 1)
-            self._worth.learn(rows, drawn, seconds, self._guessing_s)
+                    self._acceptance.record(match, len(row.draft), len(new.tokens) - 1)
+            self._worth.on_step(rows, drawn, seconds, self._guessing_s)
         else:
-            self._worth.learn_plain(len(rows), seconds, self._guessing_s)
+            self._worth.on_plain_step(len(rows), seconds, self._guessing_s)
 
-    def forget(self, request: RequestId) -> None:
-        """See ``DraftProposer.forget``."""
+    def remove_request(self, request: RequestId) -> None:
+        """See ``DraftProposer.remove_request``."""
         self._lookups.pop(request, None)
         self._matches.pop(request, None)
 
     def _guess(self, request: Request) -> NgramDraft | None:
         """Never so far that the answer would have ended: the token after the last draft token is drawn too."""
-        most = min(self._most_each, request.last - request.known - 1, 1 + self._worth.times.guessed)
-        return self._lookup(request).guess(most) if most > 0 else None
+        most = min(self._most_each, request.local_end - request.known - 1, 1 + self._worth.times.guessed)
+        return self._lookup(request).propose(most) if most > 0 else None
 
     def _lookup(self, request: Request) -> NgramIndex:
         """The request's tokens, brought up to date; made anew for another object of the same id."""
@@ -239,8 +239,8 @@ class NgramProposer:
             self._lookups[request.id] = (request, lookup)
             return lookup
         lookup = known[1]
-        if lookup.seen < request.known:
-            lookup.extend(request.tokens(lookup.seen, request.known))
+        if lookup.token_count < request.known:
+            lookup.extend(request.tokens(lookup.token_count, request.known))
         return lookup
 
 
@@ -263,47 +263,47 @@ class DraftModelProposer:
     def propose(self, rows: Sequence[ScheduledTokens]) -> list[tuple[int, ...]]:
         """See ``DraftProposer.propose``."""
         self._guessing_s = 0.0
-        wanted = self._worth.account.is_open and self._rest <= 1
+        wanted = self._worth.budget.is_open and self._rest <= 1
         if wanted != self._follows:
             self._follows = wanted
-            self._drafter.follow(wanted)
-        if not self._worth.account.is_open:
+            self._drafter.set_active(wanted)
+        if not self._worth.budget.is_open:
             self._tries = RETRIES  # for when it is
-        depth = self._depth(len(rows)) if self._worth.account.is_open else 0
+        depth = self._depth(len(rows)) if self._worth.budget.is_open else 0
         if depth == 0:
             return []
-        drafts = self._drafter.guess(rows, depth)
+        drafts = self._drafter.draft(rows, depth)
         first, further = self._drafter.seconds
         if any(drafts):  # a draft model's first reading is no loss, and no measure of what comes
-            first = self._first.believed(len(rows), first)
-            self._first.learn(len(rows), first)
+            first = self._first.clipped(len(rows), first)
+            self._first.record(len(rows), first)
             if depth > 1:
-                each = self._further.believed(len(rows), further / (depth - 1))
-                self._further.learn(len(rows), each)
+                each = self._further.clipped(len(rows), further / (depth - 1))
+                self._further.record(len(rows), each)
                 further = each * (depth - 1)
             self._guessing_s = first + further
         return drafts
 
-    def learn(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
-        """See ``DraftProposer.learn``."""
+    def on_step(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
+        """See ``DraftProposer.on_step``."""
         if self._guessing_s == 0.0:
-            self._worth.learn_plain(len(rows), seconds, 0.0)
+            self._worth.on_plain_step(len(rows), seconds, 0.0)
             return
         for row, new in zip(rows, drawn, strict=True):
             if row.draft:
-                self._acceptance.learn(len(row.draft), len(new.tokens) - 1)
-        self._worth.learn(rows, drawn, seconds, self._guessing_s)
+                self._acceptance.record(len(row.draft), len(new.tokens) - 1)
+        self._worth.on_step(rows, drawn, seconds, self._guessing_s)
 
-    def forget(self, request: RequestId) -> None:
-        """See ``DraftProposer.forget``."""
-        self._drafter.forget(request)
+    def remove_request(self, request: RequestId) -> None:
+        """See ``DraftProposer.remove_request``."""
+        self._drafter.remove_request(request)
 
     def _depth(self, rows: int) -> int:
         """How many tokens to guess for each row now."""
         if self._rest > 0:
             self._rest -= 1
             return 0
-        line = self._worth.times.line()
+        line = self._worth.times.fit()
         if line is None or not 0 < rows <= self._drafter.places:
             return 0
         if self._since_plain >= PLAIN_EVERY:
@@ -313,7 +313,7 @@ class DraftModelProposer:
         if most < 1:
             return 0
         passes = (_at(self._first, rows), _at(self._further, rows))
-        depth, gain = best_depth(rows, self._acceptance.chain(most), line, passes)
+        depth, gain = best_depth(rows, self._acceptance.chain_rates(most), line, passes)
         if gain < MIN_GAIN and not self._tried_again():
             return 0
         self._since_plain += 1
@@ -332,5 +332,5 @@ class DraftModelProposer:
 
 
 def _at(times: StepTimeModel, rows: int) -> float:
-    line = times.line()
+    line = times.fit()
     return 0.0 if line is None else line[0] + line[1] * rows

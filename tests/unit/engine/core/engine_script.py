@@ -59,7 +59,7 @@ def event_of(world: World, leg: str, name: str, options: dict[str, str]) -> AddR
         root=ROOT,
         claim=claim_of(options),
         open_ended="expected" in options,
-        expected=int(options.get("expected", "0")),
+        expected_tokens=int(options.get("expected", "0")),
     )
     if stop is not None:  # the answer's token at this index is a stop token
         event = retold(world, event, stop_token_ids=(want(world, event)[int(stop)],))

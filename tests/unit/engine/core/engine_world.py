@@ -106,8 +106,8 @@ class World:
             context = extend(context, token)
             needed = [
                 group
-                for group, (own, reach) in enumerate(zip(request.held, self.config.reaches, strict=True))
-                if position // reach.tokens_per_page(self.runner.size) >= own.begin
+                for group, (own, reach) in enumerate(zip(request.page_tables, self.config.reaches, strict=True))
+                if position // reach.tokens_per_page(self.runner.size) >= own.first
                 and (reach.state_interval is None or upto == len(tokens))  # a state comes last
             ]
             if position >= request.computed:
@@ -178,32 +178,32 @@ class World:
 
     def check(self) -> None:
         pool = self.scheduler.memory.pool
-        assert self.scheduler.check().total == 0, self.scheduler.check()
+        assert self.scheduler.check_leaks().total == 0, self.scheduler.check_leaks()
         assert pool.free + pool.cached + pool.leased == self.config.pages
         load = self.scheduler.load()
         assert load.running + load.awaiting <= self.config.max_running
         assert load.pages_used + load.pages_free <= self.config.pages
         for request in self.requests():
             assert 0 <= request.computed <= request.known
-            assert bool(request.held) == (request.status not in (RequestStatus.UNGRANTED, RequestStatus.WAITING))
-            if request.held:
+            assert bool(request.page_tables) == (request.status not in (RequestStatus.UNGRANTED, RequestStatus.WAITING))
+            if request.page_tables:
                 size, reaches = self.config.page_tokens, self.config.reaches
                 rooms = [
                     len(own.pages) * reach.tokens_per_page(size)
-                    for own, reach in zip(request.held, reaches, strict=True)
+                    for own, reach in zip(request.page_tables, reaches, strict=True)
                 ]
-                assert request.room == min(rooms)
+                assert request.capacity == min(rooms)
                 self._check_windows(request)
-            assert request.computed <= max(request.room, 0)
+            assert request.computed <= max(request.capacity, 0)
 
     def _check_windows(self, request: Request) -> None:
         """What no later position reads was given back, with the last full page at the latest."""
         config, size = self.config, self.config.page_tokens
         ahead = max(min(config.max_chunk_tokens, config.max_step_tokens), self.max_steps, MOST_GUESSES + 1)
         after = request.known if request.status is RequestStatus.RESERVED else request.computed
-        for own, reach in zip(request.held, config.reaches, strict=True):
-            assert own.begin * reach.tokens_per_page(size) <= reach.first_read_position(after)
-            held = len(own.pages) - own.begin
+        for own, reach in zip(request.page_tables, config.reaches, strict=True):
+            assert own.first * reach.tokens_per_page(size) <= reach.first_read_position(after)
+            held = len(own.pages) - own.first
             assert held <= max_blocks(reach, config.max_model_len, ahead=ahead, page_tokens=size)
 
     def _check_plan(self, plan: StepPlan, waiting: set[Request]) -> None:
@@ -211,9 +211,9 @@ class World:
         assert all(row.count <= self.config.max_chunk_tokens for row in plan.rows)
         assert len({row.request.id for row in plan.rows}) == len(plan.rows)
         left = [r for r in waiting if r.status is RequestStatus.WAITING]
-        admitted = [r for r in waiting if r.held]
+        admitted = [r for r in waiting if r.page_tables]
         for request in admitted:
-            assert all(request.order < other.order for other in left if other.line == request.line), (
+            assert all(request.order < other.order for other in left if other.fairness_key == request.fairness_key), (
                 "somebody was overtaken in its own line"
             )
         for returned in plan.returned:
@@ -223,7 +223,7 @@ class World:
                 client.returned = returned.reason in ("preempted", "yielded")
 
     def _deliver(self, outcome: StepOutcome) -> None:
-        for item in outcome.progress:
+        for item in outcome.new_tokens:
             client = self.clients[item.request.id]
             assert not client.gone
             assert item.request.epoch == client.event.epoch
@@ -236,7 +236,7 @@ class World:
                 client.prompt_logprobs = len(item.prompt_logprobs)
             else:
                 assert not item.prompt_logprobs
-        for page in outcome.pages_done:
+        for page in outcome.completed_pages:
             client = self.clients[page.request.id]
             assert not client.gone
             reach, request = self.config.reaches[page.group], page.request
@@ -264,7 +264,9 @@ class World:
             busy = self._play_the_others()
             self.step()
             plan = self.plan
-            busy = busy or bool(plan.rows or plan.reserved or plan.preempted or plan.returned or self.outcome.progress)
+            busy = busy or bool(
+                plan.rows or plan.reserved or plan.preempted or plan.returned or self.outcome.new_tokens
+            )
             busy = busy or self.scheduler.resting_until is not None
             if not self.requests() and not busy:
                 break
@@ -288,7 +290,7 @@ class World:
         return [request for request in found if request is not None]
 
     def find(self, name: str) -> Request | None:
-        return self.scheduler.find(RequestId(name))
+        return self.scheduler.get_request(RequestId(name))
 
     def _play_the_others(self) -> bool:
         moved = False
@@ -301,7 +303,7 @@ class World:
                     self.grant(request.id)
                 case RequestStatus.RESERVED:
                     self.pages_arrive(request.id, request.known)
-                    if not request.first_token:
+                    if not request.has_first_token:
                         self.first_token(request.id)
                 case RequestStatus.HANDOVER:
                     self.check_handed_over(request.id)

@@ -74,7 +74,7 @@ class GlassRunner:
     def run(self, plan: StepPlan) -> list[SampledTokens]:
         return [self.row(row, plan.steps) for row in plan.rows]
 
-    def forget(self, request: RequestId) -> None:
+    def remove_request(self, request: RequestId) -> None:
         pass
 
     def row(self, row: ScheduledTokens, steps: int) -> SampledTokens:
@@ -106,7 +106,7 @@ class GlassRunner:
     def drafted(self, row: ScheduledTokens, tokens: list[int]) -> SampledTokens:
         """Compute the guesses as if they were true, draw after each, and keep what stands."""
         request, drawn = row.request, list[int]()
-        assert request.known + len(row.draft) < request.last, "guessed beyond the end"
+        assert request.known + len(row.draft) < request.local_end, "guessed beyond the end"
         for index, guess in enumerate((*row.draft, None)):
             self.read(request, tokens, len(tokens) - 1)
             drawn.append(draw(context_of(tokens), request.sampling, len(request.output) + index))
@@ -123,9 +123,9 @@ class GlassRunner:
 
     def put(self, request: Request, position: int, context: int, groups: Iterable[int]) -> None:
         for group in groups:
-            own, size = request.held[group], self.reaches[group].tokens_per_page(self.size)
+            own, size = request.page_tables[group], self.reaches[group].tokens_per_page(self.size)
             block = position // size
-            assert own.begin <= block, (request.id, "writes what it has given back")
+            assert own.first <= block, (request.id, "writes what it has given back")
             slot = position % size if self.reaches[group].state_interval is None else 0
             self.kv[own.pages[block]][slot] = (group, context)
 
@@ -133,8 +133,8 @@ class GlassRunner:
         """The states behind ``count`` tokens stand where the page tables say; they have taken in nothing else."""
         for group, reach in enumerate(self.reaches):
             if reach.state_interval is not None:
-                own, cell = request.held[group], (count - 1) // reach.state_interval
-                assert own.begin <= cell, (request.id, group, count, "given back too early")
+                own, cell = request.page_tables[group], (count - 1) // reach.state_interval
+                assert own.first <= cell, (request.id, group, count, "given back too early")
                 assert self.kv[own.pages[cell]][0] == (group, context), (request.id, group, count)
 
     def read(self, request: Request, tokens: Sequence[int], position: int) -> None:
@@ -146,10 +146,10 @@ class GlassRunner:
 
     def check(self, request: Request, group: int, contexts: Sequence[int], first: int) -> None:
         """What stands in a group's pages from ``first`` on."""
-        own = request.held[group]
+        own = request.page_tables[group]
         for seen in range(first, len(contexts)):
             block, slot = divmod(seen, self.size)
-            assert own.begin <= block, (request.id, group, seen, "given back too early")
+            assert own.first <= block, (request.id, group, seen, "given back too early")
             assert self.kv[own.pages[block]][slot] == (group, contexts[seen]), (request.id, group, seen)
 
 

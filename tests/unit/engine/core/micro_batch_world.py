@@ -93,7 +93,7 @@ class MicroBatchWorld(World):
 
     def take(self, outcome: StepOutcome) -> None:
         self._deliver(outcome)
-        self.outcome.progress += outcome.progress
+        self.outcome.new_tokens += outcome.new_tokens
 
     def run_to_completion(self, limit: int = 3000) -> None:
         super().run_to_completion(limit)
@@ -106,14 +106,14 @@ class MicroBatchWorld(World):
 def frozen_row(row: ScheduledTokens) -> ScheduledTokens:
     """What a device is told: the pages of now."""
     request = copy(row.request)
-    request.held = [frozen_holding(own) for own in request.held]
+    request.page_tables = [frozen_holding(own) for own in request.page_tables]
     request.output = list(request.output)
     return ScheduledTokens(request, row.start, row.count, row.samples, row.draft)
 
 
 def frozen_holding(own: PageTable) -> PageTable:
     same = PageTable(page_tokens=own.page_tokens)
-    same.begin, same.pages = own.begin, list(own.pages)
+    same.first, same.pages = own.first, list(own.pages)
     return same
 
 
@@ -128,5 +128,5 @@ def check_undisturbed(runner: GlassRunner, row: ScheduledTokens) -> None:
             for token in tokens[row.start :]:
                 context = extend(context, token)
                 contexts.append(context)
-            first = max(row.start, request.held[group].begin * runner.size)
+            first = max(row.start, request.page_tables[group].first * runner.size)
             runner.check(request, group, [0] * row.start + contexts, first)

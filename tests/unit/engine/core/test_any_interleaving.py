@@ -180,16 +180,16 @@ class Guesser:
 
     def guess(self, request: Request) -> tuple[int, ...]:
         right = answer(request.prompt, request.sampling, MAX_LEN).tokens[len(request.output) :]
-        most = min(self.random.randrange(MOST_GUESSES + 1), request.last - request.known - 1)
+        most = min(self.random.randrange(MOST_GUESSES + 1), request.local_end - request.known - 1)
         wrong = self.random.randrange(8)
         return tuple(token if index != wrong else token + 1 for index, token in enumerate(right[: max(most, 0)]))
 
-    def learn(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
+    def on_step(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
         for row, new in zip(rows, drawn, strict=True):
             self.stood += len(new.tokens) - 1
             self.fell += len(row.draft) - (len(new.tokens) - 1)
 
-    def forget(self, request: RequestId) -> None:
+    def remove_request(self, request: RequestId) -> None:
         self.asked.discard(request)
 
 

@@ -18,7 +18,7 @@ PROMPT = tuple(range(PAGES * 16 + 3))
 class Seals:
     """Counts who looks at which page; some are damaged."""
 
-    pages_per_turn = 8
+    pages_per_step = 8
     page_s = 0.5
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Seals:
     def seal(self, page: PageId) -> None:
         self.damaged.discard(page)
 
-    def intact(self, page: PageId) -> bool:
+    def is_intact(self, page: PageId) -> bool:
         self.looked_at.append(page)
         return page not in self.damaged
 
@@ -37,7 +37,7 @@ class Engine:
     def __init__(self) -> None:
         config = SchedulerConfig(pages=200, max_model_len=1024, max_chunk_tokens=1024, prefill_step_budget_ms=1e9)
         self.scheduler = Scheduler(config)
-        self.seals = self.scheduler.memory.guard = Seals()
+        self.seals = self.scheduler.memory.verifier = Seals()
 
     def ask(self, name: str, prompt: tuple[int, ...], most: int = 1) -> None:
         sampling = SamplingParams(seed=1, max_tokens=most)
@@ -83,12 +83,12 @@ def test_a_long_cached_prompt_is_looked_at_in_slices_and_others_go_on_meanwhile(
         plan, granted = engine.step()
         rows.append(granted)
         slices.append(len(engine.seals.looked_at))
-        assert plan.checked == slices[-1]
-        assert plan.predicted_s >= 0.5 * plan.checked, "it counts as time of the step"
+        assert plan.verified_pages == slices[-1]
+        assert plan.predicted_s >= 0.5 * plan.verified_pages, "it counts as time of the step"
     assert slices == [8] * 5, "each page once, eight in a turn"
     assert [row[0].split()[0] for row in rows] == ["other"] * 5
     assert rows[-1][1] == f"long {PAGES * 16}", "all of it was found"
-    assert engine.scheduler.memory.damaged == 0
+    assert engine.scheduler.memory.damaged_pages == 0
 
 
 def test_two_of_one_prompt_share_what_was_looked_at_and_the_next_looks_anew() -> None:
@@ -121,5 +121,5 @@ def test_a_damaged_page_is_found_in_whichever_slice_and_computed_anew() -> None:
         if granted:
             break
     assert granted == [f"long {20 * 16}"]
-    assert engine.scheduler.memory.damaged == 1
-    assert engine.scheduler.check().total == 0
+    assert engine.scheduler.memory.damaged_pages == 1
+    assert engine.scheduler.check_leaks().total == 0

@@ -53,7 +53,7 @@ class Machine:
             if row.start < len(row.request.prompt):
                 self.prompt_tokens[row.request.claim.tenant] += row.count
         self.now += 0.01
-        for progress in self.scheduler.commit(plan, drawn, self.now).progress:
+        for progress in self.scheduler.commit(plan, drawn, self.now).new_tokens:
             if progress.index == 0:
                 self.order.append(progress.request.id)
             if progress.finish is not None:
@@ -218,7 +218,7 @@ def test_nothing_is_lost_nobody_starves_nothing_idles(
     ]
     machine = play(events, pages=pages, max_running=places, batch_patience_s=0.05)
     assert set(machine.ended) == {event.id for _, event in events}
-    assert machine.scheduler.check().total == 0
+    assert machine.scheduler.check_leaks().total == 0
 
 
 @given(given_arrivals=arrivals, seed=st.integers(0, 999))
@@ -269,21 +269,21 @@ def test_the_queue_is_what_a_list_would_be(moves: list[tuple[str, Qos]], seed: i
             model.append(request)
             queue.push(request)
         elif move == "take" and (head := queue.head()) is not None:
-            assert head is min(model, key=queue.turn)
-            queue.take(head, RequestStatus.RUNNING)
-            clock.admitted(head.line, 8, head.claim.weight)
+            assert head is min(model, key=queue.position)
+            queue.pop(head, RequestStatus.RUNNING)
+            clock.charge_prompt(head.fairness_key, 8, head.claim.weight)
             model.remove(head)
         elif move == "leave" and model:
             gone = model.pop(random.randrange(len(model)))
-            queue.discard(gone)
+            queue.remove(gone)
         elif move == "promote" and (behind := [r for r in model if r.rank]):
             queue.promote(random.choice(behind))
         assert len(queue) == len(model)
         lines = defaultdict(list)
         for request in model:
-            lines[request.line].append(request)
+            lines[request.fairness_key].append(request)
         firsts = [min(line, key=lambda request: request.order) for line in lines.values()]
-        assert queue.heads() == sorted(firsts, key=queue.turn)
+        assert queue.heads() == sorted(firsts, key=queue.position)
 
 
 def test_who_is_not_the_first_of_its_line_cannot_be_taken() -> None:
@@ -292,15 +292,15 @@ def test_who_is_not_the_first_of_its_line_cannot_be_taken() -> None:
     queue.push(first)
     queue.push(second)
     with pytest.raises(ValueError, match="not the first"):
-        queue.take(second, RequestStatus.RUNNING)
+        queue.pop(second, RequestStatus.RUNNING)
 
 
 def test_tenants_that_have_gone_are_forgotten() -> None:
     clock = FairClock(output_weight=2.0, memory_s=10.0)
     for number in range(3 * MAX_FAIRNESS_KEYS):
         line = (0, f"t{number}")
-        clock.arrived(line, float(number))
-        clock.queued(line)
-        clock.admitted(line, 1, 1.0)
+        clock.on_arrival(line, float(number))
+        clock.on_queued(line)
+        clock.charge_prompt(line, 1, 1.0)
     assert len(vars(clock)["_times"]) <= MAX_FAIRNESS_KEYS + 1
     assert len(vars(clock)["_seen"]) <= MAX_FAIRNESS_KEYS + 1

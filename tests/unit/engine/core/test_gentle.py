@@ -48,7 +48,7 @@ class Clocked:
             for _ in range(number % 16):
                 work.add(100, 1, 1)
             work.add(number * 7919 % 20_000, 1 + number * 37 % 900, 1)
-            cost.learn(work, STEP_S + TOKEN_S * work.tokens)
+            cost.update(work, STEP_S + TOKEN_S * work.tokens)
         limits = SchedulerConfig(pages=4000, max_model_len=40_000, long_prompt_ms=long_prompt_ms)
         self.scheduler = Scheduler(limits, cost)
         self.now = 0.0
@@ -61,7 +61,7 @@ class Clocked:
         plan = self.scheduler.plan(self.now)
         self.now += STEP_S + TOKEN_S * sum(row.count for row in plan.rows)
         drawn = [SampledTokens((7,)) if row.samples else SampledTokens() for row in plan.rows]
-        for progress in self.scheduler.commit(plan, drawn, self.now).progress:
+        for progress in self.scheduler.commit(plan, drawn, self.now).new_tokens:
             self.tokens.setdefault(progress.request.id, []).append(self.now)
 
     def until(self, name: str) -> float:
@@ -123,7 +123,7 @@ def of(claim: Qos = ANYBODY) -> Request:
 
 
 def test_how_long_a_piece_may_be() -> None:
-    beside = StepSoFar(answers=32, answers_s=0.012, now=5.0)
+    beside = StepSoFar(decode_rows=32, decode_s=0.012, now=5.0)
     assert long_prompt_share_s(of(), LONG_PROMPT * TARGET_S, beside, BOUNDS) == math.inf  # not that long
     batch = of(Qos(service=ServiceClass.BATCH))
     assert long_prompt_share_s(batch, 100 * TARGET_S, beside, BOUNDS) == math.inf  # fills what is left
@@ -147,11 +147,11 @@ def test_nobody_is_read_so_gently_that_it_is_too_late() -> None:
     beside, bounds = StepSoFar(32, 0.012, 0.0), LongPromptLimits(TARGET_S, 60.0)
     late = of()
     long_prompt_share_s(late, 15.0, beside, bounds)
-    assert late.read_by == 60.0  # not 8 * 15
+    assert late.paced_until == 60.0  # not 8 * 15
     assert long_prompt_share_s(of(), 61.0, beside, bounds) == math.inf
     pressed = of(Qos(max_wait_s=20.0))
     long_prompt_share_s(pressed, 5.0, beside, bounds)
-    assert pressed.read_by == 10.0
+    assert pressed.paced_until == 10.0
     assert long_prompt_share_s(of(Qos(max_wait_s=8.0)), 5.0, beside, bounds) == math.inf
 
 

@@ -30,18 +30,18 @@ def shown(plan: StepPlan) -> list[tuple[str, int, int]]:
 def test_a_late_row_is_computed_again_when_its_mask_is_there_and_not_before() -> None:
     scheduler = Scheduler(SchedulerConfig(pages=32, max_model_len=64))
     late: set[RequestId] = set()
-    scheduler.sitting_out = lambda: late
+    scheduler.without_masks = lambda: late
     scheduler.apply(arrive("a", 20, GRAMMAR), 0.0)
     scheduler.apply(arrive("b", 3), 0.0)
 
     def step(*late_rows: str) -> tuple[list[tuple[str, int, int]], list[str], int]:
         def drawn(row: ScheduledTokens) -> SampledTokens:
-            return SampledTokens(late=True) if row.request.id in late_rows else SampledTokens((7,))
+            return SampledTokens(mask_late=True) if row.request.id in late_rows else SampledTokens((7,))
 
         plan = scheduler.plan(0.0, max_steps=4)
         assert plan.steps == 1 or not any(row.request.id == "a" for row in plan.rows)
         outcome = scheduler.commit(plan, [drawn(row) for row in plan.rows], 0.0)
-        return shown(plan), [str(progress.request.id) for progress in outcome.progress], outcome.late
+        return shown(plan), [str(progress.request.id) for progress in outcome.new_tokens], outcome.late_masks
 
     assert step("a") == ([("a", 0, 20), ("b", 0, 3)], ["b"], 1)
     late.add(RequestId("a"))

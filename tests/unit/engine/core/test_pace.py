@@ -29,7 +29,7 @@ def learned(step_s: float, row_s: float) -> StepCostModel:
     cost = StepCostModel()
     for step in range(200):
         count = 1 + step % 8
-        cost.learn(rows(count), step_s + row_s * count)
+        cost.update(rows(count), step_s + row_s * count)
     return cost
 
 
@@ -54,21 +54,21 @@ def test_a_rest_is_what_company_would_have_cost(
 ) -> None:
     pace = EvenPacing(cost, BUDGET_S)
     seconds = STEP_S + ROW_S * running
-    pace.took(rows(running), awaiting, seconds, 5.0)
+    pace.on_step(rows(running), awaiting, seconds, 5.0)
     assert (pace.until - 5.0 if pace.until else 0.0) == pytest.approx(expected_s, abs=0.006)
     assert pace.until == 0.0 or pace.until - 5.0 + seconds <= min(2 * seconds, BUDGET_S) + 1e-9
 
 
 def test_a_small_model_never_rests() -> None:
     pace = EvenPacing(learned(0.0004, 0.00005), BUDGET_S)
-    pace.took(rows(1), 7, 0.00045, 5.0)
+    pace.on_step(rows(1), 7, 0.00045, 5.0)
     assert pace.until == 0.0
     assert MIN_REST_S > 2 * 0.00045
 
 
 def test_a_step_that_somebody_has_held_up_is_not_held_up_once_more(cost: StepCostModel) -> None:
     pace = EvenPacing(cost, BUDGET_S)
-    pace.took(rows(1), 7, 0.069, 5.0)  # twice what was foreseen
+    pace.on_step(rows(1), 7, 0.069, 5.0)  # twice what was foreseen
     assert pace.until == 0.0
 
 

@@ -19,9 +19,9 @@ def name(number: int) -> BlockHash:
 
 
 def leased(pool: PagePool, count: int) -> list[PageId]:
-    lease = pool.reserve(count)
+    lease = pool.allocate(count)
     assert isinstance(lease, PageLease)
-    return lease.take()
+    return lease.detach()
 
 
 def test_a_lease_gives_back_unless_taken() -> None:
@@ -38,7 +38,7 @@ def test_a_lease_gives_back_unless_taken() -> None:
 
 
 def leased_scope(pool: PagePool, count: int) -> PageLease:
-    lease = pool.reserve(count)
+    lease = pool.allocate(count)
     assert isinstance(lease, PageLease)
     return lease
 
@@ -46,8 +46,8 @@ def leased_scope(pool: PagePool, count: int) -> PageLease:
 def test_a_shortfall_tells_how_much_and_takes_nothing() -> None:
     pool = PagePool(4)
     leased(pool, 1)
-    assert pool.reserve(5) == PageShortfall(2)
-    assert pool.reserve(3, spare=1) == PageShortfall(1)
+    assert pool.allocate(5) == PageShortfall(2)
+    assert pool.allocate(3, spare=1) == PageShortfall(1)
     assert pool.available == 3
 
 
@@ -83,7 +83,7 @@ def test_what_is_held_is_not_evicted() -> None:
     cache.insert(name(0), page)
     pool.release([page])
     with cache.match([name(0)], limit=1).lease:
-        assert pool.reserve(2) == PageShortfall(1)
+        assert pool.allocate(2) == PageShortfall(1)
     leased(pool, 2)
     assert len(cache) == 0
 
@@ -106,7 +106,7 @@ def test_a_damaged_page_leaves_the_cache_once() -> None:
     cache.on_evict = lambda label: gone.append(label.block)
     damaged, sound = leased(pool, 2)
     cache.insert(name(0), damaged)
-    cache.forget(damaged)
+    cache.remove_page(damaged)
     assert gone == [name(0)]
     assert cache.insert(name(0), sound)
     pool.release([damaged])
@@ -131,14 +131,14 @@ def test_a_match_ends_at_the_first_gap_and_at_the_limit() -> None:
 def test_the_check_sees_what_is_wrong() -> None:
     pool = PagePool(4)
     one, two = leased(pool, 2)
-    assert pool.check([[one], [two]]) == LeakCheck()
-    assert pool.check([[one]]) == LeakCheck(leaked=1)
-    assert pool.check([[one, two], [two]]) == LeakCheck(double=1)
+    assert pool.check_leaks([[one], [two]]) == LeakCheck()
+    assert pool.check_leaks([[one]]) == LeakCheck(leaked=1)
+    assert pool.check_leaks([[one, two], [two]]) == LeakCheck(double=1)
     pool.release([two])
-    assert pool.check([[one, two]]) == LeakCheck(double=1)
+    assert pool.check_leaks([[one, two]]) == LeakCheck(double=1)
     pool._free.remove(two)
-    assert pool.check([[one]]) == LeakCheck(lost=1)
-    assert pool.check([[one]]).total == 1
+    assert pool.check_leaks([[one]]) == LeakCheck(lost=1)
+    assert pool.check_leaks([[one]]).total == 1
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "share", "name", "drop"]), st.integers(0, 99)), max_size=200))
@@ -150,12 +150,12 @@ def test_no_page_is_lost(moves: list[tuple[str, int]]) -> None:
     for kind, number in moves:
         match kind:
             case "take":
-                taken = pool.reserve(number % 5)
+                taken = pool.allocate(number % 5)
                 if isinstance(taken, PageLease):
-                    owners.append(taken.take())
+                    owners.append(taken.detach())
                     given_out.update(owners[-1])
             case "share":
-                owners.append(cache.match([name(number % 4)], limit=1).lease.take())
+                owners.append(cache.match([name(number % 4)], limit=1).lease.detach())
             case "name" if owners and owners[number % len(owners)]:
                 page = owners[number % len(owners)][0]
                 if pool.label(page) is None:
@@ -163,7 +163,7 @@ def test_no_page_is_lost(moves: list[tuple[str, int]]) -> None:
             case "drop" if owners:
                 pool.release(owners.pop(number % len(owners)))
         assert pool.free + pool.cached + pool.leased == 6
-        assert pool.check(owners) == LeakCheck()
+        assert pool.check_leaks(owners) == LeakCheck()
         assert len({page for pages in owners for page in pages}) == pool.leased
     assert all(pool.generation(PageId(page)) == given_out[PageId(page)] for page in range(6))
 
@@ -201,7 +201,7 @@ def test_a_prefix_is_known_where_its_last_window_is(lost: list[int], known: int,
     assert match.blocks == known
     whole, window = needed
     assert match.lease.pages == held[0][:whole] + held[1][known - window : known]
-    pool.release(match.lease.take())
+    pool.release(match.lease.detach())
 
 
 def test_who_goes_on_elsewhere_needs_what_the_next_position_reads() -> None:
@@ -266,7 +266,7 @@ def test_sharing_what_moves_promises_a_page() -> None:
     with cache.match([name(block) for block in range(4)], limit=4).lease as shared:
         assert len(shared) == 4 + 2
         assert pool.available == 2, "the window's two pages count twice"
-        assert pool.reserve(3) == PageShortfall(1)
+        assert pool.allocate(3) == PageShortfall(1)
         pool.release(held[1][2:])
         assert pool.available == 4
         leased(pool, 2)

@@ -30,8 +30,8 @@ def memory_of(kind: str, pages: int = 400) -> KvCacheManager:
 def put(memory: KvCacheManager, blocks: int) -> None:
     """All pages of so many blocks are in the prefix cache."""
     for group in range(memory.groups):
-        for last in memory.prefix.ends(group, blocks, 0):
-            lease = memory.pool.reserve(1)
+        for last in memory.prefix.page_ends(group, blocks, 0):
+            lease = memory.pool.allocate(1)
             assert isinstance(lease, PageLease)
             with lease:
                 memory.prefix.insert(CHAIN[last], lease.pages[0], group)
@@ -54,32 +54,32 @@ def test_what_comes_is_found_and_what_does_not_is_free(
     put(memory, here)
     put(elsewhere, there)
     imports = Prefetches(memory)
-    had = memory.prefix.longest(CHAIN, limit)
+    had = memory.prefix.longest_prefix(CHAIN, limit)
 
     def is_there(block: BlockHash, group: int) -> bool:
         return elsewhere.prefix.has(group, block) and CHAIN.index(block) not in lost
 
-    reach = imports.reach(CHAIN, limit, is_there)
+    reach = imports.reachable_blocks(CHAIN, limit, is_there)
     assert reach >= had
     if not lost:
-        assert reach >= elsewhere.prefix.longest(CHAIN, limit)
-    wanted = [(CHAIN[last], group) for last, group in imports.missing(CHAIN, reach)]
+        assert reach >= elsewhere.prefix.longest_prefix(CHAIN, limit)
+    wanted = [(CHAIN[last], group) for last, group in imports.missing_pages(CHAIN, reach)]
     assert all(is_there(block, group) for block, group in wanted)
     brought = imports.begin(CHAIN, limit, wanted)
     assert brought is not None
-    assert memory.check(()).total == 0
+    assert memory.check_leaks(()).total == 0
     places = list(range(len(wanted)))
     random.Random(seed).shuffle(places)
     if leave:
-        imports.let_go(brought)
+        imports.release(brought)
     for place in places:
-        assert (imports.filled(brought, place, place not in bad) is not None) == (place not in bad)
-        assert memory.check(()).total == 0
+        assert (imports.on_filled(brought, place, place not in bad) is not None) == (place not in bad)
+        assert memory.check_leaks(()).total == 0
     if not bad.intersection(places):
-        assert memory.prefix.longest(CHAIN, limit) == reach
-    imports.let_go(brought)
-    assert memory.check(()).total == 0
-    assert not memory.importing
+        assert memory.prefix.longest_prefix(CHAIN, limit) == reach
+    imports.release(brought)
+    assert memory.check_leaks(()).total == 0
+    assert not memory.has_foreign_pages
     assert memory.pool.leased == 0
 
 
@@ -99,8 +99,8 @@ def test_a_page_that_was_computed_meanwhile_is_free_again() -> None:
     brought = imports.begin(CHAIN, BLOCKS, [(CHAIN[0], 0), (CHAIN[1], 0)])
     assert brought is not None
     put(memory, 1)
-    assert imports.filled(brought, 0, True) is None
-    assert imports.filled(brought, 1, True) is not None
-    imports.let_go(brought)
+    assert imports.on_filled(brought, 0, True) is None
+    assert imports.on_filled(brought, 1, True) is not None
+    imports.release(brought)
     assert memory.pool.cached == 2
     assert memory.pool.free == 398

@@ -54,12 +54,12 @@ def test_prompts_are_never_cut_and_the_longest_goes_alone() -> None:
     ended: list[str] = []
     while (now := step(engine))[2]:
         steps.append(now[2])
-        ended += [item.request.id for item in now[1].progress]
-        assert all(item.pooled == b"v" and item.finish is FinishReason.LENGTH for item in now[1].progress)
+        ended += [item.request.id for item in now[1].new_tokens]
+        assert all(item.pooled == b"v" and item.finish is FinishReason.LENGTH for item in now[1].new_tokens)
     assert steps == [["t0 0+10"], ["t1 0+40"], ["t2 0+1", "t3 0+12", "t4 0+9", "t5 0+9"]]
     assert ended == [f"t{index}" for index in range(6)]
     assert engine.load().pages_used == 0
-    assert engine.check().total == 0
+    assert engine.check_leaks().total == 0
 
 
 def test_equal_texts_are_read_side_by_side_where_nothing_is_shared() -> None:

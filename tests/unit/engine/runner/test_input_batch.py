@@ -36,7 +36,7 @@ def request_of(known: int, first_page: int = 0, sampling: SamplingParams = SAMPL
 
 def give(request: Request, pages: list[int]) -> None:
     """Of two groups of layers; the second has other pages."""
-    request.adopt([PageTable(0, [PageId(page + other) for page in pages]) for other in (0, 7000)])
+    request.set_page_tables([PageTable(0, [PageId(page + other) for page in pages]) for other in (0, 7000)])
 
 
 def span_of(request: Request, start: int, count: int, samples: bool = True) -> TokenSpan:
@@ -58,7 +58,7 @@ def test_every_token_has_its_position_and_its_pages(steps: list[list[tuple[int, 
             span_of(request_of(start + count, index * 1000, emitted=min(emitted, start + count - 1)), start, count)
             for index, (start, count, emitted) in enumerate(step)
         ]
-        arrays.fill(spans)
+        arrays.rebuild(spans)
         batch = arrays.batch
         assert batch.starts_S1.tolist() == [0, *np.cumsum([count for _, count, _ in step]).tolist()]
         for index, (start, count, _) in enumerate(step):
@@ -79,9 +79,9 @@ def test_every_token_has_its_position_and_its_pages(steps: list[list[tuple[int, 
 def test_arrays_are_reused() -> None:
     arrays = InputBatch()
     request = request_of(100)
-    arrays.fill([span_of(request, 0, 100)])
+    arrays.rebuild([span_of(request, 0, 100)])
     first = arrays.batch
-    arrays.fill([span_of(request, 99, 1), span_of(request, 98, 1)])
+    arrays.rebuild([span_of(request, 99, 1), span_of(request, 98, 1)])
     second = arrays.batch
     assert np.shares_memory(first.tokens_T, second.tokens_T)
     assert np.shares_memory(first.positions_T, second.positions_T)
@@ -100,8 +100,8 @@ def test_wanted_rows_stand_in_order() -> None:
         span_of(request_of(7, sampling=cut), 5, 2),
     ]
     arrays = InputBatch()
-    arrays.fill(spans)
-    assert (arrays.scored, arrays.listed, arrays.picked) == (2, [spans[3]], [spans[0], spans[2]])
+    arrays.rebuild(spans)
+    assert (arrays.scored, arrays.logit_spans, arrays.gumbel_spans) == (2, [spans[3]], [spans[0], spans[2]])
     assert arrays.batch.sample_rows_R.tolist() == [5, 6, 9, 0, 7]
     picks = arrays.picks
     assert (picks.seeds_F.tolist(), picks.choices_F.tolist()) == ([2**64 - 1, 0], [3, 0])
@@ -117,31 +117,31 @@ def test_going_on_is_filling_anew(begun: list[tuple[int, bool]], moves: list[tup
     arrays, serial = InputBatch(), 1000
     cut = SamplingParams(seed=3, max_tokens=100, top_k=2)
     requests = [request_of(known, 100 * i, SAMPLING if plain else cut) for i, (known, plain) in enumerate(begun)]
-    arrays.fill([span_of(request, request.known - 1, 1) for request in requests])
+    arrays.rebuild([span_of(request, request.known - 1, 1) for request in requests])
     for move, chosen in moves:
         for request in requests:
             serial += 1
             request.append(serial)
-            if request.known > request.room:
-                for group, own in enumerate(request.held):
+            if request.known > request.capacity:
+                for group, own in enumerate(request.page_tables):
                     own.pages.append(PageId(serial + group))
-                request.measure()
+                request.update_capacity()
         request = requests[chosen % len(requests)]
         if move == "pages":
-            own, _ = request.held
-            request.surrender()
+            own, _ = request.page_tables
+            request.clear_pages()
             give(request, [page + 5000 for page in own.pages])
         elif move == "leave" and len(requests) > 1:
             requests.remove(request)
         elif move == "twice":
             request.append(7)
         rows = [ScheduledTokens(each, each.known - 1, 1, True) for each in requests]
-        went_on = arrays.go_on(rows, spans=True)
+        went_on = arrays.advance_in_place(rows, spans=True)
         assert went_on or move != "on"
         if not went_on:
-            arrays.fill([TokenSpan(row, SamplingState(row.request)) for row in rows])
+            arrays.rebuild([TokenSpan(row, SamplingState(row.request)) for row in rows])
         fresh = InputBatch()
-        fresh.fill([TokenSpan(row, SamplingState(row.request)) for row in rows])
+        fresh.rebuild([TokenSpan(row, SamplingState(row.request)) for row in rows])
         got, want = arrays.batch, fresh.batch
         for name in ("tokens_T", "positions_T", "starts_S1", "sample_rows_R"):
             assert getattr(got, name).tolist() == getattr(want, name).tolist()
@@ -159,7 +159,7 @@ def test_going_on_is_filling_anew(begun: list[tuple[int, bool]], moves: list[tup
 def test_a_span_goes_on_with_what_was_drawn() -> None:
     span = span_of(request_of(20), 15, 5)
     assert (span.start, span.stop, list(span.tokens)) == (15, 20, [1015, 1016, 1017, 1018, 1019])
-    span.drawn.append(42)
+    span.sampled.append(42)
     span.advance()
     assert (span.start, span.stop, list(span.tokens)) == (20, 21, [42])
 

@@ -51,7 +51,7 @@ def told(bench: RunnerBench, request: Request, chunk: int, company: Callable[[],
     """All that a request brings, its prompt in pieces, in whatever company."""
     logprobs: list[Any] = []
     while len(request.output) < ANSWER:
-        drawn = bench.step([*company(), (request, min(chunk, request.missing))])[-1]
+        drawn = bench.step([*company(), (request, min(chunk, request.uncomputed))])[-1]
         logprobs += [*drawn.prompt_logprobs, *drawn.logprobs]
     return tuple(request.output), tuple(logprobs)
 

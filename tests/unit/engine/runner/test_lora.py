@@ -49,7 +49,7 @@ def told(bench: RunnerBench, requests: list[Request], chunk: int) -> list[Any]:
     """What every request brings when all are computed together, their prompts in chunks."""
     brought: list[tuple[list[Any], list[Any]]] = [([], []) for _ in requests]
     while any(len(request.output) < ANSWER for request in requests):
-        work = [(index, min(chunk, own.missing)) for index, own in enumerate(requests) if len(own.output) < ANSWER]
+        work = [(index, min(chunk, own.uncomputed)) for index, own in enumerate(requests) if len(own.output) < ANSWER]
         for (index, _), drawn in zip(work, bench.step([(requests[i], n) for i, n in work]), strict=True):
             brought[index][0].extend(zip(drawn.tokens, drawn.logprobs, strict=True))
             brought[index][1].extend(drawn.prompt_logprobs)
@@ -156,8 +156,8 @@ def test_nobody_waits_while_an_adapter_is_read() -> None:
     assert not shelf.ready("a", soon=False)
     shelf.may_read.set()
     assert shelf.ready("a")
-    assert shelf.adapters.slot("a") == 0
-    assert shelf.adapters.slot("") == NO_ADAPTER
+    assert shelf.adapters.slot_of("a") == 0
+    assert shelf.adapters.slot_of("") == NO_ADAPTER
 
 
 @pytest.mark.parametrize(("slots", "nbytes"), [(2, 1000), (16, 25)], ids=["slots", "bytes"])

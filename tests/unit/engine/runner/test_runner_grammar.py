@@ -58,16 +58,16 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> RunnerBench:
 
 
 def finished(request: Request) -> bool:
-    return bool(request.output) and (request.output[-1] in request.stops or request.known >= request.last)
+    return bool(request.output) and (request.output[-1] in request.stop_tokens or request.known >= request.local_end)
 
 
 def finish(bench: RunnerBench, request: Request, *, steps: int = 1, company: Sequence[Request] = ()) -> list[int]:
     """The whole answer; ``company`` goes on beside it."""
-    while request.missing > 1:
-        bench.step([(request, request.missing)])
+    while request.uncomputed > 1:
+        bench.step([(request, request.uncomputed)])
     while not finished(request):
         others = [(other, 1) for other in company if not finished(other)]
-        bench.step([*others, (request, 1)], steps=min(steps, request.last - request.known))
+        bench.step([*others, (request, 1)], steps=min(steps, request.local_end - request.known))
     return list(request.output)
 
 
@@ -182,7 +182,7 @@ def test_an_answer_that_cannot_go_on_is_cut_at_the_same_token(bench: RunnerBench
     runner = ModelRunner(bench.model, bench.ops, bench.kv, bench.runner.program, aids=RunnerServices(matcher_of=broken))  # type: ignore[arg-type]
     request = bench.request(PROMPT, SAMPLINGS["greedy"])
     drawn: SampledTokens = SampledTokens()
-    while not drawn.cut:
+    while not drawn.ends:
         draft = tuple(alone[len(request.output) :][:4]) if drafts and request.output else ()
         row = ScheduledTokens(request, request.computed, request.missing, True, draft)
         (drawn,) = runner.run(StepPlan(rows=(row,)))
@@ -206,7 +206,7 @@ def test_a_draft_that_runs_into_a_bound_leaves_the_answer_as_it_was(bench: Runne
         )  # type: ignore[arg-type]
         request = bench.request(PROMPT, letters)
         drawn: SampledTokens = SampledTokens()
-        while not drawn.cut:
+        while not drawn.ends:
             guess: tuple[int, ...] = ()
             if drafts and len(request.output) == 4:
                 wrong = ord("x") if answers[0][4] != ord("x") else ord("y")
@@ -268,7 +268,7 @@ def test_what_goes_wrong_beside_the_step_comes_out(bench: RunnerBench, monkeypat
         raise LookupError("no mask")
 
     request = bench.request(PROMPT, SAMPLINGS["greedy"])
-    monkeypatch.setattr(GrammarConstraint, "work_out", fails)
+    monkeypatch.setattr(GrammarConstraint, "compute_masks", fails)
     with pytest.raises(LookupError, match="no mask"):
         bench.read(request, 64)
 
@@ -305,14 +305,14 @@ def test_no_answer_waits_for_the_mask_of_another_and_all_are_what_they_are_alone
     go_on = threading.Event()
     aids = RunnerServices(
         matcher_of=lambda grammar: Held(compiled(grammar).matcher(), go_on),  # type: ignore[arg-type, return-value]
-        patience=MaskWait(wait_s=0.0, slow_s=slow_s),
+        mask_wait=MaskWait(wait_s=0.0, slow_s=slow_s),
     )
     runner = ModelRunner(bench.model, bench.ops, bench.kv, bench.runner.program, aids=aids)
     request, other = bench.request(PROMPT, SAMPLINGS[name]), bench.request([8, 9], plain)
     sat_out = turns = 0
     while not (finished(request) and finished(other)):
         turns += 1
-        waits = request.id in runner.sitting_out()
+        waits = request.id in runner.without_masks()
         sat_out += waits
         rows = [
             ScheduledTokens(one, one.computed, one.missing, True)
@@ -322,7 +322,7 @@ def test_no_answer_waits_for_the_mask_of_another_and_all_are_what_they_are_alone
         for row, drawn in zip(rows, runner.run(StepPlan(rows=tuple(rows))), strict=True):
             settle(row, drawn)
         if turns % 3 == 0 or finished(other):  # only now and then is a mask let through
-            job = runner._answers.of(request).constraint.job  # type: ignore[union-attr]
+            job = runner._answers.get(request).constraint.job  # type: ignore[union-attr]
             go_on.set()
             assert job is not None
             assert job.done.wait(60)
@@ -331,5 +331,5 @@ def test_no_answer_waits_for_the_mask_of_another_and_all_are_what_they_are_alone
     assert other.output == other_alone
     assert request.output == alone
     assert sat_out
-    runner.forget(request.id)
-    assert not runner.sitting_out()
+    runner.remove_request(request.id)
+    assert not runner.without_masks()

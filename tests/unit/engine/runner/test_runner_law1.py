@@ -89,7 +89,7 @@ def in_company(bench: RunnerBench, request: Request) -> Told:
         if reader.missing > 30:
             others.append((reader, 30))
         place = bench.runner_steps % (len(others) + 1)
-        drawn = bench.step([*others[:place], (request, min(48, request.missing)), *others[place:]])[place]
+        drawn = bench.step([*others[:place], (request, min(48, request.uncomputed)), *others[place:]])[place]
         if drawn.tokens and not logprobs:
             logits = last_logits(bench, min(place, len(talkers)))
         told += drawn.prompt_logprobs

@@ -70,10 +70,10 @@ def told(bench: RunnerBench, all_asked: list[Asked], steps: int) -> list[Any]:
         requests.append(bench.request(prompt, SamplingParams(seed=index, max_tokens=64, **WAYS[one.way])))
     result: list[Any] = []
     for _ in range(6):
-        work = [(request, min(one.chunk, request.missing)) for request, one in zip(requests, all_asked, strict=True)]
-        alone = all(request.missing == 1 for request in requests)
+        work = [(request, min(one.chunk, request.uncomputed)) for request, one in zip(requests, all_asked, strict=True)]
+        alone = all(request.uncomputed == 1 for request in requests)
         result.append(bench.step(work, steps if alone else 1))
-    pages = [page for request in requests for page in request.held[0].pages[: request.computed // 16]]
+    pages = [page for request in requests for page in request.page_tables[0].pages[: request.computed // 16]]
     memory = bench.kv.memory.view(np.uint8).reshape(400, -1)
     result.append([memory[page].tobytes() for page in pages])
     for request in requests:

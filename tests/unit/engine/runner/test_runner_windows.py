@@ -59,20 +59,20 @@ class Engine:
         self.told: dict[str, Told] = {}
         self.most_rows = self.most_held = 0
 
-    def drain(self) -> Sequence[EngineEvent]:
+    def drain_events(self) -> Sequence[EngineEvent]:
         events, self.events = self.events, []
         return events
 
-    def about_to_run(self, predicted_s: float) -> None:
+    def on_step_begin(self, predicted_s: float) -> None:
         pass
 
     def publish(self, outcome: StepOutcome, plan: StepPlan) -> None:
         self.most_rows = max(self.most_rows, len(plan.rows))
         for row in plan.rows:
-            if row.request.held and row.request.missing == 1:
-                windowed = row.request.held[1]
-                self.most_held = max(self.most_held, len(windowed.pages) - windowed.begin)
-        for item in outcome.progress:
+            if row.request.page_tables and row.request.uncomputed == 1:
+                windowed = row.request.page_tables[1]
+                self.most_held = max(self.most_held, len(windowed.pages) - windowed.first)
+        for item in outcome.new_tokens:
             tokens, logprobs = self.told.setdefault(item.request.id, ([], []))
             tokens += item.tokens
             logprobs += item.logprobs
@@ -91,7 +91,7 @@ class Engine:
 
     def run(self) -> None:
         while self.loop.step():
-            assert self.scheduler.check().total == 0
+            assert self.scheduler.check_leaks().total == 0
         assert self.scheduler.load().pages_used == 0
 
 
@@ -106,7 +106,7 @@ def plain(folder: Path) -> dict[str, Told]:
     for seed, length in enumerate(LENGTHS):
         engine.ask(length, seed=seed + 1)
         engine.run()
-    assert engine.scheduler.memory.found_tokens == 0
+    assert engine.scheduler.memory.hit_tokens == 0
     return engine.told
 
 
@@ -120,7 +120,7 @@ def test_one_answer_in_a_batch_in_chunks_and_from_the_cache(folder: Path, plain:
         engine.run()
         assert engine.told == plain
     assert engine.most_rows > 4
-    assert engine.scheduler.memory.found_tokens > sum(LENGTHS) // 2
+    assert engine.scheduler.memory.hit_tokens > sum(LENGTHS) // 2
 
 
 def test_one_answer_where_memory_is_short(folder: Path, plain: dict[str, Told]) -> None:

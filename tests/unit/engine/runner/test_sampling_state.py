@@ -55,7 +55,7 @@ def test_the_row_counts_output_and_what_was_drawn_since(tokens: list[int], steps
         drawn: list[int] = []
         for token in tokens[first : first + steps]:
             position = 4 + len(request.output) + len(drawn)
-            row = answer.row(position, drawn)
+            row = answer.sample_row(position, drawn)
             assert row.position == position
             assert counted(row) == Counter(request.output + drawn)
             drawn.append(token)
@@ -66,9 +66,9 @@ def test_the_row_counts_output_and_what_was_drawn_since(tokens: list[int], steps
 def test_drawn_tokens_that_were_not_committed_are_uncounted() -> None:
     request = request_of()
     answer = SamplingState(request)
-    answer.row(7, [1, 2, 3])
+    answer.sample_row(7, [1, 2, 3])
     request.append(1)
-    assert counted(answer.row(5, [])) == Counter([1])
+    assert counted(answer.sample_row(5, [])) == Counter([1])
 
 
 def test_the_row_says_what_the_sampling_says() -> None:
@@ -84,7 +84,7 @@ def test_the_row_says_what_the_sampling_says() -> None:
         logit_bias={5: -1.5, 2: 100.0},
         logprobs=7,
     )
-    row = SamplingState(request_of(sampling)).row(4, [])
+    row = SamplingState(request_of(sampling)).sample_row(4, [])
     assert (row.seed, row.choice, row.temperature, row.top_k, row.top_p, row.min_p) == (
         2**64 - 1,
         3,
@@ -100,30 +100,32 @@ def test_the_row_says_what_the_sampling_says() -> None:
 
 
 def test_prompt_ids_are_distinct_and_only_there_for_the_repetition_penalty() -> None:
-    assert SamplingState(request_of()).row(4, []).prompt_ids.tolist() == [3, 5, 7]
+    assert SamplingState(request_of()).sample_row(4, []).prompt_ids.tolist() == [3, 5, 7]
     assert not len(
-        SamplingState(request_of(SamplingParams(seed=0, max_tokens=5, presence_penalty=1.0))).row(4, []).prompt_ids
+        SamplingState(request_of(SamplingParams(seed=0, max_tokens=5, presence_penalty=1.0)))
+        .sample_row(4, [])
+        .prompt_ids
     )
 
 
 def test_stop_tokens_are_banned_below_min_tokens() -> None:
     request = request_of(SamplingParams(seed=0, max_tokens=9, min_tokens=3, stop_token_ids=(1, 8)))
     answer = SamplingState(request)
-    banned = [len(answer.row(4 + index, [0] * index).banned_ids) for index in range(5)]
+    banned = [len(answer.sample_row(4 + index, [0] * index).banned_ids) for index in range(5)]
     assert banned == [2, 2, 2, 0, 0]
-    assert answer.row(4, []).banned_ids.tolist() == [1, 8]
+    assert answer.sample_row(4, []).banned_ids.tolist() == [1, 8]
 
 
 def test_pages_follow_the_request() -> None:
     request = request_of()
     answer = SamplingState(request)
     assert answer.pages() == []
-    request.adopt([PageTable(0, [PageId(4), PageId(2)]), PageTable(1, [PageId(3)])])
+    request.set_page_tables([PageTable(0, [PageId(4), PageId(2)]), PageTable(1, [PageId(3)])])
     assert [pages.tolist() for pages in answer.pages()] == [[4, 2], [0, 3]]
-    request.held[0].pages.append(PageId(9))
+    request.page_tables[0].pages.append(PageId(9))
     assert [pages.tolist() for pages in answer.pages()] == [[4, 2, 9], [0, 3]]
-    request.surrender()
-    request.adopt([PageTable(0, [PageId(2), PageId(4), PageId(9)])])
+    request.clear_pages()
+    request.set_page_tables([PageTable(0, [PageId(2), PageId(4), PageId(9)])])
     assert [pages.tolist() for pages in answer.pages()] == [[2, 4, 9]]
     assert answer.pages()[0].dtype == np.int32
 
@@ -132,29 +134,29 @@ def test_another_request_of_the_same_name_starts_anew() -> None:
     answers = SamplingStates()
     first, second = request_of(), request_of()
     first.append(1)
-    assert counted(answers.of(first).row(5, [])) == Counter([1])
-    assert answers.of(first) is answers.of(first)
-    assert counted(answers.of(second).row(4, [])) == Counter()
+    assert counted(answers.get(first).sample_row(5, [])) == Counter([1])
+    assert answers.get(first) is answers.get(first)
+    assert counted(answers.get(second).sample_row(4, [])) == Counter()
     assert len(answers) == 1
 
 
 def test_forgetting() -> None:
     answers = SamplingStates()
-    answers.of(request_of(name="a"))
-    answers.of(request_of(name="b"))
-    answers.forget("a")
-    answers.forget("a")
+    answers.get(request_of(name="a"))
+    answers.get(request_of(name="b"))
+    answers.remove("a")
+    answers.remove("a")
     assert len(answers) == 1
 
 
 def test_what_may_never_be_drawn_and_what_not_first() -> None:
     sampling = SamplingParams(seed=1, max_tokens=9, banned=(5, 6), banned_first=(7,), min_tokens=2, stop_token_ids=(8,))
     answer = SamplingState(request_of(sampling))
-    assert [answer.row(position, ()).banned_ids.tolist() for position in (4, 5, 6, 7)] == [
+    assert [answer.sample_row(position, ()).banned_ids.tolist() for position in (4, 5, 6, 7)] == [
         [5, 6, 8, 7],
         [5, 6, 8],
         [5, 6],
         [5, 6],
     ]
-    assert not answer.picks(7)
-    assert [row.banned_ids.tolist() for row in answer.rows(4, (1, 1))] == [[5, 6, 8, 7], [5, 6, 8], [5, 6]]
+    assert not answer.gumbel_only(7)
+    assert [row.banned_ids.tolist() for row in answer.draft_sample_rows(4, (1, 1))] == [[5, 6, 8, 7], [5, 6, 8], [5, 6]]

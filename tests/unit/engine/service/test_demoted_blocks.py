@@ -41,23 +41,23 @@ def test_what_leaves_the_cache_is_where_the_tiers_say() -> None:
     below = Below()
     known = DemotedBlocks(below.nearest)
     below.tiers[BLOCKS[0]] = 2
-    assert list(known.left(BLOCKS[:2])) == [(BLOCKS[0], 2), (BLOCKS[1], 0)]
-    assert list(known.left([])) == []
-    assert list(known.all().items()) == [(BLOCKS[0], 2)]
-    known.rose(BLOCKS[0])
-    assert list(known.all().items()) == []
+    assert list(known.on_evicted(BLOCKS[:2])) == [(BLOCKS[0], 2), (BLOCKS[1], 0)]
+    assert list(known.on_evicted([])) == []
+    assert list(known.tiers().items()) == [(BLOCKS[0], 2)]
+    known.remove(BLOCKS[0])
+    assert list(known.tiers().items()) == []
 
 
 def test_what_a_tier_drops_is_found_out_in_time() -> None:
     below = Below()
     known = DemotedBlocks(below.nearest)
     below.tiers = dict.fromkeys(BLOCKS, 1)
-    assert list(known.left(BLOCKS)) == [(block, 1) for block in BLOCKS]
-    assert list(known.look()) == []
+    assert list(known.on_evicted(BLOCKS)) == [(block, 1) for block in BLOCKS]
+    assert list(known.recheck()) == []
     below.tiers = dict.fromkeys(BLOCKS[1:], 2)
-    changes = [change for _ in range(3) for change in known.look()]
+    changes = [change for _ in range(3) for change in known.recheck()]
     assert sorted(changes) == sorted([(BLOCKS[0], 0), *((block, 2) for block in BLOCKS[1:])])
-    assert BLOCKS[0] not in known.all()
+    assert BLOCKS[0] not in known.tiers()
 
 
 def test_no_more_is_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_no_more_is_remembered_than_there_is_room_for(monkeypatch: pytest.Monkey
     below = Below()
     below.tiers = dict.fromkeys(BLOCKS, 1)
     known = DemotedBlocks(below.nearest)
-    told = list(known.left(BLOCKS[:3]))
+    told = list(known.on_evicted(BLOCKS[:3]))
     assert told == [(BLOCKS[0], 1), (BLOCKS[1], 1), (BLOCKS[0], 0), (BLOCKS[2], 1)]
 
 
@@ -94,14 +94,14 @@ def test_tiers_are_asked_once_for_all_that_has_left_when_it_is_told() -> None:
     link = hub.connect(config.endpoint)
     listener = hub.listen(config.endpoint)
     bulletins = KvEventPublisher(config, prefix, listener, lambda: report_of(config))
-    bulletins.sinks(below.nearest, 2)
+    bulletins.track_tiers(below.nearest, 2)
     hello = Hello(gateway="g", incarnation=1, kv_snapshot=True)
     assert link.send(hello)
     heard = listener.recv()
     assert heard is not None
     gateway = ConnectedGateway("g", 1, heard.peer, 0.0)
-    bulletins.greeted(gateway, hello)
-    bulletins.turn([gateway], 0.0, waiting=False)
+    bulletins.on_hello(gateway, hello)
+    bulletins.send_due([gateway], 0.0, waiting=False)
     assert link.recv() is not None  # the report
     assert link.recv() is not None  # the snapshot, of nothing
     for block in BLOCKS[:6]:
@@ -174,18 +174,18 @@ def test_all_that_is_cached_is_told_once_for_all_who_ask_and_one_message_a_turn(
 
     monkeypatch.setattr(bulletins._log, "_known", blocks)
     for gateway in on.gateways[:2]:
-        bulletins.greeted(gateway, Hello(gateway=gateway.name, incarnation=1, kv_snapshot=True))
+        bulletins.on_hello(gateway, Hello(gateway=gateway.name, incarnation=1, kv_snapshot=True))
     index = [PrefixIndex(), PrefixIndex()]
     for one in index:
         one.follow(0, 1)
     turns = 0
     new = BlockHash(bytes([99]) * 32)
-    while turns == 0 or bulletins.unfinished:
+    while turns == 0 or bulletins.is_sending_snapshot:
         if turns == 1:  # in the middle: a change for all, and one gateway more that asks
             known.append(new)
             prefix.on_change(new, True)
-            bulletins.greeted(on.gateways[2], Hello(gateway="c", incarnation=1, kv_snapshot=True))
-        bulletins.turn(on.gateways, float(turns), waiting=False)
+            bulletins.on_hello(on.gateways[2], Hello(gateway="c", incarnation=1, kv_snapshot=True))
+        bulletins.send_due(on.gateways, float(turns), waiting=False)
         turns += 1
         told = on.heard()
         assert all(sum(len(message.stored) for message in messages) <= 5 * KV_KEY_BYTES for messages in told)
@@ -196,8 +196,8 @@ def test_all_that_is_cached_is_told_once_for_all_who_ask_and_one_message_a_turn(
     assert [one.gaps for one in index] == [0, 0]
     for one in index:
         assert all(one.stored([block], 1)[0] == 1 for block in [*known, new])
-    bulletins.turn(on.gateways, float(turns), waiting=False)
-    while bulletins.unfinished:
+    bulletins.send_due(on.gateways, float(turns), waiting=False)
+    while bulletins.is_sending_snapshot:
         turns += 1
         bulletins.turn(on.gateways, float(turns), waiting=False)
     a, b, c = on.heard()
@@ -214,12 +214,12 @@ def test_who_asks_again_while_it_is_told_hears_it_once(monkeypatch: pytest.Monke
     bulletins = KvEventPublisher(on.config, prefix, on.listener, lambda: report_of(on.config))
     monkeypatch.setattr(bulletins._log, "_known", lambda: BLOCKS)
     turns, hello = 0, Hello(gateway="a", incarnation=1, kv_snapshot=True)
-    while turns == 0 or bulletins.unfinished:
-        bulletins.greeted(on.gateways[0], hello)
-        bulletins.turn(on.gateways, float(turns), waiting=False)
+    while turns == 0 or bulletins.is_sending_snapshot:
+        bulletins.on_hello(on.gateways[0], hello)
+        bulletins.send_due(on.gateways, float(turns), waiting=False)
         turns += 1
-    bulletins.turn(on.gateways, float(turns), waiting=False)
+    bulletins.send_due(on.gateways, float(turns), waiting=False)
     assert [message.part for message in on.heard()[0]] == list(range(len(BLOCKS)))
-    bulletins.greeted(on.gateways[0], hello)
-    bulletins.turn(on.gateways, float(turns), waiting=False)
-    assert bulletins.unfinished, "it has missed something since"
+    bulletins.on_hello(on.gateways[0], hello)
+    bulletins.send_due(on.gateways, float(turns), waiting=False)
+    assert bulletins.is_sending_snapshot, "it has missed something since"

@@ -60,11 +60,11 @@ class World:
             root=BlockHash(bytes(32)),
         )
         request = Request(event, serial=1, max_model_len=64)
-        request.adopt([PageTable(0, [PageId(page) for page in pages])])
+        request.set_page_tables([PageTable(0, [PageId(page) for page in pages])])
         return request
 
     def ended(self, tokens: int) -> None:
-        self.departures.ended(TokenItem(request=RequestId("r"), epoch=1, index=0, tokens=(5,)), tokens, 0.0)
+        self.departures.on_prefill_end(TokenItem(request=RequestId("r"), epoch=1, index=0, tokens=(5,)), tokens, 0.0)
 
 
 def full(request: Request, *blocks: int, tokens: int = 16) -> list[CompletedPage]:
@@ -74,7 +74,7 @@ def full(request: Request, *blocks: int, tokens: int = 16) -> list[CompletedPage
 def test_pages_of_the_hosts_memory_leave_at_once():
     world = World(slow=False)
     request = world.request(3, 1, 2)
-    world.departures.final(full(request, 0, 1), 0.0)
+    world.departures.on_pages_completed(full(request, 0, 1), 0.0)
     world.ended(40)
     assert world.said == [(0, 3), (1, 1), 40]
     assert world.more == [True, False]
@@ -84,45 +84,45 @@ def test_pages_of_the_hosts_memory_leave_at_once():
 def test_nothing_is_said_of_a_page_before_it_is_there_and_everything_in_order():
     world = World()
     request = world.request(3, 1, 2)
-    world.departures.final(full(request, 0), 0.0)
-    world.departures.final([*full(request, 1), *full(request, 2, tokens=8)], 0.0)
+    world.departures.on_pages_completed(full(request, 0), 0.0)
+    world.departures.on_pages_completed([*full(request, 1), *full(request, 2, tokens=8)], 0.0)
     world.ended(40)
     assert [copy.pages for copy in world.writer.copies] == [[3], [1, 2]]
     world.writer.copies[1].over = True  # the first is behind: no device does so, and it would not matter
-    world.departures.turn(0.0)
+    world.departures.send_written(0.0)
     assert world.said == []
     assert len(world.departures) == 2
     world.writer.copies[0].over = True
-    world.departures.turn(0.0)
+    world.departures.send_written(0.0)
     assert world.said == [(0, 3), (1, 1), (2, 2), 40]
 
 
 def test_a_prompt_whose_pages_are_all_there_ends_at_once():
     world = World()
-    world.departures.final(full(world.request(3), 0), 0.0)
+    world.departures.on_pages_completed(full(world.request(3), 0), 0.0)
     world.writer.copies[0].over = True
-    world.departures.turn(0.0)
+    world.departures.send_written(0.0)
     world.ended(16)
     assert world.said == [(0, 3), 16]
 
 
 def test_a_shared_page_is_written_once_until_it_is_given_out_anew():
     world = World()
-    (page,) = world.pool.reserve(1).take()
+    (page,) = world.pool.allocate(1).detach()
     for _ in range(2):
-        world.departures.final(full(world.request(page), 0), 0.0)
+        world.departures.on_pages_completed(full(world.request(page), 0), 0.0)
     assert [copy.pages for copy in world.writer.copies] == [[page], []]
     world.pool.release([page])
-    taken = world.pool.reserve(8).take()
+    taken = world.pool.allocate(8).detach()
     assert page in taken
-    world.departures.final(full(world.request(page), 0), 0.0)
+    world.departures.on_pages_completed(full(world.request(page), 0), 0.0)
     assert world.writer.copies[-1].pages == [page]
 
 
 def test_a_page_that_was_filled_further_is_written_again():
     world = World()
-    world.departures.final(full(world.request(2), 0, tokens=5), 0.0)
-    world.departures.final(full(world.request(2), 0, tokens=9), 0.0)
+    world.departures.on_pages_completed(full(world.request(2), 0, tokens=5), 0.0)
+    world.departures.on_pages_completed(full(world.request(2), 0, tokens=9), 0.0)
     assert [copy.pages for copy in world.writer.copies] == [[2], [2]]
 
 
@@ -130,8 +130,8 @@ def test_pages_that_their_request_lost_meanwhile_are_still_told_by_number():
     """The hand-over knows the request no more, and makes nothing of it."""
     world = World()
     request = world.request(4, 6)
-    world.departures.final(full(request, 0, 1), 0.0)
-    request.surrender()
+    world.departures.on_pages_completed(full(request, 0, 1), 0.0)
+    request.clear_pages()
     world.writer.copies[0].over = True
-    world.departures.turn(0.0)
+    world.departures.send_written(0.0)
     assert world.said == [(0, 4), (1, 6)]

@@ -72,7 +72,7 @@ def granted(name: str, epoch: int = 0) -> EngineEvent:
 def test_who_follows_no_grammar_passes():
     held = ReadinessGate(ReadinessSources(Compiler()), lambda event, reason: None)
     events = [arrive("a"), granted("a"), PagesArrived(id=RequestId("x"), epoch=0, computed=3)]
-    assert held.sift(events) == events
+    assert held.release_ready(events) == events
     assert not held
 
 
@@ -81,20 +81,20 @@ def test_what_is_said_of_a_request_waits_with_it_in_order():
     compiler = Compiler()
     held = ReadinessGate(ReadinessSources(compiler), lambda event, reason: None)
     slow, credit, other = arrive("a", SLOW), granted("a"), arrive("b")
-    assert held.sift([slow, other]) == [other]
-    assert held.sift([credit, granted("b")]) == [granted("b")]
+    assert held.release_ready([slow, other]) == [other]
+    assert held.release_ready([credit, granted("b")]) == [granted("b")]
     assert held.holds(RequestId("a"))
     assert not held.holds(RequestId("b"))
     compiler.done.add(SLOW)
-    assert held.sift([]) == [slow, credit]
+    assert held.release_ready([]) == [slow, credit]
     assert not held
 
 
 def test_who_leaves_while_waiting_never_arrives():
     held = ReadinessGate(ReadinessSources(Compiler()), lambda event, reason: None)
     cancelled = CancelRequest(id=RequestId("a"), epoch=0)
-    assert held.sift([arrive("a", SLOW), granted("a")]) == []
-    assert held.sift([cancelled]) == [cancelled]
+    assert held.release_ready([arrive("a", SLOW), granted("a")]) == []
+    assert held.release_ready([cancelled]) == [cancelled]
     assert not held
 
 
@@ -102,16 +102,16 @@ def test_a_later_epoch_stays_when_an_earlier_one_is_cancelled():
     compiler = Compiler()
     held = ReadinessGate(ReadinessSources(compiler), lambda event, reason: None)
     later = arrive("a", SLOW, epoch=2)
-    held.sift([arrive("a", SLOW, epoch=1), later])
-    held.sift([CancelRequest(id=RequestId("a"), epoch=1)])
+    held.release_ready([arrive("a", SLOW, epoch=1), later])
+    held.release_ready([CancelRequest(id=RequestId("a"), epoch=1)])
     compiler.done.add(SLOW)
-    assert held.sift([]) == [later]
+    assert held.release_ready([]) == [later]
 
 
 def test_a_refused_grammar_is_told_and_its_request_never_arrives():
     told: list[tuple[str, str]] = []
     held = ReadinessGate(ReadinessSources(Compiler()), lambda event, reason: told.append((event.id, reason)))
-    assert held.sift([arrive("a", NEVER), arrive("b")]) == [arrive("b")]
+    assert held.release_ready([arrive("a", NEVER), arrive("b")]) == [arrive("b")]
     assert told == [("a", "grammar: no")]
     assert not held
 
@@ -120,7 +120,7 @@ def test_images_of_a_model_that_reads_text_are_refused():
     told: list[str] = []
     held = ReadinessGate(ReadinessSources(), lambda event, reason: told.append(reason))
     shown = replace(arrive("a"), images=(PlacedImage(bytes(32), 0, 1, 1),))
-    assert held.sift([shown, arrive("b")]) == [arrive("b")]
+    assert held.release_ready([shown, arrive("b")]) == [arrive("b")]
     assert told == ["image: this engine reads text only"]
 
 
@@ -146,15 +146,15 @@ def test_who_waits_for_an_adapter_waits_like_one_who_waits_for_a_grammar():
         ReadinessSources(compiler, adapters=reader), lambda event, reason: told.append((event.id, reason))
     )
     both = arrive("a", SLOW, adapter=AdapterRef(fingerprint="f", folder="/f"))
-    assert held.sift([both, granted("a"), arrive("b")]) == [arrive("b")]
+    assert held.release_ready([both, granted("a"), arrive("b")]) == [arrive("b")]
     reader.there.add("f")
-    assert held.sift([]) == []
+    assert held.release_ready([]) == []
     compiler.done.add(SLOW)
-    assert held.sift([]) == [both, granted("a")]
-    assert held.sift([arrive("c", adapter=AdapterRef(fingerprint="never", folder="/n"))]) == []
+    assert held.release_ready([]) == [both, granted("a")]
+    assert held.release_ready([arrive("c", adapter=AdapterRef(fingerprint="never", folder="/n"))]) == []
     assert told == [("c", "adapter: gone")]
     without = ReadinessGate(ReadinessSources(), lambda event, reason: told.append((event.id, reason)))
-    assert without.sift([arrive("d", adapter=AdapterRef(fingerprint="f", folder="/f"))]) == []
+    assert without.release_ready([arrive("d", adapter=AdapterRef(fingerprint="f", folder="/f"))]) == []
     assert told[1:] == [("d", "adapter: this engine has no adapters")]
 
 
@@ -165,7 +165,7 @@ class Counting(NoPrefetch):
         self.here = False
         self.asked = 0
 
-    def ready(self, event: AddRequest) -> bool:
+    def is_ready(self, event: AddRequest) -> bool:
         self.asked += 1
         return self.here
 
@@ -174,12 +174,12 @@ def test_a_turn_looks_at_so_many_of_those_who_wait_however_many_there_are():
     pages = Counting()
     held = ReadinessGate(ReadinessSources(pages=pages), lambda event, reason: None)
     names = [f"r{number}" for number in range(3 * MAX_CHECKED_PER_TURN)]
-    held.sift([arrive(name) for name in names])
+    held.release_ready([arrive(name) for name in names])
     pages.asked = 0
-    assert held.sift([]) == []
+    assert held.release_ready([]) == []
     assert pages.asked == MAX_CHECKED_PER_TURN
     pages.here = True
-    passed = [event.id for _ in range(3) for event in held.sift([])]
+    passed = [event.id for _ in range(3) for event in held.release_ready([])]
     assert len(passed) == len(names)
     assert set(passed) == set(names), "every one has its turn"
     assert not held
@@ -191,22 +191,22 @@ def test_no_more_wait_here_than_there_is_room_for():
     held = ReadinessGate(
         ReadinessSources(pages=pages), lambda event, reason: told.append((event.id, reason)), lambda: 2
     )
-    held.sift([arrive("a"), arrive("b"), granted("a"), arrive("c"), granted("c")])
+    held.release_ready([arrive("a"), arrive("b"), granted("a"), arrive("c"), granted("c")])
     assert len(held) == 2
     assert told == [("c", "queue_full")]
     pages.here = True
-    assert [event.id for event in held.sift([])] == ["a", "a", "b"]
+    assert [event.id for event in held.release_ready([])] == ["a", "a", "b"]
 
 
 def test_a_grammar_is_held_from_its_request_s_arrival_until_that_has_gone():
     compiler = Compiler()
     held = ReadinessGate(ReadinessSources(compiler), lambda event, reason: None)
-    held.sift([arrive("a", SLOW)])
+    held.release_ready([arrive("a", SLOW)])
     compiler.done.add(SLOW)
-    (passed,) = held.sift([])
+    (passed,) = held.release_ready([])
     assert isinstance(passed, AddRequest)
-    assert isinstance(passed.in_use, Compiling)
-    assert passed.in_use.grammar is SLOW
+    assert isinstance(passed.grammar, Compiling)
+    assert passed.grammar.grammar is SLOW
 
 
 def test_who_finds_no_room_for_a_grammar_is_told_so():
@@ -214,7 +214,7 @@ def test_who_finds_no_room_for_a_grammar_is_told_so():
     compiler = Compiler()
     compiler.full = True
     held = ReadinessGate(ReadinessSources(compiler), lambda event, reason: told.append(reason))
-    assert held.sift([arrive("a", SLOW), granted("a"), arrive("b")]) == [granted("a"), arrive("b")]
+    assert held.release_ready([arrive("a", SLOW), granted("a"), arrive("b")]) == [granted("a"), arrive("b")]
     assert told == ["queue_full"], "gateways try others, and then say 429"
 
 
@@ -230,6 +230,6 @@ def test_what_goes_wrong_with_one_request_is_its_own_affair():
         ReadinessSources(Compiler(), adapters=Breaks()), lambda event, reason: told.append((event.id, reason))
     )
     adapted = replace(arrive("a"), adapter=AdapterRef(fingerprint="f", folder="\0"))
-    assert held.sift([adapted, arrive("b")]) == [arrive("b")]
+    assert held.release_ready([adapted, arrive("b")]) == [arrive("b")]
     assert told == [("a", "unfit: ValueError")]
     assert not held

@@ -43,7 +43,7 @@ class Pair:
         self.served = EncodeRequests(IDENTITY, self.listener.send)
 
     def ask(self, name: int = 1, sources: Sequence[PageSource] = (source("e"),)) -> bool:
-        return self.asking.ask(sources, image(name), PICTURE, WIDTH)
+        return self.asking.request_rows(sources, image(name), PICTURE, WIDTH)
 
     def hear(self) -> list[bool]:
         """What the encoder is asked: is each new to it?"""
@@ -51,7 +51,7 @@ class Pair:
         while (received := self.listener.recv()) is not None:
             assert isinstance(received.message, EncodeImage)
             assert received.message.picture == PICTURE
-            told.append(self.served.asked(received.peer, received.message))
+            told.append(self.served.add(received.peer, received.message))
         return told
 
 
@@ -59,13 +59,13 @@ def test_rows_come_back_with_their_bits():
     pair = Pair()
     assert pair.ask()
     assert pair.hear() == [True]
-    assert list(pair.asking.answers()) == []
-    pair.served.finished(image(1).content, ROWS)
-    ((content, rows_ND),) = pair.asking.answers()
+    assert list(pair.asking.results()) == []
+    pair.served.send_rows(image(1).content, ROWS)
+    ((content, rows_ND),) = pair.asking.results()
     assert content == image(1).content
     assert rows_ND is not None
     np.testing.assert_array_equal(rows_ND, ROWS)
-    assert list(pair.asking.answers()) == []
+    assert list(pair.asking.results()) == []
     assert pair.served.contents == ()
 
 
@@ -75,12 +75,12 @@ def test_silence_is_not_waited_for_and_signs_of_life_are():
     pair.hear()
     for _ in range(4):
         pair.clock.advance(SILENCE_S * 0.9)
-        pair.served.alive()
-        assert list(pair.asking.answers()) == []
+        pair.served.send_alive()
+        assert list(pair.asking.results()) == []
     pair.clock.advance(SILENCE_S)
-    assert list(pair.asking.answers()) == [(image(1).content, None)]
-    pair.served.finished(image(1).content, ROWS)
-    assert list(pair.asking.answers()) == []  # too late: nobody waits for it
+    assert list(pair.asking.results()) == [(image(1).content, None)]
+    pair.served.send_rows(image(1).content, ROWS)
+    assert list(pair.asking.results()) == []  # too late: nobody waits for it
 
 
 def test_what_is_no_answer_is_none():
@@ -94,16 +94,16 @@ def test_what_is_no_answer_is_none():
             pair.listener.send(received.peer, ImageEncoded(**fields), ROWS.data.cast("B"))
         else:
             assert isinstance(received.message, EncodeImage)
-            pair.served.asked(received.peer, received.message)
-            pair.served.finished(image(1).content, rows_ND)
-        assert list(pair.asking.answers()) == [(image(1).content, None)]
+            pair.served.add(received.peer, received.message)
+            pair.served.send_rows(image(1).content, rows_ND)
+        assert list(pair.asking.results()) == [(image(1).content, None)]
 
 
 def test_another_model_is_refused_at_once():
     pair = Pair(ModelIdentity(fingerprint="other", numerics="n"))
     pair.ask()
     assert pair.hear() == [False]
-    assert list(pair.asking.answers()) == [(image(1).content, None)]
+    assert list(pair.asking.results()) == [(image(1).content, None)]
 
 
 def test_one_image_is_always_asked_of_the_same_and_all_are_asked():
@@ -123,20 +123,20 @@ def test_two_who_ask_for_one_image_are_both_told():
     listener = hub.listen("memory://e")
     served = EncodeRequests(IDENTITY, listener.send)
     for asker in askers:
-        asker.ask((source("e"),), image(1), PICTURE, WIDTH)
+        asker.request_rows((source("e"),), image(1), PICTURE, WIDTH)
     new = []
     while (received := listener.recv()) is not None:
         assert isinstance(received.message, EncodeImage)
-        new.append(served.asked(received.peer, received.message))
+        new.append(served.add(received.peer, received.message))
     assert new == [True, False]
-    served.finished(image(1).content, ROWS)
-    assert [len(list(asker.answers())) for asker in askers] == [1, 1]
+    served.send_rows(image(1).content, ROWS)
+    assert [len(list(asker.results())) for asker in askers] == [1, 1]
 
 
 @pytest.mark.parametrize("error", [ImageRefused("no image"), ValueError("a defect")])
 def test_an_image_that_cannot_be_encoded_is_not_waited_for(error: Exception):
     class Failing(NoImages):
-        def serve(self, content: bytes, picture: MediaInput) -> None:
+        def encode_for_peer(self, content: bytes, picture: MediaInput) -> None:
             raise error
 
     pair = Pair()
@@ -146,5 +146,5 @@ def test_an_image_that_cannot_be_encoded_is_not_waited_for(error: Exception):
     assert isinstance(received.message, EncodeImage)
     with contextlib.suppress(ValueError):
         pair.served.encode(received.peer, received.message, Failing())
-    assert list(pair.asking.answers()) == [(image(1).content, None)]
+    assert list(pair.asking.results()) == [(image(1).content, None)]
     assert list(pair.served.contents) == []

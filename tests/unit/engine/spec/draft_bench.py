@@ -44,16 +44,16 @@ class Mailbox:
         self.preempted = 0
         self.open = 0
 
-    def drain(self) -> Iterable[EngineEvent]:
+    def drain_events(self) -> Iterable[EngineEvent]:
         events, self.waiting = self.waiting, []
         return events
 
-    def about_to_run(self, predicted_s: float) -> None:
+    def on_step_begin(self, predicted_s: float) -> None:
         pass
 
     def publish(self, outcome: StepOutcome, plan: StepPlan) -> None:
         self.preempted += plan.preempted
-        for progress in outcome.progress:
+        for progress in outcome.new_tokens:
             self.answers.setdefault(progress.request.id, []).extend(progress.tokens)
             self.logprobs.setdefault(progress.request.id, []).extend(progress.logprobs)
             self.open -= progress.finish is not None
@@ -70,15 +70,15 @@ class Always:
     by_step: list[int] = field(default_factory=list[int])
 
     def propose(self, rows: Sequence[ScheduledTokens]) -> Sequence[tuple[int, ...]]:
-        return self.drafter.guess(rows, self.depth)
+        return self.drafter.draft(rows, self.depth)
 
-    def learn(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
+    def on_step(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
         for row, new in zip(rows, drawn, strict=True):
             self.drafted += len(row.draft)
             self.stood += len(new.tokens) - 1 if row.draft else 0
 
-    def forget(self, request: RequestId) -> None:
-        self.drafter.forget(request)
+    def remove_request(self, request: RequestId) -> None:
+        self.drafter.remove_request(request)
 
 
 class GuessingBench:
@@ -102,7 +102,7 @@ class GuessingBench:
         kv = self.ops.new_kv(self.spec.kv, pages=pages)
         aids = RunnerServices(matcher_of=lambda grammar: CompiledGrammar(grammar, self._trie).matcher())
         runner = ModelRunner(self.model, self.ops, kv, self.ops.record(self.model, kv, tapped=tapped), aids)
-        runner.tap(tapped, self.head.hidden)
+        runner.record_hidden_states(tapped, self.head.hidden)
         return runner
 
     def guide(self, kind: str, runner: ModelRunner) -> DraftSource:
@@ -118,7 +118,7 @@ class GuessingBench:
         always = None
         if kind:
             drafter = Drafter(self.guide(kind, runner), self.ops, vocab=VOCAB, places=4, clock=MonotonicClock())
-            drafter.follow(True)
+            drafter.set_active(True)
             always = Always(drafter, depth)
         return run(runner, requests, always, pages), always
 
@@ -150,5 +150,5 @@ def run(
     while mailbox.open:
         loop.step()
         each()
-    assert loop.scheduler.check().total == 0
+    assert loop.scheduler.check_leaks().total == 0
     return mailbox

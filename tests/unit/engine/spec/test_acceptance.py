@@ -48,11 +48,11 @@ def test_no_other_choice_promises_more_tokens_a_second(
 
 def test_the_line_is_that_of_the_steps_measured() -> None:
     times = StepTimeModel()
-    assert times.line() is None
+    assert times.fit() is None
     for turn in range(400):
         rows = 1 + turn % 9
-        times.learn(rows, 0.030 + 0.002 * rows)
-    base, slope = times.line() or (0.0, 0.0)
+        times.record(rows, 0.030 + 0.002 * rows)
+    base, slope = times.fit() or (0.0, 0.0)
     assert base == pytest.approx(0.030, rel=0.05)
     assert slope == pytest.approx(0.002, rel=0.05)
 
@@ -61,17 +61,17 @@ def test_a_step_that_was_held_up_once_does_not_end_guessing() -> None:
     """It is not believed to the full; and what steps with guesses take is not forgotten over steps without."""
     times = StepTimeModel()
     for _ in range(50):
-        times.learn(1, 0.030)
+        times.record(1, 0.030)
     for seconds in (3.0, 0.033, 0.033):
-        times.learn(2, seconds, guessed=True)
+        times.record(2, seconds, guessed=True)
     chain = [(0.9, 0.8, 0.7, 0.6)]
-    assert choose_draft_lengths(1, chain, times.line() or (0, 0), 4) != [0]
+    assert choose_draft_lengths(1, chain, times.fit() or (0, 0), 4) != [0]
     for _ in range(20):
-        times.learn(5, 0.150, guessed=True)
-    assert choose_draft_lengths(1, chain, times.line() or (0, 0), 4) == [0]
+        times.record(5, 0.150, guessed=True)
+    assert choose_draft_lengths(1, chain, times.fit() or (0, 0), 4) == [0]
     for _ in range(200):
-        times.learn(1, 0.030)
-    assert choose_draft_lengths(1, chain, times.line() or (0, 0), 4) == [0]
+        times.record(1, 0.030)
+    assert choose_draft_lengths(1, chain, times.fit() or (0, 0), 4) == [0]
 
 
 @given(st.integers(1, 8), st.lists(st.floats(0.05, 1.0), min_size=1, max_size=6), st.floats(0, 0.5), st.floats(0, 0.5))
@@ -91,27 +91,27 @@ def test_the_depth_is_the_best_there_is(rows: int, shares: list[float], first: f
 def test_acceptance_is_learnt_by_length_of_match() -> None:
     seen = AcceptanceByKind([match / (match + 2) for match in range(LONGEST_MATCH + 1)])
     for _ in range(300):
-        seen.learn(2, guessed=4, stood=0)
-        seen.learn(8, guessed=2, stood=2)
-        seen.learn(12, guessed=1, stood=0)
-    assert seen.of(2) < 0.1
-    assert seen.of(8) > 0.9
-    assert seen.of(9) > 0.9, "a token that stood makes the match of the next one longer"
-    assert seen.of(12) < 0.1
-    assert seen.of(LONGEST_MATCH + 5) == seen.of(LONGEST_MATCH)
-    shares = list(seen.chain(8, 2))
-    assert shares == [pytest.approx(seen.of(8)), pytest.approx(seen.of(8) * seen.of(9))]
+        seen.record(2, guessed=4, stood=0)
+        seen.record(8, guessed=2, stood=2)
+        seen.record(12, guessed=1, stood=0)
+    assert seen.rate(2) < 0.1
+    assert seen.rate(8) > 0.9
+    assert seen.rate(9) > 0.9, "a token that stood makes the match of the next one longer"
+    assert seen.rate(12) < 0.1
+    assert seen.rate(LONGEST_MATCH + 5) == seen.rate(LONGEST_MATCH)
+    shares = list(seen.chain_rates(8, 2))
+    assert shares == [pytest.approx(seen.rate(8)), pytest.approx(seen.rate(8) * seen.rate(9))]
 
 
 def test_a_deeper_guess_is_thought_to_be_like_the_one_before_it() -> None:
     depths = AcceptanceByDepth(0.5, 4)
-    assert depths.chain(3) == pytest.approx([0.5, 0.25, 0.125])
+    assert depths.chain_rates(3) == pytest.approx([0.5, 0.25, 0.125])
     for _ in range(300):
-        depths.learn(1, 1)
-    assert depths.chain(3) == pytest.approx([1.0, 1.0, 1.0], abs=0.15)
+        depths.record(1, 1)
+    assert depths.chain_rates(3) == pytest.approx([1.0, 1.0, 1.0], abs=0.15)
     for _ in range(300):
-        depths.learn(3, 2)
-    first, second, third = depths.chain(3)
+        depths.record(3, 2)
+    first, second, third = depths.chain_rates(3)
     assert first > 0.95
     assert second > 0.9
     assert third < 0.1

@@ -32,16 +32,16 @@ def test_the_longest_match_is_found_however_the_tokens_came(text: list[int], cut
     lookup = NgramIndex(text[: ends[0]])
     for begin, end in zip(ends, [*ends[1:], len(text)], strict=True):
         lookup.extend(text[begin:end])
-    assert lookup.seen == len(text)
-    assert lookup.guess(most) == slow(text, most)
+    assert lookup.token_count == len(text)
+    assert lookup.propose(most) == slow(text, most)
 
 
 def test_a_text_that_repeats_itself_is_expected_to_go_on() -> None:
-    guess = NgramIndex([7, 8, 9, 7, 8, 9, 7, 8]).guess(7)
+    guess = NgramIndex([7, 8, 9, 7, 8, 9, 7, 8]).propose(7)
     assert guess == NgramDraft(5, (9, 7, 8, 9, 7, 8, 9))
 
 
 def test_new_words_and_no_room_bring_no_guess() -> None:
-    assert NgramIndex([1, 2, 3, 4, 5]).guess(4) is None
-    assert NgramIndex([1, 2, 1, 2]).guess(0) is None
-    assert NgramIndex([]).guess(4) is None
+    assert NgramIndex([1, 2, 3, 4, 5]).propose(4) is None
+    assert NgramIndex([1, 2, 1, 2]).propose(0) is None
+    assert NgramIndex([]).propose(4) is None

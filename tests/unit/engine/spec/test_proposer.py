@@ -75,7 +75,7 @@ def simulated(
         while stood < len(draft) and random.random() < share:
             stood += 1
         drawn = SampledTokens(tuple(random.choice((1, 2)) for _ in range(stood + 1)))
-        speculator.learn([ScheduledTokens(own, row.start, 1, True, tuple(draft))], [drawn], took)
+        speculator.on_step([ScheduledTokens(own, row.start, 1, True, tuple(draft))], [drawn], took)
         for token in drawn.tokens:
             own.append(token)
         seconds += took + (guessing() if draft else 0.0)
