@@ -118,6 +118,9 @@ class ListMailbox:
         events, self.waiting = self.waiting, []
         return events
 
+    def on_plan(self, plan: StepPlan) -> None:
+        pass
+
     def on_step_begin(self, predicted_s: float) -> None:
         pass
 

@@ -149,7 +149,6 @@ class Worker:
         program = DirectProgram(self.ops, self.model, kv) if args.direct else None
         self.runner = ModelRunner(self.model, self.ops, kv, program)
         self.loop = EngineLoop(self.mailbox, self.scheduler, self.runner, clock)
-        self.loop.on_plan = self.mailbox.on_plan
         self.link = self.transport.connect(config.endpoint)
         self._asked = 0
 
@@ -202,11 +201,13 @@ class Worker:
         """Every part times itself while this is open."""
         loop, ops, program = self.loop, self.ops, self.runner.program
         before = [dict(owner.__dict__) for owner in (loop, ops, program)]
-        loop.mailbox = Both(Watched(self.mailbox, watch, "publish"), Watched(self.mailbox, watch, "drain"), ("drain",))
+        drained = Both(
+            Watched(self.mailbox, watch, "publish"), Watched(self.mailbox, watch, "drain"), ("drain_events",)
+        )
+        loop.service = Both(inner, Watched(self.mailbox, watch, "plan"), ("on_plan",))
         loop.scheduler = Both(
             Watched(self.scheduler, watch, "commit"), Watched(self.scheduler, watch, "plan"), ("plan", "apply")
         )
-        loop.on_plan = watch.wrap("plan", self.mailbox.on_plan)
         loop.runner = Watched(self.runner, watch, "arrays")
         for owner, name in ((ops, "_kernels"), (ops, "_compressed"), (program, "step")):
             if hasattr(owner, name):

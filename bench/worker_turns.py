@@ -32,6 +32,7 @@ from penstock.engine.core.cost_model import StepCostModel
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.runner.null_runner import NullRunner
+from penstock.engine.service.kv_events import LowerTiers
 from penstock.engine.service.kv_prefetch import KvPrefetcher
 from penstock.engine.service.kv_transfer import TransferEnds
 from penstock.engine.service.readiness import NoPrefetch, ReadinessSources
@@ -117,10 +118,8 @@ class Bench:
             carrier="memory",
             scheduler=SchedulerConfig(pages=pages, max_model_len=tokens + 64, prefill_step_budget_ms=1e9),
         )  # fmt: skip
-        self.scheduler = Scheduler(
-            config.scheduler, StepCostModel((1e-3, 1e-3, 1e-9, 1e-3)) if tier else StepCostModel()
-        )
-        self.scheduler.memory.verifier = PageChecksums(memory)
+        cost = StepCostModel((1e-3, 1e-3, 1e-9, 1e-3)) if tier else StepCostModel()
+        self.scheduler = Scheduler(config.scheduler, cost, verifier=PageChecksums(memory))
         carrier = InMemoryConnector(memory, {}, PageChecksum(IDENTITY, layout))
         hand_over = TransferEnds(
             IDENTITY,
@@ -131,9 +130,16 @@ class Bench:
         store = PageStore([InMemory()] if tier else [], memory, pool.generation, clock.now, KvStoreConfig(always=True))
         here = KvPrefetcher(self.scheduler, store, clock) if tier else NoPrefetch()
         ready = ReadinessSources(grammars=NeverCompiled(), pages=here)
-        self.mailbox = WorkerService(config, self.scheduler, hand_over, self.hub, clock, ready=ready)
+        self.mailbox = WorkerService(
+            config,
+            self.scheduler,
+            hand_over,
+            self.hub,
+            clock,
+            ready=ready,
+            lower_tiers=LowerTiers(lambda blocks: [0] * len(blocks), 2),
+        )
         self.loop = EngineLoop(self.mailbox, self.scheduler, NullRunner(vocab=1000), clock)
-        self.loop.on_plan = self.mailbox.on_plan
         self.links = [self.hub.connect("memory://both-0")]
         self.links[0].send(Hello(gateway="g0", incarnation=1))
         self.watchdog = Watchdog(bar_s)
@@ -256,8 +262,7 @@ def main() -> None:
     tier.show("tier")
 
     sunk = {BlockHash(os.urandom(32)): 1 for _ in range(SUNK)}
-    cached.mailbox.publisher.track_tiers(lambda blocks: [0] * len(blocks), 2)
-    known = cached.mailbox.publisher._sunk
+    known = cached.mailbox.publisher._demoted
     assert known is not None
     known._tiers.update(sunk)
     for _ in range(1, options.gateways):

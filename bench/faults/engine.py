@@ -43,6 +43,9 @@ class _Box:
         events, self.events = self.events, []
         return events
 
+    def on_plan(self, plan: StepPlan) -> None:
+        pass
+
     def on_step_begin(self, predicted_s: float) -> None:
         """Nobody watches."""
 
@@ -67,8 +70,9 @@ class Engine:
         images = EncoderStage(encoder_of(model), ops, cache_bytes=1)
         runner = ModelRunner(model, ops, kv, ops.record(model, kv), RunnerServices(images=images, adapters=adapters))
         config = SchedulerConfig(pages=PAGES, max_model_len=LENGTH)
-        self._scheduler = Scheduler(config, StepCostModel(cost_prior(spec.parameters)))
-        self._scheduler.memory.verifier = PageChecksums(self.memory)
+        self._scheduler = Scheduler(
+            config, StepCostModel(cost_prior(spec.parameters)), verifier=PageChecksums(self.memory)
+        )
         self._box = _Box()
         self._loop = EngineLoop(self._box, self._scheduler, runner, MonotonicClock())
         self._asked = 0

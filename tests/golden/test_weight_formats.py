@@ -175,9 +175,9 @@ def test_no_bit_depends_on_the_company(pair: Pair) -> None:
         request, others = bench.request(tokens, sampling), bench.request(tokens[::-1])
         logprobs: list[Any] = []
         while len(request.output) < 4:
-            work = [(request, min(chunk, request.missing))]
+            work = [(request, min(chunk, request.uncomputed))]
             if company:
-                work.insert(0, (others, min(company, others.missing) or 1))
+                work.insert(0, (others, min(company, others.uncomputed) or 1))
             logprobs += bench.step(work)[-1].logprobs
         told.append((tuple(request.output), tuple(logprobs)))
     assert told[0] == told[1] == told[2]
@@ -203,9 +203,9 @@ def test_an_adapter_adds_to_codes_what_it_adds_to_numbers(form: str, tmp_path: P
     for chunk, company in ((LENGTH, 0), (7, 30)):
         request, other = bench.request(tokens, sampling, adapter=ref), bench.request(tokens[::-1])
         read: list[Any] = []
-        while request.missing > 1 or not request.output:
-            beside = [(other, min(company, other.missing - 1))] if company and other.missing > 1 else []
-            drawn = bench.step([*beside, (request, min(chunk, request.missing))])[-1]
+        while request.uncomputed > 1 or not request.output:
+            beside = [(other, min(company, other.uncomputed - 1))] if company and other.uncomputed > 1 else []
+            drawn = bench.step([*beside, (request, min(chunk, request.uncomputed))])[-1]
             read += drawn.prompt_logprobs
         told.append((tuple(request.output), tuple(read)))
     assert told[0] == told[1]

@@ -35,6 +35,9 @@ class ListMailbox:
         events, self.events = self.events, []
         return events
 
+    def on_plan(self, plan: StepPlan) -> None:
+        pass
+
     def on_step_begin(self, predicted_s: float) -> None:
         self.predicted.append(predicted_s)
 
@@ -164,7 +167,7 @@ def test_the_heartbeat_is_told_before_each_step_and_learns() -> None:
 def test_credits_are_seen_before_the_step_runs() -> None:
     loop, mailbox, runner = engine(SchedulerConfig(pages=64, max_model_len=128))
     seen: list[tuple[float, tuple[RequestId, ...]]] = []
-    loop.on_plan = lambda plan: seen.append((runner.clock.now(), tuple(r.id for r in plan.reserved)))
+    mailbox.on_plan = lambda plan: seen.append((runner.clock.now(), tuple(r.id for r in plan.reserved)))
     first, second = requests(2)
     mailbox.events = [first, replace(second, leg=RequestStage.DECODE)]
     loop.step()

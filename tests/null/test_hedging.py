@@ -85,8 +85,8 @@ def test_a_tenant_pays_once_for_a_prompt_that_was_to_come_and_is_computed_here()
     stage, d, _ = late()
     charged: list[int] = []
     fair = d.scheduler._table.fair
-    admitted = fair.admitted
-    d.scheduler._table.fair.admitted = lambda line, tokens, weight: (
+    admitted = fair.charge_prompt
+    d.scheduler._table.fair.charge_prompt = lambda line, tokens, weight: (
         charged.append(tokens),
         admitted(line, tokens, weight),
     )

@@ -81,7 +81,7 @@ def test_what_a_dead_gateway_asked_for_is_dropped_before_its_successor_speaks():
         stage.turn()
     for worker in (prefill, decode):
         worker.link.send(Hello(gateway="g", incarnation=1))
-        worker.mailbox.gateways_now = lambda: {"g": 2, "unknown": 7}
+        worker.mailbox._gateway_incarnations = lambda: {"g": 2, "unknown": 7}
     stage.ask([1, 2, 3], to=decode, request="s", max_tokens=150)
     for _ in range(4):
         stage.turn(0.06)

@@ -164,7 +164,6 @@ class StageWorker:
         self.loop = EngineLoop(
             self.mailbox, self.scheduler, MarkingRunner(self.memory, role, asked=stage.asked), stage.clock
         )
-        self.loop.on_plan = self.mailbox.on_plan
         self._hub = stage.hub
         self.link = stage.hub.connect(self.endpoint)
         self.stopped = False

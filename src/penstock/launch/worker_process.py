@@ -30,6 +30,7 @@ from penstock.engine.runner.pooling_runner import PoolingRunner
 from penstock.engine.runner.sampling_state import MaskWait
 from penstock.engine.service.kv_prefetch import KvPrefetcher, NoPrefetcher
 from penstock.engine.service.kv_transfer import TransferEnds
+from penstock.engine.service.load_report import ReportSources
 from penstock.engine.service.peer_links import PeerLinks
 from penstock.engine.service.readiness import ReadinessSources
 from penstock.engine.service.remote_encoder import RemoteEncoders
@@ -118,21 +119,36 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
     runner = _runner(config.scheduler, inherited, kv, (grammars, images))
     guessing = Guessing(inherited.drafts, inherited.ops, inherited.vocab, clock)
     speculator = guessing.speculator(config.scheduler, runner) if isinstance(runner, ModelRunner) else None
-    scheduler = Scheduler(config.scheduler, StepCostModel(cost_prior(inherited.parameters)), speculator)
+    scheduler = Scheduler(
+        config.scheduler,
+        StepCostModel(cost_prior(inherited.parameters)),
+        speculator,
+        verifier=None if inherited.pages_on_device else PageChecksums(own),
+        without_masks=runner.without_masks if isinstance(runner, ModelRunner) else frozenset,
+    )
     hand_over = _hand_over(config, inherited, (own, kv), peers)
-    inherited.adapters.in_use = scheduler.adapters
     stored = _stored(config, inherited, own, peers, (scheduler, clock))
     ready = ReadinessSources(grammars, images, inherited.adapters, stored)
-    mailbox = WorkerService(config, scheduler, hand_over, transport, clock, ready=ready)
-    if isinstance(runner, ModelRunner):
-        scheduler.without_masks = runner.without_masks
-    loop = EngineLoop(mailbox, scheduler, runner, clock, max_steps=AHEAD if inherited.pages_on_device else 1)
-    loop.on_plan = Pulse(inherited.slot, inherited.gateways, mailbox).on_plan
+    cores, gateways = inherited.cores, inherited.gateways
+    mailbox = WorkerService(
+        config,
+        scheduler,
+        hand_over,
+        transport,
+        clock,
+        ready=ready,
+        figures=ReportSources(
+            encoder=images.counters, borrowed_s=cores.borrowed_s, store=stored.figures(inherited.store.domain)
+        ),
+        lower_tiers=stored.lower_tiers(),
+        gateway_incarnations=lambda: {name: slot.read().incarnation for name, slot in gateways.items()},
+        on_role=inherited.slot.assign,
+        on_settled=_Courtesy(config).settle,
+    )
+    pulse = Pulse(inherited.slot, lambda: mailbox.reporter.steps)
+    max_steps = AHEAD if inherited.pages_on_device else 1
+    loop = EngineLoop(mailbox, scheduler, runner, clock, heartbeat=pulse, max_steps=max_steps)
     inherited.slot.set_state(WorkerState.READY)
-    cores = inherited.cores
-    mailbox.reporter.borrowed_s, mailbox.reporter.images = cores.borrowed_s, images.counters
-    stored.tell(mailbox.reporter, inherited.store.domain, mailbox.publisher)
-    mailbox.lifecycle.on_role, mailbox.lifecycle.on_settled = inherited.slot.assign, _Courtesy(config).settle
     while not _is_over(stop, mailbox, clock):
         moved = loop.step()
         if not images.encode_slice() and not moved and not mailbox.has_work:
@@ -251,10 +267,8 @@ def _stored(
     peers: Mapping[WorkerId, KvMemory],
     beside: tuple[Scheduler, MonotonicClock],
 ) -> KvPrefetcher | NoPrefetcher:
-    """Tiers beside this worker's memory, in which cached pages are sealed if this process can read them."""
+    """The tiers of the KV store below this worker's memory."""
     scheduler, clock = beside
-    if not inherited.pages_on_device:
-        scheduler.memory.verifier = PageChecksums(own)
     place = StoreOwner(worker=config.worker, identity=inherited.identity, layout=own.layout, peers=peers)
     tiers = open_tiers(config.kv_store, inherited.store, place)
     inherited.store.close()

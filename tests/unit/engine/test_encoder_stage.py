@@ -189,10 +189,10 @@ def test_a_request_that_goes_leaves_nothing_to_do():
     [
         ({"images": [PlacedImage(bytes(32), 38, 2, 3)]}, "within the prompt"),
         ({"images": [PlacedImage(bytes(32), 0, 2, 3), PlacedImage(bytes(32), 5, 2, 3)]}, "over another"),
-        ({"pictures": []}, "1 images, 0 pictures"),
-        ({"pictures": [msgspec.structs.replace(shown(7), rows=3)]}, "another size"),
-        ({"pictures": [msgspec.structs.replace(shown(7), pixels=b"x")]}, "number of pixels"),
-        ({"pictures": [shown(8)]}, "damaged"),
+        ({"media": []}, "1 images, 0 pictures"),
+        ({"media": [msgspec.structs.replace(shown(7), rows=3)]}, "another size"),
+        ({"media": [msgspec.structs.replace(shown(7), pixels=b"x")]}, "number of pixels"),
+        ({"media": [shown(8)]}, "damaged"),
     ],
 )
 def test_what_is_not_itself_is_refused(change: dict[str, Any], why: str):

@@ -146,7 +146,7 @@ def test_nothing_waits_in_a_step_that_is_captured(tmp_path: Path, adapted: bool)
         bench = RunnerBench(folder, "bf16", pages=40, family=TRITONS[0][0], device="cpu")
         own = write_adapter(tmp_path / f"adapter{trapped}", folder, ("q_proj", "o_proj"), rank=3, seed=1)
         ref = bench.load_adapter(own) if adapted else None
-        model = bench.adapters.adapted(bench.model.model) if adapted else bench.model.model
+        model = bench.adapters.with_adapters(bench.model.model) if adapted else bench.model.model
         program: Any = DirectProgram(bench.ops, model, bench.kv)
         if trapped:
             program = bench.ops.record(model, bench.kv)

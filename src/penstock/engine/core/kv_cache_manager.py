@@ -87,6 +87,7 @@ class KvCacheManager:
         reaches: Sequence[KvSpec] = (FULL_ATTENTION,),
         ahead: int = 1,
         shares_prefixes: bool = True,
+        verifier: PageVerifier | None = None,
     ) -> None:
         """``reaches``: of each group of layers; ``ahead``: tokens of one request that a step computes at most.
 
@@ -102,7 +103,7 @@ class KvCacheManager:
         self.on_final: Callable[[Request, int, int], None] = _untold  # hears of (request, page of it, group): new
         self._written: dict[Request, list[PageId]] = {}  # given up while they were still written to
         self.foreign_owners: list[Callable[[], Sequence[PageId]]] = [self._still_written]  # of pages, beside requests
-        self.verifier: PageVerifier = UnverifiedPages()
+        self.verifier: PageVerifier = verifier or UnverifiedPages()
         self._turn = 0  # plans so far
         self._checked: dict[PageId, int] = {}  # in which of them a cached page was found to be what it was
         self.verified_now = 0  # pages looked at in this turn

@@ -38,7 +38,7 @@ from penstock.engine.core.events import (
     PagesReleased,
     RecomputeLocally,
 )
-from penstock.engine.core.kv_cache_manager import KvCacheManager
+from penstock.engine.core.kv_cache_manager import KvCacheManager, PageVerifier
 from penstock.engine.core.micro_batches import MicroBatches
 from penstock.engine.core.pacing import EvenPacing
 from penstock.engine.core.page_pool import LeakCheck
@@ -163,9 +163,14 @@ class Scheduler:
         cost: StepCostModel | None = None,
         speculator: DraftProposer | None = None,
         *,
+        verifier: PageVerifier | None = None,
+        without_masks: Callable[[], Set[RequestId]] = frozenset,
         micro_batches: int = 1,
     ) -> None:
-        """Raises ConfigError for a limit below 1, or memory that cannot hold one request of the greatest length."""
+        """``verifier``: of cached pages; None: they are not verified.  ``without_masks``: requests whose next token's
+        grammar mask is still computed.
+
+        Raises ConfigError for a limit below 1, or memory that cannot hold one request of the greatest length."""
         for name in ("pages", "page_tokens", "max_model_len", "max_running", "max_step_tokens", "max_chunk_tokens"):
             if getattr(config, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(config, name)}")
@@ -177,6 +182,7 @@ class Scheduler:
             reaches=config.reaches,
             ahead=min(config.max_chunk_tokens, config.max_step_tokens),
             shares_prefixes=config.pooling is None or config.pooling.share_prefixes,
+            verifier=verifier,
         )
         needed = self.memory.most_pages(config.max_model_len)
         if needed > config.pages:
@@ -192,7 +198,7 @@ class Scheduler:
         self._speculator = speculator
         self._pace = EvenPacing(self.cost, config.step_budget_ms / 1000)
         self.resting_until: float | None = None  # the last plan had no rows because the next step begins only then
-        self.without_masks: Callable[[], Set[RequestId]] = frozenset  # whose next token's mask is still worked out
+        self._without_masks = without_masks
         self.waits_for_masks = False  # did anybody sit out the last plan?
         self.rows_skipped = 0  # of batch work, in steps that had no time for them; since the start
         self._serial = 0
@@ -330,7 +336,7 @@ class Scheduler:
         resting = self._pace.until > now and self._planner.may_rest()
         self.resting_until = self._pace.until if resting else None
         draft = StepBuilder(self.config, self.cost, now)
-        draft.without_masks = self.without_masks()
+        draft.without_masks = self._without_masks()
         self.waits_for_masks = bool(draft.without_masks)
         draft.excluded = self.micro_batches.excluded(micro_batch)
         self._planner.build(draft, max_steps, now, resting=resting)

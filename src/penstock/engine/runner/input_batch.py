@@ -63,7 +63,7 @@ class TokenSpan:
     ``draft``: the last of them are guessed; a token is drawn before each of these and after the last.
     """
 
-    __slots__ = ("state", "draft", "sampled", "logprobs", "prompt_logprobs", "samples", "start", "tokens")
+    __slots__ = ("draft", "logprobs", "prompt_logprobs", "sampled", "samples", "start", "state", "tokens")
 
     def __init__(self, row: ScheduledTokens, answer: SamplingState) -> None:
         self.state = answer

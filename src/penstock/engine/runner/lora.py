@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +118,6 @@ class LoraManager:
         self._coming: dict[str, Future[PackedAdapter]] = {}
         self._promised: set[str] = set()  # to requests that the scheduler has not heard of yet
         self._pool: ThreadPoolExecutor | None = None
-        self.in_use: Callable[[], set[str]] = set  # by requests of this worker
 
     @classmethod
     def for_model(cls, ops: Ops, loaded: LoadedModel, room: LoraLimits) -> LoraManager:
@@ -145,10 +144,10 @@ class LoraManager:
     def load(self, ref: AdapterRef) -> None:
         """Read it now, on this thread.  Raises AdapterRefused."""
         packed = self._packed(ref)
-        if not self._place(ref.fingerprint, packed):
+        if not self._place(ref.fingerprint, packed, frozenset()):
             raise AdapterRefused(f"{ref.folder}: no room beside the other adapters (max_loras, lora_memory)")
 
-    def ready(self, ref: AdapterRef) -> bool:
+    def is_ready(self, ref: AdapterRef, in_use: Callable[[], Set[str]] = frozenset) -> bool:
         """Can a request with this adapter be computed now?  If not, it is being read, or waits for others to end.
 
         Raises AdapterRefused when it cannot be had.
@@ -165,14 +164,14 @@ class LoraManager:
             except AdapterRefused:
                 del self._coming[fingerprint]
                 raise
-            if not self._place(fingerprint, packed):
+            if not self._place(fingerprint, packed, in_use()):
                 return False
             del self._coming[fingerprint]
         self._resident.move_to_end(fingerprint)
         self._promised.add(fingerprint)
         return True
 
-    def settled(self) -> None:
+    def on_scheduled(self) -> None:
         """The scheduler knows of all requests that were ready."""
         self._promised.clear()
 
@@ -201,17 +200,17 @@ class LoraManager:
         except ValueError as error:
             raise AdapterRefused(f"{ref.folder}: {error}") from error
 
-    def _place(self, fingerprint: str, packed: PackedAdapter) -> bool:
+    def _place(self, fingerprint: str, packed: PackedAdapter, in_use: Set[str]) -> bool:
         """Put it where room is, or can be made: what no request uses goes, the longest unused first."""
-        if not self._make_room(packed.nbytes):
+        if not self._make_room(packed.nbytes, in_use):
             return False
         slot = min(set(range(self._room.slots)) - {own.slot for own in self._resident.values()})
         self._table.put(slot, packed)
         self._resident[fingerprint] = _Resident(slot, packed.nbytes)
         return True
 
-    def _make_room(self, nbytes: int) -> bool:
-        used = self.in_use() | self._promised
+    def _make_room(self, nbytes: int, in_use: Set[str]) -> bool:
+        used = in_use | self._promised
         unused = [fingerprint for fingerprint in self._resident if fingerprint not in used]
         while len(self._resident) >= self._room.slots or self._taken() + nbytes > self._room.nbytes:
             if not unused:

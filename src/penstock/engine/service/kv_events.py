@@ -47,6 +47,14 @@ NearestTier = Callable[[Sequence[BlockHash]], Sequence[int]]
 """The number of the nearest tier that has each block: 1, 2...; 0: none."""
 
 
+@dataclass(frozen=True, slots=True)
+class LowerTiers:
+    """The tiers below this worker's cache."""
+
+    nearest: NearestTier
+    count: int
+
+
 class DemotedBlocks:
     """Changes come out as (block, tier); 0: it is in none, and not in the cache."""
 
@@ -190,15 +198,26 @@ class KvEventPublisher:
     """Sends them.  ``prefix`` tells this object of its changes from now on; ``make`` makes a report of this moment."""
 
     def __init__(
-        self, config: WorkerConfig, prefix: PrefixCache, listener: Listener, make: Callable[[], Report]
+        self,
+        config: WorkerConfig,
+        prefix: PrefixCache,
+        listener: Listener,
+        make: Callable[[], Report],
+        *,
+        lower: LowerTiers | None = None,
     ) -> None:
         self._config = config
         self._listener = listener
         self._make = make
         self._name = (config.worker, config.incarnation)
         self._prefix = prefix
-        self._log = KvEventLog(*self._name, prefix.known_blocks)
-        self._sunk: DemotedBlocks | None = None
+        self._demoted = None if lower is None else DemotedBlocks(lower.nearest)
+        if self._demoted is None:
+            self._log = KvEventLog(*self._name, prefix.known_blocks)
+            prefix.on_change = self._log.set_cached
+        else:
+            self._log = KvEventLog(*self._name, prefix.known_blocks, self._demoted.tiers, lower.count if lower else 0)
+            prefix.on_change = self._cache_changed
         self._gone: dict[BlockHash, None] = {}  # given up by the cache; no tier was asked for them yet
         self._wanted: list[ConnectedGateway] = []  # who have asked for all that is cached
         self._snapshot: _Snapshot | None = None  # that is being told
@@ -206,19 +225,12 @@ class KvEventPublisher:
         self._changed = True  # since the last report to all
         self._reported_at = -inf  # when that was
         self._step_s = 0.0  # that it told
-        prefix.on_change = self._log.set_cached
-
-    def track_tiers(self, nearest: NearestTier, tiers: int) -> None:
-        """There are so many tiers below the cache.  To be called before anything is cached."""
-        self._sunk = DemotedBlocks(nearest)
-        self._log = KvEventLog(*self._name, self._prefix.known_blocks, self._sunk.tiers, tiers)
-        self._prefix.on_change = self._cache_changed
 
     def _cache_changed(self, block: BlockHash, known: bool) -> None:
-        assert self._sunk is not None, "sinks comes first"
+        assert self._demoted is not None, "there are lower tiers"
         if known:
             self._gone.pop(block, None)
-            self._sunk.remove(block)
+            self._demoted.remove(block)
             self._log.set_cached(block, True)
         else:  # while a step is planned: no time to look for it below
             self._gone[block] = None
@@ -320,10 +332,10 @@ class KvEventPublisher:
 
     def _sink(self) -> None:
         """Ask lower tiers for what the cache gave up, and for some of what they had."""
-        if self._sunk is not None:
-            self._log_all(self._sunk.recheck())
+        if self._demoted is not None:
+            self._log_all(self._demoted.recheck())
             gone, self._gone = tuple(self._gone), {}
-            self._log_all(self._sunk.on_evicted(gone))
+            self._log_all(self._demoted.on_evicted(gone))
 
     def _send(
         self,

@@ -25,8 +25,8 @@ from penstock.engine.core.page_pool import PageLabel
 from penstock.engine.core.prefetch import Prefetch, Prefetches
 from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.service.kv_events import KvEventPublisher
-from penstock.engine.service.load_report import LoadReporter
+from penstock.engine.service.kv_events import LowerTiers
+from penstock.engine.service.load_report import StoreFigures
 from penstock.engine.service.readiness import NoPrefetch, PageWait
 from penstock.hashing import block_hash, image_block_marks
 from penstock.kv.store.eviction import ReuseStats
@@ -92,8 +92,13 @@ class PrefetchCounts:
 class NoPrefetcher(NoPrefetch):
     """Without tiers."""
 
-    def tell(self, reporter: LoadReporter, domain: str, bulletins: KvEventPublisher) -> None:
-        """There is nothing to tell."""
+    def figures(self, domain: str) -> StoreFigures:
+        """None."""
+        return StoreFigures()
+
+    def lower_tiers(self) -> LowerTiers | None:
+        """None."""
+        return None
 
     def close(self) -> None:
         """There is nothing to write."""
@@ -172,15 +177,20 @@ class KvPrefetcher:
             self._release(waiting)
         self._passed.clear()
 
-    def tell(self, reporter: LoadReporter, domain: str, bulletins: KvEventPublisher) -> None:
-        """Have figures in its reports from now on, in which domain pages can be taken, and what is in lower tiers."""
-        reporter.store = self.counters
+    def figures(self, domain: str) -> StoreFigures:
+        """For reports.  ``domain``: in which pages can be taken from other workers' caches."""
+        tiers, takes_pages = self._store.local_tiers, self._store.peer_read_s() is not None
+        return StoreFigures(
+            counters=self.counters,
+            tier_s=lambda: tuple(map(self._store.read_s, tiers)),
+            domain=domain if takes_pages else "",
+            fetch_s=lambda: self._store.peer_read_s() or 0.0,
+        )
+
+    def lower_tiers(self) -> LowerTiers | None:
+        """The tiers below this worker's cache; None when there are none."""
         tiers = self._store.local_tiers
-        if tiers:
-            reporter.tier_s = lambda: tuple(map(self._store.read_s, tiers))
-            bulletins.track_tiers(self._nearest, len(tiers))
-        if self._store.peer_read_s() is not None:
-            reporter.domain, reporter.fetch_s = domain, lambda: self._store.peer_read_s() or 0.0
+        return LowerTiers(self._nearest, len(tiers)) if tiers else None
 
     def _nearest(self, blocks: Sequence[BlockHash]) -> list[int]:
         """See ``sunk.Nearest``: tiers of its own, from where pages come without a journey."""

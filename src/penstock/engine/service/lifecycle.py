@@ -35,16 +35,24 @@ class Lifecycle:
     """Of one worker."""
 
     def __init__(
-        self, config: WorkerConfig, reporter: LoadReporter, scheduler: Scheduler, asks: GatewayRequests
+        self,
+        config: WorkerConfig,
+        reporter: LoadReporter,
+        scheduler: Scheduler,
+        asks: GatewayRequests,
+        *,
+        on_role: Callable[[Role], None],
+        on_settled: Callable[[Role], None],
     ) -> None:
+        """``on_role``: called with a new role; ``on_settled``: once only requests of its own role are here."""
         self._config = config
         self._reporter = reporter
         self._scheduler = scheduler
         self._asks = asks
         self._leaving_since: float | None = None
         self._settles = False  # a new role, and what it leaves behind is still here
-        self.on_role: Callable[[Role], None] = lambda role: None  # told of a new role
-        self.on_settled: Callable[[Role], None] = lambda role: None  # told when nothing but its own is here
+        self._on_role = on_role
+        self._on_settled = on_settled
 
     @property
     def draining(self) -> bool:
@@ -66,7 +74,7 @@ class Lifecycle:
                 event(log, logging.INFO, "another role", role=role.value, before=self._reporter.role.value)
                 self._reporter.role = role
                 self._reporter.count("role_changes")
-                self.on_role(role)
+                self._on_role(role)
                 self._settles = True
                 reason = ROLE_CHANGED
         if duty is Duty.RESTART:
@@ -85,7 +93,7 @@ class Lifecycle:
         legs = STAGES_OF_ROLE[self._reporter.role]
         if self._settles and all(ask.leg in legs for ask in self._asks.all()):
             self._settles = False
-            self.on_settled(self._reporter.role)
+            self._on_settled(self._reporter.role)
 
     def begin_shutdown(self, now: float) -> None:
         """It is to end, as soon as nobody waits for anything here or ``drain_s`` are over."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from penstock.config.schema import WorkerConfig
 from penstock.engine.core.plan import StepPlan
@@ -18,12 +19,39 @@ LONG_STEP_S = 0.25
 """A step that is predicted to take so long is told of before it begins: nobody shall take it for silence."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreFigures:
+    """Figures of the KV store's tiers."""
+
+    counters: Callable[[], dict[str, float]] = dict
+    tier_s: Callable[[], tuple[float, ...]] = tuple  # seconds a page of each tier below the cache
+    domain: str = ""  # of workers that take pages out of each other's caches
+    fetch_s: Callable[[], float] = lambda: 0.0  # seconds a page taken from one of those
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportSources:
+    """Figures that a report takes from other parts of the worker."""
+
+    encoder: EncoderCounters = field(default_factory=EncoderCounters)
+    borrowed_s: Callable[[], float] = lambda: 0.0  # core-seconds computed on cores of other workers
+    store: StoreFigures = field(default_factory=StoreFigures)
+
+
 class LoadReporter:
     """Counts, and makes ``Report`` messages."""
 
     def __init__(
-        self, config: WorkerConfig, identity: ModelIdentity, scheduler: Scheduler, receiver: KvReceiver
+        self,
+        config: WorkerConfig,
+        identity: ModelIdentity,
+        scheduler: Scheduler,
+        receiver: KvReceiver,
+        sources: ReportSources,
+        *,
+        turned_away: Callable[[], int],
     ) -> None:
+        """``turned_away``: connections for pages that were refused."""
         self._config = config
         self._identity = identity
         self._scheduler = scheduler
@@ -31,13 +59,8 @@ class LoadReporter:
         self._counts: dict[str, float] = dict.fromkeys((*WORKER_COUNTERS, *WORKER_MAXIMA), 0)
         self._leaked = 0
         self._step_s = 0.0
-        self.images = EncoderCounters()  # whoever encodes images puts its own here
-        self.store: Callable[[], dict[str, float]] = dict  # figures of the KV store's tiers
-        self.borrowed_s: Callable[[], float] = lambda: 0.0  # core-seconds computed at cores of other workers
-        self.turned_away: Callable[[], int] = lambda: 0  # connections for pages
-        self.domain = ""  # of workers that take pages out of each other's caches
-        self.fetch_s: Callable[[], float] = lambda: 0.0  # how long that takes, a page
-        self.tier_s: Callable[[], tuple[float, ...]] = tuple  # the same of the tiers below its cache
+        self._sources = sources
+        self._turned_away = turned_away
         self.state = WorkerState.READY
         self.role = config.role
 
@@ -88,7 +111,7 @@ class LoadReporter:
     def report(self, *, asked: int, settled: bool, dropped_frames: int) -> Report:
         """The worker as it is now.  ``asked``: requests that some gateway still waits for; ``settled``: the scheduler
         knows of all that are not asked for any more, so whatever is still owned then is lost."""
-        scheduler, counts = self._scheduler, self._counts
+        scheduler, counts, store = self._scheduler, self._counts, self._sources.store
         load = scheduler.load()
         self._count_others()
         counts["dropped_frames"] = dropped_frames
@@ -114,7 +137,7 @@ class LoadReporter:
             kv_pages_free=load.pages_free,
             kv_pages_leaked=self._leaked,
             kv_pages_loading=loading,
-            counters={name: value for name, value in (counts | self.store()).items() if value},
+            counters={name: value for name, value in (counts | store.counters()).items() if value},
             prompt_tokens=load.prompt_tokens,
             prompt_pairs=load.prompt_pairs,
             batch_tokens=load.batch_tokens,
@@ -122,9 +145,9 @@ class LoadReporter:
             answers=load.decode_requests,
             context_tokens=load.context_tokens,
             page_bytes=self._receiver.page_bytes,
-            domain=self.domain,
-            fetch_s=self.fetch_s() if self.domain else 0.0,
-            tier_s=self.tier_s(),
+            domain=store.domain,
+            fetch_s=store.fetch_s() if store.domain else 0.0,
+            tier_s=store.tier_s(),
             rates=StepRates(*(max(0.0, rate) for rate in scheduler.cost.rates)),
             measured=scheduler.cost.measured_steps,
             hands_over=self._config.hands_over,
@@ -144,15 +167,15 @@ class LoadReporter:
         counts["bytes_received"] = transfer.bytes
         counts["pages_corrupt"] = transfer.corrupt
         counts["hand_overs_outrun"] = transfer.outrun
-        counts["page_connections_refused"] = self.turned_away()
+        counts["page_connections_refused"] = self._turned_away()
         counts["transfer_wait_seconds"] = transfer.waited_s
         counts["pages_missed"] = transfer.missed
         counts["cached_pages_corrupt"] = memory.damaged_pages
-        counts["borrowed_core_seconds"] = self.borrowed_s()
-        counts |= _figures_of(self.images)
+        counts["borrowed_core_seconds"] = self._sources.borrowed_s()
+        counts |= _encoder_figures(self._sources.encoder)
 
 
-def _figures_of(images: EncoderCounters) -> dict[str, float]:
+def _encoder_figures(images: EncoderCounters) -> dict[str, float]:
     """As reports call them."""
     return {
         "images_encoded": images.images,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple, Protocol
@@ -49,11 +49,14 @@ class GrammarCompiler(Protocol):
 class AdapterReadiness(Protocol):
     """What reads adapters (``engine.runner.adapters.Adapters``)."""
 
-    def ready(self, ref: AdapterRef) -> bool:
-        """Is it in memory?  If not, it is on its way.  Raises AdapterRefused when it cannot be had."""
+    def is_ready(self, ref: AdapterRef, in_use: Callable[[], Set[str]]) -> bool:
+        """Whether it is in memory; if not, it is being read.  ``in_use``: fingerprints that may not be evicted for it.
+
+        Raises AdapterRefused when it cannot be had.
+        """
         ...
 
-    def settled(self) -> None:
+    def on_scheduled(self) -> None:
         """The scheduler knows of every request that was ready."""
         ...
 
@@ -113,12 +116,11 @@ class NoPrefetch:
 class NoAdapters:
     """For engines that have none."""
 
-    def ready(self, ref: AdapterRef) -> bool:
-        """See ``AdapterReadiness``."""
+    def is_ready(self, ref: AdapterRef, in_use: Callable[[], Set[str]]) -> bool:
         raise AdapterRefused("this engine has no adapters")
 
-    def settled(self) -> None:
-        """See ``AdapterReadiness``."""
+    def on_scheduled(self) -> None:
+        pass
 
 
 class NoGrammars:
@@ -189,7 +191,12 @@ class ReadinessGate:
     """Events on their way to the scheduler."""
 
     def __init__(
-        self, ready: ReadinessSources, refuse: Callable[[AddRequest, str], None], room: Callable[[], float] = _no_end
+        self,
+        ready: ReadinessSources,
+        refuse: Callable[[AddRequest, str], None],
+        room: Callable[[], float] = _no_end,
+        *,
+        adapters_in_use: Callable[[], Set[str]] = frozenset,
     ) -> None:
         """``refuse`` is told of a request whose grammar cannot be followed, whose images cannot be read or whose
         adapter cannot be had here, or that there is no room for, and why; it must not come back to this.  ``room``: how
@@ -201,6 +208,7 @@ class ReadinessGate:
         self._pages = ready.pages
         self._refuse = refuse
         self._room = room
+        self._adapters_in_use = adapters_in_use
         self._compiling: dict[RequestId, PendingGrammar] = {}  # of those that wait
         self._kept: dict[RequestId, deque[EngineEvent]] = {}  # looked at longest ago first; each begins with an arrival
 
@@ -217,7 +225,7 @@ class ReadinessGate:
 
     def release_ready(self, events: Iterable[EngineEvent]) -> list[EngineEvent]:
         """What may go on now, of what was kept and of ``events``, in order."""
-        self._adapters.settled()  # what passed the last time has reached the scheduler
+        self._adapters.on_scheduled()  # what passed the last time has reached the scheduler
         self._pages.on_scheduled()
         passed: list[EngineEvent] = []
         for request in [request for request, _ in zip(self._kept, range(MAX_CHECKED_PER_TURN), strict=False)]:
@@ -275,7 +283,7 @@ class ReadinessGate:
         ready = self._pages.is_ready(event)  # asked first: who has an image's pages need not encode it
         ready = (grammar is None or self._compiled(event.id, grammar)) and ready and self._images.is_ready(event)
         # Asked last: who is told that an adapter is there comes at once.
-        return ready and (adapter is None or self._adapters.ready(adapter))
+        return ready and (adapter is None or self._adapters.is_ready(adapter, self._adapters_in_use))
 
     def _compiled(self, request: RequestId, grammar: Grammar) -> bool:
         wanted = self._compiling.get(request)

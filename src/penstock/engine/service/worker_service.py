@@ -44,7 +44,7 @@ from penstock.engine.service.gateways import (
     split_prompt_logprobs,
     token_item,
 )
-from penstock.engine.service.kv_events import KvEventPublisher
+from penstock.engine.service.kv_events import KvEventPublisher, LowerTiers
 from penstock.engine.service.kv_transfer import (
     EXPORT_POLL_S,
     KvTransfer,
@@ -54,14 +54,14 @@ from penstock.engine.service.kv_transfer import (
     TransferNews,
 )
 from penstock.engine.service.lifecycle import Lifecycle
-from penstock.engine.service.load_report import LoadReporter
+from penstock.engine.service.load_report import LoadReporter, ReportSources
 from penstock.engine.service.migration import Migrations, migrated_item
 from penstock.engine.service.peer_links import PeerLinks
 from penstock.engine.service.readiness import PageWait, ReadinessGate, ReadinessSources
 from penstock.engine.service.remote_encoder import EncodeRequests
 from penstock.engine.service.validation import UNFIT, invalid_submit
 from penstock.kv.transfer.events import HedgeWon, PagesAdvanced, PullFailed, PullGranted, TransferDone, TransferReleased
-from penstock.types import Duty, RequestId, RequestStage, WorkerState
+from penstock.types import Duty, RequestId, RequestStage, Role, WorkerState
 from penstock.wire.codec import fits
 from penstock.wire.gateway_messages import (
     HANDED_OVER,
@@ -199,7 +199,7 @@ TICK_S = 0.1
 
 
 class WorkerService:
-    """See ``engine.loop.Mailbox``; besides, the loop calls ``planned`` with each plan before it runs."""
+    """See ``engine.loop.EngineService``."""
 
     def __init__(
         self,
@@ -210,7 +210,14 @@ class WorkerService:
         clock: Clock,
         *,
         ready: ReadinessSources | None = None,
+        figures: ReportSources | None = None,
+        lower_tiers: LowerTiers | None = None,
+        gateway_incarnations: Callable[[], Mapping[str, int]] = dict,
+        on_role: Callable[[Role], None] = lambda role: None,
+        on_settled: Callable[[Role], None] = lambda role: None,
     ) -> None:
+        """``figures``: for reports.  ``lower_tiers``: below this worker's prefix cache.  ``gateway_incarnations``: of
+        the gateways of this host, as far as they are known.  ``on_role``, ``on_settled``: see ``Lifecycle``."""
         self._config = config
         self._self = Recipient(worker=config.worker, incarnation=config.incarnation, identity=hand_over.identity)
         self._scheduler = scheduler
@@ -225,17 +232,30 @@ class WorkerService:
         self._events: list[EngineEvent] = []
         ready = ready or ReadinessSources()
         self._images = ready.images
-        self._held = ReadinessGate(ready, self._refuse, lambda: config.scheduler.max_queued - scheduler.queued)
+        self._held = ReadinessGate(
+            ready,
+            self._refuse,
+            lambda: config.scheduler.max_queued - scheduler.queued,
+            adapters_in_use=scheduler.adapters,
+        )
         ready.pages.watch(self._waited)
         self._mixed = hand_over.identity.mixed
         self._served = EncodeRequests(hand_over.identity, self._listener.send)
         self._awaited: list[tuple[ConnectedGateway, Awaited]] = []  # what gateways asked about in this turn
-        self.publisher = KvEventPublisher(config, scheduler.memory.prefix, self._listener, self._report_now)
+        self.publisher = KvEventPublisher(
+            config, scheduler.memory.prefix, self._listener, self._report_now, lower=lower_tiers
+        )
         self._next_tick = 0.0
         self._step_began = 0.0
-        self.gateways_now: Callable[[], Mapping[str, int]] = dict  # incarnations of gateways, as far as they are known
-        self.reporter = LoadReporter(config, hand_over.identity, scheduler, hand_over.receiver)
-        self.reporter.turned_away = lambda: hand_over.sender.rejected_connections
+        self._gateway_incarnations = gateway_incarnations
+        self.reporter = LoadReporter(
+            config,
+            hand_over.identity,
+            scheduler,
+            hand_over.receiver,
+            figures or ReportSources(),
+            turned_away=lambda: hand_over.sender.rejected_connections,
+        )
         hand_over.receiver.hedge_policy.predict = RecomputeEstimate(scheduler).predict
         self._moves = Migrations(
             scheduler,
@@ -244,7 +264,7 @@ class WorkerService:
             config.hand_over.copy_budget_bytes,
             ahead_tokens=config.hand_over.ahead_tokens,
         )
-        self.lifecycle = Lifecycle(config, self.reporter, scheduler, self._asks)
+        self.lifecycle = Lifecycle(config, self.reporter, scheduler, self._asks, on_role=on_role, on_settled=on_settled)
         self._tidings = TransferNewsHandler(
             scheduler, self._asks, self._moves, self.reporter, NewsOutputs(self._tell, self._return, self._send_tokens)
         )
@@ -518,7 +538,7 @@ class WorkerService:
         self._served.send_alive()
         for ask in self._asks.orphans_of_silent(now):
             self._return(ask.request, ask.epoch, "the gateway was silent")
-        for ask in self._asks.orphans_of_replaced(self.gateways_now()):
+        for ask in self._asks.orphans_of_replaced(self._gateway_incarnations()):
             self._cancel(ask.request, ask.epoch, now)
         for gateway, question in self._asks.confirmations_due(now):
             self._listener.send(gateway.peer, question)

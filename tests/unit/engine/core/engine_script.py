@@ -33,10 +33,10 @@ def shown_plan(world: World) -> str:
 
 
 def shown_outcome(world: World) -> str:
-    parts = [f"{p.request.id} page {p.piece}:{p.tokens}" for p in world.outcome.pages_done]
+    parts = [f"{p.request.id} page {p.piece}:{p.tokens}" for p in world.outcome.completed_pages]
     parts += [
         f"{p.request.id} token {p.index}" + f"+{len(p.tokens)}" * (len(p.tokens) > 1) + f" {p.finish}" * bool(p.finish)
-        for p in world.outcome.progress
+        for p in world.outcome.new_tokens
     ]
     return ", ".join(parts)
 

@@ -38,7 +38,7 @@ class MicroBatchWorld(World):
         self.now += self.clock_s
         if cancel_in_flight is not None:
             self.cancel(cancel_in_flight)
-        self.given_up += sum(map(len, (own() for own in self.scheduler.memory.owners)))
+        self.given_up += sum(map(len, (own() for own in self.scheduler.memory.foreign_owners)))
         ended = [number for number in self.under_way if self.random.random() < 0.6] or list(self.under_way)[:1]
         self.random.shuffle(ended)
         rows = tuple(row for plan in begun for row in plan.rows)
@@ -62,12 +62,14 @@ class MicroBatchWorld(World):
     def begin(self, number: int) -> StepPlan:
         waiting = {r for r in self.requests() if r.status is RequestStatus.WAITING}
         excluded = {
-            (r, r.preempted) for r in self.scheduler.micro_batches.excluded(number) if r.status is RequestStatus.RUNNING
+            (r, r.preemptions)
+            for r in self.scheduler.micro_batches.excluded(number)
+            if r.status is RequestStatus.RUNNING
         }
         plan = self.scheduler.plan(self.now, self.max_steps, number)
         self.several = self.several or plan.steps > 1
         self._check_plan(plan, waiting)
-        assert not excluded & {(row.request, row.request.preempted) for row in plan.rows}
+        assert not excluded & {(row.request, row.request.preemptions) for row in plan.rows}
         assert not {row.request for row in plan.rows} & {
             row.request for own in self.under_way.values() for row in own[0].rows
         }
@@ -100,7 +102,7 @@ class MicroBatchWorld(World):
         while self.under_way:  # of requests that have gone
             self.step()
         assert self.scheduler.memory.pool.leased == 0
-        assert not any(own() for own in self.scheduler.memory.owners)
+        assert not any(own() for own in self.scheduler.memory.foreign_owners)
 
 
 def frozen_row(row: ScheduledTokens) -> ScheduledTokens:

@@ -221,10 +221,10 @@ def test_no_page_is_lost_and_every_answer_is_right(
         assert not guesser.asked, "whoever guesses was not told that a request has gone"
         event(f"guesses stood {guesser.stood > 0}, fell {guesser.fell > 0}")
     event(f"preempted {min(world.scheduler.preemptions, 3)}")
-    event(f"yielded {world.scheduler.yields > 0}, left out {world.scheduler.rows_left_out > 0}")
+    event(f"yielded {world.scheduler.yields > 0}, left out {world.scheduler.rows_skipped > 0}")
     event(f"preempted decode leg {world.resubmitted > 0}")
     event(f"computed here instead {world.taken_over > 0}")
-    event(f"found in the cache {memory.found_tokens > 0}")
+    event(f"found in the cache {memory.hit_tokens > 0}")
     event(f"evicted {any(memory.pool.generation(page) > 1 for page in range(config.pages))}")
     event(f"groups {config.reaches}")
     event(f"announced pages {any(client.blocks for client in world.clients.values())}")

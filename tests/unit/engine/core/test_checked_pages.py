@@ -36,8 +36,8 @@ class Seals:
 class Engine:
     def __init__(self) -> None:
         config = SchedulerConfig(pages=200, max_model_len=1024, max_chunk_tokens=1024, prefill_step_budget_ms=1e9)
-        self.scheduler = Scheduler(config)
-        self.seals = self.scheduler.memory.verifier = Seals()
+        self.seals = Seals()
+        self.scheduler = Scheduler(config, verifier=self.seals)
 
     def ask(self, name: str, prompt: tuple[int, ...], most: int = 1) -> None:
         sampling = SamplingParams(seed=1, max_tokens=most)

@@ -22,7 +22,7 @@ def test_batch_work_yields_with_the_next_step() -> None:
         """,
         **ONE_ROW,
     )
-    assert world.scheduler.rows_left_out == 3
+    assert world.scheduler.rows_skipped == 3
     assert world.scheduler.preemptions == 0
 
 

@@ -28,9 +28,8 @@ def shown(plan: StepPlan) -> list[tuple[str, int, int]]:
 
 
 def test_a_late_row_is_computed_again_when_its_mask_is_there_and_not_before() -> None:
-    scheduler = Scheduler(SchedulerConfig(pages=32, max_model_len=64))
     late: set[RequestId] = set()
-    scheduler.without_masks = lambda: late
+    scheduler = Scheduler(SchedulerConfig(pages=32, max_model_len=64), without_masks=lambda: late)
     scheduler.apply(arrive("a", 20, GRAMMAR), 0.0)
     scheduler.apply(arrive("b", 3), 0.0)
 
@@ -52,4 +51,4 @@ def test_a_late_row_is_computed_again_when_its_mask_is_there_and_not_before() ->
     assert step("a") == ([("a", 20, 1), ("b", 5, 1)], ["b"], 1)
     assert step() == ([("a", 20, 1), ("b", 6, 1)], ["a", "b"], 0)
     assert not scheduler.waits_for_masks
-    assert scheduler.check().total == 0
+    assert scheduler.check_leaks().total == 0

@@ -30,7 +30,7 @@ def test_a_lease_gives_back_unless_taken() -> None:
         raise KeyError
     assert pool.free == 4
     with leased_scope(pool, 3) as lease:
-        pages = lease.take()
+        pages = lease.detach()
     assert pool.leased == 3
     assert len(lease) == 0
     pool.release(pages)

@@ -59,7 +59,7 @@ def told(bench: RunnerBench, request: Request, chunk: int, company: Callable[[],
 def beside(bench: RunnerBench) -> Callable[[], list[Any]]:
     """Somebody who reads, then writes."""
     other = bench.request(prompt_of(21), SamplingParams(seed=5, max_tokens=50, temperature=1.0))
-    return lambda: [(other, min(5, other.missing))]
+    return lambda: [(other, min(5, other.uncomputed))]
 
 
 def gone_on_with(bench: RunnerBench, prompt: list[int]) -> tuple[Any, ...]:
@@ -67,7 +67,7 @@ def gone_on_with(bench: RunnerBench, prompt: list[int]) -> tuple[Any, ...]:
     first = bench.request(prompt, DRAWS)
     known = bench.read(first, 100)
     request = bench.request(prompt, DRAWS)
-    for own, theirs in zip(request.held, first.held, strict=True):
+    for own, theirs in zip(request.page_tables, first.page_tables, strict=True):
         own.pages[0] = theirs.pages[0]
     request.computed = 16
     tokens, logprobs = told(bench, request, 3)
@@ -137,7 +137,7 @@ def test_pages_are_handed_over_and_kept_as_bytes(folder: Path, tmp_path: Path) -
     head = slab_head(identity, layout, 1 << 22, encrypted=False)
     files = [SlabFile.at(tmp_path / "pages", head, (own, 2), direct=False) for own in range(2)]
     tiers = [SlabTier("disk", file, PageEnvelope(identity, layout)) for file in files]
-    for block, (page, into) in enumerate(zip(request.held[0].pages, heir.held[0].pages, strict=True)):
+    for block, (page, into) in enumerate(zip(request.page_tables[0].pages, heir.page_tables[0].pages, strict=True)):
         theirs, own = reader.memory.view(page), writer.memory.view(into)
         if block == 0:  # by the store
             final = final_of(block)

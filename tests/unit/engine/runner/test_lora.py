@@ -54,7 +54,7 @@ def told(bench: RunnerBench, requests: list[Request], chunk: int) -> list[Any]:
             brought[index][0].extend(zip(drawn.tokens, drawn.logprobs, strict=True))
             brought[index][1].extend(drawn.prompt_logprobs)
     for request in requests:
-        bench.runner.forget(request.id)
+        bench.runner.remove_request(request.id)
         bench.release(request)
     return brought
 
@@ -130,7 +130,6 @@ class Shelf:
         weight: Any = object()
         self.adapters = LoraManager(ops, {"w": weight}, LoraLimits(slots=slots, nbytes=nbytes, max_rank=1), self.read)
         self.used: set[str] = set()
-        self.adapters.in_use = lambda: self.used
 
     def read(self, folder: Path) -> LoraAdapter:
         assert self.may_read.wait(10)
@@ -142,11 +141,11 @@ class Shelf:
     def ready(self, name: str, *, soon: bool = True) -> bool:
         """Is it there now, or, ``soon``, when its thread has done its work?"""
         ref = AdapterRef(fingerprint=name, folder=f"/x/{name}")
-        if self.adapters.ready(ref):
+        if self.adapters.is_ready(ref, lambda: self.used):
             return True
         if soon:
             self.adapters._coming[name].exception(10)
-            return self.adapters.ready(ref)
+            return self.adapters.is_ready(ref, lambda: self.used)
         return False
 
 
@@ -165,15 +164,15 @@ def test_the_longest_unused_makes_room_and_what_is_used_stays(slots: int, nbytes
     shelf = Shelf(slots, nbytes)
     for name in "aba":
         assert shelf.ready(name)
-    shelf.adapters.settled()
+    shelf.adapters.on_scheduled()
     assert shelf.ready("c")  # b was used before a
     assert shelf.adapters.fingerprints() == ("a", "c")
     shelf.used = {"a"}
     assert not shelf.ready("b"), "c was promised to a request that the scheduler does not know yet"
-    shelf.adapters.settled()
+    shelf.adapters.on_scheduled()
     assert shelf.ready("b")
     assert shelf.adapters.fingerprints() == ("a", "b")
-    shelf.adapters.settled()
+    shelf.adapters.on_scheduled()
     shelf.used = {"a", "b"}
     assert not shelf.ready("c")
     shelf.used = {"b"}

@@ -104,8 +104,8 @@ def test_grants_of_several_steps(bench: RunnerBench, name: str) -> None:
     alone = finish(bench, bench.request(PROMPT, SAMPLINGS[name]))
     request = bench.request(PROMPT, SAMPLINGS[name])
     while not finished(request):
-        granted = 1 if request.missing > 1 else min(3, request.last - request.known)
-        bench.step([(request, request.missing)], steps=granted)
+        granted = 1 if request.uncomputed > 1 else min(3, request.local_end - request.known)
+        bench.step([(request, request.uncomputed)], steps=granted)
         ended = [index for index, token in enumerate(request.output) if token == END]
         if ended:  # as the scheduler does with what was drawn after the end
             del request.output[ended[0] + 1 :]
@@ -184,7 +184,7 @@ def test_an_answer_that_cannot_go_on_is_cut_at_the_same_token(bench: RunnerBench
     drawn: SampledTokens = SampledTokens()
     while not drawn.ends:
         draft = tuple(alone[len(request.output) :][:4]) if drafts and request.output else ()
-        row = ScheduledTokens(request, request.computed, request.missing, True, draft)
+        row = ScheduledTokens(request, request.computed, request.uncomputed, True, draft)
         (drawn,) = runner.run(StepPlan(rows=(row,)))
         request.computed = row.start + row.count + len(drawn.tokens) - 1
         for token in drawn.tokens:
@@ -211,7 +211,7 @@ def test_a_draft_that_runs_into_a_bound_leaves_the_answer_as_it_was(bench: Runne
             if drafts and len(request.output) == 4:
                 wrong = ord("x") if answers[0][4] != ord("x") else ord("y")
                 guess = (wrong,) * 4
-            row = ScheduledTokens(request, request.computed, request.missing, True, guess)
+            row = ScheduledTokens(request, request.computed, request.uncomputed, True, guess)
             (drawn,) = runner.run(StepPlan(rows=(row,)))
             request.computed = row.start + row.count + len(drawn.tokens) - 1
             for token in drawn.tokens:
@@ -315,7 +315,7 @@ def test_no_answer_waits_for_the_mask_of_another_and_all_are_what_they_are_alone
         waits = request.id in runner.without_masks()
         sat_out += waits
         rows = [
-            ScheduledTokens(one, one.computed, one.missing, True)
+            ScheduledTokens(one, one.computed, one.uncomputed, True)
             for one in (request, other)
             if not finished(one) and not (one is request and waits)
         ]

@@ -86,7 +86,7 @@ def in_company(bench: RunnerBench, request: Request) -> Told:
     logits = b""
     while len(request.output) < ANSWER:
         others = [(talker, 1) for talker in talkers]
-        if reader.missing > 30:
+        if reader.uncomputed > 30:
             others.append((reader, 30))
         place = bench.runner_steps % (len(others) + 1)
         drawn = bench.step([*others[:place], (request, min(48, request.uncomputed)), *others[place:]])[place]
@@ -117,7 +117,7 @@ def resubmitted(bench: RunnerBench, request: Request) -> Told:
     logits = last_logits(bench)
     logprobs = [*first.logprobs, *bench.step([(request, 1)], steps=6)[0].logprobs]
     heir = bench.request(request.prompt, request.sampling, emitted=tuple(request.output))
-    bench.runner.forget(request.id)
+    bench.runner.remove_request(request.id)
     while len(heir.output) < ANSWER:
         drawn = bench.read(heir, 100)
         assert not drawn.prompt_logprobs  # the client has them already

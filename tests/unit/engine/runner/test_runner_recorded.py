@@ -77,7 +77,7 @@ def told(bench: RunnerBench, all_asked: list[Asked], steps: int) -> list[Any]:
     memory = bench.kv.memory.view(np.uint8).reshape(400, -1)
     result.append([memory[page].tobytes() for page in pages])
     for request in requests:
-        bench.runner.forget(request.id)
+        bench.runner.remove_request(request.id)
         bench.release(request)
     return result
 

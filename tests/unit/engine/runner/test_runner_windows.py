@@ -63,6 +63,9 @@ class Engine:
         events, self.events = self.events, []
         return events
 
+    def on_plan(self, plan: StepPlan) -> None:
+        pass
+
     def on_step_begin(self, predicted_s: float) -> None:
         pass
 

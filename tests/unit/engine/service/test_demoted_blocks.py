@@ -11,7 +11,7 @@ from penstock.engine.core.page_pool import PagePool
 from penstock.engine.core.prefix_cache import PrefixCache
 from penstock.engine.service import kv_events as service_bulletins
 from penstock.engine.service.gateways import ConnectedGateway
-from penstock.engine.service.kv_events import LOOKED_AT, DemotedBlocks, KvEventPublisher
+from penstock.engine.service.kv_events import LOOKED_AT, DemotedBlocks, KvEventPublisher, LowerTiers
 from penstock.kernels.host_ops import keys_of
 from penstock.router.prefix_index import PrefixIndex
 from penstock.types import BlockHash, ModelIdentity, Role, WorkerId, WorkerState
@@ -93,8 +93,9 @@ def test_tiers_are_asked_once_for_all_that_has_left_when_it_is_told() -> None:
     )
     link = hub.connect(config.endpoint)
     listener = hub.listen(config.endpoint)
-    bulletins = KvEventPublisher(config, prefix, listener, lambda: report_of(config))
-    bulletins.track_tiers(below.nearest, 2)
+    bulletins = KvEventPublisher(
+        config, prefix, listener, lambda: report_of(config), lower=LowerTiers(below.nearest, 2)
+    )
     hello = Hello(gateway="g", incarnation=1, kv_snapshot=True)
     assert link.send(hello)
     heard = listener.recv()
@@ -199,7 +200,7 @@ def test_all_that_is_cached_is_told_once_for_all_who_ask_and_one_message_a_turn(
     bulletins.send_due(on.gateways, float(turns), waiting=False)
     while bulletins.is_sending_snapshot:
         turns += 1
-        bulletins.turn(on.gateways, float(turns), waiting=False)
+        bulletins.send_due(on.gateways, float(turns), waiting=False)
     a, b, c = on.heard()
     assert (a, b) == ([], [])
     assert b"".join(message.stored for message in c) == keys_of(known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
 from dataclasses import replace
 
 from penstock.engine.core.events import AddRequest, CancelRequest, CreditGranted, EngineEvent, PagesArrived
@@ -130,12 +131,12 @@ class Reader:
     def __init__(self) -> None:
         self.there: set[str] = set()
 
-    def ready(self, ref: AdapterRef) -> bool:
+    def is_ready(self, ref: AdapterRef, in_use: Callable[[], Set[str]]) -> bool:
         if ref.fingerprint == "never":
             raise AdapterRefused("gone")
         return ref.fingerprint in self.there
 
-    def settled(self) -> None:
+    def on_scheduled(self) -> None:
         return
 
 

@@ -28,15 +28,15 @@ class FakeDrafter:
         self._costs = first, further
         self.seconds = (0.0, 0.0)
 
-    def guess(self, rows: Sequence[ScheduledTokens], depth: int) -> list[tuple[int, ...]]:
+    def draft(self, rows: Sequence[ScheduledTokens], depth: int) -> list[tuple[int, ...]]:
         first, further = self._costs
         self.seconds = (first, further * (depth - 1))
         return [(0,) * depth for _ in rows]
 
-    def follow(self, wanted: bool) -> None:
+    def set_active(self, wanted: bool) -> None:
         pass
 
-    def forget(self, request: RequestId) -> None:
+    def remove_request(self, request: RequestId) -> None:
         pass
 
 
