@@ -37,7 +37,8 @@ from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.model_runner import ModelRunner
-from penstock.engine.service.worker_service import HandOver, WorkerService
+from penstock.engine.service.kv_transfer import TransferEnds
+from penstock.engine.service.worker_service import WorkerService
 from penstock.hashing import chain_root
 from penstock.kernels.program import DirectProgram
 from penstock.kernels.select import make_ops
@@ -143,7 +144,7 @@ class Worker:
         sender = KvSender(config.hand_over, carrier, 1)
         receiver = KvReceiver(config.hand_over, carrier)
         clock = MonotonicClock()
-        hand_over = HandOver(self.identity, sender, receiver)
+        hand_over = TransferEnds(self.identity, sender, receiver)
         self.mailbox = WorkerService(config, self.scheduler, hand_over, self.transport, clock)
         self.kv = kv = self.ops.new_kv(self.spec.kv, pages=pages, memory=memory.buffer)
         program = DirectProgram(self.ops, self.model, kv) if args.direct else None
@@ -204,7 +205,7 @@ class Worker:
         drained = Both(
             Watched(self.mailbox, watch, "publish"), Watched(self.mailbox, watch, "drain"), ("drain_events",)
         )
-        loop.service = Both(inner, Watched(self.mailbox, watch, "plan"), ("on_plan",))
+        loop.service = Both(drained, Watched(self.mailbox, watch, "plan"), ("on_plan",))
         loop.scheduler = Both(
             Watched(self.scheduler, watch, "commit"), Watched(self.scheduler, watch, "plan"), ("plan", "apply")
         )

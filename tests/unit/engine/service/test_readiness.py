@@ -223,7 +223,7 @@ def test_what_goes_wrong_with_one_request_is_its_own_affair():
     """A folder's name that no system takes, say: the worker must not end by it."""
 
     class Breaks(NoAdapters):
-        def ready(self, ref):
+        def is_ready(self, ref, in_use):
             raise ValueError("embedded null byte")
 
     told = []
