@@ -103,7 +103,7 @@ class MarkingRunner(NullRunner):
         held = [struct.unpack("<III", self._place(row, group, at)[:12]) for at in range(first, row.start)]
         found = [mark[:2] for mark in held]
         assert found == known, f"{row.request.id}: pages hold {found}, not {known}"
-        if row.request.mixed_numerics:
+        if row.request.prompt_pages_only:
             border = len(row.request.prompt)
             readers = [bool(mark[2]) for mark in held]
             assert readers == [at < border for at in range(first, row.start)], f"{row.request.id}: {readers}"

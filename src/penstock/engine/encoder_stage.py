@@ -42,7 +42,7 @@ class EncoderCache:
         return self._rows.get(content)
 
     def put(self, content: bytes, rows_ND: NDArray[np.float32]) -> None:
-        """Keep these rows; others that nobody holds make room, and these too if nobody holds them."""
+        """Keep these rows; unpinned rows make room, these too if no request pins them."""
         if content not in self._rows:
             self._rows[content] = rows_ND
             self.nbytes += rows_ND.nbytes
@@ -88,7 +88,7 @@ class RemoteEncoder(Protocol):
     """Encoders on other workers (``engine.service.encoders.Encoders``)."""
 
     def request_rows(self, sources: Sequence[PageSource], image: PlacedImage, picture: MediaInput, width: int) -> bool:
-        """Have one of them encode this image into rows of so many numbers; False if none can be reached."""
+        """Have one of them encode this image into rows of ``width`` numbers; False if none can be reached."""
         ...
 
     def results(self) -> Iterable[tuple[bytes, NDArray[np.float32] | None]]:
@@ -100,11 +100,9 @@ class NoRemoteEncoder:
     """There are no other encoders."""
 
     def request_rows(self, sources: Sequence[PageSource], image: PlacedImage, picture: MediaInput, width: int) -> bool:
-        """See ``RemoteEncoder``."""
         return False
 
     def results(self) -> Iterable[tuple[bytes, NDArray[np.float32] | None]]:
-        """See ``RemoteEncoder``."""
         return ()
 
 
@@ -142,7 +140,7 @@ class EncoderStage:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``covered``: how many tokens of a request's prompt the prefix cache has now.  ``elsewhere``: who else
-        encodes; by default nobody."""
+        encodes; by default no other worker."""
         self.encoder = encoder
         self._ops = ops
         self._covered = covered
@@ -157,7 +155,7 @@ class EncoderStage:
 
     @property
     def axes(self) -> bool:
-        """Have the model's positions three axes?"""
+        """Whether the model's positions have three axes."""
         return self.encoder is not None and self.encoder.has_axes
 
     @property
@@ -168,7 +166,7 @@ class EncoderStage:
     # --- on the way to the scheduler ----------------------------------------------------------------------------------
 
     def is_ready(self, event: AddRequest) -> bool:
-        """Can this request go on to the scheduler?  If not, its images are being encoded.
+        """Whether this request can go to the scheduler; if not, its images are being encoded.
 
         Raises ImageRefused for a request whose images are not what it says, or that this model cannot read.
         """
@@ -216,7 +214,7 @@ class EncoderStage:
                 yield content, rows_ND
 
     def remove_request(self, request: RequestId) -> None:
-        """Nobody waits for this request any more, or it needs its images no longer."""
+        """The request has left, or no longer needs its images."""
         self._waiting.pop(request, None)
         self._store.unpin(request)
 

@@ -4,8 +4,7 @@ seconds = a + b * tokens + c * (query, key) pairs + d * positions that are drawn
 the machine is, which others who use it change from one second to the next, by a scalar filter on the logarithm of the
 measured over the predicted; and the four weights against each other, which are the model's and change slowly, by a
 Kalman filter on what relative error is left (Ljung, System Identification, 2nd ed., 11.6).  So one measured step says
-much about steps of another kind.  Pure: it is told the seconds.  It does not know what a layer is, nor which machine it
-is on.
+much about steps of another kind.  Pure: the seconds are given to it.  It knows neither layers nor machines.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ NOISE_SHARE = 0.05  # of the last step's in what is known of it
 SPEED_DRIFT = 4e-3  # variance of the machine's speed, in its logarithm, from one step to the next
 SPEED_VARIANCE = 64.0  # the same before anything was measured: the first step tells the speed
 DRIFT = 2e-4  # relative variance of each weight's own walk in one step
-WEIGHT_VARIANCE = 1.0  # each weight is within so many times its present value, then and at any time
+WEIGHT_VARIANCE = 1.0  # each weight is within this many times its present value, then and at any time
 MIN_WEIGHT_SHARE = 0.05  # of what the prior says at the machine's speed is any weight: nothing is for free
 WARMUP_STEPS = 8  # for so long any surprise is believed: there is no knowledge to protect yet
 MAX_SURPRISE = 4.0  # then; a process that was stopped for a minute teaches no more than a step of four times the length
@@ -56,7 +55,7 @@ SLOW_FLOPS = 10e9
 """Multiplications and additions a second of a machine that is slower than most."""
 
 WEIGHTS_TOKENS = 8.0
-"""Reading all weights takes as long as computing so many tokens; 1 to some hundred, by the machine."""
+"""Reading all weights takes as long as computing this many tokens; 1 to some hundred, by the machine."""
 
 
 def cost_prior(parameters: int) -> CostVector:

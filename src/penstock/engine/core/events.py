@@ -1,4 +1,4 @@
-"""Events: what the scheduler is told has happened.
+"""Events: what has happened, as input of the scheduler.
 
 Plain data, so the simulator and the tests use the same ones as a worker.
 """
@@ -48,8 +48,8 @@ class AddRequest:
     hashes: Sequence[BlockHash] = ()  # ready-made, of as many full pages of prompt + emitted as the caller has
     emitted: Sequence[int] = ()  # output tokens that the client has already
     claim: Qos = DEFAULT_QOS
-    open_ended: bool = False  # nobody named a length: it is given back where it becomes too long for this worker
-    expected_tokens: int = 0  # of one that is open-ended: so many tokens more will probably be written
+    open_ended: bool = False  # without a length: returned where it becomes too long for this worker
+    expected_tokens: int = 0  # of one that is open-ended: tokens that will probably be sampled
     images: Sequence[PlacedImage] = ()
     media: Sequence[MediaInput] = ()  # one an image, where the prompt is read
     encoders: Sequence[PageSource] = ()  # workers that may be asked for the images' rows
@@ -57,7 +57,7 @@ class AddRequest:
     adapter: AdapterRef | None = None  # it must be ready before the scheduler hears of the request
     extra_tokens: int = 0  # leg=decode: tokens that may still be written at the source while the pages come
     grammar: CompiledGrammar | None = field(default=None, compare=False, repr=False)  # its grammar, once it is compiled
-    mixed_numerics: bool = False  # only whoever reads prompts computes the prompt, and only whoever writes the answer
+    prompt_pages_only: bool = False  # pages of the prompt alone are shared or handed over, never of the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ class PageVerifier(Protocol):
         ...
 
     def is_intact(self, page: PageId) -> bool:
-        """Is it what it was when it was sealed?"""
+        """Whether it is what it was when it was sealed."""
         ...
 
 
@@ -61,10 +61,9 @@ class UnverifiedPages:
     page_s = 0.0
 
     def seal(self, page: PageId) -> None:
-        """See ``PageVerifier``."""
+        pass
 
     def is_intact(self, page: PageId) -> bool:
-        """See ``PageVerifier``."""
         return True
 
 
@@ -102,7 +101,7 @@ class KvCacheManager:
         self.hit_tokens = 0
         self.on_final: Callable[[Request, int, int], None] = _untold  # hears of (request, page of it, group): new
         self._written: dict[Request, list[PageId]] = {}  # given up while they were still written to
-        self.foreign_owners: list[Callable[[], Sequence[PageId]]] = [self._still_written]  # of pages, beside requests
+        self.foreign_owners: list[Callable[[], Sequence[PageId]]] = [self._still_written]  # of pages, besides requests
         self.verifier: PageVerifier = verifier or UnverifiedPages()
         self._turn = 0  # plans so far
         self._checked: dict[PageId, int] = {}  # in which of them a cached page was found to be what it was
@@ -120,7 +119,7 @@ class KvCacheManager:
         self._refused: tuple[Request, int] | None = None  # who found no room, and the pool's releases at that time
 
     def begin_step(self) -> None:
-        """A step is planned: so many pages may be checked again (``PageVerifier.pages_per_step``)."""
+        """A step is planned: ``PageVerifier.pages_per_step`` pages may be verified again."""
         self._turn += 1
         self.verified_now = 0
 
@@ -140,11 +139,11 @@ class KvCacheManager:
 
     @property
     def keeps_states(self) -> bool:
-        """Are there recurrent layers?"""
+        """Whether there are recurrent layers."""
         return self._stride > 1
 
     def most_pages(self, tokens: int) -> int:
-        """Pages that a request of so many tokens holds at most at any time."""
+        """The most pages that a request of ``tokens`` tokens holds at any time."""
         return max_pages(self.reaches, tokens, ahead=self._ahead, page_tokens=self.page_tokens)
 
     def missing_pages(self, request: Request, tokens: int) -> int:
@@ -197,7 +196,7 @@ class KvCacheManager:
         return None
 
     def _sound(self, request: Request, pages: Sequence[PageId]) -> bool | None:
-        """Are these cached pages what they were?  Those that are not leave the cache, and are computed again.
+        """Whether these cached pages are intact.  Those that are not leave the cache and are recomputed.
 
         None: that is not known yet of all of them.  So many are looked at in a turn, all requests together; what was
         found sound since the request first asked needs not be looked at again.
@@ -297,7 +296,7 @@ class KvCacheManager:
 
     @property
     def has_foreign_pages(self) -> bool:
-        """Does anybody hold pages who is no request?"""
+        """Whether pages have owners that are no requests."""
         return self.foreign_pages > 0
 
     @property
@@ -312,7 +311,7 @@ class KvCacheManager:
         return request.known - 1 if request.extra_tokens else request.remote_tokens
 
     def _ring(self, group: int, tokens: int) -> int:
-        """Blocks that a group holds at most at once while so many tokens are read."""
+        """The most blocks that a group holds at once while ``tokens`` tokens are processed."""
         return max_blocks(self.reaches[group], tokens, ahead=self._ahead, page_tokens=self.page_tokens)
 
     def _span(self, request: Request, group: int, found: int) -> tuple[int, int, int]:
@@ -339,7 +338,7 @@ class KvCacheManager:
                 self.on_final(request, page, group)
 
     def _extend(self, request: Request, ends: Sequence[int], fresh: PageLease) -> None:
-        """Give each group's table so many blocks."""
+        """Extend each group's table to its entry of ``ends``."""
         with fresh:
             pages = fresh.detach()
             for own, end in zip(request.page_tables, ends, strict=True):

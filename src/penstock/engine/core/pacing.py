@@ -78,21 +78,21 @@ class LongPromptLimits(NamedTuple):
     most_s: float  # nothing takes longer for being read gently
 
 
-def long_prompt_share_s(request: Request, left_s: float, beside: StepSoFar, bounds: LongPromptLimits) -> float:
+def long_prompt_share_s(request: Request, left_s: float, so_far: StepSoFar, bounds: LongPromptLimits) -> float:
     """Seconds of a step that may go to this prompt; ``left_s``: what reading the rest of it takes.  May be inf.
 
     Notes in the request when it is to be read, the first time that this is asked with answers in the step.
     """
-    if not beside.decode_rows or not bounds.target_s or request.rank or request.output:
+    if not so_far.decode_rows or not bounds.target_s or request.rank or request.output:
         return math.inf
     if request.paced_until is None:
-        times = min((left_s / (LONG_PROMPT * bounds.target_s)) ** 3, MAX_STRETCH, 1.0 + beside.decode_rows)
+        times = min((left_s / (LONG_PROMPT * bounds.target_s)) ** 3, MAX_STRETCH, 1.0 + so_far.decode_rows)
         may_s = bounds.most_s
         if request.deadline is not None:
-            may_s = min(may_s, (request.deadline - beside.now) / 2)
-        request.paced_until = beside.now + min(left_s * times, may_s) if times > 1.0 else 0.0
-    over_s = request.paced_until - beside.now
-    return beside.decode_s * left_s / (over_s - left_s) if over_s > left_s else math.inf
+            may_s = min(may_s, (request.deadline - so_far.now) / 2)
+        request.paced_until = so_far.now + min(left_s * times, may_s) if times > 1.0 else 0.0
+    over_s = request.paced_until - so_far.now
+    return so_far.decode_s * left_s / (over_s - left_s) if over_s > left_s else math.inf
 
 
 class StarvationGuard:
@@ -104,7 +104,7 @@ class StarvationGuard:
         self._since: dict[int, float] = {}  # rank -> when something of it was computed last, or could first have been
 
     def promote_overdue(self, now: float) -> int | None:
-        """Promote who is due.  The rank of the first class that has anything to do here; None: nobody has."""
+        """Promote overdue requests.  Returns the rank of the first class with anything to do; None: there is none."""
         table = self._table
         ranks = {request.rank for request in table.running.values()} | table.queue.ranks()
         first = min(ranks, default=None)

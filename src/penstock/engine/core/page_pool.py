@@ -5,13 +5,13 @@ Knows page numbers only: not what stands in a page, nor where it lies in memory.
 ::
 
     every page is in exactly one of three places
-        free      nobody holds it, nothing worth keeping in it
-        cached    nobody holds it, its content has a name (a label): evictable, oldest first; counts as available
+        free      without a holder, and without known content
+        cached    without a holder, its content has a name (a label): evictable, oldest first; counts as available
         leased    held by one or more owners (its reference count)
 
 A page that moves (of layers with a window) is given back while its owner goes on, which then takes another in its
 place.  So that this never fails, sharing one saves computing but no room: for each further owner a page is promised,
-which nobody else is given.
+which is not allocated otherwise.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class PageLease:
 
 
 class PagePool:
-    """A fixed number of pages, counted.  ``on_evict`` is told the label of every cached page that is given away."""
+    """A fixed number of pages, counted.  ``on_evict`` is called with the label of every cached page that is evicted."""
 
     def __init__(self, pages: int, on_evict: Callable[[PageLabel], None] | None = None) -> None:
         self.pages = pages
@@ -102,7 +102,7 @@ class PagePool:
 
     @property
     def cached(self) -> int:
-        """Pages that nobody holds and whose content is known."""
+        """Pages without a holder whose content is known."""
         return len(self._cached)
 
     @property
@@ -190,7 +190,7 @@ class PagePool:
             page, _ = self._cached.popitem(last=False)
         label, self._labels[page] = self._labels[page], None
         self._references[page] = 1
-        self._generations[page] += 1  # before it is said: another thread that is told too early sees it here
+        self._generations[page] += 1  # before ``on_evict``: another thread sees it here
         if label is not None and self.on_evict is not None:
             self.on_evict(label)
         return page

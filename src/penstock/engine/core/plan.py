@@ -80,14 +80,14 @@ class SampledTokens(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens this row computed, when asked for
     ends: bool = False  # the answer cannot go on: it ends with these tokens, as if it had been too long
-    pooled: bytes | None = None  # of a prompt that is only read, beside one token that means nothing
+    pooled: bytes | None = None  # of a pooling request, with one token that means nothing
     mask_late: bool = (
         False  # what its grammar allows is not known yet: nothing was drawn, its last token is computed again
     )
 
 
 class NewTokens(msgspec.Struct, frozen=True, gc=False):
-    """New tokens of one request, ready to be sent to whoever asked.  ``index`` counts output tokens before them."""
+    """New tokens of one request, ready to be sent to its gateway.  ``index`` counts output tokens before them."""
 
     request: Request
     index: int

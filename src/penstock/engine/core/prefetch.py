@@ -6,7 +6,7 @@
     filled  -> a page that is the right one gets its name and is in the prefix cache from then on; else it is free again
     let_go  -> nothing is held any more: the cache has it, and the request finds it there like anybody else
 
-A page that is being filled belongs to whoever fills it until ``filled`` or ``withdrawn`` is called, whatever becomes of
+A page that is being filled belongs to its writer until ``on_filled`` or ``on_withdrawn`` is called, whatever becomes of
 the request.
 Pure; knows nothing about where pages come from.
 """
@@ -23,7 +23,7 @@ from penstock.engine.core.prefix_cache import PrefixCache
 from penstock.types import BlockHash, PageId
 
 SPARE_SHARE = 8
-"""One page in so many stays available for others."""
+"""One page in this many stays available for others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +34,7 @@ class Prefetch:
     in_flight: dict[int, PageId]  # by place in ``wanted``: pages that somebody fills
     known_pages: list[PageId]  # the part of the prefix that was there
     filled: dict[int, PageId] = field(default_factory=dict[int, PageId])  # those with a name, held until let go
-    released: bool = False  # nobody waits any more
+    released: bool = False  # its request no longer waits
 
 
 class Prefetches:
@@ -55,7 +55,7 @@ class Prefetches:
         return prefix.longest_prefix(hashes, limit, known_in=either)
 
     def missing_pages(self, hashes: Sequence[BlockHash], blocks: int) -> list[tuple[int, int]]:
-        """The pages that a prefix of so many blocks lacks, in the order of their use: (last block, group) of each."""
+        """The pages that a prefix of ``blocks`` blocks lacks, in order of use: (last block, group) of each."""
         prefix = self._memory.prefix
         return sorted(
             (last, group)
@@ -69,7 +69,7 @@ class Prefetches:
     def begin(
         self, hashes: Sequence[BlockHash], limit: int, wanted: Sequence[tuple[BlockHash, int]]
     ) -> Prefetch | None:
-        """Room for these pages, beside what is known of the prefix.  None: others need it more."""
+        """Allocate these pages, and hold what is known of the prefix.  None: others need the room."""
         pool = self._memory.pool
         with self._memory.prefix.match(hashes, limit).lease as known:
             fresh = pool.allocate(len(wanted), spare=pool.pages // SPARE_SHARE)
@@ -80,7 +80,7 @@ class Prefetches:
         return brought
 
     def on_filled(self, brought: Prefetch, place: int, good: bool) -> PageId | None:
-        """Nobody writes into this page any more.  Returned when the prefix cache has it now, and had it not before."""
+        """This page was written.  Returned if it is new in the prefix cache."""
         page = brought.in_flight.pop(place)
         block, group = brought.requested[place]
         new = good and self._memory.prefix.insert(block, page, group)
@@ -94,12 +94,12 @@ class Prefetches:
         return page if new else None
 
     def on_withdrawn(self, brought: Prefetch, places: Sequence[int]) -> None:
-        """Nobody will write into these pages."""
+        """These pages will not be written."""
         self._memory.pool.release([brought.in_flight.pop(place) for place in places])
         self._forget_if_done(brought)
 
     def release(self, brought: Prefetch) -> None:
-        """Nobody waits for this any more.  What is still being filled stays with whoever fills it."""
+        """The request no longer waits.  Pages that are still being filled stay with their writer."""
         held = [*brought.known_pages, *(brought.filled[place] for place in sorted(brought.filled))]
         brought.known_pages.clear()
         brought.filled.clear()

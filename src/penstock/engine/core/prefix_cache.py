@@ -4,7 +4,7 @@ A hash names a block and all tokens before it, so a chain of known hashes is a p
 must be known of it differs by group: every block where layers read everything, the last ones where they read a window.
 States are kept at a grid: a page of such a group has the hash of the last block of its cell, and a prefix that will be
 gone on with here ends with a cell.
-It owns no page: pages that nobody holds stay in the pool's cached list until they are evicted, and then leave here.
+It owns no page: pages without a holder stay in the pool's cached list until they are evicted, and then leave here.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from penstock.kv_spec import FULL_ATTENTION, KvSpec
 from penstock.types import PAGE_TOKENS, BlockHash, PageId
 
 NAMELESS = BlockHash(b"")
-"""Labels a page whose content is damaged: it may still be shared by those who hold it, and is found by nobody."""
+"""Labels a page whose content is damaged: its holders may still share it, and it is not found any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A known prefix of so many blocks, and the pages that a request needs of it, group by group."""
+    """A known prefix of ``blocks`` blocks, and the pages that a request needs of it, group by group."""
 
     blocks: int
     lease: PageLease
@@ -51,7 +51,7 @@ class PrefixCache:
         return sum(map(len, self._page_of))
 
     def __contains__(self, block: BlockHash) -> bool:
-        """In all groups?"""
+        """Whether it is known in all groups."""
         for own in self._page_of:  # noqa: SIM110  (asked for every block of a prompt: a generator takes four times as long)
             if block not in own:
                 return False
@@ -63,7 +63,7 @@ class PrefixCache:
         return self._whole
 
     def has(self, group: int, block: BlockHash) -> bool:
-        """Is this block known in this group?"""
+        """Whether this block is known in this group."""
         return block in self._page_of[group]
 
     def match(self, hashes: Sequence[BlockHash], limit: int, position: int = 0) -> PrefixMatch:
@@ -85,11 +85,11 @@ class PrefixCache:
         return self._reaches[group].first_needed_block(max(position, blocks * self._page_tokens), self._page_tokens)
 
     def full_pages(self, group: int, blocks: int) -> int:
-        """Pages of a group that the first so many blocks fill."""
+        """Pages of a group that the first ``blocks`` blocks fill."""
         return blocks // self._strides[group]
 
     def page_ends(self, group: int, blocks: int, begin: int) -> range:
-        """The last block of each page of a group that the first so many blocks fill, from page ``begin`` on: whose hash
+        """The last block of each page of a group within the first ``blocks`` blocks, from page ``begin`` on: whose hash
         is the page's name."""
         stride = self._strides[group]
         return range((begin + 1) * stride - 1, blocks, stride)
@@ -148,7 +148,7 @@ class PrefixCache:
         return True
 
     def remove_page(self, page: PageId) -> None:
-        """A page that somebody holds is damaged: nobody finds it any more; with its last holder it can be given out."""
+        """A held page is damaged: it is not found any more, and can be allocated when its last holder has gone."""
         label = self._pool.label(page)
         if label is None or self._page_of[label.group].get(label.block) != page:
             return
@@ -156,7 +156,7 @@ class PrefixCache:
         self._pool.set_label(page, PageLabel(label.group, NAMELESS, label.windowed))
 
     def known_blocks(self) -> Iterable[BlockHash]:
-        """Those that ``on_change`` has told as known, known longest first."""
+        """Those that ``on_change`` has reported as known, known longest first."""
         return self._page_of[self.reported_group].keys()
 
     def _evicted(self, label: PageLabel) -> None:

@@ -106,7 +106,6 @@ class Request:
         "leg",
         "local_end",
         "media",
-        "mixed_numerics",
         "open_ended",
         "order",
         "output",
@@ -116,6 +115,7 @@ class Request:
         "preemptions",
         "prompt",
         "prompt_logprobs",
+        "prompt_pages_only",
         "rank",
         "retains_pages",
         "root",
@@ -157,15 +157,15 @@ class Request:
         self.expected_tokens = event.expected_tokens
         self.extra_tokens = max(
             0, min(event.extra_tokens, self.local_end - self.known)
-        )  # room for so many tokens beyond the known
-        self.mixed_numerics = event.mixed_numerics  # the prompt is computed in another numerics class than the answer
+        )  # room for tokens beyond the known ones
+        self.prompt_pages_only = event.prompt_pages_only  # only they are shared or come from elsewhere
         self.retains_pages = False  # gives no page back that it does not read any more: another worker copies it
         self.stop_tokens = frozenset(event.sampling.stop_token_ids)
         self.page_tables: list[PageTable] = []  # one a group of layers; empty: no pages.  Made anew at every admission
         self.capacity = 0
         self.hashes: list[BlockHash] = list(event.hashes)
         self.settled = 0  # blocks whose content is final and was offered to the prefix cache
-        self.announced_pieces = 0  # leg=prefill: pieces (reach.Pieces) that the receiver has been told of
+        self.announced_pieces = 0  # leg=prefill: pieces (reach.Pieces) that were announced to the receiver
         self.cached_tokens = 0  # prompt tokens found in the prefix cache at the first admission
         self.verified_since: int | None = None  # the turn in which it first asked for cached pages
         self.preemptions = 0  # how often its pages were taken back
@@ -178,12 +178,12 @@ class Request:
 
     @property
     def may_outgrow(self) -> bool:
-        """May it become longer than this worker's context?  Only where nobody named a length."""
+        """Whether it may become longer than this worker's context."""
         return self.local_end < self.end
 
     @property
     def exceeds_context(self) -> bool:
-        """Is the answer not over, though nothing more of it can be computed here?"""
+        """Whether the answer is not over, though nothing more of it can be computed here."""
         return self.local_end <= self.known < self.end
 
     @property
@@ -201,12 +201,12 @@ class Request:
     def remote_tokens(self) -> int:
         """leg=decode: tokens that others computed, once all their pages are here.  Of two numerics classes the prompt
         comes from elsewhere, and what was emitted of the answer is computed anew, here."""
-        return len(self.prompt) + (0 if self.mixed_numerics and not self.extra_tokens else self.emitted)
+        return len(self.prompt) + (0 if self.prompt_pages_only and not self.extra_tokens else self.emitted)
 
     @property
     def uncacheable_from(self) -> int | None:
         """Tokens from this one on give no page a name: a reader of the same tokens would compute other bits."""
-        return len(self.prompt) if self.mixed_numerics else None
+        return len(self.prompt) if self.prompt_pages_only else None
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -106,7 +106,7 @@ class RequestTable:
         self.running[request.id] = request
 
     def preempt(self, victim: Request, *, yielding: bool = False) -> None:
-        """Take the pages back.  What was full stays in the prefix cache for as long as nobody needs the room.
+        """Free its pages.  Full pages stay in the prefix cache until the room is needed.
 
         ``yielding``: to a request of a class that goes first.
         """
@@ -122,7 +122,7 @@ class RequestTable:
             self.remove(victim)
 
     def expire(self, now: float) -> None:
-        """Whoever is first of a line and should have had a token by now goes back: nobody waits for it any more."""
+        """Return heads of the queue whose deadline has passed."""
         for request in self.queue.heads():
             if request.deadline is not None and request.deadline <= now and not request.output:
                 self.expired += 1

@@ -79,10 +79,10 @@ def apply_migration(table: RequestTable, request: Request, how: MigrationStep) -
 
 
 def complete_migration(table: RequestTable, request: Request, event: MigrationDone) -> NewTokens | None:
-    """All pages are here, and the tokens that were written meanwhile: go on behind them.
+    """All pages are here, and the tokens that were sampled meanwhile: the request continues behind them.
 
-    Returns the tokens that nobody told the gateway of from here.  What does not fit what this worker knows and has room
-    for is given back.
+    Returns the tokens that were not sent to the gateway from here.  A request whose tokens do not fit what this worker
+    knows and has room for is returned.
     """
     known = len(request.output) - event.index
     fresh = event.tokens[known:]
@@ -287,7 +287,7 @@ class Scheduler:
             self._table.remove(request)
             return
         if request.remote_tokens < request.known:
-            request.has_first_token = True  # it was told before, and what came behind it is computed here
+            request.has_first_token = True  # it is known already, and what follows it is computed here
         else:
             self._know_first(request, event.token)
         self._start_if_complete(request)
@@ -305,9 +305,9 @@ class Scheduler:
     def _joined(self, request: Request, event: MigrationDone) -> None:
         if request.status is not RequestStatus.RESERVED or request.has_first_token:
             return
-        told = complete_migration(self._table, request, event)
-        if told is not None:
-            self._pending.new_tokens.append(told)
+        new = complete_migration(self._table, request, event)
+        if new is not None:
+            self._pending.new_tokens.append(new)
         if request.id in self._table.running:
             self._give_back_if_full(request)
 
@@ -317,7 +317,7 @@ class Scheduler:
             self._give_back_if_full(request)
 
     def _give_back_if_full(self, request: Request) -> None:
-        """An answer is never cut short: who has more of a context goes on with one that nobody named a length for."""
+        """An open-ended answer is never cut short: a worker with a longer context continues it."""
         if request.exceeds_context:
             self._table.return_request(request, TOO_LONG)
             self._table.remove(request)
@@ -325,7 +325,7 @@ class Scheduler:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def plan(self, now: float, max_steps: int = 1, micro_batch: int = 0) -> StepPlan:
-        """What to compute now; up to ``max_steps`` equal steps when only answers are written and nobody waits.
+        """What to compute now; up to ``max_steps`` equal steps when there are only decode rows and no request waits.
 
         Every plan, also one without rows, is followed by its ``commit``; otherwise RuntimeError.
         """
@@ -424,10 +424,10 @@ class Scheduler:
         request.computed = computed = row.start + row.count + taken - 1
         if computed >= (request.settled + 1) * self.config.page_tokens:
             self.memory.cache_full_pages(request)
-        told: tuple[TokenLogprob, ...] = ()
+        prompt_logprobs: tuple[TokenLogprob, ...] = ()
         if index == 0 and request.sampling.prompt_logprobs is not None:
-            told = (*request.prompt_logprobs, *new.prompt_logprobs)
-        outcome.new_tokens.append(NewTokens(request, index, tokens, logprobs, finish, told, new.pooled))
+            prompt_logprobs = (*request.prompt_logprobs, *new.prompt_logprobs)
+        outcome.new_tokens.append(NewTokens(request, index, tokens, logprobs, finish, prompt_logprobs, new.pooled))
         if request.leg is RequestStage.PREFILL:
             self._table.hand_over(request)
             self._announce(request, outcome)

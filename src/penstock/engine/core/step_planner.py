@@ -23,10 +23,10 @@ from penstock.engine.core.request_table import RequestTable
 from penstock.types import RequestId, RequestStage, ServiceClass
 
 MIN_CHUNK_STEPS = 2.0
-"""A piece is kept brief for others' sake, but never below so many times what a step costs that computes nothing."""
+"""A chunk is kept brief for others' sake, but takes at least this many times an empty step."""
 
 LAST_CHUNK_STRETCH = 2.0
-"""A prompt that ends with it may take so many times as long as a piece that others should not wait for."""
+"""The last chunk of a prompt may take this many times as long as a brief one."""
 
 
 class StepBuilder:
@@ -90,12 +90,12 @@ class StepBuilder:
 
     @property
     def has_drafts(self) -> bool:
-        """Does any row have draft tokens?"""
+        """Whether a row has draft tokens."""
         return any(row.draft for row in self.rows)
 
     @property
     def decode_only(self) -> bool:
-        """Is an answer written in every row, without guesses, and did nobody lose a row?"""
+        """Whether every row decodes one token without drafts, and none was preempted."""
         return bool(self.rows) and not (self.chunks or self.preempted or self.has_drafts)
 
     def affordable_steps(self, limit: int) -> int:
@@ -106,7 +106,7 @@ class StepBuilder:
         return max(1, min(limit, int(self._budget_s / one) if one > 0 else limit))
 
     def has_room_for_chunk(self, request: Request) -> bool:
-        """Is enough left of the budgets for a first chunk that is worth it?  The first of a step always is."""
+        """Whether the budgets leave room for a useful first chunk.  The first of a step always fits."""
         whole = self._config.whole_prompts
         piece = request.known if whole else min(request.known, self._config.page_tokens, self._config.max_chunk_tokens)
         left = self._config.max_step_tokens - self.work.tokens
@@ -119,7 +119,7 @@ class StepBuilder:
         return not self._joins(request) and min(left, self._affordable(0, self._brief_s)) >= piece
 
     def has_room_for_decode(self, request: Request) -> bool:
-        """Is enough left of the budgets for one token of an answer more?"""
+        """Whether the budgets leave room for one more decode row."""
         tokens = self.work.tokens
         return tokens < self._config.max_step_tokens and self._affordable(request.computed, draws_each=True) >= 1
 
@@ -133,7 +133,7 @@ class StepBuilder:
         return self._cost.affordable_tokens(self.work, budget_s, start, draws_each=draws_each)
 
     def _joins(self, request: Request) -> bool:
-        """Would a piece of it make another line wait that comes before it in this step?"""
+        """Whether a chunk of it would delay a prompt of another fairness key that comes first in this step."""
         return self._brief_s < math.inf and self._line is not None and self._line != request.fairness_key
 
     def _piece_s(self, request: Request) -> float:
@@ -151,40 +151,49 @@ class StepBuilder:
         )
 
     def add_chunk(self, request: Request) -> bool:
-        """Grant ``request`` as many of its missing tokens as fit.  False when it must wait for another step.
-
-        The first chunk of a step always gets something, up to the end of a page if tokens allow: nobody starves
-        behind a budget.  A chunk that is cut ends with a page when it can; whole prompts are never cut.  While others
-        are there who should not wait for long, a chunk that is cut is brief, and is no part of a step that has
-        another line's before it: it would keep that one waiting, and ends nothing.
-        """
-        config, size, start = self._config, self._config.page_tokens, request.computed
-        missing = request.known - start
-        left = config.max_step_tokens - self.work.tokens
-        each = request.wants_prompt_logprobs
-        want = missing if config.whole_prompts else min(missing, config.max_chunk_tokens)
-        count = min(want, left, self._affordable(start, self._piece_s(request), draws_each=each))
-        if count < missing:
-            count = min(count, self._affordable(start, self._brief_s, draws_each=each))
-        to_page_end = min(want, size - start % size)
-        if config.whole_prompts and count < missing:
-            if self.rows:
-                return False
-            count = missing
-        elif count < missing and self._joins(request):
+        """Grant ``request`` as many of its uncomputed tokens as fit.  False when it must wait for another step."""
+        count = self._chunk_tokens(request)
+        if count == 0:
             return False
-        elif count < to_page_end:
-            if self.chunks or self.filling or left < 1:
-                return False
-            count = min(to_page_end, left)
-        elif count < missing:
-            count = max((start + count) // size * size - start, 0) or count
-        samples = count == missing
+        start, samples = request.computed, count == request.uncomputed
         self.rows.append(ScheduledTokens(request, start, count, samples))
-        self.work.add(start, count, count if each else int(samples))
+        self.work.add(start, count, count if request.wants_prompt_logprobs else int(samples))
         self.chunks += 1
         self._line = self._line or request.fairness_key
         return True
+
+    def _chunk_tokens(self, request: Request) -> int:
+        """Tokens of the request's next chunk in this step; 0: it waits for another step.
+
+        - All uncomputed tokens, when they fit the step's tokens and seconds.
+        - A whole prompt is never cut: one that does not fit waits, unless it is alone in the step.
+        - A cut chunk of another fairness key than the first prompt's waits: it would delay that one, and end nothing.
+        - A cut chunk ends with a page when it can.
+        - The first chunk of a step gets the rest of a page, as far as tokens allow: no prompt starves behind a budget.
+        """
+        config, size, start, missing = self._config, self._config.page_tokens, request.computed, request.uncomputed
+        fitting = self._fitting_tokens(request)
+        if fitting >= missing:
+            return missing
+        if config.whole_prompts:
+            return 0 if self.rows else missing
+        if self._joins(request):
+            return 0
+        to_page_end = min(missing, config.max_chunk_tokens, size - start % size)
+        if fitting < to_page_end:
+            is_first = not (self.chunks or self.filling)
+            return min(to_page_end, max(0, config.max_step_tokens - self.work.tokens)) if is_first else 0
+        whole_pages = (start + fitting) // size * size - start
+        return whole_pages if whole_pages > 0 else fitting
+
+    def _fitting_tokens(self, request: Request) -> int:
+        """Uncomputed tokens that fit the step's tokens and seconds; fewer seconds where they are not all."""
+        config, start, missing = self._config, request.computed, request.uncomputed
+        each = request.wants_prompt_logprobs
+        most = missing if config.whole_prompts else min(missing, config.max_chunk_tokens)
+        most = min(most, config.max_step_tokens - self.work.tokens)
+        count = min(most, self._affordable(start, self._piece_s(request), draws_each=each))
+        return count if count >= missing else min(count, self._affordable(start, self._brief_s, draws_each=each))
 
 
 ALL_RANKS = range(len(ServiceClass))
@@ -220,14 +229,14 @@ class StepPlanner:
         self._max_active = min(config.max_running, config.max_step_tokens)
 
     def may_rest(self) -> bool:
-        """Is there nothing to compute but answers that go on?"""
+        """Whether there is nothing to compute but running answers."""
         head = self._table.queue.head()
         return (head is None or head.leg is RequestStage.DECODE) and all(
             r.uncomputed == 1 for r in self._table.running.values()
         )
 
     def build(self, draft: StepBuilder, max_steps: int, now: float, *, resting: bool = False) -> None:
-        """The next step, or up to ``max_steps`` equal ones when only answers are written and nobody waits.
+        """The next step, or up to ``max_steps`` equal ones when there are only decode rows and no request waits.
 
         No one is admitted in a step that preempted for growth: the room is for those who needed it.  ``resting``:
         nothing is computed, but room is given to those who wait for pages from elsewhere.
@@ -235,32 +244,32 @@ class StepPlanner:
         table = self._table
         first = self._yielding.promote_overdue(now)
         if resting or first is None:
-            self._grant_prompts(draft, [], ALL_RANKS, resting=True)
+            self._admit_remote(draft)
             return
-        mine = [request for request in self._here(draft) if request.rank == first]
-        chunked = self._grant_single_tokens(draft, mine)
-        below = len(mine) < len(table.running)
-        only_answers = bool(draft.rows) and not chunked and not table.queue and not below
-        if self._speculator is not None and only_answers and not draft.preempted:
-            self._speculate(draft, self._speculator)
+        mine = [request for request in self._eligible(draft) if request.rank == first]
+        chunked = self._add_decodes(draft, mine)
+        has_lower = len(mine) < len(table.running)
+        alone = bool(draft.rows) and not chunked and not table.queue and not has_lower  # decode rows, and none waits
+        if self._speculator is not None and alone and not draft.preempted:
+            self._add_drafts(draft, self._speculator)
         draft.close_decodes(batch=first > ServiceClass.INTERACTIVE, contended=table.fair.is_contended(first, now))
-        if max_steps > 1 and only_answers and not table.reserved and not draft.has_drafts:
-            self._grant_several(draft, max_steps)
-        self._grant_prompts(draft, chunked, range(first, first + 1))
-        if below or table.queue.ranks() - {first}:
-            self._fill_up(draft, first)
-        if self._config.stoppable and max_steps > 1 and draft.decode_only and draft.steps == 1 and not below:
-            self._grant_several(draft, max_steps)  # whoever waits will be let in by an event or an end, not by a step
-        self._account(draft, now)
+        if max_steps > 1 and alone and not table.reserved and not draft.has_drafts:
+            self._repeat_rows(draft, max_steps)
+        self._add_prompts(draft, chunked, range(first, first + 1))
+        if has_lower or table.queue.ranks() - {first}:
+            self._add_lower_classes(draft, first)
+        if self._config.stoppable and max_steps > 1 and draft.decode_only and draft.steps == 1 and not has_lower:
+            self._repeat_rows(draft, max_steps)  # waiting requests are admitted after an event, not after a step
+        self._charge(draft, now)
 
-    def _here(self, draft: StepBuilder) -> Collection[Request]:
+    def _eligible(self, draft: StepBuilder) -> Collection[Request]:
         """Running requests that this step may compute: not those whose next token's mask is not there yet."""
         running: Collection[Request] = self._table.running.values()
         if draft.without_masks:
             running = [request for request in running if request.id not in draft.without_masks]
         return self._micro_batches.eligible(running, draft.excluded)
 
-    def _account(self, draft: StepBuilder, now: float) -> None:
+    def _charge(self, draft: StepBuilder, now: float) -> None:
         self._yielding.on_served({row.request.rank for row in draft.rows}, now)
         if self._table.queue:
             for row in draft.rows:
@@ -269,7 +278,7 @@ class StepPlanner:
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
-    def _grant_single_tokens(self, draft: StepBuilder, requests: Iterable[Request]) -> list[Request]:
+    def _add_decodes(self, draft: StepBuilder, requests: Iterable[Request]) -> list[Request]:
         """A row for every one with one missing token, and a page if it needs one; returns the others."""
         rows, others, needy = draft.rows, list[Request](), list[Request]()
         for request in requests:
@@ -288,9 +297,9 @@ class StepPlanner:
     def _make_room(self, needy: list[Request], draft: StepBuilder) -> bool:
         """A block for each of ``needy``, oldest first, taken from the youngest of the last class when none is left.
 
-        True when somebody lost a row by it.  Prefill legs never give way: a receiver may be copying from them, they
-        need no further page, and they end by themselves.  Who could take from nobody but itself misses a step, and so
-        does who would take from a request that is in flight.
+        True when a request lost its row by it.  Prefill legs never give way: a receiver may be copying from them, they
+        need no further page, and end by themselves.  A request that could only preempt itself, or one that is in
+        flight, misses a step.
         """
         disturbed = False
         table = self._table
@@ -313,7 +322,7 @@ class StepPlanner:
         active = (*table.running.values(), *table.reserved.values())
         return [request for request in active if request.leg is not RequestStage.PREFILL and request.rank > above]
 
-    def _speculate(self, draft: StepBuilder, speculator: DraftProposer) -> None:
+    def _add_drafts(self, draft: StepBuilder, speculator: DraftProposer) -> None:
         """Draft tokens behind the rows, within the step's tokens and without taking a page from anybody."""
         rows = draft.rows
         if any(row.request.leg is RequestStage.PREFILL for row in rows):
@@ -329,7 +338,7 @@ class StepPlanner:
                 rows[index] = ScheduledTokens(row.request, row.start, 1, True, tokens[:most])
                 left -= most
 
-    def _grant_several(self, draft: StepBuilder, limit: int) -> None:
+    def _repeat_rows(self, draft: StepBuilder, limit: int) -> None:
         """Repeat the rows: until the first could end by its length, as time allows, while pages last."""
         if any(
             row.request.leg is RequestStage.PREFILL or row.request.sampling.grammar is not None for row in draft.rows
@@ -345,48 +354,61 @@ class StepPlanner:
 
     # --- prompts -----------------------------------------------------------------------------------------------------
 
-    def _grant_prompts(
-        self, draft: StepBuilder, chunked: list[Request], ranks: range, *, resting: bool = False
-    ) -> None:
+    def _add_prompts(self, draft: StepBuilder, chunked: list[Request], ranks: range) -> None:
         """Chunks of prompts, and new requests of these classes, in turn: the fair clock says whose it is.
 
-        At equal times those who run go first.  Nobody is let in after a chunk that did not fit.  Whoever is let in may
+        At equal times running requests go first.  None is admitted after a chunk that did not fit.  An admission may
         take from classes after its own, so rows of those are granted later.
         """
         queue = self._table.queue
         pending = sorted(chunked, key=queue.position, reverse=True)
-        letting_in = not draft.preempted
+        admitting = not draft.preempted
         growing = -1  # not counted yet
-        waiting = [head for head in queue.heads() if head.rank in ranks] if queue and letting_in else []
+        waiting = [head for head in queue.heads() if head.rank in ranks] if queue and admitting else []
         while pending or waiting:
-            head = waiting[0] if waiting and letting_in else None
+            head = waiting[0] if waiting and admitting else None
             if head is not None and (not pending or queue.position(head)[:2] < queue.position(pending[-1])[:2]):
                 growing = self._growing() if growing < 0 else growing
-                refusal = self._admit(draft, head, growing, resting=resting)
+                refusal = self._admit(draft, head, growing)
                 if refusal in (AdmissionRefusal.BEING_COMPUTED, AdmissionRefusal.BEING_CHECKED):
                     del waiting[0]  # its line waits for blocks that others do not need
                     continue
-                letting_in = refusal is None
-                if letting_in:
+                admitting = refusal is None
+                if admitting:
                     growing += needs_more_pages(head)
                     waiting = [head for head in queue.heads() if head.rank in ranks]
-                    letting_in = head.leg is RequestStage.DECODE or draft.add_chunk(head)
+                    admitting = head.leg is RequestStage.DECODE or draft.add_chunk(head)
             elif pending:
-                letting_in = draft.add_chunk(pending.pop()) and letting_in
+                admitting = draft.add_chunk(pending.pop()) and admitting
             else:
                 return
+
+    def _admit_remote(self, draft: StepBuilder) -> None:
+        """In a step that computes nothing, admit requests whose pages come from elsewhere, up to the first other."""
+        queue, growing = self._table.queue, self._growing()
+        waiting = queue.heads() if queue else []
+        while waiting and waiting[0].leg is Leg.DECODE:
+            head = waiting[0]
+            refusal = self._admit(draft, head, growing)
+            if refusal in (AdmissionRefusal.BEING_COMPUTED, AdmissionRefusal.BEING_CHECKED):
+                del waiting[0]
+                continue
+            if refusal is not None:
+                return
+            growing += needs_more_pages(head)
+            waiting = queue.heads()
 
     def _growing(self) -> int:
         table = self._table
         return sum(map(needs_more_pages, table.running.values())) + sum(map(needs_more_pages, table.reserved.values()))
 
-    def _admit(self, draft: StepBuilder, request: Request, growing: int, *, resting: bool) -> AdmissionRefusal | None:
+    def _admit(self, draft: StepBuilder, request: Request, growing: int) -> AdmissionRefusal | None:
         """Let ``request`` in, if there is room, and work left to grant in this step; else why not.
 
         A block for each request that still grows stays free: who is admitted into the last one is preempted at once.
         """
         table, groups = self._table, self._memory.groups
-        if request.leg is not RequestStage.DECODE and (resting or not draft.has_room_for_chunk(request)):
+        if request.leg is not RequestStage.DECODE and not draft.has_room_for_chunk(request):
             return AdmissionRefusal.NO_ROOM
         spare = growing * groups
         refusal: AdmissionRefusal | None = AdmissionRefusal.NO_ROOM
@@ -396,9 +418,7 @@ class StepPlanner:
         while refusal is AdmissionRefusal.NO_ROOM and victims and self._can_be_had(request, spare, victims):
             victim = max(victims, key=service_order)
             if victim.in_flight:
-                draft.preemption_targets.update(
-                    victims
-                )  # all of them: one page too few, and those who gave way come back at once
+                draft.preemption_targets.update(victims)  # all: with one page too few they would come back at once
                 break
             victims.remove(victim)
             spare -= groups * needs_more_pages(victim)
@@ -412,7 +432,7 @@ class StepPlanner:
         return refusal
 
     def _can_be_had(self, request: Request, spare: int, victims: list[Request]) -> bool:
-        """Would there be room, at best, if all ``victims`` gave way?"""
+        """Whether there would be room, at best, if all ``victims`` gave way."""
         theirs = sum(len(own.pages) - own.first for victim in victims for own in victim.page_tables)
         spare -= self._memory.groups * sum(map(needs_more_pages, victims))
         known = self._memory.prefix.longest_prefix(request.hashes, len(request.hashes)) * self._memory.groups
@@ -421,16 +441,16 @@ class StepPlanner:
 
     # --- lower classes -----------------------------------------------------------------------------------------------
 
-    def _fill_up(self, draft: StepBuilder, first: int) -> None:
+    def _add_lower_classes(self, draft: StepBuilder, first: int) -> None:
         """What the first class has left of the step's time is for those after it, class by class."""
-        for rank in sorted({r.rank for r in self._here(draft)} | self._table.queue.ranks()):
+        for rank in sorted({r.rank for r in self._eligible(draft)} | self._table.queue.ranks()):
             if rank <= first:
                 continue
-            mine = sorted((r for r in self._here(draft) if r.rank == rank), key=service_order)
+            mine = sorted((r for r in self._eligible(draft) if r.rank == rank), key=service_order)
             if not draft.rows:  # nothing of the first class can be computed now, so they are alone
-                chunked = self._grant_single_tokens(draft, mine)
+                chunked = self._add_decodes(draft, mine)
                 draft.close_decodes(batch=True, contended=True)
-                self._grant_prompts(draft, chunked, range(rank, rank + 1))
+                self._add_prompts(draft, chunked, range(rank, rank + 1))
                 continue
             draft.filling = True
             chunked = []
@@ -441,5 +461,5 @@ class StepPlanner:
                     draft.add_decode(request)
                 else:
                     draft.skipped += 1
-            self._grant_prompts(draft, chunked, range(rank, rank + 1))
+            self._add_prompts(draft, chunked, range(rank, rank + 1))
         draft.rows.sort(key=lambda row: row.count > 1)  # as the runner has them in any step: answers first

@@ -56,7 +56,7 @@ class FairClock:
             self._times = {each: self._times[each] for each in {*foremost, line}}
 
     def charge_prompt(self, line: FairnessKey, tokens: int, weight: float) -> None:
-        """A request of this line is let in, with so many tokens to compute."""
+        """A request is admitted, with ``tokens`` tokens to compute."""
         start = self.virtual_time(line)
         self._present[line[0]] = max(self._present.get(line[0], 0.0), start)
         self._times[line] = start + tokens / weight
@@ -66,7 +66,7 @@ class FairClock:
         self._times[line] = self.virtual_time(line) + self._output_weight * tokens / weight
 
     def is_contended(self, rank: int, now: float) -> bool:
-        """Were others there of late whom a line of this class should not keep for long: of its class, or before it?"""
+        """Whether requests of another tenant in this class, or of a class before it, came lately."""
         if len(self._seen) < 2:
             return False
         self._forget_unseen(now)
@@ -90,7 +90,7 @@ class WaitingQueue:
     def __init__(self, clock: FairClock) -> None:
         self._clock = clock
         self._lines: dict[FairnessKey, list[tuple[OrderKey, Request]]] = {}
-        self._counts: dict[FairnessKey, int] = {}  # of those who wait; lines where nobody does are not there
+        self._counts: dict[FairnessKey, int] = {}  # of waiting requests; keys without one are absent
         self._length = 0
 
     def __len__(self) -> int:

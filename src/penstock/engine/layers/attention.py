@@ -15,7 +15,7 @@ class AttentionBlock(Protocol):
 
     def write(self, ops: Ops, hidden_TD: Array, batch: StepBatch, kv: Array) -> Any:
         """What later tokens need of these goes to their pages; returns what ``mix`` goes on with: the queries, and what
-        the block may have beside them."""
+        other state of the block."""
         ...
 
     def mix(self, ops: Ops, written: Any, batch: StepBatch, kv: Array) -> Array:

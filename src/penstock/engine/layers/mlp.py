@@ -52,7 +52,7 @@ class PlainMlp:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """What every token passes beside its own experts."""
+    """What every token passes besides its own experts."""
 
     gate_up: PackedLinear
     down: PackedLinear

@@ -356,7 +356,7 @@ def layer_numbers(decoder: DecoderConfig) -> list[int]:
 
 
 def has_axes(attention: AttentionConfig) -> bool:
-    """Do the columns of a head follow more positions than one?"""
+    """Whether the columns of a head follow more positions than one."""
     return attention.rope is not None and attention.rope.axes is not None
 
 
@@ -377,6 +377,5 @@ class PoolingDecoder:
         return None if hidden_RD is None else self._decoder.norm(ops, hidden_RD)
 
     def scores(self, ops: Ops, states_RD: Array) -> Array:
-        """See ``engine.models.port.Reader``."""
         assert self._score is not None, "a model without labels"
         return ops.linear(states_RD, self._score)

@@ -43,7 +43,7 @@ class PairedProduct:
 class EagleHead:
     """Weights and sizes; ``first`` and ``further`` are what is computed."""
 
-    tapped: tuple[int, ...]  # the model's hidden states behind so many layers are read
+    tapped: tuple[int, ...]  # layers behind which the model's hidden states are read
     hidden: int
     kv: KvShape
     ids_V: NDArray[np.int32] | None  # the model's token of each output; None: the same

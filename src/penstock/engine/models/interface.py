@@ -62,13 +62,13 @@ class MediaEncoding(Protocol):
 
 
 class MediaEncoder(Protocol):
-    """What makes rows of pictures or sounds, one by one, in blocks.  What one gives depends on nothing beside it."""
+    """Encodes images or sounds one by one, in blocks of layers.  The rows of one depend on nothing else."""
 
     has_axes: bool
-    """Do rows and columns turn the decoder's tokens apart?"""
+    """Whether the decoder's tokens have positions by row and column."""
 
     leading_tokens: int
-    """Every prompt begins with one that stands for so many tokens; 0: they stand anywhere, or nowhere."""
+    """Tokens that stand for one at the beginning of every prompt; 0: anywhere, or nowhere."""
 
     @property
     def width(self) -> int:

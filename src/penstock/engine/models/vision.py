@@ -1,7 +1,7 @@
 """The reader of images that ``weights.vision.Vision`` describes: pixels to rows that take the place of tokens.
 
 One image at a time, half a layer after the other, so that others can be served in between.  What an image gives depends
-on nothing beside it.  Knows nothing about prompts.
+on nothing else.  Knows nothing about prompts.
 """
 
 from __future__ import annotations

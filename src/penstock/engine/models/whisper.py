@@ -131,7 +131,7 @@ class SoundEncoder:
         return ops.activate(kernel(ops, ops.compute(unfold(rows_FK, step))), Activation.GELU)
 
     def finish(self, ops: Ops, hidden_TD: Array) -> NDArray[np.float32]:
-        """fp32 [tokens, D]; behind the sound's rows zeros, which nobody reads."""
+        """fp32 [tokens, D]; behind the sound's rows zeros, which are not read."""
         rows_ND = np.zeros((self.whisper.begin, self.width), np.float32)
         rows_ND[: self.whisper.source] = ops.to_numpy(self._norm(ops, hidden_TD))
         return rows_ND
@@ -157,7 +157,6 @@ class SoundEncoding:
         self._batch = StepBatch(none, none, np.array([0, rows], np.int32), none.reshape(0, 0), none)
 
     def advance(self, ops: Ops) -> bool:
-        """See ``engine.models.port.Encoding``."""
         encoder, hidden_TD = self._encoder, self._hidden_TD
         if self._done < 2 * len(encoder.mlps):
             layer, behind = divmod(self._done, 2)
@@ -175,7 +174,6 @@ class SoundEncoding:
 
     @property
     def rows(self) -> NDArray[np.float32]:
-        """See ``engine.models.port.Encoding``."""
         if self._rows_ND is None:
             raise ValueError("the sound is not finished")
         return self._rows_ND
@@ -237,13 +235,12 @@ class WhisperModel:
 
     def _layer(self, parts: WhisperLayerFactory, index: int) -> WhisperLayer:
         name, whisper = f"{index}.", parts.whisper
-        # Text lies within the second chunk of so many positions: it reads itself, and not the sound before it.
+        # Text lies within the second chunk of positions: it reads itself, and not the sound before it.
         spec = AttentionSpec(parts.scale(whisper.decoder), chunk=whisper.begin)
         attention = SelfAttention(**parts.attention(name, whisper.decoder), layer=index, spec=spec)
         return WhisperLayer(attention, parts.cross(index), parts.mlp(name))
 
     def write_source(self, ops: Ops, rows_TD: Array, batch: StepBatch, kv: Array) -> None:
-        """See ``engine.models.port.CrossReading``."""
         for layer in self.layers:
             layer.cross.write(ops, rows_TD, batch, kv)
 
@@ -263,7 +260,6 @@ class WhisperModel:
         return hidden_RD
 
     def logits(self, ops: Ops, hidden_RD: Array) -> Array:
-        """See ``engine.models.port.Model``."""
         return ops.linear(self.norm(ops, hidden_RD), self.embed)
 
 

@@ -133,7 +133,7 @@ class MediaRows(Protocol):
 
     @property
     def axes(self) -> bool:
-        """Have the model's positions three axes?"""
+        """Whether the model's positions have three axes."""
         ...
 
     def rows(self, image: PlacedImage, pictures: Sequence[MediaInput], index: int) -> NDArray[np.float32]:
@@ -156,7 +156,7 @@ class InputBatch:
         slot_of: Callable[[str], int] | None = None,
     ) -> None:
         """``hidden`` makes the backend's array of what ``images`` gives.  ``slot_of``: of an adapter by its
-        fingerprint, or of none; None: nobody has any."""
+        fingerprint, or of none; None: there are no adapters."""
         self._images = images
         self._hidden = hidden
         self._tapped: tuple[int, ...] = ()
@@ -254,7 +254,7 @@ class InputBatch:
         return turns_T3, GivenRows(np.concatenate(places), self._hidden(np.concatenate(values)))
 
     def _adapters(self, spans: list[TokenSpan]) -> NDArray[np.int32] | None:
-        """The slot of each span's adapter; None when nobody has one."""
+        """The slot of each span's adapter; None when no span has one."""
         slot_of = self._slot_of
         if slot_of is None or not any(span.state.request.adapter for span in spans):
             return None
@@ -307,12 +307,12 @@ class InputBatch:
 
     @property
     def is_recurrent(self) -> bool:
-        """Are there recurrent layers, which cannot compute a token twice?"""
+        """Whether there are recurrent layers, which cannot compute a token twice."""
         return self._cell is not None
 
     @property
     def gumbel_only(self) -> bool:
-        """Does every span bring one picked token and nothing else?"""
+        """Whether every span brings one token sampled by temperature alone, and nothing else."""
         return len(self.gumbel_spans) == len(self._at) == len(self.spans)
 
     def advance_in_place(self, rows: Sequence[ScheduledTokens], *, spans: bool) -> bool:
@@ -407,7 +407,7 @@ class InputBatch:
             span.sampled += islice(tokens, len(span.sampled_positions))
 
     def record_hidden_states(self, tapped: tuple[int, ...], hidden: int) -> None:
-        """Steps can hand hidden states out, of ``hidden`` numbers, behind so many layers."""
+        """Steps can export hidden states of ``hidden`` numbers behind these layers."""
         self._tapped = tapped
         self._taps = np.empty((0, len(tapped) * hidden), np.float32)
 
@@ -435,7 +435,6 @@ def keyed_groups(held: Sequence[PageTable]) -> int:
 
 
 def state_pages(spans: Sequence[TokenSpan]) -> NDArray[np.int32] | None:
-    """See ``StepBatch.states_SW``."""
     held = [span.state.request.page_tables[keyed_groups(span.state.request.page_tables) :] for span in spans]
     if not held[0]:
         return None

@@ -1,4 +1,4 @@
-"""What the engine's loop needs of whoever computes.
+"""What the engine's loop needs of a runner.
 
 Two implementations: ``model_runner.ModelRunner`` (a model, kernels, KV memory) and ``null.NullRunner`` (a hash).
 """

@@ -63,13 +63,11 @@ class _AddingOps:
         return getattr(self._ops, name)
 
     def linear(self, x_TK: Array, weight: PackedLinear) -> Array:
-        """See ``Ops.linear``."""
         out_TN = self._ops.linear(x_TK, weight)
         self._add(x_TK, weight, out_TN)
         return out_TN
 
     def linear_add(self, x_TK: Array, weight: PackedLinear, hidden_TN: Array) -> None:
-        """See ``Ops.linear_add``."""
         self._ops.linear_add(x_TK, weight, hidden_TN)
         self._add(x_TK, weight, hidden_TN)
 
@@ -148,7 +146,7 @@ class LoraManager:
             raise AdapterRefused(f"{ref.folder}: no room beside the other adapters (max_loras, lora_memory)")
 
     def is_ready(self, ref: AdapterRef, in_use: Callable[[], Set[str]] = frozenset) -> bool:
-        """Can a request with this adapter be computed now?  If not, it is being read, or waits for others to end.
+        """Whether a request with this adapter can be computed now; if not, the adapter is being read or waits for room.
 
         Raises AdapterRefused when it cannot be had.
         """

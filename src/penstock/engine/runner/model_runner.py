@@ -35,7 +35,7 @@ class CrossKvWriter:
         self._kv = kv
 
     def wanted(self, rows: Sequence[ScheduledTokens]) -> bool:
-        """Does a row have tokens that stand for an encoder's rows?"""
+        """Whether a row has tokens that stand for an encoder's rows."""
         source = self._model.source_tokens
         return any(row.start < source for row in rows)
 
@@ -113,7 +113,7 @@ def score_prompt_tokens(model: Model, ops: Ops, spans: Sequence[TokenSpan], hidd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerServices:
-    """What a runner needs beside model and memory, for requests that ask for it.
+    """What a runner needs besides model and memory, for requests that ask for it.
 
     ``matcher_of``: a grammar's matcher at the beginning of an answer, compiled before a request with that grammar is
     planned.  ``images``: where rows of images come from, for a model that reads them.  ``adapters``: those of planned
@@ -189,7 +189,6 @@ class ModelRunner:
         return arrays.sampled_tokens()
 
     def without_masks(self) -> Set[RequestId]:
-        """See ``Scheduler.without_masks``."""
         return self._masks.waiting_requests()
 
     def _run_ahead(self, steps: int) -> int:
@@ -219,7 +218,7 @@ class ModelRunner:
                 self._images.remove_request(row.request.id)
 
     def record_hidden_states(self, tapped: tuple[int, ...], hidden: int) -> None:
-        """The program was recorded to hand hidden states out, of ``hidden`` numbers, behind so many layers."""
+        """The program was recorded to export hidden states of ``hidden`` numbers behind these layers."""
         self._tapped = tapped
         self._arrays.record_hidden_states(tapped, hidden)
 
@@ -228,7 +227,6 @@ class ModelRunner:
         self._arrays.exports_hidden_states = wanted
 
     def hidden_states(self) -> Mapping[RequestId, tuple[int, NDArray[np.float32]]]:
-        """See ``InputBatch.hidden_states``."""
         return self._arrays.hidden_states()
 
     def _step(self, *, may_sit_out: bool) -> None:

@@ -84,7 +84,7 @@ class PoolingRunner:
         return drawn
 
     def _added(self, row: ScheduledTokens, states_RD: PooledVector) -> SampledTokens:
-        """One row's states beside those of its text before; the vector when the text ends."""
+        """Adds one row's states to those of its text so far; the vector when the text ends."""
         request = row.request
         if row.start == 0:
             self._sums.pop(request.id, None)  # begun anew
@@ -114,7 +114,7 @@ def final_embedding(vector: PooledVector, wanted: PoolingParams, normalised: boo
 
 
 def activate_scores(scores: Sequence[float], how: ScoreFunction) -> PooledVector:
-    """What is told of a head's outputs."""
+    """A head's outputs as scores."""
     if how is ScoreFunction.SIGMOID:
         return np.array([1 / (1 + math.exp(-x)) if x > -700 else 0.0 for x in scores])
     if how is ScoreFunction.SOFTMAX:

@@ -86,7 +86,7 @@ class MaskJob:
         began = time.thread_time()
         try:
             self.constraint.compute_masks(self, self._new)
-        except BaseException as error:  # noqa: BLE001 - told to whoever computes the step
+        except BaseException as error:  # noqa: BLE001 - raised again by the thread that computes the step
             self.error = error
         finally:
             self.seconds = time.thread_time() - began
@@ -208,7 +208,7 @@ MaskWork = tuple[GrammarConstraint, Sequence[int], Sequence[int]]
 
 
 class MaskThreads:
-    """Works masks out beside the steps of one runner: those of a step on one thread, and slow ones on another.
+    """Computes masks while one runner computes steps: those of a step on one thread, slow ones on another.
 
     The threads exist once a grammar was followed.
     """
@@ -264,12 +264,12 @@ class MaskThreads:
         return frozenset(self._under_way)
 
     def remove(self, request: RequestId) -> None:
-        """Nobody waits for the masks of this request any more."""
+        """The request has left."""
         self._under_way.pop(request, None)
 
 
 class StepMasks:
-    """The masks of one step: begun on a thread beside the one that computes it, finished by whoever comes first.
+    """The masks of one step: begun on another thread, finished by the thread that comes first.
 
     A machine whose cores are all busy may not let that thread run in time.
     """
@@ -429,7 +429,7 @@ class SamplingState:
         return found
 
     def gumbel_only(self, position: int) -> bool:
-        """Is the token at ``position``, and so every later one, drawn from all tokens by temperature alone?"""
+        """Whether the token at ``position``, and so every later one, is sampled by temperature alone."""
         return self._plain and not len(self._banned_at(position))
 
     def _banned_at(self, position: int) -> NDArray[np.int32]:

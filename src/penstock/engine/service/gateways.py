@@ -40,7 +40,7 @@ class GatewayRequest:
     started_at: float | None = None  # when its first token was computed here
     first_item: TokenItem | None = None  # leg=decode: the prefill worker's token, with its facts
     confirmed_at: float = 0.0  # when it came, or its gateway was last asked whether it is still wanted
-    phases: list[PhaseTiming] | None = None  # that have ended and are not told yet; None: nobody wants to know
+    phases: list[PhaseTiming] | None = None  # that have ended and were not sent yet; None: the request is not traced
     pulled: tuple[float, int] = (0.0, 0)  # leg=decode: when it asked for its pages, and of how many tokens
 
     def end_phase(self, name: str, begin: float, now: float, **facts: float) -> None:
@@ -49,7 +49,7 @@ class GatewayRequest:
             self.phases.append(PhaseTiming(name, begin - self.arrived_at, now - begin, facts))
 
     def take_phases(self) -> tuple[PhaseTiming, ...]:
-        """Those that are not told yet."""
+        """Those that were not sent yet."""
         if not self.phases:
             return ()
         phases, self.phases = tuple(self.phases), []
@@ -59,7 +59,7 @@ class GatewayRequest:
 def add_request_of(message: Submit, now: float, *, ahead: int) -> AddRequest:
     """What the scheduler hears of a Submit.  ``ahead``: room for what is written of a moving answer meanwhile.
 
-    When it came is told by this host's clock and the request's age: gateways on hosts that run for longer or shorter
+    Its arrival follows from this host's clock and the request's age: gateways on hosts that run for longer or shorter
     stand in one line.
     """
     return AddRequest(
@@ -81,7 +81,7 @@ def add_request_of(message: Submit, now: float, *, ahead: int) -> AddRequest:
         pooling=message.pooling,
         adapter=message.adapter,
         extra_tokens=ahead if message.joins else 0,
-        mixed_numerics=message.apart,
+        prompt_pages_only=message.apart,
     )
 
 
@@ -95,12 +95,12 @@ class ConnectedGateway:
     last_seen: float
     connection: int = 0  # the latest that it made
     serial: int = 0  # the latest of its Submits; 0: it gives no work
-    follows_cache: bool = False  # it has asked what is cached here, and is told of changes
+    follows_cache: bool = False  # it has asked what is cached here, and is sent its changes
     greeted: bool = False  # it has said Hello since it was sent a report
     reported_at: float = float("-inf")  # when it was sent one, over the connection that it has now
     counters: Mapping[str, float] = field(default_factory=dict[str, float])  # that it knows by those
     counted_at: float = float("-inf")  # when it was sent all of them
-    away: bool = False  # silent for too long; not told anything until it speaks
+    away: bool = False  # silent for too long; nothing is sent until it speaks
     unsent: list[Returned] = field(default_factory=list[Returned])  # what it must learn when it is back
 
 
@@ -109,7 +109,7 @@ class HelloResult:
     """What a Hello brought to light."""
 
     gateway: ConnectedGateway
-    orphans: list[GatewayRequest]  # of an earlier incarnation: nobody waits for them
+    orphans: list[GatewayRequest]  # of an earlier incarnation, which no longer waits
     cut_off: list[GatewayRequest]  # asked over an earlier connection: what was said over it last may have been lost
 
 
@@ -127,8 +127,8 @@ class GatewayRequests:
     ) -> HelloResult:
         """A gateway is (still) there.  A process or connection that was replaced meanwhile has nothing here.
 
-        Whoever says the same name over another connection takes its place when the earlier one is gone or has been
-        silent for ``ALIVE_S``: nobody drives a gateway out that is there, whatever numbers he calls himself by.
+        A gateway of the same name on another connection takes its place when the earlier one is gone or has been
+        silent for ``ALIVE_S``: a gateway that is alive is never displaced.
         """
         known = self._gateways.get(message.gateway)
         other = known is not None and known.peer != peer and not known.away
@@ -160,12 +160,12 @@ class GatewayRequests:
         return HelloResult(known, orphans, cut_off)
 
     def may_cancel(self, peer: bytes, request: RequestId) -> bool:
-        """Has whoever speaks over this connection said Hello, and nobody else asked for this request?"""
+        """Whether this connection has said Hello, and no other gateway submitted this request."""
         gateway, ask = self._by_peer.get(peer), self._asks.get(request)
         return gateway is not None and (ask is None or ask.gateway is gateway)
 
     def is_connected(self, peer: bytes) -> bool:
-        """Has whoever speaks over this connection said Hello?"""
+        """Whether this connection has said Hello."""
         return peer in self._by_peer
 
     def submit(self, peer: bytes, message: Submit, now: float) -> GatewayRequest | None:
@@ -189,7 +189,7 @@ class GatewayRequests:
         return self._asks.get(request)
 
     def remove(self, request: RequestId, epoch: int) -> GatewayRequest | None:
-        """Nobody waits for this request any more, unless a later epoch of it is here."""
+        """Remove this request, unless a later epoch of it is here."""
         ask = self._asks.get(request)
         if ask is None or ask.epoch > epoch:
             return None
@@ -265,7 +265,7 @@ class TokenBatches:
 def token_item(progress: NewTokens, ask: GatewayRequest, now: float) -> TokenItem:
     """What one request's progress is for its gateway.  A token that the prefill worker drew keeps its facts.
 
-    Phases of a leg that is traced are told once.
+    Phases of a traced request are sent once.
     """
     request = progress.request
     if ask.first_item is not None and ask.first_item.index == progress.index:
@@ -292,18 +292,18 @@ def token_item(progress: NewTokens, ask: GatewayRequest, now: float) -> TokenIte
 def split_prompt_logprobs(item: TokenItem) -> Iterator[TokenItem]:
     """The item, with what comes before it of the prompt's log-probabilities where they are many.  The last has the
     tokens."""
-    told = item.prompt_logprobs or ()
-    at_once = max(1, MAX_LOGPROBS_PER_MESSAGE // (1 + max((len(one.top) for one in told), default=0)))
+    logprobs = item.prompt_logprobs or ()
+    at_once = max(1, MAX_LOGPROBS_PER_MESSAGE // (1 + max((len(one.top) for one in logprobs), default=0)))
     start = 0
-    while len(told) - start > at_once:
+    while len(logprobs) - start > at_once:
         yield TokenItem(
             request=item.request,
             epoch=item.epoch,
             index=item.index,
             tokens=(),
-            prompt_logprobs=told[start : start + at_once],
+            prompt_logprobs=logprobs[start : start + at_once],
             prompt_start=start,
             prompt_more=True,
         )
         start += at_once
-    yield item if not start else msgspec.structs.replace(item, prompt_logprobs=told[start:], prompt_start=start)
+    yield item if not start else msgspec.structs.replace(item, prompt_logprobs=logprobs[start:], prompt_start=start)

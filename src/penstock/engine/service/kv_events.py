@@ -150,7 +150,7 @@ class KvEventLog:
         """Everything as it stands after message ``sequence``, in parts.  To be called with nothing left to ``take``.
 
         Names are copied at once (some 10 ns a block); each part is made when it is asked for.  What changes between
-        two parts is in the changes behind ``sequence``, and may or may not be in a part: told after all parts, those
+        two parts is in the changes behind ``sequence``, and may or may not be in a part: sent after all parts, those
         changes are the last word either way.
         """
         lower = self._lower()
@@ -160,11 +160,11 @@ class KvEventLog:
     def _parts(
         self, sequence: int, known: list[BlockHash], below: list[BlockHash], tiers: Mapping[BlockHash, int]
     ) -> Iterator[KvEvents]:
-        told = chain(((tiers.get(block, _NOWHERE), block) for block in below), ((0, block) for block in known))
+        entries = chain(((tiers.get(block, _NOWHERE), block) for block in below), ((0, block) for block in known))
         parts = max(1, -(-(len(known) + len(below)) // KV_EVENT_BLOCKS))
         for part in range(parts):
             by_tier: dict[int, list[bytes]] = {}
-            for tier, block in islice(told, KV_EVENT_BLOCKS):
+            for tier, block in islice(entries, KV_EVENT_BLOCKS):
                 by_tier.setdefault(tier, []).append(block[:KV_KEY_BYTES])
             yield self._message(by_tier, sequence, part=part, parts=parts)
 
@@ -220,11 +220,11 @@ class KvEventPublisher:
             prefix.on_change = self._cache_changed
         self._gone: dict[BlockHash, None] = {}  # given up by the cache; no tier was asked for them yet
         self._wanted: list[ConnectedGateway] = []  # who have asked for all that is cached
-        self._snapshot: _Snapshot | None = None  # that is being told
+        self._snapshot: _Snapshot | None = None  # that is being sent
         self._strangers: dict[bytes, None] = {}  # peers that only ask who listens here
         self._changed = True  # since the last report to all
         self._reported_at = -inf  # when that was
-        self._step_s = 0.0  # that it told
+        self._step_s = 0.0  # the step time in it
 
     def _cache_changed(self, block: BlockHash, known: bool) -> None:
         assert self._demoted is not None, "there are lower tiers"
@@ -245,15 +245,15 @@ class KvEventPublisher:
     # --- what happens -----------------------------------------------------------------------------------------------
 
     def on_hello(self, gateway: ConnectedGateway, hello: Hello) -> None:
-        """A gateway may want to know all that is cached.  Who asks again while it is told need not hear it twice."""
-        told = self._snapshot is not None and gateway in self._snapshot.to
-        if hello.kv_snapshot and not told and gateway not in self._wanted:
+        """A gateway may ask for a snapshot; a second request while one is being sent to it is ignored."""
+        receives = self._snapshot is not None and gateway in self._snapshot.to
+        if hello.kv_snapshot and not receives and gateway not in self._wanted:
             gateway.follows_cache = True
             self._wanted.append(gateway)
 
     @property
     def is_sending_snapshot(self) -> bool:
-        """Is there more of a snapshot to be told?"""
+        """Whether more of a snapshot has to be sent."""
         return self._snapshot is not None
 
     def on_discovery(self, peer: bytes) -> None:
@@ -267,7 +267,7 @@ class KvEventPublisher:
     # --- when -------------------------------------------------------------------------------------------------------
 
     def due_in(self, gateways: Sequence[ConnectedGateway], now: float, *, waiting: bool) -> float:
-        """Seconds until a report is due; ``inf`` while nobody is owed one.  ``waiting``: requests wait here."""
+        """Seconds until a report is due; ``inf`` while none is due.  ``waiting``: requests wait here."""
         due = 0.0 if self._strangers or (self._wanted and not self._log) else inf
         if gateways and self._news:
             due = min(due, self._reported_at + self._config.report_min_s - now)
@@ -292,7 +292,7 @@ class KvEventPublisher:
         self._go_on()
 
     def has_announced(self, step_s: float, now: float) -> bool:
-        """Have all gateways just been told of a step that takes at least so long?"""
+        """Whether all gateways have just been sent a step time of at least ``step_s``."""
         return self._step_s >= step_s and now - self._reported_at < self._config.report_min_s
 
     def report(self, gateways: Sequence[ConnectedGateway], now: float) -> None:
@@ -306,7 +306,7 @@ class KvEventPublisher:
         self._send(gateways, gateways, report, now, cached)
 
     def _go_on(self) -> None:
-        """Tell one part more of the snapshot that is being told, or begin the next when all changes have been told."""
+        """Send one more part of the snapshot, or begin the next one when all changes have been sent."""
         if self._snapshot is None:
             if not self._wanted or self._log:
                 return

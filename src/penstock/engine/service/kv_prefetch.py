@@ -4,7 +4,7 @@
 
     Arrive -> who has what is not here? -> room (core.imports) -> threads fill it -> named, in the prefix cache -> queue
                  |                            |                      |
-                 nobody, or computing         none                   not within the time that computing takes
+                 no tier, or computing        none                   not within the time that computing takes
                  is sooner: the queue         : the queue            : the queue; what comes later is there for others
 
 A request is let go on as soon as nothing more is gained by waiting, so a tier that is slow, broken or wrong costs it no
@@ -36,7 +36,7 @@ from penstock.kv.store.tier_worker import LoadDone, LookupDone, PageLoad, StoreR
 from penstock.types import BlockHash, PageId, RequestId, RequestStage
 
 LOOKUP_PAGES = 256
-"""Pages that are looked for at a time: behind one that nobody has, those of layers that read everything are useless."""
+"""Pages looked up at a time: behind one that no tier has, those of full attention layers are useless."""
 
 
 LOADS_PER_TURN = 1024
@@ -72,8 +72,8 @@ class _Waiting:
     found: int = 0  # blocks here when it ended
     pages: Counter[str] = field(default_factory=Counter[str])  # that were asked for, by tier
 
-    def told(self, size: int) -> PageWait:
-        """For whoever records it; a block has ``size`` tokens."""
+    def page_wait(self, size: int) -> PageWait:
+        """The wait as it is reported; a block has ``size`` tokens."""
         pages = {f"{tier}_pages": count for tier, count in self.pages.items()}
         tokens = {"wanted_tokens": (self.limit - self.had) * size, "found_tokens": max(0, self.found - self.had) * size}
         return PageWait(self.began, self.ended, tokens | pages)
@@ -135,7 +135,7 @@ class KvPrefetcher:
         self._watcher = tell
 
     def is_ready(self, event: AddRequest) -> bool:
-        """Need nothing be waited for?"""
+        """Whether the request need not wait for pages."""
         self._take_news()
         waiting = self._waiting.get(event.id)
         now = self._clock.now()
@@ -156,7 +156,7 @@ class KvPrefetcher:
         return waiting.phase is _Phase.DONE
 
     def remove_request(self, request: RequestId) -> None:
-        """Nobody waits for this request any more."""
+        """The request has left."""
         waiting = self._waiting.pop(request, None)
         if waiting is not None:
             self._release(waiting)
@@ -166,7 +166,7 @@ class KvPrefetcher:
         waiting = self._waiting.pop(request, None)
         if waiting is not None:
             self._passed.append(waiting)
-            self._watcher(request, waiting.told(self._size))
+            self._watcher(request, waiting.page_wait(self._size))
 
     def on_scheduled(self) -> None:
         """The scheduler has had its turn with every request that passed: it holds what it found, or waits for room."""
@@ -287,7 +287,7 @@ class KvPrefetcher:
         self._ask_for_pages(waiting, brought)
 
     def _ask_for_pages(self, waiting: _Waiting, brought: Prefetch) -> None:
-        """Of those that are to be brought: so many in a turn, all requests together."""
+        """Load some of the pages in this turn, all requests together."""
         begin = len(waiting.loads)
         stop = min(len(waiting.tiers), begin + self._loads_left)
         self._loads_left -= stop - begin
@@ -302,7 +302,7 @@ class KvPrefetcher:
         ]
 
     def _where(self, waiting: _Waiting) -> dict[PageKey, int]:
-        """The tier of each page that is not here but somewhere, up to where nobody can go on from."""
+        """The tier of each page that is not here, up to the first full attention page that no tier has."""
         where: dict[PageKey, int] = {}
         for tier, pages in waiting.answers.items():
             for key in waiting.asked[:pages]:

@@ -152,7 +152,7 @@ class KvTransfer:
             self._tell(PullFailed(request.id, request.epoch, "no way to the source"))
             return
         tokens, ahead = request.remote_tokens, 0
-        if request.extra_tokens:  # the last token that is known is computed by whoever draws the next
+        if request.extra_tokens:  # the worker that samples the next token computes the last known one
             tokens, ahead = tokens - 1, request.extra_tokens + 1
         pieces = self._layout.transfer_order(tokens, ahead=ahead)
         pull = PagePull(
@@ -186,12 +186,12 @@ class KvTransfer:
         self._sending(self._sender.finish_prefill(first, self._layout.transfer_order(tokens).total, now))
 
     def cancel(self, request: RequestId, epoch: int, now: float) -> None:
-        """Nobody wants the request any more: both ends forget it."""
+        """The request was cancelled: both ends forget it."""
         self._receiving(self._receiver.cancel_pull(request, epoch))
         self._sending(self._sender.cancel_transfer(request, epoch, now))
 
     def fail(self, request: RequestId, epoch: int, reason: str, now: float) -> None:
-        """The request cannot be finished here: nothing more is written, and whoever waits for its pages is told."""
+        """The request cannot be finished here: nothing more is written, and the receiver of its pages is notified."""
         self._receiving(self._receiver.cancel_pull(request, epoch))
         self._sending(self._sender.fail_transfer(request, epoch, reason, now))
 
@@ -210,7 +210,7 @@ class KvTransfer:
 
     @property
     def has_work(self) -> bool:
-        """Are there pages to copy?"""
+        """Whether there are pages to copy."""
         return self._receiver.has_work
 
     def links(self) -> list[Link]:
@@ -290,7 +290,7 @@ class PageExporter:
         self._under_way.append(_Batch(self._writer.begin_export([offer.page for offer in fresh]), offers))
 
     def on_prefill_end(self, first: TokenItem, tokens: int, now: float) -> None:
-        """All pages of a prompt of ``tokens`` tokens were told of, and this is its first token."""
+        """All pages of a prompt of ``tokens`` tokens were announced, and this is its first token."""
         if self._under_way:
             self._under_way[-1].ends.append((first, tokens))
         else:
@@ -338,7 +338,7 @@ class RecomputeEstimate:
         """
         scheduler = self._scheduler
         request = scheduler.get_request(request_id)
-        if request is None or request.images or request.mixed_numerics:
+        if request is None or request.images or request.prompt_pages_only:
             return None
         start = min(start, scheduler.memory.cached_tokens(request.hashes))
         load, own = scheduler.load(), StepWork()

@@ -56,12 +56,12 @@ class Lifecycle:
 
     @property
     def draining(self) -> bool:
-        """Is nothing new taken?"""
+        """Whether no new requests are taken."""
         return self._reporter.state is WorkerState.DRAINING
 
     @property
     def moves_answers_away(self) -> bool:
-        """Shall answers that are written here go on elsewhere?"""
+        """Whether answers that are decoded here should continue elsewhere."""
         return self._config.hands_over and (self.draining or self._reporter.role is Role.PREFILL)
 
     def assign(self, message: Assign, now: float) -> str | None:
@@ -89,19 +89,19 @@ class Lifecycle:
         return reason
 
     def check_settled(self) -> None:
-        """Called every now and then: is everything of an earlier role over?"""
+        """Called now and then; reports once all requests of an earlier role are over."""
         legs = STAGES_OF_ROLE[self._reporter.role]
         if self._settles and all(ask.leg in legs for ask in self._asks.all()):
             self._settles = False
             self._on_settled(self._reporter.role)
 
     def begin_shutdown(self, now: float) -> None:
-        """It is to end, as soon as nobody waits for anything here or ``drain_s`` are over."""
+        """This worker is to end once no request is left here or ``drain_s`` are over."""
         if self._leaving_since is None:
             self._leaving_since = now
 
     def is_over(self, now: float) -> bool:
-        """May it end?"""
+        """Whether this worker may end."""
         since = self._leaving_since
         return since is not None and (not len(self._asks) or now - since >= self._config.drain_s)
 

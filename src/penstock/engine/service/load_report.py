@@ -16,7 +16,7 @@ from penstock.types import ModelIdentity, WorkerState
 from penstock.wire.gateway_messages import Report, StepRates
 
 LONG_STEP_S = 0.25
-"""A step that is predicted to take so long is told of before it begins: nobody shall take it for silence."""
+"""A step that is predicted to take this long is reported before it begins, so that it is not taken for silence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class LoadReporter:
         return True
 
     def count_progress(self, tokens: int) -> None:
-        """A request got so many tokens by one row of one step: all but the first were guessed."""
+        """A request got this many tokens from one row of one step: all but the first were draft tokens."""
         counts = self._counts
         counts["generation_tokens"] += tokens - 1
         counts["spec_accepted_tokens"] += tokens - 1
@@ -117,7 +117,7 @@ class LoadReporter:
         counts["dropped_frames"] = dropped_frames
         loading = scheduler.memory.foreign_pages
         if settled and not load.running:
-            # Pages that a request owns whom nobody waits for are as lost as pages without an owner.
+            # Pages of a request that no gateway waits for are as lost as pages without an owner.
             self._leaked = max(scheduler.check_leaks().total, 0 if asked else load.pages_used - loading)
         return Report(
             worker=self._config.worker,

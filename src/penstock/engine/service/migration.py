@@ -6,7 +6,7 @@
     Relieve; pages   a receiver pulls; full pages are        the rest        the receiver has taken it
     are kept         offered, a budget at a time             and the tokens
 
-All answers go when this worker is to stop, or is not to write any more.  One that nobody named a length for goes, too,
+All answers go when this worker is to stop, or is not to write any more.  An open-ended one goes, too,
 before it is as long as this worker's context: to one with more of it.
 
 An answer stops only when its receiver has every page that is full: what is left is one that is not, and a few tokens.
@@ -31,7 +31,7 @@ from penstock.types import RequestId, RequestStage, TokenLogprob
 from penstock.wire.gateway_messages import Relieve, TokenItem
 
 ASK_INTERVAL_S = 0.5
-"""Between two words to a gateway about an answer that nobody has come for."""
+"""Between two messages to a gateway about an answer that no receiver has come for."""
 
 
 MAX_STOPPED_S = 1.0
@@ -40,23 +40,23 @@ MAX_STOPPED_S = 1.0
 
 UNCLAIMED_S, OUTGROWN_S = 0.25, 5.0
 """The same of an answer that has no room left here: while no receiver has come for it, and once one has.  Here it could
-go on for no more than a token, and whoever computes it anew takes longer than it takes to copy it."""
+go on for no more than a token, and recomputing it elsewhere takes longer than copying it."""
 
 
 _ROOM_FOR_MOVING = 8
-"""Of a context, the last part of so many (or ``ahead_tokens``, if that is less) is left for the time of moving."""
+"""The last one in this many tokens of a context (or ``ahead_tokens``, if fewer) is left for the time of migration."""
 
 
 @dataclass(slots=True)
 class _Move:
     request: Request
-    index: int  # output tokens when it was asked for first: every later one is told to the receiver
+    index: int  # output tokens when it was asked for first: every later one is sent to the receiver
     asked: float
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])  # of those later ones
     pieces: TransferOrder | None = None  # as the receiver numbers them, once it has come
     offered: int = 0  # pieces
     most: int = 0  # tokens that the receiver has room for
-    told: bool = False  # the receiver has heard all
+    finished: bool = False  # all was sent to the receiver
     stopping: float | None = None  # when it was stopped
 
 
@@ -98,7 +98,7 @@ class Migrations:
             self._hand_overs.fail(move.request.id, move.request.epoch, "it stays", now)
 
     def relief_requests(self, now: float) -> list[tuple[ConnectedGateway, Relieve]]:
-        """What gateways are to be asked now.  Called between two steps, when all tokens so far were told."""
+        """What to ask of gateways now.  Called between two steps, when all tokens so far were sent."""
         self.is_urgent = False
         asked: dict[int, tuple[ConnectedGateway, list[tuple[RequestId, int]]]] = {}
         for ask in self._asks.all():
@@ -111,7 +111,7 @@ class Migrations:
         return [(gateway, Relieve(requests=tuple(requests))) for gateway, requests in asked.values()]
 
     def _outgrows(self, request: Request | None) -> bool:
-        """Is it time that somebody with more of a context goes on with it?"""
+        """Whether a worker with a longer context should continue it."""
         return request is not None and request.may_outgrow and request.known + self._ahead >= request.local_end
 
     def _new(self, ask: GatewayRequest, now: float) -> _Move | None:
@@ -157,7 +157,7 @@ class Migrations:
         if move is None or move.request.epoch != effect.epoch:
             return None
         del self._moves[effect.request]
-        if effect.reason != TAKEN or not move.told:
+        if effect.reason != TAKEN or not move.finished:
             return Migrate(id=effect.request, epoch=effect.epoch, step=MigrationStep.GO_ON)
         return True
 
@@ -195,7 +195,7 @@ class Migrations:
         return pieces is not None and acknowledged >= pieces.pages_before(max(0, full - 1))
 
     def _is_at_end(self, request: Request) -> bool:
-        """Is there room for no further step of an answer that is to become longer?"""
+        """Whether there is room for no further step of an answer that is to become longer."""
         return request.may_outgrow and request.known + self._spare >= request.local_end
 
     def _most_stopped_s(self, move: _Move) -> float:
@@ -209,7 +209,7 @@ class Migrations:
             request = move.request
             if request.status not in (RequestStatus.RUNNING, RequestStatus.HANDOVER):
                 self._hand_overs.fail(request.id, request.epoch, "its pages were taken", now)
-            elif request.status is RequestStatus.HANDOVER and not move.told and move.pieces is not None:
+            elif request.status is RequestStatus.HANDOVER and not move.finished and move.pieces is not None:
                 if not request.in_flight and (not self._is_at_end(request) or self._has_what_is_full(move)):
                     # Else a step in flight still writes to the last page, or the receiver has come only now.
                     self._tell(move, move.pieces, now)
@@ -218,7 +218,7 @@ class Migrations:
 
     def _tell(self, move: _Move, pieces: TransferOrder, now: float) -> None:
         request = move.request
-        move.told = True
+        move.finished = True
         blocks = pieces.pages_before(blocks_for(request.computed, self._scheduler.memory.page_tokens))
         for piece in range(move.offered, blocks):
             self._offer(move, piece, pieces, now)
@@ -233,7 +233,7 @@ class Migrations:
         self._hand_overs.finish_migration(last, blocks, now)
 
     def on_step(self, outcome: StepOutcome, now: float) -> None:
-        """A step was computed: note what is to be told, offer what has become full, and let go what has ended."""
+        """A step was computed: note what is to be sent, offer pages that have become full, and drop what has ended."""
         for progress in outcome.new_tokens:
             move = self._moves.get(progress.request.id)
             if move is None:
@@ -246,7 +246,7 @@ class Migrations:
         left = self._budget
         for move in list(self._moves.values()):
             pieces, request = move.pieces, move.request
-            if pieces is None or move.told or request.status not in (RequestStatus.RUNNING, RequestStatus.HANDOVER):
+            if pieces is None or move.finished or request.status not in (RequestStatus.RUNNING, RequestStatus.HANDOVER):
                 continue
             full = pieces.pages_before(request.computed // self._scheduler.memory.page_tokens)
             while move.offered < full and left > 0:
@@ -270,7 +270,7 @@ class Migrations:
 
 
 def migrated_item(item: TokenItem, emitted: int) -> TokenItem:
-    """What the gateway that has ``emitted`` tokens is told of the tokens that came with a moved answer."""
+    """The item for a gateway that has ``emitted`` tokens, of the tokens that came with a migrated answer."""
     skip = emitted - item.index
     return TokenItem(
         request=item.request,

@@ -1,7 +1,7 @@
 """Links from this worker to the workers that send it pages, or encode images for it: one for each, made when a request
 first names it.
 
-A link whose other end is gone goes on connecting by itself.  So one that nobody has used for ``idle_s`` is closed, and
+A link whose other end is gone keeps reconnecting.  So one that was not used for ``idle_s`` is closed, and
 made again should a request name its source once more.
 """
 
@@ -32,7 +32,7 @@ class PeerLinks:
         self._used: dict[PageSource, float] = {}  # of each link: when it was last named or spoken over
 
     def connect(self, source: PageSource, now: float) -> bool:
-        """Have a link to this source.  Done early: whoever listens lets new connections in between two steps only.
+        """Have a link to this source.  Done early, because a worker accepts new connections between two steps only.
 
         False when there is none to be had: a later incarnation is known, or the endpoint is none.
         """
@@ -46,7 +46,7 @@ class PeerLinks:
             link = self._transport.connect(source.endpoint)
         except ConfigError:
             return False
-        for known in others:  # whoever was there before never comes back
+        for known in others:  # an earlier incarnation never comes back
             self._close(known)
         self._links[source] = link
         self._used[source] = now
@@ -70,7 +70,7 @@ class PeerLinks:
                 yield source, received
 
     def close_idle(self, now: float) -> int:
-        """Close what nobody has used for too long; how many."""
+        """Close links that were not used for too long; how many."""
         idle = [source for source, used in self._used.items() if now - used >= self._idle_s]
         for source in idle:
             log.info("the link to %s (%s) is not used any more", source.worker, source.endpoint)

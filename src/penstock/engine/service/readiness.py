@@ -1,6 +1,6 @@
 """Requests that must wait before the scheduler hears of them, and with them whatever is said about them meanwhile.
 
-A grammar is compiled beside the loop, an adapter is read beside it, pages are fetched beside it, images are encoded
+Grammars are compiled, adapters read and pages fetched while the loop runs, images are encoded
 between steps; until that is done, a request is kept here, in order with its credit, its pages and its first token.
 A turn looks at ``MAX_CHECKED_PER_TURN`` of those that wait, in turn, whatever their number.  Pure but for the ports
 that it asks.
@@ -34,7 +34,7 @@ class PendingGrammar(CompiledGrammar, Protocol):
     """A grammar that is being compiled, for as long as somebody holds this (``grammar.worker.GrammarHandle``)."""
 
     def ready(self) -> bool:
-        """Can it be followed now?  If not, it is being compiled.  Raises GrammarRefused when it never can."""
+        """Whether it is compiled.  Raises GrammarRefused when it never will be."""
         ...
 
 
@@ -77,11 +77,11 @@ class PageReadiness(Protocol):
         ...
 
     def is_ready(self, event: AddRequest) -> bool:
-        """Need nothing be waited for?  If not, pages are on their way, or it is being asked who has them."""
+        """Whether the request need not wait; if it must, pages are being fetched or tiers are being asked."""
         ...
 
     def remove_request(self, request: RequestId) -> None:
-        """Nobody waits for this request any more."""
+        """The request has left."""
         ...
 
     def on_passed(self, request: RequestId) -> None:
@@ -97,20 +97,19 @@ class NoPrefetch:
     """For engines that have no other pages than their own."""
 
     def watch(self, tell: Callable[[RequestId, PageWait], None]) -> None:
-        """See ``PageReadiness``."""
+        pass
 
     def is_ready(self, event: AddRequest) -> bool:
-        """See ``PageReadiness``."""
         return True
 
     def remove_request(self, request: RequestId) -> None:
-        """See ``PageReadiness``."""
+        pass
 
     def on_passed(self, request: RequestId) -> None:
-        """See ``PageReadiness``."""
+        pass
 
     def on_scheduled(self) -> None:
-        """See ``PageReadiness``."""
+        pass
 
 
 class NoAdapters:
@@ -127,7 +126,6 @@ class NoGrammars:
     """For engines that follow no grammar."""
 
     def request(self, grammar: Grammar) -> PendingGrammar:
-        """See ``GrammarCompiler``."""
         raise GrammarRefused("this engine follows no grammar")
 
 
@@ -140,7 +138,7 @@ class ImageReadiness(Protocol):
         ...
 
     def remove_request(self, request: RequestId) -> None:
-        """Nobody waits for this request any more."""
+        """The request has left."""
         ...
 
     def encode_for_peer(self, content: bytes, picture: MediaInput) -> NDArray[np.float32] | None:
@@ -156,20 +154,17 @@ class NoImages:
     """For engines that read text only."""
 
     def is_ready(self, event: AddRequest) -> bool:
-        """See ``ImageReadiness``."""
         if event.images:
             raise ImageRefused("this engine reads text only")
         return True
 
     def remove_request(self, request: RequestId) -> None:
-        """See ``ImageReadiness``."""
+        pass
 
     def encode_for_peer(self, content: bytes, picture: MediaInput) -> NDArray[np.float32] | None:
-        """See ``ImageReadiness``."""
         raise ImageRefused("this engine reads text only")
 
     def encoded_for_peers(self, contents: Iterable[bytes]) -> Iterable[tuple[bytes, NDArray[np.float32]]]:
-        """See ``ImageReadiness``."""
         return ()
 
 
@@ -198,7 +193,7 @@ class ReadinessGate:
         *,
         adapters_in_use: Callable[[], Set[str]] = frozenset,
     ) -> None:
-        """``refuse`` is told of a request whose grammar cannot be followed, whose images cannot be read or whose
+        """``refuse`` is called with a request whose grammar cannot be followed, whose images cannot be read or whose
         adapter cannot be had here, or that there is no room for, and why; it must not come back to this.  ``room``: how
         many requests may wait here now.
         """
@@ -220,7 +215,7 @@ class ReadinessGate:
         return len(self._kept)
 
     def holds(self, request: RequestId) -> bool:
-        """Does this request wait here?"""
+        """Whether this request waits here."""
         return request in self._kept
 
     def release_ready(self, events: Iterable[EngineEvent]) -> list[EngineEvent]:
@@ -258,13 +253,13 @@ class ReadinessGate:
             event = waiting[0]
             if isinstance(event, AddRequest):
                 try:
-                    if not self._ready(event):
+                    if not self._is_ready(event):
                         self._kept[request] = waiting
                         return
                 except Exception as error:
                     if type(error) not in REFUSAL_REASONS:  # it is this request's own affair all the same
                         log.exception("%s could not be made ready", request)
-                    # What is said of it later concerns nobody: it never came.
+                    # Later events of it are dropped by the scheduler: it never arrived there.
                     self._forget(request)
                     self._refuse(
                         event, REFUSAL_REASONS.get(type(error), f"{UNFIT}: {type(error).__name__}").format(error)
@@ -277,13 +272,15 @@ class ReadinessGate:
             waiting.popleft()
             passed.append(event)
 
-    def _ready(self, event: AddRequest) -> bool:
-        """Can the scheduler be told of this request?"""
+    def _is_ready(self, event: AddRequest) -> bool:
+        """Whether this request can go to the scheduler."""
         grammar, adapter = event.sampling.grammar, event.adapter
-        ready = self._pages.is_ready(event)  # asked first: who has an image's pages need not encode it
-        ready = (grammar is None or self._compiled(event.id, grammar)) and ready and self._images.is_ready(event)
-        # Asked last: who is told that an adapter is there comes at once.
-        return ready and (adapter is None or self._adapters.is_ready(adapter, self._adapters_in_use))
+        has_pages = self._pages.is_ready(event)  # first: a request that has an image's pages need not encode it
+        has_grammar = grammar is None or self._compiled(event.id, grammar)  # compiled while pages are fetched
+        if not (has_pages and has_grammar and self._images.is_ready(event)):
+            return False
+        # Last: a request whose adapter is ready goes to the scheduler at once.
+        return adapter is None or self._adapters.is_ready(adapter, self._adapters_in_use)
 
     def _compiled(self, request: RequestId, grammar: Grammar) -> bool:
         wanted = self._compiling.get(request)

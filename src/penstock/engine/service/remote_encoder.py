@@ -58,7 +58,7 @@ class RemoteEncoders:
         self._asked: dict[bytes, _Asked] = {}
 
     def request_rows(self, sources: Sequence[PageSource], image: PlacedImage, picture: MediaInput, width: int) -> bool:
-        """Have one of them encode this image into rows of so many numbers; False if none can be reached."""
+        """Have one of them encode this image into rows of ``width`` numbers; False if none can be reached."""
         if not sources:
             return False
         now = self._clock.now()
@@ -119,7 +119,7 @@ class EncodeRequests:
         return tuple(self._peers)
 
     def add(self, peer: bytes, message: EncodeImage) -> bool:
-        """Is this image to be encoded, and nobody has asked for it yet?"""
+        """Whether this image is to be encoded and was not requested before."""
         if message.identity != self._identity:
             self._say(peer, ImageEncoded(content=message.content), None)
             return False
@@ -143,7 +143,7 @@ class EncodeRequests:
             self.send_rows(message.content, rows_ND)
 
     def send_alive(self) -> None:
-        """Tell whoever waits that it is not in vain."""
+        """Tell the workers that wait that their images are still being encoded."""
         for content, peers in self._peers.items():
             for peer in peers:
                 self._say(peer, ImageAlive(content=content), None)

@@ -1,4 +1,4 @@
-"""What a gateway asks of this worker, beside what its model is: told apart before anything is computed with it.
+"""Checks of what a gateway submits against this worker's model, before anything is computed with it.
 
 The codec has looked at ranges.  Here is what depends on the model, or on two fields at once.  Pure.
 """
@@ -17,7 +17,7 @@ UNFIT = "unfit"
 
 
 def invalid_submit(message: Submit, vocabulary: int | None, *, mixed: bool) -> str | None:
-    """Why this cannot be computed by a model of so many tokens (None: not known); None where it can.
+    """Why a model with this vocabulary (None: not known) cannot compute ``message``; None where it can.
 
     ``mixed``: this worker's fleet reads prompts and writes answers in two numerics classes.
     """

@@ -141,7 +141,7 @@ class TransferNewsHandler:
         if ask is not None:
             ask.first_item = first
             if first.finish is not None:
-                # The whole answer is this token.  The prefill worker has told the gateway; if it died first, we do.
+                # The whole answer is this token.  The prefill worker sends it, too; if it died first, we do.
                 self._out.tokens(ask.gateway, (first,))
         self._out.event(
             FirstTokenArrived(id=effect.request, epoch=effect.epoch, token=first.tokens[0], finish=first.finish)
@@ -177,7 +177,7 @@ class TransferNewsHandler:
             return
         request = self._scheduler.get_request(effect.request)
         if request is not None and request.epoch == effect.epoch and request.status is not RequestStatus.HANDOVER:
-            # The receiver went away before the prompt was read: nobody will finish this answer.
+            # The receiver went away before the prompt was processed: no worker will finish this answer.
             self._reporter.count("hand_overs_failed")
             self._out.give_back(effect.request, effect.epoch, f"pages_lost: {effect.reason}")
         self._out.event(PagesReleased(id=effect.request, epoch=effect.epoch))
@@ -315,31 +315,16 @@ class WorkerService:
                 self._asks.remove(request_id, ask.epoch)
 
     def publish(self, outcome: StepOutcome, plan: StepPlan) -> None:
-        """Pages to decode workers, tokens to gateways (one message each), and a report when it is time."""
+        """Send what came of a plan: pages to decode workers, tokens to gateways, and a report when it is due.
+
+        The order is part of the protocol.  Pages are offered before the first token that ends their hand-over, tokens
+        are sent before a gateway is answered what became of a request, and a report counts what was sent before it.
+        """
         now = self._clock.now()
-        if plan.rows:
-            self.reporter.count_step(plan, now - self._step_began)
-        if outcome.late_masks:
-            self.reporter.count("generation_tokens", -outcome.late_masks)
-            self.reporter.count("rows_waited_for_masks", outcome.late_masks)
+        self._count_step(plan, outcome, now)
         self._departures.on_pages_completed(outcome.completed_pages, now)
-        self.reporter.count("pages_sent", len(outcome.completed_pages))
         self._moves.on_step(outcome, now)
-        batches = TokenBatches()
-        for progress in outcome.new_tokens:
-            ask = self._asks.get(progress.request.id)
-            if ask is None or ask.epoch != progress.request.epoch:
-                continue
-            item = token_item(progress, ask, now)
-            if plan.steps == 1 and len(progress.tokens) > 1 and item is not ask.first_item:
-                self.reporter.count_progress(len(progress.tokens))
-            if item.prompt_logprobs is not None:
-                *before, item = split_prompt_logprobs(item)
-                if not all(self._send_tokens(ask.gateway, (part,)) for part in before):
-                    continue
-            batches.add(ask.gateway, item)
-            if ask.leg is RequestStage.PREFILL:
-                self._departures.on_prefill_end(item, len(progress.request.prompt) + progress.index, now)
+        batches = self._token_batches(plan, outcome, now)
         self._departures.send_written(now)
         for gateway, items in batches.all():
             self._send_tokens(gateway, items)
@@ -350,13 +335,40 @@ class WorkerService:
         if self._moves.is_urgent:
             self._relieve(now)
 
+    def _count_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
+        if plan.rows:
+            self.reporter.count_step(plan, now - self._step_began)
+        if outcome.late_masks:
+            self.reporter.count("generation_tokens", -outcome.late_masks)
+            self.reporter.count("rows_waited_for_masks", outcome.late_masks)
+        self.reporter.count("pages_sent", len(outcome.completed_pages))
+
+    def _token_batches(self, plan: StepPlan, outcome: StepOutcome, now: float) -> TokenBatches:
+        """One batch of items a gateway; the end of each prefill goes to the page exporter as well."""
+        batches = TokenBatches()
+        for new in outcome.new_tokens:
+            ask = self._asks.get(new.request.id)
+            if ask is None or ask.epoch != new.request.epoch:
+                continue
+            item = token_item(new, ask, now)
+            if plan.steps == 1 and len(new.tokens) > 1 and item is not ask.first_item:
+                self.reporter.count_progress(len(new.tokens))
+            if item.prompt_logprobs is not None:
+                *before, item = split_prompt_logprobs(item)
+                if not all(self._send_tokens(ask.gateway, (part,)) for part in before):
+                    continue
+            batches.add(ask.gateway, item)
+            if ask.leg is RequestStage.PREFILL:
+                self._departures.on_prefill_end(item, len(new.request.prompt) + new.index, now)
+        return batches
+
     def on_step_begin(self, predicted_s: float) -> None:
         """See ``engine.loop.Mailbox``; the prediction is for whoever watches this process (``launch.worker``)."""
         self._step_began = self._clock.now()
         if self.reporter.is_long_step(predicted_s) and not self.publisher.has_announced(predicted_s, self._step_began):
             self.report(self._step_began)
 
-    # --- for whoever drives the loop ---------------------------------------------------------------------------------
+    # --- for the process that drives the loop ------------------------------------------------------------------------
 
     @property
     def sources(self) -> list[Source]:
@@ -438,7 +450,7 @@ class WorkerService:
                 if self._asks.is_connected(peer):
                     self._assign(message, now)
             case _:
-                pass  # well-formed, but nothing that a worker is told; the transport has counted it
+                pass  # well-formed, but not for a worker; the transport has counted it
 
     def _hello(self, peer: bytes, message: Hello, now: float) -> None:
         if message.discovery:
@@ -456,7 +468,7 @@ class WorkerService:
         self.publisher.on_hello(greeted.gateway, message)
 
     def _is_connected(self, peer: bytes) -> bool:
-        """Is this connection there still?  What is sent over it means nothing."""
+        """Whether this connection still exists.  The message that is sent over it means nothing."""
         return self._listener.send(peer, StillWanted(requests=()))
 
     def _answer_awaited(self) -> None:
@@ -527,7 +539,7 @@ class WorkerService:
             self._listener.send(gateway.peer, relieve)
 
     def _cancel(self, request: RequestId, epoch: int, now: float) -> None:
-        """From a gateway: stop at once; nobody is told but the other end of a hand-over."""
+        """From a gateway: stop at once and notify only the other end of a hand-over."""
         if self._asks.remove(request, epoch) is not None:
             self.reporter.count("requests_cancelled")
         self._hand_overs.cancel(request, epoch, now)

@@ -24,13 +24,13 @@ FIRST_SLOPE_WEIGHT = 2.0
 """How many measurements, a row apart, that thought is worth."""
 
 MAX_BELIEVED_RATIO = 1.5
-"""A step that took more times what was expected was held up by something else: so many times are believed."""
+"""A step that took longer than this times the expectation was held up: it counts as this many times."""
 
 TRUSTED_WEIGHT = 4.0
 """Measurements of a kind after which one more is doubted."""
 
 MIN_GAIN = 1.05
-"""Guessing must promise so many times the tokens a second; below, measuring errors decide."""
+"""The gain in tokens a second that drafting must promise; below it, measuring errors decide."""
 
 PRIOR_TRIES = 2.0
 """How many tries the first opinion of a kind of guess is worth."""
@@ -69,7 +69,7 @@ class StepTimeModel:
         self._plain, self._guessed = _Sums(), _Sums()
 
     def record(self, rows: int, seconds: float, *, guessed: bool = False) -> None:
-        """A step of so many rows took so long."""
+        """A step of ``rows`` rows took ``seconds``."""
         seconds = self.clipped(rows, seconds, guessed=guessed)
         own, other = (self._guessed, self._plain) if guessed else (self._plain, self._guessed)
         own.fade(DECAY)
@@ -77,7 +77,7 @@ class StepTimeModel:
         own.add(rows, seconds)
 
     def clipped(self, rows: int, seconds: float, *, guessed: bool = False) -> float:
-        """What is believed of it that a step of so many rows took so long.
+        """The seconds that a step of ``rows`` rows counts with.
 
         While little is known, a step of r rows may take as long as r steps.
         """
@@ -179,7 +179,7 @@ class AcceptanceByDepth:
 
 
 def cannot_pay(rows: int, best: float, line: tuple[float, float]) -> bool:
-    """Would a guess that stands with the share ``best`` lower the tokens a second of a step of so many rows?"""
+    """Whether drafts accepted at the rate ``best`` would lower the tokens a second of a step of ``rows`` rows."""
     base, slope = line
     return best * (base + slope * rows) <= slope * rows
 
@@ -187,7 +187,7 @@ def cannot_pay(rows: int, best: float, line: tuple[float, float]) -> bool:
 def choose_draft_lengths(
     rows: int, chains: Sequence[Sequence[float]], line: tuple[float, float], most: int
 ) -> list[int]:
-    """How many tokens of each guess to compute beside ``rows`` that are computed anyway; ``most`` in all.
+    """How many tokens of each draft to compute with the ``rows`` that are computed anyway; ``most`` in all.
 
     ``chains``: of each guess, how likely its first token stands, its first two, and so on (never growing).  Tokens a
     second are greatest when the likeliest are taken for as long as each brings more than the average so far.
@@ -250,7 +250,7 @@ BUDGET_PER_STEP = 0.004
 """Part of a plain step's time that each step adds: what may be lost by trying again, in the long run."""
 
 MAX_LOSS = 4.0
-"""One step counts as a loss of so many plain steps at most: what is beyond was no fault of the guess."""
+"""The largest loss of one step in plain steps: what is beyond was not the draft's fault."""
 
 
 class SpeculationBudget:
@@ -269,7 +269,7 @@ class SpeculationBudget:
         return True
 
     def record(self, gained: float) -> None:
-        """A step brought so many plain steps' worth of tokens more than the plain steps' worth of time that it took,
+        """What a step gained, in plain steps: its tokens less the time that it took,
         guessing included; negative: less."""
         self._left = min(MAX_BUDGET, self._left + max(gained, -MAX_LOSS))
         if self._left <= 0.0:

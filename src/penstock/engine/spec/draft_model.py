@@ -102,7 +102,7 @@ class HiddenStateSource(Protocol):
 
 
 BEGINNING_TOKENS = 256
-"""A draft model begins with so many last tokens of a request."""
+"""Tokens at the end of a request that a draft model begins with."""
 
 MAX_READ_TOKENS = 64
 """Tokens of one request that a draft model reads in one step, until it has caught up."""
@@ -140,7 +140,7 @@ class DraftSource(Protocol):
 
 
 class EagleSource:
-    """A head; it reads hidden states of the step before, whoever planned that."""
+    """An EAGLE head; it reads hidden states of the step before."""
 
     def __init__(self, head: EagleHead, vocab: int, source: HiddenStateSource) -> None:
         self.kv = head.kv
@@ -152,11 +152,9 @@ class EagleSource:
         self._taps: HiddenStates = {}
 
     def set_active(self, wanted: bool) -> None:
-        """See ``DraftSource.set_active``."""
         self._source.export_hidden_states(wanted)
 
     def begin_step(self) -> None:
-        """See ``DraftSource.begin_step``."""
         self._taps = self._source.hidden_states()
 
     def next_input(self, row: ScheduledTokens, context: DraftSlot, depth: int) -> DraftInput | None:
@@ -184,10 +182,10 @@ class DraftModelSource:
         self.further: RecordableModel | None = None
 
     def set_active(self, wanted: bool) -> None:
-        """See ``DraftSource.set_active``."""
+        pass
 
     def begin_step(self) -> None:
-        """See ``DraftSource.begin_step``."""
+        pass
 
     def next_input(self, row: ScheduledTokens, context: DraftSlot, depth: int) -> DraftInput | None:
         """The tokens that it has not read, a piece at a time; what it guessed right it has read already."""
@@ -233,7 +231,7 @@ class Drafter:
         self.seconds = (0.0, 0.0)  # of the last call: the first guess, and all further ones
 
     def draft(self, rows: Sequence[ScheduledTokens], depth: int) -> list[tuple[int, ...]]:
-        """Up to ``depth`` (at least 1) tokens to follow each row's; none at all where nobody can be guessed for."""
+        """Up to ``depth`` (at least 1) draft tokens for each row; an empty list where no row can have any."""
         begin = self._clock.now()
         fed = self._fed(rows, depth)
         self.seconds = (0.0, 0.0)
@@ -252,7 +250,6 @@ class Drafter:
         return guesses
 
     def set_active(self, wanted: bool) -> None:
-        """See ``DraftSource.set_active``."""
         self._guide.set_active(wanted)
 
     def remove_request(self, request: RequestId) -> None:

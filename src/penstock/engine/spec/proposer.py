@@ -34,7 +34,7 @@ CANDIDATES = 8
 """Latest places that are compared further back."""
 
 SEARCHED_TOKENS = 32_768
-"""Of a prompt only so many last tokens are searched."""
+"""Tokens at the end of a prompt that are searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class NgramIndex:
 
 
 PLAIN_EVERY = 40
-"""Of so many steps with drafts one goes without, to be compared with."""
+"""One in this many steps with drafts goes without, for comparison."""
 
 RETRY_AFTER_STEPS = 400
 """Steps after which drafts that promised nothing are tried again, ``RETRIES`` times."""
@@ -124,7 +124,7 @@ REST_STEPS = 32
 """Steps for which it is believed that drafts promise nothing."""
 
 MEASURED_EVERY = 8
-"""Of so many steps without drafts one is looked at closely."""
+"""One in this many steps without drafts is measured closely."""
 
 FIRST_ACCEPTANCE = 0.7
 """How often a head's or a draft model's guess is thought to stand before it was tried."""
@@ -140,8 +140,10 @@ class SpeculationLedger:
         self._unsettled_s = 0.0  # of guessing that brought nothing
 
     def on_plain_step(self, rows: int, seconds: float, guessing_s: float) -> None:
-        """A step without drafts took so long, and looking for some so long beside.  One in eight is looked at closely:
-        this is done in every step, also where nobody guesses."""
+        """A step without drafts took ``seconds``, and looking for drafts ``guessing_s``.
+
+        One in eight is measured closely, because this runs in every step, also without drafting.
+        """
         self._unsettled_s += guessing_s
         self._plain_steps += 1
         if self._plain_steps % MEASURED_EVERY == 1:
@@ -156,7 +158,7 @@ class SpeculationLedger:
     def on_step(
         self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float, guessing_s: float
     ) -> None:
-        """A step of such rows took so long, and guessing for it so long beside."""
+        """A step of ``rows`` took ``seconds``, and drafting for it ``guessing_s``."""
         count, drafted = len(rows), sum(len(row.draft) for row in rows)
         if not drafted:
             self.on_plain_step(count, seconds, guessing_s)
@@ -187,7 +189,6 @@ class NgramProposer:
         self._guessing_s = 0.0
 
     def propose(self, rows: Sequence[ScheduledTokens]) -> list[tuple[int, ...]]:
-        """See ``DraftProposer.propose``."""
         self._matches.clear()
         self._guessing_s = 0.0
         if not self._worth.budget.is_open:
@@ -211,7 +212,6 @@ class NgramProposer:
         return drafts
 
     def on_step(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
-        """See ``DraftProposer.on_step``."""
         if self._matches:
             for row, new in zip(rows, drawn, strict=True):
                 match = self._matches.get(row.request.id)
@@ -222,7 +222,6 @@ class NgramProposer:
             self._worth.on_plain_step(len(rows), seconds, self._guessing_s)
 
     def remove_request(self, request: RequestId) -> None:
-        """See ``DraftProposer.remove_request``."""
         self._lookups.pop(request, None)
         self._matches.pop(request, None)
 
@@ -261,7 +260,6 @@ class DraftModelProposer:
         self._follows = False
 
     def propose(self, rows: Sequence[ScheduledTokens]) -> list[tuple[int, ...]]:
-        """See ``DraftProposer.propose``."""
         self._guessing_s = 0.0
         wanted = self._worth.budget.is_open and self._rest <= 1
         if wanted != self._follows:
@@ -285,7 +283,6 @@ class DraftModelProposer:
         return drafts
 
     def on_step(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
-        """See ``DraftProposer.on_step``."""
         if self._guessing_s == 0.0:
             self._worth.on_plain_step(len(rows), seconds, 0.0)
             return
@@ -295,7 +292,6 @@ class DraftModelProposer:
         self._worth.on_step(rows, drawn, seconds, self._guessing_s)
 
     def remove_request(self, request: RequestId) -> None:
-        """See ``DraftProposer.remove_request``."""
         self._drafter.remove_request(request)
 
     def _depth(self, rows: int) -> int:
@@ -320,7 +316,7 @@ class DraftModelProposer:
         return depth
 
     def _tried_again(self) -> bool:
-        """Is it time to try once more what promises nothing?"""
+        """Whether to try again what promises no gain."""
         if self._tries > 0:
             self._tries -= 1
             return True
