@@ -57,7 +57,7 @@ def test_only_what_computing_can_go_on_from_is_predicted_to_be_spared(
 ) -> None:
     stage, d, carrier = late(layout)
     asked: list[tuple[RequestId, int, int]] = []
-    d.receiver.haste.predict = lambda *what: asked.append(what)
+    d.receiver.hedge_policy.predict = lambda *what: asked.append(what)
     carrier.land(3)
     stage.wait(0.2)
     request, start, stop = asked[-1]
@@ -75,7 +75,7 @@ def test_one_prompt_a_turn_is_computed_here() -> None:
     stage, d, _ = late()
     stage.ask_split(range(300, 370), *stage.workers, request=RequestId("other"))
     stage.run()
-    d.receiver.haste.predict = lambda request, start, stop: 0.0
+    d.receiver.hedge_policy.predict = lambda request, start, stop: 0.0
     now = stage.clock.now() + 0.5
     turns = [[effect for effect in d.receiver.tick(now).effects if isinstance(effect, HedgeWon)] for _ in range(3)]
     assert [[effect.request for effect in outrun] for outrun in turns] == [["r"], ["other"], []]
@@ -97,7 +97,7 @@ def test_a_tenant_pays_once_for_a_prompt_that_was_to_come_and_is_computed_here()
 
 def test_what_comes_in_time_is_waited_for() -> None:
     stage, d, carrier = late()
-    d.receiver.haste.predict = lambda request, start, stop: 10.0
+    d.receiver.hedge_policy.predict = lambda request, start, stop: 10.0
     while carrier.flying:
         stage.wait(0.1)
         carrier.land(1)
@@ -110,7 +110,7 @@ def test_what_comes_in_time_is_waited_for() -> None:
 
 def test_where_nobody_can_compute_it_it_is_waited_for() -> None:
     stage, d, carrier = late()
-    d.receiver.haste.predict = lambda request, start, stop: None
+    d.receiver.hedge_policy.predict = lambda request, start, stop: None
     stage.wait(0.5)
     assert carrier.flying
     carrier.land(100)

@@ -261,7 +261,9 @@ class KvCacheManager:
             request.settled += 1
         for group in () if request.retains_pages else self._moving:
             self.pool.release(
-                request.page_tables[group].free_before(self.reaches[group].first_needed_block(request.computed, self.page_tokens))
+                request.page_tables[group].free_before(
+                    self.reaches[group].first_needed_block(request.computed, self.page_tokens)
+                )
             )
 
     def release(self, request: Request) -> None:

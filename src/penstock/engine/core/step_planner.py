@@ -387,7 +387,7 @@ class StepPlanner:
         """In a step that computes nothing, admit requests whose pages come from elsewhere, up to the first other."""
         queue, growing = self._table.queue, self._growing()
         waiting = queue.heads() if queue else []
-        while waiting and waiting[0].leg is Leg.DECODE:
+        while waiting and waiting[0].leg is RequestStage.DECODE:
             head = waiting[0]
             refusal = self._admit(draft, head, growing)
             if refusal in (AdmissionRefusal.BEING_COMPUTED, AdmissionRefusal.BEING_CHECKED):
