@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.engine.core.events import FirstTokenArrived, PagesArrived
 from penstock.sim.calibration import DecodeSample, PrefillSample, fit
 from penstock.sim.fleet import StepTimes
 from penstock.sim.gateway import HandOvers
@@ -82,13 +83,13 @@ def test_a_receiver_that_has_not_heard_of_the_cancel_begins_no_hand_over() -> No
     assert not hand_overs._open
 
 
-def _handed_over(skip_tokens: int, page_bytes: int = 64) -> tuple[HandOvers, list[tuple[float, str, int]]]:
+def _handed_over(skip_tokens: int, page_bytes: int = 64) -> tuple[HandOvers, list[tuple[float, type, int]]]:
     """Eight pages, a second each, then the first token; what the receiver hears, and when."""
-    agenda, heard = Agenda(), list[tuple[float, str, int]]()
+    agenda, heard = Agenda(), list[tuple[float, type, int]]()
     hand_overs = HandOvers(agenda, 0.5)
 
     def tell(event: Any) -> None:
-        heard.append((agenda.now, type(event).__name__, getattr(event, "computed", 0)))
+        heard.append((agenda.now, type(event), getattr(event, "computed", 0)))
 
     config = SimpleNamespace(page_tokens=16)
     source: Any = SimpleNamespace(name=WorkerId("p"), out=Wire(64.0), tell=lambda _: None)
@@ -109,13 +110,13 @@ def _handed_over(skip_tokens: int, page_bytes: int = 64) -> tuple[HandOvers, lis
 
 def test_the_first_token_comes_when_the_last_page_has_come() -> None:
     _, heard = _handed_over(skip_tokens=0)
-    assert heard == [(8.5, "PagesArrived", 128), (8.5, "FirstToken", 0)]
+    assert heard == [(8.5, PagesArrived, 128), (8.5, FirstTokenArrived, 0)]
 
 
 def test_pages_that_the_receiver_has_do_not_travel() -> None:
     hand_overs, heard = _handed_over(skip_tokens=80)
     assert hand_overs.pages == 3
-    assert heard == [(3.5, "PagesArrived", 128), (3.5, "FirstToken", 0)]
+    assert heard == [(3.5, PagesArrived, 128), (3.5, FirstTokenArrived, 0)]
 
 
 def test_blocks_sink_through_the_tiers_and_leave_the_last() -> None:
