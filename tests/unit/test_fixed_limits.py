@@ -35,9 +35,9 @@ def test_fixed_limits_are_those_that_are_documented():
         "64 MiB a payload": (MAX_PAYLOAD_BYTES, 64 * MIB),
         "8,192 log-probabilities": (MAX_LOGPROBS_PER_MESSAGE, 8192),
         "16,384 messages": (QUEUE_MESSAGES, 16_384),
-        "1,024 of one peer": (RECEIVED_MESSAGES, 1024),
+        "1,024 received messages": (RECEIVED_MESSAGES, 1024),
         "64 MiB a manifest": (MAX_BYTES, 64 * MIB),
-        "1,000 model folders": (MAX_MANIFESTS, 1000),
+        "the 1,000 most recently loaded": (MAX_MANIFESTS, 1000),
     }
     assert {words for words, (is_, should_be) in documented.items() if words not in page or is_ != should_be} == set()
 
