@@ -77,7 +77,7 @@ def test_one_prompt_a_turn_is_computed_here() -> None:
     stage.run()
     d.receiver.hedge_policy.predict = lambda request, start, stop: 0.0
     now = stage.clock.now() + 0.5
-    turns = [[effect for effect in d.receiver.tick(now).effects if isinstance(effect, HedgeWon)] for _ in range(3)]
+    turns = [[effect for effect in d.receiver.tick(now).events if isinstance(effect, HedgeWon)] for _ in range(3)]
     assert [[effect.request for effect in outrun] for outrun in turns] == [["r"], ["other"], []]
 
 

@@ -234,7 +234,7 @@ def test_of_a_cancelled_request_a_tier_that_hangs_keeps_one_page(monkeypatch: py
     worker.scheduler.memory.pool.release(lost)
     tier.goes_on.set()
     for thread in ("_reader", "_writer"):
-        getattr(worker.stored._store._tiers[0], thread).end()
+        getattr(worker.stored._store._tiers[0], thread).finish()
     assert worker.stored._store._tiers[0]._reader.join(60)
     stage.assert_idle()
 

@@ -117,7 +117,7 @@ class CancelRequest:
 
 
 class MigrationStep(Enum):
-    """What an answer that is being written does next (``moving``)."""
+    """What an answer that is being written does next (``core.scheduler``)."""
 
     KEEP = auto()  # its pages: another worker copies them
     STOP = auto()  # until the other has everything

@@ -169,7 +169,7 @@ class Request:
         self.cached_tokens = 0  # prompt tokens found in the prefix cache at the first admission
         self.verified_since: int | None = None  # the turn in which it first asked for cached pages
         self.preemptions = 0  # how often its pages were taken back
-        self.paced_until: float | None = None  # a long prompt is not read sooner than then (``gentle``)
+        self.paced_until: float | None = None  # a long prompt is not processed before then (``core.pacing``)
         self.has_first_token = False  # leg=decode: the prefill worker's token is here
         self.prompt_logprobs: list[TokenLogprob] = []
         self.awaited_block: BlockHash | None = None  # a block that another request is computing

@@ -6,7 +6,7 @@ A request that leaves gives everything back in the same call.  Knows nothing of 
 
     WHOLE    WAITING -> RUNNING -> GONE                          preempted: RUNNING -> WAITING
     PREFILL  UNGRANTED -Granted-> WAITING -> RUNNING -> HANDOVER -Released-> GONE
-    moving   RUNNING -> HANDOVER -> GONE, or back (``moving``)
+    moving   RUNNING -> HANDOVER -> GONE, or back (``core.scheduler``)
     DECODE   WAITING -> RESERVED -PagesArrived, FirstToken-> RUNNING -> GONE      preempted: -> returned, GONE
                         RESERVED -ComputeHere-> WAITING, a WHOLE one from then on
 """

@@ -1,1 +1,1 @@
-"""From a plan to drawn tokens: whatever stands behind ``port.Runner``."""
+"""Runners: from a plan to sampled tokens (``interface.Runner``)."""

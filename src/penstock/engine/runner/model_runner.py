@@ -1,7 +1,7 @@
 """Plan -> arrays -> program -> drawn tokens.
 
 Knows the model only as ``Model``, the backend only as ``Ops``, which makes one program of a whole step.  Holds no page
-and no request of its own: pages are the scheduler's, and what it keeps between steps can be made again (``answer``).
+and no request of its own: pages are the scheduler's, and what it keeps can be rebuilt (``sampling_state``).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def null_token(sampling: SamplingParams, position: int, *, vocab: int, drawn: in
 
 
 class NullRunner:
-    """Implements ``port.Runner``; touches no memory and keeps nothing."""
+    """Implements ``interface.Runner``; touches no memory and keeps nothing."""
 
     def __init__(self, *, vocab: int = 32_000) -> None:
         self.vocab = vocab

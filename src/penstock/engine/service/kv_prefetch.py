@@ -105,7 +105,7 @@ class NoPrefetcher(NoPrefetch):
 
 
 class KvPrefetcher:
-    """See ``held.PageReadiness``; besides, it hears of pages that become final here, and of those that are evicted."""
+    """A ``readiness.PageReadiness`` that also saves pages that become final here, and hears of evicted ones."""
 
     def __init__(self, scheduler: Scheduler, store: PageStore, clock: Clock) -> None:
         """From now on the scheduler's memory tells this object what becomes of its pages."""
@@ -128,7 +128,7 @@ class KvPrefetcher:
         self._memory.on_final = self._final
         self._memory.prefix.on_evict = self._evicted
 
-    # --- see ``held.PageReadiness`` ---------------------------------------------------------------------------------
+    # --- ``readiness.PageReadiness`` --------------------------------------------------------------------------------
 
     def watch(self, tell: Callable[[RequestId, PageWait], None]) -> None:
         """``tell`` hears how long each request waited that passes."""
@@ -193,7 +193,7 @@ class KvPrefetcher:
         return LowerTiers(self._nearest, len(tiers)) if tiers else None
 
     def _nearest(self, blocks: Sequence[BlockHash]) -> list[int]:
-        """See ``sunk.Nearest``: tiers of its own, from where pages come without a journey."""
+        """The nearest local tier of each block (``kv_events.NearestTier``)."""
         tiers, group = self._store.local_tiers, self._memory.prefix.reported_group
         found = self._store.find_pages([PageKey(block, group) for block in blocks], among=tiers)
         return [0 if tier is None else tiers.index(tier) + 1 for tier in found]

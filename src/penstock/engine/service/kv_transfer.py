@@ -330,11 +330,11 @@ class RecomputeEstimate:
         self._scheduler = scheduler
 
     def predict(self, request_id: RequestId, start: int, stop: int) -> float | None:
-        """See ``haste.Predict``.  Where a prompt shows images only its reader has them, and where it is read in another
-        numerics class no other bits will do.
+        """Seconds to compute these tokens here; None where only the sender can: it alone has the images of a prompt,
+        and the bits of a prompt in another numerics class.
 
-        Of what has come only that counts which the cache can go on from: where layers have windows or states, it
-        cannot before their own pages are there.
+        Of what has arrived only that counts which the cache can continue from: where layers have windows or states, it
+        cannot before their own pages are here.
         """
         scheduler = self._scheduler
         request = scheduler.get_request(request_id)

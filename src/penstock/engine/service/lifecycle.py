@@ -2,7 +2,7 @@
 
 A role is what gateways send here (law 2), so another role is another word in the reports; the engine goes on with
 whatever it has.  What waits and is not of the new role is given back, and goes where the role is now; answers that are
-written where prompts shall be read go on elsewhere (``moves``).  Draining is the same, for everything.
+written where prompts shall be read go on elsewhere (``migration``).  Draining is the same, for everything.
 
 Says what is to be done; does none of it.  Pure but for its log.
 """

@@ -1,4 +1,4 @@
-"""What a worker tells of itself: its counters and its load.  ``bulletins`` knows when, and to whom."""
+"""What a worker tells of itself: its counters and its load.  ``kv_events`` sends them."""
 
 from __future__ import annotations
 
