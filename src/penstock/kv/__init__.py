@@ -1,1 +1,1 @@
-"""KV pages as bytes: how large they are, where they lie, how they get from one worker to another."""
+"""KV pages as bytes: their size, the memory that holds them, and how they move between workers and tiers."""

@@ -1,8 +1,6 @@
-"""Checksums of the pages in a worker's own prefix cache: a bit that flips while a page lies there is found before use.
+"""Checksums of KV pages: of pages that travel to another worker, and of pages in a worker's own prefix cache.
 
-A page is sealed once, when it is full and final, and checked each time a request adopts it, so many bytes between two
-steps.  XXH3-128 is made
-for accidents: one flipped bit is always found, any other damage with all but 2^-128.
+Both are XXH3-128, which is made for accidents: one flipped bit is always found, any other damage with all but 2^-128.
 https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
 
@@ -23,7 +21,11 @@ BYTES_PER_S = 10e9
 
 
 class PageChecksums:
-    """``engine.core.guard.PageGuard`` over memory that this process can read."""
+    """Checksums of the pages in this worker's prefix cache (``PageGuard`` of the engine's core).
+
+    A page is recorded once, when it is full and final, and verified each time a request adopts it, so a bit that flips
+    in between is found before use.  Each call reads the page once; verification is spread over steps.
+    """
 
     def __init__(self, memory: KvMemory) -> None:
         self._memory = memory
@@ -32,19 +34,16 @@ class PageChecksums:
         self._sums = [b""] * memory.pages
 
     def seal(self, page: PageId) -> None:
-        """See ``PageVerifier``.  The page is read once."""
         self._sums[page] = xxh3_128(self._memory.view(page))
 
     def is_intact(self, page: PageId) -> bool:
-        """See ``PageVerifier``.  The page is read once."""
         return xxh3_128(self._memory.view(page)) == self._sums[page]
 
 
 class PageChecksum:
-    """Checksums of pages of one model in one layout: XXH3-128 over (page, fingerprint, numerics, layout, generation).
+    """Checksums of travelling pages: over (page, fingerprint, numerics, layout, generation) of one model in one layout.
 
-    ``generation`` says how often the sender had given this page out: a page that was reused meanwhile has another.
-    https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
+    ``generation`` counts how often the sender had allocated the page: a page reused meanwhile has another one.
     """
 
     def __init__(self, identity: ModelIdentity, layout: KvLayout) -> None:
@@ -54,21 +53,21 @@ class PageChecksum:
         self._binding = b"".join(len(raw).to_bytes(4, "little") + raw for raw in fields)
 
     def checksum(self, page: memoryview, generation: int) -> bytes:
-        """16 bytes.  The page is read once."""
+        """16 bytes.  Reads the page once."""
         return seal_page(page, self.suffix(generation))
 
     def suffix(self, generation: int) -> bytes:
-        """What is hashed behind a page's bytes.  OverflowError for a number that is no generation."""
+        """What is hashed behind a page's bytes.  Raises OverflowError for an impossible generation."""
         return self._binding + generation.to_bytes(8, "little")
 
     def matches(self, frame: PageReady, page: memoryview) -> bool:
-        """Is this page, which is one's own, the announced one?  It is read once."""
+        """Whether the worker's own page is the announced one.  Reads it once."""
         return self.checksum(page, frame.generation) == frame.checksum
 
     def copy_checked(self, frame: PageReady, source: memoryview, into: memoryview) -> None:
-        """Copy a page and check the copy in the same pass.
+        """Copy a page and verify the copy in one pass.
 
-        Raises PageCorrupt when the sizes differ or the checksum is not the announced one; ``into`` is spoiled then.
+        Raises PageCorrupt when the sizes or checksums differ; ``into`` is spoiled then.
         """
         try:
             found = copy_page(source, into, self.suffix(frame.generation))

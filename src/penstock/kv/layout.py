@@ -1,7 +1,7 @@
-"""How many bytes a KV page has, and the name of what is in them.
+"""The size of a KV page in bytes, and the name of its layout.
 
-Outside the engine a page is opaque: two workers may exchange pages when their layouts have the same name, and nobody
-here looks inside.  Where layers read differently far back, a page holds one group of them (``KvShape.groups``).
+Outside the engine a page is opaque: two workers may exchange pages when their layouts have the same name.  Where layers
+have different KV specs, a page holds one group of them (``KvShape.groups``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.types import PAGE_TOKENS
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One kind of page.  ``name`` covers everything that the meaning of a page's bytes depends on, the model apart."""
+    """One kind of page.  ``name`` covers everything that the meaning of a page's bytes depends on, except the model."""
 
     name: str
     page_bytes: int
@@ -27,7 +27,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def for_shape(cls, shape: KvShape, dtype: str, *, page_tokens: int = PAGE_TOKENS) -> KvLayout:
         """The layout of pages that hold ``page_tokens`` tokens of this shape.
 
-        Raises ConfigError for a dtype that is none of ``KV_TYPES``, or a size below 1.
+        Raises ConfigError for a dtype that is not in ``KV_TYPES``, or a size below 1.
         """
         if dtype not in KV_TYPES:
             raise ConfigError(f"KV dtype {dtype!r} is unknown; {', '.join(KV_TYPES)} are known")
@@ -46,13 +46,13 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
     def transfer_order(self, tokens: int, *, ahead: int = 0) -> TransferOrder:
-        """The pages that a sequence needs to go on behind so many tokens, in the order in which they travel; and those
-        of ``ahead`` tokens after them."""
+        """The pages that a sequence of ``tokens`` tokens needs to continue, in the order in which they travel, and
+        those of ``ahead`` tokens after them."""
         return TransferOrder(self.shape.reaches, tokens, self.page_tokens, ahead=ahead)
 
 
 def _groups_name(shape: KvShape) -> str:
-    """How the layers are divided among pages; nothing where one page has all of them."""
+    """How layers are grouped; empty where one page holds all layers."""
     parts = [
         "+".join(map(str, group.layers)) + f"w{group.spec.window or 0}c{group.spec.chunk or 0}"
         for group in shape.groups

@@ -1,16 +1,16 @@
-"""Where KV pages lie: one flat stretch of memory a worker, page after page.
+"""KV memory: the pages of one worker in one mapping.
 
 ::
 
-    supervisor                  worker A                     worker B
-    KvFile A  --fork-->  map_own: read and write     map_readonly: cannot write, nor make itself able to
-    KvFile B  --fork-->  map_readonly                map_own
+    supervisor                        worker A                     worker B
+    KvMemoryFile A  --fork-->  map_own: read and write     map_readonly: cannot write, nor make itself able to
+    KvMemoryFile B  --fork-->  map_readonly                map_own
 
-A ``KvMemoryFile`` is a memfd: it has no name that could be left behind and ends with the last process that holds it.
-It is sealed against changing its size, so no reader can be hit by SIGBUS.  A worker that starts again wipes its memory
-first: whoever still copies from it then reads zeros, and the checksum tells.
+A ``KvMemoryFile`` is a memfd: it has no name and ends with the last process that holds it.  Its size is sealed, so no
+reader can be hit by SIGBUS.  A worker that restarts wipes its memory first: a reader that still copies from it then
+reads zeros, and the checksum shows it.
 
-Knows nothing about which page belongs to whom.
+Knows nothing about which request a page belongs to.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ADVICE = ("MADV_HUGEPAGE", "MADV_DONTDUMP")
 
 
 class KvMemoryFile:
-    """One worker's KV memory as the process holds it that forks the workers: a descriptor, not mapped."""
+    """One worker's KV memory in the process that forks the workers: a descriptor, not mapped."""
 
     def __init__(self, descriptor: int, layout: KvLayout, pages: int) -> None:
         self.descriptor = descriptor
@@ -38,9 +38,9 @@ class KvMemoryFile:
 
     @classmethod
     def create(cls, layout: KvLayout, pages: int, *, label: str = "kv") -> KvMemoryFile:
-        """Zeroed memory of ``pages`` pages; it takes room as pages are written.
+        """Zeroed memory of ``pages`` pages, allocated as pages are written.
 
-        ``label`` is seen in /proc only.  Raises ConfigError when the system cannot give it.
+        ``label`` appears in /proc only.  Raises ConfigError when the system refuses.
         """
         size = _size(layout, pages)
         try:
@@ -56,9 +56,9 @@ class KvMemoryFile:
         return cls(descriptor, layout, pages)
 
     def map_own(self, *, lend: int | None = None) -> KvMemory:
-        """Read and write: for the one worker that owns these pages.
+        """Map for reading and writing, by the worker that owns these pages.
 
-        ``lend``: os.O_RDONLY or os.O_RDWR, with which a descriptor is kept for a process of the worker's to map.
+        ``lend``: os.O_RDONLY or os.O_RDWR; the memory then keeps a descriptor that a child process may map.
         """
         memory = KvMemory(_map(self.descriptor, _size(self.layout, self.pages), write=True), self.layout, self.pages)
         if lend is not None:
@@ -69,8 +69,8 @@ class KvMemoryFile:
         return memory
 
     def map_readonly(self) -> KvMemory:
-        """For the other workers: mapped through a descriptor that was opened for reading, so that not even mprotect
-        can make it writable.  Close the file afterwards, or the process could still map it anew."""
+        """Map for the other workers, through a descriptor opened for reading, so that not even mprotect can make it
+        writable. Close the file afterwards: through it the process could map the memory for writing."""
         try:
             descriptor = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -82,7 +82,7 @@ class KvMemoryFile:
         return KvMemory(mapped, self.layout, self.pages)
 
     def close(self) -> None:
-        """Mappings stay valid.  May be called twice."""
+        """Mappings stay valid.  Idempotent."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -107,7 +107,7 @@ class KvMemory:
 
     @classmethod
     def anonymous(cls, layout: KvLayout, pages: int) -> KvMemory:
-        """For one process: private memory that no other can see."""
+        """Private memory of one process."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         try:
             mapped = mmap.mmap(-1, _size(layout, pages), flags=flags)
@@ -132,11 +132,11 @@ class KvMemory:
         return self._view[start : start + self.layout.page_bytes]
 
     def wipe(self) -> None:
-        """Give all memory back to the system; every page reads as zeros from now on, for every reader."""
+        """Return all memory to the system; every page reads as zeros afterwards, for every process."""
         self._mapped.madvise(mmap.MADV_DONTNEED if self._private else mmap.MADV_REMOVE)
 
     def close(self) -> None:
-        """Unmap, unless views of pages are still in use: then the memory goes with the last of them."""
+        """Unmap.  While views of pages are in use, the memory goes with the last of them."""
         if self.shared_descriptor >= 0:
             os.close(self.shared_descriptor)
             self.shared_descriptor = -1

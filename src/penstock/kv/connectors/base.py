@@ -1,15 +1,16 @@
-"""What carries a page, and how a page is proved to be the right one.
+"""The KV connector: the protocol for moving page bytes from one worker to another.
 
-A carrier moves bytes; it decides nothing.  It is the receiver that reads, into pages of its own; nobody writes into
-another's memory.  Every page is checked by the receiver on its own copy: a sender that writes, dies or wakes up
-meanwhile can spoil a copy but cannot make a spoiled copy pass.
+A connector moves bytes and decides nothing.  The receiver reads, into its own pages; no worker writes into another's
+memory.  The receiver verifies every page on its own copy, so a sender that overwrites a page, dies or resumes meanwhile
+can spoil a copy but cannot make a spoiled copy pass.
 
 ::
 
-    grant -> PagesAt ------------------------> door         where the pages are to be fetched; some need no door
-    offer, PageReady ------------------------> fetch        at once, or
-                                               landed       some time later
-    revoke: nobody may fetch any more          stop: nothing more is written
+    sender                                      receiver
+    grant_access -> PagesAt ------------------> add_ticket       where the pages are; not every connector needs it
+    publish_page, PageReady ------------------> fetch_page       at once, or
+                                                fetch_results    later
+    revoke_access: no more fetches              stop_transfer: no more writes
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from penstock.wire.transfer_messages import PageReady, PagesAt
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FetchRequest:
-    """A page of ``source`` that was announced, and the receiver's own page that it is to stand in."""
+    """An announced page of ``source``, and the receiver's page that it is to be copied to."""
 
     source: PageSource
     frame: PageReady
@@ -37,7 +38,8 @@ class FetchRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FetchResult:
-    """What became of a page that was not there at once."""
+    """The result of an asynchronous page fetch.  ``failure``: the reason, or None when the page is copied and
+    verified."""
 
     request: FetchRequest
     failure: str | None = None  # why it is not there; None: it is, and it is the announced one
@@ -52,9 +54,9 @@ REFUSED = "refused"
 
 
 class KvConnector(Protocol):
-    """One way for page bytes to get from worker to worker.  Both ends of a hand-over use the same kind.
+    """One way of moving page bytes.  Both ends of a transfer use the same kind.
 
-    Called by one thread.  Nothing here waits longer than copying a page takes.
+    Called by one thread.  No method blocks longer than copying a page takes.
     """
 
     name: str
@@ -68,64 +70,66 @@ class KvConnector(Protocol):
     # --- sending end -------------------------------------------------------------------------------------------------
 
     def grant_access(self, request: RequestId, epoch: int) -> PagesAt | None:
-        """A receiver may have this leg's pages.  What it needs for that; None: nothing.  Twice gives the same."""
+        """Allow a receiver to fetch this transfer's pages.  Returns what it needs for that, None if nothing.
+        Idempotent."""
         del request, epoch
         return None
 
     def publish_page(self, frame: PageReady) -> None:
-        """This page of a granted leg may be fetched."""
+        """This page of a granted transfer may be fetched."""
         del frame
 
     def inline_payload(self, page: PageId) -> memoryview | None:
-        """What goes with the announcement of a page; None when the receiver fetches it itself."""
+        """The bytes that travel with a page's announcement; None when the receiver fetches them."""
         del page
         return None
 
     @property
     def rejected_connections(self) -> int:
-        """Connections for pages that proved nothing, or were too many, since the start."""
+        """Connections for pages that were rejected since the start: unauthenticated ones and those over the limit."""
         return 0
 
     def revoke_access(self, request: RequestId, epoch: int) -> None:
-        """Nobody may fetch pages of this leg any more.  What is on its way is sent to its end, whatever is in it."""
+        """Pages of this transfer may not be fetched any more.  Sends that have begun are completed, whatever the
+        page holds."""
         del request, epoch
 
     # --- receiving end -----------------------------------------------------------------------------------------------
 
     def add_ticket(self, source: PageSource, at: PagesAt) -> None:
-        """What the sender said of where this hand-over's pages are."""
+        """Where the sender says the pages of this transfer are."""
         del source, at
 
     def fetch_page(self, wanted: FetchRequest) -> bool:
-        """Bring an announced page.  True: it is here, and it is the announced one.  False: ``landed`` will tell.
+        """Fetch an announced page.  True: it is copied and verified.  False: ``fetch_results`` will return the result.
 
-        Raises PageCorrupt for a page that is not the announced one, HandOverRefused for a source out of reach.
+        Raises PageCorrupt for a page that is not the announced one, TransferRefused for a source out of reach.
         """
         ...
 
     def start_fetches(self) -> None:
-        """No more is to be fetched in this turn: what brings pages in one go may begin."""
+        """All fetches of this turn are queued: connectors that fetch in batches may start."""
         return
 
     @property
     def busy_s(self) -> float:
-        """Seconds of processor time that threads of its own have spent on bringing pages, since the start."""
+        """Processor seconds that the connector's own threads have spent since the start."""
         return 0.0
 
     @property
     def has_results(self) -> bool:
-        """Has ``landed`` something to tell?"""
+        """Whether ``fetch_results`` has something to return."""
         return False
 
     def fetch_results(self) -> Sequence[FetchResult]:
-        """What has become of pages since this was asked last.  Those that were stopped may be among them."""
+        """Results since the last call.  Those of stopped transfers may be among them."""
         return ()
 
     def stop_transfer(self, source: PageSource, request: RequestId, epoch: int) -> None:
-        """Nothing more is written for this hand-over once this returns."""
+        """No page of this transfer is written once this returns."""
         del source, request, epoch
 
     @property
     def descriptors(self) -> Sequence[int]:
-        """Readable when something has landed."""
+        """File descriptors that become readable when there are results."""
         return ()

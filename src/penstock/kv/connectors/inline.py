@@ -1,6 +1,6 @@
-"""Pages as payloads beside their announcements, inside the encrypted messages of ``wire.zeromq``.
+"""Pages as payloads of their announcements, inside the encrypted messages of ``wire.zeromq``.
 
-Needs no library and no port of its own, and is slower than ``tcp``: every byte is encrypted and copied by one thread.
+Needs no library and no port of its own, and is slower than ``tcp``: one thread encrypts and copies every byte.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class InlineConnector(KvConnector):
         return self.own.view(page)
 
     def fetch_page(self, wanted: FetchRequest) -> bool:
-        """At once: the bytes are here."""
+        """Copies the payload at once."""
         frame = wanted.frame
         if wanted.payload is None:
             raise PageCorrupt(f"block {frame.block} of {frame.request} came without its bytes")

@@ -1,6 +1,6 @@
-"""Pages on one host: the receiver copies straight out of the sender's memory, which it has mapped read-only.
+"""Pages on one host: the receiver copies out of the sender's memory, which it has mapped read-only.
 
-Announcements carry no bytes.  What is copied may be overwritten meanwhile; the checksum of the copy tells.
+Announcements carry no bytes.  A page may be overwritten while it is copied; the checksum of the copy shows it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.types import WorkerId
 
 
 class ShmConnector(KvConnector):
-    """``peers``: the other workers' memory, mapped read-only.  It may grow while the carrier is in use."""
+    """``peers``: the other workers' memory, mapped read-only.  It may grow while the connector is in use."""
 
     name = "shm"
 
@@ -25,7 +25,7 @@ class ShmConnector(KvConnector):
         self._peers = peers
 
     def fetch_page(self, wanted: FetchRequest) -> bool:
-        """At once: the page is copied out of where it lies, and checked in the same pass."""
+        """Copies and verifies the page in one pass."""
         source, frame = wanted.source, wanted.frame
         memory = self._peers.get(source.worker)
         if memory is None:
@@ -36,12 +36,7 @@ class ShmConnector(KvConnector):
         return True
 
 
-# MERGED: Pages between two workers in one process: the double for tests without processes.
-# MERGED:
-# MERGED: It reads the sender's memory as ``shm`` does, in the same place and with the same checks.
-
-
 class InMemoryConnector(ShmConnector):
-    """``peers``: the other workers' memory, by worker."""
+    """The double for tests: two workers in one process.  ``peers``: the other workers' memory."""
 
     name = "memory"

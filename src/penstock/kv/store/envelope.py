@@ -1,11 +1,11 @@
-"""How a page at rest is proved to be the right one, and hidden from who has no key.
+"""Proof and encryption of stored pages.
 
-Without a key: XXH3-128 over the page, what it is called, and the model, numerics class and layout that it belongs to.
-That finds what happens by itself (flipped bits, torn writes, pages in the wrong place, files of other models), not who
-means harm: whoever may write a file or a Redis may forge pages, unless there is a key.
+Without a key: XXH3-128 over the page, its key, and the model, numerics class and layout that it belongs to.  That finds
+accidents (flipped bits, torn writes, misplaced pages, files of other models), not forgery: anyone who may write a file
+or a Redis may forge pages, unless there is a key.
 
-With a key: AES-256-GCM (NIST SP 800-38D), the same names as additional data.  Each run of a worker draws 16 bytes and
-derives a key of its own from them (BLAKE3, keyed mode), and counts its pages: no nonce is ever used twice with a key.
+With a key: AES-256-GCM (NIST SP 800-38D) with the same names as additional data.  Each run of a worker draws 16 bytes,
+derives a key of its own from them (BLAKE3, keyed mode) and counts its pages: no nonce is used twice with a key.
 
 ::
 
@@ -48,11 +48,11 @@ class PageEnvelope:
         self._names = identity_digest(identity, layout)
 
     def seal(self, key: PageKey, page: memoryview) -> tuple[memoryview, bytes]:
-        """(what is to be stored, its proof)."""
+        """The bytes to store, and their proof."""
         return page, seal_page(page, self._names + page_key_bytes(key)) + _NO_RUN
 
     def unseal(self, key: PageKey, stored: memoryview, proof: bytes, into: memoryview) -> None:
-        """Copy what was stored, and prove the copy.  Raises PageCorrupt; ``into`` is spoiled then."""
+        """Copy a stored page and verify the copy.  Raises PageCorrupt; ``into`` is spoiled then."""
         if stored.nbytes != into.nbytes:
             raise PageCorrupt(f"stored page of {stored.nbytes} bytes, expected {into.nbytes}")
         if copy_page(stored, into, self._names + page_key_bytes(key)) + _NO_RUN != proof:
@@ -60,12 +60,12 @@ class PageEnvelope:
 
 
 class EncryptedEnvelope:
-    """The same with a key.  What is stored is as long as the page."""
+    """A ``PageEnvelope`` with a key.  The stored bytes are as long as the page."""
 
     encrypts = True
 
     def __init__(self, identity: ModelIdentity, layout: KvLayout, key: bytes) -> None:
-        """Raises ConfigError when the library is not there."""
+        """Raises ConfigError without the library."""
         self.identity = identity
         self.layout = layout
         self._names = identity_digest(identity, layout)
@@ -77,13 +77,11 @@ class EncryptedEnvelope:
         self._count = itertools.count()
 
     def seal(self, key: PageKey, page: memoryview) -> tuple[memoryview, bytes]:
-        """As ``PageEnvelope.seal``."""
         count = next(self._count).to_bytes(8, "little")
         sealed = self._cipher_of(self._run).encrypt(bytes(4) + count, page, self._names + page_key_bytes(key))
         return memoryview(sealed)[:-16], sealed[-16:] + self._run + count
 
     def unseal(self, key: PageKey, stored: memoryview, proof: bytes, into: memoryview) -> None:
-        """As ``PageEnvelope.unseal``."""
         from cryptography.exceptions import InvalidTag
 
         if stored.nbytes != into.nbytes:
@@ -110,12 +108,12 @@ AnyEnvelope = PageEnvelope | EncryptedEnvelope
 
 
 def make_envelope(identity: ModelIdentity, layout: KvLayout, key: bytes | None) -> AnyEnvelope:
-    """With a key, pages are encrypted.  Raises ConfigError."""
+    """An envelope that encrypts if there is a key.  Raises ConfigError."""
     return PageEnvelope(identity, layout) if key is None else EncryptedEnvelope(identity, layout, key)
 
 
 def read_key(path: Path) -> bytes:
-    """32 bytes as 64 hexadecimal digits, in a file that only its owner may read.  Raises ConfigError."""
+    """A key of 32 bytes: 64 hexadecimal digits in a file that only its owner may read.  Raises ConfigError."""
     hint = f"make one with: (umask 077; openssl rand -hex {KEY_BYTES} > {path})"
     try:
         mode, text = path.stat().st_mode, path.read_text(encoding="ascii")[: 4 * KEY_BYTES].strip()
@@ -137,13 +135,13 @@ def check_cipher() -> None:
 
 
 def identity_digest(identity: ModelIdentity, layout: KvLayout) -> bytes:
-    """What every page of this model in this layout is bound to: 32 bytes."""
+    """32 bytes that every page of this model in this layout is bound to."""
     fields = (identity.fingerprint.encode(), identity.numerics.encode(), layout.name.encode())
     return blake3(b"penstock/kv-store/1" + b"".join(len(raw).to_bytes(4, "little") + raw for raw in fields)).digest()
 
 
 def page_key_bytes(key: PageKey) -> bytes:
-    """A page's name as bytes."""
+    """A page's key as bytes."""
     return key.block + key.group.to_bytes(2, "little")
 
 

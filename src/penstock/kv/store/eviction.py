@@ -1,14 +1,14 @@
-"""What a page at rest is worth: who is written at all, and who goes first when room is wanted.  Pure.
+"""Which pages a tier stores, and which it evicts.  Pure.
 
-**Admission.**  A page is written where the computing it is expected to save exceeds what writing it takes, both in
-measured seconds: ``chance * (compute - read) > write``.  The chance is learned: of a sample of blocks (by their hashes,
-so that all pages of a block are in it or none) it is remembered for a while which came up again, by kind: blocks of
-prompts, of answers, and those that had come up again before.
+**Admission.**  A page is stored where the computation that it is expected to save exceeds the cost of storing it, both
+in measured seconds: ``chance * (compute - read) > write``.  The chance is learned: for a sample of blocks (by their
+hashes, so that all pages of a block are in it or none) it is recorded for a while which of them were requested again,
+by origin: blocks of prompts, of responses, and those that had been requested again before.
 
-**Eviction** is by value a byte with recency (GreedyDual-Size-Frequency: Cherkasova 1998; all pages of a tier are of one
-size, so a byte is a page): ``clock + uses * saves``, where ``saves`` is the computing that is lost with the page and
-everything behind it, and the clock is the value of the last that went.  A block's ``saves`` exceeds that of all blocks
-behind it, so a prefix is shortened from its end, never broken in its middle.
+**Eviction** is by value per byte with recency (GreedyDual-Size-Frequency: Cherkasova 1998; all pages of a tier have one
+size, so a byte is a page): ``clock + uses * saves``, where ``saves`` is the computation that is lost with the page and
+everything behind it, and the clock is the value of the last evicted page.  A block's ``saves`` exceeds that of all
+blocks behind it, so a prefix is shortened from its end, never broken in its middle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WEIGHTY = 1 << 12  # observations of a kind after which older ones count half
 
 
 class BlockOrigin(Enum):
-    """Kinds of blocks that come up again at different rates."""
+    """Origins of blocks, which are requested again at different rates."""
 
     PROMPT = "of a prompt"
     ANSWER = "of an answer"
@@ -39,7 +39,7 @@ class BlockOrigin(Enum):
 
 
 class ReuseStats:
-    """How often blocks come up again."""
+    """How often blocks are requested again."""
 
     def __init__(self) -> None:
         self._followed: OrderedDict[BlockHash, BlockOrigin] = OrderedDict()  # oldest first
@@ -47,11 +47,11 @@ class ReuseStats:
         self._all = dict.fromkeys(BlockOrigin, 2.0)
 
     def reuse_probability(self, origin: BlockOrigin) -> float:
-        """That a block of this kind comes up again; one half before anything was seen."""
+        """For a block of this origin; one half before anything was observed."""
         return self._again[origin] / self._all[origin]
 
     def on_block_computed(self, block: BlockHash, answer: bool) -> BlockOrigin:
-        """A block was computed or fetched: its kind."""
+        """A block was computed or fetched.  Returns its origin."""
         if block[0] % SAMPLED:
             return BlockOrigin.ANSWER if answer else BlockOrigin.PROMPT
         origin = self._followed.get(block)
@@ -61,7 +61,7 @@ class ReuseStats:
         return origin
 
     def on_blocks_requested(self, blocks: Iterable[BlockHash]) -> None:
-        """A request came whose prompt has these blocks."""
+        """A request's prompt has these blocks."""
         for block in blocks:
             if block[0] % SAMPLED == 0 and (origin := self._followed.pop(block, None)) is not None:
                 self._count(origin, 1.0)
@@ -81,7 +81,7 @@ class ReuseStats:
 
 
 class EvictionQueue:
-    """Places in order of what would be lost with them."""
+    """Places ordered by the value of their pages."""
 
     def __init__(self) -> None:
         self._value: dict[int, float] = {}
@@ -93,22 +93,22 @@ class EvictionQueue:
         return len(self._value)
 
     def add(self, place: int, saves_s: float) -> None:
-        """A page was put there."""
+        """A page was stored."""
         self._saves[place] = saves_s
         self._set(place, self._clock + saves_s)
 
     def on_used(self, place: int, times: int = 1) -> None:
-        """It was of use."""
+        """The page was read."""
         if place in self._value:
             self._set(place, max(self._value[place], self._clock) + times * self._saves[place])
 
     def remove(self, place: int) -> None:
-        """It is gone."""
+        """The page is gone."""
         self._value.pop(place, None)
         self._saves.pop(place, None)
 
     def least_valuable(self) -> int | None:
-        """The place that would be missed least; None: there are no pages."""
+        """The place with the least valuable page; None without pages."""
         while self._heap:
             value, place = self._heap[0]
             if self._value.get(place) == value:
@@ -117,7 +117,7 @@ class EvictionQueue:
         return None
 
     def evict(self, place: int) -> None:
-        """It is given up for another: whoever came since and was not used is worth less from now on."""
+        """Remove a place and advance the clock, so that pages without a recent use lose value."""
         self._clock = max(self._clock, self._value.get(place, 0.0))
         self.remove(place)
 

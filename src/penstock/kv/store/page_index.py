@@ -1,17 +1,17 @@
-"""Who has which page: a table that several processes share, in memory or at the head of a file.
+"""The index of stored pages: a table that several processes share, in memory or at the head of a file.
 
 ::
 
     area   | rings: one a writer | touches: a number a place | entries: 128 bytes a place |
 
-    ring   | changes so far | the places that changed last |      readers follow; who falls behind reads all entries
+    ring   | changes so far | the places that changed last |      readers follow it; one that falls behind reads all
     entry  | block 32 | group 2 | state 2 | spare 4 | saves 8 | spare 8 | proof 40 | spare 24 | check 8 |
 
-Every place has one writer, which alone changes its entry; everybody reads.  An entry that is read while it changes, or
-that was torn by a crash, fails its check (XXH3-64, the place as the seed) and counts as empty.  ``touches`` is the one
-thing that all may write: how often a page was read by somebody.  It is advice for its writer, and lost without harm.
+Every place has one writer, which alone changes its entry; every process reads.  An entry that is read while it changes,
+or that was torn by a crash, fails its check (XXH3-64, the place as the seed) and counts as empty.  ``touches`` is the
+only field that all processes may write: how often a page was read.  It is advice for the writer and may be lost.
 
-Memory is what it was when the process is killed; whether it is on disk is for proofs to tell, not for flushes.
+The area survives a killed process; whether it has reached the disk is for proofs to show, not for flushes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ assert _ENTRY.size + _CHECK.size == ENTRY_BYTES
 
 
 class IndexEntry(NamedTuple):
-    """What stands in a place."""
+    """The page in a place."""
 
     key: PageKey
     saves_s: float
@@ -52,15 +52,15 @@ class IndexEntry(NamedTuple):
 
 
 def index_bytes(places: int) -> int:
-    """Of a directory of so many places, in whole pages of 4 KiB."""
+    """Bytes of an index of ``places`` places, a multiple of 4 KiB."""
     return -(-(MAX_WRITERS * _RING_BYTES + places * (4 + ENTRY_BYTES)) // 4096) * 4096
 
 
 class PageIndex:
-    """One process's view of the table.  Safe to use from several of its threads."""
+    """One process's view of the table.  Thread-safe."""
 
     def __init__(self, area: memoryview, places: int, writer: int | None) -> None:
-        """``writer``: this process's number among those who write; None: it only reads.  Call ``scan`` before use."""
+        """``writer``: this process's number among the writers, None for a reader.  Call ``scan`` before use."""
         self.places = places
         self._area = area
         self._writer = writer
@@ -78,7 +78,7 @@ class PageIndex:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def scan(self) -> None:
-        """Read all entries: some 2 us for each that is known."""
+        """Read all entries: some 2 us per stored page."""
         with self._lock:  # of all of it: what this process puts meanwhile would be noted and thrown away
             self._scan()
 
@@ -95,7 +95,7 @@ class PageIndex:
             self._note(place, key)
 
     def refresh(self) -> None:
-        """Take note of what others have changed."""
+        """Read what other processes have changed."""
         for writer in range(MAX_WRITERS):
             changes = self._changes(writer)
             if changes == self._seen[writer] or writer == self._writer:
@@ -113,11 +113,11 @@ class PageIndex:
             self._seen[writer] = changes
 
     def find(self, key: PageKey) -> tuple[int, ...]:
-        """Places that have this page, as far as is known."""
+        """Places that hold this page, as far as is known."""
         return self._places.get(key, ())
 
     def entry_at(self, place: int) -> IndexEntry | None:
-        """What stands there now."""
+        """The current entry of a place; None if it is empty."""
         start = self._entries_at + place * ENTRY_BYTES
         raw = bytes(self._area[start : start + ENTRY_BYTES])
         block, group, state, saves_s, proof = _ENTRY.unpack_from(raw)
@@ -126,32 +126,32 @@ class PageIndex:
         return IndexEntry(PageKey(BlockHash(block), group), saves_s if 0 <= saves_s < 1e9 else 0.0, proof)
 
     def known_places(self) -> Iterator[tuple[int, PageKey]]:
-        """All places and what they have."""
+        """All places with their pages."""
         with self._lock:
             return iter(tuple(self._keys.items()))
 
     def count_use(self, place: int) -> None:
-        """The page there was of use to somebody."""
+        """Count a read of the page in this place."""
         self._touches[place] += np.uint32(1)
 
     def use_count(self, place: int) -> int:
-        """How often, modulo 2**32."""
+        """Reads of the page, modulo 2**32."""
         return int(self._touches[place])
 
     def ignore_place(self, place: int) -> None:
-        """What is there is not what was said: do not come back to it before it changes."""
+        """Ignore a place whose page did not match its entry until the entry changes."""
         with self._lock:
             self._note(place, None)
 
     # --- writing: one's own places only ------------------------------------------------------------------------------
 
     def write_entry(self, place: int, entry: IndexEntry) -> None:
-        """This stands there from now on."""
+        """Write an entry."""
         raw = _ENTRY.pack(entry.key.block, entry.key.group, _KNOWN, entry.saves_s, entry.proof)
         self._write(place, raw + _CHECK.pack(_check(raw, place)), entry.key)
 
     def clear_entry(self, place: int) -> None:
-        """Nothing stands there any more."""
+        """Mark a place as empty."""
         self._write(place, bytes(ENTRY_BYTES), None)
 
     def _write(self, place: int, raw: bytes, key: PageKey | None) -> None:
@@ -184,7 +184,7 @@ class PageIndex:
             self._places[key] = (*self._places.get(key, ()), place)
 
     def close(self) -> None:
-        """Let go of the area."""
+        """Release the area."""
         del self._touches
         self._area.release()
 

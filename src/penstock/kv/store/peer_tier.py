@@ -1,11 +1,11 @@
-"""Pages in other workers' KV memory on this host, copied straight out of their prefix caches.
+"""The peer tier: pages in other workers' KV memory on this host, copied straight out of their prefix caches.
 
-Every worker has the others' memory mapped read-only, for hand-overs (``transfer.shm``).  Beside it lies one directory
-(anonymous shared memory): each worker writes there what stands in which of its pages, with a checksum, and takes back
-what it evicts.  Who wants a page copies it and proves the copy; when the owner has given it away meanwhile, the proof
-fails.  So nobody waits for anybody, no page is held for others, and nothing is stored twice.
+Every worker has the others' memory mapped read-only (``connectors.shm``).  One index in shared memory lists what stands
+in which page, with a proof; each worker writes its own entries and clears those of evicted pages.  A reader copies a
+page and verifies the copy; if the owner has reused the page meanwhile, verification fails.  So no worker waits for
+another, no page is pinned, and nothing is stored twice.
 
-This is how the next turn of a chat finds the last answer, which the decode worker wrote.
+This is how the next turn of a chat finds the last response, which a decode worker computed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from penstock.types import PageId, WorkerId
 
 
 class PeerTier:
-    """See ``port.Tier``."""
-
     name = "peers"
     stores_copies = False
     is_remote = False
@@ -36,9 +34,9 @@ class PeerTier:
         peers: Mapping[WorkerId, KvMemory],
         seal: PageEnvelope,
     ) -> None:
-        """``descriptor``: of the shared directory; ``sizes``: every worker with its pages, the same for all.
+        """``descriptor``: of the shared index; ``sizes``: every worker with its number of pages, the same for all.
 
-        What an earlier incarnation of this worker said of its pages is taken back: call this before they are wiped.
+        Clears the entries of this worker's earlier incarnation: create this object before the memory is wiped.
         """
         self._seal = seal
         self._peers = peers
@@ -63,16 +61,13 @@ class PeerTier:
 
     @property
     def pages(self) -> int:
-        """See ``port.Tier``."""
         return len(self._directory) - len(self._places)
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
-        """See ``port.Tier``."""
         self._directory.refresh()
         return [any(place not in self._own for place in self._directory.find(key)) for key in keys]
 
     def read_page(self, key: PageKey, into: memoryview) -> bool:
-        """See ``port.Tier``."""
         for place in self._directory.find(key):
             if place in self._own:
                 continue
@@ -91,7 +86,7 @@ class PeerTier:
         return False
 
     def write_page(self, final: FinalPage, content: memoryview) -> bool:
-        """See ``port.Tier``: say what stands in one of our pages."""
+        """Publishes the entry of one of this worker's own pages."""
         _, proof = self._seal.seal(final.key, content)
         place = self._own.start + final.page
         self._directory.write_entry(place, IndexEntry(final.key, final.saves_s, proof))
@@ -99,13 +94,11 @@ class PeerTier:
         return True
 
     def on_evicted(self, key: PageKey) -> None:
-        """See ``port.Tier``."""
         place = self._places.pop(key, None)
         if place is not None:
             self._directory.clear_entry(place)
 
     def close(self) -> None:
-        """See ``port.Tier``."""
         for place in self._places.values():
             self._directory.clear_entry(place)
         self._directory.close()

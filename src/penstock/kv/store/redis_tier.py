@@ -1,8 +1,8 @@
-"""Pages in Redis, for all workers of all hosts that have the same model.
+"""The Redis tier: for all workers of all hosts that serve the same model.
 
 A value is ``| proof 40 | page |`` under a name that covers model, numerics class, layout and ``--kv-key``.  Redis
-decides by itself what goes (its ``maxmemory-policy``); besides, values expire.  Nothing that comes back is believed: no
-more is read than a value can have, and a page must prove itself; one that does not is removed.
+evicts by its own policy (``maxmemory-policy``), and values expire.  Nothing that comes back is trusted: no more is read
+than a value can have, and every page is verified; one that fails is deleted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MISSING = "--kv-redis needs the package redis: pip install 'penstock[redis]'"
 
 
 class RedisTier:
-    """See ``port.Tier``.  Several threads may use it at once."""
+    """Thread-safe."""
 
     name = "redis"
     stores_copies = True
@@ -31,7 +31,7 @@ class RedisTier:
     pages = 0
 
     def __init__(self, url: str, seal: AnyEnvelope, *, timeout_s: float, expire_s: float) -> None:
-        """Connects when it is first used.  Raises ConfigError for a bad URL, or without the library."""
+        """Connects at the first use.  Raises ConfigError for a bad URL, or without the library."""
         self.check(url)
         import redis
         from redis.backoff import NoBackoff
@@ -62,7 +62,7 @@ class RedisTier:
             raise ConfigError(f"--kv-redis: {error}") from None
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
-        """See ``port.Tier``.  The answer is as long as ``keys``; behind the first that is missing it says no."""
+        """False for all keys behind the first missing one."""
         found: list[bool] = []
         for start in range(0, len(keys), _ASKED_AT_ONCE):
             part = keys[start : start + _ASKED_AT_ONCE]
@@ -76,7 +76,6 @@ class RedisTier:
         return found + [False] * (len(keys) - len(found))
 
     def read_page(self, key: PageKey, into: memoryview) -> bool:
-        """See ``port.Tier``."""
         name = self._name(key)
         with self._failures():
             # One byte more than there can be: who has more is not ours.
@@ -94,7 +93,7 @@ class RedisTier:
         return True
 
     def write_page(self, final: FinalPage, content: memoryview) -> bool:
-        """See ``port.Tier``.  What is there already is only given time."""
+        """Renews the expiry of a page that is stored already."""
         name = self._name(final.key)
         with self._failures():
             if self._client.pexpire(name, self._expire_ms):
@@ -103,10 +102,9 @@ class RedisTier:
             return bool(self._client.set(name, b"".join((proof, stored)), px=self._expire_ms))
 
     def on_evicted(self, key: PageKey) -> None:
-        """Nothing to do: the page there is another one."""
+        """Nothing to do: the stored page is a copy."""
 
     def close(self) -> None:
-        """See ``port.Tier``."""
         self._client.close()
 
     def _name(self, key: PageKey) -> bytes:
@@ -117,7 +115,7 @@ class RedisTier:
 
 
 class _AsTierFailed:
-    """The library's errors become ours."""
+    """Turns the library's errors into TierError."""
 
     def __init__(self, kind: type[Exception]) -> None:
         self._kind = kind

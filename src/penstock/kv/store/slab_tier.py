@@ -1,7 +1,19 @@
-"""Pages in a file of slabs: host memory that all workers share, and disk.
+"""The slab tier: pages in one file of equal slabs, for host memory that all workers share and for disk.
 
-One thread writes, another reads.  A place is cleared in the directory before it is written and named after it: who is
-killed in between leaves an empty place.  What a crash of the machine tears is found by the proof.
+::
+
+    | head 4 KiB | index (page_index) | slab | slab | slab | ...      all in whole blocks of 4 KiB
+      JSON, checked                     one page each
+
+One thread writes, another reads.  A place is cleared in the index before its slab is written, and its entry is written
+after it: a process killed in between leaves an empty place.  What a crash of the machine tears is found by the proof.
+
+The same for a file on disk and for a memfd.  Several processes use one file: each writes to a share of its own, which
+the kernel locks (open file description locks: they end with the process that holds them), and reads everywhere.
+
+A file is used only when its head fits this model, numerics class and layout.  One of another model is refused; a
+damaged one, or one of another size, is started afresh unless another process uses it.  Nothing in it is trusted: sizes
+come from our own head, entries and pages have checks of their own.
 """
 
 from __future__ import annotations
@@ -27,26 +39,6 @@ from penstock.kv.store.page_index import MAX_WRITERS, IndexEntry, PageIndex, ind
 from penstock.kv.store.tier import FinalPage, PageKey
 from penstock.types import ModelIdentity
 
-# MERGED: One file of equal places for pages, with the directory of what is in them at its head.
-# MERGED:
-# MERGED: ::
-# MERGED:
-# MERGED:     | head 4 KiB | directory (directory.py) | slab | slab | slab | ...      all in whole blocks of 4
-# MERGED: KiB
-# MERGED:       JSON, checked                           a page, and nothing else
-# MERGED:
-# MERGED: The same for a file on disk and for a memfd, which is a file that has no name and ends with its last
-# MERGED: process.  Several
-# MERGED: processes use one file: each writes into a share of its own, which the kernel keeps others out of
-# MERGED: (open file description
-# MERGED: locks: they end with the process that holds them), and reads everywhere.
-# MERGED:
-# MERGED: A file is used only when its head fits this model, numerics class and layout.  One of another model
-# MERGED: is refused; one that
-# MERGED: is damaged, or of another size, begins anew, unless somebody uses it.  Nothing in it is believed:
-# MERGED: sizes come from what
-# MERGED: we ask for, entries and pages have checks of their own.
-
 log = logging.getLogger("penstock.worker")
 
 BLOCK = 4096
@@ -59,7 +51,7 @@ _USERS_AT = _HEAD_AT + 1  # whoever has the file open and fitting shares it: it 
 
 
 class SlabHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whose pages these are, and how they lie."""
+    """The head of a file: whose pages it holds, and their layout."""
 
     magic: str
     fingerprint: str
@@ -72,7 +64,7 @@ class SlabHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def slab_head(identity: ModelIdentity, layout: KvLayout, nbytes: int, *, encrypted: bool) -> SlabHead:
-    """Of a file of at most ``nbytes`` bytes.  Raises ConfigError when that is too little for a page."""
+    """The head of a file of at most ``nbytes`` bytes.  Raises ConfigError when that is too small for a page."""
     slab = -(-layout.page_bytes // BLOCK) * BLOCK
     places = min(MAX_PLACES, (nbytes - BLOCK) // slab)
     while places > 0 and BLOCK + index_bytes(places) + places * slab > nbytes:
@@ -93,13 +85,14 @@ def slab_head(identity: ModelIdentity, layout: KvLayout, nbytes: int, *, encrypt
 
 
 class SlabFile:
-    """The file, open and fitting.  ``begin, end``: the places that this process may write; none if others have them."""
+    """An open file with a fitting head.  ``begin, end``: the places that this process may write; none if they are
+    locked."""
 
     def __init__(
         self, descriptor: int, head: SlabHead, share: tuple[int, int], what: str, *, allocate: bool = True
     ) -> None:
-        """``share``: (number, of how many); ``allocate``: take all room at once, so that there is never too little.
-        Takes the descriptor, and closes it when it raises ConfigError."""
+        """This process is writer ``writer`` of ``writers``.  ``allocate``: reserve all space at once, so that it
+        never runs out. Takes over the descriptor, and closes it when it raises ConfigError."""
         self.head = head
         self.what = what
         self.direct = False
@@ -126,8 +119,8 @@ class SlabFile:
 
     @classmethod
     def at(cls, path: Path, head: SlabHead, share: tuple[int, int], *, direct: bool) -> SlabFile:
-        """A file on disk, made when it is not there.  ``direct``: read and written past the page cache, where the file
-        system can do that.  Raises ConfigError."""
+        """A file on disk, created if missing.  ``direct``: bypass the page cache where the file system can.  Raises
+        ConfigError."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -142,7 +135,7 @@ class SlabFile:
 
     @classmethod
     def memory(cls, descriptor: int, head: SlabHead, share: tuple[int, int]) -> SlabFile:
-        """Host memory: a memfd that the process which forked the workers has made.  Raises ConfigError."""
+        """Host memory: a memfd created by the process that forked the workers.  Raises ConfigError."""
         try:  # opened anew: locks are those of an open file, and a fork shares its parent's
             own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -152,17 +145,17 @@ class SlabFile:
     # --- pages -------------------------------------------------------------------------------------------------------
 
     def read(self, place: int, into: memoryview) -> int:
-        """Fill ``into`` (a whole slab) from a place; how many bytes came."""
+        """Fill ``into`` (a whole slab) from a place; returns the bytes read."""
         return os.preadv(self._io, [into], self._slabs_at + place * self.head.slab_bytes)
 
     def write(self, place: int, slab: memoryview) -> None:
-        """Raises OSError, also when not all of it could be written."""
+        """Raises OSError, also after a short write."""
         written = os.pwritev(self._io, [slab], self._slabs_at + place * self.head.slab_bytes)
         if written != slab.nbytes:
             raise OSError(f"{written} of {slab.nbytes} bytes were written")
 
     def close(self) -> None:
-        """The directory must have been let go before."""
+        """The index must have been closed before."""
         self.directory.release()
         self._mapped.close()
         if self._io != self._descriptor:
@@ -172,7 +165,7 @@ class SlabFile:
     # --- beginning ---------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Have a file with our head, and say that it is used, as long as it is open here."""
+        """Make sure that the file has our head, and lock it as used while it is open here."""
         descriptor, head = self._descriptor, self.head
         if not _lock(descriptor, _HEAD_AT, 1, wait=True):
             raise ConfigError(f"{self.what}: cannot be locked")
@@ -196,7 +189,7 @@ class SlabFile:
             _unlock(descriptor, _HEAD_AT, 1)
 
     def _write_head(self, size: int) -> None:
-        """Nothing is in it but our head."""
+        """Empty the file and write our head."""
         os.ftruncate(self._descriptor, 0)
         if self._allocates:
             _allocate(self._descriptor, size, self.what)
@@ -207,7 +200,7 @@ class SlabFile:
 
 
 def _allocate(descriptor: int, size: int, what: str) -> None:
-    """All of it now, so that the file system is never full later."""
+    """Reserve all space now, so that the file system cannot run full later."""
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
@@ -216,7 +209,7 @@ def _allocate(descriptor: int, size: int, what: str) -> None:
 
 
 def _read_head(descriptor: int) -> SlabHead | None:
-    """None: there is none that could be read."""
+    """None if there is no readable head."""
     raw = os.pread(descriptor, BLOCK, 0)
     text = raw[:-_CHECK_BYTES].rstrip(b"\0")
     if len(raw) != BLOCK or raw[-_CHECK_BYTES:] != xxh3_128(text):
@@ -229,7 +222,7 @@ def _read_head(descriptor: int) -> SlabHead | None:
 
 
 def _lock(descriptor: int, start: int, length: int, *, kind: int = fcntl.F_WRLCK, wait: bool = False) -> bool:
-    """Keep others out of these bytes (F_RDLCK: those who want them alone), as long as the file is open here."""
+    """Lock these bytes (F_RDLCK: shared) while the file is open here."""
     how = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
     try:
         fcntl.fcntl(descriptor, how, _flock(kind, start, length))
@@ -254,13 +247,11 @@ _MOST_USES = 1024  # that count at one time: the number is anybody's word
 
 
 class SlabTier:
-    """See ``port.Tier``."""
-
     stores_copies = True
     is_remote = False
 
     def __init__(self, name: str, file: SlabFile, seal: AnyEnvelope) -> None:
-        """Reads the directory: some 2 us a page that is there."""
+        """Reads the index: some 2 us per stored page."""
         self.name = name
         self._file = file
         self._seal = seal
@@ -281,7 +272,7 @@ class SlabTier:
 
     @property
     def pages(self) -> int:
-        """See ``port.Tier``; those of all processes."""
+        """Of all processes."""
         return len(self._directory)
 
     @property
@@ -290,12 +281,10 @@ class SlabTier:
         return self._file.head.places
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
-        """See ``port.Tier``."""
         self._directory.refresh()
         return [bool(self._directory.find(key)) for key in keys]
 
     def read_page(self, key: PageKey, into: memoryview) -> bool:
-        """See ``port.Tier``."""
         for place in self._directory.find(key):
             entry = self._directory.entry_at(place)
             if entry is None or entry.key != key:
@@ -318,7 +307,7 @@ class SlabTier:
         return False
 
     def write_page(self, final: FinalPage, content: memoryview) -> bool:
-        """See ``port.Tier``.  By the one thread that writes."""
+        """Called by the one writing thread."""
         if self._directory.find(final.key):
             return True
         place = self._room()
@@ -334,17 +323,16 @@ class SlabTier:
         return True
 
     def on_evicted(self, key: PageKey) -> None:
-        """Nothing to do: the page here is another one."""
+        """Nothing to do: the stored page is a copy."""
 
     def close(self) -> None:
-        """See ``port.Tier``."""
         self._directory.close()
         self._file.close()
 
     # --- room --------------------------------------------------------------------------------------------------------
 
     def _room(self) -> int | None:
-        """A place of our own with nothing in it; what would be missed least is given up for that."""
+        """An empty place of our own; the least valuable page is evicted for it."""
         for place in self._free:
             return place
         least = self._ranking.least_valuable()
@@ -368,5 +356,5 @@ class SlabTier:
         self._ranking.add(place, saves_s)
 
     def _lost(self, place: int) -> None:
-        """What is there is not what its entry says.  Its writer will write over it in time."""
+        """The page does not match its entry: ignore the place until its writer overwrites it."""
         self._directory.ignore_place(place)

@@ -1,6 +1,6 @@
-"""All tiers of one worker, nearest first: who has a page, how long fetching it takes, and who should keep one.
+"""All tiers of one worker, nearest first: which tier has a page, how long fetching takes, and which tiers store a page.
 
-No call blocks: what takes time is done by threads (``at_work``), and their answers are ``news``.
+No call blocks: threads do the work (``tier_worker``), and results come as events.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from penstock.types import ModelIdentity, PageId, WorkerId
 
 
 class PageStore:
-    """See above.  Without tiers it has nothing and takes nothing."""
+    """Without tiers it holds nothing and stores nothing."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class PageStore:
         *,
         hand: Callable[[str, Callable[[], float], float], JobRunner] = JobThread,
     ) -> None:
-        """``tiers``: nearest first.  Begins their threads (``hand`` makes one): to be made after every fork."""
+        """``tiers``: nearest first.  Starts their threads (``job_runner`` creates one), so create it after every
+        fork."""
         self._news: SimpleQueue[StoreEvent] = SimpleQueue()
         self._memory = memory
         self._clock = clock
@@ -66,17 +67,17 @@ class PageStore:
 
     @property
     def remote_tiers(self) -> list[int]:
-        """Tiers that must be asked (``ask``) what they have, as far as they work now."""
+        """Working tiers whose content must be looked up asynchronously (``lookup``)."""
         now = self._clock()
         return [n for n, work in enumerate(self._tiers) if work.tier.is_remote and work.usable(now)]
 
     @property
     def local_tiers(self) -> list[int]:
-        """Tiers that keep copies and can be asked without a journey, nearest first."""
+        """Tiers that store copies and can be looked up at once, nearest first."""
         return [n for n, work in enumerate(self._tiers) if work.tier.stores_copies and not work.tier.is_remote]
 
     def find_pages(self, keys: Sequence[PageKey], among: Sequence[int] | None = None) -> list[int | None]:
-        """The nearest tier (``among`` these) that has each page, remote ones apart."""
+        """For each page the nearest local tier (``among`` these) that has it."""
         found: list[int | None] = [None] * len(keys)
         now = self._clock()
         for number, work in enumerate(self._tiers):
@@ -92,11 +93,11 @@ class PageStore:
         return found
 
     def lookup(self, tier: int, ticket: StoreRequest, keys: Sequence[PageKey]) -> None:
-        """How many of these pages, from the first on, does a remote tier have?  ``Found`` is the answer."""
+        """Look up in a remote tier how many of these pages, from the first on, it has.  Results in ``LookupDone``."""
         self._tiers[tier].lookup(ticket, keys)
 
     def load_page(self, tier: int, ticket: StoreRequest, place: int, wanted: tuple[PageKey, PageId]) -> PageLoad:
-        """Bring a page into this worker's memory.  It belongs to the tier until ``Loaded`` says how it went, or the
+        """Fetch a page into this worker's memory.  The page belongs to the tier until ``LoadDone``, or until the
         load is withdrawn."""
         key, page = wanted
         return self._tiers[tier].load_page(ticket, place, key, self._memory.view(page))
@@ -106,32 +107,32 @@ class PageStore:
         return self._tiers[tier].tier.name
 
     def read_s(self, tier: int) -> float:
-        """Seconds a page."""
+        """Seconds to read a page."""
         return self._tiers[tier].read_s
 
     def on_fetch_skipped(self, tiers: Iterable[int]) -> None:
-        """Pages of these were not fetched because that was thought to take longer than computing them."""
+        """Pages of these tiers were recomputed because fetching was predicted to take longer."""
         for tier in set(tiers):
             self._tiers[tier].on_fetch_skipped()
 
     def peer_read_s(self) -> float | None:
-        """Seconds a page out of other workers' caches; None: they cannot be reached."""
+        """Seconds to read a page from another worker's cache; None without that tier."""
         return next((work.read_s for work in self._tiers if work.tier.name == "peers"), None)
 
     def save_page(self, final: FinalPage) -> None:
-        """A page is full and final: let those keep it that find it worth while."""
+        """Offer a full and final page to all tiers that find it worth storing."""
         now = self._clock()
         for work in self._tiers:
             if work.accepts(final, now):
                 work.save_page(final)
 
     def on_evicted(self, key: PageKey) -> None:
-        """This worker's memory does not have the page any more."""
+        """The page has left this worker's memory."""
         for tier in self._peers:
             tier.on_evicted(key)
 
     def pop_events(self, most: int) -> list[StoreEvent]:
-        """What has come since the last call, so much of it at most."""
+        """Events since the last call, at most ``most``."""
         news: list[StoreEvent] = []
         try:
             while len(news) < most:
@@ -149,7 +150,7 @@ class PageStore:
         }
 
     def close(self) -> None:
-        """Write what is left, within ``close_s`` of them all, and let go."""
+        """Finish pending writes within ``close_s``, and close the tiers."""
         for work in self._tiers:
             work.finish()
         deadline = self._clock() + self.config.close_s
@@ -157,14 +158,11 @@ class PageStore:
             work.close(deadline)
 
 
-# MERGED: From settings to tiers: what a worker opens when it begins, and what is made for it before it is
-# MERGED: forked.
-
 log = logging.getLogger("penstock.worker")
 
 
 class SharedStoreMemory:
-    """What the workers of one service share: made before they are forked, and without a name in the file system."""
+    """Anonymous memory that all workers of a service share; created before they are forked."""
 
     def __init__(self, config: KvStoreConfig, sizes: Sequence[tuple[WorkerId, int]]) -> None:
         """``sizes``: pages of each worker that has KV memory here.  Raises ConfigError."""
@@ -179,11 +177,11 @@ class SharedStoreMemory:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """For a child to keep."""
+        """For a child to inherit."""
         return tuple(each for each in (self.directory, self.host) if each >= 0)
 
     def close(self) -> None:
-        """The memory goes with its last user.  May be called twice."""
+        """The memory goes with its last user.  Idempotent."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.directory = self.host = -1
@@ -191,7 +189,7 @@ class SharedStoreMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOwner:
-    """Whose store it is."""
+    """The worker whose store it is."""
 
     worker: WorkerId
     identity: ModelIdentity
@@ -200,7 +198,7 @@ class StoreOwner:
 
 
 def check_store_config(config: KvStoreConfig) -> None:
-    """Before anything is started: the key's file, and the libraries.  Raises ConfigError."""
+    """Check the key file and the libraries before anything is started.  Raises ConfigError."""
     if config.key_file is not None:
         read_key(Path(config.key_file))
         check_cipher()
@@ -214,7 +212,8 @@ def check_store_config(config: KvStoreConfig) -> None:
 
 
 def open_tiers(config: KvStoreConfig, share: SharedStoreMemory, place: StoreOwner) -> list[KvTier]:
-    """Nearest first.  A tier that cannot be had is left out with a word in the log: it costs computing, no answers."""
+    """Tiers, nearest first.  A tier that cannot be opened is left out with a log line: it costs computation, not
+    responses."""
     key = None if config.key_file is None else read_key(Path(config.key_file))
     plain, sealed = PageEnvelope(place.identity, place.layout), make_envelope(place.identity, place.layout, key)
     names = [worker for worker, _ in share.sizes]
@@ -272,7 +271,7 @@ def _mooncake(config: KvStoreConfig, seal: AnyEnvelope) -> KvTier:
 
 
 def slab_file_name(place: StoreOwner, *, encrypted: bool) -> str:
-    """One for each model, numerics class and layout, so that a folder may serve several."""
+    """A name for each model, numerics class and layout, so that they can share a folder."""
     kind = blake3(f"{place.identity.numerics} {place.layout.name} {encrypted}".encode()).hexdigest()[:8]
     return f"{place.identity.fingerprint[:16]}-{kind}.kv"
 

@@ -1,7 +1,7 @@
-"""What a tier of the KV store is: somewhere else where full and final pages stand, found by what is in them.
+"""The protocol of a KV tier: storage for full and final pages, found by their content.
 
-A tier may block; it is called from threads of its own (``hands``), but for ``has`` of a tier that is not remote.  It
-decides nothing about which pages are worth keeping or fetching.
+A tier may block: it is called from threads (``tier_worker``), except for ``contains`` of a local tier.  It does not
+decide which pages are worth storing or fetching.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from penstock.types import BlockHash, PageId
 
 
 class PageKey(NamedTuple):
-    """The name of a page everywhere: the block's chain hash, which covers model, numerics, adapter, tenant and all
-    tokens up to its end, and which group of layers the page is of."""
+    """The key of a page everywhere: the block's chain hash, which covers model, numerics, adapter, tenant and all
+    tokens up to its end, and the group of layers."""
 
     block: BlockHash
     group: int
 
 
 class FinalPage(NamedTuple):
-    """A page of this worker's that is full and will not change while it keeps its ``generation``."""
+    """A full page of this worker that does not change while it keeps its ``generation``."""
 
     key: PageKey
     page: PageId
@@ -32,7 +32,7 @@ class FinalPage(NamedTuple):
 
 
 class KvTier(Protocol):
-    """One place.  All methods but ``close`` may raise OSError or TierFailed, and must come back in bounded time."""
+    """One tier.  All methods but ``close`` may raise OSError or TierError, and must return in bounded time."""
 
     name: str
     """"peers", "host", "disk", "redis" or "mooncake": as in metrics."""
@@ -45,7 +45,7 @@ class KvTier(Protocol):
 
     @property
     def pages(self) -> int:
-        """That are known to be there; 0 where nobody can say."""
+        """Pages known to be stored; 0 where the number is unknown."""
         ...
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
@@ -53,21 +53,20 @@ class KvTier(Protocol):
         ...
 
     def read_page(self, key: PageKey, into: memoryview) -> bool:
-        """Copy a page and prove the copy.  False: it is not there any more.
+        """Copy a page and verify the copy.  False: it is gone.
 
-        Raises PageCorrupt when it is not the right one; ``into`` is spoiled then, and the page will not be offered
-        again.
+        Raises PageCorrupt when it is not the right page; ``into`` is spoiled then, and the page is not offered again.
         """
         ...
 
     def write_page(self, final: FinalPage, content: memoryview) -> bool:
-        """Keep a page.  ``content`` is a copy of it that does not change.  False: there is no room that is worth it."""
+        """Store a page.  ``content`` does not change.  False: there is no room worth evicting for it."""
         ...
 
     def on_evicted(self, key: PageKey) -> None:
-        """This worker's own memory does not have the page any more.  Called between steps: must not block."""
+        """The page has left this worker's own memory.  Called between steps: must not block."""
         ...
 
     def close(self) -> None:
-        """Give everything back.  What is kept stays kept."""
+        """Release all resources.  Stored pages stay."""
         ...

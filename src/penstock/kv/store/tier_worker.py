@@ -1,6 +1,6 @@
-"""One tier and the threads that work for it: reads and writes never wait for each other, and nobody for them.
+"""One tier and its two threads: reads and writes never wait for each other, and the worker's loop never waits for them.
 
-Measures how long a page takes, counts, and leaves a tier alone that fails or hangs (``breaker``).
+Measures how long a page takes, counts, and pauses a tier that fails or hangs (``CircuitBreaker``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from penstock.kv.store.tier import FinalPage, KvTier, PageKey
 from penstock.telemetry.metrics import TIER_FIGURES
 from penstock.types import PageId
 
-# MERGED: When a tier that fails is left alone, and when it is tried again.  Pure.
-
 FAILURES = 3
 """In a row, after which nothing is asked of the tier for a while."""
 
@@ -30,7 +28,7 @@ LONGEST_REST_S = 30.0
 
 
 class CircuitBreaker:
-    """Closed while the tier works.  Opens after failures in a row, longer each time; one success closes it."""
+    """Closed while the tier works; opens after consecutive failures, longer each time; a success closes it."""
 
     def __init__(self) -> None:
         self._failures = 0
@@ -38,26 +36,23 @@ class CircuitBreaker:
         self._until = float("-inf")
 
     def allows(self, now: float) -> bool:
-        """May the tier be asked?  After a rest everybody may; the first failure ends that."""
+        """Whether the tier may be called.  After a pause it may; the first failure starts the next pause."""
         return now >= self._until
 
     def record_success(self) -> None:
-        """It did what was asked, in time."""
+        """The tier did its work in time."""
         self._failures = 0
         self._rest_s = FIRST_REST_S
         self._until = float("-inf")
 
     def record_failure(self, now: float) -> bool:
-        """It did not.  True when it is left alone from now on, and was not before."""
+        """The tier failed.  Returns whether a pause starts now."""
         self._failures += 1
         if self._failures < FAILURES or now < self._until:
             return False
         self._until = now + self._rest_s
         self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
         return True
-
-
-# MERGED: Threads that do jobs one after the other, for whoever must not wait for them.
 
 
 Job = Callable[[], None]
@@ -67,33 +62,33 @@ WRITE_PAUSE_S = 50e-6
 
 
 class JobRunner(Protocol):
-    """Who does jobs."""
+    """Runs jobs in order."""
 
     busy_since: float | None
 
     @property
     def queued(self) -> int:
-        """Jobs that are not begun."""
+        """Jobs that have not started."""
         ...
 
     def submit(self, job: Job) -> None:
-        """Do this, too."""
+        """Add a job."""
         ...
 
     def finish(self) -> None:
-        """Nothing more comes: end when all is done."""
+        """No more jobs will come: end after the last one."""
         ...
 
     def join(self, patience_s: float) -> bool:
-        """Has it ended?  Waits for that so long at most."""
+        """Wait for the end, at most ``patience_s``.  Returns whether it has ended."""
         ...
 
 
 class JobThread:
-    """A thread.  Jobs are done in order.  What one raises is logged: it must deal with what it can foresee."""
+    """A thread that runs jobs in order.  Exceptions of a job are logged."""
 
     def __init__(self, name: str, clock: Callable[[], float], pause_s: float) -> None:
-        """``pause_s`` after each job: the interpreter has one lock, and the worker's loop may wait for it."""
+        """Pauses for ``pause_s`` after each job: the worker's loop may be waiting for the interpreter's lock."""
         self._pause_s = pause_s
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._clock = clock
@@ -103,19 +98,15 @@ class JobThread:
 
     @property
     def queued(self) -> int:
-        """Jobs that are not begun."""
         return self._jobs.qsize()
 
     def submit(self, job: Job) -> None:
-        """Do this, too."""
         self._jobs.put(job)
 
     def finish(self) -> None:
-        """Nothing more comes: end when all is done."""
         self._jobs.put(None)
 
     def join(self, patience_s: float) -> bool:
-        """Has it ended?  Waits for that so long at most; who has not is left behind."""
         self._thread.join(patience_s)
         return not self._thread.is_alive()
 
@@ -150,15 +141,15 @@ _DOUBT = 0.98
 
 @dataclass(slots=True, eq=False)
 class StoreRequest:
-    """Something that was asked of tiers.  ``wanted`` is made False by whoever asked: what is not begun is left then."""
+    """The caller's handle on lookups and loads.  Jobs that have not started are skipped once ``wanted`` is False."""
 
     wanted: bool = True
 
 
 class PageLoad:
-    """A page that a tier was asked to bring: it belongs to the tier from ``begin`` on, unless it was withdrawn before.
+    """A load in progress: the page belongs to the tier from ``begin`` on, unless it was withdrawn before.
 
-    One of the two is the first, whichever threads they are called from.
+    Exactly one of the two succeeds, whichever threads call them.
     """
 
     __slots__ = ("_unclaimed",)
@@ -167,11 +158,11 @@ class PageLoad:
         self._unclaimed = [True]
 
     def begin(self) -> bool:
-        """The tier's thread is about to write into the page.  False: it must not, and need not tell."""
+        """The tier is about to write into the page.  False: it must not, and need not report."""
         return self._claim()
 
     def withdraw(self) -> bool:
-        """The page is needed no more.  True: nobody will write into it; False: ``LoadDone`` will come."""
+        """The page is not needed.  True: the tier will not write into it; False: ``LoadDone`` will come."""
         return self._claim()
 
     def _claim(self) -> bool:
@@ -183,7 +174,7 @@ class PageLoad:
 
 @dataclass(frozen=True, slots=True)
 class LookupDone:
-    """A remote tier has so many of the pages that were asked for, from the first on."""
+    """A remote tier has the first ``pages`` of the requested pages."""
 
     request: StoreRequest
     tier: int
@@ -192,7 +183,7 @@ class LookupDone:
 
 @dataclass(frozen=True, slots=True)
 class LoadDone:
-    """A page stands where it was wanted, or (not ``good``) will never."""
+    """A load has ended; without ``good`` the page was not read."""
 
     request: StoreRequest
     place: int  # as the page was called when it was asked for
@@ -216,7 +207,7 @@ class TierContext:
 
 
 class TierWorker:
-    """A tier, asked from the worker's loop: no call blocks."""
+    """A tier, called from the worker's loop without blocking."""
 
     def __init__(self, number: int, tier: KvTier, around: TierContext) -> None:
         self.tier = tier
@@ -235,13 +226,13 @@ class TierWorker:
     # --- asked ------------------------------------------------------------------------------------------------------
 
     def usable(self, now: float) -> bool:
-        """Does it work, as far as is known?"""
+        """Whether the tier works, as far as is known."""
         since = self._reader.busy_since
         hangs = since is not None and now - since > self._around.config.hang_s
         return not hangs and self._breaker.allows(now)
 
     def contains(self, keys: Sequence[PageKey], now: float) -> list[bool]:
-        """Of a tier that is not remote: what is there."""
+        """For a local tier: which pages it has."""
         if self.usable(now):
             try:
                 return self.tier.contains(keys)
@@ -250,18 +241,18 @@ class TierWorker:
         return [False] * len(keys)
 
     def lookup(self, ticket: StoreRequest, keys: Sequence[PageKey]) -> None:
-        """Of a remote one; ``LookupDone`` is the answer."""
+        """For a remote tier; ``LookupDone`` is the result."""
         self._reader.submit(lambda: self._ask(ticket, keys))
 
     def load_page(self, ticket: StoreRequest, place: int, key: PageKey, into: memoryview) -> PageLoad:
-        """Bring a page; ``LoadDone`` is the answer, unless it is withdrawn.  Until then ``into`` belongs to the
+        """Fetch a page; ``LoadDone`` is the result unless the load is withdrawn.  Until then ``into`` belongs to the
         tier."""
         load = PageLoad()
         self._reader.submit(lambda: self._load(ticket, place, key, into) if load.begin() else None)
         return load
 
     def accepts(self, final: FinalPage, now: float) -> bool:
-        """Is writing this page worth the time, and can it be done?"""
+        """Whether storing this page is worth the time and possible now."""
         if not self._breaker.allows(now):
             return False
         weighed = self.tier.stores_copies and not self._around.config.always
@@ -274,25 +265,25 @@ class TierWorker:
         return True
 
     def on_fetch_skipped(self) -> None:
-        """Pages were not fetched because that was thought to take longer than computing them."""
+        """Pages were recomputed because fetching was predicted to take longer."""
         self.read_s *= _DOUBT
 
     def save_page(self, final: FinalPage) -> None:
-        """Keep a page.  It is copied later: should it be gone by then, so much the worse."""
+        """Store a page.  It is copied later; if it has been evicted by then, it is not stored."""
         self._writer.submit(lambda: self._save(final))
 
     def metrics(self) -> dict[str, float]:
-        """Of ``telemetry.metrics.TIER_FIGURES``."""
+        """By ``telemetry.metrics.TIER_FIGURES``."""
         with self._lock:
             return self._figures | {"pages": self.tier.pages}
 
     def finish(self) -> None:
-        """Nothing more is asked: do what is left."""
+        """No more calls will come: complete what is queued."""
         self._reader.finish()
         self._writer.finish()
 
     def close(self, deadline: float) -> None:
-        """After ``end``: let go of the tier, if all is done by then."""
+        """After ``finish``: close the tier if all is done by the deadline."""
         ended = [hand.join(max(0.0, deadline - self._around.clock())) for hand in (self._reader, self._writer)]
         if all(ended):
             self.tier.close()

@@ -1,5 +1,6 @@
-"""The hand-over of KV pages from the worker that computed them to the worker that needs them.
+"""Transfer of KV pages from the worker that computed them to the worker that needs them.
 
-Two ends that know no sockets (``sender``, ``receiver``), and carriers that know how bytes get across (``shm``, ``tcp``,
-``memory``).  Whoever drives them passes on messages and time, and does what a turn asks for.
+``KvSender`` and ``KvReceiver`` are pure state machines: they know no sockets and no clock.  A KV connector
+(``kv.connectors``) moves the bytes.  The caller passes in messages and the time, sends the messages that come out and
+applies the events.
 """

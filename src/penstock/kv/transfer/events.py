@@ -1,4 +1,5 @@
-"""What the two ends of a hand-over ask of whoever drives them: messages to send, and news for the scheduler."""
+"""Inputs and outputs of the two ends of a KV transfer: offers, pulls, messages to send, and events for the
+scheduler."""
 
 from __future__ import annotations
 
@@ -23,11 +24,10 @@ from penstock.wire.transfer_messages import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageOffer:
-    """One final page: ``page`` of the sender's own memory holds ``tokens`` tokens and travels as number ``block``.
+    """One final page: ``page`` of the sender's memory, with ``tokens`` tokens.  ``index`` is its place in the
+    ``kv_spec.TransferOrder``, which is the block's number where all layers share pages.
 
-    Pages are numbered in the order of ``reach.Pieces``, which is by block where all layers share pages.
-
-    It stays as it is until ``TransferReleased``.  ``generation`` says how often the page had been given out by then.
+    The page does not change until ``TransferReleased``.  ``generation`` counts how often the page had been allocated.
     """
 
     request: RequestId
@@ -40,7 +40,7 @@ class PageOffer:
 
 @dataclass(frozen=True, slots=True)
 class PullGranted:
-    """The receiver has room for all pages: the prompt may be computed.  ``pull`` is what it said."""
+    """The receiver has reserved all pages, so the prompt may be computed.  ``pull`` is its request."""
 
     request: RequestId
     epoch: int
@@ -53,7 +53,7 @@ TAKEN = "taken"
 
 @dataclass(frozen=True, slots=True)
 class TransferReleased:
-    """Nobody will read this request's pages any more: free them.  Comes exactly once for every opened leg."""
+    """The request's pages are no longer needed and may be freed.  Sent exactly once for every opened transfer."""
 
     request: RequestId
     epoch: int
@@ -62,7 +62,7 @@ class TransferReleased:
 
 @dataclass(frozen=True, slots=True)
 class SendToReceiver:
-    """For the listener.  When it answers False, tell ``KvSender.on_send_failed``."""
+    """A message for the listener.  If sending fails, call ``KvSender.on_send_failed``."""
 
     peer: bytes
     message: PagesAt | PageReady | PagesReady | PrefillDone | HandOverAlive | HandOverFailed
@@ -71,7 +71,7 @@ class SendToReceiver:
 
 @dataclass(slots=True)
 class SenderOutput:
-    """In this order: send, then apply."""
+    """Messages to send, then events to apply, in this order."""
 
     sends: list[SendToReceiver] = field(default_factory=list[SendToReceiver])
     events: list[PullGranted | TransferReleased] = field(default_factory=list)
@@ -82,13 +82,13 @@ class SenderOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagePull:
-    """One request's pages, as the receiver wants them.
+    """A request's pages as the receiver wants them.
 
-    ``pages[block]`` is the receiver's own page for each that travels (``reach.Pieces``) of the first ``tokens`` tokens;
-    those below ``skip_blocks`` are there already.
+    ``pages[i]`` is the receiver's page for entry i of the ``kv_spec.TransferOrder`` of the first ``tokens`` tokens;
+    entries below ``skip_blocks`` are present already.
 
-    With ``ahead`` the answer is still being written at the source, where ``tokens`` are computed at least; up to so
-    many more will be, and ``pages`` are those of ``tokens + ahead``.
+    With ``ahead`` the request is still being decoded at the source: at least ``tokens`` are computed there, up to
+    ``ahead`` more will be, and ``pages`` covers ``tokens + ahead``.
     """
 
     request: RequestId
@@ -102,7 +102,7 @@ class PagePull:
 
 @dataclass(frozen=True, slots=True)
 class PagesAdvanced:
-    """The first ``computed`` tokens stand in verified pages of this worker's own."""
+    """The first ``computed`` tokens are in verified pages of this worker."""
 
     request: RequestId
     epoch: int
@@ -111,10 +111,10 @@ class PagesAdvanced:
 
 @dataclass(frozen=True, slots=True)
 class TransferDone:
-    """The hand-over is complete; decoding goes on after this token.  Of an answer that moved (``PagePull.ahead``) it
-    has any number of tokens: those that were written meanwhile.
+    """The transfer is complete; decoding continues after ``first``.  For a migrated request (``PagePull.ahead``) it
+    holds all tokens sampled during the transfer.
 
-    When ``first.finish`` is set the answer is complete too, and pages may be missing.
+    When ``first.finish`` is set the response is complete too, and pages may be missing.
     """
 
     request: RequestId
@@ -124,7 +124,7 @@ class TransferDone:
 
 @dataclass(frozen=True, slots=True)
 class PullFailed:
-    """Nothing more will be written for this request."""
+    """The pull failed; no more pages will be written for this request."""
 
     request: RequestId
     epoch: int
@@ -133,8 +133,8 @@ class PullFailed:
 
 @dataclass(frozen=True, slots=True)
 class HedgeWon:
-    """Nothing more will be written for this request, though all of it was computed: the bytes are too slow, and
-    computing what is missing is predicted to be sooner.  Decoding goes on after this token."""
+    """The pull is given up because recomputing the missing pages is predicted to be faster than waiting for them,
+    although the source has computed all of them.  Decoding continues after ``first``."""
 
     request: RequestId
     epoch: int
@@ -143,7 +143,7 @@ class HedgeWon:
 
 @dataclass(frozen=True, slots=True)
 class SendToSource:
-    """For the link to ``source``.  When it answers False nothing need be done: it is said again in time."""
+    """A message for the link to ``source``.  If sending fails nothing need be done: it is repeated."""
 
     source: PageSource
     message: PullPages | PagesReceived
@@ -151,7 +151,7 @@ class SendToSource:
 
 @dataclass(slots=True)
 class ReceiverOutput:
-    """In this order: send, then apply."""
+    """Messages to send, then events to apply, in this order."""
 
     sends: list[SendToSource] = field(default_factory=list[SendToSource])
     events: list[PagesAdvanced | TransferDone | HedgeWon | PullFailed] = field(default_factory=list)

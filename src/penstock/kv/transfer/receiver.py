@@ -1,23 +1,24 @@
-"""The receiving end of hand-overs: one worker that writes answers, many senders.
+"""The receiving end of KV transfers: one decode worker, many sources.
 
 ::
 
-    expect -> pulling: frames queue up, ``work`` brings them a budget at a time -> complete: FirstToken, PagesReceived
-                 |
-                 +-- cancel (silent), HandOverFailed, wrong checksum, lease ended (PullFailed) -> forgotten
+    start_pull -> OpenPull: announced pages are queued, ``fetch_pages`` copies them within a budget -> TransferDone
+                     |
+                     +-- cancel_pull, HandOverFailed, wrong checksum, lease expired -> PullFailed (not when cancelled)
 
-Bringing a page is the only thing that writes, it begins in ``work`` only, and is stopped before a request is
-forgotten: one that is cancelled gets nothing written any more.  Most carriers bring a page at once; one that fetches
-over a network says later what has landed.  A frame that nobody expects is dropped, and its sender told that nobody
-wants it.
+Only ``fetch_pages`` starts writing, and writing is stopped before a pull is dropped: after ``cancel_pull`` returns, no
+page of that request is written.  Most connectors copy a page at once; a network connector returns results later.  A
+message for an unknown pull is dropped, and its sender is told that the pull is over.
 
-Once the sender has said everything, only bytes are missing: should they take longer than computing them here
-(``HedgePolicy``), the pull is given up for that.
+Once the source has sent its last message, only bytes are missing.  If they are predicted to take longer than
+recomputing (``HedgePolicy``), the pull is given up.  The estimate extrapolates the rate since then: missing pages
+divided by pages per second.  A stopped sender, a slow link and a congested one all look alike.  Both ways give the same
+content (law 1).
 
-An answer that moves (``PagePull.ahead``) is being written while its pages come: how many there are is known with the
-sender's last word only, and nothing beyond ``PagePull.tokens`` counts as computed before it.
+A migrating request (``PagePull.ahead``) is decoded while its pages arrive: the number of pages is known with the
+source's last message only, and no token beyond ``PagePull.tokens`` counts as computed before it.
 
-Knows no sockets and no clock, and nothing of what the pages mean.
+Pure: no sockets, no clock, no meaning of pages.
 """
 
 from __future__ import annotations
@@ -55,13 +56,10 @@ from penstock.wire.transfer_messages import (
     PullPages,
 )
 
-# MERGED: What the receiving end of hand-overs knows of one of them, and of a page that was announced.
-# MERGED: Decides nothing.
-
 
 @dataclass(slots=True)
 class OpenPull:
-    """One request whose pages may still be written."""
+    """A pull whose pages may still be written."""
 
     pull: PagePull
     pieces: TransferOrder  # what a "block" is in all messages: a page, in the order of travel
@@ -78,7 +76,7 @@ class OpenPull:
     acknowledged: int = 0  # blocks from 0 that the sender was told of
 
     def fits(self, frame: PageReady) -> bool:
-        """Can there be such a page, with so many tokens?"""
+        """Whether the announced page can exist: its index is in range and its token count possible."""
         if not 0 <= frame.block < len(self.pull.pages):
             return False
         most = self.pieces.tokens_of(frame.block)
@@ -87,7 +85,7 @@ class OpenPull:
 
 @dataclass(slots=True)
 class QueuedPage:
-    """A page that is to be brought."""
+    """An announced page that is not fetched yet."""
 
     pulling: OpenPull
     frame: PageReady
@@ -95,7 +93,7 @@ class QueuedPage:
 
 
 def page_announcements(several: PagesReady) -> Iterator[PageReady]:
-    """Each as if it had been announced alone."""
+    """The announcements of a ``PagesReady``, one by one."""
     for each in several.pages:
         yield PageReady(
             request=several.request,
@@ -108,15 +106,6 @@ def page_announcements(several: PagesReady) -> Iterator[PageReady]:
         )
 
 
-# MERGED: Is it sooner to compute here what is slow to come from another worker?  Pure.
-# MERGED:
-# MERGED: Everything was computed elsewhere and only bytes are missing, so what has come since then says how
-# MERGED: long the rest will
-# MERGED: take: pages left, by pages a second.  A sender that was stopped, a link that is slow and one that is
-# MERGED: crowded all look
-# MERGED: alike.  The two may race: the pages are fetched only until computing begins, and by law 1 both have
-# MERGED: the same content.
-
 PredictCompute = Callable[[RequestId, int, int], float | None]
 """Seconds to compute tokens [start, stop) of a request here, with what lies before it; None: it cannot be done."""
 
@@ -126,20 +115,20 @@ PAGES_BEFORE_FIRST = 0.5
 
 @dataclass(frozen=True, slots=True)
 class PendingPages:
-    """For bytes alone: since when, and how many pages were missing then."""
+    """When only page bytes were missing for the first time, and how many pages that were."""
 
     since: float
     missing: int
 
 
 def no_local_prefill(request: RequestId, start: int, stop: int) -> float | None:
-    """``PredictCompute`` of a worker that computes no prompts."""
+    """``PredictCompute`` of a worker that computes no prompts: never."""
     del request, start, stop
     return None
 
 
 class HedgePolicy:
-    """``predict`` is set by whoever knows how fast this worker computes."""
+    """Decides when recomputing is faster than waiting for pages.  ``predict`` estimates the time to recompute."""
 
     def __init__(self, config: HandOverConfig) -> None:
         self.predict: PredictCompute = no_local_prefill
@@ -149,7 +138,8 @@ class HedgePolicy:
     def should_recompute(
         self, request: RequestId, waiting: PendingPages, left: tuple[int, int, int], now: float
     ) -> bool:
-        """``left``: pages that are missing now; tokens that are here; tokens that there are to be."""
+        """Whether recomputing tokens ``computed`` to ``total`` is predicted to be faster than waiting for
+        ``missing`` pages."""
         elapsed = now - waiting.since
         missing, here, tokens = left
         if elapsed < self._after_s or not missing:
@@ -160,12 +150,9 @@ class HedgePolicy:
         return coming > self._margin * (inf if computing is None else computing)
 
 
-# MERGED: What the receiving end of hand-overs counts.
-
-
 @dataclass(slots=True)
 class TransferCounters:
-    """Numbers only grow."""
+    """Counters of the receiving end; they only grow."""
 
     pages: int = 0
     bytes: int = 0
@@ -185,7 +172,7 @@ SenderMessage = PagesAt | PageReady | PagesReady | PrefillDone | HandOverAlive |
 
 
 class KvReceiver:
-    """All hand-overs into one worker's pages.  Every method returns what to send and what to tell the scheduler."""
+    """All pulls into one worker's pages.  Every method returns messages to send and events for the scheduler."""
 
     def __init__(self, config: HandOverConfig, carrier: KvConnector) -> None:
         self.counters = TransferCounters()
@@ -199,25 +186,25 @@ class KvReceiver:
 
     @property
     def layout(self) -> KvLayout:
-        """Of the pages."""
+        """Layout of the pages."""
         return self._layout
 
     @property
     def page_bytes(self) -> int:
-        """Bytes a page."""
+        """Bytes of one page."""
         return self._layout.page_bytes
 
     @property
     def background_s(self) -> float:
-        """Seconds of processor time that pages took beside ``work``, since the start."""
+        """Processor seconds that the connector's threads have spent on fetching pages since the start."""
         return self._carrier.busy_s
 
     # --- what the scheduler says -------------------------------------------------------------------------------------
 
     def start_pull(self, pull: PagePull, now: float) -> ReceiverOutput:
-        """Room is reserved; ask for the pages.  Replaces a pull of an earlier epoch.
+        """Ask for pages into reserved memory.  Replaces a pull of an earlier epoch.
 
-        Raises ValueError when one of this or a later epoch is here, or the pages are not those of ``pull.tokens``.
+        Raises ValueError when a pull of this or a later epoch is open, or the pages do not match ``pull.tokens``.
         """
         pieces = self._layout.transfer_order(pull.tokens, ahead=pull.ahead)
         blocks = pieces.total
@@ -245,7 +232,7 @@ class KvReceiver:
         return turn
 
     def cancel_pull(self, request: RequestId, epoch: int) -> ReceiverOutput:
-        """Write nothing more for this request, unless a later epoch of it is here.  The sender is told."""
+        """Stop writing pages of this request, unless a later epoch is open, and notify the sender."""
         turn = ReceiverOutput()
         pulling = self._pulls.get(request)
         if pulling is not None and pulling.pull.epoch <= epoch:
@@ -257,7 +244,7 @@ class KvReceiver:
     def on_message(
         self, source: PageSource, message: SenderMessage, payload: memoryview | None, now: float
     ) -> ReceiverOutput:
-        """Take a message that came over the link to ``source``.  Pages are queued, nothing is written yet."""
+        """Handle a message from ``source``.  Announced pages are queued; nothing is written yet."""
         turn = ReceiverOutput()
         pulling = self._pulls.get(message.request)
         if pulling is None or pulling.pull.epoch != message.epoch or pulling.pull.source != source:
@@ -280,7 +267,7 @@ class KvReceiver:
         return turn
 
     def reject_pull(self, source: PageSource, request: RequestId, epoch: int, reason: str) -> ReceiverOutput:
-        """What this source says of a request cannot be: its pages are given up."""
+        """Fail a pull whose source sent something impossible."""
         turn = ReceiverOutput()
         pulling = self._pulls.get(request)
         if pulling is not None and pulling.pull.epoch == epoch and pulling.pull.source == source:
@@ -291,16 +278,16 @@ class KvReceiver:
 
     @property
     def has_work(self) -> bool:
-        """Are there frames to bring, or has something landed?"""
+        """Whether pages are queued or fetch results are waiting."""
         return bool(self._queue) or self._carrier.has_results
 
     @property
     def descriptors(self) -> Sequence[int]:
-        """Readable when there may be work that no message announces."""
+        """File descriptors that become readable when fetch results are waiting."""
         return self._carrier.descriptors
 
     def fetch_pages(self, now: float, budget_bytes: int | None = None) -> ReceiverOutput:
-        """Take what has landed, and copy and verify queued pages until the budget is used up, one page at least."""
+        """Process fetch results, then copy and verify queued pages until the budget is used up; at least one page."""
         turn = ReceiverOutput()
         left = self._config.copy_budget_bytes if budget_bytes is None else budget_bytes
         touched: dict[RequestId, OpenPull] = {}
@@ -320,7 +307,7 @@ class KvReceiver:
         return turn
 
     def tick(self, now: float) -> ReceiverOutput:
-        """Give up on senders that are silent, and give signs of our own.  Call it a few times a second."""
+        """Expire silent sources and send heartbeats.  To be called several times a second."""
         turn = ReceiverOutput()
         lease = self._config.lease_s
         outran = False  # one a turn: the next is predicted with what this one adds to the work here
@@ -341,7 +328,7 @@ class KvReceiver:
         return turn
 
     def on_sender_gone(self, worker: WorkerId, incarnation: int) -> ReceiverOutput:
-        """Earlier incarnations of a worker, and those of other runs, are dead: their pages are given up."""
+        """Fail pulls from earlier incarnations of a worker, and from other runs of its supervisor."""
         turn = ReceiverOutput()
         for pulling in list(self._pulls.values()):
             source = pulling.pull.source
@@ -378,7 +365,7 @@ class KvReceiver:
                 self._queue_page(pulling, frame, None, now, turn)
 
     def _bring(self, queued: QueuedPage, turn: ReceiverOutput) -> bool:
-        """Have one page copied, or begin to.  True when it is here."""
+        """Fetch one page.  True when it is copied and verified already."""
         pulling, frame = queued.pulling, queued.frame
         pull = pulling.pull
         if self._pulls.get(pull.request) is not pulling:
@@ -398,7 +385,7 @@ class KvReceiver:
     def _landed(
         self, landed: FetchResult, now: float, turn: ReceiverOutput, touched: dict[RequestId, OpenPull]
     ) -> None:
-        """A page that was fetched is here, or cannot be had.  Of a pull that is no longer open it means nothing."""
+        """Handle one fetch result; results of pulls that are no longer open are ignored."""
         wanted, frame = landed.request, landed.request.frame
         pulling = self._pulls.get(frame.request)
         if pulling is None or pulling.pull.epoch != frame.epoch or pulling.pull.source != wanted.source:
@@ -418,7 +405,7 @@ class KvReceiver:
         self._fail(pulling, landed.failure, turn)
 
     def _missed(self, pulling: OpenPull, now: float) -> None:
-        """It is given up because pages have not come: how many, and in what time."""
+        """Count the pages that had not arrived when a pull was given up, and the time spent waiting."""
         waiting = pulling.waiting
         self.counters.waited_s += now - (pulling.moved if waiting is None else waiting.since)
         self.counters.missed += len(pulling.queued if waiting is None else pulling.missing)
@@ -430,7 +417,7 @@ class KvReceiver:
         pulling.missing.discard(frame.block)
 
     def _advance(self, pulling: OpenPull, now: float, turn: ReceiverOutput) -> None:
-        """After copying: tell how far we are, and the sender that it may send more."""
+        """Report progress to the scheduler, and acknowledge pages to the source."""
         pull = pulling.pull
         before = pulling.contiguous
         while pulling.contiguous < len(pull.pages) and pulling.contiguous not in pulling.missing:
@@ -445,7 +432,7 @@ class KvReceiver:
         self._complete(pulling, now, turn)
 
     def _is_worth_telling(self, pulling: OpenPull) -> bool:
-        """Should the sender hear how far we are?  Always, but by parts of its window while pages come by themselves."""
+        """Whether to acknowledge now: always when idle, otherwise once per part of the source's window."""
         if self._queue or not pulling.queued:
             return True
         new = (pulling.contiguous - pulling.acknowledged) * self._layout.page_bytes
@@ -477,7 +464,7 @@ class KvReceiver:
         turn.events.append(TransferDone(pulling.pull.request, pulling.pull.epoch, first))
 
     def _outrun(self, pulling: OpenPull, waiting: PendingPages, now: float) -> bool:
-        """Would computing what is missing be sooner than waiting for it?"""
+        """Whether recomputing the missing pages is predicted to be faster than waiting."""
         pull, first = pulling.pull, pulling.first
         if pull.ahead or first is None or first.finish is not None:
             return False
@@ -485,7 +472,7 @@ class KvReceiver:
         return self.hedge_policy.should_recompute(pull.request, waiting, (len(pulling.missing), here, pull.tokens), now)
 
     def _give_up(self, pulling: OpenPull, now: float, turn: ReceiverOutput) -> None:
-        """What is missing is computed here instead."""
+        """Give up a pull; the missing pages are recomputed here."""
         assert pulling.first is not None
         self.counters.outrun += 1
         self._missed(pulling, now)
@@ -497,7 +484,7 @@ class KvReceiver:
         turn.events.append(PullFailed(pulling.pull.request, pulling.pull.epoch, reason))
 
     def _forget(self, pulling: OpenPull, turn: ReceiverOutput, *, tell: bool = True, taken: bool = False) -> None:
-        """Nothing will be written for it from here on; its queued payloads are given back."""
+        """Drop a pull: no page of it is written from here on, and its queued payloads are released."""
         pull = pulling.pull
         del self._pulls[pull.request]
         self._carrier.stop_transfer(pull.source, pull.request, pull.epoch)
@@ -508,7 +495,7 @@ class KvReceiver:
             turn.sends.append(SendToSource(pull.source, received))
 
     def _stray(self, source: PageSource, message: SenderMessage, now: float, turn: ReceiverOutput) -> None:
-        """A frame for a request that is not expected: tell its sender, but not for every frame."""
+        """Answer a message for an unknown pull, at most once per lease."""
         self.counters.strays += 1
         key = (source, message.request, message.epoch)
         if isinstance(message, HandOverFailed) or key in self._told:
@@ -534,14 +521,10 @@ class KvReceiver:
         turn.sends.append(SendToSource(pull.source, message))
 
 
-# MERGED: Doing what a turn asks for, over a listener and links: the same few lines for every worker, bench
-# MERGED: and test.
-
-
 def send_pulls(
     turn: ReceiverOutput, say: Callable[[PageSource, PullPages | PagesReceived], object]
 ) -> list[PagesAdvanced | TransferDone | HedgeWon | PullFailed]:
-    """Send what the receiving end asks for with ``say``; what is left is for the scheduler."""
+    """Send the receiver's messages with ``say`` and return the events for the scheduler."""
     for send in turn.sends:
         say(send.source, send.message)
     return turn.events

@@ -1,20 +1,20 @@
-"""The sending end of hand-overs: one worker that has pages, many receivers.
+"""The sending end of KV transfers: one worker that has pages, many receivers.
 
 ::
 
-    open     pull       offer…      done        PagesReceived
-      |        |          |           |              |
-      v        v          v           v              v
-    opened -> granted -> pages under way -> all announced -> released
-      |        |          |                      |
-      +--------+-- cancel, fail, lease ended ----+-------> released
+    open_transfer  on_pull   offer_page…     finish_prefill   on_received
+          |           |          |                 |               |
+          v           v          v                 v               v
+       opened ---> granted -> pages in flight -> all announced -> released
+          |           |          |                 |
+          +-----------+-- cancel, fail, lease expired -+---------> released
 
-``open`` and the pull come in either order.  A receiver acknowledges by pulling again with a higher ``skip_blocks``;
-what is under way to it and not acknowledged stays below the window.  Its lease runs only while it owes a sign: once
-it has been silent for ``lease_s``, everything held for it is released.  A pull for an unknown request is kept as long.
-An answer that moves while it is written (a pull with ``ahead``) is handed over by the very same steps.
+``open_transfer`` and the pull come in either order.  A receiver acknowledges pages by pulling again with a higher
+``skip_blocks``; unacknowledged bytes per receiver stay below the window.  A receiver's lease runs only while a message
+from it is due: after ``lease_s`` of silence everything held for it is released.  A pull for an unknown request is kept
+for the same time.  A migrating request (a pull with ``ahead``) takes the same steps.
 
-Knows no sockets and no clock, computes nothing, owns no pages: it says when they may be freed.
+Pure: no sockets, no clock, owns no pages; it says when they may be freed.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _OutgoingTransfer:
 
 
 class KvSender:
-    """All hand-overs of one worker's pages.  Every method returns what to send and what to tell the scheduler."""
+    """All transfers out of one worker's pages.  Every method returns messages to send and events for the scheduler."""
 
     def __init__(self, config: HandOverConfig, carrier: KvConnector, incarnation: int) -> None:
         self._config = config
@@ -103,13 +103,13 @@ class KvSender:
 
     @property
     def rejected_connections(self) -> int:
-        """Connections for pages that proved nothing, or were too many, since the start."""
+        """Connections for pages that were rejected since the start: unauthenticated ones and those over the limit."""
         return self._carrier.rejected_connections
 
     # --- what the scheduler says -------------------------------------------------------------------------------------
 
     def open_transfer(self, request: RequestId, epoch: int, now: float) -> SenderOutput:
-        """A prefill leg is here.  It replaces one of an earlier epoch; an equal or earlier epoch changes nothing."""
+        """Open the transfer of a prefill request.  Replaces one of an earlier epoch; an equal or later epoch stays."""
         turn = SenderOutput()
         leg = self._legs.get(request)
         if leg is not None:
@@ -124,9 +124,9 @@ class KvSender:
         return turn
 
     def offer_page(self, offer: PageOffer, now: float, *, more: bool = False) -> SenderOutput:
-        """A page is final.  Ignored for a leg that is not here (any more), and when it was offered before.
+        """Announce a final page.  Ignored for unknown transfers and for pages offered before.
 
-        ``more``: another of this leg, or its ``done``, follows at once, and it may be announced with that.
+        ``more``: another page or ``finish_prefill`` follows at once, so the announcement may be batched with it.
         """
         turn = SenderOutput()
         leg = self._legs.get(offer.request)
@@ -151,7 +151,7 @@ class KvSender:
         return turn
 
     def finish_prefill(self, first: TokenItem, blocks: int, now: float) -> SenderOutput:
-        """All pages were offered, and this is the first token.  A leg that lacks a page fails here and now."""
+        """All pages were offered; ``first`` is the first sampled token.  Fails the transfer if a page is missing."""
         turn = SenderOutput()
         leg = self._legs.get(first.request)
         if leg is None or leg.epoch != first.epoch:
@@ -164,7 +164,7 @@ class KvSender:
         return turn
 
     def fail_transfer(self, request: RequestId, epoch: int, reason: str, now: float) -> SenderOutput:
-        """The leg cannot be finished; the receiver is told."""
+        """Fail a transfer and notify its receiver."""
         turn = SenderOutput()
         leg = self._legs.get(request)
         if leg is not None and leg.epoch == epoch:
@@ -172,7 +172,7 @@ class KvSender:
         return turn
 
     def cancel_transfer(self, request: RequestId, epoch: int, now: float) -> SenderOutput:
-        """Forget the request in whatever state, unless a later epoch of it is here."""
+        """Cancel a request in any state, unless a later epoch is open."""
         turn = SenderOutput()
         leg = self._legs.get(request)
         if leg is not None and leg.epoch <= epoch:
@@ -188,13 +188,14 @@ class KvSender:
     # --- what receivers say ------------------------------------------------------------------------------------------
 
     def on_pull(self, peer: bytes, message: PullPages, now: float) -> SenderOutput:
-        """A receiver has room, or acknowledges, or asks again.  From a new peer: its connection was made anew."""
+        """Handle a pull: a grant, an acknowledgment or a request to resend.  From a new peer: the receiver has
+        reconnected."""
         turn = SenderOutput()
         self._pulled(peer, message, now, turn)
         return turn
 
     def on_received(self, message: PagesReceived, now: float) -> SenderOutput:
-        """A receiver has everything or wants no more."""
+        """The receiver has all pages or wants no more."""
         turn = SenderOutput()
         waiting = self._pulls.get(message.request)
         if waiting is not None and waiting.pull.epoch <= message.epoch:
@@ -207,7 +208,7 @@ class KvSender:
     # --- what the transport and the clock say ------------------------------------------------------------------------
 
     def on_send_failed(self, peer: bytes, now: float) -> None:
-        """The listener could not send to this peer: hold back until it pulls again or its leases end."""
+        """The listener could not reach this peer: hold messages back until it pulls again or its leases expire."""
         for leg in self._legs.values():
             if leg.peer == peer:
                 leg.lost = True
@@ -216,7 +217,7 @@ class KvSender:
                 self._take_back(leg)
 
     def tick(self, now: float) -> SenderOutput:
-        """End leases that have run out, and tell receivers that we are still here.  Call it a few times a second."""
+        """Expire leases and send heartbeats.  To be called several times a second."""
         turn = SenderOutput()
         lease = self._config.lease_s
         for leg in list(self._legs.values()):
@@ -232,18 +233,18 @@ class KvSender:
         return turn
 
     def acknowledged_pages(self, request: RequestId, epoch: int) -> int:
-        """Blocks from 0 that the receiver of this leg is known to have."""
+        """Number of pages, from the first on, that the receiver is known to have."""
         leg = self._legs.get(request)
         return leg.acknowledged if leg is not None and leg.epoch == epoch else 0
 
     @property
     def open_transfers(self) -> frozenset[tuple[RequestId, int]]:
-        """Legs whose pages are held, as (request, epoch): for integrity checks."""
+        """Transfers whose pages are held, as (request, epoch): for integrity checks."""
         return frozenset((leg.request, leg.epoch) for leg in self._legs.values())
 
     @property
     def waiting_pulls(self) -> frozenset[tuple[RequestId, int]]:
-        """Pulls for requests that are not here yet, as (request, epoch).  They hold no pages."""
+        """Pulls for requests that are not opened yet, as (request, epoch).  They hold no pages."""
         return frozenset((request, waiting.pull.epoch) for request, waiting in self._pulls.items())
 
     # --- inside ------------------------------------------------------------------------------------------------------
@@ -308,7 +309,7 @@ class KvSender:
                 self._pump(leg, now, turn)
 
     def _pump(self, leg: _OutgoingTransfer, now: float, turn: SenderOutput) -> None:
-        """Send what the window lets through."""
+        """Send announcements as far as the window allows."""
         if leg.peer is None or leg.lost:
             return
         if not leg.door_said:
@@ -355,7 +356,7 @@ class KvSender:
         turn.sends.append(SendToReceiver(leg.peer, message, payload))
 
     def _take_back(self, leg: _OutgoingTransfer) -> None:
-        """Count what is under way as not sent."""
+        """Count pages in flight as not sent."""
         again = sorted(leg.flying)
         for block in again:
             self._land(leg, block)
@@ -393,7 +394,7 @@ def _told(request: RequestId, epoch: int, reason: str) -> HandOverFailed:
 
 
 def _announced(frames: list[PageReady]) -> PageReady | PagesReady:
-    """One message for all of them, of one leg."""
+    """One message that announces all these pages of one transfer."""
     if len(frames) == 1:
         return frames[0]
     pages = tuple(Announced(each.block, each.tokens, each.page, each.generation, each.checksum) for each in frames)
@@ -403,7 +404,7 @@ def _announced(frames: list[PageReady]) -> PageReady | PagesReady:
 def send_messages(
     turn: SenderOutput, listener: Listener, sender: KvSender, now: float
 ) -> list[PullGranted | TransferReleased]:
-    """Send what the sending end asks for; what is left is for the scheduler."""
+    """Send the sender's messages and return the events for the scheduler."""
     for send in turn.sends:
         if not listener.send(send.peer, send.message, send.payload):
             sender.on_send_failed(send.peer, now)

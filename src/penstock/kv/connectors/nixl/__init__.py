@@ -1,12 +1,11 @@
-"""Pages over NIXL (UCX): for RDMA, where the network card reads them and nobody's processor.
+"""Pages over NIXL (UCX): for RDMA, where the network card reads them without a processor.
 
 ::
 
-    sender                                                receiver
-    worker -- house.py == process.py  <---- READ ----  process.py == house.py -- taker.py -- carrier.py -- worker
-              (giver.py)  its pages                    bounce pages   a thread: copies and proves
+    sender                                                     receiver
+    worker -- agent_client == agent_process  <---- READ ----  agent_process == agent_client -- reader -- worker
+                              its pages                       bounce pages     a thread: copies and verifies
 
-UCX has threads and ports of its own, takes any address that a peer names, and may hang or abort.  So each end has a
-process for it, in which nothing is but the pages that are given, or the pages that reads land in.  Whatever fails goes
-by ``tcp``.
+UCX has threads and ports of its own, takes any address that a peer names, and may hang or abort.  So each end runs it
+in a process that has mapped only the exported pages, or the bounce pages.  Whatever fails goes by ``tcp``.
 """

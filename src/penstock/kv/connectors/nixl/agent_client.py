@@ -1,4 +1,4 @@
-"""A process for NIXL as its worker sees it: started, told, heard, and killed."""
+"""The worker's side of the process that runs NIXL, and the messages between them (over a ``SOCK_SEQPACKET`` socket)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import msgspec
 
 from penstock import sidecar
 
-# MERGED: What a worker and its process for NIXL say to each other, over a socket that keeps messages apart.
-
 MESSAGE_BYTES = 128 << 10
 
 
 class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process begins with."""
+    """What the process starts with."""
 
     name: str  # of the agent; no other has it
     transports: str  # UCX_TLS
@@ -29,14 +27,14 @@ class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AddPeer(msgspec.Struct, frozen=True, tag="meet"):
-    """Somebody to read from."""
+    """A remote agent to read from."""
 
     peer: int
     agent: bytes
 
 
 class ReadPages(msgspec.Struct, frozen=True, tag="read"):
-    """Read pieces of ``nbytes`` from a peer's addresses, to offsets of the memory here."""
+    """Read ``nbytes`` from each of a peer's addresses to offsets of the process's memory."""
 
     number: int
     peer: int
@@ -49,20 +47,20 @@ AgentCommand = AddPeer | ReadPages
 
 
 class AgentReady(msgspec.Struct, frozen=True, tag="ready"):
-    """The agent is there.  ``base``: where its memory lies in the process."""
+    """The agent is up.  ``base``: the address of its memory in the process."""
 
     agent: bytes
     base: int
 
 
 class AgentUnavailable(msgspec.Struct, frozen=True, tag="absent"):
-    """There is no agent, and will be none."""
+    """NIXL cannot be used here."""
 
     reason: str
 
 
 class ReadDone(msgspec.Struct, frozen=True, tag="done"):
-    """Of a ``ReadPages``."""
+    """The end of a ``ReadPages``."""
 
     number: int
     failure: str | None = None
@@ -75,20 +73,20 @@ PROCESS = "penstock.kv.connectors.nixl.agent_process"
 
 
 class AgentGoneError(Exception):
-    """The process has ended, or was never there."""
+    """The process has ended, or did not start."""
 
 
 class NixlUnavailableError(AgentGoneError):
-    """There is no agent, and will be none."""
+    """NIXL cannot be used here."""
 
 
 class AgentClient:
-    """One life of it.  ``say`` and ``hear`` are for one thread each; ``end`` for any, and more than once."""
+    """One process.  ``send`` and ``receive`` are for one thread each; ``kill`` for any thread, repeatedly."""
 
     def __init__(self, begin: AgentSetup, memory: int) -> None:
-        """``memory``: the descriptor of what it maps; the caller's, before and after.
+        """``memory``: descriptor of the memory to map; stays the caller's.
 
-        Raises OSError and RuntimeError where there is no room for another socket or thread.
+        Raises OSError and RuntimeError when no socket or thread can be had.
         """
         self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._decoder: msgspec.msgpack.Decoder[AgentEvent] = msgspec.msgpack.Decoder(AgentEvent)
@@ -106,19 +104,19 @@ class AgentClient:
 
     @property
     def pid(self) -> int | None:
-        """None: not started yet, or never."""
+        """None before the process has started, and if it could not."""
         with self._lock:
             return None if self._process is None else self._process.pid
 
     def send(self, order: AgentCommand) -> None:
-        """Raises HouseEmptyError."""
+        """Raises AgentGoneError."""
         try:
             self._socket.send(msgspec.msgpack.encode(order))
         except OSError:
             raise AgentGoneError("its process has ended") from None
 
     def receive(self, timeout_s: float | None) -> AgentEvent | None:
-        """None: nothing, for so long.  Raises HouseEmptyError."""
+        """None on timeout.  Raises AgentGoneError."""
         try:
             self._socket.settimeout(timeout_s)
             raw = self._socket.recv(MESSAGE_BYTES)
@@ -131,7 +129,7 @@ class AgentClient:
         raise AgentGoneError("its process has ended")
 
     def kill(self) -> None:
-        """Kill it.  What it was about to write to, nobody else may use again."""
+        """Kill the process.  Memory that it may have been writing to must not be reused."""
         with self._lock:
             self._over = True
             if self._process is not None:
@@ -141,7 +139,7 @@ class AgentClient:
         self._tending.join()
 
     def close(self) -> None:
-        """``end``, and give back the socket: when nobody is listening any more."""
+        """``kill``, and close the socket, once no thread is receiving."""
         self.kill()
         self._socket.close()
 

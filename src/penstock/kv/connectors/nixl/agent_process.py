@@ -1,6 +1,6 @@
-"""The process in which NIXL lives: ``python -m penstock.kv.connectors.nixl.agent_process BEGIN``.
+"""The process that runs NIXL: ``python -m penstock.kv.connectors.nixl.agent_process SETUP``.
 
-Gives its memory to be read, or reads others' into it; knows nothing of pages.  Ends with its worker.
+Exports its memory, or reads other agents' memory into it; knows nothing of pages.  Ends with its worker.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DONE, _UNDER_WAY = "DONE", "PROC"
 
 
 def run_agent() -> None:
-    """Until the worker has gone."""
+    """Runs until the worker's socket closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends the socket
     sidecar.end_with_parent()
     begin = msgspec.json.decode(sys.argv[1], type=AgentSetup)
@@ -59,14 +59,14 @@ def run_agent() -> None:
 
 
 def buffer_address(mapped: mmap.mmap) -> int:
-    """Where it lies; also of memory that may only be read, which ctypes does not tell."""
+    """Address of a mapping, also of a read-only one, for which ctypes has no call."""
     import numpy as np
 
     return int(np.frombuffer(mapped, np.uint8).ctypes.data)
 
 
 def create_agent(begin: AgentSetup, base: int) -> Any:
-    """With the memory registered.  Raises whatever the library raises, or ImportError."""
+    """An agent with the memory registered.  Raises what the library raises, or ImportError."""
     os.environ |= {
         "UCX_TLS": begin.transports,
         "UCX_NET_DEVICES": begin.devices,
@@ -82,7 +82,7 @@ def create_agent(begin: AgentSetup, base: int) -> Any:
 
 
 def nixl_package() -> Any:
-    """Whichever is installed.  Raises ImportError."""
+    """The installed package.  Raises ImportError."""
     for name in PACKAGES:
         try:
             return importlib.import_module(name)
@@ -93,7 +93,7 @@ def nixl_package() -> Any:
 
 
 class AgentLoop:
-    """Does what it is told, and says how it went."""
+    """Carries out commands and reports their ends."""
 
     def __init__(self, agent: Any, said: socket.socket, base: int) -> None:
         self._agent = agent
@@ -104,7 +104,7 @@ class AgentLoop:
         self._decoder = msgspec.msgpack.Decoder(AgentCommand)
 
     def run(self) -> None:
-        """Until the socket ends."""
+        """Runs until the socket closes."""
         while True:
             if select.select([self._said], [], [], 0 if self._flying else None)[0]:
                 raw = self._said.recv(MESSAGE_BYTES)
@@ -139,7 +139,7 @@ class AgentLoop:
         return None
 
     def _look(self) -> bool:
-        """Has anything come to an end?"""
+        """Whether any read has ended."""
         ended = False
         for number, handle in list(self._flying.items()):
             try:

@@ -1,8 +1,7 @@
-"""Pages over NIXL where both ends have it, over sockets otherwise: what ``--transfer nixl`` means.
+"""Pages over NIXL where both ends have it, over TCP otherwise: ``--transfer nixl``.
 
-Both ends have a ``TcpConnector`` with all that it needs, and are called by its name: a worker without NIXL hands pages
-to one that has it, and takes them.  What NIXL does not bring is asked for over the sockets, once it is known; so
-are the pages of the first hand-over, while its processes come up.
+Both ends have a ``TcpConnector`` and are called by its name, so a worker without NIXL exchanges pages with one that has
+it.  Pages that NIXL fails to bring are fetched over TCP; so are those of the first transfer, while its processes start.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ from penstock.types import RequestId
 from penstock.wire.gateway_messages import PageSource
 from penstock.wire.transfer_messages import AGENT_BYTES, PageReady, PagesAt
 
-# MERGED: The sending end over NIXL: this worker's pages, to be read by whoever was told where.
-
 
 class NixlExporter:
-    """Has a process in which these pages are mapped; without NIXL, and when it fails, ``ready`` is None."""
+    """The sending end: a process that has mapped this worker's pages.  Without NIXL, and after a failure, ``ready``
+    is None."""
 
     def __init__(self, begin: AgentSetup, memory: int) -> None:
-        """``memory``: the descriptor of the pages; the caller's.  Starts nothing."""
+        """``memory``: descriptor of the pages; stays the caller's.  Starts nothing."""
         self.ready: AgentReady | None = None
         self.settled = threading.Event()  # the process has come up, or has not
         self._begin = begin
@@ -49,7 +47,7 @@ class NixlExporter:
         return None if self._house is None else self._house.pid
 
     def start(self) -> None:
-        """Pages are about to be given.  May be called again and again."""
+        """Starts the process unless it has been started."""
         if self.settled.is_set() or self._thread is not None:
             return
         house: AgentClient | None = None
@@ -66,7 +64,7 @@ class NixlExporter:
         self._house, self._thread = house, thread
 
     def close(self) -> None:
-        """Nobody can read anything any more.  May be called twice."""
+        """No page can be read any more.  Idempotent."""
         if self._house is not None and self._thread is not None:
             self._house.kill()
             self._thread.join()
@@ -97,18 +95,17 @@ _WITHOUT_RDMA = {"tcp", "sm", "shm", "posix", "sysv", "cma", "self"}
 
 
 def needs_writing(transports: str) -> bool:
-    """Must pages be mapped writable to be given?  Network cards take no others, though nobody writes there."""
+    """Whether exported pages must be mapped writable.  RDMA cards register no other memory, though no peer writes
+    there."""
     return not {each.strip() for each in transports.split(",")} <= _WITHOUT_RDMA
 
 
 class NixlConnector(KvConnector):
-    """Make it after the last fork: it has threads and processes."""
+    """To be created after the last fork: it has threads and processes."""
 
     def __init__(self, tcp: TcpConnector, own: KvMemory, seal: PageChecksum, config: HandOverConfig) -> None:
-        """``own`` is lent memory (``KvMemoryFile.map_own``).  Without NIXL, everything goes over ``tcp``.
-
-        That is closed with this.
-        """
+        """``own`` is shared memory (``KvMemoryFile.map_own``).  Without NIXL everything goes over ``tcp``, which is
+        closed with this connector."""
         self.name = tcp.name
         self.own = own
         self.seal = seal
@@ -163,7 +160,7 @@ class NixlConnector(KvConnector):
             log.info("pages of %s come by %s: it has no NIXL yet", source.worker, self._tcp.name)
 
     def fetch_page(self, wanted: FetchRequest) -> bool:
-        """Some time later."""
+        """Asynchronous."""
         frame = wanted.frame
         if not (0 <= frame.page < MOST_PAGE and 0 <= frame.generation < 1 << 64):
             raise PageCorrupt(f"page {frame.page} of generation {frame.generation}")
@@ -213,7 +210,7 @@ class NixlConnector(KvConnector):
         return (self._event, *self._tcp.descriptors)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Idempotent."""
         self.reader.close()
         self.exporter.close()
         self._tcp.close()

@@ -1,7 +1,7 @@
-"""The receiving end over NIXL: one thread that has pages read, copies what came, and proves its copy.
+"""The receiving end over NIXL: one thread that has pages read, copies them and verifies its copy.
 
-Reads land in memory that only its process and this thread know.  A read that does not end in time cannot be taken back:
-the process is killed, and that memory never looked at again.
+Reads land in memory that only the process and this thread know.  A read that does not end in time cannot be cancelled:
+the process is killed, and its memory is never used again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SourceTransferKey = tuple[PageSource, RequestId, int]
 
 @dataclass(slots=True, eq=False)
 class NixlFetch:
-    """A page to be fetched from where an agent has it."""
+    """A page to be fetched from an agent's memory."""
 
     request: FetchRequest
     agent: bytes
@@ -67,7 +67,7 @@ class NixlFetch:
 
 
 class _AgentRun:
-    """Of the process, with the memory that it reads into."""
+    """One run of the process, with the memory that it reads into."""
 
     def __init__(self, begin: AgentSetup) -> None:
         self._memory = os.memfd_create("penstock-nixl", os.MFD_CLOEXEC)
@@ -91,12 +91,12 @@ class _AgentRun:
 
 
 class NixlReader:
-    """``land`` is told what becomes of pages, under this taker's lock, and of none that was stopped before."""
+    """``land`` is called with each result, under this reader's lock, and never for stopped transfers."""
 
     def __init__(
         self, begin: AgentSetup, seal: PageChecksum, stall_s: float, land: Callable[[FetchResult], None]
     ) -> None:
-        """``begin.nbytes`` is decided here.  Starts nothing."""
+        """``begin.nbytes`` is set here.  Starts nothing."""
         self._page = seal.layout.page_bytes
         self._batch = max(1, min(MOST_PAGES, BATCH_BYTES // self._page))
         room = -(-READS_IN_FLIGHT * self._batch * self._page // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -121,7 +121,7 @@ class NixlReader:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Pages are about to be fetched.  May be called again and again."""
+        """Starts the thread unless it has been started."""
         with self._changed:
             self._wanted = True
             self._changed.notify()
@@ -139,7 +139,7 @@ class NixlReader:
 
     @property
     def usable(self) -> bool:
-        """Is there a point in asking it?"""
+        """Whether pages can be queued."""
         return self._reads and not self._rests
 
     @property
@@ -153,20 +153,20 @@ class NixlReader:
         return None if house is None else house.pid
 
     def queue_page(self, errand: NixlFetch) -> None:
-        """Some time later."""
+        """Asynchronous."""
         with self._changed:
             self._pending.append(errand)
             self._changed.notify()
 
     def stop_transfer(self, key: SourceTransferKey) -> None:
-        """Nothing more is written for these once this returns."""
+        """No page of this transfer is written once this returns."""
         with self._changed:
             for errand in (*self._pending, *(each for _, batch in self._flying.values() for each in batch)):
                 errand.stopped = errand.stopped or errand.key == key
             self._pending = deque(errand for errand in self._pending if not errand.stopped)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Idempotent."""
         with self._changed:
             self._closed = True
             self._pending.clear()
@@ -203,12 +203,12 @@ class NixlReader:
 
     @property
     def _due(self) -> bool:
-        """Is it time for another process?"""
+        """Whether another process may be started."""
         return self._wanted and not self._rests
 
     @property
     def _patience_s(self) -> float | None:
-        """Until it may be."""
+        """Seconds until another process may be started."""
         if not self._wanted or self.resting_until == math.inf:
             return None
         return max(0.0, self.resting_until - time.monotonic())
@@ -232,7 +232,7 @@ class NixlReader:
         return life
 
     def _turn(self, life: _AgentRun) -> None:
-        """Have as much read as may be under way, and take in what comes next."""
+        """Submit as many reads as may be in flight, and process the next result."""
         while (batch := self._next(life)) is not None:
             life.client.send(batch)
         if self._flying:
@@ -287,7 +287,7 @@ class NixlReader:
         return None
 
     def _give_up(self, error: Exception) -> None:
-        """Everything goes another way for a while; for good where there is no NIXL."""
+        """Use TCP for a while; for good where NIXL is missing."""
         with self._changed:
             self._reads = self._wanted = False
             self.last_error = str(error) or type(error).__name__
@@ -298,7 +298,7 @@ class NixlReader:
             self._lose()
 
     def _lose(self) -> None:
-        """What was asked for is to be fetched another way."""
+        """Return all queued fetches as failed, to be fetched another way."""
         with self._changed:
             lost = [each for _, batch in self._flying.values() for each in batch] + list(self._pending)
             self._flying.clear()

@@ -1,8 +1,10 @@
-"""All that is to be fetched from one source: what waits, what is on its way, and over how many connections.
+"""The receiving end of TCP fetches: per source, the queue of pages and the connections that fetch them.
 
-Called by the worker's loop (``fetch``, ``stop``) and by the threads of its connections (``take``, ``lost`` and so on).
-What is asked for in one go is about as much as comes in ``BATCH_S``: a slow link is not filled for seconds with pages
-that somebody may cancel.
+A thread per connection writes bytes from the socket straight into the receiver's pages and hashes them while they are
+in the cache, in C++ for whole batches (``Arrivals``).  A lock is held while a piece is written and never while waiting
+for it, so ``stop_batch`` returns at once and nothing of a stopped batch is written afterwards.  Two batches are
+requested ahead so that the sender need not wait.  A batch is about what arrives in ``BATCH_S``: a slow link is not
+filled for seconds with pages that may be cancelled.
 """
 
 from __future__ import annotations
@@ -29,19 +31,6 @@ from penstock.types import RequestId
 from penstock.wire.gateway_messages import PageSource
 from penstock.wire.transfer_messages import PagesAt
 
-# MERGED: One connection over which a receiver fetches pages, and the thread that serves it.
-# MERGED:
-# MERGED: Bytes go from the socket into the receiver's own pages, with nothing between, and are hashed while
-# MERGED: they are in the
-# MERGED: cache: in C++, for as many pages as come (``kernels.pages.Arrivals``).  A lock is held there while a
-# MERGED: piece is written
-# MERGED: and never while it is waited for, so that ``settle`` returns at once and nothing more is written of
-# MERGED: what was stopped
-# MERGED: before it.  Two batches are asked for ahead, so that the sender need not wait.  What is to be
-# MERGED: fetched next, and what
-# MERGED: becomes of it when the connection breaks, is decided elsewhere (``FetchQueue``).
-
-
 BATCHES_IN_FLIGHT = 2
 """Batches asked for at once."""
 
@@ -58,20 +47,20 @@ TransferKey = tuple[RequestId, int]
 
 @dataclass(slots=True, eq=False)
 class PageFetch:
-    """One page."""
+    """One page, and how many connections were lost while fetching it."""
 
     request: FetchRequest
     tries: int = 0  # connections that were lost over it
 
     @property
     def key(self) -> TransferKey:
-        """Whose page it is."""
+        """The transfer that the page belongs to."""
         return self.request.frame.request, self.request.frame.epoch
 
 
 @dataclass(slots=True, eq=False)
 class FetchBatch:
-    """Pages of one leg that are asked for in one go."""
+    """Pages of one transfer that are requested together."""
 
     key: TransferKey
     ticket: PagesAt
@@ -82,7 +71,7 @@ class FetchBatch:
 
 
 class FetchQueue(Protocol):
-    """What there is to fetch from one source."""
+    """What a connection asks of its source's queue, and reports to it."""
 
     source: PageSource
     config: HandOverConfig
@@ -90,38 +79,38 @@ class FetchQueue(Protocol):
     sealed: bool
 
     def next_batch(self, line: FetchConnection, wait_s: float) -> FetchBatch | None:
-        """Something to do.  None when there is nothing for ``wait_s``; a line that waited in vain is to end."""
+        """The next batch.  None when none comes within ``wait_s``; a connection that waited in vain is to end."""
         ...
 
     def on_pages_fetched(self, batch: FetchBatch, failures: Sequence[str | None]) -> None:
-        """The next pages of a batch are here, or others are: for each what is wrong with it."""
+        """The next pages of a batch have been received: for each the failure, or None."""
         ...
 
     def add_cpu_time(self, seconds: float) -> None:
-        """So much processor time was spent."""
+        """Add processor seconds that a connection has spent."""
         ...
 
     def on_batch_fetched(self, line: FetchConnection, batch: FetchBatch, seconds: float) -> None:
-        """All of a batch is here, so many seconds after it was asked for, or after the one before it on that line."""
+        """A batch is complete, ``seconds`` after its request or after the previous batch of that connection."""
         ...
 
     def on_batch_refused(self, line: FetchConnection, batch: FetchBatch) -> None:
-        """The sender hands these out no more."""
+        """The sender has revoked access to these pages."""
         ...
 
     def on_connection_lost(self, line: FetchConnection, why: str) -> bool:
-        """The connection broke.  False: it is not to be made anew."""
+        """The connection broke.  False: do not reconnect."""
         ...
 
 
 def host_of(endpoint: str) -> str:
-    """Where a mailbox is: of ``tcp://host:port`` the host, the loopback for one on this host."""
+    """The host of an endpoint ``tcp://host:port``; the loopback address for an endpoint on this host."""
     kind, _, rest = endpoint.partition("://")
     return rest.rpartition(":")[0].strip("[]") if kind == "tcp" else LOOPBACK
 
 
 class FetchConnection:
-    """Ends by itself when there has been nothing to fetch for a while."""
+    """Ends by itself after a while without work."""
 
     def __init__(self, errands: FetchQueue) -> None:
         self._errands = errands
@@ -131,11 +120,11 @@ class FetchConnection:
         self._thread = threading.Thread(target=self._run, name=f"pages-from-{errands.source.worker}", daemon=True)
 
     def start(self) -> None:
-        """Once."""
+        """To be called once."""
         self._thread.start()
 
     def stop_batch(self, batch: FetchBatch) -> None:
-        """Nothing more is written of a batch that was stopped, once this returns."""
+        """No page of a stopped batch is written once this returns."""
         with self._writing:
             arrivals = batch.arrivals
         if arrivals is not None:
@@ -166,7 +155,7 @@ class FetchConnection:
                 return
 
     def _serve(self) -> None:
-        """Fetch until there is nothing to fetch."""
+        """Fetch until the queue is empty."""
         errands, flying, before = self._errands, deque[FetchBatch](), time.thread_time()
         talk: _FetchSession | None = None
         try:
@@ -202,10 +191,10 @@ class FetchConnection:
 
 
 class _FetchSession:
-    """What is said on one connection."""
+    """The protocol on one connection."""
 
     def __init__(self, errands: FetchQueue, wire: TimedSocket, writing: threading.Lock) -> None:
-        """Waits for the sender's greeting."""
+        """Waits for the sender's HELLO."""
         self._errands = errands
         self._wire = wire
         self._writing = writing
@@ -227,7 +216,7 @@ class _FetchSession:
         self._scratch = memoryview(bytearray(scratch))
 
     def ask(self, batch: FetchBatch) -> None:
-        """Ask for all pages of a batch."""
+        """Request all pages of a batch."""
         leg, token = batch.ticket.leg, batch.ticket.token
         parts: list[bytes] = []
         self._number = number = (self._number + 1) & 0xFFFF_FFFF
@@ -242,7 +231,7 @@ class _FetchSession:
         self._wire.send([b"".join((*parts, frames.pack_fetch(leg, number, pages)))])
 
     def receive(self, batch: FetchBatch) -> float | None:
-        """Take the batch that was asked for first of those that have not come.  Seconds that it took; None: refused."""
+        """Receive the oldest requested batch.  Returns seconds, or None if it was refused."""
         leg, count = batch.ticket.leg, len(batch.fetches)
         self._expected = (self._expected + 1) & 0xFFFF_FFFF
         refused = self._expected in self._attaching and not self._is_attached(batch.ticket)
@@ -262,7 +251,7 @@ class _FetchSession:
         return self._came - began
 
     def _is_attached(self, door: PagesAt) -> bool:
-        """The sender's own proof."""
+        """Whether the sender has proved that it has the token."""
         kind, _, _, leg = frames.parse_head(self._wire.receive_exactly(frames.HEAD_BYTES))
         if (kind, leg) == (frames.REFUSED, door.leg):
             return False
@@ -274,7 +263,7 @@ class _FetchSession:
         return True
 
     def _pages(self, batch: FetchBatch) -> None:
-        """As they are, into where they are to stand."""
+        """Receive plain pages into their destination."""
         with self._writing:  # who stops it afterwards finds what to stop
             arrivals = batch.arrivals = Arrivals([order.request.into for order in batch.fetches])
             if batch.stopped:
@@ -291,7 +280,7 @@ class _FetchSession:
             left -= self._wire.receive_some(self._scratch[:left])
 
     def _tell(self, batch: FetchBatch, arrivals: Arrivals) -> None:
-        """What is there now and was not before."""
+        """Report pages that are complete now."""
         suffix, failures = self._errands.seal.suffix, list[str | None]()
         for page in range(batch.fetched, arrivals.done):
             frame = batch.fetches[page].request.frame
@@ -301,7 +290,7 @@ class _FetchSession:
             self._errands.on_pages_fetched(batch, failures)
 
     def _sealed_page(self, batch: FetchBatch) -> None:
-        """Into a place beside, and from there, proved and in clear, to where it is to stand."""
+        """Receive an encrypted page into a scratch buffer and decrypt it into its destination."""
         wanted = batch.fetches[batch.fetched].request
         self._wire.receive_into(self._scratch)
         nonce = frames.page_nonce(self._sealed_pages)
@@ -336,17 +325,17 @@ _SMOOTHING = 0.3
 
 @dataclass(slots=True, eq=False)
 class _ConnectionBatches:
-    """One connection's part."""
+    """A connection and the batches that it has requested."""
 
     line: FetchConnection
     flying: list[FetchBatch] = field(default_factory=list[FetchBatch])
 
 
 class SourcePool(FetchQueue):
-    """To ``source``; ``land`` is told what becomes of pages, by any thread, and of none that was stopped before.
-    ``busy_s`` is the processor time of its connections.
+    """All fetches from one source and its connections.  ``busy_s``: processor seconds of the connections.
 
-    It is called under this road's lock, and may take no lock that is held while this road is called.
+    ``land`` is called with results by any thread, never for stopped transfers.  It is called under this pool's lock and
+    may take no lock that is held while the pool is called.
     """
 
     def __init__(
@@ -374,16 +363,16 @@ class SourcePool(FetchQueue):
     # --- for the worker's loop ---------------------------------------------------------------------------------------
 
     def add_ticket(self, at: PagesAt) -> None:
-        """See ``port.PageCarrier``."""
+        """Where the pages of a transfer are."""
         with self._changed:
             self._doors[at.request, at.epoch] = at
 
     def has_ticket(self, key: TransferKey) -> bool:
-        """Did anybody say where these pages are?"""
+        """Whether the pages of this transfer can be fetched."""
         return key in self._doors
 
     def queue_pages(self, pages: Sequence[FetchRequest]) -> None:
-        """Have pages brought, whose doors are known."""
+        """Queue pages of transfers with a ticket."""
         with self._changed:
             for wanted in pages:
                 if self._doors[wanted.frame.request, wanted.frame.epoch].sealed == self.sealed:
@@ -398,7 +387,7 @@ class SourcePool(FetchQueue):
                 self._open()
 
     def stop_transfer(self, key: TransferKey) -> None:
-        """See ``port.PageCarrier``."""
+        """No page of this transfer is written once this returns."""
         with self._changed:
             self._doors.pop(key, None)
             if any(order.key == key for order in self._pending):
@@ -414,12 +403,12 @@ class SourcePool(FetchQueue):
 
     @property
     def is_idle(self) -> bool:
-        """Is there nothing to come, and no connection?"""
+        """Whether there is nothing to fetch and no connection."""
         with self._changed:
             return not (self._doors or self._pending or self._ways)
 
     def close(self) -> None:
-        """Hang up, and forget everything."""
+        """Close all connections and drop all fetches."""
         with self._changed:
             self._closed = True
             self._pending.clear()
@@ -431,8 +420,6 @@ class SourcePool(FetchQueue):
     # --- for its connections -----------------------------------------------------------------------------------------
 
     def next_batch(self, line: FetchConnection, wait_s: float) -> FetchBatch | None:
-        """Something to do.  None after ``wait_s`` without any; a line that waited in vain is none of this road's any
-        more."""
         with self._changed:
             if not self._pending and not self._closed and wait_s:
                 self._idle += 1
@@ -451,21 +438,18 @@ class SourcePool(FetchQueue):
             return batch
 
     def on_batch_fetched(self, line: FetchConnection, batch: FetchBatch, seconds: float) -> None:
-        """All of a batch is here, so many seconds after the one before it on that line, or after it was asked for."""
         nbytes = len(batch.fetches) * self.seal.layout.page_bytes
         with self._changed:
             self._ways[line].flying.remove(batch)
             self._rate += _SMOOTHING * (nbytes / max(seconds, 1e-6) - self._rate)
 
     def on_batch_refused(self, line: FetchConnection, batch: FetchBatch) -> None:
-        """The sender hands these out no more."""
         with self._changed:
             self._ways[line].flying.remove(batch)
             if not batch.stopped:
                 self._fail(batch.fetches, REFUSED)
 
     def on_pages_fetched(self, batch: FetchBatch, failures: Sequence[str | None]) -> None:
-        """The next pages of a batch are here, or others are: for each what is wrong with it."""
         with self._changed:  # what is told after a stop would be taken for news of whoever pulls it next
             first, batch.fetched = batch.fetched, batch.fetched + len(failures)
             if not batch.stopped:
@@ -473,16 +457,12 @@ class SourcePool(FetchQueue):
                 self._land([FetchResult(order.request, why) for order, why in zip(orders, failures, strict=True)])
 
     def add_cpu_time(self, seconds: float) -> None:
-        """So much processor time was spent."""
         with self._changed:
             self.busy_s += seconds
 
     def on_connection_lost(self, line: FetchConnection, why: str) -> bool:
-        """The connection broke: what was to come over it is asked for again.  False: this road is closed.
-
-        Answers come in the order of the questions, so only the first batch can have been what it broke over, and only
-        that has lost a try.
-        """
+        """Queue the connection's batches again.  Responses come in the order of requests, so only the first batch
+        can have caused the loss, and only it is charged a try."""
         with self._changed:
             way = self._ways[line]
             given_up = self._charge(way.flying[0]) if way.flying else []
@@ -500,14 +480,14 @@ class SourcePool(FetchQueue):
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _charge(self, batch: FetchBatch) -> list[PageFetch]:
-        """A connection was lost over it.  Those of its pages that are not fetched any more."""
+        """Charge a lost connection to a batch.  Returns the pages that are given up."""
         left = [] if batch.stopped else batch.fetches[batch.fetched :]
         for order in left:
             order.tries += 1
         return [order for order in left if order.tries >= self.config.fetch_tries]
 
     def _open(self) -> None:
-        """One connection more, if there can be; what waits fails when there is none at all."""
+        """Open another connection if possible; without any, all queued pages fail."""
         line = FetchConnection(self)
         self._ways[line] = _ConnectionBatches(line)
         try:
@@ -520,7 +500,7 @@ class SourcePool(FetchQueue):
                 self._fail(waiting, f"its pages cannot be fetched: {error}")
 
     def _batch(self) -> FetchBatch:
-        """The first that waits, and what follows of the same leg."""
+        """The oldest queued page and those of the same transfer that follow it."""
         size = self.seal.layout.page_bytes
         most = min(MAX_PAGES, max(1, int(min(BATCH_BYTES, self._rate * BATCH_S)) // size))
         orders = [self._pending.popleft()]

@@ -1,14 +1,7 @@
-"""Pages over plain sockets: between hosts, or where memory cannot be shared.
+"""The TCP connector: between hosts, or where memory cannot be shared.
 
-::
-
-    sender                                                    receiver
-    loop --grant, offer, revoke--> Desk, its threads <====> Lines, their threads <--Road, Courier <--fetch, stop-- loop
-                                                                                            landed -------------->
-
-The receiver reads: it asks for pages that were announced to it, over connections of its own, straight into its own
-pages.  ``tcp`` sends them as they are, ``tcp-sealed`` under AES-256-GCM; who may ask, and of whom, is proved in both
-(``tcp_frames``).  The checksum of each page came over the control channel.
+``tcp`` sends pages as they are, ``tcp-sealed`` under AES-256-GCM; both authenticate the receiver and the sender
+(``protocol``).  The checksum of each page comes over the control channel.
 """
 
 from __future__ import annotations
@@ -31,16 +24,13 @@ from penstock.types import RequestId
 from penstock.wire.gateway_messages import PageSource
 from penstock.wire.transfer_messages import PageReady, PagesAt
 
-# MERGED: The receiving end of fetching over sockets: a road to each source, and what has landed from any of
-# MERGED: them.
-# MERGED:
-# MERGED: The connections have threads of their own and go on while the worker computes; this is called by the
-# MERGED: worker's loop,
-# MERGED: which hears of what has landed by a descriptor.
-
 
 class FetchClient:
-    """See ``port.PageCarrier`` for what the methods promise."""
+    """The receiving end: a ``SourcePool`` per source, and the results of all of them.
+
+    Connections have threads of their own and continue while the worker computes; the worker's loop calls this object
+    and learns of results by a descriptor.
+    """
 
     def __init__(self, config: HandOverConfig, seal: PageChecksum, *, sealed: bool) -> None:
         self._config = config
@@ -57,7 +47,6 @@ class FetchClient:
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def add_ticket(self, source: PageSource, at: PagesAt) -> None:
-        """See above."""
         road = self._roads.get(source)
         if road is None:
             for other in [other for other, known in self._roads.items() if known.is_idle]:
@@ -69,7 +58,6 @@ class FetchClient:
             road.queue_pages(early)
 
     def fetch_page(self, wanted: FetchRequest) -> None:
-        """See above."""
         road, frame = self._roads.get(wanted.source), wanted.frame
         if road is None or not road.has_ticket((frame.request, frame.epoch)):
             self._early.setdefault((wanted.source, frame.request, frame.epoch), []).append(wanted)
@@ -77,23 +65,19 @@ class FetchClient:
             self._asked.setdefault(road, []).append(wanted)
 
     def start_fetches(self) -> None:
-        """See above."""
         asked, self._asked = self._asked, {}
         for road, pages in asked.items():
             road.queue_pages(pages)
 
     @property
     def busy_s(self) -> float:
-        """See above."""
         return self._gone_s + sum(road.busy_s for road in self._roads.values())
 
     @property
     def has_results(self) -> bool:
-        """See above."""
         return self._told
 
     def fetch_results(self) -> Sequence[FetchResult]:
-        """See above."""
         with self._lock:
             if not self._told:
                 return ()
@@ -103,7 +87,6 @@ class FetchClient:
         return landed
 
     def stop_transfer(self, source: PageSource, request: RequestId, epoch: int) -> None:
-        """See above."""
         self._early.pop((source, request, epoch), None)
         road = self._roads.get(source)
         if road is None:
@@ -118,7 +101,6 @@ class FetchClient:
                 os.eventfd_read(self.descriptor)
 
     def close(self) -> None:
-        """See above."""
         for road in self._roads.values():
             road.close()
         self._roads.clear()
@@ -146,12 +128,13 @@ CLEAR, ENCRYPTED = "tcp", "tcp-sealed"
 
 
 class TcpConnector(KvConnector):
-    """Make it after the last fork: it has threads."""
+    """To be created after the last fork: it has threads."""
 
     def __init__(
         self, own: KvMemory, seal: PageChecksum, config: HandOverConfig, at: tuple[str, int], *, sealed: bool = False
     ) -> None:
-        """``at``: this worker's mailbox, at whose host pages are fetched, and the port for it; 0 is any free one.
+        """``endpoint``: this worker's mailbox, on whose host pages are served; ``port``: the port for that, 0 for any
+        free one.
 
         Raises ConfigError when it cannot listen there, or cannot encrypt.
         """
@@ -182,7 +165,7 @@ class TcpConnector(KvConnector):
         self._courier.add_ticket(source, at)
 
     def fetch_page(self, wanted: FetchRequest) -> bool:
-        """Some time after the turn."""
+        """Asynchronous."""
         frame = wanted.frame
         if not (0 <= frame.page < 1 << 64 and 0 <= frame.generation < 1 << 64):
             raise PageCorrupt(f"page {frame.page} of generation {frame.generation}")
@@ -211,6 +194,6 @@ class TcpConnector(KvConnector):
         return (self._courier.descriptor,)
 
     def close(self) -> None:
-        """Hang up on everybody.  May be called twice."""
+        """Closes all connections.  Idempotent."""
         self.server.close()
         self._courier.close()

@@ -1,20 +1,20 @@
-"""What is said on the connections over which pages are fetched: the frames, and who proves what.
+"""The protocol of the connections over which pages are fetched: frames, authentication and a socket with timeouts.
 
 ::
 
     sender                                              receiver
     HELLO nonce -------------------------------------->
-        <------------------------ ATTACH leg, nonce, proof      once a leg and connection
-    ATTACHED proof ----------------------------------->         the sender proves itself, too
+        <------------------------ ATTACH leg, nonce, proof      once per transfer and connection
+    ATTACHED proof ----------------------------------->         the sender authenticates, too
         <------------------------ FETCH leg, number, pages
     PAGES number; page, page, … ---------------------->         or REFUSED number
 
-Both prove that they have the leg's token, which only the authenticated control channel has given out
-(``wire.page_doors``): keyed BLAKE2b (RFC 7693) over both nonces, so that what is overheard is of no use on another
-connection.  A page comes as it is, or, where that was agreed, under AES-256-GCM (NIST SP 800-38D) with a key of the
-connection's own and the number of the page in its stream as nonce; leg and page are additional data.
+Both ends prove that they have the transfer's token, which only the authenticated control channel carries
+(``wire.page_doors``): keyed BLAKE2b (RFC 7693) over both nonces, so an overheard proof is useless on another
+connection.  A page travels as it is or, where that was agreed, under AES-256-GCM (NIST SP 800-38D) with a key of the
+connection's own and the number of the page in its stream as nonce; transfer and page are additional data.
 
-Every frame but the pages has a fixed size, and those have the size that both know: no length comes from a peer.
+Every frame but the pages has a fixed size, and pages have the size that both ends know: no length comes from a peer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HELLO_BYTES, HEAD_BYTES = _HELLO.size, _HEAD.size
 
 
 def pack_hello(nonce: bytes, *, sealed: bool) -> bytes:
-    """The sender's first words."""
+    """The sender's first frame."""
     return _HELLO.pack(MAGIC, VERSION, sealed, nonce)
 
 
@@ -68,7 +68,7 @@ def parse_head(raw: bytes | bytearray) -> tuple[int, int, int, int]:
 
 
 def pack_fetch(leg: int, number: int, pages: Sequence[int]) -> bytes:
-    """Ask for these pages of the sender's memory."""
+    """A request for these pages of the sender's memory."""
     return pack_head(FETCH, leg, count=len(pages), number=number) + struct.pack(f"<{len(pages)}Q", *pages)
 
 
@@ -78,21 +78,21 @@ def parse_pages(raw: bytes | bytearray) -> tuple[int, ...]:
 
 
 class Handshake:
-    """The two nonces of a connection, and what is proved with them."""
+    """The two nonces of a connection, and the proofs made with them."""
 
     def __init__(self, sender: bytes, receiver: bytes) -> None:
         self._both = sender + receiver
 
     def receiver_proof(self, token: bytes, leg: int) -> bytes:
-        """That the receiver has the token of the leg."""
+        """Proof that the receiver has the transfer's token."""
         return self._keyed(token, b"receiver", leg)
 
     def sender_proof(self, token: bytes, leg: int) -> bytes:
-        """That the sender has it, too."""
+        """Proof that the sender has it."""
         return self._keyed(token, b"sender", leg)
 
     def cipher(self, token: bytes, leg: int) -> Any:
-        """With which pages are sealed on this connection, whose first leg this is."""
+        """The cipher for pages on this connection, whose first transfer this is."""
         return aes_gcm()(self._keyed(token, b"pages", leg))
 
     def _keyed(self, token: bytes, what: bytes, leg: int) -> bytes:
@@ -102,17 +102,17 @@ class Handshake:
 
 
 def page_nonce(count: int) -> bytes:
-    """Of the page that is the ``count``-th on its connection."""
+    """Nonce of the ``count``-th page on its connection."""
     return count.to_bytes(12, "little")
 
 
 def page_associated_data(leg: int, page: int) -> bytes:
-    """What a sealed page is bound to."""
+    """Additional data that an encrypted page is bound to."""
     return struct.pack("<QQ", leg, page)
 
 
 def aes_gcm() -> Callable[[bytes], Any]:
-    """The cipher.  Raises ConfigError without the library, and for one that cannot encrypt into a buffer."""
+    """The cipher class.  Raises ConfigError without the library, and for one that cannot encrypt into a buffer."""
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -125,12 +125,6 @@ def aes_gcm() -> Callable[[bytes], Any]:
     return AESGCM
 
 
-# MERGED: A connected socket that waits for as long as it was told and no longer, and copies nothing.
-# MERGED:
-# MERGED: Knows no frames.  Used by one thread; ``hang_up`` may be called by any.  What is sent or read waits
-# MERGED: in the system, in
-# MERGED: one call for all of it: waking a thread of Python costs as much as copying a page.
-
 MAX_PARTS = 512
 """Buffers in one call; the system takes 1,024."""
 
@@ -142,7 +136,11 @@ Part = bytes | bytearray | memoryview
 
 
 class TimedSocket:
-    """Raises TimeoutError when nothing moves for ``patience_s``, ConnectionError or OSError when the other is gone."""
+    """A connected socket with a timeout; copies nothing.  Used by one thread; ``shut_down`` may be called by any.
+
+    A send or receive is one system call for all of its buffers: waking a Python thread costs as much as copying a page.
+    Raises TimeoutError when nothing moves for ``timeout_s``, ConnectionError or OSError when the peer is gone.
+    """
 
     def __init__(self, sock: socket.socket, patience_s: float) -> None:
         sock.setblocking(True)
@@ -152,18 +150,18 @@ class TimedSocket:
         self._told = {socket.SO_RCVTIMEO: -1.0, socket.SO_SNDTIMEO: -1.0}  # for how long the system waits
 
     def receive_exactly(self, nbytes: int) -> bytearray:
-        """So many bytes."""
+        """Exactly ``nbytes`` bytes."""
         raw = bytearray(nbytes)
         self.receive_into(memoryview(raw))
         return raw
 
     def receive_into(self, view: memoryview) -> None:
-        """All of it."""
+        """Fill the view."""
         while view.nbytes:
             view = view[self.receive_some(view, socket.MSG_WAITALL) :]
 
     def receive_some(self, view: memoryview, flags: int = 0) -> int:
-        """What is there; at least a byte."""
+        """Receive what is there, at least a byte; returns how many."""
         self._be_patient(socket.SO_RCVTIMEO)
         try:
             got = self.sock.recv_into(view, 0, flags)
@@ -174,7 +172,7 @@ class TimedSocket:
         return got
 
     def send(self, parts: Sequence[Part]) -> None:
-        """All of these, straight from where they lie."""
+        """Send all buffers without copying them."""
         self._be_patient(socket.SO_SNDTIMEO)
         views = [memoryview(part) for part in parts]
         at = 0
@@ -186,16 +184,16 @@ class TimedSocket:
             at = advance(views, at, sent)
 
     def stall_error(self) -> TimeoutError:
-        """What is wrong when nothing moves."""
+        """The error for a connection on which nothing moves."""
         return TimeoutError(f"nothing moved for {self.timeout_s:g} s")
 
     def shut_down(self) -> None:
-        """Whoever waits hears of it."""
+        """Wakes a thread that waits on this socket."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Idempotent."""
         self.sock.close()
 
     def _be_patient(self, option: int) -> None:
@@ -207,7 +205,8 @@ class TimedSocket:
 
 
 def advance(views: list[memoryview], at: int, nbytes: int) -> int:
-    """``nbytes`` more of ``views[at:]`` are done: where the first stands that is not, cut to what is left of it."""
+    """Mark ``nbytes`` more of ``views[at:]`` as sent.  Returns the index of the first unfinished view, cut to its
+    rest."""
     while nbytes:
         size = views[at].nbytes
         if nbytes < size:

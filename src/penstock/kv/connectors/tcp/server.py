@@ -1,8 +1,9 @@
-"""The sending end of fetching over sockets: a listening port, and a thread for each receiver that has connected.
+"""The sending end of TCP fetches: a listening port, and a thread per connected receiver.
 
-The worker's loop says which legs may be fetched, with which pages (``grant``, ``offer``, ``revoke``).  The threads hand
-out nothing else, and to nobody who does not have the leg's token; they go on while the loop computes.  Pages are sent
-straight from where they lie.  One that is given out anew meanwhile is sent all the same: it fails the receiver's check.
+The worker's loop says which transfers may be fetched, and which of their pages (``grant_access``, ``publish_page``,
+``revoke_access``).  The threads serve nothing else, and only to receivers that have the transfer's token; they continue
+while the loop computes.  Pages are sent straight from memory.  One that is reallocated meanwhile is sent all the same:
+it fails the receiver's check.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _IDLE_LEASES = 4  # times ``peer_idle_s``: its receiver closes a connection that
 
 @dataclass(slots=True, eq=False)
 class _Grant:
-    """One leg."""
+    """A transfer that may be fetched."""
 
     leg: int
     token: bytes = field(repr=False)
@@ -43,7 +44,7 @@ class _Grant:
 
 
 class PageServer:
-    """``host`` and ``port`` are where it listens; port 0 is any free one."""
+    """Listens on ``host`` and ``port``; port 0 is any free one."""
 
     def __init__(self, own: KvMemory, host: str, port: int, config: HandOverConfig, *, sealed: bool) -> None:
         """Raises ConfigError when it cannot listen there."""
@@ -68,7 +69,6 @@ class PageServer:
     # --- for the worker's loop ---------------------------------------------------------------------------------------
 
     def grant_access(self, request: RequestId, epoch: int) -> PagesAt:
-        """See ``port.PageCarrier``."""
         grant = self._legs.get((request, epoch))
         if grant is None:
             grant = _Grant(secrets.randbits(63), secrets.token_bytes(FETCH_TOKEN_BYTES))
@@ -78,19 +78,17 @@ class PageServer:
         )
 
     def publish_page(self, frame: PageReady) -> None:
-        """See ``port.PageCarrier``."""
         grant = self._legs.get((frame.request, frame.epoch))
         if grant is not None:
             grant.pages.add(frame.page)
 
     def revoke_access(self, request: RequestId, epoch: int) -> None:
-        """See ``port.PageCarrier``."""
         grant = self._legs.pop((request, epoch), None)
         if grant is not None:
             del self._grants[grant.leg]
 
     def close(self) -> None:
-        """Listen no more, and hang up on everybody."""
+        """Stop listening and close all connections."""
         with self._lock:
             self._closed = True
             callers = list(self._callers)
@@ -103,11 +101,11 @@ class PageServer:
     # --- for the threads ---------------------------------------------------------------------------------------------
 
     def find_grant(self, leg: int) -> _Grant | None:
-        """A leg that may be fetched now."""
+        """The transfer that may be fetched now; None if there is none."""
         return self._grants.get(leg)
 
     def on_connection_closed(self, caller: _ServerConnection) -> None:
-        """This connection is over."""
+        """A connection has ended."""
         with self._lock:
             self._callers.discard(caller)
             self.rejected_connections += not caller.authenticated
@@ -152,7 +150,7 @@ class PageServer:
             )
 
     def _has_room(self) -> bool:
-        """May one more connect?  Strangers who take their time are hung up on when somebody else comes."""
+        """Whether another connection may be accepted.  Closes connections that have not authenticated in time."""
         since = time.monotonic() - self.config.greeting_s
         strangers = [caller for caller in self._callers if not caller.authenticated]
         for caller in strangers:
@@ -162,7 +160,7 @@ class PageServer:
 
 
 class _ServerConnection:
-    """One connection of a receiver, and the thread that answers it."""
+    """One connection of a receiver, and the thread that serves it."""
 
     def __init__(self, desk: PageServer, wire: TimedSocket) -> None:
         self.wire = wire
@@ -175,7 +173,7 @@ class _ServerConnection:
         self._scratch = bytearray(desk.own.layout.page_bytes + frames.TAG_BYTES if desk.sealed else 0)
 
     def run(self) -> None:
-        """Until it hangs up, is silent for too long, or says what no receiver says."""
+        """Serve until the receiver disconnects, times out or violates the protocol."""
         try:
             self.wire.send([frames.pack_hello(self._nonce, sealed=self._desk.sealed)])
             while True:

@@ -1,7 +1,8 @@
-"""The process for Mooncake as the worker sees it: started when it is first needed, killed when it does not answer.
+"""The worker's side of the Mooncake process: started at the first use, killed when it does not respond in time.
 
-What it was about to write, it writes into memory that nobody looks at any more: each of its lives has lanes of its own.
-Blocking, for threads; each waits for its own lane.
+Each run of the process has lanes of its own, so a killed one cannot write into memory that is still in use.  Blocking,
+for threads; each waits for its own lane.  A lane is a ``SOCK_SEQPACKET`` socket, and memory of one value that both
+processes have mapped.
 """
 
 from __future__ import annotations
@@ -22,11 +23,6 @@ import msgspec
 from penstock import sidecar
 from penstock.errors import TierError
 
-# MERGED: What a worker and its process for Mooncake say to each other over a lane, one question and one
-# MERGED: answer at a time.
-# MERGED:
-# MERGED: A lane is a socket that keeps messages apart, and memory of one value that both have mapped.
-
 MAX_REQUEST_BYTES = 128 << 10
 """The longest question: whether some hundred keys are there."""
 
@@ -45,7 +41,7 @@ https://github.com/kvcache-ai/Mooncake/blob/main/mooncake-store/include/types.h"
 
 
 class MooncakeSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process begins with."""
+    """What the process starts with."""
 
     master: str  # HOST:PORT
     metadata: str  # where Mooncake's clients find each other
@@ -58,25 +54,25 @@ class MooncakeSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HasRequest(msgspec.Struct, frozen=True, tag="has"):
-    """Which of these are there?"""
+    """Which of these keys are stored."""
 
     keys: list[str]
 
 
 class GetRequest(msgspec.Struct, frozen=True, tag="get"):
-    """Put this value into the lane's memory."""
+    """Read this value into the lane's memory."""
 
     key: str
 
 
 class PutRequest(msgspec.Struct, frozen=True, tag="put"):
-    """Keep what stands in the lane's memory."""
+    """Store the lane's memory under this key."""
 
     key: str
 
 
 class RemoveRequest(msgspec.Struct, frozen=True, tag="remove"):
-    """Forget this value, whoever reads it."""
+    """Delete this value even if it is being read."""
 
     key: str
 
@@ -87,7 +83,8 @@ MooncakeRequest = HasRequest | GetRequest | PutRequest | RemoveRequest
 class MooncakeResponse(msgspec.Struct, frozen=True):
     """``code``: 0, the bytes of a value, or one of Mooncake's codes, which are negative.
 
-    The first one says whether the client has come up."""
+    The first response says whether the client has come up.
+    """
 
     code: int
     found: list[bool] = []
@@ -100,11 +97,11 @@ OWN_SHARE = 0.8
 
 
 class ProcessEndedError(Exception):
-    """This life of the process is over."""
+    """This run of the process is over."""
 
 
 class MooncakeLane:
-    """This end of one.  ``value`` is its memory; to be used with the lock held."""
+    """The worker's end of a lane.  ``value`` is its memory; to be used with the lock held."""
 
     def __init__(self, value_bytes: int, timeout_s: float) -> None:
         self.lock = threading.Lock()
@@ -122,16 +119,16 @@ class MooncakeLane:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """For the process: its end of the socket, and the memory."""
+        """The process's end of the socket, and the memory."""
         return self._theirs.fileno(), self._memory
 
     def close_child_ends(self) -> None:
-        """The process has them: then they end with it."""
+        """Close the process's ends here once it has inherited them."""
         self._theirs.close()
         os.close(self._memory)
 
     def request(self, question: MooncakeRequest) -> MooncakeResponse:
-        """In time, or this life of the process is over."""
+        """The response.  Raises ProcessEndedError when it does not come in time."""
         self._deadline()
         try:
             self._socket.send(msgspec.msgpack.encode(question))
@@ -145,7 +142,7 @@ class MooncakeLane:
         return answer
 
     def receive(self) -> MooncakeResponse | None:
-        """What the process says; None: nothing, in the time for it."""
+        """The next response; None on timeout."""
         self._deadline()
         try:
             raw = self._socket.recv(MAX_RESPONSE_BYTES)
@@ -158,12 +155,12 @@ class MooncakeLane:
         raise ProcessEndedError("its process has ended")
 
     def shut_down(self) -> None:
-        """The process hears that this is the end."""
+        """Ends the process's side of the lane."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Idempotent."""
         self._socket.close()
         self.value.release()
         with contextlib.suppress(BufferError):
@@ -177,10 +174,10 @@ class MooncakeLane:
 
 
 class _ProcessRun:
-    """Of the process."""
+    """One run of the process."""
 
     def __init__(self, setup: MooncakeSetup, names: tuple[str, ...], timeout_s: float) -> None:
-        """Raises TierFailed where there is no room for it."""
+        """Raises TierError when the process cannot be started."""
         self.lanes: dict[str, MooncakeLane] = {}
         self.began = time.monotonic()
         self.over = False
@@ -201,7 +198,7 @@ class _ProcessRun:
         return self._process.pid
 
     def end(self, patience_s: float = 0.0) -> None:
-        """Let it leave for so long, then kill it.  Lanes in use are closed by who uses them.  May be called twice."""
+        """Wait ``patience_s`` for it to exit, then kill it.  A lane in use is closed by its user.  Idempotent."""
         self.over = True
         for lane in self.lanes.values():
             lane.shut_down()
@@ -251,10 +248,10 @@ def _tend(
 
 
 class MooncakeClient:
-    """One process at a time, over and over."""
+    """Starts one process at a time, and another after each that has ended."""
 
     def __init__(self, setup: MooncakeSetup, lanes: tuple[str, ...], timeout_s: float) -> None:
-        """``lanes``: what they are called.  ``timeout_s``: for each answer.  Starts nothing."""
+        """``lanes``: names of the lanes; ``timeout_s``: per response.  Starts nothing."""
         self._setup = msgspec.structs.replace(setup, timeout_s=OWN_SHARE * timeout_s)
         self._names = lanes
         self._timeout_s = timeout_s
@@ -264,13 +261,13 @@ class MooncakeClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
+        """Of the running process."""
         with self._lock:
             return None if self._life is None or self._life.over else self._life.pid
 
     @contextlib.contextmanager
     def lane(self, name: str) -> Iterator[MooncakeLane]:
-        """A lane for oneself.  Raises TierFailed when the process is not ready, or when it fails in what follows."""
+        """Exclusive use of a lane.  Raises TierError when the process is not ready, or fails meanwhile."""
         life = self._alive()
         lane = life.lanes[name]
         with lane.lock:
@@ -285,7 +282,7 @@ class MooncakeClient:
                     lane.close()
 
     def close(self) -> None:
-        """Let the process leave, which takes back what it gave.  May be called twice."""
+        """Let the process exit, which withdraws its memory segment.  Idempotent."""
         with self._lock:
             self._closed = True
             life, self._life = self._life, None

@@ -1,7 +1,7 @@
-"""The process in which Mooncake's client lives: ``python -m penstock.kv.store.mooncake.process SETUP``.
+"""The process that runs Mooncake's client: ``python -m penstock.kv.store.mooncake.process SETUP``.
 
-Answers questions until a lane ends, which it does with the worker.  Knows nothing about pages: keys are words, values
-are bytes.  What does not come back from the library while nobody can ask (setting up, leaving) is ended by an alarm.
+Serves requests until a lane closes, which it does with the worker.  Knows nothing about pages: keys are strings, values
+are bytes.  Library calls that hang during start and exit are ended by an alarm.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BUFFER_BYTES = 16 << 20
 
 
 class ServedLane:
-    """This end of one."""
+    """The process's end of a lane."""
 
     def __init__(self, descriptors: tuple[int, int], value_bytes: int) -> None:
         self._socket = socket.socket(fileno=descriptors[0])
@@ -47,17 +47,17 @@ class ServedLane:
         self._decoder = msgspec.msgpack.Decoder(MooncakeRequest)
 
     def receive(self) -> MooncakeRequest | None:
-        """The next question; None when the worker has gone."""
+        """The next request; None when the worker has gone."""
         raw = self._socket.recv(MAX_REQUEST_BYTES)
         return self._decoder.decode(raw) if raw else None
 
     def send(self, answer: MooncakeResponse) -> None:
-        """The answer to it."""
+        """Send a response."""
         self._socket.send(msgspec.msgpack.encode(answer))
 
 
 def run_mooncake() -> None:
-    """Until the worker has gone."""
+    """Runs until the worker has gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends the lanes
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     sidecar.end_with_parent()  # should the worker be killed while this is stopped
@@ -100,7 +100,7 @@ def open_client(setup: MooncakeSetup, lanes: list[ServedLane]) -> tuple[Any, int
 
 
 def own_address(master: str) -> str:
-    """At which this host is seen from the master's.  Raises OSError for a host that nobody knows."""
+    """This host's address as seen from the master's host.  Raises OSError for an unknown host."""
     host, _, port = master.rpartition(":")
     family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -109,7 +109,7 @@ def own_address(master: str) -> str:
 
 
 def serve_lane(lane: ServedLane, store: Any, setup: MooncakeSetup, ended: threading.Event) -> None:
-    """Answer what is asked over a lane until it ends."""
+    """Serve requests on a lane until it closes."""
     try:
         while (question := lane.receive()) is not None:
             lane.send(_answer(lane, store, question))
@@ -133,7 +133,7 @@ def _answer(lane: ServedLane, store: Any, question: MooncakeRequest) -> Mooncake
 
 
 def _environment(setup: MooncakeSetup) -> None:
-    """What the library reads from there."""
+    """Settings that the library reads from the environment."""
     milliseconds = str(max(1, int(setup.timeout_s * 1000)))
     for name, value in (
         ("MC_RPC_TIMEOUT_MS", milliseconds),

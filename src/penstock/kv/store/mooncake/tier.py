@@ -1,9 +1,8 @@
 """Mooncake's store as a tier.
 
 A value is ``| proof 40 | page |`` under a name that covers model, numerics class, layout and ``--kv-key``, as in Redis.
-Mooncake decides by itself what goes, and forgets everything with its master: that is a page that is not there.  Nothing
-that comes back is believed: no more is read than a value can have, and a page must prove itself; one that does not is
-removed.
+Mooncake evicts by its own policy and loses everything with its master: such pages are simply missing.  Nothing that
+comes back is trusted: no more is read than a value can have, and every page is verified; one that fails is deleted.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class MooncakeConfig:
 
 
 class MooncakeTier:
-    """See ``port.Tier``.  Several threads may use it at once."""
+    """Thread-safe."""
 
     name = "mooncake"
     stores_copies = True
@@ -59,7 +58,7 @@ class MooncakeTier:
     pages = 0
 
     def __init__(self, at: MooncakeConfig, seal: AnyEnvelope, *, timeout_s: float) -> None:
-        """Starts its process when it is first used.  Raises ConfigError for a bad address."""
+        """Starts its process at the first use.  Raises ConfigError for a bad address."""
         _check_address(at.master)
         self._value_bytes = PROOF_BYTES + seal.layout.page_bytes
         self._seal = seal
@@ -78,7 +77,8 @@ class MooncakeTier:
 
     @staticmethod
     def check(master: str) -> None:
-        """Raises ConfigError for a bad address, or where the library does not load.  Takes the time of a Python."""
+        """Raises ConfigError for a bad address, or where the library does not load.  Takes as long as starting
+        Python."""
         _check_address(master)
         trial = [sys.executable, "-c", "import mooncake.store"]
         try:
@@ -94,11 +94,11 @@ class MooncakeTier:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
+        """Of the running process."""
         return self._keeper.pid
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
-        """See ``port.Tier``.  The answer is as long as ``keys``; behind the first that is missing it says no."""
+        """False for all keys behind the first missing one."""
         found: list[bool] = []
         with self._keeper.lane(_READ) as lane:
             for start in range(0, len(keys), KEYS_PER_REQUEST):
@@ -109,7 +109,6 @@ class MooncakeTier:
         return found + [False] * (len(keys) - len(found))
 
     def read_page(self, key: PageKey, into: memoryview) -> bool:
-        """See ``port.Tier``."""
         name = self._name(key)
         with self._keeper.lane(_READ) as lane:
             code = _code(lane, GetRequest(name), {NOT_THERE, NOT_READY, TOO_LONG})
@@ -125,7 +124,7 @@ class MooncakeTier:
         return True
 
     def write_page(self, final: FinalPage, content: memoryview) -> bool:
-        """See ``port.Tier``.  What is there already is only looked at, which gives it time."""
+        """For a page that is stored already, renews its lease."""
         name = self._name(final.key)
         with self._keeper.lane(_WRITE) as lane:
             if _found(lane, [name]) == [True]:
@@ -136,10 +135,9 @@ class MooncakeTier:
             return _code(lane, PutRequest(name), {NO_ROOM}) != NO_ROOM
 
     def on_evicted(self, key: PageKey) -> None:
-        """Nothing to do: the page there is another one."""
+        """Nothing to do: the stored page is a copy."""
 
     def close(self) -> None:
-        """See ``port.Tier``."""
         self._keeper.close()
 
     def _name(self, key: PageKey) -> str:
