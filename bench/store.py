@@ -62,13 +62,15 @@ def makers(
 
     def slabs(name: str, seal: AnyEnvelope, direct: bool) -> list[KvTier]:
         head = slab_head(IDENTITY, layout, nbytes, encrypted=seal.encrypts)
-        files = [SlabFile.at(folder / name, head, (share, 2), direct=direct) for share in range(2)]
+        files = [SlabFile.at(folder / name, head, writer=share, writers=2, direct=direct) for share in range(2)]
         return [SlabTier("disk", file, seal) for file in files]
 
     def host() -> list[KvTier]:
         descriptor = os.memfd_create("bench")
         head = slab_head(IDENTITY, layout, nbytes, encrypted=False)
-        made = [SlabTier("host", SlabFile.memory(descriptor, head, (share, 2)), plain) for share in range(2)]
+        made = [
+            SlabTier("host", SlabFile.memory(descriptor, head, writer=share, writers=2), plain) for share in range(2)
+        ]
         os.close(descriptor)
         return made
 

@@ -119,7 +119,9 @@ def carrier_of(kind: str, memory: KvMemory, peers: dict[WorkerId, KvMemory]) -> 
         case "curve":
             return InlineConnector(memory, seal)
         case "tcp" | "tcp-sealed":
-            return TcpConnector(memory, seal, HandOverConfig(), ("tcp://127.0.0.1:0", 0), sealed=kind == "tcp-sealed")
+            return TcpConnector(
+                memory, seal, HandOverConfig(), endpoint="tcp://127.0.0.1:0", port=0, sealed=kind == "tcp-sealed"
+            )
         case _:
             raise SystemExit(f"--carriers: {kind!r} is none of shm, tcp, tcp-sealed, curve, socket")
 

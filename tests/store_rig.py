@@ -58,7 +58,7 @@ def slab_tier(
 ) -> SlabTier:
     seal = seal or PageEnvelope(identity, LAYOUT)
     head = slab_head(identity, LAYOUT, nbytes, encrypted=seal.encrypts)
-    return SlabTier("disk", SlabFile.at(path, head, share, direct=direct), seal)
+    return SlabTier("disk", SlabFile.at(path, head, writer=share[0], writers=share[1], direct=direct), seal)
 
 
 @dataclass
@@ -111,7 +111,7 @@ def pair(kind: str, folder: Path, redis_url: Callable[[], str]) -> Iterator[Pair
     elif kind == "host":
         descriptor = os.memfd_create("test-kv-host")
         head = slab_head(IDENTITY, LAYOUT, SIZE, encrypted=False)
-        tiers = [SlabTier("host", SlabFile.memory(descriptor, head, (n, 2)), seal) for n in range(2)]
+        tiers = [SlabTier("host", SlabFile.memory(descriptor, head, writer=n, writers=2), seal) for n in range(2)]
         os.close(descriptor)
         yield Pair(tiers[0], tiers[1])
     elif kind == "peers":

@@ -25,7 +25,7 @@ class MonotonicClock:
 
 
 class VirtualClock:
-    """A clock that stands still until it is told to move."""
+    """A clock that moves only when ``advance`` is called."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

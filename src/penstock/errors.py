@@ -28,7 +28,7 @@
         Overloaded          503, it would wait for longer than it may
         DeadlineMissed      503, it has
       WorkerError       503, after we have tried again ourselves
-        NoWorkers           nobody can serve now
+        NoWorkers           no worker can serve now
         WorkerLost          resubmissions used up
         StalledRequest      no progress within the limit
         NotTaken            a worker has not taken an operator's word in time
@@ -44,7 +44,7 @@
       AdapterRefused    an adapter that a worker cannot have; the message is the reason
       KernelError       a kernel family that this machine or build does not have
 
-HTTP words (status, type, code) stand here beside the error so that the rim maps each without a table of its own.
+Each error has its HTTP status, type and code, so the API maps it without a table of its own.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class BadField(RequestError):
 
 
 class PromptTooLong(RequestError):
-    """Prompt plus answer exceed the context.  Never truncated: both numbers are told."""
+    """Prompt and response together exceed the context.  Never truncated; the message has both numbers."""
 
     def __init__(
         self, *, prompt_tokens: int, max_tokens: int, limit: int, param: str = "messages", at_least: bool = False

@@ -50,7 +50,7 @@ def media_hash(picture: MediaInput) -> bytes:
 
 
 def image_block_marks(images: Sequence[PlacedImage], start: int, stop: int) -> bytes:
-    """What tokens ``[start, stop)`` of a prompt show beside their ids: which images, and where each began."""
+    """What identifies the images in tokens ``[start, stop)`` of a prompt: their hashes, and where each begins."""
     shown = (image for image in images if image.at < stop and start < image.end)
     return b"".join(struct.pack("<Q", image.at) + image.content for image in shown)
 

@@ -1,7 +1,4 @@
-"""Processes that run a module of this package: what starts one, and how it ends with whoever started it.
-
-Knows nothing of what they do.
-"""
+"""Child processes that run a module of this package: how they are started, and that they end with their parent."""
 
 from __future__ import annotations
 
@@ -10,8 +7,10 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,47 +23,45 @@ _SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)
 
 
 def python_command(module: str, *words: str) -> list[str]:
-    """That runs ``module``, and nothing of the current folder."""
+    """The command that runs ``module``, and imports nothing from the current folder."""
     return [sys.executable, "-P", "-m", module, *words]
 
 
 def child_environment() -> dict[str, str]:
-    """This process's own without secrets, in which the child's package is this one."""
+    """This process's environment without secrets; the child imports this same package."""
     root = str(Path(penstock.__file__).parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return {name: value for name, value in os.environ.items() if not is_secret(name)} | {"PYTHONPATH": path}
 
 
 def is_secret(name: str) -> bool:
-    """Is this a variable that opens something: a key, a password, a URL that may hold one?"""
+    """Whether this variable grants access: a key, a password, a URL that may hold one."""
     return name.upper() in _SECRETS or bool(_SECRET_NAME.search(name.upper()))
 
 
 def drop_secrets() -> None:
-    """For a process that was forked and needs none: it, and what it starts, has them in its environment no more."""
+    """Remove secrets from the environment of this forked process and of the children that it starts."""
     for name in [name for name in os.environ if is_secret(name)]:
         del os.environ[name]
 
 
 def protect_memory() -> None:
-    """No core dump of this process, and no other one of its user may look into it: prompts and keys are there.
-
-    To be called by a process that needs to open no file of its own below /proc for writing any more.
-    """
+    """Disable core dumps, and keep other processes of the same user from reading this one's memory: prompts and keys
+    are in it.  Such a process can no longer open its own files below /proc for writing."""
     disable_core_dumps()
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def disable_core_dumps() -> None:
-    """Of this process and of what it starts."""
+    """For this process and its children."""
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def start_child(module: str, word: str, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
-    """A process that runs ``module`` and has nothing of this one but these.  Raises OSError.
+    """Start a process that runs ``module`` and inherits only these descriptors.  Raises OSError.
 
-    Where it calls ``end_with_parent``: to be called by a thread that is there as long as it.
+    If the module calls ``end_with_parent``, call this from a thread that lives as long as the child.
     """
     return subprocess.Popen(
         python_command(module, word),
@@ -77,7 +74,75 @@ def start_child(module: str, word: str, descriptors: Sequence[int]) -> subproces
 
 
 def end_with_parent() -> None:
-    """For the child: the kernel kills it when the thread that started it has ended.  Raises OSError."""
+    """Called by a child: the kernel kills it when the thread that started it ends.  Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+class ChildProcess:
+    """A child that runs a module of this package and ends with this process, even while it is stopped.
+
+    The kernel kills it when the thread that started it ends (``end_with_parent``), so a thread of its own starts it and
+    lives as long as it.  Thread-safe.
+    """
+
+    def __init__(
+        self, module: str, word: str, descriptors: Sequence[int], *, name: str, handed_over: socket.socket | None = None
+    ) -> None:
+        """Does not wait for the start.  ``handed_over`` is closed here once the child has inherited it.
+
+        Raises RuntimeError when no thread can be had.
+        """
+        self._module = module
+        self._word = word
+        self._descriptors = descriptors
+        self._handed_over = handed_over
+        self._lock = threading.Lock()  # of the two below
+        self._process: subprocess.Popen[bytes] | None = None
+        self._killed = False
+        self._error: OSError | None = None
+        self._settled = threading.Event()  # it has started, or could not
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """None before it has started, and if it could not."""
+        with self._lock:
+            return None if self._process is None else self._process.pid
+
+    def wait_started(self) -> None:
+        """Raises OSError when it could not be started."""
+        self._settled.wait()
+        if self._error is not None:
+            raise self._error
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for its end, at most so long."""
+        self._thread.join(timeout_s)
+
+    def kill(self) -> None:
+        """Kill it, or keep it from starting; it has ended on return.  Idempotent."""
+        with self._lock:
+            self._killed = True
+            if self._process is not None:
+                self._process.kill()
+        self._thread.join()
+
+    def _run(self) -> None:
+        process = None
+        try:
+            with self._lock:
+                if not self._killed:
+                    process = self._process = start_child(self._module, self._word, self._descriptors)
+        except OSError as error:
+            self._error = error
+        except Exception as error:  # noqa: BLE001 - ``wait_started`` must return whatever happens
+            self._error = OSError(f"{type(error).__name__}: {error}")
+        finally:
+            if self._handed_over is not None:
+                self._handed_over.close()
+            self._settled.set()
+        if process is not None:
+            process.wait()

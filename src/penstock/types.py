@@ -19,7 +19,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Uint32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 TokenId = Uint32
-"""What it may be at all; whoever knows the vocabulary compares with that."""
+"""Any id; code that knows the vocabulary compares it with that."""
 
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 """Of a request, worker, gateway, class or place."""
@@ -28,7 +28,7 @@ RequestId = NewType("RequestId", str)
 """One engine request: one prompt and one choice of its answer (``cmpl-…/0`` and ``cmpl-…/1`` for n = 2)."""
 
 WorkerId = NewType("WorkerId", str)
-"""A worker's place in the fleet (``prefill-0``).  It survives restarts; the incarnation beside it does not."""
+"""A worker's place in the fleet (``prefill-0``).  It survives restarts; the incarnation does not."""
 
 RUN_BITS = 42
 RESTART_BITS = 20
@@ -184,7 +184,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What is wanted of a text that is only read.  Checked at the door; nothing below checks again."""
 
-    # Of an embedding: only so many of its first numbers; None: all
+    # of an embedding: numbers to keep, from the first on; None: all
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)] | None = None
     normalised: bool | None = None  # an embedding is brought to length 1; None: as the model's makers do it
     second: Count | None = None  # where the second of two texts begins, for models that tell them apart
@@ -238,7 +238,7 @@ class ImageInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     scale: float
     mean: tuple[float, float, float]
     deviation: tuple[float, float, float]
-    salt: Annotated[bytes, msgspec.Meta(max_length=MAX_SALT_BYTES)] = b""  # of its tenant, who shares rows with nobody
+    salt: Annotated[bytes, msgspec.Meta(max_length=MAX_SALT_BYTES)] = b""  # of its tenant, which shares no rows
 
 
 MAX_FEATURES_BYTES = 1 << 24
@@ -331,7 +331,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: TokenIds  # one object for all choices of a prompt
     block_hashes: tuple[BlockHash, ...]  # of the prompt's full pages
     sampling: SamplingParams
-    open_ended: bool = False  # nobody named a length: ``max_tokens`` is what the context leaves, and seldom reached
+    open_ended: bool = False  # no length was asked for: ``max_tokens`` is what the context leaves, and seldom reached
     arrival: float  # monotonic seconds on the gateway's host
     pooling: PoolingParams | None = None  # the text is only read; then ``max_tokens`` is 1 (see ``TokenBatch.pooled``)
     claim: Qos = DEFAULT_QOS

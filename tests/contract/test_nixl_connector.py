@@ -117,20 +117,20 @@ class Babbler:
     def __init__(self, *_: object) -> None:
         self._said: list[AgentEvent] = [AgentReady(b"agent", 0), ReadDone(99)]
 
-    def hear(self, _: float | None) -> AgentEvent:
+    def receive(self, _: float | None) -> AgentEvent:
         return self._said.pop(0)
 
-    def say(self, _: object) -> None:
+    def send(self, _: object) -> None:
         pass
 
-    end = close = lambda self: None
+    kill = close = lambda self: None
 
 
-@pytest.mark.parametrize(("house", "why"), [(NoThread, "can't start new thread"), (Babbler, "read 99")])
+@pytest.mark.parametrize(("client", "why"), [(NoThread, "can't start new thread"), (Babbler, "read 99")])
 def test_whatever_fails_pages_go_another_way(
-    carrier: NixlConnector, monkeypatch: pytest.MonkeyPatch, house: type, why: str
+    carrier: NixlConnector, monkeypatch: pytest.MonkeyPatch, client: type, why: str
 ):
-    monkeypatch.setattr(reader, "House", house)
+    monkeypatch.setattr(reader, "AgentClient", client)
     page = wanted()
     carrier.reader.queue_page(reader.NixlFetch(page, b"agent", 0))
     carrier.reader.start()
@@ -152,23 +152,23 @@ class Tended:
         self.up = threading.Event()
         self.begun.append(self)
 
-    def say(self, _: object) -> None:
+    def send(self, _: object) -> None:
         pass
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self.up.set()
 
-    close = end
+    close = kill
 
 
 def test_a_receiver_without_nixl_tries_once(carrier: NixlConnector, monkeypatch: pytest.MonkeyPatch):
     class Without(Tended):
         begun: ClassVar[list[Tended]] = []
 
-        def hear(self, _: float | None) -> AgentEvent:
+        def receive(self, _: float | None) -> AgentEvent:
             return AgentUnavailable("none of the packages is installed")
 
-    monkeypatch.setattr(reader, "House", Without)
+    monkeypatch.setattr(reader, "AgentClient", Without)
     carrier.reader.start()
     until(carrier.reader.settled.is_set)
     assert carrier.reader.resting_until == math.inf
@@ -186,14 +186,14 @@ def test_pages_go_by_sockets_while_a_new_process_comes_up(carrier: NixlConnector
         begun: ClassVar[list[Tended]] = []
         ready = False
 
-        def hear(self, _: float | None) -> AgentEvent:
+        def receive(self, _: float | None) -> AgentEvent:
             if self.ready:
                 raise AgentGoneError("its process has ended")
             self.up.wait(30)
             self.ready = True
             return AgentReady(b"agent", 0)
 
-    monkeypatch.setattr(reader, "House", Mortal)
+    monkeypatch.setattr(reader, "AgentClient", Mortal)
     carrier.reader.start()
     for life in (1, 2):
         until(lambda life=life: len(Mortal.begun) == life)
@@ -230,7 +230,7 @@ def test_without_room_for_its_processes_pages_go_by_sockets(
 
     with monkeypatch.context() as patch:
         if lacking == "descriptors":
-            patch.setattr(nixl_connector, "House", none)
+            patch.setattr(nixl_connector, "AgentClient", none)
         else:
             patch.setattr(threading.Thread, "start", no_thread)
             carrier.reader.start()

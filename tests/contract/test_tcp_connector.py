@@ -244,7 +244,7 @@ def test_an_impostor_who_took_the_senders_port_writes_nothing(things: ExitStack)
     start(rig)
     offer_all(rig)
     rig.until(lambda: bool(rig.failed))
-    assert rig.failed[0].reason == "its pages cannot be fetched: whoever answers there is not the sender"
+    assert rig.failed[0].reason == "its pages cannot be fetched: the peer that answers there is not the sender"
     assert bytes(rig.receiver_memory.buffer) == before
 
 

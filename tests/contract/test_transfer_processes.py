@@ -89,7 +89,7 @@ def carrier_of(kind: str, memory: KvMemory, peers: dict[WorkerId, KvMemory]) -> 
         case "curve":
             return InlineConnector(memory, SEAL)
         case _:
-            return TcpConnector(memory, SEAL, HandOverConfig(), ("tcp://127.0.0.1:0", 0))
+            return TcpConnector(memory, SEAL, HandOverConfig(), endpoint="tcp://127.0.0.1:0", port=0)
 
 
 def sender_process(carrier: str, file: KvMemoryFile, keys: Keys, endpoint: str, orders: Orders) -> None:

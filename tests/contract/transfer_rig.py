@@ -249,8 +249,8 @@ def make_rig(carrier: str, *, config: HandOverConfig | None = None, incarnation:
                 send, take = InlineConnector(mine, seal), InlineConnector(theirs, seal)
             else:
                 at, sealed = ("tcp://127.0.0.1:0", 0), carrier == "tcp-sealed"
-                send = TcpConnector(mine, seal, config, at, sealed=sealed)
-                take = TcpConnector(theirs, seal, config, at, sealed=sealed)
+                send = TcpConnector(mine, seal, config, endpoint=at[0], port=at[1], sealed=sealed)
+                take = TcpConnector(theirs, seal, config, endpoint=at[0], port=at[1], sealed=sealed)
                 closing += [send, take]
             transport, endpoint = ZmqTransport(Keys.ephemeral()), "tcp://127.0.0.1:0"
         else:
@@ -278,7 +278,9 @@ def nixl_carrier(config: HandOverConfig, seal: PageChecksum) -> tuple[KvMemory, 
     file = KvMemoryFile.create(LAYOUT, PAGES)
     memory = file.map_own(lend=os.O_RDONLY)
     file.close()
-    return memory, NixlConnector(TcpConnector(memory, seal, config, ("tcp://127.0.0.1:0", 0)), memory, seal, config)
+    return memory, NixlConnector(
+        TcpConnector(memory, seal, config, endpoint="tcp://127.0.0.1:0", port=0), memory, seal, config
+    )
 
 
 def nixl_end(config: HandOverConfig, seal: PageChecksum, *, gives: bool) -> tuple[KvMemory, NixlConnector]:

@@ -46,7 +46,13 @@ def on_disk(path: Path, layout: KvLayout = LAYOUT, workers: tuple[str, ...] = ("
     def tiers(worker: StageWorker) -> list[KvTier]:
         head = slab_head(IDENTITY, layout, SIZE, encrypted=False)
         share = (workers.index(worker.name), len(workers))
-        return [SlabTier("disk", SlabFile.at(path, head, share, direct=False), PageEnvelope(IDENTITY, layout))]
+        return [
+            SlabTier(
+                "disk",
+                SlabFile.at(path, head, writer=share[0], writers=share[1], direct=False),
+                PageEnvelope(IDENTITY, layout),
+            )
+        ]
 
     return tiers
 

@@ -156,7 +156,7 @@ class StageWorker:
         if stage.tiers is not None:
             pool, tiers = self.scheduler.memory.pool, stage.tiers(self)
             limits = KvStoreConfig()
-            store = PageStore(tiers, self.memory, pool.generation, stage.clock.now, limits, hand=self._hand)
+            store = PageStore(tiers, self.memory, pool.generation, stage.clock.now, limits, job_runner=self._hand)
             self.stored = KvPrefetcher(self.scheduler, store, stage.clock)
         hand_over = TransferEnds(identity, self.sender, self.receiver, vocabulary=VOCAB)
         ready = ReadinessSources(pages=self.stored or NoPrefetch())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -51,3 +52,26 @@ assert os.listdir("/proc/self/task")
 """
     environment = {"PYTHONPATH": ":".join(part for part in sys.path if part), "PATH": ""}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
+
+
+def test_a_child_inherits_its_socket_and_is_gone_after_a_kill() -> None:
+    ours, theirs = socket.socketpair()
+    child = sidecar.ChildProcess("http.server", str(0), [theirs.fileno()], name="child", handed_over=theirs)
+    child.wait_started()
+    pid = child.pid
+    assert pid is not None
+    assert theirs.fileno() == -1
+    child.kill()
+    child.kill()
+    assert ours.recv(1) == b"", "the child had the only other end"
+    assert not os.path.exists(f"/proc/{pid}")
+    ours.close()
+
+
+def test_a_child_that_cannot_be_started_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    child = sidecar.ChildProcess("http.server", "0", [], name="child")
+    with pytest.raises(FileNotFoundError):
+        child.wait_started()
+    assert child.pid is None
+    child.kill()

@@ -289,8 +289,10 @@ def _carrier(
         case "curve":
             return InlineConnector(own, seal)
         case name:
-            at = (config.endpoint, config.pages_port)
-            tcp = TcpConnector(own, seal, config.hand_over, at, sealed=name.removeprefix(NIXL) == ENCRYPTED)
+            sealed = name.removeprefix(NIXL) == ENCRYPTED
+            tcp = TcpConnector(
+                own, seal, config.hand_over, endpoint=config.endpoint, port=config.pages_port, sealed=sealed
+            )
             return NixlConnector(tcp, own, seal, config.hand_over) if name.startswith(NIXL) else tcp
 
 

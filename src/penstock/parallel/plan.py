@@ -32,7 +32,7 @@ class CacheSize:
     bytes_per_token: int  # all heads, on one device
     heads: int  # what tensor parallelism can divide; 1 for a latent that all heads share
     window: int | None = None  # tokens after which it grows no more
-    fixed: int = 0  # bytes beside that any sequence takes: states of recurrent layers
+    fixed: int = 0  # more bytes that any sequence takes: states of recurrent layers
 
     def on_device(self, tensor: int) -> int:
         """Bytes a token on each of ``tensor`` devices: heads that cannot be divided further are kept by several."""
@@ -142,7 +142,7 @@ def make_plan(model: ModelSize, devices: Devices, *, wanted_tokens: int | None =
 
 
 def requests_at_once(model: ModelSize, plan: ParallelPlan, tokens: int) -> int:
-    """Sequences of so many tokens that the KV memory of every stage holds at the same time."""
+    """Sequences of ``tokens`` tokens that the KV memory of every stage holds at the same time."""
     fewest = None
     for share in plan.stages:
         caches = [model.layers[index].cache for index in share.layers]

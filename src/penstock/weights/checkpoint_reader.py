@@ -253,7 +253,7 @@ class Checkpoint:
         for tensor, name in places.items():
             if not _is_plain_name(name):
                 raise ModelError(
-                    f"{index}: tensor {tensor!r}: {name!r} is not the name of a .safetensors file beside it"
+                    f"{index}: tensor {tensor!r}: {name!r} is not the name of a .safetensors file in its folder"
                 )
         for name in sorted(set(places.values())):
             self._add(SafetensorsFile(self.folder / name))
@@ -266,7 +266,7 @@ class Checkpoint:
 
 
 def _is_plain_name(name: Any) -> bool:
-    """A file beside the index and nowhere else."""
+    """Whether this names a file in the index's own folder."""
     return (
         isinstance(name, str)
         and name.endswith(".safetensors")

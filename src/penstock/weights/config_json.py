@@ -1,4 +1,8 @@
-"""Typed access to the fields of a ``config.json``, with errors that name the file, the field and what would do."""
+"""The small JSON files of a model: parsed strictly, with typed access to fields and errors that name file and field.
+
+RFC 8259 in UTF-8; duplicate keys, NaN and Infinity are refused, because two readers would understand them differently.
+``SamplingDefaults`` is what ``generation_config.json`` suggests.
+"""
 
 from __future__ import annotations
 
@@ -83,11 +87,6 @@ class ConfigFields:
         return tuple(dict.fromkeys(ids))
 
 
-# MERGED: Small JSON files of a checkpoint (configuration, index, header), read strictly.
-# MERGED:
-# MERGED: RFC 8259 in UTF-8; duplicate keys, NaN and Infinity are refused, since two readers would understand
-# MERGED: them differently.
-
 MAX_CONFIG_BYTES = 64 << 20
 """Cap on config.json and on an index of shards; the largest known index has about 10 MB."""
 
@@ -139,8 +138,6 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
-
-# MERGED: What ``generation_config.json`` suggests to sample by.  Knows nothing about requests.
 
 LEAST_TEMPERATURE = 1e-4
 """Above 0, which is greedy: single precision can divide by it."""

@@ -52,7 +52,7 @@ class DraftHeadSpec(msgspec.Struct, frozen=True, kw_only=True):
     attention: AttentionConfig
     mlp: MlpConfig
     eps: float
-    tapped: tuple[int, ...]  # it reads the model's hidden states behind so many layers
+    tapped: tuple[int, ...]  # layers of the model whose outputs it reads
     target: str | None = None  # hash of the weights that it was trained for, if its file says
 
     @property
@@ -158,7 +158,7 @@ def load_draft_head(path: Path, spec: DraftHeadSpec, weights_hash: str, ops: Ops
 
 
 class _DraftHeadTensors:
-    """Takes every tensor once, and minds those that nobody wanted."""
+    """Reads every tensor once and refuses files with unknown ones."""
 
     def __init__(self, checkpoint: Checkpoint, spec: DraftHeadSpec, ops: Ops) -> None:
         self._checkpoint = checkpoint
@@ -238,7 +238,7 @@ class _DraftHeadTensors:
         info, path = self._checkpoint.info("d2t"), self._checkpoint.path_of("d2t")
         if info.dtype != "I64" or info.shape != (spec.outputs,) or "lm_head.weight" not in self._checkpoint:
             raise ModelError(
-                f"{path}: tensor 'd2t' must be {spec.outputs} numbers of type I64, beside an lm_head.weight of as many "
+                f"{path}: tensor 'd2t' must be {spec.outputs} numbers of type I64, with an lm_head.weight of as many "
                 "rows"
             )
         ids = np.frombuffer(self._checkpoint.raw("d2t"), np.int64) + np.arange(spec.outputs)

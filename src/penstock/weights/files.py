@@ -1,4 +1,4 @@
-"""One file of weights, mapped read-only and open for reading; knows bytes, not what they mean."""
+"""Files of weights: mapped for reading, and written atomically.  Knows bytes, not what they mean."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class MappedFile:
         return FileStamp(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
     def file_range(self, start: int, stop: int) -> FileRange:
-        """Where these bytes lie, for whoever reads them itself."""
+        """Where these bytes lie in the file, for callers that read them themselves."""
         return FileRange(self._descriptor, start, stop - start)
 
     def view(self, start: int, stop: int) -> memoryview:
@@ -81,18 +81,10 @@ class MappedFile:
             del self._map
 
 
-# MERGED: Files that are there whole or not at all: written beside their place, flushed to the drive, then
-# MERGED: renamed.
-# MERGED:
-# MERGED: Knows nothing of what is in them.
-
-
 @contextmanager
 def atomic_write(target: Path, partial: Path, *, go_on: bool = False) -> Iterator[BinaryIO]:
-    """``partial``, to be written, or rewritten where it is to ``go_on``.
-
-    It becomes ``target``, in the same folder, when the body ends well; else it stays for whoever called.
-    """
+    """A file that appears whole or not at all: ``partial`` is written (or continued, with ``go_on``), flushed to the
+    drive and renamed to ``target`` in the same folder.  If the body raises, ``partial`` stays."""
     with partial.open("r+b") if go_on else partial.open("wb") as file:
         yield file
         file.flush()

@@ -1,5 +1,7 @@
-"""Can this folder be served, and as what?  Answered from ``config.json`` and the files' headers, before any process
-starts; weights are not read.  Every refusal says what is wrong and what would work.
+"""Whether a model can be served, and as what, from ``config.json`` and the headers of its files.  Weights are not read.
+
+``inspect_model`` is for serving: every refusal gives the reason and what would work.  ``read_outline`` needs
+``config.json`` only, so it works where weights are missing or in a form that cannot be loaded here.
 """
 
 from __future__ import annotations
@@ -62,9 +64,9 @@ def inspect_model(path: str | Path) -> ModelSpec:
 
 
 def spec_for_length(spec: ModelSpec, max_model_len: int) -> ModelSpec:
-    """The specification of the model that serves contexts of at most so many tokens.
+    """The specification of the model for contexts of at most ``max_model_len`` tokens.
 
-    Most are the same for any; some stretch their positions for longer ones, and have another fingerprint then.
+    Most are the same for any length; some stretch their positions for longer ones, and have another fingerprint then.
     """
     return checkpoint_format(spec.architecture, spec.architecture).at_length(spec, max_model_len)
 
@@ -122,10 +124,6 @@ def _end_ids(spec: ModelSpec, config: ConfigFields, generation: ConfigFields | N
             raise source.error(f"eos_token_id {token} is outside the vocabulary of {spec.vocab}")
     return ids
 
-
-# MERGED: A model's outline: what it is and which tensors it has, from ``config.json`` alone, also where
-# MERGED: weights are missing or
-# MERGED: in a form that cannot be loaded here.
 
 CONFIG_FILE = "config.json"
 STORAGE = ("quantization_config", "compression_config", "auto_map")

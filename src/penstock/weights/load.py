@@ -1,15 +1,18 @@
-"""From a checkpoint to packed weights in this process's memory, and the fingerprint of what was read.
+"""Loading: from a checkpoint to packed weights in this process's memory, and the fingerprint of what was read.
 
 ::
 
     file --read--> a piece in a core's cache --checksum--> --pack--> its place in huge pages      all threads, one pass
-    file --read--> BLAKE3                                    only where nobody vouches for it    beside it
+    file --read--> BLAKE3                                    only where its hash is unknown       other threads
 
-A backend that has a ``loading`` reads, checks and packs in one pass; any other is given one weight after the other.
-What comes as arrays all the same, as compressed weights do on a GPU, is checked by itself before.
-The hash of a tensor comes from a compressed file's table or from the manifest of the last load, and then the tensor's
-checksum must be the one that stands there too; else it is computed.  Compressed weights stay compressed in memory
-where the kernels decode them.  No thread is left when loading ends: the process is about to fork.
+A backend with ``loading`` reads, checks and packs in one pass; any other backend gets one weight after the other.
+Weights made of arrays (quantized ones, parts of stacks, compressed ones on a GPU) are checked on their own; small ones
+are packed in parallel, large ones one after another by all threads where they can be cut.
+
+The hash of a tensor comes from a compressed file's table or from the manifest of the last load, and then its checksum
+must match that entry; otherwise it is computed, in the order of loading, so that each byte comes from the drive once.
+Compressed weights stay compressed in memory where the kernels decode them.  No thread is left when loading ends: the
+process is about to fork.
 """
 
 from __future__ import annotations
@@ -44,13 +47,6 @@ from penstock.weights.fingerprint import Fingerprint
 from penstock.weights.manifest import ACCEPT_FLAG, FolderManifest, ManifestStore
 from penstock.weights.quantization.config import Quantization
 from penstock.weights.safetensors_header import AGAIN
-
-# MERGED: Weights that are made of arrays: quantised ones, parts of stacks, and all of them for a backend that
-# MERGED: reads no files.
-# MERGED:
-# MERGED: Small weights are packed side by side, a thread each; large ones one after another, by all threads
-# MERGED: where they can be
-# MERGED: cut.  No thread is left: the process is about to fork.
 
 LARGE = 1 << 25
 """Numbers of a weight from which on it is worth all threads."""
@@ -171,13 +167,6 @@ def _packable(matrix: NDArray[Any]) -> NDArray[Any]:
 def _aligned(view: NDArray[Any]) -> NDArray[Any]:
     return np.require(view, requirements=["C", "ALIGNED"])
 
-
-# MERGED: BLAKE3 of many tensors by several threads, which are gone when it is over: whoever loads weights is
-# MERGED: about to fork.
-# MERGED:
-# MERGED: Reads tensor by tensor in the order given, so that beside a load that reads in the same order each
-# MERGED: byte comes from the
-# MERGED: drive once.
 
 READ_BYTES = 1 << 20
 JOIN_S = 0.05
@@ -338,8 +327,8 @@ class _ModelLoader:
             for name, entry in self._known.items()
             if name in self._unread or (name in checked and entry.checksum)
         }
-        told = [name for name in dict.fromkeys(self._tensors) if name in self._vouched and name not in checked]
-        known |= {name: self._vouched[name] for name in told}
+        listed = [name for name in dict.fromkeys(self._tensors) if name in self._vouched and name not in checked]
+        known |= {name: self._vouched[name] for name in listed}
         to_hash = [name for name in dict.fromkeys([*self._tensors, *self._unread]) if name not in known]
         with TensorHasher(self._checkpoint, to_hash) as hashing:
             hashing.start(threads)
@@ -354,7 +343,7 @@ class _ModelLoader:
             if name in checked:
                 self._check(name, entry, loading.checksum(name, checksum_text(name, entry)))
             self.found[name] = entry
-        self._check_arrays(told)
+        self._check_arrays(listed)
         loaded |= self._packing.pack_all([w for w in self._weights if w.name not in loaded], threads, self._progress)
         return {weight.name: loaded[weight.name] for weight in self._weights}
 

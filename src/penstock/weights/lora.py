@@ -80,7 +80,7 @@ class LoraFileLimits(msgspec.Struct, frozen=True, kw_only=True):
 class LoraAdapter:
     """An adapter as it was read: by the names of the model's weights what it adds to each."""
 
-    fingerprint: str  # of everything that the bits of its answers depend on, beside the model
+    fingerprint: str  # of everything that the bits of its responses depend on, except the model
     rank: int  # the largest
     nbytes: int  # of its file of tensors
     parts: Mapping[str, tuple[LowRank, ...]]

@@ -179,7 +179,7 @@ def _read(path: Path, folder: str) -> Manifest | None:
             raise ValueError(f"it is of version {manifest.version}, for {manifest.folder}")
     except (ValueError, msgspec.DecodeError, msgspec.ValidationError) as error:
         log.warning(
-            "%s: damaged (%s). Whether the weights in %s are those of the last load cannot be told; "
+            "%s: damaged (%s). Whether the weights in %s are those of the last load is unknown; "
             "they are hashed and remembered anew",
             path,
             error,

@@ -1,7 +1,5 @@
-"""The small files beside a model's weights: out of its folder, or made of what a GGUF file says of itself.
-
-So configuration, tokenizer and chat template have one form, wherever they come from.
-"""
+"""A model's small files (configuration, tokenizer, chat template): from its folder, or made from a GGUF file's
+metadata."""
 
 from __future__ import annotations
 

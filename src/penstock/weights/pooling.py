@@ -40,7 +40,7 @@ _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 def with_pooler(spec: ModelSpec, architecture: str, config: ConfigFields, files: ModelFiles | None) -> ModelSpec:
     """The specification with its pooler, or as it is for a model that writes.
 
-    ``files``: those beside the configuration, if there are any.  Raises ModelError for what cannot be served.
+    ``files``: those in the folder of the configuration, if there is one.  Raises ModelError for what cannot be served.
     """
     if spec.audio_tokens:  # it writes what it hears
         return spec
@@ -110,9 +110,9 @@ def _scores(config: ConfigFields, labels: int) -> ScoreFunction:
     name = str(activation).rpartition(".")[2]
     if name not in kinds:
         raise config.error(f"scores go through {activation!r}; Identity, Sigmoid and Softmax can be served")
-    told = kinds[name]
-    if told is not None:
-        return told
+    named = kinds[name]
+    if named is not None:
+        return named
     problem = config.get("problem_type", str, "")
     if problem == "regression":
         return ScoreFunction.RAW
@@ -146,7 +146,7 @@ def _sentences(modules: list[ConfigFields], files: ModelFiles, *, causal: bool) 
 def _pooling(module: ConfigFields, files: ModelFiles) -> PoolingType:
     folder = module.get("path", str)
     if not _FOLDER.fullmatch(folder):
-        raise module.error(f"path {folder!r} is no folder beside it")
+        raise module.error(f"path {folder!r} is no folder next to it")
     name = str(PurePosixPath(folder, "config.json"))
     values = load_json(files, name)
     if values is None:

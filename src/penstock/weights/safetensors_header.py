@@ -101,7 +101,7 @@ def parse_safetensors_header(raw: bytes, file_bytes: int, where: str) -> dict[st
 
 
 def parse_metadata(raw: bytes, where: str) -> dict[str, str]:
-    """The text that a header carries beside its tensors.  Raises ModelError if it is not text by text."""
+    """The text-to-text table of a header.  Raises ModelError if it is none."""
     metadata = parse_json_object(raw, where).get("__metadata__", {})
     _check_metadata(metadata, where)
     return dict(metadata)

@@ -35,5 +35,8 @@ def test_the_rest_takes_as_long_as_what_has_come(
         return compute_s
 
     haste.predict = predict
-    assert haste.should_recompute(R, PendingPages(100.0, 10), (missing, 32, 200), 100.0 + elapsed) is sooner
+    assert (
+        haste.should_recompute(R, PendingPages(100.0, 10), 100.0 + elapsed, missing=missing, computed=32, total=200)
+        is sooner
+    )
     assert set(asked) <= {(R, 32, 200)}

@@ -87,7 +87,7 @@ def test_what_is_not_computed_is_refused_by_file_and_name(tmp_path: Path) -> Non
     refused(tmp_path, "is missing, though modules.json names it")
     kinds = [{"type": f"sentence_transformers.models.{kind}", "path": "../.."} for kind in ("Transformer", "Pooling")]
     modules.write_text(json.dumps(kinds))
-    refused(tmp_path, "'../..' is no folder beside it")
+    refused(tmp_path, "'../..' is no folder next to it")
     modules.write_text(json.dumps([*kinds, {"type": "sentence_transformers.models.Dense"}]))
     refused(tmp_path, "modules are Transformer, Pooling, Dense")
     modules.write_text("{}")

@@ -167,7 +167,7 @@ def test_sound_tensors_are_found() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], Tensors, str]] = {
-    "no scale": (FP8, {"__weight": FP8_M["__weight"]}, "'m.weight': has no 'm.weight_scale_inv' beside it"),
+    "no scale": (FP8, {"__weight": FP8_M["__weight"]}, "'m.weight': has no 'm.weight_scale_inv' with it"),
     "scales of other blocks": (
         FP8,
         {**FP8_M, "__weight_scale_inv": np.ones((2, 2), np.float32)},
@@ -189,11 +189,11 @@ WRONG: dict[str, tuple[dict[str, Any], Tensors, str]] = {
     "other bits": ({**GPTQ, "bits": 8}, GPTQ_M, "is of codes of 4 bits, by quantization_config they have 8"),
     "zeros of another width": (GPTQ, {**GPTQ_M, "__qzeros": np.zeros((2, 3), np.int32)}, "does not fit 16 outputs"),
     "too few groups": ({**GPTQ, "group_size": 16}, GPTQ_M, "has 2 groups; 64 columns in groups of 16 are 4"),
-    "no zeros": (GPTQ, {"__qweight": WORDS, "__scales": GPTQ_M["__scales"]}, "has no 'm.qzeros' beside it"),
+    "no zeros": (GPTQ, {"__qweight": WORDS, "__scales": GPTQ_M["__scales"]}, "has no 'm.qzeros' with it"),
     "too few columns": (GPTQ, {**GPTQ_M, "__g_idx": np.zeros(8, np.int32)}, r"'m.g_idx': has shape \[8\]"),
     "awq with other scales": (AWQ, {**AWQ_M, "__scales": np.ones((1, N), np.float16)}, "'m.scales': has shape"),
     "packed with other scales": (packed(), {**PACKED_M, "__weight_scale": np.ones((N, 1), np.float16)}, "has shape"),
-    "no zero points": (packed({"symmetric": False}), PACKED_M, "has no 'm.weight_zero_point' beside it"),
+    "no zero points": (packed({"symmetric": False}), PACKED_M, "has no 'm.weight_zero_point' with it"),
     "longer blocks": (MXFP4, {**MXFP4_M, "_blocks": np.zeros((3, N, 1, 32), np.uint8)}, "blocks of 16 bytes"),
     "scales of fewer blocks": (MXFP4, {**MXFP4_M, "_scales": np.zeros((3, N, 1), np.uint8)}, "'m_scales': has shape"),
 }

@@ -21,7 +21,7 @@ from enum import Enum
 from penstock.types import BlockHash
 
 SAMPLED = 8
-"""One block in so many is followed."""
+"""One block in this many is sampled."""
 
 FOLLOWED = 1 << 14
 """Blocks that are followed at one time: one that has not come up again before so many others have come is not awaited

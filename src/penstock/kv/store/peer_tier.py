@@ -17,11 +17,11 @@ from penstock.errors import ConfigError, PageCorrupt
 from penstock.kv.memory import KvMemory
 from penstock.kv.store.envelope import PageEnvelope
 from penstock.kv.store.page_index import IndexEntry, PageIndex, index_bytes
-from penstock.kv.store.tier import FinalPage, PageKey
+from penstock.kv.store.tier import FinalPage, KvTier, PageKey
 from penstock.types import PageId, WorkerId
 
 
-class PeerTier:
+class PeerTier(KvTier):
     name = "peers"
     stores_copies = False
     is_remote = False

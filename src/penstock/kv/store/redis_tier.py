@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.errors import ConfigError, PageCorrupt, TierError
 from penstock.kv.store.envelope import PROOF_BYTES, AnyEnvelope, identity_digest, page_key_bytes
-from penstock.kv.store.tier import FinalPage, PageKey
+from penstock.kv.store.tier import FinalPage, KvTier, PageKey
 
 _PREFIX = b"penstock:kv:1:"
 _HEAD_BYTES = PROOF_BYTES
@@ -22,7 +22,7 @@ CONNECT_S = 1.0
 _MISSING = "--kv-redis needs the package redis: pip install 'penstock[redis]'"
 
 
-class RedisTier:
+class RedisTier(KvTier):
     """Thread-safe."""
 
     name = "redis"
@@ -87,7 +87,7 @@ class RedisTier:
                 raise PageCorrupt(f"a value of {len(raw)} bytes in Redis, expected {_HEAD_BYTES + self._page_bytes}")
             self._seal.unseal(key, memoryview(raw)[_HEAD_BYTES:], raw[:_HEAD_BYTES], into)
         except PageCorrupt:
-            with contextlib.suppress(self._failure):  # whoever reads it next tries again
+            with contextlib.suppress(self._failure):  # if it fails, the next reader tries again
                 self._client.delete(name)
             raise
         return True

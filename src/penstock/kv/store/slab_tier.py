@@ -36,7 +36,7 @@ from penstock.kv.layout import KvLayout
 from penstock.kv.store.envelope import AnyEnvelope
 from penstock.kv.store.eviction import EvictionQueue
 from penstock.kv.store.page_index import MAX_WRITERS, IndexEntry, PageIndex, index_bytes
-from penstock.kv.store.tier import FinalPage, PageKey
+from penstock.kv.store.tier import FinalPage, KvTier, PageKey
 from penstock.types import ModelIdentity
 
 log = logging.getLogger("penstock.worker")
@@ -47,7 +47,7 @@ _MAGIC = "penstock-kv/1"
 _CHECK_BYTES = 16
 _SHARES_AT = 1 << 61  # locked bytes that stand for places; no file is as long
 _HEAD_AT = 1 << 60  # that stands for the head
-_USERS_AT = _HEAD_AT + 1  # whoever has the file open and fitting shares it: it must not become another meanwhile
+_USERS_AT = _HEAD_AT + 1  # shared by all that use the file: its head must not change meanwhile
 
 
 class SlabHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,7 +89,7 @@ class SlabFile:
     locked."""
 
     def __init__(
-        self, descriptor: int, head: SlabHead, share: tuple[int, int], what: str, *, allocate: bool = True
+        self, descriptor: int, head: SlabHead, what: str, *, writer: int, writers: int, allocate: bool = True
     ) -> None:
         """This process is writer ``writer`` of ``writers``.  ``allocate``: reserve all space at once, so that it
         never runs out. Takes over the descriptor, and closes it when it raises ConfigError."""
@@ -98,14 +98,13 @@ class SlabFile:
         self.direct = False
         self._allocates = allocate
         self._descriptor = self._io = descriptor
-        number, shares = share
         self._slabs_at = BLOCK + index_bytes(head.places)
         try:
             self._begin()
-            begin, end = head.places * number // shares, head.places * (number + 1) // shares
-            own = number < MAX_WRITERS and begin < end and _lock(descriptor, _SHARES_AT + begin, end - begin)
+            begin, end = head.places * writer // writers, head.places * (writer + 1) // writers
+            own = writer < MAX_WRITERS and begin < end and _lock(descriptor, _SHARES_AT + begin, end - begin)
             self.begin, self.end = (begin, end) if own else (0, 0)
-            self.writer = number if own else None
+            self.writer = writer if own else None
             self._mapped = mmap.mmap(descriptor, self._slabs_at, access=mmap.ACCESS_WRITE)
         except (OSError, ValueError) as error:  # ValueError: it is shorter than what is to be mapped
             os.close(descriptor)
@@ -118,7 +117,7 @@ class SlabFile:
         self.directory = memoryview(self._mapped)[BLOCK:]
 
     @classmethod
-    def at(cls, path: Path, head: SlabHead, share: tuple[int, int], *, direct: bool) -> SlabFile:
+    def at(cls, path: Path, head: SlabHead, *, writer: int, writers: int, direct: bool) -> SlabFile:
         """A file on disk, created if missing.  ``direct``: bypass the page cache where the file system can.  Raises
         ConfigError."""
         try:
@@ -126,7 +125,7 @@ class SlabFile:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None
-        file = cls(descriptor, head, share, str(path))
+        file = cls(descriptor, head, str(path), writer=writer, writers=writers)
         if direct and hasattr(os, "O_DIRECT"):
             with contextlib.suppress(OSError):  # a file system without it
                 file._io = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
@@ -134,13 +133,13 @@ class SlabFile:
         return file
 
     @classmethod
-    def memory(cls, descriptor: int, head: SlabHead, share: tuple[int, int]) -> SlabFile:
+    def memory(cls, descriptor: int, head: SlabHead, *, writer: int, writers: int) -> SlabFile:
         """Host memory: a memfd created by the process that forked the workers.  Raises ConfigError."""
         try:  # opened anew: locks are those of an open file, and a fork shares its parent's
             own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(f"cannot open shared host memory (is /proc there?): {error.strerror}") from None
-        return cls(own, head, share, "host memory", allocate=False)
+        return cls(own, head, "host memory", writer=writer, writers=writers, allocate=False)
 
     # --- pages -------------------------------------------------------------------------------------------------------
 
@@ -246,7 +245,7 @@ _LOOKS = 64
 _MOST_USES = 1024  # that count at one time: the number is anybody's word
 
 
-class SlabTier:
+class SlabTier(KvTier):
     stores_copies = True
     is_remote = False
 

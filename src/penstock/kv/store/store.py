@@ -50,7 +50,7 @@ class PageStore:
         clock: Callable[[], float],
         config: KvStoreConfig,
         *,
-        hand: Callable[[str, Callable[[], float], float], JobRunner] = JobThread,
+        job_runner: Callable[[str, Callable[[], float], float], JobRunner] = JobThread,
     ) -> None:
         """``tiers``: nearest first.  Starts their threads (``job_runner`` creates one), so create it after every
         fork."""
@@ -58,8 +58,8 @@ class PageStore:
         self._memory = memory
         self._clock = clock
         self.config = config
-        around = TierContext(memory, generation, clock, config, self._news, hand)
-        self._tiers = [TierWorker(number, tier, around) for number, tier in enumerate(tiers)]
+        context = TierContext(memory, generation, clock, config, self._news, job_runner)
+        self._tiers = [TierWorker(number, tier, context) for number, tier in enumerate(tiers)]
         self._peers = [work.tier for work in self._tiers if work.tier.name == "peers"]
 
     def __bool__(self) -> bool:
@@ -168,7 +168,7 @@ class SharedStoreMemory:
         """``sizes``: pages of each worker that has KV memory here.  Raises ConfigError."""
         self.sizes = tuple(sizes)
         self.directory = self.host = -1
-        self.domain = ""  # names those who share it, for whoever asks what they can take from each other
+        self.domain = ""  # names the workers that share it: they can read each other's pages
         if config.peers and len(self.sizes) > 1:
             self.directory = _memfd("kv-directory", index_bytes(sum(pages for _, pages in self.sizes)))
             self.domain = secrets.token_hex(8)
@@ -219,7 +219,7 @@ def open_tiers(config: KvStoreConfig, share: SharedStoreMemory, place: StoreOwne
     names = [worker for worker, _ in share.sizes]
     if place.worker not in names:
         return []
-    own = (names.index(place.worker), len(names))
+    writer, writers = names.index(place.worker), len(names)
     tiers: list[KvTier] = []
 
     def peers() -> KvTier:
@@ -227,12 +227,14 @@ def open_tiers(config: KvStoreConfig, share: SharedStoreMemory, place: StoreOwne
 
     def host() -> KvTier:
         head = slab_head(place.identity, place.layout, config.host_bytes, encrypted=False)
-        return SlabTier("host", SlabFile.memory(share.host, head, own), plain)
+        return SlabTier("host", SlabFile.memory(share.host, head, writer=writer, writers=writers), plain)
 
     def disk() -> KvTier:
         head = slab_head(place.identity, place.layout, config.disk_bytes, encrypted=key is not None)
         path = Path(config.disk or "").expanduser() / slab_file_name(place, encrypted=key is not None)
-        return SlabTier("disk", SlabFile.at(path, head, own, direct=config.direct_io), sealed)
+        return SlabTier(
+            "disk", SlabFile.at(path, head, writer=writer, writers=writers, direct=config.direct_io), sealed
+        )
 
     wanted = (
         (share.directory >= 0, "peers", peers),

@@ -58,7 +58,7 @@ class CircuitBreaker:
 Job = Callable[[], None]
 
 WRITE_PAUSE_S = 50e-6
-"""Between two pages that are written: nobody waits for them."""
+"""Pause between two pages that are written: no request waits for them."""
 
 
 class JobRunner(Protocol):
@@ -202,33 +202,33 @@ class TierContext:
     clock: Callable[[], float]
     config: KvStoreConfig
     news: SimpleQueue[StoreEvent]
-    hand: Callable[[str, Callable[[], float], float], JobRunner] = JobThread
+    job_runner: Callable[[str, Callable[[], float], float], JobRunner] = JobThread
     processor_s: Callable[[], float] = time.thread_time  # of the thread that asks
 
 
 class TierWorker:
     """A tier, called from the worker's loop without blocking."""
 
-    def __init__(self, number: int, tier: KvTier, around: TierContext) -> None:
+    def __init__(self, number: int, tier: KvTier, context: TierContext) -> None:
         self.tier = tier
         self._number = number
-        self._around = around
+        self._context = context
         self._breaker = CircuitBreaker()
         self._lock = threading.Lock()
         self._figures = dict.fromkeys(TIER_FIGURES, 0.0)
-        nbytes = around.memory.layout.page_bytes
+        nbytes = context.memory.layout.page_bytes
         self.read_s = _seconds(FIRST_READ[tier.name], nbytes)  # a page, of late: by the clock, for somebody waits
-        self.write_s = _seconds(FIRST_WRITE, nbytes)  # of the processor's time: nobody waits, others could use it
-        self._page = bytearray(around.memory.layout.page_bytes)
-        self._reader = around.hand(f"kv-{tier.name}-read", around.clock, 0.0)
-        self._writer = around.hand(f"kv-{tier.name}-write", around.clock, WRITE_PAUSE_S)
+        self.write_s = _seconds(FIRST_WRITE, nbytes)  # of processor time: no request waits for a write
+        self._page = bytearray(context.memory.layout.page_bytes)
+        self._reader = context.job_runner(f"kv-{tier.name}-read", context.clock, 0.0)
+        self._writer = context.job_runner(f"kv-{tier.name}-write", context.clock, WRITE_PAUSE_S)
 
     # --- asked ------------------------------------------------------------------------------------------------------
 
     def usable(self, now: float) -> bool:
         """Whether the tier works, as far as is known."""
         since = self._reader.busy_since
-        hangs = since is not None and now - since > self._around.config.hang_s
+        hangs = since is not None and now - since > self._context.config.hang_s
         return not hangs and self._breaker.allows(now)
 
     def contains(self, keys: Sequence[PageKey], now: float) -> list[bool]:
@@ -255,11 +255,11 @@ class TierWorker:
         """Whether storing this page is worth the time and possible now."""
         if not self._breaker.allows(now):
             return False
-        weighed = self.tier.stores_copies and not self._around.config.always
+        weighed = self.tier.stores_copies and not self._context.config.always
         if weighed and final.gain_s - final.chance * self.read_s <= self.write_s:
             self.write_s *= _DOUBT
             return False
-        if self._writer.queued >= self._around.config.max_queued_writes:
+        if self._writer.queued >= self._context.config.max_queued_writes:
             self._count("writes_dropped")
             return False
         return True
@@ -284,7 +284,7 @@ class TierWorker:
 
     def close(self, deadline: float) -> None:
         """After ``finish``: close the tier if all is done by the deadline."""
-        ended = [hand.join(max(0.0, deadline - self._around.clock())) for hand in (self._reader, self._writer)]
+        ended = [runner.join(max(0.0, deadline - self._context.clock())) for runner in (self._reader, self._writer)]
         if all(ended):
             self.tier.close()
 
@@ -293,18 +293,18 @@ class TierWorker:
     def _ask(self, ticket: StoreRequest, keys: Sequence[PageKey]) -> None:
         pages = 0
         try:
-            if ticket.wanted and self._breaker.allows(self._around.clock()):
+            if ticket.wanted and self._breaker.allows(self._context.clock()):
                 found = self.tier.contains(keys)
                 pages = found.index(False) if False in found else len(found)
                 self._breaker.record_success()
         except (OSError, TierError) as error:
             self._failed(error)
         finally:
-            self._around.news.put(LookupDone(ticket, self._number, pages))
+            self._context.news.put(LookupDone(ticket, self._number, pages))
 
     def _load(self, ticket: StoreRequest, place: int, key: PageKey, into: memoryview) -> None:
         good = False
-        began = self._around.clock()
+        began = self._context.clock()
         try:
             if ticket.wanted and self._breaker.allows(began):
                 good = self.tier.read_page(key, into)
@@ -318,35 +318,35 @@ class TierWorker:
         except (OSError, TierError) as error:
             self._failed(error)
         finally:
-            self._around.news.put(LoadDone(ticket, place, good))
+            self._context.news.put(LoadDone(ticket, place, good))
         if good:
-            seconds = self._around.clock() - began
+            seconds = self._context.clock() - began
             self.read_s = _FADING * self.read_s + (1 - _FADING) * seconds
             self._count("read_seconds", seconds)
             self._count("bytes_read", into.nbytes)
 
     def _save(self, final: FinalPage) -> None:
-        around = self._around
-        began, worked = around.clock(), around.processor_s()
+        context = self._context
+        began, worked = context.clock(), context.processor_s()
         if not self._breaker.allows(began):
             return
         # The page does not change while it keeps its generation: a copy taken between two looks at that is right.
-        if around.generation(final.page) == final.generation:
-            self._page[:] = around.memory.view(final.page)
-        if around.generation(final.page) != final.generation:
+        if context.generation(final.page) == final.generation:
+            self._page[:] = context.memory.view(final.page)
+        if context.generation(final.page) != final.generation:
             self._count("writes_dropped")
             return
         try:
             with memoryview(self._page) as content:
                 kept = self.tier.write_page(final, content)
-            if around.generation(final.page) != final.generation:
+            if context.generation(final.page) != final.generation:
                 self.tier.on_evicted(final.key)  # while it was written: the loop's word came too early
             self._breaker.record_success()
         except (OSError, TierError) as error:
             self._failed(error)
             return
-        seconds = around.clock() - began
-        self.write_s = _FADING * self.write_s + (1 - _FADING) * (around.processor_s() - worked)
+        seconds = context.clock() - began
+        self.write_s = _FADING * self.write_s + (1 - _FADING) * (context.processor_s() - worked)
         if kept:
             self._count("pages_written")
             self._count("bytes_written", len(self._page))
@@ -354,7 +354,7 @@ class TierWorker:
 
     def _failed(self, error: Exception) -> None:
         self._count("errors")
-        if self._breaker.record_failure(self._around.clock()):
+        if self._breaker.record_failure(self._context.clock()):
             log.warning("KV store: %s is left alone for a while: %s", self.tier.name, error)
 
     def _count(self, figure: str, amount: float = 1.0) -> None:

@@ -8,7 +8,7 @@
 
 Only ``fetch_pages`` starts writing, and writing is stopped before a pull is dropped: after ``cancel_pull`` returns, no
 page of that request is written.  Most connectors copy a page at once; a network connector returns results later.  A
-message for an unknown pull is dropped, and its sender is told that the pull is over.
+message for an unknown pull is dropped, and its sender learns that the pull is over.
 
 Once the source has sent its last message, only bytes are missing.  If they are predicted to take longer than
 recomputing (``HedgePolicy``), the pull is given up.  The estimate extrapolates the rate since then: missing pages
@@ -72,8 +72,8 @@ class OpenPull:
     patience: float  # silence before asking again; doubles each time
     first: TokenItem | None = None
     waiting: PendingPages | None = None  # since ``first`` came, for bytes alone
-    told: int = -1  # tokens that were told of as computed
-    acknowledged: int = 0  # blocks from 0 that the sender was told of
+    reported: int = -1  # tokens reported as computed
+    acknowledged: int = 0  # pages, from the first on, acknowledged to the sender
 
     def fits(self, frame: PageReady) -> bool:
         """Whether the announced page can exist: its index is in range and its token count possible."""
@@ -136,18 +136,17 @@ class HedgePolicy:
         self._margin = config.hedge_margin
 
     def should_recompute(
-        self, request: RequestId, waiting: PendingPages, left: tuple[int, int, int], now: float
+        self, request: RequestId, pending: PendingPages, now: float, *, missing: int, computed: int, total: int
     ) -> bool:
         """Whether recomputing tokens ``computed`` to ``total`` is predicted to be faster than waiting for
         ``missing`` pages."""
-        elapsed = now - waiting.since
-        missing, here, tokens = left
+        elapsed = now - pending.since
         if elapsed < self._after_s or not missing:
             return False
-        came = max(waiting.missing - missing, PAGES_BEFORE_FIRST)
-        coming = elapsed * missing / came
-        computing = self.predict(request, here, tokens)
-        return coming > self._margin * (inf if computing is None else computing)
+        arrived = max(pending.missing - missing, PAGES_BEFORE_FIRST)
+        transfer_s = elapsed * missing / arrived
+        recompute_s = self.predict(request, computed, total)
+        return transfer_s > self._margin * (inf if recompute_s is None else recompute_s)
 
 
 @dataclass(slots=True)
@@ -158,7 +157,7 @@ class TransferCounters:
     bytes: int = 0
     corrupt: int = 0  # pages whose copy failed its check
     duplicates: int = 0  # frames for a block that was here or queued
-    strays: int = 0  # frames that nobody expected
+    strays: int = 0  # messages for unknown pulls
     expired: int = 0  # pulls given up because the sender was silent
     outrun: int = 0  # pulls given up because computing was sooner
     waited_s: float = 0.0  # that complete prompts waited for their last pages, and others for any, in vain
@@ -176,7 +175,7 @@ class KvReceiver:
 
     def __init__(self, config: HandOverConfig, carrier: KvConnector) -> None:
         self.counters = TransferCounters()
-        self.hedge_policy = HedgePolicy(config)  # whoever drives this says how long computing takes
+        self.hedge_policy = HedgePolicy(config)  # the caller sets its ``predict``
         self._config = config
         self._carrier = carrier
         self._layout = carrier.seal.layout
@@ -424,8 +423,8 @@ class KvReceiver:
             pulling.contiguous += 1
         if pulling.contiguous > before:
             computed = min(pull.tokens, pulling.pieces.tokens_in(pulling.contiguous))
-            if computed > pulling.told:
-                pulling.told = computed
+            if computed > pulling.reported:
+                pulling.reported = computed
                 turn.events.append(PagesAdvanced(pull.request, pull.epoch, computed))
             if (pulling.missing or pulling.first is None) and self._is_worth_telling(pulling):
                 self._ask(pulling, now, turn)
@@ -469,7 +468,9 @@ class KvReceiver:
         if pull.ahead or first is None or first.finish is not None:
             return False
         here = min(pull.tokens, pulling.pieces.tokens_in(pulling.contiguous))
-        return self.hedge_policy.should_recompute(pull.request, waiting, (len(pulling.missing), here, pull.tokens), now)
+        return self.hedge_policy.should_recompute(
+            pull.request, waiting, now, missing=len(pulling.missing), computed=here, total=pull.tokens
+        )
 
     def _give_up(self, pulling: OpenPull, now: float, turn: ReceiverOutput) -> None:
         """Give up a pull; the missing pages are recomputed here."""

@@ -59,7 +59,7 @@ FIRST_ANNOUNCED_BYTES, ANNOUNCED_BYTES = 512 << 10, 8 << 20
 are hashed; then twice as many each time, since an announcement takes both ends as long as some 100 KiB."""
 
 MAX_WAITING_PULLS = 4096
-"""Pulls kept for requests that nobody has submitted yet."""
+"""Pulls kept for requests that are not opened yet."""
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class _OutgoingTransfer:
     flying: dict[int, int] = field(default_factory=dict[int, int])  # block -> its part of the window
     done: PrefillDone | None = None
     done_sent: bool = False
-    door_said: bool = False  # whoever has it knows where the pages are to be fetched
+    door_said: bool = False  # the receiver knows where to fetch the pages
     lost: bool = False  # the peer could not be reached; a new pull brings it back
     owed_since: float | None = None  # since when the receiver owes a sign
     spoke: float = 0.0  # when something was last sent

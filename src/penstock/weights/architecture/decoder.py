@@ -45,8 +45,8 @@ class AttentionConfig(ModelDetails, frozen=True, kw_only=True, tag="Attention"):
     head_dim: int  # even
     scale: float  # of the scores
     rope: RopeConfig | None  # None: queries and keys know no position
-    window: int | None = None  # a token reads so many positions, its own included; None: all before it
-    chunk: int | None = None  # a token reads positions of its own chunk of so many; None: of all
+    window: int | None = None  # positions that a token reads, its own included; None: all before it
+    chunk: int | None = None  # positions of a chunk, outside of which a token reads none; None: no chunks
     softcap: float | None = None  # scores become cap * tanh(score / cap)
     sinks: bool = False  # each head has one more score, which takes weight and gives nothing
     temperature: AttentionTemperature | None = None

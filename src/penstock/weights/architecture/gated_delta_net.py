@@ -29,7 +29,7 @@ class GatedDeltaNetConfig(ModelDetails, frozen=True, kw_only=True, tag="Delta"):
     chunk: ClassVar[None] = None
 
     def states(self, layers: int) -> StateShape:
-        """What so many such layers keep of a sequence."""
+        """The states that ``layers`` such layers keep of a sequence."""
         return StateShape(
             layers=layers,
             key_heads=self.key_heads,
@@ -89,7 +89,7 @@ class GatedDeltaNetTensors:
         return [*wide, *self._by_head("in_proj_ba", each, each)]
 
     def _by_head(self, name: str, *sizes: int) -> list[TensorPart]:
-        """Parts of so many rows of every key head."""
+        """Parts of a tensor whose rows lie key head by key head."""
         heads, rows = self.delta.key_heads, sum(sizes)
         parts, first = [], 0
         for size in sizes:

@@ -24,7 +24,7 @@ class MlaConfig(ModelDetails, frozen=True, kw_only=True, tag="Latent"):
     value_dim: int  # of a head's value
     rope: RopeConfig
     scale: float  # of the scores
-    q_rank: int | None = None  # queries are made of a normed vector of so many numbers; None: of the hidden state
+    q_rank: int | None = None  # size of the normed vector that queries are made of; None: of the hidden state
     bias: bool = False  # of the products with the hidden state, and of the output
     eps: float = 1e-6  # of the norms of latent vectors
 

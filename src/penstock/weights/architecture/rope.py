@@ -136,7 +136,7 @@ class RopeConfig(ModelDetails, frozen=True, kw_only=True, tag="Rope"):
         return 1.0 if self.scaling is None else self.scaling.attention_factor
 
     def at_length(self, positions: int) -> RopeConfig:
-        """The same recipe for contexts of at most so many positions."""
+        """The same recipe for contexts of at most ``positions`` positions."""
         if not isinstance(self.scaling, LongRopeScaling):
             return self
         is_long = positions > self.scaling.original_max_positions
@@ -233,7 +233,7 @@ def _parse_axes(section: ConfigFields, pairs: int) -> MropeSections:
 
 
 def _original(config: ConfigFields, section: ConfigFields) -> int:
-    """The context before it was stretched; beside the section it wins, as Phi-3 has it."""
+    """The context before it was stretched; the value outside the section wins, as in Phi-3."""
     inside = section.positive_int(
         "original_max_position_embeddings", config.positive_int("max_position_embeddings", 2048)
     )

@@ -20,8 +20,9 @@ D = TypeVar("D", bound="ModelDetails")
 
 
 class ModelDetails(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Base of what a family keeps of a ``config.json``.  All fields, and the class's name, are part of the model's
-    fingerprint: whatever changes a bit of an answer stands here, and nothing else does."""
+    """Base of what a family keeps of a ``config.json``.  All fields and the tag are part of the model's fingerprint:
+    what changes a bit of an answer belongs here, and nothing else does.  A renamed class or field keeps its stored
+    name."""
 
 
 class PoolingType(StrEnum):
@@ -57,7 +58,7 @@ class PoolerConfig(ModelDetails, frozen=True, kw_only=True, tag="Pooler"):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A transformer.  Sizes are checked by whoever makes one."""
+    """A transformer.  Sizes are checked by its family's parser."""
 
     architecture: str
     vocab: int

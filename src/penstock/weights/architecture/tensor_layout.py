@@ -170,7 +170,7 @@ class WeightLayout:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Raises ModelError unless every tensor is there with its shape, and no unknown one beside them."""
+        """Raises ModelError unless every tensor exists with its shape, and there is no unknown tensor."""
         used = set[str]()
         for tensor, wanted in self.shapes.items():
             shape, sources = checkpoint.shape(tensor), checkpoint.sources(tensor)

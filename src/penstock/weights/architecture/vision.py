@@ -109,7 +109,7 @@ class _VisionTensors:
     weights: str
 
     def linear(self, weight: str, names: tuple[str, ...], rows: int, columns: int) -> list[Matrix | Vector]:
-        """A product and its bias; each of ``names`` has so many rows."""
+        """A product and its bias; each of ``names`` has ``rows`` rows."""
         matrices = tuple(TensorPart(f"{self.tensors}{name}.weight", (rows, columns)) for name in names)
         biases = tuple(TensorPart(f"{self.tensors}{name}.bias", (rows,)) for name in names)
         return [Matrix(self.weights + weight, matrices), Vector(f"{self.weights}{weight}_bias", biases)]

@@ -1,6 +1,6 @@
 """Checkpoint folders to compressed ones and back: file by file, each under a temporary name until it is whole.
 
-A compressed file is written tensor by tensor behind a header of reserved size, with a journal beside it, so that an
+A compressed file is written tensor by tensor behind a header of reserved size, with a journal next to it, so that an
 interrupted run goes on where it stopped.  Uses threads: not for a process that is about to fork.
 """
 
@@ -289,7 +289,7 @@ def _reserved_header(file: SafetensorsFile, infos: list[TensorInfo], layout: str
 
 
 def _identity(file: SafetensorsFile) -> str:
-    """Changes when the file does, as far as can be told without reading it."""
+    """Changes when the file does, as far as can be seen without reading it."""
     facts = file.path.stat()
     names = [(info.name, info.dtype, info.shape, info.start) for info in file.tensors.values()]
     return blake3(msgspec.json.encode((facts.st_size, facts.st_mtime_ns, names))).hexdigest()

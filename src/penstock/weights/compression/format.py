@@ -1,8 +1,16 @@
-"""What a compressed safetensors file says of itself: the table of original tensors in its metadata (docs/format.md).
+"""The format of compressed safetensors files (docs/format.md): metadata, sections of a tensor, and checksums.
 
-Every tensor of the original has an entry with its type, shape and BLAKE3, and the checksum of its stored bytes.  One
-that is stored compressed is a tensor of bytes (``U8``) under its own name, and its entry has the exponent code too.
-Knows headers, not files.
+Metadata: every tensor of the original has an entry with its type, shape and BLAKE3, and the checksum of its stored
+bytes.  A compressed tensor is a tensor of bytes (``U8``) under its own name, and its entry has the exponent code too.
+
+Sections: a bf16 weight becomes a 3-bit code for its exponent (seven neighboring exponents; 0 is an escape) and a byte
+with sign and mantissa; the exponents of escapes follow as bytes.  The kernels (``kernels.compression``) code and
+decode; ``encode_reference`` and ``decode_reference`` are the oracle in NumPy.  This is the CPU's layout; that of GPUs
+is in ``kernels.compressed_gpu``, and here only where both are meant.
+
+Checksums guard against damage on a drive or in memory, not against malice: XXH3-128 of a line that describes the
+tensor, then of the XXH3-128 of each piece of its bytes.  Pieces are those in which weights are loaded, so loading
+checks them at the speed of the copy.
 """
 
 from __future__ import annotations
@@ -39,18 +47,6 @@ from penstock.kernels.compressed_gpu import (
 from penstock.kernels.host_ops import xxh3_128
 from penstock.kernels.weight_source import PIECE_BYTES
 from penstock.weights.safetensors_header import DTYPE_BYTES, MAX_RANK, TensorInfo
-
-# MERGED: Lossless compression of bf16 matrices: the sections of a compressed tensor, and the oracle in NumPy.
-# MERGED:
-# MERGED: Of the CPU's layout; that of GPUs is in ``kernels.compressed_gpu``, and here only where both are
-# MERGED: meant.
-# MERGED:
-# MERGED: A bf16 weight becomes a code of three bits for its exponent (seven neighbouring exponents; 0 is an
-# MERGED: escape) and a byte
-# MERGED: with sign and mantissa; the exponents of escapes follow as bytes (docs/format.md).  The kernels' own
-# MERGED: coder and decoder
-# MERGED: (``kernels.compression``) do the work; ``encode_reference`` and ``decode_reference`` here say what
-# MERGED: it is.  Knows no files.
 
 CHUNK_BLOCKS = 8
 PLANE_BYTES = 24
@@ -298,16 +294,6 @@ def has_valid_code(original: OriginalTensor) -> bool:
 
 def _is_hex(text: str, digits: int) -> bool:
     return len(text) == digits and set(text) <= set("0123456789abcdef")
-
-
-# MERGED: The checksum of a tensor's stored bytes (docs/format.md): against damage on a drive or in memory,
-# MERGED: not against malice.
-# MERGED:
-# MERGED: XXH3-128 of a line that says what the tensor is, then of the XXH3-128 of each piece of its bytes.
-# MERGED: The pieces are those
-# MERGED: in which weights are loaded (``kernels/cpp/host/weight_loader.hpp``), so that loading checks them at
-# MERGED: the speed of the
-# MERGED: copy; here is what it must come to.
 
 
 def checksum_text(name: str, tensor: OriginalTensor) -> str:

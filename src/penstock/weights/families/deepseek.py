@@ -1,7 +1,7 @@
-"""DeepSeek-V2 (arXiv:2405.04434), V3 and R1 (arXiv:2412.19437), Kimi K2 (arXiv:2507.20534) and the text model of Kimi
-K2.5: latent attention in its absorbed form, the first layers dense, then routed experts beside shared ones.
+"""DeepSeek V2 (arXiv:2405.04434), V3 and R1 (arXiv:2412.19437), Kimi K2 (arXiv:2507.20534) and the text model of Kimi
+K2.5: latent attention in its absorbed form, the first layers dense, then routed experts and shared ones.
 
-The releases bring Python code along, which is not run: transformers has the same architectures under these names.
+The releases contain Python code, which is not run: transformers has the same architectures under these names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the ``config.json`` of decoders have in common, read and checked once: sizes, layers, what nothing computes."""
+"""Fields of a ``config.json`` that decoders share, with and without experts: parsed and checked once."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def layer_kv_spec(layer: LayerConfig) -> KvSpec:
 
 
 def at_length(spec: ModelSpec, positions: int) -> ModelSpec:
-    """The same model for contexts of at most so many positions (see ``rope.Rope.at_length``)."""
+    """The same model for contexts of at most ``positions`` positions (``RopeConfig.at_length``)."""
     decoder = spec.details_as(DecoderConfig)
     return msgspec.structs.replace(
         spec,
@@ -208,9 +208,6 @@ def parse_activation(config: ConfigFields, field: str, default: str) -> Activati
     if name not in ACTIVATIONS:
         raise config.error(f"{field} is {name!r}; these can be served: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
-
-
-# MERGED: What the ``config.json`` of models with experts have in common.
 
 
 def parse_routing(config: ConfigFields, *, experts: str, **how: Any) -> Routing:

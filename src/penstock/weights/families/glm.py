@@ -1,5 +1,6 @@
-"""GLM-4 9B and its 32B successor as transformers has them (``GlmForCausalLM``, ``Glm4ForCausalLM``): half of every head
-is rotated, in neighbouring pairs; the later ones also norm what a block adds."""
+"""GLM-4 9B and its 32B successor as transformers has them (``GlmForCausalLM``, ``Glm4ForCausalLM``): half of every
+head is rotated, in neighboring pairs; the later ones also normalize a block's output.  GLM-4.5 and 4.6
+(arXiv:2508.06471): the first layers dense, then routed experts and a shared one."""
 
 from __future__ import annotations
 
@@ -74,11 +75,6 @@ def _spec(config: ConfigFields, architecture: str, *, around: bool) -> ModelSpec
         norm_after=around,
     )
     return decoder_spec(config, architecture, sizes, details)
-
-
-# MERGED: GLM-4.5 and 4.6 (arXiv:2508.06471): the first layers dense, then routed experts beside a shared one;
-# MERGED: half of every
-# MERGED: head is rotated.
 
 
 def parse_glm4_moe(config: ConfigFields) -> ModelSpec:

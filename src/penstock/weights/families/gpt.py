@@ -1,4 +1,9 @@
-"""GPT-2: learned positions, layer norms, biases everywhere, matrices stored inputs first."""
+"""OpenAI's GPT-2 and gpt-oss.
+
+GPT-2: learned positions, layer norms, biases everywhere, matrices stored inputs first.  gpt-oss (arXiv:2508.10925):
+every second layer with a window, a sink in every head, biases everywhere, and experts whose gate and up columns
+alternate in one stack.
+"""
 
 from __future__ import annotations
 
@@ -80,10 +85,6 @@ def gpt2_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``."""
     return decoder.decoder_layout(spec, GPT2_NAMES, replace(GPT2_NAMES, model=""))
 
-
-# MERGED: gpt-oss (arXiv:2508.10925): every second layer through a window, a sink in every head, biases
-# MERGED: everywhere, and experts
-# MERGED: whose gate and up lie column by column in one stack.
 
 GPT_OSS_NAMES = DecoderTensorNames(
     moe=MoeTensorNames(

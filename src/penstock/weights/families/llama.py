@@ -1,4 +1,9 @@
-"""Llama 2 and 3 (arXiv:2302.13971, 2407.21783) and what else calls itself so: ``config.json`` and tensor names."""
+"""Llama 2 to 4, and models published under their architecture.
+
+Llama 2 and 3: arXiv:2302.13971, 2407.21783.  Llama 4 for text: three layers of four rotate normalized heads and attend
+to their chunk of the context, every fourth has no positions and attends to everything, with a temperature that grows
+with the position; experts in every layer or in every second.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +61,6 @@ def llama_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``."""
     return decoder.decoder_layout(spec, DecoderTensorNames())
 
-
-# MERGED: Llama 4 for text: three layers of four rotate normed heads and read their chunk of the context only,
-# MERGED: every fourth
-# MERGED: knows no positions and reads everything, sharper the further on; experts in every layer or in every
-# MERGED: second.
 
 LLAMA4_NAMES = DecoderTensorNames(
     gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),

@@ -1,4 +1,11 @@
-"""Phi-3 and Phi-4 (arXiv:2404.14219): one matrix for queries, keys and values, one for gate and up; LongRoPE."""
+"""Decoders that differ from Llama in little.
+
+Phi-3 and Phi-4 (arXiv:2404.14219): one matrix for queries, keys and values, one for gate and up; LongRoPE. SmolLM3:
+every fourth layer has no positions (NoPE, arXiv:2501.18795). StableLM 3B and StableLM 2 1.6B: layer norms, a quarter of
+every head rotated. OLMo 2 (arXiv:2501.00656): norms after the blocks instead of before them, and over all heads'
+queries and keys; OLMo 3 also has windows in three of four layers. Command R: both blocks of a layer read the same norm,
+which has no bias; neighboring columns are rotated together; logits are scaled.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +63,6 @@ def phi3_layout(spec: ModelSpec) -> WeightLayout:
     return decoder.decoder_layout(spec, PHI3_NAMES)
 
 
-# MERGED: SmolLM3: every fourth layer knows no position (NoPE, arXiv:2501.18795).
-
-
 def parse_smollm3(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "smollm3")
@@ -103,9 +107,6 @@ def smollm3_layout(spec: ModelSpec) -> WeightLayout:
     return decoder.decoder_layout(spec, DecoderTensorNames())
 
 
-# MERGED: StableLM 3B and StableLM 2 1.6B: layer norms, a quarter of every head rotated.
-
-
 def parse_stablelm(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "stablelm")
@@ -132,10 +133,6 @@ def stablelm_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``."""
     return decoder.decoder_layout(spec, DecoderTensorNames())
 
-
-# MERGED: OLMo 2 (arXiv:2501.00656): blocks read the hidden state as it is, what they add is normed; queries
-# MERGED: and keys are
-# MERGED: normed over all heads.  OLMo 3 reads through windows in three of four layers besides.
 
 OLMO_NAMES = DecoderTensorNames(
     attention_norm_after="post_attention_layernorm", mlp_norm_after="post_feedforward_layernorm"
@@ -181,11 +178,6 @@ def _spec(config: ConfigFields, architecture: str, sizes: DecoderSizes, attentio
         norm_after=True,
     )
     return decoder_spec(config, architecture, sizes, details)
-
-
-# MERGED: Command R: both blocks of a layer read the same, through a layer norm without bias; neighbouring
-# MERGED: columns are rotated
-# MERGED: together; logits are scaled.
 
 
 def parse_cohere(config: ConfigFields) -> ModelSpec:

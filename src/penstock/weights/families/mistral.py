@@ -1,4 +1,5 @@
-"""Mistral 7B and its successors (arXiv:2310.06825), whose first release reads through a sliding window."""
+"""Mistral 7B and its successors (arXiv:2310.06825), whose first release has a sliding window; Mixtral
+(arXiv:2401.04088) with eight experts in every layer, two per token."""
 
 from __future__ import annotations
 
@@ -43,8 +44,6 @@ def mistral_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``."""
     return decoder.decoder_layout(spec, DecoderTensorNames())
 
-
-# MERGED: Mixtral (arXiv:2401.04088): Mistral with eight experts in every layer, of which a token passes two.
 
 MIXTRAL_NAMES = DecoderTensorNames(
     moe=MoeTensorNames(

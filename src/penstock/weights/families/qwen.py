@@ -1,4 +1,12 @@
-"""Qwen 2 and 2.5 (arXiv:2407.10671: biases) and Qwen 3 (arXiv:2505.09388: queries and keys normed head by head)."""
+"""Qwen 2 to 3, with experts, with images, and Qwen 3 Next.
+
+Qwen 2 and 2.5 (arXiv:2407.10671) have biases; Qwen 3 (arXiv:2505.09388) normalizes queries and keys head by head, and
+has experts in all layers or in some.  Qwen 3 Next: three of four layers are gated delta nets (arXiv:2412.06464), the
+fourth is attention with a gated output; experts everywhere, and a shared one with a gate of its own.  Its multi-token
+prediction (``mtp.*``) is not computed: a state cannot be rolled back.  Qwen2-VL (arXiv:2409.12191) and Qwen2.5-VL
+(arXiv:2502.13923: windows, gated units): Qwen 2 with three-axis positions behind a vision encoder.  Images are served,
+videos are not.
+"""
 
 from __future__ import annotations
 
@@ -89,9 +97,6 @@ def _spec(config: ConfigFields, architecture: str, sizes: DecoderSizes, sliding:
     return decoder_spec(config, architecture, sizes, details)
 
 
-# MERGED: Qwen 3 with experts (arXiv:2505.09388): attention as in Qwen 3, experts in all layers or in some.
-
-
 def parse_qwen3_moe(config: ConfigFields) -> ModelSpec:
     """The specification.  Raises ModelError for anything that would be computed otherwise than its makers meant."""
     refuse_variants(config, "qwen3_moe")
@@ -124,13 +129,6 @@ def qwen3_moe_layout(spec: ModelSpec) -> WeightLayout:
     """See ``decoder.layout``."""
     return decoder.decoder_layout(spec, DecoderTensorNames())
 
-
-# MERGED: Qwen 3 Next: three of four layers are gated delta nets (arXiv:2412.06464), the fourth is attention
-# MERGED: whose output is
-# MERGED: gated; experts everywhere, and a shared one behind a gate of its own.
-# MERGED:
-# MERGED: Guessing several tokens at once (the tensors ``mtp.*``) is not computed here: a state cannot take
-# MERGED: tokens back.
 
 FULL, LINEAR = "full_attention", "linear_attention"
 MAX_TAPS = 8
@@ -217,10 +215,6 @@ def parse_gated_delta_net(config: ConfigFields) -> GatedDeltaNetConfig:
         raise config.error(f"linear_conv_kernel_dim must be from 2 to {MAX_TAPS}, got {delta.taps}")
     return delta
 
-
-# MERGED: Qwen2-VL (arXiv:2409.12191) and Qwen2.5-VL (arXiv:2502.13923: windows, gated units): Qwen 2 with
-# MERGED: positions of three
-# MERGED: axes behind a reader of images.  Images are served; films are not.
 
 MAX_PATCH = 256
 _GATED = VisionTensorNames(inward=("mlp.gate_proj", "mlp.up_proj"), down="mlp.down_proj")

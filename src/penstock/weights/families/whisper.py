@@ -123,7 +123,7 @@ def whisper_layout(spec: ModelSpec) -> WeightLayout:
     sounds = TensorPart(f"{heard}embed_positions.weight", (whisper.source, width))
     padding = TensorPart(
         sounds.tensor, sounds.shape, rows=RowSlice(0, whisper.begin - whisper.source)
-    )  # looked up by nobody
+    )  # never looked up
     texts = TensorPart(f"{written}embed_positions.weight", (whisper.target, width))
     between = (padding,) if whisper.begin > whisper.source else ()
     weights: list[Matrix | Vector] = [

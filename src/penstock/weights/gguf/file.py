@@ -1,8 +1,12 @@
-"""Tensors of a GGUF file under the names of a Hugging Face checkpoint.
+"""A GGUF file: its header, and its tensors under the names of a Hugging Face checkpoint.
 
-llama.cpp keeps the rows of q and k of the architecture ``llama`` in another order, for its rotary embedding turns
-neighbours where Hugging Face's turns halves: such tensors say so (``turned_heads``), and whoever reads rows undoes it.
-Knows bytes and names, not what a model computes.
+Format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian): magic, version,
+counts; metadata as key, type, value; tensors as name, dimensions (the fastest first), type, offset; padding; tensors.
+No length, count or offset is trusted before it is seen to fit the file.
+
+llama.cpp stores the rows of q and k of the architecture ``llama`` in another order, because its rotary embedding
+rotates neighbors where Hugging Face's rotates halves: such tensors have ``interleaved_heads``, and readers of rows
+restore the order.
 """
 
 from __future__ import annotations
@@ -29,15 +33,6 @@ from penstock.weights.gguf.quants import GGUF_QUANTS
 from penstock.weights.quantization.base import QuantizedTensor
 from penstock.weights.safetensors_header import LFS_POINTER, TensorInfo
 
-# MERGED: The header of a GGUF file: parsed strictly, from bytes to metadata and a table of tensors.
-# MERGED:
-# MERGED: Format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian):
-# MERGED: magic, version,
-# MERGED: counts; metadata as key, type, value; tensors as name, dimensions (the fastest first), type, offset;
-# MERGED: padding; tensors.
-# MERGED: No length, count or offset is believed before it is seen to fit the file.  Knows neither
-# MERGED: architectures nor kernels.
-
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -61,7 +56,7 @@ Value = int | float | bool | str | list[Any]
 
 @dataclass(frozen=True, slots=True)
 class GgufType:
-    """A type of tensors: so many columns of a row are one block of so many bytes."""
+    """A type of tensors: ``columns`` columns of a row are one block of ``nbytes`` bytes."""
 
     name: str
     columns: int
@@ -218,7 +213,7 @@ class _Reader:
         return ModelError(f"{self.where}: {reason}")
 
     def advance(self, nbytes: int, what: str) -> int:
-        """The place of the next so many bytes, which are passed over."""
+        """Skip ``nbytes`` bytes; returns where they begin."""
         begin = self.at
         if nbytes > len(self.raw) - begin:
             raise self.refuse(f"truncated, {what} would end behind the file's {len(self.raw)} bytes")
@@ -230,7 +225,7 @@ class _Reader:
         return value
 
     def count(self, what: str, most: int, *, least_bytes: int) -> int:
-        """A number of things that have at least so many bytes each."""
+        """A number of things that have at least ``least_bytes`` bytes each."""
         found: int = self.scalar(_SCALARS[10], f"the number of {what}")
         if found > most or found * least_bytes > len(self.raw) - self.at:
             raise self.refuse(f"damaged, it says that it has {found} {what}")

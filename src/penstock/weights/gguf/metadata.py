@@ -1,7 +1,9 @@
-"""The tokenizer in a GGUF file's metadata, as the ``tokenizer.json`` and ``tokenizer_config.json`` that it was made of.
+"""A GGUF file's metadata as ``config.json``, ``tokenizer.json`` and ``tokenizer_config.json``, so that families and
+tokenizers parse one form only.
 
-Two kinds: ``gpt2``, byte-level BPE with merges, whose way to cut words is known by a name only; and ``llama``,
-SentencePiece's BPE, whose merges follow from the pieces' scores.  Knows no tokenizer library.
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and llama.cpp's converter.  Two kinds of tokenizers:
+``gpt2``, byte-level BPE with merges, whose pre-tokenizer is given by name; and ``llama``, SentencePiece's BPE, whose
+merges follow from the pieces' scores.  Knows no tokenizer library.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from penstock.weights.architecture.rope import Llama3RopeScaling
 from penstock.weights.gguf.file import ROPE_FACTORS, GgufHeader
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-"""Kinds of tokens beside plain ones (``tokenizer.ggml.token_type``)."""
+"""Kinds of tokens other than plain ones (``tokenizer.ggml.token_type``)."""
 
 _SPACE = "▁"
 
@@ -239,12 +241,6 @@ def _merges_of(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple
                 merges.append((-scores[index], left, right, piece[:cut], piece[cut:]))
     return [(left, right) for *_, left, right in sorted(merges)]
 
-
-# MERGED: What a GGUF file's metadata says of the model, in the words of a ``config.json``: families parse one
-# MERGED: language only.
-# MERGED:
-# MERGED: Names and meanings: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and llama.cpp's own
-# MERGED: converter.
 
 ARCHITECTURES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {

@@ -1,6 +1,6 @@
-"""What every format makes of its tensors, and what it is given: the stored tensors of one module.
+"""What every quantization format shares: the stored tensors of a module, the tensor made of them, and module patterns.
 
-Bytes are looked at where they lie; whatever contradicts itself is a ModelError with file, tensor and reason.
+Bytes are read in place; contradictions are a ModelError with file, tensor and reason.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class StoredModule:
         """The tensor's head.  Raises ModelError if it is missing or of another type than these."""
         if not self.has(end):
             own = next(name for name in (self.name + e for e in ENDS) if name in self.known)
-            raise ModelError(f"{self.stored.path_of(own)}: tensor {own!r}: has no {self.name + end!r} beside it")
+            raise ModelError(f"{self.stored.path_of(own)}: tensor {own!r}: has no {self.name + end!r} with it")
         info = self.stored.info(self.name + end)
         if info.dtype not in types:
             raise self.error(end, f"has type {info.dtype}, it must be one of {', '.join(types)}")
@@ -168,8 +168,6 @@ def column_order(module: StoredModule, end: str, k: int, group: int) -> NDArray[
         raise module.error(end, f"does not put {group} columns into each of {-(-k // group)} groups")
     return order.astype(np.int32)
 
-
-# MERGED: Names of modules, and the patterns by which a ``quantization_config`` speaks of them.
 
 MAX_PATTERNS = 100_000
 MAX_PATTERN = 256

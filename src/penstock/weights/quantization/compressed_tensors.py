@@ -1,6 +1,9 @@
-"""The settings of compressed-tensors (vLLM's LLM Compressor): groups of modules, each with its own scheme.
+"""compressed-tensors (vLLM's LLM Compressor): groups of modules, each with its own scheme.
 
 Served: "pack-quantized" (4 or 8 bits in words), "int-quantized", "naive-quantized" and "float-quantized" (a byte each).
+Packed: ``weight_packed`` [N, K bits / 32]: codes, counted from the smallest integer; ``weight_scale`` [N, G];
+``weight_zero_point`` [N bits / 32, G], packed along outputs; ``weight_shape``: N and K; ``weight_g_idx`` [K]: the group
+of each column where their order was changed.
 """
 
 from __future__ import annotations
@@ -23,21 +26,12 @@ from penstock.weights.quantization.base import (
 )
 from penstock.weights.quantization.fp8_mxfp4 import BESIDE, EightBitScheme
 
-# MERGED: Integers of 4 or 8 bits in 32-bit words, as compressed-tensors' "pack-quantized" has them (Kimi
-# MERGED: K2.5).
-# MERGED:
-# MERGED: ``weight_packed`` [N, K bits / 32]: codes, which count from the smallest integer on;
-# MERGED: ``weight_scale`` [N, G];
-# MERGED: ``weight_zero_point`` [N bits / 32, G], packed along outputs; ``weight_shape``: N and K;
-# MERGED: ``weight_g_idx`` [K]: the group
-# MERGED: of each column where their order was changed.
-
 WORD_BITS = 32
 SCALES, ZEROS, SHAPE, GROUPS = ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx"
 
 
 class PackedIntScheme(QuantizationScheme, frozen=True, kw_only=True, tag="Packed"):
-    """Groups of so many columns; None: all."""
+    """Integers of 4 or 8 bits in 32-bit words.  ``group``: columns that share a scale, None for all."""
 
     end: ClassVar[str] = ".weight_packed"
     types: ClassVar[frozenset[str]] = frozenset({"I32"})

@@ -1,5 +1,12 @@
-"""FP8 as DeepSeek-V3 and Qwen3 have it (arXiv:2412.19437): ``weight`` in E4M3, ``weight_scale_inv`` for each block of
-128 by 128 (which it is multiplied by, whatever its name); or one scale a tensor; and FBGEMM's, one a row.
+"""Matrices of 8-bit codes (FP8, INT8) with scales for the tensor, a row or a block; and MXFP4.
+
+FP8 as DeepSeek-V3 and Qwen3 have it (arXiv:2412.19437): ``weight`` in E4M3, ``weight_scale_inv`` for each block of 128
+by 128 (a factor, despite its name); or one scale a tensor; and FBGEMM's, one a row.  The kernels have a scale for each
+row and group of columns, so a block's scale is repeated for each of its rows.
+
+MXFP4 (OCP Microscaling Formats 1.0) as gpt-oss has its experts: ``..._blocks`` [E, N, K / 32, 16]: bytes of two codes
+each, the lower half first; ``..._scales`` [E, N, K / 32]: a power of two for each 32 columns.  The model knows the
+stack as [E, K, N].
 """
 
 from __future__ import annotations
@@ -23,12 +30,6 @@ from penstock.kernels.quantization import (
 from penstock.weights.config_json import ConfigFields
 from penstock.weights.quantization.base import QuantizationScheme, QuantizedTensor, StoredModule, unpack_nibbles
 
-# MERGED: Matrices of one byte a weight, floats or integers, whose scales lie on a grid: one for all, a row,
-# MERGED: or a block.
-# MERGED:
-# MERGED: The kernels have a scale for each row and group of columns, so a block's scale stands once for each
-# MERGED: of its rows.
-
 Kind = Literal["e4m3", "int8"]
 SIGN = np.uint8(128)
 
@@ -49,11 +50,9 @@ class EightBitScheme(QuantizationScheme, frozen=True, kw_only=True, tag="EightBi
     block: tuple[int, int] | None = None
 
     def bits_per_weight(self) -> float:
-        """See ``QuantizationScheme.bits_per_weight``."""
         return 8 + (32 / (self.block[0] * self.block[1]) if self.block else 0)
 
     def find_tensor(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
-        """See ``QuantizationScheme.find_tensor``."""
         stored = "F8_E4M3" if self.kind == "e4m3" else "I8"
         info = module.info(self.end, stored)
         if len(info.shape) != 2:
@@ -144,12 +143,6 @@ def _block(stored: ConfigFields) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
-# MERGED: MXFP4 (OCP Microscaling Formats 1.0) as gpt-oss has its experts: a stack in two tensors.
-# MERGED:
-# MERGED: ``..._blocks`` [E, N, K / 32, 16]: bytes of two codes each, the lower half first; ``..._scales`` [E,
-# MERGED: N, K / 32]: a power
-# MERGED: of two for each 32 columns.  The model knows the stack as [E, K, N].
-
 MXFP4_SCALES = "_scales"
 BLOCK_BYTES = UNIT_COLUMNS // 2
 MXFP4_FORMAT = QuantFormat(4, E2M1, UNIT_COLUMNS, ScaleType.E8M0)
@@ -162,11 +155,9 @@ class Mxfp4Scheme(QuantizationScheme, frozen=True, kw_only=True, tag="Mxfp4"):
     types: ClassVar[frozenset[str]] = frozenset({"U8"})
 
     def bits_per_weight(self) -> float:
-        """See ``QuantizationScheme.bits_per_weight``."""
         return MXFP4_FORMAT.bits_a_weight()
 
     def find_tensor(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
-        """See ``QuantizationScheme.find_tensor``."""
         shape = module.info(self.end, "U8").shape
         if len(shape) != 4 or shape[3] != BLOCK_BYTES:
             raise module.error(self.end, f"has shape {list(shape)}; blocks of {BLOCK_BYTES} bytes in a stack are known")

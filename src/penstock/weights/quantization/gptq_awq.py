@@ -1,8 +1,12 @@
-"""GPTQ (arXiv:2210.17323) as AutoGPTQ and GPTQModel write it: codes of 4 or 8 bits, inputs first.
+"""GPTQ (arXiv:2210.17323) as AutoGPTQ and GPTQModel write it, and AWQ (arXiv:2306.00978) as AutoAWQ's version "gemm".
 
-``qweight`` [K bits / 32, N]: words of codes of one output; ``scales`` [G, N]; ``qzeros`` [G, N bits / 32]: zero points,
-stored less one by the first version of the format; ``g_idx`` [K]: the group of each column, in any order where columns
-were quantised by their weight in the activations (``desc_act``).  Files by and for other kernels (Marlin) are refused.
+GPTQ: codes of 4 or 8 bits, inputs first.  ``qweight`` [K bits / 32, N]: words of codes of one output; ``scales`` [G,
+N]; ``qzeros`` [G, N bits / 32]: zero points, less one in the first version of the format; ``g_idx`` [K]: the group of
+each column, in any order where columns were sorted by activation (``desc_act``).  Files for other kernels (Marlin) are
+refused.
+
+AWQ: codes of 4 bits, inputs first.  ``qweight`` [K, N / 8]: words of eight outputs, of which nibble i is output
+``ORDER[i]``; ``qzeros`` [G, N / 8] in the same order; ``scales`` [G, N].
 """
 
 from __future__ import annotations
@@ -39,11 +43,9 @@ class GptqScheme(QuantizationScheme, frozen=True, kw_only=True, tag="Gptq"):
     mixed: bool = False
 
     def bits_per_weight(self) -> float:
-        """See ``QuantizationScheme.bits_per_weight``."""
         return self.code_bits + ((16 + self.code_bits) / self.group if self.group else 0)
 
     def find_tensor(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
-        """See ``QuantizationScheme.find_tensor``."""
         rows, n = self._matrix_shape(module, self.end)
         groups, scaled = self._matrix_shape(module, GPTQ_SCALES)
         zero_groups, zero_words = self._matrix_shape(module, GPTQ_ZEROS)
@@ -125,13 +127,6 @@ def group_size(stored: ConfigFields) -> int | None:
     return size
 
 
-# MERGED: AWQ (arXiv:2306.00978) as AutoAWQ's version "gemm" writes it: codes of 4 bits, inputs first.
-# MERGED:
-# MERGED: ``qweight`` [K, N / 8]: words of eight outputs, of which nibble i is output ``ORDER[i]``; ``qzeros``
-# MERGED: [G, N / 8] in the
-# MERGED: same order; ``scales`` [G, N].
-
-
 BITS = 4
 OUTPUTS = 8
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -141,7 +136,7 @@ AWQ_ZEROS, AWQ_SCALES = ".qzeros", ".scales"
 
 
 class AwqScheme(QuantizationScheme, frozen=True, kw_only=True, tag="Awq"):
-    """Groups of so many columns; None: all."""
+    """Codes of 4 bits.  ``group``: columns that share a scale, None for all."""
 
     end: ClassVar[str] = ".qweight"
     types: ClassVar[frozenset[str]] = frozenset({"I32"})
@@ -149,11 +144,9 @@ class AwqScheme(QuantizationScheme, frozen=True, kw_only=True, tag="Awq"):
     group: int | None
 
     def bits_per_weight(self) -> float:
-        """See ``QuantizationScheme.bits_per_weight``."""
         return BITS + ((16 + BITS) / self.group if self.group else 0)
 
     def find_tensor(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
-        """See ``QuantizationScheme.find_tensor``."""
         shape = module.info(self.end, "I32").shape
         if len(shape) != 2:
             raise module.error(self.end, f"has shape {list(shape)}, it must have two dimensions")

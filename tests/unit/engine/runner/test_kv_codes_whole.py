@@ -135,7 +135,7 @@ def test_pages_are_handed_over_and_kept_as_bytes(folder: Path, tmp_path: Path) -
     heir = writer.bench.request(prompt, DRAWS, emitted=first.tokens)
     layout, identity = reader.memory.layout, reader.identity
     head = slab_head(identity, layout, 1 << 22, encrypted=False)
-    files = [SlabFile.at(tmp_path / "pages", head, (own, 2), direct=False) for own in range(2)]
+    files = [SlabFile.at(tmp_path / "pages", head, writer=own, writers=2, direct=False) for own in range(2)]
     tiers = [SlabTier("disk", file, PageEnvelope(identity, layout)) for file in files]
     for block, (page, into) in enumerate(zip(request.page_tables[0].pages, heir.page_tables[0].pages, strict=True)):
         theirs, own = reader.memory.view(page), writer.memory.view(into)

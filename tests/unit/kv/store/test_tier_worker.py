@@ -29,7 +29,9 @@ def test_a_page_that_is_evicted_while_it_is_written_is_not_offered(
         assert isinstance(tiers.writer, PeerTier)
         assert tiers.memory is not None
         generations = [1]
-        store = PageStore([tiers.writer], tiers.memory, generations.__getitem__, Clock(), KvStoreConfig(), hand=HandNow)
+        store = PageStore(
+            [tiers.writer], tiers.memory, generations.__getitem__, Clock(), KvStoreConfig(), job_runner=HandNow
+        )
         tiers.memory.view(final_of(1).page)[:] = page_of(1)
 
         def evicting(plain: Callable[..., Any], *, first: bool) -> Callable[..., Any]:
@@ -91,7 +93,7 @@ def test_a_hand_that_hangs_costs_the_limit_once(tmp_path: Path) -> None:
     with pair("peers", tmp_path, str) as rig:
         assert rig.memory is not None
         config = KvStoreConfig(close_s=2.0)
-        store = PageStore(tiers, rig.memory, lambda page: 1, clock, config, hand=hand)
+        store = PageStore(tiers, rig.memory, lambda page: 1, clock, config, job_runner=hand)
     store.close()
     assert clock.now == 2.0
     assert [tier.closed for tier in tiers] == [False, True]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import subprocess
-import threading
 
 import msgspec
 
@@ -88,25 +86,26 @@ class AgentClient:
 
         Raises OSError and RuntimeError when no socket or thread can be had.
         """
-        self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._decoder: msgspec.msgpack.Decoder[AgentEvent] = msgspec.msgpack.Decoder(AgentEvent)
-        self._lock = threading.Lock()  # of the two below
-        self._process: subprocess.Popen[bytes] | None = None
-        self._over = False
-        self._begin = msgspec.structs.replace(begin, descriptors=(self._theirs.fileno(), memory))
-        self._tending = threading.Thread(target=self._tend, name="kv-nixl-process", daemon=True)
+        setup = msgspec.structs.replace(begin, descriptors=(theirs.fileno(), memory))
         try:
-            self._tending.start()
+            self._process = sidecar.ChildProcess(
+                PROCESS,
+                msgspec.json.encode(setup).decode(),
+                setup.descriptors,
+                name="kv-nixl-process",
+                handed_over=theirs,
+            )
         except RuntimeError:
             self._socket.close()
-            self._theirs.close()
+            theirs.close()
             raise
 
     @property
     def pid(self) -> int | None:
         """None before the process has started, and if it could not."""
-        with self._lock:
-            return None if self._process is None else self._process.pid
+        return self._process.pid
 
     def send(self, order: AgentCommand) -> None:
         """Raises AgentGoneError."""
@@ -130,28 +129,11 @@ class AgentClient:
 
     def kill(self) -> None:
         """Kill the process.  Memory that it may have been writing to must not be reused."""
-        with self._lock:
-            self._over = True
-            if self._process is not None:
-                self._process.kill()
+        self._process.kill()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._tending.join()
 
     def close(self) -> None:
         """``kill``, and close the socket, once no thread is receiving."""
         self.kill()
         self._socket.close()
-
-    def _tend(self) -> None:
-        """The kernel kills the process when the thread that started it has ended: so this one stays as long as it."""
-        with self._theirs, self._lock:
-            if self._over:
-                return
-            try:
-                words = msgspec.json.encode(self._begin).decode()
-                self._process = sidecar.start_child(PROCESS, words, self._begin.descriptors)
-            except OSError:
-                return  # its end of the socket is closed: whoever listens hears that
-            process = self._process
-        process.wait()

@@ -74,7 +74,7 @@ def create_agent(begin: AgentSetup, base: int) -> Any:
         "NIXL_LOG_LEVEL": "FATAL",
     }
     nixl = nixl_package()
-    # Who gives must get on while nobody asks it anything; who reads asks.
+    # An exporter must make progress without being polled; a reader polls.
     config = nixl.nixl_agent_config(enable_prog_thread=begin.exports, backends=["UCX"])
     agent = nixl.nixl_agent(begin.name, config)
     agent.register_memory([(base, begin.nbytes, 0, "")], _MEMORY)

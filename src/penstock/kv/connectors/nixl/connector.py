@@ -111,7 +111,7 @@ class NixlConnector(KvConnector):
         self.seal = seal
         self._tcp = tcp
         self._doors: dict[SourceTransferKey, PagesAt] = {}
-        self._without: set[PageSource] = set()  # who has no NIXL, and was told of
+        self._without: set[PageSource] = set()  # sources without NIXL that have been logged
         self._lock = threading.Lock()  # of what has landed
         self._landed: deque[FetchResult] = deque()
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

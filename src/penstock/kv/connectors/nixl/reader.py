@@ -240,7 +240,7 @@ class NixlReader:
             if not isinstance(done, ReadDone):
                 raise AgentGoneError(f"a read did not end in {self._stall_s:g} s")
             if done.number not in self._flying:
-                raise AgentGoneError(f"it tells of read {done.number}, which nobody asked for")
+                raise AgentGoneError(f"it reports read {done.number}, which was not requested")
             if done.failure is not None:
                 raise AgentGoneError(done.failure)
             self._arrived(life, done.number)
@@ -275,7 +275,7 @@ class NixlReader:
                 if not errand.stopped:
                     self.pages += 1
                     self._land(FetchResult(errand.request, self._copied(errand, page)))
-                    errand.stopped = True  # it belongs to who asked: nobody fetches it once more, whatever fails now
+                    errand.stopped = True  # the page is the receiver's now: it is not fetched again, whatever fails
         with self._changed:
             del self._flying[number]
 

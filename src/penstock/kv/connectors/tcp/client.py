@@ -35,7 +35,7 @@ BATCHES_IN_FLIGHT = 2
 """Batches asked for at once."""
 
 DISCARD_BYTES = 1 << 20
-"""As much at once of what nobody wants any more."""
+"""Bytes of stopped batches that are discarded at once."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 """Before a lost connection is made anew, doubling."""
@@ -66,7 +66,7 @@ class FetchBatch:
     ticket: PagesAt
     fetches: list[PageFetch]
     fetched: int = 0  # of the orders, from the first
-    stopped: bool = False  # nobody wants them any more: what comes is thrown away
+    stopped: bool = False  # not wanted any more: what arrives is discarded
     arrivals: Arrivals | None = None  # what is being written
 
 
@@ -259,7 +259,7 @@ class _FetchSession:
             raise ProtocolError("no answer to a greeting")
         proof = self._wire.receive_exactly(frames.PROOF_BYTES)
         if not compare_digest(proof, self._pair.sender_proof(door.token, door.leg)):
-            raise ProtocolError("whoever answers there is not the sender")
+            raise ProtocolError("the peer that answers there is not the sender")
         return True
 
     def _pages(self, batch: FetchBatch) -> None:
@@ -450,7 +450,7 @@ class SourcePool(FetchQueue):
                 self._fail(batch.fetches, REFUSED)
 
     def on_pages_fetched(self, batch: FetchBatch, failures: Sequence[str | None]) -> None:
-        with self._changed:  # what is told after a stop would be taken for news of whoever pulls it next
+        with self._changed:  # a result after a stop would be taken for one of the next pull
             first, batch.fetched = batch.fetched, batch.fetched + len(failures)
             if not batch.stopped:
                 orders = batch.fetches[first : batch.fetched]

@@ -131,7 +131,14 @@ class TcpConnector(KvConnector):
     """To be created after the last fork: it has threads."""
 
     def __init__(
-        self, own: KvMemory, seal: PageChecksum, config: HandOverConfig, at: tuple[str, int], *, sealed: bool = False
+        self,
+        own: KvMemory,
+        seal: PageChecksum,
+        config: HandOverConfig,
+        *,
+        endpoint: str,
+        port: int,
+        sealed: bool = False,
     ) -> None:
         """``endpoint``: this worker's mailbox, on whose host pages are served; ``port``: the port for that, 0 for any
         free one.
@@ -140,7 +147,6 @@ class TcpConnector(KvConnector):
         """
         if sealed:
             aes_gcm()
-        endpoint, port = at
         host = host_of(endpoint)
         self.name = ENCRYPTED if sealed else CLEAR
         self.own = own

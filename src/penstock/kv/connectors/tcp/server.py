@@ -93,7 +93,7 @@ class PageServer:
             self._closed = True
             callers = list(self._callers)
         with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # wakes whoever waits in accept
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
         self._listening.close()
         for caller in callers:
             caller.wire.shut_down()

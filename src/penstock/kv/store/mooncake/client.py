@@ -12,11 +12,9 @@ import errno
 import mmap
 import os
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from queue import SimpleQueue
 
 import msgspec
 
@@ -184,7 +182,7 @@ class _ProcessRun:
         try:
             for name in names:
                 self.lanes[name] = MooncakeLane(setup.value_bytes, timeout_s)
-            self._process = _started(setup, tuple(lane.descriptors for lane in self.lanes.values()))
+            self._process = _start(setup, tuple(lane.descriptors for lane in self.lanes.values()))
         except OSError as error:
             for lane in self.lanes.values():
                 lane.close()
@@ -194,7 +192,7 @@ class _ProcessRun:
                 lane.close_child_ends()
 
     @property
-    def pid(self) -> int:
+    def pid(self) -> int | None:
         return self._process.pid
 
     def end(self, patience_s: float = 0.0) -> None:
@@ -203,48 +201,25 @@ class _ProcessRun:
         for lane in self.lanes.values():
             lane.shut_down()
         if patience_s:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(patience_s)
+            self._process.wait(patience_s)
         self._process.kill()
-        self._process.wait()
         for lane in self.lanes.values():
             if lane.lock.acquire(blocking=False):
                 lane.close()
                 lane.lock.release()
 
 
-def _started(setup: MooncakeSetup, descriptors: tuple[tuple[int, int], ...]) -> subprocess.Popen[bytes]:
-    """The process, with these lanes.  Raises OSError."""
-    begun: SimpleQueue[subprocess.Popen[bytes] | OSError] = SimpleQueue()
-    words = msgspec.json.encode(msgspec.structs.replace(setup, lanes=descriptors)).decode()
-    tending = threading.Thread(target=_tend, args=(words, descriptors, begun), name="kv-mooncake", daemon=True)
+def _start(setup: MooncakeSetup, descriptors: tuple[tuple[int, int], ...]) -> sidecar.ChildProcess:
+    """The started process, with these lanes.  Raises OSError."""
+    word = msgspec.json.encode(msgspec.structs.replace(setup, lanes=descriptors)).decode()
     try:
-        tending.start()
+        process = sidecar.ChildProcess(
+            PROCESS, word, [each for pair in descriptors for each in pair], name="kv-mooncake"
+        )
     except RuntimeError as error:
         raise OSError(errno.EAGAIN, str(error)) from None
-    made = begun.get()
-    if isinstance(made, OSError):
-        raise made
-    return made
-
-
-def _tend(
-    words: str, descriptors: tuple[tuple[int, int], ...], begun: SimpleQueue[subprocess.Popen[bytes] | OSError]
-) -> None:
-    """Start the process and be there as long as it is.
-
-    The kernel kills it when the thread that started it has ended: so it never outlives the worker, even stopped.
-    """
-    try:
-        process = sidecar.start_child(PROCESS, words, [each for pair in descriptors for each in pair])
-    except OSError as error:
-        begun.put(error)
-        return
-    except Exception as error:  # noqa: BLE001 - who waits for it must hear of anything
-        begun.put(OSError(f"{type(error).__name__}: {error}"))
-        return
-    begun.put(process)
-    process.wait()
+    process.wait_started()
+    return process
 
 
 class MooncakeClient:

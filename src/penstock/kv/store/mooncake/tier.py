@@ -31,7 +31,7 @@ from penstock.kv.store.mooncake.client import (
     PutRequest,
     RemoveRequest,
 )
-from penstock.kv.store.tier import FinalPage, PageKey
+from penstock.kv.store.tier import FinalPage, KvTier, PageKey
 
 _MASTER = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 _TRIAL_S = 60.0
@@ -49,7 +49,7 @@ class MooncakeConfig:
     segment_bytes: int = 0  # of memory that this worker gives to all
 
 
-class MooncakeTier:
+class MooncakeTier(KvTier):
     """Thread-safe."""
 
     name = "mooncake"
@@ -119,7 +119,7 @@ class MooncakeTier:
                     raise PageCorrupt(f"a value in Mooncake that has not {self._value_bytes} bytes")
                 self._seal.unseal(key, lane.value[PROOF_BYTES:], bytes(lane.value[:PROOF_BYTES]), into)
             except PageCorrupt:
-                lane.request(RemoveRequest(name))  # what it answers is all one: whoever reads it next tries again
+                lane.request(RemoveRequest(name))  # if it fails, the next reader tries again
                 raise
         return True
 
