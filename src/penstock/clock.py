@@ -1,6 +1,6 @@
-"""Time as a thing that is handed in, so that pure code never asks for it and tests can turn it.
+"""Time as an argument, so that pure code never reads a clock and tests can control it.
 
-``now`` is monotonic seconds; wall time exists only in logs and in the ``created`` field of answers.
+``now`` is monotonic seconds; wall time exists only in logs and in the ``created`` field of responses.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Anything that tells monotonic seconds."""
+    """A source of monotonic seconds."""
 
     def now(self) -> float:
         """Monotonic seconds since an arbitrary start."""

@@ -1,47 +1,47 @@
-"""Every error that Penstock raises on purpose, as one tree.
+"""All errors that Penstock raises on purpose, as one tree.
 
 ::
 
     PenstockError
-      RequestError      4xx, the client's to mend, never retried by us
+      RequestError      4xx, the client's fault, never retried by us
         BadField            a field has a wrong type or value
-        PromptTooLong       prompt and answer do not fit the context
-        InputTooLong        a text that is only read does not fit it
-        WrongTask           the model is not made for what was asked
+        PromptTooLong       prompt and response exceed the context
+        InputTooLong        the input of a pooling request exceeds the context
+        WrongTask           the model cannot do what was requested
         UnknownModel        404
         BadJson             the body is not strict JSON
         BodyTooLarge        413
-        SlowBody            408
+        BodyTimeout         408
         WrongMediaType      415
         Unauthorized        401
         Forbidden           403
         UnknownPath         404
-        UnknownRequest      404, nothing is remembered of it
+        UnknownRequest      404, unknown request id
         UnknownWorker       404
-        Conflict            409, it cannot be done as things are
+        Conflict            409, not possible in the current state
         MethodNotAllowed    405
-        KeyReused           422, the idempotency key was used for something else
-        PoisonRequest       422, workers died of it
+        KeyReused           422, the idempotency key belongs to another request
+        PoisonRequest       422, workers crashed on it
       CapacityError     429 or 503, with Retry-After
-        QueueFull           as many wait as may wait, of all or of one tenant
-        RateLimited         a tenant asks for more than it may
-        Overloaded          503, it would wait for longer than it may
-        DeadlineMissed      503, it has
-      WorkerError       503, after we have tried again ourselves
+        QueueFull           the queue is full, of all tenants or of this one
+        RateLimited         a tenant exceeds its rate
+        Overloaded          503, the predicted wait exceeds the limit
+        DeadlineMissed      503, the wait has exceeded the limit
+      WorkerError       503, after our own retries
         NoWorkers           no worker can serve now
         WorkerLost          resubmissions used up
         StalledRequest      no progress within the limit
-        NotTaken            a worker has not taken an operator's word in time
-      PageCorrupt       a page failed its check: recomputed, never shown to a client
-      TierFailed        a tier of the KV store did not do what it was asked: recomputed, too
-      HandOverRefused   sender and receiver do not fit (fingerprint, generation)
-      ProtocolError     a frame that is not one of ours
+        AssignmentTimeout   a worker has not taken on a role or duty in time
+      PageCorrupt       a page failed verification: recomputed, never shown to a client
+      TierError         a tier of the KV store failed: its pages are recomputed
+      TransferRefused   sender and receiver do not fit (fingerprint, generation)
+      ProtocolError     an invalid frame
         ProtocolVersionError  a frame of another version
-      ModelError        a model that cannot be served, said before a process starts
-      ConfigError       a setting that cannot be
-      ImageRefused      an image that a worker cannot read, or that is not what its request says
-      GrammarRefused    a grammar that cannot be compiled, or not within the limits; intake says of which field
-      AdapterRefused    an adapter that a worker cannot have; the message is the reason
+      ModelError        a model that cannot be served, raised before a process starts
+      ConfigError       an invalid setting
+      ImageRefused      an image that a worker cannot read, or that does not match its request
+      GrammarRefused    a grammar that cannot be compiled, or not within the limits
+      AdapterRefused    an adapter that a worker cannot load
       KernelError       a kernel family that this machine or build does not have
 
 Each error has its HTTP status, type and code, so the API maps it without a table of its own.
@@ -55,7 +55,7 @@ class PenstockError(Exception):
 
 
 class RequestError(PenstockError):
-    """The request is at fault.  ``param`` and ``code`` are those of OpenAI's error envelope."""
+    """The request is at fault.  ``param`` and ``code`` are those of OpenAI's error object."""
 
     status = 400
     type = "invalid_request_error"
@@ -94,7 +94,7 @@ class PromptTooLong(RequestError):
 
 
 class InputTooLong(RequestError):
-    """A text has more tokens than the model reads.  Cut only where the client says so."""
+    """The input of a pooling request has more tokens than the model reads.  Truncated only on request."""
 
     def __init__(self, param: str, *, tokens: int, limit: int, at_least: bool = False) -> None:
         super().__init__(
@@ -106,14 +106,14 @@ class InputTooLong(RequestError):
 
 
 class WrongTask(RequestError):
-    """The model cannot do what was asked.  ``instead``: paths that it serves."""
+    """The model cannot do what was requested.  ``instead``: paths that it serves."""
 
     def __init__(self, name: str, why: str, instead: str) -> None:
         super().__init__(f"The model '{name}' {why}. Use {instead}.", param="model", code="wrong_task")
 
 
 class UnknownModel(RequestError):
-    """The model asked for is not served here."""
+    """The requested model is not served here."""
 
     status = 404
 
@@ -164,7 +164,7 @@ class UnknownPath(RequestError):
 
 
 class UnknownRequest(RequestError):
-    """Nothing is remembered of this request: it never was, or was long ago."""
+    """There is no such request, or it ended long ago."""
 
     status = 404
 
@@ -179,7 +179,7 @@ class UnknownWorker(RequestError):
 
 
 class Conflict(RequestError):
-    """It cannot be done as things are; the message says what would have to be otherwise."""
+    """Not possible in the current state; the message says what would have to change."""
 
     status = 409
 
@@ -204,7 +204,7 @@ class KeyReused(RequestError):
 
 
 class PoisonRequest(RequestError):
-    """Workers died of this request, one after the other: it is not tried on the rest.  What came before stays valid."""
+    """Several workers crashed on this request, so it is not tried on the others.  Sent tokens stay valid."""
 
     status = 422
 
@@ -213,7 +213,7 @@ class PoisonRequest(RequestError):
 
 
 class CapacityError(PenstockError):
-    """Try later.  ``retry_after`` is in whole seconds, at least 1."""
+    """Retry later.  ``retry_after`` is in whole seconds, at least 1."""
 
     status = 429
     type = "rate_limit_error"
@@ -227,17 +227,17 @@ class CapacityError(PenstockError):
 
 
 class QueueFull(CapacityError):
-    """As many requests wait as may wait."""
+    """The queue is full."""
 
 
 class RateLimited(CapacityError):
-    """A tenant has used what it may within a minute."""
+    """A tenant has used up its rate for this minute."""
 
     reason = "rate_limit"
 
 
 class Overloaded(CapacityError):
-    """A request would wait for longer than it may, so it is not let in."""
+    """The predicted wait exceeds the limit, so the request is not admitted."""
 
     status = 503
     type = "server_error"
@@ -246,7 +246,7 @@ class Overloaded(CapacityError):
 
 
 class DeadlineMissed(CapacityError):
-    """A request has waited for as long as it may, and has no token yet."""
+    """The request has waited longer than its limit without a token."""
 
     status = 503
     type = "server_error"
@@ -255,7 +255,7 @@ class DeadlineMissed(CapacityError):
 
 
 class WorkerError(PenstockError):
-    """The service is at fault.  Requests are resubmitted before a client ever sees one of these."""
+    """The service is at fault.  Requests are resubmitted before a client sees one of these."""
 
     status = 503
     type = "server_error"
@@ -287,11 +287,11 @@ class PageCorrupt(PenstockError):
 
 
 class TierError(PenstockError):
-    """A tier of the KV store is broken, too slow, or not there."""
+    """A tier of the KV store is broken, too slow or missing."""
 
 
 class TransferRefused(PenstockError):
-    """Pages cannot pass between these two workers."""
+    """Pages cannot be transferred between these two workers."""
 
 
 class ProtocolError(PenstockError):
@@ -315,7 +315,7 @@ class ConfigError(PenstockError):
 
 
 class ImageRefused(PenstockError):
-    """An image that cannot be read, or is not what its request says; the message is the reason."""
+    """An image that cannot be read, or does not match its request; the message is the reason."""
 
 
 class GrammarRefused(PenstockError):
@@ -323,7 +323,7 @@ class GrammarRefused(PenstockError):
 
 
 class AdapterRefused(PenstockError):
-    """An adapter that a worker cannot have; the message is the reason."""
+    """An adapter that a worker cannot load; the message is the reason."""
 
 
 class KernelError(PenstockError):

@@ -29,14 +29,14 @@ def chain_root(identity: ModelIdentity, *, adapter: str = "", tenant_salt: str =
 
 
 def medium_salt(salt: str) -> bytes:
-    """What travels of a tenant's salt with its images and sounds; nothing for none."""
+    """The hash of a tenant's salt that travels with its images and audio; empty without a salt."""
     return blake3(b"penstock/salt/1" + salt.encode("utf-8", "surrogatepass")).digest() if salt else b""
 
 
 def media_hash(picture: MediaInput) -> bytes:
-    """Names what a model sees: pixels, their arrangement, and how tones become numbers; or what it hears.
+    """Identifies an image (pixels, their arrangement and their scaling) or audio.
 
-    Tenants with different salts (``medium_salt``) have different names for the same, and so share nothing of it.
+    Tenants with different salts (``medium_salt``) get different hashes for the same content, and share nothing of it.
     """
     if picture.salt:
         plain = media_hash(msgspec.structs.replace(picture, salt=b""))

@@ -1,4 +1,4 @@
-"""Words shared by every room: identifiers, roles, sampling parameters, streamed tokens.
+"""Types shared by all packages: identifiers, roles, sampling parameters, streamed tokens.
 
 Knows nothing about processes, arrays or HTTP.  Everything here is immutable and can cross a process boundary.
 """
@@ -41,12 +41,13 @@ Incarnation = Annotated[int, msgspec.Meta(ge=0, le=MAX_INCARNATION)]
 
 
 def is_older_incarnation(one: int, other: int) -> bool:
-    """Did the incarnation ``one`` begin before ``other``, of one run?  Of two runs neither is older: no clock says."""
+    """Whether the incarnation ``one`` began before ``other`` in the same run.  Of two runs neither is older: no
+    clock orders them."""
     return one >> RESTART_BITS == other >> RESTART_BITS and one < other
 
 
 def same_run(one: int, other: int) -> bool:
-    """Are these incarnations of one run of a supervisor?"""
+    """Whether these incarnations belong to one run of a supervisor."""
     return one >> RESTART_BITS == other >> RESTART_BITS
 
 
@@ -76,7 +77,7 @@ GREEDY = 0.0
 
 
 class Role(StrEnum):
-    """What the router sends to a worker.  The engine itself knows no roles (law 2)."""
+    """What the router sends to a worker.  Roles live in the router; the engine does not know them (law 2)."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -85,7 +86,7 @@ class Role(StrEnum):
 
 
 class RequestStage(StrEnum):
-    """The part of one answer that a worker is asked for."""
+    """The part of a request that a worker computes."""
 
     WHOLE = "whole"  # read the prompt and write the answer
     PREFILL = "prefill"  # read the prompt, sample one token, hand the pages over
@@ -93,7 +94,7 @@ class RequestStage(StrEnum):
 
 
 class Duty(StrEnum):
-    """What a worker is there for, as far as an operator says."""
+    """The state that an operator wants a worker to be in."""
 
     SERVE = "serve"  # take whatever its role gets
     DRAIN = "drain"  # take nothing new, and let others go on with what is written here
@@ -101,7 +102,7 @@ class Duty(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why an answer ended, as OpenAI words it."""
+    """Why a response ended, in OpenAI's words."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -118,12 +119,12 @@ class Task(StrEnum):
 
     @property
     def writes(self) -> bool:
-        """Are answers written token by token?"""
+        """Whether responses are generated token by token."""
         return self in (Task.GENERATE, Task.TRANSCRIBE)
 
 
 class WorkerState(StrEnum):
-    """A worker as an operator sees it."""
+    """The state of a worker as shown to an operator."""
 
     STARTING = "starting"
     READY = "ready"
@@ -135,7 +136,7 @@ class WorkerState(StrEnum):
 
 
 class GrammarKind(StrEnum):
-    """In which language a grammar is written."""
+    """The language that a grammar is written in."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -145,7 +146,7 @@ class GrammarKind(StrEnum):
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What an answer must look like, checked at the door.  Whoever draws tokens compiles it again (``grammar``)."""
+    """The form of a constrained response.  Validated by the gateway; workers compile it again (``grammar``)."""
 
     kind: GrammarKind
     text: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)]
@@ -155,10 +156,10 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How the tokens of one choice are drawn.  Checked at the door; nothing below checks again.
+    """How the tokens of one choice are sampled.  Validated by the gateway; nothing below checks again.
 
-    Penalties, ``min_tokens`` and ``max_tokens`` count every token of the answer, also those that another
-    worker emitted before a resubmission.
+    Penalties, ``min_tokens`` and ``max_tokens`` count every token of the response, those of earlier workers before a
+    resubmission included.
     """
 
     seed: Annotated[int, msgspec.Meta(ge=0)]  # unsigned 64 bits, the generator's key
@@ -182,7 +183,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is wanted of a text that is only read.  Checked at the door; nothing below checks again."""
+    """Parameters of a pooling request.  Validated by the gateway; nothing below checks again."""
 
     # of an embedding: numbers to keep, from the first on; None: all
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)] | None = None
@@ -209,7 +210,7 @@ ImageHash = Annotated[bytes, msgspec.Meta(min_length=IMAGE_HASH_BYTES, max_lengt
 
 
 class PlacedImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """An image in a prompt: tokens ``[at, end)`` stand for it, row by row.  A sound is one row."""
+    """An image in a prompt: tokens ``[at, end)`` stand for it, row by row.  Audio is one row."""
 
     content: ImageHash
     at: Count
@@ -227,9 +228,9 @@ MAX_SALT_BYTES = 32
 
 
 class ImageInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="picture"):
-    """An image as its model reads it, brought to its size; ``hashing.picture_hash`` names it.
+    """A preprocessed image, resized for its model; ``hashing.media_hash`` names it.
 
-    A tone ``t`` of colour c is read as ``(t * scale - mean[c]) / deviation[c]``.
+    A value ``t`` of color c enters the model as ``(t * scale - mean[c]) / deviation[c]``.
     """
 
     rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]  # of tokens
@@ -246,7 +247,7 @@ MAX_FEATURES_BYTES = 1 << 24
 
 
 class AudioInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="sound"):
-    """A sound as its model hears it; ``hashing.picture_hash`` names it."""
+    """Preprocessed audio; ``hashing.media_hash`` names it."""
 
     columns: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]  # tokens that stand for it
     bands: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]
@@ -255,7 +256,7 @@ class AudioInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
 
     @property
     def rows(self) -> int:
-        """Of tokens: one."""
+        """Rows of tokens: one."""
         return 1
 
 
@@ -264,14 +265,14 @@ MediaInput = ImageInput | AudioInput
 
 
 class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A LoRA adapter, known by its content; ``folder`` is where every worker of the answer can read it."""
+    """A LoRA adapter, identified by its content; every worker of the request can read ``folder``."""
 
     fingerprint: Name  # BLAKE3 of its files, hexadecimal
     folder: Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class ServiceClass(IntEnum):
-    """What a request is to the service.  The lower one is served first; the other fills what it leaves."""
+    """Priority of a request.  The lower value is served first; the other uses the remaining capacity."""
 
     INTERACTIVE = 0  # somebody waits for it
     BATCH = 1  # it only has to be done some time
@@ -281,7 +282,7 @@ MAX_TENANT_CHARS = 32
 
 
 class Qos(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Whose a request is, and how it is to be served among others."""
+    """A request's tenant, weight, priority and deadline."""
 
     tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT_CHARS)] = ""  # a short name, never a key
     weight: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0  # of its tenant, against those of others
@@ -294,7 +295,7 @@ DEFAULT_QOS = Qos()
 
 
 class ResumeFrom(msgspec.Struct, frozen=True):
-    """The beginning of an answer that is known before it is asked for, and by whose bits."""
+    """The beginning of a response that is known already, and the identity that computed it."""
 
     tokens: tuple[int, ...] = ()
     identity: ModelIdentity | None = None
@@ -313,19 +314,19 @@ A tuple of them would take 36 bytes a token.  Equal to others of its kind; ``tup
 
 
 def pack_token_ids(tokens: Iterable[int]) -> TokenIds:
-    """Raises OverflowError for ids that have more than 32 bits or are negative."""
+    """Raises OverflowError for negative ids and those of more than 32 bits."""
     return read_token_ids(array("I", tokens).tobytes())
 
 
 def read_token_ids(packed: bytes) -> TokenIds:
-    """The ids that ``bytes(ids)`` gave.  Raises ValueError for bytes that are no whole number of ids."""
+    """The ids whose ``bytes()`` these are.  Raises ValueError for a partial id."""
     if len(packed) % TOKEN_BYTES:
         raise ValueError(f"{len(packed)} bytes are no whole number of token ids")
     return memoryview(packed).cast("I")
 
 
 class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt and one choice, parsed and checked.  Below this there is no JSON and no text."""
+    """One prompt and one choice, parsed and validated.  Below this there is no JSON and no text."""
 
     id: RequestId
     prompt: TokenIds  # one object for all choices of a prompt
@@ -345,7 +346,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The next tokens of one answer, in order, each exactly once."""
+    """The next tokens of one response, in order, each exactly once."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None  # one a token when asked for
@@ -353,18 +354,18 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish: FinishReason | None = None  # set on the last batch
     cached_tokens: int = 0  # prompt tokens found in a prefix cache, on the first batch
     pooled: bytes | None = None  # the vector or scores of a text that was only read: fp32, little-endian
-    stored: bool = False  # told from a stored response, not computed
+    stored: bool = False  # replayed from a stored response, not computed
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bits of KV pages and answers depend on."""
+    """What the bits of KV pages and responses depend on."""
 
     fingerprint: Name  # BLAKE3 of configuration and weights, hexadecimal
     numerics: Name  # numerics class: kernel family, its version and the compute type, as "cpp-avx512_bf16-1-bf16"
 
     @property
     def mixed(self) -> bool:
-        """Are prompts read in one numerics class, and answers written in another?"""
+        """Whether prefill and decode run in different numerics classes."""
         return MIXED_CLASS_SEPARATOR in self.numerics
 
     @property

@@ -1,1 +1,1 @@
-"""How a model is laid over several devices."""
+"""How a model is divided over several devices."""

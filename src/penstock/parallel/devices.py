@@ -1,4 +1,4 @@
-"""Devices by name, and how much memory each has.  Knows no driver: nothing here asks a machine."""
+"""Devices by name, and how much memory each has.  A table: no driver is queried."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Devices:
 
 
 def why_not_servable(devices: Devices) -> str:
-    """What keeps ``penstock serve`` of today from these devices; empty: nothing that their name tells."""
+    """Why ``penstock serve`` cannot use these devices today; empty if the name gives no reason."""
     if devices.is_cpu:
         return ""
     if devices.name in WITHOUT_CUDA:

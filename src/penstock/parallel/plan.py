@@ -1,9 +1,9 @@
-"""Which device holds which part of a model, and how much memory is left for keys and values.  Pure arithmetic.
+"""Which device holds which part of a model, and how much memory is left for KV pages.  Pure arithmetic.
 
-Two ways of cutting go together.  Tensor parallelism divides every matrix of a layer over ``tensor`` devices (1, 2, 4 or
-8, because sums are cut in eight fixed segments and the answer must not depend on how many devices share them); pipeline
-stages are runs of whole layers, cut so that the fullest stage is as small as it can be.  Routed experts are divided
-over the devices of a stage like everything else.
+Tensor parallelism divides every matrix of a layer over ``tensor`` devices: 1, 2, 4 or 8, because sums are cut in eight
+fixed segments and the result must not depend on the number of devices.  Pipeline stages are runs of whole layers, cut
+so that the largest stage is as small as possible.  Routed experts are divided over the devices of a stage like
+everything else.
 
 Knows sizes in bytes; not files, families or drivers.
 """
@@ -27,7 +27,7 @@ PAGE_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """What one layer keeps of a sequence."""
+    """What one layer stores per sequence."""
 
     bytes_per_token: int  # all heads, on one device
     heads: int  # what tensor parallelism can divide; 1 for a latent that all heads share
@@ -35,7 +35,7 @@ class CacheSize:
     fixed: int = 0  # more bytes that any sequence takes: states of recurrent layers
 
     def on_device(self, tensor: int) -> int:
-        """Bytes a token on each of ``tensor`` devices: heads that cannot be divided further are kept by several."""
+        """Bytes per token on each of ``tensor`` devices; heads that cannot be divided are replicated."""
         return self.bytes_per_token // self.heads * -(-self.heads // tensor)
 
     def fixed_on_device(self, tensor: int) -> int:
@@ -45,7 +45,7 @@ class CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class LayerSize:
-    """Bytes of one layer's weights, by who must have them."""
+    """Bytes of one layer's weights, by how they are distributed."""
 
     divided: int  # matrices that tensor parallelism cuts
     experts: int  # routed experts, divided as well
@@ -58,7 +58,7 @@ class LayerSize:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """A model as numbers."""
+    """A model's sizes."""
 
     embedding: int  # bytes
     head: int  # 0 when it is the embedding
@@ -76,7 +76,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class StageShare:
-    """One device's memory.  All in bytes."""
+    """The memory of each device of a stage, in bytes."""
 
     stage: int
     layers: range
@@ -89,7 +89,7 @@ class StageShare:
 
 @dataclass(frozen=True, slots=True)
 class ParallelPlan:
-    """How a model lies on the devices.  Devices of a stage are equal, so there is one share a stage."""
+    """A model on its devices.  Devices of a stage are equal, so there is one share per stage."""
 
     devices: Devices
     tensor: int
@@ -102,7 +102,7 @@ class ParallelPlan:
 
     @property
     def weight_bytes(self) -> int:
-        """Over all devices, what several keep counted as often."""
+        """Over all devices; replicated weights count once per copy."""
         return self.tensor * sum(share.weights for share in self.stages)
 
     @property
@@ -128,10 +128,10 @@ class ParallelPlan:
 
 
 def make_plan(model: ModelSize, devices: Devices, *, wanted_tokens: int | None = None) -> ParallelPlan:
-    """The best way found.
+    """The best plan found.
 
-    Of those that hold ``wanted_tokens`` (by default all positions of the model), the one that divides layers over most
-    devices, for it answers soonest; if none does, the one that holds most tokens.
+    Of the plans that hold ``wanted_tokens`` (by default all positions of the model) the one with the most tensor
+    parallelism, which has the lowest latency; if none does, the one that holds most tokens.
     """
     wanted = model.max_positions if wanted_tokens is None else wanted_tokens
     plans = [plan_for_tensor(model, devices, tensor) for tensor in TENSOR_WAYS if _possible(model, devices, tensor)]
@@ -160,7 +160,7 @@ def _possible(model: ModelSize, devices: Devices, tensor: int) -> bool:
 
 
 def plan_for_tensor(model: ModelSize, devices: Devices, tensor: int) -> ParallelPlan:
-    """The plan for ``tensor`` devices a layer; ``devices.count`` is a multiple of it."""
+    """The plan with ``tensor`` devices a layer; ``devices.count`` is a multiple of it."""
     ends = balance_stages(model, devices.count // tensor, tensor)
     shares = []
     for stage, (begin, end) in enumerate(pairwise((0, *ends))):
@@ -175,7 +175,7 @@ def plan_for_tensor(model: ModelSize, devices: Devices, tensor: int) -> Parallel
 
 
 def workers_of(devices: Devices) -> int:
-    """Workers in one memory: on a CPU one that reads prompts and one that writes answers."""
+    """Workers that share one memory: on a CPU one for prefill and one for decode."""
     return CPU_WORKERS if devices.is_cpu else 1
 
 
@@ -192,9 +192,9 @@ def _weights(model: ModelSize, layers: range, tensor: int) -> int:
 
 
 def balance_stages(model: ModelSize, stages: int, tensor: int) -> tuple[int, ...]:
-    """Where each stage ends, so that the greatest stage has the fewest bytes.  Stages have a layer at least.
+    """The end of each stage, such that the largest stage has the fewest bytes.  Every stage has at least one layer.
 
-    The least limit is found by halving; under a limit, stages are filled from the first on.
+    Finds the smallest limit by bisection; under a limit, stages are filled from the first on.
     """
     layers = len(model.layers)
     low, high = 0, _weights(model, range(layers), tensor) + model.embedding
@@ -210,7 +210,7 @@ def balance_stages(model: ModelSize, stages: int, tensor: int) -> tuple[int, ...
 
 
 def _filled(model: ModelSize, stages: int, tensor: int, limit: int) -> tuple[int, ...] | None:
-    """Ends of stages none of which is above ``limit``; None if there are no such."""
+    """Ends of stages none of which exceeds ``limit``; None if there are none."""
     layers, begin = len(model.layers), 0
     ends: list[int] = []
     for stage in range(stages):
@@ -228,7 +228,7 @@ def _filled(model: ModelSize, stages: int, tensor: int, limit: int) -> tuple[int
 
 
 def _tokens(caches: Sequence[CacheSize], room: int, tensor: int) -> int:
-    """Tokens of one sequence that ``room`` bytes hold, in whole pages."""
+    """Tokens of one sequence that fit into ``room`` bytes, in whole pages."""
     room -= sum(cache.fixed_on_device(tensor) for cache in caches)
     if room <= 0:
         return 0

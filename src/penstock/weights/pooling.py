@@ -1,6 +1,6 @@
-"""Whether a model is only read with, and how: by the name of its architecture, its ``config.json``, and the files that
-sentence-transformers puts beside it (``modules.json``, ``1_Pooling/config.json``, ``sentence_bert_config.json``).
-"""
+"""Pooling models: whether a model is one, and how it pools, from the name of its architecture, its ``config.json``
+and sentence-transformers' files in its folder (``modules.json``, ``1_Pooling/config.json``,
+``sentence_bert_config.json``)."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def keyed_sizes(kv: KvShape, kv_dtype: str) -> list[CacheSize]:
 def activation_bytes(spec: ModelSpec, layout: WeightLayout) -> int:
     """Buffers of the largest step on one device that computes all of a layer.
 
-    The residual stream in fp32 and its norm in bf16; the widest product of a layer in fp32 beside what is made of it in
+    The residual stream in fp32 and its norm in bf16; the widest product of a layer in fp32 and its result in
     bf16; logits of the rows that draw, once for steps as they are and once for recorded ones.  Experts' products count
     as often as a token chooses experts.  Partitions of attention that wait to be joined: those of ``PARTED_ROWS`` rows
     (``kernels.triton.paged``), as many as the longest context has; no wider than the widest product.

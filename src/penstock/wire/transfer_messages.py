@@ -82,7 +82,7 @@ class PullPages(Message, frozen=True, kw_only=True, tag="pull"):
     skip_blocks: Count
     identity: ModelIdentity
     layout: Name  # kv.layout.KvLayout.name
-    carrier: Name  # kv.transfer.port.PageCarrier.name
+    carrier: Name  # KvConnector.name
     incarnation: Incarnation  # of the sender that is meant
     resend: bool = False  # nothing came for a while: send what was sent from block ``skip_blocks`` on once more
     tokens: Count = 0  # of an answer that is being written: tokens that are computed at the sender, for all we know,

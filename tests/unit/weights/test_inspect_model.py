@@ -256,5 +256,5 @@ def test_details_are_asked_for_by_the_family_that_made_them() -> None:
     class Other(ModelDetails):
         pass
 
-    with pytest.raises(TypeError, match="LlamaForCausalLM: details are Decoder, not Other"):
+    with pytest.raises(TypeError, match="LlamaForCausalLM: details are DecoderConfig, not Other"):
         spec_of().details_as(Other)

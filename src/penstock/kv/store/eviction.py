@@ -24,7 +24,7 @@ SAMPLED = 8
 """One block in this many is sampled."""
 
 FOLLOWED = 1 << 14
-"""Blocks that are followed at one time: one that has not come up again before so many others have come is not awaited
+"""Blocks that are sampled at one time: one that has not come up again before as many others have come is not awaited
 any more."""
 
 _WEIGHTY = 1 << 12  # observations of a kind after which older ones count half

@@ -110,11 +110,11 @@ class RedisTier(KvTier):
     def _name(self, key: PageKey) -> bytes:
         return self._names + page_key_bytes(key)
 
-    def _failures(self) -> _AsTierFailed:
-        return _AsTierFailed(self._failure)
+    def _failures(self) -> _AsTierError:
+        return _AsTierError(self._failure)
 
 
-class _AsTierFailed:
+class _AsTierError:
     """Turns the library's errors into TierError."""
 
     def __init__(self, kind: type[Exception]) -> None:

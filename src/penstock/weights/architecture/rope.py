@@ -94,8 +94,9 @@ class LongRopeScaling(ModelDetails, frozen=True, kw_only=True, tag="LongFactors"
 
 
 class MropeSections(ModelDetails, frozen=True, kw_only=True, tag="Axes"):
-    """A token of an image has three positions: frame, row and column; so many pairs of columns follow each
-    (M-RoPE, arXiv:2409.12191).  Text has the same position three times, so it is turned as ever."""
+    """Multi-axis positions (M-RoPE, arXiv:2409.12191): a token of an image has three positions (frame, row and
+    column), each followed by ``pairs[i]`` pairs of columns.  Text has the same position three times, which is plain
+    RoPE."""
 
     pairs: tuple[int, int, int]
 

@@ -188,7 +188,7 @@ class WeightLayout:
                 )
 
     def widest_dtype(self, checkpoint: Checkpoint) -> str:
-        """ "bf16", "fp16" or "fp32": what holds every matrix without loss (bf16 beside fp16 needs fp32).
+        """ "bf16", "fp16" or "fp32": what holds every matrix without loss (bf16 and fp16 together need fp32).
 
         Raises ModelError for a type that weights cannot have.
         """

@@ -30,12 +30,12 @@ def parse_xlm_roberta(config: ConfigFields) -> ModelSpec:
 
 
 def bert_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``encoder.layout``."""
+    """The model's weights by tensor names (``encoder_layout``)."""
     return encoder.encoder_layout(spec, BERT, EncoderTensorNames(model=""))
 
 
 def roberta_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``encoder.layout``."""
+    """The model's weights by tensor names (``encoder_layout``)."""
     return encoder.encoder_layout(spec, ROBERTA, EncoderTensorNames(model=""))
 
 

@@ -84,7 +84,8 @@ def _parse_v3(config: ConfigFields, architecture: str) -> ModelSpec:
 
 
 def deepseek_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``.  The layers behind the last one predict further tokens and are not read."""
+    """The model's weights by tensor names (``decoder_layout``).  The layers behind the last one predict further tokens
+    and are not read."""
     return decoder.decoder_layout(spec, replace(DecoderTensorNames(), ignored=_ignored(spec, "model.")))
 
 

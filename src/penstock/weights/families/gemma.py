@@ -107,17 +107,18 @@ def parse_gemma3_with_images(config: ConfigFields) -> ModelSpec:
 
 
 def gemma_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``."""
+    """The model's weights by tensor names (``decoder_layout``)."""
     return decoder.decoder_layout(spec, DecoderTensorNames())
 
 
 def gemma2_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``: norms before and after each block, as Gemma 2 and 3 have them."""
+    """The model's weights by tensor names (``decoder_layout``): norms before and after each block, as Gemma 2 and 3
+    have them."""
     return decoder.decoder_layout(spec, AROUND)
 
 
 def gemma3_with_images_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``: the text model inside one that also reads images."""
+    """The model's weights by tensor names (``decoder_layout``): the text model inside one that also reads images."""
     published = replace(AROUND, model="language_model.model.", head="language_model.lm_head", ignored=GEMMA3_IMAGES)
     newer = replace(AROUND, model="model.language_model.", ignored=GEMMA3_IMAGES)
     return decoder.decoder_layout(spec, published, newer)

@@ -51,7 +51,7 @@ def parse_glm4(config: ConfigFields) -> ModelSpec:
 
 
 def glm_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``."""
+    """The model's weights by tensor names (``decoder_layout``)."""
     return decoder.decoder_layout(spec, GLM_NAMES)
 
 
@@ -98,7 +98,8 @@ def parse_glm4_moe(config: ConfigFields) -> ModelSpec:
 
 
 def glm4_moe_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``.  The layer behind the last one predicts further tokens and is not read."""
+    """The model's weights by tensor names (``decoder_layout``).  The layer behind the last one predicts further tokens
+    and is not read."""
     return decoder.decoder_layout(spec, replace(DecoderTensorNames(), ignored=rf"model\.layers\.{spec.layers}\..*"))
 
 

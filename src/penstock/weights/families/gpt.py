@@ -82,7 +82,7 @@ def parse_gpt2(config: ConfigFields) -> ModelSpec:
 
 
 def gpt2_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``."""
+    """The model's weights by tensor names (``decoder_layout``)."""
     return decoder.decoder_layout(spec, GPT2_NAMES, replace(GPT2_NAMES, model=""))
 
 
@@ -132,5 +132,5 @@ def parse_gpt_oss(config: ConfigFields) -> ModelSpec:
 
 
 def gpt_oss_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``."""
+    """The model's weights by tensor names (``decoder_layout``)."""
     return decoder.decoder_layout(spec, GPT_OSS_NAMES)

@@ -58,7 +58,7 @@ def parse_llama(config: ConfigFields) -> ModelSpec:
 
 
 def llama_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``."""
+    """The model's weights by tensor names (``decoder_layout``)."""
     return decoder.decoder_layout(spec, DecoderTensorNames())
 
 
@@ -95,7 +95,8 @@ def parse_llama4_with_images(config: ConfigFields) -> ModelSpec:
 
 
 def llama4_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``: inside the model that also reads images, or by itself."""
+    """The model's weights by tensor names (``decoder_layout``): inside the model that also reads images, or by
+    itself."""
     published = replace(
         LLAMA4_NAMES, model="language_model.model.", head="language_model.lm_head", ignored=LLAMA4_IMAGES
     )

@@ -59,7 +59,7 @@ def parse_phi3(config: ConfigFields) -> ModelSpec:
 
 
 def phi3_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``."""
+    """The model's weights by tensor names (``decoder_layout``)."""
     return decoder.decoder_layout(spec, PHI3_NAMES)
 
 
@@ -103,7 +103,7 @@ def rotated_layers(config: ConfigFields, layers: int) -> list[bool]:
 
 
 def smollm3_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``."""
+    """The model's weights by tensor names (``decoder_layout``)."""
     return decoder.decoder_layout(spec, DecoderTensorNames())
 
 
@@ -130,7 +130,7 @@ def parse_stablelm(config: ConfigFields) -> ModelSpec:
 
 
 def stablelm_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``."""
+    """The model's weights by tensor names (``decoder_layout``)."""
     return decoder.decoder_layout(spec, DecoderTensorNames())
 
 
@@ -161,7 +161,7 @@ def parse_olmo3(config: ConfigFields) -> ModelSpec:
 
 
 def olmo_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``."""
+    """The model's weights by tensor names (``decoder_layout``)."""
     return decoder.decoder_layout(spec, OLMO_NAMES)
 
 
@@ -203,5 +203,5 @@ def parse_cohere(config: ConfigFields) -> ModelSpec:
 
 
 def cohere_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``."""
+    """The model's weights by tensor names (``decoder_layout``)."""
     return decoder.decoder_layout(spec, DecoderTensorNames())

@@ -41,7 +41,7 @@ def parse_mistral(config: ConfigFields) -> ModelSpec:
 
 
 def mistral_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``."""
+    """The model's weights by tensor names (``decoder_layout``)."""
     return decoder.decoder_layout(spec, DecoderTensorNames())
 
 
@@ -74,5 +74,5 @@ def parse_mixtral(config: ConfigFields) -> ModelSpec:
 
 
 def mixtral_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``."""
+    """The model's weights by tensor names (``decoder_layout``)."""
     return decoder.decoder_layout(spec, MIXTRAL_NAMES)

@@ -77,7 +77,7 @@ def parse_qwen3(config: ConfigFields) -> ModelSpec:
 
 
 def qwen_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``."""
+    """The model's weights by tensor names (``decoder_layout``)."""
     return decoder.decoder_layout(spec, DecoderTensorNames())
 
 
@@ -126,7 +126,7 @@ def parse_qwen3_moe(config: ConfigFields) -> ModelSpec:
 
 
 def qwen3_moe_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``."""
+    """The model's weights by tensor names (``decoder_layout``)."""
     return decoder.decoder_layout(spec, DecoderTensorNames())
 
 
@@ -168,7 +168,7 @@ def parse_qwen3_next(config: ConfigFields) -> ModelSpec:
 
 
 def qwen3_next_layout(spec: ModelSpec) -> WeightLayout:
-    """See ``decoder.layout``."""
+    """The model's weights by tensor names (``decoder_layout``)."""
     return decoder.decoder_layout(spec, QWEN3_NEXT_NAMES)
 
 

@@ -30,7 +30,7 @@ class CheckpointFormat:
     parse: Callable[[ConfigFields], ModelSpec]  # raises ModelError for what the family cannot compute
     layout: Callable[[ModelSpec], WeightLayout]
     at_length: Callable[[ModelSpec, int], ModelSpec] = lambda spec, positions: spec
-    """The model for contexts of at most so many positions, where that changes it (see ``rope.Rope.at_length``)."""
+    """The model for contexts of at most ``positions`` positions, where that changes it (``RopeConfig.at_length``)."""
 
 
 class ModelPlugin(Protocol):

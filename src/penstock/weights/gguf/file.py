@@ -351,7 +351,6 @@ class GgufFile:
 
     @property
     def stamp(self) -> FileStamp:
-        """See ``mapped.MappedFile.stamp``."""
         return self._file.stamp
 
     def interleaved_heads(self, info: TensorInfo) -> int | None:
@@ -405,7 +404,6 @@ class GgufFile:
         return None
 
     def drop(self, info: TensorInfo) -> None:
-        """See ``mapped.MappedFile.drop``."""
         self._file.drop(info.start, info.stop)
 
     def close(self) -> None:

@@ -41,12 +41,10 @@ class PackedIntScheme(QuantizationScheme, frozen=True, kw_only=True, tag="Packed
     symmetric: bool = True
 
     def bits_per_weight(self) -> float:
-        """See ``QuantizationScheme.bits_per_weight``."""
         zero = 0 if self.symmetric else self.code_bits
         return self.code_bits + ((16 + zero) / self.group if self.group else 0)
 
     def find_tensor(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
-        """See ``QuantizationScheme.find_tensor``."""
         shape = module.info(self.end, "I32").shape
         if len(shape) != 2:
             raise module.error(self.end, f"has shape {list(shape)}, it must have two dimensions")
