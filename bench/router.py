@@ -23,11 +23,11 @@ import numpy as np
 
 from penstock.hashing import block_hashes
 from penstock.kernels.host_ops import BlockIndex, hash_blocks, hash_chain
-from penstock.router.decide import Ask, How, decide
+from penstock.router.decide import PlacementRequest, PlacementRules, choose_workers
 from penstock.router.fleet import Fleet
-from penstock.router.policy.baselines import NAMES, policy_named
-from penstock.router.prefix_index import SWEPT_AT_ONCE, PrefixIndex
-from penstock.router.worker_load import Due
+from penstock.router.policy.baselines import NAMES, make_policy
+from penstock.router.prefix_index import SWEEP_ENTRIES, PrefixIndex
+from penstock.router.worker_load import ExpectedWork
 from penstock.types import (
     PAGE_TOKENS,
     BlockHash,
@@ -108,7 +108,7 @@ def index(options: argparse.Namespace) -> Iterator[Row]:
         took += timed(lambda keys=keys, owner=owner: table.remove(owner, keys), 1)
     yield row("index: remove 4,096 blocks", took, blocks_s=round(len(batches) * KV_EVENT_BLOCKS / sum(took)))
     table.close(owners[0])
-    yield row("index: forget a worker, a step of it", timed(lambda: table.sweep(SWEPT_AT_ONCE), 4))
+    yield row("index: forget a worker, a step of it", timed(lambda: table.sweep(SWEEP_ENTRIES), 4))
 
 
 def chain_of(seed: int, blocks: int, before: list[BlockHash]) -> list[BlockHash]:
@@ -170,7 +170,7 @@ class Scene:
             self.index.take(slot, KvEvents(worker=WorkerId("w"), incarnation=1, sequence=number, stored=stored))
 
 
-def asked(number: int, hashes: list[BlockHash], tokens: int) -> Ask:
+def asked(number: int, hashes: list[BlockHash], tokens: int) -> PlacementRequest:
     """A request with these blocks."""
     request = ValidRequest(
         id=RequestId(f"r{number}"),
@@ -179,10 +179,10 @@ def asked(number: int, hashes: list[BlockHash], tokens: int) -> Ask:
         sampling=SamplingParams(seed=0, max_tokens=500),
         arrival=0.0,
     )
-    return Ask(request=request)
+    return PlacementRequest(request=request)
 
 
-def prompts_of(scene: Scene, workers: int, prompts: int, tokens: int) -> dict[str, list[Ask]]:
+def prompts_of(scene: Scene, workers: int, prompts: int, tokens: int) -> dict[str, list[PlacementRequest]]:
     """What may be known of a prompt: nothing, all of it by one, its beginning by all, and more by each than by the
     next."""
     system = chain_of(-1, 128, [])  # 2,048 tokens that everybody has
@@ -210,16 +210,18 @@ def deciding(options: argparse.Namespace) -> Iterator[Row]:
         scene = Scene(options, roles)
         prompts = prompts_of(scene, options.workers, options.prompts, options.tokens)
         for policy in NAMES if kind == "whole" else NAMES[:1]:
-            how = How(policy=policy_named(policy))
+            how = PlacementRules(policy=make_policy(policy))
             for known, asks in prompts.items():
                 took = []
                 for number in range(options.rounds):
                     ask = asks[number % len(asks)]
                     began = time.thread_time()
-                    decision = decide(ask, scene.fleet, scene.index, 0.0, how)
+                    decision = choose_workers(ask, scene.fleet, scene.index, 0.0, how)
                     took.append(time.thread_time() - began)
                     chosen = decision.legs[0]
-                    scene.fleet.charge(chosen.worker, 1, RequestId(f"x{number}"), 1, due=Due(tokens=1), serial=number)
+                    scene.fleet.charge(
+                        chosen.worker, 1, RequestId(f"x{number}"), 1, due=ExpectedWork(tokens=1), serial=number
+                    )
                 yield row(f"decide: {policy}, {kind}, {known}", took, blocks=len(scene.index))
 
 

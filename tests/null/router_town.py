@@ -15,7 +15,7 @@ from penstock.engine.runner.null_runner import null_token
 from penstock.errors import PenstockError
 from penstock.hashing import block_hashes, chain_root
 from penstock.kv.layout import KvLayout
-from penstock.router.service import Outside, RouterService
+from penstock.router.service import RouterPorts, RouterService
 from penstock.telemetry.spans import NoTracer, Tracer
 from penstock.types import (
     FinishReason,
@@ -96,7 +96,7 @@ class Town:
         self.stage = Stage(lease_s=lease_s, hub=hub, layout=layout)
         self.clock = self.stage.clock
         self.suspects: list[Suspect] = []
-        outside = Outside(
+        outside = RouterPorts(
             connect=self.stage.hub.connect_async,
             clock=self.clock,
             suspect=self.suspects.append,

@@ -24,7 +24,7 @@ from penstock.errors import PenstockError, ProtocolError
 from penstock.hashing import chain_root
 from penstock.launch.channel import MAX_MESSAGE_BYTES, Channel
 from penstock.launch.restart_policy import Restarts, Suspected
-from penstock.router.service import Outside, RouterService
+from penstock.router.service import RouterPorts, RouterService
 from penstock.types import (
     Grammar,
     GrammarKind,
@@ -293,7 +293,7 @@ class Fake:
         self.mailbox = self.hub.listen("memory://fake")
         config = GatewayConfig(name="g", model_name="m", vocabulary=VOCAB)
         self.suspects: list[str] = []
-        outside = Outside(
+        outside = RouterPorts(
             connect=self.hub.connect_async, clock=self.clock, suspect=lambda s: self.suspects.append(s.reason)
         )
         self.router = RouterService(config, outside)

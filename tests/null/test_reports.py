@@ -14,7 +14,7 @@ import pytest
 from penstock.clock import VirtualClock
 from penstock.config.schema import GatewayConfig
 from penstock.launch.remote_workers import JoinedWorkers
-from penstock.router.service import Outside, RouterService
+from penstock.router.service import RouterPorts, RouterService
 from penstock.telemetry.metrics import WORKER_COUNTERS
 from penstock.types import RequestId, Role, WorkerId, WorkerState
 from penstock.wire.gateway_messages import Awaited, Hello, Report, Returned, StepRates, Tokens
@@ -51,7 +51,7 @@ class Gateway:
 
     def __init__(self, name: str, town: Town, endpoint: str) -> None:
         self.received = 0
-        outside = Outside(connect=self._connect, clock=town.clock, suspect=lambda suspect: None)
+        outside = RouterPorts(connect=self._connect, clock=town.clock, suspect=lambda suspect: None)
         self._hub = town.stage.hub
         self.router = RouterService(GatewayConfig(name=name, model_name="null"), outside)
         self.joined = JoinedWorkers(
@@ -192,7 +192,7 @@ def report_of(worker: WorkerId, steps: int) -> Report:
 
 async def costs_of_reports(workers: int) -> list[int]:
     hub, names = MemoryHub(), [WorkerId(f"both-{index}") for index in range(workers)]
-    outside = Outside(connect=hub.connect_async, clock=VirtualClock(1.0), suspect=lambda suspect: None)
+    outside = RouterPorts(connect=hub.connect_async, clock=VirtualClock(1.0), suspect=lambda suspect: None)
     router = RouterService(GatewayConfig(name="g", model_name="null"), outside)
     joined = JoinedWorkers(
         [f"memory://{name}" for name in names],

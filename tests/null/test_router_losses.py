@@ -12,7 +12,7 @@ import pytest
 from penstock.config.limits import FailoverConfig, Limits
 from penstock.config.schema import GatewayConfig
 from penstock.errors import NoWorkers, WorkerLost
-from penstock.router.request import Flight, RequestPhase
+from penstock.router.request import RequestPhase, RoutedRequest
 from penstock.types import Duty, ModelIdentity, RequestId, WorkerId, WorkerState
 from penstock.wire.gateway_messages import TokenItem, Tokens
 from tiers import first_of
@@ -265,7 +265,7 @@ async def test_an_error_with_one_stream_keeps_no_other_from_going_on(monkeypatch
     async with Town("both-0", "both-1") as town:
         clients = [town.ask(f"r{i}", seed=i, prompt=4, max_tokens=30) for i in range(20)]
         await town.turn()
-        method, failed = getattr(Flight, event), list[Flight]()
+        method, failed = getattr(RoutedRequest, event), list[RoutedRequest]()
 
         def fails_once(flight, *args):
             if not failed and flight.epoch == epoch:
@@ -273,7 +273,7 @@ async def test_an_error_with_one_stream_keeps_no_other_from_going_on(monkeypatch
                 raise RuntimeError(event)
             return method(flight, *args)
 
-        monkeypatch.setattr(Flight, event, fails_once)
+        monkeypatch.setattr(RoutedRequest, event, fails_once)
         town.kill("both-0")
         await town.until(lambda: bool(failed))
         others = [client for client in clients if event != "lost" or client.request is not failed[0].request]
@@ -288,7 +288,7 @@ async def test_an_error_in_a_look_at_one_stream_keeps_none_from_its_deadline(mon
     async with Town(config=config) as town:  # nobody serves them
         clients = [town.ask(f"r{i}") for i in range(4)]
         await town.turn()
-        tick, failed = Flight.tick, list[str]()
+        tick, failed = RoutedRequest.tick, list[str]()
 
         def fails_once_each(flight, *args):
             if flight.request.id not in failed:
@@ -296,7 +296,7 @@ async def test_an_error_in_a_look_at_one_stream_keeps_none_from_its_deadline(mon
                 raise RuntimeError("tick")
             return tick(flight, *args)
 
-        monkeypatch.setattr(Flight, "tick", fails_once_each)
+        monkeypatch.setattr(RoutedRequest, "tick", fails_once_each)
         await town.wait(2.0)
         assert len(failed) == len(clients)
         assert all(isinstance(client.error, NoWorkers) for client in clients)

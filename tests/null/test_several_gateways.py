@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.clock import VirtualClock
 from penstock.config.schema import GatewayConfig
-from penstock.router.service import Outside, RouterService
+from penstock.router.service import RouterPorts, RouterService
 from penstock.types import RequestId, Role, SamplingParams, ValidRequest, WorkerId, pack_token_ids
 from penstock.wire.supervisor_messages import WorkerUp
 
@@ -29,7 +29,7 @@ async def test_gateways_on_hosts_with_other_uptimes_stand_in_one_line() -> None:
         others: list[RouterService] = []
         for name, seconds in (("old", 30 * DAY_S), ("young", DAY_S)):
             clock = Uptime(town.clock, seconds)
-            outside = Outside(connect=town.stage.hub.connect_async, clock=clock, suspect=lambda _: None)
+            outside = RouterPorts(connect=town.stage.hub.connect_async, clock=clock, suspect=lambda _: None)
             router = RouterService(GatewayConfig(name=name, model_name="null"), outside)
             worker = town.worker("both-0")
             up = WorkerUp(worker=WorkerId("both-0"), incarnation=1, role=Role.BOTH, pid=1, endpoint=worker.endpoint)

@@ -17,7 +17,7 @@ from penstock.engine.service.gateways import add_request_of
 from penstock.hashing import chain_root
 from penstock.interfaces import RequestContext
 from penstock.processing.service import GenerationProcessor
-from penstock.router.request import Flight, Patience
+from penstock.router.request import FailoverLimits, RoutedRequest
 from penstock.types import (
     ModelIdentity,
     RequestId,
@@ -89,8 +89,8 @@ def test_a_gateway_keeps_a_prompt_once_and_in_few_bytes_a_token(n: int):
                 preparing.send(None)
             except StopIteration as done:
                 prepared = done.value
-        patience = Patience.of(FailoverConfig(), Limits())
-        return prepared, [Flight(request, patience, 0.0) for request in prepared.requests]
+        patience = FailoverLimits.of(FailoverConfig(), Limits())
+        return prepared, [RoutedRequest(request, patience, 0.0) for request in prepared.requests]
 
     echoed = sys.getsizeof(intake._tokenizer.decode(ids)) / TOKENS  # the client asked for the text
     assert kept_by(prepared_and_flying) <= MOST_BYTES + HASH_BYTES + echoed + 0.5

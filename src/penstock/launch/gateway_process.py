@@ -32,7 +32,7 @@ from penstock.processing.pooling import PoolingModel, PoolingModelProcessor
 from penstock.processing.requests.schemas import request_schemas
 from penstock.processing.service import GenerationProcessor
 from penstock.processing.transcription import AudioModelProcessor
-from penstock.router.service import Outside, RouterService
+from penstock.router.service import RouterPorts, RouterService
 from penstock.telemetry.registry import Metrics
 from penstock.telemetry.spans import NoTracer, Tracer
 from penstock.telemetry.throughput import ThroughputLog
@@ -121,7 +121,7 @@ async def _run(config: GatewayConfig, inherited: GatewayInheritance) -> int:
     if spans is not None:
         metrics.spans = spans.figures
     tracer = spans or NoTracer()
-    outside = Outside(connect=transport.connect_async, clock=MonotonicClock(), suspect=suspect, tracer=tracer)
+    outside = RouterPorts(connect=transport.connect_async, clock=MonotonicClock(), suspect=suspect, tracer=tracer)
     router = RouterService(config, outside, metrics)
     http = HttpProcess(inherited.rim, config.limits, router.on_supervisor, config.tls, config.turns)
     joined = _join(config, transport, router)

@@ -15,17 +15,17 @@ from typing import Any
 
 from penstock.errors import AssignmentTimeout, Conflict, UnknownWorker
 from penstock.router.fleet import Fleet
-from penstock.router.links import Links
+from penstock.router.links import WorkerLinks
 from penstock.telemetry.log import event
 from penstock.types import Duty, Role, WorkerId, WorkerState
 from penstock.wire.gateway_messages import Assign
 
 log = logging.getLogger("penstock.router")
 
-TAKEN_S = 3.0
+CONFIRM_TIMEOUT_S = 3.0
 """A worker hears between two steps; so long is waited for its answer."""
 
-PARTS = {"reads prompts": (Role.PREFILL, Role.BOTH), "writes answers": (Role.DECODE, Role.BOTH)}
+ROLES_BY_PART = {"reads prompts": (Role.PREFILL, Role.BOTH), "writes answers": (Role.DECODE, Role.BOTH)}
 """What the service needs somebody for, and the roles that do it."""
 
 
@@ -35,10 +35,10 @@ class _Waiting:
     future: asyncio.Future[None]
 
 
-class Orders:
+class RouterAdmin:
     """``wire.ports.Posts`` of a gateway."""
 
-    def __init__(self, fleet: Fleet, links: Links) -> None:
+    def __init__(self, fleet: Fleet, links: WorkerLinks) -> None:
         self._fleet = fleet
         self._links = links
         self._waiting: list[_Waiting] = []
@@ -77,11 +77,11 @@ class Orders:
         waiting = _Waiting(taken, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         try:
-            async with asyncio.timeout(TAKEN_S):
+            async with asyncio.timeout(CONFIRM_TIMEOUT_S):
                 await waiting.future
         except TimeoutError:
             raise AssignmentTimeout(
-                f"The worker '{worker}' has not answered within {TAKEN_S:g} s; it may be amid a long step. "
+                f"The worker '{worker}' has not answered within {CONFIRM_TIMEOUT_S:g} s; it may be amid a long step. "
                 "Look at GET /admin/workers."
             ) from None
         finally:
@@ -108,7 +108,7 @@ class Orders:
         before = [(other, fleet.roles[other]) for other in self._serving(slot)]
         stays = duty in (None, Duty.SERVE)
         after = [(other, role or own if other == slot else own) for other, own in before if other != slot or stays]
-        for part, roles in PARTS.items():
+        for part, roles in ROLES_BY_PART.items():
             had, has = (any(own in roles for _, own in those) for those in (before, after))
             if had and not has and not force:
                 raise Conflict(

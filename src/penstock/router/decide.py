@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.router.fleet import OTHER_IDENTITY, STATES, Fleet
-from penstock.router.policy.base import Choice, Policy, View, Weighed
+from penstock.router.policy.base import CandidateScores, PlacementView, Policy, PolicyChoice
 from penstock.router.policy.least_cost import LeastCost, expected_work
 from penstock.router.prefix_index import PrefixIndex
-from penstock.router.worker_load import NOTHING_DUE, Due, Slots
+from penstock.router.worker_load import NO_WORK, ExpectedWork, Slots
 from penstock.types import (
     PAGE_TOKENS,
     ModelIdentity,
@@ -50,7 +50,7 @@ SERVING = (Role.PREFILL, Role.DECODE, Role.BOTH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class PlacementRequest:
     """What a flight needs now."""
 
     request: ValidRequest
@@ -62,7 +62,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class How:
+class PlacementRules:
     """By which rules.  With ``mixed_numerics`` an answer may go on in another numerics class of its model, while none
     of its own can take it."""
 
@@ -73,7 +73,7 @@ class How:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenWorker:
     """One worker's part in a decision."""
 
     leg: RequestStage
@@ -82,11 +82,11 @@ class Chosen:
     incarnation: int
     endpoint: str
     tokens: int  # that it will have to compute
-    due: Due = NOTHING_DUE
+    due: ExpectedWork = NO_WORK
 
 
 @dataclass(frozen=True, slots=True)
-class Reason:
+class CandidateReason:
     """Why a worker was, or was not, chosen for a leg."""
 
     leg: RequestStage | None  # None: it was no candidate for any
@@ -106,11 +106,11 @@ class Decision:
     at: float
     policy: str
     identity: ModelIdentity | None
-    legs: tuple[Chosen, ...] = ()
+    legs: tuple[ChosenWorker, ...] = ()
     encoders: tuple[PageSource, ...] = ()  # of a request with images: those that may be asked for their rows
     because: str = ""  # why it is split, or is not
     names: tuple[WorkerId, ...] = ()  # by slot
-    weighed: tuple[Weighed, ...] = ()
+    weighed: tuple[CandidateScores, ...] = ()
     standing: bytes = b""  # by slot (``Fleet.standing``)
     set_aside: tuple[tuple[int, str], ...] = ()  # (slot, why it was no candidate though it is ready)
     expected: int = 0  # tokens that will probably be written, where nobody named a length
@@ -118,30 +118,30 @@ class Decision:
     longest_read: float = math.inf  # and of any that reads prompts
 
     @property
-    def prefill(self) -> Chosen | None:
+    def prefill(self) -> ChosenWorker | None:
         """The worker that reads the prompt: of the prefill leg, or of the whole."""
         return next((chosen for chosen in self.legs if chosen.leg is not RequestStage.DECODE), None)
 
     @property
-    def decode(self) -> Chosen | None:
+    def decode(self) -> ChosenWorker | None:
         """The worker that writes the answer: of the decode leg, or of the whole."""
         return next((chosen for chosen in self.legs if chosen.leg is not RequestStage.PREFILL), None)
 
-    def reasons(self) -> tuple[Reason, ...]:
+    def reasons(self) -> tuple[CandidateReason, ...]:
         """One reason a candidate and leg (the best of each), and one a worker that was no candidate."""
         taken = {(chosen.leg, chosen.slot) for chosen in self.legs}
-        reasons: list[Reason] = []
+        reasons: list[CandidateReason] = []
         for weighed in self.weighed:
             for slot, column in zip(weighed.slots.tolist(), weighed.numbers.T.tolist(), strict=True):
                 numbers = dict(zip(weighed.names, column, strict=True))
                 chosen = (weighed.leg, slot) in taken
-                reasons.append(Reason(weighed.leg, self.names[slot], chosen, _in_words(numbers), numbers))
+                reasons.append(CandidateReason(weighed.leg, self.names[slot], chosen, _in_words(numbers), numbers))
         known = {slot for weighed in self.weighed for slot in weighed.slots.tolist()}
         aside = dict(self.set_aside)
         for slot, standing in enumerate(self.standing):
             if slot not in known and self.names[slot]:
                 why = aside.get(slot) or self._why_not(standing)
-                reasons.append(Reason(None, self.names[slot], False, why))
+                reasons.append(CandidateReason(None, self.names[slot], False, why))
         return tuple(reasons)
 
     def _why_not(self, standing: int) -> str:
@@ -154,14 +154,20 @@ class Decision:
         return "dearer than those, or not looked at" if dearer else "not needed, or completes no set of legs"
 
 
-def decide(
-    ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float, how: How | None = None, *, write: float = math.inf
+def choose_workers(
+    ask: PlacementRequest,
+    fleet: Fleet,
+    prefixes: PrefixIndex,
+    now: float,
+    how: PlacementRules | None = None,
+    *,
+    write: float = math.inf,
 ) -> Decision:
     """Choose the workers for one submission of a request.
 
     All workers of an answer have one identity.  ``write`` is how many tokens an answer has on the average.
     """
-    how = how or How()
+    how = how or PlacementRules()
     request = ask.request
     stored = prefixes.stored(request.block_hashes, len(fleet))
     hits = prefixes.promised(request.block_hashes, stored)
@@ -175,10 +181,12 @@ def decide(
             choice = how.policy.choose(seen.view(fleet, identity, now, set_aside, room))
             if choice.legs:
                 return _decision(seen, fleet, (identity, now), choice, set_aside)
-    return _decision(seen, fleet, (ask.identity, now), Choice(), _aside(seen, fleet, now))
+    return _decision(seen, fleet, (ask.identity, now), PolicyChoice(), _aside(seen, fleet, now))
 
 
-def relieve(ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float, how: How, *, write: float) -> Decision:
+def choose_migration_target(
+    ask: PlacementRequest, fleet: Fleet, prefixes: PrefixIndex, now: float, how: PlacementRules, *, write: float
+) -> Decision:
     """Choose who goes on with an answer that is being written: one decode leg, or none when there is nobody.
 
     Of the answer's own identity, since its pages are taken over.  ``ask.avoid`` has the worker that writes it.
@@ -186,8 +194,8 @@ def relieve(ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float, how: How,
     hits = prefixes.hits(ask.request.block_hashes, len(fleet))
     seen, set_aside = _Seen(ask, how, (hits, hits), 0, write), dict[int, str]()
     if ask.identity is None:
-        return _decision(seen, fleet, (None, now), Choice(), set_aside)
-    choice = Choice()
+        return _decision(seen, fleet, (None, now), PolicyChoice(), set_aside)
+    choice = PolicyChoice()
     for room in seen.rooms():
         view = seen.view(fleet, ask.identity, now, set_aside, room)
         able = [slot for slot in (*view.decode.tolist(), *view.whole.tolist()) if fleet.hands_over(slot)]
@@ -196,7 +204,7 @@ def relieve(ask: Ask, fleet: Fleet, prefixes: PrefixIndex, now: float, how: How,
     return _decision(seen, fleet, (ask.identity, now), choice, set_aside)
 
 
-def can_serve(fleet: Fleet) -> bool:
+def has_ready_workers(fleet: Fleet) -> bool:
     """Is there a worker for each part of a request, all of one identity?"""
     return any(
         fleet.ready(Role.BOTH, identity) or (fleet.ready(Role.PREFILL, identity) and fleet.ready(Role.DECODE, identity))
@@ -204,7 +212,7 @@ def can_serve(fleet: Fleet) -> bool:
     )
 
 
-def could_serve(fleet: Fleet, besides: frozenset[WorkerId] = frozenset()) -> bool:
+def has_live_workers(fleet: Fleet, besides: frozenset[WorkerId] = frozenset()) -> bool:
     """Are there processes ``besides`` these, whatever their state, for each part of a request?"""
     every = zip(fleet.ids, fleet.roles, fleet.states, strict=True)
     there = {role for name, role, state in every if state not in _NO_HELP and name not in besides}
@@ -223,7 +231,14 @@ class _Room:
 class _Seen:
     """A request as a policy is to see it, whatever the identity."""
 
-    def __init__(self, ask: Ask, how: How, hits: tuple[NDArray[np.int32], ...], sharers: int, write: float) -> None:
+    def __init__(
+        self,
+        ask: PlacementRequest,
+        how: PlacementRules,
+        hits: tuple[NDArray[np.int32], ...],
+        sharers: int,
+        write: float,
+    ) -> None:
         request = ask.request
         left = request.sampling.max_tokens - ask.emitted
         self.ask, self.how, self.sharers = ask, how, sharers
@@ -254,7 +269,9 @@ class _Seen:
         probable = _Room(least, max(self.known + self.write, fewest, beyond))
         return (probable, _Room(least, max(fewest, beyond), longest=True))
 
-    def view(self, fleet: Fleet, identity: ModelIdentity, now: float, set_aside: dict[int, str], room: _Room) -> View:
+    def view(
+        self, fleet: Fleet, identity: ModelIdentity, now: float, set_aside: dict[int, str], room: _Room
+    ) -> PlacementView:
         """With the candidates of this identity."""
         slots = {
             role: _candidates(
@@ -266,7 +283,7 @@ class _Seen:
             )
             for role in SERVING
         }
-        return View(
+        return PlacementView(
             columns=fleet.columns,
             known=self.known,
             write=self.write,
@@ -287,7 +304,7 @@ class _Seen:
         )
 
 
-def _identities(ask: Ask, fleet: Fleet, mixed_numerics: bool) -> Sequence[ModelIdentity]:
+def _identities(ask: PlacementRequest, fleet: Fleet, mixed_numerics: bool) -> Sequence[ModelIdentity]:
     """Whose workers may serve this, the preferred ones first."""
     own = ask.identity
     if own is None:
@@ -297,7 +314,7 @@ def _identities(ask: Ask, fleet: Fleet, mixed_numerics: bool) -> Sequence[ModelI
     return (own, *(each for each in fleet.identities() if each.fingerprint == own.fingerprint and each != own))
 
 
-def _candidates(ask: Ask, fleet: Fleet, slots: Slots, now: float, set_aside: dict[int, str]) -> Slots:
+def _candidates(ask: PlacementRequest, fleet: Fleet, slots: Slots, now: float, set_aside: dict[int, str]) -> Slots:
     """Those who may be given the request, without the doubtful if others are left."""
     if not len(slots):
         return slots
@@ -315,7 +332,9 @@ def _candidates(ask: Ask, fleet: Fleet, slots: Slots, now: float, set_aside: dic
     return slots[~doubtful]
 
 
-def _encoders(ask: Ask, fleet: Fleet, identity: ModelIdentity | None, now: float) -> tuple[PageSource, ...]:
+def _encoders(
+    ask: PlacementRequest, fleet: Fleet, identity: ModelIdentity | None, now: float
+) -> tuple[PageSource, ...]:
     """Whoever reads the prompt chooses among them by image, so that one image is always asked of the same."""
     if not ask.request.images:
         return ()
@@ -364,7 +383,7 @@ def _aside(seen: _Seen, fleet: Fleet, now: float) -> dict[int, str]:
 
 
 def _decision(
-    seen: _Seen, fleet: Fleet, of: tuple[ModelIdentity | None, float], choice: Choice, set_aside: dict[int, str]
+    seen: _Seen, fleet: Fleet, of: tuple[ModelIdentity | None, float], choice: PolicyChoice, set_aside: dict[int, str]
 ) -> Decision:
     identity, now = of
     whose = None if seen.how.mixed_numerics else seen.ask.identity
@@ -385,7 +404,7 @@ def _decision(
     )
 
 
-def _chosen(seen: _Seen, fleet: Fleet, leg: RequestStage, slot: int) -> Chosen:
+def _chosen(seen: _Seen, fleet: Fleet, leg: RequestStage, slot: int) -> ChosenWorker:
     hit = int((seen.reach if fleet.columns.fetches(slot) else seen.hits)[slot])
     if seen.below:
         hit = fleet.columns.raised(slot, hit, seen.below, seen.how.page_tokens)
@@ -398,7 +417,7 @@ def _chosen(seen: _Seen, fleet: Fleet, leg: RequestStage, slot: int) -> Chosen:
         page_tokens=seen.how.page_tokens,
     )
     tokens = due.tokens + (seen.to_write if leg is not RequestStage.PREFILL else 0)
-    return Chosen(leg, slot, fleet.ids[slot], fleet.incarnations[slot], fleet.endpoints[slot], tokens, due)
+    return ChosenWorker(leg, slot, fleet.ids[slot], fleet.incarnations[slot], fleet.endpoints[slot], tokens, due)
 
 
 def _hash(of: bytes) -> int:
@@ -447,15 +466,15 @@ class DecisionLog:
     def explain(self, request: RequestId) -> list[dict[str, Any]]:
         """The same as JSON."""
         decisions = self.of(request)
-        return [as_json(decision, decisions[0].at) for decision in decisions]
+        return [decision_json(decision, decisions[0].at) for decision in decisions]
 
     def explain_in_a_line(self, request: RequestId) -> str | None:
         """The latest of them, as a header tells it."""
         decisions = self.of(request)
-        return in_a_line(decisions[-1]) if decisions else None
+        return decision_line(decisions[-1]) if decisions else None
 
 
-def as_json(decision: Decision, arrival: float) -> dict[str, Any]:
+def decision_json(decision: Decision, arrival: float) -> dict[str, Any]:
     """A decision with all its numbers, as ``GET /debug/requests/{id}`` tells it; times count from ``arrival``."""
     return {
         "at_s": round(decision.at - arrival, 6),
@@ -478,7 +497,7 @@ def as_json(decision: Decision, arrival: float) -> dict[str, Any]:
     }
 
 
-def in_a_line(decision: Decision) -> str:
+def decision_line(decision: Decision) -> str:
     """A decision in the characters of a header: who, why, and the chosen ones' numbers."""
     if not decision.legs:
         return f"policy={decision.policy}; nobody"
@@ -490,5 +509,5 @@ def in_a_line(decision: Decision) -> str:
     return "; ".join(parts)
 
 
-def _order(chosen: Chosen) -> int:
+def _order(chosen: ChosenWorker) -> int:
     return list(RequestStage).index(chosen.leg)

@@ -13,14 +13,23 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.clock import Clock
-from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Recall, Send, WaitForWorker
+from penstock.router.effects import (
+    AbortMigration,
+    CancelStage,
+    DeliverTokens,
+    FailRequest,
+    RequestEffects,
+    StageEnded,
+    SubmitStage,
+    WaitForWorker,
+)
 from penstock.router.fleet import Fleet
 from penstock.router.health import TICK_S
-from penstock.router.links import Links
+from penstock.router.links import WorkerLinks
 from penstock.router.placement import Placement, RetryBudget
 from penstock.router.request import RequestPhase
-from penstock.router.stream import Stream, Tally
-from penstock.router.turns import Slices
+from penstock.router.stream import RequestStats, RequestStream
+from penstock.router.turns import TurnWork
 from penstock.telemetry.registry import Metrics
 from penstock.types import RequestId
 from penstock.wire.codec import fits
@@ -29,7 +38,7 @@ from penstock.wire.transfer_messages import PagesReceived
 
 log = logging.getLogger("penstock.router")
 
-RETRY_S = 1.0
+PLACEMENT_RETRY_S = 1.0
 """Until a request is placed again after an error in placing it, which is logged.  Its own patience ends that."""
 
 
@@ -38,19 +47,19 @@ class Means:
     """What it is done with."""
 
     fleet: Fleet
-    links: Links
+    links: WorkerLinks
     placement: Placement
-    tally: Tally
+    tally: RequestStats
     budget: RetryBudget
-    slices: Slices
+    slices: TurnWork
     metrics: Metrics
     clock: Clock
 
 
-class Deeds:
+class Dispatcher:
     """For the flights of one gateway."""
 
-    def __init__(self, streams: Mapping[RequestId, Stream], means: Means) -> None:
+    def __init__(self, streams: Mapping[RequestId, RequestStream], means: Means) -> None:
         self._streams = streams
         self._fleet, self._links, self._placement = means.fleet, means.links, means.placement
         self._tally, self._budget = means.tally, means.budget
@@ -59,23 +68,23 @@ class Deeds:
         self._to_place: dict[RequestId, None] = {}  # whose time has come, in order; a slice of them is placed in a turn
         self._serial = 0  # of the last Submit
 
-    def apply(self, stream: Stream, effects: Effects, now: float) -> None:
+    def apply(self, stream: RequestStream, effects: RequestEffects, now: float) -> None:
         """Do what a flight asks for, in order."""
         for effect in effects:
             if stream.spans is not None:
                 stream.spans.effect(effect, now)
-            if isinstance(effect, Deliver):
+            if isinstance(effect, DeliverTokens):
                 self._tally.delivered(stream, effect.batch, now)
                 stream.put(effect.batch)
-            elif isinstance(effect, LegEnded):
+            elif isinstance(effect, StageEnded):
                 self._fleet.discharge(effect.worker, effect.incarnation, effect.request)
-            elif isinstance(effect, CancelLeg):
+            elif isinstance(effect, CancelStage):
                 self._cancel(effect)
-            elif isinstance(effect, Recall):
+            elif isinstance(effect, AbortMigration):
                 link = self._links.to(effect.worker, effect.incarnation)
                 if link is not None:
                     link.send(PagesReceived(request=effect.request, epoch=effect.epoch))
-            elif isinstance(effect, Send):
+            elif isinstance(effect, SubmitStage):
                 if not self._send(effect):
                     # The legs after it were not sent; the flight cancels them all and asks again, if that can help.
                     worker, incarnation = effect.worker, effect.incarnation
@@ -86,11 +95,11 @@ class Deeds:
                     return
             elif isinstance(effect, WaitForWorker):
                 self._wait(stream, effect.not_before, now)
-            elif isinstance(effect, Fail):
+            elif isinstance(effect, FailRequest):
                 stream.fail(effect.error)
                 self._tally.settled(stream, "error", now)
 
-    def _send(self, effect: Send) -> bool:
+    def _send(self, effect: SubmitStage) -> bool:
         link = self._links.to(effect.worker, effect.incarnation)
         serial = self._serial + 1
         if link is None or not link.send(msgspec.structs.replace(effect.submit, serial=serial)):
@@ -107,7 +116,7 @@ class Deeds:
         )
         return True
 
-    def _cancel(self, effect: CancelLeg) -> None:
+    def _cancel(self, effect: CancelStage) -> None:
         self._fleet.discharge(effect.worker, effect.incarnation, effect.request)
         link = self._links.to(effect.worker, effect.incarnation)
         if link is not None:
@@ -134,16 +143,16 @@ class Deeds:
                 self._place_or_retry(stream, self._clock.now())
                 yield
 
-    def _place_or_retry(self, stream: Stream, now: float) -> None:
+    def _place_or_retry(self, stream: RequestStream, now: float) -> None:
         """An error is this request's own affair: those behind it are placed all the same."""
         try:
             self._place(stream, now)
         except Exception:
             log.exception("%s could not be placed", stream.flight.request.id)
             if stream.flight.phase is RequestPhase.WAITING:
-                self._placement.wait(stream.flight.request.id, now + RETRY_S, firm=True)
+                self._placement.wait(stream.flight.request.id, now + PLACEMENT_RETRY_S, firm=True)
 
-    def _wait(self, stream: Stream, not_before: float, now: float) -> None:
+    def _wait(self, stream: RequestStream, not_before: float, now: float) -> None:
         """Until then, and until the retry budget has room for it."""
         flight = stream.flight
         self._placement.apart.clear(flight.request.id)
@@ -161,7 +170,7 @@ class Deeds:
         else:
             self._place_soon([flight.request.id])
 
-    def _place(self, stream: Stream, now: float) -> None:
+    def _place(self, stream: RequestStream, now: float) -> None:
         if stream.flight.phase is RequestPhase.WAITING:
             decision, root = self._placement.decide(stream.flight, now)
             if stream.spans is not None:

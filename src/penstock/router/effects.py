@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.errors import PenstockError
-from penstock.router.worker_load import Due
+from penstock.router.worker_load import ExpectedWork
 from penstock.types import RequestId, TokenBatch, WorkerId
 from penstock.wire.gateway_messages import Submit
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SubmitStage:
     """Submit this leg.  ``tokens`` are what it has to compute, ``due`` what it asks of its worker."""
 
     worker: WorkerId
     incarnation: int
     submit: Submit
     tokens: int
-    due: Due
+    due: ExpectedWork
 
 
 @dataclass(frozen=True, slots=True)
-class CancelLeg:
+class CancelStage:
     """Tell the worker to forget the leg, if it still listens."""
 
     worker: WorkerId
@@ -32,7 +32,7 @@ class CancelLeg:
 
 
 @dataclass(frozen=True, slots=True)
-class Recall:
+class AbortMigration:
     """Tell the worker that writes this answer that whoever was to go on with it has gone."""
 
     worker: WorkerId
@@ -42,7 +42,7 @@ class Recall:
 
 
 @dataclass(frozen=True, slots=True)
-class LegEnded:
+class StageEnded:
     """The leg holds nothing any more; nothing need be sent."""
 
     worker: WorkerId
@@ -52,14 +52,14 @@ class LegEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Deliver:
+class DeliverTokens:
     """Give this to the client.  A batch with ``finish`` is the last effect but for the ends of legs."""
 
     batch: TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
+class FailRequest:
     """The request cannot be served."""
 
     error: PenstockError
@@ -72,5 +72,5 @@ class WaitForWorker:
     not_before: float
 
 
-Effect = Send | CancelLeg | Recall | LegEnded | Deliver | Fail | WaitForWorker
-Effects = tuple[Effect, ...]
+RequestEffect = SubmitStage | CancelStage | AbortMigration | StageEnded | DeliverTokens | FailRequest | WaitForWorker
+RequestEffects = tuple[RequestEffect, ...]

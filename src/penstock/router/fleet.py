@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.router.worker_load import Book, Columns, Due, Slots
+from penstock.router.worker_load import ExpectedWork, InFlightWork, LoadTable, Slots
 from penstock.telemetry.metrics import TIER_FIGURES, TIER_PAGES, TIERS, tier_counter
 from penstock.types import ModelIdentity, RequestId, Role, WorkerId, WorkerState, is_older_incarnation
 from penstock.wire.gateway_messages import Report
@@ -76,8 +76,8 @@ class Fleet:
         self._own: list[int] = []
         self._others: list[int] = []
         self._work: list[dict[RequestId, int]] = []
-        self.columns = Columns()
-        self._book = Book(self.columns)
+        self.columns = LoadTable()
+        self._book = InFlightWork(self.columns)
         self._slots: dict[WorkerId, int] = {}
         self._vacant: list[int] = []  # of workers that were forgotten
         self._arrays: dict[tuple[Role, ModelIdentity | None], Slots] = {}  # until somebody changes
@@ -254,7 +254,7 @@ class Fleet:
         request: RequestId,
         tokens: int,
         *,
-        due: Due | None = None,
+        due: ExpectedWork | None = None,
         serial: int = 0,
         now: float = float("-inf"),
     ) -> None:

@@ -17,11 +17,11 @@ from penstock.config.limits import FailoverConfig
 from penstock.config.schema import GatewayConfig
 from penstock.errors import ConfigError
 from penstock.hashing import chain_root
-from penstock.router.decide import can_serve, could_serve
+from penstock.router.decide import has_live_workers, has_ready_workers
 from penstock.router.fleet import Fleet
-from penstock.router.links import Links
+from penstock.router.links import WorkerLinks
 from penstock.router.prefix_index import PrefixIndex
-from penstock.router.request import NO_FAILURES, Flight, is_no_fault_of_sender
+from penstock.router.request import NO_FAILURES, RoutedRequest, is_no_fault_of_sender
 from penstock.telemetry.log import event
 from penstock.telemetry.registry import Metrics
 from penstock.types import (
@@ -90,7 +90,7 @@ class PinnedModel:
 # MERGED: computes nothing never
 # MERGED: answers its probe.  A new incarnation begins with a clean slate.  Pure: time is handed in.
 
-MOST_UNANSWERED = 3
+MAX_UNANSWERED_PROBES = 3
 """A supervisor that is told so often that a worker does nothing ends it (``launch.restart``)."""
 
 
@@ -154,7 +154,7 @@ class Quarantine:
     @property
     def hopeless(self) -> frozenset[WorkerId]:
         """Those that speak and never answer: their supervisor, if they have one, would have ended them by now."""
-        return frozenset(worker for worker, held in self._held.items() if held.unanswered > MOST_UNANSWERED)
+        return frozenset(worker for worker, held in self._held.items() if held.unanswered > MAX_UNANSWERED_PROBES)
 
     def due(self, now: float, *, urgent: bool) -> list[tuple[WorkerId, int]]:
         """Who is to be probed now; all of them where it is ``urgent``, as nobody else can serve."""
@@ -195,7 +195,7 @@ class Quarantine:
 
 log = logging.getLogger("penstock.router")
 
-DRAINED = "exit code 0"
+EXITED_CLEANLY = "exit code 0"
 """Why a worker is down that was asked to end (``launch.events.Exit``)."""
 
 TICK_S = 0.05
@@ -203,18 +203,18 @@ TICK_S = 0.05
 
 _LATE_S = 0.25  # a tick later than this means that we did not listen, not that workers did not speak
 
-FORGETTING_S = 10.0
+REMOVAL_INTERVAL_S = 10.0
 """Between two looks for workers that are to be forgotten."""
 
-MOST_REFUSALS = 16
+MAX_REFUSALS = 16
 """Requests that a worker may give back in a row, for reasons of its own, before it is taken out of routing."""
 
-STILL_STEPS = 20
+STALLED_STEPS = 20
 """A worker with work of ours that reports, and has not made a step for so many predicted ones, stands still."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class LostWorker:
     """A worker that is gone or given up, and what it had."""
 
     worker: WorkerId
@@ -231,11 +231,11 @@ class WatchedState:
     """What is kept true."""
 
     fleet: Fleet
-    links: Links
+    links: WorkerLinks
     prefixes: PrefixIndex
 
 
-class Watch:
+class WorkerHealth:
     """Keeps ``state`` true.  ``lose`` hears of lost requests, ``suspect`` (the supervisor) of silence."""
 
     def __init__(
@@ -244,7 +244,7 @@ class Watch:
         state: WatchedState,
         metrics: Metrics,
         *,
-        lose: Callable[[Loss], None],
+        lose: Callable[[LostWorker], None],
         suspect: Callable[[Suspect], None],
     ) -> None:
         self._failover = config.failover
@@ -284,7 +284,7 @@ class Watch:
         if message.incarnation != earlier[0]:
             self._quarantine.clear(message.worker)
         self._given_up.pop((message.worker, earlier[0]), None)
-        self._lose(Loss(worker=message.worker, incarnation=earlier[0], requests=earlier[1], reason="replaced"))
+        self._lose(LostWorker(worker=message.worker, incarnation=earlier[0], requests=earlier[1], reason="replaced"))
 
     def _connect(self, message: WorkerUp) -> None:
         """Have a link, now or with a later beat: a process may be out of sockets or descriptors for a while."""
@@ -309,7 +309,7 @@ class Watch:
         if slot is not None:
             self._prefixes.drop(slot)
         self._metrics.worker_died(message.worker)
-        grave = message.fault or bool(work) or message.reason != DRAINED
+        grave = message.fault or bool(work) or message.reason != EXITED_CLEANLY
         event(
             log,
             logging.WARNING if grave else logging.INFO,
@@ -324,7 +324,7 @@ class Watch:
         self._foreign.pop(message.worker, None)
         moved, given_up = self._given_up.pop((message.worker, message.incarnation), ((), 0.0))
         self._lose(
-            Loss(
+            LostWorker(
                 worker=message.worker,
                 incarnation=message.incarnation,
                 requests=work,
@@ -384,7 +384,7 @@ class Watch:
         self._links.drop(worker)
         event(log, logging.WARNING, "worker was replaced", worker=worker, requests=len(work))
         self._given_up[worker, incarnation] = work, now
-        self._lose(Loss(worker=worker, incarnation=incarnation, requests=work, reason=reason))
+        self._lose(LostWorker(worker=worker, incarnation=incarnation, requests=work, reason=reason))
 
     def cached(self, events: KvEvents, worker: WorkerId, incarnation: int) -> None:
         """A worker tells of its prefix cache; nobody tells of another's."""
@@ -431,7 +431,7 @@ class Watch:
         """Workers whose names never come back (those of pods, say) must not fill this process."""
         if now < self._next_forgetting:
             return
-        self._next_forgetting = now + min(FORGETTING_S, self._failover.forget_s)
+        self._next_forgetting = now + min(REMOVAL_INTERVAL_S, self._failover.forget_s)
         for worker in self._fleet.vanished(now, self._failover.forget_s):
             slot = self._fleet.forget(worker)
             if slot is not None:
@@ -443,14 +443,14 @@ class Watch:
 
     def deserted(self, now: float) -> str | None:
         """Why nobody need wait for a worker: those that are needed have all been gone for ``no_path_s``."""
-        if could_serve(self._fleet, self._quarantine.hopeless):
+        if has_live_workers(self._fleet, self._quarantine.hopeless):
             self._peopled = now
         gone = now - self._peopled
         if gone <= self._failover.no_path_s:
             return None
         return f"Every worker that could serve this has been out of reach for {gone:.1f} s."
 
-    def still(self, flight: Flight, now: float) -> float | None:
+    def still(self, flight: RoutedRequest, now: float) -> float | None:
         """Since when nothing that this flight waits for has moved, if that is too long; its workers are suspected.
 
         A worker that waits for another one's pages or memory is no reason while that other one computes: somebody's
@@ -463,7 +463,7 @@ class Watch:
             if slot is None or not fleet.is_current(leg.worker, leg.incarnation) or not fleet.is_up(slot):
                 return None
             since = max(since, fleet.moved[slot])
-            if now - since < max(self._failover.still_s, STILL_STEPS * fleet.step_s(slot)):
+            if now - since < max(self._failover.still_s, STALLED_STEPS * fleet.step_s(slot)):
                 return None
         if not legs:
             return None
@@ -504,9 +504,9 @@ class Watch:
         if reason.startswith(OF_REQUEST):  # a client that asks again and again must not drive it out
             return
         self.refusals[worker] = self.refusals.get(worker, 0) + 1
-        if self.refusals[worker] >= MOST_REFUSALS:
+        if self.refusals[worker] >= MAX_REFUSALS:
             del self.refusals[worker]
-            self.distrust(worker, incarnation, f"gave back {MOST_REFUSALS} requests and wrote no token", now)
+            self.distrust(worker, incarnation, f"gave back {MAX_REFUSALS} requests and wrote no token", now)
 
     def _probe(self, now: float) -> None:
         """Ask workers that were given up and speak again for one token each."""
@@ -517,7 +517,7 @@ class Watch:
             self._metrics.worker_probed(worker, "unanswered")
             reason = f"no answer to a probe within {self._failover.probe_s:g} s"
             self._suspected(Suspect(worker=worker, incarnation=incarnation, reason=reason))
-        for worker, incarnation in self._quarantine.due(now, urgent=not can_serve(fleet)):
+        for worker, incarnation in self._quarantine.due(now, urgent=not has_ready_workers(fleet)):
             slot, link = fleet.slot(worker), self._links.to(worker, incarnation)
             if slot is None or link is None or fleet.states[slot] is not WorkerState.QUARANTINED:
                 continue
@@ -534,7 +534,7 @@ class Watch:
         fleet.suspect(slot, reason)
         self._given_up[worker, incarnation] = work, now
         self._tell("worker is suspected", Suspect(worker=worker, incarnation=incarnation, reason=reason), now)
-        self._lose(Loss(worker=worker, incarnation=incarnation, requests=work, reason=reason))
+        self._lose(LostWorker(worker=worker, incarnation=incarnation, requests=work, reason=reason))
 
     def _tell(self, what: str, suspect: Suspect, now: float) -> None:
         self._quarantine.put(suspect.worker, suspect.incarnation, now)

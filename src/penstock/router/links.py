@@ -23,7 +23,7 @@ from penstock.wire.transport import AsyncLink
 # MERGED: Knows nothing of messages but what they weigh.
 
 
-class TurnRoom:
+class MessageBudget:
     """Units that are left in this turn.  What takes the last of them may be larger than what was left."""
 
     def __init__(self, units: int) -> None:
@@ -59,14 +59,14 @@ class Connect(Protocol):
     def __call__(self, endpoint: str) -> AsyncLink: ...
 
 
-Handle = Callable[[WorkerId, int, PeerMessage], None]
+MessageHandler = Callable[[WorkerId, int, PeerMessage], None]
 """Called with worker, incarnation and each message that came from it."""
 
 
 MESSAGE_UNITS = 16
 """To handle a message, whatever is in it.  Each request that it has tokens of is one more."""
 
-NOBODY_AWAITED: Mapping[WorkerId, Sequence[Awaited]] = {}
+NONE_AWAITED: Mapping[WorkerId, Sequence[Awaited]] = {}
 
 
 class WorkerLink:
@@ -81,21 +81,21 @@ class WorkerLink:
         self._unsent: list[Cancel] = []
         self._reader: asyncio.Task[None] | None = None
 
-    def read(self, handle: Handle, room: TurnRoom) -> None:
+    def read(self, handle: MessageHandler, room: MessageBudget) -> None:
         """Start to hand every message to ``handle``, when a turn has ``room``.  Needs a running event loop."""
         self._reader = asyncio.get_running_loop().create_task(self._read(handle, room), name=f"link {self.worker}")
 
-    async def _read(self, handle: Handle, room: TurnRoom) -> None:
+    async def _read(self, handle: MessageHandler, room: MessageBudget) -> None:
         async for received in self._link:
             rest: PeerMessage | None = received.message
             while rest is not None:
                 while not room.has_room:  # noqa: ASYNC110 - there is room in the next turn
                     await asyncio.sleep(0)
-                part, rest = parted(rest, room.left)
-                room.take(units_of(part))
+                part, rest = split_message(rest, room.left)
+                room.take(message_units(part))
                 self._handle(handle, part)
 
-    def _handle(self, handle: Handle, message: PeerMessage) -> None:
+    def _handle(self, handle: MessageHandler, message: PeerMessage) -> None:
         try:
             handle(self.worker, self.incarnation, message)
         except Exception:
@@ -138,12 +138,12 @@ class WorkerLink:
         return self._link.counters.malformed + self._link.counters.unsent
 
 
-def units_of(message: PeerMessage) -> int:
+def message_units(message: PeerMessage) -> int:
     """What it takes to handle this."""
     return MESSAGE_UNITS + (len(message.items) if isinstance(message, Tokens) else 0)
 
 
-def parted(message: PeerMessage, units: int) -> tuple[PeerMessage, PeerMessage | None]:
+def split_message(message: PeerMessage, units: int) -> tuple[PeerMessage, PeerMessage | None]:
     """What fits into so many units, and what is left of it.  Only tokens of many requests are parted: the parts mean
     the same one after another, and each is worth handling by itself."""
     if not isinstance(message, Tokens):
@@ -155,14 +155,14 @@ def parted(message: PeerMessage, units: int) -> tuple[PeerMessage, PeerMessage |
     return first, msgspec.structs.replace(message, items=message.items[most:])
 
 
-class Links:
+class WorkerLinks:
     """All links, by worker."""
 
-    def __init__(self, connect: Connect, handle: Handle, units_per_turn: int | None = None) -> None:
-        """``units_per_turn``: of messages of all workers (``units_of``)."""
+    def __init__(self, connect: Connect, handle: MessageHandler, units_per_turn: int | None = None) -> None:
+        """``units_per_turn``: of messages of all workers (``message_units``)."""
         self._connect = connect
         self._handle = handle
-        self._room = TurnRoom(units_per_turn or TurnLimits().message_units_per_turn)
+        self._room = MessageBudget(units_per_turn or TurnLimits().message_units_per_turn)
         self._links: dict[WorkerId, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._dropped = 0  # by links that are closed
@@ -185,7 +185,7 @@ class Links:
     def beat(
         self,
         hello: Hello,
-        awaited: Mapping[WorkerId, Sequence[Awaited]] = NOBODY_AWAITED,
+        awaited: Mapping[WorkerId, Sequence[Awaited]] = NONE_AWAITED,
         lacking: Collection[WorkerId] = (),
         resting: Collection[WorkerId] = (),
     ) -> None:

@@ -11,14 +11,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from penstock.clock import Clock
-from penstock.router.effects import Effects
+from penstock.router.effects import RequestEffects
 from penstock.router.fleet import Fleet
-from penstock.router.health import Loss
-from penstock.router.links import Links
+from penstock.router.health import LostWorker
+from penstock.router.links import WorkerLinks
 from penstock.router.placement import Placement
-from penstock.router.poison import guilty
-from penstock.router.stream import Stream
-from penstock.router.turns import Slices, logged_errors
+from penstock.router.poison import find_culprit
+from penstock.router.stream import RequestStream
+from penstock.router.turns import TurnWork, log_errors
 from penstock.telemetry.log import event
 from penstock.telemetry.registry import Metrics
 from penstock.types import RequestId, Role, WorkerId, WorkerState
@@ -30,17 +30,17 @@ _LOOKED_AT = 16
 """Streams that one unit of work finds or blames; taking one away and sending it elsewhere is a unit each."""
 
 
-class Losses:
+class LostWorkerHandler:
     """``apply`` carries out a stream's effects; ``poison_deaths`` workers may die of one request."""
 
     def __init__(
         self,
-        streams: Mapping[RequestId, Stream],
-        apply: Callable[[Stream, Effects, float], None],
+        streams: Mapping[RequestId, RequestStream],
+        apply: Callable[[RequestStream, RequestEffects, float], None],
         metrics: Metrics,
         *,
         poison_deaths: int,
-        slices: Slices,
+        slices: TurnWork,
         clock: Clock,
     ) -> None:
         self._streams = streams
@@ -50,14 +50,14 @@ class Losses:
         self._slices = slices
         self._clock = clock
 
-    def take(self, loss: Loss) -> None:
+    def take(self, loss: LostWorker) -> None:
         """A worker is gone or given up."""
         if loss.requests or loss.moved:
             self._slices.add(self._move(loss))
 
-    def _move(self, loss: Loss) -> Iterator[None]:
+    def _move(self, loss: LostWorker) -> Iterator[None]:
         worker, incarnation = loss.worker, loss.incarnation
-        there: list[Stream] = []
+        there: list[RequestStream] = []
         for at in range(0, len(loss.requests), _LOOKED_AT):
             named = self._named(loss.requests[at : at + _LOOKED_AT])
             there += [stream for stream in named if stream.flight.runs_at(worker, incarnation)]
@@ -66,14 +66,14 @@ class Losses:
         if loss.fault:
             yield from self._blame(loss, there)
         for stream in there:
-            with logged_errors(f"{stream.flight.request.id} could not be taken away from {worker}"):
+            with log_errors(f"{stream.flight.request.id} could not be taken away from {worker}"):
                 now = self._clock.now()
                 effects = stream.flight.lost(worker, incarnation, loss.reason, now)
                 stream.failed((worker, incarnation), loss.reason, effects, now)
                 self._apply(stream, effects, now)
             yield
 
-    def _blame(self, loss: Loss, there: Sequence[Stream]) -> Iterator[None]:
+    def _blame(self, loss: LostWorker, there: Sequence[RequestStream]) -> Iterator[None]:
         """It died by itself: those that it had, or that were taken from it and have not moved since, may be why."""
         moved = [stream for stream in self._named(loss.moved) if stream.flight.moved <= loss.given_up]
         suspects = {stream.flight.request.id: stream for stream in (*moved, *there)}
@@ -85,15 +85,15 @@ class Losses:
             if number % _LOOKED_AT == 0:
                 yield
         now = self._clock.now()
-        culprit = guilty(deaths, self._poison_deaths)
+        culprit = find_culprit(deaths, self._poison_deaths)
         if culprit is not None:
             self._metrics.poisoned()
             ends = "; ".join(suspects[culprit].flight.guilt.deaths)
             event(log, logging.ERROR, "request ends workers", request_id=culprit, deaths=deaths[culprit], ends=ends)
-            with logged_errors(f"{culprit} could not be refused"):
+            with log_errors(f"{culprit} could not be refused"):
                 self._apply(suspects[culprit], suspects[culprit].flight.poison(), now)
 
-    def _named(self, requests: Sequence[RequestId]) -> list[Stream]:
+    def _named(self, requests: Sequence[RequestId]) -> list[RequestStream]:
         return [stream for request in requests if (stream := self._streams.get(request)) is not None]
 
 
@@ -103,21 +103,21 @@ class Losses:
 # MERGED:
 # MERGED: Decides nothing itself (``decide.relieve`` and the flight do).
 
-Apply = Callable[[Stream, Effects, float], None]
+Apply = Callable[[RequestStream, RequestEffects, float], None]
 
 
-class Relief:
+class MigrationHandler:
     """Of one gateway."""
 
     def __init__(
         self,
         fleet: Fleet,
-        links: Links,
+        links: WorkerLinks,
         placement: Placement,
-        streams: Mapping[RequestId, Stream],
+        streams: Mapping[RequestId, RequestStream],
         apply: Apply,
         *,
-        slices: Slices,
+        slices: TurnWork,
         clock: Clock,
     ) -> None:
         """``is_probe`` is set by whoever sends probes."""
@@ -165,10 +165,10 @@ class Relief:
             if not fleet.is_current(worker, incarnation):
                 return
             if stream is not None and stream.flight.may_move(worker, incarnation, epoch):
-                with logged_errors(f"nobody could be found to go on with {request}"):
+                with log_errors(f"nobody could be found to go on with {request}"):
                     self._move(stream, source, beyond, ends=fleet.states[slot] is WorkerState.DRAINING)
 
-    def _move(self, stream: Stream, source: PageSource, beyond: int, *, ends: bool) -> None:
+    def _move(self, stream: RequestStream, source: PageSource, beyond: int, *, ends: bool) -> None:
         """``ends``: whoever writes it is about to stop."""
         now, flight, worker, incarnation = self._clock.now(), stream.flight, source.worker, source.incarnation
         decision, root = self._placement.relieve(flight, worker, incarnation, now, beyond=beyond)

@@ -13,19 +13,19 @@ from time import perf_counter
 
 from penstock.config.limits import FailoverConfig, RoutingConfig
 from penstock.hashing import chain_root
-from penstock.router.decide import Decision, DecisionLog, How, decide, relieve
+from penstock.router.decide import Decision, DecisionLog, PlacementRules, choose_migration_target, choose_workers
 from penstock.router.fleet import Fleet
-from penstock.router.poison import KeptApart
-from penstock.router.policy.baselines import policy_named
+from penstock.router.poison import PoisonIsolation
+from penstock.router.policy.baselines import make_policy
 from penstock.router.prefix_index import PrefixIndex
-from penstock.router.request import Flight
+from penstock.router.request import RoutedRequest
 from penstock.telemetry.log import event
 from penstock.telemetry.registry import Metrics
 from penstock.types import PAGE_TOKENS, BlockHash, RequestId, ValidRequest, WorkerId
 
 log = logging.getLogger("penstock.router")
 
-ANSWERS_AVERAGED = 64
+RESPONSES_AVERAGED = 64
 """The expected length of an answer is the mean of the first so many, to which each later one adds its part of 1/64."""
 
 
@@ -40,15 +40,15 @@ class Placement:
         *,
         mixed_numerics: bool,
         page_tokens: int = PAGE_TOKENS,
-        apart: KeptApart | None = None,
+        apart: PoisonIsolation | None = None,
     ) -> None:
         self.decisions = DecisionLog(config.remembered_requests, config.remembered_decisions)
         self.prefixes = PrefixIndex(config.max_indexed_blocks, config.max_indexed_workers)
-        self.apart = KeptApart(limit=math.inf) if apart is None else apart
+        self.apart = PoisonIsolation(limit=math.inf) if apart is None else apart
         self._fleet = fleet
         self._metrics = metrics
-        self._how = How(
-            policy=policy_named(config.policy),
+        self._how = PlacementRules(
+            policy=make_policy(config.policy),
             always_split=config.split == "always",
             mixed_numerics=mixed_numerics,
             page_tokens=page_tokens,
@@ -78,7 +78,7 @@ class Placement:
         ]
 
     def decide(
-        self, flight: Flight, now: float, stopwatch: Callable[[], float] = perf_counter
+        self, flight: RoutedRequest, now: float, stopwatch: Callable[[], float] = perf_counter
     ) -> tuple[Decision, BlockHash]:
         """A decision for this flight, and the hash chain's root where it will be served."""
         request = flight.request
@@ -87,7 +87,7 @@ class Placement:
         suspect = self.apart.suspects(flight.guilt)
         if suspect:
             ask = replace(ask, avoid=ask.avoid | self.apart.taken(request.id))
-        decision = decide(ask, self._fleet, self.prefixes, now, self._how, write=self._write(request))
+        decision = choose_workers(ask, self._fleet, self.prefixes, now, self._how, write=self._write(request))
         self._metrics.decided(stopwatch() - began, legs=len(decision.legs))
         self.decisions.add(request.id, decision)
         if decision.legs:
@@ -101,14 +101,14 @@ class Placement:
         return decision, _root(decision, request)
 
     def relieve(
-        self, flight: Flight, worker: WorkerId, incarnation: int, now: float, *, beyond: int = 0
+        self, flight: RoutedRequest, worker: WorkerId, incarnation: int, now: float, *, beyond: int = 0
     ) -> tuple[Decision, BlockHash]:
-        """Who is to go on with an answer that this worker writes; as ``decide``.  Nobody who has a leg of it already: a
-        worker takes a request on once in an epoch.  ``beyond``: as in ``Ask``."""
+        """Who is to go on with an answer that this worker writes; as ``choose_workers``.  Nobody who has a leg of it already: a
+        worker takes a request on once in an epoch.  ``beyond``: as in ``PlacementRequest``."""
         ask, fleet = flight.ask(now), self._fleet
         taken = {who for who in zip(fleet.ids, fleet.incarnations, strict=True) if flight.runs_at(*who)}
         ask = replace(ask, avoid=ask.avoid | taken | {(worker, incarnation)}, beyond=beyond)
-        decision = relieve(ask, fleet, self.prefixes, now, self._how, write=self._write(flight.request))
+        decision = choose_migration_target(ask, fleet, self.prefixes, now, self._how, write=self._write(flight.request))
         if decision.legs:
             self.decisions.add(flight.request.id, decision)
         return decision, _root(decision, flight.request)
@@ -121,7 +121,7 @@ class Placement:
         """A token came: what the request leaves in caches is told with the workers' next reports."""
         self.prefixes.settle(request)
 
-    def ended(self, flight: Flight) -> None:
+    def ended(self, flight: RoutedRequest) -> None:
         """A flight is over."""
         self.forget(flight.request.id)
         self.apart.clear(flight.request.id)
@@ -129,7 +129,7 @@ class Placement:
         tokens = len(flight.emitted)
         if tokens:
             self._answers += 1
-            share = 1 / min(self._answers, ANSWERS_AVERAGED)
+            share = 1 / min(self._answers, RESPONSES_AVERAGED)
             self._length = float(tokens) if self._answers == 1 else (1 - share) * self._length + share * tokens
 
 

@@ -26,7 +26,7 @@ Pairs = frozenset[tuple[WorkerId, int]]
 """(worker, incarnation)."""
 
 
-class Guilt:
+class CrashRecord:
     """The deaths that are held against one request."""
 
     __slots__ = ("_cleared_at", "_tokens", "deaths")
@@ -56,14 +56,14 @@ class Guilt:
         )
 
 
-def guilty(deaths: Mapping[RequestId, int], limit: int) -> RequestId | None:
+def find_culprit(deaths: Mapping[RequestId, int], limit: int) -> RequestId | None:
     """The one whom most deaths are held against, ``limit`` or more, if it is one.  ``deaths``: of all there."""
     most = max(deaths.values(), default=0)
     worst = [request for request, count in deaths.items() if count == most]
     return worst[0] if most >= limit and len(worst) == 1 else None
 
 
-class KeptApart:
+class PoisonIsolation:
     """Requests that are suspected, and the workers that each is at."""
 
     def __init__(self, limit: float) -> None:
@@ -74,7 +74,7 @@ class KeptApart:
     def __len__(self) -> int:
         return len(self._at)
 
-    def suspects(self, guilt: Guilt) -> bool:
+    def suspects(self, guilt: CrashRecord) -> bool:
         """Is a request with this guilt to be kept apart?"""
         return len(guilt.deaths) >= self._limit
 

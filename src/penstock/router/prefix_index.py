@@ -33,7 +33,7 @@ from penstock.wire.gateway_messages import KvEvents
 _FINE_BLOCKS = 64
 
 
-class Promises:
+class PendingPrefixes:
     """Open requests by the blocks of their prompts.  Bounded by the requests that are open."""
 
     def __init__(self) -> None:
@@ -135,10 +135,10 @@ def _grid(blocks: int) -> list[int]:
     return grid
 
 
-ASK_AGAIN_S = 1.0
+SNAPSHOT_RETRY_S = 1.0
 """A worker that was asked for all of its cache is given so long before it is asked again."""
 
-SWEPT_AT_ONCE = 1 << 17
+SWEEP_ENTRIES = 1 << 17
 """Places of the table that are looked at for ended workers at each ``sweep``: some 3 ms, and nothing while all live."""
 
 
@@ -170,7 +170,7 @@ class PrefixIndex:
         self._below: list[NDArray[np.intp]] = []  # the same for each lower tier that anybody has told of
         self._depths: NDArray[np.int32] = np.zeros(max_workers + 1, np.int32)  # by owner; the last stays 0
         self._nobody = max_workers
-        self.promises = Promises()
+        self.promises = PendingPrefixes()
         self.gaps = 0  # how often something that a worker told was missed
         self.refused = 0  # blocks that found no room
 
@@ -197,7 +197,7 @@ class PrefixIndex:
 
     def sweep(self) -> None:
         """Give back some of the memory of what has ended.  Called now and then."""
-        self._blocks.sweep(SWEPT_AT_ONCE)
+        self._blocks.sweep(SWEEP_ENTRIES)
 
     # --- what workers tell ------------------------------------------------------------------------------------------
 
@@ -224,9 +224,9 @@ class PrefixIndex:
         self.promises.reported(slot)
 
     def lacking(self, slot: int, now: float) -> bool:
-        """Is the worker to be asked for all that it has?  True at most once in ``ASK_AGAIN_S``."""
+        """Is the worker to be asked for all that it has?  True at most once in ``SNAPSHOT_RETRY_S``."""
         followed = self._followed[slot] if slot < len(self._followed) else None
-        if followed is None or followed.whole or now - followed.asked < ASK_AGAIN_S:
+        if followed is None or followed.whole or now - followed.asked < SNAPSHOT_RETRY_S:
             return False
         if followed.owner is None:  # there was no room when it came; others may have gone since
             self._begin(slot, followed)

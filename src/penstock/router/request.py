@@ -11,7 +11,7 @@ and a new epoch submits prompt + delivered tokens: by law 1 the answer goes on a
        +---lost, returned-+        epoch + 1, surviving legs cancelled
 
 An answer may change its worker in flight: a leg *joins*, and with its first token the leg that wrote before is over.
-A leg that was sent ends exactly once: by ``CancelLeg`` or by ``LegEnded``.  Knows nothing about fleets, links and
+A leg that was sent ends exactly once: by ``CancelStage`` or by ``StageEnded``.  Knows nothing about fleets, links and
 time; the caller turns effects into deeds and hands in ``now``.
 """
 
@@ -34,10 +34,26 @@ from penstock.errors import (
     StalledRequest,
     WorkerLost,
 )
-from penstock.router.decide import Ask, Chosen, Decision
-from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Recall, Send, WaitForWorker
-from penstock.router.poison import Guilt
-from penstock.router.submission import aged, is_apart, joining, news_of, recipient, submissions
+from penstock.router.decide import ChosenWorker, Decision, PlacementRequest
+from penstock.router.effects import (
+    AbortMigration,
+    CancelStage,
+    DeliverTokens,
+    FailRequest,
+    RequestEffects,
+    StageEnded,
+    SubmitStage,
+    WaitForWorker,
+)
+from penstock.router.poison import CrashRecord
+from penstock.router.submission import (
+    build_migration_submit,
+    build_submits,
+    has_mixed_numerics,
+    new_tokens,
+    recipient_of,
+    remaining_claim,
+)
 from penstock.types import (
     BlockHash,
     FinishReason,
@@ -80,7 +96,7 @@ def is_no_fault_of_sender(reason: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class FailoverLimits:
     """When to give up."""
 
     max_attempts: int  # submissions without a new token in between
@@ -89,7 +105,7 @@ class Patience:
     poison_tokens: int = 8  # new tokens clear a request of the deaths before them
 
     @classmethod
-    def of(cls, failover: FailoverConfig, limits: Limits) -> Patience:
+    def of(cls, failover: FailoverConfig, limits: Limits) -> FailoverLimits:
         """As it is set."""
         return cls(
             max_attempts=failover.max_attempts,
@@ -103,7 +119,7 @@ class Patience:
         return self.first_byte_s if claim.max_wait_s is None else claim.max_wait_s
 
 
-def too_long(request: ValidRequest, longest: float, *, started: bool) -> PenstockError:
+def context_exceeded(request: ValidRequest, longest: float, *, started: bool) -> PenstockError:
     """Nobody has the memory for it.  ``longest``: the longest context of any worker, if that is why."""
     known, left = len(request.prompt), request.sampling.max_tokens
     if request.open_ended:
@@ -115,7 +131,7 @@ def too_long(request: ValidRequest, longest: float, *, started: bool) -> Penstoc
     return WorkerLost(text) if started else RequestError(text, code="context_length_exceeded")
 
 
-def too_large() -> PenstockError:
+def message_too_large() -> PenstockError:
     """A message about it is larger than any may be, whoever sends it."""
     return RequestError(
         f"This request, or a step of its answer, does not fit into a message of {MAX_FRAME_BYTES} bytes between "
@@ -124,7 +140,7 @@ def too_large() -> PenstockError:
     )
 
 
-def stalled(limit_s: float, *, started: bool, waiting: bool, bounded: bool = False) -> PenstockError:
+def timed_out(limit_s: float, *, started: bool, waiting: bool, bounded: bool = False) -> PenstockError:
     """No token came within the limit.  ``waiting``: no worker even had it; ``bounded``: it may wait for no longer."""
     if bounded and not started:
         return DeadlineMissed(f"The request waited for {limit_s:g} s, as long as it may, and no token was computed.")
@@ -134,7 +150,7 @@ def stalled(limit_s: float, *, started: bool, waiting: bool, bounded: bool = Fal
     return StalledRequest(f"No worker computed the {what} token within {limit_s:g} s.")
 
 
-def satisfied(sampling: SamplingParams, emitted: Sequence[int]) -> FinishReason | None:
+def implied_finish(sampling: SamplingParams, emitted: Sequence[int]) -> FinishReason | None:
     """Do the delivered tokens end the answer already, though nobody has said so?"""
     count = len(emitted)
     if count and count >= sampling.min_tokens and emitted[-1] in sampling.stop_token_ids:
@@ -148,11 +164,11 @@ def satisfied(sampling: SamplingParams, emitted: Sequence[int]) -> FinishReason 
 # MERGED: Messages may be lost, doubled or overtaken: a part is known by its place.  No more is kept than the
 # MERGED: prompt has tokens.
 
-LOST_S = 1.0
+LOST_PART_S = 1.0
 """After the last part the others are waited for so long."""
 
 
-class PromptTold:
+class PromptLogprobs:
     """What one epoch of a request has brought so far."""
 
     __slots__ = ("_kept", "_last", "_most", "_parts", "_since")
@@ -187,17 +203,17 @@ class PromptTold:
 
     def lost(self, now: float) -> bool:
         """Has the last part come, and others not for so long that they will not?"""
-        return self._last is not None and now - self._since >= LOST_S
+        return self._last is not None and now - self._since >= LOST_PART_S
 
 
 # MERGED: One leg of a flight's current epoch: where it runs, and what has been heard of it.
 
-UNHEARD_S = 1.0
+SILENT_STAGE_S = 1.0
 """A leg that has said nothing for so long is asked about: what was sent to it, or what it said, may have been lost."""
 
 
 @dataclass(slots=True)
-class LegRun:
+class StageRun:
     """A leg that was sent to a worker."""
 
     leg: RequestStage
@@ -214,20 +230,20 @@ class LegRun:
         return not self.ended and not (self.spoken and self.leg is RequestStage.PREFILL)
 
 
-HOLD_S = 0.25
+PREFILL_TOKEN_WAIT_S = 0.25
 """How long a decode worker's tokens wait for the word of the prefill worker, which alone knows the prompt's facts."""
 
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 1.0
 """Between submissions without a new token; the first resubmission goes at once."""
 
-WAITING_LOOK_S = 0.25
+CHECK_INTERVAL_S = 0.25
 """Between two looks at a flight that nothing is delivered of, yet or for a second; at least between any two."""
 
-BUSY_S = 0.25
+AVOID_S = 0.25
 """How long a worker that returned a request because of a full queue, or drains, is not asked again for it."""
 
-DOUBT_S = 5.0
+DISTRUST_S = 5.0
 """How long the other end of a failed hand-over is asked again for a request only where there is no other."""
 
 
@@ -239,7 +255,7 @@ class RequestPhase(Enum):
     DONE = "done"
 
 
-class Flight:
+class RoutedRequest:
     """The state machine of one request.  Methods are its events; each returns the effects, in order.
 
     The first call is ``begin``.  After DONE every event is ignored.
@@ -270,7 +286,7 @@ class Flight:
         "request",
     )
 
-    def __init__(self, request: ValidRequest, patience: Patience, now: float) -> None:
+    def __init__(self, request: ValidRequest, patience: FailoverLimits, now: float) -> None:
         self.request = request
         self.phase = RequestPhase.WAITING
         self.epoch = 1
@@ -283,26 +299,26 @@ class Flight:
         self._failures = 0  # submissions that have failed since then
         self._turned_away = 0  # and those that came back because of a full queue
         self._expected = 0  # tokens that will probably be written, where nobody named a length
-        self._legs: list[LegRun] = []
+        self._legs: list[StageRun] = []
         self._base = 0  # tokens emitted when this epoch was submitted
-        self._early: dict[int, tuple[TokenItem, LegRun]] = {}  # index -> what came before its turn, and from whom
+        self._early: dict[int, tuple[TokenItem, StageRun]] = {}  # index -> what came before its turn, and from whom
         self._first_held: float | None = None  # since when a decode leg's tokens wait for the prefill leg's word
         self._avoid: dict[tuple[WorkerId, int], float] = {}  # -> until when
         self._doubt: dict[tuple[WorkerId, int], float] = {}  # -> until when
         self._last_reason = ""
-        self._prompt_told = PromptTold(request)
+        self._prompt_told = PromptLogprobs(request)
         self._idle_since = now  # when this epoch was submitted, or a leg of it said something last
-        self.guilt = Guilt(patience.poison_tokens)
+        self.guilt = CrashRecord(patience.poison_tokens)
 
     # --- placing ----------------------------------------------------------------------------------------------------
 
-    def begin(self, now: float) -> Effects:
+    def begin(self, now: float) -> RequestEffects:
         """The request is to be served."""
         return (WaitForWorker(now),)
 
-    def ask(self, now: float) -> Ask:
+    def ask(self, now: float) -> PlacementRequest:
         """What to decide about."""
-        return Ask(
+        return PlacementRequest(
             request=self.request,
             emitted=len(self.emitted),
             identity=self.identity,
@@ -310,7 +326,7 @@ class Flight:
             doubt=frozenset(who for who, until in self._doubt.items() if until > now),
         )
 
-    def placed(self, decision: Decision, root: BlockHash, now: float) -> Effects:
+    def placed(self, decision: Decision, root: BlockHash, now: float) -> RequestEffects:
         """A decision was made.  ``root`` is the hash chain's root for the decision's identity and this request."""
         if self.phase is not RequestPhase.WAITING:
             return ()
@@ -321,12 +337,12 @@ class Flight:
         self._base = len(self.emitted)
         self._attempts += 1
         self._expected = decision.expected
-        self._legs = [LegRun(chosen.leg, chosen.worker, chosen.incarnation, now) for chosen in decision.legs]
+        self._legs = [StageRun(chosen.leg, chosen.worker, chosen.incarnation, now) for chosen in decision.legs]
         self._idle_since = now
-        claim = aged(self.request.claim, now - self.moved, started=self._started)
-        sent = submissions(self.request, self.epoch, self.emitted, decision, root, now=now, claim=claim)
+        claim = remaining_claim(self.request.claim, now - self.moved, started=self._started)
+        sent = build_submits(self.request, self.epoch, self.emitted, decision, root, now=now, claim=claim)
         return tuple(
-            Send(chosen.worker, chosen.incarnation, submit, chosen.tokens, chosen.due)
+            SubmitStage(chosen.worker, chosen.incarnation, submit, chosen.tokens, chosen.due)
             for chosen, submit in zip(decision.legs, sent, strict=True)
         )
 
@@ -340,7 +356,7 @@ class Flight:
         """Has it failed before without a new token in between?  A first failover costs the retry budget nothing."""
         return self._failures > 1
 
-    def _unplaced(self, longest: float, longest_read: float, now: float) -> Effects:
+    def _unplaced(self, longest: float, longest_read: float, now: float) -> RequestEffects:
         """Nobody can serve now.  Wait, unless those who could have said that waiting will not help.
 
         ``longest``: the longest context of any worker that writes answers.  An answer that nobody named a length for
@@ -352,11 +368,11 @@ class Flight:
         hopeless = request.pooling is None and known + more > longest
         if hopeless and request.open_ended and self.emitted:
             self.phase = RequestPhase.DONE
-            return (Deliver(TokenBatch(tokens=(), finish=FinishReason.LENGTH)),)
+            return (DeliverTokens(TokenBatch(tokens=(), finish=FinishReason.LENGTH)),)
         if request.pooling is None and known + 1 > longest_read:  # whoever reads a prompt draws one token
             hopeless, longest = True, min(longest, longest_read)
         if hopeless or (self._last_reason == TOO_LONG and not request.open_ended):
-            return self._fail(too_long(request, longest, started=self._started))
+            return self._fail(context_exceeded(request, longest, started=self._started))
         if self._last_reason == "queue_full" and not self._started:
             return self._fail(QueueFull("All workers' queues are full. Please try again.", retry_after=1))
         soon = min((until for until in self._avoid.values() if until > now), default=math.inf)
@@ -368,19 +384,23 @@ class Flight:
         settled = self._started and not self._early and not any(o.joins and not o.ended for o in self._legs)
         return settled and leg is not None and not leg.ended and leg.leg is not RequestStage.PREFILL
 
-    def joined(self, chosen: Chosen, source: PageSource, root: BlockHash, now: float, *, expected: int = 0) -> Effects:
+    def joined(
+        self, chosen: ChosenWorker, source: PageSource, root: BlockHash, now: float, *, expected: int = 0
+    ) -> RequestEffects:
         """This worker is to go on with the answer, which ``source`` writes meanwhile; ``expected``: ``Decision``'s."""
         if self.identity is None:  # nothing was placed, so nobody writes
             return ()
         self._legs = [leg for leg in self._legs if leg.worker != chosen.worker]
-        self._legs.append(LegRun(RequestStage.DECODE, chosen.worker, chosen.incarnation, now, joins=True))
-        to = recipient(chosen, self.identity)
-        submit = joining(self.request, self.epoch, self.emitted, source, root, to=to, now=now, expected=expected)
-        return (Send(chosen.worker, chosen.incarnation, submit, chosen.tokens, chosen.due),)
+        self._legs.append(StageRun(RequestStage.DECODE, chosen.worker, chosen.incarnation, now, joins=True))
+        to = recipient_of(chosen, self.identity)
+        submit = build_migration_submit(
+            self.request, self.epoch, self.emitted, source, root, to=to, now=now, expected=expected
+        )
+        return (SubmitStage(chosen.worker, chosen.incarnation, submit, chosen.tokens, chosen.due),)
 
     # --- what workers say -------------------------------------------------------------------------------------------
 
-    def tokens(self, item: TokenItem, worker: WorkerId, incarnation: int, now: float) -> Effects:
+    def tokens(self, item: TokenItem, worker: WorkerId, incarnation: int, now: float) -> RequestEffects:
         """Tokens arrived: those that are next are delivered, what is early is kept, what is known is dropped."""
         leg = self._leg(worker, incarnation, item.epoch)
         if leg is None:
@@ -395,7 +415,7 @@ class Flight:
             if self._first_held is None:
                 self._first_held = now
             return ()
-        effects: Effects = ()
+        effects: RequestEffects = ()
         if leg.joins:  # whoever wrote before may go
             leg.joins = False
             effects = tuple(self._cancel(other) for other in self._legs if other is not leg and not other.ended)
@@ -448,7 +468,7 @@ class Flight:
             return 0
         return self.left_after_own(item)
 
-    def _leg(self, worker: WorkerId, incarnation: int, epoch: int) -> LegRun | None:
+    def _leg(self, worker: WorkerId, incarnation: int, epoch: int) -> StageRun | None:
         """The running leg that may speak, or None."""
         if self.phase is not RequestPhase.FLYING or epoch != self.epoch:
             return None
@@ -459,15 +479,15 @@ class Flight:
 
     def _may_begin(self, item: TokenItem) -> bool:
         """May a decode leg's tokens be the first that the client gets?"""
-        alone = self._base > 0 and is_apart(self.identity)  # no other leg will have a word for the client
+        alone = self._base > 0 and has_mixed_numerics(self.identity)  # no other leg will have a word for the client
         return item.index == self._base and (item.prompt_logprobs is not None or alone)
 
-    def _keep(self, item: TokenItem, leg: LegRun) -> None:
+    def _keep(self, item: TokenItem, leg: StageRun) -> None:
         kept = self._early.get(item.index)
         if kept is None or len(item.tokens) > len(kept[0].tokens) or item.finish is not None:
             self._early[item.index] = (item, leg)
 
-    def _take(self, item: TokenItem, leg: LegRun, now: float) -> Effects:
+    def _take(self, item: TokenItem, leg: StageRun, now: float) -> RequestEffects:
         """Deliver what is new in ``item``, or keep it for its turn."""
         have = len(self.emitted)
         if item.index > have:
@@ -476,7 +496,7 @@ class Flight:
         skip = have - item.index
         if skip > len(item.tokens) or (skip == len(item.tokens) and item.finish is None):
             return self._own_token(item, leg) if self._started else ()
-        batch = news_of(item, skip, first=not self._started)
+        batch = new_tokens(item, skip, first=not self._started)
         self.emitted.extend(batch.tokens)
         self._attempts = self._failures = self._turned_away = 0
         self.moved = now
@@ -484,17 +504,17 @@ class Flight:
         self._first_held = None
         self.guilt.progress(len(self.emitted))
         if item.finish is not None:
-            return (Deliver(batch), *self._finish(leg))
-        return (Deliver(batch), *self._own_token(item, leg))
+            return (DeliverTokens(batch), *self._finish(leg))
+        return (DeliverTokens(batch), *self._own_token(item, leg))
 
-    def _take_early(self, now: float) -> Effects:
+    def _take_early(self, now: float) -> RequestEffects:
         """What was kept and has its turn now."""
-        effects: Effects = ()
+        effects: RequestEffects = ()
         while self._early and self.phase is RequestPhase.FLYING and (index := min(self._early)) <= len(self.emitted):
             effects += self._take(*self._early.pop(index), now)
         return effects
 
-    def _own_token(self, item: TokenItem, leg: LegRun) -> Effects:
+    def _own_token(self, item: TokenItem, leg: StageRun) -> RequestEffects:
         """A decode leg that wrote a token of its own has all its pages: the prefill leg is over, its death harmless.
 
         It is cancelled all the same: the receipt may die with the decode worker, and the pages would stay held.
@@ -505,14 +525,14 @@ class Flight:
             self._cancel(other) for other in self._legs if other.leg is RequestStage.PREFILL and not other.ended
         )
 
-    def _finish(self, writer: LegRun) -> Effects:
+    def _finish(self, writer: StageRun) -> RequestEffects:
         """The answer is complete: the leg that said so is over, another may still wait for what will not come."""
         self.phase = RequestPhase.DONE
         # A prefill leg is cancelled even so: it holds pages until a decode leg, which may be dead, says it wants none.
         ended = () if writer.ended or writer.leg is RequestStage.PREFILL else (self._end(writer),)
         return ended + self._cancel_legs()
 
-    def returned(self, epoch: int, reason: str, worker: WorkerId, incarnation: int, now: float) -> Effects:
+    def returned(self, epoch: int, reason: str, worker: WorkerId, incarnation: int, now: float) -> RequestEffects:
         """A worker gives its leg back unfinished."""
         leg = self._leg(worker, incarnation, epoch)
         if leg is None or leg.ended or (reason == UNKNOWN and not leg.silent):
@@ -520,29 +540,29 @@ class Flight:
         if reason in (TOO_LONG, OTHER_PROCESS):
             self._avoid[worker, incarnation] = math.inf
         elif reason in ("queue_full", "draining"):  # a worker that drains may be back
-            self._avoid[worker, incarnation] = now + BUSY_S
+            self._avoid[worker, incarnation] = now + AVOID_S
             self._turned_away += reason == "queue_full"
         elif reason.startswith("pages_lost"):  # whoever says so is well; the other end may not be
             others = [other for other in self._legs if other is not leg]
-            self._doubt |= {(other.worker, other.incarnation): now + DOUBT_S for other in others}
+            self._doubt |= {(other.worker, other.incarnation): now + DISTRUST_S for other in others}
         elif reason == TOO_LARGE:
-            return (self._end(leg), *self._fail(too_large()))
+            return (self._end(leg), *self._fail(message_too_large()))
         elif reason == "deadline" and not self._started:
             return (self._end(leg), *self._fail(self._late(self._patience.first_s(self.request.claim))))
         elif reason not in NO_FAULT and reason not in NO_FAILURES and not is_no_fault_of_sender(reason):
-            self._doubt[worker, incarnation] = now + DOUBT_S
+            self._doubt[worker, incarnation] = now + DISTRUST_S
         if reason in NO_FAULT:
             self._attempts = max(0, self._attempts - 1)
         ended = self._end(leg)
         if leg.joins:
-            self._doubt[worker, incarnation] = now + DOUBT_S
+            self._doubt[worker, incarnation] = now + DISTRUST_S
         if (leg.joins or reason == HANDED_OVER) and self._writer(but=leg) is not None:
             return (ended,)
         return (ended, *self._again(f"{worker} gave it back: {reason}", reason, now))
 
     # --- what happens to workers, clients and time -------------------------------------------------------------------
 
-    def lost(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> Effects:
+    def lost(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> RequestEffects:
         """A worker has died or is given up.  Its leg is cancelled too, for the case that it only slept."""
         leg = self._leg(worker, incarnation, self.epoch)
         if leg is None or leg.ended:
@@ -551,10 +571,10 @@ class Flight:
             return (self._end(leg), *self._release_held(now))
         writer = self._writer(but=leg) if leg.joins else None
         if writer is not None:
-            return (self._end(leg), Recall(writer.worker, writer.incarnation, self.request.id, self.epoch))
+            return (self._end(leg), AbortMigration(writer.worker, writer.incarnation, self.request.id, self.epoch))
         return self._again(f"{worker} was lost: {reason}", "lost", now)
 
-    def poison(self) -> Effects:
+    def poison(self) -> RequestEffects:
         """It has ended too many workers: nobody else shall try it."""
         if self.phase is RequestPhase.DONE:
             return ()
@@ -565,41 +585,41 @@ class Flight:
         leg = self._leg(worker, incarnation, self.epoch)
         return leg is not None and not leg.ended
 
-    def unheard(self, now: float) -> list[LegRun]:
+    def unheard(self, now: float) -> list[StageRun]:
         """Legs that have been silent for so long that their workers are to be asked whether they know them."""
-        asked = [leg for leg in self._legs if leg.silent and now - leg.heard >= UNHEARD_S]
+        asked = [leg for leg in self._legs if leg.silent and now - leg.heard >= SILENT_STAGE_S]
         for leg in asked:
             leg.heard = now
         return asked
 
     def look_at(self, now: float) -> float:
         """When something of it can be late that is not by ``now``: a leg's word, a deadline, a wait for a prefill."""
-        if not self._started or now - self._idle_since >= UNHEARD_S:
-            return now + WAITING_LOOK_S
+        if not self._started or now - self._idle_since >= SILENT_STAGE_S:
+            return now + CHECK_INTERVAL_S
         heard = [leg.heard for leg in self._legs if leg.silent]
-        return max(now + WAITING_LOOK_S, min(heard, default=now) + UNHEARD_S)
+        return max(now + CHECK_INTERVAL_S, min(heard, default=now) + SILENT_STAGE_S)
 
-    def still(self, now: float, since: float) -> Effects:
+    def still(self, now: float, since: float) -> RequestEffects:
         """No worker of this request has computed or copied anything since ``since``, though all of them report.
 
         They are asked again only where there are no others.
         """
-        self._doubt |= {(leg.worker, leg.incarnation): now + DOUBT_S for leg in self._legs}
+        self._doubt |= {(leg.worker, leg.incarnation): now + DISTRUST_S for leg in self._legs}
         return self._again(f"its workers have made no step for {now - since:.1f} s", "still", now)
 
     @property
-    def waits_for(self) -> tuple[list[LegRun], float]:
+    def waits_for(self) -> tuple[list[StageRun], float]:
         """The legs that have still something to say, and since when none of this request's has said anything."""
         return [leg for leg in self._legs if leg.silent], self._idle_since
 
-    def client_gone(self) -> Effects:
+    def client_gone(self) -> RequestEffects:
         """Nobody wants the answer any more."""
         if self.phase is RequestPhase.DONE:
             return ()
         self.phase = RequestPhase.DONE
         return self._cancel_legs()
 
-    def tick(self, now: float, deserted: str | None = None) -> Effects:
+    def tick(self, now: float, deserted: str | None = None) -> RequestEffects:
         """Time has passed.  ``deserted``: why there is nobody to wait for."""
         if self.phase is RequestPhase.DONE:
             return ()
@@ -611,15 +631,15 @@ class Flight:
         if self._prompt_told.lost(now):
             return self._again("log-probabilities of the prompt were lost on their way", "lost", now)
         held = self._first_held
-        if held is not None and now - held >= HOLD_S and self.request.sampling.prompt_logprobs is None:
+        if held is not None and now - held >= PREFILL_TOKEN_WAIT_S and self.request.sampling.prompt_logprobs is None:
             return self._release_held(now)
         return ()
 
     def _late(self, limit_s: float) -> PenstockError:
         bounded = self.request.claim.max_wait_s is not None
-        return stalled(limit_s, started=self._started, waiting=self.phase is RequestPhase.WAITING, bounded=bounded)
+        return timed_out(limit_s, started=self._started, waiting=self.phase is RequestPhase.WAITING, bounded=bounded)
 
-    def _writer(self, *, but: LegRun) -> LegRun | None:
+    def _writer(self, *, but: StageRun) -> StageRun | None:
         """Another leg that writes the answer, or is about to."""
         writers = (leg for leg in self._legs if leg.leg is not RequestStage.PREFILL and not leg.ended)
         return next((leg for leg in writers if leg is not but), None)
@@ -629,48 +649,48 @@ class Flight:
         own = any(item.index + len(item.tokens) > self._base + 1 for item, _ in self._early.values())
         return own and self._base in self._early and self.request.sampling.prompt_logprobs is None
 
-    def _release_held(self, now: float) -> Effects:
+    def _release_held(self, now: float) -> RequestEffects:
         self._first_held = None
         return self._take_early(now)
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
-    def _again(self, why: str, reason: str, now: float) -> Effects:
+    def _again(self, why: str, reason: str, now: float) -> RequestEffects:
         """Cancel what is left of this epoch and ask for new workers, if that can help."""
         cancels = self._cancel_legs()
         self.epoch += 1
-        self._prompt_told = PromptTold(self.request)
+        self._prompt_told = PromptLogprobs(self.request)
         self._early.clear()
         self._first_held = None
         self._last_reason = reason
         self._failures += reason not in NO_FAILURES
         if not self._started:
             self.identity = self.request.begun.identity
-        end = satisfied(self.request.sampling, self.emitted)
+        end = implied_finish(self.request.sampling, self.emitted)
         if end is not None:
             self.phase = RequestPhase.DONE
-            return (*cancels, Deliver(TokenBatch(tokens=(), finish=end)))
+            return (*cancels, DeliverTokens(TokenBatch(tokens=(), finish=end)))
         if self._attempts - self._turned_away >= self._patience.max_attempts:
             self.phase = RequestPhase.DONE
             text = f"Given up after {self._attempts} submissions without a new token; the last: {why}."
-            return (*cancels, Fail(WorkerLost(text)))
+            return (*cancels, FailRequest(WorkerLost(text)))
         self.phase = RequestPhase.WAITING
         wait = 0.0 if self._attempts <= 1 else min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (self._attempts - 2))
         return (*cancels, WaitForWorker(now + wait))
 
-    def _fail(self, error: PenstockError) -> Effects:
+    def _fail(self, error: PenstockError) -> RequestEffects:
         self.phase = RequestPhase.DONE
-        return (*self._cancel_legs(), Fail(error))
+        return (*self._cancel_legs(), FailRequest(error))
 
-    def _end(self, leg: LegRun) -> LegEnded:
+    def _end(self, leg: StageRun) -> StageEnded:
         leg.ended = True
-        return LegEnded(leg.worker, leg.incarnation, self.request.id, self.epoch)
+        return StageEnded(leg.worker, leg.incarnation, self.request.id, self.epoch)
 
-    def _cancel(self, leg: LegRun) -> CancelLeg:
+    def _cancel(self, leg: StageRun) -> CancelStage:
         leg.ended = True
-        return CancelLeg(leg.worker, leg.incarnation, self.request.id, self.epoch)
+        return CancelStage(leg.worker, leg.incarnation, self.request.id, self.epoch)
 
-    def _cancel_legs(self) -> Effects:
+    def _cancel_legs(self) -> RequestEffects:
         cancels = tuple(self._cancel(leg) for leg in self._legs if not leg.ended)
         self._legs = []
         return cancels

@@ -18,21 +18,21 @@ from penstock.clock import Clock
 from penstock.config.schema import GatewayConfig
 from penstock.errors import NoWorkers
 from penstock.interfaces import TtftForecast
-from penstock.router.admin import Orders
-from penstock.router.decide import Decision, can_serve
-from penstock.router.dispatch import Deeds, Means
+from penstock.router.admin import RouterAdmin
+from penstock.router.decide import Decision, has_ready_workers
+from penstock.router.dispatch import Dispatcher, Means
 from penstock.router.fleet import Fleet
-from penstock.router.health import TICK_S, Watch, WatchedState
-from penstock.router.links import Connect, Links
-from penstock.router.migration import Losses, Relief
+from penstock.router.health import TICK_S, WatchedState, WorkerHealth
+from penstock.router.links import Connect, WorkerLinks
+from penstock.router.migration import LostWorkerHandler, MigrationHandler
 from penstock.router.placement import Placement, RetryBudget
-from penstock.router.poison import KeptApart
+from penstock.router.poison import PoisonIsolation
 from penstock.router.policy.least_cost import queue_wait
-from penstock.router.request import Flight, Patience
-from penstock.router.stream import RoutedTokens, Stream, Tally
-from penstock.router.submission import has_known_tokens, is_of
-from penstock.router.tracing import Place, recorded
-from penstock.router.turns import Rounds, Slices, logged_errors
+from penstock.router.request import FailoverLimits, RoutedRequest
+from penstock.router.stream import RequestStats, RequestStream, RoutedTokens
+from penstock.router.submission import has_valid_tokens, matches_request
+from penstock.router.tracing import WorkerKey, begin_spans
+from penstock.router.turns import StreamChecks, TurnWork, log_errors
 from penstock.telemetry.registry import Metrics, PrefixFigures
 from penstock.telemetry.spans import NoTracer, Tracer
 from penstock.types import ModelIdentity, RequestId, Role, ServiceClass, ValidRequest, WorkerId
@@ -55,13 +55,13 @@ from penstock.wire.supervisor_messages import Draining, SupervisorMessage, Suspe
 # MERGED: The worker is taken that would be first; which one the router will choose is another question, but
 # MERGED: no worse one.
 
-READERS = (Role.PREFILL, Role.BOTH)
+PREFILL_ROLES = (Role.PREFILL, Role.BOTH)
 
 
 def predict_ttft(fleet: Fleet, tokens: int, service: ServiceClass) -> TtftForecast | None:
     """For a prompt of so many tokens, nothing of it cached; None while no worker has measured a step."""
     found: TtftForecast | None = None
-    for role in READERS:
+    for role in PREFILL_ROLES:
         slots = fleet.slots_of(role, None)
         if not len(slots) or not fleet.columns.measured(slots).any():
             continue
@@ -80,7 +80,7 @@ log = logging.getLogger("penstock.router")
 _NO_STEP_S = 6.0  # requests are open and no worker makes a step for so long: not alive
 
 
-HearReport: TypeAlias = Callable[[str, Report], None]
+ReportListener: TypeAlias = Callable[[str, Report], None]
 """Told of each report, and over the link to which endpoint it came, whatever worker it speaks of."""
 
 
@@ -89,7 +89,7 @@ def _ignored(endpoint: str, report: Report) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outside:
+class RouterPorts:
     """What the router is connected to."""
 
     connect: Connect  # a transport's ``connect_async``
@@ -104,24 +104,24 @@ class RouterService:
     Use: ``start()`` on the running loop, ``on_supervisor`` for each message of the supervisor, ``await close()``.
     """
 
-    def __init__(self, config: GatewayConfig, outside: Outside, metrics: Metrics | None = None) -> None:
+    def __init__(self, config: GatewayConfig, outside: RouterPorts, metrics: Metrics | None = None) -> None:
         self._outside = outside
-        self._patience = Patience.of(config.failover, config.limits)
+        self._patience = FailoverLimits.of(config.failover, config.limits)
         self.fleet = Fleet()
         self.metrics = metrics if metrics is not None else Metrics(model_name=config.model_name)
-        self._links = Links(outside.connect, self.on_message, config.turns.message_units_per_turn)
-        self.orders = Orders(self.fleet, self._links)
-        self._streams: dict[RequestId, Stream] = {}
+        self._links = WorkerLinks(outside.connect, self.on_message, config.turns.message_units_per_turn)
+        self.orders = RouterAdmin(self.fleet, self._links)
+        self._streams: dict[RequestId, RequestStream] = {}
         self._placement = Placement(
             config.routing,
             self.fleet,
             self.metrics,
             mixed_numerics=config.allow_mixed_numerics,
-            apart=KeptApart(config.failover.poison_deaths),
+            apart=PoisonIsolation(config.failover.poison_deaths),
         )
-        self._tally = Tally(self.metrics, self._placement)
+        self._tally = RequestStats(self.metrics, self._placement)
         self._budget = RetryBudget(config.failover, outside.clock.now())
-        self._slices = Slices(config.failover.streams_per_turn, _in_the_next_turn)
+        self._slices = TurnWork(config.failover.streams_per_turn, _in_the_next_turn)
         means = Means(
             fleet=self.fleet,
             links=self._links,
@@ -132,13 +132,13 @@ class RouterService:
             metrics=self.metrics,
             clock=outside.clock,
         )
-        self._deeds = Deeds(self._streams, means)
+        self._deeds = Dispatcher(self._streams, means)
         self._apply = self._deeds.apply
         deaths = config.failover.poison_deaths
-        losses = Losses(
+        losses = LostWorkerHandler(
             self._streams, self._apply, self.metrics, poison_deaths=deaths, slices=self._slices, clock=outside.clock
         )
-        self._relief = Relief(
+        self._relief = MigrationHandler(
             self.fleet,
             self._links,
             self._placement,
@@ -148,9 +148,9 @@ class RouterService:
             clock=outside.clock,
         )
         watched = WatchedState(self.fleet, self._links, self._placement.prefixes)
-        self._watch = Watch(config, watched, self.metrics, lose=losses.take, suspect=outside.suspect)
+        self._watch = WorkerHealth(config, watched, self.metrics, lose=losses.take, suspect=outside.suspect)
         self._relief.is_probe = self._watch.asks
-        self._rounds = Rounds(config.turns.flights_per_turn)
+        self._rounds = StreamChecks(config.turns.flights_per_turn)
         self._looking = False  # more of them are looked at in the next turn
         self._deserting = False
         self._awaited: dict[WorkerId, list[Awaited]] = {}  # legs that workers are asked about with the next beat
@@ -159,7 +159,7 @@ class RouterService:
         self._vocabulary = config.vocabulary or 1 << 32
         self._draining = False
         self._identity: ModelIdentity | None = None  # the last that was served
-        self.on_report: HearReport = _ignored
+        self.on_report: ReportListener = _ignored
         self._offer_figures()
 
     def _offer_figures(self) -> None:
@@ -207,7 +207,7 @@ class RouterService:
         """As ``TokenStreams.stream``.  Raises NoWorkers at once while draining, RequestError for what can never fit."""
         return RoutedTokens(request, self._begin, self._end)
 
-    def _begin(self, request: ValidRequest) -> Stream:
+    def _begin(self, request: ValidRequest) -> RequestStream:
         if self._draining:
             raise NoWorkers("The service is about to stop and takes no new requests.")
         if request.id in self._streams:
@@ -217,8 +217,8 @@ class RouterService:
             self._moved = now
         self._tally.open += 1
         self._budget.request()
-        flight = Flight(request, self._patience, now)
-        stream = self._streams[request.id] = Stream(flight, recorded(self._outside.tracer, request, now))
+        flight = RoutedRequest(request, self._patience, now)
+        stream = self._streams[request.id] = RequestStream(flight, begin_spans(self._outside.tracer, request, now))
         try:
             self._apply(stream, flight.begin(now), now)
         except BaseException:
@@ -227,7 +227,7 @@ class RouterService:
         self._rounds.add(stream, now)
         return stream
 
-    def _end(self, stream: Stream) -> None:
+    def _end(self, stream: RequestStream) -> None:
         """Nobody takes of it any more."""
         now = self._outside.clock.now()
         self._apply(stream, stream.flight.client_gone(), now)
@@ -259,7 +259,7 @@ class RouterService:
 
     def ready(self) -> bool:
         """Is there a ready worker for each leg, and may new requests come?"""
-        return not self._draining and can_serve(self.fleet)
+        return not self._draining and has_ready_workers(self.fleet)
 
     def alive(self) -> str | None:
         """None, or for how long no worker has made a step though requests are open."""
@@ -270,7 +270,7 @@ class RouterService:
 
     def readers(self) -> int:
         """See ``wire.ports.TokenStreams``."""
-        return sum(len(self.fleet.ready(role, None)) for role in READERS)
+        return sum(len(self.fleet.ready(role, None)) for role in PREFILL_ROLES)
 
     def forecast(self, tokens: int, service: ServiceClass) -> TtftForecast | None:
         """See ``wire.ports.TokenStreams``."""
@@ -337,14 +337,14 @@ class RouterService:
     def _on_tokens(self, message: Tokens, worker: WorkerId, incarnation: int, now: float) -> None:
         self._moved = now
         streams = self._streams
-        went_on: list[tuple[Stream, TokenItem]] = []
+        went_on: list[tuple[RequestStream, TokenItem]] = []
         unknown: TokenItem | None = None
         vocabulary, refusals = self._vocabulary, self._watch.refusals
         if refusals:
             refusals.pop(worker, None)
         for item in message.items:
             plain = item.logprobs is None and item.prompt_logprobs is None
-            if not (plain and max(item.tokens, default=0) < vocabulary) and not has_known_tokens(item, vocabulary):
+            if not (plain and max(item.tokens, default=0) < vocabulary) and not has_valid_tokens(item, vocabulary):
                 unknown = item
                 break
             stream = streams.get(item.request)
@@ -359,7 +359,7 @@ class RouterService:
             reason = f"{unknown.request} has a token that is none of the model's {vocabulary}"
             self._distrust(worker, incarnation, reason, now)
 
-    def _went_on(self, delivered: Sequence[tuple[Stream, TokenItem]], worker: WorkerId, now: float) -> None:
+    def _went_on(self, delivered: Sequence[tuple[RequestStream, TokenItem]], worker: WorkerId, now: float) -> None:
         """Count tokens that merely went on with answers."""
         fleet, fewer = self.fleet, dict[RequestId, int]()
         for stream, item in delivered:
@@ -370,7 +370,7 @@ class RouterService:
         fleet.went_on(worker, fewer)
         self._tally.went_on(delivered, now)
 
-    def _on_item(self, item: TokenItem, place: Place, now: float) -> None:
+    def _on_item(self, item: TokenItem, place: WorkerKey, now: float) -> None:
         """Tokens that do not merely go on with an answer."""
         worker, incarnation = place
         stream = self._streams.get(item.request)
@@ -378,7 +378,7 @@ class RouterService:
             self._watch.answered(item.request, worker, incarnation)
             return
         flight = stream.flight
-        if not is_of(item, flight.request):
+        if not matches_request(item, flight.request):
             self._distrust(worker, incarnation, f"tokens that are no part of an answer to {item.request}", now)
             return
         if item.epoch == flight.epoch:
@@ -434,14 +434,14 @@ class RouterService:
         for stream in self._rounds.take(now):
             if stream.settled:
                 continue
-            with logged_errors(f"{stream.flight.request.id} could not be looked at"):
+            with log_errors(f"{stream.flight.request.id} could not be looked at"):
                 self._look_at(stream, now)
             self._rounds.add(stream, stream.flight.look_at(now))
         self._looking = self._rounds.due(now)
         if self._looking:
             _in_the_next_turn(self._look)
 
-    def _look_at(self, stream: Stream, now: float) -> None:
+    def _look_at(self, stream: RequestStream, now: float) -> None:
         flight = stream.flight
         for leg in flight.unheard(now):
             self._awaited.setdefault(leg.worker, []).append(Awaited(flight.request.id, flight.epoch))
@@ -450,18 +450,18 @@ class RouterService:
         if since is not None:
             self._slices.add(self._move_still([(stream, since)]))
 
-    def _desert(self, streams: Sequence[Stream], why: str) -> Iterator[None]:
+    def _desert(self, streams: Sequence[RequestStream], why: str) -> Iterator[None]:
         """Nobody need wait for a worker any more."""
         try:
             for stream in streams:
-                with logged_errors(f"{stream.flight.request.id} could not be ended"):
+                with log_errors(f"{stream.flight.request.id} could not be ended"):
                     now = self._outside.clock.now()
                     self._apply(stream, stream.flight.tick(now, why), now)
                 yield
         finally:
             self._deserting = False
 
-    def _move_still(self, still: Sequence[tuple[Stream, float]]) -> Iterator[None]:
+    def _move_still(self, still: Sequence[tuple[RequestStream, float]]) -> Iterator[None]:
         """Give them to others, unless a worker has said something meanwhile."""
         for stream, since in still:
             now, flight = self._outside.clock.now(), stream.flight

@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from penstock.errors import PenstockError
-from penstock.router.effects import Effects
+from penstock.router.effects import RequestEffects
 from penstock.router.placement import Placement
-from penstock.router.request import Flight
-from penstock.router.tracing import FlightSpans, Place
+from penstock.router.request import RoutedRequest
+from penstock.router.tracing import RequestSpans, WorkerKey
 from penstock.telemetry.registry import Metrics
 from penstock.types import TokenBatch, ValidRequest
 from penstock.wire.gateway_messages import TokenItem
@@ -24,7 +24,7 @@ MAX_BATCH_TOKENS = 64
 """Tokens of one answer that are joined to a batch: others have a turn before the rest is made text of."""
 
 
-class Stream:
+class RequestStream:
     """A flight and its buffer.  One consumer."""
 
     __slots__ = (
@@ -42,7 +42,7 @@ class Stream:
         "stopped",
     )
 
-    def __init__(self, flight: Flight, spans: FlightSpans | None = None) -> None:
+    def __init__(self, flight: RoutedRequest, spans: RequestSpans | None = None) -> None:
         self.flight = flight
         self.spans = spans  # None: nobody records it
         self.settled = False  # the flight is over and has been counted
@@ -56,8 +56,8 @@ class Stream:
         self._ready: Callable[[], None] = _nobody
         self._armed = False  # it is to be called with what comes next
 
-    def failed(self, place: Place, reason: str, effects: Effects, now: float) -> None:
-        """For whoever records it; see ``FlightSpans.failed``."""
+    def failed(self, place: WorkerKey, reason: str, effects: RequestEffects, now: float) -> None:
+        """For whoever records it; see ``RequestSpans.failed``."""
         if self.spans is not None:
             self.spans.failed(place, reason, effects, now)
 
@@ -155,7 +155,7 @@ def _joined(batches: deque[TokenBatch | TokenItem]) -> TokenBatch:
 # MERGED: Knows nothing about workers.
 
 
-class Tally:
+class RequestStats:
     """Of one gateway."""
 
     def __init__(self, metrics: Metrics, placement: Placement) -> None:
@@ -163,7 +163,7 @@ class Tally:
         self._placement = placement
         self.open = 0  # requests that are not over
 
-    def delivered(self, stream: Stream, batch: TokenBatch, now: float) -> None:
+    def delivered(self, stream: RequestStream, batch: TokenBatch, now: float) -> None:
         """These tokens went on to the client; the last of them end the request."""
         request, metrics = stream.flight.request, self._metrics
         self._placement.answered(request.id)
@@ -180,7 +180,7 @@ class Tally:
         if batch.finish is not None:
             self.settled(stream, batch.finish.value, now)
 
-    def went_on(self, delivered: Sequence[tuple[Stream, TokenItem]], now: float) -> None:
+    def went_on(self, delivered: Sequence[tuple[RequestStream, TokenItem]], now: float) -> None:
         """More tokens of answers that have begun went on to their clients.  Those of one step had the last step in
         common, too, so most gaps are counted together."""
         metrics, since, streams, tokens = self._metrics, -1.0, 0, 0
@@ -195,7 +195,7 @@ class Tally:
                 stream.spans.delivered(count, now)
         metrics.more_tokens(tokens, now - since, streams)
 
-    def settled(self, stream: Stream, reason: str, now: float) -> None:
+    def settled(self, stream: RequestStream, reason: str, now: float) -> None:
         """A flight is over: count it, once."""
         if stream.settled:
             return
@@ -220,13 +220,16 @@ class RoutedTokens:
     __slots__ = ("_begin", "_end", "_finished", "_over", "_request", "_stream")
 
     def __init__(
-        self, request: ValidRequest, begin: Callable[[ValidRequest], Stream], end: Callable[[Stream], None]
+        self,
+        request: ValidRequest,
+        begin: Callable[[ValidRequest], RequestStream],
+        end: Callable[[RequestStream], None],
     ) -> None:
         """``begin`` raises NoWorkers and RequestError; ``end`` frees what the flight holds."""
         self._request: ValidRequest | None = request
         self._begin = begin
         self._end = end
-        self._stream: Stream | None = None
+        self._stream: RequestStream | None = None
         self._finished = False  # the last batch was given
         self._over = False
 
@@ -269,7 +272,7 @@ class RoutedTokens:
         """See ``TokenStream``."""
         self.close()
 
-    def _begun(self) -> Stream:
+    def _begun(self) -> RequestStream:
         request, self._request = self._request, None
         if request is not None:
             try:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from penstock.hashing import block_hash, image_block_marks
-from penstock.router.decide import Chosen, Decision
+from penstock.router.decide import ChosenWorker, Decision
 from penstock.types import (
     PAGE_TOKENS,
     BlockHash,
@@ -21,7 +21,7 @@ from penstock.types import (
 from penstock.wire.gateway_messages import MAX_AGE_S, PageSource, Recipient, Submit, TokenItem
 
 
-def submissions(
+def build_submits(
     request: ValidRequest,
     epoch: int,
     emitted: Sequence[int],
@@ -40,14 +40,14 @@ def submissions(
     if not legs or identity is None:
         return []
     source = next((chosen for chosen in legs if chosen.leg is RequestStage.PREFILL), None)
-    to = recipient(legs[0], identity)
+    to = recipient_of(legs[0], identity)
     of_all = _of_all_legs(request, epoch, emitted, root, claim or request.claim, to=to, now=now)
-    apart = is_apart(identity)
+    apart = has_mixed_numerics(identity)
     of_readers = _reading_again(of_all) if apart and emitted else of_all
     return [
         msgspec.structs.replace(
             of_readers if chosen.leg is RequestStage.PREFILL else of_all,
-            recipient=recipient(chosen, identity),
+            recipient=recipient_of(chosen, identity),
             leg=chosen.leg,
             apart=apart,
             pictures=() if chosen.leg is RequestStage.DECODE else request.pictures,
@@ -59,7 +59,7 @@ def submissions(
     ]
 
 
-def joining(
+def build_migration_submit(
     request: ValidRequest,
     epoch: int,
     emitted: Sequence[int],
@@ -71,19 +71,19 @@ def joining(
     expected: int = 0,
 ) -> Submit:
     """For a worker that goes on with an answer which ``source``, of the same identity, is writing."""
-    claim, apart = aged(request.claim, 0.0, started=True), is_apart(to.identity)
+    claim, apart = remaining_claim(request.claim, 0.0, started=True), has_mixed_numerics(to.identity)
     of_all = _of_all_legs(request, epoch, emitted, root, claim, to=to, now=now)
     return msgspec.structs.replace(
         of_all, leg=RequestStage.DECODE, pages_from=source, joins=True, apart=apart, expected_tokens=expected
     )
 
 
-def recipient(chosen: Chosen, identity: ModelIdentity) -> Recipient:
+def recipient_of(chosen: ChosenWorker, identity: ModelIdentity) -> Recipient:
     """The process that was chosen."""
     return Recipient(worker=chosen.worker, incarnation=chosen.incarnation, identity=identity)
 
 
-def is_apart(identity: ModelIdentity | None) -> bool:
+def has_mixed_numerics(identity: ModelIdentity | None) -> bool:
     """Do workers of this identity read prompts in one numerics class, and write answers in another?"""
     return identity is not None and identity.mixed
 
@@ -134,7 +134,7 @@ def _of_all_legs(
     )
 
 
-def news_of(item: TokenItem, skip: int, *, first: bool) -> TokenBatch:
+def new_tokens(item: TokenItem, skip: int, *, first: bool) -> TokenBatch:
     """What a client gets of ``item``, whose first ``skip`` tokens it has.  The prompt's facts come with the first."""
     logprobs = item.logprobs
     return TokenBatch(
@@ -147,7 +147,7 @@ def news_of(item: TokenItem, skip: int, *, first: bool) -> TokenBatch:
     )
 
 
-def _source(chosen: Chosen) -> PageSource:
+def _source(chosen: ChosenWorker) -> PageSource:
     return PageSource(worker=chosen.worker, incarnation=chosen.incarnation, endpoint=chosen.endpoint)
 
 
@@ -162,7 +162,7 @@ def _hashed_for(request: ValidRequest, root: BlockHash) -> bool:
 # MERGED: Pure.
 
 
-def has_known_tokens(item: TokenItem, vocabulary: int) -> bool:
+def has_valid_tokens(item: TokenItem, vocabulary: int) -> bool:
     """Are all tokens of the item, and of its log-probabilities, those of a model that knows so many?"""
     if max(item.tokens, default=0) >= vocabulary:
         return False
@@ -175,7 +175,7 @@ def _known(logprobs: Iterable[TokenLogprob], vocabulary: int) -> bool:
     return all(one.token < vocabulary and all(token < vocabulary for token, _ in one.top) for one in logprobs)
 
 
-def is_of(item: TokenItem, request: ValidRequest) -> bool:
+def matches_request(item: TokenItem, request: ValidRequest) -> bool:
     """Can the item be a part of an answer to this request?"""
     most, prompt = request.sampling.max_tokens, len(request.prompt)
     if item.index + len(item.tokens) > most or item.cached_tokens > prompt + most:
@@ -187,7 +187,7 @@ def is_of(item: TokenItem, request: ValidRequest) -> bool:
     return item.pooled is None or (len(item.pooled) > 0 and len(item.pooled) % 4 == 0)
 
 
-def aged(claim: Qos, waited_s: float, *, started: bool) -> Qos:
+def remaining_claim(claim: Qos, waited_s: float, *, started: bool) -> Qos:
     """The claim by now: some of its time is over, and who has a token waits for no first one."""
     if claim.max_wait_s is None:
         return claim

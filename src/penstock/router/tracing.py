@@ -7,7 +7,7 @@ about who takes spans.
 from __future__ import annotations
 
 from penstock.router.decide import Decision
-from penstock.router.effects import CancelLeg, Effect, Effects, LegEnded, Send, WaitForWorker
+from penstock.router.effects import CancelStage, RequestEffect, RequestEffects, StageEnded, SubmitStage, WaitForWorker
 from penstock.telemetry.spans import (
     ANSWER,
     DECISION,
@@ -23,11 +23,11 @@ from penstock.telemetry.spans import (
 from penstock.types import ValidRequest, WorkerId
 from penstock.wire.gateway_messages import TokenItem
 
-Place = tuple[WorkerId, int]
+WorkerKey = tuple[WorkerId, int]
 """A worker and its incarnation."""
 
 
-class FlightSpans:
+class RequestSpans:
     """Of one request, which is recorded.  Methods are what happened, in order."""
 
     def __init__(self, tracer: Tracer, request: ValidRequest, now: float) -> None:
@@ -38,8 +38,8 @@ class FlightSpans:
         self._queue: Span | None = None
         self._retry: Span | None = None
         self._decode: Span | None = None
-        self._legs: dict[Place, tuple[Span, float, int]] = {}  # -> span, when it was sent, its epoch
-        self._outcomes: dict[Place, str] = {}  # of legs that are about to end
+        self._legs: dict[WorkerKey, tuple[Span, float, int]] = {}  # -> span, when it was sent, its epoch
+        self._outcomes: dict[WorkerKey, str] = {}  # of legs that are about to end
         self._epochs = 1
         self._begun = self._tokens = len(request.begun.tokens)
 
@@ -55,23 +55,23 @@ class FlightSpans:
                 span.note(**{f"penstock__{name}": chosen.worker})
         span.end(ended)
 
-    def effect(self, effect: Effect, now: float) -> None:
+    def effect(self, effect: RequestEffect, now: float) -> None:
         """A flight asks for this."""
         match effect:
             case WaitForWorker():
                 if self._queue is None:
                     self._queue = self._tracer.begin(self._context, QUEUE, now)
                     self._queue.note(penstock__epoch=self._epochs)
-            case Send():
+            case SubmitStage():
                 self._sent(effect, now)
-            case CancelLeg():
+            case CancelStage():
                 self._over((effect.worker, effect.incarnation), "cancelled", now)
-            case LegEnded():
+            case StageEnded():
                 self._over((effect.worker, effect.incarnation), "ended", now)
             case _:
                 pass
 
-    def _sent(self, effect: Send, now: float) -> None:
+    def _sent(self, effect: SubmitStage, now: float) -> None:
         if self._queue is not None:
             self._queue.end(now)
             self._queue = None
@@ -88,7 +88,7 @@ class FlightSpans:
         )
         self._legs[place] = (span, now, submit.epoch)
 
-    def _over(self, place: Place, outcome: str, now: float) -> None:
+    def _over(self, place: WorkerKey, outcome: str, now: float) -> None:
         leg = self._legs.pop(place, None)
         said = self._outcomes.pop(place, "")
         if leg is not None:
@@ -97,7 +97,7 @@ class FlightSpans:
 
     # --- what workers say, and what happens to them -----------------------------------------------------------------
 
-    def came(self, item: TokenItem, place: Place) -> None:
+    def came(self, item: TokenItem, place: WorkerKey) -> None:
         """What the worker measured of its part, told with tokens."""
         leg = self._legs.get(place)
         if leg is None or leg[2] != item.epoch:
@@ -112,7 +112,7 @@ class FlightSpans:
             part.note(**{f"penstock__{name}": value for name, value in phase.facts.items()})
             part.end(begin + phase.seconds)
 
-    def failed(self, place: Place, reason: str, effects: Effects, now: float) -> None:
+    def failed(self, place: WorkerKey, reason: str, effects: RequestEffects, now: float) -> None:
         """The worker is lost, or gives its leg back: ``effects`` are what the flight makes of it, to be told next.
 
         One that ignores it has none; one that asks for no other worker, as others have the rest, does not try again.
@@ -129,7 +129,7 @@ class FlightSpans:
                 penstock__tokens=self._tokens,
             )
 
-    def fenced(self, place: Place, kind: str, now: float) -> None:
+    def fenced(self, place: WorkerKey, kind: str, now: float) -> None:
         """A message of an older epoch was ignored.  Those of an earlier incarnation are of no request any more."""
         self._answer.event("fence", now, penstock__worker=place[0], penstock__kind=kind)
 
@@ -159,6 +159,6 @@ class FlightSpans:
         self._answer = NO_SPAN
 
 
-def recorded(tracer: Tracer, request: ValidRequest, now: float) -> FlightSpans | None:
+def begin_spans(tracer: Tracer, request: ValidRequest, now: float) -> RequestSpans | None:
     """The spans of a request that is recorded."""
-    return FlightSpans(tracer, request, now) if request.trace else None
+    return RequestSpans(tracer, request, now) if request.trace else None

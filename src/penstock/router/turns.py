@@ -13,16 +13,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from penstock.router.stream import Stream
+from penstock.router.stream import RequestStream
 
 log = logging.getLogger("penstock.router")
 
 
 @contextmanager
-def logged_errors(what: str) -> Iterator[None]:
+def log_errors(what: str) -> Iterator[None]:
     """Around what is done for one of many streams: an error in it is logged, and must not keep the others from theirs.
 
-    Work that is given to ``Slices`` ends with the first error that it lets through.
+    Work that is given to ``TurnWork`` ends with the first error that it lets through.
     """
     try:
         yield
@@ -30,7 +30,7 @@ def logged_errors(what: str) -> Iterator[None]:
         log.exception("%s", what)
 
 
-class Slices:
+class TurnWork:
     """``later`` runs what it is given in the next turn of the event loop."""
 
     def __init__(self, units_per_turn: int, later: Callable[[Callable[[], None]], object]) -> None:
@@ -81,7 +81,7 @@ class Slices:
 # MERGED:
 # MERGED: Knows nothing about what is looked for.
 
-LEAST_STALE = 64
+MIN_STALE = 64
 """Entries of streams that are over are cleared away when there are so many, and more of them than of others."""
 
 
@@ -91,13 +91,13 @@ class _Entry:
 
     at: float
     added: int
-    stream: Stream | None
+    stream: RequestStream | None
 
     def __lt__(self, other: _Entry) -> bool:
         return (self.at, self.added) < (other.at, other.added)
 
 
-class Rounds:
+class StreamChecks:
     """Of one gateway's streams, by when they are to be looked at.  To take one costs the same, however many there are,
     but for the logarithm."""
 
@@ -111,26 +111,26 @@ class Rounds:
         """Streams that are still to be looked at."""
         return len(self._entries)
 
-    def add(self, stream: Stream, at: float) -> None:
+    def add(self, stream: RequestStream, at: float) -> None:
         """It is to be looked at then: once for each that is new, and each that was taken and is not over."""
         self._added += 1
         entry = self._entries[id(stream)] = _Entry(at, self._added, stream)
         heappush(self._heap, entry)
 
-    def discard(self, stream: Stream) -> None:
+    def discard(self, stream: RequestStream) -> None:
         """It is over, and nothing of it is kept.  Harmless for one that is not to be looked at."""
         entry = self._entries.pop(id(stream), None)
         if entry is None:
             return
         entry.stream = None
         stale = len(self._heap) - len(self._entries)
-        if stale > max(LEAST_STALE, len(self._entries)):
+        if stale > max(MIN_STALE, len(self._entries)):
             self._heap = [one for one in self._heap if one.stream is not None]
             heapify(self._heap)
 
-    def take(self, now: float) -> list[Stream]:
+    def take(self, now: float) -> list[RequestStream]:
         """Those whose time has come, as many as a turn may look at."""
-        due: list[Stream] = []
+        due: list[RequestStream] = []
         heap = self._heap
         while heap and heap[0].at <= now and len(due) < self._per_turn:
             stream = heappop(heap).stream

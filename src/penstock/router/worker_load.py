@@ -20,7 +20,7 @@ from penstock.wire.gateway_messages import Report
 Numbers: TypeAlias = NDArray[np.float64]
 Slots: TypeAlias = NDArray[np.intp]
 
-ALIKE = 0.2
+RATE_TOLERANCE = 0.2
 """Workers whose rates differ by no more than this part are taken to be equally fast: steps of one worker vary by as
 much (``engine.core.cost.NOISE``), and what differs in what was learned only must not outweigh a cached prompt."""
 
@@ -37,7 +37,7 @@ _BELIEVING = 0.3  # how much the last report's wait for pages counts against ear
 _FORGETTING = 0.99  # of what was waited for pages, with each report that tells of none: a slow link is tried again
 
 
-class Due(NamedTuple):
+class ExpectedWork(NamedTuple):
     """What a leg asks of its worker, for as long as the worker does not report it itself."""
 
     tokens: int = 0  # to read
@@ -49,10 +49,10 @@ class Due(NamedTuple):
     batch_pairs: int = 0
 
 
-NOTHING_DUE = Due()
+NO_WORK = ExpectedWork()
 
 
-class Load(NamedTuple):
+class WorkerLoad(NamedTuple):
     """What is going on at some workers: one number each, as reported and sent since."""
 
     tokens: Numbers  # of prompts, still to read
@@ -64,7 +64,7 @@ class Load(NamedTuple):
     batch_pairs: Numbers
 
 
-class Rates(NamedTuple):
+class WorkerRates(NamedTuple):
     """How long things take at some workers, in seconds."""
 
     step: Numbers
@@ -76,11 +76,11 @@ class Rates(NamedTuple):
     wait: Numbers  # for one to come, when all that it was handed over with was computed
     tiers: tuple[Numbers, ...] = ()  # to take one out of its own lower tiers, nearest first
 
-    def of(self, mask: NDArray[np.bool_]) -> Rates:
+    def of(self, mask: NDArray[np.bool_]) -> WorkerRates:
         """Those of some of the workers."""
         step, token, pair, draw, page, fetch, wait, tiers = self
         below = tuple(tier[mask] for tier in tiers)
-        return Rates(step[mask], token[mask], pair[mask], draw[mask], page[mask], fetch[mask], wait[mask], below)
+        return WorkerRates(step[mask], token[mask], pair[mask], draw[mask], page[mask], fetch[mask], wait[mask], below)
 
 
 _REPORTED, _SENT, _GONE, _RATES = slice(0, 7), slice(7, 14), slice(14, 21), slice(21, 26)
@@ -95,7 +95,7 @@ _CONTEXT = 39 + LOWER_TIERS  # tokens of prompt and answer together
 _ROWS = 40 + LOWER_TIERS
 
 
-class Columns:
+class LoadTable:
     """The table.  Grows with ``add``."""
 
     def __init__(self) -> None:
@@ -189,17 +189,17 @@ class Columns:
             return times
         return tuple(map(_levelled, times, self._usual))
 
-    def sent(self, slot: int, due: Due) -> None:
+    def sent(self, slot: int, due: ExpectedWork) -> None:
         """Something was sent there that no report counts yet."""
         self._turns += 1
         self._table[_TURN, slot] = self._turns
         self._table[_SENT, slot] += due
 
-    def counted(self, slot: int, due: Due) -> None:
+    def counted(self, slot: int, due: ExpectedWork) -> None:
         """A report counts it now, or it has ended."""
         self._table[_SENT, slot] -= due
 
-    def gone(self, slot: int, due: Due) -> None:
+    def gone(self, slot: int, due: ExpectedWork) -> None:
         """The last report counts it, and the next will not."""
         self._table[_GONE, slot] += due
 
@@ -247,7 +247,7 @@ class Columns:
 
     # --- what is known ----------------------------------------------------------------------------------------------
 
-    def at(self, slots: Slots) -> tuple[Load, Rates]:
+    def at(self, slots: Slots) -> tuple[WorkerLoad, WorkerRates]:
         """What goes on at these workers, and how long things take them.
 
         Where nobody has measured anything the rates are the workers' guesses, or 1 a token.
@@ -262,10 +262,10 @@ class Columns:
             _fill(rates[4:], rates[4] > 0, self._typical(_PAGE, slice(_PAGE, _PAGE + 1)))
         if not rates[1].any():
             rates[1] = 1.0
-        load = Load(tokens, pairs, rows, context, table[4] - more[4], batch_tokens, batch_pairs)
+        load = WorkerLoad(tokens, pairs, rows, context, table[4] - more[4], batch_tokens, batch_pairs)
         step, token, pair, draw, page = rates
         tiers = tuple(table[_TIERS][: self.tiers])
-        return load, Rates(step, token, pair, draw, page, table[_FETCH], table[_WAIT], tiers)
+        return load, WorkerRates(step, token, pair, draw, page, table[_FETCH], table[_WAIT], tiers)
 
     def reach(self, hits: NDArray[np.int32], stored: NDArray[np.int32]) -> NDArray[np.int32]:
         """``hits`` by slot, with those that each can take out of the caches of its domain: ``stored``."""
@@ -328,9 +328,9 @@ class Columns:
 
 
 def _levelled(own: float, usual: float) -> float:
-    if own > usual * (1 + ALIKE):
-        return own / (1 + ALIKE)
-    return own * (1 + ALIKE) if own * (1 + ALIKE) < usual else usual
+    if own > usual * (1 + RATE_TOLERANCE):
+        return own / (1 + RATE_TOLERANCE)
+    return own * (1 + RATE_TOLERANCE) if own * (1 + RATE_TOLERANCE) < usual else usual
 
 
 def _fill(rates: Numbers, known: NDArray[np.bool_], typical: NDArray[Any] | None) -> None:
@@ -352,13 +352,13 @@ def _fill(rates: Numbers, known: NDArray[np.bool_], typical: NDArray[Any] | None
 # MERGED: what has ended.  Pure: knows slots and requests, and what they ask (``columns.Due``).
 
 
-class Book:
+class InFlightWork:
     """Keeps the gateway's own part of ``columns``.  A request is at a slot at most once."""
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: LoadTable) -> None:
         self._columns = columns
-        self._sent: list[dict[RequestId, tuple[int, Due]]] = []  # by slot: (serial, what it asks)
-        self._counted: list[dict[RequestId, Due]] = []  # by slot
+        self._sent: list[dict[RequestId, tuple[int, ExpectedWork]]] = []  # by slot: (serial, what it asks)
+        self._counted: list[dict[RequestId, ExpectedWork]] = []  # by slot
 
     def add(self) -> None:
         """One slot more."""
@@ -371,7 +371,7 @@ class Book:
         self._counted[slot].clear()
         self._columns.forget_sent(slot)
 
-    def sent(self, slot: int, request: RequestId, due: Due, serial: int) -> None:
+    def sent(self, slot: int, request: RequestId, due: ExpectedWork, serial: int) -> None:
         """It was sent there, instead of what it had there before."""
         self.ended(slot, request)
         self._sent[slot][request] = (serial, due)
@@ -409,11 +409,11 @@ class Book:
             self._columns.counted(slot, sent[1])
 
 
-def _read_of(due: Due) -> Due:
+def _read_of(due: ExpectedWork) -> ExpectedWork:
     """Of what is due, the reading."""
-    return Due(tokens=due.tokens, pairs=due.pairs, batch_tokens=due.batch_tokens, batch_pairs=due.batch_pairs)
+    return ExpectedWork(tokens=due.tokens, pairs=due.pairs, batch_tokens=due.batch_tokens, batch_pairs=due.batch_pairs)
 
 
-def _unread(due: Due) -> Due:
+def _unread(due: ExpectedWork) -> ExpectedWork:
     """Of what is due, all but the reading."""
     return due._replace(tokens=0, pairs=0, batch_tokens=0, batch_pairs=0)

@@ -17,10 +17,18 @@ from penstock.config.limits import RoutingConfig
 from penstock.engine.core.events import CancelRequest, CreditGranted, FirstTokenArrived, PagesArrived, PagesReleased
 from penstock.engine.core.plan import CompletedPage, NewTokens, ReturnedRequest, StepOutcome
 from penstock.engine.core.request import Request
-from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Send, WaitForWorker
+from penstock.router.effects import (
+    CancelStage,
+    DeliverTokens,
+    FailRequest,
+    RequestEffects,
+    StageEnded,
+    SubmitStage,
+    WaitForWorker,
+)
 from penstock.router.fleet import Fleet
 from penstock.router.placement import Placement
-from penstock.router.request import Flight, Patience, RequestPhase
+from penstock.router.request import FailoverLimits, RequestPhase, RoutedRequest
 from penstock.sim.fleet import Links
 from penstock.sim.resources import Agenda
 from penstock.sim.results import Measures
@@ -122,7 +130,7 @@ class HandOvers:
 REPORT_S = 0.1
 """Between two reports of a worker at least (``WorkerConfig.report_min_s``)."""
 
-_PATIENCE = Patience(max_attempts=1 << 30, first_byte_s=math.inf, stall_s=math.inf)
+_PATIENCE = FailoverLimits(max_attempts=1 << 30, first_byte_s=math.inf, stall_s=math.inf)
 
 
 class SimGateway:
@@ -140,7 +148,7 @@ class SimGateway:
         self.splits = 0  # requests that were placed at two workers
         self.decisions = 0
         self._workers: dict[WorkerId, SimWorker] = {}
-        self._flights: dict[RequestId, Flight] = {}
+        self._flights: dict[RequestId, RoutedRequest] = {}
         self._serial = 0
 
     def join(self, workers: Sequence[SimWorker], measures: Measures) -> None:
@@ -163,7 +171,7 @@ class SimGateway:
         now = self._agenda.now
         assert self.measures is not None, "join comes first"
         self.measures.asked(int(request.id), now, len(request.prompt))
-        self._flights[request.id] = Flight(request, _PATIENCE, now)
+        self._flights[request.id] = RoutedRequest(request, _PATIENCE, now)
         if self._prompt_token_s:
             self._agenda.after(self._prompt_token_s * len(request.prompt), self._begin, request.id)
         else:
@@ -218,23 +226,23 @@ class SimGateway:
 
     # --- effects ----------------------------------------------------------------------------------------------------
 
-    def _apply(self, flight: Flight, effects: Effects, spacing_s: float = 0.0) -> None:
+    def _apply(self, flight: RoutedRequest, effects: RequestEffects, spacing_s: float = 0.0) -> None:
         """As ``router.service`` does."""
         for effect in effects:
-            if isinstance(effect, Deliver):
+            if isinstance(effect, DeliverTokens):
                 self._deliver(flight, effect.batch, spacing_s)
-            elif isinstance(effect, LegEnded):
+            elif isinstance(effect, StageEnded):
                 self.fleet.discharge(effect.worker, effect.incarnation, effect.request)
-            elif isinstance(effect, CancelLeg):
+            elif isinstance(effect, CancelStage):
                 self._cancel(effect)
-            elif isinstance(effect, Send):
+            elif isinstance(effect, SubmitStage):
                 self._send(effect)
             elif isinstance(effect, WaitForWorker):
                 self._wait(flight, effect.not_before)
-            elif isinstance(effect, Fail):
+            elif isinstance(effect, FailRequest):
                 self._settle(flight, failed=str(effect.error))
 
-    def _deliver(self, flight: Flight, batch: TokenBatch, spacing_s: float) -> None:
+    def _deliver(self, flight: RoutedRequest, batch: TokenBatch, spacing_s: float) -> None:
         assert self.measures is not None
         number = int(flight.request.id)
         answered = self.measures.requests[number]
@@ -247,19 +255,19 @@ class SimGateway:
             answered.done = True
             self._settle(flight)
 
-    def _settle(self, flight: Flight, failed: str = "") -> None:
+    def _settle(self, flight: RoutedRequest, failed: str = "") -> None:
         assert self.measures is not None
         self.measures.requests[int(flight.request.id)].failed = failed
         self.placement.ended(flight)
         self._flights.pop(flight.request.id, None)
 
-    def _cancel(self, effect: CancelLeg) -> None:
+    def _cancel(self, effect: CancelStage) -> None:
         self.fleet.discharge(effect.worker, effect.incarnation, effect.request)
         self.hand_overs.forget((effect.request, effect.epoch))
         worker = self._workers[effect.worker]
         self._agenda.after(self._message_s, worker.tell, CancelRequest(id=effect.request, epoch=effect.epoch))
 
-    def _send(self, effect: Send) -> None:
+    def _send(self, effect: SubmitStage) -> None:
         self._serial += 1
         submit = msgspec.structs.replace(effect.submit, serial=self._serial)
         if submit.pages_from is not None:
@@ -272,7 +280,7 @@ class SimGateway:
 
     # --- placing ----------------------------------------------------------------------------------------------------
 
-    def _wait(self, flight: Flight, not_before: float) -> None:
+    def _wait(self, flight: RoutedRequest, not_before: float) -> None:
         now = self._agenda.now
         self.placement.wait(flight.request.id, not_before)
         if not_before <= now:
@@ -282,7 +290,7 @@ class SimGateway:
         else:  # no worker will ever be able to
             self._settle(flight, failed="no worker can serve it")
 
-    def _place(self, flight: Flight) -> None:
+    def _place(self, flight: RoutedRequest) -> None:
         if flight.phase is RequestPhase.WAITING:
             self._hear()
             now = self._agenda.now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from router_words import IDENTITY, OTHER, OTHER_CLASS, hashes_of, holds, report, request, up
 
-from penstock.router.decide import Ask, Decision, How, decide
+from penstock.router.decide import Decision, PlacementRequest, PlacementRules, choose_workers
 from penstock.router.fleet import Fleet
 from penstock.router.prefix_index import PrefixIndex
 from penstock.types import WorkerState
@@ -63,9 +63,11 @@ def picked(decision: Decision) -> str:
     return " ".join(f"{chosen.leg.value}={chosen.worker}" for chosen in decision.legs)
 
 
-def check(words: str, *, picks: str, because: str = "", ask: Ask | None = None, how: How | None = None) -> Decision:
+def check(
+    words: str, *, picks: str, because: str = "", ask: PlacementRequest | None = None, how: PlacementRules | None = None
+) -> Decision:
     fleet, prefixes = fleet_in_words(words)
-    decision = decide(ask or Ask(request=request(prompt=PROMPT)), fleet, prefixes, NOW, how)
+    decision = choose_workers(ask or PlacementRequest(request=request(prompt=PROMPT)), fleet, prefixes, NOW, how)
     assert picked(decision) == picks
     reasons = "; ".join(f"{reason.worker}: {reason.because}" for reason in decision.reasons())
     for clause in filter(None, because.split("; ")):

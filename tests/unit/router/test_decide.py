@@ -11,10 +11,17 @@ import pytest
 from decision_words import NOW, PROMPT, check, fleet_in_words, picked
 from router_words import IDENTITY, OTHER, fleet_of, hashes_of, request
 
-from penstock.router.decide import Ask, How, as_json, can_serve, decide, in_a_line
+from penstock.router.decide import (
+    PlacementRequest,
+    PlacementRules,
+    choose_workers,
+    decision_json,
+    decision_line,
+    has_ready_workers,
+)
 from penstock.router.fleet import Fleet
 from penstock.router.prefix_index import PrefixIndex
-from penstock.router.worker_load import Due
+from penstock.router.worker_load import ExpectedWork
 from penstock.types import RequestId, WorkerId
 
 
@@ -70,10 +77,10 @@ FLEET = "prefill-0 token_us=50 step_ms=2; decode-0 token_us=50 step_ms=2"
 
 
 def test_a_short_prompt_stays_with_a_decode_worker_when_the_split_would_lose():
-    short = Ask(request=request(prompt=PROMPT[:30]))
+    short = PlacementRequest(request=request(prompt=PROMPT[:30]))
     decision = check(FLEET, picks="whole=decode-0", ask=short)
     assert decision.because.startswith("whole 20.")
-    check(FLEET, picks="decode=decode-0 prefill=prefill-0", ask=short, how=How(always_split=True))
+    check(FLEET, picks="decode=decode-0 prefill=prefill-0", ask=short, how=PlacementRules(always_split=True))
     check(FLEET.replace("token_us=50 ", ""), picks="decode=decode-0 prefill=prefill-0", ask=short)  # nothing measured
     check(FLEET, picks="decode=decode-0 prefill=prefill-0")  # would hold its answers up for longer than a step
     check(FLEET + " cached=112", picks="whole=decode-0")
@@ -82,20 +89,20 @@ def test_a_short_prompt_stays_with_a_decode_worker_when_the_split_would_lose():
 
 def test_answers_count_for_more_the_longer_the_new_one_will_be():
     words = "both-0 token_us=10 cached=128 answers=4; both-1 token_us=10"
-    check(words, picks="whole=both-0", ask=Ask(request=request(prompt=PROMPT, max_tokens=2)))
-    check(words, picks="whole=both-1", ask=Ask(request=request(prompt=PROMPT, max_tokens=50)))
+    check(words, picks="whole=both-0", ask=PlacementRequest(request=request(prompt=PROMPT, max_tokens=2)))
+    check(words, picks="whole=both-1", ask=PlacementRequest(request=request(prompt=PROMPT, max_tokens=50)))
     fleet, prefixes = fleet_in_words(words)
-    long = Ask(request=request(prompt=PROMPT, max_tokens=50))
-    assert picked(decide(long, fleet, prefixes, NOW, write=2.4)) == "whole=both-0"
+    long = PlacementRequest(request=request(prompt=PROMPT, max_tokens=50))
+    assert picked(choose_workers(long, fleet, prefixes, NOW, write=2.4)) == "whole=both-0"
 
 
 def test_a_hot_prefix_is_copied_when_others_wait_for_it_too():
     fleet, prefixes = fleet_in_words("prefill-0 cached=96 queued=50; prefill-1; decode-0")
-    ask = Ask(request=request("one", prompt=PROMPT))
-    assert picked(decide(ask, fleet, prefixes, NOW)) == "decode=decode-0 prefill=prefill-0"
+    ask = PlacementRequest(request=request("one", prompt=PROMPT))
+    assert picked(choose_workers(ask, fleet, prefixes, NOW)) == "decode=decode-0 prefill=prefill-0"
     for name in ("two", "three"):
         prefixes.expect(RequestId(name), hashes_of(PROMPT), [0])
-    assert picked(decide(ask, fleet, prefixes, NOW)) == "decode=decode-0 prefill=prefill-1"
+    assert picked(choose_workers(ask, fleet, prefixes, NOW)) == "decode=decode-0 prefill=prefill-1"
 
 
 def test_a_session_has_a_home_that_load_and_caches_overrule():
@@ -103,15 +110,16 @@ def test_a_session_has_a_home_that_load_and_caches_overrule():
     homes = {}
     for name in "abcdefgh":
         asks = [
-            Ask(request=msgspec.structs.replace(request(f"r{i}", prompt=(i,) * 40), session=name)) for i in range(5)
+            PlacementRequest(request=msgspec.structs.replace(request(f"r{i}", prompt=(i,) * 40), session=name))
+            for i in range(5)
         ]
-        (homes[name],) = {picked(decide(ask, *fleet_in_words(idle), NOW)) for ask in asks}
+        (homes[name],) = {picked(choose_workers(ask, *fleet_in_words(idle), NOW)) for ask in asks}
     assert len(set(homes.values())) > 2
     home = homes["a"].removeprefix("whole=")
-    ask = Ask(request=msgspec.structs.replace(request(prompt=PROMPT), session="a"))
+    ask = PlacementRequest(request=msgspec.structs.replace(request(prompt=PROMPT), session="a"))
     check(idle.replace(home, f"{home} queued=100"), picks=f"whole={home}", ask=ask)
     fleet, prefixes = fleet_in_words(idle.replace(home, f"{home} queued=200"))
-    assert picked(decide(ask, fleet, prefixes, NOW)) != f"whole={home}"
+    assert picked(choose_workers(ask, fleet, prefixes, NOW)) != f"whole={home}"
     other = next(f"both-{i}" for i in range(8) if f"both-{i}" != home)
     check(idle.replace(other, f"{other} cached=96"), picks=f"whole={other}", ask=ask)
 
@@ -129,23 +137,23 @@ def test_a_full_fleet_is_still_used():
 
 
 def test_the_last_token_needs_no_hand_over():
-    ask = Ask(request=request(prompt=PROMPT, max_tokens=5), emitted=4)
+    ask = PlacementRequest(request=request(prompt=PROMPT, max_tokens=5), emitted=4)
     check("prefill-0; decode-0", picks="whole=prefill-0", ask=ask)
-    check("prefill-0; decode-0", picks="whole=prefill-0", ask=Ask(request=request(max_tokens=1)))
+    check("prefill-0; decode-0", picks="whole=prefill-0", ask=PlacementRequest(request=request(max_tokens=1)))
     check("both-0", picks="whole=both-0", ask=ask)
     check("decode-0", picks="", ask=ask)
 
 
 def test_whoever_gave_it_back_is_not_asked_again():
-    ask = Ask(request=request(prompt=PROMPT), avoid=frozenset({(WorkerId("decode-0"), 1)}))
+    ask = PlacementRequest(request=request(prompt=PROMPT), avoid=frozenset({(WorkerId("decode-0"), 1)}))
     words = "prefill-0; decode-0; decode-1 queued=999 answers=99"
     check(words, picks="decode=decode-1 prefill=prefill-0", because="decode-0: gave this request back", ask=ask)
-    other_fork = Ask(request=request(prompt=PROMPT), avoid=frozenset({(WorkerId("decode-0"), 0)}))
+    other_fork = PlacementRequest(request=request(prompt=PROMPT), avoid=frozenset({(WorkerId("decode-0"), 0)}))
     check(words, picks="decode=decode-0 prefill=prefill-0", ask=other_fork)
 
 
 def test_the_doubtful_are_the_last_resort():
-    ask = Ask(request=request(prompt=PROMPT), doubt=frozenset({(WorkerId("prefill-0"), 1)}))
+    ask = PlacementRequest(request=request(prompt=PROMPT), doubt=frozenset({(WorkerId("prefill-0"), 1)}))
     words = "prefill-0 cached=96; prefill-1 queued=999 answers=99; decode-0"
     check(words, picks="decode=decode-0 prefill=prefill-1", because="failed this request before", ask=ask)
     check("prefill-0; decode-0", picks="decode=decode-0 prefill=prefill-0", ask=ask)
@@ -159,8 +167,10 @@ def test_the_doubtful_are_the_last_resort():
 def test_all_workers_of_an_answer_compute_alike():
     words = "prefill-0 identity=other; prefill-1 queued=999 answers=99; decode-0"
     check(words, picks="decode=decode-0 prefill=prefill-1", because="prefill-0: another model or numerics class")
-    check(words, picks="", ask=Ask(request=request(), identity=OTHER))
-    check("both-0; both-1 identity=other", picks="whole=both-1", ask=Ask(request=request(), identity=OTHER))
+    check(words, picks="", ask=PlacementRequest(request=request(), identity=OTHER))
+    check(
+        "both-0; both-1 identity=other", picks="whole=both-1", ask=PlacementRequest(request=request(), identity=OTHER)
+    )
     check("prefill-0 identity=other; decode-0", picks="")
     check("prefill-0; decode-0 identity=other; both-0 identity=other", picks="whole=both-0")
 
@@ -177,13 +187,13 @@ def test_all_workers_of_an_answer_compute_alike():
 )
 def test_another_numerics_class_of_the_model_only_where_it_is_allowed_and_its_own_has_nobody(words, strict, mixed):
     fleet, prefixes = fleet_in_words(words)
-    ask = Ask(request=request(), emitted=3, identity=IDENTITY)
-    assert picked(decide(ask, fleet, prefixes, NOW)) == strict
-    assert picked(decide(ask, fleet, prefixes, NOW, How(mixed_numerics=True))) == mixed
+    ask = PlacementRequest(request=request(), emitted=3, identity=IDENTITY)
+    assert picked(choose_workers(ask, fleet, prefixes, NOW)) == strict
+    assert picked(choose_workers(ask, fleet, prefixes, NOW, PlacementRules(mixed_numerics=True))) == mixed
 
 
 def test_nobody_is_picked_from_nobody_and_everybody_has_a_reason():
-    assert decide(Ask(request=request()), Fleet(), PrefixIndex(), 0.0).legs == ()
+    assert choose_workers(PlacementRequest(request=request()), Fleet(), PrefixIndex(), 0.0).legs == ()
     check(
         "prefill-0 starting; decode-0",
         picks="",
@@ -193,16 +203,16 @@ def test_nobody_is_picked_from_nobody_and_everybody_has_a_reason():
 
 def test_a_decision_tells_its_numbers_as_they_were():
     fleet, prefixes = fleet_in_words("both-0 queued=5")
-    decision = decide(Ask(request=request()), fleet, prefixes, 3.0)
-    fleet.charge(WorkerId("both-0"), 1, RequestId("later"), 1000, due=Due(tokens=1000))
+    decision = choose_workers(PlacementRequest(request=request()), fleet, prefixes, 3.0)
+    fleet.charge(WorkerId("both-0"), 1, RequestId("later"), 1000, due=ExpectedWork(tokens=1000))
     (reason,) = decision.reasons()
     assert (reason.numbers["wait_s"], reason.numbers["compute"], reason.chosen) == (5.0, 40.0, True)
     assert decision.at == 3.0
     assert decision.prefill == decision.decode == decision.legs[0]
     assert decision.legs[0].tokens == 48
-    assert decision.legs[0].due == Due(tokens=40, pairs=820, rows=1, context=40, pages=3)
-    assert "whole=both-0 cost_s=" in in_a_line(decision)
-    told = as_json(decision, 1.0)
+    assert decision.legs[0].due == ExpectedWork(tokens=40, pairs=820, rows=1, context=40, pages=3)
+    assert "whole=both-0 cost_s=" in decision_line(decision)
+    told = decision_json(decision, 1.0)
     assert (told["at_s"], told["legs"][0]["worker"], told["candidates"][0]["wait_s"]) == (2.0, "both-0", 5.0)
     assert msgspec.json.decode(msgspec.json.encode(told)) == told
 
@@ -220,14 +230,18 @@ def test_equals_meet_by_their_first_block_and_spread_otherwise():
     for start in range(64):
         common = tuple(range(start, start + 16))
         answers = {
-            decide(Ask(request=request(prompt=(*common, tail))), fleet, PrefixIndex(), 0.0).legs[0].worker
+            choose_workers(PlacementRequest(request=request(prompt=(*common, tail))), fleet, PrefixIndex(), 0.0)
+            .legs[0]
+            .worker
             for tail in range(4)
         }
         assert len(answers) == 1
         homes |= answers
     assert len(homes) == 4
     short = {
-        decide(Ask(request=request(f"r{i}", prompt=(1, 2))), fleet, PrefixIndex(), 0.0).legs[0].worker
+        choose_workers(PlacementRequest(request=request(f"r{i}", prompt=(1, 2))), fleet, PrefixIndex(), 0.0)
+        .legs[0]
+        .worker
         for i in range(64)
     }
     assert len(short) == 4
@@ -244,7 +258,7 @@ def test_equals_meet_by_their_first_block_and_spread_otherwise():
     ],
 )
 def test_ready_means_a_worker_for_each_leg(words, serves):
-    assert can_serve(fleet_in_words(words)[0]) is serves
+    assert has_ready_workers(fleet_in_words(words)[0]) is serves
 
 
 def test_the_core_of_the_router_is_pure():
@@ -264,5 +278,7 @@ def test_workers_that_differ_by_noise_alone_are_equally_fast():
     noisy = check(words.replace("MS", "115"), picks="whole=both-0")
     told = {reason.worker: reason.numbers for reason in noisy.reasons()}
     assert told["both-0"]["write_s"] == told["both-1"]["write_s"]
-    slow = decide(Ask(request=request(prompt=PROMPT)), *fleet_in_words(words.replace("MS", "400")), NOW)
+    slow = choose_workers(
+        PlacementRequest(request=request(prompt=PROMPT)), *fleet_in_words(words.replace("MS", "400")), NOW
+    )
     assert picked(slow) != "whole=both-0"

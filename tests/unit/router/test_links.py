@@ -12,8 +12,8 @@ from router_words import report
 from penstock.clock import VirtualClock
 from penstock.config.schema import GatewayConfig
 from penstock.errors import ConfigError
-from penstock.router.links import Links
-from penstock.router.service import Outside, RouterService
+from penstock.router.links import WorkerLinks
+from penstock.router.service import RouterPorts, RouterService
 from penstock.types import RequestId, Role, WorkerId
 from penstock.wire.gateway_messages import Cancel, Hello, Report, TokenItem, Tokens
 from penstock.wire.in_memory import MemoryHub
@@ -36,7 +36,7 @@ async def settle() -> None:
 async def test_a_cancel_that_cannot_leave_leaves_with_a_later_beat():
     hub = MemoryHub(capacity=2)
     mailbox = hub.listen("memory://d")
-    links = Links(hub.connect_async, lambda *_: None)
+    links = WorkerLinks(hub.connect_async, lambda *_: None)
     link = links.open(D0, 1, "memory://d")
     assert link.send(HELLO)
     for name in "abc":
@@ -63,7 +63,7 @@ async def test_a_cancel_that_cannot_leave_leaves_with_a_later_beat():
 
 async def test_only_the_current_incarnation_has_a_link():
     hub = MemoryHub()
-    links = Links(hub.connect_async, lambda *_: None)
+    links = WorkerLinks(hub.connect_async, lambda *_: None)
     links.open(D0, 1, "memory://d1")
     links.open(D0, 2, "memory://d2")
     assert links.to(D0, 1) is None
@@ -84,7 +84,7 @@ async def test_a_message_that_cannot_be_handled_is_told_and_the_next_one_is(capl
             raise RuntimeError("unlucky")
         heard.append((worker, incarnation))
 
-    links = Links(hub.connect_async, handle)
+    links = WorkerLinks(hub.connect_async, handle)
     links.open(D0, 4, "memory://d").send(HELLO)
     received = mailbox.recv()
     assert received is not None
@@ -99,7 +99,7 @@ async def test_a_message_that_cannot_be_handled_is_told_and_the_next_one_is(capl
 
 
 async def test_a_strange_endpoint_is_refused():
-    links = Links(MemoryHub().connect_async, lambda *_: None)
+    links = WorkerLinks(MemoryHub().connect_async, lambda *_: None)
     with pytest.raises(ConfigError):
         links.open(D0, 1, "carrier-pigeon://d")
     await links.close()
@@ -107,7 +107,7 @@ async def test_a_strange_endpoint_is_refused():
 
 async def test_closing_links_ends_their_readers():
     hub = MemoryHub()
-    links = Links(hub.connect_async, lambda *_: None)
+    links = WorkerLinks(hub.connect_async, lambda *_: None)
     links.open(D0, 1, "memory://d")
     before = asyncio.all_tasks()
     assert {task.get_name() for task in before} >= {"link decode-0"}
@@ -126,7 +126,7 @@ async def test_a_worker_whose_link_cannot_be_made_yet_gets_one_with_a_later_beat
 
     mailbox = hub.listen("memory://d")
     config = GatewayConfig(name="g", model_name="m")
-    service = RouterService(config, Outside(connect=connect, clock=clock, suspect=lambda _: None))
+    service = RouterService(config, RouterPorts(connect=connect, clock=clock, suspect=lambda _: None))
     service.on_supervisor(WorkerUp(worker=D0, incarnation=1, role=Role.BOTH, pid=1, endpoint="memory://d"))
     for _ in range(2):
         assert mailbox.recv() is None
@@ -160,7 +160,7 @@ async def test_tokens_of_many_requests_are_handled_in_the_order_they_came_so_man
         else:
             heard[worker].append("report")
 
-    links = Links(hub.connect_async, handle, units_per_turn=most)
+    links = WorkerLinks(hub.connect_async, handle, units_per_turn=most)
     names = [f"r{n}" for n in range(600)]
     for worker in heard:
         mailbox = hub.listen(f"memory://{worker}")

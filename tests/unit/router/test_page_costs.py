@@ -7,7 +7,7 @@ import pytest
 from decision_words import NOW, PROMPT, check, fleet_in_words
 from router_words import hashes_of, report, request
 
-from penstock.router.decide import Ask, decide
+from penstock.router.decide import PlacementRequest, choose_workers
 from penstock.types import RequestId, RequestStage
 
 
@@ -85,7 +85,7 @@ def test_what_a_lower_tier_has_is_not_expected_to_be_read():
 def test_what_was_only_promised_to_a_neighbour_cannot_be_taken():
     fleet, prefixes = fleet_in_words(SHARING.replace("cached=96", "queued=9") + "; decode-0 token_us=50")
     prefixes.expect(RequestId("other"), hashes_of(PROMPT), [1])
-    decision = decide(Ask(request=request(prompt=PROMPT)), fleet, prefixes, NOW)
+    decision = choose_workers(PlacementRequest(request=request(prompt=PROMPT)), fleet, prefixes, NOW)
     numbers = {reason.worker: reason.numbers for reason in decision.reasons() if reason.leg is RequestStage.PREFILL}
     assert numbers["prefill-0"]["fetch_s"] == 0
     assert numbers["prefill-0"]["compute"] == len(PROMPT)

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_words import chain, fleet_of, holds, report, request, up
 
-from penstock.router.decide import Ask, Decision, How, can_serve, decide
+from penstock.router.decide import Decision, PlacementRequest, PlacementRules, choose_workers, has_ready_workers
 from penstock.router.fleet import Fleet
-from penstock.router.policy.baselines import NAMES, policy_named
+from penstock.router.policy.baselines import NAMES, make_policy
 from penstock.router.prefix_index import PrefixIndex
 from penstock.router.service import predict_ttft
-from penstock.router.worker_load import Due
+from penstock.router.worker_load import ExpectedWork
 from penstock.types import Qos, RequestId, RequestStage, Role, ServiceClass, ValidRequest, WorkerId, WorkerState
 from penstock.wire.gateway_messages import StepRates
 
-ALL = [How(policy=policy_named(name)) for name in NAMES]
+ALL = [PlacementRules(policy=make_policy(name)) for name in NAMES]
 PENSTOCK = ALL[0]
 
 
@@ -105,11 +105,13 @@ def picked(decision: Decision) -> list[tuple[RequestStage, WorkerId]]:
 @given(WORKERS, REQUESTS, st.randoms(use_true_random=False))
 def test_the_order_of_the_fleet_decides_nothing_and_nobody_is_left_unserved(how, workers, asked, rng):
     fleet, index = fleet_and_index(workers)
-    decision = decide(Ask(request=asked), fleet, index, 0.0, how)
+    decision = choose_workers(PlacementRequest(request=asked), fleet, index, 0.0, how)
     shuffled = list(workers)
     rng.shuffle(shuffled)
-    assert picked(decide(Ask(request=asked), *fleet_and_index(shuffled), 0.0, how)) == picked(decision)
-    assert bool(decision.legs) == can_serve(fleet) or asked.sampling.max_tokens == 1
+    assert picked(choose_workers(PlacementRequest(request=asked), *fleet_and_index(shuffled), 0.0, how)) == picked(
+        decision
+    )
+    assert bool(decision.legs) == has_ready_workers(fleet) or asked.sampling.max_tokens == 1
     ready = {WorkerId(worker.name): worker for worker in workers if worker.ready}
     assert all(chosen.worker in ready for chosen in decision.legs)
     assert {chosen.leg for chosen in decision.legs} in (
@@ -130,7 +132,7 @@ def test_no_worker_is_filled_beyond_its_room_while_another_has_room(workers, ask
     room = {WorkerId(worker.name): worker.free for worker in workers}
     roles = {RequestStage.PREFILL: Role.PREFILL, RequestStage.DECODE: Role.DECODE}
     for serial, one in enumerate(asked, 1):
-        decision = decide(Ask(request=one), fleet, index, 0.0, PENSTOCK)
+        decision = choose_workers(PlacementRequest(request=one), fleet, index, 0.0, PENSTOCK)
         pages = -(-len(one.prompt) // 16)
         for chosen in decision.legs:
             role = roles.get(chosen.leg, fleet.roles[chosen.slot])
@@ -146,7 +148,7 @@ def spread(fleets: list[Fleet], requests: int) -> Counter[WorkerId]:
     for number in range(requests):
         fleet = fleets[number % len(fleets)]
         one = request(f"r{number}", prompt=(number,) * 64)
-        (chosen,) = decide(Ask(request=one), fleet, PrefixIndex(100, 16), 0.0).legs
+        (chosen,) = choose_workers(PlacementRequest(request=one), fleet, PrefixIndex(100, 16), 0.0).legs
         fleet.charge(chosen.worker, 1, one.id, chosen.tokens, due=chosen.due, serial=number + 1)
         given_to[chosen.worker] += 1
     return given_to
@@ -198,7 +200,7 @@ def test_between_two_reports_nothing_counts_twice_and_nothing_is_forgotten(steps
                 serial += 1
                 there[name] = (serial, tokens)
                 batch = tokens if step[1] % 2 else 0
-                due = Due(tokens=tokens, pairs=3, rows=1, context=9, pages=2, batch_tokens=batch)
+                due = ExpectedWork(tokens=tokens, pairs=3, rows=1, context=9, pages=2, batch_tokens=batch)
                 fleet.charge(worker, 1, RequestId(name), tokens, due=due, serial=serial)
             case ("begin", _) if name in there:
                 there[name] = (there[name][0], 0)
@@ -229,7 +231,7 @@ def test_batch_work_in_the_queue_is_in_the_way_of_batch_work_only(service: Servi
     fleet.report(report("both-0", prompt_tokens=9000, batch_tokens=9000, rates=rates, measured=9), 0.0)
     fleet.report(report("both-1", prompt_tokens=500, rates=rates, measured=9), 0.0)
     asked = msgspec.structs.replace(request("r", prompt=(7,) * 40), claim=Qos(service=service))
-    decision = decide(Ask(request=asked), fleet, PrefixIndex(100, 4), 0.0)
+    decision = choose_workers(PlacementRequest(request=asked), fleet, PrefixIndex(100, 4), 0.0)
     assert picked(decision) == [(RequestStage.WHOLE, WorkerId(taken))]
     assert decision.legs[0].due.batch_tokens == (40 if service is ServiceClass.BATCH else 0)
     seen = predict_ttft(fleet, 100, service)

@@ -12,7 +12,7 @@ from router_words import chain, holds
 
 from penstock.engine.service.kv_events import KvEventLog
 from penstock.kernels.host_ops import keys_of
-from penstock.router.prefix_index import ASK_AGAIN_S, PrefixIndex, Promises
+from penstock.router.prefix_index import SNAPSHOT_RETRY_S, PendingPrefixes, PrefixIndex
 from penstock.types import BlockHash, RequestId, WorkerId
 from penstock.wire.gateway_messages import KV_EVENT_BLOCKS, KvEvents
 
@@ -124,7 +124,7 @@ def test_a_gap_is_told_anew():
     assert index.gaps == 1
     assert index.lacking(0, 10.0)
     assert not index.lacking(0, 10.0)  # asked already
-    assert index.lacking(0, 10.0 + ASK_AGAIN_S)
+    assert index.lacking(0, 10.0 + SNAPSHOT_RETRY_S)
     index.take(0, told(5, chain(7, "b"), part=0, parts=1))
     assert (hits(index, chain(9)), hits(index, chain(9, "b"))) == ([0], [7])
     assert not index.lacking(0, 99.0)
@@ -193,7 +193,7 @@ def test_whatever_is_lost_on_the_way_is_known_in_the_end(events):
     index.follow(0, 1)
     now = 0.0
     for verb, branch, length in [*events, ("!", 0, 0), ("!", 0, 0)]:
-        now += ASK_AGAIN_S
+        now += SNAPSHOT_RETRY_S
         blocks = chain(30, str(branch))
         if verb == "+":
             for block in blocks[:length]:
@@ -257,7 +257,7 @@ Prompt = st.tuples(st.integers(0, 300), st.sampled_from("ab"), st.sampled_from([
     st.lists(st.tuples(Prompt, st.sets(st.integers(0, 2), max_size=2)), max_size=8), st.sets(st.integers(0, 7)), Prompt
 )
 def test_a_promise_is_real_and_nearly_the_longest(sent, settled, asked):
-    promises = Promises()
+    promises = PendingPrefixes()
     full: dict[int, set[BlockHash]] = {0: set(), 1: set(), 2: set()}
     for number, (prompt, slots) in enumerate(sent):
         promises.add(RequestId(str(number)), chain(*prompt), sorted(slots))

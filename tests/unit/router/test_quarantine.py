@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.config.limits import FailoverConfig
-from penstock.router.health import MOST_UNANSWERED, Quarantine
+from penstock.router.health import MAX_UNANSWERED_PROBES, Quarantine
 from penstock.router.placement import RetryBudget
-from penstock.router.poison import Guilt, KeptApart, guilty
+from penstock.router.poison import CrashRecord, PoisonIsolation, find_culprit
 from penstock.types import RequestId, WorkerId
 
 W = WorkerId("decode-0")
@@ -51,7 +51,7 @@ def test_one_that_never_answers_is_hopeless_in_the_end():
     quarantine = Quarantine(CONFIG, "g")
     quarantine.put(W, 1, 0.0)
     now = 0.0
-    for _ in range(MOST_UNANSWERED + 1):
+    for _ in range(MAX_UNANSWERED_PROBES + 1):
         assert quarantine.hopeless == frozenset()
         quarantine.probe(W, now)
         assert quarantine.overdue(now + 1.9) == []
@@ -84,11 +84,11 @@ def test_the_budget_has_room_for_every_open_stream_and_lets_nobody_wait_for_long
     [({}, None), ({"a": 1}, None), ({"a": 2}, "a"), ({"a": 2, "b": 2}, None), ({"a": 2, "b": 3, "c": 2}, "b")],
 )
 def test_guilty_is_who_was_there_most_often_and_alone(deaths, who):
-    assert guilty(deaths, 2) == who
+    assert find_culprit(deaths, 2) == who
 
 
 def test_new_tokens_clear():
-    guilt = Guilt(8)
+    guilt = CrashRecord(8)
     guilt.blame("one", 10)
     guilt.progress(17)
     assert guilt.deaths == ["one"]
@@ -97,8 +97,8 @@ def test_new_tokens_clear():
 
 
 def test_suspects_are_kept_from_each_other_and_from_nobody_else():
-    apart = KeptApart(2)
-    guilt = Guilt(8)
+    apart = PoisonIsolation(2)
+    guilt = CrashRecord(8)
     guilt.blame("one", 0)
     assert not apart.suspects(guilt)
     guilt.blame("two", 0)

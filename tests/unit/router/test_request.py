@@ -13,8 +13,16 @@ from router_words import IDENTITY, OTHER, ROOT, request
 from penstock.errors import NoWorkers, QueueFull, RequestError, StalledRequest, WorkerLost
 from penstock.hashing import chain_root
 from penstock.router.decide import Decision
-from penstock.router.effects import CancelLeg, Deliver, Fail, Send, WaitForWorker
-from penstock.router.request import BACKOFF_MAX_S, BUSY_S, DOUBT_S, HOLD_S, Flight, Patience, RequestPhase
+from penstock.router.effects import CancelStage, DeliverTokens, FailRequest, SubmitStage, WaitForWorker
+from penstock.router.request import (
+    AVOID_S,
+    BACKOFF_MAX_S,
+    DISTRUST_S,
+    PREFILL_TOKEN_WAIT_S,
+    FailoverLimits,
+    RequestPhase,
+    RoutedRequest,
+)
 from penstock.types import FinishReason, Qos, ServiceClass, TokenBatch, TokenLogprob
 from penstock.wire.gateway_messages import PageSource, TokenItem
 
@@ -25,7 +33,7 @@ def test_a_split_request_names_its_pages_source():
     flight = waiting()
     sends = flight.placed(split(), ROOT, 0.0)
     assert said(sends) == ["send decode-0 decode e1", "send prefill-0 prefill e1"]
-    decode, prefill = (effect.submit for effect in sends if isinstance(effect, Send))
+    decode, prefill = (effect.submit for effect in sends if isinstance(effect, SubmitStage))
     assert decode.pages_from == PageSource(worker=P0, incarnation=1, endpoint="memory://prefill-0")
     assert prefill.pages_from is None
     assert decode.prompt == prefill.prompt == bytes(request().prompt)
@@ -37,7 +45,7 @@ def test_a_split_request_names_its_pages_source():
 def test_hashes_made_for_another_model_are_not_sent():
     flight = waiting()
     (send,) = flight.placed(served_by(WHOLE, OTHER), chain_root(OTHER), 0.0)
-    assert isinstance(send, Send)
+    assert isinstance(send, SubmitStage)
     assert send.submit.block_hashes == ()
     assert send.submit.root == chain_root(OTHER)
 
@@ -67,7 +75,7 @@ def test_an_item_that_overlaps_is_trimmed_with_its_logprobs():
     flight = started(flying())
     logprobs = tuple(TokenLogprob(t, -float(t)) for t in (1, 2))
     deliver, _ = flight.tokens(item(0, 1, 2, logprobs=logprobs), D0, 1, 1.0)
-    assert deliver == Deliver(TokenBatch(tokens=(2,), logprobs=(TokenLogprob(2, -2.0),)))
+    assert deliver == DeliverTokens(TokenBatch(tokens=(2,), logprobs=(TokenLogprob(2, -2.0),)))
 
 
 def test_an_early_item_waits_for_the_gap_to_fill():
@@ -108,12 +116,12 @@ def test_the_first_batch_tells_what_was_cached_and_the_prompts_logprobs_once():
     asked = request(prompt_logprobs=0)
     flight = flying(asked=asked)
     facts = {"cached_tokens": 32, "prompt_logprobs": (TokenLogprob(1, -1.0),)}
-    assert flight.tokens(item(0, 1, **facts), P0, 1, 1.0)[0] == Deliver(TokenBatch(tokens=(1,), **facts))
-    assert flight.tokens(item(1, 2, **facts), D0, 1, 1.0)[0] == Deliver(TokenBatch(tokens=(2,)))
+    assert flight.tokens(item(0, 1, **facts), P0, 1, 1.0)[0] == DeliverTokens(TokenBatch(tokens=(1,), **facts))
+    assert flight.tokens(item(1, 2, **facts), D0, 1, 1.0)[0] == DeliverTokens(TokenBatch(tokens=(2,)))
     flight.lost(D0, 1, "killed", 2.0)
     sends = flight.placed(split(D1, P0), ROOT, 2.0)
-    assert {send.submit.sampling.prompt_logprobs for send in sends if isinstance(send, Send)} == {None}
-    assert flight.tokens(item(2, 3, epoch=2, **facts), P0, 1, 2.0)[0] == Deliver(TokenBatch(tokens=(3,)))
+    assert {send.submit.sampling.prompt_logprobs for send in sends if isinstance(send, SubmitStage)} == {None}
+    assert flight.tokens(item(2, 3, epoch=2, **facts), P0, 1, 2.0)[0] == DeliverTokens(TokenBatch(tokens=(3,)))
 
 
 def test_the_decode_leg_waits_for_the_word_of_the_prefill_leg():
@@ -122,14 +130,14 @@ def test_the_decode_leg_waits_for_the_word_of_the_prefill_leg():
     assert said(flight.tokens(item(2, 3), D0, 1, 1.0)) == []
     effects = flight.tokens(item(0, 1, cached_tokens=16), P0, 1, 1.0)
     assert said(effects) == ["deliver 1", "deliver 2", "cancel prefill-0 e1", "deliver 3"]
-    assert effects[0] == Deliver(TokenBatch(tokens=(1,), cached_tokens=16))
+    assert effects[0] == DeliverTokens(TokenBatch(tokens=(1,), cached_tokens=16))
 
 
 def test_but_not_for_long_and_not_for_the_dead():
     flight = flying()
     flight.tokens(item(0, 1, 2), D0, 1, 1.0)
-    assert said(flight.tick(1.0 + HOLD_S / 2)) == []
-    assert said(flight.tick(1.0 + HOLD_S)) == ["deliver 1 2", "cancel prefill-0 e1"]
+    assert said(flight.tick(1.0 + PREFILL_TOKEN_WAIT_S / 2)) == []
+    assert said(flight.tick(1.0 + PREFILL_TOKEN_WAIT_S)) == ["deliver 1 2", "cancel prefill-0 e1"]
 
     flight = flying()
     flight.tokens(item(0, 1, 2), D0, 1, 1.0)
@@ -142,7 +150,7 @@ def test_prompt_logprobs_that_died_with_the_prefill_worker_are_computed_again():
     assert said(flight.tick(50.0)) == []
     assert said(flight.lost(P0, 1, "killed", 1.0)) == ["cancel decode-0 e1", "cancel prefill-0 e1", "wait 1"]
     (send, _) = flight.placed(split(), ROOT, 1.0)
-    assert isinstance(send, Send)
+    assert isinstance(send, SubmitStage)
     assert (send.submit.emitted, send.submit.sampling.prompt_logprobs) == ((), 0)
 
 
@@ -193,7 +201,7 @@ def test_the_death_of_either_before_the_decode_workers_own_token_starts_anew(who
     assert said(flight.lost(who, 1, "killed", 2.0)) == ["cancel decode-0 e1", "cancel prefill-0 e1", "wait 2"]
     sends = flight.placed(split(), ROOT, 2.0)
     assert said(sends) == ["send decode-0 decode e2", "send prefill-0 prefill e2"]
-    assert {send.submit.emitted for send in sends if isinstance(send, Send)} == {(1,)}
+    assert {send.submit.emitted for send in sends if isinstance(send, SubmitStage)} == {(1,)}
 
 
 def test_the_death_of_the_prefill_worker_after_it_changes_nothing():
@@ -264,7 +272,7 @@ def test_a_new_token_gives_new_attempts():
 
 
 def test_the_slowest_retry_is_bounded():
-    flight = Flight(request(), Patience(max_attempts=100, first_byte_s=1e9, stall_s=1e9), 0.0)
+    flight = RoutedRequest(request(), FailoverLimits(max_attempts=100, first_byte_s=1e9, stall_s=1e9), 0.0)
     flight.begin(0.0)
     for _ in range(50):
         flight.placed(WHOLE, ROOT, 0.0)
@@ -283,7 +291,7 @@ def test_a_returned_leg_takes_the_other_with_it(who, reason):
     assert said(flight.returned(1, reason, who, 1, 2.0)) == [f"end {who} e1", f"cancel {other} e1", "wait 2"]
     avoided = {(who, 1)} if reason == "draining" else set()
     assert flight.ask(2.0).avoid == avoided
-    assert flight.ask(2.0 + BUSY_S).avoid == set()
+    assert flight.ask(2.0 + AVOID_S).avoid == set()
 
 
 @pytest.mark.parametrize("who", [P0, D0])
@@ -291,7 +299,7 @@ def test_a_hand_over_that_failed_casts_doubt_on_its_other_end(who):
     flight = flying()
     flight.returned(1, "pages_lost: silent", who, 1, 2.0)
     assert flight.ask(2.0).doubt == {(D0 if who == P0 else P0, 1)}
-    assert flight.ask(2.0 + DOUBT_S).doubt == flight.ask(2.0).avoid == frozenset()
+    assert flight.ask(2.0 + DISTRUST_S).doubt == flight.ask(2.0).avoid == frozenset()
 
 
 def test_returns_are_bounded_too():
@@ -301,7 +309,7 @@ def test_returns_are_bounded_too():
         flight.placed(WHOLE, ROOT, 2.0)
     effects = flight.returned(3, "preempted", B0, 1, 2.0)
     assert said(effects) == ["end both-0 e3", "fail WorkerLost"]
-    assert isinstance(effects[-1], Fail)
+    assert isinstance(effects[-1], FailRequest)
     assert "both-0 gave it back: preempted" in str(effects[-1].error)
 
 
@@ -314,16 +322,16 @@ def test_a_full_queue_is_another_workers_chance_and_else_the_clients_to_retry():
     flight = flying(WHOLE)
     assert said(flight.returned(1, "queue_full", B0, 1, 2.0)) == ["end both-0 e1", "wait 2"]
     assert flight.ask(2.0).avoid == {(B0, 1)}
-    assert flight.ask(2.0 + BUSY_S).avoid == frozenset()
+    assert flight.ask(2.0 + AVOID_S).avoid == frozenset()
     (fail,) = flight.placed(NOBODY, ROOT, 2.0)
-    assert isinstance(fail, Fail)
+    assert isinstance(fail, FailRequest)
     assert isinstance(fail.error, QueueFull)
 
 
 def test_an_answer_that_has_begun_waits_for_a_full_queue():
     flight = started(flying())
     flight.returned(1, "queue_full", D0, 1, 2.0)
-    assert said(flight.placed(NOBODY, ROOT, 2.0)) == [f"wait {2.0 + BUSY_S:g}"]
+    assert said(flight.placed(NOBODY, ROOT, 2.0)) == [f"wait {2.0 + AVOID_S:g}"]
 
 
 @pytest.mark.parametrize(("begun", "error"), [(False, RequestError), (True, WorkerLost)])
@@ -335,7 +343,7 @@ def test_what_no_worker_can_hold_is_said(begun, error):
     assert flight.ask(math.inf).avoid == frozenset()
     assert flight.ask(1e9).avoid == {(B0, 1)}
     (fail,) = flight.placed(NOBODY, ROOT, 2.0)
-    assert isinstance(fail, Fail)
+    assert isinstance(fail, FailRequest)
     assert isinstance(fail.error, error)
     assert "40 tokens of prompt and 8 of answer" in str(fail.error)
 
@@ -355,9 +363,9 @@ def test_patience_ends(flight, at, error):
     flight = flight()
     assert flight.tick(at) == ()
     *cancels, fail = flight.tick(at + 0.1)
-    assert isinstance(fail, Fail)
+    assert isinstance(fail, FailRequest)
     assert isinstance(fail.error, error)
-    assert all(isinstance(cancel, CancelLeg) for cancel in cancels)
+    assert all(isinstance(cancel, CancelStage) for cancel in cancels)
     assert len(cancels) == (0 if error is NoWorkers else 2)
     assert flight.phase is RequestPhase.DONE
 
@@ -379,12 +387,12 @@ def in_time(seconds: float | None):
 def test_a_worker_is_told_what_is_left_of_the_wait():
     flight = waiting(in_time(9.0))
     (send,) = flight.placed(WHOLE, ROOT, 2.5)
-    assert isinstance(send, Send)
+    assert isinstance(send, SubmitStage)
     assert send.submit.claim == Qos(max_wait_s=6.5, service=ServiceClass.BATCH)
     flight.tokens(item(0, 1), B0, 1, 3.0)
     flight.lost(B0, 1, "died", 4.0)
     (again,) = flight.placed(WHOLE, ROOT, 5.0)
-    assert isinstance(again, Send)
+    assert isinstance(again, SubmitStage)
     assert again.submit.claim.max_wait_s is None, "who has a token waits for no first one"
 
 
@@ -424,7 +432,7 @@ def test_parts_are_put_together_in_whatever_order_and_however_often_they_come():
     for order in permutations([*parts(), parts()[1]]):
         flight = flying(WHOLE, request(prompt=tuple(range(5)), prompt_logprobs=0))
         effects = [effect for part in order for effect in flight.tokens(part, B0, 1, 1.0)]
-        delivered = [effect.batch for effect in effects if isinstance(effect, Deliver)]
+        delivered = [effect.batch for effect in effects if isinstance(effect, DeliverTokens)]
         assert [batch.tokens for batch in delivered] == [(9,)]
         assert [one.token for one in delivered[0].prompt_logprobs or ()] == [1, 2, 3, 4]
 

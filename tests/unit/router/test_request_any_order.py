@@ -16,10 +16,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from router_words import IDENTITY, ROOT, request
 
 from penstock.errors import WorkerLost
-from penstock.router.decide import Chosen, Decision
-from penstock.router.effects import CancelLeg, Deliver, Effects, Fail, LegEnded, Send, WaitForWorker
-from penstock.router.request import Flight, Patience, RequestPhase
-from penstock.router.worker_load import Due
+from penstock.router.decide import ChosenWorker, Decision
+from penstock.router.effects import (
+    CancelStage,
+    DeliverTokens,
+    FailRequest,
+    RequestEffects,
+    StageEnded,
+    SubmitStage,
+    WaitForWorker,
+)
+from penstock.router.request import FailoverLimits, RequestPhase, RoutedRequest
+from penstock.router.worker_load import ExpectedWork
 from penstock.types import FinishReason, RequestStage, TokenLogprob, WorkerId
 from penstock.wire.gateway_messages import Submit, TokenItem
 
@@ -61,7 +69,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.length, self.split, self.forwards = length, split, forwards
         self.request = request(max_tokens=length + 3, prompt_logprobs=0 if wants_prompt_logprobs else None)
         self.now = 0.0
-        self.flight = Flight(self.request, Patience(max_attempts=ATTEMPTS, first_byte_s=1e9, stall_s=1e9), 0.0)
+        self.flight = RoutedRequest(
+            self.request, FailoverLimits(max_attempts=ATTEMPTS, first_byte_s=1e9, stall_s=1e9), 0.0
+        )
         self.alive = dict.fromkeys(WORKERS, 1)
         self.dead: set[WorkerId] = set()
         self.legs: list[FakeLeg] = []
@@ -77,27 +87,27 @@ class AnyOrder(RuleBasedStateMachine):
 
     # --- effects ----------------------------------------------------------------------------------------------------
 
-    def apply(self, effects: Effects) -> None:
-        sends = [effect for effect in effects if isinstance(effect, Send)]
+    def apply(self, effects: RequestEffects) -> None:
+        sends = [effect for effect in effects if isinstance(effect, SubmitStage)]
         self.submissions += bool(sends)
         for effect in effects:
             match effect:
-                case Send():
+                case SubmitStage():
                     self.sent(effect)
-                case CancelLeg() | LegEnded():
+                case CancelStage() | StageEnded():
                     self.ended(effect)
-                case Deliver(batch):
+                case DeliverTokens(batch):
                     assert self.failed is None
                     assert not self.finished
                     self.taken(batch)
-                case Fail(error):
+                case FailRequest(error):
                     assert isinstance(error, WorkerLost)
                     assert self.submissions >= ATTEMPTS
                     self.failed = error
                 case WaitForWorker(not_before):
                     self.retry_at = not_before
 
-    def sent(self, effect: Send) -> None:
+    def sent(self, effect: SubmitStage) -> None:
         submit = effect.submit
         assert submit.epoch == self.flight.epoch
         assert list(submit.emitted) == self.delivered
@@ -110,11 +120,11 @@ class AnyOrder(RuleBasedStateMachine):
         self.open.add(leg.key)
         self.legs.append(leg)
 
-    def ended(self, effect: CancelLeg | LegEnded) -> None:
+    def ended(self, effect: CancelStage | StageEnded) -> None:
         key = (effect.worker, effect.incarnation, effect.epoch)
         self.open.remove(key)  # KeyError: ended twice, or never sent
         leg = next(leg for leg in self.legs if leg.key == key)
-        if isinstance(effect, LegEnded):
+        if isinstance(effect, StageEnded):
             assert leg.over or self.pages_taken(leg) or leg.worker in self.dead
         leg.over = True
 
@@ -165,8 +175,8 @@ class AnyOrder(RuleBasedStateMachine):
         decision = Decision(at=self.now, policy="none", identity=IDENTITY, legs=legs)
         self.apply(self.flight.placed(decision, ROOT, self.now))
 
-    def chosen(self, leg: RequestStage, worker: WorkerId) -> Chosen:
-        return Chosen(leg, 0, worker, self.alive[worker], f"memory://{worker}", 1, Due(tokens=1))
+    def chosen(self, leg: RequestStage, worker: WorkerId) -> ChosenWorker:
+        return ChosenWorker(leg, 0, worker, self.alive[worker], f"memory://{worker}", 1, ExpectedWork(tokens=1))
 
     def running(self) -> list[FakeLeg]:
         """Legs that their workers compute: whether or not the flight still wants them (a cancel takes its time)."""

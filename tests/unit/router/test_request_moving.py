@@ -8,15 +8,15 @@ from router_words import IDENTITY, ROOT, fleet_of, report, request
 from tests.null.span_notes import SpanNotes
 
 from penstock.config.limits import RoutingConfig
-from penstock.router.decide import Ask, How, relieve
-from penstock.router.effects import LegEnded, Recall, Send
+from penstock.router.decide import PlacementRequest, PlacementRules, choose_migration_target
+from penstock.router.effects import AbortMigration, StageEnded, SubmitStage
 from penstock.router.placement import Placement
-from penstock.router.policy.baselines import NAMES, policy_named
+from penstock.router.policy.baselines import NAMES, make_policy
 from penstock.router.prefix_index import PrefixIndex
-from penstock.router.request import Flight
-from penstock.router.submission import joining, recipient
-from penstock.router.tracing import FlightSpans
-from penstock.router.worker_load import Due
+from penstock.router.request import RoutedRequest
+from penstock.router.submission import build_migration_submit, recipient_of
+from penstock.router.tracing import RequestSpans
+from penstock.router.worker_load import ExpectedWork
 from penstock.telemetry.registry import Metrics
 from penstock.telemetry.spans import LEG, RETRY
 from penstock.types import RequestStage, Role
@@ -25,14 +25,14 @@ from penstock.wire.gateway_messages import HANDED_OVER, PageSource
 SOURCE = PageSource(worker=D0, incarnation=1, endpoint="memory://decode-0")
 
 
-def writing() -> Flight:
+def writing() -> RoutedRequest:
     """``decode-0`` has written three tokens."""
     flight = started(flying())
     assert said(flight.tokens(item(1, 2, 3), D0, 1, 1.0)) == ["deliver 2 3", "cancel prefill-0 e1"]
     return flight
 
 
-def moving() -> Flight:
+def moving() -> RoutedRequest:
     flight = writing()
     assert flight.may_move(D0, 1, 1)
     assert said(flight.joined(chosen(RequestStage.DECODE, D1), SOURCE, ROOT, 2.0)) == ["send decode-1 decode e1"]
@@ -42,7 +42,7 @@ def moving() -> Flight:
 def test_who_joins_is_told_what_the_client_has_and_where_the_rest_is():
     flight = writing()
     (send,) = flight.joined(chosen(RequestStage.DECODE, D1), SOURCE, ROOT, 2.0)
-    assert isinstance(send, Send)
+    assert isinstance(send, SubmitStage)
     submit = send.submit
     assert (submit.emitted, submit.pages_from, submit.joins, submit.epoch) == ((1, 2, 3), SOURCE, True, 1)
     assert submit.block_hashes == request().block_hashes
@@ -76,7 +76,7 @@ def test_who_wrote_is_called_back_when_who_joins_dies():
     flight = moving()
     ended, recall = flight.lost(D1, 1, "killed", 2.0)
     assert said((ended,)) == ["end decode-1 e1"]
-    assert recall == Recall(D0, 1, request().id, 1)
+    assert recall == AbortMigration(D0, 1, request().id, 1)
 
 
 def test_when_who_wrote_dies_the_answer_is_submitted_anew():
@@ -99,44 +99,46 @@ def test_an_answer_moves_only_when_it_has_begun_and_nobody_has_come_for_it():
 
 def test_whoever_is_lost_on_its_way_to_an_answer_is_no_retry():
     notes, flight = SpanNotes(), writing()
-    recorded = FlightSpans(notes, request(), 0.0)
+    recorded = RequestSpans(notes, request(), 0.0)
     for effect in flight.joined(chosen(RequestStage.DECODE, D1), SOURCE, ROOT, 2.0):
         recorded.effect(effect, 2.0)
     recorded.failed((D1, 1), "unknown", flight.returned(0, "unknown", D1, 1, 2.0), 2.0)  # of an older epoch: ignored
     effects = flight.lost(D1, 1, "killed", 3.0)
-    assert any(isinstance(effect, Recall) for effect in effects)
+    assert any(isinstance(effect, AbortMigration) for effect in effects)
     recorded.failed((D1, 1), "killed", effects, 3.0)
     for effect in effects:
         recorded.effect(effect, 3.0)
     assert (notes.facts(RETRY, "reason"), notes.facts(LEG, "outcome")) == ([], ["killed"])
     recorded.effect(
-        Send(
+        SubmitStage(
             D1,
             1,
-            joining(request(), 1, (1,), SOURCE, ROOT, to=recipient(chosen(RequestStage.DECODE, D1), IDENTITY), now=0.0),
+            build_migration_submit(
+                request(), 1, (1,), SOURCE, ROOT, to=recipient_of(chosen(RequestStage.DECODE, D1), IDENTITY), now=0.0
+            ),
             5,
-            Due(tokens=5),
+            ExpectedWork(tokens=5),
         ),
         4.0,
     )
     recorded.failed((D1, 1), "unknown", (), 4.0)
-    recorded.effect(LegEnded(D1, 1, request().id, 1), 5.0)
+    recorded.effect(StageEnded(D1, 1, request().id, 1), 5.0)
     assert notes.facts(LEG, "outcome") == ["killed", "ended"]
 
 
 @pytest.mark.parametrize("policy", NAMES)
 def test_whoever_writes_and_is_not_the_same_may_go_on(policy: str):
     fleet = fleet_of("prefill-0", "decode-0", "decode-1", "both-0")
-    ask = Ask(request=request(), emitted=3, identity=IDENTITY, avoid=frozenset({(D0, 1)}))
-    how = How(policy=policy_named(policy))
-    decision = relieve(ask, fleet, PrefixIndex(64, 8), 0.0, how, write=8)
+    ask = PlacementRequest(request=request(), emitted=3, identity=IDENTITY, avoid=frozenset({(D0, 1)}))
+    how = PlacementRules(policy=make_policy(policy))
+    decision = choose_migration_target(ask, fleet, PrefixIndex(64, 8), 0.0, how, write=8)
     (leg,) = decision.legs
     assert leg.leg is RequestStage.DECODE
     assert leg.worker in ("decode-1", "both-0")
     assert decision.reasons()
     for name in ("decode-1", "both-0"):
         assert fleet.report(report(name, hands_over=False), 0.0)
-    assert relieve(ask, fleet, PrefixIndex(64, 8), 0.0, how, write=8).legs == ()
+    assert choose_migration_target(ask, fleet, PrefixIndex(64, 8), 0.0, how, write=8).legs == ()
 
 
 def test_who_has_a_leg_already_is_not_asked_to_join():

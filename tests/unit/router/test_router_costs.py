@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from penstock.router.policy import least_cost
-from penstock.router.worker_load import Load, Rates
+from penstock.router.worker_load import WorkerLoad, WorkerRates
 
 BOTH = np.array([0, 1])
 ZERO = np.zeros(2)
-RATES = Rates(
+RATES = WorkerRates(
     step=np.array([10e-3, 10e-3]), token=np.array([1e-3, 1e-3]), pair=np.array([1e-6, 1e-6]),
     draw=np.array([2e-3, 2e-3]), page=np.array([5e-3, 5e-3]), fetch=ZERO, wait=np.array([1e-3, 0.0]),
 )  # fmt: skip
-LOAD = Load(
+LOAD = WorkerLoad(
     tokens=np.array([50.0, 0.0]), pairs=np.array([1000.0, 0.0]), rows=np.array([6.0, 0.0]),
     context=np.array([600.0, 0.0]), pages=np.array([3.0, 99.0]), batch_tokens=np.array([20.0, 0.0]), batch_pairs=ZERO,
 )  # fmt: skip

@@ -8,16 +8,16 @@ import pytest
 from router_words import request
 
 from penstock.errors import NoWorkers
-from penstock.router.request import Flight, Patience
-from penstock.router.stream import MAX_BATCH_TOKENS, Stream
+from penstock.router.request import FailoverLimits, RoutedRequest
+from penstock.router.stream import MAX_BATCH_TOKENS, RequestStream
 from penstock.types import FinishReason, RequestId, TokenBatch, TokenLogprob
 from penstock.wire.gateway_messages import TokenItem
 
 FIRST = TokenLogprob(7, -0.5)
 
 
-def a_stream() -> Stream:
-    return Stream(Flight(request(), Patience(max_attempts=1, first_byte_s=1.0, stall_s=1.0), 0.0))
+def a_stream() -> RequestStream:
+    return RequestStream(RoutedRequest(request(), FailoverLimits(max_attempts=1, first_byte_s=1.0, stall_s=1.0), 0.0))
 
 
 def item(*tokens: int, logprobs: bool = False) -> TokenItem:
@@ -25,7 +25,7 @@ def item(*tokens: int, logprobs: bool = False) -> TokenItem:
     return TokenItem(request=RequestId("r"), epoch=1, index=0, tokens=tokens, logprobs=told)
 
 
-async def take(stream: Stream) -> TokenBatch:
+async def take(stream: RequestStream) -> TokenBatch:
     while (batch := stream.poll()) is None:
         await stream.wait()
     return batch

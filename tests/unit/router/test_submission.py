@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from penstock.hashing import block_hashes, chain_root
-from penstock.router.decide import Chosen, Decision
-from penstock.router.submission import submissions
+from penstock.router.decide import ChosenWorker, Decision
+from penstock.router.submission import build_submits
 from penstock.types import (
     Grammar,
     GrammarKind,
@@ -46,7 +46,7 @@ ENCODER = PageSource(worker=WorkerId("encode-0"), incarnation=2, endpoint="ipc:/
 
 
 def chosen(leg: RequestStage) -> Decision:
-    one = Chosen(leg=leg, worker=WorkerId(leg.value), incarnation=1, endpoint="ipc://@x", slot=0, tokens=0)
+    one = ChosenWorker(leg=leg, worker=WorkerId(leg.value), incarnation=1, endpoint="ipc://@x", slot=0, tokens=0)
     return Decision(at=0.0, policy="none", identity=PLAIN, legs=(one,), encoders=(ENCODER,))
 
 
@@ -54,7 +54,7 @@ def chosen(leg: RequestStage) -> Decision:
     ("leg", "reads"), [(RequestStage.WHOLE, True), (RequestStage.PREFILL, True), (RequestStage.DECODE, False)]
 )
 def test_pixels_go_where_the_prompt_is_read(leg: RequestStage, reads: bool):
-    (sent,) = submissions(request(), 1, (), chosen(leg), ROOT, now=0.0)
+    (sent,) = build_submits(request(), 1, (), chosen(leg), ROOT, now=0.0)
     assert sent.images == (IMAGE,)
     assert sent.pictures == ((PICTURE,) if reads else ())
     assert sent.encoders == ((ENCODER,) if reads else ())
@@ -72,23 +72,23 @@ def test_who_reads_the_prompt_of_an_answer_again_cannot_end_it():
         seed=1, max_tokens=4, stop_token_ids=(2, 5), min_tokens=1, grammar=Grammar(kind=GrammarKind.REGEX, text="a|b")
     )
     asked = msgspec.structs.replace(request(), sampling=sampling)
-    reads, writes = submissions(asked, 2, (9,), both(MIXED), ROOT, now=0.0)
+    reads, writes = build_submits(asked, 2, (9,), both(MIXED), ROOT, now=0.0)
     assert (reads.emitted, writes.emitted) == ((), (9,))
     assert (reads.sampling.stop_token_ids, reads.sampling.grammar) == ((), None)
     assert reads.sampling.max_tokens >= 2
     assert writes.sampling == sampling
     for emitted, identity in (((), MIXED), ((9,), ModelIdentity(fingerprint="f", numerics="n"))):
-        sent = submissions(asked, 2, emitted, both(identity), ROOT, now=0.0)
+        sent = build_submits(asked, 2, emitted, both(identity), ROOT, now=0.0)
         assert all((leg.sampling, leg.emitted) == (sampling, emitted) for leg in sent)
 
 
 def test_hashes_of_another_identity_stay_away():
     other = chain_root(ModelIdentity(fingerprint="other", numerics="n"))
-    (sent,) = submissions(request(), 1, (), chosen(RequestStage.WHOLE), other, now=0.0)
+    (sent,) = build_submits(request(), 1, (), chosen(RequestStage.WHOLE), other, now=0.0)
     assert sent.block_hashes == ()
 
 
 @pytest.mark.parametrize(("now", "age_s"), [(0.0, 0.0), (7.5, 7.5), (-1.0, 0.0), (1e9, MAX_AGE_S)])
 def test_whenever_it_is_submitted_its_age_counts_from_when_it_came(now: float, age_s: float):
-    (sent,) = submissions(request(), 3, (9,), chosen(RequestStage.WHOLE), ROOT, now=now)
+    (sent,) = build_submits(request(), 3, (9,), chosen(RequestStage.WHOLE), ROOT, now=now)
     assert sent.age_s == age_s

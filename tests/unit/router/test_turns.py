@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-from penstock.router.links import TurnRoom
-from penstock.router.stream import Stream
-from penstock.router.turns import LEAST_STALE, Rounds
+from penstock.router.links import MessageBudget
+from penstock.router.stream import RequestStream
+from penstock.router.turns import MIN_STALE, StreamChecks
 
 
-def a_stream(name: str) -> Stream:
-    return cast(Stream, name)  # it is only passed on
+def a_stream(name: str) -> RequestStream:
+    return cast(RequestStream, name)  # it is only passed on
 
 
 def test_a_look_takes_so_many_of_those_that_are_due_in_order_of_time():
-    rounds = Rounds(per_turn=256)
+    rounds = StreamChecks(per_turn=256)
     for number in range(10_000):
         rounds.add(a_stream(f"s{number}"), at=1.0 + number / 10_000)
     rounds.add(a_stream("later"), at=9.0)
@@ -29,20 +29,20 @@ def test_a_look_takes_so_many_of_those_that_are_due_in_order_of_time():
 
 
 def test_nothing_is_looked_at_before_its_time():
-    rounds = Rounds(per_turn=4)
+    rounds = StreamChecks(per_turn=4)
     rounds.add(a_stream("s"), at=1.0)
     assert (rounds.take(0.9), rounds.due(0.9)) == ([], False)
     assert rounds.take(1.0) == ["s"]
 
 
 def test_nothing_is_kept_of_streams_that_are_over_before_their_time():
-    rounds, streams = Rounds(per_turn=256), [a_stream(f"s{number}") for number in range(10_000)]
+    rounds, streams = StreamChecks(per_turn=256), [a_stream(f"s{number}") for number in range(10_000)]
     for stream in streams:
         rounds.add(stream, at=3600.0)
     for stream in streams[:-1]:
         rounds.discard(stream)
     assert len(rounds) == 1
-    assert len(rounds._heap) <= LEAST_STALE + 2
+    assert len(rounds._heap) <= MIN_STALE + 2
     assert [entry.stream for entry in rounds._heap if entry.stream is not None] == streams[-1:]
     assert rounds.take(3600.0) == streams[-1:]
     rounds.discard(streams[-1])
@@ -50,7 +50,7 @@ def test_nothing_is_kept_of_streams_that_are_over_before_their_time():
 
 
 async def test_all_links_together_have_so_much_room_in_a_turn():
-    room, handled = TurnRoom(100), 0
+    room, handled = MessageBudget(100), 0
     for _ in range(5):
         in_this_turn = 0
         while room.has_room:

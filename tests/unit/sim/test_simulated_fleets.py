@@ -14,10 +14,10 @@ from penstock.engine.core.events import AddRequest
 from penstock.engine.core.plan import SampledTokens
 from penstock.engine.core.scheduler import Scheduler
 from penstock.errors import ConfigError
-from penstock.router.decide import How, decide
+from penstock.router.decide import PlacementRules, choose_workers
 from penstock.router.placement import Placement
-from penstock.router.policy.baselines import NAMES, policy_named
-from penstock.router.request import Flight
+from penstock.router.policy.baselines import NAMES, make_policy
+from penstock.router.request import RoutedRequest
 from penstock.sim.cluster import as_json
 from penstock.sim.trace import END, WORD, Prompts
 from penstock.sim.worker import SimWorker, scheduler_config
@@ -116,9 +116,9 @@ def test_decisions_are_those_of_the_real_router(policy: str, monkeypatch: pytest
     """Each is made anew by ``router.decide`` from the simulated gateway's fleet and index."""
     real, compared = Placement.decide, []
 
-    def both(self: Any, flight: Flight, now: float) -> Any:
-        how = How(policy=policy_named(policy), page_tokens=512)
-        again = decide(flight.ask(now), self._fleet, self.prefixes, now, how, write=self._length)
+    def both(self: Any, flight: RoutedRequest, now: float) -> Any:
+        how = PlacementRules(policy=make_policy(policy), page_tokens=512)
+        again = choose_workers(flight.ask(now), self._fleet, self.prefixes, now, how, write=self._length)
         made = real(self, flight, now)
         compared.append(made[0].legs == again.legs)
         return made

@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.router.worker_load import Columns, Numbers, Slots
+from penstock.router.worker_load import LoadTable, Numbers, Slots
 from penstock.types import PAGE_TOKENS, RequestStage
 
-TOLD_CANDIDATES = 16
+MAX_SCORED = 16
 """Candidates of a leg whose numbers are kept: the best ones."""
 
 _ONE, _TWO = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -24,10 +24,10 @@ _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class PlacementView:
     """One request and the workers that may be given it.  Arrays of slots may be empty; the others are by slot."""
 
-    columns: Columns
+    columns: LoadTable
     known: int  # tokens of the prompt, and of the answer so far
     write: int  # tokens that will probably be written
     last: bool  # exactly one token is wanted: whoever reads the prompt can write it
@@ -46,7 +46,7 @@ class View:
     page_tokens: int = PAGE_TOKENS
 
 
-class Weighed(NamedTuple):
+class CandidateScores(NamedTuple):
     """The numbers of a leg's best candidates, best first: ``numbers[name, candidate]``."""
 
     leg: RequestStage
@@ -56,11 +56,11 @@ class Weighed(NamedTuple):
     others: int  # candidates that are not told of
 
 
-class Choice(NamedTuple):
+class PolicyChoice(NamedTuple):
     """Who is to do what: no leg, one whole leg, or a decode and a prefill leg."""
 
     legs: tuple[tuple[RequestStage, int], ...] = ()
-    weighed: tuple[Weighed, ...] = ()
+    weighed: tuple[CandidateScores, ...] = ()
     because: str = ""  # why it is split, or is not
 
 
@@ -69,16 +69,16 @@ class Policy(Protocol):
 
     name: str
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PlacementView) -> PolicyChoice:
         """Who is to do what; no legs when there are no workers for all parts."""
         ...
 
-    def writer(self, view: View) -> Choice:
+    def writer(self, view: PlacementView) -> PolicyChoice:
         """Who of ``view.decode``, which has somebody, goes on with an answer that is being written: a decode leg."""
         ...
 
 
-def mixed(hashes: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+def splitmix64(hashes: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
     """Hashes of (id, key): splitmix64's finisher (Steele, Lea, Flood 2014)."""
     x = hashes ^ np.uint64(key)
     x = (x ^ (x >> _S30)) * _ONE
@@ -86,23 +86,27 @@ def mixed(hashes: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
     return x ^ (x >> _S31)
 
 
-def foremost(view: View, slots: Slots, key: int) -> int:
+def rendezvous_pick(view: PlacementView, slots: Slots, key: int) -> int:
     """The place in ``slots`` of the worker that ``key`` belongs to (rendezvous hashing: Thaler, Ravishankar 1998)."""
-    return int(mixed(view.columns.hashes.take(slots), key).argmax())
+    return int(splitmix64(view.columns.hashes.take(slots), key).argmax())
 
 
-def told(leg: RequestStage, slots: Slots, table: tuple[tuple[str, ...], Numbers], order: Numbers) -> Weighed:
+def top_scores(
+    leg: RequestStage, slots: Slots, table: tuple[tuple[str, ...], Numbers], order: Numbers
+) -> CandidateScores:
     """The numbers of the best, by ``order``: the least is best."""
     names, numbers = table
-    if len(slots) > TOLD_CANDIDATES:
-        best = np.argpartition(order, TOLD_CANDIDATES)[:TOLD_CANDIDATES]
+    if len(slots) > MAX_SCORED:
+        best = np.argpartition(order, MAX_SCORED)[:MAX_SCORED]
         best = best[np.argsort(order[best], kind="stable")]
     else:
         best = np.argsort(order, kind="stable")
-    return Weighed(leg, slots[best], names, numbers[:, best], len(slots) - len(best))
+    return CandidateScores(leg, slots[best], names, numbers[:, best], len(slots) - len(best))
 
 
-def by_legs(view: View, best: Callable[[RequestStage, Slots], tuple[int, Weighed]]) -> Choice:
+def choose_by_stage(
+    view: PlacementView, best: Callable[[RequestStage, Slots], tuple[int, CandidateScores]]
+) -> PolicyChoice:
     """Split wherever there are workers for both legs, whole otherwise; ``best`` finds a place among candidates."""
     ways: list[tuple[tuple[RequestStage, Slots], ...]]
     if view.last and len(view.prefill):
@@ -116,5 +120,5 @@ def by_legs(view: View, best: Callable[[RequestStage, Slots], tuple[int, Weighed
         if all(len(slots) for _, slots in way):
             found = [(leg, slots, *best(leg, slots)) for leg, slots in way]
             legs = tuple((leg, int(slots[place])) for leg, slots, place, _ in found)
-            return Choice(legs, tuple(weighed for *_, weighed in found), "split" if len(legs) > 1 else "whole")
-    return Choice()
+            return PolicyChoice(legs, tuple(weighed for *_, weighed in found), "split" if len(legs) > 1 else "whole")
+    return PolicyChoice()

@@ -6,57 +6,66 @@ from collections.abc import Callable
 
 import numpy as np
 
-from penstock.router.policy.base import Choice, Policy, View, Weighed, by_legs, foremost, mixed, told
+from penstock.router.policy.base import (
+    CandidateScores,
+    PlacementView,
+    Policy,
+    PolicyChoice,
+    choose_by_stage,
+    rendezvous_pick,
+    splitmix64,
+    top_scores,
+)
 from penstock.router.policy.least_cost import LeastCost
 from penstock.router.worker_load import Numbers, Slots
 from penstock.types import RequestStage
 
-Order = Callable[[View, Slots], tuple[str, Numbers]]
+CandidateOrder = Callable[[PlacementView, Slots], tuple[str, Numbers]]
 """What candidates are ordered by, and its name: the least is best."""
 
 
-class Simple:
+class BaselinePolicy:
     """The candidate of the least number; among equals, the one that the submission's luck falls on."""
 
-    def __init__(self, name: str, order: Order) -> None:
+    def __init__(self, name: str, order: CandidateOrder) -> None:
         self.name = name
         self._order = order
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PlacementView) -> PolicyChoice:
         """See ``port.Policy``."""
-        return by_legs(view, lambda leg, slots: self._best(view, leg, slots))
+        return choose_by_stage(view, lambda leg, slots: self._best(view, leg, slots))
 
-    def writer(self, view: View) -> Choice:
+    def writer(self, view: PlacementView) -> PolicyChoice:
         """See ``port.Policy``."""
         place, weighed = self._best(view, RequestStage.DECODE, view.decode)
-        return Choice(
+        return PolicyChoice(
             ((RequestStage.DECODE, int(view.decode[place])),), (weighed,), "its worker wants to be relieved of it"
         )
 
-    def _best(self, view: View, leg: RequestStage, slots: Slots) -> tuple[int, Weighed]:
+    def _best(self, view: PlacementView, leg: RequestStage, slots: Slots) -> tuple[int, CandidateScores]:
         what, numbers = self._order(view, slots)
         equals = np.flatnonzero(numbers == numbers.min())
-        place = int(equals[foremost(view, slots[equals], view.luck)])
-        return place, told(leg, slots, ((what,), numbers[None, :]), numbers)
+        place = int(equals[rendezvous_pick(view, slots[equals], view.luck)])
+        return place, top_scores(leg, slots, ((what,), numbers[None, :]), numbers)
 
 
-def at_random(view: View, slots: Slots) -> tuple[str, Numbers]:
+def random_order(view: PlacementView, slots: Slots) -> tuple[str, Numbers]:
     """By nothing but luck."""
-    return "lot", mixed(view.columns.hashes.take(slots), view.luck).astype(np.float64)
+    return "lot", splitmix64(view.columns.hashes.take(slots), view.luck).astype(np.float64)
 
 
-def by_load(view: View, slots: Slots) -> tuple[str, Numbers]:
+def load_order(view: PlacementView, slots: Slots) -> tuple[str, Numbers]:
     """By the tokens that are in the worker's hands: of prompts to read, and of answers that are written."""
     load, _ = view.columns.at(slots)
     return "tokens", load.tokens + load.context
 
 
-def by_prefix(view: View, slots: Slots) -> tuple[str, Numbers]:
+def prefix_order(view: PlacementView, slots: Slots) -> tuple[str, Numbers]:
     """By how much of the prompt is cached, whatever it has to do."""
     return "cached", -view.hits.take(slots).astype(np.float64)
 
 
-def by_turn(view: View, slots: Slots) -> tuple[str, Numbers]:
+def turn_order(view: PlacementView, slots: Slots) -> tuple[str, Numbers]:
     """By turns: whoever was given nothing for longest."""
     return "turn", view.columns.turns(slots)
 
@@ -67,7 +76,7 @@ def by_turn(view: View, slots: Slots) -> tuple[str, Numbers]:
 NAMES = ("penstock", "round-robin", "random", "least-loaded", "prefix")
 
 
-def policy_named(name: str) -> Policy:
+def make_policy(name: str) -> Policy:
     """The policy of this name.  Raises KeyError for one that is not among ``NAMES``."""
-    orders = {"round-robin": by_turn, "random": at_random, "least-loaded": by_load, "prefix": by_prefix}
-    return LeastCost() if name == LeastCost.name else Simple(name, orders[name])
+    orders = {"round-robin": turn_order, "random": random_order, "least-loaded": load_order, "prefix": prefix_order}
+    return LeastCost() if name == LeastCost.name else BaselinePolicy(name, orders[name])

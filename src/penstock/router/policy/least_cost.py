@@ -22,8 +22,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.router.policy.base import Choice, View, Weighed, foremost, mixed, told
-from penstock.router.worker_load import Due, Load, Numbers, Rates, Slots
+from penstock.router.policy.base import (
+    CandidateScores,
+    PlacementView,
+    PolicyChoice,
+    rendezvous_pick,
+    splitmix64,
+    top_scores,
+)
+from penstock.router.worker_load import ExpectedWork, Numbers, Slots, WorkerLoad, WorkerRates
 from penstock.types import PAGE_TOKENS, RequestStage
 
 # MERGED: What a request costs at each of some workers, in seconds of somebody's waiting.
@@ -82,7 +89,7 @@ def attention_pairs(compute: Numbers, cached: Numbers) -> Numbers:
     return compute * (cached + 0.5 * (compute + 1))
 
 
-def prefill_costs(view: View, slots: Slots, load: Load, rates: Rates) -> PrefillCosts:
+def prefill_costs(view: PlacementView, slots: Slots, load: WorkerLoad, rates: WorkerRates) -> PrefillCosts:
     """One token at least is computed, for the next one is drawn from it."""
     cached = here = np.minimum(view.hits.take(slots) * float(view.page_tokens), view.known - 1)
     compute = view.known - cached
@@ -105,7 +112,9 @@ def prefill_costs(view: View, slots: Slots, load: Load, rates: Rates) -> Prefill
     )
 
 
-def prefix_sources(view: View, slots: Slots, rates: Rates, here: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
+def prefix_sources(
+    view: PlacementView, slots: Slots, rates: WorkerRates, here: Numbers
+) -> Iterator[tuple[Numbers, Numbers]]:
     """Beside its cache: (tokens that a candidate then has, seconds of taking them), from others, from each tier."""
     if view.reach is not view.hits:
         there = np.minimum(view.reach.take(slots) * float(view.page_tokens), view.known - 1)
@@ -119,7 +128,7 @@ def prefix_sources(view: View, slots: Slots, rates: Rates, here: Numbers) -> Ite
         yield there, bringing
 
 
-def queue_wait(load: Load, rates: Rates, *, urgent: bool) -> Numbers:
+def queue_wait(load: WorkerLoad, rates: WorkerRates, *, urgent: bool) -> Numbers:
     """What lies before a request; batch work lies before other batch work alone."""
     seconds: Numbers = rates.token * load.tokens + rates.pair * load.pairs
     if urgent:
@@ -127,7 +136,7 @@ def queue_wait(load: Load, rates: Rates, *, urgent: bool) -> Numbers:
     return seconds
 
 
-def decode_costs(view: View, load: Load, rates: Rates) -> DecodeCosts:
+def decode_costs(view: PlacementView, load: WorkerLoad, rates: WorkerRates) -> DecodeCosts:
     """Every answer is in every step, and the one that is added makes all of them longer."""
     row = rates.token + rates.draw
     step = rates.step + row * load.rows + rates.pair * load.context
@@ -135,25 +144,25 @@ def decode_costs(view: View, load: Load, rates: Rates) -> DecodeCosts:
     return DecodeCosts(step=step, write=view.write * (step + more), slow=view.write * load.rows * more)
 
 
-def transfer_costs(view: View, slots: Slots, load: Load, rates: Rates) -> Numbers:
+def transfer_costs(view: PlacementView, slots: Slots, load: WorkerLoad, rates: WorkerRates) -> Numbers:
     """Copying what a decode worker lacks, between two of its steps, and what its link takes that nothing hides."""
     lacking = np.maximum(pages_of(view.known, view.page_tokens) - view.hits.take(slots), 0)
     return lacking * (rates.page * (1 + load.rows) + rates.wait)
 
 
-def missing_pages(view: View, load: Load) -> Numbers:
+def missing_pages(view: PlacementView, load: WorkerLoad) -> Numbers:
     """Pages that a worker lacks to take the request at once."""
     return np.maximum(pages_of(view.known, view.page_tokens) - load.pages, 0.0)
 
 
 def expected_work(
     known: int, hit: int, *, reads: bool, writes: bool, batch: bool = False, page_tokens: int = PAGE_TOKENS
-) -> Due:
+) -> ExpectedWork:
     """What a leg asks of a worker that has the first ``hit`` pages of ``known`` tokens."""
     cached = min(hit * page_tokens, known - 1)
     compute = known - cached if reads else 0
     pairs = int(compute * (cached + 0.5 * (compute + 1)))
-    return Due(
+    return ExpectedWork(
         tokens=compute,
         pairs=pairs,
         batch_tokens=compute if batch else 0,
@@ -167,9 +176,20 @@ def expected_work(
 SLACK = 0.02
 """Costs closer than this part of the lesser one are equal."""
 
-READ_NAMES = ("cost_s", "wait_s", "read_s", "fetch_s", "disturb_s", "compute", "cached", "short")
-WRITE_NAMES = ("cost_s", "wait_s", "move_s", "write_s", "slow_s", "answers", "cached", "short")
-WHOLE_NAMES = ("cost_s", "wait_s", "read_s", "fetch_s", "disturb_s", "write_s", "slow_s", "compute", "cached", "short")
+PREFILL_SCORES = ("cost_s", "wait_s", "read_s", "fetch_s", "disturb_s", "compute", "cached", "short")
+DECODE_SCORES = ("cost_s", "wait_s", "move_s", "write_s", "slow_s", "answers", "cached", "short")
+AGGREGATED_SCORES = (
+    "cost_s",
+    "wait_s",
+    "read_s",
+    "fetch_s",
+    "disturb_s",
+    "write_s",
+    "slow_s",
+    "compute",
+    "cached",
+    "short",
+)
 
 
 class _Found(NamedTuple):
@@ -178,19 +198,19 @@ class _Found(NamedTuple):
     slot: int
     cost: float
     short: bool
-    weighed: Weighed
+    weighed: CandidateScores
 
 
 class _At(NamedTuple):
     """Candidates, and what is known of each."""
 
     slots: Slots
-    load: Load
-    rates: Rates
+    load: WorkerLoad
+    rates: WorkerRates
     short: Numbers  # pages that it lacks
 
     @classmethod
-    def of(cls, view: View, slots: Slots) -> _At:
+    def of(cls, view: PlacementView, slots: Slots) -> _At:
         slots = _looked_at(view, slots)
         load, rates = view.columns.at(slots)
         return cls(slots, load, rates, missing_pages(view, load))
@@ -198,7 +218,7 @@ class _At(NamedTuple):
     def those(self, mask: NDArray[np.bool_]) -> _At:
         """Some of them."""
         rates = self.rates.of(mask)
-        return _At(self.slots[mask], Load(*(column[mask] for column in self.load)), rates, self.short[mask])
+        return _At(self.slots[mask], WorkerLoad(*(column[mask] for column in self.load)), rates, self.short[mask])
 
 
 class LeastCost:
@@ -206,14 +226,14 @@ class LeastCost:
 
     name = "penstock"
 
-    def choose(self, view: View) -> Choice:
+    def choose(self, view: PlacementView) -> PolicyChoice:
         """See ``port.Policy``."""
         if view.last:  # whoever reads the prompt has the one token that is wanted
             found = _better(_whole(view, _at(view, view.prefill)), _whole(view, _at(view, view.whole)))
-            return Choice() if found is None else _chosen(found, "one token is wanted")
+            return PolicyChoice() if found is None else _chosen(found, "one token is wanted")
         whole = _whole(view, _at(view, view.whole))
         if not len(view.prefill) or not len(view.decode):
-            return Choice() if whole is None else _chosen(whole, "no workers for two legs")
+            return PolicyChoice() if whole is None else _chosen(whole, "no workers for two legs")
         prefill, writers = _prefill(view, _At.of(view, view.prefill)), _At.of(view, view.decode)
         writing = decode_costs(view, writers.load, writers.rates)
         decode = _decode(view, writers, writing)
@@ -224,38 +244,40 @@ class LeastCost:
                 return _chosen(whole, f"whole {whole.cost * 1e3:.3g} ms, split {both[1] * 1e3:.3g} ms")
         legs = ((RequestStage.DECODE, decode.slot), (RequestStage.PREFILL, prefill.slot))
         why = f"split {both[1] * 1e3:.3g} ms" + (f", whole {whole.cost * 1e3:.3g} ms" if whole else "")
-        return Choice(legs, (decode.weighed, prefill.weighed), why)
+        return PolicyChoice(legs, (decode.weighed, prefill.weighed), why)
 
-    def writer(self, view: View) -> Choice:
+    def writer(self, view: PlacementView) -> PolicyChoice:
         """See ``port.Policy``."""
         at = _At.of(view, view.decode)
         found = _decode(view, at, decode_costs(view, at.load, at.rates))
-        return Choice(((RequestStage.DECODE, found.slot),), (found.weighed,), "its worker wants to be relieved of it")
+        return PolicyChoice(
+            ((RequestStage.DECODE, found.slot),), (found.weighed,), "its worker wants to be relieved of it"
+        )
 
 
-def _at(view: View, slots: Slots) -> _At | None:
+def _at(view: PlacementView, slots: Slots) -> _At | None:
     return _At.of(view, slots) if len(slots) else None
 
 
-def _prefill(view: View, at: _At) -> _Found:
+def _prefill(view: PlacementView, at: _At) -> _Found:
     reading = prefill_costs(view, at.slots, at.load, at.rates)
     cost = reading.wait + _shared(view, reading.read + reading.fetch) + reading.disturb
     spent = (reading.wait, reading.read, reading.fetch, reading.disturb)
     table = np.array((cost, *spent, reading.compute, reading.cached, at.short))
-    return _best(view, RequestStage.PREFILL, at, (READ_NAMES, table))
+    return _best(view, RequestStage.PREFILL, at, (PREFILL_SCORES, table))
 
 
-def _decode(view: View, at: _At, writing: DecodeCosts) -> _Found:
+def _decode(view: PlacementView, at: _At, writing: DecodeCosts) -> _Found:
     _, load, rates, short = at
     move = transfer_costs(view, at.slots, load, rates)
     wait = queue_wait(load, rates, urgent=view.urgent)
     cached = np.minimum(view.hits.take(at.slots) * float(view.page_tokens), view.known)
     cost = wait + move + writing.write + writing.slow
     table = np.array((cost, wait, move, writing.write, writing.slow, load.rows, cached, short))
-    return _best(view, RequestStage.DECODE, at, (WRITE_NAMES, table))
+    return _best(view, RequestStage.DECODE, at, (DECODE_SCORES, table))
 
 
-def _whole(view: View, at: _At | None) -> _Found | None:
+def _whole(view: PlacementView, at: _At | None) -> _Found | None:
     if at is None:
         return None
     reading = prefill_costs(view, at.slots, at.load, at.rates)
@@ -264,10 +286,10 @@ def _whole(view: View, at: _At | None) -> _Found | None:
     cost = reading.wait + reads + reading.disturb + writing.write + writing.slow
     spent = (reading.wait, reading.read, reading.fetch, reading.disturb, writing.write, writing.slow)
     table = np.array((cost, *spent, reading.compute, reading.cached, at.short))
-    return _best(view, RequestStage.WHOLE, at, (WHOLE_NAMES, table))
+    return _best(view, RequestStage.WHOLE, at, (AGGREGATED_SCORES, table))
 
 
-def _quick(view: View, at: _At, step: Numbers) -> _At | None:
+def _quick(view: PlacementView, at: _At, step: Numbers) -> _At | None:
     """Decode workers that have room, and know by experience that they read this prompt within one ``step``."""
     deepest = max(float(depths.take(at.slots).max()) for depths in (view.reach, *view.below))
     least = view.known - view.page_tokens * deepest  # tokens that are to be read, at least
@@ -279,16 +301,16 @@ def _quick(view: View, at: _At, step: Numbers) -> _At | None:
     return at.those(quick) if quick.any() else None
 
 
-def _looked_at(view: View, slots: Slots) -> Slots:
+def _looked_at(view: PlacementView, slots: Slots) -> Slots:
     """All, or a part that luck decides on and those with most of the prompt."""
     gateways = view.columns.gateways(slots)
     count = max(2, -(-len(slots) // gateways))
     if gateways < 2 or count >= len(slots):
         return slots
-    luck = mixed(view.columns.hashes.take(slots), view.luck)
+    luck = splitmix64(view.columns.hashes.take(slots), view.luck)
     taken = np.zeros(len(slots), np.bool_)
     taken[np.argpartition(luck, count)[:count]] = True
-    taken[foremost(view, slots, view.key)] = True
+    taken[rendezvous_pick(view, slots, view.key)] = True
     hits = view.hits.take(slots)
     best = hits.max()
     if best > 0:
@@ -297,7 +319,7 @@ def _looked_at(view: View, slots: Slots) -> Slots:
     return slots[taken]
 
 
-def _shared(view: View, read: Numbers) -> Numbers:
+def _shared(view: PlacementView, read: Numbers) -> Numbers:
     """What reading costs, when others who wait for the same beginning have a part in a copy's price."""
     if not view.sharers:
         return read
@@ -306,7 +328,7 @@ def _shared(view: View, read: Numbers) -> Numbers:
     return shared
 
 
-def _best(view: View, leg: RequestStage, at: _At, table: tuple[tuple[str, ...], Numbers]) -> _Found:
+def _best(view: PlacementView, leg: RequestStage, at: _At, table: tuple[tuple[str, ...], Numbers]) -> _Found:
     """Room first, then cost, then who it belongs to."""
     slots, cost, cached = at.slots, table[1][0], table[1][-2]
     order = cost
@@ -317,15 +339,17 @@ def _best(view: View, leg: RequestStage, at: _At, table: tuple[tuple[str, ...], 
     held = cached[equals]
     enough = held[order[equals] == least].max()
     equals = equals[held >= enough]
-    place = int(equals[foremost(view, slots[equals], view.key)]) if len(equals) > 1 else int(equals[0])
+    place = int(equals[rendezvous_pick(view, slots[equals], view.key)]) if len(equals) > 1 else int(equals[0])
     if view.session:
         place = _home(view, at, (order, cached), place)
-    return _Found(int(slots[place]), float(cost[place]), bool(at.short[place] > 0), told(leg, slots, table, order))
+    return _Found(
+        int(slots[place]), float(cost[place]), bool(at.short[place] > 0), top_scores(leg, slots, table, order)
+    )
 
 
-def _home(view: View, at: _At, of: tuple[Numbers, Numbers], place: int) -> int:
+def _home(view: PlacementView, at: _At, of: tuple[Numbers, Numbers], place: int) -> int:
     """The worker that the session belongs to, if it costs little; ``of``: costs and cached tokens."""
-    home = foremost(view, at.slots, view.key)
+    home = rendezvous_pick(view, at.slots, view.key)
     order, cached = of
     alone = float(at.rates.step[home] + at.rates.token[home] * view.known)  # to read it all
     return home if cached[home] >= cached[place] and order[home] <= order[place] + alone else place
@@ -336,5 +360,5 @@ def _better(one: _Found | None, other: _Found | None) -> _Found | None:
     return min(found, key=lambda each: (each.short, each.cost), default=None)
 
 
-def _chosen(found: _Found, because: str) -> Choice:
-    return Choice(((RequestStage.WHOLE, found.slot),), (found.weighed,), because)
+def _chosen(found: _Found, because: str) -> PolicyChoice:
+    return PolicyChoice(((RequestStage.WHOLE, found.slot),), (found.weighed,), because)
