@@ -34,10 +34,10 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).parent))
 import chats
 
-from penstock.sim.cluster import Setup, simulate
+from penstock.sim.cluster import SimulationSetup, simulate
 from penstock.sim.fleet import FleetFile, load_fleet, parse_workers
 from penstock.sim.results import quantiles
-from penstock.sim.trace import Job, Trace
+from penstock.sim.trace import Trace, TraceRequest
 from penstock.types import PAGE_TOKENS
 
 BAR = 0.15
@@ -95,7 +95,7 @@ def as_trace(asked: Sequence[Asked]) -> Trace:
     for number, each in enumerate(asked):
         ends = range(PAGE_TOKENS, len(each.prompt) + PAGE_TOKENS, PAGE_TOKENS)
         blocks = tuple(names.setdefault(each.prompt[:end], len(names)) for end in ends)
-        jobs.append(Job(number, each.at - asked[0].at, len(each.prompt), each.answer, blocks))
+        jobs.append(TraceRequest(number, each.at - asked[0].at, len(each.prompt), each.answer, blocks))
     return Trace("workload", tuple(jobs), PAGE_TOKENS)
 
 
@@ -173,7 +173,7 @@ def asked_for_real(options: argparse.Namespace, loads: dict[str, list[Asked]]) -
 
 def foretold(trace: Trace, fleet: FleetFile) -> Figures:
     """What clients of the simulated fleet saw."""
-    found = simulate(trace, Setup(fleet=fleet)).measures
+    found = simulate(trace, SimulationSetup(fleet=fleet)).measures
     means = np.array([each.itl_s for each in found.requests.values()])
     return {"ttft_s": found.ttfts(), "itl_s": means}
 

@@ -39,8 +39,8 @@ from penstock.launch.remote_workers import JoinedWorkers
 from penstock.router.service import RouterPorts, RouterService
 from penstock.telemetry.metrics import WORKER_COUNTERS
 from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
-from penstock.wire.curve_keys import Keys
-from penstock.wire.gateway_messages import Hello, Report, StepRates
+from penstock.wire.curve_keys import CurveKeys
+from penstock.wire.gateway_messages import Hello, StepRates, WorkerReport
 from penstock.wire.zeromq import ZmqTransport
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="bench-1")
@@ -74,9 +74,9 @@ class Played:
         self._others = [ConnectedGateway(f"g{index}", 1, b"", 0.0, serial=1) for index in range(1, GATEWAYS)]
         self.next_step = time.monotonic() + number % 64 / 64 * STEP_S
 
-    def _report(self) -> Report:
+    def _report(self) -> WorkerReport:
         config = self._config
-        return Report(
+        return WorkerReport(
             worker=config.worker,
             incarnation=1,
             role=Role.BOTH,
@@ -132,7 +132,7 @@ def play(workers: list[Played], over: Callable[[], bool]) -> None:
             worker.turn(now)
 
 
-async def gateway(endpoints: list[str], keys: Keys, seconds: float) -> dict[str, float]:
+async def gateway(endpoints: list[str], keys: CurveKeys, seconds: float) -> dict[str, float]:
     """A gateway's part that hears workers; what it cost this process."""
     transport, clock = ZmqTransport(keys), MonotonicClock()
     config = GatewayConfig(name="g0", model_name="bench")
@@ -143,7 +143,7 @@ async def gateway(endpoints: list[str], keys: Keys, seconds: float) -> dict[str,
     )
     reports = 0
 
-    def heard(endpoint: str, report: Report) -> None:
+    def heard(endpoint: str, report: WorkerReport) -> None:
         nonlocal reports
         reports += 1
         joined.on_report(endpoint, report)
@@ -176,7 +176,7 @@ def cpu_s() -> float:
 def measure(scene: str, seconds: float) -> dict[str, float]:
     """One round."""
     count, _ = SCENES[scene]
-    keys = Keys.ephemeral()
+    keys = CurveKeys.ephemeral()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         keys.save(place)
@@ -203,7 +203,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.gateway is not None:
         endpoints = json.loads((given.gateway / "endpoints.json").read_text())
-        print(json.dumps(event_loop.run(gateway(endpoints, Keys.load(given.gateway), given.seconds))))
+        print(json.dumps(event_loop.run(gateway(endpoints, CurveKeys.load(given.gateway), given.seconds))))
         return
     found: dict[str, Any] = {}
     for scene in given.scenes:

@@ -40,7 +40,7 @@ from penstock.types import (
     WorkerState,
     pack_token_ids,
 )
-from penstock.wire.gateway_messages import KV_EVENT_BLOCKS, KvEvents, Report, StepRates
+from penstock.wire.gateway_messages import KV_EVENT_BLOCKS, KvEvents, StepRates, WorkerReport
 from penstock.wire.supervisor_messages import WorkerUp
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="bench-1")
@@ -134,9 +134,9 @@ class Scene:
             self._tell(slot, some_keys(options.blocks // options.workers, slot))
         self.blocks = options.tokens // PAGE_TOKENS
 
-    def _report(self, name: WorkerId, role: Role, rng: np.random.Generator) -> Report:
+    def _report(self, name: WorkerId, role: Role, rng: np.random.Generator) -> WorkerReport:
         answers = int(rng.integers(0, 64))
-        return Report(
+        return WorkerReport(
             worker=name,
             incarnation=1,
             role=role,

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from penstock.router.policy.baselines import NAMES as POLICIES
-from penstock.sim.cluster import Run, Setup, as_json, simulate
+from penstock.sim.cluster import SimulationRun, SimulationSetup, run_json, simulate
 from penstock.sim.fleet import FleetFile, load_fleet, parse_workers
 from penstock.sim.plot import pyplot
 from penstock.sim.trace import Trace, read_trace
@@ -57,13 +57,13 @@ class Rows:
         self._path = path
         self.rows: list[Row] = json.loads(path.read_text()) if path is not None and path.exists() else []
 
-    def get(self, key: str, trace: Trace, setup: Setup) -> Row:
+    def get(self, key: str, trace: Trace, setup: SimulationSetup) -> Row:
         """The row of this key, run unless it is there."""
         for row in self.rows:
             if row["key"] == key:
                 return row
         run = simulate(trace, setup)
-        row = {"key": key} | as_json(run) | {"throughput": throughput(run)}
+        row = {"key": key} | run_json(run) | {"throughput": throughput(run)}
         row["arrivals"] = rate_of(trace) * setup.rate_scale
         row["steady"] = steady(run)
         self.rows.append(row)
@@ -79,14 +79,14 @@ class Rows:
         return row
 
 
-def throughput(run: Run) -> float:
+def throughput(run: SimulationRun) -> float:
     """Answers a second between the 10th and the 90th of 100 ends."""
     ends = np.sort([each.last_at for each in run.measures.requests.values()])
     low, high = len(ends) // 10, len(ends) * 9 // 10
     return float((high - low) / max(ends[high] - ends[low], 1e-9))
 
 
-def steady(run: Run) -> float:
+def steady(run: SimulationRun) -> float:
     """The share of good answers among those to requests that came after the first third: by then there are many."""
     late = list(run.measures.requests.values())[len(run.measures.requests) // 3 :]
     good = set(map(id, run.measures.good()))
@@ -102,12 +102,14 @@ def policies(options: argparse.Namespace) -> None:
     """Each policy at shares of round-robin's capacity."""
     trace, rows = read_trace(options.trace, options.requests), Rows(options.json)
     fleet = load_fleet(options.fleet)
-    flood = rows.get("capacity: round-robin", trace, Setup(fleet=fleet, policy="round-robin", rate_scale=FLOOD))
+    flood = rows.get(
+        "capacity: round-robin", trace, SimulationSetup(fleet=fleet, policy="round-robin", rate_scale=FLOOD)
+    )
     capacity = flood["throughput"] / rate_of(trace)
     print(f"round-robin answers {flood['throughput']:.2f} a second: {capacity:.2f} times the trace's rate")
     for share in sorted(options.shares or POLICY_SHARES, key=lambda share: abs(share - AT)):
         for policy in options.policies:
-            setup = Setup(fleet=fleet, policy=policy, rate_scale=share * capacity)
+            setup = SimulationSetup(fleet=fleet, policy=policy, rate_scale=share * capacity)
             rows.get(f"{policy} at {share:g}", trace, setup)
 
 
@@ -116,7 +118,7 @@ def split(options: argparse.Namespace) -> None:
     trace, rows = read_trace(options.trace, options.requests), Rows(options.json)
     for rate in options.rates:
         for fleet in (*AGGREGATED, *SPLIT):
-            setup = Setup(fleet=sized(*fleet), rate_scale=rate / rate_of(trace), page_tokens=SPLIT_PAGE)
+            setup = SimulationSetup(fleet=sized(*fleet), rate_scale=rate / rate_of(trace), page_tokens=SPLIT_PAGE)
             rows.get(f"{named(fleet)} at {rate:g}", trace, setup)
 
 
@@ -132,7 +134,7 @@ def speed(options: argparse.Namespace) -> None:
     trace, rows = read_trace(options.trace, options.requests), Rows(options.json)
     fleet = load_fleet(options.fleet).of(*parse_workers("32"))
     for scale in (1.0, 4.0):
-        rows.get(f"speed: 32 workers at {scale:g}", trace, Setup(fleet=fleet, rate_scale=scale))
+        rows.get(f"speed: 32 workers at {scale:g}", trace, SimulationSetup(fleet=fleet, rate_scale=scale))
 
 
 # --- report ----------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ from penstock.kv.transfer.sender import KvSender
 from penstock.types import ModelIdentity, RequestId, RequestStage, Role, SamplingParams, WorkerId, pack_token_ids
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.gateway_messages import Cancel, Hello, Recipient, Submit, Tokens
 from penstock.wire.zeromq import ZmqTransport
 
@@ -137,7 +137,7 @@ class Worker:
             scheduler=SchedulerConfig(pages=pages, max_model_len=length, max_running=max(args.rows)),
             hand_over=HandOverConfig(),
         )
-        self.transport = ZmqTransport(Keys.ephemeral())
+        self.transport = ZmqTransport(CurveKeys.ephemeral())
         memory = KvMemory.anonymous(layout, pages)
         carrier = InMemoryConnector(memory, {}, PageChecksum(self.identity, layout))
         self.scheduler = Scheduler(config.scheduler, StepCostModel(cost_prior(self.spec.parameters)))

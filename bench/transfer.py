@@ -43,7 +43,7 @@ from penstock.kv.transfer.events import PageOffer, PagePull, PullFailed, PullGra
 from penstock.kv.transfer.receiver import KvReceiver, send_pulls
 from penstock.kv.transfer.sender import KvSender, send_messages
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.gateway_messages import PageSource, TokenItem
 from penstock.wire.transfer_messages import PageReady, PagesReceived, PullPages
 from penstock.wire.transport import Link, Listener
@@ -127,7 +127,7 @@ def carrier_of(kind: str, memory: KvMemory, peers: dict[WorkerId, KvMemory]) -> 
 
 
 @contextmanager
-def sending(kind: str, file: KvMemoryFile, keys: Keys) -> Iterator[str]:
+def sending(kind: str, file: KvMemoryFile, keys: CurveKeys) -> Iterator[str]:
     """A forked sender, and the endpoint where it listens."""
     read, write = os.pipe()
     child = os.fork()
@@ -215,7 +215,7 @@ class Receiving:
 def transfers(kinds: list[str], layout: KvLayout, sizes: list[int], seconds: float) -> Iterator[dict[str, object]]:
     """Wall time of whole hand-overs, the carriers taking turns."""
     pages = max(sizes) // layout.page_bytes
-    keys = Keys.ephemeral()
+    keys = CurveKeys.ephemeral()
     with ExitStack() as stack:
         files = {kind: stack.enter_context(closing(KvMemoryFile.create(layout, pages))) for kind in kinds}
         # All forks before the first thread.

@@ -61,7 +61,7 @@ from penstock.types import (
     WorkerId,
 )
 from penstock.wire.gateway_messages import Hello, Recipient, Submit
-from penstock.wire.in_memory import MemoryHub
+from penstock.wire.in_memory import InMemoryHub
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="null-1")
 NAME = WorkerId("both-0")
@@ -106,7 +106,7 @@ class Bench:
     """One worker, and the time of its turns."""
 
     def __init__(self, tokens: int, page_bytes: int, bar_s: float, *, tier: bool = False) -> None:
-        self.hub, clock = MemoryHub(), MonotonicClock()
+        self.hub, clock = InMemoryHub(), MonotonicClock()
         layout = KvLayout.for_shape(KvShape.plain(layers=1, kv_heads=1, head_dim=page_bytes // 16 // 2 // 2), "bf16")
         pages = 2 * (tokens // layout.page_tokens) + 64
         memory = KvMemory.anonymous(layout, pages)

@@ -19,36 +19,43 @@ from penstock.types import (
     pack_token_ids,
 )
 from penstock.wire.gateway_messages import (
-    Assign,
+    AssignRole,
     Cancel,
+    ConfirmRequests,
     Hello,
     KvEvents,
-    Message,
+    MigrateRequests,
     PageSource,
     Recipient,
-    Relieve,
-    Report,
-    Returned,
+    RequestReturned,
     StepRates,
-    StillWanted,
     Submit,
     TokenItem,
     Tokens,
+    WireMessage,
+    WorkerReport,
 )
-from penstock.wire.supervisor_messages import Draining, LoadModel, Suspect, UnloadModel, WorkerDown, WorkerUp
+from penstock.wire.supervisor_messages import (
+    LoadModel,
+    ServiceDraining,
+    SuspectWorker,
+    UnloadModel,
+    WorkerDown,
+    WorkerUp,
+)
 from penstock.wire.transfer_messages import (
-    Announced,
     EncodeImage,
+    FetchTicket,
     HandOverAlive,
     HandOverFailed,
     ImageAlive,
     ImageEncoded,
     PageReady,
-    PagesAt,
     PagesReady,
     PagesReceived,
     PrefillDone,
     PullPages,
+    ReadyPage,
 )
 
 IDENTITY = ModelIdentity(fingerprint="ab" * 32, numerics="cpp-avx512-1-bf16")
@@ -61,7 +68,7 @@ ITEM = TokenItem(
     finish=FinishReason.STOP,
     cached_tokens=5,
 )
-MESSAGES: list[Message] = [
+MESSAGES: list[WireMessage] = [
     Hello(gateway="gateway-0", incarnation=2),
     Submit(
         recipient=Recipient(worker="decode-0", incarnation=4, identity=IDENTITY),
@@ -89,8 +96,8 @@ MESSAGES: list[Message] = [
     ImageAlive(content=bytes(32)),
     ImageEncoded(content=bytes(32), tokens=2, width=1, checksum=bytes(16)),
     Tokens(worker="decode-0", incarnation=4, items=(ITEM, TokenItem(request="q", epoch=1, index=0, tokens=()))),
-    Returned(request="r", epoch=1, reason="preempted"),
-    Report(
+    RequestReturned(request="r", epoch=1, reason="preempted"),
+    WorkerReport(
         worker="decode-1",
         incarnation=1,
         role=Role.DECODE,
@@ -109,15 +116,15 @@ MESSAGES: list[Message] = [
     HandOverAlive(request="r", epoch=1),
     HandOverFailed(request="r", epoch=1, reason="refused"),
     PagesReceived(request="r", epoch=1),
-    PagesAt(request="r", epoch=1, port=9001, leg=1 << 62, token=bytes(32), sealed=True),
-    PagesReady(request="r", epoch=1, pages=(Announced(0, 16, 3, 9, bytes(16)), Announced(1, 7, 4, 2, bytes(16)))),
-    Assign(role=Role.PREFILL, duty=Duty.DRAIN),
-    Relieve(requests=(("r", 1), ("s", 2))),
-    StillWanted(requests=(("r", 1), ("s", 2))),
+    FetchTicket(request="r", epoch=1, port=9001, leg=1 << 62, token=bytes(32), sealed=True),
+    PagesReady(request="r", epoch=1, pages=(ReadyPage(0, 16, 3, 9, bytes(16)), ReadyPage(1, 7, 4, 2, bytes(16)))),
+    AssignRole(role=Role.PREFILL, duty=Duty.DRAIN),
+    MigrateRequests(requests=(("r", 1), ("s", 2))),
+    ConfirmRequests(requests=(("r", 1), ("s", 2))),
     WorkerUp(worker="w", incarnation=1, role=Role.BOTH, pid=1, endpoint="ipc://@x"),
     WorkerDown(worker="w", incarnation=1, state=WorkerState.DEAD, reason="signal 9"),
-    Draining(),
-    Suspect(worker="w", incarnation=1, reason="silent"),
+    ServiceDraining(),
+    SuspectWorker(worker="w", incarnation=1, reason="silent"),
     LoadModel(worker="m"),
     UnloadModel(worker="m"),
 ]

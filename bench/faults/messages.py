@@ -16,7 +16,7 @@ from bench.faults.result import Budget, Result, judged
 from null.router_town import WIDE, Client, Town
 from penstock.config.limits import FailoverConfig
 from penstock.config.schema import GatewayConfig
-from penstock.wire.in_memory import MemoryHub
+from penstock.wire.in_memory import InMemoryHub
 
 SHARE = 0.25
 ANSWERS = 600
@@ -24,7 +24,7 @@ TOGETHER = 12
 PATIENCE_S = 120.0  # of the virtual clock, for one group
 
 
-class BadHub(MemoryHub):
+class BadHub(InMemoryHub):
     """Loses, delays, doubles and swaps ``share`` of all messages, each kind as often."""
 
     def __init__(self, dice: random.Random) -> None:

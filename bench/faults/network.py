@@ -20,7 +20,7 @@ from cluster.chaos import Record
 from cluster.server import PenstockServer
 from cluster.streams import Answer, make_client, stream_completion
 from cluster.varied import varied_requests
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 
 FAILOVER_S, REFUSED_S = 10.0, 2.0
 CUT_S = 6.0
@@ -41,7 +41,7 @@ def _town() -> Iterator[tuple[Hosts, HostServer]]:
     """A gateway's host, and one each for three workers."""
     with Hosts(("g", *ROLES)) as hosts, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         keys = Path(folder) / "keys"
-        Keys.ephemeral().save(keys)
+        CurveKeys.ephemeral().save(keys)
         joined: list[str] = []
         for name, role in ROLES.items():
             flags = ["--role", role, "--keys", str(keys), "--name", name, "--kv-memory", "64MiB"]

@@ -22,7 +22,7 @@ from bench.faults.plain_client import PlainClient, text_of
 from bench.faults.result import Budget, NotHereError, Result, judged
 
 from cluster.server import PenstockServer, PenstockWorker
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 
 STREAMS = 10_000
 STREAM_BYTES = 50 << 10
@@ -160,7 +160,7 @@ def _service(count: int) -> Iterator[tuple[PenstockServer, dict[str, str]]]:
     """A gateway and workers of both phases, whose queues have room for all together."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         secret, ring = Path(folder) / "keys", Path(folder) / "keys.json"
-        Keys.ephemeral().save(secret)
+        CurveKeys.ephemeral().save(secret)
         flags = ["--keys", str(secret), "--api-key", "operator", "--api-keys", str(ring)]
         keys = {name: make_key(ring, name) for name in ("waiting", "other")}
         for number in range(WORKERS):

@@ -21,7 +21,7 @@ from penstock.launch.heartbeat import Board
 from penstock.launch.processes import Front
 from penstock.launch.shared_rates import SharedBuckets
 from penstock.types import Role, WorkerId
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.supervisor_messages import WorkerUp
 
 from .figures import Child, say
@@ -77,7 +77,7 @@ class Service:
     """A gateway process and its workers' process."""
 
     def __init__(self, *, workers: int, loop: EventLoop, watched: bool = False) -> None:
-        keys = Keys.ephemeral()
+        keys = CurveKeys.ephemeral()
         endpoints = [f"ipc://@bench-{os.getpid()}-{id(self):x}-{i}" for i in range(workers)]
         self.workers = Child(lambda line: serve_workers(line, keys, endpoints))
         self.workers.hear()

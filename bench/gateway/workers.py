@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 
 from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
-from penstock.wire.curve_keys import Keys
-from penstock.wire.gateway_messages import Cancel, Hello, Report, StepRates, Submit, TokenItem, Tokens
+from penstock.wire.curve_keys import CurveKeys
+from penstock.wire.gateway_messages import Cancel, Hello, StepRates, Submit, TokenItem, Tokens, WorkerReport
 from penstock.wire.zeromq import ZmqTransport
 
 from .figures import say
@@ -68,7 +68,7 @@ class _Worker:
     def report(self) -> None:
         self.reported = time.monotonic()
         self.steps += 1  # one that makes none for seconds is given up
-        report = Report(
+        report = WorkerReport(
             worker=self.name,
             incarnation=1,
             role=Role.BOTH,
@@ -89,7 +89,7 @@ class _Worker:
             self.listener.send(peer, report)
 
 
-def serve(line: socket.socket, keys: Keys, endpoints: Sequence[str]) -> None:
+def serve(line: socket.socket, keys: CurveKeys, endpoints: Sequence[str]) -> None:
     """Runs in a child.  Over ``line``: {"pace": seconds}, or {}; both are answered with the tokens sent so far."""
 
     transport = ZmqTransport(keys)

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 from vision_models import IMAGE_TOKEN, data_url, image_part, picture, write_vision_model
 
 from .clients import openai_client
@@ -164,7 +164,7 @@ def test_encoders_on_workers_of_their_own_may_die(server: PenstockServer, folder
 @pytest.mark.long
 def test_encoders_on_other_hosts(server: PenstockServer, folder: Path, tmp_path: Path):
     keys = str(tmp_path / "keys")
-    Keys.ephemeral().save(tmp_path / "keys")
+    CurveKeys.ephemeral().save(tmp_path / "keys")
     with openai_client(server) as client:
         want = told(ask(client, SEEN, max_tokens=100))
     with ExitStack() as stack:

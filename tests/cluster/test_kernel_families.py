@@ -18,7 +18,7 @@ import pytest
 from penstock.bundled import storyteller
 from penstock.kernels.native.backend import families
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 
 from .one_answer import ROOMS, Plain, assert_same_in_a_crowd, compare, plain_answers
 from .server import PenstockServer, PenstockWorker
@@ -80,7 +80,7 @@ PATIENT = "[failover]\nno_path_s = 60.0\n"
 
 @pytest.fixture
 def keys(tmp_path: Path) -> str:
-    Keys.ephemeral().save(tmp_path / "keys")
+    CurveKeys.ephemeral().save(tmp_path / "keys")
     return str(tmp_path / "keys")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 
 from .asking import ask, penstock, streaming
 from .one_answer import TRUSTING
@@ -213,7 +213,7 @@ def who_writes(server: PenstockServer) -> str:
 @pytest.mark.timeout(400)
 def test_a_joined_worker_that_is_stopped_hands_its_answers_over(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
-    Keys.ephemeral().save(folder)
+    CurveKeys.ephemeral().save(folder)
     with ExitStack() as stack:
         keys = ["--keys", str(folder)]
         p, d, e = (

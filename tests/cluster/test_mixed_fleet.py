@@ -16,7 +16,7 @@ import pytest
 from tests.tiny_models import llama_config, write_model
 
 from penstock.kernels.select import make_ops
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 
 from .server import PenstockServer, PenstockWorker
 from .streams import Answer, all_answers, make_client, stream_completion
@@ -93,7 +93,7 @@ def test_the_mixed_class_has_one_answer_to_a_prompt() -> None:
 @pytest.mark.long
 def test_a_mixed_fleet_of_several_hosts(tmp_path: Path) -> None:
     """Each names the class of the others, pages go over sockets, and a gateway that does not allow it uses nobody."""
-    Keys.ephemeral().save(tmp_path / "keys")
+    CurveKeys.ephemeral().save(tmp_path / "keys")
     keys = ["--keys", str(tmp_path / "keys")]
     reading, writing = (make_ops(family=family, compute_dtype="bf16").numerics for family in ("reference", "portable"))
     small = [*keys, "--kv-memory", "64MiB", "--max-model-len", "512"]

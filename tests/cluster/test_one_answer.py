@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 
 from .one_answer import (
     ANSWER,
@@ -180,7 +180,7 @@ async def chat(server: PenstockServer, bodies: list[dict[str, Any]]) -> list[dic
 def test_workers_of_unequal_memory_give_one_answer(topology: str, tmp_path: Path, plain: Plain):
     """Each answer is as long as was asked for; without a length, as the longest context, wherever it began."""
     keys = str(tmp_path / "keys")
-    Keys.ephemeral().save(Path(keys))
+    CurveKeys.ephemeral().save(Path(keys))
     with ExitStack() as stack:
         workers = [
             stack.enter_context(PenstockWorker(["--keys", keys, "--name", name, *flags]))

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 
 from .asking import ask, penstock, streaming
 from .server import PATIENCE_S, PenstockServer, PenstockWorker, free_port
@@ -23,7 +23,7 @@ TOKENS = 900
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("several") / "keys"
-    Keys.ephemeral().save(folder)
+    CurveKeys.ephemeral().save(folder)
     return str(folder)
 
 
@@ -95,7 +95,7 @@ def test_two_gateways_share_one_worker(keys: str) -> None:
 
 def test_without_the_right_keys_nobody_comes_in(keys: str, tmp_path: Path) -> None:
     others = tmp_path / "others"
-    Keys.ephemeral().save(others)
+    CurveKeys.ephemeral().save(others)
     with PenstockWorker(["--keys", keys]) as worker, ExitStack() as stack:
         stranger = PenstockServer(["--keys", str(others), "--join", worker.endpoint])
         stranger.start()

@@ -20,7 +20,7 @@ from penstock.kv.connectors.tcp.connector import TcpConnector
 from penstock.kv.connectors.tcp.server import PageServer
 from penstock.kv.transfer.events import PullFailed
 from penstock.types import PageId, RequestId
-from penstock.wire.transfer_messages import PageReady, PagesAt
+from penstock.wire.transfer_messages import FetchTicket, PageReady
 
 BOTH = ("tcp", "tcp-sealed")
 ONE_LINE = HandOverConfig(connections=1)
@@ -101,7 +101,7 @@ def leads_to(rig: Rig, port: int, **other: object) -> None:
     def change(came: list) -> list:
         return [
             (s, replace(m, message=msgspec.structs.replace(m.message, port=port, **other)))
-            if isinstance(m.message, PagesAt)
+            if isinstance(m.message, FetchTicket)
             else (s, m)
             for s, m in came
         ]
@@ -289,7 +289,7 @@ class Caller:
         self.sock.close()
 
 
-def granted(rig: Rig, name: str, *pages: int) -> PagesAt:
+def granted(rig: Rig, name: str, *pages: int) -> FetchTicket:
     desk = desk_of(rig)
     at = desk.grant_access(RequestId(name), 1)
     for page in pages:
@@ -323,10 +323,10 @@ def test_who_has_a_legs_token_gets_its_pages_and_no_others(things: ExitStack) ->
 @pytest.mark.parametrize("ending", ["received", "cancelled", "cancelled by the sender"])
 def test_a_legs_end_takes_its_pages_back(things: ExitStack, ending: str) -> None:
     rig = rig_of(things)
-    doors: list[PagesAt] = []
+    doors: list[FetchTicket] = []
 
     def note(came: list) -> list:
-        doors.extend(each.message for _, each in came if isinstance(each.message, PagesAt))
+        doors.extend(each.message for _, each in came if isinstance(each.message, FetchTicket))
         return came
 
     rig.order = note

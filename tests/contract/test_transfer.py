@@ -44,7 +44,7 @@ from penstock.kv.transfer.events import (
     TransferReleased,
 )
 from penstock.types import FinishReason, PageId, RequestId
-from penstock.wire.transfer_messages import Announced, PageReady, PagesReady, PrefillDone, PullPages
+from penstock.wire.transfer_messages import PageReady, PagesReady, PrefillDone, PullPages, ReadyPage
 from penstock.wire.transport import Received
 
 _READY = PageReady | PagesReady
@@ -390,7 +390,7 @@ def test_one_page_among_many_that_cannot_be_of_this_request_ends_it(rig: Rig, wr
     start(rig)
     before = bytes(rig.receiver_memory.buffer)
     rows = [(0, 16), wrong, (2, 8)]
-    pages = tuple(Announced(block, tokens, PageId(30), 1, bytes(16)) for block, tokens in rows)
+    pages = tuple(ReadyPage(block, tokens, PageId(30), 1, bytes(16)) for block, tokens in rows)
     message = PagesReady(request=R, epoch=1, pages=pages)
     rig.took(rig.receiver.on_message(rig.source, message, None, rig.clock.now()))
     assert [failed.reason[:8] for failed in rig.failed] == ["protocol"]

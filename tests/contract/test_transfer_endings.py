@@ -26,7 +26,7 @@ from transfer_rig import (
 from penstock.kv.transfer.events import PagesAdvanced, PullFailed, PullGranted, TransferDone, TransferReleased
 from penstock.kv.transfer.sender import MAX_WAITING_PULLS
 from penstock.types import RequestId
-from penstock.wire.transfer_messages import HandOverFailed, PageReady, PagesAt, PullPages
+from penstock.wire.transfer_messages import FetchTicket, HandOverFailed, PageReady, PullPages
 
 # --- cancelling, at every point --------------------------------------------------------------------------------------
 
@@ -283,8 +283,8 @@ def test_over_a_new_connection_it_is_said_again_where_the_pages_are(rig: Rig) ->
     lost: list = []
 
     def lose(came: list) -> list:
-        lost.extend(each for each in came if isinstance(each[1].message, PagesAt))
-        return [each for each in came if not isinstance(each[1].message, PagesAt)]
+        lost.extend(each for each in came if isinstance(each[1].message, FetchTicket))
+        return [each for each in came if not isinstance(each[1].message, FetchTicket)]
 
     rig.order = lose
     start(rig)

@@ -37,7 +37,7 @@ from penstock.kv.transfer.events import (
 from penstock.kv.transfer.receiver import KvReceiver, send_pulls
 from penstock.kv.transfer.sender import KvSender, send_messages
 from penstock.types import PageId, WorkerId
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.gateway_messages import PageSource
 from penstock.wire.transfer_messages import PageReady, PagesReady, PagesReceived, PullPages
 from penstock.wire.zeromq import ZmqTransport
@@ -92,7 +92,7 @@ def carrier_of(kind: str, memory: KvMemory, peers: dict[WorkerId, KvMemory]) -> 
             return TcpConnector(memory, SEAL, HandOverConfig(), endpoint="tcp://127.0.0.1:0", port=0)
 
 
-def sender_process(carrier: str, file: KvMemoryFile, keys: Keys, endpoint: str, orders: Orders) -> None:
+def sender_process(carrier: str, file: KvMemoryFile, keys: CurveKeys, endpoint: str, orders: Orders) -> None:
     """Orders: p, offer the next page; d, done; s, scribble over all pages; q, end once released.  Never returns."""
     code = 1
     try:
@@ -147,7 +147,7 @@ def sender_process(carrier: str, file: KvMemoryFile, keys: Keys, endpoint: str, 
 class Receiving:
     """The test's end: a receiver, its memory, and the sender's process."""
 
-    def __init__(self, carrier: str, file: KvMemoryFile, keys: Keys, stack: ExitStack) -> None:
+    def __init__(self, carrier: str, file: KvMemoryFile, keys: CurveKeys, stack: ExitStack) -> None:
         endpoint = f"ipc://@penstock-test-{os.getpid()}-{next(_names)}" if carrier == "shm" else "tcp://127.0.0.1:0"
         self.orders = Orders.make()
         stack.callback(self.orders.close)
@@ -232,7 +232,7 @@ def slot() -> Iterator[KvMemoryFile]:
 @pytest.fixture(params=["shm", "curve", "tcp"])
 def end(request: pytest.FixtureRequest, slot: KvMemoryFile) -> Iterator[Receiving]:
     with ExitStack() as stack:
-        yield Receiving(request.param, slot, Keys.ephemeral(), stack)
+        yield Receiving(request.param, slot, CurveKeys.ephemeral(), stack)
 
 
 def test_pages_cross_from_another_process(end: Receiving) -> None:
@@ -300,7 +300,7 @@ def test_a_stopped_sender_can_do_no_harm_when_it_wakes(end: Receiving) -> None:
 
 def test_a_sender_that_writes_into_announced_pages_is_found_out(slot: KvMemoryFile) -> None:
     with ExitStack() as stack:
-        end = Receiving("shm", slot, Keys.ephemeral(), stack)
+        end = Receiving("shm", slot, CurveKeys.ephemeral(), stack)
         end.order(b"p" * 3)
         end.until(lambda: end.frames == 3, copying=False)
         end.order(b"s")
@@ -311,7 +311,7 @@ def test_a_sender_that_writes_into_announced_pages_is_found_out(slot: KvMemoryFi
 
 def test_a_new_incarnation_wipes_what_the_old_one_had_announced(slot: KvMemoryFile) -> None:
     with ExitStack() as stack:
-        end = Receiving("shm", slot, Keys.ephemeral(), stack)
+        end = Receiving("shm", slot, CurveKeys.ephemeral(), stack)
         end.order(b"p" * 3)
         end.until(lambda: end.frames == 3, copying=False)
         os.kill(end.pid, signal.SIGKILL)

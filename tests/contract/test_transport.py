@@ -13,9 +13,9 @@ from transport_place import PATIENCE_S, Place, fresh_name, note
 from penstock.errors import ConfigError
 from penstock.types import PageId, RequestId
 from penstock.wire import codec
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.gateway_messages import Cancel
-from penstock.wire.in_memory import MemoryHub
+from penstock.wire.in_memory import InMemoryHub
 from penstock.wire.transfer_messages import HandOverAlive, PageReady
 from penstock.wire.transport import Link, Listener
 from penstock.wire.zeromq import ZmqTransport
@@ -26,11 +26,11 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     name = fresh_name()
     match request.param:
         case "memory":
-            made = Place(MemoryHub(), f"memory://{name}")
+            made = Place(InMemoryHub(), f"memory://{name}")
         case "ipc":
-            made = Place(ZmqTransport(Keys.ephemeral()), f"ipc://@penstock-{name}")
+            made = Place(ZmqTransport(CurveKeys.ephemeral()), f"ipc://@penstock-{name}")
         case _:
-            made = Place(ZmqTransport(Keys.ephemeral()), "tcp://127.0.0.1:0")
+            made = Place(ZmqTransport(CurveKeys.ephemeral()), "tcp://127.0.0.1:0")
     yield made
     made.transport.close()
 
@@ -131,7 +131,7 @@ def test_what_cannot_be_encoded_is_answered_not_raised(
         assert not link.send(message, payload)
         assert not listener.send(peer, message, payload)
     assert (link.counters.unsent, listener.counters.unsent) == (3, 3)
-    assert not codec.fits(large)
+    assert not codec.fits_in_frame(large)
     assert link.send(note(2))
     assert place.wait_for(listener, link).message == note(2)
 

@@ -22,20 +22,20 @@ from penstock.launch.run_folder import RunFolder
 from penstock.types import WorkerId
 from penstock.wire import codec
 from penstock.wire.codec import PROTOCOL_VERSION
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.supervisor_messages import WorkerDown
 from penstock.wire.transport import Link, Listener
 from penstock.wire.zeromq import ZmqTransport
 
 
-def zmq_pair(server: Keys, client: Keys) -> tuple[ZmqTransport, ZmqTransport, Listener, Link]:
+def zmq_pair(server: CurveKeys, client: CurveKeys) -> tuple[ZmqTransport, ZmqTransport, Listener, Link]:
     a, b = ZmqTransport(server), ZmqTransport(client)
     listener = a.listen(f"ipc://@penstock-{fresh_name()}")
     return a, b, listener, b.connect(listener.endpoint)
 
 
-def mixed(server: Keys, client: Keys) -> Keys:
-    return Keys(
+def mixed(server: CurveKeys, client: CurveKeys) -> CurveKeys:
+    return CurveKeys(
         server_public=server.server_public,
         server_secret=server.server_secret,
         client_public=client.client_public,
@@ -44,7 +44,7 @@ def mixed(server: Keys, client: Keys) -> Keys:
 
 
 def test_the_right_keys_are_let_in() -> None:
-    keys = Keys.ephemeral()
+    keys = CurveKeys.ephemeral()
     a, b, listener, link = zmq_pair(keys, keys)
     with closing(a), closing(b):
         assert link.send(note(1))
@@ -52,38 +52,38 @@ def test_the_right_keys_are_let_in() -> None:
 
 
 def test_an_unknown_client_key_is_not_let_in_even_with_the_servers_public_key() -> None:
-    keys = Keys.ephemeral()
-    a, b, listener, link = zmq_pair(keys, mixed(keys, Keys.ephemeral()))
+    keys = CurveKeys.ephemeral()
+    a, b, listener, link = zmq_pair(keys, mixed(keys, CurveKeys.ephemeral()))
     with closing(a), closing(b):
         assert link.send(note(1))
         assert Place(a, "").quiet(listener)
 
 
 def test_a_link_talks_only_to_the_server_it_knows() -> None:
-    keys = Keys.ephemeral()
-    a, b, listener, link = zmq_pair(keys, mixed(Keys.ephemeral(), keys))
+    keys = CurveKeys.ephemeral()
+    a, b, listener, link = zmq_pair(keys, mixed(CurveKeys.ephemeral(), keys))
     with closing(a), closing(b):
         assert link.send(note(1))
         assert Place(a, "").quiet(listener)
 
 
 def test_clear_text_is_not_let_in() -> None:
-    transport = ZmqTransport(Keys.ephemeral())
+    transport = ZmqTransport(CurveKeys.ephemeral())
     listener = transport.listen(f"ipc://@penstock-{fresh_name()}")
     with closing(transport), zmq.Context() as context, context.socket(zmq.DEALER) as plain:
         plain.setsockopt(zmq.LINGER, 0)
         plain.connect(listener.endpoint)
-        plain.send(codec.encode(note(1)))
+        plain.send(codec.encode_message(note(1)))
         assert Place(transport, "").quiet(listener)
 
 
 def test_hostile_frames_are_counted_and_dropped() -> None:
-    keys = Keys.ephemeral()
+    keys = CurveKeys.ephemeral()
     a, b, listener, link = zmq_pair(keys, keys)
     with closing(a), closing(b):
         raw = link.socket  # type: ignore[attr-defined]
-        supervisor_only = codec.encode(WorkerDown(worker="w", incarnation=1, state="dead", reason=""))  # type: ignore[arg-type]
-        good = codec.encode(note(1))
+        supervisor_only = codec.encode_message(WorkerDown(worker="w", incarnation=1, state="dead", reason=""))  # type: ignore[arg-type]
+        good = codec.encode_message(note(1))
         other = bytes((PROTOCOL_VERSION + 1,)) + good[1:]
         hostile = [[b""], [good[:1]], [other], [good, b"p", b"q"], [good + b"x"], [supervisor_only]]
         for frames in hostile:
@@ -95,12 +95,12 @@ def test_hostile_frames_are_counted_and_dropped() -> None:
 
 def test_ends_of_two_versions_learn_of_each_other(caplog: pytest.LogCaptureFixture) -> None:
     """A gateway that joins a worker of another version says which; so does a worker that such a gateway joins."""
-    keys = Keys.ephemeral()
+    keys = CurveKeys.ephemeral()
     a, b, listener, link = zmq_pair(keys, keys)
     with closing(a), closing(b):
         old = link.socket  # type: ignore[attr-defined]
         for _ in range(3):
-            old.send(bytes((PROTOCOL_VERSION - 1,)) + codec.encode(note(1))[1:])
+            old.send(bytes((PROTOCOL_VERSION - 1,)) + codec.encode_message(note(1))[1:])
         old.send(codec.version_probe())
         assert Place(a, "").quiet(listener)
         assert listener.counters.other_version == PROTOCOL_VERSION - 1
@@ -122,7 +122,7 @@ def test_a_queue_that_is_full_is_answered_not_waited_for(monkeypatch: pytest.Mon
     from penstock.wire import zeromq
 
     monkeypatch.setattr(zeromq, "QUEUE_MESSAGES", 10)
-    with closing(ZmqTransport(Keys.ephemeral())) as transport:
+    with closing(ZmqTransport(CurveKeys.ephemeral())) as transport:
         link = transport.connect("ipc://@penstock-test-nobody-listens")
         answers = [link.send(note(number)) for number in range(30)]
         assert answers[:10] == [True] * 10
@@ -133,7 +133,7 @@ def test_a_queue_that_is_full_is_answered_not_waited_for(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"])
 def test_last_words_arrive_when_closing_waits_for_them(endpoint: str) -> None:
     """A worker that ends gives its requests back; who reads late must hear it all the same."""
-    keys = Keys.ephemeral()
+    keys = CurveKeys.ephemeral()
     leaving, staying = ZmqTransport(keys), ZmqTransport(keys)
     try:
         name = f"ipc://@penstock-last-{os.getpid()}" if endpoint == "ipc" else "tcp://127.0.0.1:0"
@@ -153,7 +153,7 @@ def test_last_words_arrive_when_closing_waits_for_them(endpoint: str) -> None:
 
 def test_closing_does_not_wait_longer_than_it_was_told() -> None:
     """Nobody listens: what was said there never leaves."""
-    transport = ZmqTransport(Keys.ephemeral())
+    transport = ZmqTransport(CurveKeys.ephemeral())
     assert transport.connect(f"ipc://@penstock-nobody-{os.getpid()}").send(note(1))
     began = time.monotonic()
     transport.close(linger_s=0.05)
@@ -164,7 +164,7 @@ def test_an_async_link_works_on_uvloop() -> None:
     import uvloop
 
     async def talk() -> list[int]:
-        with closing(ZmqTransport(Keys.ephemeral())) as transport:
+        with closing(ZmqTransport(CurveKeys.ephemeral())) as transport:
             listener = transport.listen(f"ipc://@penstock-{fresh_name()}")
             link = transport.connect_async(listener.endpoint)
             assert link.send(note(0))
@@ -179,7 +179,7 @@ def test_an_async_link_works_on_uvloop() -> None:
 
 
 def test_a_taken_endpoint_is_a_config_error() -> None:
-    with closing(ZmqTransport(Keys.ephemeral())) as transport:
+    with closing(ZmqTransport(CurveKeys.ephemeral())) as transport:
         listener = transport.listen("tcp://127.0.0.1:0")
         assert listener.endpoint != "tcp://127.0.0.1:0"
         with pytest.raises(ConfigError, match="in use"):
@@ -187,7 +187,7 @@ def test_a_taken_endpoint_is_a_config_error() -> None:
 
 
 def test_wait_wakes_for_a_descriptor() -> None:
-    with closing(ZmqTransport(Keys.ephemeral())) as transport:
+    with closing(ZmqTransport(CurveKeys.ephemeral())) as transport:
         listener = transport.listen(f"ipc://@penstock-{fresh_name()}")
         read, write = os.pipe()
         try:
@@ -200,7 +200,7 @@ def test_wait_wakes_for_a_descriptor() -> None:
 
 
 def test_a_forked_child_cannot_use_its_parents_transport() -> None:
-    transport = ZmqTransport(Keys.ephemeral())
+    transport = ZmqTransport(CurveKeys.ephemeral())
     child = os.fork()
     if child == 0:
         try:
@@ -215,7 +215,7 @@ def test_a_forked_child_cannot_use_its_parents_transport() -> None:
 
 def test_a_link_finds_whoever_listens_there_next_and_is_a_stranger_to_it() -> None:
     """What waited for the old connection may arrive at the new one or nowhere; nobody is told.  See ``Hello``."""
-    keys = Keys.ephemeral()
+    keys = CurveKeys.ephemeral()
     with closing(ZmqTransport(keys)) as staying:
         with closing(ZmqTransport(keys)) as leaving:
             endpoint = leaving.listen("tcp://127.0.0.1:0").endpoint
@@ -244,7 +244,7 @@ def test_more_links_than_the_library_has_sockets_by_default() -> None:
         pytest.skip(f"{hard} descriptors are too few here")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        with closing(ZmqTransport(Keys.ephemeral())) as transport:
+        with closing(ZmqTransport(CurveKeys.ephemeral())) as transport:
             links = [transport.connect(f"ipc://@penstock-nobody-{os.getpid()}-{number}") for number in range(1100)]
             assert all(link.send(note(1)) for link in links)
     finally:
@@ -252,7 +252,7 @@ def test_more_links_than_the_library_has_sockets_by_default() -> None:
 
 
 def test_no_more_sockets_is_a_config_error() -> None:
-    with closing(ZmqTransport(Keys.ephemeral())) as transport:
+    with closing(ZmqTransport(CurveKeys.ephemeral())) as transport:
         transport._context.set(zmq.MAX_SOCKETS, 2)  # type: ignore[attr-defined]
         links = [transport.connect(f"ipc://@penstock-nobody-{os.getpid()}") for _ in range(2)]
         for make in (transport.connect, transport.listen):
@@ -265,7 +265,7 @@ def test_a_stranger_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPat
     from penstock.wire import zeromq
 
     monkeypatch.setattr(zeromq, "HANDSHAKE_MS", 50)
-    with closing(ZmqTransport(Keys.ephemeral())) as transport:
+    with closing(ZmqTransport(CurveKeys.ephemeral())) as transport:
         host, _, port = transport.listen("tcp://127.0.0.1:0").endpoint.removeprefix("tcp://").rpartition(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
             while stranger.recv(4096):
@@ -276,7 +276,7 @@ def test_a_port_that_strangers_fill_is_shut_until_they_are_gone(monkeypatch: pyt
     from penstock.wire import zeromq
 
     monkeypatch.setattr(zeromq, "most_connections", lambda: 8)
-    keys = Keys.ephemeral()
+    keys = CurveKeys.ephemeral()
     with closing(ZmqTransport(keys)) as workers, closing(ZmqTransport(keys)) as gateways:
         listener = workers.listen("tcp://127.0.0.1:0")
         host, _, port = listener.endpoint.removeprefix("tcp://").rpartition(":")
@@ -330,7 +330,7 @@ def address_of(endpoint: str) -> str:
 
 @as_root
 def test_another_user_is_hung_up_on_before_a_word_is_said() -> None:
-    with closing(ZmqTransport(Keys.ephemeral())) as transport:
+    with closing(ZmqTransport(CurveKeys.ephemeral())) as transport:
         address = address_of(transport.listen(f"ipc://@penstock-{fresh_name()}").endpoint)
 
         def speak() -> int:
@@ -347,7 +347,7 @@ def test_another_user_is_hung_up_on_before_a_word_is_said() -> None:
 
 @as_root
 def test_another_user_cannot_reach_a_socket_in_the_folder_of_a_run() -> None:
-    with closing(RunFolder()) as folder, closing(ZmqTransport(Keys.ephemeral())) as transport:
+    with closing(RunFolder()) as folder, closing(ZmqTransport(CurveKeys.ephemeral())) as transport:
         address = address_of(transport.listen(folder.endpoint(WorkerId("decode-0"), 1)).endpoint)
 
         def speak() -> int:
@@ -363,7 +363,7 @@ def test_another_user_cannot_reach_a_socket_in_the_folder_of_a_run() -> None:
 
 LISTENER = """
 import os, resource, sys
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.zeromq import ZmqTransport
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 transport = ZmqTransport(Keys(**{name: bytes.fromhex(value) for name, value in zip(sys.argv[2::2], sys.argv[3::2])}))
@@ -379,9 +379,9 @@ os._exit(0)
 @as_root
 def test_another_user_who_connects_again_and_again_ends_nobody() -> None:
     """The library gives up with SIGABRT when a process has no descriptor left to accept a connection with."""
-    keys = Keys.ephemeral()
+    keys = CurveKeys.ephemeral()
     endpoint = f"ipc://@penstock-{fresh_name()}"
-    pairs = [part for name in Keys.__slots__ for part in (name, getattr(keys, name).hex())]
+    pairs = [part for name in CurveKeys.__slots__ for part in (name, getattr(keys, name).hex())]
     process = subprocess.Popen(
         [sys.executable, "-c", LISTENER, endpoint, *pairs],
         stdout=subprocess.PIPE,

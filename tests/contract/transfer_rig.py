@@ -38,9 +38,9 @@ from penstock.kv.transfer.events import (
 from penstock.kv.transfer.receiver import KvReceiver, send_pulls
 from penstock.kv.transfer.sender import KvSender, send_messages
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.gateway_messages import PageSource, TokenItem
-from penstock.wire.in_memory import MemoryHub
+from penstock.wire.in_memory import InMemoryHub
 from penstock.wire.transfer_messages import PageReady, PagesReceived, PullPages
 from penstock.wire.transport import Transport
 from penstock.wire.zeromq import ZmqTransport
@@ -235,13 +235,13 @@ def make_rig(carrier: str, *, config: HandOverConfig | None = None, incarnation:
         files = [KvMemoryFile.create(LAYOUT, PAGES), KvMemoryFile.create(LAYOUT, PAGES)]
         mine, theirs, seen = files[0].map_own(), files[1].map_own(), files[0].map_readonly()
         send, take = ShmConnector(mine, {}, seal), ShmConnector(theirs, {WorkerId("prefill-0"): seen}, seal)
-        transport, endpoint = ZmqTransport(Keys.ephemeral()), f"ipc://@penstock-{name}"
+        transport, endpoint = ZmqTransport(CurveKeys.ephemeral()), f"ipc://@penstock-{name}"
         closing += [*files, seen]
     elif carrier == "nixl":
         config = msgspec.structs.replace(config, **NIXL)
         (mine, send), (theirs, take) = nixl_end(config, seal, gives=True), nixl_end(config, seal, gives=False)
         closing += [send, take]
-        transport, endpoint = ZmqTransport(Keys.ephemeral()), "tcp://127.0.0.1:0"
+        transport, endpoint = ZmqTransport(CurveKeys.ephemeral()), "tcp://127.0.0.1:0"
     else:
         mine, theirs = KvMemory.anonymous(LAYOUT, PAGES), KvMemory.anonymous(LAYOUT, PAGES)
         if carrier != "memory":
@@ -252,13 +252,13 @@ def make_rig(carrier: str, *, config: HandOverConfig | None = None, incarnation:
                 send = TcpConnector(mine, seal, config, endpoint=at[0], port=at[1], sealed=sealed)
                 take = TcpConnector(theirs, seal, config, endpoint=at[0], port=at[1], sealed=sealed)
                 closing += [send, take]
-            transport, endpoint = ZmqTransport(Keys.ephemeral()), "tcp://127.0.0.1:0"
+            transport, endpoint = ZmqTransport(CurveKeys.ephemeral()), "tcp://127.0.0.1:0"
         else:
             send, take = (
                 InMemoryConnector(mine, {}, seal),
                 InMemoryConnector(theirs, {WorkerId("prefill-0"): mine}, seal),
             )
-            transport, endpoint = MemoryHub(), f"memory://{name}"
+            transport, endpoint = InMemoryHub(), f"memory://{name}"
     rig = Rig(
         carrier=carrier,
         transport=transport,

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.wire.codec import PeerMessage, decode_peer
-from penstock.wire.in_memory import MemoryHub
+from penstock.wire.in_memory import InMemoryHub
 
 Loses = Callable[[PeerMessage], bool]
 
 
-class BreakingHub(MemoryHub):
+class BreakingHub(InMemoryHub):
     """``loses`` sees every message; when it says True, that message's connection breaks with it."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class BreakingHub(MemoryHub):
         super().forget_link(self._names.pop(peer, peer))
 
 
-class SwallowingHub(MemoryHub):
+class SwallowingHub(InMemoryHub):
     """Loses what ``loses`` says, and every connection lives on."""
 
     def __init__(self) -> None:

@@ -30,8 +30,8 @@ from penstock.types import (
     pack_token_ids,
     read_token_ids,
 )
-from penstock.wire.in_memory import MemoryHub
-from penstock.wire.supervisor_messages import Draining, Suspect, WorkerDown, WorkerUp
+from penstock.wire.in_memory import InMemoryHub
+from penstock.wire.supervisor_messages import ServiceDraining, SuspectWorker, WorkerDown, WorkerUp
 
 from .worker_stage import IDENTITY, LAYOUT, VOCAB, Stage, StageWorker
 
@@ -88,14 +88,14 @@ class Town:
         *names: str,
         config: GatewayConfig | None = None,
         lease_s: float = 1.0,
-        hub: MemoryHub | None = None,
+        hub: InMemoryHub | None = None,
         layout: KvLayout = LAYOUT,
         tracer: Tracer | None = None,
         **scheduler: int,
     ) -> None:
         self.stage = Stage(lease_s=lease_s, hub=hub, layout=layout)
         self.clock = self.stage.clock
-        self.suspects: list[Suspect] = []
+        self.suspects: list[SuspectWorker] = []
         outside = RouterPorts(
             connect=self.stage.hub.connect_async,
             clock=self.clock,
@@ -174,7 +174,7 @@ class Town:
         self.kill(name)
 
     def drain(self) -> None:
-        self.router.on_supervisor(Draining())
+        self.router.on_supervisor(ServiceDraining())
 
     def worker(self, name: str) -> StageWorker:
         return self._alive[name]

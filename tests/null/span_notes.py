@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.telemetry.spans import REQUEST, Fact, SpanFamily
+from penstock.telemetry.spans import REQUEST, SpanAttribute, SpanFamily
 
 
 @dataclass
@@ -18,18 +18,18 @@ class Note:
     context: str
     begin: float
     name: str
-    facts: dict[str, Fact] = field(default_factory=dict)
+    facts: dict[str, SpanAttribute] = field(default_factory=dict)
     events: list[tuple[str, float]] = field(default_factory=list)
     over: float | None = None
     error: str = ""
 
-    def note(self, **facts: Fact) -> None:
+    def note(self, **facts: SpanAttribute) -> None:
         told = {name.replace("__", "."): value for name, value in facts.items()}
         assert set(told) <= set(self.family.facts), f"{self.family.name} has not declared {told}"
         assert self.over is None
         self.facts |= told
 
-    def event(self, name: str, at: float, **facts: Fact) -> None:
+    def event(self, name: str, at: float, **facts: SpanAttribute) -> None:
         assert name in self.family.events
         assert self.over is None
         self.events.append((name, at))

@@ -38,32 +38,39 @@ from penstock.types import (
     WorkerState,
     pack_token_ids,
 )
-from penstock.wire.codec import PROTOCOL_VERSION, decode_peer, encode
+from penstock.wire.codec import PROTOCOL_VERSION, decode_peer, encode_message
 from penstock.wire.gateway_messages import (
     OF_REQUEST,
-    Assign,
+    AssignRole,
     Cancel,
+    ConfirmRequests,
     Hello,
     KvEvents,
+    MigrateRequests,
     PageSource,
-    Relieve,
-    Report,
-    Returned,
-    StillWanted,
+    RequestReturned,
     Submit,
     TokenItem,
     Tokens,
+    WorkerReport,
 )
-from penstock.wire.in_memory import MemoryHub, _Parcel
-from penstock.wire.supervisor_messages import Draining, LoadModel, Suspect, UnloadModel, WorkerDown, WorkerUp
+from penstock.wire.in_memory import InMemoryHub, _Parcel
+from penstock.wire.supervisor_messages import (
+    LoadModel,
+    ServiceDraining,
+    SuspectWorker,
+    UnloadModel,
+    WorkerDown,
+    WorkerUp,
+)
 from penstock.wire.transfer_messages import (
     EncodeImage,
+    FetchTicket,
     HandOverAlive,
     HandOverFailed,
     ImageAlive,
     ImageEncoded,
     PageReady,
-    PagesAt,
     PagesReady,
     PagesReceived,
     PrefillDone,
@@ -160,7 +167,7 @@ def serves(stage: Stage, worker: StageWorker) -> None:
     assert stage.answer("after") == expected(40)
 
 
-TO_WORKERS = [Hello, Submit, Cancel, PullPages, PagesReceived, EncodeImage, Assign, Report, Tokens, KvEvents]
+TO_WORKERS = [Hello, Submit, Cancel, PullPages, PagesReceived, EncodeImage, AssignRole, WorkerReport, Tokens, KvEvents]
 
 
 @pytest.mark.parametrize("kind", TO_WORKERS)
@@ -186,15 +193,24 @@ def test_a_worker_outlives_whatever_a_gateway_says(stage: Stage, kind: type) -> 
         if number % 16 == 0:
             worker.link.send(Hello(gateway="g", incarnation=1))
             other.send(Cancel(request=RequestId("hostile"), epoch=(1 << 53) - 1))
-            other.send(Assign(role=Role.BOTH))
+            other.send(AssignRole(role=Role.BOTH))
     while other.recv() is not None:
         pass
-    worker.link.send(Assign(duty="serve"))  # type: ignore[arg-type]
+    worker.link.send(AssignRole(duty="serve"))  # type: ignore[arg-type]
     step(stage, 5)
     serves(stage, worker)
 
 
-TO_RECEIVERS = [PageReady, PagesReady, PagesAt, PrefillDone, HandOverAlive, HandOverFailed, ImageAlive, ImageEncoded]
+TO_RECEIVERS = [
+    PageReady,
+    PagesReady,
+    FetchTicket,
+    PrefillDone,
+    HandOverAlive,
+    HandOverFailed,
+    ImageAlive,
+    ImageEncoded,
+]
 
 
 @pytest.mark.parametrize("kind", TO_RECEIVERS)
@@ -276,7 +292,7 @@ def test_nobody_drives_a_gateway_out_that_is_there(stage: Stage, incarnation: in
 def test_a_stranger_gives_no_orders(stage: Stage) -> None:
     worker = stage.worker("both-0", Role.BOTH)
     step(stage, 2)
-    stage.hub.connect(worker.endpoint).send(Assign(duty="restart"))  # type: ignore[arg-type]
+    stage.hub.connect(worker.endpoint).send(AssignRole(duty="restart"))  # type: ignore[arg-type]
     step(stage, 5)
     assert not worker.mailbox.lifecycle.draining
     serves(stage, worker)
@@ -289,7 +305,7 @@ class Fake:
     """A gateway's router with one worker that the test plays, and one of ours."""
 
     def __init__(self) -> None:
-        self.hub, self.clock = MemoryHub(), VirtualClock(10.0)
+        self.hub, self.clock = InMemoryHub(), VirtualClock(10.0)
         self.mailbox = self.hub.listen("memory://fake")
         config = GatewayConfig(name="g", model_name="m", vocabulary=VOCAB)
         self.suspects: list[str] = []
@@ -326,14 +342,14 @@ class Fake:
         self.say(self.report())
         await self.turn()
 
-    def report(self) -> Report:
-        return Report(
+    def report(self) -> WorkerReport:
+        return WorkerReport(
             worker=self.worker, incarnation=1, role=Role.BOTH, state=WorkerState.READY, pid=1, identity=IDENTITY,
             max_model_len=4096, kv_pages_free=100, steps=1,
         )  # fmt: skip
 
     def say(self, message: object) -> None:
-        self.raw(encode(message))  # type: ignore[arg-type]
+        self.raw(encode_message(message))  # type: ignore[arg-type]
 
     def raw(self, frame: bytes) -> None:
         self.hub.to_link(self.peer, _Parcel(b"", frame, None))
@@ -348,7 +364,16 @@ class Fake:
         return heard
 
 
-FROM_WORKERS = [Tokens, Returned, Report, KvEvents, Relieve, StillWanted, HandOverFailed, PageReady]
+FROM_WORKERS = [
+    Tokens,
+    RequestReturned,
+    WorkerReport,
+    KvEvents,
+    MigrateRequests,
+    ConfirmRequests,
+    HandOverFailed,
+    PageReady,
+]
 
 
 @pytest.mark.parametrize("kind", FROM_WORKERS)
@@ -357,7 +382,7 @@ async def test_a_gateway_outlives_whatever_a_worker_says(kind: type, caplog: pyt
     await fake.begin()
     fields = {"worker": fake.worker, "incarnation": 1, "identity": IDENTITY, "request": RequestId("r")}
     message = sample(kind, **fields)
-    if kind is Report:
+    if kind is WorkerReport:
         message = msgspec.structs.replace(message, role=Role.BOTH, max_model_len=4096, cached=(sample(KvEvents),))
     if kind is Tokens:
         message = Tokens(worker=fake.worker, incarnation=1, items=(TokenItem(
@@ -386,7 +411,7 @@ async def test_a_gateway_outlives_whatever_a_worker_says(kind: type, caplog: pyt
     await fake.router.close()
 
 
-FROM_SUPERVISORS = [WorkerUp, WorkerDown, Draining, Suspect, LoadModel, UnloadModel]
+FROM_SUPERVISORS = [WorkerUp, WorkerDown, ServiceDraining, SuspectWorker, LoadModel, UnloadModel]
 
 
 @pytest.mark.parametrize("kind", FROM_SUPERVISORS)
@@ -405,7 +430,7 @@ async def test_what_comes_over_the_supervisors_channel_is_taken_or_refused(kind:
             continue
         assert message is not None
         fake.router.on_supervisor(message)
-        if isinstance(message, Suspect):
+        if isinstance(message, SuspectWorker):
             restarts.handle(Suspected(message.worker, message.incarnation, message.reason), 1.0)
         fake.clock.advance(0.05)
         fake.router.tick()
@@ -434,7 +459,7 @@ def said(item: TokenItem) -> Tokens:
 
 
 def minus_one() -> bytes:
-    frame = encode(
+    frame = encode_message(
         Tokens(
             worker=WorkerId("both-0"),
             incarnation=1,
@@ -454,7 +479,7 @@ async def test_a_worker_that_says_what_cannot_be_loses_its_work_and_clients_do_n
         client = town.ask("r")
         await town.turn()
         peer = next(iter(town.stage.hub._links))
-        frame = minus_one() if number == len(bad_items()) else encode(said(bad_items()[number]))
+        frame = minus_one() if number == len(bad_items()) else encode_message(said(bad_items()[number]))
         town.stage.hub.to_link(peer, _Parcel(b"", frame, None))
         await town.turn()
         await town.turn(0.3)
@@ -477,7 +502,7 @@ async def test_an_answer_that_has_begun_well_is_looked_at_all_the_same(logprobs:
         for index in range(20):
             told = (TokenLogprob(1, -1.0),) if logprobs is not None and not index else None
             item = TokenItem(request=RequestId("r"), epoch=1, index=index, tokens=(1,), logprobs=told)
-            town.stage.hub.to_link(peer, _Parcel(b"", encode(said(item)), None))
+            town.stage.hub.to_link(peer, _Parcel(b"", encode_message(said(item)), None))
             await town.settle()
         assert len(client.tokens) == (8 if logprobs is None else 1)
         assert all(batch.logprobs is not None for batch in client.batches) or logprobs is None
@@ -516,7 +541,7 @@ def test_every_kind_of_message_is_tried() -> None:
 
 def _is_of_peers(message: Any) -> bool:
     try:
-        decode_peer(encode(message))
+        decode_peer(encode_message(message))
     except PenstockError:
         return False
     return True

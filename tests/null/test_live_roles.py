@@ -10,7 +10,15 @@ import pytest
 from penstock.engine.service.migration import MAX_STOPPED_S
 from penstock.errors import Conflict, UnknownWorker
 from penstock.types import Duty, RequestStage, Role, WorkerState
-from penstock.wire.gateway_messages import Assign, Hello, Relieve, Report, Returned, Submit, Tokens
+from penstock.wire.gateway_messages import (
+    AssignRole,
+    Hello,
+    MigrateRequests,
+    RequestReturned,
+    Submit,
+    Tokens,
+    WorkerReport,
+)
 from penstock.wire.transfer_messages import PageReady, PagesReceived, PrefillDone, PullPages
 
 from .losses import BreakingHub, Nth
@@ -211,7 +219,9 @@ async def test_either_end_dies_amid_the_move(victim: str, after: int) -> None:
 
 
 @pytest.mark.parametrize("nth", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
-@pytest.mark.parametrize("kind", [Relieve, Submit, PullPages, PageReady, PrefillDone, PagesReceived, Returned, Tokens])
+@pytest.mark.parametrize(
+    "kind", [MigrateRequests, Submit, PullPages, PageReady, PrefillDone, PagesReceived, RequestReturned, Tokens]
+)
 async def test_a_message_is_lost_amid_the_move(kind: type, nth: int) -> None:
     hub = BreakingHub()
     async with Town(*WIDE, hub=hub, lease_s=4.0, pages=256, max_model_len=500) as town:
@@ -226,7 +236,7 @@ async def test_a_message_is_lost_amid_the_move(kind: type, nth: int) -> None:
 async def test_an_operators_word_is_lost_and_said_again() -> None:
     hub = BreakingHub()
     async with Town(*WIDE, hub=hub) as town:
-        hub.loses = Nth(Assign)
+        hub.loses = Nth(AssignRole)
         lost = asyncio.wait_for(town.router.orders.assign("decode-0", role=Role.BOTH), 0.05)
         with pytest.raises(TimeoutError):
             await lost
@@ -244,7 +254,7 @@ async def test_two_gateways_come_to_the_same_view() -> None:
         told = []
         while (received := other.recv()) is not None:
             told.append(received.message)
-        assert [message.role for message in told if isinstance(message, Report)][-1] is Role.PREFILL
+        assert [message.role for message in told if isinstance(message, WorkerReport)][-1] is Role.PREFILL
 
 
 SHUFFLES = [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 200))]
@@ -264,7 +274,7 @@ async def test_any_order_of_words_deaths_and_losses(seed: int) -> None:
         hub.loses = lambda message: False
         for name in town.alive:
             role = Role(name.split("-")[0])
-            town.worker(name).mailbox._assign(Assign(role=role, duty=Duty.SERVE), town.clock.now())
+            town.worker(name).mailbox._assign(AssignRole(role=role, duty=Duty.SERVE), town.clock.now())
         await town.until(lambda: set(rows(town).values()) == {WorkerState.READY.value}, seconds=0.01)
         await all_true(town, clients)
         await town.assert_idle(within=6.0)
@@ -278,13 +288,23 @@ def trouble(town: Town, hub: BreakingHub, dice: random.Random) -> None:
         town.kill(name)
         town.fork(name)
     elif kind == "lose":
-        kinds = (Relieve, Submit, PullPages, PageReady, PrefillDone, PagesReceived, Returned, Tokens, Report)
+        kinds = (
+            MigrateRequests,
+            Submit,
+            PullPages,
+            PageReady,
+            PrefillDone,
+            PagesReceived,
+            RequestReturned,
+            Tokens,
+            WorkerReport,
+        )
         hub.loses = Nth(dice.choice(kinds), dice.randrange(1, 4))
     else:
         words = {
-            "drain": Assign(duty=Duty.DRAIN),
-            "serve": Assign(duty=Duty.SERVE),
-            "role": Assign(role=dice.choice([Role.PREFILL, Role.DECODE, Role.BOTH])),
+            "drain": AssignRole(duty=Duty.DRAIN),
+            "serve": AssignRole(duty=Duty.SERVE),
+            "role": AssignRole(role=dice.choice([Role.PREFILL, Role.DECODE, Role.BOTH])),
         }
         worker = town.worker(name)
         worker.mailbox._assign(words[kind], town.clock.now())
@@ -300,7 +320,7 @@ def moving(hub: BreakingHub | None = None) -> tuple[Stage, StageWorker, StageWor
     stage.ask(range(100), to=one, max_tokens=60)
     while len(stage.tokens) < 10:
         stage.turn()
-    one.link.send(Assign(duty=Duty.DRAIN))
+    one.link.send(AssignRole(duty=Duty.DRAIN))
     while not stage.relieve:
         stage.turn()
     return stage, one, other

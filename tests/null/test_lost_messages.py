@@ -6,7 +6,7 @@ import pytest
 
 from penstock.engine.service.gateways import CONFIRM_INTERVAL_S
 from penstock.types import RequestId, Role
-from penstock.wire.gateway_messages import Awaited, Cancel, Hello, Report, Returned, Submit, Tokens
+from penstock.wire.gateway_messages import AwaitedStage, Cancel, Hello, RequestReturned, Submit, Tokens, WorkerReport
 from penstock.wire.transfer_messages import (
     HandOverAlive,
     HandOverFailed,
@@ -38,7 +38,9 @@ async def healed(town: Town, *clients: Client, within: float = HEALED_S) -> None
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 @pytest.mark.parametrize("nth", first_of((1, 2, 3), 1))
-@pytest.mark.parametrize("kind", [Submit, Tokens, PullPages, PageReady, PrefillDone, PagesReceived, Hello, Report])
+@pytest.mark.parametrize(
+    "kind", [Submit, Tokens, PullPages, PageReady, PrefillDone, PagesReceived, Hello, WorkerReport]
+)
 async def test_a_message_is_lost_with_its_connection(kind: type, nth: int, busy: bool) -> None:
     hub = BreakingHub()
     async with Town(*SPLIT, hub=hub, lease_s=4.0, pages=128, max_model_len=600, max_chunk_tokens=16) as town:
@@ -49,23 +51,25 @@ async def test_a_message_is_lost_with_its_connection(kind: type, nth: int, busy:
         hub.loses = Nth(kind, nth)
         client = town.ask(prompt=70, max_tokens=8)
         await healed(town, client)
-        if kind is Report:
+        if kind is WorkerReport:
             await town.wait(0.1 * nth)
-        if kind not in (Hello, Report, PrefillDone, PagesReceived, Submit) or nth == 1:
+        if kind not in (Hello, WorkerReport, PrefillDone, PagesReceived, Submit) or nth == 1:
             assert len(hub.lost) == 1
         await healed(town, *others, within=20.0)
         await town.assert_idle(within=5.0)
 
 
 @pytest.mark.parametrize("times", [2, 3])
-@pytest.mark.parametrize("kind", [Submit, Tokens, Returned])
+@pytest.mark.parametrize("kind", [Submit, Tokens, RequestReturned])
 async def test_what_heals_a_loss_is_lost_too(kind: type, times: int) -> None:
     """Several in a row: each is asked about anew.  The word of the worker that it knows nothing is lost as well."""
     hub = BreakingHub()
     async with Town(*SPLIT, hub=hub, lease_s=4.0) as town:
         await town.wait(0.5)
         once, more = Nth(Tokens, 3), Nth(kind, 1, times)
-        hub.loses = (lambda message: once(message) or (once.seen >= 3 and more(message))) if kind is Returned else more
+        hub.loses = (
+            (lambda message: once(message) or (once.seen >= 3 and more(message))) if kind is RequestReturned else more
+        )
         client = town.ask(max_tokens=20)
         await healed(town, client, within=HEALED_S * (times + 1))
         assert len(hub.lost) >= times
@@ -129,7 +133,7 @@ async def test_what_is_still_wanted_is_let_go_on() -> None:
         await town.assert_idle()
 
 
-@pytest.mark.parametrize("kind", [HandOverFailed, HandOverAlive, PagesReceived, Returned])
+@pytest.mark.parametrize("kind", [HandOverFailed, HandOverAlive, PagesReceived, RequestReturned])
 async def test_what_ends_a_hand_over_is_lost(kind: type) -> None:
     """The prompt's worker gives the request up while the other one waits for its pages."""
     hub = BreakingHub()
@@ -191,7 +195,7 @@ async def test_a_worker_says_nothing_of_what_it_has() -> None:
 
 
 async def test_only_silent_legs_are_asked_about() -> None:
-    heard: list[tuple[Awaited, ...]] = []
+    heard: list[tuple[AwaitedStage, ...]] = []
     hub = BreakingHub()
     hub.loses = lambda message: isinstance(message, Hello) and bool(heard.append(message.awaited))
     async with Town("both-0", hub=hub) as town:
@@ -202,6 +206,6 @@ async def test_only_silent_legs_are_asked_about() -> None:
         town.stop("both-0")
         await town.wait(1.5)
         town.wake("both-0")
-        assert [awaited for awaited in heard if awaited] == [(Awaited(client.request.id, 1),)]
+        assert [awaited for awaited in heard if awaited] == [(AwaitedStage(client.request.id, 1),)]
         await town.finish()
         client.assert_true_answer()

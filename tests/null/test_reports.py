@@ -17,8 +17,8 @@ from penstock.launch.remote_workers import JoinedWorkers
 from penstock.router.service import RouterPorts, RouterService
 from penstock.telemetry.metrics import WORKER_COUNTERS
 from penstock.types import RequestId, Role, WorkerId, WorkerState
-from penstock.wire.gateway_messages import Awaited, Hello, Report, Returned, StepRates, Tokens
-from penstock.wire.in_memory import MemoryHub
+from penstock.wire.gateway_messages import AwaitedStage, Hello, RequestReturned, StepRates, Tokens, WorkerReport
+from penstock.wire.in_memory import InMemoryHub
 from penstock.wire.supervisor_messages import WorkerUp
 from penstock.wire.transport import AsyncLink, Received
 
@@ -128,12 +128,12 @@ def test_a_first_hello_and_a_question_about_a_request_are_answered_at_once() -> 
     stage.turn()
     received = other.recv()
     assert received is not None
-    assert isinstance(received.message, Report)
-    other.send(Hello(gateway="other", incarnation=1, awaited=(Awaited(RequestId("r"), 1),)))
+    assert isinstance(received.message, WorkerReport)
+    other.send(Hello(gateway="other", incarnation=1, awaited=(AwaitedStage(RequestId("r"), 1),)))
     stage.turn()
     received = other.recv()
     assert received is not None
-    assert isinstance(received.message, Returned)
+    assert isinstance(received.message, RequestReturned)
     assert other.recv() is None, "the report is not due yet"
 
 
@@ -173,9 +173,9 @@ def instructions(call: Callable[[], object]) -> int:
     return count
 
 
-def report_of(worker: WorkerId, steps: int) -> Report:
+def report_of(worker: WorkerId, steps: int) -> WorkerReport:
     counters = {name: 1000.0 * steps + index for index, name in enumerate(WORKER_COUNTERS)}
-    return Report(
+    return WorkerReport(
         worker=worker,
         incarnation=1,
         role=Role.BOTH,
@@ -191,7 +191,7 @@ def report_of(worker: WorkerId, steps: int) -> Report:
 
 
 async def costs_of_reports(workers: int) -> list[int]:
-    hub, names = MemoryHub(), [WorkerId(f"both-{index}") for index in range(workers)]
+    hub, names = InMemoryHub(), [WorkerId(f"both-{index}") for index in range(workers)]
     outside = RouterPorts(connect=hub.connect_async, clock=VirtualClock(1.0), suspect=lambda suspect: None)
     router = RouterService(GatewayConfig(name="g", model_name="null"), outside)
     joined = JoinedWorkers(

@@ -36,18 +36,18 @@ from penstock.kv.transfer.sender import KvSender
 from penstock.kv_spec import FULL_ATTENTION, KvSpec
 from penstock.types import ModelIdentity, RequestId, RequestStage, Role, SamplingParams, WorkerId, pack_token_ids
 from penstock.wire.gateway_messages import (
+    ConfirmRequests,
     Hello,
+    MigrateRequests,
     PageSource,
     Recipient,
-    Relieve,
-    Report,
-    Returned,
-    StillWanted,
+    RequestReturned,
     Submit,
     TokenItem,
     Tokens,
+    WorkerReport,
 )
-from penstock.wire.in_memory import MemoryHub
+from penstock.wire.in_memory import InMemoryHub
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="null-1")
 LAYOUT = KvLayout.for_shape(KvShape.plain(layers=1, kv_heads=1, head_dim=2), "fp32")  # 16 places of 16 bytes a page
@@ -196,7 +196,7 @@ class Stage:
         self,
         *,
         lease_s: float = 1.0,
-        hub: MemoryHub | None = None,
+        hub: InMemoryHub | None = None,
         layout: KvLayout = LAYOUT,
         tiers: Callable[[StageWorker], list[KvTier]] | None = None,
         cost: StepCostModel | None = None,
@@ -207,15 +207,15 @@ class Stage:
         self.tiers = tiers
         self.cost = cost
         self.clock = VirtualClock(100.0)
-        self.hub = hub or MemoryHub()
+        self.hub = hub or InMemoryHub()
         self.hand_over = HandOverConfig(lease_s=lease_s)
         self.memories: dict[WorkerId, KvMemory] = {}
         self.workers: list[StageWorker] = []
         self.tokens: list[tuple[WorkerId, TokenItem]] = []
-        self.returned: list[tuple[WorkerId, Returned]] = []
-        self.relieve: list[tuple[WorkerId, Relieve]] = []
+        self.returned: list[tuple[WorkerId, RequestReturned]] = []
+        self.relieve: list[tuple[WorkerId, MigrateRequests]] = []
         self.questions: list[tuple[WorkerId, RequestId, int]] = []  # what workers asked whether it is still wanted
-        self.reports: dict[WorkerId, Report] = {}
+        self.reports: dict[WorkerId, WorkerReport] = {}
         self.asked: dict[RequestId, Asked] = {}  # by clients of a router; requests of the stage itself have none
 
     def worker(self, name: str, role: Role, **scheduler: int) -> StageWorker:
@@ -235,16 +235,16 @@ class Stage:
                     case Tokens(items=items):
                         self.tokens += [(worker.name, item) for item in items]
                         moved = True
-                    case Returned() as returned:
+                    case RequestReturned() as returned:
                         self.returned.append((worker.name, returned))
                         moved = True
-                    case Report() as report:
+                    case WorkerReport() as report:
                         before = self.reports.get(worker.name)
                         known = before.counters if before and before.incarnation == report.incarnation else {}
                         self.reports[worker.name] = replace(report, counters=known | report.counters)
-                    case Relieve() as relieve:
+                    case MigrateRequests() as relieve:
                         self.relieve.append((worker.name, relieve))
-                    case StillWanted(requests=requests):
+                    case ConfirmRequests(requests=requests):
                         self.questions += [(worker.name, *asked) for asked in requests]
                     case other:
                         raise AssertionError(f"a gateway is never told {other}")

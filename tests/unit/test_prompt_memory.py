@@ -27,7 +27,7 @@ from penstock.types import (
     pack_token_ids,
     read_token_ids,
 )
-from penstock.wire.codec import decode_peer, encode
+from penstock.wire.codec import decode_peer, encode_message
 from penstock.wire.gateway_messages import Recipient, Submit
 
 STORYTELLER = Path(penstock.__file__).parent / "bundled" / "storyteller"
@@ -63,7 +63,7 @@ def test_a_worker_keeps_a_prompt_in_few_bytes_a_token():
         sampling=SamplingParams(seed=1, max_tokens=8),
         root=chain_root(IDENTITY),
     )
-    frame = encode(submit)
+    frame = encode_message(submit)
 
     def arrive() -> Request:
         message = decode_peer(frame)

@@ -131,7 +131,7 @@ def test_no_limit_is_documented_that_does_not_exist():
     assert documented <= fields
 
 
-FAMILIES = [family for family in vars(metrics).values() if isinstance(family, metrics.Family)]
+FAMILIES = [family for family in vars(metrics).values() if isinstance(family, metrics.MetricFamily)]
 FAMILIES += [*metrics.BY_WORKER_COUNTER.values(), *metrics.BY_WORKER_MAXIMUM.values()]
 FAMILIES += metrics.BY_TIER_FIGURE.values()
 

@@ -22,7 +22,7 @@ from penstock.api.http import TENANT, HttpExchange
 from penstock.clock import Clock
 from penstock.config.api_keys import load_keys
 from penstock.errors import ConfigError, Forbidden, Unauthorized
-from penstock.telemetry.log import event
+from penstock.telemetry.log import log_event
 from penstock.types import ServiceClass
 
 log = logging.getLogger("penstock.api")
@@ -161,7 +161,7 @@ class FileApiKeys:
         try:
             self._read()
             self._said = None
-            event(log, logging.INFO, "API keys read again", tenants=self.tenants)
+            log_event(log, logging.INFO, "API keys read again", tenants=self.tenants)
         except ConfigError as error:
             self._said = self._looked
             log.error("API keys stay as they were, those that were revoked since among them: %s", error)
@@ -212,7 +212,7 @@ class AuthFailureLog:
         now = self._clock.now()
         if now - self._said >= AUTH_FAILURE_LOG_S:
             client = str((scope.get("client") or ("unknown",))[0])
-            event(log, logging.WARNING, "requests refused: wrong keys", requests=self._unsaid, latest_from=client)
+            log_event(log, logging.WARNING, "requests refused: wrong keys", requests=self._unsaid, latest_from=client)
             self._unsaid, self._said = 0, now
 
 

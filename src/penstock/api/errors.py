@@ -11,7 +11,7 @@ import logging
 import msgspec
 
 from penstock.errors import CapacityError, MethodNotAllowed, PenstockError, RequestError, Unauthorized, WorkerError
-from penstock.telemetry.log import event
+from penstock.telemetry.log import log_event
 
 log = logging.getLogger("penstock.api")
 
@@ -67,7 +67,7 @@ def logged_error_response(error: BaseException) -> ErrorResponse:
     if not isinstance(error, PenstockError):
         log.error("a request failed", exc_info=error)
     elif answer.status >= 500:
-        event(log, logging.WARNING, "request not served", status=answer.status, error=type(error).__name__)
+        log_event(log, logging.WARNING, "request not served", status=answer.status, error=type(error).__name__)
     return answer
 
 

@@ -23,7 +23,7 @@ from penstock.clock import Clock
 from penstock.config.limits import LONG_PROMPT, Limits, SchedulingConfig
 from penstock.errors import BadField, CapacityError, DeadlineMissed, Forbidden, Overloaded, RateLimited
 from penstock.interfaces import BucketLevel, Caller, TokenStreams
-from penstock.telemetry.service_levels import ServiceLevels, Target
+from penstock.telemetry.service_levels import LatencyTarget, ServiceLevels
 from penstock.types import Qos, ServiceClass
 
 # MERGED: How much each tenant may ask for within a minute: token buckets.
@@ -183,8 +183,8 @@ class LoadShedder:
         self._rates = TenantRateLimiter(admission.clock, rules.buckets)
         self._waits_s = (config.interactive_max_wait_s, config.batch_max_wait_s)
         self._targets = (
-            Target(config.interactive_ttft_ms / 1000, config.interactive_tpot_ms / 1000),
-            Target(config.batch_ttft_ms / 1000, config.batch_tpot_ms / 1000),
+            LatencyTarget(config.interactive_ttft_ms / 1000, config.interactive_tpot_ms / 1000),
+            LatencyTarget(config.batch_ttft_ms / 1000, config.batch_tpot_ms / 1000),
         )
         self._off: dict[tuple[ServiceClass, bool], float] = {}  # what came over what was predicted, smoothed
 

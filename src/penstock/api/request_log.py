@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.api.openai.schema import TokenUsage
 from penstock.clock import Clock
-from penstock.telemetry.log import Field, event
+from penstock.telemetry.log import Field, log_event
 
 log = logging.getLogger("penstock.api.requests")
 
@@ -83,9 +83,9 @@ class RequestLogMiddleware:
 
     def _ended(self, scope: Scope, note: RequestLogEntry, status: int, began: float) -> None:
         if self._every and scope["path"] not in UNLOGGED_PATHS:
-            event(log, logging.INFO, "request", **self._fields(scope, note, status, began))
+            log_event(log, logging.INFO, "request", **self._fields(scope, note, status, began))
         elif 400 <= status < 500 and (note.code or not self._passes_on) and self._has_room():
-            event(log, logging.INFO, "request refused", **self._fields(scope, note, status, began))
+            log_event(log, logging.INFO, "request refused", **self._fields(scope, note, status, began))
 
     def _has_room(self) -> bool:
         now = self._clock.now()
@@ -93,7 +93,7 @@ class RequestLogMiddleware:
             left_out = self._refusals - self._max_refusals
             self._window, self._refusals = now, 0
             if left_out > 0:
-                event(log, logging.INFO, "more requests were refused", requests=left_out)
+                log_event(log, logging.INFO, "more requests were refused", requests=left_out)
         self._refusals += 1
         return self._refusals <= self._max_refusals
 

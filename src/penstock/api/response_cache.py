@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from penstock.api.errors import Header
 from penstock.interfaces import TokenStreams
-from penstock.telemetry.registry import ResponseFigures
+from penstock.telemetry.registry import ResponseCacheStats
 from penstock.types import (
     GREEDY,
     FinishReason,
@@ -225,10 +225,10 @@ class ResponseCache:
             await asyncio.sleep(0)
             return kept.response()
 
-    def figures(self) -> ResponseFigures:
+    def figures(self) -> ResponseCacheStats:
         """For the metrics."""
         responses = self.responses
-        return ResponseFigures(dict(self.found), self.tokens, responses.evicted, len(responses), responses.nbytes)
+        return ResponseCacheStats(dict(self.found), self.tokens, responses.evicted, len(responses), responses.nbytes)
 
 
 def is_cacheable(requests: Sequence[ValidRequest], *, seeded: bool, control: bytes | None) -> bool:

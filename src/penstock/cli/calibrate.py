@@ -14,8 +14,23 @@ from penstock.cli.paint import Paint, count_bar, table
 from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
 from penstock.launch.model_path import locate
-from penstock.sim.calibration import Bench, DecodeSample, Extent, Fit, PrefillSample, fit
-from penstock.sim.fleet import FleetFile, KvMemory, Limits, Links, as_toml, checked, parse_workers
+from penstock.sim.calibration import (
+    CalibrationBench,
+    CalibrationExtent,
+    DecodeSample,
+    PrefillSample,
+    StepFit,
+    fit_step_times,
+)
+from penstock.sim.fleet import (
+    FleetFile,
+    LinkSpeeds,
+    SimMemory,
+    SimSchedulerLimits,
+    check_fleet,
+    fleet_toml,
+    parse_workers,
+)
 
 EPILOG = """\
 examples:
@@ -58,32 +73,34 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{flag} must be from {least} to {most}, got {getattr(args, flag)}")
     groups = parse_workers(args.workers)
     located = locate(args.model)
-    bench = Bench(located.path, Extent(context=args.context, rounds=args.rounds, threads=args.threads))
+    bench = CalibrationBench(
+        located.path, CalibrationExtent(context=args.context, rounds=args.rounds, threads=args.threads)
+    )
     with count_bar("measuring", bench.turns + 1, "runs") as turn:
         readings = bench.readings(lambda: turn(1))
         writings = bench.writings(lambda: turn(1))
         bytes_s = bench.copy_bytes_s()
         turn(1)
-    found = fit(readings, writings)
+    found = fit_step_times(readings, writings)
     layout = bench.layout
     token_bytes = -(-layout.page_bytes // layout.page_tokens)
-    fleet = checked(
+    fleet = check_fleet(
         FleetFile(
             name=located.name,
             source=f"measured: {bench.identity.numerics}, {args.threads} threads, {platform.machine()}, {cores} cores",
             workers=groups,
             steps=found.times,
-            memory=KvMemory(token_bytes=token_bytes, device_bytes=args.kv_memory),
-            links=Links(worker_bytes_s=bytes_s, host_bytes_s=bytes_s),
-            scheduler=Limits(max_model_len=bench.max_positions, max_running=256, max_step_tokens=2048),
+            memory=SimMemory(token_bytes=token_bytes, device_bytes=args.kv_memory),
+            links=LinkSpeeds(worker_bytes_s=bytes_s, host_bytes_s=bytes_s),
+            scheduler=SimSchedulerLimits(max_model_len=bench.max_positions, max_running=256, max_step_tokens=2048),
         )
     )
     if args.out is not None:
-        _write(args.out, as_toml(fleet))
+        _write(args.out, fleet_toml(fleet))
     if args.json:
         print(msgspec.json.encode(as_json(fleet, found, readings, writings)).decode())
     else:
-        print(show(fleet, found, Paint()) if args.out is not None else as_toml(fleet), end="")
+        print(show(fleet, found, Paint()) if args.out is not None else fleet_toml(fleet), end="")
     return 0
 
 
@@ -95,7 +112,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def as_json(
-    fleet: FleetFile, found: Fit, readings: list[PrefillSample], writings: list[DecodeSample]
+    fleet: FleetFile, found: StepFit, readings: list[PrefillSample], writings: list[DecodeSample]
 ) -> dict[str, Any]:
     """Everything that was measured, in seconds, tokens and bytes."""
     return {
@@ -107,7 +124,7 @@ def as_json(
     }
 
 
-def show(fleet: FleetFile, found: Fit, paint: Paint) -> str:
+def show(fleet: FleetFile, found: StepFit, paint: Paint) -> str:
     """For people."""
     times = fleet.steps
     read, write = f"off by {found.reading_error:.1%}", f"off by {found.writing_error:.1%}"

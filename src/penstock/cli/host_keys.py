@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from penstock.cli.parsing import COMMANDS
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 
 EPILOG = """\
 examples:
@@ -34,6 +34,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """0 with the files' paths on standard output; raises ConfigError."""
-    for path in Keys.ephemeral().save(args.folder):
+    for path in CurveKeys.ephemeral().save(args.folder):
         print(path)
     return 0

@@ -14,10 +14,10 @@ from penstock.errors import ConfigError
 from penstock.launch.model_path import config_folder
 from penstock.parallel.devices import parse_devices
 from penstock.router.policy.baselines import NAMES as POLICIES
-from penstock.sim.cluster import Run, Setup, as_json, simulate
+from penstock.sim.cluster import SimulationRun, SimulationSetup, run_json, simulate
 from penstock.sim.fleet import DEFAULT, NAMES, FleetFile, load_fleet, parse_workers
-from penstock.sim.plot import draw, pyplot
-from penstock.sim.results import Targets
+from penstock.sim.plot import plot_run, pyplot
+from penstock.sim.results import LatencyTargets
 from penstock.sim.roofline import fleet_of
 from penstock.sim.trace import read_trace
 from penstock.weights.inspect import read_outline
@@ -71,20 +71,20 @@ def run(args: argparse.Namespace) -> int:
     fleet = chosen_fleet(args)
     if args.workers is not None:
         fleet = fleet.of(*parse_workers(args.workers))
-    setup = Setup(
+    setup = SimulationSetup(
         fleet=fleet,
         policy=args.policy,
         always_split=args.always_split,
         rate_scale=args.rate_scale,
-        targets=Targets(ttft_s=args.ttft_target, itl_s=args.itl_target),
+        targets=LatencyTargets(ttft_s=args.ttft_target, itl_s=args.itl_target),
         page_tokens=args.page_tokens,
     )
     trace = read_trace(args.trace, args.requests)
     with count_bar(trace.name, len(trace.jobs), "requests") as progress:
         done = simulate(trace, setup, progress)
     if args.plot is not None:
-        draw(done, args.plot)
-    figures = as_json(done)
+        plot_run(done, args.plot)
+    figures = run_json(done)
     print(msgspec.json.encode(figures).decode() if args.json else show(done, figures, Paint()))
     return 0
 
@@ -103,7 +103,7 @@ def shown_ways(figures: dict[str, Any]) -> str:
     return ", ".join(f"{figures[f'{way}_utilisation']:.1%}" for way in ("link", "host", "disk"))
 
 
-def show(run: Run, figures: dict[str, Any], paint: Paint) -> str:
+def show(run: SimulationRun, figures: dict[str, Any], paint: Paint) -> str:
     """For people."""
     fleet = run.setup.fleet
     roles = ", ".join(f"{group.count} {group.role.value}" for group in fleet.workers)

@@ -55,7 +55,7 @@ from penstock.launch.shared_rates import SharedBuckets
 from penstock.launch.supervisor import Job, Supervisor
 from penstock.launch.tls import checked_tls
 from penstock.launch.tracing import trace_config
-from penstock.telemetry.log import configure
+from penstock.telemetry.log import configure_logging
 from penstock.types import WorkerId
 
 WEIGHTS = ("*.safetensors", "*.gguf")
@@ -130,7 +130,7 @@ class CatalogueJobs:
         )
 
     def _front(self, rim: Rim) -> int:
-        configure(GATEWAY, as_json=self.log_json)
+        configure_logging(GATEWAY, as_json=self.log_json)
         from penstock.launch.storefront import run_storefront
 
         return run_storefront(self.store, rim)

@@ -10,12 +10,12 @@ import socket
 from collections import deque
 
 from penstock.errors import ProtocolError
-from penstock.wire.codec import decode, encode
+from penstock.wire.codec import decode_message, encode_message
 from penstock.wire.supervisor_messages import (
-    Draining,
     LoadModel,
+    ServiceDraining,
     SupervisorMessage,
-    Suspect,
+    SuspectWorker,
     UnloadModel,
     WorkerDown,
     WorkerUp,
@@ -27,7 +27,7 @@ MAX_MESSAGE_BYTES = 64 << 10
 MAX_WAITING = 4096
 """Messages kept for a gateway that does not read; it will be found wedged long before."""
 
-_KINDS = (WorkerUp, WorkerDown, Draining, Suspect, LoadModel, UnloadModel)
+_KINDS = (WorkerUp, WorkerDown, ServiceDraining, SuspectWorker, LoadModel, UnloadModel)
 
 
 class Channel:
@@ -58,7 +58,7 @@ class Channel:
         A message that cannot be encoded, or that the other end would not take, is logged and not sent.
         """
         try:
-            frame = encode(message)
+            frame = encode_message(message)
             if len(frame) > MAX_MESSAGE_BYTES:
                 raise ProtocolError(f"{len(frame)} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
         except ProtocolError as error:
@@ -92,7 +92,7 @@ class Channel:
             raise EOFError from None
         if not frame:
             raise EOFError
-        message = decode(frame)
+        message = decode_message(frame)
         if isinstance(message, _KINDS):
             return message
         raise ProtocolError(f"{type(message).__name__} does not belong on this channel")

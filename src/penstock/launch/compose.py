@@ -64,7 +64,7 @@ from penstock.launch.supervisor import Stopped, Supervisor
 from penstock.launch.tls import checked_tls
 from penstock.launch.tracing import trace_config
 from penstock.sidecar import disable_core_dumps
-from penstock.telemetry.log import configure
+from penstock.telemetry.log import configure_logging
 from penstock.types import FP8_E4M3, Task, WorkerId, WorkerState
 from penstock.weights.architecture.spec import ModelSpec, PoolerConfig, PoolingType
 from penstock.weights.architecture.vision import VisionDecoderConfig
@@ -72,7 +72,7 @@ from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.lora import LoraFileLimits, lora_targets, named_adapter, read_lora_adapter
 from penstock.weights.manifest import ManifestStore
 from penstock.weights.sizes import step_bytes
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.zeromq import check_endpoint
 
 # MERGED: The key that event ids are signed with (``edge.event_ids``): a client cannot make up the id of
@@ -81,7 +81,7 @@ from penstock.wire.zeromq import check_endpoint
 # MERGED: All gateways of a service derive the same key, also after a restart and on other hosts.
 
 
-def event_key(api_key: str | None, api_keys: str | None, max_tenants: int, shared: Keys | None = None) -> str:
+def event_key(api_key: str | None, api_keys: str | None, max_tenants: int, shared: CurveKeys | None = None) -> str:
     """The key in hex, derived from the first that is set: the salt of the file ``api_keys``, the secret of the keys
     that hosts share, ``api_key`` (all its holders are one tenant).  Raises ConfigError.
     """
@@ -163,7 +163,7 @@ def serve(config: ServeConfig, nested: Nested | None = None) -> int:
         loras=lora.adapters,
     )
     plan = None if config.join else decide(config, name, spec, _beside(config, model))
-    keys = _shared_keys(config) if config.join else Keys.ephemeral()
+    keys = _shared_keys(config) if config.join else CurveKeys.ephemeral()
     for endpoint in config.join:
         _check_tcp(endpoint, "--join")
     gateways = tuple(f"gateway-{number}" for number in range(config.gateways))
@@ -264,7 +264,7 @@ def decide(
 
 def begin(config: EngineSettings, name: str = "supervisor") -> Phases:
     """The first thing a service does."""
-    configure(name, as_json=config.log_json)
+    configure_logging(name, as_json=config.log_json)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # as many connections as the system allows
     disable_core_dumps()  # prompts and keys would be in them
@@ -335,7 +335,7 @@ def _talk_lines(config: ServeConfig, name: str, spec: ModelSpec, port: int, *, t
     return talk_lines(url_of(config, port), (name, spec.task), needs_key=needs_key, took=took, state=state)
 
 
-def _event_key(config: ServeConfig, shared: Keys | None) -> str:
+def _event_key(config: ServeConfig, shared: CurveKeys | None) -> str:
     return event_key(config.api_key, config.api_keys, config.scheduling.max_tenants, shared)
 
 
@@ -490,10 +490,10 @@ def _check_tcp(endpoint: str, flag: str) -> None:
         raise ConfigError(f"{flag} {endpoint}: expected tcp://HOST:PORT")
 
 
-def _shared_keys(config: EngineSettings) -> Keys:
+def _shared_keys(config: EngineSettings) -> CurveKeys:
     if config.keys is None:
         raise ConfigError("--keys DIR is missing")
-    return Keys.load(Path(config.keys).expanduser())
+    return CurveKeys.load(Path(config.keys).expanduser())
 
 
 def _worker_name(config: WorkerServeConfig) -> str:

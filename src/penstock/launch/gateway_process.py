@@ -37,7 +37,7 @@ from penstock.telemetry.registry import Metrics
 from penstock.telemetry.spans import NoTracer, Tracer
 from penstock.telemetry.throughput import ThroughputLog
 from penstock.types import Task
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.gateway_messages import Hello
 from penstock.wire.zeromq import ZmqTransport
 
@@ -102,7 +102,7 @@ class GatewayInheritance:
     """What the gateway has from the process that forked it."""
 
     rim: Rim
-    keys: Keys
+    keys: CurveKeys
     make_app: Callable[[GatewayConfig, RouterService, Metrics, Tracer, Waiting], App]
 
 

@@ -29,7 +29,7 @@ from penstock.launch.http_connection import guarded_protocol
 from penstock.launch.tls import TlsFiles
 from penstock.telemetry.log import ROOT
 from penstock.types import WorkerState
-from penstock.wire.supervisor_messages import Draining, SupervisorMessage
+from penstock.wire.supervisor_messages import ServiceDraining, SupervisorMessage
 
 # MERGED: Who of several processes takes a connection of the port that they share.
 # MERGED:
@@ -273,7 +273,7 @@ class HttpProcess:
         try:
             while (message := self._channel.receive()) is not None:
                 self._hear(message)
-                if isinstance(message, Draining):
+                if isinstance(message, ServiceDraining):
                     self._draining.set()
         except ProtocolError as error:
             log.warning("from the supervisor: %s", error)

@@ -26,7 +26,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from penstock import __version__
 from penstock.config.limits import TraceConfig
-from penstock.telemetry.spans import NO_SPAN, OUTCOMES, Fact, Span, SpanFamily
+from penstock.telemetry.spans import NO_SPAN, OUTCOMES, Span, SpanAttribute, SpanFamily
 
 log = logging.getLogger(__name__)
 
@@ -108,11 +108,11 @@ class _Open:
         own = self._span.get_span_context()
         return f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
 
-    def note(self, **facts: Fact) -> None:
+    def note(self, **facts: SpanAttribute) -> None:
         """See ``Span``."""
         self._span.set_attributes(_named(facts))
 
-    def event(self, name: str, at: float, **facts: Fact) -> None:
+    def event(self, name: str, at: float, **facts: SpanAttribute) -> None:
         """See ``Span``."""
         self._span.add_event(name, _named(facts), self._tracer.ns(at))
 
@@ -168,7 +168,7 @@ def _destinations(config: TraceConfig, counts: dict[str, int]) -> list[_Destinat
     return found
 
 
-def _named(facts: Mapping[str, Fact]) -> dict[str, Fact]:
+def _named(facts: Mapping[str, SpanAttribute]) -> dict[str, SpanAttribute]:
     return {name.replace("__", "."): value for name, value in facts.items()}
 
 

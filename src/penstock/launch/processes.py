@@ -54,13 +54,13 @@ from penstock.launch.startup_log import LoadLog
 from penstock.launch.supervisor import Job
 from penstock.processing.service import GenerationProcessor
 from penstock.sidecar import drop_secrets, protect_memory
-from penstock.telemetry.log import configure
+from penstock.telemetry.log import configure_logging
 from penstock.types import RESTART_BITS, RUN_BITS, AdapterRef, ModelIdentity, Role, WorkerId
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.inspect import spec_for_length
 from penstock.weights.load import LoadedModel, load_model
 from penstock.weights.manifest import ManifestStore
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 
 if TYPE_CHECKING:
     from penstock.launch import speculation
@@ -72,7 +72,7 @@ log = logging.getLogger(__name__)
 class Mailboxes:
     """How the workers of this host are addressed, and with which keys."""
 
-    keys: Keys
+    keys: CurveKeys
     endpoint: Callable[[WorkerId, int], str]  # worker, incarnation on the wire
     incarnations_before: int = 0  # added to the supervisor's count: the number of this run
 
@@ -199,7 +199,7 @@ class Workers:
     def _run(self, config: WorkerConfig, place: WorkerPlan) -> int:
         from penstock.launch.worker_process import Inheritance, run_worker
 
-        configure(config.worker, as_json=self._config.log_json)
+        configure_logging(config.worker, as_json=self._config.log_json)
         prefer_for_oom_kill()
         protect_memory()
         drop_secrets()
@@ -310,7 +310,7 @@ class Front:
 
     config: GatewayConfig
     listener: socket.socket  # of all of them (``accepting``)
-    keys: Keys
+    keys: CurveKeys
     slots: Mapping[str, Slot]  # of the gateways
     log_json: bool
     created: int  # Unix seconds, as /v1/models tells
@@ -322,7 +322,7 @@ class Front:
         return Job(body=body, keep=(self.listener.fileno(), channel.fileno(), self.buckets.descriptor))
 
     def _run(self, name: str, incarnation: int, channel: Channel) -> int:
-        configure(name, as_json=self.log_json)
+        configure_logging(name, as_json=self.log_json)
         protect_memory()
         drop_secrets()
         # Only here: HTTP and tokenizer are imported while the supervisor loads weights.

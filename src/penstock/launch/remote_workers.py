@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from penstock.clock import Clock
 from penstock.types import WorkerId, WorkerState, is_older_incarnation, same_run
 from penstock.wire.codec import version_reason
-from penstock.wire.gateway_messages import Hello, Report
+from penstock.wire.gateway_messages import Hello, WorkerReport
 from penstock.wire.supervisor_messages import SupervisorMessage, WorkerDown, WorkerUp
 from penstock.wire.transport import AsyncLink
 
@@ -139,7 +139,7 @@ class JoinedWorkers:
 
     async def _listen(self, endpoint: str, link: AsyncLink) -> None:
         async for received in link:
-            if isinstance(received.message, Report):
+            if isinstance(received.message, WorkerReport):
                 try:
                     self.on_report(endpoint, received.message)
                 except Exception:
@@ -153,7 +153,7 @@ class JoinedWorkers:
                 log.exception("joined workers could not be asked")
             await asyncio.sleep(self._beat_s)
 
-    def on_report(self, endpoint: str, report: Report) -> None:
+    def on_report(self, endpoint: str, report: WorkerReport) -> None:
         """A worker at ``endpoint`` tells how it is, over whatever link.  Endpoints that were not joined are ignored."""
         mailbox = self._mailboxes.get(endpoint)
         if mailbox is None:
@@ -197,7 +197,7 @@ class JoinedWorkers:
             self._lost.discard(endpoint)
             self._hang_up(mailbox)
 
-    def _is_late(self, mailbox: _Mailbox, report: Report) -> bool:
+    def _is_late(self, mailbox: _Mailbox, report: WorkerReport) -> bool:
         """Is this of a process whose place has been taken by now?  A message can have waited on an old connection."""
         if report.worker != mailbox.worker:
             return False

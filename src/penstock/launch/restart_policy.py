@@ -32,7 +32,7 @@ from enum import Enum, auto
 from penstock.config.limits import SuperviseConfig
 from penstock.launch.heartbeat import Heartbeat
 from penstock.types import WorkerId, WorkerState
-from penstock.wire.supervisor_messages import Draining, SupervisorMessage, WorkerDown
+from penstock.wire.supervisor_messages import ServiceDraining, SupervisorMessage, WorkerDown
 
 # MERGED: What goes into the restart machine (events), and what comes out of it (effects).  Plain data.
 
@@ -461,7 +461,7 @@ class Restarts:
                 return
             self._stage = Stage.DRAINING
             self._deadline = now + self.config.drain_s
-            effects.append(Tell(Draining()))
+            effects.append(Tell(ServiceDraining()))
 
     def _end(self, now: float, effects: list[Effect], within: float | None = None, *, again: bool = False) -> None:
         self._stage = Stage.ENDING

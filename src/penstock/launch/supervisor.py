@@ -49,7 +49,7 @@ from penstock.launch.restart_policy import (
     Wanted,
 )
 from penstock.types import Role, WorkerId
-from penstock.wire.supervisor_messages import Draining, LoadModel, Suspect, UnloadModel, WorkerUp
+from penstock.wire.supervisor_messages import LoadModel, ServiceDraining, SuspectWorker, UnloadModel, WorkerUp
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ class Supervisor:
         try:
             channel.flush()
             while (message := channel.receive()) is not None:
-                if isinstance(message, Suspect):
+                if isinstance(message, SuspectWorker):
                     self._handle(Suspected(message.worker, message.incarnation, message.reason))
                 elif isinstance(message, LoadModel):
                     self._want(message.worker)
@@ -345,7 +345,7 @@ class Supervisor:
             if worker not in self._gateways and self._machine.phase(worker) in (Phase.STARTING, Phase.READY):
                 self._tell_up(WorkerId(worker), (ours,))
         if self._machine.stage is Stage.DRAINING:
-            ours.send(Draining())
+            ours.send(ServiceDraining())
 
     def _fork_worker(self, name: WorkerId, incarnation: int, slot: Slot) -> None:
         job = self._jobs.worker(name, incarnation)

@@ -14,7 +14,7 @@ from pathlib import Path
 from penstock.config.load import tls_config
 from penstock.config.schema import ServeConfig, TlsConfig
 from penstock.errors import ConfigError
-from penstock.telemetry.log import event
+from penstock.telemetry.log import log_event
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class TlsFiles:
             self._read(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # what cannot be read must not touch the one in use
             self._read(self.context)
         except ConfigError as error:
-            event(log, logging.WARNING, "the old certificate stays in force", reason=str(error))
+            log_event(log, logging.WARNING, "the old certificate stays in force", reason=str(error))
             return
         log.info("the certificate was read again")
 

@@ -55,7 +55,7 @@ from penstock.launch.heartbeat import Slot
 from penstock.launch.pulse import Pulse
 from penstock.launch.speculation import Guessing, Loaded, record
 from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.zeromq import ZmqTransport
 
 log = logging.getLogger("penstock.worker")
@@ -85,7 +85,7 @@ class Inheritance:
     kv: KvMemoryFile
     peers: Mapping[WorkerId, KvMemoryFile]
     store: SharedStoreMemory
-    keys: Keys
+    keys: CurveKeys
     slot: Slot
     adapters: LoraManager  # those of the start are in memory
     cores: CoreLending

@@ -16,9 +16,9 @@ from typing import Any
 from penstock.errors import AssignmentTimeout, Conflict, UnknownWorker
 from penstock.router.fleet import Fleet
 from penstock.router.links import WorkerLinks
-from penstock.telemetry.log import event
+from penstock.telemetry.log import log_event
 from penstock.types import Duty, Role, WorkerId, WorkerState
-from penstock.wire.gateway_messages import Assign
+from penstock.wire.gateway_messages import AssignRole
 
 log = logging.getLogger("penstock.router")
 
@@ -56,12 +56,12 @@ class RouterAdmin:
         if link is None or not fleet.is_up(slot):
             raise Conflict(f"The worker '{worker}' is {fleet.states[slot].value}; it can be told when it is ready.")
         self._check(slot, role, duty, force=force)
-        event(log, logging.INFO, "asked for by an operator", worker=worker, role=role, duty=duty)
+        log_event(log, logging.INFO, "asked for by an operator", worker=worker, role=role, duty=duty)
 
         def taken() -> bool:
             return fleet.incarnations[slot] != incarnation or self._has_taken(slot, role, duty)
 
-        if not link.send(Assign(role=role, duty=duty)):
+        if not link.send(AssignRole(role=role, duty=duty)):
             raise AssignmentTimeout(f"The worker '{worker}' cannot be reached now.")
         if duty is Duty.RESTART or not taken():
             await self._until(taken, worker)

@@ -32,7 +32,7 @@ from penstock.router.stream import RequestStats, RequestStream
 from penstock.router.turns import TurnWork
 from penstock.telemetry.registry import Metrics
 from penstock.types import RequestId
-from penstock.wire.codec import fits
+from penstock.wire.codec import fits_in_frame
 from penstock.wire.gateway_messages import TOO_LARGE, Cancel
 from penstock.wire.transfer_messages import PagesReceived
 
@@ -88,7 +88,7 @@ class Dispatcher:
                 if not self._send(effect):
                     # The legs after it were not sent; the flight cancels them all and asks again, if that can help.
                     worker, incarnation = effect.worker, effect.incarnation
-                    reason = "queue_full" if fits(effect.submit) else TOO_LARGE
+                    reason = "queue_full" if fits_in_frame(effect.submit) else TOO_LARGE
                     again = stream.flight.returned(effect.submit.epoch, reason, worker, incarnation, now)
                     stream.failed((worker, incarnation), reason, again, now)
                     self.apply(stream, again, now)

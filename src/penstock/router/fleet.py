@@ -19,7 +19,7 @@ import numpy as np
 from penstock.router.worker_load import ExpectedWork, InFlightWork, LoadTable, Slots
 from penstock.telemetry.metrics import TIER_FIGURES, TIER_PAGES, TIERS, tier_counter
 from penstock.types import ModelIdentity, RequestId, Role, WorkerId, WorkerState, is_older_incarnation
-from penstock.wire.gateway_messages import Report
+from penstock.wire.gateway_messages import WorkerReport
 from penstock.wire.supervisor_messages import WorkerDown, WorkerUp
 
 # MERGED: What a worker reports of the tiers of its KV store, as an operator sees it.  Pure.
@@ -64,7 +64,7 @@ class Fleet:
         self.pids: list[int] = []
         self.heard: list[float] = []  # when the worker last said anything
         self.moved: list[float] = []  # when the worker last told of a new step or page, or was started
-        self.reports: list[Report | None] = []  # the last of this incarnation
+        self.reports: list[WorkerReport | None] = []  # the last of this incarnation
         self.counters: list[dict[str, float]] = []  # all that this incarnation has told
         self.load: list[int] = []  # tokens still to compute: own book, and others' as far as reported
         self._ended: list[bool] = []  # the supervisor's last word on this incarnation: whatever it still says is void
@@ -157,7 +157,7 @@ class Fleet:
 
     # --- what the worker says ---------------------------------------------------------------------------------------
 
-    def report(self, report: Report, now: float) -> bool:
+    def report(self, report: WorkerReport, now: float) -> bool:
         """Take a worker's own word.  False: it is fenced off, or known to be dead."""
         if not self.hear(report.worker, report.incarnation, now):
             return False
@@ -514,7 +514,7 @@ class Fleet:
         self.load[slot] += tokens
 
 
-def _work_done(report: Report, counters: Mapping[str, float]) -> tuple[float, ...]:
+def _work_done(report: WorkerReport, counters: Mapping[str, float]) -> tuple[float, ...]:
     """Numbers that grow with everything that a worker computes or carries."""
     kinds = ("pages_received", "pages_sent", "image_slices", "images_received")
     return report.steps, *(counters.get(kind, 0) for kind in kinds)

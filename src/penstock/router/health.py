@@ -22,7 +22,7 @@ from penstock.router.fleet import Fleet
 from penstock.router.links import WorkerLinks
 from penstock.router.prefix_index import PrefixIndex
 from penstock.router.request import NO_FAILURES, RoutedRequest, is_no_fault_of_sender
-from penstock.telemetry.log import event
+from penstock.telemetry.log import log_event
 from penstock.telemetry.registry import Metrics
 from penstock.types import (
     GREEDY,
@@ -38,8 +38,17 @@ from penstock.types import (
     is_older_incarnation,
     pack_token_ids,
 )
-from penstock.wire.gateway_messages import NO_FAULT, OF_REQUEST, Awaited, Hello, KvEvents, Recipient, Report, Submit
-from penstock.wire.supervisor_messages import Suspect, WorkerDown, WorkerUp
+from penstock.wire.gateway_messages import (
+    NO_FAULT,
+    OF_REQUEST,
+    AwaitedStage,
+    Hello,
+    KvEvents,
+    Recipient,
+    Submit,
+    WorkerReport,
+)
+from penstock.wire.supervisor_messages import SuspectWorker, WorkerDown, WorkerUp
 
 # MERGED: Which model a gateway serves: that of most workers when it began, and no other from then on.
 # MERGED:
@@ -245,7 +254,7 @@ class WorkerHealth:
         metrics: Metrics,
         *,
         lose: Callable[[LostWorker], None],
-        suspect: Callable[[Suspect], None],
+        suspect: Callable[[SuspectWorker], None],
     ) -> None:
         self._failover = config.failover
         self._hello = Hello(gateway=config.name, incarnation=config.incarnation)
@@ -292,7 +301,7 @@ class WorkerHealth:
             link = self._links.open(message.worker, message.incarnation, message.endpoint)
         except ConfigError as error:
             if message.worker not in self._unconnected:
-                event(log, logging.ERROR, "no link to a worker", worker=message.worker, reason=str(error))
+                log_event(log, logging.ERROR, "no link to a worker", worker=message.worker, reason=str(error))
             self._unconnected[message.worker] = message
             return
         self._unconnected.pop(message.worker, None)
@@ -310,7 +319,7 @@ class WorkerHealth:
             self._prefixes.drop(slot)
         self._metrics.worker_died(message.worker)
         grave = message.fault or bool(work) or message.reason != EXITED_CLEANLY
-        event(
+        log_event(
             log,
             logging.WARNING if grave else logging.INFO,
             "worker is down",
@@ -337,7 +346,7 @@ class WorkerHealth:
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
-    def report(self, report: Report, now: float) -> bool:
+    def report(self, report: WorkerReport, now: float) -> bool:
         """A worker tells how it is.  True when it has become ready."""
         slot = self._fleet.slot(report.worker)
         was = self._fleet.states[slot] if slot is not None else None
@@ -355,19 +364,19 @@ class WorkerHealth:
         self._metrics.worker_report(report.worker, report.incarnation, report.counters)
         if was is WorkerState.READY or report.state is not WorkerState.READY:
             return False
-        event(log, logging.INFO, "worker is ready", worker=report.worker, role=report.role.value, pid=report.pid)
+        log_event(log, logging.INFO, "worker is ready", worker=report.worker, role=report.role.value, pid=report.pid)
         return True
 
-    def _tell_foreign(self, report: Report) -> None:
+    def _tell_foreign(self, report: WorkerReport) -> None:
         slot, pinned = self._fleet.slot(report.worker), self._pinned.fingerprint or ""
         reason = f"it serves another model ({report.identity.fingerprint[:12]}) than this gateway ({pinned[:12]})"
         if slot is not None:
             self._fleet.set_reason(slot, reason)
         if self._foreign.get(report.worker) != report.incarnation:
             self._foreign[report.worker] = report.incarnation
-            event(log, logging.WARNING, "worker is foreign", worker=report.worker, reason=reason)
+            log_event(log, logging.WARNING, "worker is foreign", worker=report.worker, reason=reason)
 
-    def replaced(self, worker: WorkerId, incarnation: int, report: Report, now: float) -> None:
+    def replaced(self, worker: WorkerId, incarnation: int, report: WorkerReport, now: float) -> None:
         """Another process reports over the link to this one.  A later one of the same worker has taken its place, and
         the supervisor is about to say so: the link is closed, and what it had goes on elsewhere."""
         slot, link = self._fleet.slot(worker), self._links.to(worker, incarnation)
@@ -382,7 +391,7 @@ class WorkerHealth:
         work = self._fleet.work(slot)
         self._fleet.suspect(slot, reason)
         self._links.drop(worker)
-        event(log, logging.WARNING, "worker was replaced", worker=worker, requests=len(work))
+        log_event(log, logging.WARNING, "worker was replaced", worker=worker, requests=len(work))
         self._given_up[worker, incarnation] = work, now
         self._lose(LostWorker(worker=worker, incarnation=incarnation, requests=work, reason=reason))
 
@@ -404,7 +413,7 @@ class WorkerHealth:
         """Is it time for a beat?"""
         return now - self._beaten >= self._failover.beat_s
 
-    def beat(self, awaited: Mapping[WorkerId, Sequence[Awaited]], now: float) -> None:
+    def beat(self, awaited: Mapping[WorkerId, Sequence[AwaitedStage]], now: float) -> None:
         """Greet everybody, ask about legs that are ``awaited``, and look for silent workers.
 
         Ready workers that have no work of ours are greeted with every second beat, one half of them with each.
@@ -469,7 +478,7 @@ class WorkerHealth:
             return None
         reason = f"no step for {now - since:.1f} s with {flight.request.id}"
         for leg in legs:
-            suspect = Suspect(worker=leg.worker, incarnation=leg.incarnation, reason=reason)
+            suspect = SuspectWorker(worker=leg.worker, incarnation=leg.incarnation, reason=reason)
             self._tell("worker stands still", suspect, now)
             if (slot := fleet.slot(leg.worker)) is not None and fleet.states[slot] is WorkerState.READY:
                 fleet.put_aside(slot, reason)
@@ -479,7 +488,7 @@ class WorkerHealth:
         """A token came that no stream waits for: it may be that of a probe."""
         if self._quarantine.answered(request, worker, incarnation):
             self._metrics.worker_probed(worker, "answered")
-            event(log, logging.INFO, "worker is let back", worker=worker)
+            log_event(log, logging.INFO, "worker is let back", worker=worker)
 
     def asks(self, request: RequestId) -> bool:
         """Is this a probe that is out?  No stream waits for it."""
@@ -516,7 +525,7 @@ class WorkerHealth:
         for worker, incarnation in self._quarantine.overdue(now):
             self._metrics.worker_probed(worker, "unanswered")
             reason = f"no answer to a probe within {self._failover.probe_s:g} s"
-            self._suspected(Suspect(worker=worker, incarnation=incarnation, reason=reason))
+            self._suspected(SuspectWorker(worker=worker, incarnation=incarnation, reason=reason))
         for worker, incarnation in self._quarantine.due(now, urgent=not has_ready_workers(fleet)):
             slot, link = fleet.slot(worker), self._links.to(worker, incarnation)
             if slot is None or link is None or fleet.states[slot] is not WorkerState.QUARANTINED:
@@ -533,17 +542,17 @@ class WorkerHealth:
         worker, incarnation, work = fleet.ids[slot], fleet.incarnations[slot], fleet.work(slot)
         fleet.suspect(slot, reason)
         self._given_up[worker, incarnation] = work, now
-        self._tell("worker is suspected", Suspect(worker=worker, incarnation=incarnation, reason=reason), now)
+        self._tell("worker is suspected", SuspectWorker(worker=worker, incarnation=incarnation, reason=reason), now)
         self._lose(LostWorker(worker=worker, incarnation=incarnation, requests=work, reason=reason))
 
-    def _tell(self, what: str, suspect: Suspect, now: float) -> None:
+    def _tell(self, what: str, suspect: SuspectWorker, now: float) -> None:
         self._quarantine.put(suspect.worker, suspect.incarnation, now)
-        event(log, logging.WARNING, what, worker=suspect.worker, reason=suspect.reason)
+        log_event(log, logging.WARNING, what, worker=suspect.worker, reason=suspect.reason)
         self._metrics.worker_suspected(suspect.worker)
         self._suspected(suspect)
 
 
-def _question(name: RequestId, report: Report, task: Task) -> Submit:
+def _question(name: RequestId, report: WorkerReport, task: Task) -> Submit:
     """The smallest request there is."""
     return Submit(
         recipient=Recipient(worker=report.worker, incarnation=report.incarnation, identity=report.identity),

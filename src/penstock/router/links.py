@@ -15,7 +15,7 @@ import msgspec
 from penstock.config.limits import TurnLimits
 from penstock.types import WorkerId
 from penstock.wire.codec import PeerMessage
-from penstock.wire.gateway_messages import Awaited, Cancel, Hello, Tokens
+from penstock.wire.gateway_messages import AwaitedStage, Cancel, Hello, Tokens
 from penstock.wire.transport import AsyncLink
 
 # MERGED: How much of workers' messages is handled in one turn of the event loop, by all links together.
@@ -66,7 +66,7 @@ MessageHandler = Callable[[WorkerId, int, PeerMessage], None]
 MESSAGE_UNITS = 16
 """To handle a message, whatever is in it.  Each request that it has tokens of is one more."""
 
-NONE_AWAITED: Mapping[WorkerId, Sequence[Awaited]] = {}
+NONE_AWAITED: Mapping[WorkerId, Sequence[AwaitedStage]] = {}
 
 
 class WorkerLink:
@@ -110,7 +110,7 @@ class WorkerLink:
         if self._unsent or not self._link.send(cancel):
             self._unsent.append(cancel)
 
-    def beat(self, hello: Hello, awaited: Sequence[Awaited] = (), *, kv_snapshot: bool = False) -> None:
+    def beat(self, hello: Hello, awaited: Sequence[AwaitedStage] = (), *, kv_snapshot: bool = False) -> None:
         """Greet, ask about the legs that are awaited (and the whole cache), and send what could not leave before."""
         self._link.send(
             msgspec.structs.replace(hello, connection=self._connection, awaited=tuple(awaited), kv_snapshot=kv_snapshot)
@@ -185,7 +185,7 @@ class WorkerLinks:
     def beat(
         self,
         hello: Hello,
-        awaited: Mapping[WorkerId, Sequence[Awaited]] = NONE_AWAITED,
+        awaited: Mapping[WorkerId, Sequence[AwaitedStage]] = NONE_AWAITED,
         lacking: Collection[WorkerId] = (),
         resting: Collection[WorkerId] = (),
     ) -> None:

@@ -19,10 +19,10 @@ from penstock.router.placement import Placement
 from penstock.router.poison import find_culprit
 from penstock.router.stream import RequestStream
 from penstock.router.turns import TurnWork, log_errors
-from penstock.telemetry.log import event
+from penstock.telemetry.log import log_event
 from penstock.telemetry.registry import Metrics
 from penstock.types import RequestId, Role, WorkerId, WorkerState
-from penstock.wire.gateway_messages import Cancel, PageSource, Relieve, StillWanted
+from penstock.wire.gateway_messages import Cancel, ConfirmRequests, MigrateRequests, PageSource
 
 log = logging.getLogger("penstock.router")
 
@@ -89,7 +89,7 @@ class LostWorkerHandler:
         if culprit is not None:
             self._metrics.poisoned()
             ends = "; ".join(suspects[culprit].flight.guilt.deaths)
-            event(log, logging.ERROR, "request ends workers", request_id=culprit, deaths=deaths[culprit], ends=ends)
+            log_event(log, logging.ERROR, "request ends workers", request_id=culprit, deaths=deaths[culprit], ends=ends)
             with log_errors(f"{culprit} could not be refused"):
                 self._apply(suspects[culprit], suspects[culprit].flight.poison(), now)
 
@@ -130,14 +130,14 @@ class MigrationHandler:
         self._clock = clock
         self.is_probe: Callable[[RequestId], bool] = lambda request: False
 
-    def on(self, message: Relieve | StillWanted, worker: WorkerId, incarnation: int) -> None:
+    def on(self, message: MigrateRequests | ConfirmRequests, worker: WorkerId, incarnation: int) -> None:
         """A worker asks."""
-        if isinstance(message, Relieve):
+        if isinstance(message, MigrateRequests):
             self._slices.add(self._relieve(message, worker, incarnation))
         else:
             self._cancel_unwanted(message, worker, incarnation)
 
-    def _cancel_unwanted(self, message: StillWanted, worker: WorkerId, incarnation: int) -> None:
+    def _cancel_unwanted(self, message: ConfirmRequests, worker: WorkerId, incarnation: int) -> None:
         link = self._links.to(worker, incarnation)
         if link is None:
             return
@@ -148,7 +148,7 @@ class MigrationHandler:
             if stream is None or stream.flight.epoch != epoch or not stream.flight.runs_at(worker, incarnation):
                 link.cancel(Cancel(request=request, epoch=epoch))
 
-    def _relieve(self, message: Relieve, worker: WorkerId, incarnation: int) -> Iterator[None]:
+    def _relieve(self, message: MigrateRequests, worker: WorkerId, incarnation: int) -> Iterator[None]:
         """Find others who go on with what this worker writes.  Where there is nobody and it is about to stop, its
         answers are computed anew."""
         fleet, slot = self._fleet, self._fleet.slot(worker)

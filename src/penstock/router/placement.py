@@ -19,7 +19,7 @@ from penstock.router.poison import PoisonIsolation
 from penstock.router.policy.baselines import make_policy
 from penstock.router.prefix_index import PrefixIndex
 from penstock.router.request import RoutedRequest
-from penstock.telemetry.log import event
+from penstock.telemetry.log import log_event
 from penstock.telemetry.registry import Metrics
 from penstock.types import PAGE_TOKENS, BlockHash, RequestId, ValidRequest, WorkerId
 
@@ -97,7 +97,7 @@ class Placement:
             self.prefixes.expect(request.id, request.block_hashes, [chosen.slot for chosen in decision.legs])
             if flight.epoch > 1:
                 self._metrics.resubmitted()
-                event(log, logging.INFO, "request goes on", request_id=request.id, epoch=flight.epoch)
+                log_event(log, logging.INFO, "request goes on", request_id=request.id, epoch=flight.epoch)
         return decision, _root(decision, request)
 
     def relieve(

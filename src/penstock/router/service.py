@@ -33,22 +33,22 @@ from penstock.router.stream import RequestStats, RequestStream, RoutedTokens
 from penstock.router.submission import has_valid_tokens, matches_request
 from penstock.router.tracing import WorkerKey, begin_spans
 from penstock.router.turns import StreamChecks, TurnWork, log_errors
-from penstock.telemetry.registry import Metrics, PrefixFigures
+from penstock.telemetry.registry import Metrics, PrefixIndexStats
 from penstock.telemetry.spans import NoTracer, Tracer
 from penstock.types import ModelIdentity, RequestId, Role, ServiceClass, ValidRequest, WorkerId
 from penstock.wire.codec import PeerMessage
 from penstock.wire.gateway_messages import (
     HANDED_OVER,
-    Awaited,
+    AwaitedStage,
+    ConfirmRequests,
     KvEvents,
-    Relieve,
-    Report,
-    Returned,
-    StillWanted,
+    MigrateRequests,
+    RequestReturned,
     TokenItem,
     Tokens,
+    WorkerReport,
 )
-from penstock.wire.supervisor_messages import Draining, SupervisorMessage, Suspect, WorkerDown, WorkerUp
+from penstock.wire.supervisor_messages import ServiceDraining, SupervisorMessage, SuspectWorker, WorkerDown, WorkerUp
 
 # MERGED: How long a request that came now would take to its first token, by what workers report.  Pure.
 # MERGED:
@@ -80,11 +80,11 @@ log = logging.getLogger("penstock.router")
 _NO_STEP_S = 6.0  # requests are open and no worker makes a step for so long: not alive
 
 
-ReportListener: TypeAlias = Callable[[str, Report], None]
+ReportListener: TypeAlias = Callable[[str, WorkerReport], None]
 """Told of each report, and over the link to which endpoint it came, whatever worker it speaks of."""
 
 
-def _ignored(endpoint: str, report: Report) -> None:
+def _ignored(endpoint: str, report: WorkerReport) -> None:
     """Nobody has joined workers here."""
 
 
@@ -94,7 +94,7 @@ class RouterPorts:
 
     connect: Connect  # a transport's ``connect_async``
     clock: Clock
-    suspect: Callable[[Suspect], None]  # tells the supervisor
+    suspect: Callable[[SuspectWorker], None]  # tells the supervisor
     tracer: Tracer = field(default_factory=NoTracer)
 
 
@@ -153,7 +153,7 @@ class RouterService:
         self._rounds = StreamChecks(config.turns.flights_per_turn)
         self._looking = False  # more of them are looked at in the next turn
         self._deserting = False
-        self._awaited: dict[WorkerId, list[Awaited]] = {}  # legs that workers are asked about with the next beat
+        self._awaited: dict[WorkerId, list[AwaitedStage]] = {}  # legs that workers are asked about with the next beat
         self._moved = outside.clock.now()  # when a step was last seen, or the first request of a busy time came
         self._ticker: asyncio.Task[None] | None = None
         self._vocabulary = config.vocabulary or 1 << 32
@@ -168,7 +168,7 @@ class RouterService:
         self.metrics.rows = self.fleet.status_rows
         self.metrics.open_requests = lambda: self._tally.open
         self.metrics.dropped_frames = lambda: self._links.dropped
-        self.metrics.prefix_index = lambda: PrefixFigures(
+        self.metrics.prefix_index = lambda: PrefixIndexStats(
             len(prefixes), prefixes.memory_bytes, prefixes.gaps, prefixes.refused
         )
 
@@ -301,7 +301,7 @@ class RouterService:
             self._watch.up(message, now)
         elif isinstance(message, WorkerDown):
             self._watch.down(message)
-        elif isinstance(message, Draining):
+        elif isinstance(message, ServiceDraining):
             self._draining = True
 
     # --- events: workers --------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ class RouterService:
     def on_message(self, worker: WorkerId, incarnation: int, message: PeerMessage) -> None:
         """Take a message that came over the link to ``worker`` of ``incarnation``."""
         now = self._outside.clock.now()
-        if isinstance(message, Report):
+        if isinstance(message, WorkerReport):
             slot = self.fleet.slot(worker)
             if slot is not None and self.fleet.incarnations[slot] == incarnation:
                 self.on_report(self.fleet.endpoints[slot], message)
@@ -323,9 +323,9 @@ class RouterService:
             self._on_tokens(message, worker, incarnation, now)
         elif isinstance(message, KvEvents):
             self._watch.cached(message, worker, incarnation)
-        elif isinstance(message, Relieve | StillWanted):
+        elif isinstance(message, MigrateRequests | ConfirmRequests):
             self._relief.on(message, worker, incarnation)
-        elif isinstance(message, Returned):
+        elif isinstance(message, RequestReturned):
             self._watch.gave_back(worker, incarnation, message.reason, now)
             stream = self._streams.get(message.request)
             if stream is not None:
@@ -399,7 +399,7 @@ class RouterService:
         """What this worker says cannot be: what it has goes on elsewhere, and it is probed before it is given more."""
         self._watch.distrust(worker, incarnation, reason, now)
 
-    def _on_report(self, report: Report, now: float) -> None:
+    def _on_report(self, report: WorkerReport, now: float) -> None:
         steps = self.fleet.steps()
         for events in report.cached:
             self._watch.cached(events, report.worker, report.incarnation)
@@ -444,7 +444,7 @@ class RouterService:
     def _look_at(self, stream: RequestStream, now: float) -> None:
         flight = stream.flight
         for leg in flight.unheard(now):
-            self._awaited.setdefault(leg.worker, []).append(Awaited(flight.request.id, flight.epoch))
+            self._awaited.setdefault(leg.worker, []).append(AwaitedStage(flight.request.id, flight.epoch))
         self._apply(stream, flight.tick(now), now)
         since = self._watch.still(flight, now)
         if since is not None:

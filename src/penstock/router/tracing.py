@@ -14,9 +14,9 @@ from penstock.telemetry.spans import (
     DECODE,
     LEG,
     NO_SPAN,
-    OF_WORKERS,
     QUEUE,
     RETRY,
+    WORKER_SPANS,
     Span,
     Tracer,
 )
@@ -104,7 +104,7 @@ class RequestSpans:
             return
         span, sent, _ = leg
         for phase in item.phases:
-            family = OF_WORKERS.get(phase.name)
+            family = WORKER_SPANS.get(phase.name)
             if family is None:
                 continue
             begin = sent + phase.begin_s

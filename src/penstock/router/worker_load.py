@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.types import LOWER_TIERS, PAGE_TOKENS, RequestId
-from penstock.wire.gateway_messages import Report
+from penstock.wire.gateway_messages import WorkerReport
 
 Numbers: TypeAlias = NDArray[np.float64]
 Slots: TypeAlias = NDArray[np.intp]
@@ -145,7 +145,7 @@ class LoadTable:
         """Nobody was listened to for so long."""
         self._table[_HEARD, : self._size] += seconds
 
-    def report(self, slot: int, report: Report, counters: Mapping[str, float]) -> None:
+    def report(self, slot: int, report: WorkerReport, counters: Mapping[str, float]) -> None:
         """A worker's own numbers, and all counters that it has told so far."""
         table, rates = self._table, report.rates
         table[_REPORTED, slot] = (
@@ -224,7 +224,7 @@ class LoadTable:
         copied = self._table[_BYTES, slot]
         return float(self._table[_SECONDS, slot] / copied) if copied else 0.0
 
-    def _learn_wait(self, slot: int, report: Report, counters: Mapping[str, float]) -> None:
+    def _learn_wait(self, slot: int, report: WorkerReport, counters: Mapping[str, float]) -> None:
         """How long a page lets a prompt wait that is computed but for it, of late.  Told before ``_page_s``.
 
         A wait that brought nothing, for it was given up, counts with the next bytes that come.  Until then it says that

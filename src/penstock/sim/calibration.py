@@ -28,14 +28,14 @@ from penstock.kernels.select import make_ops
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
-from penstock.sim.fleet import StepTimes
-from penstock.sim.results import Array
+from penstock.sim.fleet import SimStepTimes
+from penstock.sim.results import FloatArray
 from penstock.types import ModelIdentity, PageId, RequestId, RequestStage, SamplingParams
 from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.load import load_model
 from penstock.wire.transfer_messages import PageReady
 
-# MERGED: From measured steps to a fleet's ``StepTimes``: least squares of relative errors, with no negative
+# MERGED: From measured steps to a fleet's ``SimStepTimes``: least squares of relative errors, with no negative
 # MERGED: weight.  Pure.
 
 
@@ -58,15 +58,15 @@ class DecodeSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class StepFit:
     """The times, and the median relative error that they leave of reading and of writing steps."""
 
-    times: StepTimes
+    times: SimStepTimes
     reading_error: float
     writing_error: float
 
 
-def fit(readings: Sequence[PrefillSample], writings: Sequence[DecodeSample]) -> Fit:
+def fit_step_times(readings: Sequence[PrefillSample], writings: Sequence[DecodeSample]) -> StepFit:
     """Raises ConfigError for too few measurements."""
     if len(readings) < 3 or len(writings) < 3:
         raise ConfigError(f"{len(readings)} steps that read and {len(writings)} that write are too few to fit")
@@ -74,15 +74,15 @@ def fit(readings: Sequence[PrefillSample], writings: Sequence[DecodeSample]) -> 
     write = np.array([(1.0, w.rows, w.context) for w in writings])
     read_s, write_s = np.array([r.seconds for r in readings]), np.array([w.seconds for w in writings])
     (read_step, token, pair), (step, row, context) = nonnegative(read, read_s), nonnegative(write, write_s)
-    times = StepTimes(step_s=step, row_s=row, context_s=context, read_step_s=read_step, token_s=token, pair_s=pair)
-    return Fit(
+    times = SimStepTimes(step_s=step, row_s=row, context_s=context, read_step_s=read_step, token_s=token, pair_s=pair)
+    return StepFit(
         times,
         _error(read @ np.array((read_step, token, pair)), read_s),
         _error(write @ np.array((step, row, context)), write_s),
     )
 
 
-def nonnegative(columns: Array, seconds: Array) -> tuple[float, ...]:
+def nonnegative(columns: FloatArray, seconds: FloatArray) -> tuple[float, ...]:
     """Weights of ``columns[measurement, feature]`` with the least squared relative error, none below 0.
 
     The best of all sets of features whose own least squares need no negative weight.
@@ -100,7 +100,7 @@ def nonnegative(columns: Array, seconds: Array) -> tuple[float, ...]:
     return tuple(float(weight) for weight in best)
 
 
-def _error(predicted: Array, seconds: Array) -> float:
+def _error(predicted: FloatArray, seconds: FloatArray) -> float:
     return float(np.median(np.abs(predicted / seconds - 1)))
 
 
@@ -115,7 +115,7 @@ COPIED_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
+class CalibrationExtent:
     """What is measured."""
 
     chunks: Sequence[int] = (32, 128, 512)
@@ -126,10 +126,10 @@ class Extent:
     threads: int = 1
 
 
-class Bench:
+class CalibrationBench:
     """A worker's engine on this machine.  Raises ModelError, KernelError, ConfigError for what cannot be served."""
 
-    def __init__(self, folder: Path, extent: Extent) -> None:
+    def __init__(self, folder: Path, extent: CalibrationExtent) -> None:
         self.extent = extent
         spec = inspect_model(folder)
         if spec.pooler is not None:

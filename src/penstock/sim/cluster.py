@@ -11,36 +11,36 @@ from typing import Any
 
 from penstock.config.limits import RoutingConfig
 from penstock.errors import ConfigError
-from penstock.sim.fleet import FleetFile, checked
+from penstock.sim.fleet import FleetFile, check_fleet
 from penstock.sim.gateway import SimGateway
-from penstock.sim.resources import Agenda, Crowd
-from penstock.sim.results import Measures, Targets, quantiles
-from penstock.sim.trace import Prompts, Trace
-from penstock.sim.worker import Place, SimWorker, Stage
+from penstock.sim.resources import EventQueue, SharedMachine
+from penstock.sim.results import LatencyTargets, RunResults, quantiles
+from penstock.sim.trace import Trace, TracePrompts
+from penstock.sim.worker import SimContext, SimWorker, WorkerPlace
 from penstock.types import PAGE_TOKENS, RequestId, WorkerId
 
 MOST_INDEXED = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class SimulationSetup:
     """What is simulated."""
 
     fleet: FleetFile
     policy: str = "penstock"
     always_split: bool = False
     rate_scale: float = 1.0  # arrivals come so many times as fast as in the trace
-    targets: Targets = field(default_factory=Targets)
+    targets: LatencyTargets = field(default_factory=LatencyTargets)
     page_tokens: int | None = None  # None: the trace's blocks where it has any, or a page as workers have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class SimulationRun:
     """What came of it."""
 
-    setup: Setup
+    setup: SimulationSetup
     trace: str
-    measures: Measures
+    measures: RunResults
     workers: tuple[SimWorker, ...]
     splits: int
     decisions: int
@@ -54,14 +54,14 @@ class Run:
         return sum(each.cached for each in self.measures.requests.values())
 
 
-def simulate(trace: Trace, setup: Setup, progress: Callable[[int], None] | None = None) -> Run:
+def simulate(trace: Trace, setup: SimulationSetup, progress: Callable[[int], None] | None = None) -> SimulationRun:
     """Run the whole trace; ``progress`` is called with the number of requests that have newly come.
 
     The same arguments give the same run.  Raises ConfigError for what cannot be simulated.
     """
     began = time.perf_counter()
     page_tokens = _page_tokens(trace, setup)
-    agenda = Agenda()
+    agenda = EventQueue()
     routing = RoutingConfig(
         policy=setup.policy,  # type: ignore[arg-type]  # checked against ``named.NAMES`` by whoever asks
         split="always" if setup.always_split else "auto",
@@ -70,12 +70,12 @@ def simulate(trace: Trace, setup: Setup, progress: Callable[[int], None] | None 
         remembered_requests=0,
     )
     gateway = SimGateway(routing, agenda, setup.fleet.links, page_tokens)
-    crowd = Crowd(setup.fleet.steps.beside)
-    stage = Stage(agenda, gateway, crowd, {RequestId(f"{job.number}"): job.answer for job in trace.jobs})
+    crowd = SharedMachine(setup.fleet.steps.beside)
+    stage = SimContext(agenda, gateway, crowd, {RequestId(f"{job.number}"): job.answer for job in trace.jobs})
     workers = tuple(SimWorker(place, setup.fleet, page_tokens, stage) for place in _places(setup.fleet))
-    measures = Measures(setup.targets)
+    measures = RunResults(setup.targets)
     gateway.join(workers, measures)
-    prompts = Prompts(trace, page_tokens)
+    prompts = TracePrompts(trace, page_tokens)
 
     def arrive(place: int) -> None:
         if place + 1 < len(trace.jobs):
@@ -90,7 +90,7 @@ def simulate(trace: Trace, setup: Setup, progress: Callable[[int], None] | None 
             pass
     if gateway.open:
         raise RuntimeError(f"{gateway.open} requests have no end: a fault of the simulator or of the scheduler")
-    return Run(
+    return SimulationRun(
         setup=setup,
         trace=trace.name,
         measures=measures,
@@ -114,17 +114,17 @@ def _little_garbage() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _places(fleet: FleetFile) -> list[Place]:
+def _places(fleet: FleetFile) -> list[WorkerPlace]:
     counts: dict[str, int] = {}
     places = []
-    for group in checked(fleet).workers:
+    for group in check_fleet(fleet).workers:
         for _ in range(group.count):
             number = counts[group.role] = counts.get(group.role, -1) + 1
-            places.append(Place(WorkerId(f"{group.role.value}-{number}"), group.role))
+            places.append(WorkerPlace(WorkerId(f"{group.role.value}-{number}"), group.role))
     return places
 
 
-def _page_tokens(trace: Trace, setup: Setup) -> int:
+def _page_tokens(trace: Trace, setup: SimulationSetup) -> int:
     """Raises ConfigError for pages that do not fit the trace's blocks or the workers' memory."""
     size = setup.page_tokens or trace.block_tokens or PAGE_TOKENS
     if size < PAGE_TOKENS or size % PAGE_TOKENS or (trace.block_tokens and trace.block_tokens % size):
@@ -142,12 +142,12 @@ def _page_tokens(trace: Trace, setup: Setup) -> int:
     return size
 
 
-def _share(run: Run, seconds: Sequence[float]) -> float:
+def _share(run: SimulationRun, seconds: Sequence[float]) -> float:
     """Of the run's time, on the average of the workers."""
     return sum(seconds) / len(seconds) / run.end_s if run.end_s else 0.0
 
 
-def as_json(run: Run) -> dict[str, Any]:
+def run_json(run: SimulationRun) -> dict[str, Any]:
     """The figures of a run; seconds, shares, requests a second."""
     measures, setup = run.measures, run.setup
     requests = list(measures.requests.values())

@@ -21,36 +21,36 @@ NAMES = ("default", "h100", "h200")
 
 DEFAULT = "default"
 
-MOST_WORKERS = 4096
-MOST_FILE_BYTES = 1 << 20
+MAX_WORKERS = 4096
+MAX_FILE_BYTES = 1 << 20
 
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+SimSeconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
-Share = Annotated[float, msgspec.Meta(ge=0, le=100)]
+SimShare = Annotated[float, msgspec.Meta(ge=0, le=100)]
 Speed = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
-Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+SimCount = Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
 
 
-class Group(Config, frozen=True, kw_only=True):
+class WorkerGroup(Config, frozen=True, kw_only=True):
     """Workers of one role."""
 
     role: Role = Role.BOTH
-    count: Annotated[int, msgspec.Meta(ge=1, le=MOST_WORKERS)]
+    count: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
 
 
-class StepTimes(Config, frozen=True, kw_only=True):
+class SimStepTimes(Config, frozen=True, kw_only=True):
     """Seconds of a step: the first three where answers are written in it, the others where prompts are read."""
 
-    step_s: Seconds = 0.0  # a step in which answers are written
-    row_s: Seconds = 0.0  # each answer in it
-    context_s: Seconds = 0.0  # each token of context of those answers
-    read_step_s: Seconds = 0.0  # a step that only reads prompts
-    token_s: Seconds  # each prompt token
-    pair_s: Seconds = 0.0  # each (query, key) pair of those tokens' attention
-    beside: Share = 0.0  # by so much all of it is longer for each other worker that computes when it begins
+    step_s: SimSeconds = 0.0  # a step in which answers are written
+    row_s: SimSeconds = 0.0  # each answer in it
+    context_s: SimSeconds = 0.0  # each token of context of those answers
+    read_step_s: SimSeconds = 0.0  # a step that only reads prompts
+    token_s: SimSeconds  # each prompt token
+    pair_s: SimSeconds = 0.0  # each (query, key) pair of those tokens' attention
+    beside: SimShare = 0.0  # by so much all of it is longer for each other worker that computes when it begins
 
 
-class KvMemory(Config, frozen=True, kw_only=True):
+class SimMemory(Config, frozen=True, kw_only=True):
     """Of one worker."""
 
     token_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
@@ -59,23 +59,23 @@ class KvMemory(Config, frozen=True, kw_only=True):
     disk_bytes: Bytes = 0
 
 
-class Links(Config, frozen=True, kw_only=True):
+class LinkSpeeds(Config, frozen=True, kw_only=True):
     """Bytes a second, each way, of one worker."""
 
     worker_bytes_s: Speed = 25e9  # to other workers
     host_bytes_s: Speed = 25e9  # host memory to device
     disk_bytes_s: Speed = 5e9  # disk to device
-    message_s: Seconds = 0.0005  # a message's way
-    prompt_token_s: Seconds = 0.0  # each token of a prompt on its way in: read as JSON, checked, hashed, sent
+    message_s: SimSeconds = 0.0005  # a message's way
+    prompt_token_s: SimSeconds = 0.0  # each token of a prompt on its way in: read as JSON, checked, hashed, sent
 
 
-class Limits(Config, frozen=True, kw_only=True):
+class SimSchedulerLimits(Config, frozen=True, kw_only=True):
     """The workers' schedulers; see ``config.schema.SchedulerConfig``."""
 
-    max_model_len: Count = 1 << 18
-    max_running: Count = 1024
-    max_step_tokens: Count = 4096
-    max_chunk_tokens: Count = 2048
+    max_model_len: SimCount = 1 << 18
+    max_running: SimCount = 1024
+    max_step_tokens: SimCount = 4096
+    max_chunk_tokens: SimCount = 2048
     step_budget_ms: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 100.0
     prefill_step_budget_ms: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 250.0
     long_prompt_ms: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1000.0
@@ -86,18 +86,18 @@ class FleetFile(Config, frozen=True, kw_only=True):
 
     name: str
     source: str  # where its figures come from: measured on what, or given
-    workers: tuple[Group, ...]
-    steps: StepTimes
-    memory: KvMemory
-    links: Links = Links()
-    scheduler: Limits = Limits()
+    workers: tuple[WorkerGroup, ...]
+    steps: SimStepTimes
+    memory: SimMemory
+    links: LinkSpeeds = LinkSpeeds()
+    scheduler: SimSchedulerLimits = SimSchedulerLimits()
 
     @property
     def count(self) -> int:
         """Workers of all roles."""
         return sum(group.count for group in self.workers)
 
-    def of(self, *groups: Group) -> FleetFile:
+    def of(self, *groups: WorkerGroup) -> FleetFile:
         """The same workers, in other numbers and roles."""
         return msgspec.structs.replace(self, workers=groups)
 
@@ -108,7 +108,7 @@ def load_fleet(name: str) -> FleetFile:
     try:
         if name in NAMES:
             raw = resources.files("penstock.sim").joinpath("fleets", f"{name}.toml").read_bytes()
-        elif path.stat().st_size > MOST_FILE_BYTES:
+        elif path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{name}: {path.stat().st_size} bytes are too many for a fleet file")
         else:
             raw = path.read_bytes()
@@ -120,14 +120,14 @@ def load_fleet(name: str) -> FleetFile:
         raise ConfigError(f"fleet {name}: not TOML: {error}") from None
     except msgspec.ValidationError as error:
         raise ConfigError(f"fleet {name}: {error}; docs/simulator.md has all fields") from None
-    return checked(fleet)
+    return check_fleet(fleet)
 
 
-def checked(fleet: FleetFile) -> FleetFile:
+def check_fleet(fleet: FleetFile) -> FleetFile:
     """Raises ConfigError for a fleet that cannot serve."""
     roles = {group.role for group in fleet.workers}
-    if fleet.count > MOST_WORKERS:
-        raise ConfigError(f"fleet {fleet.name}: {fleet.count} workers are more than {MOST_WORKERS}")
+    if fleet.count > MAX_WORKERS:
+        raise ConfigError(f"fleet {fleet.name}: {fleet.count} workers are more than {MAX_WORKERS}")
     if Role.ENCODE in roles:
         raise ConfigError(f"fleet {fleet.name}: workers: traces have no images, so there is nothing to encode")
     if Role.BOTH not in roles and not {Role.PREFILL, Role.DECODE} <= roles:
@@ -135,16 +135,16 @@ def checked(fleet: FleetFile) -> FleetFile:
     return fleet
 
 
-def parse_workers(text: str) -> tuple[Group, ...]:
+def parse_workers(text: str) -> tuple[WorkerGroup, ...]:
     """``16``: so many that do both; ``12:4``: that read, and that write.  Raises ConfigError."""
     parts = text.split(":")
-    if not all(part.isdecimal() and 0 < int(part) <= MOST_WORKERS for part in parts) or len(parts) > 2:
+    if not all(part.isdecimal() and 0 < int(part) <= MAX_WORKERS for part in parts) or len(parts) > 2:
         raise ConfigError(f"--workers {text}: expected a number as 16, or prefill and decode workers as 12:4")
     roles = (Role.BOTH,) if len(parts) == 1 else (Role.PREFILL, Role.DECODE)
-    return tuple(Group(role=role, count=int(part)) for role, part in zip(roles, parts, strict=True))
+    return tuple(WorkerGroup(role=role, count=int(part)) for role, part in zip(roles, parts, strict=True))
 
 
-def as_toml(fleet: FleetFile) -> str:
+def fleet_toml(fleet: FleetFile) -> str:
     """The file that ``load_fleet`` reads."""
     lines = [f"name = {_quoted(fleet.name)}", f"source = {_quoted(fleet.source)}"]
     for group in fleet.workers:

@@ -29,9 +29,9 @@ from penstock.router.effects import (
 from penstock.router.fleet import Fleet
 from penstock.router.placement import Placement
 from penstock.router.request import FailoverLimits, RequestPhase, RoutedRequest
-from penstock.sim.fleet import Links
-from penstock.sim.resources import Agenda
-from penstock.sim.results import Measures
+from penstock.sim.fleet import LinkSpeeds
+from penstock.sim.resources import EventQueue
+from penstock.sim.results import RunResults
 from penstock.sim.worker import INCARNATION, SimWorker
 from penstock.telemetry.registry import Metrics
 from penstock.types import RequestId, RequestStage, TokenBatch, ValidRequest, WorkerId
@@ -45,7 +45,7 @@ from penstock.wire.supervisor_messages import WorkerUp
 # MERGED: later chunks are computed, and stop nobody's steps (direct memory access), so what is modelled is
 # MERGED: the wire alone.
 
-Key = tuple[RequestId, int]
+TransferKey = tuple[RequestId, int]
 """(request, epoch)."""
 
 
@@ -59,17 +59,17 @@ class _HandOver:
     through_at: float  # when everything that was sent so far has arrived
 
 
-class HandOvers:
+class SimTransfers:
     """All of a fleet."""
 
-    def __init__(self, agenda: Agenda, message_s: float) -> None:
+    def __init__(self, agenda: EventQueue, message_s: float) -> None:
         self._agenda = agenda
         self._message_s = message_s
-        self._sources: dict[Key, WorkerId] = {}  # where a decode leg's pages come from
-        self._open: dict[Key, _HandOver] = {}
+        self._sources: dict[TransferKey, WorkerId] = {}  # where a decode leg's pages come from
+        self._open: dict[TransferKey, _HandOver] = {}
         self.pages = 0  # that have travelled
 
-    def announce(self, key: Key, source: WorkerId) -> None:
+    def announce(self, key: TransferKey, source: WorkerId) -> None:
         """A decode leg was placed whose pages come from there."""
         self._sources[key] = source
 
@@ -84,7 +84,7 @@ class HandOvers:
 
     def sent(self, worker: SimWorker, outcome: StepOutcome) -> None:
         """What a prefill worker's step has brought: pages, and perhaps the first token after the last of them."""
-        by_key: dict[Key, list[CompletedPage]] = {}
+        by_key: dict[TransferKey, list[CompletedPage]] = {}
         for done in outcome.completed_pages:
             by_key.setdefault((done.request.id, done.request.epoch), []).append(done)
         for key, pages in by_key.items():
@@ -93,7 +93,7 @@ class HandOvers:
             if progress.request.leg is RequestStage.PREFILL:
                 self._first(progress)
 
-    def _pages(self, key: Key, pages: list[CompletedPage]) -> None:
+    def _pages(self, key: TransferKey, pages: list[CompletedPage]) -> None:
         open_ = self._open.get(key)
         if open_ is None:
             return
@@ -121,7 +121,7 @@ class HandOvers:
         self._agenda.at(when + self._message_s, open_.source.tell, PagesReleased(id=key[0], epoch=key[1]))
         self.forget(key)
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: TransferKey) -> None:
         """It is over, or nobody wants it any more."""
         self._open.pop(key, None)
         self._sources.pop(key, None)
@@ -136,22 +136,22 @@ _PATIENCE = FailoverLimits(max_attempts=1 << 30, first_byte_s=math.inf, stall_s=
 class SimGateway:
     """See above.  Implements ``worker.Port``."""
 
-    def __init__(self, routing: RoutingConfig, agenda: Agenda, links: Links, page_tokens: int) -> None:
+    def __init__(self, routing: RoutingConfig, agenda: EventQueue, links: LinkSpeeds, page_tokens: int) -> None:
         self._agenda = agenda
         self._message_s, self._prompt_token_s = links.message_s, links.prompt_token_s
         self.fleet = Fleet()
         self.placement = Placement(
             routing, self.fleet, Metrics(model_name="simulated"), mixed_numerics=False, page_tokens=page_tokens
         )
-        self.hand_overs = HandOvers(agenda, links.message_s)
-        self.measures: Measures | None = None
+        self.hand_overs = SimTransfers(agenda, links.message_s)
+        self.measures: RunResults | None = None
         self.splits = 0  # requests that were placed at two workers
         self.decisions = 0
         self._workers: dict[WorkerId, SimWorker] = {}
         self._flights: dict[RequestId, RoutedRequest] = {}
         self._serial = 0
 
-    def join(self, workers: Sequence[SimWorker], measures: Measures) -> None:
+    def join(self, workers: Sequence[SimWorker], measures: RunResults) -> None:
         """These are the fleet, and this is where deliveries are noted."""
         self.measures = measures
         for slot, worker in enumerate(workers):

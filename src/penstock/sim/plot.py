@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.sim.cluster import Run
-from penstock.sim.results import Array
+from penstock.sim.cluster import SimulationRun
+from penstock.sim.results import FloatArray
 
 BUCKETS = 60
 """Places on the axis of time."""
@@ -29,7 +29,7 @@ def pyplot(flag: str = "--plot") -> Any:
         raise ConfigError(f"{flag} needs matplotlib: pip install 'penstock[plot]'") from None
 
 
-def draw(run: Run, path: Path) -> None:
+def plot_run(run: SimulationRun, path: Path) -> None:
     """Writes it there, in the format of its suffix.  Raises ConfigError."""
     plot = pyplot()
     figure, axes = plot.subplots(2, 2, figsize=(11, 7), layout="constrained")
@@ -55,7 +55,7 @@ def draw(run: Run, path: Path) -> None:
         plot.close(figure)
 
 
-def _shares(axes: Any, values: Array, counts: Array | None, target: float) -> None:
+def _shares(axes: Any, values: FloatArray, counts: FloatArray | None, target: float) -> None:
     """The share of values that are no greater."""
     order = np.argsort(values)
     reached = np.cumsum(np.ones(len(values)) if counts is None else counts[order])
@@ -68,13 +68,13 @@ def _shares(axes: Any, values: Array, counts: Array | None, target: float) -> No
     axes.grid(alpha=0.3)
 
 
-def _per_second(times: list[float], edges: Array) -> Array:
+def _per_second(times: list[float], edges: FloatArray) -> FloatArray:
     counted, _ = np.histogram(times, bins=edges)
-    a_second: Array = counted / np.diff(edges)
+    a_second: FloatArray = counted / np.diff(edges)
     return a_second
 
 
-def _over_time(axes: Any, run: Run, edges: Array) -> None:
+def _over_time(axes: Any, run: SimulationRun, edges: FloatArray) -> None:
     requests = run.measures.requests.values()
     middle = (edges[1:] + edges[:-1]) / 2
     axes.plot(middle, _per_second([each.arrival for each in requests], edges), color="grey", label="come")
@@ -85,7 +85,7 @@ def _over_time(axes: Any, run: Run, edges: Array) -> None:
     axes.grid(alpha=0.3)
 
 
-def _cached(axes: Any, run: Run, edges: Array) -> None:
+def _cached(axes: Any, run: SimulationRun, edges: FloatArray) -> None:
     requests = list(run.measures.requests.values())
     arrivals = [each.arrival for each in requests]
     asked, _ = np.histogram(arrivals, bins=edges, weights=[each.prompt for each in requests])

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from penstock.engine.core.cost_model import SCALE, CostVector
 from penstock.engine.core.plan import StepPlan
-from penstock.sim.fleet import StepTimes
+from penstock.sim.fleet import SimStepTimes
 from penstock.types import BlockHash, WorkerId
 
 
-class Agenda:
+class EventQueue:
     """Calls, in order of their times; of equal times the one that was entered first."""
 
     def __init__(self) -> None:
@@ -43,14 +43,14 @@ class Agenda:
         return True
 
 
-# MERGED: How long a plan takes: arithmetic on its rows by a fleet's ``StepTimes``.
+# MERGED: How long a plan takes: arithmetic on its rows by a fleet's ``SimStepTimes``.
 # MERGED:
 # MERGED: Of several equal steps each is longer than the one before by the context that it has more, so the
 # MERGED: time of ``n`` of them
 # MERGED: is a polynomial, and they need not be gone through one by one.
 
 
-class Duration(NamedTuple):
+class PlanDuration(NamedTuple):
     """Of the steps of a plan."""
 
     first_s: float  # the first step
@@ -70,7 +70,7 @@ class Duration(NamedTuple):
         return max(1, min(most, steps))
 
 
-def duration(times: StepTimes, plan: StepPlan, slower: float = 1.0) -> Duration:
+def plan_duration(times: SimStepTimes, plan: StepPlan, slower: float = 1.0) -> PlanDuration:
     """A row writes when it computes one token of an answer; whatever else it computes it reads.
 
     ``slower``: what everything takes, by what it takes alone.
@@ -86,12 +86,12 @@ def duration(times: StepTimes, plan: StepPlan, slower: float = 1.0) -> Duration:
             pairs += count * start + count * (count + 1) // 2
     reading = times.token_s * tokens + times.pair_s * pairs
     if not rows:
-        return Duration((times.read_step_s + reading) * slower, 0.0)
+        return PlanDuration((times.read_step_s + reading) * slower, 0.0)
     writing = times.step_s + times.row_s * rows + times.context_s * context
-    return Duration((writing + reading) * slower, times.context_s * rows * slower)
+    return PlanDuration((writing + reading) * slower, times.context_s * rows * slower)
 
 
-def known_before(times: StepTimes) -> CostVector:
+def prior_costs(times: SimStepTimes) -> CostVector:
     """What a worker that has run for a while expects (``engine.core.cost.StepCost``'s prior)."""
     pair = max(times.pair_s, times.context_s, 1e-15)
     draw = max(times.row_s - times.token_s, times.row_s / 100, 1e-9)
@@ -102,7 +102,7 @@ def known_before(times: StepTimes) -> CostVector:
 # MERGED: When a worker computed: spans of time, and how much of them lies between given moments.
 
 
-class Busy:
+class BusyTime:
     """Spans in order of time; those that touch are one."""
 
     def __init__(self) -> None:
@@ -136,21 +136,21 @@ class Busy:
 # MERGED: has been granted several steps at once is told when that number changes, and plans anew.  Knows no
 # MERGED: cores.
 
-Stop = Callable[[], None]
+StopSteps = Callable[[], None]
 
 
-class Crowd:
+class SharedMachine:
     """Who computes now."""
 
     def __init__(self, beside: float) -> None:
         self._beside = beside
-        self._computing: dict[WorkerId, Stop] = {}
+        self._computing: dict[WorkerId, StopSteps] = {}
 
     def slower(self, worker: WorkerId) -> float:
         """What a step of this worker takes now, by what it takes alone."""
         return 1 + self._beside * (len(self._computing) - (worker in self._computing))
 
-    def settle(self, worker: WorkerId, stop: Stop | None) -> None:
+    def settle(self, worker: WorkerId, stop: StopSteps | None) -> None:
         """From now on this worker computes, and ``stop`` ends its steps after the present one; None: it has nothing."""
         before = len(self._computing)
         if stop is None:
@@ -166,7 +166,7 @@ class Crowd:
 # MERGED: Links between workers and to their tiers: first come, first served, at a number of bytes a second.
 
 
-class Wire:
+class SimLink:
     """One direction of one link."""
 
     def __init__(self, bytes_s: float) -> None:
@@ -174,7 +174,7 @@ class Wire:
         self.free_at = 0.0  # seconds: when what was given to it so far is through
         self.busy_s = 0.0
 
-    def carry(self, nbytes: float, now: float, other: Wire | None = None) -> float:
+    def carry(self, nbytes: float, now: float, other: SimLink | None = None) -> float:
         """When so many bytes are through that are given to it now; ``other`` is busy with them, too."""
         begin = max(now, self.free_at, other.free_at if other is not None else 0.0)
         took = nbytes / min(self._bytes_s, other._bytes_s if other is not None else self._bytes_s)
@@ -198,7 +198,7 @@ class Wire:
 # MERGED: Knows names of blocks and counts, no bytes.
 
 
-class Tier:
+class SimTier:
     """So many blocks, the least recently used of which goes first."""
 
     def __init__(self, capacity: int) -> None:
@@ -223,11 +223,11 @@ class Tier:
         return self._blocks.popitem(last=False)[0] if len(self._blocks) > self.capacity else None
 
 
-class Tiers:
+class SimTiers:
     """Host memory above a disk."""
 
     def __init__(self, host: int, disk: int) -> None:
-        self._tiers = (Tier(host), Tier(disk))
+        self._tiers = (SimTier(host), SimTier(disk))
         self.read = [0, 0]  # blocks, of each
 
     def __contains__(self, block: BlockHash) -> bool:

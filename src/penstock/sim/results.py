@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 
 QUANTILES = (0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
+class LatencyTargets:
     """What an answer must keep to count as good."""
 
     ttft_s: float = 1.0
@@ -21,7 +21,7 @@ class Targets:
 
 
 @dataclass(slots=True)
-class Answered:
+class RequestResult:
     """One request, as its client sees it."""
 
     arrival: float
@@ -45,17 +45,17 @@ class Answered:
 
 
 @dataclass(slots=True)
-class Measures:
+class RunResults:
     """Everything measured in a run.  Intervals are kept as (seconds, how many)."""
 
-    targets: Targets
-    requests: dict[int, Answered] = field(default_factory=dict[int, Answered])
+    targets: LatencyTargets
+    requests: dict[int, RequestResult] = field(default_factory=dict[int, RequestResult])
     _gaps: list[float] = field(default_factory=list[float])
     _counts: list[int] = field(default_factory=list[int])
 
     def asked(self, number: int, arrival: float, prompt: int) -> None:
         """A request has come."""
-        self.requests[number] = Answered(arrival, prompt)
+        self.requests[number] = RequestResult(arrival, prompt)
 
     def delivered(self, number: int, tokens: int, now: float, spacing_s: float) -> None:
         """So many tokens, the last of them now, each ``spacing_s`` after the one before."""
@@ -70,32 +70,32 @@ class Measures:
         request.tokens += tokens
         request.last_at = now
 
-    def _interval(self, request: Answered, seconds: float, count: int) -> None:
+    def _interval(self, request: RequestResult, seconds: float, count: int) -> None:
         self._gaps.append(seconds)
         self._counts.append(count)
         if seconds > self.targets.itl_s:
             request.late += count
 
     @property
-    def intervals(self) -> tuple[Array, Array]:
+    def intervals(self) -> tuple[FloatArray, FloatArray]:
         """(seconds, how many)."""
         return np.array(self._gaps, np.float64), np.array(self._counts, np.float64)
 
-    def good(self) -> list[Answered]:
+    def good(self) -> list[RequestResult]:
         """Those that were answered within the targets."""
         ttft_s, itl_s = self.targets.ttft_s, self.targets.itl_s
         return [each for each in self.requests.values() if each.done and each.ttft_s <= ttft_s and each.itl_s <= itl_s]
 
-    def smooth(self) -> list[Answered]:
+    def smooth(self) -> list[RequestResult]:
         """Those of them of which 99 of 100 intervals were within the target, each by itself."""
         return [each for each in self.good() if each.late <= 0.01 * max(1, each.tokens - 1)]
 
-    def ttfts(self) -> Array:
+    def ttfts(self) -> FloatArray:
         """Seconds to first tokens, in order of arrival."""
         return np.array([each.ttft_s for each in self.requests.values() if each.tokens], np.float64)
 
 
-def quantiles(values: Array, counts: Array | None = None) -> dict[str, float]:
+def quantiles(values: FloatArray, counts: FloatArray | None = None) -> dict[str, float]:
     """p50, p90, p99 and the mean of values, each of which stands for ``counts`` of its kind; zeros of none."""
     names = [f"p{round(q * 100)}" for q in QUANTILES]
     if not len(values):

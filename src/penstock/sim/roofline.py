@@ -13,7 +13,7 @@ from types import MappingProxyType
 from penstock.errors import ConfigError
 from penstock.parallel.devices import Devices
 from penstock.parallel.plan import TENSOR_WAYS, ModelSize, ParallelPlan, plan_for_tensor
-from penstock.sim.fleet import FleetFile, Group, KvMemory, Limits, Links, StepTimes
+from penstock.sim.fleet import FleetFile, LinkSpeeds, SimMemory, SimSchedulerLimits, SimStepTimes, WorkerGroup
 from penstock.weights.architecture.decoder import AttentionConfig, DecoderConfig
 from penstock.weights.architecture.mla import MlaConfig
 from penstock.weights.architecture.moe import MoeConfig
@@ -49,7 +49,7 @@ BANDWIDTH_SHARE = 0.75
 LAUNCH_S = 0.0004
 """Of a step beside its arithmetic: launches, sampling, scheduling."""
 
-LINKS = Links(worker_bytes_s=45e9, host_bytes_s=50e9, disk_bytes_s=6e9)
+LINKS = LinkSpeeds(worker_bytes_s=45e9, host_bytes_s=50e9, disk_bytes_s=6e9)
 HOST_BYTES = 256 << 30
 
 
@@ -73,8 +73,8 @@ def fleet_of(outline: ModelOutline, devices: Devices) -> FleetFile:
         name=f"{devices.count}x{devices.name}",
         source=f"computed, not measured: {outline.name} on {devices.name}, {plan.devices.count} a worker; bf16 peak at "
         f"{COMPUTE_SHARE:.0%}, memory bandwidth at {BANDWIDTH_SHARE:.0%}",
-        workers=(Group(count=count),),
-        steps=StepTimes(
+        workers=(WorkerGroup(count=count),),
+        steps=SimStepTimes(
             step_s=sum(_bytes_read(size)) / bandwidth + LAUNCH_S,  # the rows of a busy worker choose every expert
             row_s=token_s,
             context_s=token_bytes / bandwidth,
@@ -82,9 +82,9 @@ def fleet_of(outline: ModelOutline, devices: Devices) -> FleetFile:
             token_s=token_s,
             pair_s=_pair_operations(spec.details) / flops,
         ),
-        memory=KvMemory(token_bytes=max(1, token_bytes), device_bytes=plan.kv_bytes, host_bytes=HOST_BYTES),
+        memory=SimMemory(token_bytes=max(1, token_bytes), device_bytes=plan.kv_bytes, host_bytes=HOST_BYTES),
         links=LINKS,
-        scheduler=Limits(max_model_len=min(size.max_positions, plan.kv_tokens)),
+        scheduler=SimSchedulerLimits(max_model_len=min(size.max_positions, plan.kv_tokens)),
     )
 
 

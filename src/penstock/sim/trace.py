@@ -37,17 +37,17 @@ from penstock.types import (
 BLOCK_TOKENS = 512
 """Tokens that one of Mooncake's ``hash_ids`` stands for."""
 
-MOST_LINE_BYTES = 4 << 20
-MOST_JOBS = 1 << 22
+MAX_LINE_BYTES = 4 << 20
+MAX_REQUESTS = 1 << 22
 _AZURE = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 _GZIP = b"\x1f\x8b"
 _WANTED = "expected a Mooncake JSONL or an Azure CSV, plain or gzipped"
 
-Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
+TraceTokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 HashId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
-class Job(msgspec.Struct, frozen=True, gc=False):
+class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     """One request of a trace."""
 
     number: int
@@ -62,7 +62,7 @@ class Trace:
     """A trace in order of arrival; ``block_tokens`` is 0 where it knows no blocks."""
 
     name: str
-    jobs: tuple[Job, ...]
+    jobs: tuple[TraceRequest, ...]
     block_tokens: int = 0
 
     @property
@@ -73,8 +73,8 @@ class Trace:
 
 class _Mooncake(msgspec.Struct):
     timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e15)]
-    input_length: Tokens
-    output_length: Tokens
+    input_length: TraceTokens
+    output_length: TraceTokens
     hash_ids: tuple[HashId, ...]
 
 
@@ -85,17 +85,17 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
             packed = file.read(2) == _GZIP
             file.seek(0)
             lines = _lines(cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file, path)
-            return _read(lines, path, min(limit or MOST_JOBS, MOST_JOBS))
+            return _read(lines, path, min(limit or MAX_REQUESTS, MAX_REQUESTS))
     except (OSError, EOFError, zlib.error) as error:  # but for OSError: the file was cut or damaged
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}; {_WANTED}") from None
 
 
 def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
     number = 0
-    while line := file.readline(MOST_LINE_BYTES + 1):
+    while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
-        if len(line) > MOST_LINE_BYTES:
-            raise ConfigError(f"{path}, line {number}: longer than {MOST_LINE_BYTES} bytes; {_WANTED}")
+        if len(line) > MAX_LINE_BYTES:
+            raise ConfigError(f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes; {_WANTED}")
         if line.strip():
             yield number, line.strip()
 
@@ -114,12 +114,12 @@ def _read(lines: Iterator[tuple[int, bytes]], path: Path, limit: int) -> Trace:
     begin = jobs[0].at
     return Trace(
         name=path.name.removesuffix(".gz"),
-        jobs=tuple(Job(n, job.at - begin, job.prompt, job.answer, job.blocks) for n, job in enumerate(jobs)),
+        jobs=tuple(TraceRequest(n, job.at - begin, job.prompt, job.answer, job.blocks) for n, job in enumerate(jobs)),
         block_tokens=block_tokens,
     )
 
 
-def _mooncake(first: tuple[int, bytes], rest: Iterable[tuple[int, bytes]], path: Path) -> Iterator[Job]:
+def _mooncake(first: tuple[int, bytes], rest: Iterable[tuple[int, bytes]], path: Path) -> Iterator[TraceRequest]:
     decoder = msgspec.json.Decoder(_Mooncake)
     for number, line in (first, *rest):
         try:
@@ -133,10 +133,10 @@ def _mooncake(first: tuple[int, bytes], rest: Iterable[tuple[int, bytes]], path:
                 f"which are {blocks} blocks of {BLOCK_TOKENS}"
             )
         if row.input_length:
-            yield Job(number, row.timestamp / 1000, row.input_length, max(1, row.output_length), row.hash_ids)
+            yield TraceRequest(number, row.timestamp / 1000, row.input_length, max(1, row.output_length), row.hash_ids)
 
 
-def _azure(lines: Iterable[tuple[int, bytes]], path: Path) -> Iterator[Job]:
+def _azure(lines: Iterable[tuple[int, bytes]], path: Path) -> Iterator[TraceRequest]:
     for number, line in lines:
         try:
             when, context, generated = line.decode().split(",")
@@ -147,7 +147,7 @@ def _azure(lines: Iterable[tuple[int, bytes]], path: Path) -> Iterator[Job]:
         if not (0 <= prompt <= 1 << 24 and 0 <= answer <= 1 << 24):
             raise ConfigError(f"{path}, line {number}: {prompt} and {answer} tokens: at most {1 << 24}")
         if prompt:
-            yield Job(number, at, prompt, max(1, answer))
+            yield TraceRequest(number, at, prompt, max(1, answer))
 
 
 # MERGED: Requests as the router and the workers see them, made from a trace: no text, but real chains of
@@ -160,13 +160,13 @@ def _azure(lines: Iterable[tuple[int, bytes]], path: Path) -> Iterator[Job]:
 IDENTITY = ModelIdentity(fingerprint="5" * 64, numerics="simulated")
 """Of all simulated workers."""
 
-WORD, END = 1, 2
+PLAIN_TOKEN, STOP_TOKEN = 1, 2
 """Tokens of answers: any, and the last."""
 
 _REST = (0,) * (PAGE_TOKENS - 2)
 
 
-class Prompts:
+class TracePrompts:
     """The requests of a trace."""
 
     def __init__(self, trace: Trace, page_tokens: int) -> None:
@@ -188,7 +188,7 @@ class Prompts:
             id=RequestId(f"{number}"),
             prompt=read_token_ids(first.to_bytes(TOKEN_BYTES, "little") + bytes(TOKEN_BYTES * (job.prompt - 1))),
             block_hashes=hashes,
-            sampling=SamplingParams(seed=number, max_tokens=self._most, stop_token_ids=(END,)),
+            sampling=SamplingParams(seed=number, max_tokens=self._most, stop_token_ids=(STOP_TOKEN,)),
             arrival=arrival,
             open_ended=True,
         )

@@ -3,7 +3,7 @@ them, with a step that takes the time that ``costs`` says.
 
 Equal steps are granted at once (``SchedulerConfig.stoppable``) and stopped at the end of the one in which something
 happens, so a worker costs the simulator one turn an event, not one a token.  Knows no other worker and no router: what
-it has to say goes to ``Port``.
+it has to say goes to ``WorkerObserver``.
 """
 
 from __future__ import annotations
@@ -21,30 +21,39 @@ from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.kv_events import KvEventLog
 from penstock.sim.fleet import FleetFile
-from penstock.sim.resources import Agenda, Busy, Crowd, Duration, Tiers, Wire, duration, known_before
-from penstock.sim.trace import END, IDENTITY, WORD
+from penstock.sim.resources import (
+    BusyTime,
+    EventQueue,
+    PlanDuration,
+    SharedMachine,
+    SimLink,
+    SimTiers,
+    plan_duration,
+    prior_costs,
+)
+from penstock.sim.trace import IDENTITY, PLAIN_TOKEN, STOP_TOKEN
 from penstock.types import BlockHash, RequestId, RequestStage, Role, WorkerId, WorkerState, read_token_ids
-from penstock.wire.gateway_messages import KvEvents, Report, StepRates, Submit
+from penstock.wire.gateway_messages import KvEvents, StepRates, Submit, WorkerReport
 
 INCARNATION = 1
 
-LATE = 0.1
+TIER_SMOOTHING = 0.1
 """Part of the last reading from a tier in what one is said to take."""
 
-MOST_KEPT = 0.5
+MAX_PINNED = 0.5
 """Of a worker's pages: so many are kept for requests that still wait, at most."""
 
 _NOTHING = SampledTokens()
 
 
-class Place(NamedTuple):
+class WorkerPlace(NamedTuple):
     """A worker's place in the fleet."""
 
     name: WorkerId
     role: Role
 
 
-class Port(Protocol):
+class WorkerObserver(Protocol):
     """Who hears what a worker says."""
 
     def said(self, worker: SimWorker, outcome: StepOutcome, spacing_s: float) -> None:
@@ -60,12 +69,12 @@ class Port(Protocol):
         ...
 
 
-class Stage(NamedTuple):
+class SimContext(NamedTuple):
     """What all workers have in common."""
 
-    agenda: Agenda
-    port: Port
-    crowd: Crowd
+    agenda: EventQueue
+    port: WorkerObserver
+    crowd: SharedMachine
     answers: Mapping[RequestId, int]  # tokens that each request's answer will have
 
 
@@ -75,7 +84,7 @@ class _Running:
 
     plan: StepPlan
     begun: float
-    takes: Duration
+    takes: PlanDuration
     steps: int  # after so many it ends
     serial: int  # ends that were entered in the agenda for another number of steps are void
 
@@ -83,21 +92,21 @@ class _Running:
 class SimWorker:
     """See above."""
 
-    def __init__(self, place: Place, fleet: FleetFile, page_tokens: int, stage: Stage) -> None:
+    def __init__(self, place: WorkerPlace, fleet: FleetFile, page_tokens: int, stage: SimContext) -> None:
         self.name, self.role = place
         self.config = scheduler_config(fleet, page_tokens)
-        self.scheduler = Scheduler(self.config, StepCostModel(known_before(fleet.steps)))
+        self.scheduler = Scheduler(self.config, StepCostModel(prior_costs(fleet.steps)))
         self.page_bytes = fleet.memory.token_bytes * page_tokens
-        self.into, self.out = Wire(fleet.links.worker_bytes_s), Wire(fleet.links.worker_bytes_s)
-        self.busy = Busy()
+        self.into, self.out = SimLink(fleet.links.worker_bytes_s), SimLink(fleet.links.worker_bytes_s)
+        self.busy = BusyTime()
         self.steps = 0
         self.told_at = float("-inf")
         self.changed = True  # something that a report would tell
         self._times = fleet.steps
         self._agenda, self._port, self._crowd, self._answers = stage
-        self._tiers = Tiers(fleet.memory.host_bytes // self.page_bytes, fleet.memory.disk_bytes // self.page_bytes)
+        self._tiers = SimTiers(fleet.memory.host_bytes // self.page_bytes, fleet.memory.disk_bytes // self.page_bytes)
         speeds = (fleet.links.host_bytes_s, fleet.links.disk_bytes_s)
-        self.wires = tuple(map(Wire, speeds))  # from the tiers
+        self.wires = tuple(map(SimLink, speeds))  # from the tiers
         self._tier_s = [self.page_bytes / speed for speed in speeds]  # that a page takes from there, of late
         self._prefix = self.scheduler.memory.prefix
         self._log = KvEventLog(self.name, INCARNATION, self._prefix.known_blocks, self._only_lower, len(speeds))
@@ -171,7 +180,7 @@ class SimWorker:
             elif self._running is None:
                 self._crowd.settle(self.name, None)
             return
-        takes = duration(self._times, plan, self._crowd.slower(self.name))
+        takes = plan_duration(self._times, plan, self._crowd.slower(self.name))
         running = self._running = _Running(plan, now, takes, plan.steps, self._serial)
         self._ends(running, plan.steps)
         self._crowd.settle(self.name, self._stop_soon)
@@ -230,8 +239,8 @@ class SimWorker:
         left = self._answers[request.id] - len(request.output)
         assert steps <= left, "no plan goes beyond the first end"
         if steps < left:
-            return SampledTokens((WORD,) * steps)
-        return SampledTokens((*((WORD,) * (left - 1)), END))
+            return SampledTokens((PLAIN_TOKEN,) * steps)
+        return SampledTokens((*((PLAIN_TOKEN,) * (left - 1)), STOP_TOKEN))
 
     def _count_left(self, outcome: StepOutcome) -> None:
         for progress in outcome.new_tokens:
@@ -271,7 +280,7 @@ class SimWorker:
             if blocks:
                 self._tiers.read[tier] += blocks
                 through = self.wires[tier].carry(blocks * self.page_bytes, self._agenda.now)
-                self._tier_s[tier] += LATE * ((through - self._agenda.now) / blocks - self._tier_s[tier])
+                self._tier_s[tier] += TIER_SMOOTHING * ((through - self._agenda.now) / blocks - self._tier_s[tier])
                 ready_at = max(ready_at, through)
         return ready_at
 
@@ -299,7 +308,7 @@ class SimWorker:
         """Pages that may still be kept for requests that wait."""
         kept = sum(len(lease) for leases in self._kept.values() for lease in leases)
         pool = self.scheduler.memory.pool
-        return max(0, min(pool.available, int(pool.pages * MOST_KEPT) - kept))
+        return max(0, min(pool.available, int(pool.pages * MAX_PINNED) - kept))
 
     def _release_kept(self) -> None:
         """Who has pages, or is gone, holds by itself what was kept for it.  Some are not even in the queue."""
@@ -334,12 +343,12 @@ class SimWorker:
         """Blocks that were read from host memory, and from disk."""
         return self._tiers.read[0], self._tiers.read[1]
 
-    def report(self, now: float) -> Report:
+    def report(self, now: float) -> WorkerReport:
         """The worker as it is now."""
         self.told_at, self.changed = now, False
         scheduler = self.scheduler
         load = scheduler.load()
-        return Report(
+        return WorkerReport(
             worker=self.name,
             incarnation=INCARNATION,
             role=self.role,

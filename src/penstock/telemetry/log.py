@@ -26,13 +26,15 @@ _PLAIN = re.compile(r"[\w.:/@+%-]+")
 _LETTERS = {logging.DEBUG: "D", logging.INFO: "I", logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "C"}
 
 
-def event(log: logging.Logger, level: int, message: str, **fields: Field) -> None:
+def log_event(log: logging.Logger, level: int, message: str, **fields: Field) -> None:
     """Write one line.  ``message`` is a constant; everything that varies is a field."""
     if log.isEnabledFor(level):
         log.log(level, message, extra={"fields": fields})
 
 
-def configure(process: str, *, as_json: bool = False, level: int = logging.INFO, to: TextIO | None = None) -> None:
+def configure_logging(
+    process: str, *, as_json: bool = False, level: int = logging.INFO, to: TextIO | None = None
+) -> None:
     """Send all our lines to ``to`` (stderr), marked with this process's name.  May be called again after a fork."""
     handler = logging.StreamHandler(to if to is not None else sys.stderr)
     handler.setFormatter(JsonLines(process) if as_json else TextLines(process))

@@ -100,7 +100,7 @@ TIER_COUNTERS: dict[str, tuple[str, str]] = {
 """Name in ``Report.counters`` to (tier, figure)."""
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     """What Prometheus calls the type of a family."""
 
     COUNTER = "counter"
@@ -109,11 +109,11 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class MetricFamily:
     """One metric.  A counter is shown with Prometheus' suffix ``_total``."""
 
     name: str  # without the prefix
-    kind: Kind
+    kind: MetricKind
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
@@ -126,16 +126,16 @@ _DECISION = (20e-6, 50e-6, 100e-6, 150e-6, 200e-6, 300e-6, 500e-6, 1e-3, 2e-3, 5
 _PHASE = (0.001, 0.005, 0.01, 0.025, 0.05, *_E2E[1:])
 
 
-def _counter(name: str, text: str, *labels: str) -> Family:
-    return Family(name, Kind.COUNTER, text, labels)
+def _counter(name: str, text: str, *labels: str) -> MetricFamily:
+    return MetricFamily(name, MetricKind.COUNTER, text, labels)
 
 
-def _gauge(name: str, text: str, *labels: str) -> Family:
-    return Family(name, Kind.GAUGE, text, labels)
+def _gauge(name: str, text: str, *labels: str) -> MetricFamily:
+    return MetricFamily(name, MetricKind.GAUGE, text, labels)
 
 
-def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Family:
-    return Family(name, Kind.HISTOGRAM, text, labels, buckets)
+def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> MetricFamily:
+    return MetricFamily(name, MetricKind.HISTOGRAM, text, labels, buckets)
 
 
 # --- of each worker, from its reports -----------------------------------------------------------------------------
@@ -147,7 +147,7 @@ KV_PAGES_LEAKED = _gauge("kv_pages_leaked", "KV pages without an owner; 0 at eve
 KV_PAGES_LOADING = _gauge("kv_pages_loading", "KV pages that a tier of the KV store is filling.", "worker", "role")
 WORKER_UP = _gauge("worker_up", "1 while the worker can be given work.", "worker", "role")
 
-BY_WORKER_COUNTER: dict[str, Family] = {
+BY_WORKER_COUNTER: dict[str, MetricFamily] = {
     "steps": _counter("engine_steps", "Steps that computed something.", "worker"),
     "prompt_tokens_computed": _counter("prompt_tokens_computed", "Prompt tokens computed, not cached.", "worker"),
     "generation_tokens": _counter("worker_generation_tokens", "Tokens drawn, resubmitted work included.", "worker"),
@@ -204,12 +204,12 @@ BY_WORKER_COUNTER: dict[str, Family] = {
 }
 """The family of each name in ``WORKER_COUNTERS``."""
 
-BY_WORKER_MAXIMUM: dict[str, Family] = {
+BY_WORKER_MAXIMUM: dict[str, MetricFamily] = {
     "batch_rows_max": _gauge("engine_batch_rows_max", "Most requests computed in one step.", "worker"),
 }
 """The family of each name in ``WORKER_MAXIMA``."""
 
-BY_TIER_FIGURE: dict[str, Family] = {
+BY_TIER_FIGURE: dict[str, MetricFamily] = {
     "pages_read": _counter("kv_store_pages_read", "KV pages fetched from a tier and proved.", "worker", "tier"),
     "bytes_read": _counter("kv_store_bytes_read", "Bytes of those.", "worker", "tier"),
     "read_seconds": _counter("kv_store_read_seconds", "Time spent on fetching those.", "worker", "tier"),

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from penstock.telemetry import metrics as names
-from penstock.telemetry.metrics import Family, Kind
+from penstock.telemetry.metrics import MetricFamily, MetricKind
 from penstock.telemetry.service_levels import ServiceLevels
 from penstock.types import is_older_incarnation
 
@@ -122,7 +122,7 @@ class WorkerTotals:
         self._current[worker] = {}
 
 
-class PrefixFigures(NamedTuple):
+class PrefixIndexStats(NamedTuple):
     """Of the index of workers' prefix caches."""
 
     blocks: int = 0
@@ -131,7 +131,7 @@ class PrefixFigures(NamedTuple):
     refused: int = 0  # the same
 
 
-class ResponseFigures(NamedTuple):
+class ResponseCacheStats(NamedTuple):
     """Of stored responses."""
 
     found: Mapping[str, int]  # by outcome
@@ -155,8 +155,8 @@ class Metrics:
         self.rows: Callable[[], Sequence[Mapping[str, Any]]] = tuple
         self.open_requests: Callable[[], int] = int
         self.dropped_frames: Callable[[], int] = int
-        self.prefix_index: Callable[[], PrefixFigures] = PrefixFigures
-        self.responses: Callable[[], ResponseFigures] = lambda: ResponseFigures({})
+        self.prefix_index: Callable[[], PrefixIndexStats] = PrefixIndexStats
+        self.responses: Callable[[], ResponseCacheStats] = lambda: ResponseCacheStats({})
         self.spans: Callable[[], Mapping[str, int]] = dict[str, int]  # by what became of them
         self.totals = WorkerTotals()
         self._prompt_tokens = self._counter(names.PROMPT_TOKENS).labels(model_name)
@@ -303,7 +303,7 @@ class Metrics:
                 gauge.add_metric([self._model, row["id"], row["role"]], value(row))
             yield gauge
         for name, family in (names.BY_WORKER_COUNTER | names.BY_WORKER_MAXIMUM).items():
-            metric = (CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily)(
+            metric = (CounterMetricFamily if family.kind is MetricKind.COUNTER else GaugeMetricFamily)(
                 names.PREFIX + family.name, family.help, labels=("model_name", *family.labels)
             )
             for worker in seen.totals.workers():
@@ -353,28 +353,28 @@ class Metrics:
 
     # --- making families --------------------------------------------------------------------------------------------
 
-    def _counter(self, family: Family) -> Counter:
+    def _counter(self, family: MetricFamily) -> Counter:
         labels = ("model_name", *family.labels)
         return Counter(names.PREFIX + family.name, family.help, labels, registry=self._registry)
 
-    def _histogram(self, family: Family) -> Histogram:
+    def _histogram(self, family: MetricFamily) -> Histogram:
         made = Histogram(
             names.PREFIX + family.name, family.help, ("model_name",), registry=self._registry, buckets=family.buckets
         )
         return made.labels(self._model)
 
-    def _single_counter(self, family: Family, value: float, created: float | None = None) -> CounterMetricFamily:
+    def _single_counter(self, family: MetricFamily, value: float, created: float | None = None) -> CounterMetricFamily:
         counter = CounterMetricFamily(names.PREFIX + family.name, family.help, labels=("model_name",))
         counter.add_metric([self._model], value, created)
         return counter
 
-    def _by_outcome(self, family: Family, values: Mapping[str, int]) -> CounterMetricFamily:
+    def _by_outcome(self, family: MetricFamily, values: Mapping[str, int]) -> CounterMetricFamily:
         counter = CounterMetricFamily(names.PREFIX + family.name, family.help, labels=("model_name", *family.labels))
         for outcome, value in values.items():
             counter.add_metric([self._model, outcome], value)
         return counter
 
-    def _gauge(self, family: Family) -> GaugeMetricFamily:
+    def _gauge(self, family: MetricFamily) -> GaugeMetricFamily:
         return GaugeMetricFamily(names.PREFIX + family.name, family.help, labels=("model_name", *family.labels))
 
 
@@ -383,7 +383,7 @@ def _usage(row: Mapping[str, Any]) -> float:
     return row["kv_pages_used"] / pages if pages else 0.0
 
 
-_ROW_GAUGES: tuple[tuple[Family, Callable[[Mapping[str, Any]], float]], ...] = (
+_ROW_GAUGES: tuple[tuple[MetricFamily, Callable[[Mapping[str, Any]], float]], ...] = (
     (names.NUM_REQUESTS_RUNNING, lambda row: row["running"]),
     (names.NUM_REQUESTS_WAITING, lambda row: row["queued"]),
     (names.KV_CACHE_USAGE, _usage),
@@ -403,8 +403,8 @@ class _Seen:
     itl: Metric
     open_requests: int
     dropped_frames: int
-    prefix_index: PrefixFigures
-    responses: ResponseFigures
+    prefix_index: PrefixIndexStats
+    responses: ResponseCacheStats
     spans: Mapping[str, int]
 
 

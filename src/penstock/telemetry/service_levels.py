@@ -11,19 +11,19 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from penstock.telemetry import metrics as names
-from penstock.telemetry.metrics import Family
+from penstock.telemetry.metrics import MetricFamily
 from penstock.types import ServiceClass
 
-NOBODYS = "default"
+DEFAULT_TENANT = "default"
 """The tenant of whoever has a key of nobody in particular, or needs none."""
 
-OTHERS = "other"
+OTHER_TENANTS = "other"
 """All tenants that have no label of their own."""
 
-REASONS = ("queue_full", "rate_limit", "predicted_wait")
+SHED_REASONS = ("queue_full", "rate_limit", "predicted_wait")
 
 
-class Target(NamedTuple):
+class LatencyTarget(NamedTuple):
     """What an answer must keep to count as good, in seconds."""
 
     ttft_s: float
@@ -57,13 +57,13 @@ class ServiceLevels:
         for name in map(_name, ServiceClass):
             for family in (self._ttft, self._tpot, self._queue, self._predicted, self._error, self._missed):
                 family.labels(self._model, name)
-            for reason in REASONS:
+            for reason in SHED_REASONS:
                 self._shed.labels(self._model, name, reason)
             for target in names.TARGETS:
                 self._goodput.labels(self._model, name, target)
-        self._requests.labels(self._model, NOBODYS)
+        self._requests.labels(self._model, DEFAULT_TENANT)
         for kind in names.TOKEN_KINDS:
-            self._tokens.labels(self._model, NOBODYS, kind)
+            self._tokens.labels(self._model, DEFAULT_TENANT, kind)
 
     def began(self, service: ServiceClass, ttft_s: float) -> None:
         """A first token came after so long."""
@@ -79,7 +79,7 @@ class ServiceLevels:
         """A request waited in a worker for so long before its prompt was read."""
         self._queue.labels(self._model, _name(service)).observe(max(0.0, seconds))
 
-    def ended(self, service: ServiceClass, target: Target, ttft_s: float, tpot_s: float | None) -> None:
+    def ended(self, service: ServiceClass, target: LatencyTarget, ttft_s: float, tpot_s: float | None) -> None:
         """An answer is complete.  ``tpot_s``: seconds a token after the first; None when there is only that."""
         name = _name(service)
         if tpot_s is not None:
@@ -104,18 +104,18 @@ class ServiceLevels:
 
     def _label(self, tenant: str) -> str:
         if not tenant:
-            return NOBODYS
+            return DEFAULT_TENANT
         if tenant not in self._tenants:
             if len(self._tenants) >= self._max_tenants:
-                return OTHERS
+                return OTHER_TENANTS
             self._tenants.add(tenant)
         return tenant
 
-    def _counter(self, family: Family) -> Counter:
+    def _counter(self, family: MetricFamily) -> Counter:
         labels = ("model_name", *family.labels)
         return Counter(names.PREFIX + family.name, family.help, labels, registry=self._registry)
 
-    def _histogram(self, family: Family) -> Histogram:
+    def _histogram(self, family: MetricFamily) -> Histogram:
         labels = ("model_name", *family.labels)
         return Histogram(
             names.PREFIX + family.name, family.help, labels, registry=self._registry, buckets=family.buckets

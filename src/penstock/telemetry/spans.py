@@ -12,7 +12,7 @@ from typing import Protocol
 
 from penstock.telemetry.metrics import TIERS as TIER_NAMES
 
-Fact = str | int | float | bool
+SpanAttribute = str | int | float | bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ SPANS: tuple[SpanFamily, ...] = (
     *(WORKER_QUEUE, TIERS, PREFILL, TRANSFER),
 )
 
-OF_WORKERS: Mapping[str, SpanFamily] = {family.name: family for family in (WORKER_QUEUE, TIERS, PREFILL, TRANSFER)}
+WORKER_SPANS: Mapping[str, SpanFamily] = {family.name: family for family in (WORKER_QUEUE, TIERS, PREFILL, TRANSFER)}
 """Those that workers measure, by the names in ``wire.messages.Phase``."""
 
 OUTCOMES = ("ended", "exported", "failed")
@@ -92,11 +92,11 @@ class Span(Protocol):
         """Of those that are a part of it; "" where nothing is recorded."""
         ...
 
-    def note(self, **facts: Fact) -> None:
+    def note(self, **facts: SpanAttribute) -> None:
         """Attributes; ``a__b`` is the name ``a.b``."""
         ...
 
-    def event(self, name: str, at: float, **facts: Fact) -> None:
+    def event(self, name: str, at: float, **facts: SpanAttribute) -> None:
         """Something that happened at one time."""
         ...
 
@@ -122,10 +122,10 @@ class NoSpan:
 
     context = ""
 
-    def note(self, **facts: Fact) -> None:
+    def note(self, **facts: SpanAttribute) -> None:
         """See ``Span``."""
 
-    def event(self, name: str, at: float, **facts: Fact) -> None:
+    def event(self, name: str, at: float, **facts: SpanAttribute) -> None:
         """See ``Span``."""
 
     def end(self, at: float, error: str = "") -> None:

@@ -9,12 +9,12 @@ import asyncio
 import logging
 
 from penstock.clock import Clock
-from penstock.telemetry.log import event
+from penstock.telemetry.log import log_event
 from penstock.telemetry.registry import Metrics
 
 log = logging.getLogger("penstock.gateway")
 
-EVERY_S = 10.0
+INTERVAL_S = 10.0
 
 
 class ThroughputLog:
@@ -29,7 +29,7 @@ class ThroughputLog:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(INTERVAL_S)
             self.look()
 
     def look(self) -> None:
@@ -42,7 +42,7 @@ class ThroughputLog:
         if not (read or written or requests):
             return
         rows = self._metrics.rows()
-        event(
+        log_event(
             log,
             logging.INFO,
             "throughput",

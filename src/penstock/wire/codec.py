@@ -1,6 +1,6 @@
 """Bytes to messages and back: one version byte, then one msgpack map with a tag.
 
-Whatever bytes come in, ``decode`` gives a message or raises ``ProtocolError``, and allocates no more than a small
+Whatever bytes come in, ``decode_message`` gives a message or raises ``ProtocolError``, and allocates no more than a small
 multiple of the frame.  Knows nothing about sockets, and nothing about what a message means.
 """
 
@@ -12,26 +12,26 @@ import msgspec
 
 from penstock.errors import ProtocolError, ProtocolVersionError
 from penstock.wire.gateway_messages import (
-    Assign,
+    AssignRole,
     Cancel,
+    ConfirmRequests,
     Hello,
     KvEvents,
-    Relieve,
-    Report,
-    Returned,
-    StillWanted,
+    MigrateRequests,
+    RequestReturned,
     Submit,
     Tokens,
+    WorkerReport,
 )
 from penstock.wire.supervisor_messages import SupervisorMessage
 from penstock.wire.transfer_messages import (
     EncodeImage,
+    FetchTicket,
     HandOverAlive,
     HandOverFailed,
     ImageAlive,
     ImageEncoded,
     PageReady,
-    PagesAt,
     PagesReady,
     PagesReceived,
     PrefillDone,
@@ -60,8 +60,8 @@ PeerMessage: TypeAlias = (
     | Submit
     | Cancel
     | Tokens
-    | Returned
-    | Report
+    | RequestReturned
+    | WorkerReport
     | KvEvents
     | PullPages
     | PageReady
@@ -69,10 +69,10 @@ PeerMessage: TypeAlias = (
     | HandOverAlive
     | HandOverFailed
     | PagesReceived
-    | Assign
-    | Relieve
-    | StillWanted
-    | PagesAt
+    | AssignRole
+    | MigrateRequests
+    | ConfirmRequests
+    | FetchTicket
     | PagesReady
     | EncodeImage
     | ImageAlive
@@ -89,7 +89,7 @@ _decoder: msgspec.msgpack.Decoder[PeerMessage | SupervisorMessage] = msgspec.msg
 _peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
 
 
-def encode(message: PeerMessage | SupervisorMessage) -> bytes:
+def encode_message(message: PeerMessage | SupervisorMessage) -> bytes:
     """One frame.  Raises ProtocolError when it is over ``MAX_FRAME_BYTES`` or a number does not fit 64 bits."""
     try:
         frame = _VERSION + _encoder.encode(message)
@@ -100,16 +100,16 @@ def encode(message: PeerMessage | SupervisorMessage) -> bytes:
     return frame
 
 
-def fits(message: PeerMessage | SupervisorMessage) -> bool:
+def fits_in_frame(message: PeerMessage | SupervisorMessage) -> bool:
     """Can this be encoded?  To be asked when it could not be sent, to tell why."""
     try:
-        encode(message)
+        encode_message(message)
     except ProtocolError:
         return False
     return True
 
 
-def decode(frame: bytes | bytearray | memoryview) -> PeerMessage | SupervisorMessage:
+def decode_message(frame: bytes | bytearray | memoryview) -> PeerMessage | SupervisorMessage:
     """Any message of ours.  Raises ProtocolError, and nothing else, for every other sequence of bytes."""
     return _decode(frame, _decoder)
 

@@ -1,8 +1,8 @@
 """The CURVE keys of one deployment: who may listen, who may connect.
 
-Every process of a deployment holds one ``Keys``: listeners prove themselves with the server pair, links with the
+Every process of a deployment holds one ``CurveKeys``: listeners prove themselves with the server pair, links with the
 client pair, and each side accepts nothing but the other pair's public key.  ``penstock serve`` makes them in memory
-(``Keys.ephemeral``) and children inherit them over fork; between hosts they are files made by
+(``CurveKeys.ephemeral``) and children inherit them over fork; between hosts they are files made by
 ``penstock host-keys DIR`` and copied by the operator.  Knows nothing about endpoints or roles.
 
 Format: Z85, 40 characters a key (https://rfc.zeromq.org/spec/32); key agreement: https://rfc.zeromq.org/spec/26.
@@ -24,7 +24,7 @@ _LOOSE = stat.S_IRWXG | stat.S_IRWXO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Keys:
+class CurveKeys:
     """Two key pairs, each part as Z85 text in bytes.  Never shown by ``repr``."""
 
     server_public: bytes
@@ -36,7 +36,7 @@ class Keys:
         return "Keys(...)"
 
     @classmethod
-    def ephemeral(cls) -> Keys:
+    def ephemeral(cls) -> CurveKeys:
         """New keys that live in this process and its children only.  Starts no thread and opens no socket."""
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
@@ -68,7 +68,7 @@ class Keys:
         return tuple(written)
 
     @classmethod
-    def load(cls, folder: Path) -> Keys:
+    def load(cls, folder: Path) -> CurveKeys:
         """Read what ``save`` wrote.
 
         Raises ConfigError for a missing file, one that others may read or write, one that belongs to somebody else,

@@ -54,17 +54,19 @@ from penstock.types import (
 # MERGED: What every message is: a tagged, strict, frozen struct.
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", forbid_unknown_fields=True, omit_defaults=True):
+class WireMessage(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="t", forbid_unknown_fields=True, omit_defaults=True
+):
     """Base of everything that crosses a process boundary."""
 
 
 # MERGED: What a worker measures of its part in one answer, for the answer's spans
 # MERGED: (``telemetry.spans.OF_WORKERS``).
 
-MOST_FACTS = 16
+MAX_PHASE_FACTS = 16
 
 
-Figure = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
+PhaseFigure = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
 PhaseFact = Annotated[str, msgspec.Meta(max_length=64)]
 
 
@@ -72,9 +74,9 @@ class PhaseTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     """One phase of a leg.  Times count from the leg's arrival: clocks of two hosts are not compared."""
 
     name: Annotated[str, msgspec.Meta(max_length=32)]
-    begin_s: Figure
-    seconds: Figure
-    facts: Annotated[dict[PhaseFact, Figure], msgspec.Meta(max_length=MOST_FACTS)]
+    begin_s: PhaseFigure
+    seconds: PhaseFigure
+    facts: Annotated[dict[PhaseFact, PhaseFigure], msgspec.Meta(max_length=MAX_PHASE_FACTS)]
 
 
 MAX_AGE_S = 86_400.0
@@ -85,18 +87,20 @@ MAX_AGE_S = 86_400.0
 
 HASH_BYTES = 32
 CHECKSUM_BYTES = 16
-MOST_COUNTERS = 1024
-MOST_REASON_CHARS = 4096
-MOST_POOLED_BYTES = 1 << 24
+MAX_COUNTERS = 1024
+MAX_REASON_CHARS = 4096
+MAX_POOLED_BYTES = 1 << 24
 
 AnyRequest = Annotated[RequestId, msgspec.Meta(max_length=1024)]
 AnyWorker = Annotated[WorkerId, msgspec.Meta(max_length=1024)]
 AnyHash = Annotated[BlockHash, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Checksum = Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
-ReasonText = Annotated[str, msgspec.Meta(max_length=MOST_REASON_CHARS)]
+ReasonText = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
 Pid = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
-Counters = Annotated[dict[Name, Annotated[float, msgspec.Meta(ge=0, le=1e18)]], msgspec.Meta(max_length=MOST_COUNTERS)]
-Pooled = Annotated[bytes, msgspec.Meta(max_length=MOST_POOLED_BYTES)]
+CounterValues = Annotated[
+    dict[Name, Annotated[float, msgspec.Meta(ge=0, le=1e18)]], msgspec.Meta(max_length=MAX_COUNTERS)
+]
+Pooled = Annotated[bytes, msgspec.Meta(max_length=MAX_POOLED_BYTES)]
 
 
 MAX_EXPECTED_TOKENS = 1 << 31
@@ -121,14 +125,14 @@ class Recipient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 # --- gateway -> worker ---------------------------------------------------------------------------------------------
 
 
-class Awaited(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class AwaitedStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """A leg that a gateway waits for."""
 
     request: AnyRequest
     epoch: Count
 
 
-class Hello(Message, frozen=True, kw_only=True, tag="hello"):
+class Hello(WireMessage, frozen=True, kw_only=True, tag="hello"):
     """A gateway introduces itself, and again every ``GATEWAY_BEAT_S``.
 
     A worker cancels what belongs to a gateway's earlier incarnation, or to a gateway that fell silent.  A message can
@@ -139,12 +143,12 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     gateway: Name
     incarnation: Incarnation
     connection: Count = 0  # grows with each connection that this gateway makes: the latest is the one to answer
-    awaited: tuple[Awaited, ...] = ()
+    awaited: tuple[AwaitedStage, ...] = ()
     kv_snapshot: bool = False  # tell me all that your prefix cache has: I am new, or have missed some of your KvEvents
     discovery: bool = False  # only asks who listens here: answered by one Report, and no gateway is remembered for it
 
 
-class Submit(Message, frozen=True, kw_only=True, tag="submit"):
+class Submit(WireMessage, frozen=True, kw_only=True, tag="submit"):
     """Please compute.  A later epoch of the same request replaces an earlier one.
 
     ``emitted`` are tokens of the answer that the client has already: they are counted as output, never sent again.
@@ -173,7 +177,9 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     pictures: tuple[MediaInput, ...] = ()  # one an image, where the prompt is read
     encoders: tuple[PageSource, ...] = ()  # workers that encode images for whoever reads the prompt
     pooling: PoolingParams | None = None  # leg=whole: read the prompt, answer with ``TokenItem.pooled`` and one token
-    serial: Count = 0  # grows with each Submit of a gateway: ``Report.heard`` says which of them are counted in it
+    serial: Count = (
+        0  # grows with each Submit of a gateway: ``WorkerReport.heard`` says which of them are counted in it
+    )
     traced: bool = False  # ``TokenItem.phases`` are wanted
 
     def __post_init__(self) -> None:
@@ -185,7 +191,7 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
         return len(self.prompt) // TOKEN_BYTES
 
 
-class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
+class Cancel(WireMessage, frozen=True, kw_only=True, tag="cancel"):
     """Forget this request, whatever its state, if its epoch is not later than this one."""
 
     request: AnyRequest
@@ -213,7 +219,7 @@ class TokenItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     phases: tuple[PhaseTiming, ...] = ()  # of a leg that is traced: what has ended since its last item
 
 
-class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
+class Tokens(WireMessage, frozen=True, kw_only=True, tag="tokens"):
     """All tokens of one step for one gateway, in one message.  Nobody tells of another process's."""
 
     worker: AnyWorker
@@ -241,7 +247,7 @@ OF_REQUEST = ("grammar: ", "image: ", "adapter: ")
 """How reasons begin that say nothing against the worker: what this one request needs cannot be had there."""
 
 
-class Returned(Message, frozen=True, kw_only=True, tag="returned"):
+class RequestReturned(WireMessage, frozen=True, kw_only=True, tag="returned"):
     """This worker gives the request back unfinished; the gateway resubmits it with what it has emitted."""
 
     request: AnyRequest
@@ -258,7 +264,7 @@ KV_EVENT_BLOCKS = 4096
 _Keys = Annotated[bytes, msgspec.Meta(max_length=KV_EVENT_BLOCKS * KV_KEY_BYTES)]
 
 
-class KvEvents(Message, frozen=True, kw_only=True, tag="kv_events"):
+class KvEvents(WireMessage, frozen=True, kw_only=True, tag="kv_events"):
     """What has changed in a worker's prefix cache since the message before it, or (with ``parts``) all that is in it.
 
     Changes are numbered from 1 without gaps within an incarnation.  A snapshot is what stands after change
@@ -284,7 +290,7 @@ class StepRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     draw: Seconds = 0.0  # a position whose logits are needed
 
 
-class Report(Message, frozen=True, kw_only=True, tag="report"):
+class WorkerReport(WireMessage, frozen=True, kw_only=True, tag="report"):
     """A worker as it is now.  At most every ``WorkerConfig.report_min_s`` while anything changes, to every gateway;
     otherwise as the answer to a Hello, to the gateway that said it, at most every ``report_max_s``.
 
@@ -309,7 +315,7 @@ class Report(Message, frozen=True, kw_only=True, tag="report"):
     kv_pages_free: Count = 0  # cached pages count as free: they can be evicted
     kv_pages_leaked: Count = 0
     kv_pages_loading: Count = 0  # of those used, pages that a tier of the KV store fills for no request
-    counters: Counters = msgspec.field(default_factory=dict[str, float])  # name in telemetry.metrics -> value
+    counters: CounterValues = msgspec.field(default_factory=dict[str, float])  # name in telemetry.metrics -> value
     prompt_tokens: Count = 0  # known tokens still to compute here, queued ones included; what hand-overs bring is not
     prompt_pairs: Count = 0  # (query, key) pairs of their attention
     batch_tokens: Count = 0  # of prompt_tokens, those of batch work: they wait for interactive requests
@@ -366,7 +372,7 @@ NO_FAULT = (REASON_DRAINING, ROLE_CHANGED, HANDED_OVER, "yielded")
 """Reasons that say nothing against the request or its workers: no attempt that failed.  Who yields makes room."""
 
 
-class Assign(Message, frozen=True, kw_only=True, tag="assign"):
+class AssignRole(WireMessage, frozen=True, kw_only=True, tag="assign"):
     """A gateway to a worker, because an operator said so.  What is None stays as it is.
 
     The worker answers all gateways with a Report that shows it.  Said twice it changes nothing.
@@ -376,7 +382,7 @@ class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     duty: Duty | None = None
 
 
-class Relieve(Message, frozen=True, kw_only=True, tag="relieve"):
+class MigrateRequests(WireMessage, frozen=True, kw_only=True, tag="relieve"):
     """A worker to a gateway: these answers are being written here and should go on elsewhere.
 
     Said again every so often while nobody has come for them.
@@ -385,7 +391,7 @@ class Relieve(Message, frozen=True, kw_only=True, tag="relieve"):
     requests: tuple[tuple[Annotated[RequestId, msgspec.Meta(max_length=1024)], Count], ...]  # each with its epoch
 
 
-class StillWanted(Message, frozen=True, kw_only=True, tag="still_wanted"):
+class ConfirmRequests(WireMessage, frozen=True, kw_only=True, tag="still_wanted"):
     """A worker to a gateway: these were asked for a while ago.  What is not wanted any more is cancelled once more.
 
     A cancel can be lost with its connection, or on a connection that lives; and what nobody has asked for pages yet has

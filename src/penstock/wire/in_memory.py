@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from penstock.errors import ConfigError, ProtocolError, ProtocolVersionError
-from penstock.wire.codec import VERSION_NOTICE, PeerMessage, check_payload, decode_peer, encode, version_probe
+from penstock.wire.codec import VERSION_NOTICE, PeerMessage, check_payload, decode_peer, encode_message, version_probe
 from penstock.wire.transport import YIELD_EVERY, AsyncLink, Link, Listener, Received, Source, WireCounters
 
 SCHEME = "memory://"
@@ -43,7 +43,7 @@ class _Box:
         return True
 
 
-class MemoryHub:
+class InMemoryHub:
     """``transport.Transport`` for endpoints ``memory://name``; the ends made by one hub see each other.
 
     As with sockets, a link may be made before its listener, and messages wait for it.  ``capacity`` bounds every
@@ -110,7 +110,7 @@ class MemoryHub:
 
 
 class _MemoryListener:
-    def __init__(self, hub: MemoryHub, endpoint: str, box: _Box) -> None:
+    def __init__(self, hub: InMemoryHub, endpoint: str, box: _Box) -> None:
         self._hub = hub
         self.endpoint = endpoint
         self.box = box
@@ -133,7 +133,7 @@ class _MemoryListener:
 
 
 class _MemoryLink:
-    def __init__(self, hub: MemoryHub, endpoint: str, peer: bytes, box: _Box) -> None:
+    def __init__(self, hub: InMemoryHub, endpoint: str, peer: bytes, box: _Box) -> None:
         self._hub = hub
         self._peer = peer
         self.endpoint = endpoint
@@ -202,7 +202,7 @@ def _pack(peer: bytes, message: PeerMessage, payload: memoryview | None) -> _Par
     try:
         if payload is not None:
             check_payload(payload)
-        return _Parcel(peer, encode(message), None if payload is None else payload.tobytes())
+        return _Parcel(peer, encode_message(message), None if payload is None else payload.tobytes())
     except ProtocolError:
         return None
 

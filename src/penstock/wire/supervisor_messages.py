@@ -8,10 +8,10 @@ from penstock.types import (
     Role,
     WorkerState,
 )
-from penstock.wire.gateway_messages import AnyWorker, Message, Pid, ReasonText
+from penstock.wire.gateway_messages import AnyWorker, Pid, ReasonText, WireMessage
 
 
-class WorkerUp(Message, frozen=True, kw_only=True, tag="worker_up"):
+class WorkerUp(WireMessage, frozen=True, kw_only=True, tag="worker_up"):
     """A worker process was started and will listen at ``endpoint``."""
 
     worker: AnyWorker
@@ -21,7 +21,7 @@ class WorkerUp(Message, frozen=True, kw_only=True, tag="worker_up"):
     endpoint: Name
 
 
-class WorkerDown(Message, frozen=True, kw_only=True, tag="worker_down"):
+class WorkerDown(WireMessage, frozen=True, kw_only=True, tag="worker_down"):
     """A worker process has ended (or was ended).  ``state`` is dead, or wedged while it is being killed."""
 
     worker: AnyWorker
@@ -31,11 +31,11 @@ class WorkerDown(Message, frozen=True, kw_only=True, tag="worker_down"):
     fault: bool = False  # of what it did: it crashed, hung or ran out of memory, and was not ended from outside
 
 
-class Draining(Message, frozen=True, kw_only=True, tag="draining"):
+class ServiceDraining(WireMessage, frozen=True, kw_only=True, tag="draining"):
     """The service is about to stop: finish what runs, take nothing new."""
 
 
-class Suspect(Message, frozen=True, kw_only=True, tag="suspect"):
+class SuspectWorker(WireMessage, frozen=True, kw_only=True, tag="suspect"):
     """Gateway to supervisor: this worker makes no progress with what it has; please look, and end it if so."""
 
     worker: AnyWorker
@@ -43,16 +43,16 @@ class Suspect(Message, frozen=True, kw_only=True, tag="suspect"):
     reason: ReasonText
 
 
-class LoadModel(Message, frozen=True, kw_only=True, tag="load_model"):
+class LoadModel(WireMessage, frozen=True, kw_only=True, tag="load_model"):
     """The front of a catalogue to its supervisor: start this model's process.  Answered by WorkerUp, or WorkerDown."""
 
     worker: AnyWorker
 
 
-class UnloadModel(Message, frozen=True, kw_only=True, tag="unload_model"):
+class UnloadModel(WireMessage, frozen=True, kw_only=True, tag="unload_model"):
     """The front of a catalogue to its supervisor: nobody uses this model; end its process.  Answered by WorkerDown."""
 
     worker: AnyWorker
 
 
-SupervisorMessage = WorkerUp | WorkerDown | Draining | Suspect | LoadModel | UnloadModel
+SupervisorMessage = WorkerUp | WorkerDown | ServiceDraining | SuspectWorker | LoadModel | UnloadModel

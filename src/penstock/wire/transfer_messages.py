@@ -21,16 +21,16 @@ from penstock.types import (
     PageId,
     RequestId,
 )
-from penstock.wire.gateway_messages import CHECKSUM_BYTES, AnyRequest, Checksum, Message, ReasonText, TokenItem
+from penstock.wire.gateway_messages import CHECKSUM_BYTES, AnyRequest, Checksum, ReasonText, TokenItem, WireMessage
 
 FETCH_TOKEN_BYTES = 32
-MOST_ANNOUNCED = 1024
+MAX_READY_PAGES = 1024
 """Pages in one message."""
-AGENT_BYTES = 64 << 10
+MAX_AGENT_BYTES = 64 << 10
 """Most that an agent of NIXL says of itself."""
 
 
-class PagesAt(Message, frozen=True, kw_only=True, tag="pages_at"):
+class FetchTicket(WireMessage, frozen=True, kw_only=True, tag="pages_at"):
     """Prefill to decode, before the first ``PageReady``: this hand-over's pages are to be fetched.
 
     From ``port`` at the host of the sender's mailbox, as ``leg``, by whoever has the ``token``, until the leg is over.
@@ -44,11 +44,11 @@ class PagesAt(Message, frozen=True, kw_only=True, tag="pages_at"):
     token: Annotated[bytes, msgspec.Meta(min_length=FETCH_TOKEN_BYTES, max_length=FETCH_TOKEN_BYTES)]
     sealed: bool = False  # the pages come encrypted
     # They may be read by NIXL as well: what to know of the sender's agent, and where its first page lies.
-    agent: Annotated[bytes, msgspec.Meta(max_length=AGENT_BYTES)] = b""
+    agent: Annotated[bytes, msgspec.Meta(max_length=MAX_AGENT_BYTES)] = b""
     base: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
 
 
-class Announced(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class ReadyPage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """One page, with the fields of ``messages.PageReady``."""
 
     block: Count
@@ -58,19 +58,19 @@ class Announced(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     checksum: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
-class PagesReady(Message, frozen=True, kw_only=True, tag="pages"):
+class PagesReady(WireMessage, frozen=True, kw_only=True, tag="pages"):
     """Prefill to decode: several pages are finished at once, and none travels beside its announcement."""
 
     request: Annotated[RequestId, msgspec.Meta(max_length=1024)]
     epoch: Count
-    pages: Annotated[tuple[Announced, ...], msgspec.Meta(max_length=MOST_ANNOUNCED)]
+    pages: Annotated[tuple[ReadyPage, ...], msgspec.Meta(max_length=MAX_READY_PAGES)]
 
 
-OfFetching = PagesAt | PagesReady
+FetchMessage = FetchTicket | PagesReady
 """What is said of pages that are fetched, and of no others."""
 
 
-class PullPages(Message, frozen=True, kw_only=True, tag="pull"):
+class PullPages(WireMessage, frozen=True, kw_only=True, tag="pull"):
     """Decode to prefill: I have room for all pages that I need of this request; send those from ``skip_blocks`` on.
 
     Said again with a higher ``skip_blocks`` it acknowledges the blocks below, and renews the lease in any case.
@@ -89,7 +89,7 @@ class PullPages(Message, frozen=True, kw_only=True, tag="pull"):
     ahead: Count = 0  # and for how many more there is room
 
 
-class PageReady(Message, frozen=True, kw_only=True, tag="page"):
+class PageReady(WireMessage, frozen=True, kw_only=True, tag="page"):
     """Prefill to decode: block ``block`` of the request is finished.  With "curve" the page is the frame's payload."""
 
     request: AnyRequest
@@ -101,7 +101,7 @@ class PageReady(Message, frozen=True, kw_only=True, tag="page"):
     checksum: Checksum  # XXH3-128 over the page's bytes and (identity, layout, generation); 16 bytes
 
 
-class PrefillDone(Message, frozen=True, kw_only=True, tag="prefill_done"):
+class PrefillDone(WireMessage, frozen=True, kw_only=True, tag="prefill_done"):
     """Prefill to decode: all ``blocks`` pages were announced, and this was the first token.
 
     Of an answer that moves, ``first`` has all tokens that were written since it was to move, and may have none.
@@ -113,14 +113,14 @@ class PrefillDone(Message, frozen=True, kw_only=True, tag="prefill_done"):
     first: TokenItem
 
 
-class HandOverAlive(Message, frozen=True, kw_only=True, tag="hand_over_alive"):
+class HandOverAlive(WireMessage, frozen=True, kw_only=True, tag="hand_over_alive"):
     """Prefill to decode: nothing is lost, more will come.  Renews the receiver's lease while the prompt waits."""
 
     request: AnyRequest
     epoch: Count
 
 
-class HandOverFailed(Message, frozen=True, kw_only=True, tag="hand_over_failed"):
+class HandOverFailed(WireMessage, frozen=True, kw_only=True, tag="hand_over_failed"):
     """Prefill to decode: nothing (more) will come."""
 
     request: AnyRequest
@@ -128,7 +128,7 @@ class HandOverFailed(Message, frozen=True, kw_only=True, tag="hand_over_failed")
     reason: ReasonText
 
 
-class PagesReceived(Message, frozen=True, kw_only=True, tag="pages_received"):
+class PagesReceived(WireMessage, frozen=True, kw_only=True, tag="pages_received"):
     """Decode to prefill: I have copied everything, or want no more.  Ends the sender's lease.
 
     Of an answer that moves, a gateway says it, too, when its receiver has gone.
@@ -139,7 +139,7 @@ class PagesReceived(Message, frozen=True, kw_only=True, tag="pages_received"):
     taken: bool = False  # the answer that was moving goes on here
 
 
-class EncodeImage(Message, frozen=True, kw_only=True, tag="encode"):
+class EncodeImage(WireMessage, frozen=True, kw_only=True, tag="encode"):
     """Whoever reads a prompt to an encoder: what are the rows of this image, or sound?  Answered in any order."""
 
     content: ImageHash
@@ -147,13 +147,13 @@ class EncodeImage(Message, frozen=True, kw_only=True, tag="encode"):
     identity: ModelIdentity
 
 
-class ImageAlive(Message, frozen=True, kw_only=True, tag="image_alive"):
+class ImageAlive(WireMessage, frozen=True, kw_only=True, tag="image_alive"):
     """An encoder: this image waits or is being encoded."""
 
     content: ImageHash
 
 
-class ImageEncoded(Message, frozen=True, kw_only=True, tag="image"):
+class ImageEncoded(WireMessage, frozen=True, kw_only=True, tag="image"):
     """An encoder: the frame's payload is the image's rows, fp32 [tokens, width].  No tokens: it cannot be had here."""
 
     content: ImageHash

@@ -34,12 +34,12 @@ from penstock.wire.codec import (
     PeerMessage,
     check_payload,
     decode_peer,
-    encode,
+    encode_message,
     is_version_probe,
     version_probe,
     version_reason,
 )
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.transport import YIELD_BYTES, YIELD_EVERY, AsyncLink, Link, Listener, Received, Source, WireCounters
 
 QUEUE_MESSAGES = 16_384
@@ -82,7 +82,7 @@ log = logging.getLogger("penstock.wire")
 class ZmqTransport:
     """``transport.Transport`` over ipc (only this user's processes may connect) and TCP."""
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: CurveKeys) -> None:
         self._keys = keys
         self._pid = os.getpid()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -489,7 +489,7 @@ def _send(
         counters.unsent += 1
         return False
     try:
-        frames: list[bytes | memoryview] = [*address, encode(message)]
+        frames: list[bytes | memoryview] = [*address, encode_message(message)]
         if payload is not None:
             check_payload(payload)
             frames.append(payload)

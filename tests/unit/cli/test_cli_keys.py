@@ -7,7 +7,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.config.api_keys import load_keys
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 
 
 @pytest.mark.parametrize("command", ["host-keys", "keys"])
@@ -20,10 +20,10 @@ def test_host_keys_are_written_once_and_for_their_owner_only(
     paths = [Path(line) for line in capsys.readouterr().out.split()]
     assert {path.parent for path in paths} == {folder}
     assert {path.stat().st_mode & 0o777 for path in paths} == {0o600}
-    first = Keys.load(folder)
+    first = CurveKeys.load(folder)
     assert main([command, str(folder)]) == 2
     assert "File exists" in capsys.readouterr().err
-    assert Keys.load(folder) == first
+    assert CurveKeys.load(folder) == first
 
 
 def test_a_tenants_keys_come_and_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

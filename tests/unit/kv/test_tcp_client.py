@@ -20,7 +20,7 @@ from penstock.kv.connectors.tcp.client import FetchBatch, FetchConnection, Sourc
 from penstock.kv.layout import KvLayout
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
 from penstock.wire.gateway_messages import PageSource
-from penstock.wire.transfer_messages import PageReady, PagesAt
+from penstock.wire.transfer_messages import FetchTicket, PageReady
 
 SOURCE = PageSource(worker=WorkerId("prefill-0"), incarnation=1, endpoint="tcp://127.0.0.1:1")
 SEAL = PageChecksum(
@@ -52,7 +52,7 @@ class Roadside:
         self.road = SourcePool(SOURCE, config, SEAL, sealed=False, land=self._land)
 
     def door(self, name: str) -> tuple[RequestId, int]:
-        at = PagesAt(request=RequestId(name), epoch=1, port=1, leg=len(name), token=bytes(32), sealed=False)
+        at = FetchTicket(request=RequestId(name), epoch=1, port=1, leg=len(name), token=bytes(32), sealed=False)
         self.road.add_ticket(at)
         return at.request, 1
 

@@ -23,7 +23,7 @@ from penstock.kv.layout import KvLayout
 from penstock.kv.memory import KvMemory
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
 from penstock.wire.gateway_messages import PageSource
-from penstock.wire.transfer_messages import PageReady, PagesAt
+from penstock.wire.transfer_messages import FetchTicket, PageReady
 
 LAYOUT = KvLayout.for_shape(KvShape.plain(layers=2, kv_heads=2, head_dim=8), "fp32")
 SEAL = PageChecksum(ModelIdentity(fingerprint="f" * 64, numerics="test-1-fp32"), LAYOUT)
@@ -38,19 +38,19 @@ class Ends:
     talk: _FetchSession
     told: list[FetchResult] = field(default_factory=list)
 
-    def grant(self, name: str, *pages: int) -> PagesAt:
+    def grant(self, name: str, *pages: int) -> FetchTicket:
         at = self.desk.grant_access(RequestId(name), 1)
         for page in pages:
             self.desk.publish_page(frame_of(self.desk, at, page))
         return at
 
-    def batch(self, at: PagesAt, page: int) -> FetchBatch:
+    def batch(self, at: FetchTicket, page: int) -> FetchBatch:
         source = PageSource(worker=WorkerId("prefill-0"), incarnation=1, endpoint="tcp://127.0.0.1:1")
         wanted = FetchRequest(source, frame_of(self.desk, at, page), memoryview(bytearray(LAYOUT.page_bytes)))
         return FetchBatch((at.request, at.epoch), at, [PageFetch(wanted)])
 
 
-def frame_of(desk: PageServer, at: PagesAt, page: int) -> PageReady:
+def frame_of(desk: PageServer, at: FetchTicket, page: int) -> PageReady:
     seal = SEAL.checksum(desk.own.view(PageId(page)), 1)
     return PageReady(request=at.request, epoch=1, block=page, tokens=16, page=PageId(page), generation=1, checksum=seal)
 

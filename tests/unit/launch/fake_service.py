@@ -24,7 +24,7 @@ from penstock.launch.heartbeat import Board
 from penstock.launch.restart_policy import GATEWAY
 from penstock.launch.supervisor import Job, Stopped, Supervisor
 from penstock.types import Role, WorkerId, WorkerState
-from penstock.wire.supervisor_messages import Draining, Suspect, WorkerDown, WorkerUp
+from penstock.wire.supervisor_messages import ServiceDraining, SuspectWorker, WorkerDown, WorkerUp
 
 SCRIPT = json.loads(sys.argv[1])
 ROLES = {WorkerId("prefill-0"): Role.PREFILL, WorkerId("decode-0"): Role.DECODE}
@@ -71,10 +71,10 @@ def gateway(incarnation: int, channel: Channel) -> int:
             if isinstance(message, WorkerUp):
                 say("gateway", incarnation, "up", message.worker, message.incarnation, message.pid, message.endpoint)
                 if SCRIPT.get("suspect") == message.worker and message.incarnation == 1:
-                    channel.send(Suspect(worker=message.worker, incarnation=1, reason="no tokens"))
+                    channel.send(SuspectWorker(worker=message.worker, incarnation=1, reason="no tokens"))
             elif isinstance(message, WorkerDown):
                 say("gateway", incarnation, "down", message.worker, message.incarnation, message.state.value)
-            elif isinstance(message, Draining):
+            elif isinstance(message, ServiceDraining):
                 say("gateway", incarnation, "draining")
                 if not SCRIPT.get("endless"):
                     return 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock.config.api_keys import changing
 from penstock.launch.compose import event_key
-from penstock.wire.curve_keys import Keys
+from penstock.wire.curve_keys import CurveKeys
 
 
 def test_it_follows_from_the_file_of_keys(tmp_path: Path) -> None:
@@ -15,12 +15,12 @@ def test_it_follows_from_the_file_of_keys(tmp_path: Path) -> None:
         with changing(Path(path), 10, make=True):
             pass
     # The same in every gateway, also after a restart.
-    assert event_key(None, one, 10) == event_key(None, one, 10, Keys.ephemeral())
+    assert event_key(None, one, 10) == event_key(None, one, 10, CurveKeys.ephemeral())
     assert event_key(None, one, 10) != event_key(None, other, 10)
 
 
 def test_without_one_it_follows_from_what_gateways_share() -> None:
-    shared, others = Keys.ephemeral(), Keys.ephemeral()
+    shared, others = CurveKeys.ephemeral(), CurveKeys.ephemeral()
     assert event_key("k", None, 10, shared) == event_key(None, None, 10, shared) != event_key("k", None, 10, others)
 
 

@@ -10,7 +10,7 @@ PROGRAM = """
 import asyncio
 import logging
 from penstock.launch.http_server import _adopt_logs
-from penstock.telemetry.log import configure
+from penstock.telemetry.log import configure_logging
 
 configure("gateway", as_json=True)
 _adopt_logs()

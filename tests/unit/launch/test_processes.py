@@ -16,7 +16,7 @@ from penstock.types import (
     is_older_incarnation,
     pack_token_ids,
 )
-from penstock.wire.codec import decode_peer, encode
+from penstock.wire.codec import decode_peer, encode_message
 from penstock.wire.gateway_messages import PageSource, Recipient, Submit
 
 
@@ -42,7 +42,7 @@ def test_the_last_restart_of_the_last_run_travels() -> None:
         root=BlockHash(bytes(32)),
         pages_from=source,
     )
-    assert decode_peer(encode(submit)) == submit
+    assert decode_peer(encode_message(submit)) == submit
 
 
 def test_a_worker_that_loads_beats_while_it_gets_on() -> None:

@@ -12,8 +12,8 @@ from penstock.launch.remote_workers import LOST_S, JoinedWorkers
 from penstock.router.fleet import Fleet
 from penstock.types import RESTART_BITS, ModelIdentity, Role, WorkerId, WorkerState
 from penstock.wire.codec import PROTOCOL_VERSION, PeerMessage, version_reason
-from penstock.wire.gateway_messages import Hello, Report
-from penstock.wire.in_memory import MemoryHub
+from penstock.wire.gateway_messages import Hello, WorkerReport
+from penstock.wire.in_memory import InMemoryHub
 from penstock.wire.supervisor_messages import SupervisorMessage, WorkerDown, WorkerUp
 from penstock.wire.transport import Received, WireCounters
 
@@ -52,8 +52,8 @@ class OldLine(Line):
     speaks = 3
 
 
-def report_of(worker: str, numerics: str = "n", incarnation: int = 5) -> Report:
-    return Report(
+def report_of(worker: str, numerics: str = "n", incarnation: int = 5) -> WorkerReport:
+    return WorkerReport(
         worker=WorkerId(worker),
         incarnation=incarnation,
         role=Role.DECODE,
@@ -195,7 +195,7 @@ def test_silence_while_nobody_listened_proves_nothing(town: Town) -> None:
 def test_two_workers_of_one_name_are_not_mixed_up(town: Town, caplog: pytest.LogCaptureFixture) -> None:
     town.report(A, "d", 5)
     for _ in range(10):
-        town.joined.on_report(B, Report(
+        town.joined.on_report(B, WorkerReport(
             worker=WorkerId("d"), incarnation=9, role=Role.DECODE, state=WorkerState.READY, pid=8,
             identity=ModelIdentity(fingerprint="f", numerics="n"), max_model_len=64))  # fmt: skip
     assert town.news() == [("up", "d", 5)]
@@ -237,7 +237,7 @@ async def test_who_does_not_answer_is_named_with_the_reason_again_and_again(capl
 
 async def test_an_error_in_telling_does_not_end_the_listening() -> None:
     """A gateway may be out of descriptors for a moment; the worker's next report is heard all the same."""
-    hub, clock, told = MemoryHub(), VirtualClock(1.0), []
+    hub, clock, told = InMemoryHub(), VirtualClock(1.0), []
     mailbox = hub.listen("memory://w")
 
     def tell(message: SupervisorMessage) -> None:

@@ -30,7 +30,7 @@ from penstock.launch.restart_policy import (
     Wanted,
 )
 from penstock.types import WorkerState
-from penstock.wire.supervisor_messages import Draining, WorkerDown
+from penstock.wire.supervisor_messages import ServiceDraining, WorkerDown
 
 
 def test_everything_is_forked_at_the_first_tick() -> None:
@@ -321,7 +321,7 @@ def test_suspicions_of_others_are_ignored(child: str, incarnation: int) -> None:
 
 def test_stopping_waits_for_the_gateway_and_then_ends_the_workers() -> None:
     bench = ready_bench()
-    assert bench.send(StopAsked()) == [Tell(Draining())]
+    assert bench.send(StopAsked()) == [Tell(ServiceDraining())]
     assert of_type(Kill, bench.run(5.0)) == []
     effects = bench.die(GATEWAY, Exit(code=0))
     assert {(k.child, k.signal) for k in of_type(Kill, effects)} == {

@@ -20,7 +20,7 @@ from penstock.types import (
     WorkerState,
     pack_token_ids,
 )
-from penstock.wire.gateway_messages import Report
+from penstock.wire.gateway_messages import WorkerReport
 from penstock.wire.supervisor_messages import WorkerUp
 
 IDENTITY = ModelIdentity(fingerprint="f" * 64, numerics="null-1")
@@ -51,7 +51,9 @@ def up(fleet: Fleet, name: str, *, incarnation: int = 1, now: float = 0.0) -> No
     fleet.up(message, now)
 
 
-def report(name: str, *, incarnation: int = 1, state: WorkerState = WorkerState.READY, **fields: object) -> Report:
+def report(
+    name: str, *, incarnation: int = 1, state: WorkerState = WorkerState.READY, **fields: object
+) -> WorkerReport:
     """A worker's report: ready, 100 free pages, unless said otherwise."""
     values: dict[str, object] = {
         "worker": WorkerId(name),
@@ -63,7 +65,7 @@ def report(name: str, *, incarnation: int = 1, state: WorkerState = WorkerState.
         "max_model_len": 2048,
         "kv_pages_free": 100,
     }
-    return Report(**(values | fields))  # type: ignore[arg-type]
+    return WorkerReport(**(values | fields))  # type: ignore[arg-type]
 
 
 def fleet_of(*names: str) -> Fleet:

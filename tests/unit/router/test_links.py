@@ -15,8 +15,8 @@ from penstock.errors import ConfigError
 from penstock.router.links import WorkerLinks
 from penstock.router.service import RouterPorts, RouterService
 from penstock.types import RequestId, Role, WorkerId
-from penstock.wire.gateway_messages import Cancel, Hello, Report, TokenItem, Tokens
-from penstock.wire.in_memory import MemoryHub
+from penstock.wire.gateway_messages import Cancel, Hello, TokenItem, Tokens, WorkerReport
+from penstock.wire.in_memory import InMemoryHub
 from penstock.wire.supervisor_messages import WorkerUp
 from penstock.wire.transport import AsyncLink
 
@@ -34,7 +34,7 @@ async def settle() -> None:
 
 
 async def test_a_cancel_that_cannot_leave_leaves_with_a_later_beat():
-    hub = MemoryHub(capacity=2)
+    hub = InMemoryHub(capacity=2)
     mailbox = hub.listen("memory://d")
     links = WorkerLinks(hub.connect_async, lambda *_: None)
     link = links.open(D0, 1, "memory://d")
@@ -62,7 +62,7 @@ async def test_a_cancel_that_cannot_leave_leaves_with_a_later_beat():
 
 
 async def test_only_the_current_incarnation_has_a_link():
-    hub = MemoryHub()
+    hub = InMemoryHub()
     links = WorkerLinks(hub.connect_async, lambda *_: None)
     links.open(D0, 1, "memory://d1")
     links.open(D0, 2, "memory://d2")
@@ -75,12 +75,12 @@ async def test_only_the_current_incarnation_has_a_link():
 
 
 async def test_a_message_that_cannot_be_handled_is_told_and_the_next_one_is(caplog):
-    hub = MemoryHub()
+    hub = InMemoryHub()
     mailbox = hub.listen("memory://d")
     heard: list[tuple[WorkerId, int]] = []
 
     def handle(worker: WorkerId, incarnation: int, message: object) -> None:
-        if isinstance(message, Report) and message.steps == 13:
+        if isinstance(message, WorkerReport) and message.steps == 13:
             raise RuntimeError("unlucky")
         heard.append((worker, incarnation))
 
@@ -99,14 +99,14 @@ async def test_a_message_that_cannot_be_handled_is_told_and_the_next_one_is(capl
 
 
 async def test_a_strange_endpoint_is_refused():
-    links = WorkerLinks(MemoryHub().connect_async, lambda *_: None)
+    links = WorkerLinks(InMemoryHub().connect_async, lambda *_: None)
     with pytest.raises(ConfigError):
         links.open(D0, 1, "carrier-pigeon://d")
     await links.close()
 
 
 async def test_closing_links_ends_their_readers():
-    hub = MemoryHub()
+    hub = InMemoryHub()
     links = WorkerLinks(hub.connect_async, lambda *_: None)
     links.open(D0, 1, "memory://d")
     before = asyncio.all_tasks()
@@ -116,7 +116,7 @@ async def test_closing_links_ends_their_readers():
 
 
 async def test_a_worker_whose_link_cannot_be_made_yet_gets_one_with_a_later_beat():
-    hub, clock, tries = MemoryHub(), VirtualClock(1.0), []
+    hub, clock, tries = InMemoryHub(), VirtualClock(1.0), []
 
     def connect(endpoint: str) -> AsyncLink:
         tries.append(endpoint)
@@ -145,7 +145,7 @@ def tokens_of(*names: str) -> Tokens:
 
 
 async def test_tokens_of_many_requests_are_handled_in_the_order_they_came_so_many_a_turn():
-    most, hub, links_made = 64, MemoryHub(), 3
+    most, hub, links_made = 64, InMemoryHub(), 3
     turn, per_turn, heard = 0, Counter[int](), {f"decode-{i}": list[str]() for i in range(links_made)}
 
     def count_turns() -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
-from penstock.sim.cluster import Run, Setup, simulate
-from penstock.sim.fleet import FleetFile, KvMemory, load_fleet, parse_workers
-from penstock.sim.trace import BLOCK_TOKENS, Job, Trace
+from penstock.sim.cluster import SimulationRun, SimulationSetup, simulate
+from penstock.sim.fleet import FleetFile, SimMemory, load_fleet, parse_workers
+from penstock.sim.trace import BLOCK_TOKENS, Trace, TraceRequest
 
 
 def trace(*jobs: tuple[float, int, int] | tuple[float, int, int, tuple[int, ...]], blocks: int = 0) -> Trace:
     """Of (seconds, prompt, answer[, blocks]); blocks of ``blocks`` tokens."""
-    made = tuple(Job(n, job[0], job[1], job[2], job[3] if len(job) > 3 else ()) for n, job in enumerate(jobs))
+    made = tuple(TraceRequest(n, job[0], job[1], job[2], job[3] if len(job) > 3 else ()) for n, job in enumerate(jobs))
     return Trace("made up", made, blocks)
 
 
@@ -27,7 +27,9 @@ def conversations(seed: int, requests: int = 60, rate: float = 6.0) -> Trace:
         talk = list(rng.choice(talks)) if rng.random() < 0.7 else [0]
         talk += range(fresh, fresh := fresh + rng.randrange(1, 8))
         talks.append(talk)
-        jobs.append(Job(number, at, len(talk) * BLOCK_TOKENS - rng.randrange(500), rng.randrange(1, 200), tuple(talk)))
+        jobs.append(
+            TraceRequest(number, at, len(talk) * BLOCK_TOKENS - rng.randrange(500), rng.randrange(1, 200), tuple(talk))
+        )
     return Trace("conversations", tuple(jobs), BLOCK_TOKENS)
 
 
@@ -35,16 +37,16 @@ def fleet(workers: str = "2", *, tokens: int = 1 << 19, host: int = 0, disk: int
     """The default's times; memory in tokens."""
     default = load_fleet("default")
     size = default.memory.token_bytes
-    memory = KvMemory(token_bytes=size, device_bytes=tokens * size, host_bytes=host * size, disk_bytes=disk * size)
+    memory = SimMemory(token_bytes=size, device_bytes=tokens * size, host_bytes=host * size, disk_bytes=disk * size)
     scheduler = msgspec.structs.replace(default.scheduler, **limits)
     return msgspec.structs.replace(default.of(*parse_workers(workers)), memory=memory, scheduler=scheduler)
 
 
-def simulated(of: Trace, workers: FleetFile, **setup: Any) -> Run:
+def simulated(of: Trace, workers: FleetFile, **setup: Any) -> SimulationRun:
     """A run."""
-    return simulate(of, Setup(fleet=workers, **setup))
+    return simulate(of, SimulationSetup(fleet=workers, **setup))
 
 
-def seen(run: Run) -> list[tuple[float, float, int, int]]:
+def seen(run: SimulationRun) -> list[tuple[float, float, int, int]]:
     """What each client saw: the first and the last token's times, tokens, cached tokens."""
     return [(each.first_at, each.last_at, each.tokens, each.cached) for each in run.measures.requests.values()]

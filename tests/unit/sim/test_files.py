@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.sim.fleet import NAMES, Group, as_toml, load_fleet, parse_workers
+from penstock.sim.fleet import NAMES, WorkerGroup, fleet_toml, load_fleet, parse_workers
 from penstock.sim.trace import read_trace
 from penstock.types import Role
 
@@ -89,7 +89,7 @@ def test_fleets_of_the_package_say_where_they_come_from(name: str) -> None:
 
 def test_the_default_fleet_is_the_bars() -> None:
     fleet = load_fleet("default")
-    assert fleet.workers == (Group(role=Role.BOTH, count=16),)
+    assert fleet.workers == (WorkerGroup(role=Role.BOTH, count=16),)
     steps, memory, links = fleet.steps, fleet.memory, fleet.links
     assert (steps.step_s, steps.row_s, steps.context_s * 1000) == (0.012, 5e-5, pytest.approx(1e-6))
     assert (1 / steps.token_s, steps.pair_s, steps.read_step_s) == (pytest.approx(20_000), 0, 0)
@@ -100,7 +100,7 @@ def test_the_default_fleet_is_the_bars() -> None:
 
 def test_a_fleet_file_is_written_as_it_is_read(tmp_path: Path) -> None:
     fleet = load_fleet("h100").of(*parse_workers("3:1"))
-    (tmp_path / "fleet.toml").write_text(as_toml(fleet))
+    (tmp_path / "fleet.toml").write_text(fleet_toml(fleet))
     assert load_fleet(str(tmp_path / "fleet.toml")) == fleet
 
 
@@ -118,7 +118,7 @@ def test_a_fleet_file_is_written_as_it_is_read(tmp_path: Path) -> None:
 )
 def test_a_wrong_fleet_file_is_refused_with_its_field(tmp_path: Path, change: tuple[str, str], because: str) -> None:
     path = tmp_path / "fleet.toml"
-    text = as_toml(load_fleet("h100"))
+    text = fleet_toml(load_fleet("h100"))
     assert change[0] in text
     path.write_text(text.replace(*change))
     with pytest.raises(ConfigError, match=because):

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.core.events import FirstTokenArrived, PagesArrived
-from penstock.sim.calibration import DecodeSample, PrefillSample, fit
-from penstock.sim.fleet import StepTimes
-from penstock.sim.gateway import HandOvers
-from penstock.sim.resources import Agenda, Duration, Tiers, Wire, duration
-from penstock.sim.results import Measures, Targets, quantiles
+from penstock.sim.calibration import DecodeSample, PrefillSample, fit_step_times
+from penstock.sim.fleet import SimStepTimes
+from penstock.sim.gateway import SimTransfers
+from penstock.sim.resources import EventQueue, PlanDuration, SimLink, SimTiers, plan_duration
+from penstock.sim.results import LatencyTargets, RunResults, quantiles
 from penstock.types import BlockHash, RequestId, RequestStage, WorkerId
 
 A, B, C = (BlockHash(bytes([n]) * 32) for n in range(3))
@@ -23,7 +23,7 @@ A, B, C = (BlockHash(bytes([n]) * 32) for n in range(3))
 
 @given(first=st.floats(1e-4, 1.0), growth=st.floats(0, 1e-3), most=st.integers(1, 3000), part=st.floats(0, 1))
 def test_a_moment_lies_in_the_step_that_is_under_way(first: float, growth: float, most: int, part: float) -> None:
-    takes = Duration(first, growth)
+    takes = PlanDuration(first, growth)
     moment = part * takes.of(most)
     step = takes.steps_within(moment, most)
     assert takes.of(step) >= moment * (1 - 1e-6)
@@ -31,7 +31,7 @@ def test_a_moment_lies_in_the_step_that_is_under_way(first: float, growth: float
 
 
 def test_steps_add_up() -> None:
-    takes = Duration(0.5, 0.25)
+    takes = PlanDuration(0.5, 0.25)
     assert takes.of(4) == pytest.approx(0.5 + 0.75 + 1.0 + 1.25)
 
 
@@ -46,16 +46,16 @@ def _rows(*rows: tuple[int, int, int]) -> Any:
 
 
 def test_a_chunk_attends_to_the_chunks_before_it() -> None:
-    times = StepTimes(step_s=1.0, row_s=0.25, context_s=1e-3, read_step_s=2.0, token_s=0.125, pair_s=1e-4)
+    times = SimStepTimes(step_s=1.0, row_s=0.25, context_s=1e-3, read_step_s=2.0, token_s=0.125, pair_s=1e-4)
     reading = 8 * 0.125 + (8 * 1000 + (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8)) * 1e-4
-    assert duration(times, _rows((2000, 1000, 8))).of(1) == pytest.approx(2.0 + reading)
-    both = duration(times, _rows((2000, 1000, 8), (10, 499, 1)), slower=2.0)
+    assert plan_duration(times, _rows((2000, 1000, 8))).of(1) == pytest.approx(2.0 + reading)
+    both = plan_duration(times, _rows((2000, 1000, 8), (10, 499, 1)), slower=2.0)
     assert both.of(1) == pytest.approx(2 * (1.0 + 0.25 + 500 * 1e-3 + reading))
     assert both.growth_s == pytest.approx(2 * 1e-3)
 
 
 def test_calls_come_in_order_of_time_and_entry() -> None:
-    agenda, heard = Agenda(), []
+    agenda, heard = EventQueue(), []
     for name, when in (("c", 2.0), ("a", 1.0), ("b", 1.0)):
         agenda.at(when, heard.append, name)
     agenda.at(1.5, lambda: agenda.at(0.0, heard.append, "late"))
@@ -66,7 +66,7 @@ def test_calls_come_in_order_of_time_and_entry() -> None:
 
 
 def test_a_wire_carries_one_thing_after_the_other_as_fast_as_the_slower_end() -> None:
-    fast, slow = Wire(100.0), Wire(50.0)
+    fast, slow = SimLink(100.0), SimLink(50.0)
     assert fast.carry(100, now=0.0) == 1.0
     assert fast.carry(100, now=0.5, other=slow) == 3.0
     assert slow.carry(50, now=1.0) == 4.0
@@ -74,8 +74,8 @@ def test_a_wire_carries_one_thing_after_the_other_as_fast_as_the_slower_end() ->
 
 
 def test_a_receiver_that_has_not_heard_of_the_cancel_begins_no_hand_over() -> None:
-    agenda = Agenda()
-    hand_overs = HandOvers(agenda, 0.001)
+    agenda = EventQueue()
+    hand_overs = SimTransfers(agenda, 0.001)
     hand_overs.announce((RequestId("1"), 1), WorkerId("p"))
     hand_overs.forget((RequestId("1"), 1))
     anybody: Any = SimpleNamespace(id=RequestId("1"), epoch=1, computed=0)
@@ -83,17 +83,17 @@ def test_a_receiver_that_has_not_heard_of_the_cancel_begins_no_hand_over() -> No
     assert not hand_overs._open
 
 
-def _handed_over(skip_tokens: int, page_bytes: int = 64) -> tuple[HandOvers, list[tuple[float, type, int]]]:
+def _handed_over(skip_tokens: int, page_bytes: int = 64) -> tuple[SimTransfers, list[tuple[float, type, int]]]:
     """Eight pages, a second each, then the first token; what the receiver hears, and when."""
-    agenda, heard = Agenda(), list[tuple[float, type, int]]()
-    hand_overs = HandOvers(agenda, 0.5)
+    agenda, heard = EventQueue(), list[tuple[float, type, int]]()
+    hand_overs = SimTransfers(agenda, 0.5)
 
     def tell(event: Any) -> None:
         heard.append((agenda.now, type(event), getattr(event, "computed", 0)))
 
     config = SimpleNamespace(page_tokens=16)
-    source: Any = SimpleNamespace(name=WorkerId("p"), out=Wire(64.0), tell=lambda _: None)
-    receiver: Any = SimpleNamespace(into=Wire(64.0), page_bytes=page_bytes, config=config, tell=tell)
+    source: Any = SimpleNamespace(name=WorkerId("p"), out=SimLink(64.0), tell=lambda _: None)
+    receiver: Any = SimpleNamespace(into=SimLink(64.0), page_bytes=page_bytes, config=config, tell=tell)
     wanted: Any = SimpleNamespace(id=RequestId("1"), epoch=1, computed=skip_tokens)
     sent: Any = SimpleNamespace(id=RequestId("1"), epoch=1, leg=RequestStage.PREFILL)
     hand_overs.announce((RequestId("1"), 1), source.name)
@@ -120,7 +120,7 @@ def test_pages_that_the_receiver_has_do_not_travel() -> None:
 
 
 def test_blocks_sink_through_the_tiers_and_leave_the_last() -> None:
-    tiers = Tiers(host=1, disk=1)
+    tiers = SimTiers(host=1, disk=1)
     assert tiers.keep(A) == [(A, 1)]
     assert tiers.keep(B) == [(B, 1), (A, 2)]
     assert tiers.found([A, B, C], 0, 3) == (1, 1)
@@ -129,8 +129,8 @@ def test_blocks_sink_through_the_tiers_and_leave_the_last() -> None:
     assert tiers.keep(C) == [(C, 1)]
     assert list(tiers.nearest()) == [(C, 1), (B, 2)]
     assert tiers.found([B, C], 0, 1) == (0, 1)
-    assert Tiers(host=0, disk=0).keep(A) == [(A, 0)]
-    assert Tiers(host=0, disk=1).keep(A) == [(A, 2)]
+    assert SimTiers(host=0, disk=0).keep(A) == [(A, 0)]
+    assert SimTiers(host=0, disk=1).keep(A) == [(A, 2)]
 
 
 def test_quantiles_weigh_what_stands_for_many() -> None:
@@ -141,7 +141,7 @@ def test_quantiles_weigh_what_stands_for_many() -> None:
 
 
 def test_good_answers_are_soon_and_steady() -> None:
-    measures = Measures(Targets(ttft_s=1.0, itl_s=0.05))
+    measures = RunResults(LatencyTargets(ttft_s=1.0, itl_s=0.05))
     for number, (first, spacing) in enumerate(((0.5, 0.04), (1.5, 0.04), (0.5, 0.06))):
         measures.asked(number, 10.0, 100)
         measures.delivered(number, 1, 10.0 + first, 0.0)
@@ -160,7 +160,7 @@ def test_good_answers_are_soon_and_steady() -> None:
 def test_each_late_interval_of_a_delivery_counts() -> None:
     """Of 200 intervals two may be late; three that come in one delivery are three."""
     for late, smooth in ((2, 1), (3, 0)):
-        measures = Measures(Targets(ttft_s=1.0, itl_s=0.05))
+        measures = RunResults(LatencyTargets(ttft_s=1.0, itl_s=0.05))
         measures.asked(0, 0.0, 100)
         measures.delivered(0, 201 - late, 0.5 + 0.01 * (200 - late), 0.01)
         measures.delivered(0, late, 0.5 + 0.01 * (200 - late) + 0.06 * late, 0.06)
@@ -177,7 +177,7 @@ def test_a_fit_finds_what_steps_are_made_of() -> None:
         for start in (0, 1024, 4096)
     ]
     writings = [DecodeSample(rows, rows * n, 0.01 + 2e-4 * rows) for rows in (1, 4, 16) for n in (10, 1000)]
-    found = fit(readings, writings)
+    found = fit_step_times(readings, writings)
     assert found.times.token_s == pytest.approx(1e-5)
     assert found.times.pair_s == pytest.approx(2e-10)
     assert found.times.row_s == pytest.approx(2e-4)

@@ -18,8 +18,8 @@ from penstock.router.decide import PlacementRules, choose_workers
 from penstock.router.placement import Placement
 from penstock.router.policy.baselines import NAMES, make_policy
 from penstock.router.request import RoutedRequest
-from penstock.sim.cluster import as_json
-from penstock.sim.trace import END, WORD, Prompts
+from penstock.sim.cluster import run_json
+from penstock.sim.trace import PLAIN_TOKEN, STOP_TOKEN, TracePrompts
 from penstock.sim.worker import SimWorker, scheduler_config
 from penstock.types import BlockHash, RequestStage
 
@@ -51,7 +51,7 @@ def test_no_request_is_lost_and_no_page_is(seed: int, workers: str, policy: str,
 @pytest.mark.parametrize("workers", ["2", "1:2"])
 def test_the_same_run_comes_twice(workers: str) -> None:
     talk = conversations(3)
-    first, second = (as_json(simulated(talk, fleet(workers))) | {"wall_s": 0} for _ in range(2))
+    first, second = (run_json(simulated(talk, fleet(workers))) | {"wall_s": 0} for _ in range(2))
     assert first == second
 
 
@@ -73,7 +73,7 @@ def test_a_tiny_run_has_the_schedule_of_the_real_scheduler() -> None:
     jobs = ((0.0, 700, 30), (0.05, 1600, 3), (0.06, 40, 12), (0.5, 3000, 5))
     one = fleet("1", max_chunk_tokens=512, step_budget_ms=1e6, prefill_step_budget_ms=1e6)
     run = simulated(trace(*jobs), one, page_tokens=16)
-    scheduler, prompts = Scheduler(scheduler_config(one, 16)), Prompts(trace(*jobs), 16)
+    scheduler, prompts = Scheduler(scheduler_config(one, 16)), TracePrompts(trace(*jobs), 16)
     now, coming, ends = 0.0, list(enumerate(jobs)), dict[str, tuple[float, float]]()
     while coming or scheduler.load().running or scheduler.load().queued:
         while coming and coming[0][1][0] + one.links.message_s <= now + 1e-12:
@@ -98,7 +98,10 @@ def test_a_tiny_run_has_the_schedule_of_the_real_scheduler() -> None:
         context = sum(row.start + 1 for row in writing)
         now += bool(writing) * (0.012 + 5e-5 * len(writing) + 1e-9 * context) + reading * 5e-5
         drawn = [
-            SampledTokens((END if len(row.request.output) + 1 == jobs[int(row.request.id)][2] else WORD,) * row.samples)
+            SampledTokens(
+                (STOP_TOKEN if len(row.request.output) + 1 == jobs[int(row.request.id)][2] else PLAIN_TOKEN,)
+                * row.samples
+            )
             for row in plan.rows
         ]
         for progress in scheduler.commit(plan, drawn, now).new_tokens:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.telemetry.log import MAX_FIELD_CHARS, ROOT, configure, event
+from penstock.telemetry.log import MAX_FIELD_CHARS, ROOT, configure_logging, log_event
 
 log = logging.getLogger("penstock.test")
 
@@ -24,8 +24,8 @@ def _as_it_was() -> Iterator[None]:
 
 def test_a_line_for_people():
     out = io.StringIO()
-    configure("gateway", to=out)
-    event(log, logging.WARNING, "worker is down", worker="decode-0", requests=3, after=1.23456, last=None, ok=True)
+    configure_logging("gateway", to=out)
+    log_event(log, logging.WARNING, "worker is down", worker="decode-0", requests=3, after=1.23456, last=None, ok=True)
     line = out.getvalue()
     assert line[2] == line[5] == ":"
     expected = "W gateway  worker is down  worker=decode-0 requests=3 after=1.235 last=None ok=True\n"
@@ -34,8 +34,8 @@ def test_a_line_for_people():
 
 def test_a_line_for_machines():
     out = io.StringIO()
-    configure("gateway", as_json=True, to=out)
-    event(log, logging.INFO, "request goes on", request_id="cmpl-1/0", epoch=2)
+    configure_logging("gateway", as_json=True, to=out)
+    log_event(log, logging.INFO, "request goes on", request_id="cmpl-1/0", epoch=2)
     line = json.loads(out.getvalue())
     when = line.pop("time")
     assert when.endswith("+00:00")
@@ -52,8 +52,8 @@ def test_a_line_for_machines():
 @pytest.mark.parametrize("value", ["a b", "x=1", 'quo"te', "two\nlines", "", "bell\x07", "é" * 3, "a,b"])
 def test_a_field_cannot_look_like_another_field_or_line(value):
     out = io.StringIO()
-    configure("gateway", to=out)
-    event(log, logging.INFO, "message", field=value, other=1)
+    configure_logging("gateway", to=out)
+    log_event(log, logging.INFO, "message", field=value, other=1)
     line = out.getvalue()
     assert line.count("\n") == 1
     _, _, tail = line.partition("field=")
@@ -65,15 +65,15 @@ def test_a_field_cannot_look_like_another_field_or_line(value):
 @pytest.mark.parametrize("as_json", [False, True])
 def test_long_fields_are_cut(as_json):
     out = io.StringIO()
-    configure("gateway", as_json=as_json, to=out)
-    event(log, logging.INFO, "message", field="x" * 10_000)
+    configure_logging("gateway", as_json=as_json, to=out)
+    log_event(log, logging.INFO, "message", field="x" * 10_000)
     assert out.getvalue().count("x") == MAX_FIELD_CHARS
 
 
 def test_a_field_cannot_replace_what_every_line_has():
     out = io.StringIO()
-    configure("gateway", as_json=True, to=out)
-    event(log, logging.INFO, "message", process="liar", time="never")
+    configure_logging("gateway", as_json=True, to=out)
+    log_event(log, logging.INFO, "message", process="liar", time="never")
     line = json.loads(out.getvalue())
     assert line["process"] == "gateway"
     assert line["time"] != "never"
@@ -82,7 +82,7 @@ def test_a_field_cannot_replace_what_every_line_has():
 @pytest.mark.parametrize("as_json", [False, True])
 def test_an_exception_brings_its_trace(as_json):
     out = io.StringIO()
-    configure("gateway", as_json=as_json, to=out)
+    configure_logging("gateway", as_json=as_json, to=out)
     try:
         raise ValueError("boom")
     except ValueError:
@@ -97,9 +97,9 @@ def test_an_exception_brings_its_trace(as_json):
 
 def test_lines_below_the_level_cost_nothing_and_a_fork_may_configure_anew():
     first, second = io.StringIO(), io.StringIO()
-    configure("supervisor", to=first)
-    configure("gateway", level=logging.WARNING, to=second)
-    event(log, logging.INFO, "not shown")
-    event(log, logging.ERROR, "shown")
+    configure_logging("supervisor", to=first)
+    configure_logging("gateway", level=logging.WARNING, to=second)
+    log_event(log, logging.INFO, "not shown")
+    log_event(log, logging.ERROR, "shown")
     assert first.getvalue() == ""
     assert second.getvalue().endswith("E gateway  shown\n")

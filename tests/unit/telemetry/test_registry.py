@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.telemetry import metrics as names
-from penstock.telemetry.metrics import Family, Kind
-from penstock.telemetry.registry import Metrics, ResponseFigures, WorkerTotals
+from penstock.telemetry.metrics import MetricFamily, MetricKind
+from penstock.telemetry.registry import Metrics, ResponseCacheStats, WorkerTotals
 
 DASHBOARD = {  # vLLM's names, as its dashboards ask for them
     "num_requests_running",
@@ -53,8 +53,8 @@ ROW = {
 }
 
 
-def declared() -> list[Family]:
-    alone = [value for value in vars(names).values() if isinstance(value, Family)]
+def declared() -> list[MetricFamily]:
+    alone = [value for value in vars(names).values() if isinstance(value, MetricFamily)]
     by_name = (names.BY_WORKER_COUNTER, names.BY_WORKER_MAXIMUM, names.BY_TIER_FIGURE)
     return [*alone, *(family for families in by_name for family in families.values())]
 
@@ -102,11 +102,11 @@ def test_all_declared_families_are_shown():
     metrics.retried(delayed=False)
     metrics.fenced("epoch")
     metrics.met("new")
-    metrics.responses = lambda: ResponseFigures({"hit": 1})
+    metrics.responses = lambda: ResponseCacheStats({"hit": 1})
     metrics.spans = lambda: {"ended": 1}
     shown = scrape(metrics)
     for family in declared():
-        suffix = {Kind.COUNTER: "_total", Kind.GAUGE: "", Kind.HISTOGRAM: "_bucket"}[family.kind]
+        suffix = {MetricKind.COUNTER: "_total", MetricKind.GAUGE: "", MetricKind.HISTOGRAM: "_bucket"}[family.kind]
         assert names.PREFIX + family.name + suffix in shown
     assert shown["penstock:kv_store_pages"] == {("disk", "decode-0"): 7.0}
     assert shown["penstock:kv_store_pages_read_total"][("redis", "decode-0")] == 1.0

@@ -19,13 +19,13 @@ from penstock.wire.codec import (
     PROTOCOL_VERSION,
     PeerMessage,
     check_payload,
-    decode,
+    decode_message,
     decode_peer,
-    encode,
+    encode_message,
     version_probe,
 )
-from penstock.wire.gateway_messages import Cancel, Message
-from penstock.wire.supervisor_messages import Draining, SupervisorMessage
+from penstock.wire.gateway_messages import Cancel, WireMessage
+from penstock.wire.supervisor_messages import ServiceDraining, SupervisorMessage
 
 PEER = get_args(PeerMessage)
 SUPERVISOR = get_args(SupervisorMessage)
@@ -36,11 +36,11 @@ def test_the_samples_cover_every_message() -> None:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_round_trip(message: Message) -> None:
-    frame = encode(message)
+def test_round_trip(message: WireMessage) -> None:
+    frame = encode_message(message)
     assert frame[0] == PROTOCOL_VERSION
-    assert decode(frame) == message
-    assert decode(memoryview(bytearray(frame))) == message
+    assert decode_message(frame) == message
+    assert decode_message(memoryview(bytearray(frame))) == message
     if isinstance(message, PEER):
         assert decode_peer(frame) == message
     else:
@@ -51,7 +51,7 @@ def test_round_trip(message: Message) -> None:
 def refused(frame: bytes) -> bool:
     """Not one of ours; anything but ProtocolError fails the test."""
     try:
-        decode(frame)
+        decode_message(frame)
         decode_peer(frame)
     except ProtocolError:
         return True
@@ -67,7 +67,7 @@ def test_random_frames_give_a_protocol_error(frame: bytes) -> None:
 
 @st.composite
 def mutated(draw: st.DrawFn) -> bytes:
-    frame = bytearray(encode(draw(st.sampled_from(MESSAGES))))
+    frame = bytearray(encode_message(draw(st.sampled_from(MESSAGES))))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(frame)))
         match draw(st.sampled_from(["flip", "cut", "insert", "replace", "splice"])):
@@ -80,7 +80,7 @@ def mutated(draw: st.DrawFn) -> bytes:
             case "replace" if at < len(frame):
                 frame[at] = draw(st.sampled_from([0xC1, 0xC6, 0xDB, 0xDD, 0xDF, 0xC0, 0xCB, 0xD3, 0xCF, 0xC9, 0xFF]))
             case _:
-                other = encode(draw(st.sampled_from(MESSAGES)))
+                other = encode_message(draw(st.sampled_from(MESSAGES)))
                 frame[at:] = other[draw(st.integers(0, len(other))) :]
         if not frame:
             break
@@ -91,15 +91,15 @@ def mutated(draw: st.DrawFn) -> bytes:
 @given(mutated())
 def test_a_mutated_frame_is_a_message_or_a_protocol_error(frame: bytes) -> None:
     if not refused(frame):
-        message = decode(frame)
-        assert decode(encode(message)) == message
+        message = decode_message(frame)
+        assert decode_message(encode_message(message)) == message
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_million_spoilt_frames() -> None:
     dice = random.Random(1)
-    frames = [encode(message) for message in MESSAGES]
+    frames = [encode_message(message) for message in MESSAGES]
     survived = 0
     for _ in range(1_000_000):
         frame = bytearray(dice.choice(frames))
@@ -111,9 +111,9 @@ def test_a_million_spoilt_frames() -> None:
 
 @pytest.mark.parametrize("version", [0, PROTOCOL_VERSION + 1, 255])
 def test_another_version_is_refused_by_name(version: int) -> None:
-    frame = encode(Draining())
+    frame = encode_message(ServiceDraining())
     with pytest.raises(ProtocolError, match=f"version {version}"):
-        decode(bytes((version,)) + frame[1:])
+        decode_message(bytes((version,)) + frame[1:])
 
 
 @pytest.mark.parametrize(
@@ -131,24 +131,24 @@ def test_another_version_is_refused_by_name(version: int) -> None:
 )
 def test_wrong_tags_types_and_fields_are_refused(change: dict[str, object]) -> None:
     fields = {"t": "cancel", "request": "r", "epoch": 1}
-    good = encode(Cancel(request="r", epoch=1))
+    good = encode_message(Cancel(request="r", epoch=1))
     version = good[:1]
-    assert decode(version + msgspec.msgpack.encode(fields)) == Cancel(request="r", epoch=1)
+    assert decode_message(version + msgspec.msgpack.encode(fields)) == Cancel(request="r", epoch=1)
     with pytest.raises(ProtocolError):
-        decode(version + msgspec.msgpack.encode(fields | change))
+        decode_message(version + msgspec.msgpack.encode(fields | change))
     del fields["epoch"]
     with pytest.raises(ProtocolError):
-        decode(version + msgspec.msgpack.encode(fields))
+        decode_message(version + msgspec.msgpack.encode(fields))
 
 
 @pytest.mark.parametrize("head", [b"\xdd\x7f\xff\xff\xff", b"\xdf\x7f\xff\xff\xff", b"\xc6\x7f\xff\xff\xff"])
 def test_a_short_frame_that_announces_much_takes_no_memory(head: bytes) -> None:
-    frame = encode(MESSAGES[1]).replace(b"\x93\x04\x05\x06", head)
+    frame = encode_message(MESSAGES[1]).replace(b"\x93\x04\x05\x06", head)
     assert head in frame
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError):
-            decode(frame)
+            decode_message(frame)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -157,25 +157,25 @@ def test_a_short_frame_that_announces_much_takes_no_memory(head: bytes) -> None:
 @pytest.mark.parametrize("prompt", [b"", b"\0\0\0", b"\0" * 9])
 def test_a_prompt_is_whole_token_ids(prompt: bytes) -> None:
     good = msgspec.to_builtins(MESSAGES[1], builtin_types=(bytes,))
-    frame = encode(MESSAGES[1])[:1] + msgspec.msgpack.encode(good | {"prompt": prompt})
+    frame = encode_message(MESSAGES[1])[:1] + msgspec.msgpack.encode(good | {"prompt": prompt})
     with pytest.raises(ProtocolError):
-        decode(frame)
+        decode_message(frame)
 
 
 def test_deep_nesting_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        decode(bytes((PROTOCOL_VERSION,)) + b"\x81\xa1t" + b"\x91" * 100_000)
+        decode_message(bytes((PROTOCOL_VERSION,)) + b"\x81\xa1t" + b"\x91" * 100_000)
 
 
 def test_sizes_are_capped_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     message = Cancel(request="r" * 1000, epoch=1)
-    frame = encode(message)
+    frame = encode_message(message)
     monkeypatch.setattr(codec, "MAX_FRAME_BYTES", len(frame) - 1)
-    for use in (lambda: encode(message), lambda: decode(frame), lambda: decode_peer(frame)):
+    for use in (lambda: encode_message(message), lambda: decode_message(frame), lambda: decode_peer(frame)):
         with pytest.raises(ProtocolError, match=str(len(frame) - 1)):
             use()
     monkeypatch.setattr(codec, "MAX_FRAME_BYTES", len(frame))
-    assert decode(encode(message)) == message
+    assert decode_message(encode_message(message)) == message
     monkeypatch.setattr(codec, "MAX_PAYLOAD_BYTES", 10)
     check_payload(memoryview(bytes(10)))
     with pytest.raises(ProtocolError, match="at most 10"):
@@ -185,7 +185,7 @@ def test_sizes_are_capped_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bad", [Cancel(request="r", epoch=1 << 64), Cancel(request="\ud800", epoch=1)])
 def test_what_cannot_be_encoded_is_a_protocol_error(bad: Cancel) -> None:
     with pytest.raises(ProtocolError):
-        encode(bad)
+        encode_message(bad)
 
 
 def test_a_worker_of_the_version_before_understands_the_probe():

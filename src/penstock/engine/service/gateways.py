@@ -14,7 +14,15 @@ import msgspec
 from penstock.engine.core.events import AddRequest
 from penstock.engine.core.plan import NewTokens
 from penstock.types import RequestId, RequestStage, read_token_ids
-from penstock.wire.gateway_messages import Hello, PageSource, PhaseTiming, Returned, StillWanted, Submit, TokenItem
+from penstock.wire.gateway_messages import (
+    ConfirmRequests,
+    Hello,
+    PageSource,
+    PhaseTiming,
+    RequestReturned,
+    Submit,
+    TokenItem,
+)
 
 CONFIRM_INTERVAL_S = 5.0
 """A gateway is asked after so long, and again, whether it still wants what it asked for: a cancel can be lost."""
@@ -101,7 +109,7 @@ class ConnectedGateway:
     counters: Mapping[str, float] = field(default_factory=dict[str, float])  # that it knows by those
     counted_at: float = float("-inf")  # when it was sent all of them
     away: bool = False  # silent for too long; nothing is sent until it speaks
-    unsent: list[Returned] = field(default_factory=list[Returned])  # what it must learn when it is back
+    unsent: list[RequestReturned] = field(default_factory=list[RequestReturned])  # what it must learn when it is back
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,14 +227,14 @@ class GatewayRequests:
                 orphans += self._of(gateway)
         return orphans
 
-    def confirmations_due(self, now: float) -> list[tuple[ConnectedGateway, StillWanted]]:
+    def confirmations_due(self, now: float) -> list[tuple[ConnectedGateway, ConfirmRequests]]:
         """What gateways are to be asked about what they asked for long ago."""
         asked: dict[str, tuple[ConnectedGateway, list[tuple[RequestId, int]]]] = {}
         for ask in self._asks.values():
             if now - ask.confirmed_at >= CONFIRM_INTERVAL_S and not ask.gateway.away:
                 ask.confirmed_at = now
                 asked.setdefault(ask.gateway.name, (ask.gateway, []))[1].append((ask.request, ask.epoch))
-        return [(gateway, StillWanted(requests=tuple(requests))) for gateway, requests in asked.values()]
+        return [(gateway, ConfirmRequests(requests=tuple(requests))) for gateway, requests in asked.values()]
 
     def gateways(self) -> list[ConnectedGateway]:
         """Those that are there now."""

@@ -34,7 +34,7 @@ from penstock.config.schema import WorkerConfig
 from penstock.engine.core.prefix_cache import PrefixCache
 from penstock.engine.service.gateways import ConnectedGateway
 from penstock.types import BlockHash, WorkerId
-from penstock.wire.gateway_messages import KV_EVENT_BLOCKS, KV_KEY_BYTES, Hello, KvEvents, Report
+from penstock.wire.gateway_messages import KV_EVENT_BLOCKS, KV_KEY_BYTES, Hello, KvEvents, WorkerReport
 from penstock.wire.transport import Listener
 
 MAX_DEMOTED = 1 << 18
@@ -202,7 +202,7 @@ class KvEventPublisher:
         config: WorkerConfig,
         prefix: PrefixCache,
         listener: Listener,
-        make: Callable[[], Report],
+        make: Callable[[], WorkerReport],
         *,
         lower: LowerTiers | None = None,
     ) -> None:
@@ -341,7 +341,7 @@ class KvEventPublisher:
         self,
         to: Sequence[ConnectedGateway],
         gateways: Sequence[ConnectedGateway],
-        report: Report,
+        report: WorkerReport,
         now: float,
         cached: tuple[KvEvents, ...] = (),
     ) -> None:

@@ -50,9 +50,9 @@ from penstock.kv.transfer.sender import KvSender, send_messages
 from penstock.types import ModelIdentity, PageId, RequestId
 from penstock.wire.gateway_messages import PageSource, TokenItem
 from penstock.wire.transfer_messages import (
+    FetchMessage,
     HandOverAlive,
     HandOverFailed,
-    OfFetching,
     PageReady,
     PagesReceived,
     PrefillDone,
@@ -65,7 +65,7 @@ TransferNews = PagesAdvanced | TransferDone | HedgeWon | PullFailed | PullGrante
 
 log = logging.getLogger("penstock.worker")
 
-_TOLD = OfFetching | PageReady | PrefillDone | HandOverAlive | HandOverFailed
+_TOLD = FetchMessage | PageReady | PrefillDone | HandOverAlive | HandOverFailed
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from penstock.config.schema import WorkerConfig
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.gateways import GatewayRequest, GatewayRequests
 from penstock.engine.service.load_report import LoadReporter
-from penstock.telemetry.log import event
+from penstock.telemetry.log import log_event
 from penstock.types import Duty, RequestStage, Role, WorkerState
-from penstock.wire.gateway_messages import REASON_DRAINING, ROLE_CHANGED, Assign
+from penstock.wire.gateway_messages import REASON_DRAINING, ROLE_CHANGED, AssignRole
 
 log = logging.getLogger("penstock.worker")
 
@@ -64,14 +64,14 @@ class Lifecycle:
         """Whether answers that are decoded here should continue elsewhere."""
         return self._config.hands_over and (self.draining or self._reporter.role is Role.PREFILL)
 
-    def assign(self, message: Assign, now: float) -> str | None:
+    def assign(self, message: AssignRole, now: float) -> str | None:
         """Take a gateway's word.  The reason why what is ``unfit`` now goes back; None: nothing has changed."""
         role, duty, reason = message.role, message.duty, None
         if role is not None and role is not self._reporter.role:
             if not self._config.hands_over or self._config.keeps_role or role is Role.ENCODE:
-                event(log, logging.WARNING, "the role stays", role=self._reporter.role.value, asked=role.value)
+                log_event(log, logging.WARNING, "the role stays", role=self._reporter.role.value, asked=role.value)
             else:
-                event(log, logging.INFO, "another role", role=role.value, before=self._reporter.role.value)
+                log_event(log, logging.INFO, "another role", role=role.value, before=self._reporter.role.value)
                 self._reporter.role = role
                 self._reporter.count("role_changes")
                 self._on_role(role)
@@ -80,10 +80,10 @@ class Lifecycle:
         if duty is Duty.RESTART:
             self.begin_shutdown(now)
         if duty is Duty.SERVE and self.draining and self._leaving_since is None:
-            event(log, logging.INFO, "takes new requests again")
+            log_event(log, logging.INFO, "takes new requests again")
             self._reporter.state = WorkerState.READY
         elif duty in (Duty.DRAIN, Duty.RESTART) and not self.draining:
-            event(log, logging.INFO, "drains", requests=len(self._asks), restart=duty is Duty.RESTART)
+            log_event(log, logging.INFO, "drains", requests=len(self._asks), restart=duty is Duty.RESTART)
             self._reporter.state = WorkerState.DRAINING
             reason = REASON_DRAINING
         return reason

@@ -13,7 +13,7 @@ from penstock.engine.encoder_stage import EncoderCounters
 from penstock.kv.transfer.receiver import KvReceiver
 from penstock.telemetry.metrics import WORKER_COUNTERS, WORKER_MAXIMA
 from penstock.types import ModelIdentity, WorkerState
-from penstock.wire.gateway_messages import Report, StepRates
+from penstock.wire.gateway_messages import StepRates, WorkerReport
 
 LONG_STEP_S = 0.25
 """A step that is predicted to take this long is reported before it begins, so that it is not taken for silence."""
@@ -39,7 +39,7 @@ class ReportSources:
 
 
 class LoadReporter:
-    """Counts, and makes ``Report`` messages."""
+    """Counts, and makes ``WorkerReport`` messages."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class LoadReporter:
         counts["generation_tokens"] += tokens - 1
         counts["spec_accepted_tokens"] += tokens - 1
 
-    def report(self, *, asked: int, settled: bool, dropped_frames: int) -> Report:
+    def report(self, *, asked: int, settled: bool, dropped_frames: int) -> WorkerReport:
         """The worker as it is now.  ``asked``: requests that some gateway still waits for; ``settled``: the scheduler
         knows of all that are not asked for any more, so whatever is still owned then is lost."""
         scheduler, counts, store = self._scheduler, self._counts, self._sources.store
@@ -119,7 +119,7 @@ class LoadReporter:
         if settled and not load.running:
             # Pages of a request that no gateway waits for are as lost as pages without an owner.
             self._leaked = max(scheduler.check_leaks().total, 0 if asked else load.pages_used - loading)
-        return Report(
+        return WorkerReport(
             worker=self._config.worker,
             incarnation=self._config.incarnation,
             role=self.role,

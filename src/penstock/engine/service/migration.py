@@ -28,7 +28,7 @@ from penstock.engine.service.kv_transfer import KvTransfer
 from penstock.kv.transfer.events import TAKEN, PageOffer, PullGranted, TransferReleased
 from penstock.kv_spec import TransferOrder, blocks_for
 from penstock.types import RequestId, RequestStage, TokenLogprob
-from penstock.wire.gateway_messages import Relieve, TokenItem
+from penstock.wire.gateway_messages import MigrateRequests, TokenItem
 
 ASK_INTERVAL_S = 0.5
 """Between two messages to a gateway about an answer that no receiver has come for."""
@@ -97,7 +97,7 @@ class Migrations:
         for move in [m for m in self._moves.values() if m.pieces is None and not self._outgrows(m.request)]:
             self._hand_overs.fail(move.request.id, move.request.epoch, "it stays", now)
 
-    def relief_requests(self, now: float) -> list[tuple[ConnectedGateway, Relieve]]:
+    def relief_requests(self, now: float) -> list[tuple[ConnectedGateway, MigrateRequests]]:
         """What to ask of gateways now.  Called between two steps, when all tokens so far were sent."""
         self.is_urgent = False
         asked: dict[int, tuple[ConnectedGateway, list[tuple[RequestId, int]]]] = {}
@@ -108,7 +108,7 @@ class Migrations:
             if move is not None and move.pieces is None and move.asked <= now:
                 move.asked = now + ASK_INTERVAL_S
                 asked.setdefault(id(ask.gateway), (ask.gateway, []))[1].append((ask.request, ask.epoch))
-        return [(gateway, Relieve(requests=tuple(requests))) for gateway, requests in asked.values()]
+        return [(gateway, MigrateRequests(requests=tuple(requests))) for gateway, requests in asked.values()]
 
     def _outgrows(self, request: Request | None) -> bool:
         """Whether a worker with a longer context should continue it."""

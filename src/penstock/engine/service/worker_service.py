@@ -62,25 +62,25 @@ from penstock.engine.service.remote_encoder import EncodeRequests
 from penstock.engine.service.validation import UNFIT, invalid_submit
 from penstock.kv.transfer.events import HedgeWon, PagesAdvanced, PullFailed, PullGranted, TransferDone, TransferReleased
 from penstock.types import Duty, RequestId, RequestStage, Role, WorkerState
-from penstock.wire.codec import fits
+from penstock.wire.codec import fits_in_frame
 from penstock.wire.gateway_messages import (
     HANDED_OVER,
-    MOST_REASON_CHARS,
+    MAX_REASON_CHARS,
     NO_HELLO,
     OTHER_PROCESS,
     TOO_LARGE,
     UNKNOWN,
-    Assign,
-    Awaited,
+    AssignRole,
+    AwaitedStage,
     Cancel,
+    ConfirmRequests,
     Hello,
     Recipient,
-    Report,
-    Returned,
-    StillWanted,
+    RequestReturned,
     Submit,
     TokenItem,
     Tokens,
+    WorkerReport,
 )
 from penstock.wire.transfer_messages import EncodeImage, PagesReceived, PullPages
 from penstock.wire.transport import Listener, Received, Source, Transport
@@ -241,7 +241,7 @@ class WorkerService:
         ready.pages.watch(self._waited)
         self._mixed = hand_over.identity.mixed
         self._served = EncodeRequests(hand_over.identity, self._listener.send)
-        self._awaited: list[tuple[ConnectedGateway, Awaited]] = []  # what gateways asked about in this turn
+        self._awaited: list[tuple[ConnectedGateway, AwaitedStage]] = []  # what gateways asked about in this turn
         self.publisher = KvEventPublisher(
             config, scheduler.memory.prefix, self._listener, self._report_now, lower=lower_tiers
         )
@@ -398,7 +398,7 @@ class WorkerService:
         """Tell every gateway how this worker is."""
         self.publisher.report(self._asks.gateways(), now)
 
-    def _report_now(self) -> Report:
+    def _report_now(self) -> WorkerReport:
         counters = self._listener.counters
         return self.reporter.report(
             asked=len(self._asks), settled=not self._events, dropped_frames=counters.malformed + counters.unsent
@@ -408,7 +408,7 @@ class WorkerService:
         """This worker is to stop: it takes nothing new, and lets others go on with what it writes (``duties.over``)."""
         now = self._clock.now()
         self.lifecycle.begin_shutdown(now)
-        self._assign(Assign(duty=Duty.DRAIN), now)
+        self._assign(AssignRole(duty=Duty.DRAIN), now)
 
     def return_all(self) -> None:
         """This worker stops now: give everything that is left back to the gateways."""
@@ -446,7 +446,7 @@ class WorkerService:
                 self._hello(peer, message, now)
             case EncodeImage():
                 self._served.encode(peer, message, self._images)
-            case Assign():
+            case AssignRole():
                 if self._asks.is_connected(peer):
                     self._assign(message, now)
             case _:
@@ -469,7 +469,7 @@ class WorkerService:
 
     def _is_connected(self, peer: bytes) -> bool:
         """Whether this connection still exists.  The message that is sent over it means nothing."""
-        return self._listener.send(peer, StillWanted(requests=()))
+        return self._listener.send(peer, ConfirmRequests(requests=()))
 
     def _answer_awaited(self) -> None:
         """Give back what a gateway waits for in vain: it never came, or has left without the gateway's hearing it.
@@ -479,7 +479,7 @@ class WorkerService:
         for gateway, awaited in self._awaited:
             ask, here = self._asks.get(awaited.request), self._scheduler.get_request(awaited.request)
             if ask is None or ask.epoch < awaited.epoch:
-                self._give_back(gateway, Returned(request=awaited.request, epoch=awaited.epoch, reason=UNKNOWN))
+                self._give_back(gateway, RequestReturned(request=awaited.request, epoch=awaited.epoch, reason=UNKNOWN))
             elif (
                 ask.epoch == awaited.epoch
                 and (here is None or here.epoch != ask.epoch)
@@ -491,14 +491,16 @@ class WorkerService:
 
     def _submit(self, peer: bytes, message: Submit, now: float) -> None:
         if message.recipient != self._self:
-            self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason=OTHER_PROCESS))
+            self._listener.send(
+                peer, RequestReturned(request=message.request, epoch=message.epoch, reason=OTHER_PROCESS)
+            )
             return
         if not self._asks.is_connected(peer):
             # Its connection was made anew and its Hello is still to come; it must not wait for an answer in vain.
-            self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason=NO_HELLO))
+            self._listener.send(peer, RequestReturned(request=message.request, epoch=message.epoch, reason=NO_HELLO))
             return
         if self.lifecycle.draining:
-            self._listener.send(peer, Returned(request=message.request, epoch=message.epoch, reason="draining"))
+            self._listener.send(peer, RequestReturned(request=message.request, epoch=message.epoch, reason="draining"))
             return
         reason = invalid_submit(message, self._config.vocabulary, mixed=self._mixed)
         if reason is not None:
@@ -520,7 +522,7 @@ class WorkerService:
         if message.leg is RequestStage.PREFILL:
             self._hand_overs.open_send(message.request, message.epoch, now)
 
-    def _assign(self, message: Assign, now: float) -> None:
+    def _assign(self, message: AssignRole, now: float) -> None:
         """Gateways hear of it first, so that what is given back does not come back."""
         reason = self.lifecycle.assign(message, now)
         self.report(now)
@@ -575,7 +577,7 @@ class WorkerService:
         message = Tokens(worker=self._self.worker, incarnation=self._self.incarnation, items=items)
         if self._listener.send(gateway.peer, message):
             return True
-        if fits(message):
+        if fits_in_frame(message):
             # The connection broke or its queue is full.  Tokens are never skipped: the requests go back as a whole.
             for item in items:
                 self._return(item.request, item.epoch, "unsent")
@@ -610,10 +612,10 @@ class WorkerService:
         """It cannot be served here.  Another worker may be of another mind."""
         self._return(event.id, event.epoch, reason)
 
-    def _give_back(self, gateway: ConnectedGateway, message: Returned) -> None:
+    def _give_back(self, gateway: ConnectedGateway, message: RequestReturned) -> None:
         if gateway.away or not self._listener.send(gateway.peer, message):
             gateway.unsent.append(message)
 
 
-def _given_back(request: RequestId, epoch: int, reason: str) -> Returned:
-    return Returned(request=request, epoch=epoch, reason=reason[:MOST_REASON_CHARS])
+def _given_back(request: RequestId, epoch: int, reason: str) -> RequestReturned:
+    return RequestReturned(request=request, epoch=epoch, reason=reason[:MAX_REASON_CHARS])

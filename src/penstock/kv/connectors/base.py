@@ -23,7 +23,7 @@ from penstock.kv.checksum import PageChecksum
 from penstock.kv.memory import KvMemory
 from penstock.types import PageId, RequestId
 from penstock.wire.gateway_messages import PageSource
-from penstock.wire.transfer_messages import PageReady, PagesAt
+from penstock.wire.transfer_messages import FetchTicket, PageReady
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +69,7 @@ class KvConnector(Protocol):
 
     # --- sending end -------------------------------------------------------------------------------------------------
 
-    def grant_access(self, request: RequestId, epoch: int) -> PagesAt | None:
+    def grant_access(self, request: RequestId, epoch: int) -> FetchTicket | None:
         """Allow a receiver to fetch this transfer's pages.  Returns what it needs for that, None if nothing.
         Idempotent."""
         del request, epoch
@@ -96,7 +96,7 @@ class KvConnector(Protocol):
 
     # --- receiving end -----------------------------------------------------------------------------------------------
 
-    def add_ticket(self, source: PageSource, at: PagesAt) -> None:
+    def add_ticket(self, source: PageSource, at: FetchTicket) -> None:
         """Where the sender says the pages of this transfer are."""
         del source, at
 

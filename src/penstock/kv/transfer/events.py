@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from penstock.types import PageId, RequestId
 from penstock.wire.gateway_messages import PageSource, TokenItem
 from penstock.wire.transfer_messages import (
+    FetchTicket,
     HandOverAlive,
     HandOverFailed,
     PageReady,
-    PagesAt,
     PagesReady,
     PagesReceived,
     PrefillDone,
@@ -65,7 +65,7 @@ class SendToReceiver:
     """A message for the listener.  If sending fails, call ``KvSender.on_send_failed``."""
 
     peer: bytes
-    message: PagesAt | PageReady | PagesReady | PrefillDone | HandOverAlive | HandOverFailed
+    message: FetchTicket | PageReady | PagesReady | PrefillDone | HandOverAlive | HandOverFailed
     payload: memoryview | None = None
 
 

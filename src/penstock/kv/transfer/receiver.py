@@ -46,10 +46,10 @@ from penstock.kv_spec import TransferOrder
 from penstock.types import RequestId, WorkerId, is_older_incarnation, same_run
 from penstock.wire.gateway_messages import PageSource, TokenItem
 from penstock.wire.transfer_messages import (
+    FetchTicket,
     HandOverAlive,
     HandOverFailed,
     PageReady,
-    PagesAt,
     PagesReady,
     PagesReceived,
     PrefillDone,
@@ -167,7 +167,7 @@ class TransferCounters:
 ACKNOWLEDGMENTS_PER_WINDOW = 8
 """How often the sender hears how far we are while one window of bytes comes."""
 
-SenderMessage = PagesAt | PageReady | PagesReady | PrefillDone | HandOverAlive | HandOverFailed
+SenderMessage = FetchTicket | PageReady | PagesReady | PrefillDone | HandOverAlive | HandOverFailed
 
 
 class KvReceiver:
@@ -251,7 +251,7 @@ class KvReceiver:
             return turn
         pulling.heard = now
         match message:
-            case PagesAt():
+            case FetchTicket():
                 self._carrier.add_ticket(source, message)
             case PageReady():
                 self._queue_page(pulling, message, payload, now, turn)

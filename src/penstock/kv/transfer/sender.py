@@ -33,18 +33,18 @@ from penstock.kv.transfer.events import (
     TransferReleased,
 )
 from penstock.types import RequestId
-from penstock.wire.gateway_messages import MOST_REASON_CHARS, TokenItem
+from penstock.wire.gateway_messages import MAX_REASON_CHARS, TokenItem
 from penstock.wire.transfer_messages import (
-    MOST_ANNOUNCED,
-    Announced,
+    MAX_READY_PAGES,
+    FetchTicket,
     HandOverAlive,
     HandOverFailed,
     PageReady,
-    PagesAt,
     PagesReady,
     PagesReceived,
     PrefillDone,
     PullPages,
+    ReadyPage,
 )
 from penstock.wire.transport import Listener
 
@@ -335,8 +335,8 @@ class KvSender:
                 else:
                     self._say(leg, frame, now, turn, payload)
             leg.waiting.popleft()
-        for first in range(0, len(ready), MOST_ANNOUNCED):
-            self._say(leg, _announced(ready[first : first + MOST_ANNOUNCED]), now, turn)
+        for first in range(0, len(ready), MAX_READY_PAGES):
+            self._say(leg, _announced(ready[first : first + MAX_READY_PAGES]), now, turn)
         if leg.done is not None and not leg.done_sent and not leg.waiting:
             leg.done_sent = True
             self._say(leg, leg.done, now, turn)
@@ -344,14 +344,14 @@ class KvSender:
     def _say(
         self,
         leg: _OutgoingTransfer,
-        message: PagesAt | PageReady | PagesReady | PrefillDone | HandOverAlive,
+        message: FetchTicket | PageReady | PagesReady | PrefillDone | HandOverAlive,
         now: float,
         turn: SenderOutput,
         payload: memoryview | None = None,
     ) -> None:
         assert leg.peer is not None
         leg.spoke = now
-        if leg.owed_since is None and not isinstance(message, HandOverAlive | PagesAt):
+        if leg.owed_since is None and not isinstance(message, HandOverAlive | FetchTicket):
             leg.owed_since = now
         turn.sends.append(SendToReceiver(leg.peer, message, payload))
 
@@ -390,14 +390,14 @@ def _failed(pull: PullPages, reason: str) -> HandOverFailed:
 
 
 def _told(request: RequestId, epoch: int, reason: str) -> HandOverFailed:
-    return HandOverFailed(request=request, epoch=epoch, reason=reason[:MOST_REASON_CHARS])
+    return HandOverFailed(request=request, epoch=epoch, reason=reason[:MAX_REASON_CHARS])
 
 
 def _announced(frames: list[PageReady]) -> PageReady | PagesReady:
     """One message that announces all these pages of one transfer."""
     if len(frames) == 1:
         return frames[0]
-    pages = tuple(Announced(each.block, each.tokens, each.page, each.generation, each.checksum) for each in frames)
+    pages = tuple(ReadyPage(each.block, each.tokens, each.page, each.generation, each.checksum) for each in frames)
     return PagesReady(request=frames[0].request, epoch=frames[0].epoch, pages=pages)
 
 

@@ -15,8 +15,8 @@ from penstock.engine.service.kv_events import LOOKED_AT, DemotedBlocks, KvEventP
 from penstock.kernels.host_ops import keys_of
 from penstock.router.prefix_index import PrefixIndex
 from penstock.types import BlockHash, ModelIdentity, Role, WorkerId, WorkerState
-from penstock.wire.gateway_messages import KV_KEY_BYTES, Hello, KvEvents, Report
-from penstock.wire.in_memory import MemoryHub
+from penstock.wire.gateway_messages import KV_KEY_BYTES, Hello, KvEvents, WorkerReport
+from penstock.wire.in_memory import InMemoryHub
 
 BLOCKS = [BlockHash(bytes([n]) * 32) for n in range(3 * LOOKED_AT)]
 
@@ -69,8 +69,8 @@ def test_no_more_is_remembered_than_there_is_room_for(monkeypatch: pytest.Monkey
     assert told == [(BLOCKS[0], 1), (BLOCKS[1], 1), (BLOCKS[0], 0), (BLOCKS[2], 1)]
 
 
-def report_of(config: WorkerConfig) -> Report:
-    return Report(
+def report_of(config: WorkerConfig) -> WorkerReport:
+    return WorkerReport(
         worker=config.worker,
         incarnation=config.incarnation,
         role=config.role,
@@ -82,7 +82,7 @@ def report_of(config: WorkerConfig) -> Report:
 
 
 def test_tiers_are_asked_once_for_all_that_has_left_when_it_is_told() -> None:
-    hub, below, prefix = MemoryHub(), Below(), PrefixCache(PagePool(len(BLOCKS)))
+    hub, below, prefix = InMemoryHub(), Below(), PrefixCache(PagePool(len(BLOCKS)))
     config = WorkerConfig(
         worker=WorkerId("w"),
         incarnation=1,
@@ -117,7 +117,7 @@ def test_tiers_are_asked_once_for_all_that_has_left_when_it_is_told() -> None:
     received = link.recv()
     assert received is not None
     report = received.message
-    assert isinstance(report, Report)
+    assert isinstance(report, WorkerReport)
     (told,) = report.cached
     assert set_of(told.stored) == set_of(keys_of([BLOCKS[0], BLOCKS[5]]))
     assert [set_of(keys) for keys in told.sunk] == [set_of(keys_of(BLOCKS[1:2])), set_of(keys_of(BLOCKS[2:3]))]
@@ -136,7 +136,7 @@ class Followers:
             carrier="memory",
             scheduler=SchedulerConfig(pages=64),
         )
-        hub = MemoryHub()
+        hub = InMemoryHub()
         self.listener = hub.listen(self.config.endpoint)
         self.links = [hub.connect(self.config.endpoint) for _ in names]
         self.gateways: list[ConnectedGateway] = []
@@ -153,7 +153,7 @@ class Followers:
             told.append([])
             while (received := link.recv()) is not None:
                 message = received.message
-                assert isinstance(message, KvEvents | Report)
+                assert isinstance(message, KvEvents | WorkerReport)
                 told[-1] += [message] if isinstance(message, KvEvents) else message.cached
         return told
 

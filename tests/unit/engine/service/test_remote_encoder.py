@@ -15,7 +15,7 @@ from penstock.engine.service.remote_encoder import SILENCE_S, EncodeRequests, Re
 from penstock.errors import ImageRefused
 from penstock.types import ImageInput, MediaInput, ModelIdentity, PlacedImage, WorkerId
 from penstock.wire.gateway_messages import PageSource
-from penstock.wire.in_memory import MemoryHub
+from penstock.wire.in_memory import InMemoryHub
 from penstock.wire.transfer_messages import EncodeImage, ImageEncoded
 from penstock.wire.transport import Listener
 
@@ -37,7 +37,7 @@ class Pair:
     """One that asks and one that encodes."""
 
     def __init__(self, identity: ModelIdentity = IDENTITY) -> None:
-        hub, self.clock = MemoryHub(), VirtualClock()
+        hub, self.clock = InMemoryHub(), VirtualClock()
         self.asking = RemoteEncoders(PeerLinks(hub, 60.0), identity, self.clock)
         self.listener: Listener = hub.listen("memory://e")
         self.served = EncodeRequests(IDENTITY, self.listener.send)
@@ -118,7 +118,7 @@ def test_one_image_is_always_asked_of_the_same_and_all_are_asked():
 
 
 def test_two_who_ask_for_one_image_are_both_told():
-    hub, clock = MemoryHub(), VirtualClock()
+    hub, clock = InMemoryHub(), VirtualClock()
     askers = [RemoteEncoders(PeerLinks(hub, 60.0), IDENTITY, clock) for _ in range(2)]
     listener = hub.listen("memory://e")
     served = EncodeRequests(IDENTITY, listener.send)

@@ -25,7 +25,7 @@ from penstock.kv.connectors.tcp.connector import TcpConnector
 from penstock.kv.memory import KvMemory
 from penstock.types import RequestId
 from penstock.wire.gateway_messages import PageSource
-from penstock.wire.transfer_messages import AGENT_BYTES, PageReady, PagesAt
+from penstock.wire.transfer_messages import MAX_AGENT_BYTES, FetchTicket, PageReady
 
 
 class NixlExporter:
@@ -73,7 +73,7 @@ class NixlExporter:
     def _listen(self, house: AgentClient) -> None:
         try:
             first = house.receive(None)
-            if not isinstance(first, AgentReady) or len(first.agent) > AGENT_BYTES:
+            if not isinstance(first, AgentReady) or len(first.agent) > MAX_AGENT_BYTES:
                 reason = getattr(first, "reason", "it says too much")
                 log.warning("pages are given by sockets, NIXL cannot be had: %s", reason)
                 return
@@ -110,7 +110,7 @@ class NixlConnector(KvConnector):
         self.own = own
         self.seal = seal
         self._tcp = tcp
-        self._doors: dict[SourceTransferKey, PagesAt] = {}
+        self._doors: dict[SourceTransferKey, FetchTicket] = {}
         self._without: set[PageSource] = set()  # sources without NIXL that have been logged
         self._lock = threading.Lock()  # of what has landed
         self._landed: deque[FetchResult] = deque()
@@ -130,7 +130,7 @@ class NixlConnector(KvConnector):
 
     # --- sending end ---
 
-    def grant_access(self, request: RequestId, epoch: int) -> PagesAt | None:
+    def grant_access(self, request: RequestId, epoch: int) -> FetchTicket | None:
         at = self._tcp.grant_access(request, epoch)
         self.exporter.start()
         ready = self.exporter.ready
@@ -150,7 +150,7 @@ class NixlConnector(KvConnector):
 
     # --- receiving end ---
 
-    def add_ticket(self, source: PageSource, at: PagesAt) -> None:
+    def add_ticket(self, source: PageSource, at: FetchTicket) -> None:
         self._tcp.add_ticket(source, at)
         self._doors[source, at.request, at.epoch] = at
         if at.agent:

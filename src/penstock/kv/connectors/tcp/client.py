@@ -29,7 +29,7 @@ from penstock.kv.connectors.tcp import protocol as frames
 from penstock.kv.connectors.tcp.protocol import HUNG_UP, MAX_PAGES, TimedSocket
 from penstock.types import RequestId
 from penstock.wire.gateway_messages import PageSource
-from penstock.wire.transfer_messages import PagesAt
+from penstock.wire.transfer_messages import FetchTicket
 
 BATCHES_IN_FLIGHT = 2
 """Batches asked for at once."""
@@ -63,7 +63,7 @@ class FetchBatch:
     """Pages of one transfer that are requested together."""
 
     key: TransferKey
-    ticket: PagesAt
+    ticket: FetchTicket
     fetches: list[PageFetch]
     fetched: int = 0  # of the orders, from the first
     stopped: bool = False  # not wanted any more: what arrives is discarded
@@ -250,7 +250,7 @@ class _FetchSession:
         began, self._came = max(self._came, self._asked), time.monotonic()
         return self._came - began
 
-    def _is_attached(self, door: PagesAt) -> bool:
+    def _is_attached(self, door: FetchTicket) -> bool:
         """Whether the sender has proved that it has the token."""
         kind, _, _, leg = frames.parse_head(self._wire.receive_exactly(frames.HEAD_BYTES))
         if (kind, leg) == (frames.REFUSED, door.leg):
@@ -352,7 +352,7 @@ class SourcePool(FetchQueue):
         self.sealed = sealed
         self._land = land
         self._changed = threading.Condition()  # of all that follows
-        self._doors: dict[TransferKey, PagesAt] = {}
+        self._doors: dict[TransferKey, FetchTicket] = {}
         self._pending: deque[PageFetch] = deque()
         self._ways: dict[FetchConnection, _ConnectionBatches] = {}
         self.busy_s = 0.0
@@ -362,7 +362,7 @@ class SourcePool(FetchQueue):
 
     # --- for the worker's loop ---------------------------------------------------------------------------------------
 
-    def add_ticket(self, at: PagesAt) -> None:
+    def add_ticket(self, at: FetchTicket) -> None:
         """Where the pages of a transfer are."""
         with self._changed:
             self._doors[at.request, at.epoch] = at

@@ -22,7 +22,7 @@ from penstock.kv.connectors.tcp.server import PageServer
 from penstock.kv.memory import KvMemory
 from penstock.types import RequestId
 from penstock.wire.gateway_messages import PageSource
-from penstock.wire.transfer_messages import PageReady, PagesAt
+from penstock.wire.transfer_messages import FetchTicket, PageReady
 
 
 class FetchClient:
@@ -46,7 +46,7 @@ class FetchClient:
         self._told = False
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
-    def add_ticket(self, source: PageSource, at: PagesAt) -> None:
+    def add_ticket(self, source: PageSource, at: FetchTicket) -> None:
         road = self._roads.get(source)
         if road is None:
             for other in [other for other, known in self._roads.items() if known.is_idle]:
@@ -154,7 +154,7 @@ class TcpConnector(KvConnector):
         self.server = PageServer(own, "" if host == "*" else host, port, config, sealed=sealed)
         self._courier = FetchClient(config, seal, sealed=sealed)
 
-    def grant_access(self, request: RequestId, epoch: int) -> PagesAt | None:
+    def grant_access(self, request: RequestId, epoch: int) -> FetchTicket | None:
         return self.server.grant_access(request, epoch)
 
     def publish_page(self, frame: PageReady) -> None:
@@ -167,7 +167,7 @@ class TcpConnector(KvConnector):
     def rejected_connections(self) -> int:
         return self.server.rejected_connections
 
-    def add_ticket(self, source: PageSource, at: PagesAt) -> None:
+    def add_ticket(self, source: PageSource, at: FetchTicket) -> None:
         self._courier.add_ticket(source, at)
 
     def fetch_page(self, wanted: FetchRequest) -> bool:

@@ -24,7 +24,7 @@ from penstock.kv.connectors.tcp import protocol as frames
 from penstock.kv.connectors.tcp.protocol import TimedSocket
 from penstock.kv.memory import KvMemory
 from penstock.types import PageId, RequestId
-from penstock.wire.transfer_messages import FETCH_TOKEN_BYTES, PageReady, PagesAt
+from penstock.wire.transfer_messages import FETCH_TOKEN_BYTES, FetchTicket, PageReady
 
 log = logging.getLogger("penstock.worker")
 
@@ -68,12 +68,12 @@ class PageServer:
 
     # --- for the worker's loop ---------------------------------------------------------------------------------------
 
-    def grant_access(self, request: RequestId, epoch: int) -> PagesAt:
+    def grant_access(self, request: RequestId, epoch: int) -> FetchTicket:
         grant = self._legs.get((request, epoch))
         if grant is None:
             grant = _Grant(secrets.randbits(63), secrets.token_bytes(FETCH_TOKEN_BYTES))
             self._legs[request, epoch] = self._grants[grant.leg] = grant
-        return PagesAt(
+        return FetchTicket(
             request=request, epoch=epoch, port=self.port, leg=grant.leg, token=grant.token, sealed=self.sealed
         )
 
