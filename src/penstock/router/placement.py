@@ -103,8 +103,8 @@ class Placement:
     def relieve(
         self, flight: RoutedRequest, worker: WorkerId, incarnation: int, now: float, *, beyond: int = 0
     ) -> tuple[Decision, BlockHash]:
-        """Who is to go on with an answer that this worker writes; as ``choose_workers``.  Nobody who has a leg of it already: a
-        worker takes a request on once in an epoch.  ``beyond``: as in ``PlacementRequest``."""
+        """Who is to go on with an answer that this worker writes; as ``choose_workers``.  Not one who has a leg of it: a
+        worker takes a request on once in an epoch.  ``beyond``: as in ``Ask``."""
         ask, fleet = flight.ask(now), self._fleet
         taken = {who for who in zip(fleet.ids, fleet.incarnations, strict=True) if flight.runs_at(*who)}
         ask = replace(ask, avoid=ask.avoid | taken | {(worker, incarnation)}, beyond=beyond)

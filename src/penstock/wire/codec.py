@@ -1,7 +1,7 @@
 """Bytes to messages and back: one version byte, then one msgpack map with a tag.
 
-Whatever bytes come in, ``decode_message`` gives a message or raises ``ProtocolError``, and allocates no more than a small
-multiple of the frame.  Knows nothing about sockets, and nothing about what a message means.
+Whatever bytes come in, ``decode_message`` returns a message or raises ``ProtocolError``, and allocates no more than a
+small multiple of the frame.  Knows nothing about sockets, and nothing about what a message means.
 """
 
 from __future__ import annotations

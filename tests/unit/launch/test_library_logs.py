@@ -12,7 +12,7 @@ import logging
 from penstock.launch.http_server import _adopt_logs
 from penstock.telemetry.log import configure_logging
 
-configure("gateway", as_json=True)
+configure_logging("gateway", as_json=True)
 _adopt_logs()
 logging.getLogger("asyncio").warning("socket.send() raised exception.")
 logging.getLogger("python_multipart.multipart").warning("Found invalid character")
