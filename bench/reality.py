@@ -173,7 +173,7 @@ def asked_for_real(options: argparse.Namespace, loads: dict[str, list[Asked]]) -
 
 def foretold(trace: Trace, fleet: FleetFile) -> Figures:
     """What clients of the simulated fleet saw."""
-    found = simulate(trace, SimulationSetup(fleet=fleet)).measures
+    found = simulate(trace, SimulationSetup(fleet=fleet)).results
     means = np.array([each.itl_s for each in found.requests.values()])
     return {"ttft_s": found.ttfts(), "itl_s": means}
 
@@ -242,7 +242,7 @@ def main() -> None:
     loads = {make.__name__: make(random.Random(options.seed + n), options) for n, make in enumerate(WORKLOADS)}
     with tempfile.TemporaryDirectory() as folder:
         path = options.fleet or calibrated(options, Path(folder) / "here.toml")
-        fleet = load_fleet(path).of(*parse_workers(str(options.workers)))
+        fleet = load_fleet(path).with_groups(*parse_workers(str(options.workers)))
     if options.again:
         heard = msgspec.json.decode(options.again.read_bytes(), type=dict[str, list[Heard]])
     else:

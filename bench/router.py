@@ -128,9 +128,11 @@ class Scene:
         for slot in range(options.workers):
             role = roles[slot % len(roles)]
             name = WorkerId(f"{role.value}-{slot}")
-            self.fleet.up(WorkerUp(worker=name, incarnation=1, role=role, pid=1, endpoint=f"memory://{name}"), 0.0)
-            self.fleet.report(self._report(name, role, rng), 0.0)
-            self.index.follow(slot, 1)
+            self.fleet.on_worker_up(
+                WorkerUp(worker=name, incarnation=1, role=role, pid=1, endpoint=f"memory://{name}"), 0.0
+            )
+            self.fleet.on_report(self._report(name, role, rng), 0.0)
+            self.index.add_worker(slot, 1)
             self._tell(slot, some_keys(options.blocks // options.workers, slot))
         self.blocks = options.tokens // PAGE_TOKENS
 
@@ -146,7 +148,7 @@ class Scene:
             max_model_len=200_000,
             kv_pages_free=100_000,
             prompt_tokens=int(rng.integers(0, 20_000)),
-            answers=answers,
+            decodes=answers,
             context_tokens=answers * 4000,
             page_bytes=2 << 20,
             rates=StepRates(0.012, 5e-5, 1e-9, 1e-6),
@@ -160,14 +162,14 @@ class Scene:
         for part in range(parts):
             stored = keys[part * size : (part + 1) * size]
             told = KvEvents(worker=WorkerId("w"), incarnation=1, sequence=0, stored=stored, part=part, parts=parts)
-            self.index.take(slot, told)
+            self.index.on_kv_events(slot, told)
 
     def hold(self, slot: int, hashes: list[BlockHash], sequence: int) -> None:
         """A worker tells of a prompt's blocks."""
         for start in range(0, len(hashes), KV_EVENT_BLOCKS):
             stored = b"".join(block[:8] for block in hashes[start : start + KV_EVENT_BLOCKS])
             number = sequence + start // KV_EVENT_BLOCKS
-            self.index.take(slot, KvEvents(worker=WorkerId("w"), incarnation=1, sequence=number, stored=stored))
+            self.index.on_kv_events(slot, KvEvents(worker=WorkerId("w"), incarnation=1, sequence=number, stored=stored))
 
 
 def asked(number: int, hashes: list[BlockHash], tokens: int) -> PlacementRequest:
@@ -219,7 +221,7 @@ def deciding(options: argparse.Namespace) -> Iterator[Row]:
                     decision = choose_workers(ask, scene.fleet, scene.index, 0.0, how)
                     took.append(time.thread_time() - began)
                     chosen = decision.legs[0]
-                    scene.fleet.charge(
+                    scene.fleet.add_work(
                         chosen.worker, 1, RequestId(f"x{number}"), 1, due=ExpectedWork(tokens=1), serial=number
                     )
                 yield row(f"decide: {policy}, {kind}, {known}", took, blocks=len(scene.index))

@@ -81,21 +81,21 @@ class Rows:
 
 def throughput(run: SimulationRun) -> float:
     """Answers a second between the 10th and the 90th of 100 ends."""
-    ends = np.sort([each.last_at for each in run.measures.requests.values()])
+    ends = np.sort([each.last_at for each in run.results.requests.values()])
     low, high = len(ends) // 10, len(ends) * 9 // 10
     return float((high - low) / max(ends[high] - ends[low], 1e-9))
 
 
 def steady(run: SimulationRun) -> float:
     """The share of good answers among those to requests that came after the first third: by then there are many."""
-    late = list(run.measures.requests.values())[len(run.measures.requests) // 3 :]
-    good = set(map(id, run.measures.good()))
+    late = list(run.results.requests.values())[len(run.results.requests) // 3 :]
+    good = set(map(id, run.results.within_targets()))
     return sum(id(each) in good for each in late) / len(late)
 
 
 def rate_of(trace: Trace) -> float:
     """Requests a second."""
-    return len(trace.jobs) / trace.span_s
+    return len(trace.requests) / trace.span_s
 
 
 def policies(options: argparse.Namespace) -> None:
@@ -124,7 +124,7 @@ def split(options: argparse.Namespace) -> None:
 
 def sized(workers: str, budget_ms: float) -> FleetFile:
     """The default fleet with these workers and this budget of a step that also writes."""
-    fleet = load_fleet("default").of(*parse_workers(workers))
+    fleet = load_fleet("default").with_groups(*parse_workers(workers))
     limits = msgspec.structs.replace(fleet.scheduler, step_budget_ms=budget_ms)
     return msgspec.structs.replace(fleet, scheduler=limits)
 
@@ -132,7 +132,7 @@ def sized(workers: str, budget_ms: float) -> FleetFile:
 def speed(options: argparse.Namespace) -> None:
     """The whole trace on 32 workers."""
     trace, rows = read_trace(options.trace, options.requests), Rows(options.json)
-    fleet = load_fleet(options.fleet).of(*parse_workers("32"))
+    fleet = load_fleet(options.fleet).with_groups(*parse_workers("32"))
     for scale in (1.0, 4.0):
         rows.get(f"speed: 32 workers at {scale:g}", trace, SimulationSetup(fleet=fleet, rate_scale=scale))
 

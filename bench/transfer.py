@@ -265,7 +265,7 @@ def parts(layout: KvLayout, seconds: float) -> Iterator[dict[str, object]]:
         PageReady(
             request=RequestId("r"),
             epoch=1,
-            block=0,
+            index=0,
             tokens=16,
             page=PageId(page),
             generation=1,

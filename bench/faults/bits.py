@@ -66,7 +66,7 @@ def _copied(count: int, dice: random.Random) -> int:
         bit = dice.randrange(8 * len(target))
         _flip(memoryview(target), bit)
         frame = PageReady(
-            request=RequestId("r"), epoch=1, block=0, tokens=16, page=PageId(0), generation=1, checksum=bytes(said)
+            request=RequestId("r"), epoch=1, index=0, tokens=16, page=PageId(0), generation=1, checksum=bytes(said)
         )
         try:
             seal.copy_checked(frame, memoryview(page), memoryview(into))

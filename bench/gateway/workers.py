@@ -83,7 +83,7 @@ class _Worker:
             page_bytes=1024,
             rates=StepRates(1e-3, 1e-6, 1e-12, 1e-6),
             measured=100,
-            heard=self.heard,
+            acked=self.heard,
         )
         for peer in self.peers:
             self.listener.send(peer, report)

@@ -88,7 +88,7 @@ def carrier() -> Iterator[NixlConnector]:
 
 def wanted() -> FetchRequest:
     source = PageSource(worker=WorkerId("prefill-0"), incarnation=1, endpoint="tcp://127.0.0.1:1")
-    frame = PageReady(request=R, epoch=1, block=0, page=PageId(1), generation=1, tokens=16, checksum=bytes(16))
+    frame = PageReady(request=R, epoch=1, index=0, page=PageId(1), generation=1, tokens=16, checksum=bytes(16))
     return FetchRequest(source, frame, memoryview(bytearray(LAYOUT.page_bytes)))
 
 

@@ -295,7 +295,7 @@ def granted(rig: Rig, name: str, *pages: int) -> FetchTicket:
     for page in pages:
         desk.publish_page(
             PageReady(
-                request=at.request, epoch=1, block=0, tokens=16, page=PageId(page), generation=1, checksum=bytes(16)
+                request=at.request, epoch=1, index=0, tokens=16, page=PageId(page), generation=1, checksum=bytes(16)
             )
         )
     return at

@@ -251,7 +251,7 @@ def test_no_more_than_the_window_is_under_way_to_one_receiver(rig: Rig) -> None:
         for send in turn.sends:
             message = send.message
             pages = message.pages if isinstance(message, PagesReady) else [message]
-            announced.extend((message.request, page.block) for page in pages if isinstance(message, _READY))
+            announced.extend((message.request, page.index) for page in pages if isinstance(message, _READY))
 
     def pull(number: int, skip: int) -> SenderOutput:
         asked = PullPages(
@@ -369,7 +369,7 @@ def test_a_wrong_size_is_found(rig: Rig) -> None:
 def test_a_page_that_cannot_be_of_this_request_ends_it_unwritten(rig: Rig, block: int, tokens: int) -> None:
     def change(came: list) -> list:
         return [
-            (s, replace(m, message=msgspec.structs.replace(m.message, block=block, tokens=tokens)))
+            (s, replace(m, message=msgspec.structs.replace(m.message, index=block, tokens=tokens)))
             if isinstance(m.message, PageReady)
             else (s, m)
             for s, m in came

@@ -247,7 +247,7 @@ def test_lost_frames_are_sent_again(rig: Rig) -> None:
     def lose_second(came: list) -> list:
         kept = []
         for source, received in came:
-            lost = isinstance(received.message, PageReady) and received.message.block == 1 and not dropped
+            lost = isinstance(received.message, PageReady) and received.message.index == 1 and not dropped
             (dropped if lost else kept).append((source, received))
         return kept
 

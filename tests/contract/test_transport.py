@@ -44,7 +44,7 @@ def ends(place: Place) -> tuple[Listener, Link]:
 def test_messages_and_payloads_go_both_ways(place: Place, ends: tuple[Listener, Link]) -> None:
     listener, link = ends
     page = PageReady(
-        request=RequestId("r"), epoch=1, block=0, tokens=16, page=PageId(3), generation=1, checksum=bytes(16)
+        request=RequestId("r"), epoch=1, index=0, tokens=16, page=PageId(3), generation=1, checksum=bytes(16)
     )
     assert link.send(note(1))
     got = place.wait_for(listener, link)

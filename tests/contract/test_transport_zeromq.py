@@ -366,7 +366,8 @@ import os, resource, sys
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.zeromq import ZmqTransport
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-transport = ZmqTransport(CurveKeys(**{name: bytes.fromhex(value) for name, value in zip(sys.argv[2::2], sys.argv[3::2])}))
+pairs = zip(sys.argv[2::2], sys.argv[3::2])
+transport = ZmqTransport(CurveKeys(**{name: bytes.fromhex(value) for name, value in pairs}))
 listener = transport.listen(sys.argv[1])
 print("listens", flush=True)
 while (received := listener.recv()) is None:

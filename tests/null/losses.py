@@ -57,8 +57,8 @@ class BreakingHub(InMemoryHub):
         self._names[link] = b"\1" + self._renamed.to_bytes(4, "big")
         self._links[self._names[link]] = box
 
-    def forget_link(self, peer):
-        super().forget_link(self._names.pop(peer, peer))
+    def remove_link(self, peer):
+        super().remove_link(self._names.pop(peer, peer))
 
 
 class SwallowingHub(InMemoryHub):

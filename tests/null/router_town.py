@@ -160,7 +160,7 @@ class Town:
 
     async def tell(self, name: str, **order: object) -> dict:
         """An operator's word, and the worker's row after it."""
-        task = asyncio.get_running_loop().create_task(self.router.orders.assign(name, **order))
+        task = asyncio.get_running_loop().create_task(self.router.admin.assign(name, **order))
         await self.until(task.done, turns=500)
         return task.result()
 
@@ -278,7 +278,7 @@ class Town:
     async def assert_idle(self, *, within: float = 1.0) -> None:
         """Within so many seconds nobody holds anything, and the router's book is empty."""
         await self.until(lambda: not self.held(), turns=round(within / 0.02), seconds=0.02)
-        assert not self.router.fleet.working()
+        assert not self.router.fleet.has_work()
         await self.wait(0.3)  # the next reports
         assert all(load == 0 for load in self.router.fleet.load)
 

@@ -23,13 +23,13 @@ class Note:
     over: float | None = None
     error: str = ""
 
-    def note(self, **facts: SpanAttribute) -> None:
+    def set_attributes(self, **facts: SpanAttribute) -> None:
         told = {name.replace("__", "."): value for name, value in facts.items()}
         assert set(told) <= set(self.family.facts), f"{self.family.name} has not declared {told}"
         assert self.over is None
         self.facts |= told
 
-    def event(self, name: str, at: float, **facts: SpanAttribute) -> None:
+    def add_event(self, name: str, at: float, **facts: SpanAttribute) -> None:
         assert name in self.family.events
         assert self.over is None
         self.events.append((name, at))

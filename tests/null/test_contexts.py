@@ -40,7 +40,9 @@ async def test_an_answer_of_a_named_length_is_written_where_it_fits() -> None:
             client.assert_true_answer()
         assert {name for client in long for name in writers(town, client)} == {"both-0"}
         assert "both-1" in {name for client in short for name in writers(town, client)}
-        aside = [r.because for d in town.router.debug(long[0].request.id) for r in d.reasons() if r.worker == "both-1"]
+        aside = [
+            r.explanation for d in town.router.debug(long[0].request.id) for r in d.reasons() if r.worker == "both-1"
+        ]
         assert aside == ["has a context of 64 tokens, and 100 are wanted"]
         await town.assert_idle()
 

@@ -258,7 +258,7 @@ class Meter(ServiceLevels):
         super().__init__()
         self.seen: list[tuple[int, ...]] = []
 
-    def used(self, tenant: str, tokens: tuple[int, int, int, int], requests: int = 1) -> None:
+    def add_usage(self, tenant: str, tokens: tuple[int, int, int, int], requests: int = 1) -> None:
         self.seen.append((requests, *tokens))
 
     @property

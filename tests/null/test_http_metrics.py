@@ -91,11 +91,11 @@ async def test_a_page_that_could_not_be_made_is_made_anew() -> None:
 def test_a_page_tells_of_the_moment_that_it_was_asked_for() -> None:
     """It is made on a thread, while reports come in."""
     metrics = Metrics(model_name="m")
-    metrics.worker_report("w", 1, {"steps": 5.0})
+    metrics.on_worker_report("w", 1, {"steps": 5.0})
     metrics.open_requests = lambda: 3
     make = metrics.snapshot()
-    metrics.worker_report("w", 1, {"steps": 6.0})
-    metrics.worker_report("x", 1, {"steps": 6.0})
+    metrics.on_worker_report("w", 1, {"steps": 6.0})
+    metrics.on_worker_report("x", 1, {"steps": 6.0})
     metrics.open_requests = lambda: 4
     page = make().decode()
     assert 'steps_total{model_name="m",worker="w"} 5.0' in page

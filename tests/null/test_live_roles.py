@@ -61,7 +61,7 @@ async def all_true(town: Town, clients: list[Client]) -> None:
 
 def resubmitted(town: Town) -> bool:
     """Was anything computed anew?"""
-    return any(stream.flight.epoch > 1 for stream in town.router._streams.values())
+    return any(stream.routed.epoch > 1 for stream in town.router._streams.values())
 
 
 @pytest.mark.parametrize("layout", [None, WINDOWED], ids=["plain", "windows"])
@@ -179,16 +179,16 @@ async def test_with_nobody_to_go_on_an_answer_stays_where_it_is() -> None:
 async def test_what_cannot_be_is_refused_with_what_would_work() -> None:
     async with Town("prefill-0", "decode-0") as town:
         with pytest.raises(UnknownWorker, match="There are: decode-0, prefill-0"):
-            await town.router.orders.assign("decode-7", role=Role.PREFILL)
+            await town.router.admin.assign("decode-7", role=Role.PREFILL)
         with pytest.raises(Conflict, match=r"last ready one that writes answers.*role decode or both"):
-            await town.router.orders.assign("decode-0", role=Role.PREFILL)
+            await town.router.admin.assign("decode-0", role=Role.PREFILL)
         with pytest.raises(Conflict, match="last ready one that reads prompts"):
-            await town.router.orders.assign("prefill-0", duty=Duty.DRAIN)
+            await town.router.admin.assign("prefill-0", duty=Duty.DRAIN)
         with pytest.raises(Conflict, match="was started for it"):
-            await town.router.orders.assign("decode-0", role=Role.ENCODE)
+            await town.router.admin.assign("decode-0", role=Role.ENCODE)
         town.kill("decode-0")
         with pytest.raises(Conflict, match="is dead"):
-            await town.router.orders.assign("decode-0", role=Role.BOTH)
+            await town.router.admin.assign("decode-0", role=Role.BOTH)
     async with Town("prefill-0", "decode-0") as town:
         await town.tell("prefill-0", role=Role.BOTH)
         await town.tell("decode-0", role=Role.PREFILL)
@@ -237,7 +237,7 @@ async def test_an_operators_word_is_lost_and_said_again() -> None:
     hub = BreakingHub()
     async with Town(*WIDE, hub=hub) as town:
         hub.loses = Nth(AssignRole)
-        lost = asyncio.wait_for(town.router.orders.assign("decode-0", role=Role.BOTH), 0.05)
+        lost = asyncio.wait_for(town.router.admin.assign("decode-0", role=Role.BOTH), 0.05)
         with pytest.raises(TimeoutError):
             await lost
         await town.wait(0.5)

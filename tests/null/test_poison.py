@@ -100,8 +100,8 @@ async def test_who_has_moved_on_since_is_not_blamed_for_a_worker_that_is_then_fo
     async with Town("both-0", "both-1") as town:
         client = town.ask("long", max_tokens=200)
         await town.until(lambda: len(client.tokens) >= POISON_AT)
-        (flight,) = [stream.flight for stream in town.router._streams.values()]
-        (leg,) = flight.waits_for[0]
+        (flight,) = [stream.routed for stream in town.router._streams.values()]
+        (leg,) = flight.pending_stages[0]
         town.stop(leg.worker)
         await town.until(lambda: len(town.suspects) == 1, turns=800, seconds=0.01)
         before = len(client.tokens)
@@ -109,7 +109,7 @@ async def test_who_has_moved_on_since_is_not_blamed_for_a_worker_that_is_then_fo
         town.kill(leg.worker, WorkerState.WEDGED, fault=True)
         moved = len(client.tokens)
         await town.until(lambda: len(client.tokens) > moved)
-        assert flight.guilt.deaths == []
+        assert flight.crashes.deaths == []
         await town.finish()
         client.assert_true_answer()
 
@@ -141,7 +141,7 @@ async def test_an_empty_budget_delays_and_never_refuses() -> None:
     async with Town(*WHOLE, config=SMALL_BUDGET) as town:
         clients = [town.ask(f"r{i}", seed=i, max_tokens=20) for i in range(6)]
         await town.settle()
-        flights = [town.router._streams[client.request.id].flight for client in clients]
+        flights = [town.router._streams[client.request.id].routed for client in clients]
         began = town.clock.now()
         for epoch in range(1, 4):
             await town.until(lambda: all(f.epoch == epoch and f.phase is RequestPhase.FLYING for f in flights))  # noqa: B023

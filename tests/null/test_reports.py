@@ -148,7 +148,7 @@ def test_what_changed_is_told_once_when_it_is_due() -> None:
     stage.turn(0.1)
     stage.turn()
     report = stage.reports[worker.name]
-    assert (report.running, report.answers, report.counters["generation_tokens"]) == (0, 0, 4)
+    assert (report.running, report.decodes, report.counters["generation_tokens"]) == (0, 0, 4)
 
 
 # --- what handling one costs -----------------------------------------------------------------------------------------

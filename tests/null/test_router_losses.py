@@ -82,7 +82,7 @@ async def test_a_worker_that_always_dies_is_given_up_in_the_end():
         client = town.ask(prompt=100)
         kills = 0
         while not client.over:
-            if town.router.fleet.working():
+            if town.router.fleet.has_work():
                 town.kill("both-0")
                 town.fork("both-0")
                 kills += 1
@@ -161,7 +161,7 @@ async def test_a_client_that_leaves_at_any_turn_frees_everything(names, turns):
             await town.turn()
         await town.leave(client)
         assert client.tokens == client.truth()[: len(client.tokens)]
-        assert not town.router.fleet.working()
+        assert not town.router.fleet.has_work()
         await town.assert_idle(within=0.2)
 
 
@@ -227,7 +227,7 @@ async def test_all_streams_of_a_lost_host_go_on_and_a_turn_of_the_loop_moves_onl
     async with Town("both-0", config=config, max_queued=4096, max_model_len=128) as town:
         clients = [town.ask(f"r{i}", seed=i, prompt=4) for i in range(2000)]
         await town.settle()
-        flights = [stream.flight for stream in town.router._streams.values()]
+        flights = [stream.routed for stream in town.router._streams.values()]
         assert all(flight.phase is RequestPhase.FLYING for flight in flights)
         town.fork("both-1")
         await town.turn()
@@ -288,7 +288,7 @@ async def test_an_error_in_a_look_at_one_stream_keeps_none_from_its_deadline(mon
     async with Town(config=config) as town:  # nobody serves them
         clients = [town.ask(f"r{i}") for i in range(4)]
         await town.turn()
-        tick, failed = RoutedRequest.tick, list[str]()
+        tick, failed = RoutedRequest.on_tick, list[str]()
 
         def fails_once_each(flight, *args):
             if flight.request.id not in failed:
@@ -296,7 +296,7 @@ async def test_an_error_in_a_look_at_one_stream_keeps_none_from_its_deadline(mon
                 raise RuntimeError("tick")
             return tick(flight, *args)
 
-        monkeypatch.setattr(RoutedRequest, "tick", fails_once_each)
+        monkeypatch.setattr(RoutedRequest, "on_tick", fails_once_each)
         await town.wait(2.0)
         assert len(failed) == len(clients)
         assert all(isinstance(client.error, NoWorkers) for client in clients)
@@ -326,7 +326,7 @@ async def test_a_report_of_a_later_process_closes_the_link_to_the_earlier_one():
         report = town.router.fleet.reports[town.router.fleet.slot(name)]
         later = msgspec.structs.replace(report, incarnation=report.incarnation + 1)
         town.router.on_message(name, report.incarnation, later)
-        assert town.router._links.to(name, report.incarnation) is None
+        assert town.router._links.link_to(name, report.incarnation) is None
         await town.finish()
         client.assert_true_answer()
         assert town.router.debug(client.request.id)[-1].legs[0].worker == other

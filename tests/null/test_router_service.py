@@ -160,11 +160,11 @@ async def test_full_queues_everywhere_are_told_before_the_first_token():
 async def test_who_was_refused_waits_no_more_though_somebody_is_kept_apart():
     async with Town(*WHOLE, pages=3, max_model_len=48) as town:
         placement = town.router._placement
-        placement.apart.sent(RequestId("suspect"), [(WorkerId("elsewhere-0"), 1)])
+        placement.isolation.place(RequestId("suspect"), [(WorkerId("elsewhere-0"), 1)])
         client = town.ask(prompt=100)
         await town.finish()
         assert isinstance(client.error, RequestError)
-        assert placement.due(town.clock.now() + 60, ready=True) == []
+        assert placement.due_requests(town.clock.now() + 60, ready=True) == []
 
 
 async def test_what_no_worker_can_hold_is_refused():

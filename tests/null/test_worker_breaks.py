@@ -296,7 +296,7 @@ def test_a_prefill_leg_that_waits_for_credit_ends_with_its_epoch():
 
 def test_strange_frames_are_counted_and_change_nothing():
     stage, prefill, decode = split()
-    page = PageReady(request="r", epoch=1, block=0, tokens=16, page=0, generation=1, checksum=bytes(16))
+    page = PageReady(request="r", epoch=1, index=0, tokens=16, page=0, generation=1, checksum=bytes(16))
     for worker in (prefill, decode):
         worker.link.send_raw(b"")
         worker.link.send_raw(b"\xff not ours")

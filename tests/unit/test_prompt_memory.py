@@ -89,7 +89,7 @@ def test_a_gateway_keeps_a_prompt_once_and_in_few_bytes_a_token(n: int):
                 preparing.send(None)
             except StopIteration as done:
                 prepared = done.value
-        patience = FailoverLimits.of(FailoverConfig(), Limits())
+        patience = FailoverLimits.from_config(FailoverConfig(), Limits())
         return prepared, [RoutedRequest(request, patience, 0.0) for request in prepared.requests]
 
     echoed = sys.getsizeof(intake._tokenizer.decode(ids)) / TOKENS  # the client asked for the text

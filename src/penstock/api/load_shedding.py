@@ -210,7 +210,7 @@ class LoadShedder:
         try:
             self._rates.take(tenant, 1, 0)
         except CapacityError as error:
-            self._levels.shed(tenant.classes[0], error.reason)
+            self._levels.on_shed(tenant.classes[0], error.reason)
             raise
 
     @contextmanager
@@ -236,10 +236,10 @@ class LoadShedder:
         except DeadlineMissed as error:
             foreseen = self._predict(claim, sum(costs))
             error.retry_after = self._retry_after(1.0 if foreseen is None else foreseen.seconds)
-            self._levels.missed(claim.service)
+            self._levels.on_deadline_missed(claim.service)
             raise
         except CapacityError as error:
-            self._levels.shed(claim.service, error.reason)
+            self._levels.on_shed(claim.service, error.reason)
             raise
 
     # --- how long it will take ---------------------------------------------------------------------------------------
@@ -274,13 +274,13 @@ class LoadShedder:
 
     def began(self, claim: Qos, waited_s: float) -> None:
         """A choice has its first token, wherever it comes from."""
-        self._levels.began(claim.service, waited_s)
+        self._levels.on_first_token(claim.service, waited_s)
 
     def came(self, claim: Qos, waited_s: float, foreseen: PredictedTtft | None) -> None:
         """A choice has its first token of a worker."""
         if foreseen is None:
             return
-        self._levels.foretold(claim.service, waited_s, foreseen.seconds)
+        self._levels.on_prediction(claim.service, waited_s, foreseen.seconds)
         if max(waited_s, foreseen.seconds) < _MIN_LEARNED_S:
             return
         kind = (claim.service, foreseen.long)
@@ -290,15 +290,15 @@ class LoadShedder:
 
     def ended(self, claim: Qos, ttft_s: float, tpot_s: float | None) -> None:
         """A choice is complete; ``tpot_s`` is None for a single token."""
-        self._levels.ended(claim.service, self._targets[claim.service], ttft_s, tpot_s)
+        self._levels.on_finished(claim.service, self._targets[claim.service], ttft_s, tpot_s)
 
     def used(self, claim: Qos, usage: TokenUsage, part: UsageDelta) -> None:
         """An HTTP request is over, and was served ``part`` for the first time."""
         if part.first:
             cached = usage.prompt_tokens_details.cached_tokens
-            self._levels.used(claim.tenant, (usage.prompt_tokens, part.tokens, cached, part.stored))
+            self._levels.add_usage(claim.tenant, (usage.prompt_tokens, part.tokens, cached, part.stored))
         elif part.tokens:
-            self._levels.used(claim.tenant, (0, part.tokens, 0, part.stored), requests=0)
+            self._levels.add_usage(claim.tenant, (0, part.tokens, 0, part.stored), requests=0)
 
     def now(self) -> float:
         """Monotonic seconds."""

@@ -53,7 +53,7 @@ class RequestTracing:
         caller = {name.decode(): value.decode("latin-1") for name, value in trace_headers(exchange)}
         name = model[:MAX_NAME_CHARS] if isinstance(model, str) else ""
         span = self._tracer.root(caller, f"{operation} {name}".strip(), self._clock.now())
-        span.note(gen_ai__operation__name=operation, gen_ai__request__model=name)
+        span.set_attributes(gen_ai__operation__name=operation, gen_ai__request__model=name)
         error = ""
         try:
             yield span
@@ -68,8 +68,8 @@ class RequestTracing:
         if not span.context:
             return prepared
         intake = self._tracer.begin(span.context, INTAKE, since)
-        intake.note(penstock__requests=len(prepared.requests))
-        span.note(penstock__class=prepared.requests[0].claim.service.name.lower())
+        intake.set_attributes(penstock__requests=len(prepared.requests))
+        span.set_attributes(penstock__class=prepared.requests[0].claim.service.name.lower())
         intake.end(self._clock.now())
         requests = tuple(msgspec.structs.replace(request, trace=span.context) for request in prepared.requests)
         return msgspec.structs.replace(prepared, requests=requests)
@@ -100,7 +100,7 @@ def note_response(span: Span, name: str, usage: TokenUsage, word: str) -> None:
     """What became of an answer.  ``word``: of the response cache."""
     if not span.context:
         return
-    span.note(
+    span.set_attributes(
         gen_ai__response__id=name,
         gen_ai__usage__input_tokens=usage.prompt_tokens,
         gen_ai__usage__output_tokens=usage.completion_tokens,
@@ -108,7 +108,7 @@ def note_response(span: Span, name: str, usage: TokenUsage, word: str) -> None:
         penstock__stored_tokens=usage.stored_tokens,
     )
     if word:
-        span.note(penstock__response_cache=word)
+        span.set_attributes(penstock__response_cache=word)
 
 
 def trace_response_header(span: Span) -> list[Header]:

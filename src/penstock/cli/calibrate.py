@@ -76,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
     bench = CalibrationBench(
         located.path, CalibrationExtent(context=args.context, rounds=args.rounds, threads=args.threads)
     )
-    with count_bar("measuring", bench.turns + 1, "runs") as turn:
-        readings = bench.readings(lambda: turn(1))
-        writings = bench.writings(lambda: turn(1))
+    with count_bar("measuring", bench.progress_steps + 1, "runs") as turn:
+        readings = bench.prefill_samples(lambda: turn(1))
+        writings = bench.decode_samples(lambda: turn(1))
         bytes_s = bench.copy_bytes_s()
         turn(1)
     found = fit_step_times(readings, writings)
@@ -117,8 +117,8 @@ def as_json(
     """Everything that was measured, in seconds, tokens and bytes."""
     return {
         "fleet": msgspec.to_builtins(fleet),
-        "reading_error": found.reading_error,
-        "writing_error": found.writing_error,
+        "reading_error": found.prefill_error,
+        "writing_error": found.decode_error,
         "readings": readings,
         "writings": writings,
     }
@@ -127,7 +127,7 @@ def as_json(
 def show(fleet: FleetFile, found: StepFit, paint: Paint) -> str:
     """For people."""
     times = fleet.steps
-    read, write = f"off by {found.reading_error:.1%}", f"off by {found.writing_error:.1%}"
+    read, write = f"off by {found.prefill_error:.1%}", f"off by {found.decode_error:.1%}"
     rows = [
         ("a step that reads", f"{times.read_step_s * 1e3:.3f} ms", paint(f"{read} in the median", "dim")),
         ("  each prompt token", f"{times.token_s * 1e6:.3f} us", f"{1 / times.token_s:,.0f} a second"),

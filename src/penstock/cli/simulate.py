@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         pyplot()  # what is missing is said before the run, not behind it
     fleet = chosen_fleet(args)
     if args.workers is not None:
-        fleet = fleet.of(*parse_workers(args.workers))
+        fleet = fleet.with_groups(*parse_workers(args.workers))
     setup = SimulationSetup(
         fleet=fleet,
         policy=args.policy,
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         page_tokens=args.page_tokens,
     )
     trace = read_trace(args.trace, args.requests)
-    with count_bar(trace.name, len(trace.jobs), "requests") as progress:
+    with count_bar(trace.name, len(trace.requests), "requests") as progress:
         done = simulate(trace, setup, progress)
     if args.plot is not None:
         plot_run(done, args.plot)

@@ -74,4 +74,4 @@ class PageChecksum:
         except (ValueError, OverflowError) as error:  # sizes, and numbers that are no generation
             raise PageCorrupt(f"page {frame.page} of generation {frame.generation}: {error}") from None
         if found != frame.checksum:
-            raise PageCorrupt(f"block {frame.block} of {frame.request}: wrong checksum")
+            raise PageCorrupt(f"block {frame.index} of {frame.request}: wrong checksum")

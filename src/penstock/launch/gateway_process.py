@@ -196,15 +196,15 @@ def make_http_app(
     return make_app(
         AppServices(
             streams=router,
-            posts=router.orders,
+            posts=router.admin,
             intake=intake,
             pools=pools,
             hears=hears,
             limits=config.limits,
             clock=MonotonicClock(),
             metrics=metrics.snapshot,
-            met=metrics.met,
-            unauthorized=metrics.unauthorized,
+            met=metrics.on_idempotency_key,
+            unauthorized=metrics.on_unauthorized,
             keys=ring,
             buckets=buckets,
             event_key=bytes.fromhex(config.event_key),

@@ -108,11 +108,11 @@ class _Open:
         own = self._span.get_span_context()
         return f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
 
-    def note(self, **facts: SpanAttribute) -> None:
+    def set_attributes(self, **facts: SpanAttribute) -> None:
         """See ``Span``."""
         self._span.set_attributes(_named(facts))
 
-    def event(self, name: str, at: float, **facts: SpanAttribute) -> None:
+    def add_event(self, name: str, at: float, **facts: SpanAttribute) -> None:
         """See ``Span``."""
         self._span.add_event(name, _named(facts), self._tracer.ns(at))
 

@@ -52,7 +52,7 @@ class RouterAdmin:
         if slot is None:
             raise UnknownWorker(worker[:128], ", ".join(sorted(filter(None, fleet.ids))) or "none")
         incarnation = fleet.incarnations[slot]
-        link = self._links.to(fleet.ids[slot], incarnation)
+        link = self._links.link_to(fleet.ids[slot], incarnation)
         if link is None or not fleet.is_up(slot):
             raise Conflict(f"The worker '{worker}' is {fleet.states[slot].value}; it can be told when it is ready.")
         self._check(slot, role, duty, force=force)
@@ -67,7 +67,7 @@ class RouterAdmin:
             await self._until(taken, worker)
         return next(row for row in fleet.status_rows() if row["id"] == worker)
 
-    def reported(self) -> None:
+    def on_report(self) -> None:
         """A worker told how it is."""
         for waiting in self._waiting:
             if waiting.taken() and not waiting.future.done():
@@ -102,7 +102,7 @@ class RouterAdmin:
         """Raises Conflict."""
         fleet = self._fleet
         worker, now = fleet.ids[slot], fleet.roles[slot]
-        if role is not None and role is not now and (role is Role.ENCODE or not fleet.hands_over(slot)):
+        if role is not None and role is not now and (role is Role.ENCODE or not fleet.can_transfer_kv(slot)):
             why = "encoding needs a worker that was started for it" if role is Role.ENCODE else _fixed(now)
             raise Conflict(f"The worker '{worker}' stays {now.value}: {why}.", param="role", code="role_is_fixed")
         before = [(other, fleet.roles[other]) for other in self._serving(slot)]

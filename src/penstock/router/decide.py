@@ -57,8 +57,8 @@ class PlacementRequest:
     emitted: int = 0  # tokens of the answer that exist already
     identity: ModelIdentity | None = None  # that of the answer's first tokens; None: any
     avoid: Pairs = _NOBODY  # those that gave it back
-    doubt: Pairs = _NOBODY  # those to be taken only where there is no other
-    beyond: int = 0  # only workers with more of a context than this: it has become too long for such a one
+    distrusted: Pairs = _NOBODY  # those to be taken only where there is no other
+    min_context: int = 0  # only workers with more of a context than this: it has become too long for such a one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class ChosenWorker:
     incarnation: int
     endpoint: str
     tokens: int  # that it will have to compute
-    due: ExpectedWork = NO_WORK
+    work: ExpectedWork = NO_WORK
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class CandidateReason:
     leg: RequestStage | None  # None: it was no candidate for any
     worker: WorkerId
     chosen: bool
-    because: str
+    explanation: str
     numbers: dict[str, float] = field(default_factory=dict[str, float])
 
 
@@ -108,14 +108,14 @@ class Decision:
     identity: ModelIdentity | None
     legs: tuple[ChosenWorker, ...] = ()
     encoders: tuple[PageSource, ...] = ()  # of a request with images: those that may be asked for their rows
-    because: str = ""  # why it is split, or is not
+    explanation: str = ""  # why it is split, or is not
     names: tuple[WorkerId, ...] = ()  # by slot
-    weighed: tuple[CandidateScores, ...] = ()
-    standing: bytes = b""  # by slot (``Fleet.standing``)
-    set_aside: tuple[tuple[int, str], ...] = ()  # (slot, why it was no candidate though it is ready)
-    expected: int = 0  # tokens that will probably be written, where nobody named a length
-    longest: float = math.inf  # where nobody was chosen: the longest context of any worker that writes answers,
-    longest_read: float = math.inf  # and of any that reads prompts
+    scores: tuple[CandidateScores, ...] = ()
+    states: bytes = b""  # by slot (``Fleet.state_bytes``)
+    excluded: tuple[tuple[int, str], ...] = ()  # (slot, why it was no candidate though it is ready)
+    expected_tokens: int = 0  # tokens that will probably be written, where nobody named a length
+    longest_context: float = math.inf  # where nobody was chosen: the longest context of any worker that writes answers,
+    longest_prefill_context: float = math.inf  # and of any that reads prompts
 
     @property
     def prefill(self) -> ChosenWorker | None:
@@ -131,14 +131,14 @@ class Decision:
         """One reason a candidate and leg (the best of each), and one a worker that was no candidate."""
         taken = {(chosen.leg, chosen.slot) for chosen in self.legs}
         reasons: list[CandidateReason] = []
-        for weighed in self.weighed:
+        for weighed in self.scores:
             for slot, column in zip(weighed.slots.tolist(), weighed.numbers.T.tolist(), strict=True):
                 numbers = dict(zip(weighed.names, column, strict=True))
                 chosen = (weighed.leg, slot) in taken
                 reasons.append(CandidateReason(weighed.leg, self.names[slot], chosen, _in_words(numbers), numbers))
-        known = {slot for weighed in self.weighed for slot in weighed.slots.tolist()}
-        aside = dict(self.set_aside)
-        for slot, standing in enumerate(self.standing):
+        known = {slot for weighed in self.scores for slot in weighed.slots.tolist()}
+        aside = dict(self.excluded)
+        for slot, standing in enumerate(self.states):
             if slot not in known and self.names[slot]:
                 why = aside.get(slot) or self._why_not(standing)
                 reasons.append(CandidateReason(None, self.names[slot], False, why))
@@ -150,7 +150,7 @@ class Decision:
             return state.value
         if standing & OTHER_IDENTITY:
             return "another model or numerics class"
-        dearer = any(weighed.others for weighed in self.weighed)
+        dearer = any(weighed.omitted for weighed in self.scores)
         return "dearer than those, or not looked at" if dearer else "not needed, or completes no set of legs"
 
 
@@ -169,12 +169,12 @@ def choose_workers(
     """
     how = how or PlacementRules()
     request = ask.request
-    stored = prefixes.stored(request.block_hashes, len(fleet))
-    hits = prefixes.promised(request.block_hashes, stored)
+    stored = prefixes.stored_blocks(request.block_hashes, len(fleet))
+    hits = prefixes.with_pending(request.block_hashes, stored)
     best = int(hits.max(initial=0))
-    sharers = prefixes.promises.sharers(request.block_hashes, best) if best else 0
-    below = prefixes.below(request.block_hashes, len(fleet)) if fleet.columns.tiers else ()
-    seen = _Seen(ask, how, (hits, fleet.columns.reach(hits, stored), *below), sharers, write)
+    sharers = prefixes.pending.sharers(request.block_hashes, best) if best else 0
+    below = prefixes.tier_blocks(request.block_hashes, len(fleet)) if fleet.loads.tiers else ()
+    seen = _Seen(ask, how, (hits, fleet.loads.reachable(hits, stored), *below), sharers, write)
     for room in seen.rooms():
         for identity in _identities(ask, fleet, how.mixed_numerics):
             set_aside: dict[int, str] = {}
@@ -198,9 +198,9 @@ def choose_migration_target(
     choice = PolicyChoice()
     for room in seen.rooms():
         view = seen.view(fleet, ask.identity, now, set_aside, room)
-        able = [slot for slot in (*view.decode.tolist(), *view.whole.tolist()) if fleet.hands_over(slot)]
+        able = [slot for slot in (*view.decode.tolist(), *view.aggregated.tolist()) if fleet.can_transfer_kv(slot)]
         if able and not choice.legs:
-            choice = how.policy.writer(replace(view, decode=np.array(able, dtype=np.intp)))
+            choice = how.policy.choose_decode(replace(view, decode=np.array(able, dtype=np.intp)))
     return _decision(seen, fleet, (ask.identity, now), choice, set_aside)
 
 
@@ -250,7 +250,7 @@ class _Seen:
         self.to_write = self.expected or left  # as it counts in a worker's load
         start = request.block_hashes[0] if request.block_hashes else request.id.encode()
         self.key = _hash(request.session.encode() if request.session else start)
-        self.luck = _hash(f"{request.id} {ask.emitted} {len(ask.avoid)} {len(ask.doubt)}".encode())
+        self.luck = _hash(f"{request.id} {ask.emitted} {len(ask.avoid)} {len(ask.distrusted)}".encode())
 
     def rooms(self) -> tuple[_Room, ...]:
         """What is asked of workers' contexts, the most first.
@@ -258,7 +258,7 @@ class _Seen:
         A length that somebody named must fit.  Without one the answer begins wherever it will probably fit, or else
         where there is most room for it; should it become longer, it goes on elsewhere.
         """
-        request, beyond = self.ask.request, self.ask.beyond + 1
+        request, beyond = self.ask.request, self.ask.min_context + 1
         if request.pooling is not None:
             return (_Room(self.known, self.known),)
         least = self.known + 1
@@ -277,28 +277,28 @@ class _Seen:
             role: _candidates(
                 self.ask,
                 fleet,
-                _with_room(fleet, fleet.slots_of(role, identity), role, room, set_aside),
+                _with_room(fleet, fleet.ready_slots(role, identity), role, room, set_aside),
                 now,
                 set_aside,
             )
             for role in SERVING
         }
         return PlacementView(
-            columns=fleet.columns,
-            known=self.known,
-            write=self.write,
-            last=self.left == 1 and not (identity.mixed and self.ask.emitted),
+            loads=fleet.loads,
+            known_tokens=self.known,
+            expected_output=self.write,
+            single_token=self.left == 1 and not (identity.mixed and self.ask.emitted),
             hits=self.hits,
-            reach=self.reach,
-            below=tuple(self.below),
-            sharers=self.sharers,
-            key=self.key,
-            luck=self.luck,
-            session=bool(self.ask.request.session),
-            urgent=self.ask.request.claim.service is ServiceClass.INTERACTIVE,
+            reachable_hits=self.reach,
+            tier_hits=tuple(self.below),
+            prefix_sharers=self.sharers,
+            affinity_key=self.key,
+            tie_break=self.luck,
+            has_session=bool(self.ask.request.session),
+            interactive=self.ask.request.claim.service is ServiceClass.INTERACTIVE,
             prefill=slots[Role.PREFILL],
             decode=slots[Role.DECODE],
-            whole=slots[Role.BOTH],
+            aggregated=slots[Role.BOTH],
             always_split=self.how.always_split or identity.mixed,
             page_tokens=self.how.page_tokens,
         )
@@ -322,8 +322,8 @@ def _candidates(ask: PlacementRequest, fleet: Fleet, slots: Slots, now: float, s
     if avoided is not None:
         set_aside.update(dict.fromkeys(slots[avoided].tolist(), "gave this request back"))
         slots = slots[~avoided]
-    doubtful = fleet.columns.quiet(slots, now - QUIET_S)
-    doubted = _among(ask.doubt, fleet, slots)
+    doubtful = fleet.loads.quiet_slots(slots, now - QUIET_S)
+    doubted = _among(ask.distrusted, fleet, slots)
     if doubted is not None:
         doubtful = doubted if doubtful is None else doubtful | doubted
     if doubtful is None or not doubtful.any() or doubtful.all():
@@ -341,9 +341,9 @@ def _encoders(
     workers = [
         PageSource(worker=fleet.ids[slot], incarnation=fleet.incarnations[slot], endpoint=fleet.endpoints[slot])
         for slot in fleet.ready(Role.ENCODE, identity)
-        if now - fleet.heard[slot] <= QUIET_S
+        if now - fleet.last_seen[slot] <= QUIET_S
     ]
-    return tuple(each for each in workers if (each.worker, each.incarnation) not in ask.doubt)
+    return tuple(each for each in workers if (each.worker, each.incarnation) not in ask.distrusted)
 
 
 def _among(pairs: Pairs, fleet: Fleet, slots: Slots) -> NDArray[np.bool_] | None:
@@ -360,7 +360,7 @@ def _with_room(fleet: Fleet, slots: Slots, role: Role, room: _Room, set_aside: d
     """Those whose contexts are long enough."""
     if not len(slots):
         return slots
-    contexts = fleet.columns.contexts(slots)
+    contexts = fleet.loads.contexts(slots)
     least: float = room.reads if role is Role.PREFILL else room.writes
     if room.longest and role is not Role.PREFILL:
         least = max(least, contexts.max())
@@ -377,7 +377,7 @@ def _aside(seen: _Seen, fleet: Fleet, now: float) -> dict[int, str]:
     set_aside: dict[int, str] = {}
     ask, room = seen.ask, seen.rooms()[-1]
     for role in SERVING:
-        slots = _with_room(fleet, fleet.slots_of(role, ask.identity), role, room, set_aside)
+        slots = _with_room(fleet, fleet.ready_slots(role, ask.identity), role, room, set_aside)
         _candidates(ask, fleet, slots, now, set_aside)
     return set_aside
 
@@ -393,21 +393,21 @@ def _decision(
         identity=identity,
         legs=tuple(_chosen(seen, fleet, leg, slot) for leg, slot in choice.legs),
         encoders=_encoders(seen.ask, fleet, identity, now) if choice.legs else (),
-        because=choice.because,
-        names=fleet.names(),
-        weighed=choice.weighed,
-        standing=fleet.standing(identity),
-        set_aside=tuple(set_aside.items()),
-        expected=seen.expected,
-        longest=math.inf if choice.legs else fleet.longest_context(whose, (Role.DECODE, Role.BOTH)),
-        longest_read=math.inf if choice.legs else fleet.longest_context(whose, (Role.PREFILL, Role.BOTH)),
+        explanation=choice.explanation,
+        names=fleet.worker_names(),
+        scores=choice.scores,
+        states=fleet.state_bytes(identity),
+        excluded=tuple(set_aside.items()),
+        expected_tokens=seen.expected,
+        longest_context=math.inf if choice.legs else fleet.longest_context(whose, (Role.DECODE, Role.BOTH)),
+        longest_prefill_context=math.inf if choice.legs else fleet.longest_context(whose, (Role.PREFILL, Role.BOTH)),
     )
 
 
 def _chosen(seen: _Seen, fleet: Fleet, leg: RequestStage, slot: int) -> ChosenWorker:
-    hit = int((seen.reach if fleet.columns.fetches(slot) else seen.hits)[slot])
+    hit = int((seen.reach if fleet.loads.prefers_fetch(slot) else seen.hits)[slot])
     if seen.below:
-        hit = fleet.columns.raised(slot, hit, seen.below, seen.how.page_tokens)
+        hit = fleet.loads.with_tiers(slot, hit, seen.below, seen.how.page_tokens)
     due = expected_work(
         seen.known,
         hit,
@@ -459,18 +459,18 @@ class DecisionLog:
             kept = self._decisions[request] = deque(maxlen=self._per_request)
         kept.append(decision)
 
-    def of(self, request: RequestId) -> tuple[Decision, ...]:
+    def decisions(self, request: RequestId) -> tuple[Decision, ...]:
         """The request's decisions, oldest first; none when they were forgotten or never made."""
         return tuple(self._decisions.get(request, ()))
 
     def explain(self, request: RequestId) -> list[dict[str, Any]]:
         """The same as JSON."""
-        decisions = self.of(request)
+        decisions = self.decisions(request)
         return [decision_json(decision, decisions[0].at) for decision in decisions]
 
     def explain_in_a_line(self, request: RequestId) -> str | None:
         """The latest of them, as a header tells it."""
-        decisions = self.of(request)
+        decisions = self.decisions(request)
         return decision_line(decisions[-1]) if decisions else None
 
 
@@ -480,20 +480,20 @@ def decision_json(decision: Decision, arrival: float) -> dict[str, Any]:
         "at_s": round(decision.at - arrival, 6),
         "policy": decision.policy,
         "identity": decision.identity.system_fingerprint if decision.identity else None,
-        "because": decision.because or "nobody can serve it now",
+        "because": decision.explanation or "nobody can serve it now",
         "legs": [
             {"leg": chosen.leg.value, "worker": chosen.worker, "incarnation": chosen.incarnation}
-            | {"tokens_to_compute": chosen.due.tokens, "pages": chosen.due.pages}
+            | {"tokens_to_compute": chosen.work.tokens, "pages": chosen.work.pages}
             for chosen in decision.legs
         ],
         "candidates": [
-            {"leg": reason.leg.value, "worker": reason.worker, "chosen": reason.chosen, "because": reason.because}
+            {"leg": reason.leg.value, "worker": reason.worker, "chosen": reason.chosen, "because": reason.explanation}
             | {name: round(value, 9) for name, value in reason.numbers.items()}
             for reason in decision.reasons()
             if reason.leg is not None
         ],
-        "not_candidates": {reason.worker: reason.because for reason in decision.reasons() if reason.leg is None},
-        "candidates_not_told": sum(weighed.others for weighed in decision.weighed),
+        "not_candidates": {reason.worker: reason.explanation for reason in decision.reasons() if reason.leg is None},
+        "candidates_not_told": sum(weighed.omitted for weighed in decision.scores),
     }
 
 
@@ -502,7 +502,7 @@ def decision_line(decision: Decision) -> str:
     if not decision.legs:
         return f"policy={decision.policy}; nobody"
     chosen = {(reason.leg, reason.worker): reason.numbers for reason in decision.reasons() if reason.chosen}
-    parts = [f"policy={decision.policy}", f"why={decision.because}"]
+    parts = [f"policy={decision.policy}", f"why={decision.explanation}"]
     for leg in sorted(decision.legs, key=_order):
         numbers = " ".join(f"{name}={value:.6g}" for name, value in chosen.get((leg.leg, leg.worker), {}).items())
         parts.append(f"{leg.leg.value}={leg.worker} {numbers}".strip())

@@ -72,16 +72,16 @@ class Dispatcher:
         """Do what a flight asks for, in order."""
         for effect in effects:
             if stream.spans is not None:
-                stream.spans.effect(effect, now)
+                stream.spans.on_effect(effect, now)
             if isinstance(effect, DeliverTokens):
-                self._tally.delivered(stream, effect.batch, now)
+                self._tally.on_delivered(stream, effect.batch, now)
                 stream.put(effect.batch)
             elif isinstance(effect, StageEnded):
-                self._fleet.discharge(effect.worker, effect.incarnation, effect.request)
+                self._fleet.remove_work(effect.worker, effect.incarnation, effect.request)
             elif isinstance(effect, CancelStage):
                 self._cancel(effect)
             elif isinstance(effect, AbortMigration):
-                link = self._links.to(effect.worker, effect.incarnation)
+                link = self._links.link_to(effect.worker, effect.incarnation)
                 if link is not None:
                     link.send(PagesReceived(request=effect.request, epoch=effect.epoch))
             elif isinstance(effect, SubmitStage):
@@ -89,36 +89,36 @@ class Dispatcher:
                     # The legs after it were not sent; the flight cancels them all and asks again, if that can help.
                     worker, incarnation = effect.worker, effect.incarnation
                     reason = "queue_full" if fits_in_frame(effect.submit) else TOO_LARGE
-                    again = stream.flight.returned(effect.submit.epoch, reason, worker, incarnation, now)
-                    stream.failed((worker, incarnation), reason, again, now)
+                    again = stream.routed.on_returned(effect.submit.epoch, reason, worker, incarnation, now)
+                    stream.on_failure((worker, incarnation), reason, again, now)
                     self.apply(stream, again, now)
                     return
             elif isinstance(effect, WaitForWorker):
                 self._wait(stream, effect.not_before, now)
             elif isinstance(effect, FailRequest):
                 stream.fail(effect.error)
-                self._tally.settled(stream, "error", now)
+                self._tally.on_finished(stream, "error", now)
 
     def _send(self, effect: SubmitStage) -> bool:
-        link = self._links.to(effect.worker, effect.incarnation)
+        link = self._links.link_to(effect.worker, effect.incarnation)
         serial = self._serial + 1
         if link is None or not link.send(msgspec.structs.replace(effect.submit, serial=serial)):
             return False
         self._serial = serial
-        self._fleet.charge(
+        self._fleet.add_work(
             effect.worker,
             effect.incarnation,
             effect.submit.request,
             effect.tokens,
-            due=effect.due,
+            due=effect.work,
             serial=serial,
             now=self._clock.now(),
         )
         return True
 
     def _cancel(self, effect: CancelStage) -> None:
-        self._fleet.discharge(effect.worker, effect.incarnation, effect.request)
-        link = self._links.to(effect.worker, effect.incarnation)
+        self._fleet.remove_work(effect.worker, effect.incarnation, effect.request)
+        link = self._links.link_to(effect.worker, effect.incarnation)
         if link is not None:
             link.cancel(Cancel(request=effect.request, epoch=effect.epoch))
 
@@ -126,7 +126,7 @@ class Dispatcher:
 
     def place_waiting(self, now: float, *, ready: bool = False) -> None:
         """Those whose time has come; ``ready``: a worker has just become so, which ends most waits."""
-        self._place_soon(self._placement.due(now, ready=ready))
+        self._place_soon(self._placement.due_requests(now, ready=ready))
 
     def _place_soon(self, requests: Iterable[RequestId]) -> None:
         idle = not self._to_place
@@ -148,21 +148,21 @@ class Dispatcher:
         try:
             self._place(stream, now)
         except Exception:
-            log.exception("%s could not be placed", stream.flight.request.id)
-            if stream.flight.phase is RequestPhase.WAITING:
-                self._placement.wait(stream.flight.request.id, now + PLACEMENT_RETRY_S, firm=True)
+            log.exception("%s could not be placed", stream.routed.request.id)
+            if stream.routed.phase is RequestPhase.WAITING:
+                self._placement.add_waiting(stream.routed.request.id, now + PLACEMENT_RETRY_S, firm=True)
 
     def _wait(self, stream: RequestStream, not_before: float, now: float) -> None:
         """Until then, and until the retry budget has room for it."""
-        flight = stream.flight
-        self._placement.apart.clear(flight.request.id)
+        flight = stream.routed
+        self._placement.isolation.remove(flight.request.id)
         paid = now
-        if stream.retries():
+        if stream.count_retry():
             if flight.fails_repeatedly:
-                paid = self._budget.spend(now, self._tally.open)
-            self._metrics.retried(delayed=paid > now)
+                paid = self._budget.spend(now, self._tally.open_requests)
+            self._metrics.on_retried(delayed=paid > now)
         not_before = max(not_before, paid)
-        self._placement.wait(flight.request.id, not_before, firm=paid > now)
+        self._placement.add_waiting(flight.request.id, not_before, firm=paid > now)
         if not_before > now:
             self._to_place.pop(flight.request.id, None)
         elif flight.epoch == 1:
@@ -171,11 +171,11 @@ class Dispatcher:
             self._place_soon([flight.request.id])
 
     def _place(self, stream: RequestStream, now: float) -> None:
-        if stream.flight.phase is RequestPhase.WAITING:
-            decision, root = self._placement.decide(stream.flight, now)
+        if stream.routed.phase is RequestPhase.WAITING:
+            decision, root = self._placement.decide(stream.routed, now)
             if stream.spans is not None:
-                stream.spans.decided(decision, now, self._clock.now())
-            self.apply(stream, stream.flight.placed(decision, root, now), now)
-            if stream.flight.phase is RequestPhase.WAITING and not decision.legs and len(self._placement.apart):
+                stream.spans.on_decision(decision, now, self._clock.now())
+            self.apply(stream, stream.routed.on_placed(decision, root, now), now)
+            if stream.routed.phase is RequestPhase.WAITING and not decision.legs and len(self._placement.isolation):
                 # Whoever keeps it off may be cleared any moment.
-                self._placement.wait(stream.flight.request.id, now + TICK_S)
+                self._placement.add_waiting(stream.routed.request.id, now + TICK_S)

@@ -18,7 +18,7 @@ class SubmitStage:
     incarnation: int
     submit: Submit
     tokens: int
-    due: ExpectedWork
+    work: ExpectedWork
 
 
 @dataclass(frozen=True, slots=True)

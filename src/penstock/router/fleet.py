@@ -41,7 +41,7 @@ def tier_rows(counters: Mapping[str, float]) -> list[dict[str, Any]]:
 _MOST_SILENCES = 8
 
 STATES = tuple(WorkerState)
-"""States in the order of ``Fleet.standing``'s numbers."""
+"""States in the order of ``Fleet.state_bytes``'s numbers."""
 
 OTHER_IDENTITY = 128
 _READY = STATES.index(WorkerState.READY)
@@ -62,8 +62,8 @@ class Fleet:
         self.reasons: list[str] = []  # why a slot is in its state, where that is known
         self.endpoints: list[str] = []
         self.pids: list[int] = []
-        self.heard: list[float] = []  # when the worker last said anything
-        self.moved: list[float] = []  # when the worker last told of a new step or page, or was started
+        self.last_seen: list[float] = []  # when the worker last said anything
+        self.progress_at: list[float] = []  # when the worker last told of a new step or page, or was started
         self.reports: list[WorkerReport | None] = []  # the last of this incarnation
         self.counters: list[dict[str, float]] = []  # all that this incarnation has told
         self.load: list[int] = []  # tokens still to compute: own book, and others' as far as reported
@@ -76,8 +76,8 @@ class Fleet:
         self._own: list[int] = []
         self._others: list[int] = []
         self._work: list[dict[RequestId, int]] = []
-        self.columns = LoadTable()
-        self._book = InFlightWork(self.columns)
+        self.loads = LoadTable()
+        self._book = InFlightWork(self.loads)
         self._slots: dict[WorkerId, int] = {}
         self._vacant: list[int] = []  # of workers that were forgotten
         self._arrays: dict[tuple[Role, ModelIdentity | None], Slots] = {}  # until somebody changes
@@ -95,7 +95,7 @@ class Fleet:
 
     # --- what the supervisor says -----------------------------------------------------------------------------------
 
-    def up(self, message: WorkerUp, now: float) -> bool:
+    def on_worker_up(self, message: WorkerUp, now: float) -> bool:
         """A process was started, or one that was given up has spoken again.  False: nothing new.
 
         Callers take the work of an earlier incarnation away first (``work``), since it is forgotten here.
@@ -118,14 +118,14 @@ class Fleet:
         self.reasons[slot] = ""
         self.endpoints[slot] = message.endpoint
         self.pids[slot] = message.pid
-        self.heard[slot] = now
-        self.columns.heard(slot, now)
+        self.last_seen[slot] = now
+        self.loads.mark_seen(slot, now)
         self._ended[slot] = False
         self._gaps[slot] = 0.0
-        self.moved[slot] = now
+        self.progress_at[slot] = now
         return True
 
-    def down(self, message: WorkerDown) -> bool:
+    def on_worker_down(self, message: WorkerDown) -> bool:
         """A process has ended or is being ended.  False: that is not the one which is known as current."""
         if not self.is_current(message.worker, message.incarnation):
             return False
@@ -136,12 +136,12 @@ class Fleet:
         self.reasons[slot] = message.reason
         return True
 
-    def vanished(self, now: float, after_s: float) -> list[WorkerId]:
+    def gone_workers(self, now: float, after_s: float) -> list[WorkerId]:
         """Workers that have been gone for so long."""
-        gone = (slot for slot in self._slots.values() if self._ended[slot] and now - self.heard[slot] >= after_s)
+        gone = (slot for slot in self._slots.values() if self._ended[slot] and now - self.last_seen[slot] >= after_s)
         return [self.ids[slot] for slot in gone]
 
-    def forget(self, worker: WorkerId) -> int | None:
+    def remove_worker(self, worker: WorkerId) -> int | None:
         """A worker that is gone will not be back under this name: its slot is for another.  Returns the slot."""
         slot = self._slots.get(worker)
         if slot is None or not self._ended[slot]:
@@ -152,14 +152,14 @@ class Fleet:
         self._names = ()
         self.ids[slot], self.incarnations[slot], self.endpoints[slot] = WorkerId(""), 0, ""
         self.states[slot], self.reasons[slot], self._contexts[slot] = WorkerState.DEAD, "", None
-        self.columns.rename(slot, 0)
+        self.loads.rename_slot(slot, 0)
         return slot
 
     # --- what the worker says ---------------------------------------------------------------------------------------
 
-    def report(self, report: WorkerReport, now: float) -> bool:
+    def on_report(self, report: WorkerReport, now: float) -> bool:
         """Take a worker's own word.  False: it is fenced off, or known to be dead."""
-        if not self.hear(report.worker, report.incarnation, now):
+        if not self.mark_seen(report.worker, report.incarnation, now):
             return False
         slot = self._slots[report.worker]
         before, counters = self.reports[slot], self.counters[slot]
@@ -169,7 +169,7 @@ class Fleet:
         done = before and _work_done(before, counters)
         counters.update(report.counters)
         if done != _work_done(report, counters):
-            self.moved[slot] = now
+            self.progress_at[slot] = now
         self._count_steps(slot, report.steps + int(counters.get("image_slices", 0)))
         self.reports[slot] = report
         self._contexts[slot] = (report.identity, report.max_model_len)
@@ -177,13 +177,13 @@ class Fleet:
         self.states[slot] = report.state
         self.reasons[slot] = ""
         self.pids[slot] = report.pid
-        self._book.reported(slot, report.heard)
-        self.columns.report(slot, report, counters)
+        self._book.on_report(slot, report.acked)
+        self.loads.on_report(slot, report, counters)
         self._others[slot] = max(0, report.tokens_in_flight - self._own[slot])
         self.load[slot] = self._own[slot] + self._others[slot]
         return True
 
-    def hear(self, worker: WorkerId, incarnation: int, now: float) -> bool:
+    def mark_seen(self, worker: WorkerId, incarnation: int, now: float) -> bool:
         """Note a sign of life.  False: what was said must be ignored."""
         if not self.is_current(worker, incarnation):
             return False
@@ -191,9 +191,9 @@ class Fleet:
         if self._ended[slot]:
             return False
         if self.states[slot] is WorkerState.WEDGED:
-            self._gaps[slot] = max(self._gaps[slot], now - self.heard[slot])
-        self.heard[slot] = now
-        self.columns.heard(slot, now)
+            self._gaps[slot] = max(self._gaps[slot], now - self.last_seen[slot])
+        self.last_seen[slot] = now
+        self.loads.mark_seen(slot, now)
         return True
 
     def is_current(self, worker: WorkerId, incarnation: int) -> bool:
@@ -203,14 +203,14 @@ class Fleet:
 
     # --- what the gateway finds -------------------------------------------------------------------------------------
 
-    def suspect(self, slot: int, reason: str) -> None:
+    def mark_unresponsive(self, slot: int, reason: str) -> None:
         """Nothing more goes there until it reports again.  Its work is forgotten: the caller has moved it."""
         self._clear_work(slot)
         self._changed()
         self.states[slot] = WorkerState.WEDGED
         self.reasons[slot] = reason
 
-    def put_aside(self, slot: int, reason: str) -> None:
+    def quarantine(self, slot: int, reason: str) -> None:
         """Nothing more goes there until its reports say ``READY`` again; what it has stays."""
         self._changed()
         self.states[slot] = WorkerState.QUARANTINED
@@ -220,18 +220,18 @@ class Fleet:
         """Why a worker is in its state, until it reports again."""
         self.reasons[slot] = reason
 
-    def present(self) -> list[ModelIdentity]:
+    def reported_identities(self) -> list[ModelIdentity]:
         """Of all workers that have reported and are not known to be dead."""
         return [report.identity for report in self.reports if report is not None]
 
-    def silent(self, now: float, silence_s: float, overrun: float) -> Iterator[int]:
+    def silent_slots(self, now: float, silence_s: float, overrun: float) -> Iterator[int]:
         """Slots that have work of ours and have not said a word for ``silence_s`` and ``overrun`` predicted steps.
 
         A worker says before a long step how long that will be; one that had nothing to do need not have spoken before
         it was given some work.  One that was suspected before and came back is only
         slow: it gets twice the silence it came back from, up to ``_MOST_SILENCES`` times the usual.
         """
-        for slot, heard in enumerate(self.heard):
+        for slot, heard in enumerate(self.last_seen):
             quiet = now - max(heard, self._begun[slot])
             if quiet <= silence_s or not self._work[slot] or not self.is_up(slot):
                 continue
@@ -239,15 +239,15 @@ class Fleet:
             if quiet > max(usual, min(2 * self._gaps[slot], _MOST_SILENCES * usual)):
                 yield slot
 
-    def forgive(self, seconds: float) -> None:
+    def shift_clocks(self, seconds: float) -> None:
         """This process did not listen for so long: nobody can be blamed for silence in that time."""
-        self.heard = [heard + seconds for heard in self.heard]
-        self.moved = [moved + seconds for moved in self.moved]
-        self.columns.forgive(seconds)
+        self.last_seen = [heard + seconds for heard in self.last_seen]
+        self.progress_at = [moved + seconds for moved in self.progress_at]
+        self.loads.shift_clocks(seconds)
 
     # --- the gateway's own book -------------------------------------------------------------------------------------
 
-    def charge(
+    def add_work(
         self,
         worker: WorkerId,
         incarnation: int,
@@ -271,18 +271,18 @@ class Fleet:
         self._add_own(slot, tokens - work.get(request, 0))
         work[request] = tokens
         if due is not None:
-            self._book.sent(slot, request, due, serial)
+            self._book.on_sent(slot, request, due, serial)
 
-    def progress(self, worker: WorkerId, request: RequestId, left: int) -> None:
+    def set_work_left(self, worker: WorkerId, request: RequestId, left: int) -> None:
         """So many tokens are left; a request that is not in the book (any more) is none of ours."""
         slot = self._slots[worker]
         before = self._work[slot].get(request)
         if before is not None:
             self._work[slot][request] = left
             self._add_own(slot, left - before)
-            self._book.begun(slot, request)
+            self._book.on_prefilled(slot, request)
 
-    def went_on(self, worker: WorkerId, tokens: Mapping[RequestId, int]) -> None:
+    def reduce_work(self, worker: WorkerId, tokens: Mapping[RequestId, int]) -> None:
         """As ``progress``, of requests whose prompts are known to be read: so many tokens fewer are left of each."""
         slot = self._slots[worker]
         work, done = self._work[slot], 0
@@ -294,23 +294,23 @@ class Fleet:
                 done += left - fewer
         self._add_own(slot, -done)
 
-    def discharge(self, worker: WorkerId, incarnation: int, request: RequestId) -> None:
+    def remove_work(self, worker: WorkerId, incarnation: int, request: RequestId) -> None:
         """Nothing of ``request`` is left at ``worker``."""
         slot = self._slots.get(worker)
         if slot is None or self.incarnations[slot] != incarnation:
             return
         self._add_own(slot, -self._work[slot].pop(request, 0))
-        self._book.ended(slot, request)
+        self._book.on_ended(slot, request)
 
-    def work(self, slot: int) -> Sequence[RequestId]:
+    def requests_at(self, slot: int) -> Sequence[RequestId]:
         """What the gateway has at this worker now."""
         return tuple(self._work[slot])
 
-    def rests(self, slot: int) -> bool:
+    def is_idle(self, slot: int) -> bool:
         """Is this worker ready and has nothing of ours?"""
         return self.states[slot] is WorkerState.READY and not self._work[slot]
 
-    def working(self) -> bool:
+    def has_work(self) -> bool:
         """Is anything of ours anywhere?"""
         return any(self._work)
 
@@ -339,12 +339,12 @@ class Fleet:
             )
         return slots
 
-    def hands_over(self, slot: int) -> bool:
+    def can_transfer_kv(self, slot: int) -> bool:
         """Can pages pass from and to it?"""
         report = self.reports[slot]
         return report is not None and report.hands_over
 
-    def slots_of(self, role: Role, identity: ModelIdentity | None) -> Slots:
+    def ready_slots(self, role: Role, identity: ModelIdentity | None) -> Slots:
         """``ready`` as an array."""
         key = (role, identity)
         slots = self._arrays.get(key)
@@ -352,13 +352,13 @@ class Fleet:
             slots = self._arrays[key] = np.array(self.ready(role, identity), dtype=np.intp)
         return slots
 
-    def names(self) -> tuple[WorkerId, ...]:
+    def worker_names(self) -> tuple[WorkerId, ...]:
         """``ids`` as they are now, whatever becomes of them; "" for a slot that is vacant."""
         if not self._names:
             self._names = tuple(self.ids)
         return self._names
 
-    def standing(self, identity: ModelIdentity | None) -> bytes:
+    def state_bytes(self, identity: ModelIdentity | None) -> bytes:
         """A byte a slot: the number of its state in ``STATES``, and ``OTHER_IDENTITY`` more for one of another."""
         standing = self._standing.get(identity)
         if standing is None:
@@ -453,7 +453,7 @@ class Fleet:
         if self._vacant:
             slot = self._vacant.pop()
             self.ids[slot] = worker
-            self.columns.rename(slot, hashed)
+            self.loads.rename_slot(slot, hashed)
         else:
             slot = self._new_slot(worker, hashed)
         self._slots[worker] = slot
@@ -468,7 +468,7 @@ class Fleet:
         self.reasons.append("")
         self.endpoints.append("")
         self.pids.append(0)
-        self.heard.append(0.0)
+        self.last_seen.append(0.0)
         self.reports.append(None)
         self.counters.append({})
         self.load.append(0)
@@ -477,12 +477,12 @@ class Fleet:
         self._gaps.append(0.0)
         self._begun.append(float("-inf"))
         self._steps.append(0)
-        self.moved.append(0.0)
+        self.progress_at.append(0.0)
         self._own.append(0)
         self._others.append(0)
         self._work.append({})
-        self._book.add()
-        self.columns.add(hashed)
+        self._book.add_slot()
+        self.loads.add_slot(hashed)
         return len(self.ids) - 1
 
     def _clear(self, slot: int) -> None:
@@ -490,7 +490,7 @@ class Fleet:
         self.reports[slot] = None
         self.counters[slot].clear()
         self._count_steps(slot, 0)
-        self.columns.clear(slot)
+        self.loads.clear_slot(slot)
         self._clear_work(slot)
         self._changed()
 
@@ -506,7 +506,7 @@ class Fleet:
 
     def _clear_work(self, slot: int) -> None:
         self._work[slot].clear()
-        self._book.clear(slot)
+        self._book.clear_slot(slot)
         self.load[slot] = self._own[slot] = self._others[slot] = 0
 
     def _add_own(self, slot: int, tokens: int) -> None:

@@ -68,7 +68,7 @@ class PinnedModel:
         self._since: float | None = None  # when a worker was ready first
         self.fingerprint: str | None = None  # of the model; None: not decided yet
 
-    def look(self, present: Iterable[ModelIdentity], now: float, *, ready: bool) -> None:
+    def observe(self, present: Iterable[ModelIdentity], now: float, *, ready: bool) -> None:
         """Workers of these identities are there, whatever their state; ``ready``: one of them is."""
         if self._follows or self.fingerprint is not None or not (ready or self._since is not None):
             return
@@ -127,7 +127,7 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._held)
 
-    def put(self, worker: WorkerId, incarnation: int, now: float) -> None:
+    def add(self, worker: WorkerId, incarnation: int, now: float) -> None:
         """It was given up.  Each time of one incarnation is twice as long as the one before."""
         known = self._held.get(worker)
         if known is not None and known.incarnation == incarnation and known.probe is None and now < known.until:
@@ -139,18 +139,18 @@ class Quarantine:
         held_s = min(most, 2 * before[1]) if before[0] == incarnation else first
         self._held[worker] = _Held(incarnation, held_s, now + held_s, unanswered=unanswered)
 
-    def holds(self, worker: WorkerId, incarnation: int) -> bool:
+    def contains(self, worker: WorkerId, incarnation: int) -> bool:
         """Is this incarnation to be kept out of routing?"""
         held = self._held.get(worker)
         return held is not None and held.incarnation == incarnation
 
-    def clear(self, worker: WorkerId) -> None:
+    def remove(self, worker: WorkerId) -> None:
         """Its process is another one, or none."""
         self._forget_probe(worker)
         self._held.pop(worker, None)
         self._served.pop(worker, None)
 
-    def overdue(self, now: float) -> list[tuple[WorkerId, int]]:
+    def expire_probes(self, now: float) -> list[tuple[WorkerId, int]]:
         """Who has not answered in time: it is held for longer."""
         late = [(worker, held) for worker, held in self._held.items() if held.probe and now >= held.probe_until]
         for worker, held in late:
@@ -165,7 +165,7 @@ class Quarantine:
         """Those that speak and never answer: their supervisor, if they have one, would have ended them by now."""
         return frozenset(worker for worker, held in self._held.items() if held.unanswered > MAX_UNANSWERED_PROBES)
 
-    def due(self, now: float, *, urgent: bool) -> list[tuple[WorkerId, int]]:
+    def due_for_probe(self, now: float, *, urgent: bool) -> list[tuple[WorkerId, int]]:
         """Who is to be probed now; all of them where it is ``urgent``, as nobody else can serve."""
         return [
             (worker, held.incarnation)
@@ -173,7 +173,7 @@ class Quarantine:
             if held.probe is None and (urgent or now >= held.until)
         ]
 
-    def probe(self, worker: WorkerId, now: float) -> RequestId:
+    def begin_probe(self, worker: WorkerId, now: float) -> RequestId:
         """A probe is sent to it: under this name."""
         self._sent += 1
         held = self._held[worker]
@@ -182,13 +182,13 @@ class Quarantine:
         self._probes[held.probe] = worker
         return held.probe
 
-    def asks(self, request: RequestId) -> bool:
+    def is_probe(self, request: RequestId) -> bool:
         """Is this a probe that is out?"""
         return request in self._probes
 
-    def answered(self, request: RequestId, worker: WorkerId, incarnation: int) -> bool:
+    def on_probe_answered(self, request: RequestId, worker: WorkerId, incarnation: int) -> bool:
         """A token of ``request`` came from this worker.  True when that was its probe: it is let back."""
-        if self._probes.get(request) != worker or not self.holds(worker, incarnation):
+        if self._probes.get(request) != worker or not self.contains(worker, incarnation):
             return False
         held = self._held.pop(worker)
         del self._probes[request]
@@ -231,8 +231,10 @@ class LostWorker:
     requests: Sequence[RequestId]
     reason: str
     fault: bool = False  # it died of what it did
-    moved: Sequence[RequestId] = ()  # taken from it when it was given up, and to be blamed if they stand still since
-    given_up: float = 0.0  # when that was
+    moved_requests: Sequence[
+        RequestId
+    ] = ()  # taken from it when it was given up, and to be blamed if they stand still since
+    suspected_at: float = 0.0  # when that was
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,19 +281,19 @@ class WorkerHealth:
 
     # --- the supervisor ---------------------------------------------------------------------------------------------
 
-    def up(self, message: WorkerUp, now: float) -> None:
+    def on_worker_up(self, message: WorkerUp, now: float) -> None:
         """A worker process was started; an earlier incarnation of it is over."""
         fleet = self._fleet
         slot = fleet.slot(message.worker)
-        earlier = (fleet.incarnations[slot], fleet.work(slot)) if slot is not None else (0, ())
-        if not fleet.up(message, now):
+        earlier = (fleet.incarnations[slot], fleet.requests_at(slot)) if slot is not None else (0, ())
+        if not fleet.on_worker_up(message, now):
             return
         followed = fleet.slot(message.worker)
         assert followed is not None, "it was taken in"
-        self._prefixes.follow(followed, message.incarnation)
+        self._prefixes.add_worker(followed, message.incarnation)
         self._connect(message)
         if message.incarnation != earlier[0]:
-            self._quarantine.clear(message.worker)
+            self._quarantine.remove(message.worker)
         self._given_up.pop((message.worker, earlier[0]), None)
         self._lose(LostWorker(worker=message.worker, incarnation=earlier[0], requests=earlier[1], reason="replaced"))
 
@@ -305,19 +307,19 @@ class WorkerHealth:
             self._unconnected[message.worker] = message
             return
         self._unconnected.pop(message.worker, None)
-        link.beat(self._hello, kv_snapshot=True)
+        link.send_heartbeat(self._hello, kv_snapshot=True)
 
-    def down(self, message: WorkerDown) -> None:
+    def on_worker_down(self, message: WorkerDown) -> None:
         """A worker process has ended."""
         fleet = self._fleet
         slot = fleet.slot(message.worker)
-        work = fleet.work(slot) if slot is not None else ()
+        work = fleet.requests_at(slot) if slot is not None else ()
         dead_already = slot is not None and fleet.has_ended(slot)
-        if not fleet.down(message) or dead_already:
+        if not fleet.on_worker_down(message) or dead_already:
             return
         if slot is not None:
-            self._prefixes.drop(slot)
-        self._metrics.worker_died(message.worker)
+            self._prefixes.remove_worker(slot)
+        self._metrics.on_worker_died(message.worker)
         grave = message.fault or bool(work) or message.reason != EXITED_CLEANLY
         log_event(
             log,
@@ -327,7 +329,7 @@ class WorkerHealth:
             reason=message.reason,
             requests=len(work),
         )
-        self._links.drop(message.worker)
+        self._links.close_link(message.worker)
         self._unconnected.pop(message.worker, None)
         self.refusals.pop(message.worker, None)
         self._foreign.pop(message.worker, None)
@@ -339,29 +341,29 @@ class WorkerHealth:
                 requests=work,
                 reason=message.reason,
                 fault=message.fault,
-                moved=moved,
-                given_up=given_up,
+                moved_requests=moved,
+                suspected_at=given_up,
             )
         )
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
-    def report(self, report: WorkerReport, now: float) -> bool:
+    def on_report(self, report: WorkerReport, now: float) -> bool:
         """A worker tells how it is.  True when it has become ready."""
         slot = self._fleet.slot(report.worker)
         was = self._fleet.states[slot] if slot is not None else None
-        if report.state is WorkerState.READY and self._quarantine.holds(report.worker, report.incarnation):
+        if report.state is WorkerState.READY and self._quarantine.contains(report.worker, report.incarnation):
             report = msgspec.structs.replace(report, state=WorkerState.QUARANTINED)
         foreign = self._pinned.is_foreign(report.identity)
         if foreign and report.state in (WorkerState.READY, WorkerState.QUARANTINED):
             report = msgspec.structs.replace(report, state=WorkerState.FOREIGN)
-        if not self._fleet.report(report, now):
+        if not self._fleet.on_report(report, now):
             return False
         if foreign:
             self._tell_foreign(report)
         if slot is not None:
-            self._prefixes.told(slot, report.incarnation, report.kv_sequence)
-        self._metrics.worker_report(report.worker, report.incarnation, report.counters)
+            self._prefixes.on_report(slot, report.incarnation, report.kv_sequence)
+        self._metrics.on_worker_report(report.worker, report.incarnation, report.counters)
         if was is WorkerState.READY or report.state is not WorkerState.READY:
             return False
         log_event(log, logging.INFO, "worker is ready", worker=report.worker, role=report.role.value, pid=report.pid)
@@ -376,10 +378,10 @@ class WorkerHealth:
             self._foreign[report.worker] = report.incarnation
             log_event(log, logging.WARNING, "worker is foreign", worker=report.worker, reason=reason)
 
-    def replaced(self, worker: WorkerId, incarnation: int, report: WorkerReport, now: float) -> None:
+    def on_replaced(self, worker: WorkerId, incarnation: int, report: WorkerReport, now: float) -> None:
         """Another process reports over the link to this one.  A later one of the same worker has taken its place, and
         the supervisor is about to say so: the link is closed, and what it had goes on elsewhere."""
-        slot, link = self._fleet.slot(worker), self._links.to(worker, incarnation)
+        slot, link = self._fleet.slot(worker), self._links.link_to(worker, incarnation)
         if (
             slot is None
             or link is None
@@ -388,51 +390,51 @@ class WorkerHealth:
         ):
             return
         reason = "another process answers at its address"
-        work = self._fleet.work(slot)
-        self._fleet.suspect(slot, reason)
-        self._links.drop(worker)
+        work = self._fleet.requests_at(slot)
+        self._fleet.mark_unresponsive(slot, reason)
+        self._links.close_link(worker)
         log_event(log, logging.WARNING, "worker was replaced", worker=worker, requests=len(work))
         self._given_up[worker, incarnation] = work, now
         self._lose(LostWorker(worker=worker, incarnation=incarnation, requests=work, reason=reason))
 
-    def cached(self, events: KvEvents, worker: WorkerId, incarnation: int) -> None:
+    def on_kv_events(self, events: KvEvents, worker: WorkerId, incarnation: int) -> None:
         """A worker tells of its prefix cache; nobody tells of another's."""
         slot = self._fleet.slot(worker)
         if slot is not None and (events.worker, events.incarnation) == (worker, incarnation):
-            self._prefixes.take(slot, events)
+            self._prefixes.on_kv_events(slot, events)
 
     # --- time -------------------------------------------------------------------------------------------------------
 
-    def listened(self, now: float) -> None:
+    def on_tick(self, now: float) -> None:
         """Called every ``TICK_S``.  When it was not, nobody can be blamed for silence in that time."""
         if self._ticked is not None and now - self._ticked - TICK_S > _LATE_S:
-            self._fleet.forgive(now - self._ticked - TICK_S)
+            self._fleet.shift_clocks(now - self._ticked - TICK_S)
         self._ticked = now
 
-    def due(self, now: float) -> bool:
+    def heartbeat_due(self, now: float) -> bool:
         """Is it time for a beat?"""
         return now - self._beaten >= self._failover.beat_s
 
-    def beat(self, awaited: Mapping[WorkerId, Sequence[AwaitedStage]], now: float) -> None:
+    def send_heartbeats(self, awaited: Mapping[WorkerId, Sequence[AwaitedStage]], now: float) -> None:
         """Greet everybody, ask about legs that are ``awaited``, and look for silent workers.
 
         Ready workers that have no work of ours are greeted with every second beat, one half of them with each.
         """
         self._beaten = now
         self._beats += 1
-        self._pinned.look(self._fleet.present(), now, ready=bool(self._fleet.identities()))
+        self._pinned.observe(self._fleet.reported_identities(), now, ready=bool(self._fleet.identities()))
         for message in tuple(self._unconnected.values()):
             self._connect(message)
         fleet = self._fleet
-        lacking = {worker for slot, worker in enumerate(fleet.ids) if self._prefixes.lacking(slot, now)}
-        resting = {worker for slot, worker in enumerate(fleet.ids) if (slot + self._beats) % 2 and fleet.rests(slot)}
-        self._links.beat(self._hello, awaited, lacking, resting)
+        lacking = {worker for slot, worker in enumerate(fleet.ids) if self._prefixes.needs_snapshot(slot, now)}
+        resting = {worker for slot, worker in enumerate(fleet.ids) if (slot + self._beats) % 2 and fleet.is_idle(slot)}
+        self._links.send_heartbeats(self._hello, awaited, lacking, resting)
         self._prefixes.sweep()
         self._forget_vanished(now)
-        for slot in list(fleet.silent(now, self._failover.silence_s, self._failover.overrun)):
-            quiet, work = now - fleet.heard[slot], fleet.work(slot)
+        for slot in list(fleet.silent_slots(now, self._failover.silence_s, self._failover.overrun)):
+            quiet, work = now - fleet.last_seen[slot], fleet.requests_at(slot)
             self._suspect(slot, f"silent for {quiet:.1f} s with {len(work)} requests", now)
-        for worker, incarnation, frames in self._links.malformed():
+        for worker, incarnation, frames in self._links.take_malformed():
             self.distrust(worker, incarnation, f"{frames} messages that are none of ours", now)
         self._probe(now)
 
@@ -441,16 +443,16 @@ class WorkerHealth:
         if now < self._next_forgetting:
             return
         self._next_forgetting = now + min(REMOVAL_INTERVAL_S, self._failover.forget_s)
-        for worker in self._fleet.vanished(now, self._failover.forget_s):
-            slot = self._fleet.forget(worker)
+        for worker in self._fleet.gone_workers(now, self._failover.forget_s):
+            slot = self._fleet.remove_worker(worker)
             if slot is not None:
-                self._prefixes.drop(slot)
-            self._quarantine.clear(worker)
+                self._prefixes.remove_worker(slot)
+            self._quarantine.remove(worker)
             self._given_up = {place: what for place, what in self._given_up.items() if place[0] != worker}
-            self._metrics.forget_worker(worker)
+            self._metrics.remove_worker(worker)
             log.info("%s has been gone for %g s and is forgotten", worker, self._failover.forget_s)
 
-    def deserted(self, now: float) -> str | None:
+    def no_workers_reason(self, now: float) -> str | None:
         """Why nobody need wait for a worker: those that are needed have all been gone for ``no_path_s``."""
         if has_live_workers(self._fleet, self._quarantine.hopeless):
             self._peopled = now
@@ -459,19 +461,19 @@ class WorkerHealth:
             return None
         return f"Every worker that could serve this has been out of reach for {gone:.1f} s."
 
-    def still(self, flight: RoutedRequest, now: float) -> float | None:
+    def stalled_since(self, flight: RoutedRequest, now: float) -> float | None:
         """Since when nothing that this flight waits for has moved, if that is too long; its workers are suspected.
 
         A worker that waits for another one's pages or memory is no reason while that other one computes: somebody's
         steps, or pages, must stand still at every end of it.
         """
         fleet = self._fleet
-        legs, since = flight.waits_for
+        legs, since = flight.pending_stages
         for leg in legs:
             slot = fleet.slot(leg.worker)
             if slot is None or not fleet.is_current(leg.worker, leg.incarnation) or not fleet.is_up(slot):
                 return None
-            since = max(since, fleet.moved[slot])
+            since = max(since, fleet.progress_at[slot])
             if now - since < max(self._failover.still_s, STALLED_STEPS * fleet.step_s(slot)):
                 return None
         if not legs:
@@ -481,18 +483,18 @@ class WorkerHealth:
             suspect = SuspectWorker(worker=leg.worker, incarnation=leg.incarnation, reason=reason)
             self._tell("worker stands still", suspect, now)
             if (slot := fleet.slot(leg.worker)) is not None and fleet.states[slot] is WorkerState.READY:
-                fleet.put_aside(slot, reason)
+                fleet.quarantine(slot, reason)
         return since
 
-    def answered(self, request: RequestId, worker: WorkerId, incarnation: int) -> None:
+    def on_unknown_tokens(self, request: RequestId, worker: WorkerId, incarnation: int) -> None:
         """A token came that no stream waits for: it may be that of a probe."""
-        if self._quarantine.answered(request, worker, incarnation):
-            self._metrics.worker_probed(worker, "answered")
+        if self._quarantine.on_probe_answered(request, worker, incarnation):
+            self._metrics.on_worker_probed(worker, "answered")
             log_event(log, logging.INFO, "worker is let back", worker=worker)
 
-    def asks(self, request: RequestId) -> bool:
+    def is_probe(self, request: RequestId) -> bool:
         """Is this a probe that is out?  No stream waits for it."""
-        return self._quarantine.asks(request)
+        return self._quarantine.is_probe(request)
 
     def distrust(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> None:
         """What this worker says cannot be, so its next words may be as wrong: it is taken for one that is silent."""
@@ -500,13 +502,13 @@ class WorkerHealth:
         if (
             slot is None
             or not self._fleet.is_current(worker, incarnation)
-            or self._quarantine.holds(worker, incarnation)
+            or self._quarantine.contains(worker, incarnation)
         ):
             return
         if self._fleet.is_up(slot):
             self._suspect(slot, reason, now)
 
-    def gave_back(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> None:
+    def on_returned(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> None:
         """A worker gives back a request.  One that gives back everything, and is not too busy for it, is of no use."""
         if reason in NO_FAULT or reason in NO_FAILURES or is_no_fault_of_sender(reason):
             return
@@ -522,33 +524,33 @@ class WorkerHealth:
         if not len(self._quarantine):
             return
         fleet = self._fleet
-        for worker, incarnation in self._quarantine.overdue(now):
-            self._metrics.worker_probed(worker, "unanswered")
+        for worker, incarnation in self._quarantine.expire_probes(now):
+            self._metrics.on_worker_probed(worker, "unanswered")
             reason = f"no answer to a probe within {self._failover.probe_s:g} s"
             self._suspected(SuspectWorker(worker=worker, incarnation=incarnation, reason=reason))
-        for worker, incarnation in self._quarantine.due(now, urgent=not has_ready_workers(fleet)):
-            slot, link = fleet.slot(worker), self._links.to(worker, incarnation)
+        for worker, incarnation in self._quarantine.due_for_probe(now, urgent=not has_ready_workers(fleet)):
+            slot, link = fleet.slot(worker), self._links.link_to(worker, incarnation)
             if slot is None or link is None or fleet.states[slot] is not WorkerState.QUARANTINED:
                 continue
             report = fleet.reports[slot]
             if report is None or report.role is Role.ENCODE or self._task is Task.TRANSCRIBE:
-                self._quarantine.clear(worker)  # no prompts, or none without a sound: its word must do
+                self._quarantine.remove(worker)  # no prompts, or none without a sound: its word must do
                 continue
-            self._metrics.worker_probed(worker, "sent")
-            link.send(_question(self._quarantine.probe(worker, now), report, self._task))
+            self._metrics.on_worker_probed(worker, "sent")
+            link.send(_question(self._quarantine.begin_probe(worker, now), report, self._task))
 
     def _suspect(self, slot: int, reason: str, now: float) -> None:
         fleet = self._fleet
-        worker, incarnation, work = fleet.ids[slot], fleet.incarnations[slot], fleet.work(slot)
-        fleet.suspect(slot, reason)
+        worker, incarnation, work = fleet.ids[slot], fleet.incarnations[slot], fleet.requests_at(slot)
+        fleet.mark_unresponsive(slot, reason)
         self._given_up[worker, incarnation] = work, now
         self._tell("worker is suspected", SuspectWorker(worker=worker, incarnation=incarnation, reason=reason), now)
         self._lose(LostWorker(worker=worker, incarnation=incarnation, requests=work, reason=reason))
 
     def _tell(self, what: str, suspect: SuspectWorker, now: float) -> None:
-        self._quarantine.put(suspect.worker, suspect.incarnation, now)
+        self._quarantine.add(suspect.worker, suspect.incarnation, now)
         log_event(log, logging.WARNING, what, worker=suspect.worker, reason=suspect.reason)
-        self._metrics.worker_suspected(suspect.worker)
+        self._metrics.on_worker_suspected(suspect.worker)
         self._suspected(suspect)
 
 

@@ -36,11 +36,11 @@ class MessageBudget:
         return self._left > 0
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Units."""
         return self._left
 
-    def take(self, units: int) -> None:
+    def spend(self, units: int) -> None:
         """A message is handled."""
         if self._left == self._units:
             asyncio.get_running_loop().call_soon(self._next_turn)
@@ -81,7 +81,7 @@ class WorkerLink:
         self._unsent: list[Cancel] = []
         self._reader: asyncio.Task[None] | None = None
 
-    def read(self, handle: MessageHandler, room: MessageBudget) -> None:
+    def start_reading(self, handle: MessageHandler, room: MessageBudget) -> None:
         """Start to hand every message to ``handle``, when a turn has ``room``.  Needs a running event loop."""
         self._reader = asyncio.get_running_loop().create_task(self._read(handle, room), name=f"link {self.worker}")
 
@@ -91,8 +91,8 @@ class WorkerLink:
             while rest is not None:
                 while not room.has_room:  # noqa: ASYNC110 - there is room in the next turn
                     await asyncio.sleep(0)
-                part, rest = split_message(rest, room.left)
-                room.take(message_units(part))
+                part, rest = split_message(rest, room.remaining)
+                room.spend(message_units(part))
                 self._handle(handle, part)
 
     def _handle(self, handle: MessageHandler, message: PeerMessage) -> None:
@@ -110,7 +110,7 @@ class WorkerLink:
         if self._unsent or not self._link.send(cancel):
             self._unsent.append(cancel)
 
-    def beat(self, hello: Hello, awaited: Sequence[AwaitedStage] = (), *, kv_snapshot: bool = False) -> None:
+    def send_heartbeat(self, hello: Hello, awaited: Sequence[AwaitedStage] = (), *, kv_snapshot: bool = False) -> None:
         """Greet, ask about the legs that are awaited (and the whole cache), and send what could not leave before."""
         self._link.send(
             msgspec.structs.replace(hello, connection=self._connection, awaited=tuple(awaited), kv_snapshot=kv_snapshot)
@@ -127,7 +127,7 @@ class WorkerLink:
         self._link.close()
         return self._reader
 
-    def malformed(self) -> int:
+    def take_malformed(self) -> int:
         """Frames of this worker, since this was asked last, that were none of ours."""
         before, self._malformed = self._malformed, self._link.counters.malformed
         return self._malformed - before
@@ -170,19 +170,19 @@ class WorkerLinks:
 
     def open(self, worker: WorkerId, incarnation: int, endpoint: str) -> WorkerLink:
         """Connect to a new incarnation, instead of any earlier one.  Raises ConfigError for a strange endpoint."""
-        self.drop(worker)
+        self.close_link(worker)
         self._opened += 1
         link = WorkerLink(worker, incarnation, self._connect(endpoint), self._opened)
-        link.read(self._handle, self._room)
+        link.start_reading(self._handle, self._room)
         self._links[worker] = link
         return link
 
-    def to(self, worker: WorkerId, incarnation: int) -> WorkerLink | None:
+    def link_to(self, worker: WorkerId, incarnation: int) -> WorkerLink | None:
         """The link to this very incarnation, or None."""
         link = self._links.get(worker)
         return link if link is not None and link.incarnation == incarnation else None
 
-    def beat(
+    def send_heartbeats(
         self,
         hello: Hello,
         awaited: Mapping[WorkerId, Sequence[AwaitedStage]] = NONE_AWAITED,
@@ -195,15 +195,15 @@ class WorkerLinks:
             if worker in resting and worker not in awaited and worker not in lacking:
                 link.flush()
             else:
-                link.beat(hello, awaited.get(worker, ()), kv_snapshot=worker in lacking)
+                link.send_heartbeat(hello, awaited.get(worker, ()), kv_snapshot=worker in lacking)
 
-    def malformed(self) -> list[tuple[WorkerId, int, int]]:
+    def take_malformed(self) -> list[tuple[WorkerId, int, int]]:
         """Workers, with their incarnations, that have sent frames that were none of ours, and how many, since the last
         time."""
-        told = [(link.worker, link.incarnation, link.malformed()) for link in self._links.values()]
+        told = [(link.worker, link.incarnation, link.take_malformed()) for link in self._links.values()]
         return [one for one in told if one[2]]
 
-    def drop(self, worker: WorkerId) -> None:
+    def close_link(self, worker: WorkerId) -> None:
         """Close the link to a worker, if there is one."""
         link = self._links.pop(worker, None)
         if link is None:
@@ -222,6 +222,6 @@ class WorkerLinks:
     async def close(self) -> None:
         """Close all and wait until nobody reads any more."""
         for worker in list(self._links):
-            self.drop(worker)
+            self.close_link(worker)
         if self._closing:
             await asyncio.gather(*self._closing, return_exceptions=True)

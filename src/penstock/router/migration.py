@@ -50,9 +50,9 @@ class LostWorkerHandler:
         self._slices = slices
         self._clock = clock
 
-    def take(self, loss: LostWorker) -> None:
+    def on_worker_lost(self, loss: LostWorker) -> None:
         """A worker is gone or given up."""
-        if loss.requests or loss.moved:
+        if loss.requests or loss.moved_requests:
             self._slices.add(self._move(loss))
 
     def _move(self, loss: LostWorker) -> Iterator[None]:
@@ -60,38 +60,40 @@ class LostWorkerHandler:
         there: list[RequestStream] = []
         for at in range(0, len(loss.requests), _LOOKED_AT):
             named = self._named(loss.requests[at : at + _LOOKED_AT])
-            there += [stream for stream in named if stream.flight.runs_at(worker, incarnation)]
+            there += [stream for stream in named if stream.routed.runs_on(worker, incarnation)]
             if at:
                 yield
         if loss.fault:
             yield from self._blame(loss, there)
         for stream in there:
-            with log_errors(f"{stream.flight.request.id} could not be taken away from {worker}"):
+            with log_errors(f"{stream.routed.request.id} could not be taken away from {worker}"):
                 now = self._clock.now()
-                effects = stream.flight.lost(worker, incarnation, loss.reason, now)
-                stream.failed((worker, incarnation), loss.reason, effects, now)
+                effects = stream.routed.on_worker_lost(worker, incarnation, loss.reason, now)
+                stream.on_failure((worker, incarnation), loss.reason, effects, now)
                 self._apply(stream, effects, now)
             yield
 
     def _blame(self, loss: LostWorker, there: Sequence[RequestStream]) -> Iterator[None]:
         """It died by itself: those that it had, or that were taken from it and have not moved since, may be why."""
-        moved = [stream for stream in self._named(loss.moved) if stream.flight.moved <= loss.given_up]
-        suspects = {stream.flight.request.id: stream for stream in (*moved, *there)}
+        moved = [
+            stream for stream in self._named(loss.moved_requests) if stream.routed.progress_at <= loss.suspected_at
+        ]
+        suspects = {stream.routed.request.id: stream for stream in (*moved, *there)}
         death = f"{loss.worker} ({loss.reason})"
         deaths: dict[RequestId, int] = {}
         for number, (name, stream) in enumerate(suspects.items(), 1):
-            stream.flight.guilt.blame(death, len(stream.flight.emitted))
-            deaths[name] = len(stream.flight.guilt.deaths)
+            stream.routed.crashes.add_death(death, len(stream.routed.emitted))
+            deaths[name] = len(stream.routed.crashes.deaths)
             if number % _LOOKED_AT == 0:
                 yield
         now = self._clock.now()
         culprit = find_culprit(deaths, self._poison_deaths)
         if culprit is not None:
-            self._metrics.poisoned()
-            ends = "; ".join(suspects[culprit].flight.guilt.deaths)
+            self._metrics.on_poisoned()
+            ends = "; ".join(suspects[culprit].routed.crashes.deaths)
             log_event(log, logging.ERROR, "request ends workers", request_id=culprit, deaths=deaths[culprit], ends=ends)
             with log_errors(f"{culprit} could not be refused"):
-                self._apply(suspects[culprit], suspects[culprit].flight.poison(), now)
+                self._apply(suspects[culprit], suspects[culprit].routed.fail_as_poison(), now)
 
     def _named(self, requests: Sequence[RequestId]) -> list[RequestStream]:
         return [stream for request in requests if (stream := self._streams.get(request)) is not None]
@@ -130,7 +132,7 @@ class MigrationHandler:
         self._clock = clock
         self.is_probe: Callable[[RequestId], bool] = lambda request: False
 
-    def on(self, message: MigrateRequests | ConfirmRequests, worker: WorkerId, incarnation: int) -> None:
+    def on_message(self, message: MigrateRequests | ConfirmRequests, worker: WorkerId, incarnation: int) -> None:
         """A worker asks."""
         if isinstance(message, MigrateRequests):
             self._slices.add(self._relieve(message, worker, incarnation))
@@ -138,14 +140,14 @@ class MigrationHandler:
             self._cancel_unwanted(message, worker, incarnation)
 
     def _cancel_unwanted(self, message: ConfirmRequests, worker: WorkerId, incarnation: int) -> None:
-        link = self._links.to(worker, incarnation)
+        link = self._links.link_to(worker, incarnation)
         if link is None:
             return
         for request, epoch in message.requests:
             if self.is_probe(request):
                 continue
             stream = self._streams.get(request)
-            if stream is None or stream.flight.epoch != epoch or not stream.flight.runs_at(worker, incarnation):
+            if stream is None or stream.routed.epoch != epoch or not stream.routed.runs_on(worker, incarnation):
                 link.cancel(Cancel(request=request, epoch=epoch))
 
     def _relieve(self, message: MigrateRequests, worker: WorkerId, incarnation: int) -> Iterator[None]:
@@ -164,19 +166,19 @@ class MigrationHandler:
             stream = self._streams.get(request)
             if not fleet.is_current(worker, incarnation):
                 return
-            if stream is not None and stream.flight.may_move(worker, incarnation, epoch):
+            if stream is not None and stream.routed.can_migrate(worker, incarnation, epoch):
                 with log_errors(f"nobody could be found to go on with {request}"):
                     self._move(stream, source, beyond, ends=fleet.states[slot] is WorkerState.DRAINING)
 
     def _move(self, stream: RequestStream, source: PageSource, beyond: int, *, ends: bool) -> None:
         """``ends``: whoever writes it is about to stop."""
-        now, flight, worker, incarnation = self._clock.now(), stream.flight, source.worker, source.incarnation
-        decision, root = self._placement.relieve(flight, worker, incarnation, now, beyond=beyond)
+        now, flight, worker, incarnation = self._clock.now(), stream.routed, source.worker, source.incarnation
+        decision, root = self._placement.choose_migration_target(flight, worker, incarnation, now, beyond=beyond)
         if decision.legs:
-            joined = flight.joined(decision.legs[0], source, root, now, expected=decision.expected)
+            joined = flight.begin_migration(decision.legs[0], source, root, now, expected=decision.expected_tokens)
             self._apply(stream, joined, now)
         elif ends:
             why = "it drains, and nobody else is ready to go on with its answers"
-            effects = flight.lost(worker, incarnation, why, now)
-            stream.failed((worker, incarnation), why, effects, now)
+            effects = flight.on_worker_lost(worker, incarnation, why, now)
+            stream.on_failure((worker, incarnation), why, effects, now)
             self._apply(stream, effects, now)

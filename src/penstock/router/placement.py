@@ -44,7 +44,7 @@ class Placement:
     ) -> None:
         self.decisions = DecisionLog(config.remembered_requests, config.remembered_decisions)
         self.prefixes = PrefixIndex(config.max_indexed_blocks, config.max_indexed_workers)
-        self.apart = PoisonIsolation(limit=math.inf) if apart is None else apart
+        self.isolation = PoisonIsolation(limit=math.inf) if apart is None else apart
         self._fleet = fleet
         self._metrics = metrics
         self._how = PlacementRules(
@@ -59,17 +59,17 @@ class Placement:
         self._length = math.inf  # tokens of an answer, on the average
         self._expected = float(config.expected_answer_tokens)  # of one without a named length, before that is known
 
-    def wait(self, request: RequestId, not_before: float, *, firm: bool = False) -> None:
+    def add_waiting(self, request: RequestId, not_before: float, *, firm: bool = False) -> None:
         """Nobody serves this request; it is to ask again then, or unless it is ``firm`` when a worker becomes ready."""
         self._waiting[request] = not_before
         (self._firm.add if firm else self._firm.discard)(request)
 
-    def forget(self, request: RequestId) -> None:
+    def remove_waiting(self, request: RequestId) -> None:
         """This request waits no more."""
         self._waiting.pop(request, None)
         self._firm.discard(request)
 
-    def due(self, now: float, *, ready: bool) -> list[RequestId]:
+    def due_requests(self, now: float, *, ready: bool) -> list[RequestId]:
         """Who may ask again, in order of arrival.  ``ready``: a worker has become it."""
         return [
             request
@@ -83,31 +83,31 @@ class Placement:
         """A decision for this flight, and the hash chain's root where it will be served."""
         request = flight.request
         began = stopwatch()
-        ask = flight.ask(now)
-        suspect = self.apart.suspects(flight.guilt)
+        ask = flight.placement_request(now)
+        suspect = self.isolation.is_suspect(flight.crashes)
         if suspect:
-            ask = replace(ask, avoid=ask.avoid | self.apart.taken(request.id))
+            ask = replace(ask, avoid=ask.avoid | self.isolation.occupied_workers(request.id))
         decision = choose_workers(ask, self._fleet, self.prefixes, now, self._how, write=self._write(request))
-        self._metrics.decided(stopwatch() - began, legs=len(decision.legs))
+        self._metrics.on_decision(stopwatch() - began, legs=len(decision.legs))
         self.decisions.add(request.id, decision)
         if decision.legs:
-            self.forget(request.id)
+            self.remove_waiting(request.id)
             if suspect:
-                self.apart.sent(request.id, [(chosen.worker, chosen.incarnation) for chosen in decision.legs])
-            self.prefixes.expect(request.id, request.block_hashes, [chosen.slot for chosen in decision.legs])
+                self.isolation.place(request.id, [(chosen.worker, chosen.incarnation) for chosen in decision.legs])
+            self.prefixes.add_pending(request.id, request.block_hashes, [chosen.slot for chosen in decision.legs])
             if flight.epoch > 1:
-                self._metrics.resubmitted()
+                self._metrics.on_resubmitted()
                 log_event(log, logging.INFO, "request goes on", request_id=request.id, epoch=flight.epoch)
         return decision, _root(decision, request)
 
-    def relieve(
+    def choose_migration_target(
         self, flight: RoutedRequest, worker: WorkerId, incarnation: int, now: float, *, beyond: int = 0
     ) -> tuple[Decision, BlockHash]:
-        """Who is to go on with an answer that this worker writes; as ``choose_workers``.  Not one who has a leg of it: a
+        """The worker that continues a request which ``worker`` decodes.  Never one that has a stage of it: a
         worker takes a request on once in an epoch.  ``beyond``: as in ``Ask``."""
-        ask, fleet = flight.ask(now), self._fleet
-        taken = {who for who in zip(fleet.ids, fleet.incarnations, strict=True) if flight.runs_at(*who)}
-        ask = replace(ask, avoid=ask.avoid | taken | {(worker, incarnation)}, beyond=beyond)
+        ask, fleet = flight.placement_request(now), self._fleet
+        taken = {who for who in zip(fleet.ids, fleet.incarnations, strict=True) if flight.runs_on(*who)}
+        ask = replace(ask, avoid=ask.avoid | taken | {(worker, incarnation)}, min_context=beyond)
         decision = choose_migration_target(ask, fleet, self.prefixes, now, self._how, write=self._write(flight.request))
         if decision.legs:
             self.decisions.add(flight.request.id, decision)
@@ -117,15 +117,15 @@ class Placement:
         """How many tokens an answer has on the average; infinite for as long as only its own length tells."""
         return self._expected if request.open_ended and not self._answers else self._length
 
-    def answered(self, request: RequestId) -> None:
+    def on_first_token(self, request: RequestId) -> None:
         """A token came: what the request leaves in caches is told with the workers' next reports."""
-        self.prefixes.settle(request)
+        self.prefixes.on_prefilled(request)
 
-    def ended(self, flight: RoutedRequest) -> None:
+    def on_finished(self, flight: RoutedRequest) -> None:
         """A flight is over."""
-        self.forget(flight.request.id)
-        self.apart.clear(flight.request.id)
-        self.prefixes.settle(flight.request.id)
+        self.remove_waiting(flight.request.id)
+        self.isolation.remove(flight.request.id)
+        self.prefixes.on_prefilled(flight.request.id)
         tokens = len(flight.emitted)
         if tokens:
             self._answers += 1
@@ -162,7 +162,7 @@ class RetryBudget:
         self._spent = 0.0  # what has not been filled up again
         self._at = now
 
-    def request(self) -> None:
+    def on_request(self) -> None:
         """A new request has come."""
         self._spent = max(0.0, self._spent - self._config.retry_share)
 

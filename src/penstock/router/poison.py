@@ -37,17 +37,17 @@ class CrashRecord:
         self._cleared_at = 0
         self.deaths: list[str] = []
 
-    def blame(self, death: str, emitted: int) -> None:
+    def add_death(self, death: str, emitted: int) -> None:
         """A worker died by itself while it had this request, which stood at ``emitted`` tokens."""
         self.deaths.append(death)
         self._cleared_at = emitted + self._tokens
 
-    def progress(self, emitted: int) -> None:
+    def on_progress(self, emitted: int) -> None:
         """It stands at so many now."""
         if self.deaths and emitted >= self._cleared_at:
             self.deaths = []
 
-    def verdict(self, request: RequestId, emitted: int) -> PoisonRequest:
+    def error(self, request: RequestId, emitted: int) -> PoisonRequest:
         """What its client is told."""
         told = f"The {emitted} tokens sent so far stay valid" if emitted else "No token was sent"
         return PoisonRequest(
@@ -74,18 +74,18 @@ class PoisonIsolation:
     def __len__(self) -> int:
         return len(self._at)
 
-    def suspects(self, guilt: CrashRecord) -> bool:
+    def is_suspect(self, guilt: CrashRecord) -> bool:
         """Is a request with this guilt to be kept apart?"""
         return len(guilt.deaths) >= self._limit
 
-    def sent(self, request: RequestId, workers: Iterable[tuple[WorkerId, int]]) -> None:
+    def place(self, request: RequestId, workers: Iterable[tuple[WorkerId, int]]) -> None:
         """A suspect was given to these workers, and is nowhere else."""
         self._at[request] = frozenset(workers)
 
-    def clear(self, request: RequestId) -> None:
+    def remove(self, request: RequestId) -> None:
         """It is nowhere, or suspected no more."""
         self._at.pop(request, None)
 
-    def taken(self, besides: RequestId) -> Pairs:
+    def occupied_workers(self, besides: RequestId) -> Pairs:
         """Workers that have a suspect other than ``besides``."""
         return frozenset(pair for request, pairs in self._at.items() if request != besides for pair in pairs)

@@ -57,12 +57,12 @@ class PendingPrefixes:
             for slot in slots:
                 held[slot] = held.get(slot, 0) + 1
 
-    def settle(self, request: RequestId) -> None:
+    def on_prefilled(self, request: RequestId) -> None:
         """This request's prompt is read, or nobody wants that any more: forgotten when its workers have reported."""
         for blocks, slot in self._closed(request):
             self._read.setdefault(slot, []).append(blocks)
 
-    def reported(self, slot: int) -> None:
+    def on_report(self, slot: int) -> None:
         """A worker has told what it has, so what is read there need not be counted on any more."""
         for blocks in self._read.pop(slot, ()):
             self._take_back(blocks, slot)
@@ -73,9 +73,9 @@ class PendingPrefixes:
             for slot in opened[1]:
                 yield opened[0], slot
 
-    def drop(self, slot: int) -> None:
+    def remove_slot(self, slot: int) -> None:
         """Whatever was sent there is lost."""
-        self.reported(slot)
+        self.on_report(slot)
         for blocks, slots in self._open.values():
             if slot in slots:
                 slots.remove(slot)
@@ -170,30 +170,30 @@ class PrefixIndex:
         self._below: list[NDArray[np.intp]] = []  # the same for each lower tier that anybody has told of
         self._depths: NDArray[np.int32] = np.zeros(max_workers + 1, np.int32)  # by owner; the last stays 0
         self._nobody = max_workers
-        self.promises = PendingPrefixes()
+        self.pending = PendingPrefixes()
         self.gaps = 0  # how often something that a worker told was missed
         self.refused = 0  # blocks that found no room
 
     # --- workers come and go ----------------------------------------------------------------------------------------
 
-    def follow(self, slot: int, incarnation: int) -> None:
+    def add_worker(self, slot: int, incarnation: int) -> None:
         """The worker of this slot has begun anew, with an empty cache."""
         while len(self._followed) <= slot:
             self._followed.append(None)
         self._owners = self._longer(self._owners)
         self._below = [self._longer(owners) for owners in self._below]
-        self.drop(slot)
+        self.remove_worker(slot)
         followed = self._followed[slot] = _Followed(incarnation)
         self._begin(slot, followed)
 
-    def drop(self, slot: int) -> None:
+    def remove_worker(self, slot: int) -> None:
         """The worker of this slot has ended, and its cache with it."""
         followed = self._followed[slot] if slot < len(self._followed) else None
         if followed is None:
             return
         self._end(slot, followed)
         self._followed[slot] = None
-        self.promises.drop(slot)
+        self.pending.remove_slot(slot)
 
     def sweep(self) -> None:
         """Give back some of the memory of what has ended.  Called now and then."""
@@ -201,7 +201,7 @@ class PrefixIndex:
 
     # --- what workers tell ------------------------------------------------------------------------------------------
 
-    def take(self, slot: int, events: KvEvents) -> None:
+    def on_kv_events(self, slot: int, events: KvEvents) -> None:
         """A worker tells of its cache.  What is old, or out of turn, changes nothing."""
         followed = self._current(slot, events.incarnation)
         if followed is None:
@@ -214,16 +214,16 @@ class PrefixIndex:
         elif followed.whole and events.sequence > followed.sequence:
             self._miss(followed)
 
-    def told(self, slot: int, incarnation: int, sequence: int) -> None:
+    def on_report(self, slot: int, incarnation: int, sequence: int) -> None:
         """A worker's report says that it has told of so many changes; all of them should be here by now."""
         followed = self._current(slot, incarnation)
         if followed is None:
             return
         if followed.whole and sequence > followed.sequence:
             self._miss(followed)
-        self.promises.reported(slot)
+        self.pending.on_report(slot)
 
-    def lacking(self, slot: int, now: float) -> bool:
+    def needs_snapshot(self, slot: int, now: float) -> bool:
         """Is the worker to be asked for all that it has?  True at most once in ``SNAPSHOT_RETRY_S``."""
         followed = self._followed[slot] if slot < len(self._followed) else None
         if followed is None or followed.whole or now - followed.asked < SNAPSHOT_RETRY_S:
@@ -279,16 +279,16 @@ class PrefixIndex:
 
     def hits(self, hashes: Sequence[BlockHash], slots: int) -> NDArray[np.int32]:
         """How many leading blocks of this prompt each of the first ``slots`` slots has, or will have soon."""
-        return self.promised(hashes, self.stored(hashes, slots))
+        return self.with_pending(hashes, self.stored_blocks(hashes, slots))
 
-    def stored(self, hashes: Sequence[BlockHash], slots: int) -> NDArray[np.int32]:
+    def stored_blocks(self, hashes: Sequence[BlockHash], slots: int) -> NDArray[np.int32]:
         """How many it has by its own word."""
         if not hashes:
             return np.zeros(slots, np.int32)
         self._blocks.match(hashes, self._depths[:-1])
         return self._of(self._owners, slots)
 
-    def below(self, hashes: Sequence[BlockHash], slots: int) -> tuple[NDArray[np.int32], ...]:
+    def tier_blocks(self, hashes: Sequence[BlockHash], slots: int) -> tuple[NDArray[np.int32], ...]:
         """How many it has with one lower tier, with two...; as of the last ``stored``, which was of the same hashes."""
         return tuple(self._of(owners, slots) for owners in self._below) if hashes else ()
 
@@ -298,23 +298,23 @@ class PrefixIndex:
             found = np.concatenate((found, np.zeros(slots - len(found), np.int32)))
         return found
 
-    def promised(self, hashes: Sequence[BlockHash], stored: NDArray[np.int32]) -> NDArray[np.int32]:
+    def with_pending(self, hashes: Sequence[BlockHash], stored: NDArray[np.int32]) -> NDArray[np.int32]:
         """The same with what it will have soon."""
         found = stored
-        for slot, blocks in self.promises.depths(hashes) if hashes else ():
+        for slot, blocks in self.pending.depths(hashes) if hashes else ():
             if slot < len(found) and blocks > found[slot]:
                 found = found.copy() if found is stored else found
                 found[slot] = blocks
         return found
 
-    def expect(self, request: RequestId, hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
+    def add_pending(self, request: RequestId, hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
         """A prompt was sent to these slots."""
-        self.promises.add(request, hashes, slots)
+        self.pending.add(request, hashes, slots)
 
-    def settle(self, request: RequestId) -> None:
+    def on_prefilled(self, request: RequestId) -> None:
         """It has its first token, or will never have one: what it has left in caches is told with the next report of
         each worker that it was sent to, and counted on until then."""
-        self.promises.settle(request)
+        self.pending.on_prefilled(request)
 
     def __len__(self) -> int:
         return self._blocks.blocks()

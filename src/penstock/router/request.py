@@ -105,7 +105,7 @@ class FailoverLimits:
     poison_tokens: int = 8  # new tokens clear a request of the deaths before them
 
     @classmethod
-    def of(cls, failover: FailoverConfig, limits: Limits) -> FailoverLimits:
+    def from_config(cls, failover: FailoverConfig, limits: Limits) -> FailoverLimits:
         """As it is set."""
         return cls(
             max_attempts=failover.max_attempts,
@@ -114,7 +114,7 @@ class FailoverLimits:
             poison_tokens=failover.poison_tokens,
         )
 
-    def first_s(self, claim: Qos) -> float:
+    def first_token_s(self, claim: Qos) -> float:
         """To the first token."""
         return self.first_byte_s if claim.max_wait_s is None else claim.max_wait_s
 
@@ -180,7 +180,7 @@ class PromptLogprobs:
         self._last: TokenItem | None = None
         self._since = 0.0  # when the last part came
 
-    def whole(self, item: TokenItem, now: float) -> TokenItem | None:
+    def assemble(self, item: TokenItem, now: float) -> TokenItem | None:
         """The item to go on with: as it came, or with all that other parts have brought; None while some miss."""
         last = self._last
         if not item.prompt_more and not item.prompt_start:
@@ -201,7 +201,7 @@ class PromptLogprobs:
         self._last = None
         return msgspec.structs.replace(last, prompt_logprobs=tuple(whole), prompt_start=0)
 
-    def lost(self, now: float) -> bool:
+    def is_incomplete(self, now: float) -> bool:
         """Has the last part come, and others not for so long that they will not?"""
         return self._last is not None and now - self._since >= LOST_PART_S
 
@@ -219,15 +219,15 @@ class StageRun:
     leg: RequestStage
     worker: WorkerId
     incarnation: int
-    heard: float  # when it was sent, or said something, or was asked about last
-    spoken: bool = False
+    last_seen: float  # when it was sent, or said something, or was asked about last
+    responded: bool = False
     ended: bool = False
-    joins: bool = False  # it fetches an answer that another leg still writes
+    migrating: bool = False  # it fetches an answer that another leg still writes
 
     @property
-    def silent(self) -> bool:
+    def awaits_response(self) -> bool:
         """Is there something that it has still to say?  A prefill leg speaks once."""
-        return not self.ended and not (self.spoken and self.leg is RequestStage.PREFILL)
+        return not self.ended and not (self.responded and self.leg is RequestStage.PREFILL)
 
 
 PREFILL_TOKEN_WAIT_S = 0.25
@@ -277,12 +277,12 @@ class RoutedRequest:
         "_prompt_told",
         "_started",
         "_turned_away",
+        "crashes",
         "emitted",
         "epoch",
-        "guilt",
         "identity",
-        "moved",
         "phase",
+        "progress_at",
         "request",
     )
 
@@ -293,7 +293,7 @@ class RoutedRequest:
         self.emitted = list(request.begun.tokens)  # what the client has, in order; it was not all delivered here
         self.identity = request.begun.identity  # of all workers of this answer, once one of them spoke
         self._patience = patience
-        self.moved = now  # when the last token was delivered, or it began
+        self.progress_at = now  # when the last token was delivered, or it began
         self._started = False  # has anything been delivered?
         self._attempts = 0  # submissions since the last new token
         self._failures = 0  # submissions that have failed since then
@@ -308,7 +308,7 @@ class RoutedRequest:
         self._last_reason = ""
         self._prompt_told = PromptLogprobs(request)
         self._idle_since = now  # when this epoch was submitted, or a leg of it said something last
-        self.guilt = CrashRecord(patience.poison_tokens)
+        self.crashes = CrashRecord(patience.poison_tokens)
 
     # --- placing ----------------------------------------------------------------------------------------------------
 
@@ -316,33 +316,33 @@ class RoutedRequest:
         """The request is to be served."""
         return (WaitForWorker(now),)
 
-    def ask(self, now: float) -> PlacementRequest:
+    def placement_request(self, now: float) -> PlacementRequest:
         """What to decide about."""
         return PlacementRequest(
             request=self.request,
             emitted=len(self.emitted),
             identity=self.identity,
             avoid=frozenset(who for who, until in self._avoid.items() if until > now),
-            doubt=frozenset(who for who, until in self._doubt.items() if until > now),
+            distrusted=frozenset(who for who, until in self._doubt.items() if until > now),
         )
 
-    def placed(self, decision: Decision, root: BlockHash, now: float) -> RequestEffects:
+    def on_placed(self, decision: Decision, root: BlockHash, now: float) -> RequestEffects:
         """A decision was made.  ``root`` is the hash chain's root for the decision's identity and this request."""
         if self.phase is not RequestPhase.WAITING:
             return ()
         if not decision.legs or decision.identity is None:
-            return self._unplaced(decision.longest, decision.longest_read, now)
+            return self._unplaced(decision.longest_context, decision.longest_prefill_context, now)
         self.phase = RequestPhase.FLYING
         self.identity = decision.identity
         self._base = len(self.emitted)
         self._attempts += 1
-        self._expected = decision.expected
+        self._expected = decision.expected_tokens
         self._legs = [StageRun(chosen.leg, chosen.worker, chosen.incarnation, now) for chosen in decision.legs]
         self._idle_since = now
-        claim = remaining_claim(self.request.claim, now - self.moved, started=self._started)
+        claim = remaining_claim(self.request.claim, now - self.progress_at, started=self._started)
         sent = build_submits(self.request, self.epoch, self.emitted, decision, root, now=now, claim=claim)
         return tuple(
-            SubmitStage(chosen.worker, chosen.incarnation, submit, chosen.tokens, chosen.due)
+            SubmitStage(chosen.worker, chosen.incarnation, submit, chosen.tokens, chosen.work)
             for chosen, submit in zip(decision.legs, sent, strict=True)
         )
 
@@ -378,51 +378,51 @@ class RoutedRequest:
         soon = min((until for until in self._avoid.values() if until > now), default=math.inf)
         return (WaitForWorker(soon),)
 
-    def may_move(self, worker: WorkerId, incarnation: int, epoch: int) -> bool:
+    def can_migrate(self, worker: WorkerId, incarnation: int, epoch: int) -> bool:
         """Does this worker write the answer, and nobody come for it yet?"""
         leg = self._leg(worker, incarnation, epoch)
-        settled = self._started and not self._early and not any(o.joins and not o.ended for o in self._legs)
+        settled = self._started and not self._early and not any(o.migrating and not o.ended for o in self._legs)
         return settled and leg is not None and not leg.ended and leg.leg is not RequestStage.PREFILL
 
-    def joined(
+    def begin_migration(
         self, chosen: ChosenWorker, source: PageSource, root: BlockHash, now: float, *, expected: int = 0
     ) -> RequestEffects:
         """This worker is to go on with the answer, which ``source`` writes meanwhile; ``expected``: ``Decision``'s."""
         if self.identity is None:  # nothing was placed, so nobody writes
             return ()
         self._legs = [leg for leg in self._legs if leg.worker != chosen.worker]
-        self._legs.append(StageRun(RequestStage.DECODE, chosen.worker, chosen.incarnation, now, joins=True))
+        self._legs.append(StageRun(RequestStage.DECODE, chosen.worker, chosen.incarnation, now, migrating=True))
         to = recipient_of(chosen, self.identity)
         submit = build_migration_submit(
             self.request, self.epoch, self.emitted, source, root, to=to, now=now, expected=expected
         )
-        return (SubmitStage(chosen.worker, chosen.incarnation, submit, chosen.tokens, chosen.due),)
+        return (SubmitStage(chosen.worker, chosen.incarnation, submit, chosen.tokens, chosen.work),)
 
     # --- what workers say -------------------------------------------------------------------------------------------
 
-    def tokens(self, item: TokenItem, worker: WorkerId, incarnation: int, now: float) -> RequestEffects:
+    def on_tokens(self, item: TokenItem, worker: WorkerId, incarnation: int, now: float) -> RequestEffects:
         """Tokens arrived: those that are next are delivered, what is early is kept, what is known is dropped."""
         leg = self._leg(worker, incarnation, item.epoch)
         if leg is None:
             return ()
-        leg.heard = self._idle_since = now
-        whole = self._prompt_told.whole(item, now)
+        leg.last_seen = self._idle_since = now
+        whole = self._prompt_told.assemble(item, now)
         if whole is None:
             return ()
-        item, leg.spoken = whole, True
+        item, leg.responded = whole, True
         if not self._started and leg.leg is RequestStage.DECODE and not self._may_begin(item):
             self._keep(item, leg)
             if self._first_held is None:
                 self._first_held = now
             return ()
         effects: RequestEffects = ()
-        if leg.joins:  # whoever wrote before may go
-            leg.joins = False
+        if leg.migrating:  # whoever wrote before may go
+            leg.migrating = False
             effects = tuple(self._cancel(other) for other in self._legs if other is not leg and not other.ended)
         effects += self._take(item, leg, now)
         return effects + self._take_early(now)
 
-    def goes_on(self, item: TokenItem, worker: WorkerId, incarnation: int, now: float) -> bool:
+    def accept_continuation(self, item: TokenItem, worker: WorkerId, incarnation: int, now: float) -> bool:
         """Takes tokens that merely follow those that the client has, all of which it is to get.
 
         False: nothing was taken, and they are for ``tokens``.  Most tokens are of this kind, so this is all that they
@@ -437,7 +437,7 @@ class RoutedRequest:
             or not item.tokens
             or item.finish is not None
             or self._early
-            or self.guilt.deaths
+            or self.crashes.deaths
             or item.phases
             or item.prompt_logprobs is not None
             or item.index + len(item.tokens) >= sampling.max_tokens  # the last ones say that the answer is over
@@ -450,23 +450,29 @@ class RoutedRequest:
                 writer = leg
             elif leg.leg is RequestStage.PREFILL and not leg.ended:
                 return False
-        if writer is None or writer.leg is RequestStage.PREFILL or not writer.spoken or writer.joins or writer.ended:
+        if (
+            writer is None
+            or writer.leg is RequestStage.PREFILL
+            or not writer.responded
+            or writer.migrating
+            or writer.ended
+        ):
             return False
-        writer.heard = self._idle_since = self.moved = now
+        writer.last_seen = self._idle_since = self.progress_at = now
         self._attempts = self._failures = self._turned_away = 0
         self.emitted.extend(item.tokens)
         return True
 
-    def left_after_own(self, item: TokenItem) -> int:
+    def decode_tokens_left(self, item: TokenItem) -> int:
         """How many tokens whoever writes the answer has still to compute once it has sent ``item``."""
         left = max(0, self.request.sampling.max_tokens - item.index - len(item.tokens))
         return min(left, self._expected) if self.request.open_ended else left
 
-    def left_after(self, item: TokenItem, worker: WorkerId) -> int:
+    def tokens_left(self, item: TokenItem, worker: WorkerId) -> int:
         """How many tokens ``worker`` has still to compute once it has sent ``item``."""
         if any(leg.leg is RequestStage.PREFILL and leg.worker == worker for leg in self._legs):
             return 0
-        return self.left_after_own(item)
+        return self.decode_tokens_left(item)
 
     def _leg(self, worker: WorkerId, incarnation: int, epoch: int) -> StageRun | None:
         """The running leg that may speak, or None."""
@@ -499,10 +505,10 @@ class RoutedRequest:
         batch = new_tokens(item, skip, first=not self._started)
         self.emitted.extend(batch.tokens)
         self._attempts = self._failures = self._turned_away = 0
-        self.moved = now
+        self.progress_at = now
         self._started = True
         self._first_held = None
-        self.guilt.progress(len(self.emitted))
+        self.crashes.on_progress(len(self.emitted))
         if item.finish is not None:
             return (DeliverTokens(batch), *self._finish(leg))
         return (DeliverTokens(batch), *self._own_token(item, leg))
@@ -532,10 +538,10 @@ class RoutedRequest:
         ended = () if writer.ended or writer.leg is RequestStage.PREFILL else (self._end(writer),)
         return ended + self._cancel_legs()
 
-    def returned(self, epoch: int, reason: str, worker: WorkerId, incarnation: int, now: float) -> RequestEffects:
+    def on_returned(self, epoch: int, reason: str, worker: WorkerId, incarnation: int, now: float) -> RequestEffects:
         """A worker gives its leg back unfinished."""
         leg = self._leg(worker, incarnation, epoch)
-        if leg is None or leg.ended or (reason == UNKNOWN and not leg.silent):
+        if leg is None or leg.ended or (reason == UNKNOWN and not leg.awaits_response):
             return ()
         if reason in (TOO_LONG, OTHER_PROCESS):
             self._avoid[worker, incarnation] = math.inf
@@ -548,58 +554,58 @@ class RoutedRequest:
         elif reason == TOO_LARGE:
             return (self._end(leg), *self._fail(message_too_large()))
         elif reason == "deadline" and not self._started:
-            return (self._end(leg), *self._fail(self._late(self._patience.first_s(self.request.claim))))
+            return (self._end(leg), *self._fail(self._late(self._patience.first_token_s(self.request.claim))))
         elif reason not in NO_FAULT and reason not in NO_FAILURES and not is_no_fault_of_sender(reason):
             self._doubt[worker, incarnation] = now + DISTRUST_S
         if reason in NO_FAULT:
             self._attempts = max(0, self._attempts - 1)
         ended = self._end(leg)
-        if leg.joins:
+        if leg.migrating:
             self._doubt[worker, incarnation] = now + DISTRUST_S
-        if (leg.joins or reason == HANDED_OVER) and self._writer(but=leg) is not None:
+        if (leg.migrating or reason == HANDED_OVER) and self._writer(but=leg) is not None:
             return (ended,)
         return (ended, *self._again(f"{worker} gave it back: {reason}", reason, now))
 
     # --- what happens to workers, clients and time -------------------------------------------------------------------
 
-    def lost(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> RequestEffects:
+    def on_worker_lost(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> RequestEffects:
         """A worker has died or is given up.  Its leg is cancelled too, for the case that it only slept."""
         leg = self._leg(worker, incarnation, self.epoch)
         if leg is None or leg.ended:
             return ()
         if leg.leg is RequestStage.PREFILL and self._first_held is not None and self._can_do_without():
             return (self._end(leg), *self._release_held(now))
-        writer = self._writer(but=leg) if leg.joins else None
+        writer = self._writer(but=leg) if leg.migrating else None
         if writer is not None:
             return (self._end(leg), AbortMigration(writer.worker, writer.incarnation, self.request.id, self.epoch))
         return self._again(f"{worker} was lost: {reason}", "lost", now)
 
-    def poison(self) -> RequestEffects:
+    def fail_as_poison(self) -> RequestEffects:
         """It has ended too many workers: nobody else shall try it."""
         if self.phase is RequestPhase.DONE:
             return ()
-        return self._fail(self.guilt.verdict(self.request.id, len(self.emitted)))
+        return self._fail(self.crashes.error(self.request.id, len(self.emitted)))
 
-    def runs_at(self, worker: WorkerId, incarnation: int) -> bool:
+    def runs_on(self, worker: WorkerId, incarnation: int) -> bool:
         """Has it a leg there that is not over?"""
         leg = self._leg(worker, incarnation, self.epoch)
         return leg is not None and not leg.ended
 
-    def unheard(self, now: float) -> list[StageRun]:
+    def silent_stages(self, now: float) -> list[StageRun]:
         """Legs that have been silent for so long that their workers are to be asked whether they know them."""
-        asked = [leg for leg in self._legs if leg.silent and now - leg.heard >= SILENT_STAGE_S]
+        asked = [leg for leg in self._legs if leg.awaits_response and now - leg.last_seen >= SILENT_STAGE_S]
         for leg in asked:
-            leg.heard = now
+            leg.last_seen = now
         return asked
 
-    def look_at(self, now: float) -> float:
+    def next_check(self, now: float) -> float:
         """When something of it can be late that is not by ``now``: a leg's word, a deadline, a wait for a prefill."""
         if not self._started or now - self._idle_since >= SILENT_STAGE_S:
             return now + CHECK_INTERVAL_S
-        heard = [leg.heard for leg in self._legs if leg.silent]
+        heard = [leg.last_seen for leg in self._legs if leg.awaits_response]
         return max(now + CHECK_INTERVAL_S, min(heard, default=now) + SILENT_STAGE_S)
 
-    def still(self, now: float, since: float) -> RequestEffects:
+    def on_stalled(self, now: float, since: float) -> RequestEffects:
         """No worker of this request has computed or copied anything since ``since``, though all of them report.
 
         They are asked again only where there are no others.
@@ -608,27 +614,27 @@ class RoutedRequest:
         return self._again(f"its workers have made no step for {now - since:.1f} s", "still", now)
 
     @property
-    def waits_for(self) -> tuple[list[StageRun], float]:
+    def pending_stages(self) -> tuple[list[StageRun], float]:
         """The legs that have still something to say, and since when none of this request's has said anything."""
-        return [leg for leg in self._legs if leg.silent], self._idle_since
+        return [leg for leg in self._legs if leg.awaits_response], self._idle_since
 
-    def client_gone(self) -> RequestEffects:
+    def on_client_gone(self) -> RequestEffects:
         """Nobody wants the answer any more."""
         if self.phase is RequestPhase.DONE:
             return ()
         self.phase = RequestPhase.DONE
         return self._cancel_legs()
 
-    def tick(self, now: float, deserted: str | None = None) -> RequestEffects:
+    def on_tick(self, now: float, deserted: str | None = None) -> RequestEffects:
         """Time has passed.  ``deserted``: why there is nobody to wait for."""
         if self.phase is RequestPhase.DONE:
             return ()
         if deserted is not None and self.phase is RequestPhase.WAITING:
             return self._fail(NoWorkers(deserted))
-        limit = self._patience.stall_s if self._started else self._patience.first_s(self.request.claim)
-        if now - self.moved > limit:
+        limit = self._patience.stall_s if self._started else self._patience.first_token_s(self.request.claim)
+        if now - self.progress_at > limit:
             return self._fail(self._late(limit))
-        if self._prompt_told.lost(now):
+        if self._prompt_told.is_incomplete(now):
             return self._again("log-probabilities of the prompt were lost on their way", "lost", now)
         held = self._first_held
         if held is not None and now - held >= PREFILL_TOKEN_WAIT_S and self.request.sampling.prompt_logprobs is None:

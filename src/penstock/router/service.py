@@ -62,12 +62,12 @@ def predict_ttft(fleet: Fleet, tokens: int, service: ServiceClass) -> TtftForeca
     """For a prompt of so many tokens, nothing of it cached; None while no worker has measured a step."""
     found: TtftForecast | None = None
     for role in PREFILL_ROLES:
-        slots = fleet.slots_of(role, None)
-        if not len(slots) or not fleet.columns.measured(slots).any():
+        slots = fleet.ready_slots(role, None)
+        if not len(slots) or not fleet.loads.measured(slots).any():
             continue
-        load, rates = fleet.columns.at(slots)
+        load, rates = fleet.loads.at_slots(slots)
         wait = queue_wait(load, rates, urgent=service is ServiceClass.INTERACTIVE)
-        read = rates.step + rates.token * tokens + rates.pair * (tokens * (tokens + 1) / 2) + rates.draw
+        read = rates.step + rates.token * tokens + rates.pair * (tokens * (tokens + 1) / 2) + rates.sample
         best = int((wait + read).argmin())
         here = TtftForecast(wait_s=float(wait[best]), read_s=float(read[best]))
         if found is None or here.wait_s + here.read_s < found.wait_s + found.read_s:
@@ -106,11 +106,11 @@ class RouterService:
 
     def __init__(self, config: GatewayConfig, outside: RouterPorts, metrics: Metrics | None = None) -> None:
         self._outside = outside
-        self._patience = FailoverLimits.of(config.failover, config.limits)
+        self._patience = FailoverLimits.from_config(config.failover, config.limits)
         self.fleet = Fleet()
         self.metrics = metrics if metrics is not None else Metrics(model_name=config.model_name)
         self._links = WorkerLinks(outside.connect, self.on_message, config.turns.message_units_per_turn)
-        self.orders = RouterAdmin(self.fleet, self._links)
+        self.admin = RouterAdmin(self.fleet, self._links)
         self._streams: dict[RequestId, RequestStream] = {}
         self._placement = Placement(
             config.routing,
@@ -148,8 +148,8 @@ class RouterService:
             clock=outside.clock,
         )
         watched = WatchedState(self.fleet, self._links, self._placement.prefixes)
-        self._watch = WorkerHealth(config, watched, self.metrics, lose=losses.take, suspect=outside.suspect)
-        self._relief.is_probe = self._watch.asks
+        self._watch = WorkerHealth(config, watched, self.metrics, lose=losses.on_worker_lost, suspect=outside.suspect)
+        self._relief.is_probe = self._watch.is_probe
         self._rounds = StreamChecks(config.turns.flights_per_turn)
         self._looking = False  # more of them are looked at in the next turn
         self._deserting = False
@@ -165,8 +165,8 @@ class RouterService:
     def _offer_figures(self) -> None:
         """To whoever asks for metrics."""
         prefixes = self._placement.prefixes
-        self.metrics.rows = self.fleet.status_rows
-        self.metrics.open_requests = lambda: self._tally.open
+        self.metrics.worker_rows = self.fleet.status_rows
+        self.metrics.open_requests = lambda: self._tally.open_requests
         self.metrics.dropped_frames = lambda: self._links.dropped
         self.metrics.prefix_index = lambda: PrefixIndexStats(
             len(prefixes), prefixes.memory_bytes, prefixes.gaps, prefixes.refused
@@ -189,7 +189,7 @@ class RouterService:
         now = self._outside.clock.now()
         self._draining = True
         for stream in list(self._streams.values()):
-            self._apply(stream, stream.flight.client_gone(), now)
+            self._apply(stream, stream.routed.on_client_gone(), now)
             stream.fail(NoWorkers("The service has stopped."))
         await self._links.close()
 
@@ -213,10 +213,10 @@ class RouterService:
         if request.id in self._streams:
             raise ValueError(f"request {request.id} is being served already")
         now = self._outside.clock.now()
-        if not self._tally.open:
+        if not self._tally.open_requests:
             self._moved = now
-        self._tally.open += 1
-        self._budget.request()
+        self._tally.open_requests += 1
+        self._budget.on_request()
         flight = RoutedRequest(request, self._patience, now)
         stream = self._streams[request.id] = RequestStream(flight, begin_spans(self._outside.tracer, request, now))
         try:
@@ -230,9 +230,9 @@ class RouterService:
     def _end(self, stream: RequestStream) -> None:
         """Nobody takes of it any more."""
         now = self._outside.clock.now()
-        self._apply(stream, stream.flight.client_gone(), now)
-        self._tally.settled(stream, "stop" if stream.stopped else "abort", now)
-        del self._streams[stream.flight.request.id]
+        self._apply(stream, stream.routed.on_client_gone(), now)
+        self._tally.on_finished(stream, "stop" if stream.stopped else "abort", now)
+        del self._streams[stream.routed.request.id]
         self._rounds.discard(stream)
 
     def stopped(self, request: RequestId) -> None:
@@ -244,7 +244,7 @@ class RouterService:
     def served_by(self, request: RequestId) -> ModelIdentity | None:
         """See ``wire.ports.TokenStreams``."""
         stream = self._streams.get(request)
-        return None if stream is None else stream.flight.identity
+        return None if stream is None else stream.routed.identity
 
     def identity(self) -> ModelIdentity | None:
         """That of most ready workers; while none is ready, the one that was served last."""
@@ -255,7 +255,7 @@ class RouterService:
 
     def open_requests(self) -> int:
         """Requests that are not over."""
-        return self._tally.open
+        return self._tally.open_requests
 
     def ready(self) -> bool:
         """Is there a ready worker for each leg, and may new requests come?"""
@@ -264,9 +264,9 @@ class RouterService:
     def alive(self) -> str | None:
         """None, or for how long no worker has made a step though requests are open."""
         quiet = self._outside.clock.now() - self._moved
-        if not self._tally.open or quiet <= _NO_STEP_S:
+        if not self._tally.open_requests or quiet <= _NO_STEP_S:
             return None
-        return f"{self._tally.open} requests are open and no worker has made a step for {quiet:.1f} s"
+        return f"{self._tally.open_requests} requests are open and no worker has made a step for {quiet:.1f} s"
 
     def readers(self) -> int:
         """See ``wire.ports.TokenStreams``."""
@@ -282,7 +282,7 @@ class RouterService:
 
     def debug(self, request: RequestId) -> tuple[Decision, ...]:
         """The decisions made for one of the latest requests, oldest first; ``reasons()`` of each tells why."""
-        return self._placement.decisions.of(request)
+        return self._placement.decisions.decisions(request)
 
     def explain(self, request: RequestId) -> Sequence[dict[str, Any]]:
         """The same as JSON."""
@@ -298,9 +298,9 @@ class RouterService:
         """Take a message of the supervisor."""
         now = self._outside.clock.now()
         if isinstance(message, WorkerUp):
-            self._watch.up(message, now)
+            self._watch.on_worker_up(message, now)
         elif isinstance(message, WorkerDown):
-            self._watch.down(message)
+            self._watch.on_worker_down(message)
         elif isinstance(message, ServiceDraining):
             self._draining = True
 
@@ -316,22 +316,22 @@ class RouterService:
             if message.worker == worker and message.incarnation == incarnation:
                 self._on_report(message, now)
             else:
-                self._watch.replaced(worker, incarnation, message, now)
-        elif not _of_sender(message, worker, incarnation) or not self.fleet.hear(worker, incarnation, now):
-            self.metrics.fenced("incarnation")
+                self._watch.on_replaced(worker, incarnation, message, now)
+        elif not _of_sender(message, worker, incarnation) or not self.fleet.mark_seen(worker, incarnation, now):
+            self.metrics.on_fenced("incarnation")
         elif isinstance(message, Tokens):
             self._on_tokens(message, worker, incarnation, now)
         elif isinstance(message, KvEvents):
-            self._watch.cached(message, worker, incarnation)
+            self._watch.on_kv_events(message, worker, incarnation)
         elif isinstance(message, MigrateRequests | ConfirmRequests):
-            self._relief.on(message, worker, incarnation)
+            self._relief.on_message(message, worker, incarnation)
         elif isinstance(message, RequestReturned):
-            self._watch.gave_back(worker, incarnation, message.reason, now)
+            self._watch.on_returned(worker, incarnation, message.reason, now)
             stream = self._streams.get(message.request)
             if stream is not None:
-                effects = stream.flight.returned(message.epoch, message.reason, worker, incarnation, now)
+                effects = stream.routed.on_returned(message.epoch, message.reason, worker, incarnation, now)
                 if message.reason != HANDED_OVER:
-                    stream.failed((worker, incarnation), message.reason, effects, now)
+                    stream.on_failure((worker, incarnation), message.reason, effects, now)
                 self._apply(stream, effects, now)
 
     def _on_tokens(self, message: Tokens, worker: WorkerId, incarnation: int, now: float) -> None:
@@ -348,7 +348,7 @@ class RouterService:
                 unknown = item
                 break
             stream = streams.get(item.request)
-            if stream is not None and stream.flight.goes_on(item, worker, incarnation, now):
+            if stream is not None and stream.routed.accept_continuation(item, worker, incarnation, now):
                 stream.put(item)
                 went_on.append((stream, item))
             else:
@@ -363,37 +363,37 @@ class RouterService:
         """Count tokens that merely went on with answers."""
         fleet, fewer = self.fleet, dict[RequestId, int]()
         for stream, item in delivered:
-            if stream.flight.request.open_ended:  # what is left of it is an expectation
-                fleet.progress(worker, item.request, stream.flight.left_after_own(item))
+            if stream.routed.request.open_ended:  # what is left of it is an expectation
+                fleet.set_work_left(worker, item.request, stream.routed.decode_tokens_left(item))
             else:
                 fewer[item.request] = fewer.get(item.request, 0) + len(item.tokens)
-        fleet.went_on(worker, fewer)
-        self._tally.went_on(delivered, now)
+        fleet.reduce_work(worker, fewer)
+        self._tally.on_continued(delivered, now)
 
     def _on_item(self, item: TokenItem, place: WorkerKey, now: float) -> None:
         """Tokens that do not merely go on with an answer."""
         worker, incarnation = place
         stream = self._streams.get(item.request)
         if stream is None:
-            self._watch.answered(item.request, worker, incarnation)
+            self._watch.on_unknown_tokens(item.request, worker, incarnation)
             return
-        flight = stream.flight
+        flight = stream.routed
         if not matches_request(item, flight.request):
             self._distrust(worker, incarnation, f"tokens that are no part of an answer to {item.request}", now)
             return
         if item.epoch == flight.epoch:
-            self.fleet.progress(worker, item.request, flight.left_after(item, worker))
+            self.fleet.set_work_left(worker, item.request, flight.tokens_left(item, worker))
         else:
-            self.metrics.fenced("epoch")
+            self.metrics.on_fenced("epoch")
             if stream.spans is not None:
-                stream.spans.fenced(place, "epoch", now)
+                stream.spans.on_fenced(place, "epoch", now)
         if stream.spans is not None and item.phases:
-            stream.spans.came(item, place)
+            stream.spans.on_phases(item, place)
         if item.queued_s and stream.first_at is None:
             stream.queued_s = item.queued_s
-        self._apply(stream, flight.tokens(item, worker, incarnation, now), now)
-        if len(self._placement.apart) and not flight.guilt.deaths:
-            self._placement.apart.clear(item.request)
+        self._apply(stream, flight.on_tokens(item, worker, incarnation, now), now)
+        if len(self._placement.isolation) and not flight.crashes.deaths:
+            self._placement.isolation.remove(item.request)
 
     def _distrust(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> None:
         """What this worker says cannot be: what it has goes on elsewhere, and it is probed before it is given more."""
@@ -402,11 +402,11 @@ class RouterService:
     def _on_report(self, report: WorkerReport, now: float) -> None:
         steps = self.fleet.steps()
         for events in report.cached:
-            self._watch.cached(events, report.worker, report.incarnation)
-        became_ready = self._watch.report(report, now)
+            self._watch.on_kv_events(events, report.worker, report.incarnation)
+        became_ready = self._watch.on_report(report, now)
         if self.fleet.steps() != steps:
             self._moved = now
-        self.orders.reported()
+        self.admin.on_report()
         if became_ready:
             self._deeds.place_waiting(now, ready=True)
 
@@ -415,15 +415,15 @@ class RouterService:
     def tick(self) -> None:
         """Look at the time: beats, silent workers, retries and deadlines."""
         now = self._outside.clock.now()
-        self._watch.listened(now)
+        self._watch.on_tick(now)
         self._deeds.place_waiting(now)
         if not self._looking:
             self._look()
-        if not self._watch.due(now):
+        if not self._watch.heartbeat_due(now):
             return
         awaited, self._awaited = self._awaited, {}
-        self._watch.beat(awaited, now)
-        deserted = self._watch.deserted(now)
+        self._watch.send_heartbeats(awaited, now)
+        deserted = self._watch.no_workers_reason(now)
         if deserted is not None and not self._deserting:
             self._deserting = True
             self._slices.add(self._desert(list(self._streams.values()), deserted))
@@ -431,22 +431,22 @@ class RouterService:
     def _look(self) -> None:
         """At requests whose turn it is: is anything of them late?  The rest of them follows in the next turns."""
         now = self._outside.clock.now()
-        for stream in self._rounds.take(now):
-            if stream.settled:
+        for stream in self._rounds.pop_due(now):
+            if stream.finished:
                 continue
-            with log_errors(f"{stream.flight.request.id} could not be looked at"):
+            with log_errors(f"{stream.routed.request.id} could not be looked at"):
                 self._look_at(stream, now)
-            self._rounds.add(stream, stream.flight.look_at(now))
-        self._looking = self._rounds.due(now)
+            self._rounds.add(stream, stream.routed.next_check(now))
+        self._looking = self._rounds.has_due(now)
         if self._looking:
             _in_the_next_turn(self._look)
 
     def _look_at(self, stream: RequestStream, now: float) -> None:
-        flight = stream.flight
-        for leg in flight.unheard(now):
+        flight = stream.routed
+        for leg in flight.silent_stages(now):
             self._awaited.setdefault(leg.worker, []).append(AwaitedStage(flight.request.id, flight.epoch))
-        self._apply(stream, flight.tick(now), now)
-        since = self._watch.still(flight, now)
+        self._apply(stream, flight.on_tick(now), now)
+        since = self._watch.stalled_since(flight, now)
         if since is not None:
             self._slices.add(self._move_still([(stream, since)]))
 
@@ -454,9 +454,9 @@ class RouterService:
         """Nobody need wait for a worker any more."""
         try:
             for stream in streams:
-                with log_errors(f"{stream.flight.request.id} could not be ended"):
+                with log_errors(f"{stream.routed.request.id} could not be ended"):
                     now = self._outside.clock.now()
-                    self._apply(stream, stream.flight.tick(now, why), now)
+                    self._apply(stream, stream.routed.on_tick(now, why), now)
                 yield
         finally:
             self._deserting = False
@@ -464,12 +464,12 @@ class RouterService:
     def _move_still(self, still: Sequence[tuple[RequestStream, float]]) -> Iterator[None]:
         """Give them to others, unless a worker has said something meanwhile."""
         for stream, since in still:
-            now, flight = self._outside.clock.now(), stream.flight
-            waited_for, said = flight.waits_for
+            now, flight = self._outside.clock.now(), stream.routed
+            waited_for, said = flight.pending_stages
             if waited_for and said <= since:
-                again = flight.still(now, since)
+                again = flight.on_stalled(now, since)
                 for leg in waited_for:
-                    stream.failed((leg.worker, leg.incarnation), "still", again, now)
+                    stream.on_failure((leg.worker, leg.incarnation), "still", again, now)
                 self._apply(stream, again, now)
             yield
 

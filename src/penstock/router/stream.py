@@ -32,40 +32,43 @@ class RequestStream:
         "_batches",
         "_error",
         "_ready",
+        "counted_epoch",
+        "finished",
         "first_at",
-        "flight",
         "last_at",
         "queued_s",
-        "retried",
-        "settled",
+        "routed",
         "spans",
         "stopped",
     )
 
     def __init__(self, flight: RoutedRequest, spans: RequestSpans | None = None) -> None:
-        self.flight = flight
+        self.routed = flight
         self.spans = spans  # None: nobody records it
-        self.settled = False  # the flight is over and has been counted
+        self.finished = False  # the flight is over and has been counted
         self.stopped = False  # the consumer has what it wanted, though the flight was not over
         self.first_at: float | None = None  # when the first token came
         self.last_at = 0.0
         self.queued_s = 0.0
-        self.retried = 1  # the latest epoch that was counted as a resubmission after a failure
+        self.counted_epoch = 1  # the latest epoch that was counted as a resubmission after a failure
         self._batches: deque[TokenBatch | TokenItem] | None = None  # while something waits: an empty one takes 0.7 KiB
         self._error: PenstockError | None = None
         self._ready: Callable[[], None] = _nobody
         self._armed = False  # it is to be called with what comes next
 
-    def failed(self, place: WorkerKey, reason: str, effects: RequestEffects, now: float) -> None:
-        """For whoever records it; see ``RequestSpans.failed``."""
+    def on_failure(self, place: WorkerKey, reason: str, effects: RequestEffects, now: float) -> None:
+        """For whoever records it; see ``RequestSpans.on_failure``."""
         if self.spans is not None:
-            self.spans.failed(place, reason, effects, now)
+            self.spans.on_failure(place, reason, effects, now)
 
-    def retries(self) -> bool:
+    def count_retry(self) -> bool:
         """Is what comes next a resubmission after a failure?  Once an epoch."""
-        flight = self.flight
-        counted, self.retried = self.retried, max(self.retried, flight.epoch if flight.after_failure else 0)
-        return self.retried > counted
+        flight = self.routed
+        counted, self.counted_epoch = (
+            self.counted_epoch,
+            max(self.counted_epoch, flight.epoch if flight.after_failure else 0),
+        )
+        return self.counted_epoch > counted
 
     def put(self, batch: TokenBatch | TokenItem) -> None:
         """Deliver to the consumer.  Of an item, its tokens and their logprobs."""
@@ -161,52 +164,52 @@ class RequestStats:
     def __init__(self, metrics: Metrics, placement: Placement) -> None:
         self._metrics = metrics
         self._placement = placement
-        self.open = 0  # requests that are not over
+        self.open_requests = 0  # requests that are not over
 
-    def delivered(self, stream: RequestStream, batch: TokenBatch, now: float) -> None:
+    def on_delivered(self, stream: RequestStream, batch: TokenBatch, now: float) -> None:
         """These tokens went on to the client; the last of them end the request."""
-        request, metrics = stream.flight.request, self._metrics
-        self._placement.answered(request.id)
+        request, metrics = stream.routed.request, self._metrics
+        self._placement.on_first_token(request.id)
         if stream.first_at is None:
             stream.first_at = now
-            metrics.first_token(now - request.arrival, stream.queued_s, len(request.prompt))
-            metrics.levels.queued(request.claim.service, stream.queued_s)
-            metrics.more_tokens(len(batch.tokens) if batch.pooled is None else 0, None)
+            metrics.on_first_token(now - request.arrival, stream.queued_s, len(request.prompt))
+            metrics.levels.on_queued(request.claim.service, stream.queued_s)
+            metrics.on_tokens(len(batch.tokens) if batch.pooled is None else 0, None)
         else:
-            metrics.more_tokens(len(batch.tokens), now - stream.last_at)
+            metrics.on_tokens(len(batch.tokens), now - stream.last_at)
         stream.last_at = now
         if stream.spans is not None:
-            stream.spans.delivered(len(batch.tokens), now)
+            stream.spans.on_delivered(len(batch.tokens), now)
         if batch.finish is not None:
-            self.settled(stream, batch.finish.value, now)
+            self.on_finished(stream, batch.finish.value, now)
 
-    def went_on(self, delivered: Sequence[tuple[RequestStream, TokenItem]], now: float) -> None:
+    def on_continued(self, delivered: Sequence[tuple[RequestStream, TokenItem]], now: float) -> None:
         """More tokens of answers that have begun went on to their clients.  Those of one step had the last step in
         common, too, so most gaps are counted together."""
         metrics, since, streams, tokens = self._metrics, -1.0, 0, 0
         for stream, item in delivered:
             count = len(item.tokens)
             if stream.last_at != since or count != tokens:
-                metrics.more_tokens(tokens, now - since, streams)
+                metrics.on_tokens(tokens, now - since, streams)
                 since, streams, tokens = stream.last_at, 0, count
             streams += 1
             stream.last_at = now
             if stream.spans is not None:
-                stream.spans.delivered(count, now)
-        metrics.more_tokens(tokens, now - since, streams)
+                stream.spans.on_delivered(count, now)
+        metrics.on_tokens(tokens, now - since, streams)
 
-    def settled(self, stream: RequestStream, reason: str, now: float) -> None:
+    def on_finished(self, stream: RequestStream, reason: str, now: float) -> None:
         """A flight is over: count it, once."""
-        if stream.settled:
+        if stream.finished:
             return
-        stream.settled = True
-        self.open -= 1
+        stream.finished = True
+        self.open_requests -= 1
         first = stream.first_at
-        self._placement.ended(stream.flight)
+        self._placement.on_finished(stream.routed)
         decode_s = None if first is None else now - first
-        self._metrics.finished(reason, now - stream.flight.request.arrival, decode_s)
+        self._metrics.on_finished(reason, now - stream.routed.request.arrival, decode_s)
         if stream.spans is not None:
-            stream.spans.ended(reason, now, error=reason == "error")
+            stream.spans.on_finished(reason, now, error=reason == "error")
 
 
 # MERGED: ``wire.ports.PolledTokens`` of one request: its flight begins with the first look at it.

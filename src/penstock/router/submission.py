@@ -49,11 +49,11 @@ def build_submits(
             of_readers if chosen.leg is RequestStage.PREFILL else of_all,
             recipient=recipient_of(chosen, identity),
             leg=chosen.leg,
-            apart=apart,
-            pictures=() if chosen.leg is RequestStage.DECODE else request.pictures,
+            mixed=apart,
+            media=() if chosen.leg is RequestStage.DECODE else request.pictures,
             encoders=() if chosen.leg is RequestStage.DECODE else decision.encoders,
             pages_from=_source(source) if chosen.leg is RequestStage.DECODE and source is not None else None,
-            expected_tokens=decision.expected,
+            expected_tokens=decision.expected_tokens,
         )
         for chosen in legs
     ]
@@ -74,7 +74,7 @@ def build_migration_submit(
     claim, apart = remaining_claim(request.claim, 0.0, started=True), has_mixed_numerics(to.identity)
     of_all = _of_all_legs(request, epoch, emitted, root, claim, to=to, now=now)
     return msgspec.structs.replace(
-        of_all, leg=RequestStage.DECODE, pages_from=source, joins=True, apart=apart, expected_tokens=expected
+        of_all, leg=RequestStage.DECODE, pages_from=source, joins=True, mixed=apart, expected_tokens=expected
     )
 
 

@@ -33,7 +33,7 @@ class RequestSpans:
     def __init__(self, tracer: Tracer, request: ValidRequest, now: float) -> None:
         self._tracer = tracer
         self._answer = tracer.begin(request.trace, ANSWER, now)
-        self._answer.note(penstock__request=request.id, penstock__prompt_tokens=len(request.prompt))
+        self._answer.set_attributes(penstock__request=request.id, penstock__prompt_tokens=len(request.prompt))
         self._context = self._answer.context
         self._queue: Span | None = None
         self._retry: Span | None = None
@@ -45,23 +45,25 @@ class RequestSpans:
 
     # --- placing ----------------------------------------------------------------------------------------------------
 
-    def decided(self, decision: Decision, began: float, ended: float) -> None:
+    def on_decision(self, decision: Decision, began: float, ended: float) -> None:
         """Workers were chosen, or nobody could serve."""
         span = self._tracer.begin(self._context, DECISION, began)
         outcome = ("nobody", "whole", "split")[len(decision.legs)]
-        span.note(penstock__outcome=outcome, penstock__policy=decision.policy, penstock__because=decision.because)
+        span.set_attributes(
+            penstock__outcome=outcome, penstock__policy=decision.policy, penstock__because=decision.explanation
+        )
         for name, chosen in (("prefill", decision.prefill), ("decode", decision.decode)):
             if chosen is not None:
-                span.note(**{f"penstock__{name}": chosen.worker})
+                span.set_attributes(**{f"penstock__{name}": chosen.worker})
         span.end(ended)
 
-    def effect(self, effect: RequestEffect, now: float) -> None:
+    def on_effect(self, effect: RequestEffect, now: float) -> None:
         """A flight asks for this."""
         match effect:
             case WaitForWorker():
                 if self._queue is None:
                     self._queue = self._tracer.begin(self._context, QUEUE, now)
-                    self._queue.note(penstock__epoch=self._epochs)
+                    self._queue.set_attributes(penstock__epoch=self._epochs)
             case SubmitStage():
                 self._sent(effect, now)
             case CancelStage():
@@ -79,7 +81,7 @@ class RequestSpans:
         self._over(place, "replaced", now)
         self._epochs = submit.epoch
         span = self._tracer.begin(self._context, LEG, now)
-        span.note(
+        span.set_attributes(
             penstock__leg=submit.leg.value,
             penstock__worker=effect.worker,
             penstock__incarnation=effect.incarnation,
@@ -92,12 +94,12 @@ class RequestSpans:
         leg = self._legs.pop(place, None)
         said = self._outcomes.pop(place, "")
         if leg is not None:
-            leg[0].note(penstock__outcome=said or outcome)
+            leg[0].set_attributes(penstock__outcome=said or outcome)
             leg[0].end(now, said)
 
     # --- what workers say, and what happens to them -----------------------------------------------------------------
 
-    def came(self, item: TokenItem, place: WorkerKey) -> None:
+    def on_phases(self, item: TokenItem, place: WorkerKey) -> None:
         """What the worker measured of its part, told with tokens."""
         leg = self._legs.get(place)
         if leg is None or leg[2] != item.epoch:
@@ -109,10 +111,10 @@ class RequestSpans:
                 continue
             begin = sent + phase.begin_s
             part = self._tracer.begin(span.context, family, begin)
-            part.note(**{f"penstock__{name}": value for name, value in phase.facts.items()})
+            part.set_attributes(**{f"penstock__{name}": value for name, value in phase.facts.items()})
             part.end(begin + phase.seconds)
 
-    def failed(self, place: WorkerKey, reason: str, effects: RequestEffects, now: float) -> None:
+    def on_failure(self, place: WorkerKey, reason: str, effects: RequestEffects, now: float) -> None:
         """The worker is lost, or gives its leg back: ``effects`` are what the flight makes of it, to be told next.
 
         One that ignores it has none; one that asks for no other worker, as others have the rest, does not try again.
@@ -122,28 +124,28 @@ class RequestSpans:
         self._outcomes[place] = reason
         if self._retry is None and any(isinstance(effect, WaitForWorker) for effect in effects):
             self._retry = self._tracer.begin(self._context, RETRY, now)
-            self._retry.note(
+            self._retry.set_attributes(
                 penstock__worker=place[0],
                 penstock__reason=reason,
                 penstock__epoch=self._epochs,
                 penstock__tokens=self._tokens,
             )
 
-    def fenced(self, place: WorkerKey, kind: str, now: float) -> None:
+    def on_fenced(self, place: WorkerKey, kind: str, now: float) -> None:
         """A message of an older epoch was ignored.  Those of an earlier incarnation are of no request any more."""
-        self._answer.event("fence", now, penstock__worker=place[0], penstock__kind=kind)
+        self._answer.add_event("fence", now, penstock__worker=place[0], penstock__kind=kind)
 
-    def delivered(self, tokens: int, now: float) -> None:
+    def on_delivered(self, tokens: int, now: float) -> None:
         """So many tokens went on to the client."""
         self._tokens += tokens
         if self._retry is not None:
             self._retry.end(now)
             self._retry = None
         if self._decode is None:
-            self._answer.event("first_token", now)
+            self._answer.add_event("first_token", now)
             self._decode = self._tracer.begin(self._context, DECODE, now)
 
-    def ended(self, reason: str, now: float, *, error: bool) -> None:
+    def on_finished(self, reason: str, now: float, *, error: bool) -> None:
         """The flight is over, for ``reason``."""
         for place in list(self._legs):
             self._over(place, "ended", now)
@@ -151,9 +153,11 @@ class RequestSpans:
             if span is not None:
                 span.end(now, reason if error else "")
         if self._decode is not None:
-            self._decode.note(penstock__tokens=self._tokens - self._begun)
+            self._decode.set_attributes(penstock__tokens=self._tokens - self._begun)
             self._decode.end(now)
-        self._answer.note(penstock__tokens=self._tokens, penstock__epochs=self._epochs, penstock__finish=reason)
+        self._answer.set_attributes(
+            penstock__tokens=self._tokens, penstock__epochs=self._epochs, penstock__finish=reason
+        )
         self._answer.end(now, reason if error else "")
         self._queue = self._retry = self._decode = None
         self._answer = NO_SPAN

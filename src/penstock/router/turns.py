@@ -128,7 +128,7 @@ class StreamChecks:
             self._heap = [one for one in self._heap if one.stream is not None]
             heapify(self._heap)
 
-    def take(self, now: float) -> list[RequestStream]:
+    def pop_due(self, now: float) -> list[RequestStream]:
         """Those whose time has come, as many as a turn may look at."""
         due: list[RequestStream] = []
         heap = self._heap
@@ -139,6 +139,6 @@ class StreamChecks:
                 due.append(stream)
         return due
 
-    def due(self, now: float) -> bool:
+    def has_due(self, now: float) -> bool:
         """Is there more to look at?"""
         return bool(self._heap) and self._heap[0].at <= now

@@ -70,13 +70,13 @@ class WorkerRates(NamedTuple):
     step: Numbers
     token: Numbers
     pair: Numbers
-    draw: Numbers
+    sample: Numbers
     page: Numbers  # to copy one from another worker
     fetch: Numbers  # to take one out of another's cache
     wait: Numbers  # for one to come, when all that it was handed over with was computed
     tiers: tuple[Numbers, ...] = ()  # to take one out of its own lower tiers, nearest first
 
-    def of(self, mask: NDArray[np.bool_]) -> WorkerRates:
+    def select(self, mask: NDArray[np.bool_]) -> WorkerRates:
         """Those of some of the workers."""
         step, token, pair, draw, page, fetch, wait, tiers = self
         below = tuple(tier[mask] for tier in tiers)
@@ -111,7 +111,7 @@ class LoadTable:
         self._reports = 0
         self.tiers = 0  # that the one with most has below its cache
 
-    def add(self, hashed: int) -> None:
+    def add_slot(self, hashed: int) -> None:
         """One slot more, of the worker whose id has this 64-bit hash."""
         if self._size == self._table.shape[1]:
             self._table = np.concatenate((self._table, np.zeros_like(self._table)), axis=1)
@@ -122,13 +122,13 @@ class LoadTable:
         self._missed.append((0.0, 0.0))
         self._size += 1
 
-    def rename(self, slot: int, hashed: int) -> None:
+    def rename_slot(self, slot: int, hashed: int) -> None:
         """The slot is another worker's, or nobody's.  To be called when it was cleared."""
         self.hashes[slot] = hashed
         used = set(self._table[_DOMAIN, : self._size].tolist())
         self._domains = {name: number for name, number in self._domains.items() if number in used}
 
-    def clear(self, slot: int) -> None:
+    def clear_slot(self, slot: int) -> None:
         """The worker of this slot has ended: nothing is known of the next one."""
         self._table[:, slot] = 0.0
         self._copied[slot] = (0.0, 0.0)
@@ -137,21 +137,21 @@ class LoadTable:
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
-    def heard(self, slot: int, now: float) -> None:
+    def mark_seen(self, slot: int, now: float) -> None:
         """It has given a sign of life."""
         self._table[_HEARD, slot] = now
 
-    def forgive(self, seconds: float) -> None:
+    def shift_clocks(self, seconds: float) -> None:
         """Nobody was listened to for so long."""
         self._table[_HEARD, : self._size] += seconds
 
-    def report(self, slot: int, report: WorkerReport, counters: Mapping[str, float]) -> None:
+    def on_report(self, slot: int, report: WorkerReport, counters: Mapping[str, float]) -> None:
         """A worker's own numbers, and all counters that it has told so far."""
         table, rates = self._table, report.rates
         table[_REPORTED, slot] = (
             report.prompt_tokens,
             report.prompt_pairs,
-            report.answers,
+            report.decodes,
             report.context_tokens,
             report.kv_pages_free,
             report.batch_tokens,
@@ -159,7 +159,7 @@ class LoadTable:
         )
         self._learn_wait(slot, report, counters)
         page_s = self._page_s(slot, counters) * report.page_bytes
-        times: tuple[float, ...] = (rates.step, rates.token, rates.pair, rates.draw)
+        times: tuple[float, ...] = (rates.step, rates.token, rates.pair, rates.sample)
         table[_OWN, slot] = times
         table[_RATES, slot] = (*(self._level(times) if report.measured else times), page_s)
         table[_MEASURED, slot] = report.measured
@@ -189,25 +189,25 @@ class LoadTable:
             return times
         return tuple(map(_levelled, times, self._usual))
 
-    def sent(self, slot: int, due: ExpectedWork) -> None:
+    def add_sent(self, slot: int, due: ExpectedWork) -> None:
         """Something was sent there that no report counts yet."""
         self._turns += 1
         self._table[_TURN, slot] = self._turns
         self._table[_SENT, slot] += due
 
-    def counted(self, slot: int, due: ExpectedWork) -> None:
+    def remove_sent(self, slot: int, due: ExpectedWork) -> None:
         """A report counts it now, or it has ended."""
         self._table[_SENT, slot] -= due
 
-    def gone(self, slot: int, due: ExpectedWork) -> None:
+    def add_gone(self, slot: int, due: ExpectedWork) -> None:
         """The last report counts it, and the next will not."""
         self._table[_GONE, slot] += due
 
-    def forget_gone(self, slot: int) -> None:
+    def clear_gone(self, slot: int) -> None:
         """A report is about to come."""
         self._table[_GONE, slot] = 0.0
 
-    def forget_sent(self, slot: int) -> None:
+    def clear_sent(self, slot: int) -> None:
         """Nothing is on its way."""
         self._table[_SENT, slot] = self._table[_GONE, slot] = 0.0
 
@@ -247,7 +247,7 @@ class LoadTable:
 
     # --- what is known ----------------------------------------------------------------------------------------------
 
-    def at(self, slots: Slots) -> tuple[WorkerLoad, WorkerRates]:
+    def at_slots(self, slots: Slots) -> tuple[WorkerLoad, WorkerRates]:
         """What goes on at these workers, and how long things take them.
 
         Where nobody has measured anything the rates are the workers' guesses, or 1 a token.
@@ -267,7 +267,7 @@ class LoadTable:
         tiers = tuple(table[_TIERS][: self.tiers])
         return load, WorkerRates(step, token, pair, draw, page, table[_FETCH], table[_WAIT], tiers)
 
-    def reach(self, hits: NDArray[np.int32], stored: NDArray[np.int32]) -> NDArray[np.int32]:
+    def reachable(self, hits: NDArray[np.int32], stored: NDArray[np.int32]) -> NDArray[np.int32]:
         """``hits`` by slot, with those that each can take out of the caches of its domain: ``stored``."""
         domains = self._table[_DOMAIN, : len(hits)].astype(np.intp)
         if not domains.any() or not stored.any():
@@ -277,12 +277,14 @@ class LoadTable:
         best[0] = 0
         return np.maximum(hits, best[domains])
 
-    def fetches(self, slot: int) -> bool:
+    def prefers_fetch(self, slot: int) -> bool:
         """Does it take this worker less to fetch a page than to compute it?"""
         fetch, token = self._table[_FETCH, slot], self._table[_RATES.start + 1, slot]
         return bool(fetch < token * PAGE_TOKENS)
 
-    def raised(self, slot: int, hit: int, below: Sequence[NDArray[np.int32]], page_tokens: int = PAGE_TOKENS) -> int:
+    def with_tiers(
+        self, slot: int, hit: int, below: Sequence[NDArray[np.int32]], page_tokens: int = PAGE_TOKENS
+    ) -> int:
         """``hit`` and what this worker takes out of its lower tiers sooner than it computes it."""
         computing = self._table[_RATES.start + 1, slot] * page_tokens
         for tier, depths in enumerate(below[: self.tiers]):
@@ -290,7 +292,7 @@ class LoadTable:
                 hit = max(hit, int(depths[slot]))
         return hit
 
-    def quiet(self, slots: Slots, since: float) -> NDArray[np.bool_] | None:
+    def quiet_slots(self, slots: Slots, since: float) -> NDArray[np.bool_] | None:
         """Which of these have not been heard of since then; None: all have.
 
         Those that have nothing to do report less often, and are given ``IDLE_GRACE_S`` more.
@@ -307,7 +309,7 @@ class LoadTable:
         contexts: Numbers = self._table[_CONTEXT].take(slots)
         return contexts
 
-    def turns(self, slots: Slots) -> Numbers:
+    def last_sent(self, slots: Slots) -> Numbers:
         """When each of these was sent something last: the number of the sending."""
         turns: Numbers = self._table[_TURN].take(slots)
         return turns
@@ -360,53 +362,53 @@ class InFlightWork:
         self._sent: list[dict[RequestId, tuple[int, ExpectedWork]]] = []  # by slot: (serial, what it asks)
         self._counted: list[dict[RequestId, ExpectedWork]] = []  # by slot
 
-    def add(self) -> None:
+    def add_slot(self) -> None:
         """One slot more."""
         self._sent.append({})
         self._counted.append({})
 
-    def clear(self, slot: int) -> None:
+    def clear_slot(self, slot: int) -> None:
         """Everything there is over."""
         self._sent[slot].clear()
         self._counted[slot].clear()
-        self._columns.forget_sent(slot)
+        self._columns.clear_sent(slot)
 
-    def sent(self, slot: int, request: RequestId, due: ExpectedWork, serial: int) -> None:
+    def on_sent(self, slot: int, request: RequestId, due: ExpectedWork, serial: int) -> None:
         """It was sent there, instead of what it had there before."""
-        self.ended(slot, request)
+        self.on_ended(slot, request)
         self._sent[slot][request] = (serial, due)
-        self._columns.sent(slot, due)
+        self._columns.add_sent(slot, due)
 
-    def reported(self, slot: int, heard: int) -> None:
+    def on_report(self, slot: int, heard: int) -> None:
         """A report has come that counts what was sent up to the serial number ``heard``."""
-        self._columns.forget_gone(slot)
+        self._columns.clear_gone(slot)
         sent = self._sent[slot]
         for request in [request for request, (serial, _) in sent.items() if serial <= heard]:
             due = self._counted[slot][request] = sent.pop(request)[1]
-            self._columns.counted(slot, due)
+            self._columns.remove_sent(slot, due)
 
-    def begun(self, slot: int, request: RequestId) -> None:
+    def on_prefilled(self, slot: int, request: RequestId) -> None:
         """Its prompt is read: a token came."""
         due = self._counted[slot].get(request)
         if due is not None:
             if due.tokens:
-                self._columns.gone(slot, _read_of(due))
+                self._columns.add_gone(slot, _read_of(due))
                 self._counted[slot][request] = _unread(due)
             return
         serial, due = self._sent[slot].get(request, (0, None))
         if due is not None and due.tokens:
-            self._columns.counted(slot, _read_of(due))
+            self._columns.remove_sent(slot, _read_of(due))
             self._sent[slot][request] = (serial, _unread(due))
 
-    def ended(self, slot: int, request: RequestId) -> None:
+    def on_ended(self, slot: int, request: RequestId) -> None:
         """It has nothing there any more."""
         due = self._counted[slot].pop(request, None)
         if due is not None:
-            self._columns.gone(slot, due)
+            self._columns.add_gone(slot, due)
             return
         sent = self._sent[slot].pop(request, None)
         if sent is not None:
-            self._columns.counted(slot, sent[1])
+            self._columns.remove_sent(slot, sent[1])
 
 
 def _read_of(due: ExpectedWork) -> ExpectedWork:

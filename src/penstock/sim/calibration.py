@@ -62,8 +62,8 @@ class StepFit:
     """The times, and the median relative error that they leave of reading and of writing steps."""
 
     times: SimStepTimes
-    reading_error: float
-    writing_error: float
+    prefill_error: float
+    decode_error: float
 
 
 def fit_step_times(readings: Sequence[PrefillSample], writings: Sequence[DecodeSample]) -> StepFit:
@@ -150,13 +150,13 @@ class CalibrationBench:
         self._asked = 0
 
     @property
-    def turns(self) -> int:
+    def progress_steps(self) -> int:
         """How often ``progress`` will be called by ``readings`` and ``writings``."""
         return self.extent.rounds * (len(self.extent.chunks) + 2 * len(self.extent.rows))
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def readings(self, progress: Callable[[], None]) -> list[PrefillSample]:
+    def prefill_samples(self, progress: Callable[[], None]) -> list[PrefillSample]:
         """Medians of all rounds."""
         seconds: dict[tuple[int, int], list[float]] = {}
         for _ in range(self.extent.rounds):
@@ -171,7 +171,7 @@ class CalibrationBench:
                 progress()
         return [PrefillSample(start, count, median(took)) for (start, count), took in sorted(seconds.items())]
 
-    def writings(self, progress: Callable[[], None]) -> list[DecodeSample]:
+    def decode_samples(self, progress: Callable[[], None]) -> list[DecodeSample]:
         """The same of batches of answers, after short prompts and after long ones."""
         seconds: dict[tuple[int, int], list[tuple[int, float]]] = {}
         for _ in range(self.extent.rounds):
@@ -259,7 +259,7 @@ class CalibrationBench:
             PageReady(
                 request=RequestId("r"),
                 epoch=1,
-                block=page,
+                index=page,
                 page=PageId(page),
                 tokens=self.layout.page_tokens,
                 generation=1,

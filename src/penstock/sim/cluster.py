@@ -40,7 +40,7 @@ class SimulationRun:
 
     setup: SimulationSetup
     trace: str
-    measures: RunResults
+    results: RunResults
     workers: tuple[SimWorker, ...]
     splits: int
     decisions: int
@@ -51,7 +51,7 @@ class SimulationRun:
     @property
     def hit_tokens(self) -> int:
         """Prompt tokens that were not computed where the prompt was read first."""
-        return sum(each.cached for each in self.measures.requests.values())
+        return sum(each.cached for each in self.results.requests.values())
 
 
 def simulate(trace: Trace, setup: SimulationSetup, progress: Callable[[int], None] | None = None) -> SimulationRun:
@@ -71,29 +71,29 @@ def simulate(trace: Trace, setup: SimulationSetup, progress: Callable[[int], Non
     )
     gateway = SimGateway(routing, agenda, setup.fleet.links, page_tokens)
     crowd = SharedMachine(setup.fleet.steps.beside)
-    stage = SimContext(agenda, gateway, crowd, {RequestId(f"{job.number}"): job.answer for job in trace.jobs})
+    stage = SimContext(agenda, gateway, crowd, {RequestId(f"{job.number}"): job.output for job in trace.requests})
     workers = tuple(SimWorker(place, setup.fleet, page_tokens, stage) for place in _places(setup.fleet))
     measures = RunResults(setup.targets)
-    gateway.join(workers, measures)
+    gateway.add_workers(workers, measures)
     prompts = TracePrompts(trace, page_tokens)
 
     def arrive(place: int) -> None:
-        if place + 1 < len(trace.jobs):
-            agenda.at(trace.jobs[place + 1].at / setup.rate_scale, arrive, place + 1)
+        if place + 1 < len(trace.requests):
+            agenda.call_at(trace.requests[place + 1].at / setup.rate_scale, arrive, place + 1)
         gateway.serve(prompts.request(place, agenda.now))
         if progress is not None:
             progress(1)
 
-    agenda.at(0.0, arrive, 0)
+    agenda.call_at(0.0, arrive, 0)
     with _little_garbage():
-        while agenda.turn():
+        while agenda.run_next():
             pass
     if gateway.open:
         raise RuntimeError(f"{gateway.open} requests have no end: a fault of the simulator or of the scheduler")
     return SimulationRun(
         setup=setup,
         trace=trace.name,
-        measures=measures,
+        results=measures,
         workers=workers,
         splits=gateway.splits,
         decisions=gateway.decisions,
@@ -132,7 +132,7 @@ def _page_tokens(trace: Trace, setup: SimulationSetup) -> int:
         raise ConfigError(f"--page-tokens {size}: must be a multiple of {PAGE_TOKENS}{whole}")
     memory, fleet = setup.fleet.memory, setup.fleet.name
     held = memory.device_bytes // (memory.token_bytes * size) * size
-    longest = max(job.prompt + job.answer for job in trace.jobs)
+    longest = max(job.prompt + job.output for job in trace.requests)
     most = min(held, setup.fleet.scheduler.max_model_len)
     if longest >= most:
         raise ConfigError(
@@ -149,10 +149,10 @@ def _share(run: SimulationRun, seconds: Sequence[float]) -> float:
 
 def run_json(run: SimulationRun) -> dict[str, Any]:
     """The figures of a run; seconds, shares, requests a second."""
-    measures, setup = run.measures, run.setup
+    measures, setup = run.results, run.setup
     requests = list(measures.requests.values())
     prompt_tokens = sum(each.prompt for each in requests)
-    good = measures.good()
+    good = measures.within_targets()
     reads = [sum(worker.tier_reads()[tier] for worker in run.workers) for tier in range(2)]
     page = run.workers[0].config.page_tokens
     return {

@@ -97,7 +97,7 @@ class FleetFile(Config, frozen=True, kw_only=True):
         """Workers of all roles."""
         return sum(group.count for group in self.workers)
 
-    def of(self, *groups: WorkerGroup) -> FleetFile:
+    def with_groups(self, *groups: WorkerGroup) -> FleetFile:
         """The same workers, in other numbers and roles."""
         return msgspec.structs.replace(self, workers=groups)
 

@@ -69,20 +69,20 @@ class SimTransfers:
         self._open: dict[TransferKey, _HandOver] = {}
         self.pages = 0  # that have travelled
 
-    def announce(self, key: TransferKey, source: WorkerId) -> None:
+    def expect_transfer(self, key: TransferKey, source: WorkerId) -> None:
         """A decode leg was placed whose pages come from there."""
         self._sources[key] = source
 
-    def reserved(self, receiver: SimWorker, request: Request, workers: Mapping[WorkerId, SimWorker]) -> None:
+    def on_reserved(self, receiver: SimWorker, request: Request, workers: Mapping[WorkerId, SimWorker]) -> None:
         """The receiver has room: that is the credit."""
         key = (request.id, request.epoch)
         if key not in self._sources:
             return  # it is cancelled, and the receiver has not heard of that yet
         source = workers[self._sources[key]]
         self._open[key] = _HandOver(source, receiver, request.computed, self._agenda.now)
-        self._agenda.after(self._message_s, source.tell, CreditGranted(id=request.id, epoch=request.epoch))
+        self._agenda.call_after(self._message_s, source.add_event, CreditGranted(id=request.id, epoch=request.epoch))
 
-    def sent(self, worker: SimWorker, outcome: StepOutcome) -> None:
+    def on_outcome(self, worker: SimWorker, outcome: StepOutcome) -> None:
         """What a prefill worker's step has brought: pages, and perhaps the first token after the last of them."""
         by_key: dict[TransferKey, list[CompletedPage]] = {}
         for done in outcome.completed_pages:
@@ -103,11 +103,11 @@ class SimTransfers:
             return
         self.pages += len(wanted)
         nbytes = len(wanted) * open_.receiver.page_bytes
-        through = open_.source.out.carry(nbytes, self._agenda.now, open_.receiver.into)
+        through = open_.source.out.transfer(nbytes, self._agenda.now, open_.receiver.into)
         open_.through_at = max(open_.through_at, through)
         computed = max(done.block * size + done.tokens for done in wanted)
         arrived = PagesArrived(id=key[0], epoch=key[1], computed=computed)
-        self._agenda.at(through + self._message_s, open_.receiver.tell, arrived)
+        self._agenda.call_at(through + self._message_s, open_.receiver.add_event, arrived)
 
     def _first(self, progress: NewTokens) -> None:
         request = progress.request
@@ -117,11 +117,11 @@ class SimTransfers:
             return
         first = FirstTokenArrived(id=key[0], epoch=key[1], token=progress.tokens[0], finish=progress.finish)
         when = max(open_.through_at, self._agenda.now) + self._message_s
-        self._agenda.at(when, open_.receiver.tell, first)
-        self._agenda.at(when + self._message_s, open_.source.tell, PagesReleased(id=key[0], epoch=key[1]))
-        self.forget(key)
+        self._agenda.call_at(when, open_.receiver.add_event, first)
+        self._agenda.call_at(when + self._message_s, open_.source.add_event, PagesReleased(id=key[0], epoch=key[1]))
+        self.remove(key)
 
-    def forget(self, key: TransferKey) -> None:
+    def remove(self, key: TransferKey) -> None:
         """It is over, or nobody wants it any more."""
         self._open.pop(key, None)
         self._sources.pop(key, None)
@@ -151,17 +151,17 @@ class SimGateway:
         self._flights: dict[RequestId, RoutedRequest] = {}
         self._serial = 0
 
-    def join(self, workers: Sequence[SimWorker], measures: RunResults) -> None:
+    def add_workers(self, workers: Sequence[SimWorker], measures: RunResults) -> None:
         """These are the fleet, and this is where deliveries are noted."""
         self.measures = measures
         for slot, worker in enumerate(workers):
             name = worker.name
             up = WorkerUp(worker=name, incarnation=INCARNATION, role=worker.role, pid=1, endpoint=f"memory://{name}")
-            self.fleet.up(up, 0.0)
-            self.placement.prefixes.follow(slot, INCARNATION)
+            self.fleet.on_worker_up(up, 0.0)
+            self.placement.prefixes.add_worker(slot, INCARNATION)
             for events in worker.whole_cache():
-                self.placement.prefixes.take(slot, events)
-            self.fleet.report(worker.report(0.0), 0.0)
+                self.placement.prefixes.on_kv_events(slot, events)
+            self.fleet.on_report(worker.report(0.0), 0.0)
             self._workers[name] = worker
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -170,10 +170,10 @@ class SimGateway:
         """A request has come."""
         now = self._agenda.now
         assert self.measures is not None, "join comes first"
-        self.measures.asked(int(request.id), now, len(request.prompt))
+        self.measures.add_request(int(request.id), now, len(request.prompt))
         self._flights[request.id] = RoutedRequest(request, _PATIENCE, now)
         if self._prompt_token_s:
-            self._agenda.after(self._prompt_token_s * len(request.prompt), self._begin, request.id)
+            self._agenda.call_after(self._prompt_token_s * len(request.prompt), self._begin, request.id)
         else:
             self._begin(request.id)
 
@@ -189,10 +189,10 @@ class SimGateway:
 
     # --- worker.Port ------------------------------------------------------------------------------------------------
 
-    def said(self, worker: SimWorker, outcome: StepOutcome, spacing_s: float) -> None:
+    def on_outcome(self, worker: SimWorker, outcome: StepOutcome, spacing_s: float) -> None:
         """Pages to receivers, tokens to clients."""
         if outcome.completed_pages or outcome.new_tokens:
-            self.hand_overs.sent(worker, outcome)
+            self.hand_overs.on_outcome(worker, outcome)
         now = self._agenda.now
         for progress in outcome.new_tokens:
             request = progress.request
@@ -207,22 +207,22 @@ class SimGateway:
                 finish=progress.finish,
                 cached_tokens=request.cached_tokens if progress.index == request.emitted else 0,
             )
-            self.fleet.progress(worker.name, item.request, flight.left_after(item, worker.name))
-            self._apply(flight, flight.tokens(item, worker.name, INCARNATION, now), spacing_s)
+            self.fleet.set_work_left(worker.name, item.request, flight.tokens_left(item, worker.name))
+            self._apply(flight, flight.on_tokens(item, worker.name, INCARNATION, now), spacing_s)
 
-    def reserved(self, worker: SimWorker, request: Request) -> None:
+    def on_reserved(self, worker: SimWorker, request: Request) -> None:
         """A receiver has room."""
-        self.hand_overs.reserved(worker, request, self._workers)
+        self.hand_overs.on_reserved(worker, request, self._workers)
 
-    def returned(self, worker: SimWorker, returned: ReturnedRequest) -> None:
+    def on_returned(self, worker: SimWorker, returned: ReturnedRequest) -> None:
         """A worker gives a request back."""
-        self._agenda.after(self._message_s, self._hear_return, worker.name, returned)
+        self._agenda.call_after(self._message_s, self._hear_return, worker.name, returned)
 
     def _hear_return(self, worker: WorkerId, returned: ReturnedRequest) -> None:
         flight = self._flights.get(returned.id)
         if flight is not None:
             now = self._agenda.now
-            self._apply(flight, flight.returned(returned.epoch, returned.reason, worker, INCARNATION, now))
+            self._apply(flight, flight.on_returned(returned.epoch, returned.reason, worker, INCARNATION, now))
 
     # --- effects ----------------------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class SimGateway:
             if isinstance(effect, DeliverTokens):
                 self._deliver(flight, effect.batch, spacing_s)
             elif isinstance(effect, StageEnded):
-                self.fleet.discharge(effect.worker, effect.incarnation, effect.request)
+                self.fleet.remove_work(effect.worker, effect.incarnation, effect.request)
             elif isinstance(effect, CancelStage):
                 self._cancel(effect)
             elif isinstance(effect, SubmitStage):
@@ -247,10 +247,10 @@ class SimGateway:
         number = int(flight.request.id)
         answered = self.measures.requests[number]
         if not answered.tokens:
-            self.placement.answered(flight.request.id)
+            self.placement.on_first_token(flight.request.id)
             answered.cached = batch.cached_tokens
         if batch.tokens:
-            self.measures.delivered(number, len(batch.tokens), self._agenda.now + self._message_s, spacing_s)
+            self.measures.add_tokens(number, len(batch.tokens), self._agenda.now + self._message_s, spacing_s)
         if batch.finish is not None:
             answered.done = True
             self._settle(flight)
@@ -258,35 +258,35 @@ class SimGateway:
     def _settle(self, flight: RoutedRequest, failed: str = "") -> None:
         assert self.measures is not None
         self.measures.requests[int(flight.request.id)].failed = failed
-        self.placement.ended(flight)
+        self.placement.on_finished(flight)
         self._flights.pop(flight.request.id, None)
 
     def _cancel(self, effect: CancelStage) -> None:
-        self.fleet.discharge(effect.worker, effect.incarnation, effect.request)
-        self.hand_overs.forget((effect.request, effect.epoch))
+        self.fleet.remove_work(effect.worker, effect.incarnation, effect.request)
+        self.hand_overs.remove((effect.request, effect.epoch))
         worker = self._workers[effect.worker]
-        self._agenda.after(self._message_s, worker.tell, CancelRequest(id=effect.request, epoch=effect.epoch))
+        self._agenda.call_after(self._message_s, worker.add_event, CancelRequest(id=effect.request, epoch=effect.epoch))
 
     def _send(self, effect: SubmitStage) -> None:
         self._serial += 1
         submit = msgspec.structs.replace(effect.submit, serial=self._serial)
         if submit.pages_from is not None:
-            self.hand_overs.announce((submit.request, submit.epoch), submit.pages_from.worker)
+            self.hand_overs.expect_transfer((submit.request, submit.epoch), submit.pages_from.worker)
             self.splits += 1
-        self.fleet.charge(
-            effect.worker, effect.incarnation, submit.request, effect.tokens, due=effect.due, serial=self._serial
+        self.fleet.add_work(
+            effect.worker, effect.incarnation, submit.request, effect.tokens, due=effect.work, serial=self._serial
         )
-        self._agenda.after(self._message_s, self._workers[effect.worker].submit, submit)
+        self._agenda.call_after(self._message_s, self._workers[effect.worker].submit, submit)
 
     # --- placing ----------------------------------------------------------------------------------------------------
 
     def _wait(self, flight: RoutedRequest, not_before: float) -> None:
         now = self._agenda.now
-        self.placement.wait(flight.request.id, not_before)
+        self.placement.add_waiting(flight.request.id, not_before)
         if not_before <= now:
             self._place(flight)
         elif not_before < math.inf:
-            self._agenda.at(not_before, self._place, flight)
+            self._agenda.call_at(not_before, self._place, flight)
         else:  # no worker will ever be able to
             self._settle(flight, failed="no worker can serve it")
 
@@ -296,17 +296,17 @@ class SimGateway:
             now = self._agenda.now
             self.decisions += 1
             decision, root = self.placement.decide(flight, now)
-            self._apply(flight, flight.placed(decision, root, now))
+            self._apply(flight, flight.on_placed(decision, root, now))
 
     def _hear(self) -> None:
         """What workers have told by now."""
         now = self._agenda.now
         for slot, (name, worker) in enumerate(self._workers.items()):
-            if worker.changed and now - worker.told_at >= REPORT_S:
+            if worker.changed and now - worker.reported_at >= REPORT_S:
                 for events in worker.cache_events():
-                    self.placement.prefixes.take(slot, events)
+                    self.placement.prefixes.on_kv_events(slot, events)
                 report = worker.report(now)
-                self.placement.prefixes.told(slot, INCARNATION, report.kv_sequence)
-                self.fleet.report(report, now)
+                self.placement.prefixes.on_report(slot, INCARNATION, report.kv_sequence)
+                self.fleet.on_report(report, now)
             else:
-                self.fleet.hear(name, INCARNATION, now)
+                self.fleet.mark_seen(name, INCARNATION, now)

@@ -33,7 +33,7 @@ def plot_run(run: SimulationRun, path: Path) -> None:
     """Writes it there, in the format of its suffix.  Raises ConfigError."""
     plot = pyplot()
     figure, axes = plot.subplots(2, 2, figsize=(11, 7), layout="constrained")
-    measures, targets = run.measures, run.setup.targets
+    measures, targets = run.results, run.setup.targets
     _shares(axes[0][0], measures.ttfts(), None, targets.ttft_s)
     axes[0][0].set(xlabel="time to first token, s", xscale="log")
     intervals, counts = measures.intervals
@@ -75,10 +75,10 @@ def _per_second(times: list[float], edges: FloatArray) -> FloatArray:
 
 
 def _over_time(axes: Any, run: SimulationRun, edges: FloatArray) -> None:
-    requests = run.measures.requests.values()
+    requests = run.results.requests.values()
     middle = (edges[1:] + edges[:-1]) / 2
     axes.plot(middle, _per_second([each.arrival for each in requests], edges), color="grey", label="come")
-    axes.plot(middle, _per_second([each.last_at for each in run.measures.good()], edges), label="good answers")
+    axes.plot(middle, _per_second([each.last_at for each in run.results.within_targets()], edges), label="good answers")
     axes.set(xlabel="s", ylabel="requests/s")
     axes.set_ylim(bottom=0)
     axes.legend(loc="lower right")
@@ -86,7 +86,7 @@ def _over_time(axes: Any, run: SimulationRun, edges: FloatArray) -> None:
 
 
 def _cached(axes: Any, run: SimulationRun, edges: FloatArray) -> None:
-    requests = list(run.measures.requests.values())
+    requests = list(run.results.requests.values())
     arrivals = [each.arrival for each in requests]
     asked, _ = np.histogram(arrivals, bins=edges, weights=[each.prompt for each in requests])
     cached, _ = np.histogram(arrivals, bins=edges, weights=[each.cached for each in requests])

@@ -25,16 +25,16 @@ class EventQueue:
         self._serial = 0
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
 
-    def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
+    def call_at(self, when: float, call: Callable[..., None], *args: Any) -> None:
         """Have this called then, or now if that is past."""
         self._serial += 1
         heapq.heappush(self._heap, (max(when, self.now), self._serial, call, args))
 
-    def after(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
+    def call_after(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
         """Have this called so much later."""
-        self.at(self.now + seconds, call, *args)
+        self.call_at(self.now + seconds, call, *args)
 
-    def turn(self) -> bool:
+    def run_next(self) -> bool:
         """Make the next call.  False when there is none."""
         if not self._heap:
             return False
@@ -56,7 +56,7 @@ class PlanDuration(NamedTuple):
     first_s: float  # the first step
     growth_s: float  # each step takes so much longer than the one before
 
-    def of(self, steps: int) -> float:
+    def total(self, steps: int) -> float:
         """Seconds of so many."""
         return steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
 
@@ -108,7 +108,7 @@ class BusyTime:
     def __init__(self) -> None:
         self._spans: list[tuple[float, float]] = []
 
-    def note(self, begun: float, until: float) -> None:
+    def add(self, begun: float, until: float) -> None:
         """From then until now."""
         if self._spans and self._spans[-1][1] == begun:
             begun = self._spans.pop()[0]
@@ -146,11 +146,11 @@ class SharedMachine:
         self._beside = beside
         self._computing: dict[WorkerId, StopSteps] = {}
 
-    def slower(self, worker: WorkerId) -> float:
+    def slowdown(self, worker: WorkerId) -> float:
         """What a step of this worker takes now, by what it takes alone."""
         return 1 + self._beside * (len(self._computing) - (worker in self._computing))
 
-    def settle(self, worker: WorkerId, stop: StopSteps | None) -> None:
+    def set_computing(self, worker: WorkerId, stop: StopSteps | None) -> None:
         """From now on this worker computes, and ``stop`` ends its steps after the present one; None: it has nothing."""
         before = len(self._computing)
         if stop is None:
@@ -174,7 +174,7 @@ class SimLink:
         self.free_at = 0.0  # seconds: when what was given to it so far is through
         self.busy_s = 0.0
 
-    def carry(self, nbytes: float, now: float, other: SimLink | None = None) -> float:
+    def transfer(self, nbytes: float, now: float, other: SimLink | None = None) -> float:
         """When so many bytes are through that are given to it now; ``other`` is busy with them, too."""
         begin = max(now, self.free_at, other.free_at if other is not None else 0.0)
         took = nbytes / min(self._bytes_s, other._bytes_s if other is not None else self._bytes_s)
@@ -214,7 +214,7 @@ class SimTier:
     def __iter__(self) -> Iterator[BlockHash]:
         return iter(self._blocks)
 
-    def keep(self, block: BlockHash) -> BlockHash | None:
+    def insert(self, block: BlockHash) -> BlockHash | None:
         """Have this block, as the one used last; returns the one that had to leave."""
         if not self.capacity:
             return block
@@ -233,11 +233,11 @@ class SimTiers:
     def __contains__(self, block: BlockHash) -> bool:
         return any(block in tier for tier in self._tiers)
 
-    def keep(self, block: BlockHash) -> list[tuple[BlockHash, int]]:
+    def insert(self, block: BlockHash) -> list[tuple[BlockHash, int]]:
         """The device gives this block up.  Which blocks now stand in which tier at best: 1 host, 2 disk, 0 none."""
         moved, leaving = [], block
         for number, tier in enumerate(self._tiers, 1):
-            dropped = tier.keep(leaving)
+            dropped = tier.insert(leaving)
             if dropped != leaving:
                 moved.append((leaving, number))
             if dropped is None:
@@ -251,7 +251,7 @@ class SimTiers:
         yield from ((block, 1) for block in host)
         yield from ((block, 2) for block in disk if block not in host)
 
-    def found(self, hashes: Sequence[BlockHash], start: int, limit: int) -> tuple[int, int]:
+    def count_blocks(self, hashes: Sequence[BlockHash], start: int, limit: int) -> tuple[int, int]:
         """Of the blocks from ``start`` on, up to the first that is nowhere here: how many are in host memory, and how
         many on disk only."""
         host, disk = self._tiers

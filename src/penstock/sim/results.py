@@ -53,11 +53,11 @@ class RunResults:
     _gaps: list[float] = field(default_factory=list[float])
     _counts: list[int] = field(default_factory=list[int])
 
-    def asked(self, number: int, arrival: float, prompt: int) -> None:
+    def add_request(self, number: int, arrival: float, prompt: int) -> None:
         """A request has come."""
         self.requests[number] = RequestResult(arrival, prompt)
 
-    def delivered(self, number: int, tokens: int, now: float, spacing_s: float) -> None:
+    def add_tokens(self, number: int, tokens: int, now: float, spacing_s: float) -> None:
         """So many tokens, the last of them now, each ``spacing_s`` after the one before."""
         request = self.requests[number]
         begin = now - (tokens - 1) * spacing_s
@@ -81,14 +81,14 @@ class RunResults:
         """(seconds, how many)."""
         return np.array(self._gaps, np.float64), np.array(self._counts, np.float64)
 
-    def good(self) -> list[RequestResult]:
+    def within_targets(self) -> list[RequestResult]:
         """Those that were answered within the targets."""
         ttft_s, itl_s = self.targets.ttft_s, self.targets.itl_s
         return [each for each in self.requests.values() if each.done and each.ttft_s <= ttft_s and each.itl_s <= itl_s]
 
     def smooth(self) -> list[RequestResult]:
         """Those of them of which 99 of 100 intervals were within the target, each by itself."""
-        return [each for each in self.good() if each.late <= 0.01 * max(1, each.tokens - 1)]
+        return [each for each in self.within_targets() if each.late <= 0.01 * max(1, each.tokens - 1)]
 
     def ttfts(self) -> FloatArray:
         """Seconds to first tokens, in order of arrival."""

@@ -53,7 +53,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     number: int
     at: float  # seconds since the trace's first request
     prompt: int  # tokens, 1 at least
-    answer: int  # tokens, 1 at least
+    output: int  # tokens, 1 at least
     blocks: tuple[int, ...] = ()  # names of the prompt's blocks; none where the trace knows none
 
 
@@ -62,13 +62,13 @@ class Trace:
     """A trace in order of arrival; ``block_tokens`` is 0 where it knows no blocks."""
 
     name: str
-    jobs: tuple[TraceRequest, ...]
+    requests: tuple[TraceRequest, ...]
     block_tokens: int = 0
 
     @property
     def span_s(self) -> float:
         """From the first arrival to the last."""
-        return self.jobs[-1].at - self.jobs[0].at
+        return self.requests[-1].at - self.requests[0].at
 
 
 class _Mooncake(msgspec.Struct):
@@ -114,7 +114,9 @@ def _read(lines: Iterator[tuple[int, bytes]], path: Path, limit: int) -> Trace:
     begin = jobs[0].at
     return Trace(
         name=path.name.removesuffix(".gz"),
-        jobs=tuple(TraceRequest(n, job.at - begin, job.prompt, job.answer, job.blocks) for n, job in enumerate(jobs)),
+        requests=tuple(
+            TraceRequest(n, job.at - begin, job.prompt, job.output, job.blocks) for n, job in enumerate(jobs)
+        ),
         block_tokens=block_tokens,
     )
 
@@ -174,13 +176,13 @@ class TracePrompts:
         self._page_tokens = page_tokens
         self._names: dict[tuple[BlockHash, int, int], BlockHash] = {}
         self._root = chain_root(IDENTITY)
-        self._most = max(job.answer for job in trace.jobs)
+        self._most = max(job.output for job in trace.requests)
         self._seen: set[BlockHash] = set()
         self.ideal_tokens = 0  # of prompts asked for so far, that one infinite cache of all would have had
 
     def request(self, number: int, arrival: float) -> ValidRequest:
         """The trace's request of this number.  Callers ask in order of arrival, once for each."""
-        job = self._trace.jobs[number]
+        job = self._trace.requests[number]
         hashes = self._hashes(number)
         self._count_ideal(hashes, job.prompt)
         first = job.blocks[0] if job.blocks else number
@@ -194,7 +196,7 @@ class TracePrompts:
         )
 
     def _hashes(self, number: int) -> tuple[BlockHash, ...]:
-        job, size = self._trace.jobs[number], self._page_tokens
+        job, size = self._trace.requests[number], self._page_tokens
         pages = self._trace.block_tokens // size or job.prompt  # a block
         parent, hashes = self._root, list[BlockHash]()
         for page in range(job.prompt // size):

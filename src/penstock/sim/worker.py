@@ -56,15 +56,15 @@ class WorkerPlace(NamedTuple):
 class WorkerObserver(Protocol):
     """Who hears what a worker says."""
 
-    def said(self, worker: SimWorker, outcome: StepOutcome, spacing_s: float) -> None:
+    def on_outcome(self, worker: SimWorker, outcome: StepOutcome, spacing_s: float) -> None:
         """A plan was committed; its steps ended ``spacing_s`` apart, the last one now."""
         ...
 
-    def reserved(self, worker: SimWorker, request: Request) -> None:
+    def on_reserved(self, worker: SimWorker, request: Request) -> None:
         """leg=decode: there is room; pages from ``request.computed`` on are wanted."""
         ...
 
-    def returned(self, worker: SimWorker, returned: ReturnedRequest) -> None:
+    def on_returned(self, worker: SimWorker, returned: ReturnedRequest) -> None:
         """A request is given back."""
         ...
 
@@ -100,7 +100,7 @@ class SimWorker:
         self.into, self.out = SimLink(fleet.links.worker_bytes_s), SimLink(fleet.links.worker_bytes_s)
         self.busy = BusyTime()
         self.steps = 0
-        self.told_at = float("-inf")
+        self.reported_at = float("-inf")
         self.changed = True  # something that a report would tell
         self._times = fleet.steps
         self._agenda, self._port, self._crowd, self._answers = stage
@@ -143,11 +143,11 @@ class SimWorker:
         ready_at = self._agenda.now if submit.leg is RequestStage.DECODE else self._fetch(arrive)
         if ready_at > self._agenda.now:
             self._fetching[arrive.id] = []
-            self._agenda.at(ready_at, self._fetched, arrive, submit.serial)
+            self._agenda.call_at(ready_at, self._fetched, arrive, submit.serial)
         else:
-            self.tell(arrive, submit.serial)
+            self.add_event(arrive, submit.serial)
 
-    def tell(self, event: EngineEvent, serial: int | None = None) -> None:
+    def add_event(self, event: EngineEvent, serial: int | None = None) -> None:
         """Something that the scheduler must know; it hears of it between two steps, and of a request first."""
         if event.id in self._fetching:
             self._fetching[event.id].append(event)
@@ -174,16 +174,16 @@ class SimWorker:
         self.changed = True
         self._planned(plan)
         if not plan.rows:
-            self._port.said(self, scheduler.commit(plan, (), now), 0.0)
+            self._port.on_outcome(self, scheduler.commit(plan, (), now), 0.0)
             if self._inbox or self._let_all_go():
                 self._turn()
             elif self._running is None:
-                self._crowd.settle(self.name, None)
+                self._crowd.set_computing(self.name, None)
             return
-        takes = plan_duration(self._times, plan, self._crowd.slower(self.name))
+        takes = plan_duration(self._times, plan, self._crowd.slowdown(self.name))
         running = self._running = _Running(plan, now, takes, plan.steps, self._serial)
         self._ends(running, plan.steps)
-        self._crowd.settle(self.name, self._stop_soon)
+        self._crowd.set_computing(self.name, self._stop_soon)
 
     def _steps_ahead(self) -> int:
         """Until the first answer is complete."""
@@ -193,16 +193,16 @@ class SimWorker:
         for gone in plan.removed:
             self._left.pop(gone, None)
         for returned in plan.returned:
-            self._port.returned(self, returned)
+            self._port.on_returned(self, returned)
         for request in plan.reserved:
-            self._port.reserved(self, request)
+            self._port.on_reserved(self, request)
         if self._kept:
             self._release_kept()
 
     def _ends(self, running: _Running, steps: int) -> None:
         self._serial += 1
         running.steps, running.serial = steps, self._serial
-        self._agenda.at(running.begun + running.takes.of(steps), self._end, running.serial)
+        self._agenda.call_at(running.begun + running.takes.total(steps), self._end, running.serial)
 
     def _stop_soon(self) -> None:
         if self._running is not None:
@@ -221,14 +221,14 @@ class SimWorker:
             return
         self._running = None
         plan, steps = running.plan, running.steps
-        seconds = running.takes.of(steps)
+        seconds = running.takes.total(steps)
         drawn = [self._draw(row, steps) for row in plan.rows]
         # ``commit`` divides by the steps that were planned
         outcome = self.scheduler.commit(plan, drawn, self._agenda.now, seconds * plan.steps / steps)
-        self.busy.note(running.begun, self._agenda.now)
+        self.busy.add(running.begun, self._agenda.now)
         self.steps += steps
         self._count_left(outcome)
-        self._port.said(self, outcome, seconds / steps)
+        self._port.on_outcome(self, outcome, seconds / steps)
         if self._running is None:
             self._turn()
 
@@ -257,7 +257,7 @@ class SimWorker:
         if known:
             self._log.set_cached(block, True)
             return
-        for moved, tier in self._tiers.keep(block):
+        for moved, tier in self._tiers.insert(block):
             if moved in self._prefix:
                 continue
             if tier:
@@ -276,10 +276,10 @@ class SimWorker:
             if len(known) <= self._may_keep():
                 self._kept[arrive.id] = [PageLease(self.scheduler.memory.pool, known.detach())]
         ready_at = self._agenda.now
-        for tier, blocks in enumerate(self._tiers.found(hashes, match.blocks, limit)):
+        for tier, blocks in enumerate(self._tiers.count_blocks(hashes, match.blocks, limit)):
             if blocks:
                 self._tiers.read[tier] += blocks
-                through = self.wires[tier].carry(blocks * self.page_bytes, self._agenda.now)
+                through = self.wires[tier].transfer(blocks * self.page_bytes, self._agenda.now)
                 self._tier_s[tier] += TIER_SMOOTHING * ((through - self._agenda.now) / blocks - self._tier_s[tier])
                 ready_at = max(ready_at, through)
         return ready_at
@@ -288,7 +288,7 @@ class SimWorker:
         """Put what was read into pages, as far as there is room."""
         hashes, limit = arrive.hashes, self._shareable(arrive)
         here = self._prefix.longest_prefix(hashes, limit)
-        blocks = min(sum(self._tiers.found(hashes, here, limit)), self._may_keep())
+        blocks = min(sum(self._tiers.count_blocks(hashes, here, limit)), self._may_keep())
         fresh = self.scheduler.memory.pool.allocate(blocks)
         if blocks and not isinstance(fresh, PageShortfall):
             names = hashes[here : here + blocks]
@@ -296,9 +296,9 @@ class SimWorker:
                 self._prefix.insert(name, page)
             self._kept.setdefault(arrive.id, []).append(fresh)
         later = self._fetching.pop(arrive.id, [])
-        self.tell(arrive, serial)
+        self.add_event(arrive, serial)
         for event in later:
-            self.tell(event)
+            self.add_event(event)
 
     def _shareable(self, arrive: AddRequest) -> int:
         known = len(arrive.prompt) + len(arrive.emitted)
@@ -345,7 +345,7 @@ class SimWorker:
 
     def report(self, now: float) -> WorkerReport:
         """The worker as it is now."""
-        self.told_at, self.changed = now, False
+        self.reported_at, self.changed = now, False
         scheduler = self.scheduler
         load = scheduler.load()
         return WorkerReport(
@@ -364,14 +364,14 @@ class SimWorker:
             kv_pages_free=load.pages_free,
             prompt_tokens=load.prompt_tokens,
             prompt_pairs=load.prompt_pairs,
-            answers=load.decode_requests,
+            decodes=load.decode_requests,
             context_tokens=load.context_tokens,
             page_bytes=self.page_bytes,
             tier_s=tuple(self._tier_s),
             rates=StepRates(*scheduler.cost.rates),
             measured=scheduler.cost.measured_steps,
             kv_sequence=self._log.sequence,
-            heard=min(self._unheard) - 1 if self._unheard else self._last_serial,
+            acked=min(self._unheard) - 1 if self._unheard else self._last_serial,
         )
 
 

@@ -48,7 +48,7 @@ class WeightedHistogram:
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
-    def family(self, name: str, help_: str, labels: Mapping[str, str]) -> Metric:
+    def metric(self, name: str, help_: str, labels: Mapping[str, str]) -> Metric:
         """For a scrape."""
         metric = Metric(name, help_, "histogram")
         below = list(accumulate(self._counts))
@@ -79,7 +79,7 @@ class WorkerTotals:
         self._carried: dict[str, dict[str, float]] = {}
         self._current: dict[str, dict[str, float]] = {}
 
-    def report(self, worker: str, incarnation: int, counters: Mapping[str, float]) -> None:
+    def on_report(self, worker: str, incarnation: int, counters: Mapping[str, float]) -> None:
         """Take a report's counters.  Those of an earlier incarnation, and names that are not ours, are ignored."""
         known = self._incarnations.get(worker)
         if known is not None and is_older_incarnation(incarnation, known):
@@ -102,7 +102,7 @@ class WorkerTotals:
         """All that ever reported, in order of name."""
         return sorted(self._incarnations)
 
-    def forget(self, worker: str) -> None:
+    def remove_worker(self, worker: str) -> None:
         """It is gone for good."""
         for known in (self._incarnations, self._carried, self._current):
             known.pop(worker, None)
@@ -152,7 +152,7 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self.levels = ServiceLevels(self._registry, model_name=model_name, max_tenants=max_tenants)
         self._model = model_name
-        self.rows: Callable[[], Sequence[Mapping[str, Any]]] = tuple
+        self.worker_rows: Callable[[], Sequence[Mapping[str, Any]]] = tuple
         self.open_requests: Callable[[], int] = int
         self.dropped_frames: Callable[[], int] = int
         self.prefix_index: Callable[[], PrefixIndexStats] = PrefixIndexStats
@@ -189,7 +189,7 @@ class Metrics:
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
-    def first_token(self, ttft_s: float, queued_s: float, prompt_tokens: int) -> None:
+    def on_first_token(self, ttft_s: float, queued_s: float, prompt_tokens: int) -> None:
         """A request of so many prompt tokens got its first token, ``ttft_s`` after its arrival."""
         self._ttft.observe(max(0.0, ttft_s))
         self._queue.observe(queued_s)
@@ -197,72 +197,72 @@ class Metrics:
         self._prompt_tokens.inc(prompt_tokens)
         self._prompts += prompt_tokens
 
-    def more_tokens(self, count: int, gap_s: float | None, answers: int = 1) -> None:
+    def on_tokens(self, count: int, gap_s: float | None, answers: int = 1) -> None:
         """``count`` tokens of each of so many answers were delivered, ``gap_s`` after those before them (None: they are
         the first)."""
         self._generation_tokens += count * answers
         if gap_s is not None and count:
             self._itl.observe(gap_s / count, count * answers)
 
-    def tokens(self) -> tuple[int, int]:
+    def token_totals(self) -> tuple[int, int]:
         """Of prompts and of answers, so far."""
         return self._prompts, self._generation_tokens
 
-    def finished(self, reason: str, e2e_s: float, decode_s: float | None) -> None:
+    def on_finished(self, reason: str, e2e_s: float, decode_s: float | None) -> None:
         """A request ended for one of ``FINISHED_REASONS``; ``decode_s`` after its first token, if there was one."""
         self._success.labels(self._model, reason).inc()
         self._e2e.observe(max(0.0, e2e_s))
         if decode_s is not None:
             self._decode.observe(max(0.0, decode_s))
 
-    def resubmitted(self) -> None:
+    def on_resubmitted(self) -> None:
         """A request was given to workers once more."""
         self._resubmissions.inc()
 
-    def decided(self, seconds: float, *, legs: int) -> None:
+    def on_decision(self, seconds: float, *, legs: int) -> None:
         """Workers for so many legs were chosen within so long."""
         self._decisions[legs].inc()
         self._deciding.observe(seconds)
 
-    def worker_died(self, worker: str) -> None:
+    def on_worker_died(self, worker: str) -> None:
         """A worker process ended."""
         self._deaths.labels(self._model, worker).inc()
 
-    def worker_suspected(self, worker: str) -> None:
+    def on_worker_suspected(self, worker: str) -> None:
         """A worker was given up by the gateway."""
         self._suspicions.labels(self._model, worker).inc()
 
-    def worker_probed(self, worker: str, outcome: str) -> None:
+    def on_worker_probed(self, worker: str, outcome: str) -> None:
         """A worker in quarantine was "sent" a probe, has "answered" it, or has left it "unanswered"."""
         self._probes.labels(self._model, worker, outcome).inc()
 
-    def retried(self, *, delayed: bool) -> None:
+    def on_retried(self, *, delayed: bool) -> None:
         """A failure makes a resubmission necessary; the budget lets it go at once, or later."""
         self._retries.labels(self._model, "delayed" if delayed else "at_once").inc()
 
-    def fenced(self, kind: str) -> None:
+    def on_fenced(self, kind: str) -> None:
         """A message of an older "epoch" or "incarnation" was ignored."""
         self._fenced.labels(self._model, kind).inc()
 
-    def poisoned(self) -> None:
+    def on_poisoned(self) -> None:
         """A request was failed because workers died of it."""
         self._poisoned.inc()
 
-    def met(self, how: str) -> None:
+    def on_idempotency_key(self, how: str) -> None:
         """A request with an idempotency key came."""
         self._keyed.labels(self._model, how).inc()
 
-    def unauthorized(self, code: str) -> None:
+    def on_unauthorized(self, code: str) -> None:
         """A request had no valid key."""
         self._unauthorized.labels(self._model, code).inc()
 
-    def worker_report(self, worker: str, incarnation: int, counters: Mapping[str, float]) -> None:
-        """``WorkerTotals.report``."""
-        self.totals.report(worker, incarnation, counters)
+    def on_worker_report(self, worker: str, incarnation: int, counters: Mapping[str, float]) -> None:
+        """``WorkerTotals.on_report``."""
+        self.totals.on_report(worker, incarnation, counters)
 
-    def forget_worker(self, worker: str) -> None:
+    def remove_worker(self, worker: str) -> None:
         """No more is shown of a worker that has been gone for long."""
-        self.totals.forget(worker)
+        self.totals.remove_worker(worker)
         for counter in (self._deaths, self._suspicions):
             with suppress(KeyError):
                 counter.remove(self._model, worker)
@@ -282,10 +282,10 @@ class Metrics:
         That may be called on a thread: it asks for nothing else, and what stands in the registry has locks.
         """
         seen = _Seen(
-            rows=self.rows(),
+            rows=self.worker_rows(),
             totals=self.totals.copy(),
             generation_tokens=self._generation_tokens,
-            itl=self._itl.family(names.PREFIX + names.ITL.name, names.ITL.help, {"model_name": self._model}),
+            itl=self._itl.metric(names.PREFIX + names.ITL.name, names.ITL.help, {"model_name": self._model}),
             open_requests=self.open_requests(),
             dropped_frames=self.dropped_frames(),
             prefix_index=self.prefix_index(),

@@ -65,21 +65,21 @@ class ServiceLevels:
         for kind in names.TOKEN_KINDS:
             self._tokens.labels(self._model, DEFAULT_TENANT, kind)
 
-    def began(self, service: ServiceClass, ttft_s: float) -> None:
+    def on_first_token(self, service: ServiceClass, ttft_s: float) -> None:
         """A first token came after so long."""
         self._ttft.labels(self._model, _name(service)).observe(max(0.0, ttft_s))
 
-    def foretold(self, service: ServiceClass, waited_s: float, predicted_s: float) -> None:
+    def on_prediction(self, service: ServiceClass, waited_s: float, predicted_s: float) -> None:
         """A worker's first token came after so long, where so long was predicted."""
         name = _name(service)
         self._predicted.labels(self._model, name).observe(predicted_s)
         self._error.labels(self._model, name).observe(waited_s / max(predicted_s, 1e-6))
 
-    def queued(self, service: ServiceClass, seconds: float) -> None:
+    def on_queued(self, service: ServiceClass, seconds: float) -> None:
         """A request waited in a worker for so long before its prompt was read."""
         self._queue.labels(self._model, _name(service)).observe(max(0.0, seconds))
 
-    def ended(self, service: ServiceClass, target: LatencyTarget, ttft_s: float, tpot_s: float | None) -> None:
+    def on_finished(self, service: ServiceClass, target: LatencyTarget, ttft_s: float, tpot_s: float | None) -> None:
         """An answer is complete.  ``tpot_s``: seconds a token after the first; None when there is only that."""
         name = _name(service)
         if tpot_s is not None:
@@ -87,15 +87,15 @@ class ServiceLevels:
         late, slow = ttft_s > target.ttft_s, tpot_s is not None and tpot_s > target.tpot_s
         self._goodput.labels(self._model, name, names.TARGETS[late + 2 * slow]).inc()
 
-    def shed(self, service: ServiceClass, reason: str) -> None:
+    def on_shed(self, service: ServiceClass, reason: str) -> None:
         """A request was not let in."""
         self._shed.labels(self._model, _name(service), reason).inc()
 
-    def missed(self, service: ServiceClass) -> None:
+    def on_deadline_missed(self, service: ServiceClass) -> None:
         """A request waited for as long as it may, in vain."""
         self._missed.labels(self._model, _name(service)).inc()
 
-    def used(self, tenant: str, tokens: tuple[int, int, int, int], requests: int = 1) -> None:
+    def add_usage(self, tenant: str, tokens: tuple[int, int, int, int], requests: int = 1) -> None:
         """A request was served with so many tokens of each of ``TOKEN_KINDS``; or none, but more tokens of one."""
         label = self._label(tenant)
         self._requests.labels(self._model, label).inc(requests)

@@ -92,11 +92,11 @@ class Span(Protocol):
         """Of those that are a part of it; "" where nothing is recorded."""
         ...
 
-    def note(self, **facts: SpanAttribute) -> None:
+    def set_attributes(self, **facts: SpanAttribute) -> None:
         """Attributes; ``a__b`` is the name ``a.b``."""
         ...
 
-    def event(self, name: str, at: float, **facts: SpanAttribute) -> None:
+    def add_event(self, name: str, at: float, **facts: SpanAttribute) -> None:
         """Something that happened at one time."""
         ...
 
@@ -122,10 +122,10 @@ class NoSpan:
 
     context = ""
 
-    def note(self, **facts: SpanAttribute) -> None:
+    def set_attributes(self, **facts: SpanAttribute) -> None:
         """See ``Span``."""
 
-    def event(self, name: str, at: float, **facts: SpanAttribute) -> None:
+    def add_event(self, name: str, at: float, **facts: SpanAttribute) -> None:
         """See ``Span``."""
 
     def end(self, at: float, error: str = "") -> None:

@@ -24,24 +24,24 @@ class ThroughputLog:
         self._metrics = metrics
         self._clock = clock
         self._at = clock.now()
-        self._prompt, self._answers = metrics.tokens()
+        self._prompt, self._answers = metrics.token_totals()
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
-            self.look()
+            self.write_line()
 
-    def look(self) -> None:
+    def write_line(self) -> None:
         """Write the line, unless nothing has happened since the last look and nothing is open."""
-        now, (prompt, answers) = self._clock.now(), self._metrics.tokens()
+        now, (prompt, answers) = self._clock.now(), self._metrics.token_totals()
         seconds = max(now - self._at, 1e-9)
         read, written = prompt - self._prompt, answers - self._answers
         self._at, self._prompt, self._answers = now, prompt, answers
         requests = self._metrics.open_requests()
         if not (read or written or requests):
             return
-        rows = self._metrics.rows()
+        rows = self._metrics.worker_rows()
         log_event(
             log,
             logging.INFO,

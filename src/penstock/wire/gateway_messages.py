@@ -171,14 +171,14 @@ class Submit(WireMessage, frozen=True, kw_only=True, tag="submit"):
     expected_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_EXPECTED_TOKENS)] = 0  # more, of one that is open-ended
     adapter: AdapterRef | None = None  # what is added to the model's weights for this answer
     pages_from: PageSource | None = None  # with leg=decode
-    apart: bool = False  # prompt and answer are computed in two numerics classes
+    mixed: bool = False  # prompt and answer are computed in two numerics classes
     joins: bool = False  # leg=decode: ``pages_from`` goes on writing this very answer while its pages are fetched
     images: tuple[PlacedImage, ...] = ()  # in the prompt, from left to right
-    pictures: tuple[MediaInput, ...] = ()  # one an image, where the prompt is read
+    media: tuple[MediaInput, ...] = ()  # one an image, where the prompt is read
     encoders: tuple[PageSource, ...] = ()  # workers that encode images for whoever reads the prompt
     pooling: PoolingParams | None = None  # leg=whole: read the prompt, answer with ``TokenItem.pooled`` and one token
     serial: Count = (
-        0  # grows with each Submit of a gateway: ``WorkerReport.heard`` says which of them are counted in it
+        0  # grows with each Submit of a gateway: ``WorkerReport.acked`` says which of them are counted in it
     )
     traced: bool = False  # ``TokenItem.phases`` are wanted
 
@@ -287,7 +287,7 @@ class StepRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     step: Seconds = 0.0
     token: Seconds = 0.0
     pair: Seconds = 0.0  # a (query, key) pair of causal attention
-    draw: Seconds = 0.0  # a position whose logits are needed
+    sample: Seconds = 0.0  # a position whose logits are needed
 
 
 class WorkerReport(WireMessage, frozen=True, kw_only=True, tag="report"):
@@ -320,7 +320,7 @@ class WorkerReport(WireMessage, frozen=True, kw_only=True, tag="report"):
     prompt_pairs: Count = 0  # (query, key) pairs of their attention
     batch_tokens: Count = 0  # of prompt_tokens, those of batch work: they wait for interactive requests
     batch_pairs: Count = 0  # the same of prompt_pairs
-    answers: Count = 0  # requests whose answers are written here, or will be
+    decodes: Count = 0  # requests whose answers are written here, or will be
     context_tokens: Count = 0  # known tokens of those
     page_bytes: Count = 0  # of one KV page
     domain: Name = ""  # workers of one domain take pages out of each other's caches
@@ -331,7 +331,7 @@ class WorkerReport(WireMessage, frozen=True, kw_only=True, tag="report"):
     kv_sequence: Count = 0  # of the last KvEvents
     cached: tuple[KvEvents, ...] = ()  # what has changed in its prefix cache since the report before
     hands_over: bool = True  # its pages can pass to others and theirs to it, so it may have any part of an answer
-    heard: Count = 0  # the latest ``Submit.serial`` of the gateway that this is told to
+    acked: Count = 0  # the latest ``Submit.serial`` of the gateway that this is told to
     gateways: Count = 1  # that give this worker work
 
 

@@ -89,12 +89,12 @@ class InMemoryHub:
         box = self._links.get(peer)
         return box is not None and box.put(parcel, self.capacity)
 
-    def forget_listener(self, endpoint: str) -> None:
+    def remove_listener(self, endpoint: str) -> None:
         """For listeners: closed, and what waited is dropped."""
         self._listening.discard(endpoint)
         self._mailboxes.pop(endpoint, None)
 
-    def forget_link(self, peer: bytes) -> None:
+    def remove_link(self, peer: bytes) -> None:
         """For links: closed; sending to it answers False from now on."""
         self._links.pop(peer, None)
 
@@ -129,7 +129,7 @@ class _MemoryListener:
         if not self._closed:
             self._closed = True
             self.box.parcels.clear()
-            self._hub.forget_listener(self.endpoint)
+            self._hub.remove_listener(self.endpoint)
 
 
 class _MemoryLink:
@@ -153,7 +153,7 @@ class _MemoryLink:
 
     def close(self) -> None:
         self.box.parcels.clear()
-        self._hub.forget_link(self._peer)
+        self._hub.remove_link(self._peer)
 
 
 class _MemoryAsyncLink:

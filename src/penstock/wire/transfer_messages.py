@@ -51,7 +51,7 @@ class FetchTicket(WireMessage, frozen=True, kw_only=True, tag="pages_at"):
 class ReadyPage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """One page, with the fields of ``messages.PageReady``."""
 
-    block: Count
+    index: Count
     tokens: Count
     page: Annotated[PageId, msgspec.Meta(ge=0, le=MAX_COUNT)]
     generation: Count
@@ -94,7 +94,7 @@ class PageReady(WireMessage, frozen=True, kw_only=True, tag="page"):
 
     request: AnyRequest
     epoch: Count
-    block: Count  # position of the page among those that travel: by block, within a block by group of layers
+    index: Count  # position of the page among those that travel: by block, within a block by group of layers
     tokens: Count  # how many tokens of it are filled (16, or fewer in the last)
     page: Annotated[PageId, msgspec.Meta(ge=0, le=MAX_COUNT)]  # where it lies in the sender's memory
     generation: Count  # how often the sender's page had been given out when it was filled
@@ -136,14 +136,14 @@ class PagesReceived(WireMessage, frozen=True, kw_only=True, tag="pages_received"
 
     request: AnyRequest
     epoch: Count
-    taken: bool = False  # the answer that was moving goes on here
+    moved: bool = False  # the answer that was moving goes on here
 
 
 class EncodeImage(WireMessage, frozen=True, kw_only=True, tag="encode"):
     """Whoever reads a prompt to an encoder: what are the rows of this image, or sound?  Answered in any order."""
 
     content: ImageHash
-    picture: MediaInput
+    media: MediaInput
     identity: ModelIdentity
 
 

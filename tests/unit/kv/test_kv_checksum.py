@@ -27,7 +27,7 @@ def frame(checksum: bytes, generation: int = 3) -> PageReady:
     return PageReady(
         request=RequestId("r"),
         epoch=1,
-        block=0,
+        index=0,
         tokens=16,
         page=PageId(0),
         generation=generation,

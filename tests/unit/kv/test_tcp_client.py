@@ -58,7 +58,7 @@ class Roadside:
 
     def fetch(self, name: str, page: int) -> None:
         frame = PageReady(
-            request=RequestId(name), epoch=1, block=page, tokens=16, page=PageId(page), generation=1, checksum=bytes(16)
+            request=RequestId(name), epoch=1, index=page, tokens=16, page=PageId(page), generation=1, checksum=bytes(16)
         )
         self.road.queue_pages([FetchRequest(SOURCE, frame, memoryview(bytearray(1)))])
 

@@ -52,7 +52,7 @@ class Ends:
 
 def frame_of(desk: PageServer, at: FetchTicket, page: int) -> PageReady:
     seal = SEAL.checksum(desk.own.view(PageId(page)), 1)
-    return PageReady(request=at.request, epoch=1, block=page, tokens=16, page=PageId(page), generation=1, checksum=seal)
+    return PageReady(request=at.request, epoch=1, index=page, tokens=16, page=PageId(page), generation=1, checksum=seal)
 
 
 @pytest.fixture

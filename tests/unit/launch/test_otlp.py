@@ -32,8 +32,8 @@ def header(sampled: str) -> dict[str, str]:
 def one_request(tracer: OtlpTracer) -> None:
     root = tracer.root(header("01"), "chat m", 100.0)
     answer = tracer.begin(root.context, ANSWER, 100.25)
-    answer.note(penstock__tokens=3, penstock__finish="stop")
-    answer.event("first_token", 100.5)
+    answer.set_attributes(penstock__tokens=3, penstock__finish="stop")
+    answer.add_event("first_token", 100.5)
     decode = tracer.begin(answer.context, DECODE, 100.5)
     decode.end(101.0)
     answer.end(101.0, "it broke")

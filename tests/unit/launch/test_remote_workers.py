@@ -83,14 +83,14 @@ class Town:
     def _tell(self, message: SupervisorMessage) -> None:
         self.told.append(message)
         if isinstance(message, WorkerUp):
-            assert self.fleet.up(message, self.clock.now())
+            assert self.fleet.on_worker_up(message, self.clock.now())
         elif isinstance(message, WorkerDown):
-            assert self.fleet.down(message)
+            assert self.fleet.on_worker_down(message)
 
     def report(self, endpoint: str, worker: str, incarnation: int) -> None:
         report = report_of(worker, incarnation=incarnation)
         self.joined.on_report(endpoint, report)
-        self.fleet.report(report, self.clock.now())
+        self.fleet.on_report(report, self.clock.now())
 
     def pass_time(self, seconds: float, *, speaking: tuple[tuple[str, str, int], ...] = ()) -> None:
         end = self.clock.now() + seconds

@@ -37,9 +37,9 @@ def fleet_in_words(words: str) -> tuple[Fleet, PrefixIndex]:
                 identity=identity,
                 kv_pages_free=int(told.get("free", 100)),
                 prompt_tokens=int(told.get("queued", 0)),
-                answers=answers,
+                decodes=answers,
                 context_tokens=100 * answers,
-                rates=StepRates(step=float(told.get("step_ms", 0)) * 1e-3, token=token, draw=token),
+                rates=StepRates(step=float(told.get("step_ms", 0)) * 1e-3, token=token, sample=token),
                 measured=int(token > 0),
                 page_bytes=100,
                 counters={
@@ -52,7 +52,7 @@ def fleet_in_words(words: str) -> tuple[Fleet, PrefixIndex]:
                 fetch_s=float(told.get("fetch_us", 0)) * 1e-6,
                 tier_s=tuple(float(told[name]) * 1e-6 for name in ("host_us", "disk_us") if name in told),
             )
-            assert fleet.report(said, NOW - float(told.get("silent", 0)))
+            assert fleet.on_report(said, NOW - float(told.get("silent", 0)))
         cached, host, disk = (hashes_of(PROMPT[: int(told.get(tier, 0))]) for tier in ("cached", "host", "disk"))
         below = dict.fromkeys(disk[len(cached) :], 2) | dict.fromkeys(host[len(cached) :], 1)
         holds(prefixes, slot, cached, lower=below)
@@ -69,7 +69,7 @@ def check(
     fleet, prefixes = fleet_in_words(words)
     decision = choose_workers(ask or PlacementRequest(request=request(prompt=PROMPT)), fleet, prefixes, NOW, how)
     assert picked(decision) == picks
-    reasons = "; ".join(f"{reason.worker}: {reason.because}" for reason in decision.reasons())
+    reasons = "; ".join(f"{reason.worker}: {reason.explanation}" for reason in decision.reasons())
     for clause in filter(None, because.split("; ")):
         assert clause in reasons
     return decision

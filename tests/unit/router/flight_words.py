@@ -45,7 +45,7 @@ def waiting(asked: ValidRequest | None = None) -> RoutedRequest:
 
 def flying(decision: Decision | None = None, asked: ValidRequest | None = None) -> RoutedRequest:
     flight = waiting(asked)
-    flight.placed(decision or split(), ROOT, 0.0)
+    flight.on_placed(decision or split(), ROOT, 0.0)
     return flight
 
 
@@ -74,5 +74,5 @@ def _short(effect: RequestEffect) -> str:
 
 def started(flight: RoutedRequest) -> RoutedRequest:
     """The first token came from the prefill worker."""
-    assert said(flight.tokens(item(0, 1), P0, 1, 1.0)) == ["deliver 1"]
+    assert said(flight.on_tokens(item(0, 1), P0, 1, 1.0)) == ["deliver 1"]
     return flight

@@ -48,7 +48,7 @@ def up(fleet: Fleet, name: str, *, incarnation: int = 1, now: float = 0.0) -> No
     role = Role(name.split("-", maxsplit=1)[0])
     worker = WorkerId(name)
     message = WorkerUp(worker=worker, incarnation=incarnation, role=role, pid=100, endpoint=f"memory://{name}")
-    fleet.up(message, now)
+    fleet.on_worker_up(message, now)
 
 
 def report(
@@ -73,7 +73,7 @@ def fleet_of(*names: str) -> Fleet:
     fleet = Fleet()
     for name in names:
         up(fleet, name)
-        assert fleet.report(report(name), 0.0)
+        assert fleet.on_report(report(name), 0.0)
     return fleet
 
 
@@ -96,8 +96,8 @@ def holds(
     lower: Mapping[BlockHash, int] | None = None,
 ) -> None:
     """The worker of this slot has begun, and told that these blocks are all that it has; ``lower``: in which tier."""
-    index.follow(slot, incarnation)
+    index.add_worker(slot, incarnation)
     below = lower or {}
     log = KvEventLog(WorkerId("w"), incarnation, lambda: hashes, below.items, max(below.values(), default=0))
     for message in log.snapshot():
-        index.take(slot, message)
+        index.on_kv_events(slot, message)

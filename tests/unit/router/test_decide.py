@@ -79,7 +79,7 @@ FLEET = "prefill-0 token_us=50 step_ms=2; decode-0 token_us=50 step_ms=2"
 def test_a_short_prompt_stays_with_a_decode_worker_when_the_split_would_lose():
     short = PlacementRequest(request=request(prompt=PROMPT[:30]))
     decision = check(FLEET, picks="whole=decode-0", ask=short)
-    assert decision.because.startswith("whole 20.")
+    assert decision.explanation.startswith("whole 20.")
     check(FLEET, picks="decode=decode-0 prefill=prefill-0", ask=short, how=PlacementRules(always_split=True))
     check(FLEET.replace("token_us=50 ", ""), picks="decode=decode-0 prefill=prefill-0", ask=short)  # nothing measured
     check(FLEET, picks="decode=decode-0 prefill=prefill-0")  # would hold its answers up for longer than a step
@@ -101,7 +101,7 @@ def test_a_hot_prefix_is_copied_when_others_wait_for_it_too():
     ask = PlacementRequest(request=request("one", prompt=PROMPT))
     assert picked(choose_workers(ask, fleet, prefixes, NOW)) == "decode=decode-0 prefill=prefill-0"
     for name in ("two", "three"):
-        prefixes.expect(RequestId(name), hashes_of(PROMPT), [0])
+        prefixes.add_pending(RequestId(name), hashes_of(PROMPT), [0])
     assert picked(choose_workers(ask, fleet, prefixes, NOW)) == "decode=decode-0 prefill=prefill-1"
 
 
@@ -153,7 +153,7 @@ def test_whoever_gave_it_back_is_not_asked_again():
 
 
 def test_the_doubtful_are_the_last_resort():
-    ask = PlacementRequest(request=request(prompt=PROMPT), doubt=frozenset({(WorkerId("prefill-0"), 1)}))
+    ask = PlacementRequest(request=request(prompt=PROMPT), distrusted=frozenset({(WorkerId("prefill-0"), 1)}))
     words = "prefill-0 cached=96; prefill-1 queued=999 answers=99; decode-0"
     check(words, picks="decode=decode-0 prefill=prefill-1", because="failed this request before", ask=ask)
     check("prefill-0; decode-0", picks="decode=decode-0 prefill=prefill-0", ask=ask)
@@ -204,13 +204,13 @@ def test_nobody_is_picked_from_nobody_and_everybody_has_a_reason():
 def test_a_decision_tells_its_numbers_as_they_were():
     fleet, prefixes = fleet_in_words("both-0 queued=5")
     decision = choose_workers(PlacementRequest(request=request()), fleet, prefixes, 3.0)
-    fleet.charge(WorkerId("both-0"), 1, RequestId("later"), 1000, due=ExpectedWork(tokens=1000))
+    fleet.add_work(WorkerId("both-0"), 1, RequestId("later"), 1000, due=ExpectedWork(tokens=1000))
     (reason,) = decision.reasons()
     assert (reason.numbers["wait_s"], reason.numbers["compute"], reason.chosen) == (5.0, 40.0, True)
     assert decision.at == 3.0
     assert decision.prefill == decision.decode == decision.legs[0]
     assert decision.legs[0].tokens == 48
-    assert decision.legs[0].due == ExpectedWork(tokens=40, pairs=820, rows=1, context=40, pages=3)
+    assert decision.legs[0].work == ExpectedWork(tokens=40, pairs=820, rows=1, context=40, pages=3)
     assert "whole=both-0 cost_s=" in decision_line(decision)
     told = decision_json(decision, 1.0)
     assert (told["at_s"], told["legs"][0]["worker"], told["candidates"][0]["wait_s"]) == (2.0, "both-0", 5.0)
@@ -221,7 +221,7 @@ def test_only_the_best_of_many_candidates_are_told():
     decision = check(";".join(f"both-{i} queued={9 * i}" for i in range(40)), picks="whole=both-0")
     reasons = decision.reasons()
     assert [reason.worker for reason in reasons[:16]] == [f"both-{i}" for i in range(16)]
-    assert {reason.because for reason in reasons[16:]} == {"dearer than those, or not looked at"}
+    assert {reason.explanation for reason in reasons[16:]} == {"dearer than those, or not looked at"}
 
 
 def test_equals_meet_by_their_first_block_and_spread_otherwise():

@@ -24,27 +24,27 @@ def test_a_worker_is_starting_until_it_reports():
     up(fleet, "prefill-0")
     assert fleet.states == [WorkerState.STARTING]
     assert fleet.ready(Role.PREFILL, None) == ()
-    fleet.report(report("prefill-0"), 0.0)
+    fleet.on_report(report("prefill-0"), 0.0)
     assert fleet.ready(Role.PREFILL, None) == (0,)
 
 
 @pytest.mark.parametrize("incarnation", [0, 2])
 def test_a_report_of_another_incarnation_is_ignored(incarnation):
     fleet = fleet_of("prefill-0")
-    assert not fleet.report(report("prefill-0", incarnation=incarnation, steps=99), 1.0)
+    assert not fleet.on_report(report("prefill-0", incarnation=incarnation, steps=99), 1.0)
     assert fleet.steps() == 0
-    assert fleet.heard == [0.0]
+    assert fleet.last_seen == [0.0]
 
 
 def test_a_report_of_a_stranger_is_ignored():
-    assert not Fleet().report(report("prefill-0"), 0.0)
+    assert not Fleet().on_report(report("prefill-0"), 0.0)
 
 
 @pytest.mark.parametrize("state", [WorkerState.DEAD, WorkerState.WEDGED])
 def test_the_last_words_of_an_ended_worker_are_ignored(state):
     fleet = fleet_of("prefill-0")
-    assert fleet.down(down("prefill-0", state=state))
-    assert not fleet.report(report("prefill-0"), 1.0)
+    assert fleet.on_worker_down(down("prefill-0", state=state))
+    assert not fleet.on_report(report("prefill-0"), 1.0)
     assert fleet.states == [state]
 
 
@@ -52,14 +52,14 @@ def test_an_older_incarnation_cannot_take_the_place_of_a_newer():
     fleet = Fleet()
     up(fleet, "prefill-0", incarnation=3)
     up(fleet, "prefill-0", incarnation=2)
-    assert not fleet.down(down("prefill-0", incarnation=2))
+    assert not fleet.on_worker_down(down("prefill-0", incarnation=2))
     assert fleet.incarnations == [3]
     assert fleet.states == [WorkerState.STARTING]
 
 
 def test_an_id_keeps_its_row_while_it_is_down_and_after():
     fleet = fleet_of("prefill-0", "decode-0")
-    fleet.down(down("prefill-0"))
+    fleet.on_worker_down(down("prefill-0"))
     assert [(row["id"], row["state"]) for row in fleet.status_rows()] == [("decode-0", "ready"), ("prefill-0", "dead")]
     up(fleet, "prefill-0", incarnation=2)
     assert [(row["id"], row["state"], row["incarnation"]) for row in fleet.status_rows()] == [
@@ -73,7 +73,7 @@ def test_a_row_has_what_the_command_line_promises():
     up(fleet, "both-0")
     fields = {"id", "role", "pid", "state", "running", "queued", "kv_pages_used", "kv_pages_free", "kv_pages_leaked"}
     assert fields <= set(fleet.status_rows()[0])
-    fleet.report(report("both-0", running=2, queued=1, kv_pages_used=5, kv_pages_leaked=3), 0.0)
+    fleet.on_report(report("both-0", running=2, queued=1, kv_pages_used=5, kv_pages_leaked=3), 0.0)
     row = fleet.status_rows()[0]
     assert (row["running"], row["queued"], row["kv_pages_used"], row["kv_pages_free"]) == (2, 1, 5, 100)
     assert row["kv_pages_leaked"] == 3
@@ -83,79 +83,79 @@ def test_a_row_has_what_the_command_line_promises():
 def test_a_worker_may_change_its_role():
     fleet = fleet_of("prefill-0")
     assert fleet.ready(Role.PREFILL, None) == (0,)
-    fleet.report(report("prefill-0", role=Role.DECODE), 1.0)
+    fleet.on_report(report("prefill-0", role=Role.DECODE), 1.0)
     assert fleet.ready(Role.PREFILL, None) == ()
     assert fleet.ready(Role.DECODE, None) == (0,)
 
 
 def test_tokens_in_flight_follow_submit_progress_and_end():
     fleet = fleet_of("prefill-0")
-    fleet.charge(P0, 1, A, 100)
-    fleet.charge(P0, 1, B, 10)
+    fleet.add_work(P0, 1, A, 100)
+    fleet.add_work(P0, 1, B, 10)
     assert fleet.load == [110]
-    fleet.progress(P0, A, 40)
+    fleet.set_work_left(P0, A, 40)
     assert fleet.load == [50]
-    fleet.discharge(P0, 1, A)
-    fleet.discharge(P0, 1, A)
-    fleet.progress(P0, A, 7)
+    fleet.remove_work(P0, 1, A)
+    fleet.remove_work(P0, 1, A)
+    fleet.set_work_left(P0, A, 7)
     assert fleet.load == [10]
-    assert fleet.work(0) == (B,)
+    assert fleet.requests_at(0) == (B,)
 
 
 def test_what_was_charged_to_an_earlier_incarnation_is_forgotten():
     fleet = fleet_of("prefill-0")
-    fleet.charge(P0, 1, A, 100)
-    fleet.down(down("prefill-0"))
+    fleet.add_work(P0, 1, A, 100)
+    fleet.on_worker_down(down("prefill-0"))
     assert fleet.load == [0]
     up(fleet, "prefill-0", incarnation=2)
-    fleet.charge(P0, 1, A, 100)
-    fleet.discharge(P0, 1, A)
+    fleet.add_work(P0, 1, A, 100)
+    fleet.remove_work(P0, 1, A)
     assert fleet.load == [0]
-    assert not fleet.working()
+    assert not fleet.has_work()
 
 
 def test_work_of_other_gateways_counts_as_far_as_it_is_reported():
     fleet = fleet_of("prefill-0")
-    fleet.charge(P0, 1, A, 100)
-    fleet.report(report("prefill-0", tokens_in_flight=130), 0.0)
+    fleet.add_work(P0, 1, A, 100)
+    fleet.on_report(report("prefill-0", tokens_in_flight=130), 0.0)
     assert fleet.load == [130]
-    fleet.report(report("prefill-0", tokens_in_flight=0), 0.0)  # it has not seen the submission yet
+    fleet.on_report(report("prefill-0", tokens_in_flight=0), 0.0)  # it has not seen the submission yet
     assert fleet.load == [100]
 
 
 def test_only_a_worker_with_work_is_missed():
     fleet = fleet_of("prefill-0", "prefill-1")
-    fleet.charge(P0, 1, A, 1)
-    assert list(fleet.silent(2.0, 2.0, 3.0)) == []
-    assert list(fleet.silent(2.1, 2.0, 3.0)) == [0]
-    fleet.forgive(1.0)
-    assert list(fleet.silent(2.1, 2.0, 3.0)) == []
+    fleet.add_work(P0, 1, A, 1)
+    assert list(fleet.silent_slots(2.0, 2.0, 3.0)) == []
+    assert list(fleet.silent_slots(2.1, 2.0, 3.0)) == [0]
+    fleet.shift_clocks(1.0)
+    assert list(fleet.silent_slots(2.1, 2.0, 3.0)) == []
 
 
 def test_a_suspect_that_speaks_again_is_only_slow():
     fleet = fleet_of("prefill-0")
-    fleet.charge(P0, 1, A, 1)
-    fleet.suspect(0, "silent")
+    fleet.add_work(P0, 1, A, 1)
+    fleet.mark_unresponsive(0, "silent")
     assert fleet.load == [0]
     assert fleet.ready(Role.PREFILL, None) == ()
-    fleet.charge(P0, 1, A, 1)
-    assert list(fleet.silent(3.0, 2.0, 3.0)) == []  # once is enough
-    assert fleet.report(report("prefill-0"), 3.0)
+    fleet.add_work(P0, 1, A, 1)
+    assert list(fleet.silent_slots(3.0, 2.0, 3.0)) == []  # once is enough
+    assert fleet.on_report(report("prefill-0"), 3.0)
     assert fleet.ready(Role.PREFILL, None) == (0,)
-    assert list(fleet.silent(8.9, 2.0, 3.0)) == []
-    assert list(fleet.silent(9.1, 2.0, 3.0)) == [0]
-    fleet.suspect(0, "silent")
-    fleet.report(report("prefill-0"), 500.0)
-    fleet.charge(P0, 1, A, 1)
-    assert list(fleet.silent(500.0 + 16.1, 2.0, 3.0)) == [0]
+    assert list(fleet.silent_slots(8.9, 2.0, 3.0)) == []
+    assert list(fleet.silent_slots(9.1, 2.0, 3.0)) == [0]
+    fleet.mark_unresponsive(0, "silent")
+    fleet.on_report(report("prefill-0"), 500.0)
+    fleet.add_work(P0, 1, A, 1)
+    assert list(fleet.silent_slots(500.0 + 16.1, 2.0, 3.0)) == [0]
 
 
 def test_identities_are_ordered_by_how_many_serve_them():
     fleet = fleet_of("prefill-0", "prefill-1", "prefill-2")
-    fleet.report(report("prefill-0", identity=OTHER), 0.0)
+    fleet.on_report(report("prefill-0", identity=OTHER), 0.0)
     assert fleet.identities() == (IDENTITY, OTHER)
     assert fleet.ready(Role.PREFILL, OTHER) == (0,)
-    fleet.report(report("prefill-1", identity=OTHER), 0.0)
+    fleet.on_report(report("prefill-1", identity=OTHER), 0.0)
     assert fleet.identities() == (OTHER, IDENTITY)
 
 
@@ -174,28 +174,28 @@ def test_the_load_is_always_the_sum_of_what_is_out(ops):
     for op, slot, who, tokens in ops:
         worker, incarnation = fleet.ids[slot], fleet.incarnations[slot]
         if op == "charge":
-            fleet.charge(worker, incarnation, who, tokens)
+            fleet.add_work(worker, incarnation, who, tokens)
             book[slot, who] = tokens
         elif op == "progress":
-            fleet.progress(worker, who, tokens)
+            fleet.set_work_left(worker, who, tokens)
             if (slot, who) in book:
                 book[slot, who] = tokens
         elif op == "discharge":
-            fleet.discharge(worker, incarnation, who)
+            fleet.remove_work(worker, incarnation, who)
             book.pop((slot, who), None)
         elif op == "report":
-            fleet.report(report(worker, incarnation=incarnation), 0.0)
+            fleet.on_report(report(worker, incarnation=incarnation), 0.0)
         else:
             if op == "down":
-                fleet.down(down(worker, incarnation))
+                fleet.on_worker_down(down(worker, incarnation))
             elif op == "up":
                 up(fleet, worker, incarnation=incarnation + 1)
             else:
-                fleet.suspect(slot, "silent")
+                fleet.mark_unresponsive(slot, "silent")
             book = {key: value for key, value in book.items() if key[0] != slot}
         ready = [s for s in (0, 1) if fleet.states[s] is WorkerState.READY]
         assert list(fleet.ready(Role.BOTH, None)) == list(fleet.ready(Role.BOTH, IDENTITY)) == ready
         assert len(fleet.identities()) == bool(ready)
         for s in (0, 1):
             assert fleet.load[s] == sum(value for key, value in book.items() if key[0] == s)
-            assert set(fleet.work(s)) == {key[1] for key in book if key[0] == s}
+            assert set(fleet.requests_at(s)) == {key[1] for key in book if key[0] == s}

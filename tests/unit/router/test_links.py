@@ -50,12 +50,12 @@ async def test_a_cancel_that_cannot_leave_leaves_with_a_later_beat():
         return heard
 
     assert read() == ["hello", "a"]
-    links.beat(HELLO)
+    links.send_heartbeats(HELLO)
     assert read() == ["hello", "b"]
     link.cancel(cancel("d"))
-    links.beat(HELLO)
+    links.send_heartbeats(HELLO)
     assert read() == ["hello", "c"]
-    links.beat(HELLO)
+    links.send_heartbeats(HELLO)
     assert read() == ["hello", "d"]
     assert links.dropped > 0
     await links.close()
@@ -66,11 +66,11 @@ async def test_only_the_current_incarnation_has_a_link():
     links = WorkerLinks(hub.connect_async, lambda *_: None)
     links.open(D0, 1, "memory://d1")
     links.open(D0, 2, "memory://d2")
-    assert links.to(D0, 1) is None
-    assert links.to(D0, 2) is not None
-    links.drop(D0)
-    links.drop(D0)
-    assert links.to(D0, 2) is None
+    assert links.link_to(D0, 1) is None
+    assert links.link_to(D0, 2) is not None
+    links.close_link(D0)
+    links.close_link(D0)
+    assert links.link_to(D0, 2) is None
     await links.close()
 
 

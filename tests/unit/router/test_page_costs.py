@@ -21,16 +21,16 @@ def test_a_link_that_was_slow_is_forgotten_by_and_by():
     fleet, _ = fleet_in_words("prefill-0 token_us=1; decode-0 token_us=1 wait_us=1000")
     told = report("decode-0", page_bytes=100, counters={"bytes_received": 100.0, "transfer_wait_seconds": 1e-3})
     for _ in range(1000):
-        assert fleet.report(told, NOW)
-    assert 0 < fleet.columns.at(np.array([1]))[1].wait[0] < 0.2e-3
+        assert fleet.on_report(told, NOW)
+    assert 0 < fleet.loads.at_slots(np.array([1]))[1].wait[0] < 0.2e-3
 
 
 def test_a_wait_that_was_given_up_counts_with_the_next_bytes():
     fleet, _ = fleet_in_words("prefill-0 token_us=1; decode-0 token_us=1")
     for nbytes in (100.0, 200.0):
         counters = {"bytes_received": nbytes, "transfer_wait_seconds": 5e-3}
-        assert fleet.report(report("decode-0", page_bytes=100, counters=counters), NOW)
-    assert fleet.columns.at(np.array([1]))[1].wait[0] == pytest.approx(5e-3)
+        assert fleet.on_report(report("decode-0", page_bytes=100, counters=counters), NOW)
+    assert fleet.loads.at_slots(np.array([1]))[1].wait[0] == pytest.approx(5e-3)
 
 
 def test_a_link_over_which_nothing_comes_is_known_to_be_no_faster_than_that():
@@ -38,8 +38,8 @@ def test_a_link_over_which_nothing_comes_is_known_to_be_no_faster_than_that():
     waits = []
     for waited, missed in ((0.0, 0.0), (2.0, 20.0), (2.0, 20.0), (3.0, 24.0)):
         counters = {"transfer_wait_seconds": waited, "pages_missed": missed}
-        assert fleet.report(report("decode-0", page_bytes=100, counters=counters), NOW)
-        waits.append(float(fleet.columns.at(np.array([1]))[1].wait[0]))
+        assert fleet.on_report(report("decode-0", page_bytes=100, counters=counters), NOW)
+        waits.append(float(fleet.loads.at_slots(np.array([1]))[1].wait[0]))
     assert waits == [0.0, 0.1, pytest.approx(0.1 * 0.99), 0.25]
 
 
@@ -77,14 +77,14 @@ def test_a_hit_costs_what_its_tier_takes():
 
 def test_what_a_lower_tier_has_is_not_expected_to_be_read():
     one = check("both-0 token_us=50 host_us=20 host=96", picks="whole=both-0").legs[0]
-    assert one.due.tokens == len(PROMPT) - 96
+    assert one.work.tokens == len(PROMPT) - 96
     dear = check("both-0 token_us=50 host_us=2000 host=96", picks="whole=both-0").legs[0]
-    assert dear.due.tokens == len(PROMPT)
+    assert dear.work.tokens == len(PROMPT)
 
 
 def test_what_was_only_promised_to_a_neighbour_cannot_be_taken():
     fleet, prefixes = fleet_in_words(SHARING.replace("cached=96", "queued=9") + "; decode-0 token_us=50")
-    prefixes.expect(RequestId("other"), hashes_of(PROMPT), [1])
+    prefixes.add_pending(RequestId("other"), hashes_of(PROMPT), [1])
     decision = choose_workers(PlacementRequest(request=request(prompt=PROMPT)), fleet, prefixes, NOW)
     numbers = {reason.worker: reason.numbers for reason in decision.reasons() if reason.leg is RequestStage.PREFILL}
     assert numbers["prefill-0"]["fetch_s"] == 0

@@ -85,14 +85,14 @@ def fleet_and_index(workers: list[Worker]) -> tuple[Fleet, PrefixIndex]:
             worker.name,
             state=WorkerState.READY if worker.ready else WorkerState.DRAINING,
             prompt_tokens=worker.queued,
-            answers=worker.answers,
+            decodes=worker.answers,
             context_tokens=100 * worker.answers,
             kv_pages_free=worker.free,
             rates=StepRates(1e-3, 1e-5, 1e-9, 1e-6),
             measured=int(worker.measured),
             gateways=worker.gateways,
         )
-        assert fleet.report(said, 0.0)
+        assert fleet.on_report(said, 0.0)
     return fleet, index
 
 
@@ -139,7 +139,7 @@ def test_no_worker_is_filled_beyond_its_room_while_another_has_room(workers, ask
             others = [fleet.ids[slot] for slot in fleet.ready(role, decision.identity)]
             assert room[chosen.worker] >= pages or all(room[other] < pages for other in others)
             room[chosen.worker] -= pages
-            fleet.charge(chosen.worker, 1, one.id, chosen.tokens, due=chosen.due, serial=serial)
+            fleet.add_work(chosen.worker, 1, one.id, chosen.tokens, due=chosen.work, serial=serial)
 
 
 def spread(fleets: list[Fleet], requests: int) -> Counter[WorkerId]:
@@ -149,7 +149,7 @@ def spread(fleets: list[Fleet], requests: int) -> Counter[WorkerId]:
         fleet = fleets[number % len(fleets)]
         one = request(f"r{number}", prompt=(number,) * 64)
         (chosen,) = choose_workers(PlacementRequest(request=one), fleet, PrefixIndex(100, 16), 0.0).legs
-        fleet.charge(chosen.worker, 1, one.id, chosen.tokens, due=chosen.due, serial=number + 1)
+        fleet.add_work(chosen.worker, 1, one.id, chosen.tokens, due=chosen.work, serial=number + 1)
         given_to[chosen.worker] += 1
     return given_to
 
@@ -164,7 +164,7 @@ def test_gateways_with_the_same_old_reports_do_not_all_run_to_one_worker():
     fleets = [fleet_of(*names) for _ in range(8)]
     for fleet in fleets:
         for i, name in enumerate(names):
-            fleet.report(report(name, gateways=8, prompt_tokens=10 * i), 0.0)
+            fleet.on_report(report(name, gateways=8, prompt_tokens=10 * i), 0.0)
     given_to = spread(fleets, 32)
     assert max(given_to.values()) <= 8  # all of each gateway's first, and more, would be 8 and above for the least busy
     assert len(given_to) >= 8
@@ -190,7 +190,7 @@ def batch_of(there: dict[str, tuple[int, int]], heard: int) -> list[int]:
 def test_between_two_reports_nothing_counts_twice_and_nothing_is_forgotten(steps):
     """The worker's own numbers are always those that are shown, though it reports only now and then, and late."""
     fleet = fleet_of("both-0")
-    worker, slots = WorkerId("both-0"), fleet.slots_of(Role.BOTH, None)
+    worker, slots = WorkerId("both-0"), fleet.ready_slots(Role.BOTH, None)
     there: dict[str, tuple[int, int]] = {}  # serial, prompt tokens still to read
     serial = heard = 0
     for step in steps:
@@ -201,39 +201,39 @@ def test_between_two_reports_nothing_counts_twice_and_nothing_is_forgotten(steps
                 there[name] = (serial, tokens)
                 batch = tokens if step[1] % 2 else 0
                 due = ExpectedWork(tokens=tokens, pairs=3, rows=1, context=9, pages=2, batch_tokens=batch)
-                fleet.charge(worker, 1, RequestId(name), tokens, due=due, serial=serial)
+                fleet.add_work(worker, 1, RequestId(name), tokens, due=due, serial=serial)
             case ("begin", _) if name in there:
                 there[name] = (there[name][0], 0)
-                fleet.progress(worker, RequestId(name), 5)
+                fleet.set_work_left(worker, RequestId(name), 5)
             case ("end", _):
                 there.pop(name, None)
-                fleet.discharge(worker, 1, RequestId(name))
+                fleet.remove_work(worker, 1, RequestId(name))
             case ("report", more):
                 heard = min(serial, heard + more)
                 known = [tokens for number, tokens in there.values() if number <= heard]
-                said = {"prompt_tokens": sum(known), "answers": len(known), "kv_pages_free": 100 - 2 * len(known)}
+                said = {"prompt_tokens": sum(known), "decodes": len(known), "kv_pages_free": 100 - 2 * len(known)}
                 said["batch_tokens"] = sum(batch_of(there, heard))
-                fleet.report(report("both-0", heard=heard, **said), 0.0)
-        load = fleet.columns.at(slots)[0]
+                fleet.on_report(report("both-0", acked=heard, **said), 0.0)
+        load = fleet.loads.at_slots(slots)[0]
         assert load.tokens.tolist() == [sum(tokens for _, tokens in there.values())]
         assert load.batch_tokens.tolist() == [sum(batch_of(there, serial))]
         assert load.rows.tolist() == [len(there)]
         assert load.pages.tolist() == [100 - 2 * len(there)]
-    fleet.suspect(0, "silent")
-    fleet.report(report("both-0", heard=serial), 0.0)
-    assert [float(column[0]) for column in fleet.columns.at(slots)[0]] == [0.0, 0.0, 0.0, 0.0, 100.0, 0.0, 0.0]
+    fleet.mark_unresponsive(0, "silent")
+    fleet.on_report(report("both-0", acked=serial), 0.0)
+    assert [float(column[0]) for column in fleet.loads.at_slots(slots)[0]] == [0.0, 0.0, 0.0, 0.0, 100.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("service", "taken"), [(ServiceClass.INTERACTIVE, "both-0"), (ServiceClass.BATCH, "both-1")])
 def test_batch_work_in_the_queue_is_in_the_way_of_batch_work_only(service: ServiceClass, taken: str):
     fleet = fleet_of("both-0", "both-1")
     rates = StepRates(1e-3, 1e-5, 0.0, 1e-6)
-    fleet.report(report("both-0", prompt_tokens=9000, batch_tokens=9000, rates=rates, measured=9), 0.0)
-    fleet.report(report("both-1", prompt_tokens=500, rates=rates, measured=9), 0.0)
+    fleet.on_report(report("both-0", prompt_tokens=9000, batch_tokens=9000, rates=rates, measured=9), 0.0)
+    fleet.on_report(report("both-1", prompt_tokens=500, rates=rates, measured=9), 0.0)
     asked = msgspec.structs.replace(request("r", prompt=(7,) * 40), claim=Qos(service=service))
     decision = choose_workers(PlacementRequest(request=asked), fleet, PrefixIndex(100, 4), 0.0)
     assert picked(decision) == [(RequestStage.WHOLE, WorkerId(taken))]
-    assert decision.legs[0].due.batch_tokens == (40 if service is ServiceClass.BATCH else 0)
+    assert decision.legs[0].work.batch_tokens == (40 if service is ServiceClass.BATCH else 0)
     seen = predict_ttft(fleet, 100, service)
     assert seen is not None
     assert seen.wait_s == pytest.approx(0.0 if service is ServiceClass.INTERACTIVE else 0.005)

@@ -17,48 +17,48 @@ CONFIG = FailoverConfig(quarantine_s=1.0, quarantine_max_s=4.0, probe_s=2.0)
 
 def test_it_is_probed_after_its_time_and_let_back_by_its_own_answer_only():
     quarantine = Quarantine(CONFIG, "g")
-    quarantine.put(W, 1, 0.0)
-    assert quarantine.holds(W, 1)
-    assert not quarantine.holds(W, 2)
-    assert quarantine.due(0.9, urgent=False) == []
-    assert quarantine.due(0.9, urgent=True) == quarantine.due(1.0, urgent=False) == [(W, 1)]
-    probe = quarantine.probe(W, 1.0)
-    assert quarantine.due(2.0, urgent=True) == []
-    assert not quarantine.answered(RequestId("cmpl-1/0"), W, 1)
-    assert not quarantine.answered(probe, OTHER, 1)
-    assert not quarantine.answered(probe, W, 2)
-    assert quarantine.answered(probe, W, 1)
-    assert not quarantine.holds(W, 1)
-    assert not quarantine.answered(probe, W, 1)
+    quarantine.add(W, 1, 0.0)
+    assert quarantine.contains(W, 1)
+    assert not quarantine.contains(W, 2)
+    assert quarantine.due_for_probe(0.9, urgent=False) == []
+    assert quarantine.due_for_probe(0.9, urgent=True) == quarantine.due_for_probe(1.0, urgent=False) == [(W, 1)]
+    probe = quarantine.begin_probe(W, 1.0)
+    assert quarantine.due_for_probe(2.0, urgent=True) == []
+    assert not quarantine.on_probe_answered(RequestId("cmpl-1/0"), W, 1)
+    assert not quarantine.on_probe_answered(probe, OTHER, 1)
+    assert not quarantine.on_probe_answered(probe, W, 2)
+    assert quarantine.on_probe_answered(probe, W, 1)
+    assert not quarantine.contains(W, 1)
+    assert not quarantine.on_probe_answered(probe, W, 1)
 
 
 def test_each_time_is_twice_as_long_and_a_new_process_begins_anew():
     quarantine = Quarantine(CONFIG, "g")
     now, held = 0.0, []
     for _ in range(4):
-        quarantine.put(W, 1, now)
-        quarantine.put(W, 1, now)  # said twice it counts once
-        due = next(t for t in range(1000) if quarantine.due(now + t / 10, urgent=False))
+        quarantine.add(W, 1, now)
+        quarantine.add(W, 1, now)  # said twice it counts once
+        due = next(t for t in range(1000) if quarantine.due_for_probe(now + t / 10, urgent=False))
         held.append(due / 10)
         now += due / 10
-        assert quarantine.answered(quarantine.probe(W, now), W, 1)
+        assert quarantine.on_probe_answered(quarantine.begin_probe(W, now), W, 1)
     assert held == [1.0, 2.0, 4.0, 4.0]
-    quarantine.put(W, 2, now)
-    assert quarantine.due(now + 1.0, urgent=False) == [(W, 2)]
+    quarantine.add(W, 2, now)
+    assert quarantine.due_for_probe(now + 1.0, urgent=False) == [(W, 2)]
 
 
 def test_one_that_never_answers_is_hopeless_in_the_end():
     quarantine = Quarantine(CONFIG, "g")
-    quarantine.put(W, 1, 0.0)
+    quarantine.add(W, 1, 0.0)
     now = 0.0
     for _ in range(MAX_UNANSWERED_PROBES + 1):
         assert quarantine.hopeless == frozenset()
-        quarantine.probe(W, now)
-        assert quarantine.overdue(now + 1.9) == []
+        quarantine.begin_probe(W, now)
+        assert quarantine.expire_probes(now + 1.9) == []
         now += 2.0
-        assert quarantine.overdue(now) == [(W, 1)]
+        assert quarantine.expire_probes(now) == [(W, 1)]
     assert quarantine.hopeless == {W}
-    quarantine.clear(W)
+    quarantine.remove(W)
     assert quarantine.hopeless == frozenset()
     assert len(quarantine) == 0
 
@@ -66,8 +66,8 @@ def test_one_that_never_answers_is_hopeless_in_the_end():
 def test_the_budget_pays_at_once_until_it_is_empty():
     budget = RetryBudget(FailoverConfig(retry_burst=2, retry_share=0.5, retry_per_s=4.0), 0.0)
     assert [budget.spend(0.0, 1) for _ in range(4)] == [0.0, 0.0, 0.25, 0.5]
-    budget.request()
-    budget.request()
+    budget.on_request()
+    budget.on_request()
     assert budget.spend(0.0, 1) == 0.5
     assert budget.spend(100.0, 1) == 100.0
     assert [budget.spend(100.0, 1) for _ in range(2)] == [100.0, 100.25], "one was left"
@@ -89,22 +89,22 @@ def test_guilty_is_who_was_there_most_often_and_alone(deaths, who):
 
 def test_new_tokens_clear():
     guilt = CrashRecord(8)
-    guilt.blame("one", 10)
-    guilt.progress(17)
+    guilt.add_death("one", 10)
+    guilt.on_progress(17)
     assert guilt.deaths == ["one"]
-    guilt.progress(18)
+    guilt.on_progress(18)
     assert guilt.deaths == []
 
 
 def test_suspects_are_kept_from_each_other_and_from_nobody_else():
     apart = PoisonIsolation(2)
     guilt = CrashRecord(8)
-    guilt.blame("one", 0)
-    assert not apart.suspects(guilt)
-    guilt.blame("two", 0)
-    assert apart.suspects(guilt)
-    apart.sent(RequestId("a"), [(W, 1)])
-    assert apart.taken(RequestId("b")) == {(W, 1)}
-    assert apart.taken(RequestId("a")) == frozenset()
-    apart.clear(RequestId("a"))
-    assert apart.taken(RequestId("b")) == frozenset()
+    guilt.add_death("one", 0)
+    assert not apart.is_suspect(guilt)
+    guilt.add_death("two", 0)
+    assert apart.is_suspect(guilt)
+    apart.place(RequestId("a"), [(W, 1)])
+    assert apart.occupied_workers(RequestId("b")) == {(W, 1)}
+    assert apart.occupied_workers(RequestId("a")) == frozenset()
+    apart.remove(RequestId("a"))
+    assert apart.occupied_workers(RequestId("b")) == frozenset()

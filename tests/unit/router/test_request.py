@@ -31,7 +31,7 @@ from penstock.wire.gateway_messages import PageSource, TokenItem
 
 def test_a_split_request_names_its_pages_source():
     flight = waiting()
-    sends = flight.placed(split(), ROOT, 0.0)
+    sends = flight.on_placed(split(), ROOT, 0.0)
     assert said(sends) == ["send decode-0 decode e1", "send prefill-0 prefill e1"]
     decode, prefill = (effect.submit for effect in sends if isinstance(effect, SubmitStage))
     assert decode.pages_from == PageSource(worker=P0, incarnation=1, endpoint="memory://prefill-0")
@@ -44,7 +44,7 @@ def test_a_split_request_names_its_pages_source():
 
 def test_hashes_made_for_another_model_are_not_sent():
     flight = waiting()
-    (send,) = flight.placed(served_by(WHOLE, OTHER), chain_root(OTHER), 0.0)
+    (send,) = flight.on_placed(served_by(WHOLE, OTHER), chain_root(OTHER), 0.0)
     assert isinstance(send, SubmitStage)
     assert send.submit.block_hashes == ()
     assert send.submit.root == chain_root(OTHER)
@@ -56,9 +56,9 @@ def served_by(decision: Decision, identity) -> Decision:
 
 def test_without_a_worker_it_waits_for_the_next():
     flight = waiting()
-    assert said(flight.placed(NOBODY, ROOT, 0.0)) == ["wait inf"]
-    assert said(flight.placed(WHOLE, ROOT, 5.0)) == ["send both-0 whole e1"]
-    assert flight.placed(WHOLE, ROOT, 5.0) == ()
+    assert said(flight.on_placed(NOBODY, ROOT, 0.0)) == ["wait inf"]
+    assert said(flight.on_placed(WHOLE, ROOT, 5.0)) == ["send both-0 whole e1"]
+    assert flight.on_placed(WHOLE, ROOT, 5.0) == ()
 
 
 # --- tokens -------------------------------------------------------------------------------------------------------
@@ -66,23 +66,28 @@ def test_without_a_worker_it_waits_for_the_next():
 
 def test_the_first_token_counts_once():
     flight = started(flying())
-    assert said(flight.tokens(item(0, 1), D0, 1, 1.0)) == []
-    assert said(flight.tokens(item(1, 2, 3), D0, 1, 1.0)) == ["deliver 2 3", "cancel prefill-0 e1"]
+    assert said(flight.on_tokens(item(0, 1), D0, 1, 1.0)) == []
+    assert said(flight.on_tokens(item(1, 2, 3), D0, 1, 1.0)) == ["deliver 2 3", "cancel prefill-0 e1"]
     assert flight.emitted == [1, 2, 3]
 
 
 def test_an_item_that_overlaps_is_trimmed_with_its_logprobs():
     flight = started(flying())
     logprobs = tuple(TokenLogprob(t, -float(t)) for t in (1, 2))
-    deliver, _ = flight.tokens(item(0, 1, 2, logprobs=logprobs), D0, 1, 1.0)
+    deliver, _ = flight.on_tokens(item(0, 1, 2, logprobs=logprobs), D0, 1, 1.0)
     assert deliver == DeliverTokens(TokenBatch(tokens=(2,), logprobs=(TokenLogprob(2, -2.0),)))
 
 
 def test_an_early_item_waits_for_the_gap_to_fill():
     flight = started(flying())
-    assert said(flight.tokens(item(3, 4), D0, 1, 1.0)) == []
-    assert said(flight.tokens(item(2, 3), D0, 1, 1.0)) == []
-    assert said(flight.tokens(item(1, 2), D0, 1, 1.0)) == ["deliver 2", "cancel prefill-0 e1", "deliver 3", "deliver 4"]
+    assert said(flight.on_tokens(item(3, 4), D0, 1, 1.0)) == []
+    assert said(flight.on_tokens(item(2, 3), D0, 1, 1.0)) == []
+    assert said(flight.on_tokens(item(1, 2), D0, 1, 1.0)) == [
+        "deliver 2",
+        "cancel prefill-0 e1",
+        "deliver 3",
+        "deliver 4",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -90,66 +95,66 @@ def test_an_early_item_waits_for_the_gap_to_fill():
 )
 def test_tokens_of_another_epoch_worker_or_incarnation_are_ignored(epoch, worker, incarnation):
     flight = flying()
-    assert flight.tokens(item(0, 1, epoch=epoch), worker, incarnation, 1.0) == ()
+    assert flight.on_tokens(item(0, 1, epoch=epoch), worker, incarnation, 1.0) == ()
     assert flight.emitted == []
 
 
 def test_tokens_of_a_given_up_epoch_are_ignored_even_from_the_same_worker():
     flight = started(flying())
-    flight.lost(P0, 1, "killed", 2.0)
-    flight.placed(split(D0, P1), ROOT, 2.0)
-    assert flight.tokens(item(1, 2, 3), D0, 1, 2.0) == ()
-    assert said(flight.tokens(item(1, 2, epoch=2), P1, 1, 2.0)) == ["deliver 2"]
-    assert said(flight.lost(P1, 1, "killed", 2.0))[0] == "cancel decode-0 e2"
+    flight.on_worker_lost(P0, 1, "killed", 2.0)
+    flight.on_placed(split(D0, P1), ROOT, 2.0)
+    assert flight.on_tokens(item(1, 2, 3), D0, 1, 2.0) == ()
+    assert said(flight.on_tokens(item(1, 2, epoch=2), P1, 1, 2.0)) == ["deliver 2"]
+    assert said(flight.on_worker_lost(P1, 1, "killed", 2.0))[0] == "cancel decode-0 e2"
 
 
 def test_early_tokens_of_a_given_up_epoch_are_asked_for_anew():
     flight = started(flying())
-    assert said(flight.tokens(item(2, 3), D0, 1, 1.0)) == []
-    flight.lost(D0, 1, "killed", 2.0)
-    flight.placed(WHOLE, ROOT, 2.0)
-    assert said(flight.tokens(item(1, 2, epoch=2), B0, 1, 2.0)) == ["deliver 2"]
-    assert said(flight.tokens(item(2, 3, epoch=2), B0, 1, 2.0)) == ["deliver 3"]
+    assert said(flight.on_tokens(item(2, 3), D0, 1, 1.0)) == []
+    flight.on_worker_lost(D0, 1, "killed", 2.0)
+    flight.on_placed(WHOLE, ROOT, 2.0)
+    assert said(flight.on_tokens(item(1, 2, epoch=2), B0, 1, 2.0)) == ["deliver 2"]
+    assert said(flight.on_tokens(item(2, 3, epoch=2), B0, 1, 2.0)) == ["deliver 3"]
 
 
 def test_the_first_batch_tells_what_was_cached_and_the_prompts_logprobs_once():
     asked = request(prompt_logprobs=0)
     flight = flying(asked=asked)
     facts = {"cached_tokens": 32, "prompt_logprobs": (TokenLogprob(1, -1.0),)}
-    assert flight.tokens(item(0, 1, **facts), P0, 1, 1.0)[0] == DeliverTokens(TokenBatch(tokens=(1,), **facts))
-    assert flight.tokens(item(1, 2, **facts), D0, 1, 1.0)[0] == DeliverTokens(TokenBatch(tokens=(2,)))
-    flight.lost(D0, 1, "killed", 2.0)
-    sends = flight.placed(split(D1, P0), ROOT, 2.0)
+    assert flight.on_tokens(item(0, 1, **facts), P0, 1, 1.0)[0] == DeliverTokens(TokenBatch(tokens=(1,), **facts))
+    assert flight.on_tokens(item(1, 2, **facts), D0, 1, 1.0)[0] == DeliverTokens(TokenBatch(tokens=(2,)))
+    flight.on_worker_lost(D0, 1, "killed", 2.0)
+    sends = flight.on_placed(split(D1, P0), ROOT, 2.0)
     assert {send.submit.sampling.prompt_logprobs for send in sends if isinstance(send, SubmitStage)} == {None}
-    assert flight.tokens(item(2, 3, epoch=2, **facts), P0, 1, 2.0)[0] == DeliverTokens(TokenBatch(tokens=(3,)))
+    assert flight.on_tokens(item(2, 3, epoch=2, **facts), P0, 1, 2.0)[0] == DeliverTokens(TokenBatch(tokens=(3,)))
 
 
 def test_the_decode_leg_waits_for_the_word_of_the_prefill_leg():
     flight = flying()
-    assert said(flight.tokens(item(0, 1, 2), D0, 1, 1.0)) == []
-    assert said(flight.tokens(item(2, 3), D0, 1, 1.0)) == []
-    effects = flight.tokens(item(0, 1, cached_tokens=16), P0, 1, 1.0)
+    assert said(flight.on_tokens(item(0, 1, 2), D0, 1, 1.0)) == []
+    assert said(flight.on_tokens(item(2, 3), D0, 1, 1.0)) == []
+    effects = flight.on_tokens(item(0, 1, cached_tokens=16), P0, 1, 1.0)
     assert said(effects) == ["deliver 1", "deliver 2", "cancel prefill-0 e1", "deliver 3"]
     assert effects[0] == DeliverTokens(TokenBatch(tokens=(1,), cached_tokens=16))
 
 
 def test_but_not_for_long_and_not_for_the_dead():
     flight = flying()
-    flight.tokens(item(0, 1, 2), D0, 1, 1.0)
-    assert said(flight.tick(1.0 + PREFILL_TOKEN_WAIT_S / 2)) == []
-    assert said(flight.tick(1.0 + PREFILL_TOKEN_WAIT_S)) == ["deliver 1 2", "cancel prefill-0 e1"]
+    flight.on_tokens(item(0, 1, 2), D0, 1, 1.0)
+    assert said(flight.on_tick(1.0 + PREFILL_TOKEN_WAIT_S / 2)) == []
+    assert said(flight.on_tick(1.0 + PREFILL_TOKEN_WAIT_S)) == ["deliver 1 2", "cancel prefill-0 e1"]
 
     flight = flying()
-    flight.tokens(item(0, 1, 2), D0, 1, 1.0)
-    assert said(flight.lost(P0, 1, "killed", 1.0)) == ["end prefill-0 e1", "deliver 1 2"]
+    flight.on_tokens(item(0, 1, 2), D0, 1, 1.0)
+    assert said(flight.on_worker_lost(P0, 1, "killed", 1.0)) == ["end prefill-0 e1", "deliver 1 2"]
 
 
 def test_prompt_logprobs_that_died_with_the_prefill_worker_are_computed_again():
     flight = flying(asked=request(prompt_logprobs=0))
-    flight.tokens(item(0, 1, 2), D0, 1, 1.0)
-    assert said(flight.tick(50.0)) == []
-    assert said(flight.lost(P0, 1, "killed", 1.0)) == ["cancel decode-0 e1", "cancel prefill-0 e1", "wait 1"]
-    (send, _) = flight.placed(split(), ROOT, 1.0)
+    flight.on_tokens(item(0, 1, 2), D0, 1, 1.0)
+    assert said(flight.on_tick(50.0)) == []
+    assert said(flight.on_worker_lost(P0, 1, "killed", 1.0)) == ["cancel decode-0 e1", "cancel prefill-0 e1", "wait 1"]
+    (send, _) = flight.on_placed(split(), ROOT, 1.0)
     assert isinstance(send, SubmitStage)
     assert (send.submit.emitted, send.submit.sampling.prompt_logprobs) == ((), 0)
 
@@ -159,8 +164,8 @@ def test_prompt_logprobs_that_died_with_the_prefill_worker_are_computed_again():
 
 def test_the_last_token_ends_both_legs():
     flight = started(flying())
-    flight.tokens(item(1, 2), D0, 1, 1.0)
-    effects = flight.tokens(item(2, 3, finish=FinishReason.LENGTH), D0, 1, 1.0)
+    flight.on_tokens(item(1, 2), D0, 1, 1.0)
+    effects = flight.on_tokens(item(2, 3, finish=FinishReason.LENGTH), D0, 1, 1.0)
     assert said(effects) == ["deliver 3 length", "end decode-0 e1"]
     assert flight.phase is RequestPhase.DONE
 
@@ -168,13 +173,13 @@ def test_the_last_token_ends_both_legs():
 def test_a_first_token_that_is_the_last_frees_both_legs():
     """The prefill worker holds the pages until told that they are not wanted; the decode worker may be dead."""
     flight = flying()
-    effects = flight.tokens(item(0, 1, finish=FinishReason.STOP), P0, 1, 1.0)
+    effects = flight.on_tokens(item(0, 1, finish=FinishReason.STOP), P0, 1, 1.0)
     assert said(effects) == ["deliver 1 stop", "cancel decode-0 e1", "cancel prefill-0 e1"]
 
 
 def test_the_end_may_come_on_a_token_that_is_known():
     flight = started(flying())
-    effects = flight.tokens(item(0, 1, finish=FinishReason.STOP), D0, 1, 1.0)
+    effects = flight.on_tokens(item(0, 1, finish=FinishReason.STOP), D0, 1, 1.0)
     assert said(effects) == ["deliver stop", "end decode-0 e1", "cancel prefill-0 e1"]
 
 
@@ -182,14 +187,16 @@ def test_the_end_may_come_on_a_token_that_is_known():
 def test_a_client_that_leaves_frees_both_legs(after_own_token):
     flight = started(flying())
     if after_own_token:
-        flight.tokens(item(1, 2), D0, 1, 1.0)
-    assert said(flight.client_gone()) == ["cancel decode-0 e1"] + ["cancel prefill-0 e1"] * (not after_own_token)
-    assert flight.client_gone() == ()
-    assert flight.tokens(item(2, 3), D0, 1, 1.0) == flight.lost(D0, 1, "", 1.0) == flight.tick(1e9) == ()
+        flight.on_tokens(item(1, 2), D0, 1, 1.0)
+    assert said(flight.on_client_gone()) == ["cancel decode-0 e1"] + ["cancel prefill-0 e1"] * (not after_own_token)
+    assert flight.on_client_gone() == ()
+    assert (
+        flight.on_tokens(item(2, 3), D0, 1, 1.0) == flight.on_worker_lost(D0, 1, "", 1.0) == flight.on_tick(1e9) == ()
+    )
 
 
 def test_a_client_that_leaves_while_it_waits_frees_nothing():
-    assert waiting().client_gone() == ()
+    assert waiting().on_client_gone() == ()
 
 
 # --- losses -------------------------------------------------------------------------------------------------------
@@ -198,37 +205,37 @@ def test_a_client_that_leaves_while_it_waits_frees_nothing():
 @pytest.mark.parametrize("who", [P0, D0])
 def test_the_death_of_either_before_the_decode_workers_own_token_starts_anew(who):
     flight = started(flying())
-    assert said(flight.lost(who, 1, "killed", 2.0)) == ["cancel decode-0 e1", "cancel prefill-0 e1", "wait 2"]
-    sends = flight.placed(split(), ROOT, 2.0)
+    assert said(flight.on_worker_lost(who, 1, "killed", 2.0)) == ["cancel decode-0 e1", "cancel prefill-0 e1", "wait 2"]
+    sends = flight.on_placed(split(), ROOT, 2.0)
     assert said(sends) == ["send decode-0 decode e2", "send prefill-0 prefill e2"]
     assert {send.submit.emitted for send in sends if isinstance(send, SubmitStage)} == {(1,)}
 
 
 def test_the_death_of_the_prefill_worker_after_it_changes_nothing():
     flight = started(flying())
-    flight.tokens(item(1, 2), D0, 1, 1.0)
-    assert flight.lost(P0, 1, "killed", 2.0) == ()
-    assert flight.returned(1, "draining", P0, 1, 2.0) == ()
-    assert said(flight.tokens(item(2, 3), D0, 1, 2.0)) == ["deliver 3"]
+    flight.on_tokens(item(1, 2), D0, 1, 1.0)
+    assert flight.on_worker_lost(P0, 1, "killed", 2.0) == ()
+    assert flight.on_returned(1, "draining", P0, 1, 2.0) == ()
+    assert said(flight.on_tokens(item(2, 3), D0, 1, 2.0)) == ["deliver 3"]
 
 
 def test_the_death_of_the_decode_worker_at_any_time_starts_anew():
     flight = started(flying())
-    flight.tokens(item(1, 2), D0, 1, 1.0)
-    assert said(flight.lost(D0, 1, "killed", 2.0)) == ["cancel decode-0 e1", "wait 2"]
-    assert flight.ask(2.0).emitted == 2
-    assert flight.ask(2.0).identity == IDENTITY
+    flight.on_tokens(item(1, 2), D0, 1, 1.0)
+    assert said(flight.on_worker_lost(D0, 1, "killed", 2.0)) == ["cancel decode-0 e1", "wait 2"]
+    assert flight.placement_request(2.0).emitted == 2
+    assert flight.placement_request(2.0).identity == IDENTITY
 
 
 def test_the_death_of_a_stranger_or_of_an_earlier_incarnation_changes_nothing():
     flight = started(flying())
-    assert flight.lost(P1, 1, "killed", 2.0) == flight.lost(P0, 0, "killed", 2.0) == ()
+    assert flight.on_worker_lost(P1, 1, "killed", 2.0) == flight.on_worker_lost(P0, 0, "killed", 2.0) == ()
 
 
 def test_another_model_may_take_it_as_long_as_nothing_was_delivered():
     flight = flying()
-    flight.lost(D0, 1, "killed", 2.0)
-    assert flight.ask(2.0).identity is None
+    flight.on_worker_lost(D0, 1, "killed", 2.0)
+    assert flight.placement_request(2.0).identity is None
 
 
 @pytest.mark.parametrize(
@@ -241,42 +248,42 @@ def test_another_model_may_take_it_as_long_as_nothing_was_delivered():
 )
 def test_an_answer_that_is_complete_is_never_submitted_again(sampling, tokens, finish):
     flight = flying(WHOLE, request(**sampling))
-    flight.tokens(item(0, *tokens), B0, 1, 1.0)  # and the word of the end is lost
-    assert said(flight.lost(B0, 1, "killed", 2.0)) == ["cancel both-0 e1", f"deliver {finish}"]
+    flight.on_tokens(item(0, *tokens), B0, 1, 1.0)  # and the word of the end is lost
+    assert said(flight.on_worker_lost(B0, 1, "killed", 2.0)) == ["cancel both-0 e1", f"deliver {finish}"]
 
 
 def test_a_stop_token_below_min_tokens_is_none():
     flight = flying(WHOLE, request(stop_token_ids=(2,), min_tokens=3))
-    flight.tokens(item(0, 1, 2), B0, 1, 1.0)
-    assert said(flight.lost(B0, 1, "killed", 2.0)) == ["cancel both-0 e1", "wait 2"]
+    flight.on_tokens(item(0, 1, 2), B0, 1, 1.0)
+    assert said(flight.on_worker_lost(B0, 1, "killed", 2.0)) == ["cancel both-0 e1", "wait 2"]
 
 
 def test_attempts_without_a_new_token_are_limited_and_slow_down():
     flight = flying(WHOLE)
     waits = []
     for _ in range(2):
-        *_, wait = flight.lost(B0, 1, "killed", 2.0)
+        *_, wait = flight.on_worker_lost(B0, 1, "killed", 2.0)
         assert isinstance(wait, WaitForWorker)
         waits.append(wait.not_before - 2.0)
-        flight.placed(WHOLE, ROOT, 2.0)
+        flight.on_placed(WHOLE, ROOT, 2.0)
     assert waits == pytest.approx([0.0, 0.05])
-    assert said(flight.lost(B0, 1, "killed", 2.0)) == ["cancel both-0 e3", "fail WorkerLost"]
+    assert said(flight.on_worker_lost(B0, 1, "killed", 2.0)) == ["cancel both-0 e3", "fail WorkerLost"]
 
 
 def test_a_new_token_gives_new_attempts():
     flight = flying(WHOLE)
     for epoch in range(1, 8):
-        assert flight.tokens(item(epoch - 1, 7, epoch=epoch), B0, 1, 2.0)
-        assert said(flight.lost(B0, 1, "killed", 2.0))[-1] == "wait 2"
-        flight.placed(WHOLE, ROOT, 2.0)
+        assert flight.on_tokens(item(epoch - 1, 7, epoch=epoch), B0, 1, 2.0)
+        assert said(flight.on_worker_lost(B0, 1, "killed", 2.0))[-1] == "wait 2"
+        flight.on_placed(WHOLE, ROOT, 2.0)
 
 
 def test_the_slowest_retry_is_bounded():
     flight = RoutedRequest(request(), FailoverLimits(max_attempts=100, first_byte_s=1e9, stall_s=1e9), 0.0)
     flight.begin(0.0)
     for _ in range(50):
-        flight.placed(WHOLE, ROOT, 0.0)
-        *_, wait = flight.lost(B0, 1, "killed", 0.0)
+        flight.on_placed(WHOLE, ROOT, 0.0)
+        *_, wait = flight.on_worker_lost(B0, 1, "killed", 0.0)
     assert wait == WaitForWorker(BACKOFF_MAX_S)
 
 
@@ -288,26 +295,26 @@ def test_the_slowest_retry_is_bounded():
 def test_a_returned_leg_takes_the_other_with_it(who, reason):
     flight = started(flying())
     other = D0 if who == P0 else P0
-    assert said(flight.returned(1, reason, who, 1, 2.0)) == [f"end {who} e1", f"cancel {other} e1", "wait 2"]
+    assert said(flight.on_returned(1, reason, who, 1, 2.0)) == [f"end {who} e1", f"cancel {other} e1", "wait 2"]
     avoided = {(who, 1)} if reason == "draining" else set()
-    assert flight.ask(2.0).avoid == avoided
-    assert flight.ask(2.0 + AVOID_S).avoid == set()
+    assert flight.placement_request(2.0).avoid == avoided
+    assert flight.placement_request(2.0 + AVOID_S).avoid == set()
 
 
 @pytest.mark.parametrize("who", [P0, D0])
 def test_a_hand_over_that_failed_casts_doubt_on_its_other_end(who):
     flight = flying()
-    flight.returned(1, "pages_lost: silent", who, 1, 2.0)
-    assert flight.ask(2.0).doubt == {(D0 if who == P0 else P0, 1)}
-    assert flight.ask(2.0 + DISTRUST_S).doubt == flight.ask(2.0).avoid == frozenset()
+    flight.on_returned(1, "pages_lost: silent", who, 1, 2.0)
+    assert flight.placement_request(2.0).distrusted == {(D0 if who == P0 else P0, 1)}
+    assert flight.placement_request(2.0 + DISTRUST_S).distrusted == flight.placement_request(2.0).avoid == frozenset()
 
 
 def test_returns_are_bounded_too():
     flight = flying(WHOLE)
     for epoch in (1, 2):
-        flight.returned(epoch, "preempted", B0, 1, 2.0)
-        flight.placed(WHOLE, ROOT, 2.0)
-    effects = flight.returned(3, "preempted", B0, 1, 2.0)
+        flight.on_returned(epoch, "preempted", B0, 1, 2.0)
+        flight.on_placed(WHOLE, ROOT, 2.0)
+    effects = flight.on_returned(3, "preempted", B0, 1, 2.0)
     assert said(effects) == ["end both-0 e3", "fail WorkerLost"]
     assert isinstance(effects[-1], FailRequest)
     assert "both-0 gave it back: preempted" in str(effects[-1].error)
@@ -315,34 +322,34 @@ def test_returns_are_bounded_too():
 
 @pytest.mark.parametrize(("epoch", "worker", "incarnation"), [(2, B0, 1), (1, P0, 1), (1, B0, 2)])
 def test_a_return_of_another_epoch_worker_or_incarnation_is_ignored(epoch, worker, incarnation):
-    assert flying(WHOLE).returned(epoch, "preempted", worker, incarnation, 2.0) == ()
+    assert flying(WHOLE).on_returned(epoch, "preempted", worker, incarnation, 2.0) == ()
 
 
 def test_a_full_queue_is_another_workers_chance_and_else_the_clients_to_retry():
     flight = flying(WHOLE)
-    assert said(flight.returned(1, "queue_full", B0, 1, 2.0)) == ["end both-0 e1", "wait 2"]
-    assert flight.ask(2.0).avoid == {(B0, 1)}
-    assert flight.ask(2.0 + AVOID_S).avoid == frozenset()
-    (fail,) = flight.placed(NOBODY, ROOT, 2.0)
+    assert said(flight.on_returned(1, "queue_full", B0, 1, 2.0)) == ["end both-0 e1", "wait 2"]
+    assert flight.placement_request(2.0).avoid == {(B0, 1)}
+    assert flight.placement_request(2.0 + AVOID_S).avoid == frozenset()
+    (fail,) = flight.on_placed(NOBODY, ROOT, 2.0)
     assert isinstance(fail, FailRequest)
     assert isinstance(fail.error, QueueFull)
 
 
 def test_an_answer_that_has_begun_waits_for_a_full_queue():
     flight = started(flying())
-    flight.returned(1, "queue_full", D0, 1, 2.0)
-    assert said(flight.placed(NOBODY, ROOT, 2.0)) == [f"wait {2.0 + AVOID_S:g}"]
+    flight.on_returned(1, "queue_full", D0, 1, 2.0)
+    assert said(flight.on_placed(NOBODY, ROOT, 2.0)) == [f"wait {2.0 + AVOID_S:g}"]
 
 
 @pytest.mark.parametrize(("begun", "error"), [(False, RequestError), (True, WorkerLost)])
 def test_what_no_worker_can_hold_is_said(begun, error):
     flight = flying(WHOLE)
     if begun:
-        flight.tokens(item(0, 1), B0, 1, 1.0)
-    flight.returned(1, "too_long", B0, 1, 2.0)
-    assert flight.ask(math.inf).avoid == frozenset()
-    assert flight.ask(1e9).avoid == {(B0, 1)}
-    (fail,) = flight.placed(NOBODY, ROOT, 2.0)
+        flight.on_tokens(item(0, 1), B0, 1, 1.0)
+    flight.on_returned(1, "too_long", B0, 1, 2.0)
+    assert flight.placement_request(math.inf).avoid == frozenset()
+    assert flight.placement_request(1e9).avoid == {(B0, 1)}
+    (fail,) = flight.on_placed(NOBODY, ROOT, 2.0)
     assert isinstance(fail, FailRequest)
     assert isinstance(fail.error, error)
     assert "40 tokens of prompt and 8 of answer" in str(fail.error)
@@ -361,8 +368,8 @@ def test_what_no_worker_can_hold_is_said(begun, error):
 )
 def test_patience_ends(flight, at, error):
     flight = flight()
-    assert flight.tick(at) == ()
-    *cancels, fail = flight.tick(at + 0.1)
+    assert flight.on_tick(at) == ()
+    *cancels, fail = flight.on_tick(at + 0.1)
     assert isinstance(fail, FailRequest)
     assert isinstance(fail.error, error)
     assert all(isinstance(cancel, CancelStage) for cancel in cancels)
@@ -373,8 +380,8 @@ def test_patience_ends(flight, at, error):
 def test_every_token_renews_patience():
     flight = flying(WHOLE)
     for index in range(5):
-        assert flight.tick(index * 9.0) == ()
-        flight.tokens(item(index, 1), B0, 1, index * 9.0)
+        assert flight.on_tick(index * 9.0) == ()
+        flight.on_tokens(item(index, 1), B0, 1, index * 9.0)
 
 
 # --- deadlines and classes ------------------------------------------------------------------------------------------
@@ -386,33 +393,33 @@ def in_time(seconds: float | None):
 
 def test_a_worker_is_told_what_is_left_of_the_wait():
     flight = waiting(in_time(9.0))
-    (send,) = flight.placed(WHOLE, ROOT, 2.5)
+    (send,) = flight.on_placed(WHOLE, ROOT, 2.5)
     assert isinstance(send, SubmitStage)
     assert send.submit.claim == Qos(max_wait_s=6.5, service=ServiceClass.BATCH)
-    flight.tokens(item(0, 1), B0, 1, 3.0)
-    flight.lost(B0, 1, "died", 4.0)
-    (again,) = flight.placed(WHOLE, ROOT, 5.0)
+    flight.on_tokens(item(0, 1), B0, 1, 3.0)
+    flight.on_worker_lost(B0, 1, "died", 4.0)
+    (again,) = flight.on_placed(WHOLE, ROOT, 5.0)
     assert isinstance(again, SubmitStage)
     assert again.submit.claim.max_wait_s is None, "who has a token waits for no first one"
 
 
 def test_who_waits_for_as_long_as_it_may_is_told():
     flight = flying(asked=in_time(9.0))
-    assert flight.tick(9.0) == ()
-    assert said(flight.tick(9.1)) == ["cancel decode-0 e1", "cancel prefill-0 e1", "fail DeadlineMissed"]
+    assert flight.on_tick(9.0) == ()
+    assert said(flight.on_tick(9.1)) == ["cancel decode-0 e1", "cancel prefill-0 e1", "fail DeadlineMissed"]
 
 
 def test_a_worker_may_say_it_first():
     flight = flying(WHOLE, in_time(9.0))
-    assert said(flight.returned(1, "deadline", B0, 1, 9.0)) == ["end both-0 e1", "fail DeadlineMissed"]
+    assert said(flight.on_returned(1, "deadline", B0, 1, 9.0)) == ["end both-0 e1", "fail DeadlineMissed"]
 
 
 def test_yielding_is_no_failure():
     flight = flying(WHOLE, in_time(None))
     for epoch in range(1, 3 * PATIENCE.max_attempts):
-        again = said(flight.returned(epoch, "yielded", B0, 1, 1.0))
+        again = said(flight.on_returned(epoch, "yielded", B0, 1, 1.0))
         assert again == [f"end both-0 e{epoch}", "wait 1"], "at once, and as often as it takes"
-        assert said(flight.placed(WHOLE, ROOT, 1.0)) == [f"send both-0 whole e{epoch + 1}"]
+        assert said(flight.on_placed(WHOLE, ROOT, 1.0)) == [f"send both-0 whole e{epoch + 1}"]
 
 
 # --- log-probabilities of a prompt that come in parts -----------------------------------------------------------------
@@ -431,7 +438,7 @@ def parts(epoch: int = 1) -> list[TokenItem]:
 def test_parts_are_put_together_in_whatever_order_and_however_often_they_come():
     for order in permutations([*parts(), parts()[1]]):
         flight = flying(WHOLE, request(prompt=tuple(range(5)), prompt_logprobs=0))
-        effects = [effect for part in order for effect in flight.tokens(part, B0, 1, 1.0)]
+        effects = [effect for part in order for effect in flight.on_tokens(part, B0, 1, 1.0)]
         delivered = [effect.batch for effect in effects if isinstance(effect, DeliverTokens)]
         assert [batch.tokens for batch in delivered] == [(9,)]
         assert [one.token for one in delivered[0].prompt_logprobs or ()] == [1, 2, 3, 4]
@@ -440,11 +447,11 @@ def test_parts_are_put_together_in_whatever_order_and_however_often_they_come():
 def test_parts_that_were_lost_are_computed_again():
     flight = flying(WHOLE, request(prompt=tuple(range(5)), prompt_logprobs=0))
     first, _, last = parts()
-    assert said(flight.tokens(first, B0, 1, 1.0)) == said(flight.tokens(last, B0, 1, 1.0)) == []
-    assert said(flight.tick(1.5)) == []
-    assert said(flight.tick(2.5)) == ["cancel both-0 e1", "wait 2.5"]
-    flight.placed(WHOLE, ROOT, 2.5)
-    effects = [effect for part in parts(epoch=2) for effect in flight.tokens(part, B0, 1, 3.0)]
+    assert said(flight.on_tokens(first, B0, 1, 1.0)) == said(flight.on_tokens(last, B0, 1, 1.0)) == []
+    assert said(flight.on_tick(1.5)) == []
+    assert said(flight.on_tick(2.5)) == ["cancel both-0 e1", "wait 2.5"]
+    flight.on_placed(WHOLE, ROOT, 2.5)
+    effects = [effect for part in parts(epoch=2) for effect in flight.on_tokens(part, B0, 1, 3.0)]
     assert said(tuple(effects)) == ["deliver 9"]
 
 
@@ -452,5 +459,7 @@ def test_parts_that_nobody_asked_for_are_not_kept():
     flight = flying(WHOLE, request(prompt=tuple(range(5)), prompt_logprobs=0))
     many = tuple(TokenLogprob(1, -1.0) for _ in range(10))
     for start in range(100):
-        flight.tokens(item(0, prompt_logprobs=many[: 1 + start % 4], prompt_start=start, prompt_more=True), B0, 1, 1.0)
+        flight.on_tokens(
+            item(0, prompt_logprobs=many[: 1 + start % 4], prompt_start=start, prompt_more=True), B0, 1, 1.0
+        )
     assert flight._prompt_told._kept <= 4

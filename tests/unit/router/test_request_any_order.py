@@ -173,7 +173,7 @@ class AnyOrder(RuleBasedStateMachine):
         else:
             legs = ()
         decision = Decision(at=self.now, policy="none", identity=IDENTITY, legs=legs)
-        self.apply(self.flight.placed(decision, ROOT, self.now))
+        self.apply(self.flight.on_placed(decision, ROOT, self.now))
 
     def chosen(self, leg: RequestStage, worker: WorkerId) -> ChosenWorker:
         return ChosenWorker(leg, 0, worker, self.alive[worker], f"memory://{worker}", 1, ExpectedWork(tokens=1))
@@ -231,7 +231,7 @@ class AnyOrder(RuleBasedStateMachine):
     def deliver(self, data, doubled: bool) -> None:
         index = data.draw(st.integers(0, len(self.channel) - 1))
         item, worker, incarnation = self.channel[index] if doubled else self.channel.pop(index)
-        self.apply(self.flight.tokens(item, worker, incarnation, self.now))
+        self.apply(self.flight.on_tokens(item, worker, incarnation, self.now))
 
     @precondition(lambda self: len(self.dead) < len(WORKERS))
     @rule(data=st.data(), with_its_messages=st.booleans())
@@ -242,7 +242,7 @@ class AnyOrder(RuleBasedStateMachine):
         if with_its_messages:
             self.channel = [sent for sent in self.channel if sent[1:] != (worker, incarnation)]
         self.without_prefill = True
-        self.apply(self.flight.lost(worker, incarnation, "killed", self.now))
+        self.apply(self.flight.on_worker_lost(worker, incarnation, "killed", self.now))
 
     @precondition(lambda self: self.dead)
     @rule(data=st.data())
@@ -256,20 +256,20 @@ class AnyOrder(RuleBasedStateMachine):
     def give_back(self, data, reason: str) -> None:
         leg = data.draw(st.sampled_from([leg for leg in self.running() if not leg.over]))
         leg.over = True
-        self.apply(self.flight.returned(leg.submit.epoch, reason, leg.worker, leg.incarnation, self.now))
+        self.apply(self.flight.on_returned(leg.submit.epoch, reason, leg.worker, leg.incarnation, self.now))
 
     @rule(seconds=st.sampled_from([0.01, 0.2, 0.3]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
         if seconds > 0.2 or self.now > 0.25:
             self.without_prefill = True
-        self.apply(self.flight.tick(self.now))
+        self.apply(self.flight.on_tick(self.now))
 
     @precondition(lambda self: self.delivered)
     @rule()
     def leave(self) -> None:
         self.left = True
-        self.apply(self.flight.client_gone())
+        self.apply(self.flight.on_client_gone())
 
     # --- what must hold ---------------------------------------------------------------------------------------------
 
@@ -289,20 +289,20 @@ class AnyOrder(RuleBasedStateMachine):
         self.dead.clear()
         self.alive = {worker: incarnation + 1 for worker, incarnation in self.alive.items()}
         for leg in list(self.legs):
-            self.apply(self.flight.lost(leg.worker, leg.incarnation, "killed", self.now))
+            self.apply(self.flight.on_worker_lost(leg.worker, leg.incarnation, "killed", self.now))
         for _ in range(20):
             if self.flight.phase is RequestPhase.WAITING:
                 names = [WORKERS[2], WORKERS[0]] if self.split else [WORKERS[0]]
                 kinds = [RequestStage.DECODE, RequestStage.PREFILL] if self.split else [RequestStage.WHOLE]
                 legs = tuple(self.chosen(kind, name) for kind, name in zip(kinds, names, strict=True))
                 decision = Decision(at=self.now, policy="none", identity=IDENTITY, legs=legs)
-                self.apply(self.flight.placed(decision, ROOT, self.now))
+                self.apply(self.flight.on_placed(decision, ROOT, self.now))
             for leg in self.running():
                 if not leg.over:
                     self.step(leg, 3)
             sent, self.channel = self.channel, []
             for item, worker, incarnation in sent:
-                self.apply(self.flight.tokens(item, worker, incarnation, self.now))
+                self.apply(self.flight.on_tokens(item, worker, incarnation, self.now))
             self.nothing_runs_that_is_not_wanted()
         assert self.flight.phase is RequestPhase.DONE
         assert self.finished or self.left or self.failed is not None

@@ -56,7 +56,7 @@ def chosen(leg: RequestStage) -> Decision:
 def test_pixels_go_where_the_prompt_is_read(leg: RequestStage, reads: bool):
     (sent,) = build_submits(request(), 1, (), chosen(leg), ROOT, now=0.0)
     assert sent.images == (IMAGE,)
-    assert sent.pictures == ((PICTURE,) if reads else ())
+    assert sent.media == ((PICTURE,) if reads else ())
     assert sent.encoders == ((ENCODER,) if reads else ())
     assert sent.block_hashes == request().block_hashes  # the first block begins with the image
 

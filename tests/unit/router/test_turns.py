@@ -20,8 +20,8 @@ def test_a_look_takes_so_many_of_those_that_are_due_in_order_of_time():
         rounds.add(a_stream(f"s{number}"), at=1.0 + number / 10_000)
     rounds.add(a_stream("later"), at=9.0)
     seen: list[Any] = []
-    while rounds.due(3.0):
-        taken = rounds.take(3.0)
+    while rounds.has_due(3.0):
+        taken = rounds.pop_due(3.0)
         assert 0 < len(taken) <= 256
         seen += taken
     assert seen == [f"s{number}" for number in range(10_000)]
@@ -31,8 +31,8 @@ def test_a_look_takes_so_many_of_those_that_are_due_in_order_of_time():
 def test_nothing_is_looked_at_before_its_time():
     rounds = StreamChecks(per_turn=4)
     rounds.add(a_stream("s"), at=1.0)
-    assert (rounds.take(0.9), rounds.due(0.9)) == ([], False)
-    assert rounds.take(1.0) == ["s"]
+    assert (rounds.pop_due(0.9), rounds.has_due(0.9)) == ([], False)
+    assert rounds.pop_due(1.0) == ["s"]
 
 
 def test_nothing_is_kept_of_streams_that_are_over_before_their_time():
@@ -44,9 +44,9 @@ def test_nothing_is_kept_of_streams_that_are_over_before_their_time():
     assert len(rounds) == 1
     assert len(rounds._heap) <= MIN_STALE + 2
     assert [entry.stream for entry in rounds._heap if entry.stream is not None] == streams[-1:]
-    assert rounds.take(3600.0) == streams[-1:]
+    assert rounds.pop_due(3600.0) == streams[-1:]
     rounds.discard(streams[-1])
-    assert (len(rounds), rounds.take(3600.0)) == (0, [])
+    assert (len(rounds), rounds.pop_due(3600.0)) == (0, [])
 
 
 async def test_all_links_together_have_so_much_room_in_a_turn():
@@ -54,7 +54,7 @@ async def test_all_links_together_have_so_much_room_in_a_turn():
     for _ in range(5):
         in_this_turn = 0
         while room.has_room:
-            room.take(30)
+            room.spend(30)
             in_this_turn += 1
         assert in_this_turn == 4  # the last of them exceeds what was left
         handled += in_this_turn

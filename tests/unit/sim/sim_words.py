@@ -39,7 +39,7 @@ def fleet(workers: str = "2", *, tokens: int = 1 << 19, host: int = 0, disk: int
     size = default.memory.token_bytes
     memory = SimMemory(token_bytes=size, device_bytes=tokens * size, host_bytes=host * size, disk_bytes=disk * size)
     scheduler = msgspec.structs.replace(default.scheduler, **limits)
-    return msgspec.structs.replace(default.of(*parse_workers(workers)), memory=memory, scheduler=scheduler)
+    return msgspec.structs.replace(default.with_groups(*parse_workers(workers)), memory=memory, scheduler=scheduler)
 
 
 def simulated(of: Trace, workers: FleetFile, **setup: Any) -> SimulationRun:
@@ -49,4 +49,4 @@ def simulated(of: Trace, workers: FleetFile, **setup: Any) -> SimulationRun:
 
 def seen(run: SimulationRun) -> list[tuple[float, float, int, int]]:
     """What each client saw: the first and the last token's times, tokens, cached tokens."""
-    return [(each.first_at, each.last_at, each.tokens, each.cached) for each in run.measures.requests.values()]
+    return [(each.first_at, each.last_at, each.tokens, each.cached) for each in run.results.requests.values()]

@@ -32,7 +32,7 @@ def file(tmp_path: Path) -> Path:
 def test_mooncake_is_read_in_order_of_arrival(file: Path, packed: bool) -> None:
     file.write_bytes(gzip.compress(MOONCAKE.encode()) if packed else MOONCAKE.encode())
     trace = read_trace(file)
-    assert [(job.at, job.prompt, job.answer, job.blocks) for job in trace.jobs] == [
+    assert [(job.at, job.prompt, job.output, job.blocks) for job in trace.requests] == [
         (0.0, 512, 1, (0,)),
         (2.0, 1030, 5, (0, 1, 2)),
     ]
@@ -42,9 +42,9 @@ def test_mooncake_is_read_in_order_of_arrival(file: Path, packed: bool) -> None:
 def test_azure_is_read_and_shares_nothing(file: Path) -> None:
     file.write_text(AZURE)
     trace = read_trace(file)
-    assert [(job.at, job.prompt, job.answer) for job in trace.jobs] == [(0.0, 374, 44), (4.0, 396, 109)]
+    assert [(job.at, job.prompt, job.output) for job in trace.requests] == [(0.0, 374, 44), (4.0, 396, 109)]
     assert trace.block_tokens == 0
-    assert len(read_trace(file, 1).jobs) == 1
+    assert len(read_trace(file, 1).requests) == 1
 
 
 def test_the_clock_of_a_trace_is_utc_or_what_it_says(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_the_clock_of_a_trace_is_utc_or_what_it_says(file: Path, monkeypatch: py
     monkeypatch.setenv("TZ", "America/New_York")  # where the second hour of that day did not exist
     time.tzset()
     try:
-        assert [job.at for job in read_trace(file).jobs] == [0.0, 3602.0, 7203.0]
+        assert [job.at for job in read_trace(file).requests] == [0.0, 3602.0, 7203.0]
     finally:
         monkeypatch.undo()
         time.tzset()
@@ -99,7 +99,7 @@ def test_the_default_fleet_is_the_bars() -> None:
 
 
 def test_a_fleet_file_is_written_as_it_is_read(tmp_path: Path) -> None:
-    fleet = load_fleet("h100").of(*parse_workers("3:1"))
+    fleet = load_fleet("h100").with_groups(*parse_workers("3:1"))
     (tmp_path / "fleet.toml").write_text(fleet_toml(fleet))
     assert load_fleet(str(tmp_path / "fleet.toml")) == fleet
 

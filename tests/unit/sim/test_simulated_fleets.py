@@ -34,11 +34,11 @@ from penstock.types import BlockHash, RequestStage
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_request_is_lost_and_no_page_is(seed: int, workers: str, policy: str, tokens: int, host: int) -> None:
     talk = conversations(seed, requests=20)
-    longest = max(job.prompt + job.answer for job in talk.jobs)
+    longest = max(job.prompt + job.output for job in talk.requests)
     run = simulated(talk, fleet(workers, tokens=max(tokens, longest + 1024), host=host, disk=host), policy=policy)
-    for job, each in zip(talk.jobs, run.measures.requests.values(), strict=True):
+    for job, each in zip(talk.requests, run.results.requests.values(), strict=True):
         assert each.done, each.failed
-        assert each.tokens == job.answer
+        assert each.tokens == job.output
         assert each.cached < each.prompt == job.prompt
         assert each.first_at > each.arrival
     for worker in run.workers:
@@ -65,7 +65,7 @@ def test_skipped_steps_are_the_steps_that_were_skipped(workers: str, monkeypatch
     for one, other in zip(seen(skipped), seen(stepped), strict=True):
         assert one == pytest.approx(other, abs=1e-7)
     assert sum(worker.steps for worker in skipped.workers) == sum(worker.steps for worker in stepped.workers)
-    assert skipped.measures.intervals[1].sum() == stepped.measures.intervals[1].sum()
+    assert skipped.results.intervals[1].sum() == stepped.results.intervals[1].sum()
 
 
 def test_a_tiny_run_has_the_schedule_of_the_real_scheduler() -> None:
@@ -121,7 +121,7 @@ def test_decisions_are_those_of_the_real_router(policy: str, monkeypatch: pytest
 
     def both(self: Any, flight: RoutedRequest, now: float) -> Any:
         how = PlacementRules(policy=make_policy(policy), page_tokens=512)
-        again = choose_workers(flight.ask(now), self._fleet, self.prefixes, now, how, write=self._length)
+        again = choose_workers(flight.placement_request(now), self._fleet, self.prefixes, now, how, write=self._length)
         made = real(self, flight, now)
         compared.append(made[0].legs == again.legs)
         return made
@@ -129,7 +129,7 @@ def test_decisions_are_those_of_the_real_router(policy: str, monkeypatch: pytest
     monkeypatch.setattr(Placement, "decide", both)
     run = simulated(conversations(9), fleet("2:2"), policy=policy)
     assert compared == [True] * run.decisions
-    assert run.decisions >= len(run.measures.requests)
+    assert run.decisions >= len(run.results.requests)
 
 
 def test_lower_tiers_give_back_what_the_device_had_to_forget() -> None:
@@ -139,7 +139,7 @@ def test_lower_tiers_give_back_what_the_device_had_to_forget() -> None:
     kept = simulated(trace(*jobs, blocks=512), fleet("1", tokens=50 * 512, host=100 * 512))
     slow = simulated(trace(*jobs, blocks=512), fleet("1", tokens=50 * 512, disk=100 * 512))
     assert without.hit_tokens == 0 < kept.hit_tokens == slow.hit_tokens == kept.ideal_tokens
-    first = [[each.ttft_s for each in run.measures.requests.values()][-1] for run in (kept, slow, without)]
+    first = [[each.ttft_s for each in run.results.requests.values()][-1] for run in (kept, slow, without)]
     assert first == sorted(first)
     assert kept.workers[0].tier_reads() == (19 * 8, 0)
 
@@ -147,7 +147,7 @@ def test_lower_tiers_give_back_what_the_device_had_to_forget() -> None:
 def test_workers_of_one_machine_slow_each_other_down() -> None:
     talk, apart = trace((0.0, 2000, 40), (0.001, 2000, 40)), fleet("2")
     together = msgspec.structs.replace(apart, steps=msgspec.structs.replace(apart.steps, beside=0.5))
-    alone, crowded = (simulated(talk, workers).measures for workers in (apart, together))
+    alone, crowded = (simulated(talk, workers).results for workers in (apart, together))
     assert crowded.ttfts()[0] == pytest.approx(alone.ttfts()[0])  # nobody else computed when it began
     assert crowded.ttfts()[1] == pytest.approx(1.5 * alone.ttfts()[1], rel=0.02)
     last = [crowded.requests[number].itl_s / alone.requests[number].itl_s for number in (0, 1)]
@@ -160,7 +160,7 @@ def test_what_lies_in_lower_tiers_is_known_to_the_router() -> None:
     jobs = [(0.0, 20 * 512, 1, first), (5.0, 39 * 512, 1, other), (6.0, 39 * 512, 1, other), (20.0, 20 * 512, 1, first)]
     run = simulated(trace(*jobs, blocks=512), fleet("2", tokens=40 * 512, host=400 * 512))
     assert sum(worker.tier_reads()[0] for worker in run.workers) > 0
-    assert run.measures.requests[3].cached == 19 * 512
+    assert run.results.requests[3].cached == 19 * 512
 
 
 def test_at_most_half_of_the_pages_are_kept_for_requests_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:

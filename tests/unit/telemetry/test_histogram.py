@@ -19,7 +19,7 @@ def test_weighted_observations_show_as_so_many_single_ones():
         for _ in range(times):
             theirs.observe(value)
     (expected,) = registry.collect()
-    shown = ours.family("gap_seconds", "gaps", {"model_name": "m"})
+    shown = ours.metric("gap_seconds", "gaps", {"model_name": "m"})
     told, wanted = ({(each.name, each.labels.get("le")): each.value for each in of.samples} for of in (shown, expected))
     told.pop(("gap_seconds_created", None))
     wanted.pop(("gap_seconds_created", None))

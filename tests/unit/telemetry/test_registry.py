@@ -93,15 +93,15 @@ def test_workers_need_no_metrics_library_to_count():
 
 def test_all_declared_families_are_shown():
     metrics = Metrics(model_name="m")
-    metrics.rows = lambda: [ROW]
+    metrics.worker_rows = lambda: [ROW]
     counters = (*names.WORKER_COUNTERS, *names.WORKER_MAXIMA, *names.TIER_COUNTERS)
-    metrics.worker_report("decode-0", 1, dict.fromkeys(counters, 1.0))
-    metrics.worker_died("decode-0")
-    metrics.worker_suspected("decode-0")
-    metrics.worker_probed("decode-0", "sent")
-    metrics.retried(delayed=False)
-    metrics.fenced("epoch")
-    metrics.met("new")
+    metrics.on_worker_report("decode-0", 1, dict.fromkeys(counters, 1.0))
+    metrics.on_worker_died("decode-0")
+    metrics.on_worker_suspected("decode-0")
+    metrics.on_worker_probed("decode-0", "sent")
+    metrics.on_retried(delayed=False)
+    metrics.on_fenced("epoch")
+    metrics.on_idempotency_key("new")
     metrics.responses = lambda: ResponseCacheStats({"hit": 1})
     metrics.spans = lambda: {"ended": 1}
     shown = scrape(metrics)
@@ -115,7 +115,7 @@ def test_all_declared_families_are_shown():
 def test_what_workers_are_is_looked_up_when_somebody_asks():
     metrics = Metrics(model_name="m")
     rows = [ROW]
-    metrics.rows = lambda: rows
+    metrics.worker_rows = lambda: rows
     metrics.open_requests = lambda: 5
     metrics.dropped_frames = lambda: 2
     shown = scrape(metrics)
@@ -133,11 +133,11 @@ def test_what_workers_are_is_looked_up_when_somebody_asks():
 
 def test_a_request_is_counted_in_its_phases():
     metrics = Metrics(model_name="m")
-    metrics.first_token(0.5, 0.1, 40)
-    metrics.more_tokens(1, None)
-    metrics.more_tokens(2, 0.2)
-    metrics.finished("stop", 0.9, 0.4)
-    metrics.finished("error", 0.1, None)
+    metrics.on_first_token(0.5, 0.1, 40)
+    metrics.on_tokens(1, None)
+    metrics.on_tokens(2, 0.2)
+    metrics.on_finished("stop", 0.9, 0.4)
+    metrics.on_finished("error", 0.1, None)
     shown = scrape(metrics)
     assert shown["penstock:prompt_tokens_total"] == {(): 40.0}
     assert shown["penstock:generation_tokens_total"] == {(): 3.0}
@@ -158,20 +158,20 @@ def test_a_request_is_counted_in_its_phases():
 
 def test_two_registries_do_not_meet():
     one, two = Metrics(model_name="m"), Metrics(model_name="m")
-    one.resubmitted()
+    one.on_resubmitted()
     assert scrape(one)["penstock:resubmissions_total"] == {(): 1.0}
     assert scrape(two)["penstock:resubmissions_total"] == {(): 0.0}
 
 
 def test_a_new_incarnation_goes_on_where_the_last_one_ended():
     totals = WorkerTotals()
-    totals.report("w", 1, {"steps": 10.0, "batch_rows_max": 4.0, "unknown": 9.0})
-    totals.report("w", 2, {"steps": 1.0, "batch_rows_max": 2.0})
+    totals.on_report("w", 1, {"steps": 10.0, "batch_rows_max": 4.0, "unknown": 9.0})
+    totals.on_report("w", 2, {"steps": 1.0, "batch_rows_max": 2.0})
     assert totals.value("w", "steps") == 11.0
     assert totals.value("w", "batch_rows_max") == 4.0
     assert totals.value("w", "unknown") == 0.0
-    totals.report("w", 1, {"steps": 99.0})
-    totals.report("w", 3, {"batch_rows_max": 7.0})
+    totals.on_report("w", 1, {"steps": 99.0})
+    totals.on_report("w", 3, {"batch_rows_max": 7.0})
     assert totals.value("w", "steps") == 11.0
     assert totals.value("w", "batch_rows_max") == 7.0
     assert totals.workers() == ["w"]
@@ -186,7 +186,7 @@ def test_a_new_incarnation_goes_on_where_the_last_one_ended():
 def test_a_total_never_goes_back(reports):
     totals, seen = WorkerTotals(), {"steps": 0.0, "batch_rows_max": 0.0}
     for incarnation, counters in reports:
-        totals.report("w", incarnation, counters)
+        totals.on_report("w", incarnation, counters)
         for name, before in seen.items():
             assert totals.value("w", name) >= before
             seen[name] = totals.value("w", name)

@@ -17,18 +17,18 @@ def test_a_busy_gateway_says_how_fast_it_is_and_an_idle_one_nothing(
     monkeypatch.setattr(logging.getLogger("penstock"), "propagate", True)
     caplog.set_level(logging.INFO, "penstock.gateway")
     metrics, clock = Metrics(), VirtualClock()
-    metrics.rows = lambda: [{"running": 2, "queued": 1}, {"running": 1, "queued": 0}]
+    metrics.worker_rows = lambda: [{"running": 2, "queued": 1}, {"running": 1, "queued": 0}]
     throughput = ThroughputLog(metrics, clock)
-    throughput.look()
+    throughput.write_line()
     assert not caplog.records
-    metrics.first_token(0.1, 0.0, 500)
-    metrics.more_tokens(40, 0.1)
+    metrics.on_first_token(0.1, 0.0, 500)
+    metrics.on_tokens(40, 0.1)
     metrics.open_requests = lambda: 4
     clock.advance(10)
-    throughput.look()
+    throughput.write_line()
     metrics.open_requests = int
     clock.advance(10)
-    throughput.look()
+    throughput.write_line()
     (record,) = caplog.records
     assert record.__dict__["fields"] == {
         "open_requests": 4,

@@ -71,12 +71,12 @@ def of_trace(path: Path, kind: str, count: int) -> list[Wanted]:
     return [
         Wanted(
             input_len=job.prompt,
-            output_len=job.answer,
+            output_len=job.output,
             at=job.at,
             blocks=job.blocks,
             block_tokens=trace.block_tokens,
         )
-        for job in trace.jobs
+        for job in trace.requests
     ]
 
 

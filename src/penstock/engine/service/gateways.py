@@ -84,12 +84,12 @@ def add_request_of(message: Submit, now: float, *, ahead: int) -> AddRequest:
         open_ended=message.open_ended,
         expected_tokens=message.expected_tokens,
         images=message.images,
-        media=message.pictures,
+        media=message.media,
         encoders=message.encoders,
         pooling=message.pooling,
         adapter=message.adapter,
         extra_tokens=ahead if message.joins else 0,
-        prompt_pages_only=message.apart,
+        prompt_pages_only=message.mixed,
     )
 
 

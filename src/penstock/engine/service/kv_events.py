@@ -361,7 +361,7 @@ class KvEventPublisher:
                 report,
                 counters=counters,
                 cached=cached if gateway.follows_cache and gateway not in in_parts else (),
-                heard=gateway.serial,
+                acked=gateway.serial,
                 gateways=busy,
                 kv_sequence=sequence,
             )

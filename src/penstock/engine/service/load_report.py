@@ -142,7 +142,7 @@ class LoadReporter:
             prompt_pairs=load.prompt_pairs,
             batch_tokens=load.batch_tokens,
             batch_pairs=load.batch_pairs,
-            answers=load.decode_requests,
+            decodes=load.decode_requests,
             context_tokens=load.context_tokens,
             page_bytes=self._receiver.page_bytes,
             domain=store.domain,

@@ -65,7 +65,7 @@ class RemoteEncoders:
         source = max(sources, key=lambda one: blake3(image.content + one.worker.encode()).digest())
         if not self._peers.connect(source, now):
             return False
-        message = EncodeImage(content=image.content, picture=picture, identity=self._identity)
+        message = EncodeImage(content=image.content, media=picture, identity=self._identity)
         self._peers.send(source, message, now)
         self._asked[image.content] = _Asked(source, (image.end - image.at, width), now + SILENCE_S)
         return True
@@ -133,7 +133,7 @@ class EncodeRequests:
         if not self.add(peer, message):
             return
         try:
-            rows_ND = images.encode_for_peer(message.content, message.picture)
+            rows_ND = images.encode_for_peer(message.content, message.media)
         except Exception as error:
             self.send_rows(message.content, None)
             if not isinstance(error, ImageRefused):

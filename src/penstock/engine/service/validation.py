@@ -26,15 +26,15 @@ def invalid_submit(message: Submit, vocabulary: int | None, *, mixed: bool) -> s
         return f"a token that is none of the model's {vocabulary}"
     if len(message.block_hashes) > len(prompt) // PAGE_TOKENS:
         return f"{len(message.block_hashes)} hashes of blocks for {len(prompt)} tokens"
-    if message.apart and not mixed:
+    if message.mixed and not mixed:
         return "prompt and answer in two numerics classes, of which there is one here"
     end = 0
     for image in message.images:
         if image.at < end or image.end > len(prompt):
             return "an image that is not in the prompt"
         end = image.end
-    if message.pictures and len(message.pictures) != len(message.images):
-        return f"{len(message.pictures)} pictures for {len(message.images)} places"
+    if message.media and len(message.media) != len(message.images):
+        return f"{len(message.media)} pictures for {len(message.images)} places"
     if message.pooling is not None and (message.pooling.second or 0) > len(prompt):
         return "a second text that begins behind the prompt"
     return _unfit_sampling(message.sampling, vocabulary)

@@ -29,6 +29,6 @@ class InlineConnector(KvConnector):
         """Copies the payload at once."""
         frame = wanted.frame
         if wanted.payload is None:
-            raise PageCorrupt(f"block {frame.block} of {frame.request} came without its bytes")
+            raise PageCorrupt(f"block {frame.index} of {frame.request} came without its bytes")
         self.seal.copy_checked(frame, wanted.payload, wanted.into)
         return True

@@ -77,9 +77,9 @@ class OpenPull:
 
     def fits(self, frame: PageReady) -> bool:
         """Whether the announced page can exist: its index is in range and its token count possible."""
-        if not 0 <= frame.block < len(self.pull.pages):
+        if not 0 <= frame.index < len(self.pull.pages):
             return False
-        most = self.pieces.tokens_of(frame.block)
+        most = self.pieces.tokens_of(frame.index)
         return 0 < frame.tokens <= most and (self.pull.ahead > 0 or frame.tokens == most)
 
 
@@ -98,7 +98,7 @@ def page_announcements(several: PagesReady) -> Iterator[PageReady]:
         yield PageReady(
             request=several.request,
             epoch=several.epoch,
-            block=each.block,
+            index=each.index,
             tokens=each.tokens,
             page=each.page,
             generation=each.generation,
@@ -349,13 +349,13 @@ class KvReceiver:
         self, pulling: OpenPull, frame: PageReady, payload: memoryview | None, now: float, turn: ReceiverOutput
     ) -> None:
         if not pulling.fits(frame):
-            self._fail(pulling, f"protocol: {frame.tokens} tokens in block {frame.block}", turn)
-        elif frame.block not in pulling.missing or frame.block in pulling.queued:
+            self._fail(pulling, f"protocol: {frame.tokens} tokens in block {frame.index}", turn)
+        elif frame.index not in pulling.missing or frame.index in pulling.queued:
             self.counters.duplicates += 1
         else:
             pulling.moved = now
             pulling.patience = self._config.lease_s / HEARTBEATS_PER_LEASE
-            pulling.queued.add(frame.block)
+            pulling.queued.add(frame.index)
             self._queue.append(QueuedPage(pulling, frame, payload))
 
     def _queue_pages(self, pulling: OpenPull, several: PagesReady, now: float, turn: ReceiverOutput) -> None:
@@ -369,7 +369,7 @@ class KvReceiver:
         pull = pulling.pull
         if self._pulls.get(pull.request) is not pulling:
             return False
-        into = self._carrier.own.view(pull.pages[frame.block])
+        into = self._carrier.own.view(pull.pages[frame.index])
         try:
             if self._carrier.fetch_page(FetchRequest(pull.source, frame, into, queued.payload)):
                 self._came(pulling, frame)
@@ -389,14 +389,14 @@ class KvReceiver:
         pulling = self._pulls.get(frame.request)
         if pulling is None or pulling.pull.epoch != frame.epoch or pulling.pull.source != wanted.source:
             return
-        if frame.block not in pulling.missing:
+        if frame.index not in pulling.missing:
             return
         if landed.failure is None:
             self._came(pulling, frame)
             touched[frame.request] = pulling
             return
         if landed.failure == REFUSED:  # it says why over the control channel, or it will send it once more
-            pulling.queued.discard(frame.block)
+            pulling.queued.discard(frame.index)
             return
         self.counters.corrupt += landed.failure == CORRUPT
         if landed.failure != CORRUPT:
@@ -412,8 +412,8 @@ class KvReceiver:
     def _came(self, pulling: OpenPull, frame: PageReady) -> None:
         self.counters.pages += 1
         self.counters.bytes += self._layout.page_bytes
-        pulling.queued.discard(frame.block)
-        pulling.missing.discard(frame.block)
+        pulling.queued.discard(frame.index)
+        pulling.missing.discard(frame.index)
 
     def _advance(self, pulling: OpenPull, now: float, turn: ReceiverOutput) -> None:
         """Report progress to the scheduler, and acknowledge pages to the source."""
@@ -492,7 +492,7 @@ class KvReceiver:
         if pulling.queued:
             self._queue = deque(queued for queued in self._queue if queued.pulling is not pulling)
         if tell:
-            received = PagesReceived(request=pull.request, epoch=pull.epoch, taken=taken)
+            received = PagesReceived(request=pull.request, epoch=pull.epoch, moved=taken)
             turn.sends.append(SendToSource(pull.source, received))
 
     def _stray(self, source: PageSource, message: SenderMessage, now: float, turn: ReceiverOutput) -> None:

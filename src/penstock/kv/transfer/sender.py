@@ -137,7 +137,7 @@ class KvSender:
             leg.frames[offer.index] = PageReady(
                 request=offer.request,
                 epoch=offer.epoch,
-                block=offer.index,
+                index=offer.index,
                 tokens=offer.tokens,
                 page=offer.page,
                 generation=offer.generation,
@@ -202,7 +202,7 @@ class KvSender:
             del self._pulls[message.request]
         leg = self._legs.get(message.request)
         if leg is not None and leg.epoch == message.epoch and leg.peer is not None:
-            self._close(leg, TAKEN if message.taken else "received", now, turn)
+            self._close(leg, TAKEN if message.moved else "received", now, turn)
         return turn
 
     # --- what the transport and the clock say ------------------------------------------------------------------------
@@ -397,7 +397,7 @@ def _announced(frames: list[PageReady]) -> PageReady | PagesReady:
     """One message that announces all these pages of one transfer."""
     if len(frames) == 1:
         return frames[0]
-    pages = tuple(ReadyPage(each.block, each.tokens, each.page, each.generation, each.checksum) for each in frames)
+    pages = tuple(ReadyPage(each.index, each.tokens, each.page, each.generation, each.checksum) for each in frames)
     return PagesReady(request=frames[0].request, epoch=frames[0].epoch, pages=pages)
 
 

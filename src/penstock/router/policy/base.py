@@ -27,21 +27,21 @@ _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 class PlacementView:
     """One request and the workers that may be given it.  Arrays of slots may be empty; the others are by slot."""
 
-    columns: LoadTable
-    known: int  # tokens of the prompt, and of the answer so far
-    write: int  # tokens that will probably be written
-    last: bool  # exactly one token is wanted: whoever reads the prompt can write it
+    loads: LoadTable
+    known_tokens: int  # tokens of the prompt, and of the answer so far
+    expected_output: int  # tokens that will probably be written
+    single_token: bool  # exactly one token is wanted: whoever reads the prompt can write it
     hits: NDArray[np.int32]  # leading blocks of the prompt that each slot has, or will have soon
-    reach: NDArray[np.int32]  # the same with what it can take out of others' caches
-    below: tuple[NDArray[np.int32], ...] = ()  # the same with what its own lower tiers have: of one, of two...
-    sharers: int  # open requests that begin as this one does, as far as the best of ``hits`` goes
-    key: int  # 64 bits: of the session, or of how the prompt begins
-    luck: int  # 64 bits: of this very submission
-    session: bool  # ``key`` is a session's: it belongs to one worker, if that costs little
+    reachable_hits: NDArray[np.int32]  # the same with what it can take out of others' caches
+    tier_hits: tuple[NDArray[np.int32], ...] = ()  # the same with what its own lower tiers have: of one, of two...
+    prefix_sharers: int  # open requests that begin as this one does, as far as the best of ``hits`` goes
+    affinity_key: int  # 64 bits: of the session, or of how the prompt begins
+    tie_break: int  # 64 bits: of this very submission
+    has_session: bool  # ``key`` is a session's: it belongs to one worker, if that costs little
     prefill: Slots
     decode: Slots
-    whole: Slots
-    urgent: bool = True  # it goes before batch work
+    aggregated: Slots
+    interactive: bool = True  # it goes before batch work
     always_split: bool = False  # wherever there are workers for both legs
     page_tokens: int = PAGE_TOKENS
 
@@ -53,15 +53,15 @@ class CandidateScores(NamedTuple):
     slots: Slots
     names: tuple[str, ...]
     numbers: Numbers
-    others: int  # candidates that are not told of
+    omitted: int  # candidates that are not told of
 
 
 class PolicyChoice(NamedTuple):
     """Who is to do what: no leg, one whole leg, or a decode and a prefill leg."""
 
     legs: tuple[tuple[RequestStage, int], ...] = ()
-    weighed: tuple[CandidateScores, ...] = ()
-    because: str = ""  # why it is split, or is not
+    scores: tuple[CandidateScores, ...] = ()
+    explanation: str = ""  # why it is split, or is not
 
 
 class Policy(Protocol):
@@ -73,7 +73,7 @@ class Policy(Protocol):
         """Who is to do what; no legs when there are no workers for all parts."""
         ...
 
-    def writer(self, view: PlacementView) -> PolicyChoice:
+    def choose_decode(self, view: PlacementView) -> PolicyChoice:
         """Who of ``view.decode``, which has somebody, goes on with an answer that is being written: a decode leg."""
         ...
 
@@ -88,7 +88,7 @@ def splitmix64(hashes: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
 
 def rendezvous_pick(view: PlacementView, slots: Slots, key: int) -> int:
     """The place in ``slots`` of the worker that ``key`` belongs to (rendezvous hashing: Thaler, Ravishankar 1998)."""
-    return int(splitmix64(view.columns.hashes.take(slots), key).argmax())
+    return int(splitmix64(view.loads.hashes.take(slots), key).argmax())
 
 
 def top_scores(
@@ -109,12 +109,12 @@ def choose_by_stage(
 ) -> PolicyChoice:
     """Split wherever there are workers for both legs, whole otherwise; ``best`` finds a place among candidates."""
     ways: list[tuple[tuple[RequestStage, Slots], ...]]
-    if view.last and len(view.prefill):
-        ways = [((RequestStage.WHOLE, view.prefill),), ((RequestStage.WHOLE, view.whole),)]
+    if view.single_token and len(view.prefill):
+        ways = [((RequestStage.WHOLE, view.prefill),), ((RequestStage.WHOLE, view.aggregated),)]
     else:
         ways = [
             ((RequestStage.DECODE, view.decode), (RequestStage.PREFILL, view.prefill)),
-            ((RequestStage.WHOLE, view.whole),),
+            ((RequestStage.WHOLE, view.aggregated),),
         ]
     for way in ways:
         if all(len(slots) for _, slots in way):

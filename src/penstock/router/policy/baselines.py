@@ -35,7 +35,7 @@ class BaselinePolicy:
         """See ``port.Policy``."""
         return choose_by_stage(view, lambda leg, slots: self._best(view, leg, slots))
 
-    def writer(self, view: PlacementView) -> PolicyChoice:
+    def choose_decode(self, view: PlacementView) -> PolicyChoice:
         """See ``port.Policy``."""
         place, weighed = self._best(view, RequestStage.DECODE, view.decode)
         return PolicyChoice(
@@ -45,18 +45,18 @@ class BaselinePolicy:
     def _best(self, view: PlacementView, leg: RequestStage, slots: Slots) -> tuple[int, CandidateScores]:
         what, numbers = self._order(view, slots)
         equals = np.flatnonzero(numbers == numbers.min())
-        place = int(equals[rendezvous_pick(view, slots[equals], view.luck)])
+        place = int(equals[rendezvous_pick(view, slots[equals], view.tie_break)])
         return place, top_scores(leg, slots, ((what,), numbers[None, :]), numbers)
 
 
 def random_order(view: PlacementView, slots: Slots) -> tuple[str, Numbers]:
     """By nothing but luck."""
-    return "lot", splitmix64(view.columns.hashes.take(slots), view.luck).astype(np.float64)
+    return "lot", splitmix64(view.loads.hashes.take(slots), view.tie_break).astype(np.float64)
 
 
 def load_order(view: PlacementView, slots: Slots) -> tuple[str, Numbers]:
     """By the tokens that are in the worker's hands: of prompts to read, and of answers that are written."""
-    load, _ = view.columns.at(slots)
+    load, _ = view.loads.at_slots(slots)
     return "tokens", load.tokens + load.context
 
 
@@ -67,7 +67,7 @@ def prefix_order(view: PlacementView, slots: Slots) -> tuple[str, Numbers]:
 
 def turn_order(view: PlacementView, slots: Slots) -> tuple[str, Numbers]:
     """By turns: whoever was given nothing for longest."""
-    return "turn", view.columns.turns(slots)
+    return "turn", view.loads.last_sent(slots)
 
 
 # MERGED: The policies by name.

@@ -67,16 +67,16 @@ class PrefillCosts(NamedTuple):
     fetch: Numbers  # seconds
     compute: Numbers  # tokens
     wait: Numbers
-    read: Numbers
-    disturb: Numbers
+    prefill: Numbers
+    interference: Numbers
 
 
 class DecodeCosts(NamedTuple):
     """The cost of writing the answer, at each candidate."""
 
     step: Numbers  # seconds of the next step without the request
-    write: Numbers
-    slow: Numbers
+    decode: Numbers
+    slowdown: Numbers
 
 
 def pages_of(tokens: int, page_tokens: int = PAGE_TOKENS) -> int:
@@ -91,12 +91,12 @@ def attention_pairs(compute: Numbers, cached: Numbers) -> Numbers:
 
 def prefill_costs(view: PlacementView, slots: Slots, load: WorkerLoad, rates: WorkerRates) -> PrefillCosts:
     """One token at least is computed, for the next one is drawn from it."""
-    cached = here = np.minimum(view.hits.take(slots) * float(view.page_tokens), view.known - 1)
-    compute = view.known - cached
+    cached = here = np.minimum(view.hits.take(slots) * float(view.page_tokens), view.known_tokens - 1)
+    compute = view.known_tokens - cached
     work = rates.token * compute + rates.pair * attention_pairs(compute, cached)
     fetch = np.zeros(len(slots))
     for there, bringing in prefix_sources(view, slots, rates, here):
-        left = view.known - there
+        left = view.known_tokens - there
         rest = rates.token * left + rates.pair * attention_pairs(left, there)
         sooner = (there > here) & (bringing + rest < fetch + work)
         fetch, work, compute = (
@@ -106,9 +106,9 @@ def prefill_costs(view: PlacementView, slots: Slots, load: WorkerLoad, rates: Wo
         cached=here,
         fetch=fetch,
         compute=compute,
-        wait=queue_wait(load, rates, urgent=view.urgent),
-        read=rates.step + work + rates.draw,
-        disturb=np.maximum(load.rows, load.rows.mean()) * work,
+        wait=queue_wait(load, rates, urgent=view.interactive),
+        prefill=rates.step + work + rates.sample,
+        interference=np.maximum(load.rows, load.rows.mean()) * work,
     )
 
 
@@ -116,12 +116,12 @@ def prefix_sources(
     view: PlacementView, slots: Slots, rates: WorkerRates, here: Numbers
 ) -> Iterator[tuple[Numbers, Numbers]]:
     """Beside its cache: (tokens that a candidate then has, seconds of taking them), from others, from each tier."""
-    if view.reach is not view.hits:
-        there = np.minimum(view.reach.take(slots) * float(view.page_tokens), view.known - 1)
+    if view.reachable_hits is not view.hits:
+        there = np.minimum(view.reachable_hits.take(slots) * float(view.page_tokens), view.known_tokens - 1)
         yield there, rates.fetch * np.ceil((there - here) / view.page_tokens)
     so_far, bringing = here, np.zeros(len(slots))
-    for depths, page_s in zip(view.below, rates.tiers, strict=False):
-        there = np.maximum(so_far, np.minimum(depths.take(slots) * float(view.page_tokens), view.known - 1))
+    for depths, page_s in zip(view.tier_hits, rates.tiers, strict=False):
+        there = np.maximum(so_far, np.minimum(depths.take(slots) * float(view.page_tokens), view.known_tokens - 1))
         pages = np.ceil((there - so_far) / view.page_tokens)
         bringing = bringing + np.where(pages > 0, pages, 0.0) * np.where(pages > 0, page_s, 0.0)
         so_far = there
@@ -138,21 +138,23 @@ def queue_wait(load: WorkerLoad, rates: WorkerRates, *, urgent: bool) -> Numbers
 
 def decode_costs(view: PlacementView, load: WorkerLoad, rates: WorkerRates) -> DecodeCosts:
     """Every answer is in every step, and the one that is added makes all of them longer."""
-    row = rates.token + rates.draw
+    row = rates.token + rates.sample
     step = rates.step + row * load.rows + rates.pair * load.context
-    more = row + rates.pair * view.known
-    return DecodeCosts(step=step, write=view.write * (step + more), slow=view.write * load.rows * more)
+    more = row + rates.pair * view.known_tokens
+    return DecodeCosts(
+        step=step, decode=view.expected_output * (step + more), slowdown=view.expected_output * load.rows * more
+    )
 
 
 def transfer_costs(view: PlacementView, slots: Slots, load: WorkerLoad, rates: WorkerRates) -> Numbers:
     """Copying what a decode worker lacks, between two of its steps, and what its link takes that nothing hides."""
-    lacking = np.maximum(pages_of(view.known, view.page_tokens) - view.hits.take(slots), 0)
+    lacking = np.maximum(pages_of(view.known_tokens, view.page_tokens) - view.hits.take(slots), 0)
     return lacking * (rates.page * (1 + load.rows) + rates.wait)
 
 
 def missing_pages(view: PlacementView, load: WorkerLoad) -> Numbers:
     """Pages that a worker lacks to take the request at once."""
-    return np.maximum(pages_of(view.known, view.page_tokens) - load.pages, 0.0)
+    return np.maximum(pages_of(view.known_tokens, view.page_tokens) - load.pages, 0.0)
 
 
 def expected_work(
@@ -212,12 +214,12 @@ class _At(NamedTuple):
     @classmethod
     def of(cls, view: PlacementView, slots: Slots) -> _At:
         slots = _looked_at(view, slots)
-        load, rates = view.columns.at(slots)
+        load, rates = view.loads.at_slots(slots)
         return cls(slots, load, rates, missing_pages(view, load))
 
     def those(self, mask: NDArray[np.bool_]) -> _At:
         """Some of them."""
-        rates = self.rates.of(mask)
+        rates = self.rates.select(mask)
         return _At(self.slots[mask], WorkerLoad(*(column[mask] for column in self.load)), rates, self.short[mask])
 
 
@@ -228,10 +230,10 @@ class LeastCost:
 
     def choose(self, view: PlacementView) -> PolicyChoice:
         """See ``port.Policy``."""
-        if view.last:  # whoever reads the prompt has the one token that is wanted
-            found = _better(_whole(view, _at(view, view.prefill)), _whole(view, _at(view, view.whole)))
+        if view.single_token:  # whoever reads the prompt has the one token that is wanted
+            found = _better(_whole(view, _at(view, view.prefill)), _whole(view, _at(view, view.aggregated)))
             return PolicyChoice() if found is None else _chosen(found, "one token is wanted")
-        whole = _whole(view, _at(view, view.whole))
+        whole = _whole(view, _at(view, view.aggregated))
         if not len(view.prefill) or not len(view.decode):
             return PolicyChoice() if whole is None else _chosen(whole, "no workers for two legs")
         prefill, writers = _prefill(view, _At.of(view, view.prefill)), _At.of(view, view.decode)
@@ -246,7 +248,7 @@ class LeastCost:
         why = f"split {both[1] * 1e3:.3g} ms" + (f", whole {whole.cost * 1e3:.3g} ms" if whole else "")
         return PolicyChoice(legs, (decode.weighed, prefill.weighed), why)
 
-    def writer(self, view: PlacementView) -> PolicyChoice:
+    def choose_decode(self, view: PlacementView) -> PolicyChoice:
         """See ``port.Policy``."""
         at = _At.of(view, view.decode)
         found = _decode(view, at, decode_costs(view, at.load, at.rates))
@@ -261,8 +263,8 @@ def _at(view: PlacementView, slots: Slots) -> _At | None:
 
 def _prefill(view: PlacementView, at: _At) -> _Found:
     reading = prefill_costs(view, at.slots, at.load, at.rates)
-    cost = reading.wait + _shared(view, reading.read + reading.fetch) + reading.disturb
-    spent = (reading.wait, reading.read, reading.fetch, reading.disturb)
+    cost = reading.wait + _shared(view, reading.prefill + reading.fetch) + reading.interference
+    spent = (reading.wait, reading.prefill, reading.fetch, reading.interference)
     table = np.array((cost, *spent, reading.compute, reading.cached, at.short))
     return _best(view, RequestStage.PREFILL, at, (PREFILL_SCORES, table))
 
@@ -270,10 +272,10 @@ def _prefill(view: PlacementView, at: _At) -> _Found:
 def _decode(view: PlacementView, at: _At, writing: DecodeCosts) -> _Found:
     _, load, rates, short = at
     move = transfer_costs(view, at.slots, load, rates)
-    wait = queue_wait(load, rates, urgent=view.urgent)
-    cached = np.minimum(view.hits.take(at.slots) * float(view.page_tokens), view.known)
-    cost = wait + move + writing.write + writing.slow
-    table = np.array((cost, wait, move, writing.write, writing.slow, load.rows, cached, short))
+    wait = queue_wait(load, rates, urgent=view.interactive)
+    cached = np.minimum(view.hits.take(at.slots) * float(view.page_tokens), view.known_tokens)
+    cost = wait + move + writing.decode + writing.slowdown
+    table = np.array((cost, wait, move, writing.decode, writing.slowdown, load.rows, cached, short))
     return _best(view, RequestStage.DECODE, at, (DECODE_SCORES, table))
 
 
@@ -282,35 +284,35 @@ def _whole(view: PlacementView, at: _At | None) -> _Found | None:
         return None
     reading = prefill_costs(view, at.slots, at.load, at.rates)
     writing = decode_costs(view, at.load, at.rates)
-    reads = _shared(view, reading.read + reading.fetch)
-    cost = reading.wait + reads + reading.disturb + writing.write + writing.slow
-    spent = (reading.wait, reading.read, reading.fetch, reading.disturb, writing.write, writing.slow)
+    reads = _shared(view, reading.prefill + reading.fetch)
+    cost = reading.wait + reads + reading.interference + writing.decode + writing.slowdown
+    spent = (reading.wait, reading.prefill, reading.fetch, reading.interference, writing.decode, writing.slowdown)
     table = np.array((cost, *spent, reading.compute, reading.cached, at.short))
     return _best(view, RequestStage.WHOLE, at, (AGGREGATED_SCORES, table))
 
 
 def _quick(view: PlacementView, at: _At, step: Numbers) -> _At | None:
     """Decode workers that have room, and know by experience that they read this prompt within one ``step``."""
-    deepest = max(float(depths.take(at.slots).max()) for depths in (view.reach, *view.below))
-    least = view.known - view.page_tokens * deepest  # tokens that are to be read, at least
+    deepest = max(float(depths.take(at.slots).max()) for depths in (view.reachable_hits, *view.tier_hits))
+    least = view.known_tokens - view.page_tokens * deepest  # tokens that are to be read, at least
     if least * at.rates.token.min() > step.max():
         return None
     reading = prefill_costs(view, at.slots, at.load, at.rates)
-    known = view.columns.measured(at.slots) & (at.short == 0)
-    quick = known & (reading.read + reading.fetch - at.rates.step <= step) & (reading.wait <= step)
+    known = view.loads.measured(at.slots) & (at.short == 0)
+    quick = known & (reading.prefill + reading.fetch - at.rates.step <= step) & (reading.wait <= step)
     return at.those(quick) if quick.any() else None
 
 
 def _looked_at(view: PlacementView, slots: Slots) -> Slots:
     """All, or a part that luck decides on and those with most of the prompt."""
-    gateways = view.columns.gateways(slots)
+    gateways = view.loads.gateways(slots)
     count = max(2, -(-len(slots) // gateways))
     if gateways < 2 or count >= len(slots):
         return slots
-    luck = splitmix64(view.columns.hashes.take(slots), view.luck)
+    luck = splitmix64(view.loads.hashes.take(slots), view.tie_break)
     taken = np.zeros(len(slots), np.bool_)
     taken[np.argpartition(luck, count)[:count]] = True
-    taken[rendezvous_pick(view, slots, view.key)] = True
+    taken[rendezvous_pick(view, slots, view.affinity_key)] = True
     hits = view.hits.take(slots)
     best = hits.max()
     if best > 0:
@@ -321,10 +323,10 @@ def _looked_at(view: PlacementView, slots: Slots) -> Slots:
 
 def _shared(view: PlacementView, read: Numbers) -> Numbers:
     """What reading costs, when others who wait for the same beginning have a part in a copy's price."""
-    if not view.sharers:
+    if not view.prefix_sharers:
         return read
     least = float(read.min())
-    shared: Numbers = least + (read - least) / (1 + view.sharers)
+    shared: Numbers = least + (read - least) / (1 + view.prefix_sharers)
     return shared
 
 
@@ -339,8 +341,8 @@ def _best(view: PlacementView, leg: RequestStage, at: _At, table: tuple[tuple[st
     held = cached[equals]
     enough = held[order[equals] == least].max()
     equals = equals[held >= enough]
-    place = int(equals[rendezvous_pick(view, slots[equals], view.key)]) if len(equals) > 1 else int(equals[0])
-    if view.session:
+    place = int(equals[rendezvous_pick(view, slots[equals], view.affinity_key)]) if len(equals) > 1 else int(equals[0])
+    if view.has_session:
         place = _home(view, at, (order, cached), place)
     return _Found(
         int(slots[place]), float(cost[place]), bool(at.short[place] > 0), top_scores(leg, slots, table, order)
@@ -349,9 +351,9 @@ def _best(view: PlacementView, leg: RequestStage, at: _At, table: tuple[tuple[st
 
 def _home(view: PlacementView, at: _At, of: tuple[Numbers, Numbers], place: int) -> int:
     """The worker that the session belongs to, if it costs little; ``of``: costs and cached tokens."""
-    home = rendezvous_pick(view, at.slots, view.key)
+    home = rendezvous_pick(view, at.slots, view.affinity_key)
     order, cached = of
-    alone = float(at.rates.step[home] + at.rates.token[home] * view.known)  # to read it all
+    alone = float(at.rates.step[home] + at.rates.token[home] * view.known_tokens)  # to read it all
     return home if cached[home] >= cached[place] and order[home] <= order[place] + alone else place
 
 

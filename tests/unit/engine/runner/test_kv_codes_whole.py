@@ -149,7 +149,7 @@ def test_pages_are_handed_over_and_kept_as_bytes(folder: Path, tmp_path: Path) -
         frame = PageReady(
             request=RequestId("r"),
             epoch=0,
-            block=block,
+            index=block,
             page=page,
             generation=1,
             tokens=16,

@@ -178,7 +178,7 @@ def test_all_that_is_cached_is_told_once_for_all_who_ask_and_one_message_a_turn(
         bulletins.on_hello(gateway, Hello(gateway=gateway.name, incarnation=1, kv_snapshot=True))
     index = [PrefixIndex(), PrefixIndex()]
     for one in index:
-        one.follow(0, 1)
+        one.add_worker(0, 1)
     turns = 0
     new = BlockHash(bytes([99]) * 32)
     while turns == 0 or bulletins.is_sending_snapshot:
@@ -192,11 +192,11 @@ def test_all_that_is_cached_is_told_once_for_all_who_ask_and_one_message_a_turn(
         assert all(sum(len(message.stored) for message in messages) <= 5 * KV_KEY_BYTES for messages in told)
         for one, messages in zip(index, told, strict=False):
             for message in messages:
-                one.take(0, message)
+                one.on_kv_events(0, message)
     assert (turns, walks) == (3, 1), "ten blocks by four, for two gateways at once"
     assert [one.gaps for one in index] == [0, 0]
     for one in index:
-        assert all(one.stored([block], 1)[0] == 1 for block in [*known, new])
+        assert all(one.stored_blocks([block], 1)[0] == 1 for block in [*known, new])
     bulletins.send_due(on.gateways, float(turns), waiting=False)
     while bulletins.is_sending_snapshot:
         turns += 1

@@ -50,7 +50,7 @@ class Pair:
         told = []
         while (received := self.listener.recv()) is not None:
             assert isinstance(received.message, EncodeImage)
-            assert received.message.picture == PICTURE
+            assert received.message.media == PICTURE
             told.append(self.served.add(received.peer, received.message))
         return told
 
