@@ -259,7 +259,7 @@ async def test_streams_of_a_lost_worker_outwait_the_full_queue_of_the_one_that_i
         await town.assert_idle()
 
 
-@pytest.mark.parametrize(("event", "epoch"), [("lost", 1), ("ask", 2)])
+@pytest.mark.parametrize(("event", "epoch"), [("on_worker_lost", 1), ("placement_request", 2)])
 async def test_an_error_with_one_stream_keeps_no_other_from_going_on(monkeypatch, caplog, event, epoch):
     """When it is taken away from a lost worker, or placed with another."""
     async with Town("both-0", "both-1") as town:
@@ -276,7 +276,7 @@ async def test_an_error_with_one_stream_keeps_no_other_from_going_on(monkeypatch
         monkeypatch.setattr(RoutedRequest, event, fails_once)
         town.kill("both-0")
         await town.until(lambda: bool(failed))
-        others = [client for client in clients if event != "lost" or client.request is not failed[0].request]
+        others = [client for client in clients if event != "on_worker_lost" or client.request is not failed[0].request]
         await town.finish(*others)
         for client in others:
             client.assert_true_answer()
