@@ -24,12 +24,11 @@ from penstock.router.effects import (
     WaitForWorker,
 )
 from penstock.router.fleet import Fleet
-from penstock.router.health import TICK_S
 from penstock.router.links import WorkerLinks
 from penstock.router.placement import Placement, RetryBudget
 from penstock.router.request import RequestPhase
 from penstock.router.stream import RequestStats, RequestStream
-from penstock.router.turns import TurnWork
+from penstock.router.turns import TICK_S, TurnWork
 from penstock.telemetry.registry import Metrics
 from penstock.types import RequestId
 from penstock.wire.codec import fits_in_frame

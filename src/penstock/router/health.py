@@ -13,15 +13,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.config.limits import FailoverConfig
 from penstock.config.schema import GatewayConfig
 from penstock.errors import ConfigError
 from penstock.hashing import chain_root
 from penstock.router.decide import has_live_workers, has_ready_workers
 from penstock.router.fleet import Fleet
 from penstock.router.links import WorkerLinks
+from penstock.router.migration import LostWorker
 from penstock.router.prefix_index import PrefixIndex
+from penstock.router.quarantine import Quarantine
 from penstock.router.request import NO_FAILURES, RoutedRequest, is_no_fault_of_sender
+from penstock.router.turns import TICK_S
 from penstock.telemetry.log import log_event
 from penstock.telemetry.registry import Metrics
 from penstock.types import (
@@ -99,107 +101,7 @@ class PinnedModel:
 # MERGED: computes nothing never
 # MERGED: answers its probe.  A new incarnation begins with a clean slate.  Pure: time is handed in.
 
-MAX_UNANSWERED_PROBES = 3
 """A supervisor that is told so often that a worker does nothing ends it (``launch.restart``)."""
-
-
-@dataclass(slots=True)
-class _Held:
-    incarnation: int
-    held_s: float
-    until: float
-    probe: RequestId | None = None  # that is out
-    probe_until: float = 0.0
-    unanswered: int = 0  # probes, one after the other
-
-
-class Quarantine:
-    """By worker."""
-
-    def __init__(self, config: FailoverConfig, gateway: str) -> None:
-        self._config = config
-        self._gateway = gateway
-        self._held: dict[WorkerId, _Held] = {}
-        self._served: dict[WorkerId, tuple[int, float]] = {}  # -> incarnation, and how long it was held the last time
-        self._probes: dict[RequestId, WorkerId] = {}
-        self._sent = 0
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def add(self, worker: WorkerId, incarnation: int, now: float) -> None:
-        """It was given up.  Each time of one incarnation is twice as long as the one before."""
-        known = self._held.get(worker)
-        if known is not None and known.incarnation == incarnation and known.probe is None and now < known.until:
-            return
-        unanswered = known.unanswered if known is not None and known.incarnation == incarnation else 0
-        self._forget_probe(worker)
-        before = (known.incarnation, known.held_s) if known is not None else self._served.get(worker, (0, 0.0))
-        first, most = self._config.quarantine_s, self._config.quarantine_max_s
-        held_s = min(most, 2 * before[1]) if before[0] == incarnation else first
-        self._held[worker] = _Held(incarnation, held_s, now + held_s, unanswered=unanswered)
-
-    def contains(self, worker: WorkerId, incarnation: int) -> bool:
-        """Is this incarnation to be kept out of routing?"""
-        held = self._held.get(worker)
-        return held is not None and held.incarnation == incarnation
-
-    def remove(self, worker: WorkerId) -> None:
-        """Its process is another one, or none."""
-        self._forget_probe(worker)
-        self._held.pop(worker, None)
-        self._served.pop(worker, None)
-
-    def expire_probes(self, now: float) -> list[tuple[WorkerId, int]]:
-        """Who has not answered in time: it is held for longer."""
-        late = [(worker, held) for worker, held in self._held.items() if held.probe and now >= held.probe_until]
-        for worker, held in late:
-            self._forget_probe(worker)
-            held.unanswered += 1
-            held.held_s = min(self._config.quarantine_max_s, 2 * held.held_s)
-            held.until = now + held.held_s
-        return [(worker, held.incarnation) for worker, held in late]
-
-    @property
-    def hopeless(self) -> frozenset[WorkerId]:
-        """Those that speak and never answer: their supervisor, if they have one, would have ended them by now."""
-        return frozenset(worker for worker, held in self._held.items() if held.unanswered > MAX_UNANSWERED_PROBES)
-
-    def due_for_probe(self, now: float, *, urgent: bool) -> list[tuple[WorkerId, int]]:
-        """Who is to be probed now; all of them where it is ``urgent``, as nobody else can serve."""
-        return [
-            (worker, held.incarnation)
-            for worker, held in self._held.items()
-            if held.probe is None and (urgent or now >= held.until)
-        ]
-
-    def begin_probe(self, worker: WorkerId, now: float) -> RequestId:
-        """A probe is sent to it: under this name."""
-        self._sent += 1
-        held = self._held[worker]
-        held.probe = RequestId(f"probe-{self._gateway}-{worker}-{self._sent}")
-        held.probe_until = now + self._config.probe_s
-        self._probes[held.probe] = worker
-        return held.probe
-
-    def is_probe(self, request: RequestId) -> bool:
-        """Is this a probe that is out?"""
-        return request in self._probes
-
-    def on_probe_answered(self, request: RequestId, worker: WorkerId, incarnation: int) -> bool:
-        """A token of ``request`` came from this worker.  True when that was its probe: it is let back."""
-        if self._probes.get(request) != worker or not self.contains(worker, incarnation):
-            return False
-        held = self._held.pop(worker)
-        del self._probes[request]
-        self._served[worker] = incarnation, held.held_s
-        return True
-
-    def _forget_probe(self, worker: WorkerId) -> None:
-        held = self._held.get(worker)
-        if held is not None and held.probe is not None:
-            del self._probes[held.probe]
-            held.probe = None
 
 
 log = logging.getLogger("penstock.router")
@@ -207,7 +109,6 @@ log = logging.getLogger("penstock.router")
 EXITED_CLEANLY = "exit code 0"
 """Why a worker is down that was asked to end (``launch.events.Exit``)."""
 
-TICK_S = 0.05
 """Between two looks at time: retries are at most so late."""
 
 _LATE_S = 0.25  # a tick later than this means that we did not listen, not that workers did not speak
@@ -220,21 +121,6 @@ MAX_REFUSALS = 16
 
 STALLED_STEPS = 20
 """A worker with work of ours that reports, and has not made a step for so many predicted ones, stands still."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LostWorker:
-    """A worker that is gone or given up, and what it had."""
-
-    worker: WorkerId
-    incarnation: int
-    requests: Sequence[RequestId]
-    reason: str
-    fault: bool = False  # it died of what it did
-    moved_requests: Sequence[
-        RequestId
-    ] = ()  # taken from it when it was given up, and to be blamed if they stand still since
-    suspected_at: float = 0.0  # when that was
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from penstock.clock import Clock
 from penstock.router.effects import RequestEffects
 from penstock.router.fleet import Fleet
-from penstock.router.health import LostWorker
 from penstock.router.links import WorkerLinks
 from penstock.router.placement import Placement
 from penstock.router.poison import find_culprit
@@ -21,7 +21,12 @@ from penstock.router.stream import RequestStream
 from penstock.router.turns import TurnWork, log_errors
 from penstock.telemetry.log import log_event
 from penstock.telemetry.registry import Metrics
-from penstock.types import RequestId, Role, WorkerId, WorkerState
+from penstock.types import (
+    RequestId,
+    Role,
+    WorkerId,
+    WorkerState,
+)
 from penstock.wire.gateway_messages import Cancel, ConfirmRequests, MigrateRequests, PageSource
 
 log = logging.getLogger("penstock.router")
@@ -182,3 +187,18 @@ class MigrationHandler:
             effects = flight.on_worker_lost(worker, incarnation, why, now)
             stream.on_failure((worker, incarnation), why, effects, now)
             self._apply(stream, effects, now)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostWorker:
+    """A worker that is gone or given up, and what it had."""
+
+    worker: WorkerId
+    incarnation: int
+    requests: Sequence[RequestId]
+    reason: str
+    fault: bool = False  # it died of what it did
+    moved_requests: Sequence[
+        RequestId
+    ] = ()  # taken from it when it was given up, and to be blamed if they stand still since
+    suspected_at: float = 0.0  # when that was

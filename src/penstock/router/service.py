@@ -22,7 +22,7 @@ from penstock.router.admin import RouterAdmin
 from penstock.router.decide import Decision, has_ready_workers
 from penstock.router.dispatch import Dispatcher, Means
 from penstock.router.fleet import Fleet
-from penstock.router.health import TICK_S, WatchedState, WorkerHealth
+from penstock.router.health import WatchedState, WorkerHealth
 from penstock.router.links import Connect, WorkerLinks
 from penstock.router.migration import LostWorkerHandler, MigrationHandler
 from penstock.router.placement import Placement, RetryBudget
@@ -32,7 +32,7 @@ from penstock.router.request import FailoverLimits, RoutedRequest
 from penstock.router.stream import RequestStats, RequestStream, RoutedTokens
 from penstock.router.submission import has_valid_tokens, matches_request
 from penstock.router.tracing import WorkerKey, begin_spans
-from penstock.router.turns import StreamChecks, TurnWork, log_errors
+from penstock.router.turns import TICK_S, StreamChecks, TurnWork, log_errors
 from penstock.telemetry.registry import Metrics, PrefixIndexStats
 from penstock.telemetry.spans import NoTracer, Tracer
 from penstock.types import ModelIdentity, RequestId, Role, ServiceClass, ValidRequest, WorkerId

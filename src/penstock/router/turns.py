@@ -142,3 +142,6 @@ class StreamChecks:
     def has_due(self, now: float) -> bool:
         """Is there more to look at?"""
         return bool(self._heap) and self._heap[0].at <= now
+
+
+TICK_S = 0.05

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.config.limits import FailoverConfig
-from penstock.router.health import MAX_UNANSWERED_PROBES, Quarantine
 from penstock.router.placement import RetryBudget
 from penstock.router.poison import CrashRecord, PoisonIsolation, find_culprit
+from penstock.router.quarantine import MAX_UNANSWERED_PROBES, Quarantine
 from penstock.types import RequestId, WorkerId
 
 W = WorkerId("decode-0")
