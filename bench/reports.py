@@ -36,7 +36,7 @@ from penstock.engine.service.gateways import ConnectedGateway, GatewayRequests
 from penstock.engine.service.kv_events import KvEventPublisher
 from penstock.launch import event_loop
 from penstock.launch.remote_workers import JoinedWorkers
-from penstock.router.service import RouterPorts, RouterService
+from penstock.router.service import RouterService
 from penstock.telemetry.metrics import WORKER_COUNTERS
 from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
 from penstock.wire.curve_keys import CurveKeys
@@ -136,7 +136,7 @@ async def gateway(endpoints: list[str], keys: CurveKeys, seconds: float) -> dict
     """A gateway's part that hears workers; what it cost this process."""
     transport, clock = ZmqTransport(keys), MonotonicClock()
     config = GatewayConfig(name="g0", model_name="bench")
-    router = RouterService(config, RouterPorts(connect=transport.connect_async, clock=clock, suspect=print))
+    router = RouterService(config, connect=transport.connect_async, clock=clock, suspect=print)
     hello = Hello(gateway=config.name, incarnation=1, discovery=True)
     joined = JoinedWorkers(
         endpoints, transport.connect_async, router.on_supervisor, hello, clock=clock, beat_s=config.failover.beat_s
@@ -148,7 +148,7 @@ async def gateway(endpoints: list[str], keys: CurveKeys, seconds: float) -> dict
         reports += 1
         joined.on_report(endpoint, report)
 
-    router.on_report = heard
+    router.add_report_listener(heard)
     router.start()
     joined.start()
     until = time.monotonic() + 60.0

@@ -15,7 +15,7 @@ from penstock.engine.runner.null_runner import null_token
 from penstock.errors import PenstockError
 from penstock.hashing import block_hashes, chain_root
 from penstock.kv.layout import KvLayout
-from penstock.router.service import RouterPorts, RouterService
+from penstock.router.service import RouterService
 from penstock.telemetry.spans import NoTracer, Tracer
 from penstock.types import (
     FinishReason,
@@ -96,13 +96,13 @@ class Town:
         self.stage = Stage(lease_s=lease_s, hub=hub, layout=layout)
         self.clock = self.stage.clock
         self.suspects: list[SuspectWorker] = []
-        outside = RouterPorts(
+        self.router = RouterService(
+            config or GatewayConfig(name="g", model_name="null"),
             connect=self.stage.hub.connect_async,
             clock=self.clock,
             suspect=self.suspects.append,
             tracer=tracer or NoTracer(),
         )
-        self.router = RouterService(config or GatewayConfig(name="g", model_name="null"), outside)
         self.clients: list[Client] = []
         self._scheduler = scheduler
         self._incarnations: dict[str, int] = {}

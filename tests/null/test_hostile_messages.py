@@ -24,7 +24,7 @@ from penstock.errors import PenstockError, ProtocolError
 from penstock.hashing import chain_root
 from penstock.launch.channel import MAX_MESSAGE_BYTES, Channel
 from penstock.launch.restart_policy import Restarts, Suspected
-from penstock.router.service import RouterPorts, RouterService
+from penstock.router.service import RouterService
 from penstock.types import (
     Grammar,
     GrammarKind,
@@ -40,7 +40,6 @@ from penstock.types import (
 )
 from penstock.wire.codec import PROTOCOL_VERSION, decode_peer, encode_message
 from penstock.wire.gateway_messages import (
-    OF_REQUEST,
     AssignRole,
     Cancel,
     ConfirmRequests,
@@ -49,6 +48,7 @@ from penstock.wire.gateway_messages import (
     MigrateRequests,
     PageSource,
     RequestReturned,
+    ReturnReason,
     Submit,
     TokenItem,
     Tokens,
@@ -309,10 +309,9 @@ class Fake:
         self.mailbox = self.hub.listen("memory://fake")
         config = GatewayConfig(name="g", model_name="m", vocabulary=VOCAB)
         self.suspects: list[str] = []
-        outside = RouterPorts(
-            connect=self.hub.connect_async, clock=self.clock, suspect=lambda s: self.suspects.append(s.reason)
+        self.router = RouterService(
+            config, connect=self.hub.connect_async, clock=self.clock, suspect=lambda s: self.suspects.append(s.reason)
         )
-        self.router = RouterService(config, outside)
         self.worker = WorkerId("both-0")
         self.peer = b""
         self.wrong: list[int] = []  # tokens that clients were told and that the model does not have
@@ -530,7 +529,8 @@ async def test_requests_whose_grammars_cannot_be_followed_drive_no_worker_out() 
             await town.finish(client, turns=9000)
             assert client.error is not None
         assert town.suspects == []
-        assert all(reason.format("x").startswith(OF_REQUEST) for reason in REFUSAL_REASONS.values() if "{}" in reason)
+        detailed = [reason for reason in REFUSAL_REASONS.values() if "{}" in reason]
+        assert all(ReturnReason.from_text(reason.format("x")).concerns_request for reason in detailed)
 
 
 def test_every_kind_of_message_is_tried() -> None:

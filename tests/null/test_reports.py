@@ -14,7 +14,7 @@ import pytest
 from penstock.clock import VirtualClock
 from penstock.config.schema import GatewayConfig
 from penstock.launch.remote_workers import JoinedWorkers
-from penstock.router.service import RouterPorts, RouterService
+from penstock.router.service import RouterService
 from penstock.telemetry.metrics import WORKER_COUNTERS
 from penstock.types import RequestId, Role, WorkerId, WorkerState
 from penstock.wire.gateway_messages import AwaitedStage, Hello, RequestReturned, StepRates, Tokens, WorkerReport
@@ -51,9 +51,13 @@ class Gateway:
 
     def __init__(self, name: str, town: Town, endpoint: str) -> None:
         self.received = 0
-        outside = RouterPorts(connect=self._connect, clock=town.clock, suspect=lambda suspect: None)
         self._hub = town.stage.hub
-        self.router = RouterService(GatewayConfig(name=name, model_name="null"), outside)
+        self.router = RouterService(
+            GatewayConfig(name=name, model_name="null"),
+            connect=self._connect,
+            clock=town.clock,
+            suspect=lambda suspect: None,
+        )
         self.joined = JoinedWorkers(
             [endpoint],
             self._connect,
@@ -62,7 +66,7 @@ class Gateway:
             clock=town.clock,
             beat_s=0.25,
         )
-        self.router.on_report = self.joined.on_report
+        self.router.add_report_listener(self.joined.on_report)
 
     def _connect(self, endpoint: str) -> Any:
         return CountedLink(self._hub.connect_async(endpoint), self._count)
@@ -192,8 +196,12 @@ def report_of(worker: WorkerId, steps: int) -> WorkerReport:
 
 async def costs_of_reports(workers: int) -> list[int]:
     hub, names = InMemoryHub(), [WorkerId(f"both-{index}") for index in range(workers)]
-    outside = RouterPorts(connect=hub.connect_async, clock=VirtualClock(1.0), suspect=lambda suspect: None)
-    router = RouterService(GatewayConfig(name="g", model_name="null"), outside)
+    router = RouterService(
+        GatewayConfig(name="g", model_name="null"),
+        connect=hub.connect_async,
+        clock=VirtualClock(1.0),
+        suspect=lambda suspect: None,
+    )
     joined = JoinedWorkers(
         [f"memory://{name}" for name in names],
         hub.connect_async,
@@ -202,7 +210,7 @@ async def costs_of_reports(workers: int) -> list[int]:
         clock=VirtualClock(1.0),
         beat_s=1.0,
     )
-    router.on_report = joined.on_report
+    router.add_report_listener(joined.on_report)
     for name in names:
         joined.on_report(f"memory://{name}", report_of(name, 1))
         router.on_message(name, 1, report_of(name, 1))

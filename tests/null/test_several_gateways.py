@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.clock import VirtualClock
 from penstock.config.schema import GatewayConfig
-from penstock.router.service import RouterPorts, RouterService
+from penstock.router.service import RouterService
 from penstock.types import RequestId, Role, SamplingParams, ValidRequest, WorkerId, pack_token_ids
 from penstock.wire.supervisor_messages import WorkerUp
 
@@ -29,8 +29,12 @@ async def test_gateways_on_hosts_with_other_uptimes_stand_in_one_line() -> None:
         others: list[RouterService] = []
         for name, seconds in (("old", 30 * DAY_S), ("young", DAY_S)):
             clock = Uptime(town.clock, seconds)
-            outside = RouterPorts(connect=town.stage.hub.connect_async, clock=clock, suspect=lambda _: None)
-            router = RouterService(GatewayConfig(name=name, model_name="null"), outside)
+            router = RouterService(
+                GatewayConfig(name=name, model_name="null"),
+                connect=town.stage.hub.connect_async,
+                clock=clock,
+                suspect=lambda _: None,
+            )
             worker = town.worker("both-0")
             up = WorkerUp(worker=WorkerId("both-0"), incarnation=1, role=Role.BOTH, pid=1, endpoint=worker.endpoint)
             router.on_supervisor(up)
@@ -47,7 +51,7 @@ async def test_gateways_on_hosts_with_other_uptimes_stand_in_one_line() -> None:
                     prompt=pack_token_ids((number % 50, 2, 3)),
                     block_hashes=(),
                     sampling=SamplingParams(seed=number, max_tokens=16),
-                    arrival=router._outside.clock.now(),
+                    arrival=router._clock.now(),
                 )
                 streams.append(town.serve_by(router, request))
             for _ in range(2):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.kv.connectors.shm import InMemoryConnector
 from penstock.types import FinishReason, ModelIdentity, RequestStage, Role, WorkerId
-from penstock.wire.gateway_messages import OTHER_PROCESS, Cancel, Hello, Recipient, Tokens
+from penstock.wire.gateway_messages import Cancel, Hello, Recipient, ReturnReason, Tokens
 
 from .worker_stage import IDENTITY, Stage, expected, merged, split
 
@@ -63,7 +63,7 @@ def test_what_is_meant_for_another_process_at_its_address_is_given_back(other: d
     own = Recipient(worker=worker.name, incarnation=1, identity=IDENTITY)
     stage.ask([1, 2, 3], to=worker, recipient=msgspec.structs.replace(own, **other))
     stage.run()
-    assert [returned.reason for _, returned in stage.returned] == [OTHER_PROCESS]
+    assert [returned.reason for _, returned in stage.returned] == [ReturnReason.OTHER_PROCESS]
     assert stage.tokens == []
     stage.assert_idle()
 

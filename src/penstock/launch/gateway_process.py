@@ -32,7 +32,7 @@ from penstock.processing.pooling import PoolingModel, PoolingModelProcessor
 from penstock.processing.requests.schemas import request_schemas
 from penstock.processing.service import GenerationProcessor
 from penstock.processing.transcription import AudioModelProcessor
-from penstock.router.service import RouterPorts, RouterService
+from penstock.router.service import RouterService
 from penstock.telemetry.registry import Metrics
 from penstock.telemetry.spans import NoTracer, Tracer
 from penstock.telemetry.throughput import ThroughputLog
@@ -121,8 +121,14 @@ async def _run(config: GatewayConfig, inherited: GatewayInheritance) -> int:
     if spans is not None:
         metrics.spans = spans.figures
     tracer = spans or NoTracer()
-    outside = RouterPorts(connect=transport.connect_async, clock=MonotonicClock(), suspect=suspect, tracer=tracer)
-    router = RouterService(config, outside, metrics)
+    router = RouterService(
+        config,
+        connect=transport.connect_async,
+        clock=MonotonicClock(),
+        suspect=suspect,
+        tracer=tracer,
+        metrics=metrics,
+    )
     http = HttpProcess(inherited.rim, config.limits, router.on_supervisor, config.tls, config.turns)
     joined = _join(config, transport, router)
     joined.uses_mixed = config.allow_mixed_numerics
@@ -167,7 +173,7 @@ def _join(config: GatewayConfig, transport: ZmqTransport, router: RouterService)
         clock=MonotonicClock(),
         beat_s=config.failover.beat_s,
     )
-    router.on_report = joined.on_report
+    router.add_report_listener(joined.on_report)
     return joined
 
 

@@ -1,8 +1,8 @@
-"""An operator's words to workers: another role, draining, restarting.
+"""An operator's requests to workers: another role, draining, restarting.
 
-The gateway checks that the service would go on, tells the worker, and waits until the worker itself reports it: workers
-are what all gateways agree by.  Two gateways that are told different things at once may both find that the service
-would go on, and be wrong together; the last word stands, and the next one can mend it.
+The gateway checks that the service would continue, sends the request, and waits for the worker's report: all gateways
+go by reports.  Two gateways with different requests at once may both find that the service would continue and be wrong
+together; the last request wins, and the next one can correct it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RouterAdmin:
         return next(row for row in fleet.status_rows() if row["id"] == worker)
 
     def on_report(self) -> None:
-        """A worker told how it is."""
+        """Resolve what waits for this report."""
         for waiting in self._waiting:
             if waiting.taken() and not waiting.future.done():
                 waiting.future.set_result(None)

@@ -1,8 +1,8 @@
 """Which workers serve a request: a pure function from (request, fleet, now) to a decision with its reasons.
 
-Knows no sockets, clocks or models; the simulator calls this very function.  It finds who may be given the request; a
-policy (``policy``) chooses among them.  The numbers a decision was made from are kept in it, and become words only when
-somebody asks.
+Knows no sockets, clocks or models; the simulator calls the same function.  It finds the candidates; a policy
+(``policy``) chooses among them.  A decision keeps the numbers it was made from; ``reasons`` puts them into words.
+``DecisionLog`` keeps the decisions of the latest requests, bounded in requests and in decisions of each.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class CandidateReason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Who does what.  ``legs`` is empty (nobody can serve now), one whole leg, or a decode and a prefill leg.
+    """The chosen workers: none in ``legs`` (no worker can serve now), one whole stage, or a decode and a prefill stage.
 
-    ``weighed`` are the numbers that were compared, ``standing`` and ``set_aside`` tell of who was no candidate.
+    ``scores`` are the numbers that were compared; ``states`` and ``excluded`` explain who was no candidate.
     """
 
     at: float
@@ -113,8 +113,8 @@ class Decision:
     scores: tuple[CandidateScores, ...] = ()
     states: bytes = b""  # by slot (``Fleet.state_bytes``)
     excluded: tuple[tuple[int, str], ...] = ()  # (slot, why it was no candidate though it is ready)
-    expected_tokens: int = 0  # tokens that will probably be written, where nobody named a length
-    longest_context: float = math.inf  # where nobody was chosen: the longest context of any worker that writes answers,
+    expected_tokens: int = 0  # expected output of a request without a length
+    longest_context: float = math.inf  # without a choice: the longest context of any decode worker,
     longest_prefill_context: float = math.inf  # and of any that reads prompts
 
     @property
@@ -187,7 +187,7 @@ def choose_workers(
 def choose_migration_target(
     ask: PlacementRequest, fleet: Fleet, prefixes: PrefixIndex, now: float, how: PlacementRules, *, write: float
 ) -> Decision:
-    """Choose who goes on with an answer that is being written: one decode leg, or none when there is nobody.
+    """Choose the worker that continues a request which is being decoded: one decode stage, or none.
 
     Of the answer's own identity, since its pages are taken over.  ``ask.avoid`` has the worker that writes it.
     """
@@ -205,7 +205,7 @@ def choose_migration_target(
 
 
 def has_ready_workers(fleet: Fleet) -> bool:
-    """Is there a worker for each part of a request, all of one identity?"""
+    """Whether there is a ready worker for each stage of a request, all of one identity."""
     return any(
         fleet.ready(Role.BOTH, identity) or (fleet.ready(Role.PREFILL, identity) and fleet.ready(Role.DECODE, identity))
         for identity in fleet.identities()
@@ -213,7 +213,7 @@ def has_ready_workers(fleet: Fleet) -> bool:
 
 
 def has_live_workers(fleet: Fleet, besides: frozenset[WorkerId] = frozenset()) -> bool:
-    """Are there processes ``besides`` these, whatever their state, for each part of a request?"""
+    """Whether processes other than ``besides``, in whatever state, could serve each stage."""
     every = zip(fleet.ids, fleet.roles, fleet.states, strict=True)
     there = {role for name, role, state in every if state not in _NO_HELP and name not in besides}
     return Role.BOTH in there or (Role.PREFILL in there and Role.DECODE in there)
@@ -223,8 +223,8 @@ def has_live_workers(fleet: Fleet, besides: frozenset[WorkerId] = frozenset()) -
 class _Room:
     """How much of a context workers must have."""
 
-    reads: int  # whoever reads the prompt only
-    writes: int  # whoever writes the answer
+    reads: int  # of a prefill worker
+    writes: int  # of a decode worker
     longest: bool = False  # of those, only who has most
 
 
@@ -264,7 +264,7 @@ class _Seen:
         least = self.known + 1
         if not request.open_ended:
             return (_Room(least, max(self.known + self.left, beyond)),)
-        # Whoever goes on behind a token that another draws needs room for one of its own.
+        # A decode worker behind the prefill worker's token needs room for one of its own.
         fewest = self.known + min(2, self.left)
         probable = _Room(least, max(self.known + self.write, fewest, beyond))
         return (probable, _Room(least, max(fewest, beyond), longest=True))
@@ -335,7 +335,7 @@ def _candidates(ask: PlacementRequest, fleet: Fleet, slots: Slots, now: float, s
 def _encoders(
     ask: PlacementRequest, fleet: Fleet, identity: ModelIdentity | None, now: float
 ) -> tuple[PageSource, ...]:
-    """Whoever reads the prompt chooses among them by image, so that one image is always asked of the same."""
+    """The prefill worker chooses among them by image, so that one image always goes to the same encoder."""
     if not ask.request.images:
         return ()
     workers = [
@@ -373,7 +373,7 @@ def _with_room(fleet: Fleet, slots: Slots, role: Role, room: _Room, set_aside: d
 
 
 def _aside(seen: _Seen, fleet: Fleet, now: float) -> dict[int, str]:
-    """Who was ready and yet no candidate, when nobody was chosen."""
+    """Ready workers that were no candidates, when none was chosen."""
     set_aside: dict[int, str] = {}
     ask, room = seen.ask, seen.rooms()[-1]
     for role in SERVING:
@@ -433,11 +433,6 @@ def _in_words(numbers: dict[str, float]) -> str:
         else:
             words.append(f"{name} {value:g}" if value else "")
     return ", ".join(filter(None, words))
-
-
-# MERGED: The decisions made for the latest requests, for whoever asks why a worker was chosen.
-# MERGED:
-# MERGED: Bounded both in requests and in decisions a request.  Pure.
 
 
 class DecisionLog:

@@ -1,27 +1,25 @@
-"""Does what flights ask for: words to workers, tokens to consumers, and a place for who waits.
+"""Carries out what requests want done: messages to workers, tokens to consumers, placement of requests that wait.
 
-In order, and without ever waiting: what an effect leads to is done before the next one.  Decides nothing; knows nothing
-of who asks for answers, and of workers no more than their links.
+In order and without waiting.  Decides nothing.  Knows workers by their links only.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
 from penstock.clock import Clock
+from penstock.errors import PenstockError
 from penstock.router.effects import (
     AbortMigration,
     CancelStage,
-    DeliverTokens,
-    FailRequest,
+    RequestEffect,
     RequestEffects,
     StageEnded,
     SubmitStage,
-    WaitForWorker,
+    apply_effects,
 )
 from penstock.router.fleet import Fleet
 from penstock.router.links import WorkerLinks
@@ -30,73 +28,72 @@ from penstock.router.request import RequestPhase
 from penstock.router.stream import RequestStats, RequestStream
 from penstock.router.turns import TICK_S, TurnWork
 from penstock.telemetry.registry import Metrics
-from penstock.types import RequestId
+from penstock.types import RequestId, TokenBatch
 from penstock.wire.codec import fits_in_frame
-from penstock.wire.gateway_messages import TOO_LARGE, Cancel
+from penstock.wire.gateway_messages import Cancel, ReturnReason
 from penstock.wire.transfer_messages import PagesReceived
 
 log = logging.getLogger("penstock.router")
 
 PLACEMENT_RETRY_S = 1.0
-"""Until a request is placed again after an error in placing it, which is logged.  Its own patience ends that."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
-    """What it is done with."""
-
-    fleet: Fleet
-    links: WorkerLinks
-    placement: Placement
-    tally: RequestStats
-    budget: RetryBudget
-    slices: TurnWork
-    metrics: Metrics
-    clock: Clock
+"""Delay before a request is placed again after an error in placing it.  The error is logged; its deadline ends that."""
 
 
 class Dispatcher:
-    """For the flights of one gateway."""
+    """``EffectPort`` of one gateway."""
 
-    def __init__(self, streams: Mapping[RequestId, RequestStream], means: Means) -> None:
+    def __init__(
+        self,
+        streams: Mapping[RequestId, RequestStream],
+        *,
+        fleet: Fleet,
+        links: WorkerLinks,
+        placement: Placement,
+        stats: RequestStats,
+        budget: RetryBudget,
+        turns: TurnWork,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
         self._streams = streams
-        self._fleet, self._links, self._placement = means.fleet, means.links, means.placement
-        self._tally, self._budget = means.tally, means.budget
-        self._metrics, self._clock = means.metrics, means.clock
-        self._slices = means.slices
-        self._to_place: dict[RequestId, None] = {}  # whose time has come, in order; a slice of them is placed in a turn
+        self._fleet = fleet
+        self._links = links
+        self._placement = placement
+        self._stats = stats
+        self._budget = budget
+        self._turns = turns
+        self._metrics = metrics
+        self._clock = clock
+        self._to_place: dict[RequestId, None] = {}  # due, in order; each turn places some of them
         self._serial = 0  # of the last Submit
 
     def apply(self, stream: RequestStream, effects: RequestEffects, now: float) -> None:
-        """Do what a flight asks for, in order."""
-        for effect in effects:
-            if stream.spans is not None:
-                stream.spans.on_effect(effect, now)
-            if isinstance(effect, DeliverTokens):
-                self._tally.on_delivered(stream, effect.batch, now)
-                stream.put(effect.batch)
-            elif isinstance(effect, StageEnded):
-                self._fleet.remove_work(effect.worker, effect.incarnation, effect.request)
-            elif isinstance(effect, CancelStage):
-                self._cancel(effect)
-            elif isinstance(effect, AbortMigration):
-                link = self._links.link_to(effect.worker, effect.incarnation)
-                if link is not None:
-                    link.send(PagesReceived(request=effect.request, epoch=effect.epoch))
-            elif isinstance(effect, SubmitStage):
-                if not self._send(effect):
-                    # The legs after it were not sent; the flight cancels them all and asks again, if that can help.
-                    worker, incarnation = effect.worker, effect.incarnation
-                    reason = "queue_full" if fits_in_frame(effect.submit) else TOO_LARGE
-                    again = stream.routed.on_returned(effect.submit.epoch, reason, worker, incarnation, now)
-                    stream.on_failure((worker, incarnation), reason, again, now)
-                    self.apply(stream, again, now)
-                    return
-            elif isinstance(effect, WaitForWorker):
-                self._wait(stream, effect.not_before, now)
-            elif isinstance(effect, FailRequest):
-                stream.fail(effect.error)
-                self._tally.on_finished(stream, "error", now)
+        """Carry out what a request wants, in order."""
+        if effects:
+            apply_effects(self, stream, effects, now)
+
+    # --- EffectPort -------------------------------------------------------------------------------------------------
+
+    def observe(self, target: RequestStream, effect: RequestEffect, now: float) -> None:
+        """Record the effect in the request's spans."""
+        if target.spans is not None:
+            target.spans.on_effect(effect, now)
+
+    def deliver(self, target: RequestStream, batch: TokenBatch, now: float) -> None:
+        """Count tokens and put them into the stream."""
+        self._stats.on_delivered(target, batch, now)
+        target.put(batch)
+
+    def submit(self, target: RequestStream, effect: SubmitStage, now: float) -> bool:
+        """Send a stage.  If it cannot be sent, the request is returned, which cancels all its stages."""
+        if self._send(effect):
+            return True
+        worker, incarnation = effect.worker, effect.incarnation
+        reason = ReturnReason.QUEUE_FULL if fits_in_frame(effect.submit) else ReturnReason.TOO_LARGE
+        again = target.routed.on_returned(effect.submit.epoch, reason, worker, incarnation, now)
+        target.on_failure((worker, incarnation), reason, again, now)
+        self.apply(target, again, now)
+        return False
 
     def _send(self, effect: SubmitStage) -> bool:
         link = self._links.link_to(effect.worker, effect.incarnation)
@@ -115,23 +112,57 @@ class Dispatcher:
         )
         return True
 
-    def _cancel(self, effect: CancelStage) -> None:
+    def cancel_stage(self, effect: CancelStage) -> None:
+        """Release the stage's load and send a Cancel."""
         self._fleet.remove_work(effect.worker, effect.incarnation, effect.request)
         link = self._links.link_to(effect.worker, effect.incarnation)
         if link is not None:
             link.cancel(Cancel(request=effect.request, epoch=effect.epoch))
 
+    def end_stage(self, effect: StageEnded) -> None:
+        """Release the stage's load."""
+        self._fleet.remove_work(effect.worker, effect.incarnation, effect.request)
+
+    def abort_migration(self, effect: AbortMigration) -> None:
+        """Notify the decoding worker that its successor is gone."""
+        link = self._links.link_to(effect.worker, effect.incarnation)
+        if link is not None:
+            link.send(PagesReceived(request=effect.request, epoch=effect.epoch))
+
+    def wait(self, target: RequestStream, not_before: float, now: float) -> None:
+        """Place the request at ``not_before``, or later if the retry budget asks for it."""
+        routed = target.routed
+        self._placement.isolation.remove(routed.request.id)
+        paid = now
+        if target.count_retry():
+            if routed.fails_repeatedly:
+                paid = self._budget.spend(now, self._stats.open_requests)
+            self._metrics.on_retried(delayed=paid > now)
+        not_before = max(not_before, paid)
+        self._placement.add_waiting(routed.request.id, not_before, firm=paid > now)
+        if not_before > now:
+            self._to_place.pop(routed.request.id, None)
+        elif routed.epoch == 1:
+            self._place(target, now)
+        else:
+            self._place_soon([routed.request.id])
+
+    def fail(self, target: RequestStream, error: PenstockError, now: float) -> None:
+        """End the stream with the error."""
+        target.fail(error)
+        self._stats.on_finished(target, "error", now)
+
     # --- placing ----------------------------------------------------------------------------------------------------
 
     def place_waiting(self, now: float, *, ready: bool = False) -> None:
-        """Those whose time has come; ``ready``: a worker has just become so, which ends most waits."""
+        """Place requests that are due.  ``ready``: a worker has become ready, which ends most waits."""
         self._place_soon(self._placement.due_requests(now, ready=ready))
 
     def _place_soon(self, requests: Iterable[RequestId]) -> None:
         idle = not self._to_place
         self._to_place.update(dict.fromkeys(requests))
         if idle and self._to_place:
-            self._slices.add(self._place_all())
+            self._turns.add(self._place_all())
 
     def _place_all(self) -> Iterator[None]:
         while self._to_place:
@@ -143,7 +174,7 @@ class Dispatcher:
                 yield
 
     def _place_or_retry(self, stream: RequestStream, now: float) -> None:
-        """An error is this request's own affair: those behind it are placed all the same."""
+        """Place one request.  An error is logged and does not affect the requests behind it."""
         try:
             self._place(stream, now)
         except Exception:
@@ -151,30 +182,13 @@ class Dispatcher:
             if stream.routed.phase is RequestPhase.WAITING:
                 self._placement.add_waiting(stream.routed.request.id, now + PLACEMENT_RETRY_S, firm=True)
 
-    def _wait(self, stream: RequestStream, not_before: float, now: float) -> None:
-        """Until then, and until the retry budget has room for it."""
-        flight = stream.routed
-        self._placement.isolation.remove(flight.request.id)
-        paid = now
-        if stream.count_retry():
-            if flight.fails_repeatedly:
-                paid = self._budget.spend(now, self._tally.open_requests)
-            self._metrics.on_retried(delayed=paid > now)
-        not_before = max(not_before, paid)
-        self._placement.add_waiting(flight.request.id, not_before, firm=paid > now)
-        if not_before > now:
-            self._to_place.pop(flight.request.id, None)
-        elif flight.epoch == 1:
-            self._place(stream, now)
-        else:
-            self._place_soon([flight.request.id])
-
     def _place(self, stream: RequestStream, now: float) -> None:
-        if stream.routed.phase is RequestPhase.WAITING:
-            decision, root = self._placement.decide(stream.routed, now)
+        routed = stream.routed
+        if routed.phase is RequestPhase.WAITING:
+            decision, root = self._placement.decide(routed, now)
             if stream.spans is not None:
                 stream.spans.on_decision(decision, now, self._clock.now())
-            self.apply(stream, stream.routed.on_placed(decision, root, now), now)
-            if stream.routed.phase is RequestPhase.WAITING and not decision.legs and len(self._placement.isolation):
-                # Whoever keeps it off may be cleared any moment.
-                self._placement.add_waiting(stream.routed.request.id, now + TICK_S)
+            self.apply(stream, routed.on_placed(decision, root, now), now)
+            if routed.phase is RequestPhase.WAITING and not decision.legs and len(self._placement.isolation):
+                # The request that excludes it from a worker may be cleared at any moment.
+                self._placement.add_waiting(routed.request.id, now + TICK_S)

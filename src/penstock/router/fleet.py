@@ -1,10 +1,9 @@
-"""The fleet as the gateway knows it: who is there, in what state, and how many tokens each has still to compute.
+"""The fleet as the gateway knows it: workers, their states, and how many tokens each has still to compute.
 
-Columns, one slot a worker id; an id keeps its slot over restarts, until it is forgotten.  Two sources are joined: what
-workers report, and the gateway's own book of what it has handed out, so that the second of two decisions in one
-millisecond knows of the first.  Whatever comes from another incarnation than the current one is ignored (a fence).  The
-numbers that decisions compare stand in ``columns``.
-Knows nothing about links, requests' content or policies.  Pure: time is handed in.
+One slot a worker id; an id keeps its slot over restarts until the worker is removed.  Two sources are joined: what
+workers report, and what this gateway has sent them since, so that the second of two decisions in one millisecond takes
+account of the first.  Messages of an earlier incarnation are ignored (a fence).  The numbers that decisions compare are
+in ``worker_load``.  Knows no links and no policies.  Pure: time is a parameter.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from penstock.telemetry.metrics import TIER_FIGURES, TIER_PAGES, TIERS, tier_cou
 from penstock.types import ModelIdentity, RequestId, Role, WorkerId, WorkerState, is_older_incarnation
 from penstock.wire.gateway_messages import WorkerReport
 from penstock.wire.supervisor_messages import WorkerDown, WorkerUp
-
-# MERGED: What a worker reports of the tiers of its KV store, as an operator sees it.  Pure.
 
 
 def tier_rows(counters: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -63,15 +60,15 @@ class Fleet:
         self.endpoints: list[str] = []
         self.pids: list[int] = []
         self.last_seen: list[float] = []  # when the worker last said anything
-        self.progress_at: list[float] = []  # when the worker last told of a new step or page, or was started
+        self.progress_at: list[float] = []  # the last step or page of the worker, or its start
         self.reports: list[WorkerReport | None] = []  # the last of this incarnation
-        self.counters: list[dict[str, float]] = []  # all that this incarnation has told
+        self.counters: list[dict[str, float]] = []  # of this incarnation
         self.load: list[int] = []  # tokens still to compute: own book, and others' as far as reported
         self._ended: list[bool] = []  # the supervisor's last word on this incarnation: whatever it still says is void
         self._contexts: list[tuple[ModelIdentity, int] | None] = []  # the last that any incarnation has reported
         self._gaps: list[float] = []  # the longest silence of this incarnation that was not its end
         self._begun: list[float] = []  # when it was given work of ours and had none
-        self._steps: list[int] = []  # that this incarnation has told
+        self._steps: list[int] = []  # of this incarnation
         self._all_steps = 0
         self._own: list[int] = []
         self._others: list[int] = []
@@ -197,7 +194,7 @@ class Fleet:
         return True
 
     def is_current(self, worker: WorkerId, incarnation: int) -> bool:
-        """Is this the incarnation that stands in the fleet now?"""
+        """Whether this is the current incarnation of the worker."""
         slot = self._slots.get(worker)
         return slot is not None and self.incarnations[slot] == incarnation
 
@@ -240,7 +237,7 @@ class Fleet:
                 yield slot
 
     def shift_clocks(self, seconds: float) -> None:
-        """This process did not listen for so long: nobody can be blamed for silence in that time."""
+        """Shift all clocks by a time in which this process did not run."""
         self.last_seen = [heard + seconds for heard in self.last_seen]
         self.progress_at = [moved + seconds for moved in self.progress_at]
         self.loads.shift_clocks(seconds)
@@ -258,7 +255,7 @@ class Fleet:
         serial: int = 0,
         now: float = float("-inf"),
     ) -> None:
-        """``worker`` was given ``request`` ``now`` with so many tokens to compute, or has so many left of it.
+        """``worker`` was sent ``request`` with ``tokens`` to compute, or has ``tokens`` left of it.
 
         ``due`` counts on top of its reports until one of them has heard of ``serial``.
         """
@@ -274,7 +271,7 @@ class Fleet:
             self._book.on_sent(slot, request, due, serial)
 
     def set_work_left(self, worker: WorkerId, request: RequestId, left: int) -> None:
-        """So many tokens are left; a request that is not in the book (any more) is none of ours."""
+        """Set the tokens left of a request; unknown requests are ignored."""
         slot = self._slots[worker]
         before = self._work[slot].get(request)
         if before is not None:
@@ -283,7 +280,7 @@ class Fleet:
             self._book.on_prefilled(slot, request)
 
     def reduce_work(self, worker: WorkerId, tokens: Mapping[RequestId, int]) -> None:
-        """As ``progress``, of requests whose prompts are known to be read: so many tokens fewer are left of each."""
+        """Subtract decoded tokens of requests whose prompts are computed."""
         slot = self._slots[worker]
         work, done = self._work[slot], 0
         for request, count in tokens.items():
@@ -307,21 +304,21 @@ class Fleet:
         return tuple(self._work[slot])
 
     def is_idle(self, slot: int) -> bool:
-        """Is this worker ready and has nothing of ours?"""
+        """Whether the worker is ready and has no request of this gateway."""
         return self.states[slot] is WorkerState.READY and not self._work[slot]
 
     def has_work(self) -> bool:
-        """Is anything of ours anywhere?"""
+        """Whether any worker has a request of this gateway."""
         return any(self._work)
 
     # --- views ------------------------------------------------------------------------------------------------------
 
     def is_up(self, slot: int) -> bool:
-        """Has it said that it computes, and nothing to the contrary since?"""
+        """Whether the worker is in a state in which it computes."""
         return self.states[slot] in _COMPUTES
 
     def has_ended(self, slot: int) -> bool:
-        """Has the supervisor said that this incarnation is over?"""
+        """Whether the supervisor has reported the end of this incarnation."""
         return self._ended[slot]
 
     def ready(self, role: Role, identity: ModelIdentity | None) -> Sequence[int]:
@@ -340,7 +337,7 @@ class Fleet:
         return slots
 
     def can_transfer_kv(self, slot: int) -> bool:
-        """Can pages pass from and to it?"""
+        """Whether KV pages can be transferred from and to it."""
         report = self.reports[slot]
         return report is not None and report.hands_over
 
@@ -394,14 +391,14 @@ class Fleet:
         return max((report.max_model_len for report in self.reports if report is not None), default=None)
 
     def context(self, slot: int) -> int:
-        """How many tokens of prompt and answer together this worker has room for; 0: it has not told."""
+        """The worker's context in tokens of prompt and output; 0 before its first report."""
         report = self.reports[slot]
         return 0 if report is None else report.max_model_len
 
     def longest_context(self, identity: ModelIdentity | None, roles: Collection[Role]) -> float:
         """Of all workers of these roles (and this identity), also of those that are away: it may be back.
 
-        Infinite while there is one that has not told it yet.
+        Infinite while one of them has not reported yet.
         """
         longest = 0.0
         for slot, known in enumerate(self._contexts):

@@ -1,7 +1,8 @@
-"""The gateway's watch over its workers: who is there, who has fallen silent, and whose requests are lost with them.
+"""Health of workers: who is present, who is silent or stalled, and which requests are lost with a worker.
 
-Turns the supervisor's words, workers' reports and the passing of time into the fleet's state, and says which requests
-lost their worker.  Knows nothing of what becomes of those, and nothing about tokens.
+Turns messages of the supervisor, reports and the passing of time into the fleet's state.  ``migration`` resubmits the
+requests of lost workers.  A gateway serves one model, that of most workers at its start (``PinnedModel``): requests are
+tokenized for it, and a worker of another model would misread their tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -19,10 +19,10 @@ from penstock.hashing import chain_root
 from penstock.router.decide import has_live_workers, has_ready_workers
 from penstock.router.fleet import Fleet
 from penstock.router.links import WorkerLinks
-from penstock.router.migration import LostWorker
+from penstock.router.migration import LostWorker, LostWorkerHandler
 from penstock.router.prefix_index import PrefixIndex
 from penstock.router.quarantine import Quarantine
-from penstock.router.request import NO_FAILURES, RoutedRequest, is_no_fault_of_sender
+from penstock.router.request import RoutedRequest
 from penstock.router.turns import TICK_S
 from penstock.telemetry.log import log_event
 from penstock.telemetry.registry import Metrics
@@ -41,23 +41,15 @@ from penstock.types import (
     pack_token_ids,
 )
 from penstock.wire.gateway_messages import (
-    NO_FAULT,
-    OF_REQUEST,
     AwaitedStage,
     Hello,
     KvEvents,
     Recipient,
+    ReturnReason,
     Submit,
     WorkerReport,
 )
 from penstock.wire.supervisor_messages import SuspectWorker, WorkerDown, WorkerUp
-
-# MERGED: Which model a gateway serves: that of most workers when it began, and no other from then on.
-# MERGED:
-# MERGED: Requests are tokenized for one model.  A worker of another one, joined by mistake or upgraded too
-# MERGED: soon, would read their
-# MERGED: tokens as other words; so it is given nothing, also while all others are away.  Pure: time is handed
-# MERGED: in.
 
 
 class PinnedModel:
@@ -83,25 +75,11 @@ class PinnedModel:
             self.fingerprint = counts.most_common(1)[0][0]
 
     def is_foreign(self, identity: ModelIdentity) -> bool:
-        """Is this another model?"""
+        """Whether this is a model other than the pinned one."""
         return self.fingerprint is not None and identity.fingerprint != self.fingerprint
 
 
-# MERGED: Workers that were given up and speak again: kept out of routing for a while, then probed, then let
-# MERGED: back.
-# MERGED:
-# MERGED: ::
-# MERGED:
-# MERGED:     in routing --given up--> out --speaks again--> held for quarantine_s --probe sent--> probed
-# MERGED: --answered--> in routing
-# MERGED:                                         ^                                                  |
-# MERGED:                                         +------------------ twice as long <---- no answer -+
-# MERGED:
-# MERGED: A worker that was stopped for a moment comes back within a second or two; one that speaks but
-# MERGED: computes nothing never
-# MERGED: answers its probe.  A new incarnation begins with a clean slate.  Pure: time is handed in.
-
-"""A supervisor that is told so often that a worker does nothing ends it (``launch.restart``)."""
+"""After this many suspicions a supervisor ends the worker (``launch.restart_policy``)."""
 
 
 log = logging.getLogger("penstock.router")
@@ -120,50 +98,44 @@ MAX_REFUSALS = 16
 """Requests that a worker may give back in a row, for reasons of its own, before it is taken out of routing."""
 
 STALLED_STEPS = 20
-"""A worker with work of ours that reports, and has not made a step for so many predicted ones, stands still."""
-
-
-@dataclass(frozen=True, slots=True)
-class WatchedState:
-    """What is kept true."""
-
-    fleet: Fleet
-    links: WorkerLinks
-    prefixes: PrefixIndex
+"""A worker that reports and has made no step for the time of 20 predicted ones is stalled."""
 
 
 class WorkerHealth:
-    """Keeps ``state`` true.  ``lose`` hears of lost requests, ``suspect`` (the supervisor) of silence."""
+    """Keeps ``fleet``, ``links`` and ``prefixes`` up to date.  ``suspect`` notifies the supervisor."""
 
     def __init__(
         self,
         config: GatewayConfig,
-        state: WatchedState,
-        metrics: Metrics,
         *,
-        lose: Callable[[LostWorker], None],
+        fleet: Fleet,
+        links: WorkerLinks,
+        prefixes: PrefixIndex,
+        metrics: Metrics,
+        quarantine: Quarantine,
+        lost_workers: LostWorkerHandler,
         suspect: Callable[[SuspectWorker], None],
     ) -> None:
         self._failover = config.failover
         self._hello = Hello(gateway=config.name, incarnation=config.incarnation)
-        self._fleet = state.fleet
-        self._links = state.links
-        self._prefixes = state.prefixes
+        self._fleet = fleet
+        self._links = links
+        self._prefixes = prefixes
         self._metrics = metrics
-        self._lose = lose
-        self._suspected = suspect
-        self._quarantine = Quarantine(config.failover, config.name)
+        self._lost_workers = lost_workers
+        self._notify_supervisor = suspect
+        self._quarantine = quarantine
         self._pinned = PinnedModel(config.failover.pin_model_s, follows_upgrades=config.allow_model_upgrade)
         self._foreign: dict[WorkerId, int] = {}  # incarnations of which it was logged that they are
         self._task = config.task
-        self._given_up: dict[tuple[WorkerId, int], tuple[Sequence[RequestId], float]] = {}
+        self._resubmitted: dict[tuple[WorkerId, int], tuple[Sequence[RequestId], float]] = {}
         self.refusals: dict[WorkerId, int] = {}  # given back in a row, by workers that wrote no token meanwhile
         self._unconnected: dict[WorkerId, WorkerUp] = {}  # to whom no link could be made yet
-        self._peopled = float("inf")  # when there was last somebody; at the beginning they are waited for
+        self._served_at = float("inf")  # when there was last somebody; at the beginning they are waited for
         self._ticked: float | None = None
-        self._beaten = float("-inf")
-        self._next_forgetting = float("-inf")
-        self._beats = 0
+        self._heartbeat_at = float("-inf")
+        self._next_removal = float("-inf")
+        self._sent_heartbeats = 0
 
     # --- the supervisor ---------------------------------------------------------------------------------------------
 
@@ -180,8 +152,10 @@ class WorkerHealth:
         self._connect(message)
         if message.incarnation != earlier[0]:
             self._quarantine.remove(message.worker)
-        self._given_up.pop((message.worker, earlier[0]), None)
-        self._lose(LostWorker(worker=message.worker, incarnation=earlier[0], requests=earlier[1], reason="replaced"))
+        self._resubmitted.pop((message.worker, earlier[0]), None)
+        self._lost_workers.on_worker_lost(
+            LostWorker(worker=message.worker, incarnation=earlier[0], requests=earlier[1], reason="replaced")
+        )
 
     def _connect(self, message: WorkerUp) -> None:
         """Have a link, now or with a later beat: a process may be out of sockets or descriptors for a while."""
@@ -219,8 +193,8 @@ class WorkerHealth:
         self._unconnected.pop(message.worker, None)
         self.refusals.pop(message.worker, None)
         self._foreign.pop(message.worker, None)
-        moved, given_up = self._given_up.pop((message.worker, message.incarnation), ((), 0.0))
-        self._lose(
+        moved, given_up = self._resubmitted.pop((message.worker, message.incarnation), ((), 0.0))
+        self._lost_workers.on_worker_lost(
             LostWorker(
                 worker=message.worker,
                 incarnation=message.incarnation,
@@ -246,7 +220,7 @@ class WorkerHealth:
         if not self._fleet.on_report(report, now):
             return False
         if foreign:
-            self._tell_foreign(report)
+            self._mark_foreign(report)
         if slot is not None:
             self._prefixes.on_report(slot, report.incarnation, report.kv_sequence)
         self._metrics.on_worker_report(report.worker, report.incarnation, report.counters)
@@ -255,7 +229,7 @@ class WorkerHealth:
         log_event(log, logging.INFO, "worker is ready", worker=report.worker, role=report.role.value, pid=report.pid)
         return True
 
-    def _tell_foreign(self, report: WorkerReport) -> None:
+    def _mark_foreign(self, report: WorkerReport) -> None:
         slot, pinned = self._fleet.slot(report.worker), self._pinned.fingerprint or ""
         reason = f"it serves another model ({report.identity.fingerprint[:12]}) than this gateway ({pinned[:12]})"
         if slot is not None:
@@ -280,11 +254,13 @@ class WorkerHealth:
         self._fleet.mark_unresponsive(slot, reason)
         self._links.close_link(worker)
         log_event(log, logging.WARNING, "worker was replaced", worker=worker, requests=len(work))
-        self._given_up[worker, incarnation] = work, now
-        self._lose(LostWorker(worker=worker, incarnation=incarnation, requests=work, reason=reason))
+        self._resubmitted[worker, incarnation] = work, now
+        self._lost_workers.on_worker_lost(
+            LostWorker(worker=worker, incarnation=incarnation, requests=work, reason=reason)
+        )
 
     def on_kv_events(self, events: KvEvents, worker: WorkerId, incarnation: int) -> None:
-        """A worker tells of its prefix cache; nobody tells of another's."""
+        """Apply a worker's changes of its own prefix cache."""
         slot = self._fleet.slot(worker)
         if slot is not None and (events.worker, events.incarnation) == (worker, incarnation):
             self._prefixes.on_kv_events(slot, events)
@@ -292,31 +268,35 @@ class WorkerHealth:
     # --- time -------------------------------------------------------------------------------------------------------
 
     def on_tick(self, now: float) -> None:
-        """Called every ``TICK_S``.  When it was not, nobody can be blamed for silence in that time."""
+        """Called every ``TICK_S``.  After a longer pause of this process, silence in that time does not count."""
         if self._ticked is not None and now - self._ticked - TICK_S > _LATE_S:
             self._fleet.shift_clocks(now - self._ticked - TICK_S)
         self._ticked = now
 
     def heartbeat_due(self, now: float) -> bool:
-        """Is it time for a beat?"""
-        return now - self._beaten >= self._failover.beat_s
+        """Whether the next heartbeat is due."""
+        return now - self._heartbeat_at >= self._failover.beat_s
 
     def send_heartbeats(self, awaited: Mapping[WorkerId, Sequence[AwaitedStage]], now: float) -> None:
         """Greet everybody, ask about legs that are ``awaited``, and look for silent workers.
 
         Ready workers that have no work of ours are greeted with every second beat, one half of them with each.
         """
-        self._beaten = now
-        self._beats += 1
+        self._heartbeat_at = now
+        self._sent_heartbeats += 1
         self._pinned.observe(self._fleet.reported_identities(), now, ready=bool(self._fleet.identities()))
         for message in tuple(self._unconnected.values()):
             self._connect(message)
         fleet = self._fleet
         lacking = {worker for slot, worker in enumerate(fleet.ids) if self._prefixes.needs_snapshot(slot, now)}
-        resting = {worker for slot, worker in enumerate(fleet.ids) if (slot + self._beats) % 2 and fleet.is_idle(slot)}
+        resting = {
+            worker
+            for slot, worker in enumerate(fleet.ids)
+            if (slot + self._sent_heartbeats) % 2 and fleet.is_idle(slot)
+        }
         self._links.send_heartbeats(self._hello, awaited, lacking, resting)
         self._prefixes.sweep()
-        self._forget_vanished(now)
+        self._remove_gone_workers(now)
         for slot in list(fleet.silent_slots(now, self._failover.silence_s, self._failover.overrun)):
             quiet, work = now - fleet.last_seen[slot], fleet.requests_at(slot)
             self._suspect(slot, f"silent for {quiet:.1f} s with {len(work)} requests", now)
@@ -324,25 +304,25 @@ class WorkerHealth:
             self.distrust(worker, incarnation, f"{frames} messages that are none of ours", now)
         self._probe(now)
 
-    def _forget_vanished(self, now: float) -> None:
+    def _remove_gone_workers(self, now: float) -> None:
         """Workers whose names never come back (those of pods, say) must not fill this process."""
-        if now < self._next_forgetting:
+        if now < self._next_removal:
             return
-        self._next_forgetting = now + min(REMOVAL_INTERVAL_S, self._failover.forget_s)
+        self._next_removal = now + min(REMOVAL_INTERVAL_S, self._failover.forget_s)
         for worker in self._fleet.gone_workers(now, self._failover.forget_s):
             slot = self._fleet.remove_worker(worker)
             if slot is not None:
                 self._prefixes.remove_worker(slot)
             self._quarantine.remove(worker)
-            self._given_up = {place: what for place, what in self._given_up.items() if place[0] != worker}
+            self._resubmitted = {place: what for place, what in self._resubmitted.items() if place[0] != worker}
             self._metrics.remove_worker(worker)
             log.info("%s has been gone for %g s and is forgotten", worker, self._failover.forget_s)
 
     def no_workers_reason(self, now: float) -> str | None:
-        """Why nobody need wait for a worker: those that are needed have all been gone for ``no_path_s``."""
+        """Why waiting is useless, or None: all workers that could serve have been gone for ``no_path_s``."""
         if has_live_workers(self._fleet, self._quarantine.hopeless):
-            self._peopled = now
-        gone = now - self._peopled
+            self._served_at = now
+        gone = now - self._served_at
         if gone <= self._failover.no_path_s:
             return None
         return f"Every worker that could serve this has been out of reach for {gone:.1f} s."
@@ -367,7 +347,7 @@ class WorkerHealth:
         reason = f"no step for {now - since:.1f} s with {flight.request.id}"
         for leg in legs:
             suspect = SuspectWorker(worker=leg.worker, incarnation=leg.incarnation, reason=reason)
-            self._tell("worker stands still", suspect, now)
+            self._warn("worker stands still", suspect, now)
             if (slot := fleet.slot(leg.worker)) is not None and fleet.states[slot] is WorkerState.READY:
                 fleet.quarantine(slot, reason)
         return since
@@ -379,7 +359,7 @@ class WorkerHealth:
             log_event(log, logging.INFO, "worker is let back", worker=worker)
 
     def is_probe(self, request: RequestId) -> bool:
-        """Is this a probe that is out?  No stream waits for it."""
+        """Whether ``request`` is a pending probe; no stream belongs to it."""
         return self._quarantine.is_probe(request)
 
     def distrust(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> None:
@@ -394,11 +374,9 @@ class WorkerHealth:
         if self._fleet.is_up(slot):
             self._suspect(slot, reason, now)
 
-    def on_returned(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> None:
+    def on_returned(self, worker: WorkerId, incarnation: int, reason: ReturnReason, now: float) -> None:
         """A worker gives back a request.  One that gives back everything, and is not too busy for it, is of no use."""
-        if reason in NO_FAULT or reason in NO_FAILURES or is_no_fault_of_sender(reason):
-            return
-        if reason.startswith(OF_REQUEST):  # a client that asks again and again must not drive it out
+        if reason.harmless or reason.concerns_request:  # one client's requests must not exclude a worker
             return
         self.refusals[worker] = self.refusals.get(worker, 0) + 1
         if self.refusals[worker] >= MAX_REFUSALS:
@@ -413,7 +391,7 @@ class WorkerHealth:
         for worker, incarnation in self._quarantine.expire_probes(now):
             self._metrics.on_worker_probed(worker, "unanswered")
             reason = f"no answer to a probe within {self._failover.probe_s:g} s"
-            self._suspected(SuspectWorker(worker=worker, incarnation=incarnation, reason=reason))
+            self._notify_supervisor(SuspectWorker(worker=worker, incarnation=incarnation, reason=reason))
         for worker, incarnation in self._quarantine.due_for_probe(now, urgent=not has_ready_workers(fleet)):
             slot, link = fleet.slot(worker), self._links.link_to(worker, incarnation)
             if slot is None or link is None or fleet.states[slot] is not WorkerState.QUARANTINED:
@@ -423,24 +401,26 @@ class WorkerHealth:
                 self._quarantine.remove(worker)  # no prompts, or none without a sound: its word must do
                 continue
             self._metrics.on_worker_probed(worker, "sent")
-            link.send(_question(self._quarantine.begin_probe(worker, now), report, self._task))
+            link.send(_probe_submit(self._quarantine.begin_probe(worker, now), report, self._task))
 
     def _suspect(self, slot: int, reason: str, now: float) -> None:
         fleet = self._fleet
         worker, incarnation, work = fleet.ids[slot], fleet.incarnations[slot], fleet.requests_at(slot)
         fleet.mark_unresponsive(slot, reason)
-        self._given_up[worker, incarnation] = work, now
-        self._tell("worker is suspected", SuspectWorker(worker=worker, incarnation=incarnation, reason=reason), now)
-        self._lose(LostWorker(worker=worker, incarnation=incarnation, requests=work, reason=reason))
+        self._resubmitted[worker, incarnation] = work, now
+        self._warn("worker is suspected", SuspectWorker(worker=worker, incarnation=incarnation, reason=reason), now)
+        self._lost_workers.on_worker_lost(
+            LostWorker(worker=worker, incarnation=incarnation, requests=work, reason=reason)
+        )
 
-    def _tell(self, what: str, suspect: SuspectWorker, now: float) -> None:
+    def _warn(self, what: str, suspect: SuspectWorker, now: float) -> None:
         self._quarantine.add(suspect.worker, suspect.incarnation, now)
         log_event(log, logging.WARNING, what, worker=suspect.worker, reason=suspect.reason)
         self._metrics.on_worker_suspected(suspect.worker)
-        self._suspected(suspect)
+        self._notify_supervisor(suspect)
 
 
-def _question(name: RequestId, report: WorkerReport, task: Task) -> Submit:
+def _probe_submit(name: RequestId, report: WorkerReport, task: Task) -> Submit:
     """The smallest request there is."""
     return Submit(
         recipient=Recipient(worker=report.worker, incarnation=report.incarnation, identity=report.identity),

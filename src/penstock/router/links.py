@@ -1,6 +1,7 @@
 """The gateway's connections to workers: one link a worker incarnation, each read by one task.
 
-Knows how to connect, greet and close; what messages mean is told by whoever handles them.
+All links together handle a limited number of messages in one turn of the event loop (``MessageBudget``).  What messages
+mean is the handler's business.
 """
 
 from __future__ import annotations
@@ -18,10 +19,6 @@ from penstock.wire.codec import PeerMessage
 from penstock.wire.gateway_messages import AwaitedStage, Cancel, Hello, Tokens
 from penstock.wire.transport import AsyncLink
 
-# MERGED: How much of workers' messages is handled in one turn of the event loop, by all links together.
-# MERGED:
-# MERGED: Knows nothing of messages but what they weigh.
-
 
 class MessageBudget:
     """Units that are left in this turn.  What takes the last of them may be larger than what was left."""
@@ -32,7 +29,7 @@ class MessageBudget:
 
     @property
     def has_room(self) -> bool:
-        """May one more message be handled in this turn?"""
+        """Whether one more message may be handled in this turn."""
         return self._left > 0
 
     @property
@@ -144,7 +141,7 @@ def message_units(message: PeerMessage) -> int:
 
 
 def split_message(message: PeerMessage, units: int) -> tuple[PeerMessage, PeerMessage | None]:
-    """What fits into so many units, and what is left of it.  Only tokens of many requests are parted: the parts mean
+    """The part that fits into ``units``, and the rest.  Only tokens of many requests are split: the parts mean
     the same one after another, and each is worth handling by itself."""
     if not isinstance(message, Tokens):
         return message, None
@@ -200,8 +197,8 @@ class WorkerLinks:
     def take_malformed(self) -> list[tuple[WorkerId, int, int]]:
         """Workers, with their incarnations, that have sent frames that were none of ours, and how many, since the last
         time."""
-        told = [(link.worker, link.incarnation, link.take_malformed()) for link in self._links.values()]
-        return [one for one in told if one[2]]
+        counts = [(link.worker, link.incarnation, link.take_malformed()) for link in self._links.values()]
+        return [count for count in counts if count[2]]
 
     def close_link(self, worker: WorkerId) -> None:
         """Close the link to a worker, if there is one."""
@@ -220,7 +217,7 @@ class WorkerLinks:
         return self._dropped + sum(link.dropped for link in self._links.values())
 
     async def close(self) -> None:
-        """Close all and wait until nobody reads any more."""
+        """Close all links and await their readers."""
         for worker in list(self._links):
             self.close_link(worker)
         if self._closing:

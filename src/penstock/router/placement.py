@@ -1,6 +1,9 @@
-"""Placing requests: who waits for a worker, what was decided and on what grounds, which prefixes lie where.
+"""Placement of requests: which wait for a worker, what was decided for them, which prefixes are cached where.
 
-Pure but for its log and its stop watch; a flight hears of a decision from whoever asked for it.
+Repeated retries have a budget: a bucket that new requests and time refill (``RetryBudget``).  The first retry of a
+request is free, so a host that dies with thousands of requests delays none of them.  A request that fails again without
+a new token pays.  The budget always has room for one retry of each open request, refuses nothing, and delays no request
+by more than ``retry_wait_s``.  Pure but for its log and its stop watch.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from penstock.types import PAGE_TOKENS, BlockHash, RequestId, ValidRequest, Work
 log = logging.getLogger("penstock.router")
 
 RESPONSES_AVERAGED = 64
-"""The expected length of an answer is the mean of the first so many, to which each later one adds its part of 1/64."""
+"""The expected output length is the mean of the first 64 requests; each later one has a weight of 1/64."""
 
 
 class Placement:
@@ -55,12 +58,12 @@ class Placement:
         )
         self._waiting: dict[RequestId, float] = {}  # -> not before; in order of arrival
         self._firm: set[RequestId] = set()  # of those, the ones whom no new worker helps
-        self._answers = 0  # so many were finished
+        self._answers = 0  # finished requests
         self._length = math.inf  # tokens of an answer, on the average
         self._expected = float(config.expected_answer_tokens)  # of one without a named length, before that is known
 
     def add_waiting(self, request: RequestId, not_before: float, *, firm: bool = False) -> None:
-        """Nobody serves this request; it is to ask again then, or unless it is ``firm`` when a worker becomes ready."""
+        """Place this request at ``not_before``, or, unless ``firm``, when a worker becomes ready."""
         self._waiting[request] = not_before
         (self._firm.add if firm else self._firm.discard)(request)
 
@@ -118,7 +121,7 @@ class Placement:
         return self._expected if request.open_ended and not self._answers else self._length
 
     def on_first_token(self, request: RequestId) -> None:
-        """A token came: what the request leaves in caches is told with the workers' next reports."""
+        """The first token came: the workers' next reports contain what the request left in caches."""
         self.prefixes.on_prefilled(request)
 
     def on_finished(self, flight: RoutedRequest) -> None:
@@ -138,20 +141,6 @@ def _root(decision: Decision, request: ValidRequest) -> BlockHash:
         return BlockHash(b"")
     adapter = request.adapter.fingerprint if request.adapter is not None else ""
     return chain_root(decision.identity, adapter=adapter, tenant_salt=request.cache_salt)
-
-
-# MERGED: How many repeated resubmissions there may be: a bucket that new requests and time fill, and each of
-# MERGED: them empties.
-# MERGED:
-# MERGED: A stream's first resubmission costs nothing: a host that dies with thousands of streams must not
-# MERGED: keep any of them from
-# MERGED: going on.  Who fails again without a new token in between pays.  There is enough for every open
-# MERGED: stream to do so once;
-# MERGED: where everything that is resubmitted fails again and again, the rest is spread out in time, and the
-# MERGED: fleet does not drown
-# MERGED: in repetitions of what does not work.  Nothing is refused here, and nobody waits for longer than
-# MERGED: ``retry_wait_s``.
-# MERGED: Pure: time is handed in.
 
 
 class RetryBudget:

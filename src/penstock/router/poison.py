@@ -1,9 +1,9 @@
-"""Which request a worker died of: guilt by being there twice, and how the innocent are told from the guilty.
+"""Which request crashes workers: crash records of requests, and isolation of the suspects.
 
 A worker that crashes takes all its requests with it, and any may be the cause.  All go on elsewhere; those that get new
 tokens there are cleared.  Who is there when a second worker dies, and alone so, is the cause and fails.  Where several
 were there both times they are kept apart from then on, no two at one worker, until they are cleared or one of them has
-ended a worker alone.  Deaths from outside (SIGKILL, SIGTERM, a stopped process) count for nobody.
+ended a worker alone.  Deaths from outside (SIGKILL, SIGTERM, a stopped process) do not count.
 
 ::
 
@@ -43,16 +43,16 @@ class CrashRecord:
         self._cleared_at = emitted + self._tokens
 
     def on_progress(self, emitted: int) -> None:
-        """It stands at so many now."""
+        """Note progress; enough new tokens clear the record."""
         if self.deaths and emitted >= self._cleared_at:
             self.deaths = []
 
     def error(self, request: RequestId, emitted: int) -> PoisonRequest:
-        """What its client is told."""
-        told = f"The {emitted} tokens sent so far stay valid" if emitted else "No token was sent"
+        """The error that the client receives."""
+        sent = f"The {emitted} tokens sent so far stay valid" if emitted else "No token was sent"
         return PoisonRequest(
             f"Request {request} ended {len(self.deaths)} workers and is not tried on others; the service's log says "
-            f"which and how. {told}."
+            f"which and how. {sent}."
         )
 
 
@@ -67,7 +67,7 @@ class PoisonIsolation:
     """Requests that are suspected, and the workers that each is at."""
 
     def __init__(self, limit: float) -> None:
-        """Suspected is a request with so many deaths against it."""
+        """``limit``: deaths that make a request a suspect."""
         self._limit = limit
         self._at: dict[RequestId, Pairs] = {}
 
@@ -75,7 +75,7 @@ class PoisonIsolation:
         return len(self._at)
 
     def is_suspect(self, guilt: CrashRecord) -> bool:
-        """Is a request with this guilt to be kept apart?"""
+        """Whether a request with this record is isolated."""
         return len(guilt.deaths) >= self._limit
 
     def place(self, request: RequestId, workers: Iterable[tuple[WorkerId, int]]) -> None:

@@ -1,10 +1,9 @@
-"""Which worker has which prompt prefix: what workers tell of their caches, and what was just sent to them.
+"""Which worker has which prompt prefix: what workers report of their caches, and what was just sent to them.
 
-Two sources.  Workers number the changes of their prefix caches (``wire.messages.KvEvents``); a number that is missing,
-or that a report knows and we do not, makes the worker ``lacking`` until it has told everything anew.  And a prompt that
-was sent somewhere will be in that cache soon: until its first token it counts as if it were (``promises``).
-A guess, never a promise to anybody: a worker may have evicted the pages meanwhile, and then it computes them again.
-Pure: knows hashes, slots and incarnations, no tokens and no workers' states.
+Workers number the changes of their prefix caches (``wire.gateway_messages.KvEvents``).  After a gap in the numbers the
+worker needs a snapshot.  A prompt that was sent to a worker will be in its cache soon; until the worker's next report
+after the first token it counts as cached (``PendingPrefixes``).  The index is an estimate: a worker that has evicted
+the pages recomputes them.  Pure: knows hashes, slots and incarnations, no tokens.
 """
 
 from __future__ import annotations
@@ -19,16 +18,6 @@ from numpy.typing import NDArray
 from penstock.kernels.host_ops import BlockIndex
 from penstock.types import BlockHash, RequestId
 from penstock.wire.gateway_messages import KvEvents
-
-# MERGED: Prompts that were sent to workers and have no first token yet: their blocks will be in those caches
-# MERGED: soon.  With the
-# MERGED: first token they are, and the worker's next report says so: until then they count, too.
-# MERGED:
-# MERGED: Counted, so that one of two prompts with a common beginning can go without the other.  Long prompts
-# MERGED: are remembered on a
-# MERGED: grid that grows coarser (every block up to 64, then every 2nd, every 4th, …), which bounds both the
-# MERGED: memory and the time
-# MERGED: of a question by the logarithm of the length and costs at most 1/32 of a match.  Pure.
 
 _FINE_BLOCKS = 64
 
@@ -58,12 +47,12 @@ class PendingPrefixes:
                 held[slot] = held.get(slot, 0) + 1
 
     def on_prefilled(self, request: RequestId) -> None:
-        """This request's prompt is read, or nobody wants that any more: forgotten when its workers have reported."""
+        """The prompt is computed, or was cancelled: removed with the next reports of its workers."""
         for blocks, slot in self._closed(request):
             self._read.setdefault(slot, []).append(blocks)
 
     def on_report(self, slot: int) -> None:
-        """A worker has told what it has, so what is read there need not be counted on any more."""
+        """A worker has reported: prompts computed there no longer count."""
         for blocks in self._read.pop(slot, ()):
             self._take_back(blocks, slot)
 
@@ -125,7 +114,7 @@ _NOBODY: Mapping[int, int] = MappingProxyType({})
 
 
 def _grid(blocks: int) -> list[int]:
-    """Indices of the blocks that are remembered of a prompt of so many."""
+    """Indices of the blocks that are stored of a prompt of ``blocks`` blocks."""
     grid = list(range(min(blocks, _FINE_BLOCKS)))
     start, stride = _FINE_BLOCKS, 2
     while start < blocks:
@@ -158,8 +147,8 @@ class _Followed:
 class PrefixIndex:
     """Block hash -> slots that hold the block.
 
-    ``capacity`` bounds the blocks, ``max_workers`` the workers that are told apart (a worker with lower tiers counts as
-    one more for each of them); the memory is 15 to 19 bytes a block, whoever holds it.
+    ``capacity`` bounds the blocks, ``max_workers`` the workers (one with lower tiers counts as one more for
+    each of them); the memory is 15 to 19 bytes a block, however many workers hold it.
     """
 
     def __init__(self, capacity: int = 1 << 24, max_workers: int = 1024) -> None:
@@ -167,11 +156,11 @@ class PrefixIndex:
         self._blocks = BlockIndex(capacity, max_workers)
         self._followed: list[_Followed | None] = []  # by slot
         self._owners: NDArray[np.intp] = np.zeros(0, np.intp)  # by slot, ``max_workers`` for one without
-        self._below: list[NDArray[np.intp]] = []  # the same for each lower tier that anybody has told of
+        self._below: list[NDArray[np.intp]] = []  # the same for each lower tier that any worker has
         self._depths: NDArray[np.int32] = np.zeros(max_workers + 1, np.int32)  # by owner; the last stays 0
         self._nobody = max_workers
         self.pending = PendingPrefixes()
-        self.gaps = 0  # how often something that a worker told was missed
+        self.gaps = 0  # gaps in the numbers of workers' changes
         self.refused = 0  # blocks that found no room
 
     # --- workers come and go ----------------------------------------------------------------------------------------
@@ -215,7 +204,7 @@ class PrefixIndex:
             self._miss(followed)
 
     def on_report(self, slot: int, incarnation: int, sequence: int) -> None:
-        """A worker's report says that it has told of so many changes; all of them should be here by now."""
+        """Compare a report's number of changes with those received."""
         followed = self._current(slot, incarnation)
         if followed is None:
             return
@@ -224,7 +213,7 @@ class PrefixIndex:
         self.pending.on_report(slot)
 
     def needs_snapshot(self, slot: int, now: float) -> bool:
-        """Is the worker to be asked for all that it has?  True at most once in ``SNAPSHOT_RETRY_S``."""
+        """Whether to request a snapshot from the worker.  True at most once in ``SNAPSHOT_RETRY_S``."""
         followed = self._followed[slot] if slot < len(self._followed) else None
         if followed is None or followed.whole or now - followed.asked < SNAPSHOT_RETRY_S:
             return False
@@ -261,7 +250,7 @@ class PrefixIndex:
             self.refused += self._blocks.add(owner, b"".join((stored, *sunk[:tier])))
 
     def _deepen(self, slot: int, followed: _Followed, tiers: int) -> bool:
-        """The worker has so many lower tiers; those for which there is no room are not known.  Is one known newly?"""
+        """Open owners for ``tiers`` lower tiers, as far as there is room.  Returns whether one is new."""
         before = len(followed.lower)
         while len(followed.lower) < tiers and (owner := self._blocks.open()) is not None:
             if len(followed.lower) == len(self._below):
@@ -271,7 +260,7 @@ class PrefixIndex:
         return len(followed.lower) > before
 
     def _miss(self, followed: _Followed) -> None:
-        """What is here stays the best guess until the worker has told everything anew."""
+        """Keep what is known as an estimate until the next snapshot."""
         self.gaps += 1
         followed.whole = False
 
@@ -321,7 +310,7 @@ class PrefixIndex:
 
     @property
     def memory_bytes(self) -> int:
-        """Of what workers told."""
+        """Memory of the index."""
         return self._blocks.memory_bytes()
 
     # --- owners -----------------------------------------------------------------------------------------------------

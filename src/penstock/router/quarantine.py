@@ -1,4 +1,14 @@
-"""penstock.router.quarantine: NEEDS A DOCSTRING."""
+"""Workers that were given up and report again: excluded for a while, then probed, then admitted.
+
+::
+
+    serving --given up--> out --reports again--> held for quarantine_s --probe sent--> probed --answered--> serving
+                                        ^                                                |
+                                        +------------------ twice as long <--- no answer +
+
+A worker that was stopped for a moment returns within a second or two; one that reports but computes nothing never
+answers its probe.  A new incarnation starts anew.  Pure: time is a parameter.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +60,7 @@ class Quarantine:
         self._held[worker] = _Held(incarnation, held_s, now + held_s, unanswered=unanswered)
 
     def contains(self, worker: WorkerId, incarnation: int) -> bool:
-        """Is this incarnation to be kept out of routing?"""
+        """Whether this incarnation is excluded from routing."""
         held = self._held.get(worker)
         return held is not None and held.incarnation == incarnation
 
@@ -76,7 +86,7 @@ class Quarantine:
         return frozenset(worker for worker, held in self._held.items() if held.unanswered > MAX_UNANSWERED_PROBES)
 
     def due_for_probe(self, now: float, *, urgent: bool) -> list[tuple[WorkerId, int]]:
-        """Who is to be probed now; all of them where it is ``urgent``, as nobody else can serve."""
+        """Workers to be probed now; all of them if ``urgent``, because no other worker can serve."""
         return [
             (worker, held.incarnation)
             for worker, held in self._held.items()
@@ -93,7 +103,7 @@ class Quarantine:
         return held.probe
 
     def is_probe(self, request: RequestId) -> bool:
-        """Is this a probe that is out?"""
+        """Whether ``request`` is a pending probe."""
         return request in self._probes
 
     def on_probe_answered(self, request: RequestId, worker: WorkerId, incarnation: int) -> bool:

@@ -1,18 +1,18 @@
-"""One request's flight over workers that may die under it: a pure state machine from events to effects.
+"""One request on workers that may fail: a pure state machine from events to effects.
 
-A flight submits its request in *epochs*.  Everything of an earlier epoch, or from a worker that has no leg in the
-current one, is ignored; so a worker that was given up and wakes again can do no harm.  What was delivered is kept,
-and a new epoch submits prompt + delivered tokens: by law 1 the answer goes on as if nothing had happened.
+A request is submitted in *epochs*.  Messages of an earlier epoch, or of a worker without a stage in the current one,
+are ignored, so a worker that was given up and wakes again does no harm.  Delivered tokens are kept; a new epoch submits
+prompt and delivered tokens, and by law 1 the output continues unchanged.
 
 ::
 
     WAITING --placed--> FLYING --finish--> DONE
        ^                  |
-       +---lost, returned-+        epoch + 1, surviving legs cancelled
+       +---lost, returned-+        epoch + 1, remaining stages cancelled
 
-An answer may change its worker in flight: a leg *joins*, and with its first token the leg that wrote before is over.
-A leg that was sent ends exactly once: by ``CancelStage`` or by ``StageEnded``.  Knows nothing about fleets, links and
-time; the caller turns effects into deeds and hands in ``now``.
+A request may migrate between workers while it is decoded: a stage *joins*, and with its first token the stage before it
+is over.  Each submitted stage ends exactly once, by ``CancelStage`` or ``StageEnded``
+(tests/unit/router/test_request_any_order.py).  Knows no fleet, links or clock.
 """
 
 from __future__ import annotations
@@ -66,33 +66,7 @@ from penstock.types import (
     WorkerId,
 )
 from penstock.wire.codec import MAX_FRAME_BYTES
-from penstock.wire.gateway_messages import (
-    HANDED_OVER,
-    NO_FAULT,
-    NO_HELLO,
-    OTHER_PROCESS,
-    TOO_LARGE,
-    TOO_LONG,
-    UNKNOWN,
-    PageSource,
-    TokenItem,
-)
-
-# MERGED: How a flight ends that cannot go on: in an error, or because what was delivered is the whole answer.
-# MERGED: Pure.
-
-NO_FAILURES = frozenset(
-    {"queue_full", "preempted", "yielded", "deadline", "draining", TOO_LONG, NO_HELLO, OTHER_PROCESS}
-)
-"""Reasons of workers that are well and give a request back."""
-
-
-_LOST = (UNKNOWN, "unsent", "connection lost", "the gateway was silent")
-
-
-def is_no_fault_of_sender(reason: str) -> bool:
-    """Does this reason speak of a message that was lost, or of another worker, and not of whoever says it?"""
-    return reason in _LOST or reason == TOO_LARGE or reason.startswith("pages_lost")
+from penstock.wire.gateway_messages import PageSource, ReturnReason, TokenItem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +94,7 @@ class FailoverLimits:
 
 
 def context_exceeded(request: ValidRequest, longest: float, *, started: bool) -> PenstockError:
-    """Nobody has the memory for it.  ``longest``: the longest context of any worker, if that is why."""
+    """No worker has the memory for the request.  ``longest``: the longest context of any worker, if that is why."""
     known, left = len(request.prompt), request.sampling.max_tokens
     if request.open_ended:
         text = f"No worker has the KV memory for {known} tokens of prompt and an answer."
@@ -132,7 +106,7 @@ def context_exceeded(request: ValidRequest, longest: float, *, started: bool) ->
 
 
 def message_too_large() -> PenstockError:
-    """A message about it is larger than any may be, whoever sends it."""
+    """A message of this request exceeds the largest frame."""
     return RequestError(
         f"This request, or a step of its answer, does not fit into a message of {MAX_FRAME_BYTES} bytes between "
         "processes. Ask for fewer log-probabilities, or send a shorter prompt.",
@@ -151,18 +125,12 @@ def timed_out(limit_s: float, *, started: bool, waiting: bool, bounded: bool = F
 
 
 def implied_finish(sampling: SamplingParams, emitted: Sequence[int]) -> FinishReason | None:
-    """Do the delivered tokens end the answer already, though nobody has said so?"""
+    """The finish reason that follows from the delivered tokens alone, or None."""
     count = len(emitted)
     if count and count >= sampling.min_tokens and emitted[-1] in sampling.stop_token_ids:
         return FinishReason.STOP
     return FinishReason.LENGTH if count >= sampling.max_tokens else None
 
-
-# MERGED: Log-probabilities of a long prompt's tokens, which come in several messages: put together again.
-# MERGED: Pure.
-# MERGED:
-# MERGED: Messages may be lost, doubled or overtaken: a part is known by its place.  No more is kept than the
-# MERGED: prompt has tokens.
 
 LOST_PART_S = 1.0
 """After the last part the others are waited for so long."""
@@ -185,10 +153,10 @@ class PromptLogprobs:
         last = self._last
         if not item.prompt_more and not item.prompt_start:
             return item
-        told = item.prompt_logprobs or ()
-        if item.prompt_start not in self._parts and self._kept + len(told) <= self._most:
-            self._parts[item.prompt_start] = told
-            self._kept += len(told)
+        received = item.prompt_logprobs or ()
+        if item.prompt_start not in self._parts and self._kept + len(received) <= self._most:
+            self._parts[item.prompt_start] = received
+            self._kept += len(received)
         if last is None and not item.prompt_more:
             last, self._last, self._since = item, item, now
         if last is None:
@@ -202,11 +170,9 @@ class PromptLogprobs:
         return msgspec.structs.replace(last, prompt_logprobs=tuple(whole), prompt_start=0)
 
     def is_incomplete(self, now: float) -> bool:
-        """Has the last part come, and others not for so long that they will not?"""
+        """Whether the last part has come and others have been missing for ``LOST_PART_S``."""
         return self._last is not None and now - self._since >= LOST_PART_S
 
-
-# MERGED: One leg of a flight's current epoch: where it runs, and what has been heard of it.
 
 SILENT_STAGE_S = 1.0
 """A leg that has said nothing for so long is asked about: what was sent to it, or what it said, may have been lost."""
@@ -226,7 +192,7 @@ class StageRun:
 
     @property
     def awaits_response(self) -> bool:
-        """Is there something that it has still to say?  A prefill leg speaks once."""
+        """Whether more messages of it are expected.  A prefill stage sends one."""
         return not self.ended and not (self.responded and self.leg is RequestStage.PREFILL)
 
 
@@ -298,14 +264,14 @@ class RoutedRequest:
         self._attempts = 0  # submissions since the last new token
         self._failures = 0  # submissions that have failed since then
         self._turned_away = 0  # and those that came back because of a full queue
-        self._expected = 0  # tokens that will probably be written, where nobody named a length
+        self._expected = 0  # expected output of a request without a length
         self._legs: list[StageRun] = []
         self._base = 0  # tokens emitted when this epoch was submitted
         self._early: dict[int, tuple[TokenItem, StageRun]] = {}  # index -> what came before its turn, and from whom
         self._first_held: float | None = None  # since when a decode leg's tokens wait for the prefill leg's word
         self._avoid: dict[tuple[WorkerId, int], float] = {}  # -> until when
         self._doubt: dict[tuple[WorkerId, int], float] = {}  # -> until when
-        self._last_reason = ""
+        self._last_reason: ReturnReason | None = None
         self._prompt_told = PromptLogprobs(request)
         self._idle_since = now  # when this epoch was submitted, or a leg of it said something last
         self.crashes = CrashRecord(patience.poison_tokens)
@@ -348,18 +314,18 @@ class RoutedRequest:
 
     @property
     def after_failure(self) -> bool:
-        """Is the coming submission one that a failure has made necessary?"""
-        return self.epoch > 1 and self._last_reason not in NO_FAILURES
+        """Whether the next submission follows a failure."""
+        return self.epoch > 1 and self._last_reason is not None and self._last_reason.is_failure
 
     @property
     def fails_repeatedly(self) -> bool:
-        """Has it failed before without a new token in between?  A first failover costs the retry budget nothing."""
+        """Whether it has failed twice without a new token.  The first retry costs the retry budget nothing."""
         return self._failures > 1
 
     def _unplaced(self, longest: float, longest_read: float, now: float) -> RequestEffects:
-        """Nobody can serve now.  Wait, unless those who could have said that waiting will not help.
+        """No worker can serve now.  Wait, unless waiting cannot help.
 
-        ``longest``: the longest context of any worker that writes answers.  An answer that nobody named a length for
+        ``longest``: the longest context of any worker that writes answers.  An output without a given length
         ends with that.  ``longest_read``: the same of those that read prompts.
         """
         request = self.request
@@ -369,17 +335,17 @@ class RoutedRequest:
         if hopeless and request.open_ended and self.emitted:
             self.phase = RequestPhase.DONE
             return (DeliverTokens(TokenBatch(tokens=(), finish=FinishReason.LENGTH)),)
-        if request.pooling is None and known + 1 > longest_read:  # whoever reads a prompt draws one token
+        if request.pooling is None and known + 1 > longest_read:  # the prefill worker samples one token
             hopeless, longest = True, min(longest, longest_read)
-        if hopeless or (self._last_reason == TOO_LONG and not request.open_ended):
+        if hopeless or (self._last_reason is ReturnReason.TOO_LONG and not request.open_ended):
             return self._fail(context_exceeded(request, longest, started=self._started))
-        if self._last_reason == "queue_full" and not self._started:
+        if self._last_reason is ReturnReason.QUEUE_FULL and not self._started:
             return self._fail(QueueFull("All workers' queues are full. Please try again.", retry_after=1))
         soon = min((until for until in self._avoid.values() if until > now), default=math.inf)
         return (WaitForWorker(soon),)
 
     def can_migrate(self, worker: WorkerId, incarnation: int, epoch: int) -> bool:
-        """Does this worker write the answer, and nobody come for it yet?"""
+        """Whether this worker decodes the request and no migration is in progress."""
         leg = self._leg(worker, incarnation, epoch)
         settled = self._started and not self._early and not any(o.migrating and not o.ended for o in self._legs)
         return settled and leg is not None and not leg.ended and leg.leg is not RequestStage.PREFILL
@@ -388,7 +354,7 @@ class RoutedRequest:
         self, chosen: ChosenWorker, source: PageSource, root: BlockHash, now: float, *, expected: int = 0
     ) -> RequestEffects:
         """This worker is to go on with the answer, which ``source`` writes meanwhile; ``expected``: ``Decision``'s."""
-        if self.identity is None:  # nothing was placed, so nobody writes
+        if self.identity is None:  # nothing was placed
             return ()
         self._legs = [leg for leg in self._legs if leg.worker != chosen.worker]
         self._legs.append(StageRun(RequestStage.DECODE, chosen.worker, chosen.incarnation, now, migrating=True))
@@ -416,7 +382,7 @@ class RoutedRequest:
                 self._first_held = now
             return ()
         effects: RequestEffects = ()
-        if leg.migrating:  # whoever wrote before may go
+        if leg.migrating:  # the stage before it is over
             leg.migrating = False
             effects = tuple(self._cancel(other) for other in self._legs if other is not leg and not other.ended)
         effects += self._take(item, leg, now)
@@ -464,7 +430,7 @@ class RoutedRequest:
         return True
 
     def decode_tokens_left(self, item: TokenItem) -> int:
-        """How many tokens whoever writes the answer has still to compute once it has sent ``item``."""
+        """How many tokens the decode worker still computes after ``item``."""
         left = max(0, self.request.sampling.max_tokens - item.index - len(item.tokens))
         return min(left, self._expected) if self.request.open_ended else left
 
@@ -484,7 +450,7 @@ class RoutedRequest:
         return None
 
     def _may_begin(self, item: TokenItem) -> bool:
-        """May a decode leg's tokens be the first that the client gets?"""
+        """Whether a decode stage's tokens may be the client's first."""
         alone = self._base > 0 and has_mixed_numerics(self.identity)  # no other leg will have a word for the client
         return item.index == self._base and (item.prompt_logprobs is not None or alone)
 
@@ -538,33 +504,33 @@ class RoutedRequest:
         ended = () if writer.ended or writer.leg is RequestStage.PREFILL else (self._end(writer),)
         return ended + self._cancel_legs()
 
-    def on_returned(self, epoch: int, reason: str, worker: WorkerId, incarnation: int, now: float) -> RequestEffects:
-        """A worker gives its leg back unfinished."""
-        leg = self._leg(worker, incarnation, epoch)
-        if leg is None or leg.ended or (reason == UNKNOWN and not leg.awaits_response):
+    def on_returned(self, epoch: int, text: str, worker: WorkerId, incarnation: int, now: float) -> RequestEffects:
+        """A worker returns its stage unfinished.  ``text`` is a ``ReturnReason``, perhaps with details."""
+        leg, reason = self._leg(worker, incarnation, epoch), ReturnReason.from_text(text)
+        if leg is None or leg.ended or (reason is ReturnReason.UNKNOWN and not leg.awaits_response):
             return ()
-        if reason in (TOO_LONG, OTHER_PROCESS):
+        if reason in (ReturnReason.TOO_LONG, ReturnReason.OTHER_PROCESS):
             self._avoid[worker, incarnation] = math.inf
-        elif reason in ("queue_full", "draining"):  # a worker that drains may be back
+        elif reason in (ReturnReason.QUEUE_FULL, ReturnReason.DRAINING):  # a draining worker may come back
             self._avoid[worker, incarnation] = now + AVOID_S
-            self._turned_away += reason == "queue_full"
-        elif reason.startswith("pages_lost"):  # whoever says so is well; the other end may not be
+            self._turned_away += reason is ReturnReason.QUEUE_FULL
+        elif reason is ReturnReason.PAGES_LOST:  # this worker is well; the other end may not be
             others = [other for other in self._legs if other is not leg]
             self._doubt |= {(other.worker, other.incarnation): now + DISTRUST_S for other in others}
-        elif reason == TOO_LARGE:
+        elif reason is ReturnReason.TOO_LARGE:
             return (self._end(leg), *self._fail(message_too_large()))
-        elif reason == "deadline" and not self._started:
+        elif reason is ReturnReason.DEADLINE and not self._started:
             return (self._end(leg), *self._fail(self._late(self._patience.first_token_s(self.request.claim))))
-        elif reason not in NO_FAULT and reason not in NO_FAILURES and not is_no_fault_of_sender(reason):
+        elif not reason.harmless:
             self._doubt[worker, incarnation] = now + DISTRUST_S
-        if reason in NO_FAULT:
+        if not reason.is_attempt:
             self._attempts = max(0, self._attempts - 1)
         ended = self._end(leg)
         if leg.migrating:
             self._doubt[worker, incarnation] = now + DISTRUST_S
-        if (leg.migrating or reason == HANDED_OVER) and self._writer(but=leg) is not None:
+        if (leg.migrating or reason is ReturnReason.HANDED_OVER) and self._writer(but=leg) is not None:
             return (ended,)
-        return (ended, *self._again(f"{worker} gave it back: {reason}", reason, now))
+        return (ended, *self._again(f"{worker} gave it back: {text}", reason, now))
 
     # --- what happens to workers, clients and time -------------------------------------------------------------------
 
@@ -578,16 +544,16 @@ class RoutedRequest:
         writer = self._writer(but=leg) if leg.migrating else None
         if writer is not None:
             return (self._end(leg), AbortMigration(writer.worker, writer.incarnation, self.request.id, self.epoch))
-        return self._again(f"{worker} was lost: {reason}", "lost", now)
+        return self._again(f"{worker} was lost: {reason}", ReturnReason.WORKER_LOST, now)
 
     def fail_as_poison(self) -> RequestEffects:
-        """It has ended too many workers: nobody else shall try it."""
+        """Fail: the request has crashed too many workers."""
         if self.phase is RequestPhase.DONE:
             return ()
         return self._fail(self.crashes.error(self.request.id, len(self.emitted)))
 
     def runs_on(self, worker: WorkerId, incarnation: int) -> bool:
-        """Has it a leg there that is not over?"""
+        """Whether it has an unfinished stage there."""
         leg = self._leg(worker, incarnation, self.epoch)
         return leg is not None and not leg.ended
 
@@ -611,7 +577,7 @@ class RoutedRequest:
         They are asked again only where there are no others.
         """
         self._doubt |= {(leg.worker, leg.incarnation): now + DISTRUST_S for leg in self._legs}
-        return self._again(f"its workers have made no step for {now - since:.1f} s", "still", now)
+        return self._again(f"its workers have made no step for {now - since:.1f} s", ReturnReason.STALLED, now)
 
     @property
     def pending_stages(self) -> tuple[list[StageRun], float]:
@@ -619,14 +585,14 @@ class RoutedRequest:
         return [leg for leg in self._legs if leg.awaits_response], self._idle_since
 
     def on_client_gone(self) -> RequestEffects:
-        """Nobody wants the answer any more."""
+        """The client is gone."""
         if self.phase is RequestPhase.DONE:
             return ()
         self.phase = RequestPhase.DONE
         return self._cancel_legs()
 
     def on_tick(self, now: float, deserted: str | None = None) -> RequestEffects:
-        """Time has passed.  ``deserted``: why there is nobody to wait for."""
+        """Check deadlines.  ``deserted``: why no worker can be waited for."""
         if self.phase is RequestPhase.DONE:
             return ()
         if deserted is not None and self.phase is RequestPhase.WAITING:
@@ -635,7 +601,7 @@ class RoutedRequest:
         if now - self.progress_at > limit:
             return self._fail(self._late(limit))
         if self._prompt_told.is_incomplete(now):
-            return self._again("log-probabilities of the prompt were lost on their way", "lost", now)
+            return self._again("log-probabilities of the prompt were lost on their way", ReturnReason.WORKER_LOST, now)
         held = self._first_held
         if held is not None and now - held >= PREFILL_TOKEN_WAIT_S and self.request.sampling.prompt_logprobs is None:
             return self._release_held(now)
@@ -651,7 +617,7 @@ class RoutedRequest:
         return next((leg for leg in writers if leg is not but), None)
 
     def _can_do_without(self) -> bool:
-        """Is what the decode leg has sent enough to go on without the prefill leg's word?"""
+        """Whether the decode stage's tokens suffice without the prefill stage's message."""
         own = any(item.index + len(item.tokens) > self._base + 1 for item, _ in self._early.values())
         return own and self._base in self._early and self.request.sampling.prompt_logprobs is None
 
@@ -661,7 +627,7 @@ class RoutedRequest:
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
-    def _again(self, why: str, reason: str, now: float) -> RequestEffects:
+    def _again(self, why: str, reason: ReturnReason, now: float) -> RequestEffects:
         """Cancel what is left of this epoch and ask for new workers, if that can help."""
         cancels = self._cancel_legs()
         self.epoch += 1
@@ -669,7 +635,7 @@ class RoutedRequest:
         self._early.clear()
         self._first_held = None
         self._last_reason = reason
-        self._failures += reason not in NO_FAILURES
+        self._failures += reason.is_failure
         if not self._started:
             self.identity = self.request.begun.identity
         end = implied_finish(self.request.sampling, self.emitted)

@@ -1,8 +1,7 @@
-"""The router at work: turns messages, beats and time into flights' events; ``deeds`` does what flights make of them.
+"""The router: turns messages, reports and time into events of requests, and applies what follows (``dispatch``).
 
-Both decide nothing themselves (``placement``, ``failover`` and ``watch`` do).
-Everything runs on one event loop, and no event handler ever waits: a message from a worker is turned into delivered
-tokens before the next one is looked at.  Knows nothing about HTTP, text or processes.
+Decisions are made in ``placement``, ``request`` and ``health``.  All runs on one event loop, and no handler waits: the
+tokens of a message are delivered before the next message is handled.  Knows nothing of HTTP, text or processes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from penstock.clock import Clock
@@ -20,14 +18,15 @@ from penstock.errors import NoWorkers
 from penstock.interfaces import TtftForecast
 from penstock.router.admin import RouterAdmin
 from penstock.router.decide import Decision, has_ready_workers
-from penstock.router.dispatch import Dispatcher, Means
+from penstock.router.dispatch import Dispatcher
 from penstock.router.fleet import Fleet
-from penstock.router.health import WatchedState, WorkerHealth
+from penstock.router.health import WorkerHealth
 from penstock.router.links import Connect, WorkerLinks
 from penstock.router.migration import LostWorkerHandler, MigrationHandler
 from penstock.router.placement import Placement, RetryBudget
 from penstock.router.poison import PoisonIsolation
 from penstock.router.policy.least_cost import queue_wait
+from penstock.router.quarantine import Quarantine
 from penstock.router.request import FailoverLimits, RoutedRequest
 from penstock.router.stream import RequestStats, RequestStream, RoutedTokens
 from penstock.router.submission import has_valid_tokens, matches_request
@@ -38,28 +37,23 @@ from penstock.telemetry.spans import NoTracer, Tracer
 from penstock.types import ModelIdentity, RequestId, Role, ServiceClass, ValidRequest, WorkerId
 from penstock.wire.codec import PeerMessage
 from penstock.wire.gateway_messages import (
-    HANDED_OVER,
     AwaitedStage,
     ConfirmRequests,
     KvEvents,
     MigrateRequests,
     RequestReturned,
+    ReturnReason,
     TokenItem,
     Tokens,
     WorkerReport,
 )
 from penstock.wire.supervisor_messages import ServiceDraining, SupervisorMessage, SuspectWorker, WorkerDown, WorkerUp
 
-# MERGED: How long a request that came now would take to its first token, by what workers report.  Pure.
-# MERGED:
-# MERGED: The worker is taken that would be first; which one the router will choose is another question, but
-# MERGED: no worse one.
-
 PREFILL_ROLES = (Role.PREFILL, Role.BOTH)
 
 
 def predict_ttft(fleet: Fleet, tokens: int, service: ServiceClass) -> TtftForecast | None:
-    """For a prompt of so many tokens, nothing of it cached; None while no worker has measured a step."""
+    """For an uncached prompt, at the fastest worker; None while no worker has measured a step."""
     found: TtftForecast | None = None
     for role in PREFILL_ROLES:
         slots = fleet.ready_slots(role, None)
@@ -81,21 +75,7 @@ _NO_STEP_S = 6.0  # requests are open and no worker makes a step for so long: no
 
 
 ReportListener: TypeAlias = Callable[[str, WorkerReport], None]
-"""Told of each report, and over the link to which endpoint it came, whatever worker it speaks of."""
-
-
-def _ignored(endpoint: str, report: WorkerReport) -> None:
-    """Nobody has joined workers here."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterPorts:
-    """What the router is connected to."""
-
-    connect: Connect  # a transport's ``connect_async``
-    clock: Clock
-    suspect: Callable[[SuspectWorker], None]  # tells the supervisor
-    tracer: Tracer = field(default_factory=NoTracer)
+"""Called with the endpoint of a link and each report that comes over it, whichever worker the report names."""
 
 
 class RouterService:
@@ -104,12 +84,23 @@ class RouterService:
     Use: ``start()`` on the running loop, ``on_supervisor`` for each message of the supervisor, ``await close()``.
     """
 
-    def __init__(self, config: GatewayConfig, outside: RouterPorts, metrics: Metrics | None = None) -> None:
-        self._outside = outside
-        self._patience = FailoverLimits.from_config(config.failover, config.limits)
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        connect: Connect,
+        clock: Clock,
+        suspect: Callable[[SuspectWorker], None],
+        tracer: Tracer | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        """``connect`` is a transport's ``connect_async``; ``suspect`` notifies the supervisor."""
+        self._clock = clock
+        self._tracer = tracer if tracer is not None else NoTracer()
+        self._limits = FailoverLimits.from_config(config.failover, config.limits)
         self.fleet = Fleet()
         self.metrics = metrics if metrics is not None else Metrics(model_name=config.model_name)
-        self._links = WorkerLinks(outside.connect, self.on_message, config.turns.message_units_per_turn)
+        self._links = WorkerLinks(connect, self.on_message, config.turns.message_units_per_turn)
         self.admin = RouterAdmin(self.fleet, self._links)
         self._streams: dict[RequestId, RequestStream] = {}
         self._placement = Placement(
@@ -119,58 +110,80 @@ class RouterService:
             mixed_numerics=config.allow_mixed_numerics,
             apart=PoisonIsolation(config.failover.poison_deaths),
         )
-        self._tally = RequestStats(self.metrics, self._placement)
-        self._budget = RetryBudget(config.failover, outside.clock.now())
-        self._slices = TurnWork(config.failover.streams_per_turn, _in_the_next_turn)
-        means = Means(
+        self._stats = RequestStats(self.metrics, self._placement)
+        self._budget = RetryBudget(config.failover, clock.now())
+        self._turns = TurnWork(config.failover.streams_per_turn, _in_the_next_turn)
+        self._dispatcher = Dispatcher(
+            self._streams,
             fleet=self.fleet,
             links=self._links,
             placement=self._placement,
-            tally=self._tally,
+            stats=self._stats,
             budget=self._budget,
-            slices=self._slices,
+            turns=self._turns,
             metrics=self.metrics,
-            clock=outside.clock,
+            clock=clock,
         )
-        self._deeds = Dispatcher(self._streams, means)
-        self._apply = self._deeds.apply
-        deaths = config.failover.poison_deaths
-        losses = LostWorkerHandler(
-            self._streams, self._apply, self.metrics, poison_deaths=deaths, slices=self._slices, clock=outside.clock
-        )
-        self._relief = MigrationHandler(
-            self.fleet,
-            self._links,
-            self._placement,
-            self._streams,
-            self._apply,
-            slices=self._slices,
-            clock=outside.clock,
-        )
-        watched = WatchedState(self.fleet, self._links, self._placement.prefixes)
-        self._watch = WorkerHealth(config, watched, self.metrics, lose=losses.on_worker_lost, suspect=outside.suspect)
-        self._relief.is_probe = self._watch.is_probe
-        self._rounds = StreamChecks(config.turns.flights_per_turn)
-        self._looking = False  # more of them are looked at in the next turn
-        self._deserting = False
-        self._awaited: dict[WorkerId, list[AwaitedStage]] = {}  # legs that workers are asked about with the next beat
-        self._moved = outside.clock.now()  # when a step was last seen, or the first request of a busy time came
+        self._apply = self._dispatcher.apply
+        self._migration, self._health = self._make_handlers(config, suspect)
+        self._checks = StreamChecks(config.turns.flights_per_turn)
+        self._checking = False  # the next turn continues the checks
+        self._failing_all = False
+        self._awaited: dict[WorkerId, list[AwaitedStage]] = {}  # silent stages, by worker, for the next heartbeat
+        self._progress_at = clock.now()  # the last step of any worker, or the first request after an idle time
         self._ticker: asyncio.Task[None] | None = None
         self._vocabulary = config.vocabulary or 1 << 32
         self._draining = False
-        self._identity: ModelIdentity | None = None  # the last that was served
-        self.on_report: ReportListener = _ignored
-        self._offer_figures()
+        self._identity: ModelIdentity | None = None  # the last one served
+        self._report_listeners: list[ReportListener] = []
+        self._register_metrics()
 
-    def _offer_figures(self) -> None:
-        """To whoever asks for metrics."""
+    def _make_handlers(
+        self, config: GatewayConfig, suspect: Callable[[SuspectWorker], None]
+    ) -> tuple[MigrationHandler, WorkerHealth]:
+        quarantine = Quarantine(config.failover, config.name)
+        lost_workers = LostWorkerHandler(
+            self._streams,
+            self._dispatcher,
+            metrics=self.metrics,
+            poison_deaths=config.failover.poison_deaths,
+            turns=self._turns,
+            clock=self._clock,
+        )
+        migration = MigrationHandler(
+            self._streams,
+            self._dispatcher,
+            fleet=self.fleet,
+            links=self._links,
+            placement=self._placement,
+            quarantine=quarantine,
+            turns=self._turns,
+            clock=self._clock,
+        )
+        health = WorkerHealth(
+            config,
+            fleet=self.fleet,
+            links=self._links,
+            prefixes=self._placement.prefixes,
+            metrics=self.metrics,
+            quarantine=quarantine,
+            lost_workers=lost_workers,
+            suspect=suspect,
+        )
+        return migration, health
+
+    def _register_metrics(self) -> None:
         prefixes = self._placement.prefixes
         self.metrics.worker_rows = self.fleet.status_rows
-        self.metrics.open_requests = lambda: self._tally.open_requests
+        self.metrics.open_requests = lambda: self._stats.open_requests
         self.metrics.dropped_frames = lambda: self._links.dropped
         self.metrics.prefix_index = lambda: PrefixIndexStats(
             len(prefixes), prefixes.memory_bytes, prefixes.gaps, prefixes.refused
         )
+
+    def add_report_listener(self, listener: ReportListener) -> None:
+        """Call ``listener`` with each report and the endpoint of the link that it came over."""
+        self._report_listeners.append(listener)
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -186,7 +199,7 @@ class RouterService:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticker
             self._ticker = None
-        now = self._outside.clock.now()
+        now = self._clock.now()
         self._draining = True
         for stream in list(self._streams.values()):
             self._apply(stream, stream.routed.on_client_gone(), now)
@@ -212,28 +225,28 @@ class RouterService:
             raise NoWorkers("The service is about to stop and takes no new requests.")
         if request.id in self._streams:
             raise ValueError(f"request {request.id} is being served already")
-        now = self._outside.clock.now()
-        if not self._tally.open_requests:
-            self._moved = now
-        self._tally.open_requests += 1
+        now = self._clock.now()
+        if not self._stats.open_requests:
+            self._progress_at = now
+        self._stats.open_requests += 1
         self._budget.on_request()
-        flight = RoutedRequest(request, self._patience, now)
-        stream = self._streams[request.id] = RequestStream(flight, begin_spans(self._outside.tracer, request, now))
+        flight = RoutedRequest(request, self._limits, now)
+        stream = self._streams[request.id] = RequestStream(flight, begin_spans(self._tracer, request, now))
         try:
             self._apply(stream, flight.begin(now), now)
         except BaseException:
             self._end(stream)
             raise
-        self._rounds.add(stream, now)
+        self._checks.add(stream, now)
         return stream
 
     def _end(self, stream: RequestStream) -> None:
-        """Nobody takes of it any more."""
-        now = self._outside.clock.now()
+        """The consumer has closed the stream."""
+        now = self._clock.now()
         self._apply(stream, stream.routed.on_client_gone(), now)
-        self._tally.on_finished(stream, "stop" if stream.stopped else "abort", now)
+        self._stats.on_finished(stream, "stop" if stream.stopped else "abort", now)
         del self._streams[stream.routed.request.id]
-        self._rounds.discard(stream)
+        self._checks.discard(stream)
 
     def stopped(self, request: RequestId) -> None:
         """The consumer has all it wants, such as a stop string: closing the stream is then a success."""
@@ -255,18 +268,18 @@ class RouterService:
 
     def open_requests(self) -> int:
         """Requests that are not over."""
-        return self._tally.open_requests
+        return self._stats.open_requests
 
     def ready(self) -> bool:
-        """Is there a ready worker for each leg, and may new requests come?"""
+        """Whether new requests are accepted and each stage has a ready worker."""
         return not self._draining and has_ready_workers(self.fleet)
 
     def alive(self) -> str | None:
         """None, or for how long no worker has made a step though requests are open."""
-        quiet = self._outside.clock.now() - self._moved
-        if not self._tally.open_requests or quiet <= _NO_STEP_S:
+        quiet = self._clock.now() - self._progress_at
+        if not self._stats.open_requests or quiet <= _NO_STEP_S:
             return None
-        return f"{self._tally.open_requests} requests are open and no worker has made a step for {quiet:.1f} s"
+        return f"{self._stats.open_requests} requests are open and no worker has made a step for {quiet:.1f} s"
 
     def readers(self) -> int:
         """See ``wire.ports.TokenStreams``."""
@@ -296,11 +309,11 @@ class RouterService:
 
     def on_supervisor(self, message: SupervisorMessage) -> None:
         """Take a message of the supervisor."""
-        now = self._outside.clock.now()
+        now = self._clock.now()
         if isinstance(message, WorkerUp):
-            self._watch.on_worker_up(message, now)
+            self._health.on_worker_up(message, now)
         elif isinstance(message, WorkerDown):
-            self._watch.on_worker_down(message)
+            self._health.on_worker_down(message)
         elif isinstance(message, ServiceDraining):
             self._draining = True
 
@@ -308,38 +321,44 @@ class RouterService:
 
     def on_message(self, worker: WorkerId, incarnation: int, message: PeerMessage) -> None:
         """Take a message that came over the link to ``worker`` of ``incarnation``."""
-        now = self._outside.clock.now()
+        now = self._clock.now()
         if isinstance(message, WorkerReport):
             slot = self.fleet.slot(worker)
             if slot is not None and self.fleet.incarnations[slot] == incarnation:
-                self.on_report(self.fleet.endpoints[slot], message)
+                for listener in self._report_listeners:
+                    listener(self.fleet.endpoints[slot], message)
             if message.worker == worker and message.incarnation == incarnation:
                 self._on_report(message, now)
             else:
-                self._watch.on_replaced(worker, incarnation, message, now)
+                self._health.on_replaced(worker, incarnation, message, now)
         elif not _of_sender(message, worker, incarnation) or not self.fleet.mark_seen(worker, incarnation, now):
             self.metrics.on_fenced("incarnation")
         elif isinstance(message, Tokens):
             self._on_tokens(message, worker, incarnation, now)
         elif isinstance(message, KvEvents):
-            self._watch.on_kv_events(message, worker, incarnation)
+            self._health.on_kv_events(message, worker, incarnation)
         elif isinstance(message, MigrateRequests | ConfirmRequests):
-            self._relief.on_message(message, worker, incarnation)
+            self._migration.on_message(message, worker, incarnation)
         elif isinstance(message, RequestReturned):
-            self._watch.on_returned(worker, incarnation, message.reason, now)
-            stream = self._streams.get(message.request)
-            if stream is not None:
-                effects = stream.routed.on_returned(message.epoch, message.reason, worker, incarnation, now)
-                if message.reason != HANDED_OVER:
-                    stream.on_failure((worker, incarnation), message.reason, effects, now)
-                self._apply(stream, effects, now)
+            self._on_returned(message, worker, incarnation, now)
+
+    def _on_returned(self, message: RequestReturned, worker: WorkerId, incarnation: int, now: float) -> None:
+        reason = ReturnReason.from_text(message.reason)
+        self.metrics.on_returned(reason.label)
+        self._health.on_returned(worker, incarnation, reason, now)
+        stream = self._streams.get(message.request)
+        if stream is not None:
+            effects = stream.routed.on_returned(message.epoch, message.reason, worker, incarnation, now)
+            if reason is not ReturnReason.HANDED_OVER:
+                stream.on_failure((worker, incarnation), message.reason, effects, now)
+            self._apply(stream, effects, now)
 
     def _on_tokens(self, message: Tokens, worker: WorkerId, incarnation: int, now: float) -> None:
-        self._moved = now
+        self._progress_at = now
         streams = self._streams
         went_on: list[tuple[RequestStream, TokenItem]] = []
         unknown: TokenItem | None = None
-        vocabulary, refusals = self._vocabulary, self._watch.refusals
+        vocabulary, refusals = self._vocabulary, self._health.refusals
         if refusals:
             refusals.pop(worker, None)
         for item in message.items:
@@ -368,14 +387,14 @@ class RouterService:
             else:
                 fewer[item.request] = fewer.get(item.request, 0) + len(item.tokens)
         fleet.reduce_work(worker, fewer)
-        self._tally.on_continued(delivered, now)
+        self._stats.on_continued(delivered, now)
 
     def _on_item(self, item: TokenItem, place: WorkerKey, now: float) -> None:
         """Tokens that do not merely go on with an answer."""
         worker, incarnation = place
         stream = self._streams.get(item.request)
         if stream is None:
-            self._watch.on_unknown_tokens(item.request, worker, incarnation)
+            self._health.on_unknown_tokens(item.request, worker, incarnation)
             return
         flight = stream.routed
         if not matches_request(item, flight.request):
@@ -397,48 +416,48 @@ class RouterService:
 
     def _distrust(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> None:
         """What this worker says cannot be: what it has goes on elsewhere, and it is probed before it is given more."""
-        self._watch.distrust(worker, incarnation, reason, now)
+        self._health.distrust(worker, incarnation, reason, now)
 
     def _on_report(self, report: WorkerReport, now: float) -> None:
         steps = self.fleet.steps()
         for events in report.cached:
-            self._watch.on_kv_events(events, report.worker, report.incarnation)
-        became_ready = self._watch.on_report(report, now)
+            self._health.on_kv_events(events, report.worker, report.incarnation)
+        became_ready = self._health.on_report(report, now)
         if self.fleet.steps() != steps:
-            self._moved = now
+            self._progress_at = now
         self.admin.on_report()
         if became_ready:
-            self._deeds.place_waiting(now, ready=True)
+            self._dispatcher.place_waiting(now, ready=True)
 
     # --- events: time -----------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Look at the time: beats, silent workers, retries and deadlines."""
-        now = self._outside.clock.now()
-        self._watch.on_tick(now)
-        self._deeds.place_waiting(now)
-        if not self._looking:
+        now = self._clock.now()
+        self._health.on_tick(now)
+        self._dispatcher.place_waiting(now)
+        if not self._checking:
             self._look()
-        if not self._watch.heartbeat_due(now):
+        if not self._health.heartbeat_due(now):
             return
         awaited, self._awaited = self._awaited, {}
-        self._watch.send_heartbeats(awaited, now)
-        deserted = self._watch.no_workers_reason(now)
-        if deserted is not None and not self._deserting:
-            self._deserting = True
-            self._slices.add(self._desert(list(self._streams.values()), deserted))
+        self._health.send_heartbeats(awaited, now)
+        deserted = self._health.no_workers_reason(now)
+        if deserted is not None and not self._failing_all:
+            self._failing_all = True
+            self._turns.add(self._desert(list(self._streams.values()), deserted))
 
     def _look(self) -> None:
         """At requests whose turn it is: is anything of them late?  The rest of them follows in the next turns."""
-        now = self._outside.clock.now()
-        for stream in self._rounds.pop_due(now):
+        now = self._clock.now()
+        for stream in self._checks.pop_due(now):
             if stream.finished:
                 continue
             with log_errors(f"{stream.routed.request.id} could not be looked at"):
                 self._look_at(stream, now)
-            self._rounds.add(stream, stream.routed.next_check(now))
-        self._looking = self._rounds.has_due(now)
-        if self._looking:
+            self._checks.add(stream, stream.routed.next_check(now))
+        self._checking = self._checks.has_due(now)
+        if self._checking:
             _in_the_next_turn(self._look)
 
     def _look_at(self, stream: RequestStream, now: float) -> None:
@@ -446,25 +465,25 @@ class RouterService:
         for leg in flight.silent_stages(now):
             self._awaited.setdefault(leg.worker, []).append(AwaitedStage(flight.request.id, flight.epoch))
         self._apply(stream, flight.on_tick(now), now)
-        since = self._watch.stalled_since(flight, now)
+        since = self._health.stalled_since(flight, now)
         if since is not None:
-            self._slices.add(self._move_still([(stream, since)]))
+            self._turns.add(self._move_still([(stream, since)]))
 
     def _desert(self, streams: Sequence[RequestStream], why: str) -> Iterator[None]:
-        """Nobody need wait for a worker any more."""
+        """Fail the requests that wait for a worker."""
         try:
             for stream in streams:
                 with log_errors(f"{stream.routed.request.id} could not be ended"):
-                    now = self._outside.clock.now()
+                    now = self._clock.now()
                     self._apply(stream, stream.routed.on_tick(now, why), now)
                 yield
         finally:
-            self._deserting = False
+            self._failing_all = False
 
     def _move_still(self, still: Sequence[tuple[RequestStream, float]]) -> Iterator[None]:
         """Give them to others, unless a worker has said something meanwhile."""
         for stream, since in still:
-            now, flight = self._outside.clock.now(), stream.routed
+            now, flight = self._clock.now(), stream.routed
             waited_for, said = flight.pending_stages
             if waited_for and said <= since:
                 again = flight.on_stalled(now, since)
@@ -475,7 +494,7 @@ class RouterService:
 
 
 def _of_sender(message: PeerMessage, worker: WorkerId, incarnation: int) -> bool:
-    """Is this not what another process says, which has taken the place of this one at its address?"""
+    """Whether the message is of this incarnation, not of a process that has replaced it at its address."""
     return not isinstance(message, Tokens) or (message.worker == worker and message.incarnation == incarnation)
 
 

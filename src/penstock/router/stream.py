@@ -1,8 +1,8 @@
-"""The consumer's end of one flight: what was delivered and not yet taken, and a way to wait for more.
+"""The consumer's end of one request: tokens that were delivered and not yet consumed.
 
-What waits is taken as one batch: a consumer that is late, be it that its client reads slowly or that the event loop is
-short of time, has less to do for each token.  Nothing is ever kept back for that.  Bounded by the answer's own length,
-since a flight delivers each token once.  Knows nothing about workers.
+Waiting tokens are consumed as one batch, so a slow consumer has less work for each token.  Nothing is held back for
+that.  Each token is delivered once, which bounds the buffer.  ``RequestStats`` counts what is delivered;
+``RoutedTokens`` is the stream as the router's callers see it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RequestStream:
 
     def __init__(self, flight: RoutedRequest, spans: RequestSpans | None = None) -> None:
         self.routed = flight
-        self.spans = spans  # None: nobody records it
+        self.spans = spans  # None: not recorded
         self.finished = False  # the flight is over and has been counted
         self.stopped = False  # the consumer has what it wanted, though the flight was not over
         self.first_at: float | None = None  # when the first token came
@@ -57,12 +57,12 @@ class RequestStream:
         self._armed = False  # it is to be called with what comes next
 
     def on_failure(self, place: WorkerKey, reason: str, effects: RequestEffects, now: float) -> None:
-        """For whoever records it; see ``RequestSpans.on_failure``."""
+        """Record a failure, as ``RequestSpans.on_failure``."""
         if self.spans is not None:
             self.spans.on_failure(place, reason, effects, now)
 
     def count_retry(self) -> bool:
-        """Is what comes next a resubmission after a failure?  Once an epoch."""
+        """Whether the next submission is a retry.  True once an epoch."""
         flight = self.routed
         counted, self.counted_epoch = (
             self.counted_epoch,
@@ -106,7 +106,7 @@ class RequestStream:
 
     def notify(self, ready: Callable[[], None] | None) -> None:
         """Call this whenever ``poll`` has something that was not there when it was asked last; now, if something is.
-        None: nobody waits any more."""
+        None: stop."""
         self._ready = ready or _nobody
         self._armed = ready is not None and not self._batches and self._error is None
         if not self._armed:
@@ -123,7 +123,7 @@ class RequestStream:
 
 
 def _nobody() -> None:
-    """Whom a stream tells when nobody waits."""
+    """The callback of a stream without a consumer."""
 
 
 def _joined(batches: deque[TokenBatch | TokenItem]) -> TokenBatch:
@@ -151,11 +151,6 @@ def _joined(batches: deque[TokenBatch | TokenItem]) -> TokenBatch:
         cached_tokens=first.cached_tokens if known else 0,
         pooled=first.pooled,
     )
-
-
-# MERGED: Counts what becomes of requests: first tokens, gaps, ends; and how many are not over.
-# MERGED:
-# MERGED: Knows nothing about workers.
 
 
 class RequestStats:
@@ -210,11 +205,6 @@ class RequestStats:
         self._metrics.on_finished(reason, now - stream.routed.request.arrival, decode_s)
         if stream.spans is not None:
             stream.spans.on_finished(reason, now, error=reason == "error")
-
-
-# MERGED: ``wire.ports.PolledTokens`` of one request: its flight begins with the first look at it.
-# MERGED:
-# MERGED: Knows nothing about workers and flights but how they are begun and ended.
 
 
 class RoutedTokens:

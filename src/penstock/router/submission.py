@@ -1,4 +1,4 @@
-"""What a worker is sent when a leg of a request is placed with it, and what of its answer is new.  Pure."""
+"""What a worker is sent for a stage of a request, and which of its messages belong to it.  Pure."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def recipient_of(chosen: ChosenWorker, identity: ModelIdentity) -> Recipient:
 
 
 def has_mixed_numerics(identity: ModelIdentity | None) -> bool:
-    """Do workers of this identity read prompts in one numerics class, and write answers in another?"""
+    """Whether workers of this identity prefill in one numerics class and decode in another."""
     return identity is not None and identity.mixed
 
 
 def _reading_again(of_all: Submit) -> Submit:
-    """For whoever reads only the prompt of an answer that has begun.
+    """For the prefill stage of a request that has output already.
 
     It draws a first token again, which nobody takes: the client has one.  If that was drawn in another class, this one
     may be another, and must not end the answer.
@@ -110,7 +110,7 @@ def _of_all_legs(
     to: Recipient,
     now: float,
 ) -> Submit:
-    """What every worker of an answer is told, whatever its part."""
+    """The part of a Submit that all stages have in common."""
     sampling = request.sampling
     if emitted and sampling.prompt_logprobs is not None:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # the client has them
@@ -152,18 +152,14 @@ def _source(chosen: ChosenWorker) -> PageSource:
 
 
 def _hashed_for(request: ValidRequest, root: BlockHash) -> bool:
-    """Were the request's hashes made for what the chosen workers serve?  Others would name wrong pages."""
+    """Whether the request's hashes belong to the identity of the chosen workers."""
     hashes = request.block_hashes
     marks = image_block_marks(request.images, 0, PAGE_TOKENS)
     return bool(hashes) and hashes[0] == block_hash(root, request.prompt[:PAGE_TOKENS], marks)
 
 
-# MERGED: Can this be what a worker says of an answer?  By request and model: the codec has looked at ranges.
-# MERGED: Pure.
-
-
 def has_valid_tokens(item: TokenItem, vocabulary: int) -> bool:
-    """Are all tokens of the item, and of its log-probabilities, those of a model that knows so many?"""
+    """Whether all tokens of the item and of its log-probabilities are below ``vocabulary``."""
     if max(item.tokens, default=0) >= vocabulary:
         return False
     if item.logprobs is not None and (len(item.logprobs) != len(item.tokens) or not _known(item.logprobs, vocabulary)):
@@ -176,7 +172,7 @@ def _known(logprobs: Iterable[TokenLogprob], vocabulary: int) -> bool:
 
 
 def matches_request(item: TokenItem, request: ValidRequest) -> bool:
-    """Can the item be a part of an answer to this request?"""
+    """Whether the item can belong to this request."""
     most, prompt = request.sampling.max_tokens, len(request.prompt)
     if item.index + len(item.tokens) > most or item.cached_tokens > prompt + most:
         return False

@@ -1,7 +1,6 @@
-"""The spans of one flight: waiting, decisions, legs, retries, fences, and what workers measured of their parts.
+"""The spans of one request: queue, decisions, stages, retries, fences, and phases that workers measured.
 
-Told of everything that happens to a flight, it decides nothing.  A flight that nobody records has none.  Knows nothing
-about who takes spans.
+Records what happens and decides nothing.  A request that is not sampled has no spans.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class RequestSpans:
     # --- placing ----------------------------------------------------------------------------------------------------
 
     def on_decision(self, decision: Decision, began: float, ended: float) -> None:
-        """Workers were chosen, or nobody could serve."""
+        """Record a placement decision."""
         span = self._tracer.begin(self._context, DECISION, began)
         outcome = ("nobody", "whole", "split")[len(decision.legs)]
         span.set_attributes(
@@ -100,7 +99,7 @@ class RequestSpans:
     # --- what workers say, and what happens to them -----------------------------------------------------------------
 
     def on_phases(self, item: TokenItem, place: WorkerKey) -> None:
-        """What the worker measured of its part, told with tokens."""
+        """Record the phases that a worker measured."""
         leg = self._legs.get(place)
         if leg is None or leg[2] != item.epoch:
             return
@@ -115,7 +114,7 @@ class RequestSpans:
             part.end(begin + phase.seconds)
 
     def on_failure(self, place: WorkerKey, reason: str, effects: RequestEffects, now: float) -> None:
-        """The worker is lost, or gives its leg back: ``effects`` are what the flight makes of it, to be told next.
+        """The worker is lost or returns its stage; ``effects`` follow from it.
 
         One that ignores it has none; one that asks for no other worker, as others have the rest, does not try again.
         """
@@ -136,7 +135,7 @@ class RequestSpans:
         self._answer.add_event("fence", now, penstock__worker=place[0], penstock__kind=kind)
 
     def on_delivered(self, tokens: int, now: float) -> None:
-        """So many tokens went on to the client."""
+        """Record ``tokens`` tokens delivered to the client."""
         self._tokens += tokens
         if self._retry is not None:
             self._retry.end(now)

@@ -1,7 +1,8 @@
-"""Work for many streams at once, done in slices: so many units in one turn of the event loop, in order.
+"""Work for many streams, divided over turns of the event loop.
 
-A host that dies takes thousands of streams with it, and one that becomes ready is waited for by as many.  All of them
-are served soon, and the streams that go on meanwhile get their turns in between.  Knows nothing of what a unit is.
+A host that dies has thousands of streams, and one that becomes ready is awaited by as many.  Each turn handles a
+limited number of them (``TurnWork``), and other streams have their turns in between.  ``StreamChecks`` orders streams
+by the time of their next check for something overdue.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class TurnWork:
         self._run()
 
     def _run(self) -> None:
-        if self._running:  # a unit has led to more work: whoever runs it comes to that, too
+        if self._running:  # a unit has added work, which the loop below reaches
             return
         self._running = True
         try:
@@ -76,13 +77,8 @@ class TurnWork:
         self._run()
 
 
-# MERGED: Which streams are to be looked at now: each when something about it can be late, so many in a turn
-# MERGED: of the event loop.
-# MERGED:
-# MERGED: Knows nothing about what is looked for.
-
 MIN_STALE = 64
-"""Entries of streams that are over are cleared away when there are so many, and more of them than of others."""
+"""Entries of finished streams are removed at this count, if they outnumber the others."""
 
 
 @dataclass(slots=True)
@@ -140,7 +136,7 @@ class StreamChecks:
         return due
 
     def has_due(self, now: float) -> bool:
-        """Is there more to look at?"""
+        """Whether another check is due."""
         return bool(self._heap) and self._heap[0].at <= now
 
 

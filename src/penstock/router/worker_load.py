@@ -1,14 +1,21 @@
-"""Numbers of workers that decisions compare: one column a number, one place a slot.
+"""Load and speed of workers, as decisions compare them: a table with a row a number and a column a worker.
 
-A number is what the worker last reported, plus what this gateway has sent it since: of two decisions in a millisecond
-the second knows of the first, and nothing is counted twice.  Rates (seconds a step, token, pair, draw, byte) are the
-workers' own measurements; one that has measured nothing yet is taken for a typical one of those that have.
-Pure: knows no identities, states or requests.
+A number is what the worker last reported, plus what this gateway has sent since: of two decisions in a millisecond the
+second takes account of the first, and nothing counts twice.  ``InFlightWork`` keeps that difference::
+
+    sent --a report counts it--> counted --> ended
+     |  on top of the report      |  in the report       |  subtracted until the next report
+     +--> prefilled: only its decode is left
+
+A report that comes over a link was made after all that came over it before, so the next one no longer counts what has
+ended.  Rates (seconds a step, token, pair, sampled token, byte) are the workers' own measurements; a worker without any
+is assumed to be typical of those with some.  Pure: knows no identities or states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,13 +35,13 @@ IDLE_GRACE_S = 0.25
 """Longer silence of a worker that has nothing to do: it reports twice a second, others ten times."""
 
 _REPORTS_OF_A_MEDIAN = 64
-"""At least so many, and as many as there are workers: a report's share of finding it does not grow with them."""
+"""The median is computed every 64 reports, or once for as many reports as there are workers."""
 
-_FADING = 0.9  # what earlier copies count for against the last report's
+_COPY_DECAY = 0.9  # the weight of earlier copies against the last report's
 
-_BELIEVING = 0.3  # how much the last report's wait for pages counts against earlier ones
+_NEW_WAIT_SHARE = 0.3  # the weight of the last report's wait for pages
 
-_FORGETTING = 0.99  # of what was waited for pages, with each report that tells of none: a slow link is tried again
+_WAIT_DECAY = 0.99  # of the wait for pages, with each report without one: a slow link is tried again
 
 
 class ExpectedWork(NamedTuple):
@@ -83,28 +90,64 @@ class WorkerRates(NamedTuple):
         return WorkerRates(step[mask], token[mask], pair[mask], draw[mask], page[mask], fetch[mask], wait[mask], below)
 
 
-_REPORTED, _SENT, _GONE, _RATES = slice(0, 7), slice(7, 14), slice(14, 21), slice(21, 26)
-_TIMES, _PAGE = slice(21, 25), 25
-_LOADED = [0, 2, 7, 9]  # tokens to read and answers to write, as reported and as sent since
-_MEASURED, _HEARD, _GATEWAYS, _BYTES, _SECONDS, _TURN = range(26, 32)
-_DOMAIN, _FETCH = 32, 33
-_OWN = slice(34, 38)  # the times as they were reported
-_WAIT = 38
-_TIERS = slice(39, 39 + LOWER_TIERS)  # inf: it has not so many
-_CONTEXT = 39 + LOWER_TIERS  # tokens of prompt and answer together
-_ROWS = 40 + LOWER_TIERS
+class _Row:
+    """The rows of the table; a column is a worker."""
+
+    # ``WorkerLoad`` as the last report has it
+    REPORTED_TOKENS, REPORTED_PAIRS, REPORTED_ROWS, REPORTED_CONTEXT = range(4)
+    FREE_PAGES, REPORTED_BATCH_TOKENS, REPORTED_BATCH_PAIRS = range(4, 7)
+    # ``ExpectedWork`` sent since, and of finished requests that the last report still counts
+    SENT_TOKENS, SENT_PAIRS, SENT_ROWS, SENT_CONTEXT, SENT_PAGES, SENT_BATCH_TOKENS, SENT_BATCH_PAIRS = range(7, 14)
+    GONE_TOKENS, GONE_PAIRS, GONE_ROWS, GONE_CONTEXT, GONE_PAGES, GONE_BATCH_TOKENS, GONE_BATCH_PAIRS = range(14, 21)
+    # seconds, as decisions use them
+    STEP_S, TOKEN_S, PAIR_S, SAMPLE_S, PAGE_S = range(21, 26)
+    # the same as they were reported
+    OWN_STEP_S, OWN_TOKEN_S, OWN_PAIR_S, OWN_SAMPLE_S = range(26, 30)
+    MEASURED = 30  # steps that the rates were learned from
+    SEEN_AT = 31
+    GATEWAYS = 32  # that give the worker requests
+    COPIED_BYTES, COPY_S = 33, 34  # received from other workers of late
+    LAST_SENT = 35  # the number of the latest Submit
+    DOMAIN = 36  # of workers that share their caches; 0 is none
+    FETCH_S = 37  # to fetch one page from such a cache
+    WAIT_S = 38  # that a prompt waits for one page after all else is computed
+    CONTEXT = 39  # tokens of prompt and output together
+    TIER_S = 40  # to fetch one page from each lower tier: ``LOWER_TIERS`` rows; inf for one that is not there
+    COUNT = 40 + LOWER_TIERS
+
+
+_REPORTED = slice(_Row.REPORTED_TOKENS, _Row.REPORTED_BATCH_PAIRS + 1)
+_SENT = slice(_Row.SENT_TOKENS, _Row.SENT_BATCH_PAIRS + 1)
+_GONE = slice(_Row.GONE_TOKENS, _Row.GONE_BATCH_PAIRS + 1)
+_RATES = slice(_Row.STEP_S, _Row.PAGE_S + 1)
+_STEP_RATES = slice(_Row.STEP_S, _Row.SAMPLE_S + 1)
+_PAGE_RATE = slice(_Row.PAGE_S, _Row.PAGE_S + 1)
+_OWN_RATES = slice(_Row.OWN_STEP_S, _Row.OWN_SAMPLE_S + 1)
+_TIERS = slice(_Row.TIER_S, _Row.TIER_S + LOWER_TIERS)
+_BUSY = [_Row.REPORTED_TOKENS, _Row.REPORTED_ROWS, _Row.SENT_TOKENS, _Row.SENT_ROWS]
+_COPIES = (_Row.COPIED_BYTES, _Row.COPY_S)
+_PAGES = _Row.FREE_PAGES - _Row.REPORTED_TOKENS  # the index of pages within ``WorkerLoad``
+
+
+@dataclass(slots=True)
+class _TransferCounters:
+    """Counters of page transfers when something was learned from them last."""
+
+    nbytes: float = 0.0
+    seconds: float = 0.0
+    waited_s: float = 0.0  # at the last bytes
+    missed: float = 0.0  # pages
+    missed_waited_s: float = 0.0  # at the last missed pages
 
 
 class LoadTable:
     """The table.  Grows with ``add``."""
 
     def __init__(self) -> None:
-        self._table: Numbers = np.zeros((_ROWS, 8))
+        self._table: Numbers = np.zeros((_Row.COUNT, 8))
         self._size = 0
         self.hashes: NDArray[np.uint64] = np.zeros(8, np.uint64)  # of the workers' ids: for choices among equals
-        self._copied: list[tuple[float, float]] = []  # (bytes, seconds) that were reported last
-        self._waited: list[float] = []  # seconds, when bytes came last
-        self._missed: list[tuple[float, float]] = []  # (pages, seconds waited) when that was learned from last
+        self._transfers: list[_TransferCounters] = []
         self._turns = 0  # things sent so far
         self._domains: dict[str, int] = {}  # numbered from 1; 0 is none
         self._usual: tuple[float, ...] | None = None  # the median of the workers' rates, some reports ago
@@ -117,36 +160,32 @@ class LoadTable:
             self._table = np.concatenate((self._table, np.zeros_like(self._table)), axis=1)
             self.hashes = np.concatenate((self.hashes, np.zeros_like(self.hashes)))
         self.hashes[self._size] = hashed
-        self._copied.append((0.0, 0.0))
-        self._waited.append(0.0)
-        self._missed.append((0.0, 0.0))
+        self._transfers.append(_TransferCounters())
         self._size += 1
 
     def rename_slot(self, slot: int, hashed: int) -> None:
-        """The slot is another worker's, or nobody's.  To be called when it was cleared."""
+        """Assign a cleared slot to another worker, or to none."""
         self.hashes[slot] = hashed
-        used = set(self._table[_DOMAIN, : self._size].tolist())
+        used = set(self._table[_Row.DOMAIN, : self._size].tolist())
         self._domains = {name: number for name, number in self._domains.items() if number in used}
 
     def clear_slot(self, slot: int) -> None:
         """The worker of this slot has ended: nothing is known of the next one."""
         self._table[:, slot] = 0.0
-        self._copied[slot] = (0.0, 0.0)
-        self._waited[slot] = 0.0
-        self._missed[slot] = (0.0, 0.0)
+        self._transfers[slot] = _TransferCounters()
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
     def mark_seen(self, slot: int, now: float) -> None:
         """It has given a sign of life."""
-        self._table[_HEARD, slot] = now
+        self._table[_Row.SEEN_AT, slot] = now
 
     def shift_clocks(self, seconds: float) -> None:
-        """Nobody was listened to for so long."""
-        self._table[_HEARD, : self._size] += seconds
+        """Shift all clocks by a time in which this process did not run."""
+        self._table[_Row.SEEN_AT, : self._size] += seconds
 
     def on_report(self, slot: int, report: WorkerReport, counters: Mapping[str, float]) -> None:
-        """A worker's own numbers, and all counters that it has told so far."""
+        """Store the numbers of a report.  ``counters`` holds all counters of this incarnation."""
         table, rates = self._table, report.rates
         table[_REPORTED, slot] = (
             report.prompt_tokens,
@@ -157,16 +196,15 @@ class LoadTable:
             report.batch_tokens,
             report.batch_pairs,
         )
-        self._learn_wait(slot, report, counters)
-        page_s = self._page_s(slot, counters) * report.page_bytes
+        page_s = self._learn_transfers(slot, report, counters)
         times: tuple[float, ...] = (rates.step, rates.token, rates.pair, rates.sample)
-        table[_OWN, slot] = times
+        table[_OWN_RATES, slot] = times
         table[_RATES, slot] = (*(self._level(times) if report.measured else times), page_s)
-        table[_MEASURED, slot] = report.measured
-        table[_GATEWAYS, slot] = report.gateways
-        table[_CONTEXT, slot] = report.max_model_len
+        table[_Row.MEASURED, slot] = report.measured
+        table[_Row.GATEWAYS, slot] = report.gateways
+        table[_Row.CONTEXT, slot] = report.max_model_len
         domain = self._numbered(report.domain) if report.domain else 0
-        table[_DOMAIN, slot], table[_FETCH, slot] = domain, report.fetch_s
+        table[_Row.DOMAIN, slot], table[_Row.FETCH_S, slot] = domain, report.fetch_s
         if report.tier_s or self.tiers:
             self.tiers = max(self.tiers, len(report.tier_s))
             table[_TIERS, slot] = (*report.tier_s, *[np.inf] * (LOWER_TIERS - len(report.tier_s)))
@@ -182,7 +220,7 @@ class LoadTable:
     def _level(self, times: tuple[float, ...]) -> tuple[float, ...]:
         """A worker's rates without that by which it differs from the usual one by noise alone."""
         if self._usual is None or self._reports >= max(_REPORTS_OF_A_MEDIAN, self._size):
-            usual = self._typical(_MEASURED, _OWN)
+            usual = self._typical(_Row.MEASURED, _OWN_RATES)
             self._usual, self._reports = None if usual is None else tuple(usual.tolist()), 0
         self._reports += 1
         if self._usual is None:
@@ -192,7 +230,7 @@ class LoadTable:
     def add_sent(self, slot: int, due: ExpectedWork) -> None:
         """Something was sent there that no report counts yet."""
         self._turns += 1
-        self._table[_TURN, slot] = self._turns
+        self._table[_Row.LAST_SENT, slot] = self._turns
         self._table[_SENT, slot] += due
 
     def remove_sent(self, slot: int, due: ExpectedWork) -> None:
@@ -211,65 +249,64 @@ class LoadTable:
         """Nothing is on its way."""
         self._table[_SENT, slot] = self._table[_GONE, slot] = 0.0
 
-    def _page_s(self, slot: int, counters: Mapping[str, float]) -> float:
-        """Seconds of its own processors that a byte from others takes it, of late; 0 before anything came.  That a
-        prompt waits for what is on its way is told by ``_learn_wait``."""
-        bytes_now, seconds_now = counters.get("bytes_received", 0.0), counters.get("transfer_seconds", 0.0)
-        bytes_before, seconds_before = self._copied[slot]
-        if bytes_now > bytes_before:
-            self._copied[slot] = (bytes_now, seconds_now)
-            sums = self._table[(_BYTES, _SECONDS), slot]
-            sums = _FADING * sums + (bytes_now - bytes_before, max(0.0, seconds_now - seconds_before))
-            self._table[(_BYTES, _SECONDS), slot] = sums
-        copied = self._table[_BYTES, slot]
-        return float(self._table[_SECONDS, slot] / copied) if copied else 0.0
-
-    def _learn_wait(self, slot: int, report: WorkerReport, counters: Mapping[str, float]) -> None:
-        """How long a page lets a prompt wait that is computed but for it, of late.  Told before ``_page_s``.
-
-        A wait that brought nothing, for it was given up, counts with the next bytes that come.  Until then it says that
-        as many pages as did not come take that long at least.
-        """
+    def _learn_transfers(self, slot: int, report: WorkerReport, counters: Mapping[str, float]) -> float:
+        """Learn from a report how long pages from other workers take.  Returns the seconds of copying one page."""
+        before = self._transfers[slot]
+        nbytes = counters.get("bytes_received", 0.0) - before.nbytes
         waited, missed = counters.get("transfer_wait_seconds", 0.0), counters.get("pages_missed", 0.0)
-        missed_before, waited_before = self._missed[slot]
-        nbytes = counters.get("bytes_received", 0.0) - self._copied[slot][0]
-        seconds = max(0.0, waited - self._waited[slot])
-        known = self._table[_WAIT, slot]
+        wait_s = self._table[_Row.WAIT_S, slot]
         if nbytes > 0 and report.page_bytes:
-            self._waited[slot], self._missed[slot] = waited, (missed, waited)
+            seconds = max(0.0, waited - before.waited_s)
+            before.waited_s, before.missed, before.missed_waited_s = waited, missed, waited
             now = seconds * report.page_bytes / nbytes
-            self._table[_WAIT, slot] = known + (_BELIEVING * (now - known) if known else now)
-        elif missed > missed_before:
-            self._missed[slot] = (missed, waited)
-            self._table[_WAIT, slot] = max(known, (waited - waited_before) / (missed - missed_before))
+            wait_s += _NEW_WAIT_SHARE * (now - wait_s) if wait_s else now
+        elif missed > before.missed:  # the pages that did not come take at least as long as they were waited for
+            wait_s = max(wait_s, (waited - before.missed_waited_s) / (missed - before.missed))
+            before.missed, before.missed_waited_s = missed, waited
         else:
-            self._table[_WAIT, slot] = _FORGETTING * known
+            wait_s = _WAIT_DECAY * wait_s
+        self._table[_Row.WAIT_S, slot] = wait_s
+        return self._copy_s(slot, counters) * report.page_bytes
+
+    def _copy_s(self, slot: int, counters: Mapping[str, float]) -> float:
+        """The worker's own time to copy a byte, of late; 0 before the first."""
+        before = self._transfers[slot]
+        nbytes, seconds = counters.get("bytes_received", 0.0), counters.get("transfer_seconds", 0.0)
+        if nbytes > before.nbytes:
+            sums = self._table[_COPIES, slot]
+            sums = _COPY_DECAY * sums + (nbytes - before.nbytes, max(0.0, seconds - before.seconds))
+            self._table[_COPIES, slot] = sums
+            before.nbytes, before.seconds = nbytes, seconds
+        copied = self._table[_Row.COPIED_BYTES, slot]
+        return float(self._table[_Row.COPY_S, slot] / copied) if copied else 0.0
 
     # --- what is known ----------------------------------------------------------------------------------------------
 
     def at_slots(self, slots: Slots) -> tuple[WorkerLoad, WorkerRates]:
         """What goes on at these workers, and how long things take them.
 
-        Where nobody has measured anything the rates are the workers' guesses, or 1 a token.
+        Where no worker has measured anything the rates are the workers' estimates, or 1 a token.
         """
         table = self._table.take(slots, axis=1)
         more = table[_SENT] - table[_GONE]
         tokens, pairs, rows, context, _, batch_tokens, batch_pairs = np.maximum(table[_REPORTED] + more, 0.0)
         rates = table[_RATES]
-        if not table[_MEASURED].all():
-            _fill(rates[:4], table[_MEASURED] > 0, self._typical(_MEASURED, _TIMES))
+        if not table[_Row.MEASURED].all():
+            _fill(rates[:4], table[_Row.MEASURED] > 0, self._typical(_Row.MEASURED, _STEP_RATES))
         if not rates[4].all():
-            _fill(rates[4:], rates[4] > 0, self._typical(_PAGE, slice(_PAGE, _PAGE + 1)))
+            _fill(rates[4:], rates[4] > 0, self._typical(_Row.PAGE_S, _PAGE_RATE))
         if not rates[1].any():
             rates[1] = 1.0
-        load = WorkerLoad(tokens, pairs, rows, context, table[4] - more[4], batch_tokens, batch_pairs)
+        load = WorkerLoad(
+            tokens, pairs, rows, context, table[_Row.FREE_PAGES] - more[_PAGES], batch_tokens, batch_pairs
+        )
         step, token, pair, draw, page = rates
         tiers = tuple(table[_TIERS][: self.tiers])
-        return load, WorkerRates(step, token, pair, draw, page, table[_FETCH], table[_WAIT], tiers)
+        return load, WorkerRates(step, token, pair, draw, page, table[_Row.FETCH_S], table[_Row.WAIT_S], tiers)
 
     def reachable(self, hits: NDArray[np.int32], stored: NDArray[np.int32]) -> NDArray[np.int32]:
         """``hits`` by slot, with those that each can take out of the caches of its domain: ``stored``."""
-        domains = self._table[_DOMAIN, : len(hits)].astype(np.intp)
+        domains = self._table[_Row.DOMAIN, : len(hits)].astype(np.intp)
         if not domains.any() or not stored.any():
             return hits
         best = np.zeros(max(self._domains.values(), default=0) + 1, np.int32)
@@ -278,17 +315,17 @@ class LoadTable:
         return np.maximum(hits, best[domains])
 
     def prefers_fetch(self, slot: int) -> bool:
-        """Does it take this worker less to fetch a page than to compute it?"""
-        fetch, token = self._table[_FETCH, slot], self._table[_RATES.start + 1, slot]
+        """Whether this worker fetches a page faster than it computes one."""
+        fetch, token = self._table[_Row.FETCH_S, slot], self._table[_Row.TOKEN_S, slot]
         return bool(fetch < token * PAGE_TOKENS)
 
     def with_tiers(
         self, slot: int, hit: int, below: Sequence[NDArray[np.int32]], page_tokens: int = PAGE_TOKENS
     ) -> int:
         """``hit`` and what this worker takes out of its lower tiers sooner than it computes it."""
-        computing = self._table[_RATES.start + 1, slot] * page_tokens
+        computing = self._table[_Row.TOKEN_S, slot] * page_tokens
         for tier, depths in enumerate(below[: self.tiers]):
-            if self._table[_TIERS.start + tier, slot] < computing:
+            if self._table[_Row.TIER_S + tier, slot] < computing:
                 hit = max(hit, int(depths[slot]))
         return hit
 
@@ -297,30 +334,30 @@ class LoadTable:
 
         Those that have nothing to do report less often, and are given ``IDLE_GRACE_S`` more.
         """
-        heard = self._table[_HEARD].take(slots)
+        heard = self._table[_Row.SEEN_AT].take(slots)
         if heard.min(initial=since) >= since:
             return None
-        load = self._table[_LOADED].take(slots, axis=1).any(axis=0)
+        load = self._table[_BUSY].take(slots, axis=1).any(axis=0)
         quiet: NDArray[np.bool_] = heard < np.where(load, since, since - IDLE_GRACE_S)
         return quiet if quiet.any() else None
 
     def contexts(self, slots: Slots) -> Numbers:
         """How many tokens of prompt and answer together each of these has room for."""
-        contexts: Numbers = self._table[_CONTEXT].take(slots)
+        contexts: Numbers = self._table[_Row.CONTEXT].take(slots)
         return contexts
 
     def last_sent(self, slots: Slots) -> Numbers:
         """When each of these was sent something last: the number of the sending."""
-        turns: Numbers = self._table[_TURN].take(slots)
+        turns: Numbers = self._table[_Row.LAST_SENT].take(slots)
         return turns
 
     def gateways(self, slots: Slots) -> int:
         """How many gateways give these workers work, by their own account."""
-        return int(self._table[_GATEWAYS].take(slots).max(initial=1.0))
+        return int(self._table[_Row.GATEWAYS].take(slots).max(initial=1.0))
 
     def measured(self, slots: Slots) -> NDArray[np.bool_]:
         """Which of these know by experience how long they take."""
-        measured: NDArray[np.bool_] = self._table[_MEASURED].take(slots) > 0
+        measured: NDArray[np.bool_] = self._table[_Row.MEASURED].take(slots) > 0
         return measured
 
     def _typical(self, known_by: int, rows: slice) -> Numbers | None:
@@ -338,20 +375,6 @@ def _levelled(own: float, usual: float) -> float:
 def _fill(rates: Numbers, known: NDArray[np.bool_], typical: NDArray[Any] | None) -> None:
     if typical is not None:
         rates[:, ~known] = typical[:, None]
-
-
-# MERGED: What this gateway has at workers, so that their numbers are right between two reports.
-# MERGED:
-# MERGED: ::
-# MERGED:
-# MERGED:     sent --a report has heard of it--> counted --> ended
-# MERGED:      |  on top of what is reported      |  in what is reported       |  taken off it until the next
-# MERGED: report
-# MERGED:      +--> begun: its prompt is read, and only its answer is left
-# MERGED:
-# MERGED: A report that comes over a link was made after everything that came over it before; so the next one
-# MERGED: no longer counts
-# MERGED: what has ended.  Pure: knows slots and requests, and what they ask (``columns.Due``).
 
 
 class InFlightWork:

@@ -1,8 +1,8 @@
-"""How long this machine takes: a real scheduler and runner, no processes, no messages.
+"""Step times of this machine, measured with a real scheduler and runner, without processes or messages.
 
-Prompts are read in chunks of several sizes, answers written in batches of several sizes at several lengths.  Every step
-is timed from its plan to its commit, as its worker would have had it.  KV pages are copied and verified as the receiver
-of a hand-over does it.
+Prompts are computed in chunks of several sizes, and batches of several sizes decoded at several lengths.  Each step is
+timed from plan to commit.  Pages are copied and verified as a receiver does.  ``fit_step_times`` turns samples into a
+fleet's times: least squares of relative errors without negative weights.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ from penstock.types import ModelIdentity, PageId, RequestId, RequestStage, Sampl
 from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.load import load_model
 from penstock.wire.transfer_messages import PageReady
-
-# MERGED: From measured steps to a fleet's ``SimStepTimes``: least squares of relative errors, with no negative
-# MERGED: weight.  Pure.
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +230,7 @@ class CalibrationBench:
             )
 
     def _steps(self, scheduler: Scheduler) -> Iterator[tuple[StepPlan, float]]:
-        """Each step and its seconds, until whoever listens has heard enough; then everything is forgotten."""
+        """Each step and its seconds, until the caller closes the iterator; then all requests are removed."""
         try:
             while True:
                 began = time.perf_counter()

@@ -29,7 +29,7 @@ class SimulationSetup:
     fleet: FleetFile
     policy: str = "penstock"
     always_split: bool = False
-    rate_scale: float = 1.0  # arrivals come so many times as fast as in the trace
+    rate_scale: float = 1.0  # the factor by which arrivals are faster than in the trace
     targets: LatencyTargets = field(default_factory=LatencyTargets)
     page_tokens: int | None = None  # None: the trace's blocks where it has any, or a page as workers have it
 
@@ -63,7 +63,7 @@ def simulate(trace: Trace, setup: SimulationSetup, progress: Callable[[int], Non
     page_tokens = _page_tokens(trace, setup)
     agenda = EventQueue()
     routing = RoutingConfig(
-        policy=setup.policy,  # type: ignore[arg-type]  # checked against ``named.NAMES`` by whoever asks
+        policy=setup.policy,  # type: ignore[arg-type]  # the caller has checked it against ``baselines.NAMES``
         split="always" if setup.always_split else "auto",
         max_indexed_blocks=MOST_INDEXED,
         max_indexed_workers=6 * setup.fleet.count,  # each has three tiers, and begins twice: also with all that it has

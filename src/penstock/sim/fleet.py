@@ -47,7 +47,7 @@ class SimStepTimes(Config, frozen=True, kw_only=True):
     read_step_s: SimSeconds = 0.0  # a step that only reads prompts
     token_s: SimSeconds  # each prompt token
     pair_s: SimSeconds = 0.0  # each (query, key) pair of those tokens' attention
-    beside: SimShare = 0.0  # by so much all of it is longer for each other worker that computes when it begins
+    beside: SimShare = 0.0  # the share by which a step is longer for each other worker that computes when it begins
 
 
 class SimMemory(Config, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class LinkSpeeds(Config, frozen=True, kw_only=True):
 
 
 class SimSchedulerLimits(Config, frozen=True, kw_only=True):
-    """The workers' schedulers; see ``config.schema.SchedulerConfig``."""
+    """Limits of the workers' schedulers, as in ``SchedulerConfig``."""
 
     max_model_len: SimCount = 1 << 18
     max_running: SimCount = 1024
@@ -131,12 +131,14 @@ def check_fleet(fleet: FleetFile) -> FleetFile:
     if Role.ENCODE in roles:
         raise ConfigError(f"fleet {fleet.name}: workers: traces have no images, so there is nothing to encode")
     if Role.BOTH not in roles and not {Role.PREFILL, Role.DECODE} <= roles:
-        raise ConfigError(f"fleet {fleet.name}: workers: nobody can answer without 'both', or 'prefill' and 'decode'")
+        raise ConfigError(
+            f"fleet {fleet.name}: workers: no request can be served without 'both', or 'prefill' and 'decode'"
+        )
     return fleet
 
 
 def parse_workers(text: str) -> tuple[WorkerGroup, ...]:
-    """``16``: so many that do both; ``12:4``: that read, and that write.  Raises ConfigError."""
+    """``16``: workers of both roles; ``12:4``: of prefill and of decode.  Raises ConfigError."""
     parts = text.split(":")
     if not all(part.isdecimal() and 0 < int(part) <= MAX_WORKERS for part in parts) or len(parts) > 2:
         raise ConfigError(f"--workers {text}: expected a number as 16, or prefill and decode workers as 12:4")

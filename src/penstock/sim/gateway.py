@@ -1,8 +1,9 @@
-"""The simulated gateway: what ``router.service`` does with messages, done with calls.
+"""The simulated gateway: the router's own fleet, placement, requests and policies, called directly.
 
-Fleet, placement, prefix index, flights and policies are the router's own objects.  Before each decision the gateway
-hears what workers would have reported by then: everything up to their last step, at most every ``REPORT_S``.
-Time alone fails nothing here: there are no deadlines, so a fleet that is too small shows as waiting.
+Before each decision the gateway receives the reports that workers would have sent by then: one at most every
+``REPORT_S``.  Time alone fails nothing: without deadlines, a fleet that is too small shows as waiting.
+``SimTransfers`` moves KV pages between simulated workers in the order of events of ``kv.transfer``.  Pages travel while
+later chunks are computed and stop no steps (direct memory access), so only the links take time.
 """
 
 from __future__ import annotations
@@ -17,15 +18,8 @@ from penstock.config.limits import RoutingConfig
 from penstock.engine.core.events import CancelRequest, CreditGranted, FirstTokenArrived, PagesArrived, PagesReleased
 from penstock.engine.core.plan import CompletedPage, NewTokens, ReturnedRequest, StepOutcome
 from penstock.engine.core.request import Request
-from penstock.router.effects import (
-    CancelStage,
-    DeliverTokens,
-    FailRequest,
-    RequestEffects,
-    StageEnded,
-    SubmitStage,
-    WaitForWorker,
-)
+from penstock.errors import PenstockError
+from penstock.router.effects import AbortMigration, CancelStage, RequestEffect, StageEnded, SubmitStage, apply_effects
 from penstock.router.fleet import Fleet
 from penstock.router.placement import Placement
 from penstock.router.request import FailoverLimits, RequestPhase, RoutedRequest
@@ -37,13 +31,6 @@ from penstock.telemetry.registry import Metrics
 from penstock.types import RequestId, RequestStage, TokenBatch, ValidRequest, WorkerId
 from penstock.wire.gateway_messages import TokenItem
 from penstock.wire.supervisor_messages import WorkerUp
-
-# MERGED: Hand-overs between simulated workers: credit, pages over the wires, the first token, release.
-# MERGED:
-# MERGED: The order of events is that of ``kv.transfer``; instead of bytes there is the time that they take.
-# MERGED: Pages travel while
-# MERGED: later chunks are computed, and stop nobody's steps (direct memory access), so what is modelled is
-# MERGED: the wire alone.
 
 TransferKey = tuple[RequestId, int]
 """(request, epoch)."""
@@ -122,7 +109,7 @@ class SimTransfers:
         self.remove(key)
 
     def remove(self, key: TransferKey) -> None:
-        """It is over, or nobody wants it any more."""
+        """The transfer has ended or was cancelled."""
         self._open.pop(key, None)
         self._sources.pop(key, None)
 
@@ -130,7 +117,15 @@ class SimTransfers:
 REPORT_S = 0.1
 """Between two reports of a worker at least (``WorkerConfig.report_min_s``)."""
 
-_PATIENCE = FailoverLimits(max_attempts=1 << 30, first_byte_s=math.inf, stall_s=math.inf)
+_NO_LIMITS = FailoverLimits(max_attempts=1 << 30, first_byte_s=math.inf, stall_s=math.inf)
+
+
+@dataclass(slots=True)
+class _SimRequest:
+    """A request, and the time between the steps of its latest tokens."""
+
+    routed: RoutedRequest
+    spacing_s: float = 0.0
 
 
 class SimGateway:
@@ -143,17 +138,17 @@ class SimGateway:
         self.placement = Placement(
             routing, self.fleet, Metrics(model_name="simulated"), mixed_numerics=False, page_tokens=page_tokens
         )
-        self.hand_overs = SimTransfers(agenda, links.message_s)
-        self.measures: RunResults | None = None
+        self.transfers = SimTransfers(agenda, links.message_s)
+        self.results: RunResults | None = None
         self.splits = 0  # requests that were placed at two workers
         self.decisions = 0
         self._workers: dict[WorkerId, SimWorker] = {}
-        self._flights: dict[RequestId, RoutedRequest] = {}
+        self._requests: dict[RequestId, _SimRequest] = {}
         self._serial = 0
 
-    def add_workers(self, workers: Sequence[SimWorker], measures: RunResults) -> None:
+    def add_workers(self, workers: Sequence[SimWorker], results: RunResults) -> None:
         """These are the fleet, and this is where deliveries are noted."""
-        self.measures = measures
+        self.results = results
         for slot, worker in enumerate(workers):
             name = worker.name
             up = WorkerUp(worker=name, incarnation=INCARNATION, role=worker.role, pid=1, endpoint=f"memory://{name}")
@@ -169,35 +164,35 @@ class SimGateway:
     def serve(self, request: ValidRequest) -> None:
         """A request has come."""
         now = self._agenda.now
-        assert self.measures is not None, "join comes first"
-        self.measures.add_request(int(request.id), now, len(request.prompt))
-        self._flights[request.id] = RoutedRequest(request, _PATIENCE, now)
+        assert self.results is not None, "join comes first"
+        self.results.add_request(int(request.id), now, len(request.prompt))
+        self._requests[request.id] = _SimRequest(RoutedRequest(request, _NO_LIMITS, now))
         if self._prompt_token_s:
             self._agenda.call_after(self._prompt_token_s * len(request.prompt), self._begin, request.id)
         else:
             self._begin(request.id)
 
     def _begin(self, request: RequestId) -> None:
-        """It has been read, and is placed."""
-        flight = self._flights[request]
-        self._apply(flight, flight.begin(self._agenda.now))
+        """The prompt has been read; place the request."""
+        target, now = self._requests[request], self._agenda.now
+        apply_effects(self, target, target.routed.begin(now), now)
 
     @property
     def open(self) -> int:
-        """Requests without an end."""
-        return len(self._flights)
+        """The number of unfinished requests."""
+        return len(self._requests)
 
     # --- worker.Port ------------------------------------------------------------------------------------------------
 
     def on_outcome(self, worker: SimWorker, outcome: StepOutcome, spacing_s: float) -> None:
         """Pages to receivers, tokens to clients."""
         if outcome.completed_pages or outcome.new_tokens:
-            self.hand_overs.on_outcome(worker, outcome)
+            self.transfers.on_outcome(worker, outcome)
         now = self._agenda.now
         for progress in outcome.new_tokens:
             request = progress.request
-            flight = self._flights.get(request.id)
-            if flight is None or flight.epoch != request.epoch:
+            target = self._requests.get(request.id)
+            if target is None or target.routed.epoch != request.epoch:
                 continue
             item = TokenItem(
                 request=request.id,
@@ -207,99 +202,104 @@ class SimGateway:
                 finish=progress.finish,
                 cached_tokens=request.cached_tokens if progress.index == request.emitted else 0,
             )
-            self.fleet.set_work_left(worker.name, item.request, flight.tokens_left(item, worker.name))
-            self._apply(flight, flight.on_tokens(item, worker.name, INCARNATION, now), spacing_s)
+            routed, target.spacing_s = target.routed, spacing_s
+            self.fleet.set_work_left(worker.name, item.request, routed.tokens_left(item, worker.name))
+            apply_effects(self, target, routed.on_tokens(item, worker.name, INCARNATION, now), now)
 
     def on_reserved(self, worker: SimWorker, request: Request) -> None:
         """A receiver has room."""
-        self.hand_overs.on_reserved(worker, request, self._workers)
+        self.transfers.on_reserved(worker, request, self._workers)
 
     def on_returned(self, worker: SimWorker, returned: ReturnedRequest) -> None:
         """A worker gives a request back."""
         self._agenda.call_after(self._message_s, self._hear_return, worker.name, returned)
 
     def _hear_return(self, worker: WorkerId, returned: ReturnedRequest) -> None:
-        flight = self._flights.get(returned.id)
-        if flight is not None:
+        target = self._requests.get(returned.id)
+        if target is not None:
             now = self._agenda.now
-            self._apply(flight, flight.on_returned(returned.epoch, returned.reason, worker, INCARNATION, now))
+            effects = target.routed.on_returned(returned.epoch, returned.reason, worker, INCARNATION, now)
+            apply_effects(self, target, effects, now)
 
-    # --- effects ----------------------------------------------------------------------------------------------------
+    # --- router.effects.EffectPort ----------------------------------------------------------------------------------
 
-    def _apply(self, flight: RoutedRequest, effects: RequestEffects, spacing_s: float = 0.0) -> None:
-        """As ``router.service`` does."""
-        for effect in effects:
-            if isinstance(effect, DeliverTokens):
-                self._deliver(flight, effect.batch, spacing_s)
-            elif isinstance(effect, StageEnded):
-                self.fleet.remove_work(effect.worker, effect.incarnation, effect.request)
-            elif isinstance(effect, CancelStage):
-                self._cancel(effect)
-            elif isinstance(effect, SubmitStage):
-                self._send(effect)
-            elif isinstance(effect, WaitForWorker):
-                self._wait(flight, effect.not_before)
-            elif isinstance(effect, FailRequest):
-                self._settle(flight, failed=str(effect.error))
+    def observe(self, target: _SimRequest, effect: RequestEffect, now: float) -> None:
+        """Nothing is recorded."""
 
-    def _deliver(self, flight: RoutedRequest, batch: TokenBatch, spacing_s: float) -> None:
-        assert self.measures is not None
-        number = int(flight.request.id)
-        answered = self.measures.requests[number]
+    def deliver(self, target: _SimRequest, batch: TokenBatch, now: float) -> None:
+        """Note tokens as the client receives them."""
+        assert self.results is not None
+        request = target.routed.request.id
+        answered = self.results.requests[int(request)]
         if not answered.tokens:
-            self.placement.on_first_token(flight.request.id)
+            self.placement.on_first_token(request)
             answered.cached = batch.cached_tokens
         if batch.tokens:
-            self.measures.add_tokens(number, len(batch.tokens), self._agenda.now + self._message_s, spacing_s)
+            self.results.add_tokens(int(request), len(batch.tokens), now + self._message_s, target.spacing_s)
         if batch.finish is not None:
             answered.done = True
-            self._settle(flight)
+            self._finish(target)
 
-    def _settle(self, flight: RoutedRequest, failed: str = "") -> None:
-        assert self.measures is not None
-        self.measures.requests[int(flight.request.id)].failed = failed
-        self.placement.on_finished(flight)
-        self._flights.pop(flight.request.id, None)
-
-    def _cancel(self, effect: CancelStage) -> None:
-        self.fleet.remove_work(effect.worker, effect.incarnation, effect.request)
-        self.hand_overs.remove((effect.request, effect.epoch))
-        worker = self._workers[effect.worker]
-        self._agenda.call_after(self._message_s, worker.add_event, CancelRequest(id=effect.request, epoch=effect.epoch))
-
-    def _send(self, effect: SubmitStage) -> None:
+    def submit(self, target: _SimRequest, effect: SubmitStage, now: float) -> bool:
+        """Send a stage to its worker; this never fails."""
         self._serial += 1
         submit = msgspec.structs.replace(effect.submit, serial=self._serial)
         if submit.pages_from is not None:
-            self.hand_overs.expect_transfer((submit.request, submit.epoch), submit.pages_from.worker)
+            self.transfers.expect_transfer((submit.request, submit.epoch), submit.pages_from.worker)
             self.splits += 1
         self.fleet.add_work(
             effect.worker, effect.incarnation, submit.request, effect.tokens, due=effect.work, serial=self._serial
         )
         self._agenda.call_after(self._message_s, self._workers[effect.worker].submit, submit)
+        return True
+
+    def cancel_stage(self, effect: CancelStage) -> None:
+        """Release the stage's load and send a Cancel."""
+        self.fleet.remove_work(effect.worker, effect.incarnation, effect.request)
+        self.transfers.remove((effect.request, effect.epoch))
+        worker = self._workers[effect.worker]
+        self._agenda.call_after(self._message_s, worker.add_event, CancelRequest(id=effect.request, epoch=effect.epoch))
+
+    def end_stage(self, effect: StageEnded) -> None:
+        """Release the stage's load."""
+        self.fleet.remove_work(effect.worker, effect.incarnation, effect.request)
+
+    def abort_migration(self, effect: AbortMigration) -> None:
+        """Simulated requests do not migrate."""
+
+    def wait(self, target: _SimRequest, not_before: float, now: float) -> None:
+        """Choose workers at ``not_before``, or now if that has passed."""
+        self.placement.add_waiting(target.routed.request.id, not_before)
+        if not_before <= now:
+            self._place(target)
+        elif not_before < math.inf:
+            self._agenda.call_at(not_before, self._place, target)
+        else:  # no worker will ever be able to
+            self._finish(target, failed="no worker can serve it")
+
+    def fail(self, target: _SimRequest, error: PenstockError, now: float) -> None:
+        """Note the error."""
+        self._finish(target, failed=str(error))
+
+    def _finish(self, target: _SimRequest, failed: str = "") -> None:
+        assert self.results is not None
+        self.results.requests[int(target.routed.request.id)].failed = failed
+        self.placement.on_finished(target.routed)
+        self._requests.pop(target.routed.request.id, None)
 
     # --- placing ----------------------------------------------------------------------------------------------------
 
-    def _wait(self, flight: RoutedRequest, not_before: float) -> None:
-        now = self._agenda.now
-        self.placement.add_waiting(flight.request.id, not_before)
-        if not_before <= now:
-            self._place(flight)
-        elif not_before < math.inf:
-            self._agenda.call_at(not_before, self._place, flight)
-        else:  # no worker will ever be able to
-            self._settle(flight, failed="no worker can serve it")
-
-    def _place(self, flight: RoutedRequest) -> None:
-        if flight.phase is RequestPhase.WAITING:
+    def _place(self, target: _SimRequest) -> None:
+        routed = target.routed
+        if routed.phase is RequestPhase.WAITING:
             self._hear()
             now = self._agenda.now
             self.decisions += 1
-            decision, root = self.placement.decide(flight, now)
-            self._apply(flight, flight.on_placed(decision, root, now))
+            decision, root = self.placement.decide(routed, now)
+            apply_effects(self, target, routed.on_placed(decision, root, now), now)
 
     def _hear(self) -> None:
-        """What workers have told by now."""
+        """Receive the reports that workers have sent by now."""
         now = self._agenda.now
         for slot, (name, worker) in enumerate(self._workers.items()):
             if worker.changed and now - worker.reported_at >= REPORT_S:

@@ -1,4 +1,15 @@
-"""What will happen when: the simulator's one queue, and its clock."""
+"""What simulated workers share and use: the clock, links, lower tiers, machines, and the time of a plan.
+
+The clock is a queue of calls.  Links serve transfers in order of arrival.  Lower tiers are modelled by capacity and
+order of use; writes are free, reads take the link's time::
+
+    device --evicted--> host --evicted--> disk --evicted--> gone
+       ^                  |                 |
+       +---- read back ---+-----------------+      a block that was read back stays below, too
+
+The time of ``n`` equal steps is a polynomial, since each is longer than the one before by its additional context.
+Workers of one machine slow each other down (``SharedMachine``).
+"""
 
 from __future__ import annotations
 
@@ -43,13 +54,6 @@ class EventQueue:
         return True
 
 
-# MERGED: How long a plan takes: arithmetic on its rows by a fleet's ``SimStepTimes``.
-# MERGED:
-# MERGED: Of several equal steps each is longer than the one before by the context that it has more, so the
-# MERGED: time of ``n`` of them
-# MERGED: is a polynomial, and they need not be gone through one by one.
-
-
 class PlanDuration(NamedTuple):
     """Of the steps of a plan."""
 
@@ -57,7 +61,7 @@ class PlanDuration(NamedTuple):
     growth_s: float  # each step takes so much longer than the one before
 
     def total(self, steps: int) -> float:
-        """Seconds of so many."""
+        """Seconds of ``steps`` steps."""
         return steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
 
     def steps_within(self, seconds: float, most: int) -> int:
@@ -99,9 +103,6 @@ def prior_costs(times: SimStepTimes) -> CostVector:
     return (each[0] * SCALE[0], each[1] * SCALE[1], each[2] * SCALE[2], each[3] * SCALE[3])
 
 
-# MERGED: When a worker computed: spans of time, and how much of them lies between given moments.
-
-
 class BusyTime:
     """Spans in order of time; those that touch are one."""
 
@@ -127,14 +128,6 @@ class BusyTime:
         until: NDArray[np.float64] = reached[place] + np.clip(edges, ends[place, 0], ends[place, 1]) - ends[place, 0]
         return np.diff(until)
 
-
-# MERGED: Workers of one machine, which take its memory, caches and power from each other: how much slower a
-# MERGED: step is for it.
-# MERGED:
-# MERGED: A step is longer by a share ``beside`` (``fleet.StepTimes``) for each other worker that computes
-# MERGED: when it begins.  Who
-# MERGED: has been granted several steps at once is told when that number changes, and plans anew.  Knows no
-# MERGED: cores.
 
 StopSteps = Callable[[], None]
 
@@ -163,9 +156,6 @@ class SharedMachine:
                     theirs()
 
 
-# MERGED: Links between workers and to their tiers: first come, first served, at a number of bytes a second.
-
-
 class SimLink:
     """One direction of one link."""
 
@@ -175,7 +165,7 @@ class SimLink:
         self.busy_s = 0.0
 
     def transfer(self, nbytes: float, now: float, other: SimLink | None = None) -> float:
-        """When so many bytes are through that are given to it now; ``other`` is busy with them, too."""
+        """When ``nbytes`` that start now have been transferred; ``other`` is busy with them, too."""
         begin = max(now, self.free_at, other.free_at if other is not None else 0.0)
         took = nbytes / min(self._bytes_s, other._bytes_s if other is not None else self._bytes_s)
         for wire in (self, other):
@@ -185,21 +175,8 @@ class SimLink:
         return begin + took
 
 
-# MERGED: The lower tiers of one worker's KV cache, by capacity and order of use: a model, not the real store.
-# MERGED:
-# MERGED: ::
-# MERGED:
-# MERGED:     device --evicted--> host --evicted--> disk --evicted--> gone
-# MERGED:        ^                  |                 |
-# MERGED:        +---- read back ---+-----------------+      what was read back stays below, too
-# MERGED:
-# MERGED: Writes are free (they are few beside what the links carry); reading waits its turn and takes the
-# MERGED: link's time.
-# MERGED: Knows names of blocks and counts, no bytes.
-
-
 class SimTier:
-    """So many blocks, the least recently used of which goes first."""
+    """A tier of ``capacity`` blocks.  The least recently used is evicted first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

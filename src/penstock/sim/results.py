@@ -58,7 +58,7 @@ class RunResults:
         self.requests[number] = RequestResult(arrival, prompt)
 
     def add_tokens(self, number: int, tokens: int, now: float, spacing_s: float) -> None:
-        """So many tokens, the last of them now, each ``spacing_s`` after the one before."""
+        """Add ``tokens`` tokens, the last of them now, each ``spacing_s`` after the one before."""
         request = self.requests[number]
         begin = now - (tokens - 1) * spacing_s
         if request.tokens:

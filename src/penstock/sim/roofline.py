@@ -47,7 +47,7 @@ BANDWIDTH_SHARE = 0.75
 """Of the bandwidth, that decode reaches."""
 
 LAUNCH_S = 0.0004
-"""Of a step beside its arithmetic: launches, sampling, scheduling."""
+"""The time of a step without its arithmetic: launches, sampling, scheduling."""
 
 LINKS = LinkSpeeds(worker_bytes_s=45e9, host_bytes_s=50e9, disk_bytes_s=6e9)
 HOST_BYTES = 256 << 30

@@ -1,11 +1,14 @@
-"""Traces of real traffic: when requests came, how long prompts and answers were, which beginnings they share.
+"""Traces of real traffic: arrival times, lengths of prompts and outputs, shared prefixes; and requests made of them.
 
-Two formats, told apart by their first line, plain or gzipped:
+Two formats, recognized by the first line, plain or gzipped:
 
 - Mooncake (https://github.com/kvcache-ai/Mooncake, FAST25-release): a JSON object a line, ``timestamp`` in ms,
   ``input_length``, ``output_length``, ``hash_ids`` of the prompt's blocks of 512 tokens, the last one perhaps shorter;
 - Azure (https://github.com/Azure/AzurePublicDataset, LLM inference 2023): CSV with ``TIMESTAMP``, ``ContextTokens``,
-  ``GeneratedTokens``; nothing is known of what prompts share.
+  ``GeneratedTokens``; prompts share nothing.
+
+Requests have no text, but real chains of block hashes (``hashing.block_hash``): the same beginnings have the same
+hashes, as in the trace.
 """
 
 from __future__ import annotations
@@ -151,13 +154,6 @@ def _azure(lines: Iterable[tuple[int, bytes]], path: Path) -> Iterator[TraceRequ
         if prompt:
             yield TraceRequest(number, at, prompt, max(1, answer))
 
-
-# MERGED: Requests as the router and the workers see them, made from a trace: no text, but real chains of
-# MERGED: block hashes.
-# MERGED:
-# MERGED: A block of a trace becomes one page or several, whose hashes (``hashing.block_hash``) follow from
-# MERGED: its number and the
-# MERGED: page's place in it: equal beginnings have equal hashes, as in the trace, and nothing else has.
 
 IDENTITY = ModelIdentity(fingerprint="5" * 64, numerics="simulated")
 """Of all simulated workers."""

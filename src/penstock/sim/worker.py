@@ -41,7 +41,7 @@ TIER_SMOOTHING = 0.1
 """Part of the last reading from a tier in what one is said to take."""
 
 MAX_PINNED = 0.5
-"""Of a worker's pages: so many are kept for requests that still wait, at most."""
+"""The largest share of a worker's pages that is pinned for waiting requests."""
 
 _NOTHING = SampledTokens()
 
@@ -85,7 +85,7 @@ class _Running:
     plan: StepPlan
     begun: float
     takes: PlanDuration
-    steps: int  # after so many it ends
+    steps: int  # until it ends
     serial: int  # ends that were entered in the agenda for another number of steps are void
 
 
@@ -253,7 +253,7 @@ class SimWorker:
     # --- the cache --------------------------------------------------------------------------------------------------
 
     def _cache_changed(self, block: BlockHash, known: bool) -> None:
-        """The router is told of a block in the nearest tier that has it, until it is in none any more."""
+        """Log the nearest tier that has a block, until none has it."""
         if known:
             self._log.set_cached(block, True)
             return
@@ -376,7 +376,7 @@ class SimWorker:
 
 
 def scheduler_config(fleet: FleetFile, page_tokens: int) -> SchedulerConfig:
-    """What the workers' schedulers are told."""
+    """The configuration of the workers' schedulers."""
     limits = fleet.scheduler
     pages = fleet.memory.device_bytes // (fleet.memory.token_bytes * page_tokens)
     return SchedulerConfig(

@@ -47,7 +47,7 @@ WORKER_COUNTERS: tuple[str, ...] = (
     "requests_returned",  # given back to the gateway unfinished
     "requests_cancelled",  # forgotten because the gateway said so
     "dropped_frames",  # frames that were malformed, of another version, or could not be sent
-    "peer_links_closed",  # links to other workers that nobody used any more
+    "peer_links_closed",  # unused links to other workers
     "step_seconds",  # spent in steps
     "borrowed_core_seconds",  # computed at cores of workers that were idle
     "batch_multi_row_steps",  # steps that computed two requests or more
@@ -86,7 +86,7 @@ TIER_FIGURES: tuple[str, ...] = (
 """What is counted of each tier of a worker."""
 
 TIER_PAGES = "pages"
-"""Beside them in reports: pages that the tier has now."""
+"""The name in reports of the pages that the tier has now."""
 
 
 def tier_counter(tier: str, figure: str) -> str:
@@ -236,6 +236,7 @@ QUEUE_TIME = _histogram("request_queue_time_seconds", "Waiting in a worker befor
 PREFILL_TIME = _histogram("request_prefill_time_seconds", "From the end of the queue to the first token.", _PHASE)
 DECODE_TIME = _histogram("request_decode_time_seconds", "From the first token to the end of the answer.", _PHASE)
 REQUEST_SUCCESS = _counter("request_success", "Requests ended, by reason.", "finished_reason")
+RETURNS = _counter("request_returns", "Requests that workers returned unfinished.", "reason")
 RESUBMISSIONS = _counter("resubmissions", "Requests submitted anew, after a loss or a return.")
 WORKER_DEATHS = _counter("worker_deaths", "Worker processes that ended or were ended.", "worker")
 WORKER_SUSPICIONS = _counter("worker_suspicions", "Workers given up because they were silent.", "worker")
@@ -256,7 +257,7 @@ PREFIX_BYTES = _gauge("prefix_index_bytes", "Memory of what it knows of them.")
 PREFIX_GAPS = _counter("prefix_index_gaps", "Times that a worker's telling was missed and asked for anew.")
 PREFIX_REFUSED = _counter("prefix_index_refused_blocks", "Blocks over max_indexed_blocks, not known therefore.")
 RESPONSE_LOOKUPS = _counter("response_cache_lookups", "Choices looked up among stored responses.", "outcome")
-RESPONSE_TOKENS = _counter("response_cache_tokens", "Tokens told from stored responses.")
+RESPONSE_TOKENS = _counter("response_cache_tokens", "Tokens delivered from stored responses.")
 RESPONSE_EVICTIONS = _counter("response_cache_evictions", "Stored responses that made room for others.")
 RESPONSE_ENTRIES = _gauge("response_cache_entries", "Stored responses.")
 RESPONSE_BYTES = _gauge("response_cache_bytes", "Memory of those.")

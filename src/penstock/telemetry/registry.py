@@ -1,7 +1,8 @@
 """The gateway's metrics, counted and shown in Prometheus' text format.
 
-One registry an object, none global.  Workers' counters are added over incarnations, so a family never goes back when
-a worker is forked anew.  Knows nothing about requests but figures, and nothing about who asks for them.
+One registry an object, none global.  Counters of workers are added over incarnations, so a family never decreases.
+``WeightedHistogram`` counts one observation several times at once; that of prometheus_client takes a lock and searches
+its buckets for each.  Knows figures only.
 """
 
 from __future__ import annotations
@@ -26,13 +27,6 @@ from penstock.telemetry.metrics import MetricFamily, MetricKind
 from penstock.telemetry.service_levels import ServiceLevels
 from penstock.types import is_older_incarnation
 
-# MERGED: A histogram that counts an observation as often as it stands for: one look for all tokens of a
-# MERGED: message.
-# MERGED:
-# MERGED: Shown like those of prometheus_client, which takes a lock and walks its buckets for each single
-# MERGED: observation.  For one
-# MERGED: thread.  Knows nothing about names.
-
 
 class WeightedHistogram:
     """``buckets``: upper bounds, ascending, without infinity."""
@@ -44,7 +38,7 @@ class WeightedHistogram:
         self._created = time.time()
 
     def observe(self, value: float, times: int = 1) -> None:
-        """``value`` was seen so many times."""
+        """Count ``value`` ``times`` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
@@ -164,6 +158,7 @@ class Metrics:
         self._generation_tokens = 0
         self._began = time.time()
         self._resubmissions = self._counter(names.RESUBMISSIONS).labels(model_name)
+        self._returns = self._counter(names.RETURNS)
         self._success = self._counter(names.REQUEST_SUCCESS)
         self._deaths = self._counter(names.WORKER_DEATHS)
         self._suspicions = self._counter(names.WORKER_SUSPICIONS)
@@ -190,7 +185,7 @@ class Metrics:
     # --- what happens -----------------------------------------------------------------------------------------------
 
     def on_first_token(self, ttft_s: float, queued_s: float, prompt_tokens: int) -> None:
-        """A request of so many prompt tokens got its first token, ``ttft_s`` after its arrival."""
+        """A request of ``prompt_tokens`` tokens got its first token, ``ttft_s`` after its arrival."""
         self._ttft.observe(max(0.0, ttft_s))
         self._queue.observe(queued_s)
         self._prefill.observe(max(0.0, ttft_s - queued_s))
@@ -198,8 +193,10 @@ class Metrics:
         self._prompts += prompt_tokens
 
     def on_tokens(self, count: int, gap_s: float | None, answers: int = 1) -> None:
-        """``count`` tokens of each of so many answers were delivered, ``gap_s`` after those before them (None: they are
-        the first)."""
+        """``count`` tokens of each of ``answers`` requests were delivered.
+
+        ``gap_s``: the time since the tokens before them; None for the first.
+        """
         self._generation_tokens += count * answers
         if gap_s is not None and count:
             self._itl.observe(gap_s / count, count * answers)
@@ -215,12 +212,16 @@ class Metrics:
         if decode_s is not None:
             self._decode.observe(max(0.0, decode_s))
 
+    def on_returned(self, reason: str) -> None:
+        """A worker returned a request unfinished; ``reason`` is a ``ReturnReason.label``."""
+        self._returns.labels(self._model, reason).inc()
+
     def on_resubmitted(self) -> None:
         """A request was given to workers once more."""
         self._resubmissions.inc()
 
     def on_decision(self, seconds: float, *, legs: int) -> None:
-        """Workers for so many legs were chosen within so long."""
+        """Workers for ``legs`` stages were chosen within ``seconds``."""
         self._decisions[legs].inc()
         self._deciding.observe(seconds)
 

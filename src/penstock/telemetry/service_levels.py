@@ -1,7 +1,7 @@
 """What each class and tenant gets: waits against predictions, targets met, what was shed and missed, tokens used.
 
-Labels are bounded: classes and reasons are few, and tenants beyond the first so many are one.  A tenant's label is the
-short name that ``penstock keys list`` shows, which tells nobody else who it is.
+Labels are bounded: classes and reasons are few, and tenants beyond the first ``max_tenants`` share one.  A tenant's
+label is the short name that ``penstock keys list`` shows, which does not reveal the tenant.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.telemetry.metrics import MetricFamily
 from penstock.types import ServiceClass
 
 DEFAULT_TENANT = "default"
-"""The tenant of whoever has a key of nobody in particular, or needs none."""
+"""The tenant of requests without a tenant's key."""
 
 OTHER_TENANTS = "other"
 """All tenants that have no label of their own."""
@@ -96,7 +96,7 @@ class ServiceLevels:
         self._missed.labels(self._model, _name(service)).inc()
 
     def add_usage(self, tenant: str, tokens: tuple[int, int, int, int], requests: int = 1) -> None:
-        """A request was served with so many tokens of each of ``TOKEN_KINDS``; or none, but more tokens of one."""
+        """Count requests and their tokens of each of ``TOKEN_KINDS``."""
         label = self._label(tenant)
         self._requests.labels(self._model, label).inc(requests)
         for kind, count in zip(names.TOKEN_KINDS, tokens, strict=True):

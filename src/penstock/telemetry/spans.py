@@ -117,31 +117,29 @@ class Tracer(Protocol):
         ...
 
 
-class NoSpan:
+class NoSpan(Span):
     """``Span`` where nothing is recorded."""
 
     context = ""
 
     def set_attributes(self, **facts: SpanAttribute) -> None:
-        """See ``Span``."""
+        pass
 
     def add_event(self, name: str, at: float, **facts: SpanAttribute) -> None:
-        """See ``Span``."""
+        pass
 
     def end(self, at: float, error: str = "") -> None:
-        """See ``Span``."""
+        pass
 
 
 NO_SPAN = NoSpan()
 
 
-class NoTracer:
+class NoTracer(Tracer):
     """``Tracer`` that records nothing."""
 
     def root(self, caller: Mapping[str, str], name: str, at: float) -> Span:
-        """See ``Tracer``."""
         return NO_SPAN
 
     def begin(self, parent: str, family: SpanFamily, at: float) -> Span:
-        """See ``Tracer``."""
         return NO_SPAN

@@ -53,7 +53,7 @@ MAX_FRAME_BYTES = 32 << 20
 """Largest encoded message: a prompt of a million tokens fits.  What may be larger is sent in parts."""
 
 MAX_PAYLOAD_BYTES = 64 << 20
-"""Largest payload beside a message: one KV page."""
+"""Largest payload of a message: one KV page."""
 
 PeerMessage: TypeAlias = (
     Hello

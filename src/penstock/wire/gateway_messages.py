@@ -1,24 +1,38 @@
-"""The messages between processes: tagged, versioned, size-capped msgspec structs.
+"""Messages between gateways and workers: tagged, versioned, size-capped msgspec structs.
 
 One frame is one message, optionally followed by one payload of raw bytes (a KV page).  ``wire.codec`` encodes and
-decodes them; nothing here knows how they travel.  Unknown tags, missing fields and wrong types are ``ProtocolError``.
+decodes them.  Unknown tags, missing fields and wrong types are ``ProtocolError``.
 
-Life of a split request::
+Life of a disaggregated request::
 
     gateway --Submit(leg=decode, pages_from=P)--> D     D queues it until it has room for the whole prompt
     gateway --Submit(leg=prefill)---------------> P     P waits for D's credit
-    D --PullPages (this is the credit)----------> P     P admits it and starts to compute
-    P --PageReady*, PagesReady*, PrefillDone----> D     D copies and verifies pages into memory of its own
+    D --PullPages (the credit)------------------> P     P admits it and starts to compute
+    P --PageReady*, PagesReady*, PrefillDone----> D     D copies and verifies pages into its own memory
     P --Tokens(index=0)-------------------------> gateway
     D --PagesReceived---------------------------> P     P's lease ends
-    D --Tokens(index=0…)------------------------> gateway   (token 0 again: whoever is first, it counts once)
+    D --Tokens(index=0...)----------------------> gateway   (token 0 again: it counts once)
 
-Credit before computing is what makes admission free of deadlock: P only ever holds pages for a D that has already
-reserved the room to take them.  How an answer moves while it is written is told in ``wire.duties``.
+The credit before computing keeps admission free of deadlock: P holds pages only for a D that has reserved the room for
+them.
+
+A request migrates from D to E while D decodes it, and D stops only for the last piece::
+
+    D --MigrateRequests-------------------> gateway
+    gateway --Submit(leg=decode, joins)---> E         the same request and epoch; ``pages_from`` is D
+    E --PullPages(ahead)------------------> D         E has room for all that is known, and for what D decodes meanwhile
+    D --PageReady*------------------------> E         full pages; D goes on
+    D --PageReady, PrefillDone------------> E         D has stopped: the last page, the tokens since MigrateRequests
+    E --Tokens----------------------------> gateway
+    E --PagesReceived(moved)--------------> D         D releases the request
+    D --RequestReturned(handed over)------> gateway
+
+If anything fails before the last message, D goes on, or the request is submitted anew.
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -51,17 +65,12 @@ from penstock.types import (
     read_token_ids,
 )
 
-# MERGED: What every message is: a tagged, strict, frozen struct.
-
 
 class WireMessage(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="t", forbid_unknown_fields=True, omit_defaults=True
 ):
     """Base of everything that crosses a process boundary."""
 
-
-# MERGED: What a worker measures of its part in one answer, for the answer's spans
-# MERGED: (``telemetry.spans.OF_WORKERS``).
 
 MAX_PHASE_FACTS = 16
 
@@ -82,8 +91,8 @@ class PhaseTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
 MAX_AGE_S = 86_400.0
 """The most that a request's age counts for.  Ages are compared, never the clocks of two hosts."""
 
-# Every field has a range.  What no process of ours can mean does not get through the codec, whoever says it; what
-# depends on a model or on what was said before is looked at by whoever knows that.
+# Every field has a range: the codec refuses what no process can mean.  What depends on a model or on earlier
+# messages is checked where that is known.
 
 HASH_BYTES = 32
 CHECKSUM_BYTES = 16
@@ -107,7 +116,7 @@ MAX_EXPECTED_TOKENS = 1 << 31
 
 
 class PageSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a decode leg gets its pages, or whoever reads a prompt its images' rows."""
+    """Where a decode stage fetches its pages, or a prefill stage the rows of its images."""
 
     worker: AnyWorker
     incarnation: Incarnation
@@ -137,7 +146,7 @@ class Hello(WireMessage, frozen=True, kw_only=True, tag="hello"):
 
     A worker cancels what belongs to a gateway's earlier incarnation, or to a gateway that fell silent.  A message can
     be lost with its connection, and neither end hear of it; so the gateway names the legs that have been silent for a
-    while, and the worker gives back (``UNKNOWN``) those that it does not know.
+    while, and the worker gives back (``ReturnReason.UNKNOWN``) those that it does not know.
     """
 
     gateway: Name
@@ -152,7 +161,7 @@ class Submit(WireMessage, frozen=True, kw_only=True, tag="submit"):
     """Please compute.  A later epoch of the same request replaces an earlier one.
 
     ``emitted`` are tokens of the answer that the client has already: they are counted as output, never sent again.
-    Given back (``OTHER_PROCESS``) by whoever is not the ``recipient``.
+    Given back (``ReturnReason.OTHER_PROCESS``) by a process other than the ``recipient``.
     Raises ValueError for a prompt that is no whole number of token ids.
     """
 
@@ -167,7 +176,7 @@ class Submit(WireMessage, frozen=True, kw_only=True, tag="submit"):
     root: AnyHash  # parent of the first block, for hashing what is not hashed yet
     block_hashes: tuple[AnyHash, ...] = ()  # of the prompt's full pages
     claim: Qos = DEFAULT_QOS
-    open_ended: bool = False  # nobody named a length: it may begin where it cannot end, and goes on elsewhere in time
+    open_ended: bool = False  # no length was given: it may begin where it cannot end, and migrates in time
     expected_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_EXPECTED_TOKENS)] = 0  # more, of one that is open-ended
     adapter: AdapterRef | None = None  # what is added to the model's weights for this answer
     pages_from: PageSource | None = None  # with leg=decode
@@ -175,7 +184,7 @@ class Submit(WireMessage, frozen=True, kw_only=True, tag="submit"):
     joins: bool = False  # leg=decode: ``pages_from`` goes on writing this very answer while its pages are fetched
     images: tuple[PlacedImage, ...] = ()  # in the prompt, from left to right
     media: tuple[MediaInput, ...] = ()  # one an image, where the prompt is read
-    encoders: tuple[PageSource, ...] = ()  # workers that encode images for whoever reads the prompt
+    encoders: tuple[PageSource, ...] = ()  # workers that encode images for the prefill worker
     pooling: PoolingParams | None = None  # leg=whole: read the prompt, answer with ``TokenItem.pooled`` and one token
     serial: Count = (
         0  # grows with each Submit of a gateway: ``WorkerReport.acked`` says which of them are counted in it
@@ -210,41 +219,118 @@ class TokenItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     tokens: tuple[TokenId, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # those that follow on ``prompt_start``
-    prompt_start: Count = 0  # so many earlier items of this leg have brought
+    prompt_start: Count = 0  # how many earlier items of this stage have brought
     prompt_more: bool = False  # more of them follow; such an item has no tokens
     finish: FinishReason | None = None
     cached_tokens: Count = 0  # prompt tokens that were not computed for this leg
     queued_s: Seconds = 0.0  # with a leg's first tokens: from its arrival to its first computed token
-    pooled: Pooled | None = None  # see ``types.TokenBatch``; the one token beside it means nothing
+    pooled: Pooled | None = None  # see ``types.TokenBatch``; the one token that comes with it means nothing
     phases: tuple[PhaseTiming, ...] = ()  # of a leg that is traced: what has ended since its last item
 
 
 class Tokens(WireMessage, frozen=True, kw_only=True, tag="tokens"):
-    """All tokens of one step for one gateway, in one message.  Nobody tells of another process's."""
+    """All tokens of one step for one gateway, in one message.  A process sends its own only."""
 
     worker: AnyWorker
     incarnation: Incarnation
     items: tuple[TokenItem, ...]
 
 
-UNKNOWN = "unknown"
-"""The reason of a leg that its worker does not have (any more): its Submit or its last words were lost."""
+class ReturnReason(StrEnum):
+    """Why a request comes back to its gateway unfinished.
 
-TOO_LARGE = "too_large"
-"""The reason of a leg of which a message cannot be sent at all, to whomever: it is larger than any may be."""
+    A worker sends the value, followed by ": " and details where there are any.
+    """
 
-TOO_LONG = "too_long"
-"""The reason of a leg that its worker's context has no room for (any more): one with more of it can go on."""
+    QUEUE_FULL = "queue_full"
+    TOO_LONG = "too_long"  # the worker's context has no room for it; that of another may
+    DEADLINE = "deadline"  # it has waited as long as it may
+    PREEMPTED = "preempted"
+    YIELDED = "yielded"  # batch work that makes room for interactive requests
+    DRAINING = "draining"
+    ROLE_CHANGED = "role changed"
+    HANDED_OVER = "handed over"  # it has migrated to another worker
+    PAGES_LOST = "pages_lost"  # the KV transfer failed; the other end may be at fault
+    UNKNOWN = "unknown"  # the worker does not have it: its Submit or its last messages were lost
+    NO_HELLO = "no Hello"  # its gateway has not sent Hello over this connection
+    OTHER_PROCESS = "other_process"  # it was meant for an earlier process at this address, or for another model
+    TOO_LARGE = "too_large"  # one of its messages exceeds the largest frame
+    UNSENT = "unsent"
+    CONNECTION_LOST = "connection lost"
+    GATEWAY_SILENT = "the gateway was silent"
+    GRAMMAR = "grammar"
+    IMAGE = "image"
+    ADAPTER = "adapter"
+    WORKER_LOST = "lost"  # the router's own: the worker has ended or was given up
+    STALLED = "still"  # the router's own: its workers make no progress
+    OTHER = "other"
 
-OTHER_PROCESS = "other_process"
-"""The reason of a leg that was meant for another process, which had this address before, or for another model."""
+    @classmethod
+    def from_text(cls, text: str) -> ReturnReason:
+        """The reason that a worker's text begins with; OTHER for an unknown one."""
+        try:
+            return cls(text.partition(":")[0])
+        except ValueError:
+            return cls.OTHER
 
-NO_HELLO = "no Hello"
-"""The reason of a leg that came over a connection whose gateway has not said Hello yet: nothing was computed."""
+    def with_details(self, details: str) -> str:
+        """The text that a worker sends."""
+        return f"{self}: {details}"
+
+    @property
+    def label(self) -> str:
+        """The value as a metric label."""
+        return self.lower().replace(" ", "_")
+
+    @property
+    def harmless(self) -> bool:
+        """Whether it says nothing against the worker that returned the request."""
+        return self in _HARMLESS
+
+    @property
+    def is_attempt(self) -> bool:
+        """Whether the submission counts as a failed attempt of the request."""
+        return self not in _NO_ATTEMPT
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the next submission counts as a retry."""
+        return self not in _NO_FAILURE
+
+    @property
+    def concerns_request(self) -> bool:
+        """Whether the worker lacks what this one request needs: a grammar, an image, an adapter."""
+        return self in _OF_REQUEST
 
 
-OF_REQUEST = ("grammar: ", "image: ", "adapter: ")
-"""How reasons begin that say nothing against the worker: what this one request needs cannot be had there."""
+_NO_ATTEMPT = frozenset(
+    {ReturnReason.DRAINING, ReturnReason.ROLE_CHANGED, ReturnReason.HANDED_OVER, ReturnReason.YIELDED}
+)
+_NO_FAILURE = frozenset(
+    {
+        ReturnReason.QUEUE_FULL,
+        ReturnReason.PREEMPTED,
+        ReturnReason.YIELDED,
+        ReturnReason.DEADLINE,
+        ReturnReason.DRAINING,
+        ReturnReason.TOO_LONG,
+        ReturnReason.NO_HELLO,
+        ReturnReason.OTHER_PROCESS,
+    }
+)
+_HARMLESS = (
+    _NO_ATTEMPT
+    | _NO_FAILURE
+    | {
+        ReturnReason.UNKNOWN,
+        ReturnReason.UNSENT,
+        ReturnReason.CONNECTION_LOST,
+        ReturnReason.GATEWAY_SILENT,
+        ReturnReason.TOO_LARGE,
+        ReturnReason.PAGES_LOST,
+    }
+)
+_OF_REQUEST = frozenset({ReturnReason.GRAMMAR, ReturnReason.IMAGE, ReturnReason.ADAPTER})
 
 
 class RequestReturned(WireMessage, frozen=True, kw_only=True, tag="returned"):
@@ -252,11 +338,11 @@ class RequestReturned(WireMessage, frozen=True, kw_only=True, tag="returned"):
 
     request: AnyRequest
     epoch: Count
-    reason: ReasonText  # "preempted", "pages_lost", "draining", TOO_LONG, UNKNOWN, ...
+    reason: ReasonText  # a ``ReturnReason``, perhaps with details
 
 
 KV_KEY_BYTES = 8
-"""Of a block's hash in ``KvEvents``: the router guesses with them, nobody's pages are found by them."""
+"""Of a block's hash in ``KvEvents``.  They serve the router's estimates; no pages are found by them."""
 
 KV_EVENT_BLOCKS = 4096
 """Most blocks of a kind in one ``KvEvents``."""
@@ -268,7 +354,7 @@ class KvEvents(WireMessage, frozen=True, kw_only=True, tag="kv_events"):
     """What has changed in a worker's prefix cache since the message before it, or (with ``parts``) all that is in it.
 
     Changes are numbered from 1 without gaps within an incarnation.  A snapshot is what stands after change
-    ``sequence``; its parts come in order.  Blocks are told by the first ``KV_KEY_BYTES`` of their hashes.
+    ``sequence``; its parts come in order.  Blocks are named by the first ``KV_KEY_BYTES`` of their hashes.
     """
 
     worker: AnyWorker
@@ -294,7 +380,7 @@ class WorkerReport(WireMessage, frozen=True, kw_only=True, tag="report"):
     """A worker as it is now.  At most every ``WorkerConfig.report_min_s`` while anything changes, to every gateway;
     otherwise as the answer to a Hello, to the gateway that said it, at most every ``report_max_s``.
 
-    Counters only grow in an incarnation.  A report holds those that have changed since the gateway was told last; the
+    Counters only grow in an incarnation.  A report holds those that have changed since the gateway's last report; the
     first one over a connection, and one every ten seconds, all that are not 0.
     """
 
@@ -331,7 +417,7 @@ class WorkerReport(WireMessage, frozen=True, kw_only=True, tag="report"):
     kv_sequence: Count = 0  # of the last KvEvents
     cached: tuple[KvEvents, ...] = ()  # what has changed in its prefix cache since the report before
     hands_over: bool = True  # its pages can pass to others and theirs to it, so it may have any part of an answer
-    acked: Count = 0  # the latest ``Submit.serial`` of the gateway that this is told to
+    acked: Count = 0  # the latest ``Submit.serial`` of the receiving gateway
     gateways: Count = 1  # that give this worker work
 
 
@@ -339,37 +425,6 @@ class WorkerReport(WireMessage, frozen=True, kw_only=True, tag="report"):
 
 
 # --- supervisor <-> gateway (one SEQPACKET socket pair, inherited) ---------------------------------------------------
-
-
-# MERGED: The messages by which workers are given other duties, and by which they ask what is to become of
-# MERGED: what they have.
-# MERGED:
-# MERGED: An answer that is being written moves like this; D writes it all the while, and stops only for the
-# MERGED: last piece::
-# MERGED:
-# MERGED:     D --Relieve---------------------------> gateway   may others go on with these?
-# MERGED:     gateway --Submit(leg=decode, joins)---> E         the same request and epoch; ``pages_from`` is
-# MERGED: D
-# MERGED:     E --PullPages(ahead)------------------> D         E has room for all that is known, and for what
-# MERGED: D writes meanwhile
-# MERGED:     D --PageReady*------------------------> E         pages that are full; D goes on writing
-# MERGED:     D --PageReady, PrefillDone------------> E         D has stopped: the page that is not full, the
-# MERGED: tokens since Relieve
-# MERGED:     E --Tokens----------------------------> gateway
-# MERGED:     E --PagesReceived(taken)--------------> D         D forgets the answer
-# MERGED:     D --Returned(handed over)-------------> gateway
-# MERGED:
-# MERGED: Whatever goes wrong before the last word, D goes on writing, or the request is submitted anew.
-
-HANDED_OVER = "handed over"
-"""The reason of a leg that another worker goes on with."""
-
-
-REASON_DRAINING, ROLE_CHANGED = "draining", "role changed"
-"""Reasons of legs that have not begun and go back to their gateways, because an operator said something."""
-
-NO_FAULT = (REASON_DRAINING, ROLE_CHANGED, HANDED_OVER, "yielded")
-"""Reasons that say nothing against the request or its workers: no attempt that failed.  Who yields makes room."""
 
 
 class AssignRole(WireMessage, frozen=True, kw_only=True, tag="assign"):
@@ -385,17 +440,16 @@ class AssignRole(WireMessage, frozen=True, kw_only=True, tag="assign"):
 class MigrateRequests(WireMessage, frozen=True, kw_only=True, tag="relieve"):
     """A worker to a gateway: these answers are being written here and should go on elsewhere.
 
-    Said again every so often while nobody has come for them.
+    Repeated while no worker has taken them over.
     """
 
     requests: tuple[tuple[Annotated[RequestId, msgspec.Meta(max_length=1024)], Count], ...]  # each with its epoch
 
 
 class ConfirmRequests(WireMessage, frozen=True, kw_only=True, tag="still_wanted"):
-    """A worker to a gateway: these were asked for a while ago.  What is not wanted any more is cancelled once more.
+    """A worker to a gateway: are these old requests still wanted?  The gateway cancels the others again.
 
-    A cancel can be lost with its connection, or on a connection that lives; and what nobody has asked for pages yet has
-    no lease that would end.
+    A Cancel can be lost, with or without its connection; a request has no lease before the first pull for its pages.
     """
 
     requests: tuple[tuple[Annotated[RequestId, msgspec.Meta(max_length=1024)], Count], ...]  # each with its epoch

@@ -1,4 +1,4 @@
-"""penstock.wire.supervisor_messages: NEEDS A DOCSTRING."""
+"""Messages between the supervisor and its gateways, over an inherited SEQPACKET socket pair."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LoadModel(WireMessage, frozen=True, kw_only=True, tag="load_model"):
 
 
 class UnloadModel(WireMessage, frozen=True, kw_only=True, tag="unload_model"):
-    """The front of a catalogue to its supervisor: nobody uses this model; end its process.  Answered by WorkerDown."""
+    """The front of a catalog to its supervisor: end the process of an unused model.  Answered by WorkerDown."""
 
     worker: AnyWorker
 

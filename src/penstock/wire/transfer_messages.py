@@ -1,7 +1,7 @@
-"""Pages that the receiver of a hand-over is to fetch: where, what it proves itself with, and which are there.
+"""Messages between workers: KV pages that one fetches from another, and images that one encodes for another.
 
-They travel over the authenticated and encrypted control channel only, so whoever has a token was given it.  What is
-said on the connections that it opens is in ``kv.transfer.tcp_frames``.
+They travel over the authenticated and encrypted control channel only.  The connections that a ``FetchTicket`` opens are
+described in ``kv.connectors.tcp``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MAX_AGENT_BYTES = 64 << 10
 class FetchTicket(WireMessage, frozen=True, kw_only=True, tag="pages_at"):
     """Prefill to decode, before the first ``PageReady``: this hand-over's pages are to be fetched.
 
-    From ``port`` at the host of the sender's mailbox, as ``leg``, by whoever has the ``token``, until the leg is over.
-    Said again with everything that is sent again.
+    From ``port`` at the host of the sender's mailbox, as ``leg``, by the holder of the ``token``, until the stage ends.
+    Repeated with every message that is sent again.
     """
 
     request: Annotated[RequestId, msgspec.Meta(max_length=1024)]
@@ -59,7 +59,7 @@ class ReadyPage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
 
 class PagesReady(WireMessage, frozen=True, kw_only=True, tag="pages"):
-    """Prefill to decode: several pages are finished at once, and none travels beside its announcement."""
+    """Prefill to decode: several pages are finished at once, and none travels with its announcement."""
 
     request: Annotated[RequestId, msgspec.Meta(max_length=1024)]
     epoch: Count
@@ -140,7 +140,7 @@ class PagesReceived(WireMessage, frozen=True, kw_only=True, tag="pages_received"
 
 
 class EncodeImage(WireMessage, frozen=True, kw_only=True, tag="encode"):
-    """Whoever reads a prompt to an encoder: what are the rows of this image, or sound?  Answered in any order."""
+    """A prefill worker to an encoder: encode this image or sound.  Answered in any order."""
 
     content: ImageHash
     media: MediaInput

@@ -4,7 +4,7 @@ A *listener* is one worker's mailbox: many peers, each named by opaque bytes tha
 A *link* is one connection to a mailbox.  Nothing here ever blocks but ``Transport.wait``, and nothing raises because
 of what a peer did: a frame that is not one of ours is counted and dropped, a message that cannot leave at once is
 answered with False, and so are a message that cannot be encoded and sending on a closed end.  Order between one link
-and its listener is kept; delivery is not promised, so whoever sends keeps what must not be lost.
+and its listener is kept; delivery is not promised, so the sender keeps what must not be lost.
 
 A listener answers a frame of another protocol version with its own version, so that the other end can say why nothing
 works.  ``wire.zeromq`` is the real one, ``wire.in_memory`` its double within one process.  Knows nothing about what a

@@ -249,10 +249,10 @@ class _Gate:
 
 
 class _Door:
-    """Where the network connects: shut while so many are connected that others run out of descriptors.
+    """Limits connections over the network, so that other sockets do not run out of descriptors.
 
-    The library accepts whoever comes, so the kernel is told to leave them outside: a filter on the listening socket
-    drops what begins a connection, which is tried again a second later.  Who is connected stays connected, and whoever
+    The library accepts every connection, so the kernel refuses them: a filter on the listening socket drops what begins
+    a connection, which is tried again a second later.  Existing connections stay, and one that
     proves no key is gone after ``HANDSHAKE_MS``; then it opens again.  To be made before the socket is bound.
     """
 
@@ -266,11 +266,11 @@ class _Door:
         self._events.setsockopt(zmq.LINGER, 0)
 
     def look(self) -> None:
-        """Who has come and gone?"""
+        """Count connections that came and went."""
         with contextlib.suppress(zmq.Again):
             while True:
-                told, _address = self._events.recv_multipart(_NOBLOCK)
-                event, descriptor = struct.unpack("=HI", told)
+                payload, _address = self._events.recv_multipart(_NOBLOCK)
+                event, descriptor = struct.unpack("=HI", payload)
                 if event == _LISTENING:
                     self._listening = socket.socket(fileno=os.dup(descriptor))
                 else:
@@ -465,7 +465,7 @@ def _received(socket: zmq.Socket[bytes], peer: bytes, header: bytes, counters: W
         extra += 1
     try:
         if extra > 1:
-            raise ProtocolError(f"{extra} payloads beside one message; at most one is allowed")
+            raise ProtocolError(f"{extra} payloads with one message; at most one is allowed")
         message = decode_peer(header)
     except ProtocolVersionError as error:
         counters.malformed += 1

@@ -13,7 +13,7 @@ from penstock.clock import VirtualClock
 from penstock.config.schema import GatewayConfig
 from penstock.errors import ConfigError
 from penstock.router.links import WorkerLinks
-from penstock.router.service import RouterPorts, RouterService
+from penstock.router.service import RouterService
 from penstock.types import RequestId, Role, WorkerId
 from penstock.wire.gateway_messages import Cancel, Hello, TokenItem, Tokens, WorkerReport
 from penstock.wire.in_memory import InMemoryHub
@@ -126,7 +126,7 @@ async def test_a_worker_whose_link_cannot_be_made_yet_gets_one_with_a_later_beat
 
     mailbox = hub.listen("memory://d")
     config = GatewayConfig(name="g", model_name="m")
-    service = RouterService(config, RouterPorts(connect=connect, clock=clock, suspect=lambda _: None))
+    service = RouterService(config, connect=connect, clock=clock, suspect=lambda _: None)
     service.on_supervisor(WorkerUp(worker=D0, incarnation=1, role=Role.BOTH, pid=1, endpoint="memory://d"))
     for _ in range(2):
         assert mailbox.recv() is None

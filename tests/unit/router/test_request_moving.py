@@ -20,7 +20,7 @@ from penstock.router.worker_load import ExpectedWork
 from penstock.telemetry.registry import Metrics
 from penstock.telemetry.spans import LEG, RETRY
 from penstock.types import RequestStage, Role
-from penstock.wire.gateway_messages import HANDED_OVER, PageSource
+from penstock.wire.gateway_messages import PageSource, ReturnReason
 
 SOURCE = PageSource(worker=D0, incarnation=1, endpoint="memory://decode-0")
 
@@ -55,7 +55,7 @@ def test_the_first_word_of_who_joins_ends_who_wrote_before():
     assert said(flight.on_tokens(item(3, 4), D0, 1, 2.0)) == ["deliver 4"]
     assert said(flight.on_tokens(item(3, 4, 5), D1, 1, 2.0)) == ["cancel decode-0 e1", "deliver 5"]
     assert said(flight.on_tokens(item(5, 6), D1, 1, 2.0)) == ["deliver 6"]
-    assert flight.on_returned(1, HANDED_OVER, D0, 1, 2.0) == ()
+    assert flight.on_returned(1, ReturnReason.HANDED_OVER, D0, 1, 2.0) == ()
     assert flight.can_migrate(D1, 1, 1)
 
 
@@ -87,7 +87,7 @@ def test_when_who_wrote_dies_the_answer_is_submitted_anew():
 
 def test_an_answer_that_was_handed_over_to_a_worker_that_dies_is_submitted_anew():
     flight = moving()
-    assert said(flight.on_returned(1, HANDED_OVER, D0, 1, 2.0)) == ["end decode-0 e1"]
+    assert said(flight.on_returned(1, ReturnReason.HANDED_OVER, D0, 1, 2.0)) == ["end decode-0 e1"]
     assert said(flight.on_worker_lost(D1, 1, "killed", 2.0)) == ["cancel decode-1 e1", "wait 2"]
 
 

@@ -110,7 +110,7 @@ def test_a_fleet_file_is_written_as_it_is_read(tmp_path: Path) -> None:
         (("token_s = 3e-05", ""), "token_s"),
         (("token_s = 3e-05", "token_s = -1.0"), "token_s"),
         (("token_s = 3e-05", "tokens_s = 1.0"), "tokens_s"),
-        (('role = "both"', 'role = "decode"'), "nobody can answer"),
+        (('role = "both"', 'role = "decode"'), "no request can be served"),
         (('role = "both"', 'role = "encode"'), "no images"),
         (("count = 8", "count = 0"), "count"),
         (("[links]", "[links"), "not TOML"),

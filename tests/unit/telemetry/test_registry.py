@@ -100,6 +100,7 @@ def test_all_declared_families_are_shown():
     metrics.on_worker_suspected("decode-0")
     metrics.on_worker_probed("decode-0", "sent")
     metrics.on_retried(delayed=False)
+    metrics.on_returned("preempted")
     metrics.on_fenced("epoch")
     metrics.on_idempotency_key("new")
     metrics.responses = lambda: ResponseCacheStats({"hit": 1})

@@ -18,6 +18,7 @@ from penstock.engine.core.plan import ReturnedRequest
 from penstock.engine.core.request import Request, RequestStatus
 from penstock.engine.core.waiting_queue import FairClock, WaitingQueue
 from penstock.types import RequestId, RequestStage
+from penstock.wire.gateway_messages import ReturnReason
 
 
 class RequestTable:
@@ -118,7 +119,7 @@ class RequestTable:
             self.memory.release(victim)
             self.queue.push(victim)
         else:
-            self.return_request(victim, "yielded" if yielding else "preempted")
+            self.return_request(victim, ReturnReason.YIELDED if yielding else ReturnReason.PREEMPTED)
             self.remove(victim)
 
     def expire(self, now: float) -> None:
@@ -126,7 +127,7 @@ class RequestTable:
         for request in self.queue.heads():
             if request.deadline is not None and request.deadline <= now and not request.output:
                 self.expired += 1
-                self.return_request(request, "deadline")
+                self.return_request(request, ReturnReason.DEADLINE)
                 self.remove(request)
 
     def return_request(self, request: Request, reason: str) -> None:

@@ -58,7 +58,7 @@ from penstock.engine.core.waiting_queue import FairClock
 from penstock.errors import ConfigError
 from penstock.kv_spec import blocks_for
 from penstock.types import FinishReason, RequestId, RequestStage, TokenLogprob
-from penstock.wire.gateway_messages import TOO_LONG
+from penstock.wire.gateway_messages import ReturnReason
 
 
 def apply_migration(table: RequestTable, request: Request, how: MigrationStep) -> None:
@@ -87,7 +87,7 @@ def complete_migration(table: RequestTable, request: Request, event: MigrationDo
     known = len(request.output) - event.index
     fresh = event.tokens[known:]
     if not 0 <= known <= len(event.tokens) or request.known + len(fresh) - 1 > request.capacity:
-        table.return_request(request, "pages_lost: tokens that do not fit")
+        table.return_request(request, ReturnReason.PAGES_LOST.with_details("tokens that do not fit"))
         table.remove(request)
         return None
     index, finish = len(request.output), None
@@ -263,15 +263,15 @@ class Scheduler:
         elif request.leg is RequestStage.DECODE and request.may_outgrow:
             most = max(most, request.known + 2)  # the first token comes from elsewhere, and the next is computed here
         if max(most, request.known + (not only_read)) > config.max_model_len:
-            return TOO_LONG
+            return ReturnReason.TOO_LONG
         if self.memory.most_pages(most) > config.pages:
-            return TOO_LONG
+            return ReturnReason.TOO_LONG
         ahead = blocks_for(request.known + request.extra_tokens, config.page_tokens) if request.extra_tokens else 0
         if self.memory.groups * ahead > config.pages:
-            return TOO_LONG
+            return ReturnReason.TOO_LONG
         if request.known == 0:
             return "empty"
-        return "queue_full" if self._table.queued >= config.max_queued else None
+        return ReturnReason.QUEUE_FULL if self._table.queued >= config.max_queued else None
 
     def _pages_arrived(self, request: Request, computed: int) -> None:
         """Tokens that another worker computed count like our own, and their pages are named like our own."""
@@ -319,7 +319,7 @@ class Scheduler:
     def _give_back_if_full(self, request: Request) -> None:
         """An open-ended answer is never cut short: a worker with a longer context continues it."""
         if request.exceeds_context:
-            self._table.return_request(request, TOO_LONG)
+            self._table.return_request(request, ReturnReason.TOO_LONG)
             self._table.remove(request)
 
     # --- steps -------------------------------------------------------------------------------------------------------

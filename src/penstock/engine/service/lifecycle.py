@@ -18,7 +18,7 @@ from penstock.engine.service.gateways import GatewayRequest, GatewayRequests
 from penstock.engine.service.load_report import LoadReporter
 from penstock.telemetry.log import log_event
 from penstock.types import Duty, RequestStage, Role, WorkerState
-from penstock.wire.gateway_messages import REASON_DRAINING, ROLE_CHANGED, AssignRole
+from penstock.wire.gateway_messages import AssignRole, ReturnReason
 
 log = logging.getLogger("penstock.worker")
 
@@ -76,7 +76,7 @@ class Lifecycle:
                 self._reporter.count("role_changes")
                 self._on_role(role)
                 self._settles = True
-                reason = ROLE_CHANGED
+                reason = ReturnReason.ROLE_CHANGED
         if duty is Duty.RESTART:
             self.begin_shutdown(now)
         if duty is Duty.SERVE and self.draining and self._leaving_since is None:
@@ -85,7 +85,7 @@ class Lifecycle:
         elif duty in (Duty.DRAIN, Duty.RESTART) and not self.draining:
             log_event(log, logging.INFO, "drains", requests=len(self._asks), restart=duty is Duty.RESTART)
             self._reporter.state = WorkerState.DRAINING
-            reason = REASON_DRAINING
+            reason = ReturnReason.DRAINING
         return reason
 
     def check_settled(self) -> None:

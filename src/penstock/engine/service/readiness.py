@@ -22,6 +22,7 @@ from penstock.engine.core.events import AddRequest, CancelRequest, CompiledGramm
 from penstock.engine.service.validation import UNFIT
 from penstock.errors import AdapterRefused, GrammarRefused, ImageRefused, QueueFull
 from penstock.types import AdapterRef, Grammar, MediaInput, RequestId
+from penstock.wire.gateway_messages import ReturnReason
 
 MAX_CHECKED_PER_TURN = 256
 """Requests that wait here and are looked at in one turn: some 0.5 ms.  The next turn goes on with the others."""
@@ -234,7 +235,7 @@ class ReadinessGate:
             elif not isinstance(event, AddRequest):
                 passed.append(event)
             elif self._kept and len(self._kept) >= self._room():
-                self._refuse(event, "queue_full")
+                self._refuse(event, ReturnReason.QUEUE_FULL)
             else:
                 self._go_on(event.id, deque([event]), passed)
         return passed
@@ -295,9 +296,9 @@ class ReadinessGate:
 
 
 REFUSAL_REASONS: dict[type[Exception], str] = {
-    GrammarRefused: "grammar: {}",
-    ImageRefused: "image: {}",
-    AdapterRefused: "adapter: {}",
-    QueueFull: "queue_full",
+    GrammarRefused: ReturnReason.GRAMMAR.with_details("{}"),
+    ImageRefused: ReturnReason.IMAGE.with_details("{}"),
+    AdapterRefused: ReturnReason.ADAPTER.with_details("{}"),
+    QueueFull: ReturnReason.QUEUE_FULL,
 }
-"""Reasons of refusals; see ``wire.messages.OF_REQUEST``."""
+"""The reason of each kind of refusal, a ``ReturnReason`` with the error as its details."""

@@ -64,12 +64,7 @@ from penstock.kv.transfer.events import HedgeWon, PagesAdvanced, PullFailed, Pul
 from penstock.types import Duty, RequestId, RequestStage, Role, WorkerState
 from penstock.wire.codec import fits_in_frame
 from penstock.wire.gateway_messages import (
-    HANDED_OVER,
     MAX_REASON_CHARS,
-    NO_HELLO,
-    OTHER_PROCESS,
-    TOO_LARGE,
-    UNKNOWN,
     AssignRole,
     AwaitedStage,
     Cancel,
@@ -77,6 +72,7 @@ from penstock.wire.gateway_messages import (
     Hello,
     Recipient,
     RequestReturned,
+    ReturnReason,
     Submit,
     TokenItem,
     Tokens,
@@ -118,7 +114,7 @@ class TransferNewsHandler:
                 self._outrun(news, now)
             case PullFailed():
                 self._reporter.count("hand_overs_failed")
-                self._out.give_back(news.request, news.epoch, f"pages_lost: {news.reason}")
+                self._out.give_back(news.request, news.epoch, ReturnReason.PAGES_LOST.with_details(news.reason))
             case PullGranted():
                 if not self._moves.on_credit(news, now):
                     self._out.event(CreditGranted(id=news.request, epoch=news.epoch))
@@ -173,13 +169,13 @@ class TransferNewsHandler:
             return
         if moved:
             self._reporter.count("answers_moved")
-            self._out.give_back(effect.request, effect.epoch, HANDED_OVER)
+            self._out.give_back(effect.request, effect.epoch, ReturnReason.HANDED_OVER)
             return
         request = self._scheduler.get_request(effect.request)
         if request is not None and request.epoch == effect.epoch and request.status is not RequestStatus.HANDOVER:
             # The receiver went away before the prompt was processed: no worker will finish this answer.
             self._reporter.count("hand_overs_failed")
-            self._out.give_back(effect.request, effect.epoch, f"pages_lost: {effect.reason}")
+            self._out.give_back(effect.request, effect.epoch, ReturnReason.PAGES_LOST.with_details(effect.reason))
         self._out.event(PagesReleased(id=effect.request, epoch=effect.epoch))
 
 
@@ -414,7 +410,7 @@ class WorkerService:
         """This worker stops now: give everything that is left back to the gateways."""
         self.reporter.state = WorkerState.DRAINING
         for ask in self._asks.all():
-            self._return(ask.request, ask.epoch, "draining")
+            self._return(ask.request, ask.epoch, ReturnReason.DRAINING)
         self.report(self._clock.now())
 
     # --- messages in -------------------------------------------------------------------------------------------------
@@ -460,7 +456,7 @@ class WorkerService:
         for ask in greeted.orphans:
             self._cancel(ask.request, ask.epoch, now)
         for ask in greeted.cut_off:
-            self._return(ask.request, ask.epoch, "connection lost")
+            self._return(ask.request, ask.epoch, ReturnReason.CONNECTION_LOST)
         unsent = greeted.gateway.unsent
         while unsent and self._listener.send(greeted.gateway.peer, unsent[0]):
             del unsent[0]
@@ -479,28 +475,28 @@ class WorkerService:
         for gateway, awaited in self._awaited:
             ask, here = self._asks.get(awaited.request), self._scheduler.get_request(awaited.request)
             if ask is None or ask.epoch < awaited.epoch:
-                self._give_back(gateway, RequestReturned(request=awaited.request, epoch=awaited.epoch, reason=UNKNOWN))
+                self._give_back(gateway, _given_back(awaited.request, awaited.epoch, ReturnReason.UNKNOWN))
             elif (
                 ask.epoch == awaited.epoch
                 and (here is None or here.epoch != ask.epoch)
                 and not self._events
                 and not self._held.holds(awaited.request)
             ):
-                self._return(awaited.request, awaited.epoch, UNKNOWN)
+                self._return(awaited.request, awaited.epoch, ReturnReason.UNKNOWN)
         self._awaited.clear()
 
     def _submit(self, peer: bytes, message: Submit, now: float) -> None:
         if message.recipient != self._self:
             self._listener.send(
-                peer, RequestReturned(request=message.request, epoch=message.epoch, reason=OTHER_PROCESS)
+                peer, RequestReturned(request=message.request, epoch=message.epoch, reason=ReturnReason.OTHER_PROCESS)
             )
             return
         if not self._asks.is_connected(peer):
             # Its connection was made anew and its Hello is still to come; it must not wait for an answer in vain.
-            self._listener.send(peer, RequestReturned(request=message.request, epoch=message.epoch, reason=NO_HELLO))
+            self._listener.send(peer, _given_back(message.request, message.epoch, ReturnReason.NO_HELLO))
             return
         if self.lifecycle.draining:
-            self._listener.send(peer, RequestReturned(request=message.request, epoch=message.epoch, reason="draining"))
+            self._listener.send(peer, _given_back(message.request, message.epoch, ReturnReason.DRAINING))
             return
         reason = invalid_submit(message, self._config.vocabulary, mixed=self._mixed)
         if reason is not None:
@@ -516,7 +512,7 @@ class WorkerService:
             self._return(message.request, message.epoch, "no source of pages was named")
             return
         if message.pages_from is not None and not self._hand_overs.connect(message.pages_from, now):
-            self._return(message.request, message.epoch, "pages_lost: no way to the source")
+            self._return(message.request, message.epoch, ReturnReason.PAGES_LOST.with_details("no way to the source"))
             return
         self._events.append(add_request_of(message, now, ahead=self._config.hand_over.ahead_tokens))
         if message.leg is RequestStage.PREFILL:
@@ -551,7 +547,7 @@ class WorkerService:
         self._next_tick = now + TICK_S
         self._served.send_alive()
         for ask in self._asks.orphans_of_silent(now):
-            self._return(ask.request, ask.epoch, "the gateway was silent")
+            self._return(ask.request, ask.epoch, ReturnReason.GATEWAY_SILENT)
         for ask in self._asks.orphans_of_replaced(self._gateway_incarnations()):
             self._cancel(ask.request, ask.epoch, now)
         for gateway, question in self._asks.confirmations_due(now):
@@ -580,12 +576,12 @@ class WorkerService:
         if fits_in_frame(message):
             # The connection broke or its queue is full.  Tokens are never skipped: the requests go back as a whole.
             for item in items:
-                self._return(item.request, item.epoch, "unsent")
+                self._return(item.request, item.epoch, ReturnReason.UNSENT)
         elif len(items) > 1:
             for item in items:
                 self._send_tokens(gateway, (item,))
         else:
-            self._return(items[0].request, items[0].epoch, TOO_LARGE)
+            self._return(items[0].request, items[0].epoch, ReturnReason.TOO_LARGE)
         return False
 
     def _return(self, request: RequestId, epoch: int, reason: str) -> None:
@@ -598,7 +594,7 @@ class WorkerService:
         self._events.append(CancelRequest(id=request, epoch=epoch))
         if ask is None:
             return
-        if reason != HANDED_OVER:
+        if reason != ReturnReason.HANDED_OVER:
             self.reporter.count("requests_returned")
         self._give_back(ask.gateway, _given_back(request, epoch, reason))
 

@@ -30,7 +30,7 @@ class PlacementView:
     loads: LoadTable
     known_tokens: int  # tokens of the prompt, and of the answer so far
     expected_output: int  # tokens that will probably be written
-    single_token: bool  # exactly one token is wanted: whoever reads the prompt can write it
+    single_token: bool  # exactly one token is wanted: the prefill worker samples it
     hits: NDArray[np.int32]  # leading blocks of the prompt that each slot has, or will have soon
     reachable_hits: NDArray[np.int32]  # the same with what it can take out of others' caches
     tier_hits: tuple[NDArray[np.int32], ...] = ()  # the same with what its own lower tiers have: of one, of two...
@@ -53,7 +53,7 @@ class CandidateScores(NamedTuple):
     slots: Slots
     names: tuple[str, ...]
     numbers: Numbers
-    omitted: int  # candidates that are not told of
+    omitted: int  # candidates without scores here
 
 
 class PolicyChoice(NamedTuple):

@@ -1,4 +1,4 @@
-"""Policies to compare with: each looks at one thing only, and none at what a request costs."""
+"""Policies to compare with, and all policies by name.  Each baseline looks at one number only."""
 
 from __future__ import annotations
 
@@ -66,11 +66,8 @@ def prefix_order(view: PlacementView, slots: Slots) -> tuple[str, Numbers]:
 
 
 def turn_order(view: PlacementView, slots: Slots) -> tuple[str, Numbers]:
-    """By turns: whoever was given nothing for longest."""
+    """In turns: the worker without a new request for longest first."""
     return "turn", view.loads.last_sent(slots)
-
-
-# MERGED: The policies by name.
 
 
 NAMES = ("penstock", "round-robin", "random", "least-loaded", "prefix")

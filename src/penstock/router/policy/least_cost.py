@@ -1,17 +1,33 @@
-"""The least cost in seconds (``costs``): where everybody together waits least for this request's sake.
+"""The policy of least cost: the worker where all requests together wait least because of this one.
 
-Reading and writing are weighed apart, so that every pair of workers is compared at the price of two leagues of them.
+A step takes ``step + token * tokens + pair * (query, key) pairs + sample * sampled tokens`` seconds, by rates that each
+worker has learned from its own steps.  For a request of ``known_tokens``, of which some are cached, the cost is the sum
+of
 
-- **Split or not.**  A worker for both legs is compared with the best pair.  A decode worker may read a prompt too, when
-  that takes no longer than one of its steps: its answers wait no longer than they do anyway, and no page is moved.
-- **A hot prefix is copied.**  The price of computing it anew elsewhere is shared among the open requests that begin
-  alike: with the copy they, too, need not line up at the one that has it.
-- **Several gateways** act on reports of the same age.  Each looks at a part of the fleet only, another one for every
-  request, of a size such that one of them looks at each worker on the average; at those who have most of the prompt;
-  and at the one that it belongs to.
-- **Equals.**  Among costs within ``SLACK``, and no less of the prompt cached, the worker is taken that the session (or
-  the prompt's beginning) belongs to: the same one, whichever gateway asks.  A session's own worker may also be as much
-  dearer as reading the whole prompt takes, but never hold less of it.
+    wait          prompt tokens that the worker computes first (for an interactive request, without batch work)
+    prefill       the request's own prompt, without what is cached
+    fetch         pages from caches of other workers on its host or from its own lower tiers, at the measured time of
+                  one page, where that is less than computing them; they count as cached then
+    interference  requests decoded there, each of which waits during the prefill; at least as many as the candidates
+                  decode on average, since an idle worker of a busy fleet does not stay idle
+    transfer      pages that a decode worker lacks, at the measured time to copy one, for which its other requests wait
+                  too, and the measured time that prompts waited for a page after all else was computed
+    decode        the request's own output, in steps shared with all requests decoded there
+    slowdown      what those requests lose to the longer steps
+
+Prefill and decode are weighed separately, so that all pairs of workers are compared at the price of two passes.
+
+- **Disaggregated or not.**  A worker for both stages is compared with the best pair.  A decode worker may prefill a
+  prompt if that takes no longer than one of its steps: its requests wait no longer than they do anyway, and no page is
+  transferred.
+- **A hot prefix is copied.**  Open requests that begin alike share the price of recomputing it on another worker, since
+  with the copy they need not queue at the one that has it.
+- **Several gateways** act on reports of the same age.  Each considers a part of the fleet only, another one for every
+  request, of a size such that one of them considers each worker on average; the workers with most of the prompt; and
+  the one that the request's key maps to.
+- **Ties.**  Among costs within ``SLACK``, and no less of the prompt cached, the worker is taken that the session (or
+  the beginning of the prompt) maps to, the same for all gateways.  A session's own worker may also cost more by the
+  time to prefill the whole prompt, but never hold less of it.
 """
 
 from __future__ import annotations
@@ -32,32 +48,6 @@ from penstock.router.policy.base import (
 )
 from penstock.router.worker_load import ExpectedWork, Numbers, Slots, WorkerLoad, WorkerRates
 from penstock.types import PAGE_TOKENS, RequestStage
-
-# MERGED: What a request costs at each of some workers, in seconds of somebody's waiting.
-# MERGED:
-# MERGED: A step takes ``step + token * tokens + pair * (query, key) pairs + draw * draws`` seconds, by rates
-# MERGED: that each worker has
-# MERGED: learned from its own steps.  From that follow, for a request of ``known`` tokens of which ``cached``
-# MERGED: are there already:
-# MERGED:
-# MERGED:     wait     what lies before it: all prompt tokens that the worker has still to read (for an
-# MERGED: interactive request those
-# MERGED:              of batch work do not count)
-# MERGED:     read     its own prompt, without what is cached
-# MERGED:     fetch    pages that it takes out of the caches of others on its host or out of its own lower
-# MERGED: tiers, by its measured
-# MERGED:              time to take one from there, where that is less than computing them; they count as
-# MERGED: ``cached`` in the others
-# MERGED:     disturb  answers that are written there, each of which waits while it is read; no fewer are
-# MERGED: expected than the
-# MERGED:              candidates write on the average, for an idle worker of a busy fleet does not stay idle
-# MERGED:     move     pages that a decode worker lacks, by its measured time to copy one, for which who is
-# MERGED: written there waits
-# MERGED:              too, and by the measured time that prompts waited for one when all was computed
-# MERGED:     write    its answer, in steps with all others that are written there
-# MERGED:     slow     what those others lose by its being in their steps
-# MERGED:
-# MERGED: The sum is what everybody together waits longer.  Pure arithmetic on columns; chooses nothing.
 
 
 class PrefillCosts(NamedTuple):
@@ -80,7 +70,7 @@ class DecodeCosts(NamedTuple):
 
 
 def pages_of(tokens: int, page_tokens: int = PAGE_TOKENS) -> int:
-    """KV pages that hold so many tokens."""
+    """The number of KV pages that hold ``tokens`` tokens."""
     return -(-tokens // page_tokens)
 
 
@@ -115,7 +105,7 @@ def prefill_costs(view: PlacementView, slots: Slots, load: WorkerLoad, rates: Wo
 def prefix_sources(
     view: PlacementView, slots: Slots, rates: WorkerRates, here: Numbers
 ) -> Iterator[tuple[Numbers, Numbers]]:
-    """Beside its cache: (tokens that a candidate then has, seconds of taking them), from others, from each tier."""
+    """Sources other than its cache: (tokens that a candidate then has, seconds to fetch them)."""
     if view.reachable_hits is not view.hits:
         there = np.minimum(view.reachable_hits.take(slots) * float(view.page_tokens), view.known_tokens - 1)
         yield there, rates.fetch * np.ceil((there - here) / view.page_tokens)
@@ -230,7 +220,7 @@ class LeastCost:
 
     def choose(self, view: PlacementView) -> PolicyChoice:
         """See ``port.Policy``."""
-        if view.single_token:  # whoever reads the prompt has the one token that is wanted
+        if view.single_token:  # the prefill worker samples the one token that is wanted
             found = _better(_whole(view, _at(view, view.prefill)), _whole(view, _at(view, view.aggregated)))
             return PolicyChoice() if found is None else _chosen(found, "one token is wanted")
         whole = _whole(view, _at(view, view.aggregated))
