@@ -46,7 +46,7 @@ class RouterAdmin:
     async def assign(
         self, worker: str, *, role: Role | None = None, duty: Duty | None = None, force: bool = False
     ) -> dict[str, Any]:
-        """See ``WorkerAdmin``."""
+        """Give a worker another role or duty, and return its row once it has reported it."""
         fleet = self._fleet
         slot = fleet.slot(WorkerId(worker))
         if slot is None:
@@ -54,7 +54,7 @@ class RouterAdmin:
         incarnation = fleet.incarnations[slot]
         link = self._links.link_to(fleet.ids[slot], incarnation)
         if link is None or not fleet.is_up(slot):
-            raise Conflict(f"The worker '{worker}' is {fleet.states[slot].value}; it can be told when it is ready.")
+            raise Conflict(f"The worker '{worker}' is {fleet.states[slot].value}; wait until it is ready.")
         self._check(slot, role, duty, force=force)
         log_event(log, logging.INFO, "asked for by an operator", worker=worker, role=role, duty=duty)
 

@@ -255,7 +255,7 @@ class RouterService:
             stream.stopped = True
 
     def served_by(self, request: RequestId) -> ModelIdentity | None:
-        """See ``wire.ports.TokenStreams``."""
+        """The identity of the workers of this request, once its stream has given a batch."""
         stream = self._streams.get(request)
         return None if stream is None else stream.routed.identity
 
@@ -282,11 +282,11 @@ class RouterService:
         return f"{self._stats.open_requests} requests are open and no worker has made a step for {quiet:.1f} s"
 
     def readers(self) -> int:
-        """See ``wire.ports.TokenStreams``."""
+        """The number of ready workers that prefill."""
         return sum(len(self.fleet.ready(role, None)) for role in PREFILL_ROLES)
 
-    def forecast(self, tokens: int, service: ServiceClass) -> TtftForecast | None:
-        """See ``wire.ports.TokenStreams``."""
+    def forecast(self, tokens: int, service: ServiceClass) -> Forecast | None:
+        """The expected time to first token of a prompt of ``tokens`` tokens."""
         return predict_ttft(self.fleet, tokens, service)
 
     def workers(self) -> Sequence[dict[str, Any]]:

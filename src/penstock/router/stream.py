@@ -229,13 +229,13 @@ class RoutedTokens:
     # --- polled -----------------------------------------------------------------------------------------------------
 
     def begin(self, ready: Callable[[], None]) -> Callable[[], TokenBatch | None]:
-        """See ``PollableTokenStream``."""
+        """Begin the stream; ``ready`` is called when a poll has something new."""
         stream = self._begun()
         stream.notify(ready)
         return stream.poll
 
     def close(self) -> None:
-        """See ``PollableTokenStream``."""
+        """Release everything the request holds."""
         stream, self._stream, self._over = self._stream, None, True
         if stream is not None:
             stream.notify(None)
@@ -262,7 +262,7 @@ class RoutedTokens:
         return batch
 
     async def aclose(self) -> None:
-        """See ``TokenStream``."""
+        """Close the stream."""
         self.close()
 
     def _begun(self) -> RequestStream:

@@ -24,7 +24,7 @@ CandidateOrder = Callable[[PlacementView, Slots], tuple[str, Numbers]]
 """What candidates are ordered by, and its name: the least is best."""
 
 
-class BaselinePolicy:
+class BaselinePolicy(Policy):
     """The candidate of the least number; among equals, the one that the submission's luck falls on."""
 
     def __init__(self, name: str, order: CandidateOrder) -> None:
@@ -32,11 +32,9 @@ class BaselinePolicy:
         self._order = order
 
     def choose(self, view: PlacementView) -> PolicyChoice:
-        """See ``port.Policy``."""
         return choose_by_stage(view, lambda leg, slots: self._best(view, leg, slots))
 
     def choose_decode(self, view: PlacementView) -> PolicyChoice:
-        """See ``port.Policy``."""
         place, weighed = self._best(view, RequestStage.DECODE, view.decode)
         return PolicyChoice(
             ((RequestStage.DECODE, int(view.decode[place])),), (weighed,), "its worker wants to be relieved of it"

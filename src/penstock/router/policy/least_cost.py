@@ -41,6 +41,7 @@ from numpy.typing import NDArray
 from penstock.router.policy.base import (
     CandidateScores,
     PlacementView,
+    Policy,
     PolicyChoice,
     rendezvous_pick,
     splitmix64,
@@ -213,13 +214,12 @@ class _At(NamedTuple):
         return _At(self.slots[mask], WorkerLoad(*(column[mask] for column in self.load)), rates, self.short[mask])
 
 
-class LeastCost:
-    """See above."""
+class LeastCost(Policy):
+    """The policy of the module's docstring."""
 
     name = "penstock"
 
     def choose(self, view: PlacementView) -> PolicyChoice:
-        """See ``port.Policy``."""
         if view.single_token:  # the prefill worker samples the one token that is wanted
             found = _better(_whole(view, _at(view, view.prefill)), _whole(view, _at(view, view.aggregated)))
             return PolicyChoice() if found is None else _chosen(found, "one token is wanted")
@@ -239,7 +239,6 @@ class LeastCost:
         return PolicyChoice(legs, (decode.weighed, prefill.weighed), why)
 
     def choose_decode(self, view: PlacementView) -> PolicyChoice:
-        """See ``port.Policy``."""
         at = _At.of(view, view.decode)
         found = _decode(view, at, decode_costs(view, at.load, at.rates))
         return PolicyChoice(
