@@ -285,7 +285,7 @@ class RouterService:
         """The number of ready workers that prefill."""
         return sum(len(self.fleet.ready(role, None)) for role in PREFILL_ROLES)
 
-    def forecast(self, tokens: int, service: ServiceClass) -> Forecast | None:
+    def forecast(self, tokens: int, service: ServiceClass) -> TtftForecast | None:
         """The expected time to first token of a prompt of ``tokens`` tokens."""
         return predict_ttft(self.fleet, tokens, service)
 
