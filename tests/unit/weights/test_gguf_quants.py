@@ -134,6 +134,6 @@ def test_one_answer_recorded_or_not_whole_or_in_chunks_alone_or_not(
         ]
         for group in [requests] if together else [[request] for request in requests]:
             while any(len(request.output) < 12 for request in group):
-                bench.step([(request, min(chunk, request.missing)) for request in group])
+                bench.step([(request, min(chunk, request.uncomputed)) for request in group])
         told.append([list(request.output) for request in requests])
     assert told[0] == told[1] == told[2]
