@@ -99,8 +99,8 @@ def _handed_over(skip_tokens: int, page_bytes: int = 64) -> tuple[SimTransfers, 
     hand_overs.expect_transfer((RequestId("1"), 1), source.name)
     hand_overs.on_reserved(receiver, wanted, {source.name: source})
     outcome: Any = SimpleNamespace(
-        pages_done=[SimpleNamespace(request=sent, block=block, tokens=16) for block in range(8)],
-        progress=[SimpleNamespace(request=sent, tokens=(7,), finish=None)],
+        completed_pages=[SimpleNamespace(request=sent, block=block, tokens=16) for block in range(8)],
+        new_tokens=[SimpleNamespace(request=sent, tokens=(7,), finish=None)],
     )
     hand_overs.on_outcome(source, outcome)
     while agenda.run_next():

@@ -42,7 +42,7 @@ def test_no_request_is_lost_and_no_page_is(seed: int, workers: str, policy: str,
         assert each.cached < each.prompt == job.prompt
         assert each.first_at > each.arrival
     for worker in run.workers:
-        assert worker.scheduler.check().total == 0
+        assert worker.scheduler.check_leaks().total == 0
         assert worker.scheduler.memory.pool.leased == 0
         assert worker.busy.seconds <= run.end_s + 1e-9
     assert run.hit_tokens <= run.ideal_tokens
