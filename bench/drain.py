@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.cli.http_stream import HttpStreamClient, StreamError
+from penstock.http_client import HttpStreamClient, StreamError
 
 LOOK_S = 0.002
 DECODERS = ("decode-0", "decode-1")

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 import httpx
 
 from penstock.api.auth import ON_BEHALF_OF, FrontApiKey, StaticApiKeys, Tenant, tenant_header
-from penstock.api.catalogue import Store, make_catalogue_app
-from penstock.api.upstream import Upstream
+from penstock.catalog.http_proxy import Store, make_catalogue_app
 from penstock.clock import MonotonicClock
 from penstock.config.limits import Limits
+from penstock.http_client import Upstream
 from penstock.types import ServiceClass
 
 from .http_stage import MODEL, TEXT, check, stage

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.cli.sse import MAX_EVENT_BYTES
 from penstock.engine.service.gateways import MAX_LOGPROBS_PER_MESSAGE
 from penstock.engine.service.kv_events import MAX_DEMOTED
 from penstock.grammar.matcher import (
@@ -19,6 +18,7 @@ from penstock.grammar.matcher import (
     STEP_LEXER_FUEL,
     STEP_MAX_ITEMS,
 )
+from penstock.http_client import MAX_EVENT_BYTES
 from penstock.kv.transfer.sender import ANNOUNCED_BYTES, FIRST_ANNOUNCED_BYTES, MAX_WAITING_PULLS
 from penstock.launch.channel import MAX_WAITING
 from penstock.weights.manifest import MAX_BYTES, MAX_MANIFESTS

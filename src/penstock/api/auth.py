@@ -19,8 +19,9 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.api.http import TENANT, HttpExchange
-from penstock.clock import Clock
+from penstock.clock import Clock, MonotonicClock
 from penstock.config.api_keys import load_keys
+from penstock.config.limits import SchedulingConfig
 from penstock.errors import ConfigError, Forbidden, Unauthorized
 from penstock.telemetry.log import log_event
 from penstock.types import ServiceClass
@@ -296,3 +297,22 @@ class FrontApiKey:
         if len(self._met) < self._max_tenants:
             self._met.add(tenant.id)
         return tenant
+
+
+# MERGED: Which API keys open a service: one, those of a file, or both.
+
+
+def ring_of(
+    api_key: str | None, api_keys: str | None, scheduling: SchedulingConfig, *, fronted: bool = False
+) -> ApiKeys:
+    """The keys of a process that serves; ``fronted``: the one key is that of a catalogue's front.
+
+    Raises ConfigError.
+    """
+    if fronted and api_key:
+        return FrontApiKey(api_key, max_tenants=scheduling.max_tenants)
+    besides = [api_key] if api_key else []
+    if api_keys is None:
+        return StaticApiKeys.of(besides)
+    path = Path(api_keys).expanduser()
+    return FileApiKeys(path, MonotonicClock(), besides=besides, max_keys=scheduling.max_tenants)

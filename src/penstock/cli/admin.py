@@ -10,7 +10,7 @@ import time
 from typing import Any
 from urllib.parse import quote
 
-from penstock.cli.asking import add_service_flags, ask
+from penstock.cli.openai_client import add_service_flags, ask
 from penstock.cli.parsing import COMMANDS
 from penstock.cli.status import fetch
 from penstock.config.load import load_client

@@ -19,15 +19,12 @@ from typing import Any, TextIO
 
 import msgspec
 
-from penstock.cli.asking import add_service_flags
-from penstock.cli.chunks import Usage, decode_chunk, error_of
-from penstock.cli.http_stream import HttpStreamClient, Reply, StreamError
+from penstock.cli.console import WrappedOutput
+from penstock.cli.openai_client import ServedModel, Usage, add_service_flags, decode_chunk, error_of, served_model
 from penstock.cli.parsing import COMMANDS
-from penstock.cli.served_models import ServedModel, served_model
-from penstock.cli.sse import DONE
-from penstock.cli.wrapping import WrappedOutput
 from penstock.config.load import load_client
 from penstock.errors import ConfigError, PenstockError, WorkerError
+from penstock.http_client import DONE, HttpStreamClient, Reply, StreamError
 
 EPILOG = """\
 examples:

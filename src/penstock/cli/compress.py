@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from penstock.bundled import STORYTELLER, storyteller
-from penstock.cli.paint import byte_bar, table
+from penstock.cli.console import byte_bar, table
 from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
 from penstock.weights.checkpoint_reader import Checkpoint

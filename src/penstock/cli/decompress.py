@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from penstock.cli.compress import model_folder, total_bytes
-from penstock.cli.paint import byte_bar
+from penstock.cli.console import byte_bar
 from penstock.cli.parsing import COMMANDS
 from penstock.weights.compression.convert import check_folders, decompress_folder
 

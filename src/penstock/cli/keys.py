@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.cli.paint import table
+from penstock.cli.console import table
 from penstock.cli.parsing import COMMANDS
 from penstock.config.api_keys import NAME, KeyFile, Service, TenantEntry, changing, load_keys, new_key
 from penstock.config.limits import SchedulingConfig

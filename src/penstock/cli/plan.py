@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock.bundled import STORYTELLER, storyteller
-from penstock.cli.paint import Paint, table
+from penstock.cli.console import Paint, table
 from penstock.cli.parsing import COMMANDS
 from penstock.config.device import TRITON
 from penstock.config.facts import Beside

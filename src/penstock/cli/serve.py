@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
         print(settings_as_toml(config, "penstock serve"), end="")
         return 0
     if config.catalogue is not None:
-        from penstock.launch.catalogue import serve_catalogue
+        from penstock.catalog.serve import serve_catalogue
 
         return serve_catalogue(config)
     from penstock.launch.compose import serve

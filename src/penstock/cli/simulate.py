@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.cli.paint import Paint, count_bar, table
+from penstock.cli.console import Paint, count_bar, table
 from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
 from penstock.launch.model_path import config_folder

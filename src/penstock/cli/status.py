@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.cli.asking import add_service_flags, ask
+from penstock.cli.openai_client import add_service_flags, ask
 from penstock.cli.parsing import COMMANDS
 from penstock.config.load import load_client
 from penstock.config.memory_budget import show_bytes

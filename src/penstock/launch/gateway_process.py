@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.api.app import make_app
+from penstock.api.auth import ring_of
 from penstock.api.endpoints import AppServices
 from penstock.api.response_cache import ResponseCache
 from penstock.clock import MonotonicClock
@@ -25,7 +26,6 @@ from penstock.interfaces import ModelCard, PoolingProcessor, RequestProcessor, T
 from penstock.launch import event_loop
 from penstock.launch.http_server import SWITCH_S, App, HttpProcess, Rim
 from penstock.launch.remote_workers import JoinedWorkers
-from penstock.launch.rings import ring_of
 from penstock.launch.shared_rates import SharedBuckets
 from penstock.launch.tracing import open_tracer
 from penstock.processing.pooling import PoolingModel, PoolingModelProcessor

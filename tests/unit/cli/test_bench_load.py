@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from scripted_server import Exchange, scripted, text_chunk, usage_chunk
 
+from penstock.cli.benchmark.interference import Stutter, run_stutter
 from penstock.cli.benchmark.load import Job, LoadGenerator, Progress
-from penstock.cli.benchmark.measures import Finished, gaps, gaps_during
+from penstock.cli.benchmark.metrics import Finished, gaps, gaps_during
 from penstock.cli.benchmark.prompts import PromptKind, PromptMaker, RequestShape
-from penstock.cli.benchmark.stutter import Stutter, run_stutter
 from penstock.cli.benchmark.workload import Wanted
-from penstock.cli.http_stream import HttpStreamClient
+from penstock.http_client import HttpStreamClient
 
 BODY = b'{"prompt": "x"}'
 

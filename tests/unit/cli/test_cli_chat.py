@@ -16,10 +16,10 @@ from scripted_server import Exchange, scripted, usage_chunk
 
 from penstock.cli import chat
 from penstock.cli.chat import Chat, printable, wait_until_ready
-from penstock.cli.http_stream import HttpStreamClient
-from penstock.cli.served_models import ServedModel, served_model
-from penstock.cli.wrapping import WrappedOutput
+from penstock.cli.console import WrappedOutput
+from penstock.cli.openai_client import ServedModel, served_model
 from penstock.errors import ConfigError, PenstockError, WorkerError
+from penstock.http_client import HttpStreamClient
 
 TELLER = ServedModel("teller", max_model_len=2048)
 

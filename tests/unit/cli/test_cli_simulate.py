@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import simulate as command
+from penstock.cli.console import _ProgressLines
 from penstock.cli.main import main
-from penstock.cli.paint import _ProgressLines
 from penstock.parallel.devices import parse_devices
 from penstock.sim.fleet import load_fleet
 from penstock.sim.roofline import fleet_of

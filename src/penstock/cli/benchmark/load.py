@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.cli.benchmark.measures import Finished
-from penstock.cli.chunks import Usage, decode_chunk, error_of
-from penstock.cli.http_stream import HttpStreamClient, StreamError
-from penstock.cli.sse import DONE
+from penstock.cli.benchmark.metrics import Finished
+from penstock.cli.openai_client import Usage, decode_chunk, error_of
+from penstock.http_client import DONE, HttpStreamClient, StreamError
 
 
 class AnswerReader:

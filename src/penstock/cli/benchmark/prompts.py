@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from penstock.cli.benchmark.workload import Wanted
-from penstock.cli.http_stream import HttpStreamClient, StreamError
+from penstock.http_client import HttpStreamClient, StreamError
 
 WORD_TEXT: Final = (
     "the a one two old new red blue green small big long dark bright cold warm slow quick quiet loud house tree river "

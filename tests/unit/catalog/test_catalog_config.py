@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.catalogue import DEFAULT_KV_BYTES, Entry, load_catalogue
+from penstock.catalog.config import DEFAULT_KV_BYTES, Entry, load_catalogue
 from penstock.config.load import load_serve
 from penstock.errors import ConfigError
 

@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from penstock.api import upstream
-from penstock.api.upstream import Upstream
+from penstock import http_client
+from penstock.catalog.config import ModelPlace, StoreConfig
+from penstock.catalog.residency import Effects, ModelState, Resident, Residents, Start
 from penstock.clock import Clock
-from penstock.config.storefront import ModelPlace, StoreConfig
 from penstock.errors import NoWorkers, QueueFull
-from penstock.router.residents import Effects, ModelState, Resident, Residents, Start
+from penstock.http_client import Upstream
 from penstock.types import WorkerId, WorkerState
 from penstock.wire.supervisor_messages import LoadModel, SupervisorMessage, UnloadModel, WorkerDown, WorkerUp
 
@@ -173,7 +173,7 @@ class ModelHouse:
         """Until the model's own gateway says that it is ready, or its process has ended."""
         while self._at.get(entry, (0, None))[0] == incarnation:
             try:
-                async with upstream.request(at, "GET", "/ready") as answer:
+                async with http_client.request(at, "GET", "/ready") as answer:
                     ready = answer.status == 200
             except NoWorkers:
                 ready = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.residents import ModelState, Resident, Residents, Start, Stop
+from penstock.catalog.residency import ModelState, Resident, Residents, Start, Stop
 
 L, U, C = ModelState.LOADED, ModelState.UNLOADED, ModelState.CLOSING
 

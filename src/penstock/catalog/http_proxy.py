@@ -21,8 +21,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from penstock import __version__
-from penstock.api import sse, upstream
+from penstock import __version__, http_client
+from penstock.api import sse
 from penstock.api.app import RERANK_PATHS, http_error, internal_error
 from penstock.api.auth import NO_TENANT, ON_BEHALF_OF, ApiKeys, AuthFailureLog, AuthMiddleware, tenant_header
 from penstock.api.endpoints import EXPLAIN, ROUTE, SESSION
@@ -36,10 +36,10 @@ from penstock.api.origins import HostCheckMiddleware, with_cors
 from penstock.api.request_log import RequestLogMiddleware
 from penstock.api.response_cache import CACHE_CONTROL, RESPONSE_CACHE
 from penstock.api.tracing import TRACE_RESPONSE, trace_headers
-from penstock.api.upstream import Upstream
 from penstock.clock import Clock
 from penstock.config.limits import Limits
 from penstock.errors import BadField, NoWorkers, RequestError, UnknownModel
+from penstock.http_client import Upstream
 from penstock.interfaces import MultipartForm
 
 PASSED = (
@@ -145,7 +145,7 @@ class _Service:
             entry, raw = self._addressed(asked, required=path.startswith("/v1/"))
             asked.drop_body()  # it is passed on as it came
             passed = _passed(exchange)
-            async with self._models.use(entry) as to, upstream.request(to, "POST", path, raw, more=passed) as answer:
+            async with self._models.use(entry) as to, http_client.request(to, "POST", path, raw, more=passed) as answer:
                 await _relay(exchange, answer)
 
         return self._door.endpoint(work)
@@ -163,7 +163,7 @@ class _Service:
             passed = _passed(exchange)
             async with (
                 self._models.use(entry) as to,
-                upstream.request(to, "POST", path, raw, kind, more=passed) as answer,
+                http_client.request(to, "POST", path, raw, kind, more=passed) as answer,
             ):
                 await _relay(exchange, answer)
 
@@ -214,7 +214,7 @@ def _missing() -> RequestError:
     return RequestError("Missing required parameter: 'model'.", param="model", code="missing_required_parameter")
 
 
-async def _relay(exchange: HttpExchange, answer: upstream.Response) -> None:
+async def _relay(exchange: HttpExchange, answer: http_client.Response) -> None:
     """The answer as it comes; should the model's gateway die in the middle of a stream, an error event ends it."""
     headers: list[Header] = [header for header in answer.headers if header[0] in _KEPT]
     streams = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
@@ -270,7 +270,7 @@ def _questions(store: Store) -> list[Route]:
         if to is None:
             known = "\n".join(f"# /metrics?model={quote(row['name'])}  {row['state']}" for row in models.rows())
             return Response(f"# a page for each loaded model:\n{known}\n", media_type="text/plain; version=0.0.4")
-        async with upstream.request(to, "GET", "/metrics") as answer:
+        async with http_client.request(to, "GET", "/metrics") as answer:
             return Response(await answer.read(), answer.status, media_type="text/plain; version=0.0.4")
 
     return [
@@ -292,7 +292,10 @@ async def _all_workers(models: Models) -> list[dict[str, Any]]:
         if to is None:
             continue
         try:
-            async with asyncio.timeout(upstream.CONNECT_S), upstream.request(to, "GET", "/admin/workers") as answer:
+            async with (
+                asyncio.timeout(http_client.CONNECT_S),
+                http_client.request(to, "GET", "/admin/workers") as answer,
+            ):
                 found = msgspec.json.decode(await answer.read())["workers"]
         except (NoWorkers, TimeoutError, msgspec.DecodeError, KeyError):
             continue

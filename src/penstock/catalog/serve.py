@@ -26,11 +26,10 @@ from pathlib import Path
 
 from msgspec import structs
 
+from penstock.catalog.config import Entry, ModelPlace, StoreConfig, load_catalogue
 from penstock.config.api_keys import check_keys
-from penstock.config.catalogue import Entry, load_catalogue
 from penstock.config.memory_budget import show_bytes
 from penstock.config.schema import ServeConfig
-from penstock.config.storefront import ModelPlace, StoreConfig
 from penstock.errors import ConfigError, ModelError
 from penstock.launch import event_loop
 from penstock.launch.channel import Channel
@@ -99,7 +98,9 @@ def serve_catalogue(config: ServeConfig) -> int:
             say(_lines(places, config.model_memory))
             say([f"ready after {phases}: {url_of(config, port)}"])
 
-        return watch(supervisor, None, None, phases, ready, modules=(*GATEWAY_MODULES, "penstock.launch.storefront"))
+        return watch(
+            supervisor, None, None, phases, ready, modules=(*GATEWAY_MODULES, "penstock.catalog.front_process")
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class CatalogueJobs:
 
     def _front(self, rim: Rim) -> int:
         configure_logging(GATEWAY, as_json=self.log_json)
-        from penstock.launch.storefront import run_storefront
+        from penstock.catalog.front_process import run_storefront
 
         return run_storefront(self.store, rim)
 

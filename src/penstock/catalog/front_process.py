@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 
-from penstock.api.catalogue import Store, make_catalogue_app
+from penstock.api.auth import ring_of
 from penstock.api.openapi import Schemas
+from penstock.catalog.config import StoreConfig
+from penstock.catalog.http_proxy import Store, make_catalogue_app
+from penstock.catalog.model_manager import ModelHouse
 from penstock.clock import MonotonicClock
-from penstock.config.storefront import StoreConfig
 from penstock.launch import event_loop
-from penstock.launch.house import ModelHouse
 from penstock.launch.http_server import SWITCH_S, HttpProcess, Rim
-from penstock.launch.rings import ring_of
 from penstock.sidecar import drop_secrets, protect_memory
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from scripted_server import Exchange, scripted, text_chunk
 
-from penstock.cli.http_stream import HttpStreamClient, Server, StreamError
+from penstock.http_client import HttpStreamClient, Server, StreamError
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cli.benchmark.measures import (
+from penstock.cli.benchmark.metrics import (
     Finished,
     Objectives,
     error_counts,

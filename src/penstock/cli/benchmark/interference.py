@@ -15,7 +15,7 @@ from itertools import cycle, pairwise
 from typing import Any
 
 from penstock.cli.benchmark.load import Job, LoadGenerator, Progress, background, until
-from penstock.cli.benchmark.measures import Finished, error_counts, gaps_before, gaps_during, measure, summary
+from penstock.cli.benchmark.metrics import Finished, error_counts, gaps_before, gaps_during, measure, summary
 
 REFUSED_PAUSE_S = 0.05
 """A server that refuses is not asked again in a busy loop."""

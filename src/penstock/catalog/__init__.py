@@ -1,0 +1,1 @@
+"""catalog: NEEDS A DOCSTRING."""
