@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from scripted_server import Exchange, scripted, text_chunk
+from tests.scripted_server import Exchange, scripted, text_chunk
 
 from penstock.http_client import HttpStreamClient, Server, StreamError
 

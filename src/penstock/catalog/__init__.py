@@ -1,1 +1,1 @@
-"""catalog: NEEDS A DOCSTRING."""
+"""``penstock serve --catalogue``: several models behind one address, each loaded when it is asked for."""

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from scripted_server import Exchange, scripted, text_chunk, usage_chunk
+from tests.scripted_server import Exchange, scripted, text_chunk, usage_chunk
 
 from penstock.cli.benchmark.interference import Stutter, run_stutter
 from penstock.cli.benchmark.load import Job, LoadGenerator, Progress

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_server import Exchange, Script, ScriptedServer, scripted, text_chunk, usage_chunk
+from tests.scripted_server import Exchange, Script, ScriptedServer, scripted, text_chunk, usage_chunk
 
 from penstock.cli.main import main
 

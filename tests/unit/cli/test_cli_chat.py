@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_server import Exchange, scripted, usage_chunk
+from tests.scripted_server import Exchange, scripted, usage_chunk
 
 from penstock.cli import chat
 from penstock.cli.chat import Chat, printable, wait_until_ready
