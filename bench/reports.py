@@ -35,7 +35,7 @@ from penstock.engine.core.prefix_cache import PrefixCache
 from penstock.engine.service.gateways import ConnectedGateway, GatewayRequests
 from penstock.engine.service.kv_events import KvEventPublisher
 from penstock.launch import event_loop
-from penstock.launch.remote_workers import JoinedWorkers
+from penstock.launch.remote_workers import RemoteWorkers
 from penstock.router.service import RouterService
 from penstock.telemetry.metrics import WORKER_COUNTERS
 from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
@@ -138,7 +138,7 @@ async def gateway(endpoints: list[str], keys: CurveKeys, seconds: float) -> dict
     config = GatewayConfig(name="g0", model_name="bench")
     router = RouterService(config, connect=transport.connect_async, clock=clock, suspect=print)
     hello = Hello(gateway=config.name, incarnation=1, discovery=True)
-    joined = JoinedWorkers(
+    joined = RemoteWorkers(
         endpoints, transport.connect_async, router.on_supervisor, hello, clock=clock, beat_s=config.failover.beat_s
     )
     reports = 0

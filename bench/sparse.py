@@ -30,7 +30,7 @@ from penstock.engine.models.registry import build_model
 from penstock.kernels.native.backend import NativeOps, families
 from penstock.kernels.operands import BLOCK_KEYS, AttentionSpec, KvShape, Sparse, StepBatch
 from penstock.kernels.reference.attention import block_scores, chosen_blocks
-from penstock.launch.sparse_attention import sparse_of
+from penstock.launch.sparse_attention import sparse_settings
 from penstock.types import PAGE_TOKENS
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
@@ -292,7 +292,7 @@ def plot(rows: list[tuple[int, int, float, Found]], path: str) -> None:
 
 
 def main() -> None:
-    defaults = sparse_of(EngineSettings())
+    defaults = sparse_settings(EngineSettings())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("speed", "needles", "stories", "all"))
     parser.add_argument("--family", default=families()[0], choices=families())

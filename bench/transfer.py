@@ -30,7 +30,7 @@ from statistics import median
 from time import perf_counter
 
 from penstock.clock import MonotonicClock
-from penstock.config.limits import HandOverConfig
+from penstock.config.limits import KvTransferConfig
 from penstock.kernels.operands import KvShape
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.base import KvConnector
@@ -74,7 +74,7 @@ def layout_of(page_bytes: int) -> KvLayout:
 
 def send_forever(carrier: KvConnector, transport: ZmqTransport, ready: int, endpoint: str) -> None:
     """Give every request that pulls all its pages at once; the number of its blocks stands in its name."""
-    sender = KvSender(HandOverConfig(), carrier, incarnation=1)
+    sender = KvSender(KvTransferConfig(), carrier, incarnation=1)
     listener = transport.listen(endpoint)
     os.write(ready, listener.endpoint.encode() + b"\n")
     while True:
@@ -120,7 +120,7 @@ def carrier_of(kind: str, memory: KvMemory, peers: dict[WorkerId, KvMemory]) -> 
             return InlineConnector(memory, seal)
         case "tcp" | "tcp-sealed":
             return TcpConnector(
-                memory, seal, HandOverConfig(), endpoint="tcp://127.0.0.1:0", port=0, sealed=kind == "tcp-sealed"
+                memory, seal, KvTransferConfig(), endpoint="tcp://127.0.0.1:0", port=0, sealed=kind == "tcp-sealed"
             )
         case _:
             raise SystemExit(f"--carriers: {kind!r} is none of shm, tcp, tcp-sealed, curve, socket")
@@ -180,7 +180,7 @@ class Receiving:
 
     def __init__(self, carrier: KvConnector, transport: ZmqTransport, endpoint: str) -> None:
         self._transport = transport
-        self._receiver = KvReceiver(HandOverConfig(), carrier)
+        self._receiver = KvReceiver(KvTransferConfig(), carrier)
         self._source = PageSource(worker=WORKER, incarnation=1, endpoint=endpoint)
         self._link: Link = transport.connect(endpoint)
         self._number = 0

@@ -54,7 +54,7 @@ class Bar:
 
 
 class Bare:
-    """The bare application's process, with the face of ``Service``."""
+    """The bare application's process, with the face of ``ServiceClassName``."""
 
     def __init__(self, loop: EventLoop) -> None:
         listener, self.port = listening()
@@ -266,7 +266,7 @@ def hardware(options: argparse.Namespace) -> str:
     model = next(
         (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), ""
     )
-    loop = event_loop.chosen(options.loop)
+    loop = event_loop.event_loop_name(options.loop)
     return f"{model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; Python {platform.python_version()}, {loop}"
 
 

@@ -17,9 +17,9 @@ import penstock
 from penstock.config.limits import Limits
 from penstock.config.schema import BACKLOG, EventLoop, GatewayConfig
 from penstock.launch.channel import Channel
-from penstock.launch.heartbeat import Board
-from penstock.launch.processes import Front
-from penstock.launch.shared_rates import SharedBuckets
+from penstock.launch.heartbeat import HeartbeatBoard
+from penstock.launch.processes import GatewayProcesses
+from penstock.launch.shared_rates import SharedTokenBuckets
 from penstock.types import Role, WorkerId
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.supervisor_messages import WorkerUp
@@ -83,21 +83,21 @@ class Service:
         self.workers.hear()
         listener, self.port = listening()
         self._channel, theirs = Channel.pair()
-        board = Board(1)
+        board = HeartbeatBoard(1)
         board.slots[0].reset(1, 0)
         unlimited = Limits(max_queued_requests=10**6, max_queued_tokens=10**9)
         config = GatewayConfig(
             model_path=str(FOLDER), model_name=MODEL, max_model_len=2 * MAX_TOKENS, limits=unlimited, event_loop=loop
         )
 
-        front = Front(
+        front = GatewayProcesses(
             config=config,
             listener=listener,
             keys=keys,
             slots={config.name: board.slots[0]},
             log_json=False,
             created=1,
-            buckets=SharedBuckets(config.scheduling.max_tenants),
+            buckets=SharedTokenBuckets(config.scheduling.max_tenants),
         )
 
         def gateway(line: socket.socket) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from penstock.config.api_keys import TenantEntry, changing, new_key
+from penstock.config.api_keys import TenantEntry, edit_keys, new_key
 
 from .server import PATIENCE_S, PenstockServer
 
@@ -20,7 +20,7 @@ BODY = {"model": "storyteller", "prompt": "Once", "max_tokens": 1}
 def test_gateways_share_the_rates_of_a_tenant(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     key, entry = new_key("ann", ("interactive",))
-    with changing(path, 10, make=True) as held:
+    with edit_keys(path, 10, make=True) as held:
         tenants = {"ann": TenantEntry(requests_per_minute=A_MINUTE)}
         held[0] = type(held[0])(salt=held[0].salt, tenants=tenants, keys=(entry,))
     headers = {"Authorization": f"Bearer {key}"}

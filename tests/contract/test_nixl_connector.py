@@ -22,7 +22,7 @@ import pytest
 from transfer_rig import IDENTITY, LAYOUT, OWN, THEIRS, R, Rig, arrived, make_rig, nixl_carrier, offer_all, start
 
 from blows import strike
-from penstock.config.limits import HandOverConfig
+from penstock.config.limits import KvTransferConfig
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.base import FetchRequest, FetchResult
 from penstock.kv.connectors.nixl import connector as nixl_connector
@@ -39,7 +39,7 @@ long = pytest.mark.long
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     with ExitStack() as stack:
-        made, closing = make_rig("nixl", config=HandOverConfig(fetch_stall_s=3.0))
+        made, closing = make_rig("nixl", config=KvTransferConfig(fetch_stall_s=3.0))
         for thing in reversed(closing):
             stack.callback(thing.close)
         yield made
@@ -80,7 +80,7 @@ def test_network_cards_want_pages_that_could_be_written():
 @pytest.fixture
 def carrier() -> Iterator[NixlConnector]:
     """A worker's; nothing of it is started."""
-    memory, made = nixl_carrier(HandOverConfig(), PageChecksum(IDENTITY, LAYOUT))
+    memory, made = nixl_carrier(KvTransferConfig(), PageChecksum(IDENTITY, LAYOUT))
     yield made
     made.close()
     memory.close()

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from transfer_rig import LAYOUT, OWN, THEIRS, R, Rig, arrived, make_rig, offer_all, start
 
-from penstock.config.limits import HandOverConfig
+from penstock.config.limits import KvTransferConfig
 from penstock.kv.connectors.tcp import protocol as frames
 from penstock.kv.connectors.tcp.connector import TcpConnector
 from penstock.kv.connectors.tcp.server import PageServer
@@ -23,7 +23,7 @@ from penstock.types import PageId, RequestId
 from penstock.wire.transfer_messages import FetchTicket, PageReady
 
 BOTH = ("tcp", "tcp-sealed")
-ONE_LINE = HandOverConfig(connections=1)
+ONE_LINE = KvTransferConfig(connections=1)
 BEFORE_PAGES = frames.HELLO_BYTES + 2 * frames.HEAD_BYTES + frames.PROOF_BYTES  # what the sender says first
 
 Change = Callable[[int, bytes], bytes | None]
@@ -82,7 +82,7 @@ def things() -> Iterator[ExitStack]:
         yield stack
 
 
-def rig_of(things: ExitStack, kind: str = "tcp", config: HandOverConfig = ONE_LINE) -> Rig:
+def rig_of(things: ExitStack, kind: str = "tcp", config: KvTransferConfig = ONE_LINE) -> Rig:
     made, closing_ = make_rig(kind, config=config)
     for thing in reversed(closing_):
         things.callback(thing.close)
@@ -130,7 +130,7 @@ def flip_at(offset: int) -> Change:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_pages_arrive_and_who_listens_reads_only_what_is_not_sealed(things: ExitStack, kind: str) -> None:
-    rig = rig_of(things, kind, HandOverConfig())
+    rig = rig_of(things, kind, KvTransferConfig())
     wire = relay(rig, things, lambda place, data: data)
     start(rig)
     offer_all(rig)
@@ -176,7 +176,7 @@ def test_a_connection_that_breaks_is_made_anew_and_goes_on(things: ExitStack, ki
 
 
 def test_a_sender_that_says_nothing_is_given_up_in_time(things: ExitStack) -> None:
-    rig = rig_of(things, config=HandOverConfig(connections=1, fetch_stall_s=0.05, fetch_tries=2))
+    rig = rig_of(things, config=KvTransferConfig(connections=1, fetch_stall_s=0.05, fetch_tries=2))
     relay(rig, things, lambda place, data: data if place < BEFORE_PAGES else b"")
     start(rig)
     offer_all(rig)
@@ -227,7 +227,7 @@ def test_pages_that_would_come_in_clear_are_not_fetched(things: ExitStack) -> No
 
 def test_an_impostor_who_took_the_senders_port_writes_nothing(things: ExitStack) -> None:
     """It cannot prove that it has the token; its pages would not pass the check, either."""
-    rig = rig_of(things, config=HandOverConfig(connections=1, fetch_tries=1))
+    rig = rig_of(things, config=KvTransferConfig(connections=1, fetch_tries=1))
     listening = things.enter_context(closing(socket.create_server(("127.0.0.1", 0))))
 
     def answer() -> None:
@@ -391,7 +391,7 @@ def test_whatever_bytes_come_the_desk_goes_on(things: ExitStack) -> None:
 
 
 def test_strangers_do_not_take_all_places(things: ExitStack) -> None:
-    rig = rig_of(things, config=HandOverConfig(max_strangers=2, greeting_s=60.0))
+    rig = rig_of(things, config=KvTransferConfig(max_strangers=2, greeting_s=60.0))
     at = granted(rig, "one", 3)
     waiting = [things.enter_context(closing(Caller(desk_of(rig)))) for _ in range(2)]
     with pytest.raises(ConnectionError):
@@ -411,7 +411,7 @@ def test_strangers_do_not_take_all_places(things: ExitStack) -> None:
 
 
 def test_strangers_do_not_take_all_time(things: ExitStack) -> None:
-    rig = rig_of(things, config=HandOverConfig(greeting_s=0.2))
+    rig = rig_of(things, config=KvTransferConfig(greeting_s=0.2))
     caller = things.enter_context(closing(Caller(desk_of(rig))))
     assert caller.sock.recv(1) == b""
 

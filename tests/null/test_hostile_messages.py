@@ -23,7 +23,7 @@ from penstock.engine.service.readiness import REFUSAL_REASONS
 from penstock.errors import PenstockError, ProtocolError
 from penstock.hashing import chain_root
 from penstock.launch.channel import MAX_MESSAGE_BYTES, Channel
-from penstock.launch.restart_policy import Restarts, Suspected
+from penstock.launch.restart_policy import RestartPolicy, WorkerSuspected
 from penstock.router.service import RouterService
 from penstock.types import (
     Grammar,
@@ -145,7 +145,7 @@ def stage() -> Stage:
 
 
 def step(stage: Stage, turns: int = 2) -> None:
-    """As ``Stage.turn``, for workers that are told things which no gateway would be."""
+    """As ``SupervisorState.turn``, for workers that are told things which no gateway would be."""
     for _ in range(turns):
         for worker in stage.workers:
             worker.loop.step()
@@ -418,7 +418,7 @@ async def test_what_comes_over_the_supervisors_channel_is_taken_or_refused(kind:
     """At both ends: by a gateway's router, and by what decides about restarts."""
     fake, ours, theirs = Fake(), *Channel.pair()
     await fake.begin()
-    restarts = Restarts.of(SuperviseConfig())
+    restarts = RestartPolicy.of(SuperviseConfig())
     restarts.admit(["both-0"])
     for frame in mutations(sample(kind, worker=fake.worker)):
         with socket.socket(fileno=os.dup(theirs.fileno())) as raw:
@@ -430,7 +430,7 @@ async def test_what_comes_over_the_supervisors_channel_is_taken_or_refused(kind:
         assert message is not None
         fake.router.on_supervisor(message)
         if isinstance(message, SuspectWorker):
-            restarts.handle(Suspected(message.worker, message.incarnation, message.reason), 1.0)
+            restarts.handle(WorkerSuspected(message.worker, message.incarnation, message.reason), 1.0)
         fake.clock.advance(0.05)
         fake.router.tick()
     await fake.router.close()

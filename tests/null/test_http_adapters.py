@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.config.limits import Limits
-from penstock.config.schema import LoraConfig, Offers
+from penstock.config.schema import InputFeatures, LoraConfig
 from penstock.hashing import chain_root
 from penstock.processing.service import GenerationProcessor
 from penstock.types import ValidRequest
@@ -33,7 +33,7 @@ class Noting(NullStreams):
 
 
 def intake_of(**options: Any) -> GenerationProcessor:
-    offers = Offers(lora=LoraConfig(**{"allow_updating": True, **options}))
+    offers = InputFeatures(lora=LoraConfig(**{"allow_updating": True, **options}))
     return GenerationProcessor(STORYTELLER, name=MODEL, max_model_len=2048, limits=Limits(), created=1, offers=offers)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.clock import VirtualClock
 from penstock.config.schema import GatewayConfig
-from penstock.launch.remote_workers import JoinedWorkers
+from penstock.launch.remote_workers import RemoteWorkers
 from penstock.router.service import RouterService
 from penstock.telemetry.metrics import WORKER_COUNTERS
 from penstock.types import RequestId, Role, WorkerId, WorkerState
@@ -58,7 +58,7 @@ class Gateway:
             clock=town.clock,
             suspect=lambda suspect: None,
         )
-        self.joined = JoinedWorkers(
+        self.joined = RemoteWorkers(
             [endpoint],
             self._connect,
             self.router.on_supervisor,
@@ -202,7 +202,7 @@ async def costs_of_reports(workers: int) -> list[int]:
         clock=VirtualClock(1.0),
         suspect=lambda suspect: None,
     )
-    joined = JoinedWorkers(
+    joined = RemoteWorkers(
         [f"memory://{name}" for name in names],
         hub.connect_async,
         router.on_supervisor,

@@ -20,7 +20,7 @@ from penstock.api.http import HttpExchange
 from penstock.api.idempotency import UsageDelta
 from penstock.api.openai.schema import TokenUsage
 from penstock.clock import Clock
-from penstock.config.limits import LONG_PROMPT, Limits, SchedulingConfig
+from penstock.config.limits import VERY_LONG_PROMPT_TARGETS, Limits, SchedulingConfig
 from penstock.errors import BadField, CapacityError, DeadlineMissed, Forbidden, Overloaded, RateLimited
 from penstock.interfaces import BucketLevel, Caller, TokenStreams
 from penstock.telemetry.service_levels import LatencyTarget, ServiceLevels
@@ -251,7 +251,7 @@ class LoadShedder:
             return None
         party = QueueKey(int(claim.service), claim.tenant, claim.weight)
         wait_s = forecast.wait_s * self._admission.share_before(party, tokens)
-        long = forecast.read_s > LONG_PROMPT * self._targets[claim.service].ttft_s
+        long = forecast.read_s > VERY_LONG_PROMPT_TARGETS * self._targets[claim.service].ttft_s
         return PredictedTtft((wait_s + forecast.read_s) * self._off.get((claim.service, long), 1.0), long)
 
     def _look_ahead(self, claim: Qos, tokens: int) -> PredictedTtft | None:

@@ -12,18 +12,18 @@ from penstock.catalog.http_proxy import Store, make_catalogue_app
 from penstock.catalog.model_manager import ModelHouse
 from penstock.clock import MonotonicClock
 from penstock.launch import event_loop
-from penstock.launch.http_server import SWITCH_S, HttpProcess, Rim
+from penstock.launch.http_server import SWITCH_S, HttpServer, ProcessIo
 from penstock.sidecar import drop_secrets, protect_memory
 
 log = logging.getLogger(__name__)
 
 
-def run_storefront(config: StoreConfig, rim: Rim) -> int:
+def run_storefront(config: StoreConfig, rim: ProcessIo) -> int:
     """Serve until drained or told to stop; returns the exit code.  Runs in the forked child."""
     protect_memory()
     drop_secrets()
     sys.setswitchinterval(SWITCH_S)
-    log.info("answers HTTP; event loop: %s", event_loop.chosen(config.event_loop))
+    log.info("answers HTTP; event loop: %s", event_loop.event_loop_name(config.event_loop))
     return event_loop.run(_run(config, rim), config.event_loop)
 
 
@@ -33,7 +33,7 @@ def _schemas(config: StoreConfig) -> Schemas:
     return request_schemas(config.limits)
 
 
-async def _run(config: StoreConfig, rim: Rim) -> int:
+async def _run(config: StoreConfig, rim: ProcessIo) -> int:
     clock = MonotonicClock()
     house = ModelHouse(config, rim.channel.send, clock)
     keys = ring_of(config.api_key, config.api_keys, config.scheduling)
@@ -51,7 +51,7 @@ async def _run(config: StoreConfig, rim: Rim) -> int:
     )
     house.start()
     try:
-        await HttpProcess(rim, config.limits, house.on_supervisor, config.tls).serve(app)
+        await HttpServer(rim, config.limits, house.on_supervisor, config.tls).serve(app)
     finally:
         await house.close()
     return 0

@@ -27,31 +27,31 @@ from pathlib import Path
 from msgspec import structs
 
 from penstock.catalog.config import Entry, ModelPlace, StoreConfig, load_catalogue
-from penstock.config.api_keys import check_keys
-from penstock.config.memory_budget import show_bytes
+from penstock.config.api_keys import check_key_file
+from penstock.config.memory_budget import format_size
 from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError, ModelError
 from penstock.launch import event_loop
 from penstock.launch.channel import Channel
 from penstock.launch.compose import (
     GATEWAY_MODULES,
-    Nested,
-    begin,
+    ParentLink,
+    begin_service,
     event_key,
-    listening,
-    say,
+    heartbeat_slots,
+    listening_socket,
+    log_lines,
+    run_supervised,
     serve,
-    slots_of,
-    url_of,
-    warn_of_short_key,
-    watch,
+    service_url,
+    warn_short_key,
 )
-from penstock.launch.heartbeat import Slot
-from penstock.launch.http_server import Rim
-from penstock.launch.model_path import locate
+from penstock.launch.heartbeat import HeartbeatSlot
+from penstock.launch.http_server import ProcessIo
+from penstock.launch.model_path import locate_model
 from penstock.launch.restart_policy import GATEWAY
-from penstock.launch.shared_rates import SharedBuckets
-from penstock.launch.supervisor import Job, Supervisor
+from penstock.launch.shared_rates import SharedTokenBuckets
+from penstock.launch.supervisor import ChildSpec, Supervisor
 from penstock.launch.tls import checked_tls
 from penstock.launch.tracing import trace_config
 from penstock.telemetry.log import configure_logging
@@ -64,17 +64,17 @@ def serve_catalogue(config: ServeConfig) -> int:
     """From start to end; returns the exit code.  Raises as ``compose.serve``, but never for one of the models."""
     if config.gateways > 1:
         raise ConfigError("--gateways: the front of a catalogue is one process; leave it out")
-    phases = begin(config)
-    check_keys(config.api_keys, config.scheduling.max_tenants)
-    warn_of_short_key(config.api_key)
+    phases = begin_service(config)
+    check_key_file(config.api_keys, config.scheduling.max_tenants)
+    warn_short_key(config.api_key)
     trace_config(config)
-    event_loop.chosen(config.event_loop)
+    event_loop.event_loop_name(config.event_loop)
     entries = load_catalogue(config)
     places = tuple(_place(entry, config.model_memory) for entry in entries)
     with ExitStack() as stack:
-        listener = stack.enter_context(listening(config.host, config.port))
+        listener = stack.enter_context(listening_socket(config.host, config.port))
         port = listener.getsockname()[1]
-        slots = slots_of((GATEWAY, *(entry.name for entry in entries)))
+        slots = heartbeat_slots((GATEWAY, *(entry.name for entry in entries)))
         store = StoreConfig(
             models=places,
             model_memory=config.model_memory,
@@ -89,16 +89,16 @@ def serve_catalogue(config: ServeConfig) -> int:
             allowed_hosts=config.allowed_host,
             tls=checked_tls(config),
         )
-        buckets = SharedBuckets(config.scheduling.max_tenants)
+        buckets = SharedTokenBuckets(config.scheduling.max_tenants)
         jobs = CatalogueJobs({entry.name: entry for entry in entries}, store, listener, slots, buckets, config.log_json)
         supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots))
         supervisor.when_stopping(listener.close)
 
         def ready() -> None:
-            say(_lines(places, config.model_memory))
-            say([f"ready after {phases}: {url_of(config, port)}"])
+            log_lines(_lines(places, config.model_memory))
+            log_lines([f"ready after {phases}: {service_url(config, port)}"])
 
-        return watch(
+        return run_supervised(
             supervisor, None, None, phases, ready, modules=(*GATEWAY_MODULES, "penstock.catalog.front_process")
         )
 
@@ -110,27 +110,27 @@ class CatalogueJobs:
     entries: Mapping[str, Entry]
     store: StoreConfig
     listener: socket.socket
-    slots: Mapping[str, Slot]
-    buckets: SharedBuckets  # of tenants' rates: those of all models
+    slots: Mapping[str, HeartbeatSlot]
+    buckets: SharedTokenBuckets  # of tenants' rates: those of all models
     log_json: bool
 
-    def gateway(self, name: str, incarnation: int, channel: Channel) -> Job:
+    def gateway(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
         """The front."""
-        rim = Rim(listener=self.listener, channel=channel, slot=self.slots[GATEWAY])
-        return Job(body=partial(self._front, rim), keep=(self.listener.fileno(), channel.fileno()))
+        rim = ProcessIo(listener=self.listener, channel=channel, slot=self.slots[GATEWAY])
+        return ChildSpec(body=partial(self._front, rim), keep=(self.listener.fileno(), channel.fileno()))
 
-    def worker(self, worker: WorkerId, incarnation: int) -> Job:
+    def worker(self, worker: WorkerId, incarnation: int) -> ChildSpec:
         """One model, behind a port of its own, which this process gives up as soon as the child has it."""
         own = socket.create_server(("127.0.0.1", 0))
         host, port = own.getsockname()
-        return Job(
+        return ChildSpec(
             body=partial(self._model, self.entries[worker], own),
             keep=(own.fileno(), self.buckets.descriptor),
             endpoint=f"{host}:{port}",
             handed_over=own.close,
         )
 
-    def _front(self, rim: Rim) -> int:
+    def _front(self, rim: ProcessIo) -> int:
         configure_logging(GATEWAY, as_json=self.log_json)
         from penstock.catalog.front_process import run_storefront
 
@@ -148,7 +148,7 @@ class CatalogueJobs:
         )
         return serve(
             settings,
-            Nested(
+            ParentLink(
                 name=entry.name,
                 listener=listener,
                 slot=self.slots[entry.name],
@@ -162,15 +162,15 @@ def _place(entry: Entry, budget: int | None) -> ModelPlace:
     """What the front needs to know of an entry.  A model that is not there yet is told to its requesters, not here."""
     own = entry.settings
     try:
-        weights = _weight_bytes(locate(entry.path).path)
+        weights = _weight_bytes(locate_model(entry.path).path)
     except ModelError:
         weights = 0
     nbytes = weights + (own.kv_memory or 0) * entry.workers
     if budget is not None and nbytes > budget:
         raise ConfigError(
-            f"model {entry.name} needs {show_bytes(nbytes)} ({show_bytes(weights)} of weights and "
-            f"{entry.workers} times {show_bytes(own.kv_memory or 0)} of KV pages), more than --model-memory "
-            f"{show_bytes(budget)}: give it a smaller kv_memory, or all of them more"
+            f"model {entry.name} needs {format_size(nbytes)} ({format_size(weights)} of weights and "
+            f"{entry.workers} times {format_size(own.kv_memory or 0)} of KV pages), more than --model-memory "
+            f"{format_size(budget)}: give it a smaller kv_memory, or all of them more"
         )
     adapters = tuple(text.partition("=")[0] for text in own.lora)
     return ModelPlace(name=entry.name, aliases=entry.aliases, adapters=adapters, nbytes=nbytes, pinned=entry.pinned)
@@ -182,10 +182,10 @@ def _weight_bytes(path: Path) -> int:
 
 
 def _lines(places: Sequence[ModelPlace], budget: int | None) -> list[str]:
-    room = "as much memory as there is" if budget is None else f"{show_bytes(budget)} of memory"
+    room = "as much memory as there is" if budget is None else f"{format_size(budget)} of memory"
     lines = [f"{len(places)} models share {room}"]
     for place in places:
         kind = "pinned" if place.pinned else "on demand"
         also = f", also {', '.join((*place.aliases, *place.adapters))}" if place.names[1:] else ""
-        lines.append(f"model {place.name}: {show_bytes(place.nbytes)}, {kind}{also}")
+        lines.append(f"model {place.name}: {format_size(place.nbytes)}, {kind}{also}")
     return lines

@@ -13,7 +13,7 @@ import msgspec
 from penstock.cli.console import Paint, count_bar, table
 from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
-from penstock.launch.model_path import locate
+from penstock.launch.model_path import locate_model
 from penstock.sim.calibration import (
     CalibrationBench,
     CalibrationExtent,
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         if not least <= getattr(args, flag) <= most:
             raise ConfigError(f"--{flag} must be from {least} to {most}, got {getattr(args, flag)}")
     groups = parse_workers(args.workers)
-    located = locate(args.model)
+    located = locate_model(args.model)
     bench = CalibrationBench(
         located.path, CalibrationExtent(context=args.context, rounds=args.rounds, threads=args.threads)
     )

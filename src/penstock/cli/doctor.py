@@ -24,7 +24,7 @@ from penstock.bundled import storyteller
 from penstock.cli.parsing import COMMANDS
 from penstock.config.facts import GpuReport
 from penstock.config.load import load_serve
-from penstock.config.memory_budget import show_bytes
+from penstock.config.memory_budget import format_size
 from penstock.errors import KernelError, ModelError, PenstockError
 from penstock.kernels.select import available_families
 from penstock.launch import event_loop
@@ -165,10 +165,10 @@ def check_memory(root: Path) -> Check:
     free = machine_facts((), root).memory_bytes
     if free < ENOUGH_MEMORY:
         mend = (
-            f"{show_bytes(ENOUGH_MEMORY)} suffice for the bundled model; end something, or raise the container's limit"
+            f"{format_size(ENOUGH_MEMORY)} suffice for the bundled model; end something, or raise the container's limit"
         )
-        return Check("memory", Verdict.NOTE, f"{show_bytes(free)} available", mend)
-    return Check("memory", Verdict.OK, f"{show_bytes(free)} available")
+        return Check("memory", Verdict.NOTE, f"{format_size(free)} available", mend)
+    return Check("memory", Verdict.OK, f"{format_size(free)} available")
 
 
 def check_huge_pages(root: Path) -> Check:
@@ -284,7 +284,7 @@ def check_packages(distribution: str = "penstock") -> list[Check]:
 
 def check_event_loop() -> Check:
     """What gateways run on: the quicker one is an extra."""
-    loop = event_loop.chosen()
+    loop = event_loop.event_loop_name()
     if loop == "asyncio":
         return Check("event loop", Verdict.OK, f"asyncio (quicker gateways: pip install '{event_loop.EXTRA}')")
     return Check("event loop", Verdict.OK, f"{loop} {package_version(loop)}")
@@ -310,8 +310,8 @@ def check_gpu(report: GpuReport) -> Check:
         return Check("gpu", Verdict.NOTE if report.mend else Verdict.OK, found, report.mend)
     major, minor = gpu.capability
     found = (
-        f"{gpu.name} ({gpu.count} of them), compute capability {major}.{minor}, {show_bytes(gpu.free_bytes)} of "
-        f"{show_bytes(gpu.total_bytes)} free; torch {package_version('torch')}, triton {package_version('triton')}"
+        f"{gpu.name} ({gpu.count} of them), compute capability {major}.{minor}, {format_size(gpu.free_bytes)} of "
+        f"{format_size(gpu.total_bytes)} free; torch {package_version('torch')}, triton {package_version('triton')}"
     )
     return Check("gpu", Verdict.OK, found)
 
@@ -343,13 +343,13 @@ def check_plan(model: str | None = None, gpu: GpuReport | None = None) -> Check:
     """What ``penstock serve`` would decide here and now, flags aside; asks no network.  ``gpu``: was found already."""
     name = MODEL_CHECK
     try:
-        from penstock.launch.compose import decide
-        from penstock.launch.model_path import locate
+        from penstock.launch.compose import resolve_here
+        from penstock.launch.model_path import locate_model
         from penstock.weights.inspect import inspect_model
 
-        located = locate(model, download=_refuse_download)
+        located = locate_model(model, download=_refuse_download)
         spec = inspect_model(located.path)
-        plan = decide(load_serve({}), located.name, spec, report=gpu)
+        plan = resolve_here(load_serve({}), located.name, spec, report=gpu)
     except ImportError as error:
         return Check(name, Verdict.MISSING, f"cannot be imported: {error}", "install the packages named above")
     except ModelError as error:
@@ -357,7 +357,7 @@ def check_plan(model: str | None = None, gpu: GpuReport | None = None) -> Check:
         return Check(name, Verdict.MISSING, str(error), mend)
     except PenstockError as error:
         return Check(name, Verdict.MISSING, str(error))
-    kv = show_bytes(plan.scheduler.pages * plan.page_bytes) + " of KV pages"
+    kv = format_size(plan.scheduler.pages * plan.page_bytes) + " of KV pages"
     kv += "" if plan.kv_dtype == plan.dtype else f" in {plan.kv_dtype}"
     where = "the processor" if plan.device == "cpu" else "a GPU"
     found = (

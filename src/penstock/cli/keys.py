@@ -16,7 +16,7 @@ import msgspec
 
 from penstock.cli.console import table
 from penstock.cli.parsing import COMMANDS
-from penstock.config.api_keys import NAME, KeyFile, Service, TenantEntry, changing, load_keys, new_key
+from penstock.config.api_keys import NAME, KeyFile, ServiceClassName, TenantEntry, edit_keys, load_keys, new_key
 from penstock.config.limits import SchedulingConfig
 from penstock.errors import ConfigError
 
@@ -79,7 +79,7 @@ def _add(args: argparse.Namespace) -> int:
     classes = _classes(args.classes)
     try:
         key, entry = new_key(args.tenant, classes, operator=args.operator)
-        with changing(path, _MAX_KEYS, make=True) as held:
+        with edit_keys(path, _MAX_KEYS, make=True) as held:
             file = held[0]
             tenants = {**file.tenants, args.tenant: _changed(file.tenants.get(args.tenant), given)}
             held[0] = msgspec.structs.replace(file, tenants=tenants, keys=(*file.keys, entry))
@@ -90,12 +90,12 @@ def _add(args: argparse.Namespace) -> int:
     return 0
 
 
-def _classes(text: str | None) -> tuple[Service, ...]:
+def _classes(text: str | None) -> tuple[ServiceClassName, ...]:
     if text is None:
         return ("interactive", "batch")
     names = tuple(part.strip() for part in text.split(","))
     try:
-        return msgspec.convert(tuple(dict.fromkeys(names)), tuple[Service, ...])
+        return msgspec.convert(tuple(dict.fromkeys(names)), tuple[ServiceClassName, ...])
     except msgspec.ValidationError:
         raise ConfigError(f"--classes {text}: expected interactive, batch, or both with a comma between") from None
 
@@ -126,7 +126,7 @@ def _list(args: argparse.Namespace) -> int:
 
 def _revoke(args: argparse.Namespace) -> int:
     path, name = args.file.expanduser(), args.key
-    with changing(path, _MAX_KEYS) as held:
+    with edit_keys(path, _MAX_KEYS) as held:
         file = held[0]
         gone = next((key for key in file.keys if key.id == name), None)
         if gone is None:

@@ -14,12 +14,12 @@ from penstock.bundled import STORYTELLER, storyteller
 from penstock.cli.console import Paint, table
 from penstock.cli.parsing import COMMANDS
 from penstock.config.device import TRITON
-from penstock.config.facts import Beside
+from penstock.config.facts import ExtraWeights
 from penstock.config.load import lora_folders, parse_setting
-from penstock.config.resolve import kv_dtype
+from penstock.config.resolve import resolve_kv_dtype
 from penstock.config.schema import EngineSettings
 from penstock.errors import ConfigError
-from penstock.launch.draft_model import guesses_with, of_adapters, of_head, of_model
+from penstock.launch.draft_model import adapter_weights, draft_head_weights, draft_kind, draft_model_weights
 from penstock.launch.gpu_probe import gpu_report
 from penstock.launch.machine import free_memory
 from penstock.launch.model_path import config_folder
@@ -240,7 +240,7 @@ def servability(devices: Devices) -> dict[str, Any]:
 def planned_kv_dtype(asked: str, devices: Devices, outline: ModelOutline) -> str:
     """What pages are in, as ``penstock serve`` decides it.  Raises ConfigError."""
     recurrent = outline.name if outline.spec.kv.states is not None else ""
-    return kv_dtype(asked, BF16.name, "C++" if devices.is_cpu else TRITON, recurrent=recurrent)
+    return resolve_kv_dtype(asked, BF16.name, "C++" if devices.is_cpu else TRITON, recurrent=recurrent)
 
 
 def plan_for(
@@ -248,7 +248,7 @@ def plan_for(
     devices: Devices,
     form: WeightFormat,
     wanted: int | None,
-    beside: tuple[Beside, ...] = (),
+    beside: tuple[ExtraWeights, ...] = (),
     *,
     kept: str = BF16.name,
 ) -> Answer:
@@ -291,22 +291,22 @@ def remedies(
     return tuple(found)
 
 
-def planned_beside(args: argparse.Namespace, folder: Path, outline: ModelOutline) -> tuple[Beside, ...]:
+def planned_beside(args: argparse.Namespace, folder: Path, outline: ModelOutline) -> tuple[ExtraWeights, ...]:
     """What the flags load beside the model, from configurations and headers alone.  Raises ConfigError, ModelError."""
     named = args.draft_model
     asked = parse_setting(EngineSettings, "speculate", args.speculate, "--speculate")
-    kind = guesses_with(asked, named, folder, outline.spec)
-    found: list[Beside] = []
+    kind = draft_kind(asked, named, folder, outline.spec)
+    found: list[ExtraWeights] = []
     if kind == "draft":
-        found.append(of_model(read_outline(config_folder(named)).spec))
+        found.append(draft_model_weights(read_outline(config_folder(named)).spec))
     elif kind == "head":
         head = folder / FOLDER if named is None else Path(named).expanduser()
-        found.append(of_head(inspect_draft_head(head, outline.spec)))
+        found.append(draft_head_weights(inspect_draft_head(head, outline.spec)))
     room = parse_setting(EngineSettings, "lora_memory", args.lora_memory, "--lora-memory")
     limits = LoraFileLimits(max_rank=EngineSettings().max_lora_rank, max_bytes=room)
     targets = layout_lora_targets(outline.layout)
     adapters = [read_lora_adapter(path, targets, limits).nbytes for path in lora_folders(args.lora).values()]
-    return (*found, *of_adapters(adapters, room if args.allow_lora_updating else None))
+    return (*found, *adapter_weights(adapters, room if args.allow_lora_updating else None))
 
 
 # --- for programs ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import argparse
 
 from penstock.cli.parsing import COMMANDS
 from penstock.cli.worker import NO_SETTINGS, add_config_flags, add_engine_flags
-from penstock.config.dump import settings_as_toml
+from penstock.config.dump import dump_toml
 from penstock.config.load import load_serve
 
 EPILOG = """\
@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
     flags = {key: value for key, value in vars(args).items() if key not in NO_SETTINGS}
     config = load_serve(flags, config_file=getattr(args, "config", None))
     if getattr(args, "print_config", False):
-        print(settings_as_toml(config, "penstock serve"), end="")
+        print(dump_toml(config, "penstock serve"), end="")
         return 0
     if config.catalogue is not None:
         from penstock.catalog.serve import serve_catalogue

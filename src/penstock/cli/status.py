@@ -15,7 +15,7 @@ from typing import Any
 from penstock.cli.openai_client import add_service_flags, ask
 from penstock.cli.parsing import COMMANDS
 from penstock.config.load import load_client
-from penstock.config.memory_budget import show_bytes
+from penstock.config.memory_budget import format_size
 from penstock.errors import ConfigError, WorkerError
 
 EPILOG = """\
@@ -114,7 +114,7 @@ def page(found: dict[str, Any], speeds: tuple[float, float], url: str, *, verbos
     """Everything that is shown of one look."""
     parts = [head(found, speeds, url)]
     if "models" in found:
-        models = [row | {"bytes": show_bytes(row.get("bytes", 0))} for row in found["models"]]
+        models = [row | {"bytes": format_size(row.get("bytes", 0))} for row in found["models"]]
         parts.append(table(models, MODEL_COLUMNS))
     columns = COLUMNS + (MORE_COLUMNS if verbose else ())
     if any(row.get("reason") for row in found["workers"]):

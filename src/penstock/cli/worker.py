@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from penstock.cli.parsing import COMMANDS
-from penstock.config.dump import settings_as_toml
+from penstock.config.dump import dump_toml
 from penstock.config.load import load_worker
 
 EPILOG = """\
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     flags = {key: value for key, value in vars(args).items() if key not in NO_SETTINGS}
     config = load_worker(flags, config_file=getattr(args, "config", None))
     if getattr(args, "print_config", False):
-        print(settings_as_toml(config, "penstock worker"), end="")
+        print(dump_toml(config, "penstock worker"), end="")
         return 0
     from penstock.launch.compose import serve_worker
 

@@ -35,7 +35,7 @@ ID_CHARS = 12
 KEY_PREFIX = "sk-ps-"
 
 _Name = Annotated[str, msgspec.Meta(pattern=NAME)]
-Service = Literal["interactive", "batch"]
+ServiceClassName = Literal["interactive", "batch"]
 
 
 class TenantEntry(Config, frozen=True, kw_only=True):
@@ -52,7 +52,10 @@ class KeyEntry(Config, frozen=True, kw_only=True):
     id: Annotated[str, msgspec.Meta(pattern="^k-[0-9a-f]{8}$")]
     tenant: _Name
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-    classes: Annotated[tuple[Service, ...], msgspec.Meta(min_length=1)] = ("interactive", "batch")  # first: unless said
+    classes: Annotated[tuple[ServiceClassName, ...], msgspec.Meta(min_length=1)] = (
+        "interactive",
+        "batch",
+    )  # first: unless said
     operator: bool = False  # may it also change roles, drain workers, load adapters and see everybody's requests?
     created: int = 0  # Unix seconds
 
@@ -97,7 +100,7 @@ def load_keys(path: Path, max_keys: int) -> KeyFile:
     return found
 
 
-def check_keys(api_keys: str | None, max_keys: int) -> None:
+def check_key_file(api_keys: str | None, max_keys: int) -> None:
     """Raises ConfigError for a file that no gateway could read; said before any process starts."""
     if api_keys is not None:
         load_keys(Path(api_keys).expanduser(), max_keys)
@@ -115,7 +118,7 @@ def _check(file: KeyFile, path: Path, max_keys: int) -> None:
 
 
 @contextmanager
-def changing(path: Path, max_keys: int, *, make: bool = False) -> Iterator[list[KeyFile]]:
+def edit_keys(path: Path, max_keys: int, *, make: bool = False) -> Iterator[list[KeyFile]]:
     """The file as a list of one, which is written back whole on leaving; others who change it wait meanwhile.
 
     ``make``: begin a new file where there is none.  Raises ConfigError.
@@ -157,7 +160,7 @@ def _write(path: Path, file: KeyFile) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def new_key(tenant: str, classes: tuple[Service, ...], *, operator: bool = False) -> tuple[str, KeyEntry]:
+def new_key(tenant: str, classes: tuple[ServiceClassName, ...], *, operator: bool = False) -> tuple[str, KeyEntry]:
     """A key, and what is kept of it."""
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     digest = hashlib.sha256(key.encode()).hexdigest()

@@ -9,25 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.config.facts import Core
-from penstock.config.schema import Loan
+from penstock.config.facts import PhysicalCore
+from penstock.config.schema import CoreLoan
 from penstock.errors import ConfigError
 from penstock.types import Role, WorkerId
 
 PIN_FROM_THREADS = 4
 """Workers with so many kernel threads get cores of their own; below, the kernel's scheduler does better."""
 
-GIVES_WAY = 10
+SHARED_PREFILL_NICENESS = 10
 """Niceness of a prefill worker that shares cores with a decode worker: it has a tenth of them when both want them."""
 
-Places = tuple[tuple[WorkerId, Role], ...]
+WorkerRoles = tuple[tuple[WorkerId, Role], ...]
 
 
-Owned = tuple[Core, ...]
+CoreSet = tuple[PhysicalCore, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class CoreSettings:
     """What was asked for."""
 
     threads: int | None = None  # own threads of each worker
@@ -37,7 +37,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class CoreShare:
     """What one worker gets."""
 
     threads: int
@@ -45,19 +45,21 @@ class Share:
     niceness: int = 0
     yields: int = 0  # the niceness that it has once it is a prefill worker
     lends: int = 0  # cores
-    loans: tuple[Loan, ...] = ()
+    loans: tuple[CoreLoan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class CoreAssignment:
     """The cores of a host, divided."""
 
-    shares: tuple[Share, ...]  # one a worker, in their order
+    shares: tuple[CoreShare, ...]  # one a worker, in their order
     nodes: tuple[int, ...]  # over which weights are spread, because workers of several nodes read them; empty: one node
     notes: tuple[str, ...]
 
 
-def divide(places: Places, cores: Sequence[Core], usable: int, wishes: Wishes) -> Division:
+def assign_cores(
+    places: WorkerRoles, cores: Sequence[PhysicalCore], usable: int, wishes: CoreSettings
+) -> CoreAssignment:
     """``usable``: of ``cores``, what a container's quota leaves.  Raises ConfigError."""
     cores = sorted(cores, key=lambda core: (core.node, core.cpus))
     listed = wishes.prefill is not None or wishes.decode is not None
@@ -68,14 +70,14 @@ def divide(places: Places, cores: Sequence[Core], usable: int, wishes: Wishes) -
     alone = [_alone(i, owned) for i in range(len(places))]
     lends = [min(count, len(own)) if wishes.lend else 0 for count, own in zip(threads, alone, strict=True)]
     shares = tuple(
-        Share(
+        CoreShare(
             threads=threads[i],
             cpus=_cpus(owned[i]) if pinned else (),
-            niceness=GIVES_WAY if _gives_way(i, places, owned) else 0,
-            yields=GIVES_WAY if len(alone[i]) < len(owned[i]) else 0,
+            niceness=SHARED_PREFILL_NICENESS if _gives_way(i, places, owned) else 0,
+            yields=SHARED_PREFILL_NICENESS if len(alone[i]) < len(owned[i]) else 0,
             lends=lends[i],
             loans=tuple(
-                Loan(lender=places[j][0], cores=lends[j], cpus=_cpus(alone[j]) if pinned else ())
+                CoreLoan(lender=places[j][0], cores=lends[j], cpus=_cpus(alone[j]) if pinned else ())
                 for j in range(len(places))
                 if j != i and lends[j]
             ),
@@ -83,7 +85,7 @@ def divide(places: Places, cores: Sequence[Core], usable: int, wishes: Wishes) -
         for i in range(len(places))
     )
     nodes = _nodes([core for own in owned for core in own] if pinned else cores)
-    return Division(shares, nodes if len(nodes) > 1 else (), tuple(_notes(places, owned, shares, nodes)))
+    return CoreAssignment(shares, nodes if len(nodes) > 1 else (), tuple(_notes(places, owned, shares, nodes)))
 
 
 def parse_cpus(text: str, flag: str) -> frozenset[int]:
@@ -98,7 +100,7 @@ def parse_cpus(text: str, flag: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def show_cpus(cpus: Iterable[int]) -> str:
+def format_cpus(cpus: Iterable[int]) -> str:
     """ "0-3,8" for 0, 1, 2, 3, 8."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
@@ -112,7 +114,7 @@ def show_cpus(cpus: Iterable[int]) -> str:
 # --- who owns what ---------------------------------------------------------------------------------------------------
 
 
-def _carved(cores: Sequence[Core], count: int) -> list[Owned]:
+def _carved(cores: Sequence[PhysicalCore], count: int) -> list[CoreSet]:
     """Equal parts, node by node; with fewer cores than workers all of them have all."""
     each = len(cores) // count
     if each == 0:
@@ -121,7 +123,7 @@ def _carved(cores: Sequence[Core], count: int) -> list[Owned]:
     parts = []
     for _ in range(count):
         whole = next((free for free in left.values() if len(free) >= each), None)
-        part: list[Core] = []
+        part: list[PhysicalCore] = []
         for free in [whole] if whole is not None else left.values():
             taken = free[: each - len(part)]
             del free[: len(taken)]
@@ -130,7 +132,7 @@ def _carved(cores: Sequence[Core], count: int) -> list[Owned]:
     return parts
 
 
-def _as_listed(places: Places, cores: Sequence[Core], wishes: Wishes) -> list[Owned]:
+def _as_listed(places: WorkerRoles, cores: Sequence[PhysicalCore], wishes: CoreSettings) -> list[CoreSet]:
     known = {cpu for core in cores for cpu in core.cpus}
     asked = {
         role: _known(text, f"--{role.value}-cores", known)
@@ -138,7 +140,7 @@ def _as_listed(places: Places, cores: Sequence[Core], wishes: Wishes) -> list[Ow
         if text is not None
     }
     rest = frozenset(known.difference(*asked.values())) or frozenset(known)
-    parts: dict[Role, Iterator[Owned]] = {}
+    parts: dict[Role, Iterator[CoreSet]] = {}
     for role in (Role.PREFILL, Role.DECODE, Role.ENCODE):
         within = [_within(core, asked.get(role, rest)) for core in cores]
         count = sum(of is role for _, of in places)
@@ -150,27 +152,27 @@ def _known(text: str, flag: str, known: set[int]) -> frozenset[int]:
     cpus = parse_cpus(text, flag)
     if cpus - known:
         raise ConfigError(
-            f"{flag} {text}: this process may use processors {show_cpus(known)}, not {show_cpus(cpus - known)}"
+            f"{flag} {text}: this process may use processors {format_cpus(known)}, not {format_cpus(cpus - known)}"
         )
     return cpus
 
 
-def _within(core: Core, cpus: frozenset[int]) -> Core:
-    return Core(cpus=tuple(cpu for cpu in core.cpus if cpu in cpus), node=core.node)
+def _within(core: PhysicalCore, cpus: frozenset[int]) -> PhysicalCore:
+    return PhysicalCore(cpus=tuple(cpu for cpu in core.cpus if cpu in cpus), node=core.node)
 
 
-def _sharers(own: Owned, owned: Sequence[Owned]) -> int:
+def _sharers(own: CoreSet, owned: Sequence[CoreSet]) -> int:
     """Workers that have exactly these cores: they divide them."""
     return sum(_cpus(other) == _cpus(own) for other in owned)
 
 
-def _alone(place: int, owned: Sequence[Owned]) -> Owned:
+def _alone(place: int, owned: Sequence[CoreSet]) -> CoreSet:
     """Cores that nobody else has."""
     others = {cpu for i, other in enumerate(owned) if i != place for cpu in _cpus(other)}
     return tuple(core for core in owned[place] if others.isdisjoint(core.cpus))
 
 
-def _gives_way(place: int, places: Places, owned: Sequence[Owned]) -> bool:
+def _gives_way(place: int, places: WorkerRoles, owned: Sequence[CoreSet]) -> bool:
     """Does this prefill worker share a processor with a decode worker?"""
     if places[place][1] is not Role.PREFILL:
         return False
@@ -178,19 +180,21 @@ def _gives_way(place: int, places: Places, owned: Sequence[Owned]) -> bool:
     return not decode.isdisjoint(_cpus(owned[place]))
 
 
-def _cpus(cores: Iterable[Core]) -> tuple[int, ...]:
+def _cpus(cores: Iterable[PhysicalCore]) -> tuple[int, ...]:
     return tuple(sorted(cpu for core in cores for cpu in core.cpus))
 
 
-def _nodes(cores: Iterable[Core]) -> tuple[int, ...]:
+def _nodes(cores: Iterable[PhysicalCore]) -> tuple[int, ...]:
     return tuple(sorted({core.node for core in cores}))
 
 
-def _notes(places: Places, owned: Sequence[Owned], shares: Sequence[Share], nodes: tuple[int, ...]) -> Iterator[str]:
+def _notes(
+    places: WorkerRoles, owned: Sequence[CoreSet], shares: Sequence[CoreShare], nodes: tuple[int, ...]
+) -> Iterator[str]:
     if any(share.niceness for share in shares):
         yield "prefill and decode share cores: decode has the right of way"
     if len(nodes) > 1:
         where = "; ".join(
-            f"{worker} on {show_cpus(_nodes(own))}" for (worker, _), own in zip(places, owned, strict=True)
+            f"{worker} on {format_cpus(_nodes(own))}" for (worker, _), own in zip(places, owned, strict=True)
         )
-        yield f"memory nodes: {where if shares[0].cpus else show_cpus(nodes)}; weights are spread over all"
+        yield f"memory nodes: {where if shares[0].cpus else format_cpus(nodes)}; weights are spread over all"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.config.base import Config
 from penstock.config.facts import GpuFacts, GpuReport
-from penstock.config.schema import EngineSettings, ServeConfig, WorkerServeConfig, stores_asked
+from penstock.config.schema import EngineSettings, ServeConfig, WorkerServeConfig, kv_store_flags
 from penstock.errors import ConfigError
 from penstock.types import Role
 
@@ -30,7 +30,7 @@ _OF_PHASES = (
 )
 
 
-def is_ruled_out(config: EngineSettings) -> bool:
+def excludes_gpu(config: EngineSettings) -> bool:
     """Whatever GPU there is, no flag lets it be used: none has to be looked for."""
     if isinstance(config, ServeConfig) and config.prefill_device == "cuda":
         return False
@@ -39,7 +39,7 @@ def is_ruled_out(config: EngineSettings) -> bool:
     return config.device == "cpu"
 
 
-def choose(config: EngineSettings, report: GpuReport, unfit: str) -> DeviceChoice:
+def choose_device(config: EngineSettings, report: GpuReport, unfit: str) -> DeviceChoice:
     """The device.  ``unfit``: why a GPU does not suit this model; empty if it does.
 
     Raises ConfigError where a GPU was asked for and there is none, or flags want what none gives.
@@ -57,17 +57,17 @@ def choose(config: EngineSettings, report: GpuReport, unfit: str) -> DeviceChoic
             )
         if gpu is None:
             raise ConfigError(f"--device cuda: {report.why_not}" + (f"; {report.mend}" if report.mend else ""))
-        return chosen(gpu, "as --device cuda says")
+        return gpu_choice(gpu, "as --device cuda says")
     if gpu is None:
         said = f"no GPU is used: {report.why_not}" + (f" ({report.mend})" if report.mend else "")
         return DeviceChoice(device="cpu", note=said if report.mend else "")
     reason = split or unfit or _wants_cpu(config)
     if reason:
         return DeviceChoice(device="cpu", note=f"{gpu.name} is not used: {reason}; --device cuda would have it used")
-    return chosen(gpu, "found by itself; --device cpu would leave it alone")
+    return gpu_choice(gpu, "found by itself; --device cpu would leave it alone")
 
 
-def chosen(gpu: GpuFacts, why: str) -> DeviceChoice:
+def gpu_choice(gpu: GpuFacts, why: str) -> DeviceChoice:
     """This one, and the line that says so."""
     others = f", the first of {gpu.count}" if gpu.count > 1 else ""
     free, total = gpu.free_bytes / 2**30, gpu.total_bytes / 2**30
@@ -92,5 +92,5 @@ def _wants_cpu(config: EngineSettings) -> str:
     """What was asked for that only processors have; empty: nothing."""
     if config.kernels not in ("auto", TRITON):
         return f"--kernels {config.kernels} are a processor's"
-    flags = stores_asked(config) + ([] if config.threads is None else ["--threads"])
+    flags = kv_store_flags(config) + ([] if config.threads is None else ["--threads"])
     return f"{flags[0]} is for workers on processors" if flags else ""

@@ -12,7 +12,7 @@ SECRETS = ("api_key",)
 """Never printed."""
 
 
-def settings_as_toml(config: EngineSettings, command: str) -> str:
+def dump_toml(config: EngineSettings, command: str) -> str:
     """The file; ``config.load`` reads the same settings from it.  ``command``: whose settings they are."""
     lines = [f"# Settings of `{command}` that are in force; use with --config FILE.  What is commented out is not set."]
     tables = []

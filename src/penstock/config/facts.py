@@ -30,7 +30,7 @@ class GpuReport(Config, frozen=True, kw_only=True):
     mend: str = ""  # what would help, if something would
 
 
-class Core(Config, frozen=True, kw_only=True):
+class PhysicalCore(Config, frozen=True, kw_only=True):
     """One physical core."""
 
     cpus: tuple[int, ...]  # its logical processors, as far as this process may use them
@@ -42,7 +42,7 @@ class Core(Config, frozen=True, kw_only=True):
 # MERGED: Pure numbers, for whoever divides memory; what they are made of is ``launch.beside``'s to know.
 
 
-class Beside(Config, frozen=True, kw_only=True):
+class ExtraWeights(Config, frozen=True, kw_only=True):
     """One of them.  Bytes are those of numbers of 2 bytes, as bf16 has them."""
 
     name: str  # as "draft head"
@@ -55,7 +55,7 @@ class Beside(Config, frozen=True, kw_only=True):
         return (self.shared_bytes + workers * self.worker_bytes) * number_bytes // 2
 
 
-def beside_bytes(all_of: Sequence[Beside], workers: int, number_bytes: int = 2) -> int:
+def extra_weight_bytes(all_of: Sequence[ExtraWeights], workers: int, number_bytes: int = 2) -> int:
     """Of several together."""
     return sum(own.bytes(workers, number_bytes) for own in all_of)
 
@@ -65,7 +65,7 @@ class MachineFacts(Config, frozen=True, kw_only=True):
 
     cpus: tuple[int, ...]  # logical processors that this process may use
     cores: int  # physical cores among them, within the container's quota
-    topology: tuple[Core, ...] = ()  # the physical cores; empty: each processor is one, and all are on one node
+    topology: tuple[PhysicalCore, ...] = ()  # the physical cores; empty: each processor is one, and all are on one node
     memory_bytes: int  # that can be had now without swapping, within the container's limit
     kernel_families: tuple[str, ...]  # that this build and processor can run, best first
     encrypts: bool = False  # the library for it is installed, and recent enough
@@ -84,7 +84,7 @@ class ModelFacts(Config, frozen=True, kw_only=True):
     page_bytes_fp8: int = 0  # the same of codes (fp8_e4m3)
     reaches: tuple[KvSpec, ...] = (FULL_ATTENTION,)  # of each such group
     pooling: PoolingConfig | None = None  # None: it writes
-    beside: tuple[Beside, ...] = ()  # what is loaded with it
+    beside: tuple[ExtraWeights, ...] = ()  # what is loaded with it
     activation_bytes: int = 0  # buffers of its largest step on a GPU
 
     @property
@@ -93,7 +93,7 @@ class ModelFacts(Config, frozen=True, kw_only=True):
         return any(reach.state_interval is not None for reach in self.reaches)
 
 
-class PageSize(Config, frozen=True, kw_only=True):
+class KvPageSize(Config, frozen=True, kw_only=True):
     """What a token takes of KV memory."""
 
     page_bytes: int

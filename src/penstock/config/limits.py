@@ -56,7 +56,7 @@ class TraceConfig(TraceLimits, frozen=True, kw_only=True):
 
 # MERGED: How requests share the service: the table ``[scheduling]`` (docs/scheduling.md).
 
-LONG_PROMPT = 2.0
+VERY_LONG_PROMPT_TARGETS = 2.0
 """Targets for a first token: a prompt that takes longer than so many to read, alone, is very long; others are not kept
 back for answers (``engine.core.gentle``)."""
 
@@ -85,7 +85,7 @@ NIXL = "nixl+"
 """Before the name of a carrier: pages are read by NIXL where both ends have it."""
 
 
-class HandOverConfig(Config, frozen=True, kw_only=True):
+class KvTransferConfig(Config, frozen=True, kw_only=True):
     """How long the two ends of a hand-over wait for each other, and how much is copied between two steps."""
 
     lease_s: float = 10.0  # without a sign of the other side, either end gives its pages back

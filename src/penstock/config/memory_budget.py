@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.config.device import RUNTIME_BYTES, DeviceChoice
-from penstock.config.facts import beside_bytes
+from penstock.config.facts import extra_weight_bytes
 from penstock.config.schema import COMPILED_GRAMMARS_BYTES
 from penstock.errors import ConfigError
 
@@ -21,7 +21,7 @@ KV_CONTEXTS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryBudget:
     """The memory that a model and its pages share: the host's, or a GPU's own."""
 
     model: ModelFacts
@@ -53,17 +53,17 @@ class Room:
     def room(self) -> int:
         """Bytes for KV pages, and on the host for everything else that grows.  Raises ConfigError."""
         model, workers, number_bytes = self.model, self.workers, self.number_bytes
-        weights, others = model.parameters * number_bytes, beside_bytes(model.beside, workers, number_bytes)
+        weights, others = model.parameters * number_bytes, extra_weight_bytes(model.beside, workers, number_bytes)
         room = self.free_bytes - weights - others - self.steps_bytes
         if room > 0:
             return room
-        parts = [f"{show_bytes(weights)} for its weights"]
-        parts += [f"{show_bytes(own.bytes(workers, number_bytes))} for {own.name}" for own in model.beside]
-        parts += [f"{show_bytes(self.steps_bytes)} to compute"] if self.steps_bytes else []
+        parts = [f"{format_size(weights)} for its weights"]
+        parts += [f"{format_size(own.bytes(workers, number_bytes))} for {own.name}" for own in model.beside]
+        parts += [f"{format_size(self.steps_bytes)} to compute"] if self.steps_bytes else []
         smaller = "a smaller model" if not others else "a smaller model, or leave out what is loaded beside it"
         raise ConfigError(
             f"{model.name} needs {' and '.join(parts)}, "
-            f"{self.where} has {show_bytes(self.free_bytes)} free: stop something or serve {smaller}"
+            f"{self.where} has {format_size(self.free_bytes)} free: stop something or serve {smaller}"
         )
 
     def budget(self, asked: int | None, needed: int) -> tuple[int, str]:
@@ -73,17 +73,17 @@ class Room:
         if asked is None:
             share = min(int(room * KV_SHARE) // workers, KV_CONTEXTS * needed)
             budget = max(share, min(half, needed)) if self.choice.gpu is None else room
-            return budget, f"the {show_bytes(budget)} that each worker takes by itself"
-        source = f"--kv-memory {show_bytes(asked)}"
+            return budget, f"the {format_size(budget)} that each worker takes by itself"
+        source = f"--kv-memory {format_size(asked)}"
         if asked * workers > room:
             raise ConfigError(
-                f"{source} for each of {workers} workers is more than the {show_bytes(room)} that are free "
-                f"beside the weights: use --kv-memory {show_bytes(half)} or less"
+                f"{source} for each of {workers} workers is more than the {format_size(room)} that are free "
+                f"beside the weights: use --kv-memory {format_size(half)} or less"
             )
         return asked, source
 
 
-def show_bytes(count: int, *, up: bool = False) -> str:
+def format_size(count: int, *, up: bool = False) -> str:
     """A size that ``--kv-memory`` takes back: "512MiB".  ``up`` rounds so that nothing is lost."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= 10 * size or (count >= size and count % size == 0):

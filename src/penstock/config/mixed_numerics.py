@@ -11,30 +11,30 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.config.base import Config
-from penstock.config.cpu_cores import Division, Places, Share, Wishes, divide
-from penstock.config.device import TRITON, DeviceChoice, chosen
-from penstock.config.facts import Core
-from penstock.config.memory_budget import Room, show_bytes
-from penstock.config.schema import EngineSettings, ServeConfig, WorkerServeConfig, stores_asked
+from penstock.config.cpu_cores import CoreAssignment, CoreSettings, CoreShare, WorkerRoles, assign_cores
+from penstock.config.device import TRITON, DeviceChoice, gpu_choice
+from penstock.config.facts import PhysicalCore
+from penstock.config.memory_budget import MemoryBudget, format_size
+from penstock.config.schema import EngineSettings, ServeConfig, WorkerServeConfig, kv_store_flags
 from penstock.errors import ConfigError
 from penstock.types import MIXED_CLASS_SEPARATOR, Role
 
 if TYPE_CHECKING:
-    from penstock.config.facts import MachineFacts, ModelFacts, PageSize
+    from penstock.config.facts import KvPageSize, MachineFacts, ModelFacts
 
 REFERENCE = "reference"
 INTERPRETER = "triton-interpreter"
-TORCH = (REFERENCE, INTERPRETER)
+TORCH_FAMILIES = (REFERENCE, INTERPRETER)
 """Families whose pages do not lie as the processors' kernels have them; they have no threads of ours."""
 
-TWIN_SHARE = 0.5
+HOST_COPY_SHARE = 0.5
 """Part of the host's memory that the twins of a GPU's pages may take, in a worker that runs by itself."""
 
 LOADING_THREADS = 8
 """Of a worker that computes on a GPU: to load with."""
 
 
-class Reading(Config, frozen=True, kw_only=True):
+class PrefillPlan(Config, frozen=True, kw_only=True):
     """Where prompts are read, if not where answers are written."""
 
     device: str  # "cpu" or "cuda"
@@ -44,11 +44,11 @@ class Reading(Config, frozen=True, kw_only=True):
     @property
     def apart(self) -> bool:
         """Do its pages lie in other memory than that which is handed over from?"""
-        return self.device != "cpu" or self.family in TORCH
+        return self.device != "cpu" or self.family in TORCH_FAMILIES
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class PrefillDevice:
     """The same before there are pages, and the device that was chosen."""
 
     choice: DeviceChoice
@@ -59,7 +59,9 @@ class Reader:
         return self.choice.gpu is not None
 
 
-def reader_of(config: ServeConfig, machine: MachineFacts, model: ModelFacts, family: str) -> Reader | None:
+def choose_prefill_device(
+    config: ServeConfig, machine: MachineFacts, model: ModelFacts, family: str
+) -> PrefillDevice | None:
     """Who reads prompts, where answers are written by ``family``; None: the same.  Raises ConfigError."""
     on_gpu = config.prefill_device == "cuda"
     if not on_gpu and config.prefill_kernels in (None, family):
@@ -71,16 +73,16 @@ def reader_of(config: ServeConfig, machine: MachineFacts, model: ModelFacts, fam
             f"{flag}: prompts that are read by other kernels than answers are written by have other bits than those of "
             "either alone (docs/gpu.md, Mixed fleets); add --allow-mixed-numerics if that is wanted, or leave it out"
         )
-    if on_gpu or config.prefill_kernels in TORCH:
+    if on_gpu or config.prefill_kernels in TORCH_FAMILIES:
         _check_stores(config, flag)
     known = (TRITON, REFERENCE) if on_gpu else (*machine.kernel_families, INTERPRETER)
     named = config.prefill_kernels or TRITON
-    if family in TORCH and named not in (*TORCH, TRITON):
+    if family in TORCH_FAMILIES and named not in (*TORCH_FAMILIES, TRITON):
         raise ConfigError(f"{flag}: these kernels cannot write pages for --kernels {family}; turn them round")
     if named not in known:
         raise ConfigError(f"--prefill-kernels {named}: prefill workers have {', '.join(known)} there")
     if not on_gpu:
-        return Reader(DeviceChoice(device="cpu"), named)
+        return PrefillDevice(DeviceChoice(device="cpu"), named)
     gpu = machine.gpu.gpu
     if gpu is None:
         mend = f"; {machine.gpu.mend}" if machine.gpu.mend else ""
@@ -89,7 +91,7 @@ def reader_of(config: ServeConfig, machine: MachineFacts, model: ModelFacts, fam
         raise ConfigError(
             f"--prefill {config.prefill} with {flag}: two processes on one GPU take turns; use --prefill 1"
         )
-    return Reader(chosen(gpu, "as --prefill-device cuda says, for prompts only"), named)
+    return PrefillDevice(gpu_choice(gpu, "as --prefill-device cuda says, for prompts only"), named)
 
 
 def _check(config: ServeConfig, model: ModelFacts, flag: str) -> None:
@@ -110,7 +112,7 @@ def _check(config: ServeConfig, model: ModelFacts, flag: str) -> None:
 
 def _check_stores(config: EngineSettings, flag: str) -> None:
     """Of whoever reads prompts otherwise than the processors' kernels do.  Raises ConfigError."""
-    stores = stores_asked(config)
+    stores = kv_store_flags(config)
     if stores:
         raise ConfigError(
             f"{stores[0]} with {flag}: stored pages are for those who read prompts, "
@@ -118,7 +120,7 @@ def _check_stores(config: EngineSettings, flag: str) -> None:
         )
 
 
-def check_worker(config: WorkerServeConfig, model: ModelFacts, family: str) -> None:
+def check_mixed_worker(config: WorkerServeConfig, model: ModelFacts, family: str) -> None:
     """The same of a worker that is joined, and computes by ``family``.  Raises ConfigError."""
     other = config.mixed_with
     if other is None:
@@ -132,49 +134,53 @@ def check_worker(config: WorkerServeConfig, model: ModelFacts, family: str) -> N
         raise ConfigError(f"{flag}: processors keep KV pages in the compute type; leave out --kv-dtype")
     if model.pooling is not None or model.recurrent:
         raise ConfigError(f"{flag}: {model.name} cannot be read by some kernels and written by others")
-    if config.role is Role.PREFILL and family in (*TORCH, TRITON):
+    if config.role is Role.PREFILL and family in (*TORCH_FAMILIES, TRITON):
         _check_stores(config, f"{flag} and kernels {family}")
 
 
-def mixed_numerics(reads: str, writes: str) -> str:
+def fleet_numerics(reads: str, writes: str) -> str:
     """The class of a fleet that reads prompts in one and writes answers in the other.  The same one, if they are."""
     return reads if reads == writes else f"{reads}{MIXED_CLASS_SEPARATOR}{writes}"
 
 
-def shares(places: Places, cores: Sequence[Core], usable: int, wishes: Wishes, reader: Reader | None) -> Division:
+def assign_fleet_cores(
+    places: WorkerRoles, cores: Sequence[PhysicalCore], usable: int, wishes: CoreSettings, reader: PrefillDevice | None
+) -> CoreAssignment:
     """The cores of a host.  Who reads on a GPU has none of its own, and whose kernels are torch's lends none."""
-    if reader is None or (not reader.on_gpu and reader.family not in TORCH):
-        return divide(places, cores, usable, wishes)
-    wishes = Wishes(threads=wishes.threads, prefill=wishes.prefill, decode=wishes.decode, lend=reader.on_gpu)
+    if reader is None or (not reader.on_gpu and reader.family not in TORCH_FAMILIES):
+        return assign_cores(places, cores, usable, wishes)
+    wishes = CoreSettings(threads=wishes.threads, prefill=wishes.prefill, decode=wishes.decode, lend=reader.on_gpu)
     if not reader.on_gpu:
-        return divide(places, cores, usable, wishes)
+        return assign_cores(places, cores, usable, wishes)
     writers = tuple(place for place in places if place[1] is not Role.PREFILL)
-    division = divide(writers, cores, usable, wishes)
+    division = assign_cores(writers, cores, usable, wishes)
     own = dict(zip((name for name, _ in writers), division.shares, strict=True))
-    loading = Share(threads=max(1, min(LOADING_THREADS, len(cores))), cpus=())
-    return Division(tuple(own.get(name, loading) for name, _ in places), division.nodes, division.notes)
+    loading = CoreShare(threads=max(1, min(LOADING_THREADS, len(cores))), cpus=())
+    return CoreAssignment(tuple(own.get(name, loading) for name, _ in places), division.nodes, division.notes)
 
 
-def reading_of(reader: Reader, memory: Room, size: PageSize, pages: int, longest: int) -> Reading:
+def plan_prefill(
+    reader: PrefillDevice, memory: MemoryBudget, size: KvPageSize, pages: int, longest: int
+) -> PrefillPlan:
     """With as many pages as those of others, whose twins they are, or as many as fit there.  Raises ConfigError."""
     if reader.on_gpu:
-        room = Room(memory.model, 1, memory.number_bytes, memory.host_bytes, reader.choice)
+        room = MemoryBudget(memory.model, 1, memory.number_bytes, memory.host_bytes, reader.choice)
         pages = min(pages, room.room() // size.page_bytes)
         _check_longest(room.where, size, pages, longest)
-    return Reading(device=reader.choice.device, family=reader.family, pages=pages)
+    return PrefillPlan(device=reader.choice.device, family=reader.family, pages=pages)
 
 
-def with_twins(machine: MachineFacts, size: PageSize, pages: int, longest: int) -> int:
+def limit_to_host_copies(machine: MachineFacts, size: KvPageSize, pages: int, longest: int) -> int:
     """Pages of a GPU, of which as many must stand in the host's memory.  Raises ConfigError."""
-    pages = min(pages, int(machine.memory_bytes * TWIN_SHARE) // size.page_bytes)
-    _check_longest(f"half of this machine's memory, {show_bytes(machine.memory_bytes // 2)},", size, pages, longest)
+    pages = min(pages, int(machine.memory_bytes * HOST_COPY_SHARE) // size.page_bytes)
+    _check_longest(f"half of this machine's memory, {format_size(machine.memory_bytes // 2)},", size, pages, longest)
     return pages
 
 
-def _check_longest(where: str, size: PageSize, pages: int, longest: int) -> None:
+def _check_longest(where: str, size: KvPageSize, pages: int, longest: int) -> None:
     if pages < size.pages(longest):
         fits = size.tokens(pages, longest)
         raise ConfigError(
-            f"one context of {longest} tokens needs {show_bytes(size.pages(longest) * size.page_bytes)} of KV pages "
+            f"one context of {longest} tokens needs {format_size(size.pages(longest) * size.page_bytes)} of KV pages "
             f"where prompts are read, and {where} holds {fits}: use --max-model-len {max(fits, 16)} or less"
         )

@@ -11,32 +11,32 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.config.base import Config, is_loopback
-from penstock.config.cpu_cores import Places, Share, Wishes
-from penstock.config.device import RUNTIME_BYTES, TRITON, DeviceChoice, choose
-from penstock.config.facts import Core, MachineFacts, ModelFacts, PageSize, beside_bytes
+from penstock.config.cpu_cores import CoreSettings, CoreShare, WorkerRoles
+from penstock.config.device import RUNTIME_BYTES, TRITON, DeviceChoice, choose_device
+from penstock.config.facts import KvPageSize, MachineFacts, ModelFacts, PhysicalCore, extra_weight_bytes
 from penstock.config.limits import NIXL, Limits
-from penstock.config.memory_budget import KV_CONTEXTS, Room, show_bytes
+from penstock.config.memory_budget import KV_CONTEXTS, MemoryBudget, format_size
 from penstock.config.mixed_numerics import (
     REFERENCE,
-    TORCH,
-    Reader,
-    Reading,
-    check_worker,
-    reader_of,
-    reading_of,
-    shares,
-    with_twins,
+    TORCH_FAMILIES,
+    PrefillDevice,
+    PrefillPlan,
+    assign_fleet_cores,
+    check_mixed_worker,
+    choose_prefill_device,
+    limit_to_host_copies,
+    plan_prefill,
 )
 from penstock.config.schema import (
     MAX_CHUNK_TOKENS,
     MAX_STEP_TOKENS,
+    CoreLoan,
     EngineSettings,
     KvStoreConfig,
-    Loan,
     SchedulerConfig,
     ServeConfig,
     WorkerServeConfig,
-    stores_asked,
+    kv_store_flags,
 )
 from penstock.errors import ConfigError
 from penstock.types import FP8_E4M3, PAGE_TOKENS, Role, WorkerId
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 # MERGED: What KV pages keep keys and values in, decided from given facts: ``--kv-dtype``.  Pure.
 
-KEEPERS = (TRITON, "reference")
+FP8_KV_FAMILIES = (TRITON, "reference")
 """Kernel families that have codes of keys and values."""
 
 
-def kv_dtype(asked: str, compute: str, family: str, *, recurrent: str = "", note: str = "") -> str:
+def resolve_kv_dtype(asked: str, compute: str, family: str, *, recurrent: str = "", note: str = "") -> str:
     """The type: the compute type unless another was asked for.
 
     ``recurrent``: the model's name, if it has recurrent layers.  ``note``: why no GPU is used, if there is a reason.
@@ -64,7 +64,7 @@ def kv_dtype(asked: str, compute: str, family: str, *, recurrent: str = "", note
             f"--kv-dtype {FP8_E4M3}: {recurrent} has recurrent layers, whose states are in fp32 and lie in the same "
             "pages; leave it out"
         )
-    if family not in KEEPERS:
+    if family not in FP8_KV_FAMILIES:
         why = f" ({note})" if note else ""
         raise ConfigError(
             f"--kv-dtype {FP8_E4M3}: the kernels of processors ({family}) keep KV pages in the compute type; it takes "
@@ -76,7 +76,7 @@ def kv_dtype(asked: str, compute: str, family: str, *, recurrent: str = "", note
 # MERGED: What an operator's settings mean for the scheduler of every worker.  Pure.
 
 
-def scheduler_of(config: EngineSettings, model: ModelFacts, room: tuple[int, int]) -> SchedulerConfig:
+def resolve_scheduler(config: EngineSettings, model: ModelFacts, room: tuple[int, int]) -> SchedulerConfig:
     """``room``: pages, and tokens of the longest context."""
     pages, max_model_len = room
     return SchedulerConfig(
@@ -106,7 +106,7 @@ def _gentle_read_s(config: EngineSettings) -> float:
 NO_GPU_LANES = (
     "--gpu-lanes is ignored: the two lanes on one GPU were removed, and one step computes prompts and answers"
 )
-NO_GUESSES = (
+NO_SPECULATION = (
     "--speculate is off: this model's recurrent layers keep one state, which cannot take back tokens that were guessed "
     "wrongly"
 )
@@ -125,7 +125,7 @@ class WorkerPlan(Config, frozen=True, kw_only=True):
     niceness: int = 0
     yields: int = 0  # its niceness, were it a prefill worker
     lends: int = 0  # cores, while it has nothing to do
-    loans: tuple[Loan, ...] = ()
+    loans: tuple[CoreLoan, ...] = ()
 
 
 class ServePlan(Config, frozen=True, kw_only=True):
@@ -136,7 +136,7 @@ class ServePlan(Config, frozen=True, kw_only=True):
     pages_port: int = 0  # where pages are fetched over sockets; 0: any free one
     device: str = "cpu"  # or "cuda"
     family: str  # kernel family
-    reading: Reading | None = None  # of prefill workers, where they compute otherwise than the others
+    reading: PrefillPlan | None = None  # of prefill workers, where they compute otherwise than the others
     mixed_with: str = ""  # numerics class of the other role's workers, on other hosts; empty: the same as here
     dtype: str  # "bf16" or "fp32"
     kv_dtype: str  # the same, or "fp8_e4m3"
@@ -154,7 +154,7 @@ class ServePlan(Config, frozen=True, kw_only=True):
         """Are prompts read in another numerics class than answers are written in?"""
         return self.reading is not None or bool(self.mixed_with)
 
-    def reading_of(self, place: WorkerPlan) -> Reading | None:
+    def reading_of(self, place: WorkerPlan) -> PrefillPlan | None:
         """Where this worker computes, if not where the others do."""
         return self.reading if place.role is Role.PREFILL else None
 
@@ -163,7 +163,7 @@ class ServePlan(Config, frozen=True, kw_only=True):
         reading = self.reading_of(place)
         if reading is not None:
             return reading.apart
-        return self.device != "cpu" or (self.mixes and place.role is Role.PREFILL and self.family in TORCH)
+        return self.device != "cpu" or (self.mixes and place.role is Role.PREFILL and self.family in TORCH_FAMILIES)
 
 
 def resolve(config: ServeConfig, machine: MachineFacts, model: ModelFacts) -> ServePlan:
@@ -175,9 +175,9 @@ def resolve(config: ServeConfig, machine: MachineFacts, model: ModelFacts) -> Se
     if config.prefill_device == "cuda" and config.device == "auto":
         choice = DeviceChoice(device="cpu")
     else:
-        choice = choose(config, machine.gpu, _unfit(config, machine, model))
-    reader = reader_of(config, machine, model, _family(config, machine, choice.device))
-    wishes = Wishes(
+        choice = choose_device(config, machine.gpu, _unfit(config, machine, model))
+    reader = choose_prefill_device(config, machine, model, _family(config, machine, choice.device))
+    wishes = CoreSettings(
         threads=config.threads,
         prefill=config.prefill_cores,
         decode=config.decode_cores,
@@ -191,13 +191,13 @@ def resolve(config: ServeConfig, machine: MachineFacts, model: ModelFacts) -> Se
 
 def resolve_worker(config: WorkerServeConfig, worker: WorkerId, machine: MachineFacts, model: ModelFacts) -> ServePlan:
     """The same for one worker that is joined from other hosts, where memory cannot be shared."""
-    choice = choose(config, machine.gpu, _unfit(config, machine, model))
+    choice = choose_device(config, machine.gpu, _unfit(config, machine, model))
     if config.role is Role.ENCODE and not model.sees:
         raise ConfigError(f"--role encode: {model.name} reads no images or sounds, so there is nothing to encode")
     if model.pooling is not None and config.role is not Role.BOTH:
         raise ConfigError(f"--role {config.role.value}: {model.name} only reads, in one phase; use --role both")
-    check_worker(config, model, _family(config, machine, choice.device))
-    how = (_between_hosts(config, machine), Wishes(threads=config.threads), choice, None)
+    check_mixed_worker(config, model, _family(config, machine, choice.device))
+    how = (_between_hosts(config, machine), CoreSettings(threads=config.threads), choice, None)
     plan = _resolve(config, ((worker, config.role),), how, machine, model)
     return msgspec.structs.replace(plan, pages_port=config.pages_port, mixed_with=config.mixed_with or "")
 
@@ -233,9 +233,9 @@ def context_length(config: EngineSettings, model: ModelFacts) -> int:
     return config.max_model_len or model.max_positions
 
 
-def kv_store(config: EngineSettings, device: str, *, writes: bool) -> KvStoreConfig:
+def resolve_kv_store(config: EngineSettings, device: str, *, writes: bool) -> KvStoreConfig:
     """Where KV pages stand beside the workers' own memory; ``writes``: the model does.  Raises ConfigError."""
-    asked = stores_asked(config)
+    asked = kv_store_flags(config)
     if device != "cpu" or not writes:
         why = f"--device {device}: pages in its memory" if writes else "a model that only reads: its pages"
         if asked:
@@ -263,8 +263,8 @@ def kv_store(config: EngineSettings, device: str, *, writes: bool) -> KvStoreCon
 
 def _resolve(
     config: EngineSettings,
-    places: Places,
-    how: tuple[str, Wishes, DeviceChoice, Reader | None],
+    places: WorkerRoles,
+    how: tuple[str, CoreSettings, DeviceChoice, PrefillDevice | None],
     machine: MachineFacts,
     model: ModelFacts,
 ) -> ServePlan:
@@ -273,20 +273,20 @@ def _resolve(
     family = _family(config, machine, choice.device)
     kept, page_bytes = _kept(config, model, (dtype, family), choice)
     chunk = config.max_chunk_tokens or MAX_CHUNK_TOKENS
-    size = PageSize(page_bytes=page_bytes, reaches=model.reaches, ahead=min(chunk, MAX_STEP_TOKENS))
+    size = KvPageSize(page_bytes=page_bytes, reaches=model.reaches, ahead=min(chunk, MAX_STEP_TOKENS))
     holders = max(1, sum(role is not Role.ENCODE for _, role in places))  # of KV pages
-    memory = Room(model, holders, 2 if dtype == "bf16" else 4, machine.memory_bytes, choice)
+    memory = MemoryBudget(model, holders, 2 if dtype == "bf16" else 4, machine.memory_bytes, choice)
     pages, max_model_len, note = _pages(config, memory, size)
     if isinstance(config, WorkerServeConfig) and config.mixed_with is not None and choice.gpu is not None:
-        pages = with_twins(machine, size, pages, max_model_len)
-    reading = None if reader is None else reading_of(reader, memory, size, pages, max_model_len)
-    cores = machine.topology or tuple(Core(cpus=(cpu,)) for cpu in machine.cpus)
-    division = shares(places, cores, machine.cores, wishes, reader)
+        pages = limit_to_host_copies(machine, size, pages, max_model_len)
+    reading = None if reader is None else plan_prefill(reader, memory, size, pages, max_model_len)
+    cores = machine.topology or tuple(PhysicalCore(cpus=(cpu,)) for cpu in machine.cpus)
+    division = assign_fleet_cores(places, cores, machine.cores, wishes, reader)
     wanted = config.speculate != "off" and model.pooling is None
     silent = wanted and model.recurrent
     removed = NO_GPU_LANES if config.gpu_lanes != "off" else ""
     scheduler = msgspec.structs.replace(
-        scheduler_of(config, model, (pages, max_model_len)),
+        resolve_scheduler(config, model, (pages, max_model_len)),
         even_pace=any(share.loans for share in division.shares),
         max_draft_tokens=config.max_draft_tokens if wanted and not silent else 0,
     )
@@ -302,7 +302,7 @@ def _resolve(
         page_bytes=page_bytes,
         scheduler=scheduler,
         nodes=division.nodes,
-        notes=(*filter(None, (*told, note, removed)), *((NO_GUESSES,) if silent else ()), *division.notes),
+        notes=(*filter(None, (*told, note, removed)), *((NO_SPECULATION,) if silent else ()), *division.notes),
     )
 
 
@@ -311,12 +311,12 @@ def _kept(
 ) -> tuple[str, int]:
     """What pages are in, and their bytes; ``computed``: in which type, by which family.  Raises ConfigError."""
     recurrent = model.name if model.recurrent else ""
-    kept = kv_dtype(config.kv_dtype, *computed, recurrent=recurrent, note=choice.note)
+    kept = resolve_kv_dtype(config.kv_dtype, *computed, recurrent=recurrent, note=choice.note)
     plain = model.page_bytes_bf16 * (2 if kept == "fp32" else 1)
     return kept, model.page_bytes_fp8 if kept == FP8_E4M3 else plain
 
 
-def _places(config: ServeConfig, aggregated: bool) -> Places:
+def _places(config: ServeConfig, aggregated: bool) -> WorkerRoles:
     counts: tuple[tuple[Role, int], ...] = ((Role.PREFILL, config.prefill or 1), (Role.DECODE, config.decode or 1))
     if aggregated:
         counts = ((Role.BOTH, 1),)
@@ -324,7 +324,7 @@ def _places(config: ServeConfig, aggregated: bool) -> Places:
     return tuple((WorkerId(f"{role.value}-{i}"), role) for role, count in counts for i in range(count))
 
 
-def _readers(config: ServeConfig, model: ModelFacts) -> Places:
+def _readers(config: ServeConfig, model: ModelFacts) -> WorkerRoles:
     """Workers of a model that writes nothing: there is one phase, so ``--prefill N`` says how many."""
     for flag in ("decode", "prefill_cores", "decode_cores"):
         if getattr(config, flag) is not None:
@@ -350,7 +350,7 @@ def _family(config: EngineSettings, machine: MachineFacts, device: str) -> str:
     return config.kernels
 
 
-def _worker(name: WorkerId, role: Role, share: Share) -> WorkerPlan:
+def _worker(name: WorkerId, role: Role, share: CoreShare) -> WorkerPlan:
     return WorkerPlan(
         worker=name,
         role=role,
@@ -363,7 +363,7 @@ def _worker(name: WorkerId, role: Role, share: Share) -> WorkerPlan:
     )
 
 
-def _pages(config: EngineSettings, memory: Room, size: PageSize) -> tuple[int, int, str | None]:
+def _pages(config: EngineSettings, memory: MemoryBudget, size: KvPageSize) -> tuple[int, int, str | None]:
     """(pages of each worker, longest context, a note if that is not the model's): one full context always fits."""
     asked, model = config.max_model_len, memory.model
     longest = context_length(config, model)
@@ -375,10 +375,10 @@ def _pages(config: EngineSettings, memory: Room, size: PageSize) -> tuple[int, i
     if pages >= size.pages(longest):
         return pages, longest, None
     fits = size.tokens(pages, longest)
-    ample = f"--kv-memory {show_bytes(needed, up=True)}"
+    ample = f"--kv-memory {format_size(needed, up=True)}"
     if asked is not None or fits < min(MIN_CONTEXT, longest):
         raise ConfigError(
-            f"one context of {longest} tokens needs {show_bytes(needed)} of KV pages and {source} holds {fits}: "
+            f"one context of {longest} tokens needs {format_size(needed)} of KV pages and {source} holds {fits}: "
             f"use {ample}" + (f" or --max-model-len {fits}" if fits >= PAGE_TOKENS else "")
         )
     note = f"context cut from {longest} to {fits} tokens: {source} holds no more; {ample} would hold all"
@@ -395,7 +395,9 @@ def _unfit(config: EngineSettings, machine: MachineFacts, model: ModelFacts) -> 
     if model.sees:
         return f"{model.name} reads images or sounds, which GPUs do operation by operation here"
     number_bytes = 4 if "fp32" in (config.dtype, model.auto_dtype if config.dtype == "auto" else "") else 2
-    weights = model.parameters * number_bytes + beside_bytes(model.beside, 1, number_bytes)
+    weights = model.parameters * number_bytes + extra_weight_bytes(model.beside, 1, number_bytes)
     if weights + model.activation_bytes + RUNTIME_BYTES >= gpu.free_bytes:
-        return f"{model.name} needs {show_bytes(weights)} for its weights, {show_bytes(gpu.free_bytes)} are free there"
+        return (
+            f"{model.name} needs {format_size(weights)} for its weights, {format_size(gpu.free_bytes)} are free there"
+        )
     return ""

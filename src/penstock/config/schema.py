@@ -12,8 +12,8 @@ import msgspec
 from penstock.config.base import Config, Positive
 from penstock.config.limits import (
     FailoverConfig,
-    HandOverConfig,
     KvStoreLimits,
+    KvTransferConfig,
     Limits,
     RoutingConfig,
     SchedulingConfig,
@@ -93,7 +93,7 @@ class KvStoreConfig(KvStoreLimits, frozen=True, kw_only=True):
     key_file: str | None = None  # with what pages on disk and in remote tiers are encrypted
 
 
-class Loan(Config, frozen=True, kw_only=True):
+class CoreLoan(Config, frozen=True, kw_only=True):
     """Cores that a worker may use while another one, whose they are, has nothing to do."""
 
     lender: WorkerId
@@ -116,7 +116,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     vocabulary: int | None = None  # tokens that the model knows; None: requests are not compared with it
     pages_port: int = 0  # where they are fetched from over sockets; 0: any free one
     scheduler: SchedulerConfig
-    hand_over: HandOverConfig = HandOverConfig()
+    hand_over: KvTransferConfig = KvTransferConfig()
     kv_store: KvStoreConfig = KvStoreConfig()
     threads: int = 1  # own kernel threads
     cpus: tuple[int, ...] = ()  # processors it may run on; empty: all
@@ -125,7 +125,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     hands_over: bool = True  # its pages can pass to others, and theirs to it
     keeps_role: bool = False  # other roles are of another numerics class
     drain_s: float = 28.0  # to let others go on with its answers before it ends
-    loans: tuple[Loan, ...] = ()  # whose cores it may borrow
+    loans: tuple[CoreLoan, ...] = ()  # whose cores it may borrow
     image_cache_bytes: int = 256 << 20  # of encoded images that no request holds
     compiled_grammars_bytes: int = COMPILED_GRAMMARS_BYTES
     max_compiling_grammars: int = 256  # that wait to be compiled in a worker
@@ -155,7 +155,7 @@ class LoraConfig(Config, frozen=True, kw_only=True):
     max_rank: int = 256
 
 
-class Offers(Config, frozen=True, kw_only=True):
+class InputFeatures(Config, frozen=True, kw_only=True):
     """What a service takes beside text for its model."""
 
     remote_images: bool = False  # images may be fetched from public addresses
@@ -259,7 +259,7 @@ class EngineSettings(Config, frozen=True, kw_only=True):
     kv_mooncake: str | None = None  # HOST:PORT of the master of a Mooncake store for KV pages
     kv_mooncake_size: Positive | None = None  # bytes of memory that each worker gives to it
     kv_key: str | None = None  # file of the key that pages on disk and in remote tiers are encrypted with
-    hand_over: HandOverConfig = HandOverConfig()
+    hand_over: KvTransferConfig = KvTransferConfig()
     kv_store: KvStoreLimits = KvStoreLimits()
     supervise: SuperviseConfig = SuperviseConfig()
     scheduling: SchedulingConfig = SchedulingConfig()
@@ -333,6 +333,6 @@ class WorkerServeConfig(EngineSettings, frozen=True, kw_only=True):
 _TIERS = ("kv_host", "kv_disk", "kv_redis", "kv_mooncake")
 
 
-def stores_asked(config: EngineSettings) -> list[str]:
+def kv_store_flags(config: EngineSettings) -> list[str]:
     """Their flags: ``--kv-host``, then those that outlive the service."""
     return [f"--{name.replace('_', '-')}" for name in _TIERS if getattr(config, name) is not None]

@@ -30,9 +30,9 @@ from pathlib import Path
 
 from msgspec import structs
 
-from penstock.config.api_keys import check_keys, load_keys
-from penstock.config.device import is_ruled_out
-from penstock.config.facts import Beside, GpuReport, MachineFacts, ModelFacts
+from penstock.config.api_keys import check_key_file, load_keys
+from penstock.config.device import excludes_gpu
+from penstock.config.facts import ExtraWeights, GpuReport, MachineFacts, ModelFacts
 from penstock.config.load import lora_folders, weights_cache_folder
 from penstock.config.resolve import ServePlan, context_length, resolve, resolve_worker
 from penstock.config.schema import (
@@ -49,18 +49,26 @@ from penstock.config.schema import (
 from penstock.errors import ConfigError, KernelError
 from penstock.kernels.select import available_families
 from penstock.launch import draft_model, event_loop
-from penstock.launch.draft_model import beside_of
+from penstock.launch.draft_model import extra_weights
 from penstock.launch.gpu_probe import gpu_report
-from penstock.launch.heartbeat import Board, Slot
-from penstock.launch.machine import machine_facts, process_began, usable_cores
-from penstock.launch.model_path import Located, locate
-from penstock.launch.processes import Front, HostJobs, Mailboxes, ModelSource, Workers, incarnations_of_a_run, layout_of
+from penstock.launch.heartbeat import HeartbeatBoard, HeartbeatSlot
+from penstock.launch.machine import machine_facts, process_start_time, usable_cores
+from penstock.launch.model_path import ModelLocation, locate_model
+from penstock.launch.processes import (
+    GatewayProcesses,
+    HostProcesses,
+    ModelSource,
+    WorkerEndpoints,
+    WorkerProcesses,
+    incarnations_of_a_run,
+    kv_layout,
+)
 from penstock.launch.restart_policy import GATEWAY
 from penstock.launch.run_folder import RunFolder
-from penstock.launch.shared_rates import SharedBuckets
-from penstock.launch.sparse_attention import read_sparsely
-from penstock.launch.startup_log import Phases, fleet_lines, join_lines, model_lines, talk_lines, worker_lines
-from penstock.launch.supervisor import Stopped, Supervisor
+from penstock.launch.shared_rates import SharedTokenBuckets
+from penstock.launch.sparse_attention import with_sparse_attention
+from penstock.launch.startup_log import StartupTimer, client_lines, fleet_lines, join_lines, model_lines, worker_lines
+from penstock.launch.supervisor import StoppedEarly, Supervisor
 from penstock.launch.tls import checked_tls
 from penstock.launch.tracing import trace_config
 from penstock.sidecar import disable_core_dumps
@@ -107,7 +115,7 @@ GATEWAY_MODULES = (
 """Imported by the processes of a service."""
 
 
-def preload(modules: Sequence[str]) -> None:
+def preload_modules(modules: Sequence[str]) -> None:
     """Import these modules, and uvloop if it is installed.  Called when all children are ready.
 
     A module that cannot be imported does not end a running service: a warning is logged.
@@ -129,14 +137,14 @@ SAFE_KEY_CHARS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nested:
+class ParentLink:
     """What a service that is one model of a catalog gets from the catalog's supervisor, which forked it."""
 
     name: str
     listener: socket.socket
-    slot: Slot
+    slot: HeartbeatSlot
     event_key: str
-    buckets: SharedBuckets
+    buckets: SharedTokenBuckets
 
     def beat(self) -> None:
         """Beat on the heartbeat board of the catalog's supervisor."""
@@ -144,33 +152,33 @@ class Nested:
         self.slot.beat(now, now, 0)
 
 
-def serve(config: ServeConfig, nested: Nested | None = None) -> int:
+def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
     """Run ``penstock serve`` until it ends; returns the exit code.
 
     Raises ConfigError, ModelError or KernelError before any process starts, GaveUp when one cannot be kept running.
     """
-    phases = begin(config, nested.name if nested else "supervisor")
+    phases = begin_service(config, nested.name if nested else "supervisor")
     tls = None if nested else checked_tls(config)  # the front of a catalog has its own, and asks over the loopback
-    located = locate(config.model)
-    spec = read_sparsely(inspect_model(located.path), config)
+    located = locate_model(config.model)
+    spec = with_sparse_attention(inspect_model(located.path), config)
     name = config.served_model_name or located.name
     lora = listed_adapters(config, name, spec)
     model = ModelSource(
         path=located.path,
         spec=spec,
         manifests=manifests_of(config, located),
-        draft=None if config.join else draft_model.find(config, located.path, spec),
+        draft=None if config.join else draft_model.find_draft(config, located.path, spec),
         loras=lora.adapters,
     )
-    plan = None if config.join else decide(config, name, spec, _beside(config, model))
+    plan = None if config.join else resolve_here(config, name, spec, _beside(config, model))
     keys = _shared_keys(config) if config.join else CurveKeys.ephemeral()
     for endpoint in config.join:
         _check_tcp(endpoint, "--join")
     gateways = tuple(f"gateway-{number}" for number in range(config.gateways))
     with ExitStack() as stack:
-        listener = nested.listener if nested else stack.enter_context(listening(config.host, config.port))
+        listener = nested.listener if nested else stack.enter_context(listening_socket(config.host, config.port))
         port = listener.getsockname()[1]
-        slots = slots_of((*gateways, *_names(plan)))
+        slots = heartbeat_slots((*gateways, *_names(plan)))
         shared = keys if config.join else None
         gateway_config = structs.replace(
             _gateway_config(config, located, spec, name=name, lora=lora, plan=plan),
@@ -179,41 +187,41 @@ def serve(config: ServeConfig, nested: Nested | None = None) -> int:
             fronted=nested is not None,
             event_key=nested.event_key if nested else _event_key(config, shared),
         )
-        front = Front(
+        front = GatewayProcesses(
             config=gateway_config,
             listener=listener,
             keys=keys,
             slots={gateway: slots[gateway] for gateway in gateways},
             log_json=config.log_json,
             created=int(time.time()),
-            buckets=nested.buckets if nested else SharedBuckets(config.scheduling.max_tenants),
+            buckets=nested.buckets if nested else SharedTokenBuckets(config.scheduling.max_tenants),
         )
         workers = None
         if plan is not None:
-            mailboxes = Mailboxes(keys, stack.enter_context(closing(RunFolder())).endpoint)
-            workers = Workers(config, plan, model, mailboxes, slots)
+            mailboxes = WorkerEndpoints(keys, stack.enter_context(closing(RunFolder())).endpoint)
+            workers = WorkerProcesses(config, plan, model, mailboxes, slots)
             stack.callback(workers.close)
         length, notes = gateway_config.max_model_len, plan.notes if plan else ()
-        say(model_lines(located, name, spec, length, notes, generation_config=config.generation_config))
-        jobs, beat = HostJobs(front, workers), nested.beat if nested else None
+        log_lines(model_lines(located, name, spec, length, notes, generation_config=config.generation_config))
+        jobs, beat = HostProcesses(front, workers), nested.beat if nested else None
         supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots, beat, gateways=gateways))
         supervisor.when_stopping(listener.close)
 
         def ready() -> None:
-            say(fleet_lines(plan, supervisor.pid) if plan else join_lines(config.join))
+            log_lines(fleet_lines(plan, supervisor.pid) if plan else join_lines(config.join))
             if nested:
                 nested.slot.set_state(WorkerState.READY)
             else:
-                say(_talk_lines(config, name, spec, port, took=str(phases)))
+                log_lines(_talk_lines(config, name, spec, port, took=str(phases)))
 
-        return watch(supervisor, workers, plan, phases, ready)
+        return run_supervised(supervisor, workers, plan, phases, ready)
 
 
 def serve_worker(config: WorkerServeConfig) -> int:
     """Run ``penstock worker`` until it ends; returns the exit code.  Raises as ``serve``."""
-    phases = begin(config)
-    located = locate(config.model)
-    spec = read_sparsely(inspect_model(located.path), config)
+    phases = begin_service(config)
+    located = locate_model(config.model)
+    spec = with_sparse_attention(inspect_model(located.path), config)
     _check_tcp(config.listen, "--listen")
     if config.listen.endswith(":0"):
         raise ConfigError(f"--listen {config.listen}: choose a port, for gateways have to know it; 0 would be any")
@@ -223,27 +231,27 @@ def serve_worker(config: WorkerServeConfig) -> int:
         path=located.path,
         spec=spec,
         manifests=manifests_of(config, located),
-        draft=draft_model.find(config, located.path, spec),
+        draft=draft_model.find_draft(config, located.path, spec),
     )
-    facts = _model_facts(located.name, spec, beside_of(config, model.draft))
+    facts = _model_facts(located.name, spec, extra_weights(config, model.draft))
     plan = resolve_worker(config, worker, _machine(config), facts)
     _check_free(config.listen)
     with ExitStack() as stack:
-        slots = slots_of((worker,))
-        mailboxes = Mailboxes(keys, lambda worker, incarnation: config.listen, incarnations_of_a_run())
-        workers = Workers(config, plan, model, mailboxes, slots)
+        slots = heartbeat_slots((worker,))
+        mailboxes = WorkerEndpoints(keys, lambda worker, incarnation: config.listen, incarnations_of_a_run())
+        workers = WorkerProcesses(config, plan, model, mailboxes, slots)
         stack.callback(workers.close)
-        say(model_lines(located, located.name, spec, plan.scheduler.max_model_len, plan.notes))
-        supervisor = stack.enter_context(Supervisor(config.supervise, HostJobs(None, workers), slots))
+        log_lines(model_lines(located, located.name, spec, plan.scheduler.max_model_len, plan.notes))
+        supervisor = stack.enter_context(Supervisor(config.supervise, HostProcesses(None, workers), slots))
 
         def ready() -> None:
-            say(fleet_lines(plan, supervisor.pid))
-            say(worker_lines(config.listen, config.model, str(config.keys), took=str(phases)))
+            log_lines(fleet_lines(plan, supervisor.pid))
+            log_lines(worker_lines(config.listen, config.model, str(config.keys), took=str(phases)))
 
-        return watch(supervisor, workers, plan, phases, ready)
+        return run_supervised(supervisor, workers, plan, phases, ready)
 
 
-def manifests_of(config: EngineSettings, located: Located) -> ManifestStore | None:
+def manifests_of(config: EngineSettings, located: ModelLocation) -> ManifestStore | None:
     """What remembers the hashes of this model's weights.  The bundled model's may change with any new version of us."""
     folder = weights_cache_folder(config.weights_cache)
     if folder is None or located.bundled:
@@ -251,8 +259,12 @@ def manifests_of(config: EngineSettings, located: Located) -> ManifestStore | No
     return ManifestStore(folder, accept_new=config.accept_new_weights)
 
 
-def decide(
-    config: ServeConfig, name: str, spec: ModelSpec, beside: tuple[Beside, ...] = (), report: GpuReport | None = None
+def resolve_here(
+    config: ServeConfig,
+    name: str,
+    spec: ModelSpec,
+    beside: tuple[ExtraWeights, ...] = (),
+    report: GpuReport | None = None,
 ) -> ServePlan:
     """What would run on this machine, with these loaded beside the model.  ``report``: of a GPU, if one was looked for
     already.  Raises ConfigError, KernelError."""
@@ -262,18 +274,18 @@ def decide(
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def begin(config: EngineSettings, name: str = "supervisor") -> Phases:
+def begin_service(config: EngineSettings, name: str = "supervisor") -> StartupTimer:
     """The first thing a service does."""
     configure_logging(name, as_json=config.log_json)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # as many connections as the system allows
     disable_core_dumps()  # prompts and keys would be in them
-    phases = Phases(process_began())
+    phases = StartupTimer(process_start_time())
     phases.end("imports")
     return phases
 
 
-def warn_of_short_key(api_key: str | None) -> None:
+def warn_short_key(api_key: str | None) -> None:
     """Thousands a second can be tried."""
     if api_key is not None and len(api_key) < SAFE_KEY_CHARS:
         log.warning(
@@ -281,11 +293,11 @@ def warn_of_short_key(api_key: str | None) -> None:
         )
 
 
-def watch(
+def run_supervised(
     supervisor: Supervisor,
-    workers: Workers | None,
+    workers: WorkerProcesses | None,
     plan: ServePlan | None,
-    phases: Phases,
+    phases: StartupTimer,
     announce: Callable[[], None],
     *,
     modules: Sequence[str] = GATEWAY_MODULES,
@@ -299,7 +311,7 @@ def watch(
         phases.end("processes")
         announce()
         if supervisor.has_gateways:  # workers were forked with all that they need
-            preload(modules)
+            preload_modules(modules)
 
     try:
         supervisor.start()
@@ -308,14 +320,14 @@ def watch(
             workers.load(supervisor.keep_watch, usable_cores(tuple(os.sched_getaffinity(0))))
             phases.end("weights")
         code = supervisor.run({w.worker: w.role for w in plan.workers} if plan else {}, ready)
-    except Stopped:
+    except StoppedEarly:
         supervisor.wind_up()
         code = 0
     log.info("stopped")
     return code
 
 
-def say(lines: Iterable[str]) -> None:
+def log_lines(lines: Iterable[str]) -> None:
     for line in lines:
         log.info("%s", line)
 
@@ -324,15 +336,15 @@ def _names(plan: ServePlan | None) -> tuple[WorkerId, ...]:
     return tuple(worker.worker for worker in plan.workers) if plan else ()
 
 
-def slots_of(names: tuple[str, ...]) -> dict[str, Slot]:
-    return dict(zip(names, Board(len(names)).slots, strict=True))
+def heartbeat_slots(names: tuple[str, ...]) -> dict[str, HeartbeatSlot]:
+    return dict(zip(names, HeartbeatBoard(len(names)).slots, strict=True))
 
 
 def _talk_lines(config: ServeConfig, name: str, spec: ModelSpec, port: int, *, took: str) -> Iterator[str]:
     """The last lines of a start: the URL, and commands that talk to it."""
     needs_key = bool(config.api_key or config.api_keys)
     state = "answers, not ready before workers have joined," if config.join else "ready"
-    return talk_lines(url_of(config, port), (name, spec.task), needs_key=needs_key, took=took, state=state)
+    return client_lines(service_url(config, port), (name, spec.task), needs_key=needs_key, took=took, state=state)
 
 
 def _event_key(config: ServeConfig, shared: CurveKeys | None) -> str:
@@ -340,12 +352,12 @@ def _event_key(config: ServeConfig, shared: CurveKeys | None) -> str:
 
 
 def _gateway_config(
-    config: ServeConfig, located: Located, spec: ModelSpec, *, name: str, lora: LoraConfig, plan: ServePlan | None
+    config: ServeConfig, located: ModelLocation, spec: ModelSpec, *, name: str, lora: LoraConfig, plan: ServePlan | None
 ) -> GatewayConfig:
     """The gateways' configuration as far as the settings decide it.  ``plan`` None: all workers are on other hosts."""
-    check_keys(config.api_keys, config.scheduling.max_tenants)
-    warn_of_short_key(config.api_key)
-    event_loop.chosen(config.event_loop)
+    check_key_file(config.api_keys, config.scheduling.max_tenants)
+    warn_short_key(config.api_key)
+    event_loop.event_loop_name(config.event_loop)
     split = not config.aggregated and spec.task.writes
     length = context_length(config, _model_facts(name, spec)) if plan is None else plan.scheduler.max_model_len
     return GatewayConfig(
@@ -411,8 +423,8 @@ def listed_adapters(config: ServeConfig, model: str, spec: ModelSpec) -> LoraCon
     )
 
 
-def _beside(config: ServeConfig, model: ModelSource) -> tuple[Beside, ...]:
-    return beside_of(config, model.draft, model.loras, more_loras=config.allow_lora_updating)
+def _beside(config: ServeConfig, model: ModelSource) -> tuple[ExtraWeights, ...]:
+    return extra_weights(config, model.draft, model.loras, more_loras=config.allow_lora_updating)
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------
@@ -420,7 +432,7 @@ def _beside(config: ServeConfig, model: ModelSource) -> tuple[Beside, ...]:
 
 def _machine(config: EngineSettings, report: GpuReport | None = None) -> MachineFacts:
     """Raises KernelError where neither a processor's kernels nor a GPU can be used."""
-    report = GpuReport() if is_ruled_out(config) else report or gpu_report()
+    report = GpuReport() if excludes_gpu(config) else report or gpu_report()
     try:
         families = available_families()
     except KernelError:
@@ -431,15 +443,15 @@ def _machine(config: EngineSettings, report: GpuReport | None = None) -> Machine
     return structs.replace(machine_facts(families), gpu=report)
 
 
-def _model_facts(name: str, spec: ModelSpec, beside: tuple[Beside, ...] = ()) -> ModelFacts:
+def _model_facts(name: str, spec: ModelSpec, beside: tuple[ExtraWeights, ...] = ()) -> ModelFacts:
     return ModelFacts(
         name=name,
         max_positions=spec.max_positions,
         parameters=spec.parameters,
         sees=isinstance(spec.details, VisionDecoderConfig) or spec.audio_tokens > 0,
         auto_dtype=compute_dtype_for(spec, "auto"),
-        page_bytes_bf16=layout_of(spec, "bf16").page_bytes,
-        page_bytes_fp8=layout_of(spec, FP8_E4M3).page_bytes,
+        page_bytes_bf16=kv_layout(spec, "bf16").page_bytes,
+        page_bytes_fp8=kv_layout(spec, FP8_E4M3).page_bytes,
         reaches=spec.kv.reaches,
         pooling=None if spec.pooler is None else _pooling(spec.pooler),
         beside=beside,
@@ -457,7 +469,7 @@ def _pooling(pooler: PoolerConfig) -> PoolingConfig:
 
 
 @contextmanager
-def listening(host: str, port: int, *, flag: str = "--port") -> Iterator[socket.socket]:
+def listening_socket(host: str, port: int, *, flag: str = "--port") -> Iterator[socket.socket]:
     """A bound, listening socket.  Raises ConfigError when the port is taken or the address is not ours."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -480,7 +492,7 @@ def listening(host: str, port: int, *, flag: str = "--port") -> Iterator[socket.
 def _check_free(endpoint: str) -> None:
     """Said here in one line, or the worker would say it again and again."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    with listening(host.strip("[]"), int(port), flag="--listen"):
+    with listening_socket(host.strip("[]"), int(port), flag="--listen"):
         return
 
 
@@ -502,7 +514,7 @@ def _worker_name(config: WorkerServeConfig) -> str:
     return f"{config.role.value}-{host}-{config.listen.rpartition(':')[2]}"
 
 
-def url_of(config: ServeConfig, port: int) -> str:
+def service_url(config: ServeConfig, port: int) -> str:
     """Where clients of this host find the service."""
     return f"{'https' if config.tls_cert else 'http'}://{reachable(config.host)}:{port}"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.config.facts import Beside
+from penstock.config.facts import ExtraWeights
 from penstock.config.schema import MAX_DRAFTING, EngineSettings, NamedAdapter
 from penstock.errors import ConfigError, ModelError
 from penstock.kernels.operands import KvShape
@@ -25,7 +25,7 @@ from penstock.weights.model_files import CONFIG, TOKENIZER, model_files
 
 
 @dataclass(frozen=True, slots=True)
-class FoundHead:
+class DraftHeadSource:
     """A head's folder, read but for its weights."""
 
     path: Path
@@ -33,20 +33,20 @@ class FoundHead:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundModel:
+class DraftModelSource:
     """A draft model's folder, read but for its weights."""
 
     path: Path
     spec: ModelSpec
 
 
-Found = FoundHead | FoundModel
+DraftSource = DraftHeadSource | DraftModelSource
 
 DRAFT_POSITIONS = 1024
 """Positions that a draft model must have."""
 
 
-def guesses_with(kind: str, named: str | None, path: Path, model: ModelSpec) -> Literal["head", "draft"] | None:
+def draft_kind(kind: str, named: str | None, path: Path, model: ModelSpec) -> Literal["head", "draft"] | None:
     """What ``--speculate kind`` and ``--draft-model named`` load for the model at ``path``: the named one, or else its
     own head; None: nothing.
 
@@ -71,26 +71,26 @@ def guesses_with(kind: str, named: str | None, path: Path, model: ModelSpec) -> 
     return "head" if kind == "head" or (kind == "auto" and own) else None
 
 
-def find(config: EngineSettings, path: Path, model: ModelSpec) -> Found | None:
+def find_draft(config: EngineSettings, path: Path, model: ModelSpec) -> DraftSource | None:
     """What ``--speculate`` and ``--draft-model`` mean for the model at ``path``; None: nothing but tokens is needed.
 
-    Raises as ``guesses_with``, and ModelError for a head or model that cannot guess for it.
+    Raises as ``draft_kind``, and ModelError for a head or model that cannot guess for it.
     """
     named = config.draft_model
-    kind = guesses_with(config.speculate, named, path, model)
+    kind = draft_kind(config.speculate, named, path, model)
     if kind is None:
         return None
     folder = path / FOLDER if named is None else Path(named).expanduser()
     return _found_model(folder, path, model) if kind == "draft" else _found_head(folder, model)
 
 
-def _found_head(folder: Path, model: ModelSpec) -> FoundHead:
+def _found_head(folder: Path, model: ModelSpec) -> DraftHeadSource:
     if model.architecture not in DECODERS:
         raise ModelError(f"{folder}: an installed package's model hands out no hidden states for a head to read")
-    return FoundHead(folder, inspect_draft_head(folder, model))
+    return DraftHeadSource(folder, inspect_draft_head(folder, model))
 
 
-def _found_model(folder: Path, path: Path, model: ModelSpec) -> FoundModel:
+def _found_model(folder: Path, path: Path, model: ModelSpec) -> DraftModelSource:
     if not folder.exists():
         raise ModelError(f"--draft-model {folder}: no such folder")
     if folder.is_dir() and is_draft_head(folder):
@@ -104,7 +104,7 @@ def _found_model(folder: Path, path: Path, model: ModelSpec) -> FoundModel:
             f"{folder}: its tokens are not those of {path}; a draft model must have the tokenizer of the model that it "
             "guesses for"
         )
-    return FoundModel(folder, spec_for_length(spec, DRAFT_POSITIONS))
+    return DraftModelSource(folder, spec_for_length(spec, DRAFT_POSITIONS))
 
 
 def _tokens(path: Path) -> Any:
@@ -127,40 +127,42 @@ def _tokens(path: Path) -> Any:
 NUMBER_BYTES = 2
 
 
-def beside_of(
-    config: EngineSettings, found: Found | None, loras: Sequence[NamedAdapter] = (), *, more_loras: bool = False
-) -> tuple[Beside, ...]:
+def extra_weights(
+    config: EngineSettings, found: DraftSource | None, loras: Sequence[NamedAdapter] = (), *, more_loras: bool = False
+) -> tuple[ExtraWeights, ...]:
     """What these settings load beside the model.  ``found``: what guesses for it (``drafting.find``); ``more_loras``:
     other adapters may come while it runs."""
-    drafts: tuple[Beside, ...] = ()
+    drafts: tuple[ExtraWeights, ...] = ()
     if found is not None:
-        drafts = (of_head(found.spec) if isinstance(found, FoundHead) else of_model(found.spec),)
-    adapters = of_adapters([own.nbytes for own in loras], config.lora_memory if more_loras else None)
+        drafts = (
+            draft_head_weights(found.spec) if isinstance(found, DraftHeadSource) else draft_model_weights(found.spec),
+        )
+    adapters = adapter_weights([own.nbytes for own in loras], config.lora_memory if more_loras else None)
     return (*drafts, *adapters)
 
 
-def of_head(spec: DraftHeadSpec) -> Beside:
+def draft_head_weights(spec: DraftHeadSpec) -> ExtraWeights:
     """A head, and the memory of what it reads."""
     kv = KvShape.plain(layers=1, kv_heads=spec.attention.kv_heads, head_dim=spec.attention.head_dim)
     return _draft("draft head", spec.parameters, kv)
 
 
-def of_model(spec: ModelSpec) -> Beside:
+def draft_model_weights(spec: ModelSpec) -> ExtraWeights:
     """A draft model, and the memory of what it reads."""
     return _draft("draft model", spec.parameters, spec.kv)
 
 
-def of_adapters(nbytes: Sequence[int], room: int | None) -> tuple[Beside, ...]:
+def adapter_weights(nbytes: Sequence[int], room: int | None) -> tuple[ExtraWeights, ...]:
     """Adapters whose files have so many bytes; ``room``: up to so many bytes of adapters may be in memory later."""
     together = sum(nbytes)
     if not together and not room:
         return ()
     why = f"{len(nbytes)} adapters as large as their files"
     if room is None:
-        return (Beside(name="LoRA adapters", shared_bytes=together, why=why),)
+        return (ExtraWeights(name="LoRA adapters", shared_bytes=together, why=why),)
     more = max(0, room - together)
     return (
-        Beside(
+        ExtraWeights(
             name="LoRA adapters",
             shared_bytes=together,
             worker_bytes=more,
@@ -169,10 +171,10 @@ def of_adapters(nbytes: Sequence[int], room: int | None) -> tuple[Beside, ...]:
     )
 
 
-def _draft(name: str, parameters: int, kv: KvShape) -> Beside:
+def _draft(name: str, parameters: int, kv: KvShape) -> ExtraWeights:
     numbers = kv.layers * kv.kv_heads * (kv.key_dim + (0 if kv.shared else kv.value_dim))
     a_token = numbers * NUMBER_BYTES
-    return Beside(
+    return ExtraWeights(
         name=name,
         shared_bytes=parameters * NUMBER_BYTES,
         worker_bytes=MAX_DRAFTING * DRAFT_POSITIONS * a_token,

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
-def chosen(wanted: EventLoop = "auto") -> Literal["uvloop", "asyncio"]:
+def event_loop_name(wanted: EventLoop = "auto") -> Literal["uvloop", "asyncio"]:
     """The loop that ``run`` takes.  Imports none.  Raises ConfigError when it is not installed."""
     if wanted == "asyncio":
         return wanted
@@ -40,13 +40,13 @@ def chosen(wanted: EventLoop = "auto") -> Literal["uvloop", "asyncio"]:
 
 
 def run(work: Coroutine[Any, Any, _Result], wanted: EventLoop = "auto") -> _Result:
-    """``asyncio.run`` on that loop.  One that is not there is a ConfigError where settings are read: see ``chosen``."""
+    """``asyncio.run`` on that loop.  One that is not there is a ConfigError where settings are read: see ``event_loop_name``."""
     with asyncio.Runner(loop_factory=_factory(wanted)) as runner:
-        runner.get_loop().set_exception_handler(Troubles())
+        runner.get_loop().set_exception_handler(AcceptErrorHandler())
         return runner.run(work)
 
 
-class Troubles:
+class AcceptErrorHandler:
     """A loop's exception handler: connections that find no descriptor are one line now and then.
 
     asyncio tells of each of them with a traceback, up to the whole backlog in a turn.
@@ -68,7 +68,7 @@ class Troubles:
 
 
 def _factory(wanted: EventLoop) -> Callable[[], asyncio.AbstractEventLoop]:
-    if chosen(wanted) == "asyncio":
+    if event_loop_name(wanted) == "asyncio":
         return asyncio.new_event_loop
     import uvloop
 

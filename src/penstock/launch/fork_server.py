@@ -28,7 +28,7 @@ from typing import NoReturn
 
 from penstock import sidecar
 from penstock.errors import ConfigError, KernelError, ModelError, PenstockError
-from penstock.launch.restart_policy import HOPELESS, Vitals
+from penstock.launch.restart_policy import EXIT_CANNOT_START, ProcessStats
 
 _PR_SET_NAME = 15
 _CRASHED = 70  # EX_SOFTWARE of sysexits.h
@@ -41,12 +41,12 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 log = logging.getLogger(__name__)
 
 
-class HasThreads(RuntimeError):  # noqa: N818 - says what is the matter
+class ProcessHasThreads(RuntimeError):  # noqa: N818 - says what is the matter
     """This process has threads besides the one that forks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ChildProcess:
     """A child of ours.  ``pidfd`` becomes readable when it has ended; whoever reaps it closes the descriptor."""
 
     pid: int
@@ -86,7 +86,7 @@ def _settled_thread_count() -> int:
     return threads
 
 
-def read_vitals(pid: int, *, every_thread: bool = False) -> Vitals:
+def read_process_stats(pid: int, *, every_thread: bool = False) -> ProcessStats:
     """What the system knows of a child (proc_pid_stat(5)); one that has gone is neither stopped nor busy.
 
     ``every_thread``: it is runnable when any of its threads is, not only the first.
@@ -95,11 +95,11 @@ def read_vitals(pid: int, *, every_thread: bool = False) -> Vitals:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
         queued_s = _queued_s(pid)
     except OSError:
-        return Vitals()
+        return ProcessStats()
     state, *numbers = stat.rpartition(")")[2].split()
     user, system = int(numbers[10]), int(numbers[11])
     runnable = state == "R" or (every_thread and state != "T" and _any_thread_runnable(pid))
-    return Vitals(stopped=state == "T", cpu_s=(user + system) / _TICKS, queued_s=queued_s, runnable=runnable)
+    return ProcessStats(stopped=state == "T", cpu_s=(user + system) / _TICKS, queued_s=queued_s, runnable=runnable)
 
 
 def _any_thread_runnable(pid: int) -> bool:
@@ -139,7 +139,7 @@ def fork(
     *,
     keep: Iterable[int] = (),
     last_words: Callable[[str], None] | None = None,
-) -> Process:
+) -> ChildProcess:
     """Run ``body`` in a child and return at once.
 
     ``keep`` are the descriptors that the child needs besides stdout and stderr; ``last_words`` is called in the child
@@ -148,7 +148,7 @@ def fork(
     """
     threads = _settled_thread_count()
     if threads != 1:
-        raise HasThreads(f"cannot fork {name}: this process has {threads} threads")
+        raise ProcessHasThreads(f"cannot fork {name}: this process has {threads} threads")
     parent = os.getpid()
     kept = frozenset(keep) | {1, 2}
     sys.stdout.flush()
@@ -164,9 +164,9 @@ def fork(
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _adopt(pid: int) -> Process:
+def _adopt(pid: int) -> ChildProcess:
     try:
-        return Process(pid, os.pidfd_open(pid))
+        return ChildProcess(pid, os.pidfd_open(pid))
     except OSError:  # out of descriptors: a child that cannot be watched must not run
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -185,7 +185,7 @@ def _child(
     except BaseException as error:
         expected = isinstance(error, PenstockError)
         if isinstance(error, (ModelError, ConfigError, KernelError)):
-            code = HOPELESS
+            code = EXIT_CANNOT_START
         log.error("%s: %s", name, error, exc_info=None if expected else error)
         if last_words is not None:
             text = str(error) if expected else f"{type(error).__name__}: {error}"
@@ -245,11 +245,11 @@ def prefer_for_oom_kill() -> None:
 # MERGED: death.
 
 
-WITHIN_S = 5.0
+OOM_KILL_WINDOW_S = 5.0
 """For so long at most a victim's memory is being freed."""
 
 
-class MemoryKills:
+class OomKillLog:
     """What was seen of the count lately."""
 
     def __init__(self, now: float, count: Callable[[], int] = oom_kills) -> None:
@@ -260,7 +260,7 @@ class MemoryKills:
     def look(self, now: float) -> None:
         """To be called every now and then."""
         self._looks.append((now, self._count()))
-        while self._looks[0][0] < now - WITHIN_S:
+        while self._looks[0][0] < now - OOM_KILL_WINDOW_S:
             self._looks.popleft()
 
     def explain(self) -> bool:

@@ -21,12 +21,12 @@ from penstock.api.endpoints import AppServices
 from penstock.api.response_cache import ResponseCache
 from penstock.clock import MonotonicClock
 from penstock.config.limits import TurnLimits
-from penstock.config.schema import GatewayConfig, Offers
+from penstock.config.schema import GatewayConfig, InputFeatures
 from penstock.interfaces import ModelCard, PoolingProcessor, RequestProcessor, TranscriptionProcessor
 from penstock.launch import event_loop
-from penstock.launch.http_server import SWITCH_S, App, HttpProcess, Rim
-from penstock.launch.remote_workers import JoinedWorkers
-from penstock.launch.shared_rates import SharedBuckets
+from penstock.launch.http_server import SWITCH_S, App, HttpServer, ProcessIo
+from penstock.launch.remote_workers import RemoteWorkers
+from penstock.launch.shared_rates import SharedTokenBuckets
 from penstock.launch.tracing import open_tracer
 from penstock.processing.pooling import PoolingModel, PoolingModelProcessor
 from penstock.processing.requests.schemas import request_schemas
@@ -55,7 +55,7 @@ NEVER = 1 << 30
 _PAGE_BYTES = resource.getpagesize()
 
 
-class GarbageCollection:
+class GarbageCollector:
     """Of one process."""
 
     def __init__(self, limits: TurnLimits, open_streams: Callable[[], int]) -> None:
@@ -93,27 +93,27 @@ def resident_bytes() -> int:
 
 log = logging.getLogger(__name__)
 
-Waiting = Callable[[], Sequence[tuple[str, str]]]
+UnjoinedWorkers = Callable[[], Sequence[tuple[str, str]]]
 """Addresses of workers that were asked to be joined and are not, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayInheritance:
+class GatewayResources:
     """What the gateway has from the process that forked it."""
 
-    rim: Rim
+    rim: ProcessIo
     keys: CurveKeys
-    make_app: Callable[[GatewayConfig, RouterService, Metrics, Tracer, Waiting], App]
+    make_app: Callable[[GatewayConfig, RouterService, Metrics, Tracer, UnjoinedWorkers], App]
 
 
-def run_gateway(config: GatewayConfig, inherited: GatewayInheritance) -> int:
+def run_gateway(config: GatewayConfig, inherited: GatewayResources) -> int:
     """Serve until drained or told to stop; returns the exit code.  Runs in the forked child."""
     sys.setswitchinterval(SWITCH_S)
-    log.info("answers HTTP; event loop: %s", event_loop.chosen(config.event_loop))
+    log.info("answers HTTP; event loop: %s", event_loop.event_loop_name(config.event_loop))
     return event_loop.run(_run(config, inherited), config.event_loop)
 
 
-async def _run(config: GatewayConfig, inherited: GatewayInheritance) -> int:
+async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
     transport = ZmqTransport(inherited.keys)
     metrics = Metrics(model_name=config.model_name, max_tenants=config.scheduling.metric_tenants)
     suspect = inherited.rim.channel.send
@@ -129,7 +129,7 @@ async def _run(config: GatewayConfig, inherited: GatewayInheritance) -> int:
         tracer=tracer,
         metrics=metrics,
     )
-    http = HttpProcess(inherited.rim, config.limits, router.on_supervisor, config.tls, config.turns)
+    http = HttpServer(inherited.rim, config.limits, router.on_supervisor, config.tls, config.turns)
     joined = _join(config, transport, router)
     joined.uses_mixed = config.allow_mixed_numerics
     app = inherited.make_app(config, router, metrics, tracer, joined.waiting)
@@ -138,7 +138,7 @@ async def _run(config: GatewayConfig, inherited: GatewayInheritance) -> int:
     side = [asyncio.create_task(ThroughputLog(metrics, MonotonicClock()).run())]
     if config.join:
         side.append(asyncio.create_task(_announce(config, router, joined)))
-    garbage = GarbageCollection(config.turns, router.open_requests)
+    garbage = GarbageCollector(config.turns, router.open_requests)
     garbage.begin()
     collecting = asyncio.create_task(garbage.run(), name="garbage collection")
     try:
@@ -156,16 +156,16 @@ async def _run(config: GatewayConfig, inherited: GatewayInheritance) -> int:
     return 0
 
 
-async def _announce(config: GatewayConfig, router: RouterService, joined: JoinedWorkers) -> None:
+async def _announce(config: GatewayConfig, router: RouterService, joined: RemoteWorkers) -> None:
     """Say once when joined workers can serve: at the service's start there may be none."""
     while not router.ready():  # noqa: ASYNC110 - readiness is what many reports add up to
         await asyncio.sleep(config.failover.beat_s)
     log.info("ready: %d of %d workers joined", joined.count, len(config.join))
 
 
-def _join(config: GatewayConfig, transport: ZmqTransport, router: RouterService) -> JoinedWorkers:
+def _join(config: GatewayConfig, transport: ZmqTransport, router: RouterService) -> RemoteWorkers:
     hello = Hello(gateway=config.name, incarnation=config.incarnation, discovery=True)
-    joined = JoinedWorkers(
+    joined = RemoteWorkers(
         config.join,
         transport.connect_async,
         router.on_supervisor,
@@ -191,7 +191,7 @@ def make_http_app(
     waiting: Callable[[], Sequence[tuple[str, str]]],
     *,
     created: int,
-    buckets: SharedBuckets,
+    buckets: SharedTokenBuckets,
 ) -> App:
     """The HTTP application of this configuration; ``waiting``: as ``joined.JoinedWorkers``.  Raises ModelError."""
     intake, pools, hears = _intakes(config, created)
@@ -240,7 +240,7 @@ def _intakes(
             max_model_len=length,
             limits=config.limits,
             created=created,
-            offers=Offers(
+            offers=InputFeatures(
                 remote_images=config.remote_images, remote_image_hosts=config.remote_image_hosts, lora=config.lora
             ),
             requests=config.requests,

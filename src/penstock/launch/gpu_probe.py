@@ -22,7 +22,7 @@ from penstock import sidecar
 from penstock.config.facts import GpuFacts, GpuReport
 
 DRIVER = "libcuda.so.1"
-ASK_S = 20.0
+PROBE_TIMEOUT_S = 20.0
 """For the driver to answer: the first process on a GPU that sleeps may wait for seconds."""
 
 LEAST_CAPABILITY = (8, 0)
@@ -45,7 +45,7 @@ def gpu_report(driver: str = DRIVER) -> GpuReport:
     missing = missing_packages()
     if missing:
         return GpuReport(why_not=f"there is a CUDA driver, but {missing}", mend="pip install 'penstock[gpu]'")
-    return parse(*_ask(driver))
+    return parse_report(*_ask(driver))
 
 
 def missing_packages() -> str:
@@ -71,13 +71,13 @@ def _ask(driver: str) -> tuple[str, str]:
     """What the child says: its line, and its complaint."""
     command, env = sidecar.python_command(__name__, driver), sidecar.child_environment()
     try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False, env=env)
+        child = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False, env=env)
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", f"the CUDA driver could not be asked: {type(error).__name__}"
     return child.stdout, child.stderr
 
 
-def parse(said: str, complained: str) -> GpuReport:
+def parse_report(said: str, complained: str) -> GpuReport:
     """What the child's answer means."""
     try:
         found: dict[str, Any] = json.loads(said)
@@ -103,7 +103,7 @@ def parse(said: str, complained: str) -> GpuReport:
     return GpuReport(gpu=gpu, why_not="")
 
 
-def ask_driver(driver: str) -> dict[str, Any]:
+def query_driver(driver: str) -> dict[str, Any]:
     """The first device.  Begins CUDA in this process.  Raises OSError where there is none or it does not answer."""
     cuda: Any = ctypes.CDLL(driver)
     count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
@@ -146,7 +146,7 @@ def main(driver: str = DRIVER) -> int:
     """The child's."""
     sidecar.end_with_parent()
     try:
-        print(json.dumps(ask_driver(driver)))  # noqa: T201 - this is what it is for
+        print(json.dumps(query_driver(driver)))  # noqa: T201 - this is what it is for
     except OSError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 1

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from penstock.config.schema import Loan
+from penstock.config.schema import CoreLoan
 from penstock.kernels.core_lending import LINE_BYTES, CoreSeats, SharedCores
 from penstock.types import Role, WorkerId, WorkerState
 
@@ -58,7 +58,7 @@ class Heartbeat:
     steps: int
 
 
-class Slot:
+class HeartbeatSlot:
     """One worker's place on the board."""
 
     def __init__(self, memory: memoryview) -> None:
@@ -131,16 +131,16 @@ class Slot:
         return bytes(self._text[2 : 2 + min(size, _TEXT_BYTES)]).decode(errors="replace")
 
 
-class Board:
+class HeartbeatBoard:
     """``slots`` slots in memory that every process forked after this shares."""
 
     def __init__(self, slots: int) -> None:
         self._map = mmap.mmap(-1, max(1, slots) * SLOT_BYTES)
         view = memoryview(self._map)
-        self.slots = tuple(Slot(view[i * SLOT_BYTES : (i + 1) * SLOT_BYTES]) for i in range(slots))
+        self.slots = tuple(HeartbeatSlot(view[i * SLOT_BYTES : (i + 1) * SLOT_BYTES]) for i in range(slots))
 
 
-class CoreBoard:
+class CoreLendingBoard:
     """Who lends whom a core: for each worker a cache line that says whether it is busy, and one for each of its seats.
 
     ``lends``: cores that each worker lends.  Workers that do not begin yet, or never come back, lend nothing.
@@ -166,7 +166,7 @@ class CoreBoard:
                 if self._words[self._line(line)] & 0xFF == self._numbers[worker]:
                     self._words[self._line(line)] = 0
 
-    def share(self, worker: WorkerId, loans: Iterable[Loan]) -> SharedCores:
+    def share(self, worker: WorkerId, loans: Iterable[CoreLoan]) -> SharedCores:
         """This worker's part; to be called in its process."""
         borrowed = [
             CoreSeats(seats.owner, seats.first, min(loan.cores, seats.count), loan.cpus)

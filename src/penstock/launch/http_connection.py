@@ -37,7 +37,7 @@ from penstock.config.limits import Limits, TurnLimits
 # MERGED: Knows nothing about what is signalled.
 
 
-class Signal:
+class SlimEvent:
     """Used by one event loop."""
 
     __slots__ = ("_is_set", "_waiting")
@@ -79,7 +79,7 @@ class Signal:
 # MERGED: Requests that arrive together would else all begin in one turn.  Knows nothing about HTTP.
 
 
-class ReadTurns:
+class ParseTurns:
     """So many pieces a turn; the others wait in the order in which they came."""
 
     def __init__(self, per_turn: int) -> None:
@@ -128,7 +128,7 @@ class _BadHeadError(Exception):
 
 def guarded_protocol(limits: Limits, turns: TurnLimits | None = None) -> type[asyncio.Protocol]:
     """uvicorn's protocol class with these limits built in (uvicorn makes one object of it a connection)."""
-    reads = ReadTurns((turns or TurnLimits()).client_reads_per_turn)
+    reads = ParseTurns((turns or TurnLimits()).client_reads_per_turn)
     return type("GuardedConnection", (_GuardedConnection,), {"limits": limits, "reads": reads, "__slots__": ()})
 
 
@@ -211,7 +211,7 @@ class _Flow(FlowControl):
         self._transport = transport
         self.read_paused = False
         self.write_paused = False
-        self._is_writable_event = Signal(is_set=True)  # type: ignore[assignment]
+        self._is_writable_event = SlimEvent(is_set=True)  # type: ignore[assignment]
 
 
 class _Pipeline(list[Any]):
@@ -242,7 +242,7 @@ class _GuardedConnection(HttpToolsProtocol):
     )
 
     limits: Limits
-    reads: ReadTurns
+    reads: ParseTurns
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -384,7 +384,7 @@ class _GuardedConnection(HttpToolsProtocol):
         writer = ConnectionWriter(self)
         self.scope["extensions"] = {BODY_WRITER: writer, DISCONNECT_SIGNAL: writer}  # type: ignore[dict-item]
         super().on_headers_complete()
-        self.cycle.message_event = Signal()  # type: ignore[assignment]  # nobody waits for it yet
+        self.cycle.message_event = SlimEvent()  # type: ignore[assignment]  # nobody waits for it yet
         writer.begin(self.cycle)
         self._writers = [each for each in self._writers if not each.over] + [writer]
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]

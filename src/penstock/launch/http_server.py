@@ -24,9 +24,9 @@ from penstock.config.limits import Limits, TurnLimits
 from penstock.config.schema import BACKLOG, TlsConfig
 from penstock.errors import ProtocolError
 from penstock.launch.channel import Channel
-from penstock.launch.heartbeat import Slot
+from penstock.launch.heartbeat import HeartbeatSlot
 from penstock.launch.http_connection import guarded_protocol
-from penstock.launch.tls import TlsFiles
+from penstock.launch.tls import TlsCertificate
 from penstock.telemetry.log import ROOT
 from penstock.types import WorkerState
 from penstock.wire.supervisor_messages import ServiceDraining, SupervisorMessage
@@ -67,7 +67,7 @@ NO_ROOM_S = 1.0
 """Between two tries while this process, or the system, has no room for a connection more."""
 
 
-class Take(Protocol):
+class OnConnection(Protocol):
     """What becomes of a connection that was accepted."""
 
     def __call__(self, connection: socket.socket) -> None: ...
@@ -84,8 +84,8 @@ class Acceptor:
     def __init__(
         self,
         listener: socket.socket,
-        slots: tuple[Slot, Sequence[Slot]],
-        take: Take,
+        slots: tuple[HeartbeatSlot, Sequence[HeartbeatSlot]],
+        take: OnConnection,
         opened: Callable[[], int],
         clock: Clock,
     ) -> None:
@@ -173,7 +173,7 @@ class Acceptor:
         if self._loop is not None:
             self._loop.add_reader(self._listener.fileno(), self.on_readable)
 
-    def _accepts(self, slot: Slot, now: float) -> bool:
+    def _accepts(self, slot: HeartbeatSlot, now: float) -> bool:
         heartbeat = slot.read()
         return heartbeat.state is WorkerState.READY and now - heartbeat.beat_s <= FRESH_S
 
@@ -199,28 +199,28 @@ App = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rim:
+class ProcessIo:
     """What such a process has from the one that forked it."""
 
     listener: socket.socket
     channel: Channel
-    slot: Slot
-    siblings: tuple[Slot, ...] = ()  # of processes that accept connections from the same listener
+    slot: HeartbeatSlot
+    siblings: tuple[HeartbeatSlot, ...] = ()  # of processes that accept connections from the same listener
 
 
-class HttpProcess:
+class HttpServer:
     """``hear`` is told what the supervisor says."""
 
     def __init__(
         self,
-        rim: Rim,
+        rim: ProcessIo,
         limits: Limits,
         hear: Callable[[SupervisorMessage], None],
         tls: TlsConfig | None = None,
         turns: TurnLimits | None = None,
     ) -> None:
         """Raises ConfigError for TLS files that cannot be used."""
-        self._tls = None if tls is None else TlsFiles(tls)
+        self._tls = None if tls is None else TlsCertificate(tls)
         self._listener = rim.listener
         self._channel = rim.channel
         self._slot = rim.slot
@@ -303,7 +303,9 @@ class _Server(uvicorn.Server):
     """uvicorn without its own signal handlers, for the supervisor decides what signals mean, and with connections that
     ``Acceptor`` accepts."""
 
-    def __init__(self, config: uvicorn.Config, listener: socket.socket, slots: tuple[Slot, tuple[Slot, ...]]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, listener: socket.socket, slots: tuple[HeartbeatSlot, tuple[HeartbeatSlot, ...]]
+    ) -> None:
         super().__init__(config)
         self._listener = listener
         self._handed: set[asyncio.Task[Any]] = set()  # connections that have no protocol yet
@@ -359,14 +361,14 @@ _ADOPTED = {"uvicorn": logging.ERROR, "asyncio": logging.ERROR, "python_multipar
 """Libraries with lines of their own: what clients do wrong, or that they have gone, is no error."""
 
 
-class NotCancelled(logging.Filter):
+class CancelledRequestFilter(logging.Filter):
     """Leaves out requests that were cancelled: only a process that ends does so, and clients go on elsewhere."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
-NOT_CANCELLED = NotCancelled()
+NOT_CANCELLED = CancelledRequestFilter()
 
 
 def _adopt_logs() -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.config.cpu_cores import parse_cpus
-from penstock.config.facts import Core, MachineFacts
+from penstock.config.facts import MachineFacts, PhysicalCore
 from penstock.errors import ConfigError
 from penstock.kv.connectors.tcp.protocol import aes_gcm
 
@@ -36,7 +36,7 @@ def machine_facts(kernel_families: tuple[str, ...], root: Path = Path("/")) -> M
     )
 
 
-def process_began(root: Path = Path("/")) -> float:
+def process_start_time(root: Path = Path("/")) -> float:
     """When this process did, on the monotonic clock, to a hundredth of a second; now where the system does not say."""
     numbers = _read(root / "proc/self/stat").rpartition(")")[2].split()
     if len(numbers) <= _START_TIME:
@@ -45,13 +45,13 @@ def process_began(root: Path = Path("/")) -> float:
     return time.monotonic() - max(age, 0.0)
 
 
-def topology(cpus: tuple[int, ...], root: Path = Path("/")) -> tuple[Core, ...]:
+def topology(cpus: tuple[int, ...], root: Path = Path("/")) -> tuple[PhysicalCore, ...]:
     """The physical cores behind these logical processors, by node and number."""
     nodes = _nodes(root)
     cores: dict[str, list[int]] = {}
     for cpu in cpus:
         cores.setdefault(_siblings(cpu, root), []).append(cpu)
-    made = [Core(cpus=tuple(own), node=nodes.get(own[0], 0)) for own in cores.values()]
+    made = [PhysicalCore(cpus=tuple(own), node=nodes.get(own[0], 0)) for own in cores.values()]
     return tuple(sorted(made, key=lambda core: (core.node, core.cpus)))
 
 
@@ -140,7 +140,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def spread_over(nodes: Sequence[int]) -> Iterator[None]:
+def interleave_memory(nodes: Sequence[int]) -> Iterator[None]:
     """Pages that this thread touches first come from these nodes in turn; none: wherever the thread runs.
 
     A system that refuses (a container may) only costs speed, so it is logged and nothing else.
@@ -155,7 +155,7 @@ def spread_over(nodes: Sequence[int]) -> Iterator[None]:
         _set_policy(_DEFAULT, ())
 
 
-def mask_of(nodes: Sequence[int]) -> tuple[int, ...]:
+def node_mask(nodes: Sequence[int]) -> tuple[int, ...]:
     """The nodes as bits of words as long as the machine's."""
     words = [0] * (max(nodes, default=-1) // _WORD_BITS + 1)
     for node in nodes:
@@ -167,7 +167,7 @@ def _set_policy(mode: int, nodes: Sequence[int]) -> None:
     number = _CALL.get(platform.machine())
     if number is None:
         return
-    words = mask_of(nodes)
+    words = node_mask(nodes)
     mask = (ctypes.c_ulong * max(1, len(words)))(*words)
     libc = ctypes.CDLL(None, use_errno=True)
     # The kernel reads one bit less than it is told.

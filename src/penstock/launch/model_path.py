@@ -28,7 +28,7 @@ _OK, _BAD = b"+", b"-"
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class ModelLocation:
     """A model's folder, or its GGUF file, and the name that clients call it by."""
 
     path: Path
@@ -36,18 +36,18 @@ class Located:
     bundled: bool = False
 
 
-def locate(model: str | None, download: Callable[[str], str] | None = None) -> Located:
+def locate_model(model: str | None, download: Callable[[str], str] | None = None) -> ModelLocation:
     """Where the model lies.  ``download`` turns a Hub name into a folder; the default asks the Hub.
 
     Raises ModelError in one line.
     """
     if model is None:
-        return Located(storyteller(), STORYTELLER, bundled=True)
+        return ModelLocation(storyteller(), STORYTELLER, bundled=True)
     path = Path(model).expanduser()
     if path.is_dir():
-        return Located(path.resolve(), path.resolve().name)
+        return ModelLocation(path.resolve(), path.resolve().name)
     if path.suffix.lower() == GGUF and path.is_file():
-        return Located(path.resolve(), path.stem)
+        return ModelLocation(path.resolve(), path.stem)
     if path.exists():
         raise ModelError(f"{model} is a file; expected a .gguf file, or the folder with config.json and *.safetensors")
     if not _HUB_NAME.fullmatch(model):
@@ -55,7 +55,7 @@ def locate(model: str | None, download: Callable[[str], str] | None = None) -> L
             f"{model}: no such folder, and no Hub name (org/name) either; "
             "try penstock serve ORG/NAME, or penstock serve for the bundled model"
         )
-    return Located(Path((download or download_in_child)(model)), model)
+    return ModelLocation(Path((download or download_in_child)(model)), model)
 
 
 def config_folder(model: str) -> Path:

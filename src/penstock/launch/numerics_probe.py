@@ -21,7 +21,7 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.page_export import ExportsPages, export_layout
 from penstock.kernels.select import make_ops
 
-ASK_S = 120.0
+PROBE_TIMEOUT_S = 120.0
 """For torch to be imported and CUDA to begin, on a machine with other work."""
 
 LOOK_S = 0.05
@@ -30,7 +30,7 @@ TAIL_BYTES = 64 << 10
 """Of what a child says; no more is read."""
 
 
-class AskedNumerics:
+class NumericsProbe:
     """A child that was asked."""
 
     def __init__(self, family: str, dtype: str, device: str) -> None:
@@ -49,9 +49,11 @@ class AskedNumerics:
     def answer(self, keep_watch: Callable[[], None]) -> str:
         """The class.  ``keep_watch`` is called meanwhile.  Raises KernelError."""
         while self._child.poll() is None:
-            if time.monotonic() - self._began > ASK_S:
+            if time.monotonic() - self._began > PROBE_TIMEOUT_S:
                 self.close()
-                raise KernelError(f"kernels {self._family} did not say their numerics class within {ASK_S:.0f} s")
+                raise KernelError(
+                    f"kernels {self._family} did not say their numerics class within {PROBE_TIMEOUT_S:.0f} s"
+                )
             keep_watch()
             time.sleep(LOOK_S)
         said, complained = _tail(self._said), _tail(self._complained)
@@ -75,7 +77,7 @@ def _tail(file: IO[bytes]) -> str:
     return file.read(TAIL_BYTES).decode(errors="replace")
 
 
-def checked(ops: Ops, reads: str, writes: str, *, twins: bool) -> str:
+def handed_over_layout(ops: Ops, reads: str, writes: str, *, twins: bool) -> str:
     """The layout of the pages that a reader's kernels hand over; ``twins``: of others than those that they compute in.
     Raises KernelError if they cannot."""
     if ops.numerics != reads:

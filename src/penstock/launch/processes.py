@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from penstock.config.limits import Limits
-from penstock.config.mixed_numerics import Reading, mixed_numerics
-from penstock.config.resolve import ServePlan, WorkerPlan, kv_store
+from penstock.config.mixed_numerics import PrefillPlan, fleet_numerics
+from penstock.config.resolve import ServePlan, WorkerPlan, resolve_kv_store
 from penstock.config.schema import (
     EngineSettings,
     GatewayConfig,
@@ -44,14 +44,14 @@ from penstock.kv.store import store
 from penstock.launch import draft_model
 from penstock.launch.channel import Channel
 from penstock.launch.fork_server import prefer_for_oom_kill
-from penstock.launch.heartbeat import CoreBoard, Slot
-from penstock.launch.machine import spread_over
-from penstock.launch.numerics_probe import AskedNumerics, checked
+from penstock.launch.heartbeat import CoreLendingBoard, HeartbeatSlot
+from penstock.launch.machine import interleave_memory
+from penstock.launch.numerics_probe import NumericsProbe, handed_over_layout
 from penstock.launch.restart_policy import GATEWAY
-from penstock.launch.shared_rates import SharedBuckets
-from penstock.launch.sparse_attention import numerics_of
-from penstock.launch.startup_log import LoadLog
-from penstock.launch.supervisor import Job
+from penstock.launch.shared_rates import SharedTokenBuckets
+from penstock.launch.sparse_attention import sparse_numerics
+from penstock.launch.startup_log import LoadProgressLog
+from penstock.launch.supervisor import ChildSpec
 from penstock.processing.service import GenerationProcessor
 from penstock.sidecar import drop_secrets, protect_memory
 from penstock.telemetry.log import configure_logging
@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Mailboxes:
+class WorkerEndpoints:
     """How the workers of this host are addressed, and with which keys."""
 
     keys: CurveKeys
@@ -93,11 +93,11 @@ class ModelSource:
     path: Path
     spec: ModelSpec
     manifests: ManifestStore | None  # the hashes of its weights at the last load
-    draft: draft_model.Found | None  # what proposes draft tokens for it
+    draft: draft_model.DraftSource | None  # what proposes draft tokens for it
     loras: Sequence[NamedAdapter] = ()  # adapters that are loaded with it
 
 
-class Workers:
+class WorkerProcesses:
     """The workers of this host: shared weights, one KV memory each, and how each begins."""
 
     def __init__(
@@ -105,8 +105,8 @@ class Workers:
         config: EngineSettings,
         plan: ServePlan,
         model: ModelSource,
-        mailboxes: Mailboxes,
-        slots: Mapping[str, Slot],
+        mailboxes: WorkerEndpoints,
+        slots: Mapping[str, HeartbeatSlot],
     ) -> None:
         """Raises ConfigError when the system gives no memory."""
         self._config = config
@@ -116,17 +116,17 @@ class Workers:
         self._mailboxes = mailboxes
         self._slots = slots
         self._places = {worker.worker: worker for worker in plan.workers}
-        layout = layout_of(self._spec, plan.kv_dtype)
+        layout = kv_layout(self._spec, plan.kv_dtype)
         self._kv = {
-            worker: KvMemoryFile.create(layout, scheduler_of(place, plan).pages, label=worker)
+            worker: KvMemoryFile.create(layout, worker_scheduler_config(place, plan).pages, label=worker)
             for worker, place in self._places.items()
         }
-        self._store = kv_store(config, plan.device, writes=self._spec.pooler is None)
+        self._store = resolve_kv_store(config, plan.device, writes=self._spec.pooler is None)
         store.check_store_config(self._store)
         self._mixed: tuple[str, str] | None = None  # numerics classes that prompts are read and answers written in
         holders = [own.worker for own in plan.workers if own.role is not Role.ENCODE and not plan.on_device(own)]
         self._share = store.SharedStoreMemory(self._store, [(worker, self._kv[worker].pages) for worker in holders])
-        self._cores = CoreBoard({worker.worker: worker.lends for worker in plan.workers})
+        self._cores = CoreLendingBoard({worker.worker: worker.lends for worker in plan.workers})
         self._loaded: _Loaded | None = None
 
     def close(self) -> None:
@@ -150,13 +150,13 @@ class Workers:
         with ExitStack() as stack:
             asked = None
             if reading is not None:
-                asked = stack.enter_context(closing(AskedNumerics(reading.family, dtype, reading.device)))
-            with spread_over(self._plan.nodes):
-                self._loaded = self._load(ops, LoadLog(keep_watch), threads)
+                asked = stack.enter_context(closing(NumericsProbe(reading.family, dtype, reading.device)))
+            with interleave_memory(self._plan.nodes):
+                self._loaded = self._load(ops, LoadProgressLog(keep_watch), threads)
             if asked is not None:
                 self._mixed = (asked.answer(keep_watch), ops.numerics)
 
-    def job(self, worker: WorkerId, incarnation: int) -> Job:
+    def job(self, worker: WorkerId, incarnation: int) -> ChildSpec:
         """What this worker does."""
         place = self._places[worker]
         incarnation += self._mailboxes.incarnations_before
@@ -171,7 +171,7 @@ class Workers:
             carrier=self._plan.carrier,
             vocabulary=self._spec.vocab,
             pages_port=self._plan.pages_port,
-            scheduler=scheduler_of(place, self._plan),
+            scheduler=worker_scheduler_config(place, self._plan),
             hand_over=self._config.hand_over,
             kv_store=KvStoreConfig(peers=False) if self._plan.on_device(place) else self._store,
             threads=place.threads,
@@ -184,7 +184,7 @@ class Workers:
             loans=place.loans,
             image_cache_bytes=self._config.image_cache,
         )
-        return Job(
+        return ChildSpec(
             body=partial(self._run, config, place),
             keep=(*(file.descriptor for file in self._kv.values()), *self._share.descriptors),
             endpoint=config.endpoint,
@@ -197,7 +197,7 @@ class Workers:
         return not stay and self._plan.scheduler.pooling is None and place.role is not Role.ENCODE
 
     def _run(self, config: WorkerConfig, place: WorkerPlan) -> int:
-        from penstock.launch.worker_process import Inheritance, run_worker
+        from penstock.launch.worker_process import WorkerResources, run_worker
 
         configure_logging(config.worker, as_json=self._config.log_json)
         prefer_for_oom_kill()
@@ -209,14 +209,14 @@ class Workers:
         loaded = self._loaded if reading is None else None
         if loaded is None:
             log.info("kernels %s ready in %.2f s", ops.numerics, time.monotonic() - begun)
-            loaded = self._load(ops, GettingOn(self._slots[config.worker]), place.threads)
+            loaded = self._load(ops, LoadingHeartbeat(self._slots[config.worker]), place.threads)
         if isinstance(self._config, WorkerServeConfig):
             log.info("numerics class %s", ops.numerics)  # others may have to name it
         numerics, twins = self._numerics(ops, place)
-        inherited = Inheritance(
+        inherited = WorkerResources(
             model=loaded.model,
             ops=ops,
-            identity=ModelIdentity(fingerprint=loaded.fingerprint, numerics=numerics_of(self._spec, numerics)),
+            identity=ModelIdentity(fingerprint=loaded.fingerprint, numerics=sparse_numerics(self._spec, numerics)),
             parameters=self._spec.parameters,
             vocab=self._spec.vocab,
             drafts=loaded.drafts,
@@ -239,8 +239,8 @@ class Workers:
         own, other = ops.numerics, self._plan.mixed_with
         reads = place.role is Role.PREFILL
         classes = self._mixed or ((own, other) if reads else (other, own)) if self._plan.mixes else (own, own)
-        layout = checked(ops, *classes, twins=self._plan.on_device(place)) if reads else ""
-        return mixed_numerics(*classes), layout
+        layout = handed_over_layout(ops, *classes, twins=self._plan.on_device(place)) if reads else ""
+        return fleet_numerics(*classes), layout
 
     def _shared_cores(self, config: WorkerConfig, place: WorkerPlan) -> CoreLending:
         if not place.lends and not place.loans:
@@ -258,10 +258,10 @@ class Workers:
         drafts, adapters = self._load_drafts(loaded, ops, threads), self._adapters(ops, loaded)
         return _Loaded(model, loaded.fingerprint, drafts, adapters)
 
-    def _load_drafts(self, model: LoadedModel, ops: Ops, threads: int) -> speculation.Loaded | None:
-        from penstock.launch.speculation import load
+    def _load_drafts(self, model: LoadedModel, ops: Ops, threads: int) -> speculation.LoadedDraft | None:
+        from penstock.launch.speculation import load_draft
 
-        return None if self._model.draft is None else load(self._model.draft, model, ops, threads)
+        return None if self._model.draft is None else load_draft(self._model.draft, model, ops, threads)
 
     def _adapters(self, ops: Ops, loaded: LoadedModel) -> LoraManager:
         """Those of the start, in memory, and room for others.  Raises AdapterRefused."""
@@ -274,7 +274,7 @@ class Workers:
             adapters.load(AdapterRef(fingerprint=own.fingerprint, folder=own.folder))
         return adapters
 
-    def _ops(self, threads: int, reading: Reading | None = None) -> Ops:
+    def _ops(self, threads: int, reading: PrefillPlan | None = None) -> Ops:
         plan = self._plan
         where, kept = reading or plan, None if plan.kv_dtype == plan.dtype else plan.kv_dtype
         return make_ops(
@@ -282,10 +282,10 @@ class Workers:
         )
 
 
-class GettingOn:
+class LoadingHeartbeat:
     """Watches a worker that loads for itself: as long as it gets on, it does not hang."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: HeartbeatSlot) -> None:
         self._slot = slot
         self._seen = (0, 0)
 
@@ -300,37 +300,37 @@ class GettingOn:
 class _Loaded:
     model: Model | PoolingModel
     fingerprint: str
-    drafts: speculation.Loaded | None
+    drafts: speculation.LoadedDraft | None
     adapters: LoraManager
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Front:
+class GatewayProcesses:
     """The gateways of this host.  ``config`` is that of the first one's first incarnation."""
 
     config: GatewayConfig
     listener: socket.socket  # of all of them (``accepting``)
     keys: CurveKeys
-    slots: Mapping[str, Slot]  # of the gateways
+    slots: Mapping[str, HeartbeatSlot]  # of the gateways
     log_json: bool
     created: int  # Unix seconds, as /v1/models tells
-    buckets: SharedBuckets  # of tenants' rates
+    buckets: SharedTokenBuckets  # of tenants' rates
 
-    def job(self, name: str, incarnation: int, channel: Channel) -> Job:
+    def job(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
         """What a gateway does."""
         body = partial(self._run, name, incarnation, channel)
-        return Job(body=body, keep=(self.listener.fileno(), channel.fileno(), self.buckets.descriptor))
+        return ChildSpec(body=body, keep=(self.listener.fileno(), channel.fileno(), self.buckets.descriptor))
 
     def _run(self, name: str, incarnation: int, channel: Channel) -> int:
         configure_logging(name, as_json=self.log_json)
         protect_memory()
         drop_secrets()
         # Only here: HTTP and tokenizer are imported while the supervisor loads weights.
-        from penstock.launch.gateway_process import GatewayInheritance, make_http_app, run_gateway
-        from penstock.launch.http_server import Rim
+        from penstock.launch.gateway_process import GatewayResources, make_http_app, run_gateway
+        from penstock.launch.http_server import ProcessIo
 
-        inherited = GatewayInheritance(
-            rim=Rim(
+        inherited = GatewayResources(
+            rim=ProcessIo(
                 listener=self.listener,
                 channel=channel,
                 slot=self.slots[name],
@@ -344,18 +344,18 @@ class Front:
 
 
 @dataclass(frozen=True, slots=True)
-class HostJobs:
+class HostProcesses:
     """``supervise.Jobs``: what this host has of both."""
 
-    front: Front | None
-    workers: Workers | None
+    front: GatewayProcesses | None
+    workers: WorkerProcesses | None
 
-    def gateway(self, name: str, incarnation: int, channel: Channel) -> Job:
+    def gateway(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
         if self.front is None:
             raise LookupError("there is no gateway here")
         return self.front.job(name, incarnation, channel)
 
-    def worker(self, worker: WorkerId, incarnation: int) -> Job:
+    def worker(self, worker: WorkerId, incarnation: int) -> ChildSpec:
         if self.workers is None:
             raise LookupError("there are no workers here")
         return self.workers.job(worker, incarnation)
@@ -370,7 +370,7 @@ def model_vocabulary(path: Path) -> GrammarVocabulary:
         intake.close()
 
 
-def scheduler_of(place: WorkerPlan, plan: ServePlan) -> SchedulerConfig:
+def worker_scheduler_config(place: WorkerPlan, plan: ServePlan) -> SchedulerConfig:
     """Whoever encodes images is given no prompts, and needs no memory for them; whoever only reads may have less."""
     scheduler, reading = plan.scheduler, plan.reading_of(place)
     if place.role is not Role.ENCODE:
@@ -378,6 +378,6 @@ def scheduler_of(place: WorkerPlan, plan: ServePlan) -> SchedulerConfig:
     return structs.replace(scheduler, pages=1, max_model_len=scheduler.page_tokens)
 
 
-def layout_of(spec: ModelSpec, dtype: str) -> KvLayout:
+def kv_layout(spec: ModelSpec, dtype: str) -> KvLayout:
     """How a KV page of this model lies in memory."""
     return KvLayout.for_shape(spec.kv, dtype)

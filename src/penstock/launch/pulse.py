@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic_ns
 
-from penstock.launch.heartbeat import Slot
+from penstock.launch.heartbeat import HeartbeatSlot
 
 
-class Pulse:
+class HeartbeatWriter:
     """See ``engine.loop.EngineHeartbeat``."""
 
-    def __init__(self, slot: Slot, steps: Callable[[], int], now_ns: Callable[[], int] = monotonic_ns) -> None:
+    def __init__(self, slot: HeartbeatSlot, steps: Callable[[], int], now_ns: Callable[[], int] = monotonic_ns) -> None:
         """``steps``: steps computed so far."""
         self._slot = slot
         self._steps = steps

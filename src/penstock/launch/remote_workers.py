@@ -81,7 +81,7 @@ async def why_unreachable(endpoint: str) -> str:
     return "something listens there and does not answer: is it a penstock worker with the same keys and version?"
 
 
-class JoinedWorkers:
+class RemoteWorkers:
     """Use: ``start()`` on the running loop, ``await close()``."""
 
     def __init__(

@@ -36,7 +36,7 @@ from penstock.wire.supervisor_messages import ServiceDraining, SupervisorMessage
 
 # MERGED: What goes into the restart machine (events), and what comes out of it (effects).  Plain data.
 
-HOPELESS = 78
+EXIT_CANNOT_START = 78
 """The exit code (EX_CONFIG) of a child that can never start: not tried again."""
 
 CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP})
@@ -46,7 +46,7 @@ CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFP
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
+class ProcessExit:
     """How a process ended: an exit code, or the signal that ended it, and what it had to say."""
 
     code: int | None = None
@@ -59,7 +59,7 @@ class Exit:
         """Did it die of what it did?  SIGKILL and SIGTERM come from outside, but for those of a lack of memory."""
         if self.signal is not None:
             return self.out_of_memory or self.signal in CRASHES
-        return self.code not in (0, None, HOPELESS)
+        return self.code not in (0, None, EXIT_CANNOT_START)
 
     def __str__(self) -> str:
         if self.signal is not None:
@@ -75,16 +75,16 @@ class Exit:
 
 
 @dataclass(frozen=True, slots=True)
-class Died:
+class ProcessExited:
     """The process of this incarnation has ended and was reaped (or could not be forked at all)."""
 
     child: str
     incarnation: int
-    exit: Exit
+    exit: ProcessExit
 
 
 @dataclass(frozen=True, slots=True)
-class Vitals:
+class ProcessStats:
     """What the system knows of a process."""
 
     stopped: bool = False  # by SIGSTOP
@@ -96,15 +96,15 @@ class Vitals:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class HeartbeatsRead:
     """All slots of the board and what the system says of their processes, at one moment."""
 
     heartbeats: dict[str, Heartbeat]
-    vitals: dict[str, Vitals] = field(default_factory=dict)
+    vitals: dict[str, ProcessStats] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Suspected:
+class WorkerSuspected:
     """The gateway thinks that this worker does nothing."""
 
     child: str
@@ -113,21 +113,21 @@ class Suspected:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LoadRequested:
     """The front of a catalogue wants this model's process."""
 
     child: str
 
 
 @dataclass(frozen=True, slots=True)
-class Dismissed:
+class UnloadRequested:
     """The front of a catalogue wants it no more."""
 
     child: str
 
 
 @dataclass(frozen=True, slots=True)
-class StopAsked:
+class StopRequested:
     """SIGTERM or SIGINT came; the second one means now."""
 
 
@@ -136,14 +136,14 @@ class Tick:
     """Nothing happened but time."""
 
 
-Event = Died | Looked | Suspected | Wanted | Dismissed | StopAsked | Tick
+RestartEvent = ProcessExited | HeartbeatsRead | WorkerSuspected | LoadRequested | UnloadRequested | StopRequested | Tick
 
 
 # --- effects ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
+class ForkProcess:
     """Start this incarnation (and, for a worker, tell the gateway)."""
 
     child: str
@@ -151,7 +151,7 @@ class Fork:
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
+class SendSignal:
     """Send this signal to the process of this incarnation."""
 
     child: str
@@ -160,14 +160,14 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class NotifyGateways:
     """Send this to the gateway."""
 
     message: SupervisorMessage
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class LogLine:
     """Something for the log."""
 
     text: str
@@ -175,14 +175,14 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class AllExited:
     """Every child has ended.  ``complaint`` is the last line to be said, when giving up."""
 
     code: int
     complaint: str | None = None
 
 
-Effect = Fork | Kill | Tell | Note | Done
+RestartEffect = ForkProcess | SendSignal | NotifyGateways | LogLine | AllExited
 
 
 GATEWAY = "gateway-0"
@@ -199,7 +199,7 @@ COMPUTES_SHARE = 0.25
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
-class Phase(Enum):
+class ChildState(Enum):
     """Where one child is."""
 
     WAITING = auto()  # not running; forked at ``due``
@@ -208,7 +208,7 @@ class Phase(Enum):
     ENDING = auto()  # was told to end, is not dead yet
 
 
-class Stage(Enum):
+class SupervisorState(Enum):
     """Where the whole is."""
 
     RUNNING = auto()
@@ -217,13 +217,13 @@ class Stage(Enum):
     DONE = auto()
 
 
-_RUNS = (Phase.STARTING, Phase.READY)
+_RUNS = (ChildState.STARTING, ChildState.READY)
 
 
 @dataclass(slots=True)
 class _Child:
     name: str
-    phase: Phase = Phase.WAITING
+    phase: ChildState = ChildState.WAITING
     incarnation: int = 0
     due: float = 0.0  # when to fork, while waiting
     ready_since: float = 0.0
@@ -244,12 +244,12 @@ class _Child:
 
 
 @dataclass(slots=True)
-class Restarts:
+class RestartPolicy:
     """The state machine.  ``handle`` is its only verb; the caller carries out the effects in order."""
 
     config: SuperviseConfig
     _children: dict[str, _Child] = field(default_factory=dict)
-    _stage: Stage = Stage.RUNNING
+    _stage: SupervisorState = SupervisorState.RUNNING
     _deadline: float = 0.0  # of the stage
     _last_look: float | None = None
     _killed_all: bool = False
@@ -257,7 +257,7 @@ class Restarts:
     _passed: int = 0  # the highest incarnation of a passing child so far
 
     @classmethod
-    def of(cls, config: SuperviseConfig, gateways: Iterable[str] = (GATEWAY,)) -> Restarts:
+    def of(cls, config: SuperviseConfig, gateways: Iterable[str] = (GATEWAY,)) -> RestartPolicy:
         """A machine that has only the gateways, which do not run yet, or nobody."""
         return cls(config, {name: _Child(name, is_worker=False) for name in gateways})
 
@@ -267,12 +267,12 @@ class Restarts:
             self._children.setdefault(name, _Child(name))
 
     @property
-    def stage(self) -> Stage:
+    def stage(self) -> SupervisorState:
         return self._stage
 
-    def phase(self, child: str) -> Phase:
+    def phase(self, child: str) -> ChildState:
         known = self._children.get(child)
-        return known.phase if known is not None else Phase.WAITING
+        return known.phase if known is not None else ChildState.WAITING
 
     def is_silent(self, child: str) -> bool:
         """Did it not beat at the last look, when it should have?"""
@@ -280,32 +280,32 @@ class Restarts:
         return known is not None and known.silence > 0.0
 
     def all_ready(self) -> bool:
-        return all(child.phase is Phase.READY for child in self._children.values())
+        return all(child.phase is ChildState.READY for child in self._children.values())
 
     def wake_at(self, now: float) -> float:
-        """When to call again with ``Tick`` (or ``Looked``) at the latest."""
+        """When to call again with ``Tick`` (or ``HeartbeatsRead``) at the latest."""
         times = [now + self.config.look_s]
-        if self._stage is Stage.DRAINING or (self._stage is Stage.ENDING and not self._killed_all):
+        if self._stage is SupervisorState.DRAINING or (self._stage is SupervisorState.ENDING and not self._killed_all):
             times.append(self._deadline)
-        times += [c.due for c in self._children.values() if c.phase is Phase.WAITING and self._forks]
+        times += [c.due for c in self._children.values() if c.phase is ChildState.WAITING and self._forks]
         return max(now, min(times))
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
+    def handle(self, event: RestartEvent, now: float) -> list[RestartEffect]:
         """Take in one event; returns what is to be done, in order."""
-        effects: list[Effect] = []
+        effects: list[RestartEffect] = []
         match event:
-            case Died():
+            case ProcessExited():
                 self._on_death(event, now, effects)
-            case Looked():
+            case HeartbeatsRead():
                 self._on_look(event, now, effects)
-            case Suspected():
+            case WorkerSuspected():
                 self._on_suspicion(event, now, effects)
-            case Wanted():
-                if self._stage is Stage.RUNNING:
+            case LoadRequested():
+                if self._stage is SupervisorState.RUNNING:
                     self._children.setdefault(event.child, _Child(event.child, passing=True, incarnation=self._passed))
-            case Dismissed():
+            case UnloadRequested():
                 self._on_dismissal(event.child, now, effects)
-            case StopAsked():
+            case StopRequested():
                 self._on_stop(now, effects)
             case Tick():
                 pass
@@ -314,15 +314,15 @@ class Restarts:
 
     # --- one child ---------------------------------------------------------------------------------------------------
 
-    def _on_death(self, event: Died, now: float, effects: list[Effect]) -> None:
+    def _on_death(self, event: ProcessExited, now: float, effects: list[RestartEffect]) -> None:
         child = self._children[event.child]
-        if child.phase is Phase.WAITING or child.incarnation != event.incarnation:
+        if child.phase is ChildState.WAITING or child.incarnation != event.incarnation:
             return
         was_ready = child.ready_since > 0.0
-        child.phase = Phase.WAITING
+        child.phase = ChildState.WAITING
         if child.is_worker:
             effects.append(
-                Tell(
+                NotifyGateways(
                     _down(
                         child,
                         WorkerState.DEAD,
@@ -334,9 +334,9 @@ class Restarts:
         if child.passing:
             del self._children[child.name]
             return
-        if self._stage is Stage.ENDING:
+        if self._stage is SupervisorState.ENDING:
             return
-        if not child.is_worker and self._stage is Stage.DRAINING:
+        if not child.is_worker and self._stage is SupervisorState.DRAINING:
             child.due = math.inf
             if not any(one.phase in _RUNS for one in self._children.values() if not one.is_worker):
                 self._end(now, effects)
@@ -345,21 +345,21 @@ class Restarts:
             child.quick_deaths = 0
         child.quick_deaths += 1
         child.unready_deaths = 0 if was_ready else child.unready_deaths + 1
-        if child.unready_deaths and event.exit.code == HOPELESS:
+        if child.unready_deaths and event.exit.code == EXIT_CANNOT_START:
             self._complaint = f"{child.name} cannot start: {event.exit.last_words}"
             self._end(now, effects)
             return
         if child.unready_deaths >= self.config.rapid_deaths:
-            self._complaint = explain(child.name, child.unready_deaths, event.exit)
+            self._complaint = gave_up_message(child.name, child.unready_deaths, event.exit)
             self._end(now, effects)
             return
         delay = self._backoff(child.quick_deaths)
         child.due = now + delay
         when = f"in {delay:.2f} s" if delay else "now"
         if event.exit.code == 0 and was_ready:  # an operator asked for it, or a SIGTERM
-            effects.append(Note(f"{child.name} has drained and ended; restarting {when}"))
+            effects.append(LogLine(f"{child.name} has drained and ended; restarting {when}"))
         else:
-            effects.append(Note(f"{child.name} ended: {event.exit}; restarting {when}", warning=True))
+            effects.append(LogLine(f"{child.name} ended: {event.exit}; restarting {when}", warning=True))
 
     def _backoff(self, deaths: int) -> float:
         """Seconds before the restart that follows the ``deaths``-th quick death in a row; the first is at once."""
@@ -367,7 +367,7 @@ class Restarts:
             return 0.0
         return min(self.config.backoff_max_s, self.config.backoff_first_s * 2.0 ** min(deaths - 2, 32))
 
-    def _on_look(self, event: Looked, now: float, effects: list[Effect]) -> None:
+    def _on_look(self, event: HeartbeatsRead, now: float, effects: list[RestartEffect]) -> None:
         look = 0.0 if self._last_look is None else min(now - self._last_look, 2 * self.config.look_s)
         self._last_look = now
         for name, heartbeat in event.heartbeats.items():
@@ -375,21 +375,21 @@ class Restarts:
             if child.phase not in _RUNS or heartbeat.incarnation != child.incarnation:
                 continue
             self._note_beat(child, heartbeat, now)
-            vitals = event.vitals.get(name, Vitals())
+            vitals = event.vitals.get(name, ProcessStats())
             child.stopped = vitals.stopped
             if self._silent_beyond_limit(child, heartbeat, vitals, look, now):
                 self._kill_wedged(child, f"no progress for {child.silence:.1f} s", effects)
 
     def _note_beat(self, child: _Child, heartbeat: Heartbeat, now: float) -> None:
-        if child.phase is Phase.STARTING and heartbeat.state in (WorkerState.READY, WorkerState.DRAINING):
-            child.phase = Phase.READY
+        if child.phase is ChildState.STARTING and heartbeat.state in (WorkerState.READY, WorkerState.DRAINING):
+            child.phase = ChildState.READY
             child.ready_since = now
         if heartbeat.beat_s != child.last_beat:
             child.last_beat = heartbeat.beat_s
             child.silence = 0.0
 
     def _silent_beyond_limit(
-        self, child: _Child, heartbeat: Heartbeat, vitals: Vitals, look: float, now: float
+        self, child: _Child, heartbeat: Heartbeat, vitals: ProcessStats, look: float, now: float
     ) -> bool:
         busy = vitals.cpu_s + vitals.queued_s
         if not vitals.stopped and now <= heartbeat.predicted_end_s:
@@ -405,13 +405,13 @@ class Restarts:
         if past >= self.config.wedge_s:
             child.judged_silence, child.judged_busy_s, child.runnable_s = child.silence, busy, 0.0
         child.computes = child.computes and not vitals.stopped
-        if child.phase is Phase.STARTING and not vitals.stopped:
+        if child.phase is ChildState.STARTING and not vitals.stopped:
             return child.silence > self.config.start_s
         return child.silence > (self.config.busy_s if child.computes else self.config.wedge_s)
 
-    def _on_suspicion(self, event: Suspected, now: float, effects: list[Effect]) -> None:
+    def _on_suspicion(self, event: WorkerSuspected, now: float, effects: list[RestartEffect]) -> None:
         child = self._children.get(event.child)
-        if child is None or child.phase is not Phase.READY or child.incarnation != event.incarnation:
+        if child is None or child.phase is not ChildState.READY or child.incarnation != event.incarnation:
             return
         if child.silence > 0.0:
             if not child.computes and child.silence > self.config.wedge_s / 2:
@@ -423,35 +423,35 @@ class Restarts:
         if child.suspicions >= INSIST_COUNT and now - child.suspected_since >= self.config.wedge_s:
             self._kill_wedged(child, event.reason, effects)
 
-    def _kill_wedged(self, child: _Child, reason: str, effects: list[Effect]) -> None:
-        child.phase = Phase.ENDING
-        effects.append(Note(f"{child.name} is wedged: {reason}; killing it", warning=True))
+    def _kill_wedged(self, child: _Child, reason: str, effects: list[RestartEffect]) -> None:
+        child.phase = ChildState.ENDING
+        effects.append(LogLine(f"{child.name} is wedged: {reason}; killing it", warning=True))
         if child.is_worker:
-            effects.append(Tell(_down(child, WorkerState.WEDGED, reason, fault=not child.stopped)))
-        effects.append(Kill(child.name, child.incarnation, signal.SIGKILL))
+            effects.append(NotifyGateways(_down(child, WorkerState.WEDGED, reason, fault=not child.stopped)))
+        effects.append(SendSignal(child.name, child.incarnation, signal.SIGKILL))
 
-    def _on_dismissal(self, name: str, now: float, effects: list[Effect]) -> None:
+    def _on_dismissal(self, name: str, now: float, effects: list[RestartEffect]) -> None:
         child = self._children.get(name)
         if child is None or not child.passing or child.phase not in _RUNS:
             return
-        child.phase = Phase.ENDING
+        child.phase = ChildState.ENDING
         child.deadline = now + self.config.drain_s + 2 * self.config.grace_s
-        effects.append(Kill(child.name, child.incarnation, signal.SIGTERM))
+        effects.append(SendSignal(child.name, child.incarnation, signal.SIGTERM))
 
     # --- the whole ---------------------------------------------------------------------------------------------------
 
     @property
     def _forks(self) -> bool:
-        return self._stage in (Stage.RUNNING, Stage.DRAINING)
+        return self._stage in (SupervisorState.RUNNING, SupervisorState.DRAINING)
 
-    def _on_stop(self, now: float, effects: list[Effect]) -> None:
-        if self._stage is Stage.DRAINING:
-            effects.append(Note("asked again: stopping now"))
+    def _on_stop(self, now: float, effects: list[RestartEffect]) -> None:
+        if self._stage is SupervisorState.DRAINING:
+            effects.append(LogLine("asked again: stopping now"))
             self._end(now, effects)
-        elif self._stage is Stage.ENDING and all(child.is_worker for child in self._children.values()):
-            effects.append(Note("asked again: stopping now"))
+        elif self._stage is SupervisorState.ENDING and all(child.is_worker for child in self._children.values()):
+            effects.append(LogLine("asked again: stopping now"))
             self._end(now, effects, again=True)
-        elif self._stage is Stage.RUNNING:
+        elif self._stage is SupervisorState.RUNNING:
             gateways = [child for child in self._children.values() if not child.is_worker]
             if not gateways:  # workers have gateways elsewhere, and time to hand their answers over
                 self._end(now, effects, self.config.drain_s)
@@ -459,48 +459,50 @@ class Restarts:
             if not any(gateway.phase in _RUNS for gateway in gateways):
                 self._end(now, effects)
                 return
-            self._stage = Stage.DRAINING
+            self._stage = SupervisorState.DRAINING
             self._deadline = now + self.config.drain_s
-            effects.append(Tell(ServiceDraining()))
+            effects.append(NotifyGateways(ServiceDraining()))
 
-    def _end(self, now: float, effects: list[Effect], within: float | None = None, *, again: bool = False) -> None:
-        self._stage = Stage.ENDING
+    def _end(
+        self, now: float, effects: list[RestartEffect], within: float | None = None, *, again: bool = False
+    ) -> None:
+        self._stage = SupervisorState.ENDING
         self._deadline = now + (self.config.grace_s if within is None else within)
         for child in self._children.values():
-            if child.phase in _RUNS or (again and child.phase is Phase.ENDING):
-                child.phase = Phase.ENDING
-                effects.append(Kill(child.name, child.incarnation, signal.SIGTERM))
+            if child.phase in _RUNS or (again and child.phase is ChildState.ENDING):
+                child.phase = ChildState.ENDING
+                effects.append(SendSignal(child.name, child.incarnation, signal.SIGTERM))
 
-    def _on_time(self, now: float, effects: list[Effect]) -> None:
-        if self._stage is Stage.DRAINING and now >= self._deadline:
-            effects.append(Note(f"still busy after {self.config.drain_s:g} s: stopping now", warning=True))
+    def _on_time(self, now: float, effects: list[RestartEffect]) -> None:
+        if self._stage is SupervisorState.DRAINING and now >= self._deadline:
+            effects.append(LogLine(f"still busy after {self.config.drain_s:g} s: stopping now", warning=True))
             self._end(now, effects)
-        if self._stage is Stage.ENDING:
-            running = [c for c in self._children.values() if c.phase is not Phase.WAITING]
+        if self._stage is SupervisorState.ENDING:
+            running = [c for c in self._children.values() if c.phase is not ChildState.WAITING]
             if not running:
-                self._stage = Stage.DONE
-                effects.append(Done(0 if self._complaint is None else 1, self._complaint))
+                self._stage = SupervisorState.DONE
+                effects.append(AllExited(0 if self._complaint is None else 1, self._complaint))
             elif now >= self._deadline and not self._killed_all:
                 self._killed_all = True
-                effects += [Kill(c.name, c.incarnation, signal.SIGKILL) for c in running]
+                effects += [SendSignal(c.name, c.incarnation, signal.SIGKILL) for c in running]
         for child in self._children.values():
-            if child.phase is Phase.ENDING and child.deadline is not None and now >= child.deadline:
+            if child.phase is ChildState.ENDING and child.deadline is not None and now >= child.deadline:
                 child.deadline = None
-                effects.append(Kill(child.name, child.incarnation, signal.SIGKILL))
+                effects.append(SendSignal(child.name, child.incarnation, signal.SIGKILL))
         if self._forks:
             for child in self._children.values():
-                if child.phase is Phase.WAITING and now >= child.due:
+                if child.phase is ChildState.WAITING and now >= child.due:
                     self._fork(child, effects)
 
-    def _fork(self, child: _Child, effects: list[Effect]) -> None:
-        child.phase = Phase.STARTING
+    def _fork(self, child: _Child, effects: list[RestartEffect]) -> None:
+        child.phase = ChildState.STARTING
         child.incarnation += 1
         if child.passing:
             self._passed = max(self._passed, child.incarnation)
         child.ready_since = child.silence = child.last_beat = 0.0
         child.computes = False
         child.suspicions = 0
-        effects.append(Fork(child.name, child.incarnation))
+        effects.append(ForkProcess(child.name, child.incarnation))
 
 
 def _down(child: _Child, state: WorkerState, reason: str, *, fault: bool) -> WorkerDown:
@@ -509,7 +511,7 @@ def _down(child: _Child, state: WorkerState, reason: str, *, fault: bool) -> Wor
     )
 
 
-def explain(child: str, deaths: int, last: Exit) -> str:
+def gave_up_message(child: str, deaths: int, last: ProcessExit) -> str:
     """One line: what ended the child again and again, and a command that is likely to work."""
     head = f"{child} ended {deaths} times before it was ready, giving up: {last}"
     match last.signal:

@@ -49,7 +49,7 @@ class RunFolder:
         tried: list[str] = []
         for base in default_bases() if bases is None else bases:
             try:
-                sweep(base)
+                remove_stale_folders(base)
                 self.path, self._lock = _made(base)
             except OSError as error:
                 tried.append(f"{base}: {error.strerror or error}")
@@ -98,7 +98,7 @@ def _made(base: Path) -> tuple[Path, int]:
     return path, lock
 
 
-def sweep(base: Path) -> None:
+def remove_stale_folders(base: Path) -> None:
     """Remove what runs of this user that were killed have left in ``base``."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(base):

@@ -33,7 +33,7 @@ _LOCK_TRIES = 1000
 """Some milliseconds: a thousand times as long as anybody holds the lock that is not stopped."""
 
 
-class SharedBuckets:
+class SharedTokenBuckets:
     """Made before gateways are forked; each of them uses it from one thread."""
 
     def __init__(self, max_tenants: int) -> None:

@@ -18,7 +18,7 @@ from penstock.weights.families.registry import DECODERS
 _DETAILS = ("sparse_sinks", "sparse_window", "sparse_blocks", "sparse_from")
 
 
-def read_sparsely(spec: ModelSpec, config: EngineSettings) -> ModelSpec:
+def with_sparse_attention(spec: ModelSpec, config: EngineSettings) -> ModelSpec:
     """The model as the settings want it read.  Raises ConfigError where nothing of it can be read sparsely."""
     if not config.sparse_attention:
         defaults = EngineSettings()
@@ -35,10 +35,10 @@ def read_sparsely(spec: ModelSpec, config: EngineSettings) -> ModelSpec:
         )
     if FULL_ATTENTION not in spec.kv.reaches:
         raise ConfigError(f"--sparse-attention: every layer of {spec.architecture} has a window; nothing can be saved")
-    return msgspec.structs.replace(spec, sparse=sparse_of(config))
+    return msgspec.structs.replace(spec, sparse=sparse_settings(config))
 
 
-def sparse_of(config: EngineSettings) -> Sparse:
+def sparse_settings(config: EngineSettings) -> Sparse:
     """What the settings say, in whole blocks."""
     return Sparse(
         sinks=-(-config.sparse_sinks // BLOCK_KEYS),
@@ -48,7 +48,7 @@ def sparse_of(config: EngineSettings) -> Sparse:
     )
 
 
-def numerics_of(spec: ModelSpec, numerics: str) -> str:
+def sparse_numerics(spec: ModelSpec, numerics: str) -> str:
     """The numerics class of this model's answers: the backend's, and how little is read."""
     return numerics if spec.sparse is None else f"{numerics}-{spec.sparse.name}"
 

@@ -19,7 +19,7 @@ from penstock.engine.spec.draft_model import SLOT_TOKENS, Drafter, DraftModelSou
 from penstock.engine.spec.proposer import DraftModelProposer, NgramProposer
 from penstock.kernels.operands import Array, KvShape
 from penstock.kernels.ops import Ops, StepProgram
-from penstock.launch.draft_model import Found, FoundHead
+from penstock.launch.draft_model import DraftHeadSource, DraftSource
 from penstock.weights.eagle import load_draft_head
 from penstock.weights.load import LoadedModel, load_model
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class SmallModel:
+class LoadedDraftModel:
     """A draft model in memory."""
 
     model: Model
@@ -35,22 +35,22 @@ class SmallModel:
     vocab: int
 
 
-Loaded = EagleHead | SmallModel
+LoadedDraft = EagleHead | LoadedDraftModel
 
 
-def load(found: Found, model: LoadedModel, ops: Ops, threads: int) -> Loaded:
+def load_draft(found: DraftSource, model: LoadedModel, ops: Ops, threads: int) -> LoadedDraft:
     """Into memory, to be shared with every worker.  Raises ModelError."""
-    if isinstance(found, FoundHead):
+    if isinstance(found, DraftHeadSource):
         head = load_draft_head(found.path, found.spec, model.weights_hash, ops)
         log.info("guessing with the head in %s, %d outputs", found.path, found.spec.outputs)
         return build_head(head, model, ops, SLOT_TOKENS)
     loaded = load_model(found.path, found.spec, ops, threads=threads)
     log.info("guessing with %s: %.1f M parameters", found.path, found.spec.parameters / 1e6)
     kv = replace(found.spec.kv, groups=())  # within so few tokens nothing falls out of a window
-    return SmallModel(build_model(loaded, ops, SLOT_TOKENS), kv, found.spec.vocab)
+    return LoadedDraftModel(build_model(loaded, ops, SLOT_TOKENS), kv, found.spec.vocab)
 
 
-def record(model: Model, ops: Ops, kv: Array, loaded: Loaded | None) -> StepProgram:
+def record_step(model: Model, ops: Ops, kv: Array, loaded: LoadedDraft | None) -> StepProgram:
     """The model's step, which hands out what a head reads."""
     return ops.record(model, kv, tapped=loaded.tapped if isinstance(loaded, EagleHead) else ())
 
@@ -59,13 +59,13 @@ def record(model: Model, ops: Ops, kv: Array, loaded: Loaded | None) -> StepProg
 class Guessing:
     """What a worker guesses with; ``loaded`` None: nothing but tokens.  ``vocab``: of the model."""
 
-    loaded: Loaded | None
+    loaded: LoadedDraft | None
     ops: Ops
     vocab: int
     clock: Clock
 
     def speculator(self, config: SchedulerConfig, runner: ModelRunner) -> DraftProposer | None:
-        """Who guesses; None where nobody does.  ``runner`` runs the program of ``record``."""
+        """Who guesses; None where nobody does.  ``runner`` runs the program of ``record_step``."""
         if config.max_draft_tokens == 0:
             return None
         limits = {"most_each": config.max_draft_tokens, "most": config.max_step_draft_tokens}
@@ -76,7 +76,7 @@ class Guessing:
             case EagleHead() as head:
                 runner.record_hidden_states(head.tapped, head.hidden)
                 guide = EagleSource(head, self.vocab, runner)
-            case SmallModel() as small:
+            case LoadedDraftModel() as small:
                 guide = DraftModelSource(small.model, small.kv, small.vocab)
         drafter = Drafter(guide, self.ops, vocab=self.vocab, places=config.max_drafting, clock=self.clock)
         return DraftModelProposer(drafter, **limits)

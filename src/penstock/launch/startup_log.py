@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from penstock import __version__
-from penstock.config.cpu_cores import show_cpus
-from penstock.config.memory_budget import show_bytes
+from penstock.config.cpu_cores import format_cpus
+from penstock.config.memory_budget import format_size
 from penstock.config.resolve import ServePlan, WorkerPlan
 from penstock.kv_spec import FULL_ATTENTION
-from penstock.launch.model_path import Located
+from penstock.launch.model_path import ModelLocation
 from penstock.launch.sparse_attention import sparse_line
 from penstock.types import Task
 from penstock.weights.architecture.spec import ModelSpec
@@ -26,14 +26,14 @@ PROGRESS_EVERY_S = 2.0
 
 log = logging.getLogger(__name__)
 
-ONLY_STORIES = (
+BUNDLED_MODEL_NOTE = (
     "the bundled storyteller only tells short stories; to serve a real model: "
     "penstock serve PATH (a Hugging Face folder) or penstock serve ORG/NAME (from the Hub)"
 )
 
 
 def model_lines(
-    located: Located,
+    located: ModelLocation,
     name: str,
     spec: ModelSpec,
     max_model_len: int,
@@ -47,7 +47,7 @@ def model_lines(
         f"context {max_model_len} tokens, from {located.path}"
     )
     if located.bundled:
-        yield ONLY_STORIES
+        yield BUNDLED_MODEL_NOTE
     if spec.sparse is not None:
         yield sparse_line(spec.sparse)
     suggested = spec.sampling.words()
@@ -70,7 +70,7 @@ def _memory_line(plan: ServePlan) -> str:
     kept = "" if plan.kv_dtype == plan.dtype else f" in {plan.kv_dtype}"
     reading = "" if plan.reading is None else f" (prompts: {plan.reading.family} on {plan.reading.device})"
     scheduler = plan.scheduler
-    size = show_bytes(scheduler.pages * plan.page_bytes)
+    size = format_size(scheduler.pages * plan.page_bytes)
     if scheduler.reaches == (FULL_ATTENTION,):  # of layers with windows a request holds fewer
         tokens = scheduler.pages * scheduler.page_tokens
         size += f": {tokens:,} tokens, {tokens // scheduler.max_model_len:,} requests of {scheduler.max_model_len:,}"
@@ -107,7 +107,7 @@ def _reachable(endpoint: str) -> str:
     return f"tcp://{socket.gethostname()}:{port}" if everywhere else endpoint
 
 
-def talk_lines(
+def client_lines(
     url: str, served: tuple[str, Task], *, needs_key: bool, took: str, state: str = "ready"
 ) -> Iterator[str]:
     """Ready, and how to talk to it: ``served`` is the model's name and what it is for."""
@@ -133,14 +133,14 @@ def _cores(worker: WorkerPlan) -> str:
     """Its own cores, and those that it may borrow."""
     own = f"{worker.threads} thread{'s' if worker.threads > 1 else ''}"
     if worker.cpus:
-        own += f" on processors {show_cpus(worker.cpus)}"
+        own += f" on processors {format_cpus(worker.cpus)}"
     if worker.niceness:
         own += f", nice {worker.niceness}"
     borrowed = sum(loan.cores for loan in worker.loans)
     return own + (f", {borrowed} more while other workers are idle" if borrowed else "")
 
 
-class Phases:
+class StartupTimer:
     """How long each part of a start took, counted from ``began``."""
 
     def __init__(self, began: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -158,7 +158,7 @@ class Phases:
         return f"{self._last - self._began:.2f} s ({', '.join(self._parts)})"
 
 
-class LoadLog:
+class LoadProgressLog:
     """Called while weights are loaded: lets the supervisor look around, and tells how far a long loading is."""
 
     def __init__(self, keep_watch: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -176,7 +176,7 @@ class LoadLog:
         log.info(
             "loading weights: %d %%, %s of %s, %s/s",
             100 * done // total,
-            show_bytes(done),
-            show_bytes(total),
-            show_bytes(int((done - before) / (now - then))),
+            format_size(done),
+            format_size(total),
+            format_size(int((done - before) / (now - then))),
         )

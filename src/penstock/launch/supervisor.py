@@ -5,7 +5,7 @@
     wake-up pipe        SIGTERM, SIGINT, SIGHUP    -> StopAsked
     time                read the heartbeat board   -> Looked
 
-All decisions are those of ``restart.Restarts``; what a child does is a ``Job`` that it is given.  Whatever ends this
+All decisions are those of ``restart.Restarts``; what a child does is a ``ChildSpec`` that it is given.  Whatever ends this
 loop, an exception included, no child outlives it.
 """
 
@@ -25,28 +25,28 @@ from typing import Protocol, assert_never
 from penstock.config.limits import SuperviseConfig
 from penstock.errors import ProtocolError, RestartLimitReached
 from penstock.launch.channel import Channel
-from penstock.launch.fork_server import HasThreads, MemoryKills, Process, fork, read_vitals
-from penstock.launch.heartbeat import Slot
+from penstock.launch.fork_server import ChildProcess, OomKillLog, ProcessHasThreads, fork, read_process_stats
+from penstock.launch.heartbeat import HeartbeatSlot
 from penstock.launch.restart_policy import (
     GATEWAY,
-    Died,
-    Dismissed,
-    Done,
-    Effect,
-    Event,
-    Exit,
-    Fork,
-    Kill,
-    Looked,
-    Note,
-    Phase,
-    Restarts,
-    Stage,
-    StopAsked,
-    Suspected,
-    Tell,
+    AllExited,
+    ChildState,
+    ForkProcess,
+    HeartbeatsRead,
+    LoadRequested,
+    LogLine,
+    NotifyGateways,
+    ProcessExit,
+    ProcessExited,
+    RestartEffect,
+    RestartEvent,
+    RestartPolicy,
+    SendSignal,
+    StopRequested,
+    SupervisorState,
     Tick,
-    Wanted,
+    UnloadRequested,
+    WorkerSuspected,
 )
 from penstock.types import Role, WorkerId
 from penstock.wire.supervisor_messages import LoadModel, ServiceDraining, SuspectWorker, UnloadModel, WorkerUp
@@ -56,12 +56,12 @@ log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Stopped(Exception):  # noqa: N818 - not an error: somebody asked for it
+class StoppedEarly(Exception):  # noqa: N818 - not an error: somebody asked for it
     """Told to stop before everything had started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ChildSpec:
     """What a forked child does: ``body`` returns its exit code; ``keep`` are the descriptors it needs."""
 
     body: Callable[[], int]
@@ -70,21 +70,21 @@ class Job:
     handed_over: Callable[[], None] = lambda: None  # what only the child keeps; called here once it runs
 
 
-class Jobs(Protocol):
+class ChildSpecs(Protocol):
     """Knows what each child does."""
 
-    def gateway(self, name: str, incarnation: int, channel: Channel) -> Job:
+    def gateway(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
         """A gateway; ``channel`` is its end of the line to us."""
         ...
 
-    def worker(self, worker: WorkerId, incarnation: int) -> Job:
+    def worker(self, worker: WorkerId, incarnation: int) -> ChildSpec:
         """One worker."""
         ...
 
 
 @dataclass(slots=True)
 class _Running:
-    process: Process
+    process: ChildProcess
     incarnation: int
     endpoint: str
 
@@ -98,8 +98,8 @@ class Supervisor:
     def __init__(
         self,
         config: SuperviseConfig,
-        jobs: Jobs,
-        slots: Mapping[str, Slot],
+        jobs: ChildSpecs,
+        slots: Mapping[str, HeartbeatSlot],
         pulse: Callable[[], None] | None = None,
         *,
         gateways: Sequence[str] = (GATEWAY,),
@@ -110,13 +110,13 @@ class Supervisor:
         self._jobs = jobs
         self._slots = slots
         self._gateways = tuple(name for name in gateways if name in slots)
-        self._machine = Restarts.of(config, self._gateways)
+        self._machine = RestartPolicy.of(config, self._gateways)
         self._roles: dict[WorkerId, Role] = {}
         self._running: dict[str, _Running] = {}
         self._channels: dict[str, Channel] = {}  # to each gateway that listens
-        self._memory_kills = MemoryKills(time.monotonic())
+        self._memory_kills = OomKillLog(time.monotonic())
         self._next_look = 0.0
-        self._done: Done | None = None
+        self._done: AllExited | None = None
         self._stoppers: list[Callable[[], None]] = []
         self._handlers: dict[int, object] = {}
 
@@ -167,8 +167,8 @@ class Supervisor:
         if self._pulse is not None:
             self._pulse()
         self._on_signals()
-        if self._machine.stage is not Stage.RUNNING:
-            raise Stopped
+        if self._machine.stage is not SupervisorState.RUNNING:
+            raise StoppedEarly
 
     def wind_up(self) -> None:
         """Told to stop: wait until everything has ended."""
@@ -237,23 +237,23 @@ class Supervisor:
                     self._stop(signum)
 
     def _stop(self, signum: int) -> None:
-        if self._machine.stage is Stage.RUNNING:
+        if self._machine.stage is SupervisorState.RUNNING:
             log.info("%s: finishing what runs; once more to stop now", signal.Signals(signum).name)
             for action in self._stoppers:
                 action()
             self._stoppers.clear()
-        self._handle(StopAsked())
+        self._handle(StopRequested())
 
     def _on_channel(self, name: str, channel: Channel) -> None:
         try:
             channel.flush()
             while (message := channel.receive()) is not None:
                 if isinstance(message, SuspectWorker):
-                    self._handle(Suspected(message.worker, message.incarnation, message.reason))
+                    self._handle(WorkerSuspected(message.worker, message.incarnation, message.reason))
                 elif isinstance(message, LoadModel):
                     self._want(message.worker)
                 elif isinstance(message, UnloadModel):
-                    self._handle(Dismissed(message.worker))
+                    self._handle(UnloadRequested(message.worker))
         except EOFError:  # the gateway closed it; should it not be dead, it will be found wedged
             channel.close()
             self._channels.pop(name, None)
@@ -263,7 +263,7 @@ class Supervisor:
     def _want(self, name: str) -> None:
         """A front can want what has a place on the board, nothing else."""
         if name in self._slots and name not in self._gateways:
-            self._handle(Wanted(name))
+            self._handle(LoadRequested(name))
 
     def _on_death(self, name: str) -> None:
         child = self._running[name]
@@ -274,7 +274,7 @@ class Supervisor:
         code, signum = ended
         words = self._slots[name].read_last_words()
         killed = signum == signal.SIGKILL and self._memory_kills.explain()
-        self._handle(Died(name, child.incarnation, Exit(code, signum, words, out_of_memory=killed)))
+        self._handle(ProcessExited(name, child.incarnation, ProcessExit(code, signum, words, out_of_memory=killed)))
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -284,33 +284,33 @@ class Supervisor:
                 self._pulse()
             self._memory_kills.look(now)
             vitals = {
-                name: read_vitals(child.process.pid, every_thread=self._machine.is_silent(name))
+                name: read_process_stats(child.process.pid, every_thread=self._machine.is_silent(name))
                 for name, child in self._running.items()
             }
-            self._handle(Looked({name: self._slots[name].read() for name in self._running}, vitals))
+            self._handle(HeartbeatsRead({name: self._slots[name].read() for name in self._running}, vitals))
         elif now >= self._machine.wake_at(now):
             self._handle(Tick())
 
     # --- effects -----------------------------------------------------------------------------------------------------
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: RestartEvent) -> None:
         for effect in self._machine.handle(event, time.monotonic()):
             self._carry_out(effect)
 
-    def _carry_out(self, effect: Effect) -> None:
+    def _carry_out(self, effect: RestartEffect) -> None:
         match effect:
-            case Fork():
+            case ForkProcess():
                 self._fork(effect.child, effect.incarnation)
-            case Kill():
+            case SendSignal():
                 child = self._running.get(effect.child)
                 if child is not None and child.incarnation == effect.incarnation:
                     child.process.kill(effect.signal)
-            case Tell():
+            case NotifyGateways():
                 for channel in self._channels.values():
                     channel.send(effect.message)
-            case Note():
+            case LogLine():
                 log.log(logging.WARNING if effect.warning else logging.INFO, "%s", effect.text)
-            case Done():
+            case AllExited():
                 self._done = effect
             case _:
                 assert_never(effect)
@@ -323,10 +323,13 @@ class Supervisor:
                 self._fork_gateway(name, incarnation, slot)
             else:
                 self._fork_worker(WorkerId(name), incarnation, slot)
-        except (OSError, HasThreads) as error:  # no process, descriptor or memory, or a thread: as if it died at once
-            self._handle(Died(name, incarnation, Exit(code=1, last_words=f"cannot start it: {error}")))
+        except (
+            OSError,
+            ProcessHasThreads,
+        ) as error:  # no process, descriptor or memory, or a thread: as if it died at once
+            self._handle(ProcessExited(name, incarnation, ProcessExit(code=1, last_words=f"cannot start it: {error}")))
 
-    def _fork_gateway(self, name: str, incarnation: int, slot: Slot) -> None:
+    def _fork_gateway(self, name: str, incarnation: int, slot: HeartbeatSlot) -> None:
         earlier = self._channels.pop(name, None)
         if earlier is not None:
             earlier.close()
@@ -342,12 +345,12 @@ class Supervisor:
         self._channels[name] = ours
         self._running[name] = _Running(process, incarnation, "")
         for worker in self._running:
-            if worker not in self._gateways and self._machine.phase(worker) in (Phase.STARTING, Phase.READY):
+            if worker not in self._gateways and self._machine.phase(worker) in (ChildState.STARTING, ChildState.READY):
                 self._tell_up(WorkerId(worker), (ours,))
-        if self._machine.stage is Stage.DRAINING:
+        if self._machine.stage is SupervisorState.DRAINING:
             ours.send(ServiceDraining())
 
-    def _fork_worker(self, name: WorkerId, incarnation: int, slot: Slot) -> None:
+    def _fork_worker(self, name: WorkerId, incarnation: int, slot: HeartbeatSlot) -> None:
         job = self._jobs.worker(name, incarnation)
         try:
             process = fork(name, job.body, keep=job.keep, last_words=slot.last_words)

@@ -26,11 +26,11 @@ def checked_tls(config: ServeConfig) -> TlsConfig | None:
     """The files of ``config``; None for HTTP in clear.  Raises ConfigError, in one line, for such as cannot be used."""
     tls = tls_config(config)
     if tls is not None:
-        TlsFiles(tls)
+        TlsCertificate(tls)
     return tls
 
 
-class TlsFiles:
+class TlsCertificate:
     """A certificate chain and its private key, PEM."""
 
     def __init__(self, config: TlsConfig) -> None:

@@ -51,9 +51,9 @@ from penstock.kv.memory import KvMemory, KvMemoryFile
 from penstock.kv.store.store import PageStore, SharedStoreMemory, StoreOwner, open_tiers
 from penstock.kv.transfer.receiver import KvReceiver
 from penstock.kv.transfer.sender import KvSender
-from penstock.launch.heartbeat import Slot
-from penstock.launch.pulse import Pulse
-from penstock.launch.speculation import Guessing, Loaded, record
+from penstock.launch.heartbeat import HeartbeatSlot
+from penstock.launch.pulse import HeartbeatWriter
+from penstock.launch.speculation import Guessing, LoadedDraft, record_step
 from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.zeromq import ZmqTransport
@@ -63,18 +63,18 @@ log = logging.getLogger("penstock.worker")
 BEATS_PER_S = 4
 """How often an idle worker turns its loop at least."""
 
-MASK_LOOK_S = 0.001
+MASK_POLL_S = 0.001
 """Between two looks whether a late mask of a grammar is there, when there is nothing else to do."""
 
-AHEAD = 2
+DEVICE_STEPS_AHEAD = 2
 """Steps that a device is given at once when only answers are written: the host prepares one while the other runs."""
 
-LAST_WORDS_S = 0.25
+LINGER_S = 0.25
 """How long what a worker says in going may take to leave it.  Who stopped listening is not waited for any longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inheritance:
+class WorkerResources:
     """What a worker has from the process that forked it: read-only, or its own alone."""
 
     model: Model | PoolingModel  # by ``SchedulerConfig.pooling``
@@ -86,17 +86,17 @@ class Inheritance:
     peers: Mapping[WorkerId, KvMemoryFile]
     store: SharedStoreMemory
     keys: CurveKeys
-    slot: Slot
+    slot: HeartbeatSlot
     adapters: LoraManager  # those of the start are in memory
     cores: CoreLending
     vocabulary: Callable[[], GrammarVocabulary]  # read when the first grammar comes
-    gateways: Mapping[str, Slot]  # of this host: a process that was replaced is known before it says a word
-    drafts: Loaded | None = None  # the head or model that guesses tokens ahead
+    gateways: Mapping[str, HeartbeatSlot]  # of this host: a process that was replaced is known before it says a word
+    drafts: LoadedDraft | None = None  # the head or model that guesses tokens ahead
     pages_on_device: bool = False  # the backend keeps KV pages where it computes
     twins: str | None = None  # the layout in which they are written to host memory and handed over; None: they are not
 
 
-def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
+def run_worker(config: WorkerConfig, inherited: WorkerResources) -> int:
     """Serve until SIGTERM; returns the exit code.  Runs in the forked child."""
     stop = _StopFlag()
     os.nice(config.niceness)
@@ -145,8 +145,8 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
         on_role=inherited.slot.assign,
         on_settled=_Courtesy(config).settle,
     )
-    pulse = Pulse(inherited.slot, lambda: mailbox.reporter.steps)
-    max_steps = AHEAD if inherited.pages_on_device else 1
+    pulse = HeartbeatWriter(inherited.slot, lambda: mailbox.reporter.steps)
+    max_steps = DEVICE_STEPS_AHEAD if inherited.pages_on_device else 1
     loop = EngineLoop(mailbox, scheduler, runner, clock, heartbeat=pulse, max_steps=max_steps)
     inherited.slot.set_state(WorkerState.READY)
     while not _is_over(stop, mailbox, clock):
@@ -158,13 +158,13 @@ def run_worker(config: WorkerConfig, inherited: Inheritance) -> int:
             cores.reclaim_cores()
     inherited.slot.set_state(WorkerState.DRAINING)
     mailbox.return_all()
-    transport.close(linger_s=LAST_WORDS_S)
+    transport.close(linger_s=LINGER_S)
     stored.close()
     grammars.close()
     return 0
 
 
-def _memories(config: WorkerConfig, inherited: Inheritance) -> tuple[KvMemory, dict[WorkerId, KvMemory]]:
+def _memories(config: WorkerConfig, inherited: WorkerResources) -> tuple[KvMemory, dict[WorkerId, KvMemory]]:
     """This worker's own KV pages, with nothing in them, and the others' to be read."""
     own = inherited.kv.map_own(lend=_lent(config))
     own.wipe()
@@ -176,7 +176,7 @@ def _memories(config: WorkerConfig, inherited: Inheritance) -> tuple[KvMemory, d
 
 def _idle_s(scheduler: Scheduler, clock: MonotonicClock) -> float:
     """How long to wait at most when there is nothing to do now."""
-    longest, until = MASK_LOOK_S if scheduler.waits_for_masks else 1 / BEATS_PER_S, scheduler.resting_until
+    longest, until = MASK_POLL_S if scheduler.waits_for_masks else 1 / BEATS_PER_S, scheduler.resting_until
     return longest if until is None else min(longest, max(0.0, until - clock.now()))
 
 
@@ -225,19 +225,19 @@ def set_niceness(niceness: int) -> bool:
 
 
 def _runner(
-    config: SchedulerConfig, inherited: Inheritance, kv: Array, beside: tuple[GrammarManager, EncoderStage]
+    config: SchedulerConfig, inherited: WorkerResources, kv: Array, beside: tuple[GrammarManager, EncoderStage]
 ) -> Runner:
     ops = inherited.ops
     if config.pooling is not None:
         return PoolingRunner(cast(PoolingModel, inherited.model), ops, kv)
     model, (grammars, images) = cast(Model, inherited.model), beside
     patience = MaskWait(wait_s=config.mask_wait_ms / 1000)
-    program = _made_ready(record(model, ops, kv, inherited.drafts), inherited)
+    program = _made_ready(record_step(model, ops, kv, inherited.drafts), inherited)
     aids = RunnerServices(matcher_of=grammars.matcher, images=images, adapters=inherited.adapters, mask_wait=patience)
     return ModelRunner(model, ops, kv, program, aids)
 
 
-def _made_ready(program: StepProgram, inherited: Inheritance) -> StepProgram:
+def _made_ready(program: StepProgram, inherited: WorkerResources) -> StepProgram:
     """With its most frequent steps captured, where that can be done: a start that gets on is not taken to hang.
     Those are steps that write answers: whoever only reads prompts has none."""
     if isinstance(program, CapturableProgram):
@@ -248,7 +248,7 @@ def _made_ready(program: StepProgram, inherited: Inheritance) -> StepProgram:
 
 
 def _hand_over(
-    config: WorkerConfig, inherited: Inheritance, memory: tuple[KvMemory, Array], peers: Mapping[WorkerId, KvMemory]
+    config: WorkerConfig, inherited: WorkerResources, memory: tuple[KvMemory, Array], peers: Mapping[WorkerId, KvMemory]
 ) -> TransferEnds:
     """``memory``: that others can read, and that is computed in."""
     (own, kv), identity, ops = memory, inherited.identity, inherited.ops
@@ -262,7 +262,7 @@ def _hand_over(
 
 def _stored(
     config: WorkerConfig,
-    inherited: Inheritance,
+    inherited: WorkerResources,
     own: KvMemory,
     peers: Mapping[WorkerId, KvMemory],
     beside: tuple[Scheduler, MonotonicClock],

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from penstock.config.device import RUNTIME_BYTES
-from penstock.config.facts import Beside, beside_bytes
+from penstock.config.facts import ExtraWeights, extra_weight_bytes
 from penstock.parallel.devices import Devices
 
 TENSOR_WAYS = (1, 2, 4, 8)
@@ -66,7 +66,7 @@ class ModelSize:
     other: int  # what every stage has, vision towers among it
     activation_bytes: int  # of one step's buffers on one device that computes all of a layer
     max_positions: int
-    beside: tuple[Beside, ...] = ()  # what is loaded with it; every device keeps all of it
+    beside: tuple[ExtraWeights, ...] = ()  # what is loaded with it; every device keeps all of it
 
     @property
     def weight_bytes(self) -> int:
@@ -167,7 +167,7 @@ def plan_for_tensor(model: ModelSize, devices: Devices, tensor: int) -> Parallel
         weights = _weights(model, range(begin, end), tensor)
         activations = -(-model.activation_bytes // tensor)
         runtime = CPU_RUNTIME_BYTES if devices.is_cpu else RUNTIME_BYTES
-        beside = beside_bytes(model.beside, workers_of(devices))
+        beside = extra_weight_bytes(model.beside, workers_of(devices))
         left = devices.memory_bytes - weights - activations - runtime - beside
         shares.append(StageShare(stage, range(begin, end), weights, activations, runtime, beside, left))
     tokens = min(_tokens([model.layers[i].cache for i in share.layers], share.kv, tensor) for share in shares)

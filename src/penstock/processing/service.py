@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.config.limits import Limits
-from penstock.config.schema import Offers, RequestConfig
+from penstock.config.schema import InputFeatures, RequestConfig
 from penstock.errors import BadField, GrammarRefused, ModelError, PromptTooLong, RequestError
 from penstock.grammar.checker_client import GrammarChecker
 from penstock.grammar.checker_process import CheckLimits
@@ -141,11 +141,11 @@ class GenerationProcessor:
         max_model_len: int,
         limits: Limits,
         created: int,
-        offers: Offers | None = None,
+        offers: InputFeatures | None = None,
         requests: RequestConfig | None = None,
     ) -> None:
         """Reads tokenizer, template, end tokens, sampling defaults, and how images are prepared.  Raises ModelError."""
-        offers, requests = offers or Offers(), requests or RequestConfig()
+        offers, requests = offers or InputFeatures(), requests or RequestConfig()
         self._limits = limits
         files = model_files(folder)
         config = read_json(files, CONFIG)
@@ -536,7 +536,7 @@ def _sampling_params(call: GenerationFields, max_tokens: int, grammar: Grammar |
     )
 
 
-def _remote(limits: Limits, offers: Offers) -> ImageFetcher | None:
+def _remote(limits: Limits, offers: InputFeatures) -> ImageFetcher | None:
     if not offers.remote_images:
         return None
     hosts = offers.remote_image_hosts

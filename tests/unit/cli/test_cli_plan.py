@@ -62,7 +62,7 @@ def test_the_plan_of_a_gpu_here_is_what_would_be_served(
         monkeypatch.setattr(module, "gpu_report", lambda: GpuReport(gpu=facts, why_not=""))
     _, found = answer(capsys, model, "--kv-dtype", kept)
     assert found["devices"] == {"count": 1, "name": "NVIDIA H200", "memory_bytes": facts.free_bytes}
-    served = compose.decide(ServeConfig(dtype="bf16", kv_dtype=kept), "llama", read_outline(Path(model)).spec)  # type: ignore[arg-type]
+    served = compose.resolve_here(ServeConfig(dtype="bf16", kv_dtype=kept), "llama", read_outline(Path(model)).spec)  # type: ignore[arg-type]
     assert served.device == "cuda"
     assert found["kv_tokens"] == pytest.approx(16 * served.scheduler.pages, abs=16)
     assert served.scheduler.pages * served.page_bytes == pytest.approx(found["kv_bytes"], rel=1e-4)

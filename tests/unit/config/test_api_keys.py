@@ -10,7 +10,7 @@ import pytest
 
 from penstock.api.auth import KEY_FILE_CHECK_S, KEY_FILE_ERROR_LOG_S, FileApiKeys
 from penstock.clock import VirtualClock
-from penstock.config.api_keys import KeyFile, Service, TenantEntry, changing, load_keys, new_key
+from penstock.config.api_keys import KeyFile, ServiceClassName, TenantEntry, edit_keys, load_keys, new_key
 from penstock.errors import ConfigError
 from penstock.types import ServiceClass
 
@@ -87,7 +87,7 @@ def test_keys_are_not_in_the_file_nor_tenants_in_their_ids(tmp_path: Path) -> No
 def test_tenants_of_a_file_share_pages_only_where_it_says_so(tmp_path: Path, shared: bool) -> None:
     path = tmp_path / "keys.json"
     keys = [add(path, "search").encode(), add(path, "other").encode()]
-    with changing(path, 10, make=False) as held:
+    with edit_keys(path, 10, make=False) as held:
         held[0] = msgspec.structs.replace(held[0], share_prefixes=shared)
     ring = FileApiKeys(path, VirtualClock())
     found = [ring.find(key) for key in keys]
@@ -125,10 +125,10 @@ def test_a_ring_follows_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert len(caplog.records) == lines + 1
 
 
-def add(path: Path, tenant: str, classes: tuple[Service, ...] = ("interactive",)) -> str:
+def add(path: Path, tenant: str, classes: tuple[ServiceClassName, ...] = ("interactive",)) -> str:
     """As ``penstock keys add`` does it."""
     key, entry = new_key(tenant, classes)
-    with changing(path, 10, make=True) as held:
+    with edit_keys(path, 10, make=True) as held:
         tenants = {**held[0].tenants, tenant: TenantEntry()}
         held[0] = msgspec.structs.replace(held[0], tenants=tenants, keys=(*held[0].keys, entry))
     return key

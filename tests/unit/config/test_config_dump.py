@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.main import main
-from penstock.config.dump import settings_as_toml
+from penstock.config.dump import dump_toml
 from penstock.config.load import load_serve, load_worker
 
 
@@ -23,14 +23,14 @@ from penstock.config.load import load_serve, load_worker
 )
 def test_what_is_printed_is_read_again(flags: dict[str, Any], tmp_path: Path) -> None:
     config = load_serve(flags, {})
-    (tmp_path / "penstock.toml").write_text(settings_as_toml(config, "penstock serve"))
+    (tmp_path / "penstock.toml").write_text(dump_toml(config, "penstock serve"))
     assert load_serve({}, {}, tmp_path / "penstock.toml") == config
 
 
 def test_tables_and_a_workers_settings_come_back(tmp_path: Path) -> None:
     (tmp_path / "given.toml").write_text('keys = "/k"\n[supervise]\nwedge_s = 7.5\n[kv_store]\nalways = true\n')
     config = load_worker({"role": "decode"}, {}, tmp_path / "given.toml")
-    (tmp_path / "printed.toml").write_text(settings_as_toml(config, "penstock worker"))
+    (tmp_path / "printed.toml").write_text(dump_toml(config, "penstock worker"))
     assert load_worker({}, {}, tmp_path / "printed.toml") == config
 
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.device import RUNTIME_BYTES, is_ruled_out
-from penstock.config.facts import Beside, Core, GpuFacts, GpuReport, MachineFacts, ModelFacts
+from penstock.config.device import RUNTIME_BYTES, excludes_gpu
+from penstock.config.facts import ExtraWeights, GpuFacts, GpuReport, MachineFacts, ModelFacts, PhysicalCore
 from penstock.config.limits import Limits
 from penstock.config.load import parse_size
-from penstock.config.memory_budget import show_bytes
-from penstock.config.resolve import ServePlan, kv_store, resolve, resolve_worker
+from penstock.config.memory_budget import format_size
+from penstock.config.resolve import ServePlan, resolve, resolve_kv_store, resolve_worker
 from penstock.config.schema import COMPILED_GRAMMARS_BYTES, PoolingConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
 from penstock.kv_spec import FULL_ATTENTION, KvSpec
@@ -23,7 +23,7 @@ LAPTOP = MachineFacts(cpus=(0, 1), cores=2, memory_bytes=16 * GIB, kernel_famili
 SERVER = MachineFacts(
     cpus=tuple(range(64)),
     cores=32,
-    topology=tuple(Core(cpus=(i, i + 32)) for i in range(32)),
+    topology=tuple(PhysicalCore(cpus=(i, i + 32)) for i in range(32)),
     memory_bytes=256 * GIB,
     kernel_families=("avx512_bf16",),
 )
@@ -206,20 +206,20 @@ def test_a_gpu_that_was_asked_for_is_used_or_refused_with_the_reason() -> None:
     refused("--device cuda: there is a CUDA driver, but no torch; pip", machine=lacking, device="cuda")
     assert plan(lacking).notes[0] == "no GPU is used: there is a CUDA driver, but no torch (pip)"
     with pytest.raises(ConfigError, match="--kv-disk with --device cuda: pages in its memory are not stored"):
-        kv_store(ServeConfig(kv_disk="/d"), "cuda", writes=True)
+        resolve_kv_store(ServeConfig(kv_disk="/d"), "cuda", writes=True)
 
 
 def test_a_mooncake_store_is_asked_for_by_its_master() -> None:
     key = ServeConfig(kv_mooncake="moon:50051", kv_mooncake_size=64 << 20, kv_key="/k")
-    made = kv_store(key, "cpu", writes=True)
+    made = resolve_kv_store(key, "cpu", writes=True)
     assert (made.mooncake, made.mooncake_bytes, made.key_file) == ("moon:50051", 64 << 20, "/k")
-    assert kv_store(ServeConfig(), "cpu", writes=True).mooncake is None
+    assert resolve_kv_store(ServeConfig(), "cpu", writes=True).mooncake is None
     with pytest.raises(ConfigError, match="add --kv-mooncake HOST:PORT"):
-        kv_store(ServeConfig(kv_mooncake_size=1), "cpu", writes=True)
+        resolve_kv_store(ServeConfig(kv_mooncake_size=1), "cpu", writes=True)
     with pytest.raises(ConfigError, match="--kv-key is for pages on disk or in a remote tier"):
-        kv_store(ServeConfig(kv_key="/k", kv_host=1 << 20), "cpu", writes=True)
+        resolve_kv_store(ServeConfig(kv_key="/k", kv_host=1 << 20), "cpu", writes=True)
     with pytest.raises(ConfigError, match="--kv-mooncake with --device cuda"):
-        kv_store(ServeConfig(kv_mooncake="moon:50051"), "cuda", writes=True)
+        resolve_kv_store(ServeConfig(kv_mooncake="moon:50051"), "cuda", writes=True)
 
 
 @pytest.mark.parametrize("machine", [SERVER, GPU_SERVER])
@@ -230,11 +230,11 @@ def test_gpu_lanes_were_removed_and_say_so(machine: MachineFacts) -> None:
 
 def test_no_gpu_is_looked_for_where_flags_rule_it_out() -> None:
     """``--device cuda`` is told what is wrong with them."""
-    assert not is_ruled_out(ServeConfig())
-    assert is_ruled_out(ServeConfig(device="cpu"))
+    assert not excludes_gpu(ServeConfig())
+    assert excludes_gpu(ServeConfig(device="cpu"))
     for flags in ({"prefill": 1}, {"threads": 2}, {"kv_disk": "/d"}, {"kernels": "avx2"}):
-        assert is_ruled_out(ServeConfig(**flags))
-        assert not is_ruled_out(ServeConfig(device="cuda", **flags))
+        assert excludes_gpu(ServeConfig(**flags))
+        assert not excludes_gpu(ServeConfig(device="cuda", **flags))
 
 
 def test_a_joined_worker_has_the_machine_to_itself_and_speaks_tcp() -> None:
@@ -339,11 +339,11 @@ def test_one_full_context_always_fits(memory: int, cores: int, prefill: int, dec
 
 @given(st.integers(1, 1 << 45))
 def test_a_shown_size_can_be_given_back(count: int) -> None:
-    assert parse_size(show_bytes(count)) <= count <= parse_size(show_bytes(count, up=True))
+    assert parse_size(format_size(count)) <= count <= parse_size(format_size(count, up=True))
 
 
 def test_what_is_loaded_beside_the_model_takes_its_room() -> None:
-    head = Beside(name="draft head", shared_bytes=40 * GIB, worker_bytes=10 * GIB, why="")
+    head = ExtraWeights(name="draft head", shared_bytes=40 * GIB, worker_bytes=10 * GIB, why="")
     both = msgspec.structs.replace(LLAMA, beside=(head,))
     alone, beside = (plan(SERVER, model, max_model_len=8192).scheduler.pages for model in (LLAMA, both))
     fewer = (alone - beside) * LLAMA.page_bytes_bf16

@@ -6,18 +6,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.cpu_cores import GIVES_WAY, Division, Places, Wishes, divide, parse_cpus, show_cpus
-from penstock.config.facts import Core
+from penstock.config.cpu_cores import (
+    SHARED_PREFILL_NICENESS,
+    CoreAssignment,
+    CoreSettings,
+    WorkerRoles,
+    assign_cores,
+    format_cpus,
+    parse_cpus,
+)
+from penstock.config.facts import PhysicalCore
 from penstock.errors import ConfigError
 from penstock.types import Role, WorkerId
 
 
-def cores(count: int, *, nodes: int = 1, siblings: int = 1) -> list[Core]:
+def cores(count: int, *, nodes: int = 1, siblings: int = 1) -> list[PhysicalCore]:
     """Numbered as Linux does: all first threads, then all second ones; equal nodes."""
-    return [Core(cpus=tuple(i + count * s for s in range(siblings)), node=i * nodes // count) for i in range(count)]
+    return [
+        PhysicalCore(cpus=tuple(i + count * s for s in range(siblings)), node=i * nodes // count) for i in range(count)
+    ]
 
 
-def fleet(prefill: int, decode: int) -> Places:
+def fleet(prefill: int, decode: int) -> WorkerRoles:
     return tuple(
         (WorkerId(f"{role.value}-{i}"), role)
         for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode))
@@ -26,14 +36,14 @@ def fleet(prefill: int, decode: int) -> Places:
 
 
 def division(
-    machine: list[Core], places: Places | None = None, usable: int | None = None, **wishes: object
-) -> Division:
-    made = Wishes(**wishes)  # type: ignore[arg-type]
-    return divide(places or fleet(1, 1), machine, len(machine) if usable is None else usable, made)
+    machine: list[PhysicalCore], places: WorkerRoles | None = None, usable: int | None = None, **wishes: object
+) -> CoreAssignment:
+    made = CoreSettings(**wishes)  # type: ignore[arg-type]
+    return assign_cores(places or fleet(1, 1), machine, len(machine) if usable is None else usable, made)
 
 
-def loans(made: Division) -> list[list[tuple[str, int, str]]]:
-    return [[(loan.lender, loan.cores, show_cpus(loan.cpus)) for loan in share.loans] for share in made.shares]
+def loans(made: CoreAssignment) -> list[list[tuple[str, int, str]]]:
+    return [[(loan.lender, loan.cores, format_cpus(loan.cpus)) for loan in share.loans] for share in made.shares]
 
 
 def test_a_laptop_gives_each_worker_a_core_and_the_other_on_loan() -> None:
@@ -45,16 +55,16 @@ def test_a_laptop_gives_each_worker_a_core_and_the_other_on_loan() -> None:
 
 def test_the_second_threads_of_a_core_stay_with_the_first() -> None:
     made = division(cores(8, siblings=2))
-    assert [(s.threads, show_cpus(s.cpus)) for s in made.shares] == [(4, "0-3,8-11"), (4, "4-7,12-15")]
+    assert [(s.threads, format_cpus(s.cpus)) for s in made.shares] == [(4, "0-3,8-11"), (4, "4-7,12-15")]
     assert loans(made) == [[("decode-0", 4, "4-7,12-15")], [("prefill-0", 4, "0-3,8-11")]]
 
 
 def test_workers_stay_within_a_node() -> None:
     made = division(cores(24, nodes=2), fleet(1, 2))
-    assert [show_cpus(s.cpus) for s in made.shares] == ["0-7", "12-19", "8-11,20-23"]
+    assert [format_cpus(s.cpus) for s in made.shares] == ["0-7", "12-19", "8-11,20-23"]
     assert made.nodes == (0, 1)
     assert made.notes == ("memory nodes: prefill-0 on 0; decode-0 on 1; decode-1 on 0-1; weights are spread over all",)
-    assert [show_cpus(s.cpus) for s in division(cores(24, nodes=2), fleet(2, 2)).shares] == [
+    assert [format_cpus(s.cpus) for s in division(cores(24, nodes=2), fleet(2, 2)).shares] == [
         "0-5",
         "6-11",
         "12-17",
@@ -64,7 +74,10 @@ def test_workers_stay_within_a_node() -> None:
 
 def test_one_core_is_shared_and_decode_goes_first() -> None:
     made = division(cores(1))
-    assert [(s.threads, s.niceness, s.lends, s.loans) for s in made.shares] == [(1, GIVES_WAY, 0, ()), (1, 0, 0, ())]
+    assert [(s.threads, s.niceness, s.lends, s.loans) for s in made.shares] == [
+        (1, SHARED_PREFILL_NICENESS, 0, ()),
+        (1, 0, 0, ()),
+    ]
     assert made.notes == ("prefill and decode share cores: decode has the right of way",)
 
 
@@ -90,19 +103,22 @@ def test_threads_as_asked_limit_what_is_lent() -> None:
 
 def test_listed_cores_are_pinned_and_divided() -> None:
     made = division(cores(8), fleet(2, 1), prefill="0-3", decode="4-6")
-    assert [(s.threads, show_cpus(s.cpus)) for s in made.shares] == [(2, "0-1"), (2, "2-3"), (3, "4-6")]
+    assert [(s.threads, format_cpus(s.cpus)) for s in made.shares] == [(2, "0-1"), (2, "2-3"), (3, "4-6")]
     assert loans(made)[2] == [("prefill-0", 2, "0-1"), ("prefill-1", 2, "2-3")]
 
 
 def test_one_list_leaves_the_rest_to_the_other_role() -> None:
-    assert [show_cpus(s.cpus) for s in division(cores(8), decode="0-1").shares] == ["2-7", "0-1"]
+    assert [format_cpus(s.cpus) for s in division(cores(8), decode="0-1").shares] == ["2-7", "0-1"]
     everything = division(cores(8), decode="0-7")
-    assert [(show_cpus(s.cpus), s.niceness) for s in everything.shares] == [("0-7", GIVES_WAY), ("0-7", 0)]
+    assert [(format_cpus(s.cpus), s.niceness) for s in everything.shares] == [
+        ("0-7", SHARED_PREFILL_NICENESS),
+        ("0-7", 0),
+    ]
 
 
 def test_shared_cores_are_nobodys_to_lend() -> None:
     made = division(cores(6), prefill="0-3", decode="2-5")
-    assert [(s.niceness, s.lends) for s in made.shares] == [(GIVES_WAY, 2), (0, 2)]
+    assert [(s.niceness, s.lends) for s in made.shares] == [(SHARED_PREFILL_NICENESS, 2), (0, 2)]
     assert loans(made) == [[("decode-0", 2, "4-5")], [("prefill-0", 2, "0-1")]]
     assert made.notes == ("prefill and decode share cores: decode has the right of way",)
 
@@ -120,7 +136,7 @@ def test_processors_that_are_not_ours_are_named() -> None:
 
 @given(st.sets(st.integers(0, 300), min_size=1))
 def test_lists_are_read_as_they_are_shown(cpus: set[int]) -> None:
-    assert parse_cpus(show_cpus(cpus), "--decode-cores") == cpus
+    assert parse_cpus(format_cpus(cpus), "--decode-cores") == cpus
 
 
 @given(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from penstock.config.device import is_ruled_out
+from penstock.config.device import excludes_gpu
 from penstock.config.facts import GpuFacts, GpuReport, MachineFacts, ModelFacts
 from penstock.config.load import load_serve, load_worker
-from penstock.config.mixed_numerics import mixed_numerics
+from penstock.config.mixed_numerics import fleet_numerics
 from penstock.config.resolve import ServePlan, resolve, resolve_worker
 from penstock.config.schema import PoolingConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
@@ -79,8 +79,8 @@ def test_it_is_asked_for_twice() -> None:
     refused("--prefill-kernels portable:", "add --allow-mixed-numerics", prefill_kernels="portable")
     assert plan(allow_mixed_numerics=True).reading is None
     assert plan(prefill_device="cpu", prefill_kernels="avx512_bf16").reading is None
-    assert not is_ruled_out(ServeConfig(prefill=1, prefill_device="cuda"))
-    assert is_ruled_out(ServeConfig(prefill=1, prefill_kernels="portable"))
+    assert not excludes_gpu(ServeConfig(prefill=1, prefill_device="cuda"))
+    assert excludes_gpu(ServeConfig(prefill=1, prefill_kernels="portable"))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_flags_of_either_command(tmp_path) -> None:
 
 
 def test_the_third_class_is_neither_and_says_both() -> None:
-    numerics = mixed_numerics("triton-1", "cpp-1")
+    numerics = fleet_numerics("triton-1", "cpp-1")
     assert numerics == "triton-1>cpp-1"
     assert ModelIdentity(fingerprint="f", numerics=numerics).mixed
-    assert not ModelIdentity(fingerprint="f", numerics=mixed_numerics("cpp-1", "cpp-1")).mixed
+    assert not ModelIdentity(fingerprint="f", numerics=fleet_numerics("cpp-1", "cpp-1")).mixed

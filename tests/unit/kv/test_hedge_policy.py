@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.config.limits import HandOverConfig
+from penstock.config.limits import KvTransferConfig
 from penstock.kv.transfer.receiver import HedgePolicy, PendingPages
 from penstock.types import RequestId
 
@@ -27,7 +27,7 @@ R = RequestId("r")
 def test_the_rest_takes_as_long_as_what_has_come(
     elapsed: float, missing: int, compute_s: float | None, sooner: bool
 ) -> None:
-    haste = HedgePolicy(HandOverConfig())
+    haste = HedgePolicy(KvTransferConfig())
     asked: list[tuple[RequestId, int, int]] = []
 
     def predict(request: RequestId, start: int, stop: int) -> float | None:

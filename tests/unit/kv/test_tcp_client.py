@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from penstock.config.limits import HandOverConfig
+from penstock.config.limits import KvTransferConfig
 from penstock.kernels.operands import KvShape
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.base import FetchRequest, FetchResult
@@ -46,7 +46,7 @@ class Unstarted(FetchConnection):
 class Roadside:
     """A road with one connection, and what it has told."""
 
-    def __init__(self, config: HandOverConfig) -> None:
+    def __init__(self, config: KvTransferConfig) -> None:
         self.told: list[FetchResult] = []
         self.on_land: Callable[[], None] = lambda: None
         self.road = SourcePool(SOURCE, config, SEAL, sealed=False, land=self._land)
@@ -75,7 +75,7 @@ class Roadside:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[HandOverConfig], Roadside]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[KvTransferConfig], Roadside]:
     monkeypatch.setattr(client, "FetchConnection", Unserved)
     return Roadside
 
@@ -94,10 +94,10 @@ def lose(side: Roadside, line: FetchConnection, batch: FetchBatch) -> None:
 
 @pytest.mark.parametrize("end", [land, refuse, lose])
 def test_nothing_is_told_of_a_leg_once_stopping_it_has_returned(
-    make: Callable[[HandOverConfig], Roadside], end: Callable[[Roadside, FetchConnection, FetchBatch], None]
+    make: Callable[[KvTransferConfig], Roadside], end: Callable[[Roadside, FetchConnection, FetchBatch], None]
 ) -> None:
     """Somebody stops it at the worst moment: when the connection's thread has looked, and not told yet."""
-    side = make(HandOverConfig(connections=1, fetch_tries=1))
+    side = make(KvTransferConfig(connections=1, fetch_tries=1))
     key = side.door("one")
     side.fetch("one", 3)
     line, batch = side.take()
@@ -121,9 +121,9 @@ def test_nothing_is_told_of_a_leg_once_stopping_it_has_returned(
 
 @pytest.mark.parametrize("end", [land, refuse, lose])
 def test_nothing_is_told_of_a_leg_that_was_stopped(
-    make: Callable[[HandOverConfig], Roadside], end: Callable[[Roadside, FetchConnection, FetchBatch], None]
+    make: Callable[[KvTransferConfig], Roadside], end: Callable[[Roadside, FetchConnection, FetchBatch], None]
 ) -> None:
-    side = make(HandOverConfig(connections=1, fetch_tries=1))
+    side = make(KvTransferConfig(connections=1, fetch_tries=1))
     key = side.door("one")
     side.fetch("one", 3)
     line, batch = side.take()
@@ -133,9 +133,9 @@ def test_nothing_is_told_of_a_leg_that_was_stopped(
 
 
 def test_a_connection_that_breaks_costs_a_try_only_what_it_broke_over(
-    make: Callable[[HandOverConfig], Roadside],
+    make: Callable[[KvTransferConfig], Roadside],
 ) -> None:
-    side = make(HandOverConfig(connections=1, fetch_tries=2))
+    side = make(KvTransferConfig(connections=1, fetch_tries=2))
     for name in ("guilty", "other"):
         side.door(name)
     side.fetch("guilty", 3)
@@ -158,8 +158,8 @@ def test_a_connection_that_breaks_costs_a_try_only_what_it_broke_over(
     assert [each.request.frame.page for each in side.told] == [3, 4]
 
 
-def test_a_batch_that_was_stopped_costs_nobody_a_try(make: Callable[[HandOverConfig], Roadside]) -> None:
-    side = make(HandOverConfig(connections=1, fetch_tries=1))
+def test_a_batch_that_was_stopped_costs_nobody_a_try(make: Callable[[KvTransferConfig], Roadside]) -> None:
+    side = make(KvTransferConfig(connections=1, fetch_tries=1))
     stopped = side.door("stopped")
     side.door("other")
     side.fetch("stopped", 3)
@@ -173,16 +173,16 @@ def test_a_batch_that_was_stopped_costs_nobody_a_try(make: Callable[[HandOverCon
 
 
 def test_without_a_thread_for_it_what_is_fetched_fails(
-    make: Callable[[HandOverConfig], Roadside], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[KvTransferConfig], Roadside], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    side = make(HandOverConfig(connections=2))
+    side = make(KvTransferConfig(connections=2))
     key = side.door("one")
     side.fetch("one", 3)
     monkeypatch.setattr(client, "FetchConnection", Unstarted)
     side.fetch("one", 4)  # one connection is there already
     assert side.told == []
     assert [order.request.frame.page for order in side.take()[1].fetches] == [3, 4]
-    alone = make(HandOverConfig(connections=2))
+    alone = make(KvTransferConfig(connections=2))
     alone.door("one")
     alone.fetch("one", 3)
     assert [each.failure for each in alone.told] == ["its pages cannot be fetched: can't start new thread"]
@@ -196,7 +196,7 @@ def test_whatever_ends_a_connection_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(socket, "create_connection", fail)
     monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.0)
-    side, heard = Roadside(HandOverConfig(connections=1, fetch_tries=2, peer_idle_s=0.01)), threading.Event()
+    side, heard = Roadside(KvTransferConfig(connections=1, fetch_tries=2, peer_idle_s=0.01)), threading.Event()
     side.on_land = heard.set
     side.door("one")
     side.fetch("one", 3)

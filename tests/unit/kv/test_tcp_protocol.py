@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from penstock.config.limits import HandOverConfig
+from penstock.config.limits import KvTransferConfig
 from penstock.kernels.operands import KvShape
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.base import FetchRequest, FetchResult
@@ -27,7 +27,7 @@ from penstock.wire.transfer_messages import FetchTicket, PageReady
 
 LAYOUT = KvLayout.for_shape(KvShape.plain(layers=2, kv_heads=2, head_dim=8), "fp32")
 SEAL = PageChecksum(ModelIdentity(fingerprint="f" * 64, numerics="test-1-fp32"), LAYOUT)
-CONFIG = HandOverConfig(connections=1)
+CONFIG = KvTransferConfig(connections=1)
 
 
 @dataclass
@@ -105,7 +105,7 @@ def test_a_connection_that_cannot_be_served_leaves_the_others_theirs(
 
 
 def test_who_finds_no_room_is_counted_and_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    config = HandOverConfig(max_connections=1)
+    config = KvTransferConfig(max_connections=1)
     with ExitStack() as stack:
         own = stack.enter_context(closing(KvMemory.anonymous(LAYOUT, 8)))
         desk = stack.enter_context(closing(PageServer(own, "127.0.0.1", 0, config, sealed=False)))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.late_pages import LateCarrier
 
-from penstock.config.limits import HandOverConfig
+from penstock.config.limits import KvTransferConfig
 from penstock.kernels.operands import KvShape
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.base import KvConnector
@@ -48,7 +48,7 @@ SOURCE = PageSource(worker=WorkerId("p"), incarnation=1, endpoint="memory://p")
 REQUESTS = [RequestId(f"r{number}") for number in range(3)]
 PAGES = 24
 LEASE = 8.0
-CONFIG = HandOverConfig(lease_s=LEASE, window_bytes=3 * 4096)
+CONFIG = KvTransferConfig(lease_s=LEASE, window_bytes=3 * 4096)
 
 requests = st.sampled_from(REQUESTS)
 

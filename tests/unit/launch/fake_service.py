@@ -20,16 +20,16 @@ import time
 from penstock.config.limits import SuperviseConfig
 from penstock.errors import RestartLimitReached
 from penstock.launch.channel import Channel
-from penstock.launch.heartbeat import Board
+from penstock.launch.heartbeat import HeartbeatBoard
 from penstock.launch.restart_policy import GATEWAY
-from penstock.launch.supervisor import Job, Stopped, Supervisor
+from penstock.launch.supervisor import ChildSpec, StoppedEarly, Supervisor
 from penstock.types import Role, WorkerId, WorkerState
 from penstock.wire.supervisor_messages import ServiceDraining, SuspectWorker, WorkerDown, WorkerUp
 
 SCRIPT = json.loads(sys.argv[1])
 ROLES = {WorkerId("prefill-0"): Role.PREFILL, WorkerId("decode-0"): Role.DECODE}
 NAMES = (GATEWAY, *ROLES)
-SLOTS = dict(zip(NAMES, Board(len(NAMES)).slots, strict=True))
+SLOTS = dict(zip(NAMES, HeartbeatBoard(len(NAMES)).slots, strict=True))
 
 
 def say(*words: object) -> None:
@@ -37,14 +37,14 @@ def say(*words: object) -> None:
 
 
 class FakeJobs:
-    def gateway(self, name: str, incarnation: int, channel: Channel) -> Job:
-        return Job(body=lambda: gateway(incarnation, channel), keep=())
+    def gateway(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
+        return ChildSpec(body=lambda: gateway(incarnation, channel), keep=())
 
     def __init__(self) -> None:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def worker(self, worker: WorkerId, incarnation: int) -> Job:
+    def worker(self, worker: WorkerId, incarnation: int) -> ChildSpec:
         if worker == "decode-0" and "thread" in SCRIPT:
             first, last = SCRIPT["thread"]
             if incarnation == first:
@@ -53,7 +53,7 @@ class FakeJobs:
             elif incarnation > last and self._thread is not None:
                 self._over.set()
                 self._thread.join()
-        return Job(body=lambda: child(worker), endpoint=f"nowhere-{worker}-{incarnation}")
+        return ChildSpec(body=lambda: child(worker), endpoint=f"nowhere-{worker}-{incarnation}")
 
 
 def beat(name: str) -> None:
@@ -104,7 +104,7 @@ def main() -> int:
                 supervisor.keep_watch()
                 time.sleep(0.01)
             code = supervisor.run(ROLES, lambda: say("ready"))
-        except Stopped:
+        except StoppedEarly:
             supervisor.wind_up()
             say("stopped while loading")
             return 0

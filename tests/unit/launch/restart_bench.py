@@ -8,11 +8,21 @@ from typing import TypeVar
 
 from penstock.config.limits import SuperviseConfig
 from penstock.launch.heartbeat import Heartbeat
-from penstock.launch.restart_policy import Died, Effect, Event, Exit, Fork, Kill, Looked, Restarts, Tick
+from penstock.launch.restart_policy import (
+    ForkProcess,
+    HeartbeatsRead,
+    ProcessExit,
+    ProcessExited,
+    RestartEffect,
+    RestartEvent,
+    RestartPolicy,
+    SendSignal,
+    Tick,
+)
 from penstock.types import WorkerState
 
 T = TypeVar("T")
-CRASH = Exit(signal=signal.SIGSEGV)
+CRASH = ProcessExit(signal=signal.SIGSEGV)
 CONFIG = SuperviseConfig()
 
 
@@ -22,30 +32,30 @@ class Bench:
 
     config: SuperviseConfig = CONFIG
     now: float = 100.0
-    machine: Restarts = field(init=False)
+    machine: RestartPolicy = field(init=False)
     running: dict[str, int] = field(default_factory=dict)  # child -> incarnation
     silent: set[str] = field(default_factory=set)
-    log: list[tuple[float, Effect]] = field(default_factory=list)
+    log: list[tuple[float, RestartEffect]] = field(default_factory=list)
     _silent_since: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.machine = Restarts.of(self.config)
+        self.machine = RestartPolicy.of(self.config)
         self.machine.admit(["prefill-0", "decode-0"])
 
-    def send(self, event: Event) -> list[Effect]:
+    def send(self, event: RestartEvent) -> list[RestartEffect]:
         effects = self.machine.handle(event, self.now)
         for effect in effects:
             self.log.append((self.now, effect))
-            if isinstance(effect, Fork):
+            if isinstance(effect, ForkProcess):
                 assert effect.child not in self.running, "forked while the last incarnation still runs"
                 self.running[effect.child] = effect.incarnation
                 self.silent.discard(effect.child)
         return effects
 
-    def die(self, child: str, how: Exit = CRASH) -> list[Effect]:
-        return self.send(Died(child, self.running.pop(child), how))
+    def die(self, child: str, how: ProcessExit = CRASH) -> list[RestartEffect]:
+        return self.send(ProcessExited(child, self.running.pop(child), how))
 
-    def look(self) -> list[Effect]:
+    def look(self) -> list[RestartEffect]:
         beats = {}
         for child, incarnation in self.running.items():
             if child in self.silent:
@@ -54,9 +64,9 @@ class Bench:
                 self._silent_since.pop(child, None)
                 beat = self.now
             beats[child] = Heartbeat(incarnation, WorkerState.READY, beat, beat + 0.1, 1)
-        return self.send(Looked(beats))
+        return self.send(HeartbeatsRead(beats))
 
-    def run(self, seconds: float) -> list[Effect]:
+    def run(self, seconds: float) -> list[RestartEffect]:
         """Let time pass as the supervisor does: looking at every interval, waking when it is due."""
         end, effects = self.now + seconds, []
         while self.now < end:
@@ -69,10 +79,10 @@ class Bench:
         while child not in self.running:
             self.run(1e-3)
 
-    def obey(self, effects: list[Effect]) -> None:
+    def obey(self, effects: list[RestartEffect]) -> None:
         for effect in effects:
-            if isinstance(effect, Kill) and effect.child in self.running:
-                self.die(effect.child, Exit(signal=effect.signal))
+            if isinstance(effect, SendSignal) and effect.child in self.running:
+                self.die(effect.child, ProcessExit(signal=effect.signal))
 
 
 def ready_bench(config: SuperviseConfig = CONFIG) -> Bench:
@@ -82,5 +92,5 @@ def ready_bench(config: SuperviseConfig = CONFIG) -> Bench:
     return bench
 
 
-def of_type(kind: type[T], effects: list[Effect]) -> list[T]:
+def of_type(kind: type[T], effects: list[RestartEffect]) -> list[T]:
     return [e for e in effects if isinstance(e, kind)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.config.api_keys import changing
+from penstock.config.api_keys import edit_keys
 from penstock.launch.compose import event_key
 from penstock.wire.curve_keys import CurveKeys
 
@@ -12,7 +12,7 @@ from penstock.wire.curve_keys import CurveKeys
 def test_it_follows_from_the_file_of_keys(tmp_path: Path) -> None:
     one, other = str(tmp_path / "one"), str(tmp_path / "other")
     for path in (one, other):
-        with changing(Path(path), 10, make=True):
+        with edit_keys(Path(path), 10, make=True):
             pass
     # The same in every gateway, also after a restart.
     assert event_key(None, one, 10) == event_key(None, one, 10, CurveKeys.ephemeral())

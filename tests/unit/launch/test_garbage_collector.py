@@ -9,7 +9,7 @@ import pytest
 
 from penstock.config.limits import TurnLimits
 from penstock.launch import gateway_process
-from penstock.launch.gateway_process import NEVER, GarbageCollection
+from penstock.launch.gateway_process import NEVER, GarbageCollector
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def as_before() -> Iterator[None]:
 
 @pytest.mark.usefixtures("as_before")
 def test_what_there_is_at_the_start_is_never_looked_at_again_and_a_full_look_never_comes_by_itself():
-    collection = GarbageCollection(TurnLimits(), lambda: 0)
+    collection = GarbageCollector(TurnLimits(), lambda: 0)
     collection.begin()
     assert gc.get_freeze_count() > 1000
     assert gc.get_threshold()[0] == TurnLimits().young_collection_objects
@@ -34,7 +34,7 @@ def test_a_full_look_waits_until_few_streams_are_open_or_the_process_has_grown(m
     streams, resident = [10_000], [1 << 20]
     monkeypatch.setattr(gateway_process, "resident_bytes", lambda: resident[0])
     limits = TurnLimits(full_collection_streams=100, full_collection_bytes=1 << 20)
-    collection = GarbageCollection(limits, lambda: streams[0])
+    collection = GarbageCollector(limits, lambda: streams[0])
     collection.begin()
     assert not collection.look()
     resident[0] += 1 << 20

@@ -52,17 +52,19 @@ def test_a_library_that_is_no_driver_is_no_crash(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_answer_becomes_facts() -> None:
-    found = gpu_probe.parse(json.dumps(ANSWER), "").gpu
+    found = gpu_probe.parse_report(json.dumps(ANSWER), "").gpu
     assert found is not None
     assert (found.name, found.count, found.capability) == ("NVIDIA H200", 2, (9, 0))
     assert (found.total_bytes, found.free_bytes) == (150_000_000_000, 149_000_000_000)
-    old = gpu_probe.parse(json.dumps({**ANSWER, "name": "Tesla V100", "capability": [7, 0]}), "")
+    old = gpu_probe.parse_report(json.dumps({**ANSWER, "name": "Tesla V100", "capability": [7, 0]}), "")
     assert old.gpu is None
     assert "Tesla V100 has compute capability 7.0" in old.why_not
-    small = gpu_probe.parse(json.dumps({**ANSWER, "name": "L40S", "capability": [8, 9], "shared_bytes": 101_376}), "")
+    small = gpu_probe.parse_report(
+        json.dumps({**ANSWER, "name": "L40S", "capability": [8, 9], "shared_bytes": 101_376}), ""
+    )
     assert small.gpu is None
     assert small.why_not == "L40S has 99 KiB of shared memory for a program, and the kernels need 160"
     complaint = "the CUDA driver finds no device"
     for broken in ("", "{}", "[]", json.dumps({**ANSWER, "capability": []})):
-        assert gpu_probe.parse(broken, f"noise\n{complaint}\n").why_not == complaint
-    assert gpu_probe.parse("", "").why_not == "the CUDA driver gave no answer"
+        assert gpu_probe.parse_report(broken, f"noise\n{complaint}\n").why_not == complaint
+    assert gpu_probe.parse_report("", "").why_not == "the CUDA driver gave no answer"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.launch.heartbeat import Board
-from penstock.launch.pulse import Pulse
+from penstock.launch.heartbeat import HeartbeatBoard
+from penstock.launch.pulse import HeartbeatWriter
 
 
 def test_a_beat_says_when_the_step_should_end() -> None:
     now_ns = 0
-    (slot,) = Board(1).slots
-    pulse = Pulse(slot, lambda: 7, lambda: now_ns)
+    (slot,) = HeartbeatBoard(1).slots
+    pulse = HeartbeatWriter(slot, lambda: 7, lambda: now_ns)
     for now_s, predicted_s in ((1.0, 0.5), (1.6, 0.0)):
         now_ns = int(now_s * 1e9)
         pulse.beat(predicted_s)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.facts import Core
+from penstock.config.facts import PhysicalCore
 from penstock.errors import ConfigError
 from penstock.kv.connectors.tcp.protocol import aes_gcm
-from penstock.launch.machine import free_memory, machine_facts, process_began, topology, usable_cores
+from penstock.launch.machine import free_memory, machine_facts, process_start_time, topology, usable_cores
 
 MEMINFO = "MemTotal: 16000000 kB\nMemFree: 1 kB\nMemAvailable: 8000000 kB\n"
 
@@ -84,17 +84,17 @@ def test_cores_have_their_threads_and_their_node(machine: Machine) -> None:
     machine.write("sys/devices/system/node/node1/cpulist", "2-3,6-7\n")
     machine.write("sys/devices/system/node/node2/cpulist", "\n")  # memory only
     assert topology(tuple(range(8)), machine.root) == (
-        Core(cpus=(0, 4), node=0),
-        Core(cpus=(1, 5), node=0),
-        Core(cpus=(2, 6), node=1),
-        Core(cpus=(3, 7), node=1),
+        PhysicalCore(cpus=(0, 4), node=0),
+        PhysicalCore(cpus=(1, 5), node=0),
+        PhysicalCore(cpus=(2, 6), node=1),
+        PhysicalCore(cpus=(3, 7), node=1),
     )
-    assert topology((1, 6), machine.root) == (Core(cpus=(1,), node=0), Core(cpus=(6,), node=1))
+    assert topology((1, 6), machine.root) == (PhysicalCore(cpus=(1,), node=0), PhysicalCore(cpus=(6,), node=1))
 
 
 def test_a_process_knows_when_it_began(tmp_path: Path) -> None:
     before = time.monotonic()
-    words = "from penstock.launch.machine import process_began; print(process_began())"
+    words = "from penstock.launch.machine import process_start_time; print(process_began())"
     said = subprocess.run(
         [sys.executable, "-c", words],
         env={**os.environ, "PYTHONPATH": "src"},
@@ -103,7 +103,7 @@ def test_a_process_knows_when_it_began(tmp_path: Path) -> None:
         check=True,
     )
     assert before - 0.02 <= float(said.stdout) <= time.monotonic()
-    assert process_began(tmp_path) == pytest.approx(time.monotonic(), abs=1.0)
+    assert process_start_time(tmp_path) == pytest.approx(time.monotonic(), abs=1.0)
 
 
 def test_only_a_library_that_encrypts_into_buffers_counts(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

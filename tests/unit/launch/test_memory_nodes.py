@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import mmap
 
-from penstock.launch.machine import mask_of, spread_over
+from penstock.launch.machine import interleave_memory, node_mask
 
 
 def test_masks_are_words_of_bits() -> None:
-    assert mask_of((0, 1)) == (0b11,)
-    assert mask_of((1, 65)) == (0b10, 0b10)
-    assert mask_of(()) == ()
+    assert node_mask((0, 1)) == (0b11,)
+    assert node_mask((1, 65)) == (0b10, 0b10)
+    assert node_mask(()) == ()
 
 
 def test_memory_can_be_had_within_and_after() -> None:
     for nodes in ((), (0,), (0, 63)):  # the last is refused where there is no such node
-        with spread_over(nodes):
+        with interleave_memory(nodes):
             assert bytes(mmap.mmap(-1, 4096)[:1]) == b"\0"
         assert bytes(mmap.mmap(-1, 4096)[:1]) == b"\0"

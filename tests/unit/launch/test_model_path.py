@@ -14,7 +14,7 @@ from huggingface_hub import errors
 
 from penstock.errors import ModelError
 from penstock.launch import model_path as module
-from penstock.launch.model_path import Located, locate
+from penstock.launch.model_path import ModelLocation, locate_model
 
 
 def no_download(name: str) -> str:
@@ -22,7 +22,7 @@ def no_download(name: str) -> str:
 
 
 def test_nothing_is_the_bundled_storyteller() -> None:
-    located = locate(None, no_download)
+    located = locate_model(None, no_download)
     assert located.bundled
     assert located.name == "storyteller"
     for file in ("config.json", "model.safetensors", "README.md", "ATTRIBUTION.md"):
@@ -32,11 +32,11 @@ def test_nothing_is_the_bundled_storyteller() -> None:
 def test_a_folder_is_called_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "org" / "my-model"
     folder.mkdir(parents=True)
-    assert locate(str(folder), no_download) == Located(folder, "my-model")
+    assert locate_model(str(folder), no_download) == ModelLocation(folder, "my-model")
     monkeypatch.chdir(tmp_path)
-    assert locate("org/my-model", no_download) == Located(folder, "my-model")  # a folder beats the Hub
+    assert locate_model("org/my-model", no_download) == ModelLocation(folder, "my-model")  # a folder beats the Hub
     monkeypatch.chdir(folder)
-    assert locate(".", no_download) == Located(folder, "my-model")
+    assert locate_model(".", no_download) == ModelLocation(folder, "my-model")
 
 
 def test_a_hub_name_is_downloaded_and_keeps_its_name(tmp_path: Path) -> None:
@@ -46,27 +46,27 @@ def test_a_hub_name_is_downloaded_and_keeps_its_name(tmp_path: Path) -> None:
         asked.append(name)
         return str(tmp_path)
 
-    assert locate("meta-llama/Llama-3.2-1B", download) == Located(tmp_path, "meta-llama/Llama-3.2-1B")
+    assert locate_model("meta-llama/Llama-3.2-1B", download) == ModelLocation(tmp_path, "meta-llama/Llama-3.2-1B")
     assert asked == ["meta-llama/Llama-3.2-1B"]
 
 
 @pytest.mark.parametrize("name", ["/no/such/place", "./org/name", "gpt2", "a/b/c", "org/", "-x/y", "org/na me"])
 def test_neither_folder_nor_hub_name(name: str) -> None:
     with pytest.raises(ModelError, match="no such folder, and no Hub name"):
-        locate(name, no_download)
+        locate_model(name, no_download)
 
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     file = tmp_path / "model.bin"
     file.touch()
     with pytest.raises(ModelError, match=r"is a file; expected a \.gguf file, or the folder"):
-        locate(str(file), no_download)
+        locate_model(str(file), no_download)
 
 
 def test_a_gguf_file_is_one(tmp_path: Path) -> None:
     file = tmp_path / "story-Q8_0.gguf"
     file.touch()
-    assert locate(str(file), no_download) == Located(file.resolve(), "story-Q8_0")
+    assert locate_model(str(file), no_download) == ModelLocation(file.resolve(), "story-Q8_0")
 
 
 RESPONSE = httpx2.Response(403, request=httpx2.Request("GET", "https://huggingface.co"))

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.errors import KernelError
 from penstock.kernels.select import make_ops
-from penstock.launch.numerics_probe import AskedNumerics
+from penstock.launch.numerics_probe import NumericsProbe
 
 
 def test_a_child_may_complain_at_length_and_imports_nothing_of_the_current_folder(
@@ -18,11 +18,11 @@ def test_a_child_may_complain_at_length_and_imports_nothing_of_the_current_folde
     (tmp_path / "msgspec.py").write_text("raise SystemExit('the current folder was executed')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONVERBOSE", "1")  # far more than a pipe holds
-    with closing(AskedNumerics("portable", "fp32", "cpu")) as asked:
+    with closing(NumericsProbe("portable", "fp32", "cpu")) as asked:
         assert asked.answer(lambda: None) == make_ops(family="portable", compute_dtype="fp32").numerics
 
 
 def test_the_last_line_of_its_complaint_is_the_reason() -> None:
-    with closing(AskedNumerics("none-such", "fp32", "cpu")) as asked, pytest.raises(KernelError, match="'none-such'"):
+    with closing(NumericsProbe("none-such", "fp32", "cpu")) as asked, pytest.raises(KernelError, match="'none-such'"):
         asked.answer(lambda: None)
     asked.close()

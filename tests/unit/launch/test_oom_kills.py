@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.launch.fork_server import WITHIN_S, MemoryKills
+from penstock.launch.fork_server import OOM_KILL_WINDOW_S, OomKillLog
 
 
 class Count:
@@ -15,7 +15,7 @@ class Count:
 
 def test_looks_between_the_kill_and_the_death_do_not_hide_it() -> None:
     count = Count()
-    kills = MemoryKills(0.0, count)
+    kills = OomKillLog(0.0, count)
     kills.look(0.1)
     count.value += 1
     for step in range(20):
@@ -25,7 +25,7 @@ def test_looks_between_the_kill_and_the_death_do_not_hide_it() -> None:
 
 def test_a_kill_explains_one_death_and_two_kills_two() -> None:
     count = Count()
-    kills = MemoryKills(0.0, count)
+    kills = OomKillLog(0.0, count)
     assert not kills.explain()
     count.value += 1
     kills.look(0.1)
@@ -38,19 +38,19 @@ def test_a_kill_explains_one_death_and_two_kills_two() -> None:
 
 def test_a_kill_after_one_that_is_explained_counts_however_old_the_looks() -> None:
     count = Count()
-    kills = MemoryKills(0.0, count)
+    kills = OomKillLog(0.0, count)
     count.value += 1
     kills.look(0.1)
     assert kills.explain()
-    kills.look(0.1 + WITHIN_S)
+    kills.look(0.1 + OOM_KILL_WINDOW_S)
     count.value += 1
     assert kills.explain()
 
 
 def test_a_kill_of_long_ago_explains_nothing() -> None:
     count = Count()
-    kills = MemoryKills(0.0, count)
+    kills = OomKillLog(0.0, count)
     count.value += 1
     kills.look(1.0)
-    kills.look(1.5 + WITHIN_S)
+    kills.look(1.5 + OOM_KILL_WINDOW_S)
     assert not kills.explain()

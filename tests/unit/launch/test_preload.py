@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.launch.compose import GATEWAY_MODULES, preload
+from penstock.launch.compose import GATEWAY_MODULES, preload_modules
 
 
 class OfTwoVersions:
@@ -27,5 +27,5 @@ def test_what_cannot_be_imported_is_told_and_ends_nothing(
 ):
     monkeypatch.delitem(sys.modules, "uvicorn.lifespan.on", raising=False)
     monkeypatch.setattr(sys, "meta_path", [OfTwoVersions(error), *sys.meta_path])
-    preload(GATEWAY_MODULES)
+    preload_modules(GATEWAY_MODULES)
     assert "the package on disk has changed" in caplog.text

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.launch.heartbeat import Board
-from penstock.launch.processes import GettingOn, incarnations_of_a_run
+from penstock.launch.heartbeat import HeartbeatBoard
+from penstock.launch.processes import LoadingHeartbeat, incarnations_of_a_run
 from penstock.types import (
     MAX_INCARNATION,
     RESTART_BITS,
@@ -46,9 +46,9 @@ def test_the_last_restart_of_the_last_run_travels() -> None:
 
 
 def test_a_worker_that_loads_beats_while_it_gets_on() -> None:
-    (slot,) = Board(1).slots
+    (slot,) = HeartbeatBoard(1).slots
     slot.reset(1, now_ns=1)
-    watch = GettingOn(slot)
+    watch = LoadingHeartbeat(slot)
     watch(0, 0)
     assert slot.read().beat_s == 1e-9
     watch(5, 10)

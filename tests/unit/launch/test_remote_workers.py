@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from penstock.clock import VirtualClock
-from penstock.launch.remote_workers import LOST_S, JoinedWorkers
+from penstock.launch.remote_workers import LOST_S, RemoteWorkers
 from penstock.router.fleet import Fleet
 from penstock.types import RESTART_BITS, ModelIdentity, Role, WorkerId, WorkerState
 from penstock.wire.codec import PROTOCOL_VERSION, PeerMessage, version_reason
@@ -73,7 +73,7 @@ class Town:
         self.fleet = Fleet()
         self.lines: list[Line] = []
         hello = Hello(gateway="gateway-0-join", incarnation=1)
-        self.joined = JoinedWorkers([A, B], self._connect, self._tell, hello, clock=self.clock, beat_s=BEAT_S)
+        self.joined = RemoteWorkers([A, B], self._connect, self._tell, hello, clock=self.clock, beat_s=BEAT_S)
         self.joined.uses_mixed = mixed
 
     def _connect(self, endpoint: str) -> Line:
@@ -218,7 +218,7 @@ async def test_who_does_not_answer_is_named_with_the_reason_again_and_again(capl
 
     hello = Hello(gateway="gateway-0", incarnation=1, discovery=True)
     told: list[SupervisorMessage] = []
-    joined = JoinedWorkers([A, B], Line, told.append, hello, clock=clock, beat_s=3600.0, probe=probe)
+    joined = RemoteWorkers([A, B], Line, told.append, hello, clock=clock, beat_s=3600.0, probe=probe)
     joined.start()
     joined.on_report(B, report_of("d"))
     for _ in range(100):
@@ -246,7 +246,7 @@ async def test_an_error_in_telling_does_not_end_the_listening() -> None:
             raise OSError(24, "Too many open files")
 
     hello = Hello(gateway="g-join", incarnation=1)
-    joined = JoinedWorkers(["memory://w"], hub.connect_async, tell, hello, clock=clock, beat_s=3600.0)
+    joined = RemoteWorkers(["memory://w"], hub.connect_async, tell, hello, clock=clock, beat_s=3600.0)
     joined.start()
     await asyncio.sleep(0)
     for _ in range(2):
@@ -265,7 +265,7 @@ async def test_a_worker_of_another_version_is_named_with_both_versions(caplog: p
 
     clock = VirtualClock(1000.0)
     hello = Hello(gateway="gateway-0", incarnation=1, discovery=True)
-    joined = JoinedWorkers([A], OldLine, lambda _message: None, hello, clock=clock, beat_s=3600.0, probe=probe)
+    joined = RemoteWorkers([A], OldLine, lambda _message: None, hello, clock=clock, beat_s=3600.0, probe=probe)
     joined.start()
     for _ in range(8):
         clock.advance(BEAT_S)

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from restart_bench import CONFIG, CRASH, Bench
 
-from penstock.launch.restart_policy import GATEWAY, Died, Done, Exit, Fork, Stage, StopAsked, Suspected, Tick
+from penstock.launch.restart_policy import (
+    GATEWAY,
+    AllExited,
+    ForkProcess,
+    ProcessExit,
+    ProcessExited,
+    StopRequested,
+    SupervisorState,
+    Tick,
+    WorkerSuspected,
+)
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -28,8 +38,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.bench.run(seconds)
 
     @precondition(lambda self: self.bench.running)
-    @rule(data=st.data(), code=st.sampled_from([Exit(code=0), Exit(code=1), CRASH]))
-    def somebody_dies(self, data: st.DataObject, code: Exit) -> None:
+    @rule(data=st.data(), code=st.sampled_from([ProcessExit(code=0), ProcessExit(code=1), CRASH]))
+    def somebody_dies(self, data: st.DataObject, code: ProcessExit) -> None:
         self.bench.die(data.draw(st.sampled_from(sorted(self.bench.running))), code)
 
     @precondition(lambda self: self.bench.running)
@@ -39,33 +49,33 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(child=st.sampled_from(["prefill-0", "decode-0"]), incarnation=st.integers(0, 4))
     def suspect(self, child: str, incarnation: int) -> None:
-        self.bench.send(Suspected(child, incarnation, "no tokens"))
+        self.bench.send(WorkerSuspected(child, incarnation, "no tokens"))
 
     @rule(child=st.sampled_from(["prefill-0", GATEWAY]), incarnation=st.integers(0, 2))
     def an_old_death_is_told_again(self, child: str, incarnation: int) -> None:
         if self.bench.running.get(child) != incarnation:
-            self.bench.send(Died(child, incarnation, CRASH))
+            self.bench.send(ProcessExited(child, incarnation, CRASH))
 
     @rule()
     def stop(self) -> None:
-        self.bench.send(StopAsked())
+        self.bench.send(StopRequested())
 
     @invariant()
     def nothing_is_forked_after_the_end_began(self) -> None:
-        ended = [i for i, (_, e) in enumerate(self.bench.log) if isinstance(e, Done)]
+        ended = [i for i, (_, e) in enumerate(self.bench.log) if isinstance(e, AllExited)]
         assert len(ended) <= 1
         if ended:
-            assert not [e for _, e in self.bench.log[ended[0] :] if isinstance(e, Fork)]
+            assert not [e for _, e in self.bench.log[ended[0] :] if isinstance(e, ForkProcess)]
             assert not self.bench.running
 
     def teardown(self) -> None:
-        self.bench.send(StopAsked())
-        self.bench.send(StopAsked())
+        self.bench.send(StopRequested())
+        self.bench.send(StopRequested())
         effects = self.bench.run(CONFIG.grace_s + 1.0)
         for child in sorted(self.bench.running):
-            self.bench.die(child, Exit(signal=signal.SIGKILL))
-        assert self.bench.machine.stage is Stage.DONE
-        assert not [e for e in effects if isinstance(e, Fork)]
+            self.bench.die(child, ProcessExit(signal=signal.SIGKILL))
+        assert self.bench.machine.stage is SupervisorState.DONE
+        assert not [e for e in effects if isinstance(e, ForkProcess)]
 
 
 TestAnyOrder = AnyOrder.TestCase

@@ -11,12 +11,12 @@ from penstock.api.auth import Tenant
 from penstock.api.load_shedding import LocalRateBuckets, RateBuckets, TenantRateLimiter
 from penstock.clock import VirtualClock
 from penstock.errors import RateLimited
-from penstock.launch.shared_rates import SharedBuckets
+from penstock.launch.shared_rates import SharedTokenBuckets
 
 ANN = Tenant(id="ann", requests_per_minute=6, tokens_per_minute=600)
 BOB = Tenant(id="bob", requests_per_minute=6)
 
-KINDS: dict[str, Callable[[], RateBuckets]] = {"own": LocalRateBuckets, "shared": lambda: SharedBuckets(16)}
+KINDS: dict[str, Callable[[], RateBuckets]] = {"own": LocalRateBuckets, "shared": lambda: SharedTokenBuckets(16)}
 
 
 @pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
@@ -76,7 +76,7 @@ def test_a_size_that_has_changed(buckets: RateBuckets) -> None:
 
 def test_more_tenants_than_there_is_room_for_are_served_all_the_same() -> None:
     clock = VirtualClock(100.0)
-    rates = TenantRateLimiter(clock, SharedBuckets(4))
+    rates = TenantRateLimiter(clock, SharedTokenBuckets(4))
     for i in range(1000):
         clock.advance(1.0)
         assert let_in(rates, Tenant(id=str(i), requests_per_minute=1), 2) == 1
@@ -92,7 +92,7 @@ def in_child(work: Callable[[], int]) -> int:
 
 
 def test_gateways_share_them_and_one_that_is_forked_anew_begins_with_what_is_left() -> None:
-    buckets = SharedBuckets(16)
+    buckets = SharedTokenBuckets(16)
     tenant = Tenant(id="t", requests_per_minute=50)
 
     def gateway() -> int:
@@ -102,7 +102,7 @@ def test_gateways_share_them_and_one_that_is_forked_anew_begins_with_what_is_lef
 
 
 def test_several_at_once_let_in_no_more_than_one_may() -> None:
-    buckets = SharedBuckets(16)
+    buckets = SharedTokenBuckets(16)
     tenant = Tenant(id="t", requests_per_minute=100)
     begin, go = os.pipe()
     children: list[int] = []
@@ -119,7 +119,7 @@ def test_several_at_once_let_in_no_more_than_one_may() -> None:
 
 
 def test_nobody_waits_for_one_that_is_stopped_in_the_middle() -> None:
-    buckets = SharedBuckets(16)
+    buckets = SharedTokenBuckets(16)
     there, gone = os.pipe(), os.pipe()
     child = os.fork()
     if not child:

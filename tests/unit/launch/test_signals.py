@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from penstock.launch.http_connection import ReadTurns, Signal
+from penstock.launch.http_connection import ParseTurns, SlimEvent
 
 
 async def test_all_who_wait_go_on_when_it_is_set_and_one_who_left_is_nobody():
-    signal = Signal()
+    signal = SlimEvent()
     waiting = [asyncio.create_task(signal.wait()) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[1].cancel()
@@ -26,7 +26,7 @@ async def test_all_who_wait_go_on_when_it_is_set_and_one_who_left_is_nobody():
 
 
 async def test_who_waits_for_a_turn_goes_on_in_order_though_one_of_them_fails():
-    turns, done = ReadTurns(2), list[int]()
+    turns, done = ParseTurns(2), list[int]()
 
     def fails() -> None:
         raise RuntimeError("unlucky")

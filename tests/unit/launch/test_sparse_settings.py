@@ -11,7 +11,7 @@ from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError
 from penstock.kernels.native.backend import NativeOps, families
 from penstock.kernels.operands import Sparse
-from penstock.launch.sparse_attention import numerics_of, read_sparsely, sparse_line
+from penstock.launch.sparse_attention import sparse_line, sparse_numerics, with_sparse_attention
 from penstock.weights.architecture.spec import PoolerConfig, PoolingType
 from penstock.weights.fingerprint import Fingerprint
 from penstock.weights.inspect import inspect_model, spec_for_length
@@ -21,19 +21,19 @@ ASKED = ServeConfig(sparse_attention=True, sparse_sinks=65, sparse_window=256, s
 
 
 def test_settings_become_whole_blocks_and_another_identity() -> None:
-    spec = spec_for_length(read_sparsely(SPEC, ASKED), 256)
+    spec = spec_for_length(with_sparse_attention(SPEC, ASKED), 256)
     assert spec.sparse == Sparse(sinks=2, window=4, chosen=6, start=100)
     assert Fingerprint().hexdigest(spec) != Fingerprint().hexdigest(SPEC)
     other = msgspec.structs.replace(spec, sparse=Sparse(sinks=2, window=4, chosen=6, start=101))
     assert Fingerprint().hexdigest(spec) != Fingerprint().hexdigest(other)
     ops = NativeOps(families()[-1], "bf16")
-    assert numerics_of(spec, ops.numerics) == f"{ops.numerics}-sparse2.4.6.100"
-    assert numerics_of(SPEC, ops.numerics) == ops.numerics
+    assert sparse_numerics(spec, ops.numerics) == f"{ops.numerics}-sparse2.4.6.100"
+    assert sparse_numerics(SPEC, ops.numerics) == ops.numerics
     assert "from position 100 on a token reads at most 768 tokens" in sparse_line(spec.sparse)
 
 
 def test_off_unless_asked_for() -> None:
-    assert read_sparsely(SPEC, ServeConfig()) is SPEC
+    assert with_sparse_attention(SPEC, ServeConfig()) is SPEC
     assert load_serve({"sparse_attention": True, "sparse_blocks": "8"}, {}).sparse_blocks == 8
 
 
@@ -47,4 +47,4 @@ def test_off_unless_asked_for() -> None:
 )
 def test_refusals(spec: object, config: ServeConfig, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        read_sparsely(spec, config)
+        with_sparse_attention(spec, config)

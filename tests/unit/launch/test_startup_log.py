@@ -14,8 +14,8 @@ from penstock.bundled import storyteller
 from penstock.config.facts import MachineFacts, ModelFacts
 from penstock.config.resolve import resolve
 from penstock.config.schema import PoolingConfig, ServeConfig
-from penstock.launch.model_path import Located
-from penstock.launch.startup_log import Phases, fleet_lines, model_lines, talk_lines, worker_lines
+from penstock.launch.model_path import ModelLocation
+from penstock.launch.startup_log import StartupTimer, client_lines, fleet_lines, model_lines, worker_lines
 from penstock.types import Task
 from penstock.weights.inspect import inspect_model
 
@@ -26,12 +26,14 @@ MODEL = ModelFacts(name="m", max_positions=2048, parameters=10**7, auto_dtype="b
 def test_the_bundled_model_is_introduced_with_its_limits() -> None:
     spec = inspect_model(storyteller())
     lines = list(
-        model_lines(Located(storyteller(), "storyteller", bundled=True), "storyteller", spec, 2048, ["context cut"])
+        model_lines(
+            ModelLocation(storyteller(), "storyteller", bundled=True), "storyteller", spec, 2048, ["context cut"]
+        )
     )
     assert "10.2 M parameters" in lines[0]
     assert "only tells short stories" in lines[1]
     assert lines[2] == "context cut"
-    lines = list(model_lines(Located(storyteller(), "mine"), "mine", spec, 2048, []))
+    lines = list(model_lines(ModelLocation(storyteller(), "mine"), "mine", spec, 2048, []))
     assert "stories" not in "".join(lines[1:])
 
 
@@ -50,7 +52,7 @@ def test_every_worker_has_a_line() -> None:
 
 
 def test_the_curl_line_is_one_that_a_shell_understands() -> None:
-    ready, talk, curl = talk_lines("http://127.0.0.1:8001", ("it's", Task.GENERATE), needs_key=True, took="1.23 s")
+    ready, talk, curl = client_lines("http://127.0.0.1:8001", ("it's", Task.GENERATE), needs_key=True, took="1.23 s")
     assert ready.startswith("ready after 1.23 s: http://127.0.0.1:8001, with a key; metrics: ")
     assert talk == "talk to it: PENSTOCK_API_KEY=KEY penstock chat --url http://127.0.0.1:8001"
     words = shlex.split(curl.removeprefix("or: "))
@@ -58,14 +60,14 @@ def test_the_curl_line_is_one_that_a_shell_understands() -> None:
     body = json.loads(words[words.index("-d") + 1])
     assert (body["model"], body["stream"]) == ("it's", True)
     assert "Authorization: Bearer $PENSTOCK_API_KEY" in words
-    ready, talk, _ = talk_lines("http://127.0.0.1:8000", ("m", Task.GENERATE), needs_key=False, took="1.23 s")
+    ready, talk, _ = client_lines("http://127.0.0.1:8000", ("m", Task.GENERATE), needs_key=False, took="1.23 s")
     assert ready == "ready after 1.23 s: http://127.0.0.1:8000; metrics: http://127.0.0.1:8000/metrics"
     assert talk == "talk to it: penstock chat"
 
 
 def test_a_model_that_only_reads_is_introduced_by_its_own_route() -> None:
     for task, path in ((Task.EMBED, "/v1/embeddings"), (Task.CLASSIFY, "/classify")):
-        _, curl = talk_lines("http://127.0.0.1:8000", ("bge", task), needs_key=False, took="1.23 s")
+        _, curl = client_lines("http://127.0.0.1:8000", ("bge", task), needs_key=False, took="1.23 s")
         words = shlex.split(curl.removeprefix("try it: "))
         assert words[1] == f"http://127.0.0.1:8000{path}"
         assert json.loads(words[words.index("-d") + 1]) == {"model": "bge", "input": "A fox."}
@@ -78,14 +80,14 @@ def test_a_model_that_only_reads_is_introduced_by_its_own_route() -> None:
 
 def test_a_start_is_told_phase_by_phase() -> None:
     times = iter((100.25, 100.5, 102.0))
-    phases = Phases(100.0, lambda: next(times))
+    phases = StartupTimer(100.0, lambda: next(times))
     for phase in ("imports", "plan", "weights"):
         phases.end(phase)
     assert str(phases) == "2.00 s (imports 0.25, plan 0.25, weights 1.50)"
 
 
 def test_sampling_defaults_that_are_taken_have_a_line() -> None:
-    located, spec = Located(storyteller(), "mine"), inspect_model(storyteller())
+    located, spec = ModelLocation(storyteller(), "mine"), inspect_model(storyteller())
     taken = [*model_lines(located, "mine", spec, 2048, [], generation_config="auto")]
     assert "sampling defaults of its generation_config.json: temperature 0.7, top_p 0.9" in taken[1]
     assert len([*model_lines(located, "mine", spec, 2048, [], generation_config="none")]) == 1

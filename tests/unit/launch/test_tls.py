@@ -15,7 +15,7 @@ from certificates import write_certificate
 from penstock.config.load import load_serve
 from penstock.config.schema import TlsConfig
 from penstock.errors import ConfigError
-from penstock.launch.tls import TlsFiles, checked_tls
+from penstock.launch.tls import TlsCertificate, checked_tls
 
 
 def files(folder: Path, name: str = "localhost") -> TlsConfig:
@@ -78,7 +78,7 @@ async def test_changed_files_are_taken_and_broken_ones_are_not(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("penstock"), "propagate", True)
     own = files(tmp_path, "one.example")
-    tls = TlsFiles(own)
+    tls = TlsCertificate(own)
     assert await _name_of(tls.context, own.cert) == "one.example"
     two = files(tmp_path / "two", "two.example")
     shutil.copy(two.cert, own.cert)  # the key does not fit yet

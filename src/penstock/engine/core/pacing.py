@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from penstock.config.limits import LONG_PROMPT
+from penstock.config.limits import VERY_LONG_PROMPT_TARGETS
 from penstock.engine.core.cost_model import StepCostModel, StepWork
 from penstock.engine.core.request import Request
 from penstock.engine.core.request_table import RequestTable
@@ -86,7 +86,7 @@ def long_prompt_share_s(request: Request, left_s: float, so_far: StepSoFar, boun
     if not so_far.decode_rows or not bounds.target_s or request.rank or request.output:
         return math.inf
     if request.paced_until is None:
-        times = min((left_s / (LONG_PROMPT * bounds.target_s)) ** 3, MAX_STRETCH, 1.0 + so_far.decode_rows)
+        times = min((left_s / (VERY_LONG_PROMPT_TARGETS * bounds.target_s)) ** 3, MAX_STRETCH, 1.0 + so_far.decode_rows)
         may_s = bounds.most_s
         if request.deadline is not None:
             may_s = min(may_s, (request.deadline - so_far.now) / 2)

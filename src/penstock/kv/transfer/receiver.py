@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from penstock.config.limits import HandOverConfig
+from penstock.config.limits import KvTransferConfig
 from penstock.errors import PageCorrupt, TransferRefused
 from penstock.kv.connectors.base import CORRUPT, REFUSED, FetchRequest, FetchResult, KvConnector
 from penstock.kv.layout import KvLayout
@@ -130,7 +130,7 @@ def no_local_prefill(request: RequestId, start: int, stop: int) -> float | None:
 class HedgePolicy:
     """Decides when recomputing is faster than waiting for pages.  ``predict`` estimates the time to recompute."""
 
-    def __init__(self, config: HandOverConfig) -> None:
+    def __init__(self, config: KvTransferConfig) -> None:
         self.predict: PredictCompute = no_local_prefill
         self._after_s = config.hedge_after_s
         self._margin = config.hedge_margin
@@ -173,7 +173,7 @@ SenderMessage = FetchTicket | PageReady | PagesReady | PrefillDone | HandOverAli
 class KvReceiver:
     """All pulls into one worker's pages.  Every method returns messages to send and events for the scheduler."""
 
-    def __init__(self, config: HandOverConfig, carrier: KvConnector) -> None:
+    def __init__(self, config: KvTransferConfig, carrier: KvConnector) -> None:
         self.counters = TransferCounters()
         self.hedge_policy = HedgePolicy(config)  # the caller sets its ``predict``
         self._config = config

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from penstock.config.limits import HandOverConfig
+from penstock.config.limits import KvTransferConfig
 from penstock.kv.connectors.base import KvConnector
 from penstock.kv.transfer.events import (
     TAKEN,
@@ -92,7 +92,7 @@ class _OutgoingTransfer:
 class KvSender:
     """All transfers out of one worker's pages.  Every method returns messages to send and events for the scheduler."""
 
-    def __init__(self, config: HandOverConfig, carrier: KvConnector, incarnation: int) -> None:
+    def __init__(self, config: KvTransferConfig, carrier: KvConnector, incarnation: int) -> None:
         self._config = config
         self._carrier = carrier
         self._incarnation = incarnation

@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from penstock.config.limits import LONG_PROMPT
+from penstock.config.limits import VERY_LONG_PROMPT_TARGETS
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.cost_model import StepCostModel, StepWork
 from penstock.engine.core.events import AddRequest
@@ -124,12 +124,12 @@ def of(claim: Qos = ANYBODY) -> Request:
 
 def test_how_long_a_piece_may_be() -> None:
     beside = StepSoFar(decode_rows=32, decode_s=0.012, now=5.0)
-    assert long_prompt_share_s(of(), LONG_PROMPT * TARGET_S, beside, BOUNDS) == math.inf  # not that long
+    assert long_prompt_share_s(of(), VERY_LONG_PROMPT_TARGETS * TARGET_S, beside, BOUNDS) == math.inf  # not that long
     batch = of(Qos(service=ServiceClass.BATCH))
     assert long_prompt_share_s(batch, 100 * TARGET_S, beside, BOUNDS) == math.inf  # fills what is left
     assert long_prompt_share_s(of(), 100 * TARGET_S, StepSoFar(0, 0.0, 5.0), BOUNDS) == math.inf  # nobody notices
     assert long_prompt_share_s(of(), 100 * TARGET_S, beside, BOUNDS) == pytest.approx(0.012 / (MAX_STRETCH - 1))
-    twice = long_prompt_share_s(of(), math.cbrt(2) * LONG_PROMPT * TARGET_S, beside, BOUNDS)
+    twice = long_prompt_share_s(of(), math.cbrt(2) * VERY_LONG_PROMPT_TARGETS * TARGET_S, beside, BOUNDS)
     assert twice == pytest.approx(0.012)  # half of the step
     alone = long_prompt_share_s(of(), 100 * TARGET_S, StepSoFar(1, 0.012, 5.0), BOUNDS)
     assert alone == pytest.approx(0.012)  # as much for it as for the one answer

@@ -108,18 +108,18 @@ def test_the_bundled_head_is_the_bundled_models() -> None:
     from penstock.config.schema import ServeConfig
     from penstock.engine.models.eagle import EagleHead
     from penstock.kernels.select import make_ops
-    from penstock.launch.draft_model import FoundHead, find
-    from penstock.launch.speculation import load
+    from penstock.launch.draft_model import DraftHeadSource, find_draft
+    from penstock.launch.speculation import load_draft
     from penstock.weights.inspect import inspect_model
     from penstock.weights.load import load_model
 
     folder = storyteller()
     spec = inspect_model(folder)
-    found = find(ServeConfig(speculate="auto"), folder, spec)
-    assert isinstance(found, FoundHead)
+    found = find_draft(ServeConfig(speculate="auto"), folder, spec)
+    assert isinstance(found, DraftHeadSource)
     assert found.spec.target is not None
     assert (found.path / "model.safetensors").stat().st_size < 3_000_000
     ops = make_ops(compute_dtype="bf16")
-    head = load(found, load_model(folder, spec, ops), ops, 1)
+    head = load_draft(found, load_model(folder, spec, ops), ops, 1)
     assert isinstance(head, EagleHead)
     assert (head.tapped, head.hidden) == (found.spec.tapped, spec.hidden)

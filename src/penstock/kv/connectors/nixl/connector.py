@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.config.limits import HandOverConfig
+from penstock.config.limits import KvTransferConfig
 from penstock.errors import PageCorrupt
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.base import FetchRequest, FetchResult, KvConnector
@@ -103,7 +103,7 @@ def needs_writing(transports: str) -> bool:
 class NixlConnector(KvConnector):
     """To be created after the last fork: it has threads and processes."""
 
-    def __init__(self, tcp: TcpConnector, own: KvMemory, seal: PageChecksum, config: HandOverConfig) -> None:
+    def __init__(self, tcp: TcpConnector, own: KvMemory, seal: PageChecksum, config: KvTransferConfig) -> None:
         """``own`` is shared memory (``KvMemoryFile.map_own``).  Without NIXL everything goes over ``tcp``, which is
         closed with this connector."""
         self.name = tcp.name

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from hmac import compare_digest
 from typing import Any, Protocol
 
-from penstock.config.limits import HandOverConfig
+from penstock.config.limits import KvTransferConfig
 from penstock.errors import ConfigError, ProtocolError
 from penstock.kernels.host_ops import Arrivals
 from penstock.kv.checksum import PageChecksum
@@ -74,7 +74,7 @@ class FetchQueue(Protocol):
     """What a connection asks of its source's queue, and reports to it."""
 
     source: PageSource
-    config: HandOverConfig
+    config: KvTransferConfig
     seal: PageChecksum
     sealed: bool
 
@@ -341,7 +341,7 @@ class SourcePool(FetchQueue):
     def __init__(
         self,
         source: PageSource,
-        config: HandOverConfig,
+        config: KvTransferConfig,
         seal: PageChecksum,
         sealed: bool,
         land: Callable[[Sequence[FetchResult]], None],

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from penstock.config.limits import HandOverConfig
+from penstock.config.limits import KvTransferConfig
 from penstock.errors import PageCorrupt
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.base import FetchRequest, FetchResult, KvConnector
@@ -32,7 +32,7 @@ class FetchClient:
     and learns of results by a descriptor.
     """
 
-    def __init__(self, config: HandOverConfig, seal: PageChecksum, *, sealed: bool) -> None:
+    def __init__(self, config: KvTransferConfig, seal: PageChecksum, *, sealed: bool) -> None:
         self._config = config
         self._seal = seal
         self._sealed = sealed
@@ -134,7 +134,7 @@ class TcpConnector(KvConnector):
         self,
         own: KvMemory,
         seal: PageChecksum,
-        config: HandOverConfig,
+        config: KvTransferConfig,
         *,
         endpoint: str,
         port: int,

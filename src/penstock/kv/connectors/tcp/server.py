@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from hmac import compare_digest
 from typing import Any
 
-from penstock.config.limits import HandOverConfig
+from penstock.config.limits import KvTransferConfig
 from penstock.errors import ConfigError, ProtocolError
 from penstock.kv.connectors.tcp import protocol as frames
 from penstock.kv.connectors.tcp.protocol import TimedSocket
@@ -46,7 +46,7 @@ class _Grant:
 class PageServer:
     """Listens on ``host`` and ``port``; port 0 is any free one."""
 
-    def __init__(self, own: KvMemory, host: str, port: int, config: HandOverConfig, *, sealed: bool) -> None:
+    def __init__(self, own: KvMemory, host: str, port: int, config: KvTransferConfig, *, sealed: bool) -> None:
         """Raises ConfigError when it cannot listen there."""
         self.own = own
         self.config = config
