@@ -82,7 +82,7 @@ class StreamError(PenstockError):
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerAddress:
     """Where a base URL points to."""
 
     host: str
@@ -91,7 +91,7 @@ class Server:
     prefix: str
 
     @classmethod
-    def parse(cls, url: str) -> Server:
+    def parse(cls, url: str) -> ServerAddress:
         """From ``http://host:port/prefix``.  Raises ValueError for anything else."""
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -121,7 +121,7 @@ class _Course:
 
 
 @dataclass(slots=True)
-class Reply:
+class HttpReply:
     """A finished reply.  ``body`` is empty when its events went to a callback."""
 
     status: int = 0
@@ -134,7 +134,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._done: asyncio.Future[Reply] | None = None
+        self._done: asyncio.Future[HttpReply] | None = None
         self._on_event: OnEvent | None = None
         self._arrived = 0.0
         self.heard = False  # has the current exchange brought a byte?
@@ -164,7 +164,7 @@ class _Connection(asyncio.Protocol):
 
     # --- one exchange
 
-    def begin(self, request: bytes, on_event: OnEvent | None, course: _Course) -> asyncio.Future[Reply]:
+    def begin(self, request: bytes, on_event: OnEvent | None, course: _Course) -> asyncio.Future[HttpReply]:
         """Send a request; the future is done with the last byte of its reply.  Raises StreamError."""
         self._course = course
         self.heard = False
@@ -172,7 +172,7 @@ class _Connection(asyncio.Protocol):
             raise StreamError("connection lost")
         self._done = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
-        self._reply = Reply()
+        self._reply = HttpReply()
         self._events = SseParser()
         self._streams = False
         self._until_eof = False
@@ -229,7 +229,7 @@ class HttpStreamClient:
     """Talks to one server.  Close it (or use ``async with``) to close its connections."""
 
     def __init__(self, base_url: str, *, api_key: str | None = None, headers: Mapping[str, str] | None = None) -> None:
-        self.server = Server.parse(base_url)
+        self.server = ServerAddress.parse(base_url)
         self._tls = ssl.create_default_context() if self.server.tls else None
         self._idle: list[_Connection] = []
         lines = {"Host": self.server.authority, "Accept": "*/*", "User-Agent": "penstock"}
@@ -250,18 +250,18 @@ class HttpStreamClient:
         while self._idle:
             self._idle.pop().close()
 
-    async def get(self, path: str) -> Reply:
+    async def get(self, path: str) -> HttpReply:
         """A plain reply.  Raises StreamError."""
         return await self._exchange((b"GET", b"\r\n"), path, None, _Course())
 
-    async def post(self, path: str, body: bytes, on_event: OnEvent | None = None) -> Reply:
+    async def post(self, path: str, body: bytes, on_event: OnEvent | None = None) -> HttpReply:
         """Post JSON.  Events of an event stream go to ``on_event``, any other body into the reply.
 
         Raises StreamError; cancelling it closes the connection, which is how a server learns that nobody listens.
         """
         return await self._exchange(_post(body), path, on_event, _Course())
 
-    async def post_until_told(self, path: str, body: bytes, on_event: OnEvent, *, key: str) -> Reply:
+    async def post_until_told(self, path: str, body: bytes, on_event: OnEvent, *, key: str) -> HttpReply:
         """As ``post`` with the idempotency key ``key``: a stream that breaks off is asked for again from where it did,
         for ``RESUME_S``.  Raises StreamError."""
         course = _Course()
@@ -285,7 +285,7 @@ class HttpStreamClient:
 
     async def _exchange(
         self, request: tuple[bytes, bytes], path: str, on_event: OnEvent | None, course: _Course
-    ) -> Reply:
+    ) -> HttpReply:
         method, rest = request
         sent = b"%b %b HTTP/1.1\r\n%b" % (method, (self.server.prefix + path).encode("latin-1"), self._head) + rest
         while self._idle:
@@ -298,7 +298,9 @@ class HttpStreamClient:
             # the server had closed this idle connection before it read the request: ask again on another
         return await self._on(await self._connect(), sent, on_event, course)
 
-    async def _on(self, connection: _Connection, request: bytes, on_event: OnEvent | None, course: _Course) -> Reply:
+    async def _on(
+        self, connection: _Connection, request: bytes, on_event: OnEvent | None, course: _Course
+    ) -> HttpReply:
         try:
             reply = await connection.begin(request, on_event, course)
         except BaseException:
@@ -328,7 +330,7 @@ class HttpStreamClient:
 
 Header = tuple[bytes, bytes]
 
-CONNECT_S = 2.0
+CONNECT_TIMEOUT_S = 2.0
 _CHUNK = 64 << 10
 
 
@@ -363,7 +365,7 @@ class _Parts:
         self.done = True
 
 
-class Response:
+class StreamedResponse:
     """An answer whose head is there.  ``chunks`` gives the body as it comes; NoWorkers if it breaks off."""
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
@@ -410,7 +412,7 @@ class Response:
 
 
 @asynccontextmanager
-async def request(
+async def open_request(
     to: Upstream,
     method: str,
     path: str,
@@ -418,19 +420,19 @@ async def request(
     kind: bytes = b"application/json",
     *,
     more: Sequence[Header] = (),
-) -> AsyncIterator[Response]:
+) -> AsyncIterator[StreamedResponse]:
     """One request, with a body of this type and ``more`` headers; leaving the scope early hangs up.
 
     Raises NoWorkers.
     """
     try:
-        async with asyncio.timeout(CONNECT_S):
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(to.host, to.port)
     except (OSError, TimeoutError) as error:
         raise NoWorkers(f"The model's own gateway cannot be reached: {error or type(error).__name__}.") from None
     try:
         writer.write(_head(to, f"{method} {path}", body, kind, more) + (body or b""))
-        response = Response(reader)
+        response = StreamedResponse(reader)
         try:
             await writer.drain()
             await response.begin()

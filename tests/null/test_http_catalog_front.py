@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import httpx
 
 from penstock.api.auth import ON_BEHALF_OF, FrontApiKey, StaticApiKeys, Tenant, tenant_header
-from penstock.catalog.http_proxy import Store, make_catalogue_app
+from penstock.catalog.http_proxy import FrontServices, make_catalog_app
 from penstock.clock import MonotonicClock
 from penstock.config.limits import Limits
 from penstock.http_client import Upstream
@@ -77,7 +77,7 @@ async def test_idempotency_keys_belong_to_tenants():
 
 
 class OneModel:
-    """``Models`` with one that is always loaded."""
+    """``CatalogModels`` with one that is always loaded."""
 
     def __init__(self, at: Upstream) -> None:
         self._at = at
@@ -118,7 +118,7 @@ async def test_the_front_passes_on_what_means_something_behind_it():
     keys = ring(mine=BATCH)
     assert isinstance(keys, StaticApiKeys)
     models = OneModel(Upstream("127.0.0.1", port, "front"))
-    app = make_catalogue_app(Store(models=models, limits=Limits(), clock=MonotonicClock(), keys=keys, created=1))
+    app = make_catalog_app(FrontServices(models=models, limits=Limits(), clock=MonotonicClock(), keys=keys, created=1))
     sent = {
         "idempotency-key": "k",
         "x-penstock-class": "batch",

@@ -5,26 +5,26 @@ import asyncio
 import pytest
 from tests.scripted_server import Exchange, scripted, text_chunk
 
-from penstock.http_client import HttpStreamClient, Server, StreamError
+from penstock.http_client import HttpStreamClient, ServerAddress, StreamError
 
 
 @pytest.mark.parametrize(
     ("url", "server"),
     [
-        ("http://127.0.0.1:8000", Server("127.0.0.1", 8000, False, "")),
-        ("localhost:81/api/", Server("localhost", 81, False, "/api")),
-        ("https://example.org", Server("example.org", 443, True, "")),
-        ("http://[::1]:8000", Server("::1", 8000, False, "")),
+        ("http://127.0.0.1:8000", ServerAddress("127.0.0.1", 8000, False, "")),
+        ("localhost:81/api/", ServerAddress("localhost", 81, False, "/api")),
+        ("https://example.org", ServerAddress("example.org", 443, True, "")),
+        ("http://[::1]:8000", ServerAddress("::1", 8000, False, "")),
     ],
 )
-def test_base_urls(url: str, server: Server):
-    assert Server.parse(url) == server
+def test_base_urls(url: str, server: ServerAddress):
+    assert ServerAddress.parse(url) == server
 
 
 @pytest.mark.parametrize("url", ["", "ftp://x", "http://"])
 def test_other_urls_are_refused(url: str):
     with pytest.raises(ValueError, match="not an http"):
-        Server.parse(url)
+        ServerAddress.parse(url)
 
 
 def test_a_header_cannot_smuggle_another():

@@ -33,7 +33,7 @@ DEFAULT_KV_BYTES = 256 << 20
 
 One on a GPU takes all that is free there, as it would alone."""
 
-OWN = (
+ENTRY_SETTINGS = (
     *("prefill", "decode", "aggregated", "prefill_cores", "decode_cores", "threads", "transfer", "lend_cores"),
     *("kv_memory", "max_model_len", "dtype", "kv_dtype", "kernels", "max_chunk_tokens", "max_running"),
     *("speculate", "max_draft_tokens", "lora", "max_loras", "lora_memory", "max_lora_rank", "allow_lora_updating"),
@@ -44,7 +44,7 @@ OWN = (
 _NAME = re.compile(r"[A-Za-z0-9][\w./:-]{0,127}")
 
 
-class Entry(Config, frozen=True, kw_only=True):
+class CatalogEntry(Config, frozen=True, kw_only=True):
     """One model.  ``settings``: those of ``penstock serve`` that would serve it alone."""
 
     name: str
@@ -60,7 +60,7 @@ class Entry(Config, frozen=True, kw_only=True):
         return 1 if own.aggregated or own.device == "cuda" else (own.prefill or 1) + (own.decode or 1)
 
 
-def load_catalogue(config: ServeConfig) -> tuple[Entry, ...]:
+def load_catalog(config: ServeConfig) -> tuple[CatalogEntry, ...]:
     """The entries of ``config.catalogue``, in order.  Raises ConfigError, naming file, entry and field."""
     path = Path(config.catalogue or "").expanduser()
     try:
@@ -80,7 +80,7 @@ def load_catalogue(config: ServeConfig) -> tuple[Entry, ...]:
     return entries
 
 
-def _entry(given: Any, where: str, base: ServeConfig) -> Entry:
+def _entry(given: Any, where: str, base: ServeConfig) -> CatalogEntry:
     if not isinstance(given, dict):
         raise ConfigError(f"{where}: expected a table")
     values: dict[str, Any] = {key.replace("-", "_"): value for key, value in given.items()}
@@ -94,13 +94,13 @@ def _entry(given: Any, where: str, base: ServeConfig) -> Entry:
         raise ConfigError(f"{where}: pinned must be true or false")
     settings = _settings(values, f"{where} ({name})", base)
     served = msgspec.structs.replace(settings, model=path, served_model_name=name, catalogue=None, model_memory=None)
-    return Entry(name=name, path=path, aliases=tuple(aliases), pinned=pinned, settings=served)
+    return CatalogEntry(name=name, path=path, aliases=tuple(aliases), pinned=pinned, settings=served)
 
 
 def _settings(values: Mapping[str, Any], where: str, base: ServeConfig) -> ServeConfig:
-    unknown = sorted(values.keys() - set(OWN))
+    unknown = sorted(values.keys() - set(ENTRY_SETTINGS))
     if unknown:
-        raise ConfigError(f"{where}: no such setting of a model: {unknown[0]}; there are {', '.join(OWN)}")
+        raise ConfigError(f"{where}: no such setting of a model: {unknown[0]}; there are {', '.join(ENTRY_SETTINGS)}")
     changes = {key: parse_setting(ServeConfig, key, value, f"{where}: {key}") for key, value in values.items()}
     if changes.get("aggregated"):
         changes = {"prefill": None, "decode": None} | changes
@@ -119,7 +119,7 @@ def _text(values: dict[str, Any], key: str, where: str) -> str:
     return value
 
 
-def _check_names(entries: tuple[Entry, ...], path: Path) -> None:
+def _check_names(entries: tuple[CatalogEntry, ...], path: Path) -> None:
     seen: set[str] = set()
     for entry in entries:
         for name in (entry.name, *entry.aliases, *(text.partition("=")[0] for text in entry.settings.lora)):
@@ -131,7 +131,7 @@ def _check_names(entries: tuple[Entry, ...], path: Path) -> None:
 # MERGED: What the front process of a catalogue needs to know.
 
 
-class ModelPlace(Config, frozen=True, kw_only=True):
+class CatalogModel(Config, frozen=True, kw_only=True):
     """One model of a catalogue, as its front knows it."""
 
     name: str
@@ -146,10 +146,10 @@ class ModelPlace(Config, frozen=True, kw_only=True):
         return (self.name, *self.aliases, *self.adapters)
 
 
-class StoreConfig(Config, frozen=True, kw_only=True):
+class FrontConfig(Config, frozen=True, kw_only=True):
     """Everything the front process of a catalogue needs."""
 
-    models: tuple[ModelPlace, ...]
+    models: tuple[CatalogModel, ...]
     model_memory: int | None = None  # bytes of all loaded models together
     api_key: str | None = None
     api_keys: str | None = None

@@ -7,9 +7,9 @@ import sys
 
 from penstock.api.auth import ring_of
 from penstock.api.openapi import Schemas
-from penstock.catalog.config import StoreConfig
-from penstock.catalog.http_proxy import Store, make_catalogue_app
-from penstock.catalog.model_manager import ModelHouse
+from penstock.catalog.config import FrontConfig
+from penstock.catalog.http_proxy import FrontServices, make_catalog_app
+from penstock.catalog.model_manager import ModelManager
 from penstock.clock import MonotonicClock
 from penstock.launch import event_loop
 from penstock.launch.http_server import SWITCH_S, HttpServer, ProcessIo
@@ -18,7 +18,7 @@ from penstock.sidecar import drop_secrets, protect_memory
 log = logging.getLogger(__name__)
 
 
-def run_storefront(config: StoreConfig, rim: ProcessIo) -> int:
+def run_front(config: FrontConfig, rim: ProcessIo) -> int:
     """Serve until drained or told to stop; returns the exit code.  Runs in the forked child."""
     protect_memory()
     drop_secrets()
@@ -27,18 +27,18 @@ def run_storefront(config: StoreConfig, rim: ProcessIo) -> int:
     return event_loop.run(_run(config, rim), config.event_loop)
 
 
-def _schemas(config: StoreConfig) -> Schemas:
+def _schemas(config: FrontConfig) -> Schemas:
     from penstock.processing.requests.schemas import request_schemas  # of this process nobody else needs it
 
     return request_schemas(config.limits)
 
 
-async def _run(config: StoreConfig, rim: ProcessIo) -> int:
+async def _run(config: FrontConfig, rim: ProcessIo) -> int:
     clock = MonotonicClock()
-    house = ModelHouse(config, rim.channel.send, clock)
+    house = ModelManager(config, rim.channel.send, clock)
     keys = ring_of(config.api_key, config.api_keys, config.scheduling)
-    app = make_catalogue_app(
-        Store(
+    app = make_catalog_app(
+        FrontServices(
             models=house,
             limits=config.limits,
             clock=clock,

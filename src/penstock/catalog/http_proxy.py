@@ -1,7 +1,7 @@
 """The HTTP face of a catalogue: finds the model that a request names, waits until it is loaded, and passes the request
 to the model's own gateway and its answer back as it comes.
 
-Knows nothing about memory or processes (``Models`` does), and of a body only its ``model``.
+Knows nothing about memory or processes (``CatalogModels`` does), and of a body only its ``model``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _KEPT = frozenset(
 _encode = msgspec.json.Encoder().encode
 
 
-class Models(Protocol):
+class CatalogModels(Protocol):
     """The models of a catalogue (``launch.house.ModelHouse``)."""
 
     def find(self, name: str) -> str | None:
@@ -94,10 +94,10 @@ class Models(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Store:
+class FrontServices:
     """Everything behind this face."""
 
-    models: Models
+    models: CatalogModels
     limits: Limits
     clock: Clock
     keys: ApiKeys
@@ -107,7 +107,7 @@ class Store:
     allowed_hosts: tuple[str, ...] | None = None  # names that it answers to, beside this host's; None: to any
 
 
-def make_catalogue_app(store: Store) -> ASGIApp:
+def make_catalog_app(store: FrontServices) -> ASGIApp:
     """The ASGI application."""
     service = _Service(store)
     posts = [
@@ -133,7 +133,7 @@ def make_catalogue_app(store: Store) -> ASGIApp:
 class _Service:
     """What the endpoints share."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: FrontServices) -> None:
         self._models = store.models
         self._limits = store.limits
         self._door = EndpointFactory(store.limits, store.clock)
@@ -145,7 +145,10 @@ class _Service:
             entry, raw = self._addressed(asked, required=path.startswith("/v1/"))
             asked.drop_body()  # it is passed on as it came
             passed = _passed(exchange)
-            async with self._models.use(entry) as to, http_client.request(to, "POST", path, raw, more=passed) as answer:
+            async with (
+                self._models.use(entry) as to,
+                http_client.open_request(to, "POST", path, raw, more=passed) as answer,
+            ):
                 await _relay(exchange, answer)
 
         return self._door.endpoint(work)
@@ -163,7 +166,7 @@ class _Service:
             passed = _passed(exchange)
             async with (
                 self._models.use(entry) as to,
-                http_client.request(to, "POST", path, raw, kind, more=passed) as answer,
+                http_client.open_request(to, "POST", path, raw, kind, more=passed) as answer,
             ):
                 await _relay(exchange, answer)
 
@@ -214,7 +217,7 @@ def _missing() -> RequestError:
     return RequestError("Missing required parameter: 'model'.", param="model", code="missing_required_parameter")
 
 
-async def _relay(exchange: HttpExchange, answer: http_client.Response) -> None:
+async def _relay(exchange: HttpExchange, answer: http_client.StreamedResponse) -> None:
     """The answer as it comes; should the model's gateway die in the middle of a stream, an error event ends it."""
     headers: list[Header] = [header for header in answer.headers if header[0] in _KEPT]
     streams = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
@@ -232,7 +235,7 @@ async def _relay(exchange: HttpExchange, answer: http_client.Response) -> None:
     await exchange.finish()
 
 
-def _questions(store: Store) -> list[Route]:
+def _questions(store: FrontServices) -> list[Route]:
     """What is answered to GET."""
     models = store.models
 
@@ -270,7 +273,7 @@ def _questions(store: Store) -> list[Route]:
         if to is None:
             known = "\n".join(f"# /metrics?model={quote(row['name'])}  {row['state']}" for row in models.rows())
             return Response(f"# a page for each loaded model:\n{known}\n", media_type="text/plain; version=0.0.4")
-        async with http_client.request(to, "GET", "/metrics") as answer:
+        async with http_client.open_request(to, "GET", "/metrics") as answer:
             return Response(await answer.read(), answer.status, media_type="text/plain; version=0.0.4")
 
     return [
@@ -284,7 +287,7 @@ def _questions(store: Store) -> list[Route]:
     ]
 
 
-async def _all_workers(models: Models) -> list[dict[str, Any]]:
+async def _all_workers(models: CatalogModels) -> list[dict[str, Any]]:
     """Of all loaded models; one that does not answer has none to show."""
     rows: list[dict[str, Any]] = []
     for name in models.names():
@@ -293,8 +296,8 @@ async def _all_workers(models: Models) -> list[dict[str, Any]]:
             continue
         try:
             async with (
-                asyncio.timeout(http_client.CONNECT_S),
-                http_client.request(to, "GET", "/admin/workers") as answer,
+                asyncio.timeout(http_client.CONNECT_TIMEOUT_S),
+                http_client.open_request(to, "GET", "/admin/workers") as answer,
             ):
                 found = msgspec.json.decode(await answer.read())["workers"]
         except (NoWorkers, TimeoutError, msgspec.DecodeError, KeyError):

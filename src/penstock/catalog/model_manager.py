@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from penstock import http_client
-from penstock.catalog.config import ModelPlace, StoreConfig
-from penstock.catalog.residency import Effects, ModelState, Resident, Residents, Start
+from penstock.catalog.config import CatalogModel, FrontConfig
+from penstock.catalog.residency import ModelResidency, ModelState, ResidencyEffects, ResidentModel, StartModel
 from penstock.clock import Clock
 from penstock.errors import NoWorkers, QueueFull
 from penstock.http_client import Upstream
@@ -28,18 +28,20 @@ ASK_S = 0.02
 """Between two questions whether a model that was just started is ready."""
 
 
-class ModelHouse:
+class ModelManager:
     """``edge.catalogue.Models``.  Use: ``start()`` on the running loop, ``on_supervisor`` for each of its messages."""
 
-    def __init__(self, config: StoreConfig, tell: Callable[[SupervisorMessage], None], clock: Clock) -> None:
+    def __init__(self, config: FrontConfig, tell: Callable[[SupervisorMessage], None], clock: Clock) -> None:
         self._limits = config.limits
         self._key = config.upstream_key
         self._tell = tell
         self._clock = clock
-        self._places: Mapping[str, ModelPlace] = {place.name: place for place in config.models}
+        self._places: Mapping[str, CatalogModel] = {place.name: place for place in config.models}
         self._entries = {name: place.name for place in config.models for name in place.names}
-        residents = [Resident(name=place.name, nbytes=place.nbytes, pinned=place.pinned) for place in config.models]
-        self._residents = Residents.of(residents, config.model_memory)
+        residents = [
+            ResidentModel(name=place.name, nbytes=place.nbytes, pinned=place.pinned) for place in config.models
+        ]
+        self._residents = ModelResidency.of(residents, config.model_memory)
         self._at: dict[str, tuple[int, Upstream]] = {}  # incarnation of a running process, and where it listens
         self._changed = asyncio.Condition()
         self._failed: Counter[str] = Counter()  # how often a model was not loaded, or its process died
@@ -63,15 +65,15 @@ class ModelHouse:
     # --- edge.catalogue.Models ---------------------------------------------------------------------------------------
 
     def find(self, name: str) -> str | None:
-        """See ``Models``."""
+        """See ``CatalogModels``."""
         return self._entries.get(name)
 
     def names(self) -> Sequence[str]:
-        """See ``Models``."""
+        """See ``CatalogModels``."""
         return tuple(self._places)
 
     def rows(self) -> Sequence[dict[str, Any]]:
-        """See ``Models``."""
+        """See ``CatalogModels``."""
         rows = self._residents.rows()
         places = [self._places[row["name"]] for row in rows]
         return [
@@ -80,13 +82,13 @@ class ModelHouse:
         ]
 
     def peek(self, entry: str) -> Upstream | None:
-        """See ``Models``."""
+        """See ``CatalogModels``."""
         loaded = self._residents.state(entry) in (ModelState.LOADED, ModelState.CLOSING)
         return self._at[entry][1] if loaded and entry in self._at else None
 
     @asynccontextmanager
     async def use(self, entry: str) -> AsyncIterator[Upstream]:
-        """See ``Models``."""
+        """See ``CatalogModels``."""
         await self._wait(entry)
         # Nothing else runs between the last look and this: the model is loaded, and from here on it is used.
         self._carry_out(self._residents.began(entry, self._clock.now()))
@@ -96,7 +98,7 @@ class ModelHouse:
             self._carry_out(self._residents.ended(entry, self._clock.now()))
 
     async def load(self, entry: str) -> None:
-        """See ``Models``."""
+        """See ``CatalogModels``."""
         await self._wait(entry)
         self._leave(entry)
 
@@ -131,7 +133,7 @@ class ModelHouse:
         self._carry_out(self._residents.unwant(entry, nobody=self._waiting[entry] <= 1))
 
     async def unload(self, entry: str) -> None:
-        """See ``Models``.  Raises NoWorkers when its answers do not end in time."""
+        """See ``CatalogModels``.  Raises NoWorkers when its answers do not end in time."""
         try:
             async with asyncio.timeout(self._limits.load_s), self._changed:
                 self._carry_out(self._residents.dismiss(entry))
@@ -173,7 +175,7 @@ class ModelHouse:
         """Until the model's own gateway says that it is ready, or its process has ended."""
         while self._at.get(entry, (0, None))[0] == incarnation:
             try:
-                async with http_client.request(at, "GET", "/ready") as answer:
+                async with http_client.open_request(at, "GET", "/ready") as answer:
                     ready = answer.status == 200
             except NoWorkers:
                 ready = False
@@ -185,10 +187,10 @@ class ModelHouse:
 
     # --- effects -----------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, effects: Effects) -> None:
+    def _carry_out(self, effects: ResidencyEffects) -> None:
         for effect in effects:
             worker = WorkerId(effect.name)
-            self._tell(LoadModel(worker=worker) if isinstance(effect, Start) else UnloadModel(worker=worker))
+            self._tell(LoadModel(worker=worker) if isinstance(effect, StartModel) else UnloadModel(worker=worker))
 
     async def _notify(self) -> None:
         async with self._changed:

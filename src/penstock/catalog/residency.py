@@ -33,7 +33,7 @@ class ModelState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resident:
+class ResidentModel:
     """One entry of the catalogue."""
 
     name: str
@@ -42,25 +42,25 @@ class Resident:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartModel:
     """Load this model now."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopModel:
     """Unload this model now: nobody uses it."""
 
     name: str
 
 
-Effects = list[Start | Stop]
+ResidencyEffects = list[StartModel | StopModel]
 
 
 @dataclass(slots=True)
 class _Model:
-    entry: Resident
+    entry: ResidentModel
     state: ModelState = ModelState.UNLOADED
     uses: int = 0
     promised: int = 0  # requests that waited for it and have not begun yet: it stays for them
@@ -73,7 +73,7 @@ _IN_MEMORY = frozenset({ModelState.LOADING, ModelState.LOADED, ModelState.CLOSIN
 
 
 @dataclass(slots=True)
-class Residents:
+class ModelResidency:
     """All models.  Every verb returns what is to be done, in order."""
 
     budget: int | None  # bytes; None: no limit
@@ -81,7 +81,7 @@ class Residents:
     _wanted: list[str] = field(default_factory=list)  # somebody waits for them, who came first in front
 
     @classmethod
-    def of(cls, entries: Iterable[Resident], budget: int | None) -> Residents:
+    def of(cls, entries: Iterable[ResidentModel], budget: int | None) -> ModelResidency:
         """Nothing is loaded yet."""
         return cls(budget, {entry.name: _Model(entry) for entry in entries})
 
@@ -105,13 +105,13 @@ class Residents:
 
     # --- what happened -----------------------------------------------------------------------------------------------
 
-    def want(self, name: str) -> Effects:
+    def want(self, name: str) -> ResidencyEffects:
         """Somebody waits for this model."""
         if self._models[name].state is not ModelState.LOADED and name not in self._wanted:
             self._wanted.append(name)
         return self._settle()
 
-    def unwant(self, name: str, *, nobody: bool) -> Effects:
+    def unwant(self, name: str, *, nobody: bool) -> ResidencyEffects:
         """One who waited for it does so no more; ``nobody``: it was the last."""
         model = self._models[name]
         model.promised = 0 if nobody else max(0, model.promised - 1)
@@ -125,7 +125,7 @@ class Residents:
         if model.state is ModelState.UNLOADED:
             model.state = ModelState.LOADING
 
-    def began(self, name: str, now: float) -> Effects:
+    def began(self, name: str, now: float) -> ResidencyEffects:
         """A request uses the loaded model."""
         model = self._models[name]
         model.uses += 1
@@ -133,14 +133,14 @@ class Residents:
         model.promised = max(0, model.promised - 1)
         return self._settle()
 
-    def ended(self, name: str, now: float) -> Effects:
+    def ended(self, name: str, now: float) -> ResidencyEffects:
         """It uses it no more."""
         model = self._models[name]
         model.uses -= 1
         model.used = now
         return self._settle()
 
-    def up(self, name: str, now: float, promised: int = 0) -> Effects:
+    def up(self, name: str, now: float, promised: int = 0) -> ResidencyEffects:
         """The model is loaded; so many wait for it, and it is theirs before it can go again."""
         model = self._models[name]
         if model.state is ModelState.LOADING:
@@ -150,7 +150,7 @@ class Residents:
             self._drop(name)
         return self._settle()
 
-    def down(self, name: str, reason: str) -> Effects:
+    def down(self, name: str, reason: str) -> ResidencyEffects:
         """Its process has ended.  Who waited while it was loaded is told; who waits behind an unloading waits on."""
         model = self._models[name]
         if model.state is not ModelState.UNLOADING:
@@ -159,7 +159,7 @@ class Residents:
         model.state, model.promised = ModelState.UNLOADED, 0
         return self._settle()
 
-    def dismiss(self, name: str) -> Effects:
+    def dismiss(self, name: str) -> ResidencyEffects:
         """An operator wants it out of memory, as soon as its answers have ended."""
         model = self._models[name]
         self._drop(name)
@@ -173,8 +173,8 @@ class Residents:
         if name in self._wanted:
             self._wanted.remove(name)
 
-    def _settle(self) -> Effects:
-        effects: Effects = []
+    def _settle(self) -> ResidencyEffects:
+        effects: ResidencyEffects = []
         for name in tuple(self._wanted):
             model = self._models[name]
             if model.state is not ModelState.UNLOADED:
@@ -183,11 +183,11 @@ class Residents:
                 self._make_room(model.entry.nbytes)
                 break  # nobody overtakes
             model.state = ModelState.LOADING
-            effects.append(Start(name))
+            effects.append(StartModel(name))
         for name, model in self._models.items():
             if model.state is ModelState.CLOSING and model.uses == 0:
                 model.state = ModelState.UNLOADING
-                effects.append(Stop(name))
+                effects.append(StopModel(name))
         return effects
 
     def _has_room(self, nbytes: int) -> bool:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from penstock.catalog.config import Entry, ModelPlace, StoreConfig, load_catalogue
+from penstock.catalog.config import CatalogEntry, CatalogModel, FrontConfig, load_catalog
 from penstock.config.api_keys import check_key_file
 from penstock.config.memory_budget import format_size
 from penstock.config.schema import ServeConfig
@@ -60,7 +60,7 @@ from penstock.types import WorkerId
 WEIGHTS = ("*.safetensors", "*.gguf")
 
 
-def serve_catalogue(config: ServeConfig) -> int:
+def serve_catalog(config: ServeConfig) -> int:
     """From start to end; returns the exit code.  Raises as ``compose.serve``, but never for one of the models."""
     if config.gateways > 1:
         raise ConfigError("--gateways: the front of a catalogue is one process; leave it out")
@@ -69,13 +69,13 @@ def serve_catalogue(config: ServeConfig) -> int:
     warn_short_key(config.api_key)
     trace_config(config)
     event_loop.event_loop_name(config.event_loop)
-    entries = load_catalogue(config)
+    entries = load_catalog(config)
     places = tuple(_place(entry, config.model_memory) for entry in entries)
     with ExitStack() as stack:
         listener = stack.enter_context(listening_socket(config.host, config.port))
         port = listener.getsockname()[1]
         slots = heartbeat_slots((GATEWAY, *(entry.name for entry in entries)))
-        store = StoreConfig(
+        store = FrontConfig(
             models=places,
             model_memory=config.model_memory,
             api_key=config.api_key,
@@ -90,7 +90,9 @@ def serve_catalogue(config: ServeConfig) -> int:
             tls=checked_tls(config),
         )
         buckets = SharedTokenBuckets(config.scheduling.max_tenants)
-        jobs = CatalogueJobs({entry.name: entry for entry in entries}, store, listener, slots, buckets, config.log_json)
+        jobs = CatalogProcesses(
+            {entry.name: entry for entry in entries}, store, listener, slots, buckets, config.log_json
+        )
         supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots))
         supervisor.when_stopping(listener.close)
 
@@ -104,11 +106,11 @@ def serve_catalogue(config: ServeConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class CatalogueJobs:
+class CatalogProcesses:
     """``supervise.Jobs`` of a catalogue: the front is its gateway, its models are its workers."""
 
-    entries: Mapping[str, Entry]
-    store: StoreConfig
+    entries: Mapping[str, CatalogEntry]
+    store: FrontConfig
     listener: socket.socket
     slots: Mapping[str, HeartbeatSlot]
     buckets: SharedTokenBuckets  # of tenants' rates: those of all models
@@ -132,11 +134,11 @@ class CatalogueJobs:
 
     def _front(self, rim: ProcessIo) -> int:
         configure_logging(GATEWAY, as_json=self.log_json)
-        from penstock.catalog.front_process import run_storefront
+        from penstock.catalog.front_process import run_front
 
-        return run_storefront(self.store, rim)
+        return run_front(self.store, rim)
 
-    def _model(self, entry: Entry, listener: socket.socket) -> int:
+    def _model(self, entry: CatalogEntry, listener: socket.socket) -> int:
         """The whole service, in the forked child."""
         settings = structs.replace(
             entry.settings,
@@ -158,7 +160,7 @@ class CatalogueJobs:
         )
 
 
-def _place(entry: Entry, budget: int | None) -> ModelPlace:
+def _place(entry: CatalogEntry, budget: int | None) -> CatalogModel:
     """What the front needs to know of an entry.  A model that is not there yet is told to its requesters, not here."""
     own = entry.settings
     try:
@@ -173,7 +175,7 @@ def _place(entry: Entry, budget: int | None) -> ModelPlace:
             f"{format_size(budget)}: give it a smaller kv_memory, or all of them more"
         )
     adapters = tuple(text.partition("=")[0] for text in own.lora)
-    return ModelPlace(name=entry.name, aliases=entry.aliases, adapters=adapters, nbytes=nbytes, pinned=entry.pinned)
+    return CatalogModel(name=entry.name, aliases=entry.aliases, adapters=adapters, nbytes=nbytes, pinned=entry.pinned)
 
 
 def _weight_bytes(path: Path) -> int:
@@ -181,7 +183,7 @@ def _weight_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _lines(places: Sequence[ModelPlace], budget: int | None) -> list[str]:
+def _lines(places: Sequence[CatalogModel], budget: int | None) -> list[str]:
     room = "as much memory as there is" if budget is None else f"{format_size(budget)} of memory"
     lines = [f"{len(places)} models share {room}"]
     for place in places:

@@ -10,9 +10,9 @@ import time
 from typing import Any
 from urllib.parse import quote
 
-from penstock.cli.openai_client import add_service_flags, ask
+from penstock.cli.openai_client import add_service_flags, request_json
 from penstock.cli.parsing import COMMANDS
-from penstock.cli.status import fetch
+from penstock.cli.status import fetch_status
 from penstock.config.load import load_client
 from penstock.errors import ConfigError, WorkerError
 
@@ -94,7 +94,7 @@ class _Service:
 
     def rows(self) -> list[dict[str, Any]]:
         """All workers."""
-        rows: list[dict[str, Any]] = fetch(self._url, self._key, self._timeout_s)["workers"]
+        rows: list[dict[str, Any]] = fetch_status(self._url, self._key, self._timeout_s)["workers"]
         return rows
 
     def row(self, worker: str) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class _Service:
         """Its row afterwards."""
         body = what | ({"force": True} if force else {})
         path = f"/admin/workers/{quote(worker, safe='')}/{verb}"
-        status, found = ask(self._url, self._key, self._timeout_s, path, body)
+        status, found = request_json(self._url, self._key, self._timeout_s, path, body)
         if status == 200 and isinstance(found, dict):
             return found
         error = found.get("error") if isinstance(found, dict) else None

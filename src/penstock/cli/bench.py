@@ -21,9 +21,9 @@ import msgspec
 from tqdm import tqdm
 
 from penstock.cli.benchmark import load, metrics, workload
-from penstock.cli.benchmark.interference import Stutter, run_stutter
+from penstock.cli.benchmark.interference import InterferenceScenario, run_interference
 from penstock.cli.benchmark.prompts import PromptMaker, RequestShape
-from penstock.cli.console import Paint, table
+from penstock.cli.console import TextStyle, text_table
 from penstock.cli.openai_client import served_model
 from penstock.cli.parsing import COMMANDS
 from penstock.config.load import load_client
@@ -44,10 +44,10 @@ def latency_table(rows: Mapping[str, Mapping[str, float] | None]) -> str:
     present = {name: row for name, row in rows.items() if row}
     columns = list(next(iter(present.values()), {}))
     lines = [(name, *(f"{1000 * row[column]:,.2f}" for column in columns)) for name, row in present.items()]
-    return table(lines, headers=("milliseconds", *columns), right=range(1, 1 + len(columns)))
+    return text_table(lines, headers=("milliseconds", *columns), right=range(1, 1 + len(columns)))
 
 
-def print_measures(paint: Paint, title: str, found: Mapping[str, Any]) -> None:
+def print_measures(paint: TextStyle, title: str, found: Mapping[str, Any]) -> None:
     """One ``measures.measure``: latencies, then rates, then failures."""
     print(paint(title, "bold"))
     print(latency_table({text: found[key] for key, text in LATENCIES.items()}))
@@ -70,13 +70,13 @@ def _per_event(tokens: float | None) -> str:
     return "" if tokens is None or abs(tokens - 1) < 0.005 else f", {tokens:.2f} an event"
 
 
-def print_errors(paint: Paint, errors: Mapping[str, int]) -> None:
+def print_errors(paint: TextStyle, errors: Mapping[str, int]) -> None:
     """Every kind of failure with its number."""
     for kind, count in errors.items():
         print(paint(f"failed: {count} x {kind}", "red"))
 
 
-def print_stutter(paint: Paint, found: Mapping[str, Any]) -> None:
+def print_interference(paint: TextStyle, found: Mapping[str, Any]) -> None:
     """The report of ``stutter.StutterResult``."""
     running = found["running"]
     rows = {"before the long prompts": running["itl_before_s"], "while they arrived": running["itl_s"]}
@@ -191,14 +191,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(text)
     else:
-        _print(result, Paint())
+        _print(result, TextStyle())
     return 0 if (result["long"] if "running" in result else result)["completed"] else 1
 
 
-def _print(result: dict[str, Any], paint: Paint) -> None:
+def _print(result: dict[str, Any], paint: TextStyle) -> None:
     print(f"{result['model']} at {result['base_url']}{result['endpoint']}, prompts: {result['prompts']}\n")
     if "running" in result:
-        print_stutter(paint, result)
+        print_interference(paint, result)
     else:
         print_measures(paint, result["workload"], result)
     if result["skipped"]:
@@ -240,7 +240,7 @@ async def _warm_up(generator: load.LoadGenerator, prompts: PromptMaker, args: ar
     """A few short requests; their failures show that the rest would fail too."""
     if args.num_warmups < 1:
         return
-    bodies = await prompts.bodies([workload.Wanted(input_len=16, output_len=4)] * args.num_warmups)
+    bodies = await prompts.bodies([workload.RequestSpec(input_len=16, output_len=4)] * args.num_warmups)
     for body in bodies:
         record = generator.record()
         await generator.ask(body, record)
@@ -248,7 +248,7 @@ async def _warm_up(generator: load.LoadGenerator, prompts: PromptMaker, args: ar
             raise StreamError("the first request failed", record.error or "")
 
 
-def _wanted(args: argparse.Namespace) -> list[workload.Wanted]:
+def _wanted(args: argparse.Namespace) -> list[workload.RequestSpec]:
     if args.dataset_name == "random":
         lengths = workload.RandomLengths(
             args.random_input_len, args.random_output_len, args.random_range_ratio, args.random_prefix_len
@@ -257,10 +257,10 @@ def _wanted(args: argparse.Namespace) -> list[workload.Wanted]:
     if args.dataset_path is None:
         raise ConfigError(f"--dataset-name {args.dataset_name} needs --dataset-path")
     rows = workload.of_trace(args.dataset_path, args.dataset_name, args.num_prompts)
-    return [workload.scaled(row, length=args.length_scale, time=args.time_scale) for row in rows]
+    return [workload.scale_request(row, length=args.length_scale, time=args.time_scale) for row in rows]
 
 
-def _due_times(args: argparse.Namespace, wanted: Sequence[workload.Wanted]) -> list[float]:
+def _due_times(args: argparse.Namespace, wanted: Sequence[workload.RequestSpec]) -> list[float]:
     """An explicit rate wins; a trace without one keeps its own times; anything else is due at once."""
     if args.request_rate is None and wanted and wanted[0].at is not None:
         first = wanted[0].at
@@ -276,12 +276,12 @@ async def _requests(
     max_model_len: int | None,
 ) -> dict[str, Any]:
     everything = _wanted(args)
-    wanted = workload.that_fit(everything, max_model_len)
+    wanted = workload.fitting(everything, max_model_len)
     if not wanted:
         raise ConfigError(f"none of {len(everything)} requests fits the context of {max_model_len} tokens")
     due = _due_times(args, wanted)
     bodies = await prompts.bodies(wanted)
-    jobs = [load.Job(body, at) for body, at in zip(bodies, due, strict=True)]
+    jobs = [load.TimedRequest(body, at) for body, at in zip(bodies, due, strict=True)]
     closed_loop = due[-1] == 0
     async with _progress(args, len(jobs)) as progress:
         start = time.perf_counter()
@@ -311,13 +311,13 @@ async def _long_prompts(
 ) -> dict[str, Any]:
     count = max(1, round(args.duration / args.long_prompt_every))
     short = workload.RandomLengths(args.random_input_len, args.random_output_len).draw(args.num_prompts, args.seed)
-    long = [workload.Wanted(input_len=args.long_prompt_len, output_len=args.long_output_len)] * count
-    if len(workload.that_fit([*short, *long], max_model_len)) < len(short) + len(long):
+    long = [workload.RequestSpec(input_len=args.long_prompt_len, output_len=args.long_output_len)] * count
+    if len(workload.fitting([*short, *long], max_model_len)) < len(short) + len(long):
         raise ConfigError(f"prompt and answer do not fit the context of {max_model_len} tokens")
     bodies = await prompts.bodies([*short, *long])
-    scenario = Stutter(running=args.running_answers, every=args.long_prompt_every, warmup=args.warmup)
+    scenario = InterferenceScenario(running=args.running_answers, every=args.long_prompt_every, warmup=args.warmup)
     async with _progress(args, count) as progress:
-        result = await run_stutter(generator, scenario, bodies[: len(short)], bodies[len(short) :], progress)
+        result = await run_interference(generator, scenario, bodies[: len(short)], bodies[len(short) :], progress)
     found = {
         "long_prompt_len": args.long_prompt_len,
         "long_prompt_every_s": args.long_prompt_every,
@@ -337,9 +337,9 @@ def _percentiles(text: str) -> list[float]:
 
 
 @contextlib.asynccontextmanager
-async def _progress(args: argparse.Namespace, total: int) -> AsyncIterator[load.Progress]:
+async def _progress(args: argparse.Namespace, total: int) -> AsyncIterator[load.LoadProgress]:
     """Counts for the body to fill, shown twice a second; the garbage collector rests meanwhile."""
-    counts = load.Progress(total)
+    counts = load.LoadProgress(total)
     bar = tqdm(total=total, disable=True if args.disable_tqdm else None, dynamic_ncols=True)
 
     def draw(note: str) -> None:

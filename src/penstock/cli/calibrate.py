@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.cli.console import Paint, count_bar, table
+from penstock.cli.console import TextStyle, count_bar, text_table
 from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
 from penstock.launch.model_path import locate_model
@@ -98,9 +98,9 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         _write(args.out, fleet_toml(fleet))
     if args.json:
-        print(msgspec.json.encode(as_json(fleet, found, readings, writings)).decode())
+        print(msgspec.json.encode(calibration_as_json(fleet, found, readings, writings)).decode())
     else:
-        print(show(fleet, found, Paint()) if args.out is not None else fleet_toml(fleet), end="")
+        print(calibration_table(fleet, found, TextStyle()) if args.out is not None else fleet_toml(fleet), end="")
     return 0
 
 
@@ -111,7 +111,7 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"--out {path}: {error.strerror}") from None
 
 
-def as_json(
+def calibration_as_json(
     fleet: FleetFile, found: StepFit, readings: list[PrefillSample], writings: list[DecodeSample]
 ) -> dict[str, Any]:
     """Everything that was measured, in seconds, tokens and bytes."""
@@ -124,7 +124,7 @@ def as_json(
     }
 
 
-def show(fleet: FleetFile, found: StepFit, paint: Paint) -> str:
+def calibration_table(fleet: FleetFile, found: StepFit, paint: TextStyle) -> str:
     """For people."""
     times = fleet.steps
     read, write = f"off by {found.prefill_error:.1%}", f"off by {found.decode_error:.1%}"
@@ -141,4 +141,4 @@ def show(fleet: FleetFile, found: StepFit, paint: Paint) -> str:
             f"{fleet.memory.token_bytes:,} bytes a token",
         ),
     ]
-    return f"{paint(fleet.name, 'bold')}; {fleet.source}\n{table(rows, right=(1,))}\n"
+    return f"{paint(fleet.name, 'bold')}; {fleet.source}\n{text_table(rows, right=(1,))}\n"

@@ -20,11 +20,11 @@ from typing import Any, TextIO
 import msgspec
 
 from penstock.cli.console import WrappedOutput
-from penstock.cli.openai_client import ServedModel, Usage, add_service_flags, decode_chunk, error_of, served_model
+from penstock.cli.openai_client import ChunkUsage, ServedModel, add_service_flags, decode_chunk, error_of, served_model
 from penstock.cli.parsing import COMMANDS
 from penstock.config.load import load_client
 from penstock.errors import ConfigError, PenstockError, WorkerError
-from penstock.http_client import DONE, HttpStreamClient, Reply, StreamError
+from penstock.http_client import DONE, HttpReply, HttpStreamClient, StreamError
 
 EPILOG = """\
 examples:
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
                 figures = runner.run(chat.ask(prompt, sys.stdout))
                 print_figures(figures, chat.model)
                 return 130 if figures.stopped else 0
-            converse(runner, chat)
+            run_conversation(runner, chat)
         finally:
             runner.run(_close(client))
     return 0
@@ -140,14 +140,14 @@ async def wait_until_ready(client: HttpStreamClient, patience: float) -> None:
 
 
 @dataclass(slots=True)
-class Figures:
+class ResponseTimes:
     """How one answer came.  Seconds."""
 
     asked: float
     first: float | None = None
     last: float = 0.0
     pieces: int = 0
-    usage: Usage | None = None
+    usage: ChunkUsage | None = None
     stopped: bool = False
 
     def words(self, context: int | None = None) -> str:
@@ -164,7 +164,7 @@ class Figures:
         return text
 
 
-def print_figures(figures: Figures, model: ServedModel) -> None:
+def print_figures(figures: ResponseTimes, model: ServedModel) -> None:
     """On standard error, so that standard output is the answer alone."""
     print(f"[{figures.words(model.max_model_len)}]", file=sys.stderr)
 
@@ -213,13 +213,13 @@ class Chat:
         context = f" of {self.model.max_model_len:,}" if self.model.max_model_len else ""
         return f"model {self.model.id}; {settings}; {len(self.messages)} messages, {self.used:,}{context} tokens used"
 
-    async def ask(self, prompt: str, out: TextIO) -> Figures:
+    async def ask(self, prompt: str, out: TextIO) -> ResponseTimes:
         """Send the conversation with this question; write the answer as it comes.
 
         Cancelled, it keeps what came and returns.  Raises PenstockError, and then forgets the question.
         """
         self.messages.append({"role": "user", "content": prompt})
-        answer = _Answer(out, Figures(time.perf_counter()))
+        answer = _Answer(out, ResponseTimes(time.perf_counter()))
         body = {"model": self.model.id, "messages": self.messages, "stream": True}
         options = {"stream_options": {"include_usage": True}}
         try:
@@ -230,7 +230,7 @@ class Chat:
                 key=secrets.token_hex(16),
             )
             if reply.status != 200:
-                raise refusal(reply)
+                raise error_of_reply(reply)
             if not answer.done:
                 raise StreamError("stream ended early")
         except asyncio.CancelledError:
@@ -246,7 +246,7 @@ class Chat:
         return answer.figures
 
 
-def refusal(reply: Reply) -> PenstockError:
+def error_of_reply(reply: HttpReply) -> PenstockError:
     """The error that a status other than 200 stands for."""
     error = error_of(reply.body)
     if error.code == CONTEXT_LENGTH_EXCEEDED:
@@ -257,7 +257,7 @@ def refusal(reply: Reply) -> PenstockError:
 class _Answer:
     """Takes the events of one answer, and writes their text."""
 
-    def __init__(self, out: TextIO, figures: Figures) -> None:
+    def __init__(self, out: TextIO, figures: ResponseTimes) -> None:
         self.figures = figures
         self.texts: list[str] = []  # without reasoning, which does not go back to the model
         self._thinks = False
@@ -307,7 +307,7 @@ def printable(text: str) -> str:
     return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
 
 
-def converse(runner: asyncio.Runner, chat: Chat) -> None:
+def run_conversation(runner: asyncio.Runner, chat: Chat) -> None:
     """Questions and answers until the end of input."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
@@ -323,10 +323,10 @@ def converse(runner: asyncio.Runner, chat: Chat) -> None:
             print(file=sys.stderr)
             continue
         if question.startswith("/"):
-            if not command(chat, question):
+            if not run_command(chat, question):
                 return
         elif question:
-            answer_one(runner, chat, question)
+            run_turn(runner, chat, question)
 
 
 def read_question() -> str:
@@ -341,7 +341,7 @@ def read_question() -> str:
     return "\n".join(lines).strip()
 
 
-def command(chat: Chat, line: str) -> bool:
+def run_command(chat: Chat, line: str) -> bool:
     """Carry out a line that begins with a slash; False when it ends the conversation."""
     name, _, rest = line.partition(" ")
     rest = rest.strip()
@@ -353,19 +353,19 @@ def command(chat: Chat, line: str) -> bool:
         case "/system":
             chat.set_system(rest)
         case "/set":
-            say(chat.set_field(*rest.partition(" ")[::2]))
+            print_note(chat.set_field(*rest.partition(" ")[::2]))
         case "/show":
-            say(chat.described())
+            print_note(chat.described())
         case "/save":
-            say(save(chat, rest))
+            print_note(save(chat, rest))
         case "/help" | "/?":
-            say(HELP.rstrip())
+            print_note(HELP.rstrip())
         case _:
-            say(f"There is no command {name}.\n{HELP.rstrip()}")
+            print_note(f"There is no command {name}.\n{HELP.rstrip()}")
     return True
 
 
-def say(text: str) -> None:
+def print_note(text: str) -> None:
     """To the person, not to whom the answer is piped."""
     print(text, file=sys.stderr)
 
@@ -381,11 +381,11 @@ def save(chat: Chat, name: str) -> str:
     return f"Wrote {len(chat.messages)} messages to {name}"
 
 
-def answer_one(runner: asyncio.Runner, chat: Chat, question: str) -> None:
+def run_turn(runner: asyncio.Runner, chat: Chat, question: str) -> None:
     """One turn; what goes wrong is said, and the conversation goes on."""
     try:
         print_figures(runner.run(chat.ask(question, sys.stdout)), chat.model)
     except ContextFullError as error:
-        say(f"[The conversation is full: /new starts a new one.  {error}]")
+        print_note(f"[The conversation is full: /new starts a new one.  {error}]")
     except PenstockError as error:
-        say(f"[{error}]")
+        print_note(f"[{error}]")

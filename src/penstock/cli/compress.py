@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from penstock.bundled import STORYTELLER, storyteller
-from penstock.cli.console import byte_bar, table
+from penstock.cli.console import byte_bar, text_table
 from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
 from penstock.weights.checkpoint_reader import Checkpoint
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         count = verify_folder(source, args.out)
         print(f"verified: all {count} tensors decode to the bytes of {source}")
     if args.plot is not None:
-        draw(done, args.plot)
+        plot_bits(done, args.plot)
         print(f"{args.plot}: bits a weight of every tensor")
     return 0
 
@@ -109,7 +109,7 @@ def report_table(done: list[ConvertedTensor]) -> str:
         )
         for one in done
     ]
-    return table(rows, headers=("tensor", "type", "shape", "bits a weight", "of its size"))
+    return text_table(rows, headers=("tensor", "type", "shape", "bits a weight", "of its size"))
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -126,10 +126,10 @@ def summary_table(done: list[ConvertedTensor]) -> str:
         share = f"{100 * after / max(1, before):.1f} %" if any(one.original.code for one in own) else "plain"
         rows.append((name, str(len(own)), f"{before / 1e6:,.1f}", f"{after / 1e6:,.1f}", share))
     headers = ("tensors", "count", "MB before", "MB after", "of its size")
-    return table(rows, headers=headers, right=(1, 2, 3, 4))
+    return text_table(rows, headers=headers, right=(1, 2, 3, 4))
 
 
-def draw(done: list[ConvertedTensor], path: Path) -> None:
+def plot_bits(done: list[ConvertedTensor], path: Path) -> None:
     """Bits a weight of every compressed tensor, in the order of the file.  Raises ConfigError if it cannot be saved."""
     import matplotlib as mpl
 

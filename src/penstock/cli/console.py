@@ -27,12 +27,12 @@ STYLES: Final = {
     "magenta": "35",
     "cyan": "36",
 }
-"""Names of the ANSI styles (ECMA-48, SGR) that ``Paint`` knows."""
+"""Names of the ANSI styles (ECMA-48, SGR) that ``TextStyle`` knows."""
 
 tqdm.monitor_interval = 0  # no thread beside the command's own
 
 
-class Paint:
+class TextStyle:
     """Colours for one stream, decided once: a terminal, and no NO_COLOR (no-color.org) in the environment."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -44,7 +44,7 @@ class Paint:
         return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if self.colored and text else text
 
 
-def table(rows: Sequence[Sequence[str]], *, headers: Sequence[str] = (), right: Sequence[int] = ()) -> str:
+def text_table(rows: Sequence[Sequence[str]], *, headers: Sequence[str] = (), right: Sequence[int] = ()) -> str:
     """Columns two spaces apart; those in ``right`` end together, the others begin together.  Text stays as it is."""
     width = max((len(row) for row in (headers, *rows)), default=0)
     sides = ["right" if column in right else "left" for column in range(width)]
@@ -107,7 +107,7 @@ def _bar(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
 _ERASE_TO_END = "\x1b[K"
 
 
-def columns_of(text: str) -> int:
+def display_width(text: str) -> int:
     """Cells of a terminal that the text takes: two for wide characters, none for combining ones."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
@@ -140,7 +140,7 @@ class WrappedOutput:
         if c == "\n":
             self._column, self._word = 0, ""
             return c
-        cells = columns_of(c) if c != "\t" else 8 - self._column % 8
+        cells = display_width(c) if c != "\t" else 8 - self._column % 8
         if c.isspace():
             self._word = ""
             if self._column + cells >= width:  # the space itself becomes the line's end
@@ -157,7 +157,7 @@ class WrappedOutput:
 
     def _word_to_next_line(self, width: int) -> str:
         """Take back the word that has begun, unless it fills the whole line."""
-        cells = columns_of(self._word)
+        cells = display_width(self._word)
         if cells >= width:
             self._column, self._word = 0, ""
             return "\n"

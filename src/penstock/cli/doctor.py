@@ -52,7 +52,7 @@ ENOUGH_MEMORY = 512 << 20
 """Bytes for the processes of the bundled model; another model needs its weights on top."""
 
 
-class Verdict(StrEnum):
+class CheckResult(StrEnum):
     """What a finding means for serving."""
 
     OK = "ok"
@@ -65,7 +65,7 @@ class Check:
     """One finding; ``mend`` says what to do unless all is well."""
 
     name: str
-    verdict: Verdict
+    verdict: CheckResult
     found: str
     mend: str = ""
 
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     """0 when this machine can serve, else 1."""
     gpu = gpu_report()
     checks = [*examine(gpu), check_plan(args.model, gpu)]
-    serves = all(check.verdict is not Verdict.MISSING for check in checks)
+    serves = all(check.verdict is not CheckResult.MISSING for check in checks)
     if args.json:
         print(json.dumps({"serves": serves, "checks": [asdict(check) for check in checks]}, indent=1))
     else:
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 def last_line(checks: Sequence[Check], model: str | None) -> str:
     """What to type now."""
-    missing = [check.name for check in checks if check.verdict is Verdict.MISSING]
+    missing = [check.name for check in checks if check.verdict is CheckResult.MISSING]
     if not missing:
         return f"ready to serve: penstock serve{f' {shlex.quote(model)}' if model else ''}"
     if missing == [MODEL_CHECK]:
@@ -145,8 +145,10 @@ def check_system() -> Check:
     """Linux is required: memfd, pidfd and SO_PEERCRED have no stand-in elsewhere."""
     name = f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}"
     if platform.system() != "Linux":
-        return Check("system", Verdict.MISSING, name, "Penstock runs on Linux; use a container or a virtual machine")
-    return Check("system", Verdict.OK, name)
+        return Check(
+            "system", CheckResult.MISSING, name, "Penstock runs on Linux; use a container or a virtual machine"
+        )
+    return Check("system", CheckResult.OK, name)
 
 
 def check_processor(root: Path) -> Check:
@@ -157,7 +159,7 @@ def check_processor(root: Path) -> Check:
     features = " ".join(name for name in SHOWN_FEATURES if name in flags) or "no vector features that matter"
     numbers = f"family {lines.get('cpu family', '?')} model {lines.get('model', '?')}"
     found = f"{lines.get('model name', platform.machine())} ({numbers}), {facts.cores} cores, {features}"
-    return Check("processor", Verdict.OK, found)
+    return Check("processor", CheckResult.OK, found)
 
 
 def check_memory(root: Path) -> Check:
@@ -167,8 +169,8 @@ def check_memory(root: Path) -> Check:
         mend = (
             f"{format_size(ENOUGH_MEMORY)} suffice for the bundled model; end something, or raise the container's limit"
         )
-        return Check("memory", Verdict.NOTE, f"{format_size(free)} available", mend)
-    return Check("memory", Verdict.OK, f"{format_size(free)} available")
+        return Check("memory", CheckResult.NOTE, f"{format_size(free)} available", mend)
+    return Check("memory", CheckResult.OK, f"{format_size(free)} available")
 
 
 def check_huge_pages(root: Path) -> Check:
@@ -177,11 +179,13 @@ def check_huge_pages(root: Path) -> Check:
     try:
         mode = (root / path).read_text(encoding="ascii").split("[")[1].split("]")[0]
     except (OSError, IndexError):
-        return Check("huge pages", Verdict.NOTE, "unknown", "this kernel tells nothing about transparent huge pages")
+        return Check(
+            "huge pages", CheckResult.NOTE, "unknown", "this kernel tells nothing about transparent huge pages"
+        )
     if mode == "never":
         mend = f"as root: echo madvise > /{path}  (weights are read at about half the bandwidth without)"
-        return Check("huge pages", Verdict.NOTE, "never", mend)
-    return Check("huge pages", Verdict.OK, f"{mode}, for anonymous memory")
+        return Check("huge pages", CheckResult.NOTE, "never", mend)
+    return Check("huge pages", CheckResult.OK, f"{mode}, for anonymous memory")
 
 
 def _colon_lines(path: Path) -> dict[str, str]:
@@ -216,8 +220,8 @@ def _tried(name: str, probe: Callable[[], None], mend: str) -> Check:
     try:
         probe()
     except Exception as error:  # noqa: BLE001 - whatever a probe raises is the finding
-        return Check(name, Verdict.MISSING, f"{type(error).__name__}: {error}", mend)
-    return Check(name, Verdict.OK, "works")
+        return Check(name, CheckResult.MISSING, f"{type(error).__name__}: {error}", mend)
+    return Check(name, CheckResult.OK, "works")
 
 
 def _try_memfd() -> None:
@@ -254,8 +258,10 @@ def check_open_files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{soft} (at most {'unlimited' if hard == resource.RLIM_INFINITY else hard})"
     if hard != resource.RLIM_INFINITY and hard < ENOUGH_FILES:
-        return Check("open files", Verdict.NOTE, found, f"ulimit -n {ENOUGH_FILES}: every streaming client takes one")
-    return Check("open files", Verdict.OK, found)
+        return Check(
+            "open files", CheckResult.NOTE, found, f"ulimit -n {ENOUGH_FILES}: every streaming client takes one"
+        )
+    return Check("open files", CheckResult.OK, found)
 
 
 # --- what is installed ------------------------------------------------------------------------------------------------
@@ -266,28 +272,28 @@ def check_packages(distribution: str = "penstock") -> list[Check]:
     try:
         declared = importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:
-        return [Check("packages", Verdict.OK, "running from a source tree")]
+        return [Check("packages", CheckResult.OK, "running from a source tree")]
     wrong: list[str] = []
     for requirement in (line for line in declared if "extra ==" not in line):
         name, _, wanted = requirement.partition("==")
         try:
             have = importlib.metadata.version(name.strip())
         except importlib.metadata.PackageNotFoundError:
-            return [Check("packages", Verdict.MISSING, f"{name} is not installed", f"pip install '{requirement}'")]
+            return [Check("packages", CheckResult.MISSING, f"{name} is not installed", f"pip install '{requirement}'")]
         if have != wanted.strip():
             wrong.append(f"{name} {have} instead of {wanted}")
     if wrong:
         mend = "pip install penstock in an environment of its own: other versions are not tested"
-        return [Check("packages", Verdict.NOTE, "; ".join(wrong), mend)]
-    return [Check("packages", Verdict.OK, "all of the pinned versions")]
+        return [Check("packages", CheckResult.NOTE, "; ".join(wrong), mend)]
+    return [Check("packages", CheckResult.OK, "all of the pinned versions")]
 
 
 def check_event_loop() -> Check:
     """What gateways run on: the quicker one is an extra."""
     loop = event_loop.event_loop_name()
     if loop == "asyncio":
-        return Check("event loop", Verdict.OK, f"asyncio (quicker gateways: pip install '{event_loop.EXTRA}')")
-    return Check("event loop", Verdict.OK, f"{loop} {package_version(loop)}")
+        return Check("event loop", CheckResult.OK, f"asyncio (quicker gateways: pip install '{event_loop.EXTRA}')")
+    return Check("event loop", CheckResult.OK, f"{loop} {package_version(loop)}")
 
 
 def check_bundled_model() -> Check:
@@ -295,8 +301,8 @@ def check_bundled_model() -> Check:
     folder = storyteller()
     missing = [name for name in ("config.json", "model.safetensors", "tokenizer.json") if not (folder / name).is_file()]
     if missing:
-        return Check("bundled model", Verdict.NOTE, f"lacks {', '.join(missing)}", "install again, or name a model")
-    return Check("bundled model", Verdict.OK, f"{folder.name} (only tells stories)")
+        return Check("bundled model", CheckResult.NOTE, f"lacks {', '.join(missing)}", "install again, or name a model")
+    return Check("bundled model", CheckResult.OK, f"{folder.name} (only tells stories)")
 
 
 # --- accelerators -----------------------------------------------------------------------------------------------------
@@ -307,13 +313,13 @@ def check_gpu(report: GpuReport) -> Check:
     gpu = report.gpu
     if gpu is None:
         found = f"{report.why_not}; the processor is used"
-        return Check("gpu", Verdict.NOTE if report.mend else Verdict.OK, found, report.mend)
+        return Check("gpu", CheckResult.NOTE if report.mend else CheckResult.OK, found, report.mend)
     major, minor = gpu.capability
     found = (
         f"{gpu.name} ({gpu.count} of them), compute capability {major}.{minor}, {format_size(gpu.free_bytes)} of "
         f"{format_size(gpu.total_bytes)} free; torch {package_version('torch')}, triton {package_version('triton')}"
     )
-    return Check("gpu", Verdict.OK, found)
+    return Check("gpu", CheckResult.OK, found)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -327,13 +333,13 @@ def check_kernels(wanted: str | None = None) -> Check:
         families = known if package_version("torch") else known[:-1]  # the last one needs torch
     except KernelError as error:
         mend = "pip install . compiles them (needs g++ 12 or newer); in a source tree ./run-tests does"
-        return Check("kernels", Verdict.MISSING, str(error), mend)
+        return Check("kernels", CheckResult.MISSING, str(error), mend)
     if wanted not in ("auto", *families):
         found = f"PENSTOCK_KERNELS={wanted}, but there are {', '.join(families)}"
-        return Check("kernels", Verdict.MISSING, found, "unset the variable")
+        return Check("kernels", CheckResult.MISSING, found, "unset the variable")
     used = families[0] if wanted == "auto" else wanted
     others = ", ".join(name for name in families if name != used)
-    return Check("kernels", Verdict.OK, f"{used} is used (there are also: {others or 'no others'})")
+    return Check("kernels", CheckResult.OK, f"{used} is used (there are also: {others or 'no others'})")
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -351,12 +357,12 @@ def check_plan(model: str | None = None, gpu: GpuReport | None = None) -> Check:
         spec = inspect_model(located.path)
         plan = resolve_here(load_serve({}), located.name, spec, report=gpu)
     except ImportError as error:
-        return Check(name, Verdict.MISSING, f"cannot be imported: {error}", "install the packages named above")
+        return Check(name, CheckResult.MISSING, f"cannot be imported: {error}", "install the packages named above")
     except ModelError as error:
         mend = "try penstock doctor ~/models/NAME" if not Path(model or "").is_dir() else ""
-        return Check(name, Verdict.MISSING, str(error), mend)
+        return Check(name, CheckResult.MISSING, str(error), mend)
     except PenstockError as error:
-        return Check(name, Verdict.MISSING, str(error))
+        return Check(name, CheckResult.MISSING, str(error))
     kv = format_size(plan.scheduler.pages * plan.page_bytes) + " of KV pages"
     kv += "" if plan.kv_dtype == plan.dtype else f" in {plan.kv_dtype}"
     where = "the processor" if plan.device == "cpu" else "a GPU"
@@ -367,7 +373,7 @@ def check_plan(model: str | None = None, gpu: GpuReport | None = None) -> Check:
         f"each: kernels {plan.family} in {plan.dtype}, {_threads(plan.workers[0].threads)}, {kv}, "
         f"handed over by {plan.carrier}"
     )
-    return Check(name, Verdict.NOTE if plan.notes else Verdict.OK, found, "; ".join(plan.notes))
+    return Check(name, CheckResult.NOTE if plan.notes else CheckResult.OK, found, "; ".join(plan.notes))
 
 
 def _refuse_download(model: str) -> str:

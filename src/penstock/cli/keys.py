@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.cli.console import table
+from penstock.cli.console import text_table
 from penstock.cli.parsing import COMMANDS
 from penstock.config.api_keys import NAME, KeyFile, ServiceClassName, TenantEntry, edit_keys, load_keys, new_key
 from penstock.config.limits import SchedulingConfig
@@ -120,7 +120,7 @@ def _list(args: argparse.Namespace) -> int:
                 time.strftime("%Y-%m-%d", time.gmtime(key.created)),
             )
         )
-    print(table(rows))
+    print(text_table(rows))
     return 0
 
 

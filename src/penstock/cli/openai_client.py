@@ -20,18 +20,18 @@ from penstock.http_client import HttpStreamClient, StreamError
 # MERGED: The few fields of OpenAI's streamed chunks and error bodies that a client here looks at.
 
 
-class Delta(msgspec.Struct):
+class ChunkDelta(msgspec.Struct):
     """What a chat chunk adds to its message."""
 
     content: str | None = None
     reasoning_content: str | None = None
 
 
-class Choice(msgspec.Struct):
+class ChunkChoice(msgspec.Struct):
     """One choice of a chunk, of either endpoint."""
 
     text: str | None = None
-    delta: Delta | None = None
+    delta: ChunkDelta | None = None
     finish_reason: str | None = None
 
     def said(self) -> str:
@@ -53,7 +53,7 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class ChunkUsage(msgspec.Struct):
     """Tokens as the server counts them."""
 
     prompt_tokens: int = 0
@@ -71,8 +71,8 @@ class ErrorBody(msgspec.Struct):
 class Chunk(msgspec.Struct):
     """One streamed event, or the body of an error."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[ChunkChoice] = []
+    usage: ChunkUsage | None = None
     error: ErrorBody | None = None
 
 
@@ -98,19 +98,19 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="default: PENSTOCK_API_KEY")
 
 
-def wants_key(url: str) -> str:
+def key_needed(url: str) -> str:
     """The error of a request without a key, or with a wrong one."""
     return f"{url} wants a key: add --api-key KEY or set PENSTOCK_API_KEY"
 
 
-def nothing_listens(url: str) -> str:
+def not_running(url: str) -> str:
     """The error where no server is: the command that would start one there."""
     port = urlsplit(url if "://" in url else f"http://{url}").port
     with_port = f" --port {port}" if port not in (None, DEFAULT_PORT) else ""
     return f"nothing listens at {url}; start it with `penstock serve{with_port}`"
 
 
-def ask(
+def request_json(
     url: str, api_key: str | None, timeout_s: float, path: str, body: dict[str, Any] | None = None
 ) -> tuple[int, Any]:
     """(status, parsed body; None when it is no JSON) of ``GET path``, or of ``POST path`` with a body.
@@ -135,13 +135,13 @@ def ask(
         answer = connection.getresponse()
         raw = answer.read(_MAX_ANSWER_BYTES)
     except ConnectionRefusedError:
-        raise WorkerError(nothing_listens(url)) from None
+        raise WorkerError(not_running(url)) from None
     except (OSError, http.client.HTTPException) as error:
         raise WorkerError(f"no answer from {url}: {error}") from None
     finally:
         connection.close()
     if answer.status == http.HTTPStatus.UNAUTHORIZED:
-        raise ConfigError(wants_key(url))
+        raise ConfigError(key_needed(url))
     if answer.status == http.HTTPStatus.FORBIDDEN:  # a key was known, and is not enough
         raise ConfigError(f"{url}: {error_of(raw).message or 'this is not allowed'}")
     try:
@@ -173,10 +173,10 @@ async def served_models(client: HttpStreamClient) -> list[ServedModel]:
         reply = await client.get("/v1/models")
     except StreamError as error:
         if error.kind == "connection refused":
-            raise WorkerError(nothing_listens(client.server.authority)) from error
+            raise WorkerError(not_running(client.server.authority)) from error
         raise WorkerError(f"no server at {client.server.authority} ({error.kind})") from error
     if reply.status == http.HTTPStatus.UNAUTHORIZED:
-        raise ConfigError(wants_key(client.server.authority))
+        raise ConfigError(key_needed(client.server.authority))
     try:
         models = _decode_models(reply.body).data
     except msgspec.DecodeError:

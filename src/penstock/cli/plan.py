@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock.bundled import STORYTELLER, storyteller
-from penstock.cli.console import Paint, table
+from penstock.cli.console import TextStyle, text_table
 from penstock.cli.parsing import COMMANDS
 from penstock.config.device import TRITON
 from penstock.config.facts import ExtraWeights
@@ -106,9 +106,9 @@ def run(args: argparse.Namespace) -> int:
     answer = plan_for(outline, devices, WeightFormat(args.weights), args.max_model_len, beside, kept=kept)
     answer = replace(answer, command=serve_command(args, answer))
     if args.json:
-        print(msgspec.json.encode(as_json(answer)).decode())
+        print(msgspec.json.encode(plan_as_json(answer)).decode())
     else:
-        show(answer, Paint())
+        print_plan(answer, TextStyle())
     return 0 if answer.plan.fits else 1
 
 
@@ -135,7 +135,7 @@ def devices_here() -> Devices:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PlanResult:
     """What is printed."""
 
     outline: ModelOutline
@@ -162,7 +162,7 @@ class Answer:
         return why_not_servable(self.plan.devices)
 
 
-def serve_command(args: argparse.Namespace, answer: Answer) -> str:
+def serve_command(args: argparse.Namespace, answer: PlanResult) -> str:
     """The command that serves what was planned, or nothing where none does."""
     plan = answer.plan
     if not plan.fits or answer.why_not_servable or args.weights not in (WeightFormat.STORED, WeightFormat.LOSSLESS):
@@ -219,7 +219,7 @@ def plan_without_kv(outline: ModelOutline, devices: Devices, form: WeightFormat,
         }
         print(msgspec.json.encode(found).decode())
         return 0 if fits else 1
-    paint = Paint()
+    paint = TextStyle()
     verb = "fits" if fits else "does not fit"
     print(
         paint(
@@ -251,13 +251,13 @@ def plan_for(
     beside: tuple[ExtraWeights, ...] = (),
     *,
     kept: str = BF16.name,
-) -> Answer:
+) -> PlanResult:
     """The plan, and what would help if the model does not fit or too few tokens do.  ``kept``: what pages are in."""
     how = weight_encoding(form, outline.config, outline.layout)
     size = replace(model_size(outline.spec, outline.layout, how, kept), beside=beside)
     plan = make_plan(size, devices, wanted_tokens=wanted)
     tokens = wanted or size.max_positions
-    return Answer(outline, how, size, plan, tokens, kept, remedies((outline, how, kept), size, plan, tokens))
+    return PlanResult(outline, how, size, plan, tokens, kept, remedies((outline, how, kept), size, plan, tokens))
 
 
 def remedies(
@@ -312,7 +312,7 @@ def planned_beside(args: argparse.Namespace, folder: Path, outline: ModelOutline
 # --- for programs ----------------------------------------------------------------------------------------------------
 
 
-def as_json(answer: Answer) -> dict[str, Any]:
+def plan_as_json(answer: PlanResult) -> dict[str, Any]:
     """Bytes are totals over all devices."""
     plan = answer.plan
     return {
@@ -353,7 +353,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
 # --- for people ------------------------------------------------------------------------------------------------------
 
 
-def show(answer: Answer, paint: Paint) -> None:
+def print_plan(answer: PlanResult, paint: TextStyle) -> None:
     """The plan in words, the arithmetic, and a bar of each stage's memory."""
     plan, outline = answer.plan, answer.outline
     devices = plan.devices
@@ -377,7 +377,7 @@ def _stages(plan: ParallelPlan) -> str:
     return "one stage" if len(plan.stages) == 1 else f"{len(plan.stages)} pipeline stages"
 
 
-def arithmetic(answer: Answer, paint: Paint) -> str:
+def arithmetic(answer: PlanResult, paint: TextStyle) -> str:
     """Memory, less what is in it."""
     plan, size = answer.plan, answer.size
     count = plan.devices.count
@@ -401,10 +401,10 @@ def arithmetic(answer: Answer, paint: Paint) -> str:
         ("= for KV pages", gib(plan.kv_bytes), ""),
         ("KV tokens", f"{plan.kv_tokens:,}" if plan.fits else "none", note),
     )
-    return table([(name, value, paint(why, "dim")) for name, value, why in lines], right=(1,))
+    return text_table([(name, value, paint(why, "dim")) for name, value, why in lines], right=(1,))
 
 
-def picture(share: StageShare, memory: int, paint: Paint) -> str:
+def picture(share: StageShare, memory: int, paint: TextStyle) -> str:
     """One line of cells, as long as the memory; what does not fit is red, beyond a mark."""
     used = share.weights + share.activations + share.runtime + share.beside
     whole = max(memory, used)
@@ -421,12 +421,12 @@ def picture(share: StageShare, memory: int, paint: Paint) -> str:
     return f"{line}  {paint(rest, 'bold')}"
 
 
-def cell(paint: Paint, name: str, color: str, count: int) -> str:
+def cell(paint: TextStyle, name: str, color: str, count: int) -> str:
     """So many cells of a bar: colored blocks, or where there are no colors the part's first letter."""
     return paint("█" * count, color) if paint.colored else name[0] * count
 
 
-def next_step(answer: Answer, paint: Paint) -> str:
+def next_step(answer: PlanResult, paint: TextStyle) -> str:
     """What to type, or why `penstock serve` cannot do it today."""
     if reason := answer.why_not_servable:
         return paint(
@@ -435,7 +435,7 @@ def next_step(answer: Answer, paint: Paint) -> str:
     return f"serve it: {answer.command}" if answer.command else ""
 
 
-def verdict(answer: Answer, paint: Paint) -> str:
+def verdict(answer: PlanResult, paint: TextStyle) -> str:
     """Fits, fits with fewer tokens, or does not; with what would help."""
     plan = answer.plan
     if plan.kv_tokens >= answer.wanted:
@@ -450,7 +450,7 @@ def verdict(answer: Answer, paint: Paint) -> str:
     return paint(f"{head}: {short}.  What would help: {helps}", "yellow" if plan.fits else "red")
 
 
-def tried(answer: Answer) -> str:
+def tried(answer: PlanResult) -> str:
     """What ``remedies`` looked at."""
     forms = ", ".join(f"--weights {form}" for form in (WeightFormat.LOSSLESS, WeightFormat.FP8, WeightFormat.INT4))
     return forms if answer.plan.devices.is_cpu else f"{forms}, {MOST_TIMES_MORE} times the devices"

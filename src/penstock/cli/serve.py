@@ -161,9 +161,9 @@ def run(args: argparse.Namespace) -> int:
         print(dump_toml(config, "penstock serve"), end="")
         return 0
     if config.catalogue is not None:
-        from penstock.catalog.serve import serve_catalogue
+        from penstock.catalog.serve import serve_catalog
 
-        return serve_catalogue(config)
+        return serve_catalog(config)
     from penstock.launch.compose import serve
 
     return serve(config)

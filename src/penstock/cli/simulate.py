@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.cli.console import Paint, count_bar, table
+from penstock.cli.console import TextStyle, count_bar, text_table
 from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
 from penstock.launch.model_path import config_folder
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         plot_run(done, args.plot)
     figures = run_json(done)
-    print(msgspec.json.encode(figures).decode() if args.json else show(done, figures, Paint()))
+    print(msgspec.json.encode(figures).decode() if args.json else show(done, figures, TextStyle()))
     return 0
 
 
@@ -103,7 +103,7 @@ def shown_ways(figures: dict[str, Any]) -> str:
     return ", ".join(f"{figures[f'{way}_utilisation']:.1%}" for way in ("link", "host", "disk"))
 
 
-def show(run: SimulationRun, figures: dict[str, Any], paint: Paint) -> str:
+def show(run: SimulationRun, figures: dict[str, Any], paint: TextStyle) -> str:
     """For people."""
     fleet = run.setup.fleet
     roles = ", ".join(f"{group.count} {group.role.value}" for group in fleet.workers)
@@ -128,6 +128,6 @@ def show(run: SimulationRun, figures: dict[str, Any], paint: Paint) -> str:
         f"policy {run.setup.policy}\nfleet {paint(fleet.name, 'bold')} ({roles}); {fleet.source}"
     )
     tail = f"{run.end_s:,.0f} s simulated in {run.wall_s:.1f} s"
-    quantile_table = table(rows, headers=("", "p50", "p90", "p99", "mean"), right=(1, 2, 3, 4))
-    fact_table = table([(a, b, paint(c, "dim")) for a, b, c in facts], right=(1,))
+    quantile_table = text_table(rows, headers=("", "p50", "p90", "p99", "mean"), right=(1, 2, 3, 4))
+    fact_table = text_table([(a, b, paint(c, "dim")) for a, b, c in facts], right=(1,))
     return f"{head}\n\n{quantile_table}\n\n{fact_table}\n\n{paint(tail, 'dim')}"

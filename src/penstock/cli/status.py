@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.cli.openai_client import add_service_flags, ask
+from penstock.cli.openai_client import add_service_flags, request_json
 from penstock.cli.parsing import COMMANDS
 from penstock.config.load import load_client
 from penstock.config.memory_budget import format_size
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     url, api_key = load_client(args.url, args.api_key)
     if args.watch is not None and not 0.1 <= args.watch <= 3600:
         raise ConfigError(f"--watch {args.watch:g}: expected 0.1 to 3600 seconds")
-    found, asked = fetch(url, api_key, args.timeout), time.monotonic()
+    found, asked = fetch_status(url, api_key, args.timeout), time.monotonic()
     if args.watch is None:
         if args.json:
             print(json.dumps(found))
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
         before = found
         if any(row.get("running") for row in found["workers"]):
             time.sleep(RATE_S)  # tokens are counted over this long
-            found = fetch(url, api_key, args.timeout)
-        sys.stdout.write(page(found, rates(before, found, time.monotonic() - asked), url, verbose=args.verbose))
+            found = fetch_status(url, api_key, args.timeout)
+        sys.stdout.write(status_page(found, rates(before, found, time.monotonic() - asked), url, verbose=args.verbose))
         return 0
     before = found
     while True:
@@ -91,10 +91,10 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps(found), flush=True)
         else:
             clear = CLEAR if sys.stdout.isatty() else ""
-            print(clear + page(found, shown, url, verbose=args.verbose), flush=True)
+            print(clear + status_page(found, shown, url, verbose=args.verbose), flush=True)
         before, asked = found, time.monotonic()
         time.sleep(args.watch)
-        found = fetch(url, api_key, args.timeout)
+        found = fetch_status(url, api_key, args.timeout)
 
 
 def rates(before: dict[str, Any], after: dict[str, Any], seconds: float) -> tuple[float, float]:
@@ -110,25 +110,25 @@ def rates(before: dict[str, Any], after: dict[str, Any], seconds: float) -> tupl
     return found[0], found[1]
 
 
-def page(found: dict[str, Any], speeds: tuple[float, float], url: str, *, verbose: bool) -> str:
+def status_page(found: dict[str, Any], speeds: tuple[float, float], url: str, *, verbose: bool) -> str:
     """Everything that is shown of one look."""
-    parts = [head(found, speeds, url)]
+    parts = [summary_lines(found, speeds, url)]
     if "models" in found:
         models = [row | {"bytes": format_size(row.get("bytes", 0))} for row in found["models"]]
-        parts.append(table(models, MODEL_COLUMNS))
+        parts.append(rows_table(models, MODEL_COLUMNS))
     columns = COLUMNS + (MORE_COLUMNS if verbose else ())
     if any(row.get("reason") for row in found["workers"]):
         columns += ("reason",)
-    parts.append(table(found["workers"], columns))
+    parts.append(rows_table(found["workers"], columns))
     if found.get("joining"):
-        parts.append("waiting for workers to join:\n" + table(found["joining"], JOINING_COLUMNS))
+        parts.append("waiting for workers to join:\n" + rows_table(found["joining"], JOINING_COLUMNS))
     tiers = [{"worker": row.get("id"), **tier} for row in found["workers"] for tier in row.get("kv_tiers", ())]
     if tiers:
-        parts.append(table(tiers, TIER_COLUMNS))
+        parts.append(rows_table(tiers, TIER_COLUMNS))
     return "\n".join(part for part in parts if part)
 
 
-def head(found: dict[str, Any], speeds: tuple[float, float], url: str) -> str:
+def summary_lines(found: dict[str, Any], speeds: tuple[float, float], url: str) -> str:
     """``storyteller at http://127.0.0.1:8000, up 3 h: 12 running, 0 queued, 340 tokens/s out, 1,200 in, KV 41 %``"""
     service, workers = found.get("service"), found["workers"]
     if service is None:
@@ -141,13 +141,13 @@ def head(found: dict[str, Any], speeds: tuple[float, float], url: str) -> str:
     share = f", KV {100 * used / (used + free):.0f} %" if used + free else ""
     return (
         f"{service['model']} (context {service['max_model_len']:,}) at {url}, penstock {service['version']}, up "
-        f"{duration(service['uptime_s'])}\n"
+        f"{format_duration(service['uptime_s'])}\n"
         f"{total('running')} running, {total('queued')} queued; {speeds[1]:,.0f} tokens/s generated, "
         f"{speeds[0]:,.0f} prefilled{share}\n"
     )
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """``45 s``, ``12 min``, ``3 h``, ``5 days``."""
     for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:
@@ -155,10 +155,10 @@ def duration(seconds: float) -> str:
     return f"{seconds // 86_400:.0f} days"
 
 
-def fetch(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
+def fetch_status(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
     """The answer of ``/admin/workers``: the ``service``, and rows of ``workers``, of a catalogue's ``models``, and of
     workers that are still ``joining``."""
-    status, found = ask(url, api_key, timeout_s, "/admin/workers")
+    status, found = request_json(url, api_key, timeout_s, "/admin/workers")
     rows: dict[str, Any] = {}
     if status == 200 and isinstance(found, dict):
         rows = {name: found[name] for name in ("service", "workers", "models", "joining") if name in found}
@@ -168,7 +168,7 @@ def fetch(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
     return rows
 
 
-def table(workers: list[dict[str, Any]], columns: Sequence[str] = COLUMNS) -> str:
+def rows_table(workers: list[dict[str, Any]], columns: Sequence[str] = COLUMNS) -> str:
     """The rows for people: one line each, numbers to the right."""
     if not workers:
         return "no workers\n"

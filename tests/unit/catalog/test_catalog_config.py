@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.catalog.config import DEFAULT_KV_BYTES, Entry, load_catalogue
+from penstock.catalog.config import DEFAULT_KV_BYTES, CatalogEntry, load_catalog
 from penstock.config.load import load_serve
 from penstock.errors import ConfigError
 
 
-def entries(tmp_path: Path, text: str, **flags: object) -> tuple[Entry, ...]:
+def entries(tmp_path: Path, text: str, **flags: object) -> tuple[CatalogEntry, ...]:
     file = tmp_path / "models.toml"
     file.write_text(text)
-    return load_catalogue(load_serve({"catalogue": str(file)} | flags, {}))
+    return load_catalog(load_serve({"catalogue": str(file)} | flags, {}))
 
 
 def test_an_entry_is_a_service_of_its_own(tmp_path: Path) -> None:

@@ -5,24 +5,24 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.catalog.residency import ModelState, Resident, Residents, Start, Stop
+from penstock.catalog.residency import ModelResidency, ModelState, ResidentModel, StartModel, StopModel
 
 L, U, C = ModelState.LOADED, ModelState.UNLOADED, ModelState.CLOSING
 
 
-def house(budget: int | None = 100, **sizes: int) -> Residents:
+def house(budget: int | None = 100, **sizes: int) -> ModelResidency:
     pinned = {"p"}
-    return Residents.of([Resident(name=n, nbytes=b, pinned=n in pinned) for n, b in sizes.items()], budget)
+    return ModelResidency.of([ResidentModel(name=n, nbytes=b, pinned=n in pinned) for n, b in sizes.items()], budget)
 
 
-def load(models: Residents, name: str, now: float = 0.0) -> None:
-    assert models.want(name) == [Start(name)]
+def load(models: ModelResidency, name: str, now: float = 0.0) -> None:
+    assert models.want(name) == [StartModel(name)]
     models.up(name, now)
 
 
 def test_a_model_is_started_once_however_many_want_it():
     models = house(a=50)
-    assert models.want("a") == [Start("a")]
+    assert models.want("a") == [StartModel("a")]
     assert models.want("a") == []
     assert models.state("a") is ModelState.LOADING
     assert models.up("a", 1.0) == []
@@ -36,8 +36,8 @@ def test_the_one_used_longest_ago_makes_room():
     load(models, "b", 2.0)
     models.began("a", 3.0)
     models.ended("a", 4.0)
-    assert models.want("c") == [Stop("b")]
-    assert models.down("b", "ended") == [Start("c")]
+    assert models.want("c") == [StopModel("b")]
+    assert models.down("b", "ended") == [StartModel("c")]
     assert [row["reason"] for row in models.rows()] == ["", "", ""]
 
 
@@ -48,8 +48,8 @@ def test_a_model_in_use_finishes_first_and_takes_nothing_new():
     assert models.want("b") == []
     assert models.state("a") is C
     assert models.want("a") == [], "who asks for it now waits behind b"
-    assert models.ended("a", 2.0) == [Stop("a")]
-    assert models.down("a", "") == [Start("b")]
+    assert models.ended("a", 2.0) == [StopModel("a")]
+    assert models.down("a", "") == [StartModel("b")]
     models.up("b", 3.0, promised=2)
     assert models.state("b") is L, "it is theirs who waited, before it goes for those who wait for a"
     assert models.began("b", 4.0) == []
@@ -57,7 +57,7 @@ def test_a_model_in_use_finishes_first_and_takes_nothing_new():
     assert models.began("b", 5.0) == []
     assert models.state("b") is C
     assert models.ended("b", 6.0) == []
-    assert models.ended("b", 7.0) == [Stop("b")]
+    assert models.ended("b", 7.0) == [StopModel("b")]
 
 
 def test_an_idle_model_goes_before_one_in_use_and_a_pinned_one_never():
@@ -65,7 +65,7 @@ def test_an_idle_model_goes_before_one_in_use_and_a_pinned_one_never():
     for now, name in enumerate("pab"):
         load(models, name, now)
     models.began("a", 9.0)
-    assert models.want("c") == [Stop("b")]
+    assert models.want("c") == [StopModel("b")]
     assert models.state("p") is L
 
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_loaded_is_told_and_the_others_go_on():
     models = house(a=60, b=60)
     models.want("a")
     models.want("b")
-    assert models.down("a", "no such folder") == [Start("b")]
+    assert models.down("a", "no such folder") == [StartModel("b")]
     assert models.rows()[0]["reason"] == "no such folder"
     assert models.state("a") is U
 
@@ -89,10 +89,10 @@ def test_what_cannot_be_loaded_is_told_and_the_others_go_on():
 def test_an_operator_unloads_what_nobody_uses_at_once():
     models = house(None, a=1, b=1)
     load(models, "a")
-    assert models.dismiss("a") == [Stop("a")]
+    assert models.dismiss("a") == [StopModel("a")]
     assert models.dismiss("b") == []
     assert models.down("a", "x") == []
-    assert models.want("a") == [Start("a")]
+    assert models.want("a") == [StartModel("a")]
 
 
 NAMES = "pabcd"
@@ -108,9 +108,9 @@ def test_memory_is_never_exceeded_and_nobody_waits_for_ever(script: list[tuple[s
     running: dict[str, bool] = {}  # told to start; and to stop
     came: set[str] = set()  # was loaded; who waits for another may close it at once
 
-    def do(effects: list[Start | Stop]) -> None:
+    def do(effects: list[StartModel | StopModel]) -> None:
         for effect in effects:
-            if isinstance(effect, Start):
+            if isinstance(effect, StartModel):
                 assert effect.name not in running
                 running[effect.name] = False
                 assert sum(sizes[name] for name in running) <= 100

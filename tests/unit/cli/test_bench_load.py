@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from tests.scripted_server import Exchange, scripted, text_chunk, usage_chunk
 
-from penstock.cli.benchmark.interference import Stutter, run_stutter
-from penstock.cli.benchmark.load import Job, LoadGenerator, Progress
-from penstock.cli.benchmark.metrics import Finished, gaps, gaps_during
+from penstock.cli.benchmark.interference import InterferenceScenario, run_interference
+from penstock.cli.benchmark.load import LoadGenerator, LoadProgress, TimedRequest
+from penstock.cli.benchmark.metrics import RequestRecord, gaps, gaps_during
 from penstock.cli.benchmark.prompts import PromptKind, PromptMaker, RequestShape
-from penstock.cli.benchmark.workload import Wanted
+from penstock.cli.benchmark.workload import RequestSpec
 from penstock.http_client import HttpStreamClient
 
 BODY = b'{"prompt": "x"}'
@@ -27,7 +27,7 @@ async def one_answer(exchange: Exchange) -> None:
     await exchange.end_stream()
 
 
-async def ask(script: Any, patience: float = 5.0) -> Finished:
+async def ask(script: Any, patience: float = 5.0) -> RequestRecord:
     async with scripted(script) as server, HttpStreamClient(server.url) as client:
         load = LoadGenerator(client, "/v1/completions", timeout=patience)
         record = load.record()
@@ -124,8 +124,8 @@ async def test_an_open_loop_charges_a_stall_to_every_request_behind_it():
 
     async with scripted(script) as server, HttpStreamClient(server.url) as client:
         load = LoadGenerator(client, "/v1/completions", timeout=60)
-        progress = Progress(10)
-        jobs = [Job(BODY, at=n * 0.01) for n in range(10)]
+        progress = LoadProgress(10)
+        jobs = [TimedRequest(BODY, at=n * 0.01) for n in range(10)]
         found = await load.run(jobs, max_concurrency=None, closed_loop=False, progress=progress)
     assert (progress.sent, progress.done, progress.failed, progress.output_tokens) == (10, 10, 0, 30)
     dues = [record.due - found[0].due for record in found]
@@ -150,7 +150,7 @@ async def test_waiting_for_a_slot_counts_in_an_open_loop_only(closed_loop: bool)
 
     async with scripted(script) as server, HttpStreamClient(server.url) as client:
         load = LoadGenerator(client, "/v1/completions", timeout=60)
-        found = await load.run([Job(BODY)] * 6, max_concurrency=2, closed_loop=closed_loop)
+        found = await load.run([TimedRequest(BODY)] * 6, max_concurrency=2, closed_loop=closed_loop)
     assert most == 2
     waited = max(record.sent - record.due for record in found)
     assert waited == 0 if closed_loop else waited >= 0.03
@@ -164,7 +164,7 @@ async def tokenizer(exchange: Exchange) -> None:
 
 
 async def make(
-    endpoint: str, wanted: list[Wanted], script: Any = tokenizer, seed: int = 0
+    endpoint: str, wanted: list[RequestSpec], script: Any = tokenizer, seed: int = 0
 ) -> tuple[PromptKind, list[Any]]:
     async with scripted(script) as server, HttpStreamClient(server.url) as client:
         maker = PromptMaker(client, RequestShape(model="m", endpoint=endpoint, extra={"ignore_eos": True}), seed)
@@ -173,8 +173,8 @@ async def make(
 
 
 async def test_prompts_of_token_ids_have_their_length_and_share_what_the_trace_shares():
-    shared = Wanted(input_len=40, output_len=5, blocks=(7, 8), block_tokens=16)
-    kind, bodies = await make("/v1/completions", [shared, shared, Wanted(input_len=40, output_len=5)])
+    shared = RequestSpec(input_len=40, output_len=5, blocks=(7, 8), block_tokens=16)
+    kind, bodies = await make("/v1/completions", [shared, shared, RequestSpec(input_len=40, output_len=5)])
     assert kind is PromptKind.IDS
     one, two, other = (body["prompt"] for body in bodies)
     assert [len(one), len(two), len(other)] == [40, 40, 40]
@@ -192,13 +192,13 @@ async def test_prompts_of_token_ids_have_their_length_and_share_what_the_trace_s
 
 
 async def test_prompts_repeat_with_their_seed():
-    wanted = [Wanted(input_len=20, output_len=1)] * 2
+    wanted = [RequestSpec(input_len=20, output_len=1)] * 2
     assert await make("/v1/completions", wanted, seed=1) == await make("/v1/completions", wanted, seed=1)
     assert await make("/v1/completions", wanted, seed=1) != await make("/v1/completions", wanted, seed=2)
 
 
 async def test_chat_prompts_are_fitted_with_their_template():
-    kind, (body,) = await make("/v1/chat/completions", [Wanted(input_len=40, output_len=5)])
+    kind, (body,) = await make("/v1/chat/completions", [RequestSpec(input_len=40, output_len=5)])
     assert kind is PromptKind.FITTED
     assert len(body["messages"][0]["content"].split()) == 37
 
@@ -207,7 +207,7 @@ async def test_llama_servers_tokenizer_is_asked_in_its_own_words():
     async def script(exchange: Exchange) -> None:
         await exchange.plain(200, {"tokens": [7, 8, 9] if "content" in exchange.asked.body else []})
 
-    kind, (body,) = await make("/v1/completions", [Wanted(input_len=40, output_len=5)], script)
+    kind, (body,) = await make("/v1/completions", [RequestSpec(input_len=40, output_len=5)], script)
     assert kind is PromptKind.IDS
     assert len(body["prompt"]) == 40
     assert set(body["prompt"]) <= {7, 8, 9}
@@ -217,7 +217,7 @@ async def test_a_tokenizer_that_finds_no_token_is_none():
     async def script(exchange: Exchange) -> None:
         await exchange.plain(200, {"tokens": []})
 
-    kind, _ = await make("/v1/completions", [Wanted(input_len=40, output_len=5)], script)
+    kind, _ = await make("/v1/completions", [RequestSpec(input_len=40, output_len=5)], script)
     assert kind is PromptKind.WORDS
 
 
@@ -225,7 +225,7 @@ async def test_a_server_without_a_tokenizer_gets_words():
     async def script(exchange: Exchange) -> None:
         await exchange.plain(404, {})
 
-    kind, (body,) = await make("/v1/completions", [Wanted(input_len=40, output_len=5)], script)
+    kind, (body,) = await make("/v1/completions", [RequestSpec(input_len=40, output_len=5)], script)
     assert kind is PromptKind.WORDS
     assert len(body["prompt"].split()) == 40
 
@@ -258,8 +258,11 @@ async def test_long_prompts_amid_running_answers():
 
     async with scripted(script) as server, HttpStreamClient(server.url) as client:
         load = LoadGenerator(client, "/v1/completions", timeout=60)
-        result = await run_stutter(
-            load, Stutter(running=3, every=0.1, warmup=0.05), [b'{"prompt": "short"}'], [b'{"prompt": "long"}'] * 3
+        result = await run_interference(
+            load,
+            InterferenceScenario(running=3, every=0.1, warmup=0.05),
+            [b'{"prompt": "short"}'],
+            [b'{"prompt": "long"}'] * 3,
         )
     report = result.report([50.0, 99.0])
     assert report["long"]["completed"] == 3

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cli.benchmark.metrics import (
-    Finished,
     Objectives,
+    RequestRecord,
     error_counts,
     gaps,
     gaps_before,
@@ -18,8 +18,8 @@ from penstock.cli.benchmark.metrics import (
 ALL = [50.0, 90.0, 99.0]
 
 
-def answer(due: float, *events: float, tokens: int | None = None, sent: float | None = None) -> Finished:
-    return Finished(
+def answer(due: float, *events: float, tokens: int | None = None, sent: float | None = None) -> RequestRecord:
+    return RequestRecord(
         due=due,
         sent=due if sent is None else sent,
         events=list(events),
@@ -72,7 +72,7 @@ def test_a_gap_that_touches_the_window_counts_in_full():
 
 
 def test_failures_are_counted_and_not_measured():
-    bad = [Finished(due=0, sent=0, error="timeout"), Finished(due=0, sent=0, events=[9.0], error="http 503")]
+    bad = [RequestRecord(due=0, sent=0, error="timeout"), RequestRecord(due=0, sent=0, events=[9.0], error="http 503")]
     found = measure([answer(0, 1.0, 2.0), *bad, bad[0]], duration=2.0, percentiles=ALL)
     assert (found["requests"], found["completed"], found["failed"]) == (4, 1, 3)
     assert found["errors"] == {"timeout": 2, "http 503": 1} == error_counts([bad[0], bad[0], bad[1]])
@@ -83,7 +83,7 @@ def test_failures_are_counted_and_not_measured():
 
 
 def test_nothing_came_back():
-    found = measure([Finished(due=0, sent=0, error="connection refused")], duration=1.0, percentiles=ALL)
+    found = measure([RequestRecord(due=0, sent=0, error="connection refused")], duration=1.0, percentiles=ALL)
     assert found["ttft_s"] is None
     assert found["tokens_per_event"] is None
     assert found["output_throughput"] == 0

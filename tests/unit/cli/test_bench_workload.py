@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.cli.benchmark.workload import RandomLengths, Wanted, arrivals, of_trace, scaled, that_fit
+from penstock.cli.benchmark.workload import RandomLengths, RequestSpec, arrivals, fitting, of_trace, scale_request
 from penstock.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def test_random_lengths_stay_in_their_range_and_repeat_with_their_seed():
 
 
 def test_without_a_ratio_all_lengths_are_alike():
-    assert set(RandomLengths(7, 3).draw(5, seed=0)) == {Wanted(input_len=7, output_len=3)}
+    assert set(RandomLengths(7, 3).draw(5, seed=0)) == {RequestSpec(input_len=7, output_len=3)}
 
 
 def test_a_shared_prefix_comes_on_top():
@@ -64,14 +64,14 @@ def test_rows_of_a_trace_are_requests(tmp_path: Path):
     path = tmp_path / "trace"
     path.write_text(MOONCAKE)
     wanted = [
-        Wanted(input_len=1030, output_len=500, at=0.0, blocks=(0, 1, 7), block_tokens=512),
-        Wanted(input_len=7, output_len=1, at=1.5, blocks=(0,), block_tokens=512),
+        RequestSpec(input_len=1030, output_len=500, at=0.0, blocks=(0, 1, 7), block_tokens=512),
+        RequestSpec(input_len=7, output_len=1, at=1.5, blocks=(0,), block_tokens=512),
     ]
     assert of_trace(path, "mooncake", 10) == wanted
     assert of_trace(path, "mooncake", 1) == wanted[:1]
     path.write_text(AZURE)
     first, second = of_trace(path, "azure", 10)
-    assert first == Wanted(input_len=374, output_len=44, at=0.0)
+    assert first == RequestSpec(input_len=374, output_len=44, at=0.0)
     assert (second.input_len, second.output_len) == (396, 109)
     assert second.at == pytest.approx(60.25, abs=1e-6)
 
@@ -85,12 +85,12 @@ def test_a_trace_of_the_other_kind_is_refused(tmp_path: Path, kind: str, found: 
 
 
 def test_scaling_keeps_shared_blocks_shared():
-    wanted = Wanted(input_len=1024, output_len=3, at=10.0, blocks=(1, 2), block_tokens=512)
-    small = scaled(wanted, length=0.1, time=0.5)
-    assert small == Wanted(input_len=102, output_len=1, at=5.0, blocks=(1, 2), block_tokens=51)
+    wanted = RequestSpec(input_len=1024, output_len=3, at=10.0, blocks=(1, 2), block_tokens=512)
+    small = scale_request(wanted, length=0.1, time=0.5)
+    assert small == RequestSpec(input_len=102, output_len=1, at=5.0, blocks=(1, 2), block_tokens=51)
 
 
 def test_what_does_not_fit_is_left_out():
-    wanted = [Wanted(input_len=n, output_len=10) for n in (80, 90, 91)]
-    assert that_fit(wanted, 100) == wanted[:2]
-    assert that_fit(wanted, None) == wanted
+    wanted = [RequestSpec(input_len=n, output_len=10) for n in (80, 90, 91)]
+    assert fitting(wanted, 100) == wanted[:2]
+    assert fitting(wanted, None) == wanted

@@ -174,7 +174,7 @@ def talk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Talk]:
         def typed(lines: str) -> tuple[Chat, list[Any]]:
             monkeypatch.setattr("sys.stdin", io.StringIO(lines))
             chat_ = Chat(client=client, model=TELLER, fields={"seed": 1})
-            chat.converse(runner, chat_)
+            chat.run_conversation(runner, chat_)
             return chat_, [asked.body for asked in server.asked]
 
         yield typed

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.bundled import storyteller
 from penstock.cli import doctor
-from penstock.cli.doctor import Check, Verdict
+from penstock.cli.doctor import Check, CheckResult
 from penstock.cli.main import main
 from penstock.config.facts import GpuReport
 from penstock.launch.gpu_probe import gpu_report
@@ -27,8 +27,8 @@ def machine(root: Path, *, thp: str, available_kib: int) -> Path:
 
 def test_a_good_machine(tmp_path: Path):
     root = machine(tmp_path, thp="always [madvise] never", available_kib=8 << 20)
-    assert doctor.check_huge_pages(root).verdict is Verdict.OK
-    assert doctor.check_memory(root) == Check("memory", Verdict.OK, "8GiB available")
+    assert doctor.check_huge_pages(root).verdict is CheckResult.OK
+    assert doctor.check_memory(root) == Check("memory", CheckResult.OK, "8GiB available")
     found = doctor.check_processor(root).found
     assert found.startswith("Abacus 9000 (family 3 model 7), ")
     assert found.endswith(", avx2 fma")
@@ -37,7 +37,7 @@ def test_a_good_machine(tmp_path: Path):
 def test_a_poor_machine_is_told_what_to_do(tmp_path: Path):
     root = machine(tmp_path, thp="always madvise [never]", available_kib=1024)
     for check in (doctor.check_huge_pages(root), doctor.check_memory(root)):
-        assert check.verdict is Verdict.NOTE
+        assert check.verdict is CheckResult.NOTE
         assert check.mend
 
 
@@ -47,7 +47,7 @@ def test_an_empty_machine_does_not_confuse(tmp_path: Path):
 
 
 def test_every_facility_works_here():
-    assert {check.verdict for check in doctor.check_facilities()} == {Verdict.OK}
+    assert {check.verdict for check in doctor.check_facilities()} == {CheckResult.OK}
 
 
 def test_what_a_probe_raises_is_the_finding():
@@ -55,12 +55,12 @@ def test_what_a_probe_raises_is_the_finding():
         raise OSError("Function not implemented")
 
     check = doctor._tried("memfd", probe, "another kernel")
-    assert check == Check("memfd", Verdict.MISSING, "OSError: Function not implemented", "another kernel")
+    assert check == Check("memfd", CheckResult.MISSING, "OSError: Function not implemented", "another kernel")
 
 
 def test_a_missing_driver_is_no_fault():
     check = doctor.check_gpu(gpu_report("libno-such-cuda.so.1"))
-    assert check.verdict is Verdict.OK
+    assert check.verdict is CheckResult.OK
     assert check.found == "there is no CUDA driver; the processor is used"
 
 
@@ -76,7 +76,7 @@ def test_a_folder_that_there_is_not_is_no_fault_of_the_machine(
 def test_the_last_line_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(storyteller())]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"ready to serve: penstock serve {storyteller()}"
-    missing = [Check("memfd", Verdict.MISSING, "no"), Check(doctor.MODEL_CHECK, Verdict.MISSING, "no")]
+    missing = [Check("memfd", CheckResult.MISSING, "no"), Check(doctor.MODEL_CHECK, CheckResult.MISSING, "no")]
     assert doctor.last_line(missing, None).startswith(
         "cannot serve: install or change what is missing (memfd, penstock"
     )
@@ -84,7 +84,7 @@ def test_the_last_line_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_kernels_that_do_not_exist_cannot_serve():
     check = doctor.check_kernels("abacus")
-    assert check.verdict is Verdict.MISSING
+    assert check.verdict is CheckResult.MISSING
     assert "PENSTOCK_KERNELS=abacus" in check.found
 
 
@@ -101,15 +101,15 @@ def test_versions_of_packages(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda _: declared)
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
     (check,) = doctor.check_packages()
-    assert (check.verdict, check.found) == (Verdict.NOTE, "numpy 1.0 instead of 2.4.6")
+    assert (check.verdict, check.found) == (CheckResult.NOTE, "numpy 1.0 instead of 2.4.6")
     del versions["numpy"]
     (check,) = doctor.check_packages()
-    assert (check.verdict, check.mend) == (Verdict.MISSING, "pip install 'numpy==2.4.6'")
+    assert (check.verdict, check.mend) == (CheckResult.MISSING, "pip install 'numpy==2.4.6'")
 
 
-@pytest.mark.parametrize(("verdict", "code"), [(Verdict.OK, 0), (Verdict.NOTE, 0), (Verdict.MISSING, 1)])
+@pytest.mark.parametrize(("verdict", "code"), [(CheckResult.OK, 0), (CheckResult.NOTE, 0), (CheckResult.MISSING, 1)])
 def test_the_exit_code_says_whether_it_serves(
-    verdict: Verdict, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    verdict: CheckResult, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(doctor, "examine", lambda _: [])
     monkeypatch.setattr(doctor, "check_plan", lambda *_: Check("x", verdict, "found", "mend"))
@@ -129,7 +129,7 @@ def test_this_machine_is_examined_whole():
 
 def test_it_tells_what_would_be_served():
     check = doctor.check_plan()
-    assert check.verdict is Verdict.OK
+    assert check.verdict is CheckResult.OK
     assert check.found.startswith(
         "would serve storyteller (10.2 M parameters, context 2048) on the processor with prefill-0, "
     )
@@ -138,5 +138,5 @@ def test_it_tells_what_would_be_served():
 @pytest.mark.parametrize(("model", "words"), [("/no/such/folder", "no such folder"), ("org/name", "on the Hub")])
 def test_a_model_that_cannot_be_served_is_told(model: str, words: str):
     check = doctor.check_plan(model)
-    assert check.verdict is Verdict.MISSING
+    assert check.verdict is CheckResult.MISSING
     assert words in check.found

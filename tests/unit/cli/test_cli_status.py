@@ -105,4 +105,4 @@ def test_models_of_a_catalogue_have_sizes_for_people(
 
 @pytest.mark.parametrize(("seconds", "words"), [(45.2, "45 s"), (600, "10 min"), (11_000, "3 h"), (900_000, "10 days")])
 def test_durations_in_words(seconds: float, words: str) -> None:
-    assert status.duration(seconds) == words
+    assert status.format_duration(seconds) == words

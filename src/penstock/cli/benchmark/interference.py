@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from itertools import cycle, pairwise
 from typing import Any
 
-from penstock.cli.benchmark.load import Job, LoadGenerator, Progress, background, until
-from penstock.cli.benchmark.metrics import Finished, error_counts, gaps_before, gaps_during, measure, summary
+from penstock.cli.benchmark.load import LoadGenerator, LoadProgress, TimedRequest, background, sleep_until
+from penstock.cli.benchmark.metrics import RequestRecord, error_counts, gaps_before, gaps_during, measure, summary
 
 REFUSED_PAUSE_S = 0.05
 """A server that refuses is not asked again in a busy loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stutter:
+class InterferenceScenario:
     """The scenario.  Times in seconds."""
 
     running: int  # answers that are being written at any time
@@ -31,11 +31,11 @@ class Stutter:
 
 
 @dataclass(slots=True)
-class StutterResult:
-    """What was seen.  ``since`` and ``until`` bound the measured part on the clock of the records."""
+class InterferenceResult:
+    """What was seen.  ``since`` and ``sleep_until`` bound the measured part on the clock of the records."""
 
-    answers: list[Finished]  # the last ones are cut short: the run ended
-    long_prompts: list[Finished]
+    answers: list[RequestRecord]  # the last ones are cut short: the run ended
+    long_prompts: list[RequestRecord]
     since: float
     until: float
 
@@ -72,7 +72,7 @@ class _RunningAnswers:
     """Answers that are written one after another, ``count`` at any time, until it is cancelled."""
 
     def __init__(self, load: LoadGenerator, bodies: Sequence[bytes]) -> None:
-        self.answers: list[Finished] = []
+        self.answers: list[RequestRecord] = []
         self._live: set[int] = set()  # indices of answers that have not ended
         self._load = load
         self._bodies = cycle(bodies)
@@ -94,24 +94,24 @@ class _RunningAnswers:
             await asyncio.sleep(0.005)
 
 
-async def run_stutter(
+async def run_interference(
     load: LoadGenerator,
-    scenario: Stutter,
+    scenario: InterferenceScenario,
     answer_bodies: Sequence[bytes],
     long_bodies: Sequence[bytes],
-    progress: Progress | None = None,
-) -> StutterResult:
+    progress: LoadProgress | None = None,
+) -> InterferenceResult:
     """Play the scenario: the running answers take their bodies in turn, the long prompts one each."""
     running = _RunningAnswers(load, answer_bodies)
-    jobs = [Job(body, at=index * scenario.every) for index, body in enumerate(long_bodies)]
+    jobs = [TimedRequest(body, at=index * scenario.every) for index, body in enumerate(long_bodies)]
     streams = [asyncio.create_task(running.keep_one_running()) for _ in range(scenario.running)]
     async with background(streams):
         await asyncio.sleep(scenario.warmup)
         since = time.perf_counter()
         long_prompts = await load.run(jobs, max_concurrency=None, closed_loop=False, progress=progress)
         end = since + scenario.every * len(jobs)
-        await until(end)
+        await sleep_until(end)
         end = max(end, time.perf_counter())
         async with asyncio.timeout(load.timeout):
             await running.all_heard_since(end)
-    return StutterResult(answers=running.answers, long_prompts=long_prompts, since=since, until=end)
+    return InterferenceResult(answers=running.answers, long_prompts=long_prompts, since=since, until=end)

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.cli.benchmark.metrics import Finished
-from penstock.cli.openai_client import Usage, decode_chunk, error_of
+from penstock.cli.benchmark.metrics import RequestRecord
+from penstock.cli.openai_client import ChunkUsage, decode_chunk, error_of
 from penstock.http_client import DONE, HttpStreamClient, StreamError
 
 
-class AnswerReader:
-    """Takes the events of one answer into its ``Finished`` record."""
+class ResponseRecorder:
+    """Takes the events of one answer into its ``RequestRecord`` record."""
 
-    def __init__(self, record: Finished) -> None:
+    def __init__(self, record: RequestRecord) -> None:
         self._record = record
         self.done = False
 
@@ -42,7 +42,7 @@ class AnswerReader:
         if chunk.usage is not None:
             self._take_usage(chunk.usage)
 
-    def _take_usage(self, usage: Usage) -> None:
+    def _take_usage(self, usage: ChunkUsage) -> None:
         self._record.prompt_tokens = usage.prompt_tokens
         self._record.output_tokens = usage.completion_tokens or 0
         if usage.prompt_tokens_details is not None:
@@ -50,7 +50,7 @@ class AnswerReader:
 
 
 @dataclass(slots=True)
-class Progress:
+class LoadProgress:
     """What a progress bar shows while the run goes on."""
 
     total: int
@@ -61,7 +61,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TimedRequest:
     """One request, ready to be sent ``at`` seconds after the start."""
 
     body: bytes
@@ -77,8 +77,13 @@ class LoadGenerator:
         self.timeout = timeout
 
     async def run(
-        self, jobs: Sequence[Job], *, max_concurrency: int | None, closed_loop: bool, progress: Progress | None = None
-    ) -> list[Finished]:
+        self,
+        jobs: Sequence[TimedRequest],
+        *,
+        max_concurrency: int | None,
+        closed_loop: bool,
+        progress: LoadProgress | None = None,
+    ) -> list[RequestRecord]:
         """All jobs, each sent when it is due and a slot is free.
 
         ``closed_loop``: a job is due when its slot becomes free; otherwise when its ``at`` says, however late a slot
@@ -86,9 +91,9 @@ class LoadGenerator:
         """
         start = time.perf_counter()
         gate = asyncio.Semaphore(max_concurrency or max(1, len(jobs)))
-        progress = progress or Progress(len(jobs))
+        progress = progress or LoadProgress(len(jobs))
 
-        async def one(job: Job) -> Finished:
+        async def one(job: TimedRequest) -> RequestRecord:
             async with gate:
                 record = self.record(due=None if closed_loop else start + job.at)
                 progress.sent += 1
@@ -98,25 +103,25 @@ class LoadGenerator:
                 progress.output_tokens += record.output_tokens
                 return record
 
-        tasks: list[asyncio.Task[Finished]] = []
+        tasks: list[asyncio.Task[RequestRecord]] = []
         async with asyncio.TaskGroup() as group:
             for job in jobs:
-                await until(start + job.at)
+                await sleep_until(start + job.at)
                 tasks.append(group.create_task(one(job)))
         return [task.result() for task in tasks]
 
-    def record(self, due: float | None = None) -> Finished:
+    def record(self, due: float | None = None) -> RequestRecord:
         """An empty record of a request that is sent now."""
         now = time.perf_counter()
-        return Finished(due=now if due is None else due, sent=now)
+        return RequestRecord(due=now if due is None else due, sent=now)
 
-    async def ask(self, body: bytes, record: Finished) -> None:
+    async def ask(self, body: bytes, record: RequestRecord) -> None:
         """One request from sending to its last event.  Failures are noted in the record, never raised."""
-        reader = AnswerReader(record)
+        reader = ResponseRecorder(record)
         try:
             async with asyncio.timeout(self.timeout):
                 reply = await self._client.post(self._endpoint, body, reader)
-            record.error = failure(reply.status, reply.body, reader.done, record)
+            record.error = failure_kind(reply.status, reply.body, reader.done, record)
         except StreamError as error:
             record.error = error.kind
         except TimeoutError:
@@ -124,7 +129,7 @@ class LoadGenerator:
         record.output_tokens = record.output_tokens or len(record.events)
 
 
-def failure(status: int, body: bytes, done: bool, record: Finished) -> str | None:
+def failure_kind(status: int, body: bytes, done: bool, record: RequestRecord) -> str | None:
     """Short kind of what is wrong with a reply that came to its end, None when nothing is."""
     if status != 200:
         return f"http {status} {error_of(body).code or ''}".rstrip()
@@ -133,7 +138,7 @@ def failure(status: int, body: bytes, done: bool, record: Finished) -> str | Non
     return None if record.events else "no text"
 
 
-async def until(moment: float) -> None:
+async def sleep_until(moment: float) -> None:
     """Sleep until ``time.perf_counter()`` has reached ``moment``; one turn of the loop when it has already.
 
     Some loops' timers are early by a fraction of a millisecond, hence more than one sleep.

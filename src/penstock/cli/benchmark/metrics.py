@@ -27,7 +27,7 @@ import numpy as np
 
 
 @dataclass(slots=True)
-class Finished:
+class RequestRecord:
     """One request as its client saw it.  Times are seconds on one monotonic clock."""
 
     due: float
@@ -80,7 +80,7 @@ class Objectives:
             found[key] = milliseconds / 1000
         return cls(**found)
 
-    def met_by(self, request: Finished) -> bool:
+    def met_by(self, request: RequestRecord) -> bool:
         tpot = request.tpot or 0.0
         limits = ((request.ttft, self.ttft), (tpot, self.tpot), (request.e2e, self.e2e))
         return all(limit is None or value <= limit for value, limit in limits)
@@ -101,28 +101,32 @@ def summary(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, 
     return found | {"max": float(array.max())}
 
 
-def gaps(requests: Sequence[Finished]) -> list[float]:
+def gaps(requests: Sequence[RequestRecord]) -> list[float]:
     """Inter-token latencies of all requests."""
     return [b - a for request in requests for a, b in pairwise(request.events)]
 
 
-def gaps_during(requests: Sequence[Finished], since: float, until: float) -> list[float]:
+def gaps_during(requests: Sequence[RequestRecord], since: float, until: float) -> list[float]:
     """Those that overlap [since, until], in full: a stall at either end counts."""
     return [b - a for request in requests for a, b in pairwise(request.events) if b >= since and a <= until]
 
 
-def gaps_before(requests: Sequence[Finished], moment: float) -> list[float]:
+def gaps_before(requests: Sequence[RequestRecord], moment: float) -> list[float]:
     """Those that were over by then."""
     return [b - a for request in requests for a, b in pairwise(request.events) if b < moment]
 
 
-def error_counts(requests: Sequence[Finished]) -> dict[str, int]:
+def error_counts(requests: Sequence[RequestRecord]) -> dict[str, int]:
     """Failures by kind, most frequent first."""
     return dict(Counter(request.error for request in requests if request.error).most_common())
 
 
 def measure(
-    requests: Sequence[Finished], *, duration: float, percentiles: Sequence[float], objectives: Objectives | None = None
+    requests: Sequence[RequestRecord],
+    *,
+    duration: float,
+    percentiles: Sequence[float],
+    objectives: Objectives | None = None,
 ) -> dict[str, Any]:
     """Everything there is to say about these requests in ``duration`` seconds, times in seconds.
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from penstock.cli.benchmark.workload import Wanted
+from penstock.cli.benchmark.workload import RequestSpec
 from penstock.http_client import HttpStreamClient, StreamError
 
 WORD_TEXT: Final = (
@@ -88,11 +88,11 @@ class PromptMaker:
         self._pool = np.unique(np.asarray(tokens, np.int64))
         self.kind = PromptKind.FITTED if self._shape.chat else PromptKind.IDS
 
-    async def bodies(self, wanted: Sequence[Wanted]) -> list[bytes]:
+    async def bodies(self, wanted: Sequence[RequestSpec]) -> list[bytes]:
         """One body a request, in order.  Raises StreamError when the tokenizer stops answering."""
         gate = asyncio.Semaphore(8)
 
-        async def one(index: int, want: Wanted) -> bytes:
+        async def one(index: int, want: RequestSpec) -> bytes:
             async with gate:
                 return self._shape.body(await self._prompt(index, want), want.output_len)
 
@@ -100,14 +100,14 @@ class PromptMaker:
         self._made += len(wanted)
         return list(await asyncio.gather(*(one(first + index, want) for index, want in enumerate(wanted))))
 
-    async def _prompt(self, index: int, want: Wanted) -> list[int] | str:
+    async def _prompt(self, index: int, want: RequestSpec) -> list[int] | str:
         if self.kind is PromptKind.IDS:
             return [int(t) for t in self._pool[self._draws(index, want, want.input_len) % len(self._pool)]]
         if self.kind is PromptKind.WORDS:
             return self._text(index, want, want.input_len)
         return await self._fitted(index, want)
 
-    def _draws(self, index: int, want: Wanted, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _draws(self, index: int, want: RequestSpec, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """``count`` random numbers: first those of the shared blocks, then the request's own."""
         parts = [
             np.random.default_rng([self._seed, 3, block]).integers(0, 1 << 32, want.block_tokens)
@@ -120,10 +120,10 @@ class PromptMaker:
             parts.append(own.integers(0, 1 << 32, missing))
         return np.concatenate(parts)[:count]
 
-    def _text(self, index: int, want: Wanted, words: int) -> str:
+    def _text(self, index: int, want: RequestSpec, words: int) -> str:
         return " ".join(WORDS[d] for d in self._draws(index, want, max(1, words)) % len(WORDS))
 
-    async def _fitted(self, index: int, want: Wanted) -> str:
+    async def _fitted(self, index: int, want: RequestSpec) -> str:
         """Text with as many tokens as wanted, the template's included, or the nearest that was found below."""
         words, best = want.input_len, ""
         low, high = 0, None  # words known to be too few, and too many

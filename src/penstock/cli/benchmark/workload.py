@@ -20,7 +20,7 @@ TRACES = ("mooncake", "azure")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RequestSpec:
     """One request before it has words.  ``at`` is seconds from the start; None leaves it to the arrival process."""
 
     input_len: int
@@ -39,12 +39,12 @@ class RandomLengths:
     range_ratio: float = 0.0
     prefix_len: int = 0  # tokens shared by all prompts, on top of ``input_len``
 
-    def draw(self, count: int, seed: int) -> list[Wanted]:
+    def draw(self, count: int, seed: int) -> list[RequestSpec]:
         rng = np.random.default_rng([seed, 1])
         inputs = self._lengths(rng, self.input_len, count)
         outputs = self._lengths(rng, self.output_len, count)
         return [
-            Wanted(
+            RequestSpec(
                 input_len=self.prefix_len + int(i),
                 output_len=int(o),
                 blocks=(0,) if self.prefix_len else (),
@@ -59,7 +59,7 @@ class RandomLengths:
         return rng.integers(low, high, count, endpoint=True)
 
 
-def of_trace(path: Path, kind: str, count: int) -> list[Wanted]:
+def of_trace(path: Path, kind: str, count: int) -> list[RequestSpec]:
     """The first ``count`` requests of a trace file, in order of arrival.  ``kind``: of ``TRACES``.
 
     Raises ConfigError that names file, line and reason, also where the file is of the other kind.
@@ -69,7 +69,7 @@ def of_trace(path: Path, kind: str, count: int) -> list[Wanted]:
     if found != kind:
         raise ConfigError(f"{path}: this is a trace of the kind {found!r}, not {kind!r}")
     return [
-        Wanted(
+        RequestSpec(
             input_len=job.prompt,
             output_len=job.output,
             at=job.at,
@@ -80,7 +80,7 @@ def of_trace(path: Path, kind: str, count: int) -> list[Wanted]:
     ]
 
 
-def scaled(wanted: Wanted, *, length: float = 1.0, time: float = 1.0) -> Wanted:
+def scale_request(wanted: RequestSpec, *, length: float = 1.0, time: float = 1.0) -> RequestSpec:
     """The same request with lengths and arrival multiplied; shared prefixes stay shared."""
     return replace(
         wanted,
@@ -91,7 +91,7 @@ def scaled(wanted: Wanted, *, length: float = 1.0, time: float = 1.0) -> Wanted:
     )
 
 
-def that_fit(wanted: Sequence[Wanted], max_model_len: int | None) -> list[Wanted]:
+def fitting(wanted: Sequence[RequestSpec], max_model_len: int | None) -> list[RequestSpec]:
     """Those that fit the context; the caller says how many did not."""
     return [w for w in wanted if max_model_len is None or w.input_len + w.output_len <= max_model_len]
 
