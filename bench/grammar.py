@@ -22,7 +22,7 @@ import numpy as np
 from llguidance import LLTokenizer
 
 from penstock.bundled import storyteller
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.grammar.matcher import CompiledGrammar, GrammarVocabulary, mask_words, token_trie
 from penstock.processing.service import GenerationProcessor
 from penstock.types import Grammar, GrammarKind
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def bundled() -> GrammarVocabulary:
-    intake = GenerationProcessor(storyteller(), name="", max_model_len=1, limits=Limits(), created=0)
+    intake = GenerationProcessor(storyteller(), name="", max_model_len=1, limits=RequestLimits(), created=0)
     vocabulary = intake.vocabulary()
     intake.close()
     return vocabulary

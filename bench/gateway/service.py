@@ -14,7 +14,7 @@ import urllib.request
 from pathlib import Path
 
 import penstock
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.config.schema import BACKLOG, EventLoop, GatewayConfig
 from penstock.launch.channel import Channel
 from penstock.launch.heartbeat import HeartbeatBoard
@@ -85,7 +85,7 @@ class Service:
         self._channel, theirs = Channel.pair()
         board = HeartbeatBoard(1)
         board.slots[0].reset(1, 0)
-        unlimited = Limits(max_queued_requests=10**6, max_queued_tokens=10**9)
+        unlimited = RequestLimits(max_queued_requests=10**6, max_queued_tokens=10**9)
         config = GatewayConfig(
             model_path=str(FOLDER), model_name=MODEL, max_model_len=2 * MAX_TOKENS, limits=unlimited, event_loop=loop
         )

@@ -14,7 +14,7 @@ from PIL import Image
 from ways import Told, Ways
 from whole_rows import check_rows, read_rows, rows_of
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.engine.core.request import Request
 from penstock.engine.models.vision import Grid, image_patches
 from penstock.hashing import media_hash
@@ -63,7 +63,7 @@ def seen(folder: Path, images: list[Image.Image], words: Sequence[int] = (20, 1,
     tokens: list[int] = rng.integers(0, 150, words[0]).tolist()
     for count in words[1 : len(images) + 1]:
         tokens += [IMAGE_TOKEN, *rng.integers(0, 150, count).tolist()]
-    pictures = [decode_image(encoded(image), recipe, Limits(), "here") for image in images]
+    pictures = [decode_image(encoded(image), recipe, RequestLimits(), "here") for image in images]
     return expand_placeholders(tokens, IMAGE_TOKEN, [(one, media_hash(one)) for one in pictures])
 
 

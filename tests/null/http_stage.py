@@ -17,7 +17,7 @@ from penstock.api.app import make_app
 from penstock.api.auth import ApiKeys, StaticApiKeys
 from penstock.api.endpoints import AppServices
 from penstock.clock import MonotonicClock
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.interfaces import WorkerAdmin
 from penstock.processing.pooling import PoolingModelProcessor
 from penstock.processing.service import GenerationProcessor
@@ -34,14 +34,14 @@ HELLO = [{"role": "user", "content": "Tell me a story."}]
 
 
 @cache
-def intake_of(limits: Limits) -> GenerationProcessor:
+def intake_of(limits: RequestLimits) -> GenerationProcessor:
     """One for all tests: it keeps nothing of a request."""
     return GenerationProcessor(STORYTELLER, name=MODEL, max_model_len=2048, limits=limits, created=1)
 
 
 def app_of(
     streams: NullStreams,
-    limits: Limits | None = None,
+    limits: RequestLimits | None = None,
     *keys: str,
     intake: GenerationProcessor | PoolingModelProcessor | AudioModelProcessor | None = None,
     ring: ApiKeys | None = None,
@@ -50,7 +50,7 @@ def app_of(
     **behind: Any,
 ) -> Any:
     """The application as the composition root makes it."""
-    limits = limits or Limits()
+    limits = limits or RequestLimits()
     return make_app(
         AppServices(
             streams=streams,
@@ -92,7 +92,7 @@ class Stage:
 @asynccontextmanager
 async def stage(
     streams: NullStreams | None = None,
-    limits: Limits | None = None,
+    limits: RequestLimits | None = None,
     *keys: str,
     intake: GenerationProcessor | PoolingModelProcessor | AudioModelProcessor | None = None,
     ring: ApiKeys | None = None,

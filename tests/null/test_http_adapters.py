@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.config.schema import InputFeatures, LoraConfig
 from penstock.hashing import chain_root
 from penstock.processing.service import GenerationProcessor
@@ -34,7 +34,9 @@ class Noting(NullStreams):
 
 def intake_of(**options: Any) -> GenerationProcessor:
     offers = InputFeatures(lora=LoraConfig(**{"allow_updating": True, **options}))
-    return GenerationProcessor(STORYTELLER, name=MODEL, max_model_len=2048, limits=Limits(), created=1, offers=offers)
+    return GenerationProcessor(
+        STORYTELLER, name=MODEL, max_model_len=2048, limits=RequestLimits(), created=1, offers=offers
+    )
 
 
 @pytest.fixture(scope="module")

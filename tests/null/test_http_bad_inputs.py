@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 
 from .http_stage import CHAT, HELLO, MODEL, TEXT, Stage, check, stage
 
-LIMITS = Limits(max_body_bytes=200_000)
+LIMITS = RequestLimits(max_body_bytes=200_000)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.launch.http_connection import guarded_protocol
 
 PATIENCE_S = 60.0
@@ -95,7 +95,7 @@ def nginx(port: int, folder: Path) -> Iterator[Path]:
 @contextlib.asynccontextmanager
 async def behind_nginx(folder: Path) -> AsyncIterator[tuple[App, Path]]:
     app = App()
-    config = uvicorn.Config(app, http=guarded_protocol(Limits()), lifespan="off", log_config=None, ws="none")
+    config = uvicorn.Config(app, http=guarded_protocol(RequestLimits()), lifespan="off", log_config=None, ws="none")
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
     task = asyncio.create_task(server._serve([listener]))

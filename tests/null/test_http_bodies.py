@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.processing.chat.template import ChatTemplate, Conversation
 from penstock.processing.tokenizer.tokenizer import TextTokenizer
 
@@ -46,7 +46,7 @@ async def test_nothing_of_a_body_stays_while_its_answer_runs(path: str, asked: d
     size = 8 << 20
     body = asked | {"model": MODEL, "max_tokens": 8, "metadata": {"a": [[] for _ in range(80_000)]}}
     raw = padded(body, size)
-    async with stage(streams, Limits(max_ignored_chars=1 << 20)) as on:
+    async with stage(streams, RequestLimits(max_ignored_chars=1 << 20)) as on:
         tracemalloc.start()
         try:
             before, _ = tracemalloc.get_traced_memory()
@@ -64,7 +64,7 @@ async def test_nothing_of_a_body_stays_while_its_answer_runs(path: str, asked: d
 
 async def test_room_is_taken_for_values_before_they_are_made() -> None:
     """Not only for the bytes that they are written in."""
-    limits = Limits(max_pending_body_bytes=4 << 20, max_ignored_chars=1 << 20)
+    limits = RequestLimits(max_pending_body_bytes=4 << 20, max_ignored_chars=1 << 20)
     async with stage(limits=limits) as on:
         body = {"model": MODEL, "prompt": "Once", "max_tokens": 1}
         for filler, status in (([1] * 1000, 200), ([[]] * 30_000, 429)):
@@ -73,7 +73,7 @@ async def test_room_is_taken_for_values_before_they_are_made() -> None:
 
 
 async def test_a_body_of_too_many_values_is_refused() -> None:
-    async with stage(limits=Limits(max_json_containers=5000, max_json_values=30_000)) as on:
+    async with stage(limits=RequestLimits(max_json_containers=5000, max_json_values=30_000)) as on:
         for filler, words in (([[]] * 6000, "5000 arrays and objects"), ([1] * 40_000, "30000 values")):
             answer = await on.text(metadata={"a": filler})
             check(answer, 400, None, words)
@@ -82,7 +82,7 @@ async def test_a_body_of_too_many_values_is_refused() -> None:
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 async def test_a_field_that_is_ignored_may_not_be_large(path: str) -> None:
-    limits = Limits(max_ignored_chars=1000)
+    limits = RequestLimits(max_ignored_chars=1000)
     ask = {"model": MODEL, "messages": HELLO} if path == CHAT else {"model": MODEL, "prompt": "Once"}
     async with stage(limits=limits) as on:
         for value in ({"a": "x" * 1000}, {"x" * 1000: 1}, [1] * 1000, {"a": [[]] * 1000}):
@@ -145,7 +145,7 @@ class Work:
 async def test_chats_are_weighed_before_they_are_rendered(
     place: Callable[[int], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = Limits(max_tokenize_chars=10_000, max_chars_per_token=32)  # of a context of 2,048 tokens: 65,536
+    limits = RequestLimits(max_tokenize_chars=10_000, max_chars_per_token=32)  # of a context of 2,048 tokens: 65,536
     async with stage(limits=limits) as on:
         assert (await on.chat(**place(300))).status_code == 200
         work = Work(monkeypatch)
@@ -166,7 +166,7 @@ async def test_what_a_template_has_written_is_weighed_before_it_is_tokenized(mon
 
 async def test_a_chat_has_so_many_parts_and_calls_and_no_more() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
-    async with stage(limits=Limits(max_content_parts=20)) as on:
+    async with stage(limits=RequestLimits(max_content_parts=20)) as on:
         for messages in (
             [{"role": "user", "content": [{"type": "text", "text": "a"}] * 11}] * 2,
             [*HELLO, *[{"role": "assistant", "content": "a", "tool_calls": [call] * 11}] * 2],
@@ -176,7 +176,7 @@ async def test_a_chat_has_so_many_parts_and_calls_and_no_more() -> None:
 
 
 async def test_arguments_of_calls_may_not_become_many_objects() -> None:
-    async with stage(limits=Limits(max_json_containers=1000)) as on:
+    async with stage(limits=RequestLimits(max_json_containers=1000)) as on:
         answer = await on.chat(**with_call('{"a":[' + "[]," * 1000 + "[]]}"))
         check(answer, 400, "array_above_max_length", "max_json_containers", "messages")
 

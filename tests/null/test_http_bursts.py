@@ -9,7 +9,7 @@ from typing import Any
 
 import uvicorn
 
-from penstock.config.limits import Limits, TurnLimits
+from penstock.config.limits import RequestLimits, TurnLimits
 from penstock.launch.http_connection import guarded_protocol
 
 from .http_stage import TEXT, app_of
@@ -17,7 +17,7 @@ from .streams import NullStreams
 from .test_http_clients import PATIENCE_S, Server, _Server, post
 
 CLIENTS, A_TURN = 500, 8
-LIMITS = Limits(max_queued_requests=CLIENTS)
+LIMITS = RequestLimits(max_queued_requests=CLIENTS)
 
 
 class Counting:

@@ -11,7 +11,7 @@ import httpx
 from penstock.api.auth import ON_BEHALF_OF, FrontApiKey, StaticApiKeys, Tenant, tenant_header
 from penstock.catalog.http_proxy import FrontServices, make_catalog_app
 from penstock.clock import MonotonicClock
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.http_client import Upstream
 from penstock.types import ServiceClass
 
@@ -118,7 +118,9 @@ async def test_the_front_passes_on_what_means_something_behind_it():
     keys = ring(mine=BATCH)
     assert isinstance(keys, StaticApiKeys)
     models = OneModel(Upstream("127.0.0.1", port, "front"))
-    app = make_catalog_app(FrontServices(models=models, limits=Limits(), clock=MonotonicClock(), keys=keys, created=1))
+    app = make_catalog_app(
+        FrontServices(models=models, limits=RequestLimits(), clock=MonotonicClock(), keys=keys, created=1)
+    )
     sent = {
         "idempotency-key": "k",
         "x-penstock-class": "batch",

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock.api.auth import StaticApiKeys, Tenant
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import DeadlineMissed
 from penstock.interfaces import TtftForecast
 from penstock.telemetry.service_levels import ServiceLevels
@@ -167,7 +167,7 @@ async def test_tokens_a_minute_count_answers_too():
 
 
 async def test_a_tenant_that_fills_the_queue_leaves_room_for_others():
-    limits = Limits(max_queued_requests=4)
+    limits = RequestLimits(max_queued_requests=4)
     streams = NullStreams(gate=asyncio.Event())
     async with stage(streams, limits, ring=ring(ann=Tenant(id="a1"), bob=Tenant(id="b2"))) as on:
         waiting = [asyncio.create_task(on.post(CHAT, body(), **key("ann"))) for _ in range(2)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import uvicorn
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import NoWorkers
 from penstock.launch.http_connection import guarded_protocol
 from penstock.types import FinishReason
@@ -21,7 +21,7 @@ from .http_stage import CHAT, HELLO, MODEL, TEXT, app_of, stage
 from .streams import NullStreams
 
 PATIENCE_S = 60.0
-LIMITS = Limits(max_body_bytes=100_000, max_header_bytes=8192)
+LIMITS = RequestLimits(max_body_bytes=100_000, max_header_bytes=8192)
 
 
 class _Server(uvicorn.Server):
@@ -65,7 +65,7 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(limits: Limits) -> AsyncIterator[Server]:
+async def serving(limits: RequestLimits) -> AsyncIterator[Server]:
     streams = NullStreams()
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
@@ -163,7 +163,7 @@ async def test_many_clients_that_leave_at_once(server: Server):
 
 
 async def test_a_client_that_never_reads_is_hung_up_on():
-    async with serving(Limits(idle_client_s=0.3)) as server:
+    async with serving(RequestLimits(idle_client_s=0.3)) as server:
         server.streams.script = lambda _: (tuple(i % 4000 + 10 for i in range(60_000)), FinishReason.LENGTH)
         server.streams.batch_sizes = lambda _: 16
         reader, writer = await server.connect(receive_buffer=4096)
@@ -269,7 +269,7 @@ async def test_a_chunked_body_without_end_is_refused_early(server: Server):
 
 
 async def test_a_slow_body_is_given_up():
-    async with serving(Limits(slow_body_s=0.3)) as server:
+    async with serving(RequestLimits(slow_body_s=0.3)) as server:
         answer = await server.say(post(TEXT, {"model": MODEL, "prompt": "a"})[:-1])
         assert statuses(answer) == [408]
         assert b"0.3 s" in answer

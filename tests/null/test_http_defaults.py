@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.config.schema import RequestConfig
 from penstock.processing.service import GenerationProcessor
 
@@ -29,7 +29,7 @@ async def test_a_chat_that_names_no_length_may_use_what_the_context_leaves():
 
 async def test_default_max_tokens_is_a_length_that_the_operator_has_named():
     streams = NullStreams()
-    async with stage(streams, Limits(default_max_tokens=7)) as on:
+    async with stage(streams, RequestLimits(default_max_tokens=7)) as on:
         answer = await on.chat(max_tokens=None, ignore_eos=True)
         await on.chat(max_tokens=5)
         await on.text(max_tokens=None)
@@ -43,7 +43,7 @@ def plain_intake() -> Iterator[GenerationProcessor]:
     """The bundled model without the defaults of its generation_config.json."""
     rules = RequestConfig(generation_config="none", unknown_fields="ignore", disable_additional_properties=False)
     intake = GenerationProcessor(
-        STORYTELLER, name=MODEL, max_model_len=2048, limits=Limits(), created=1, requests=rules
+        STORYTELLER, name=MODEL, max_model_len=2048, limits=RequestLimits(), created=1, requests=rules
     )
     yield intake
     intake.close()

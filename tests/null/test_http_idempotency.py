@@ -16,7 +16,7 @@ from penstock.api.endpoints import event_key_with_defaults
 from penstock.api.idempotency import KeyOutcome, event_signer
 from penstock.api.response_cache import ResponseCache
 from penstock.api.sse import MAX_ID_CHOICES, EventSigner, ResumePoint
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import NoWorkers, RequestError
 from penstock.interfaces import TtftForecast
 from penstock.telemetry.service_levels import ServiceLevels
@@ -37,7 +37,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 def marked(place: str, body: dict[str, Any], tenant: str = "") -> str:
     """An event's id as the service would give it out that has no secret."""
-    key, secret = KEY["Idempotency-Key"].encode(), event_key_with_defaults(b"", intake_of(Limits()).cards()[0])
+    key, secret = KEY["Idempotency-Key"].encode(), event_key_with_defaults(b"", intake_of(RequestLimits()).cards()[0])
     return f"{place}/{event_signer(secret, tenant, key, body, IDENTITY).of(place)}"
 
 
@@ -134,7 +134,7 @@ async def test_a_failed_answer_is_computed_again() -> None:
 @pytest.mark.parametrize("store", [None, ResponseCache(1 << 20)])
 async def test_what_was_refused_at_the_door_was_never_met(store: ResponseCache | None) -> None:
     streams = NullStreams(foreseen=TtftForecast(wait_s=60.0, read_s=1.0))
-    async with stage(streams, Limits(first_byte_s=1.0), stored=store) as on:
+    async with stage(streams, RequestLimits(first_byte_s=1.0), stored=store) as on:
         body = _text({"max_tokens": 8, "seed": 1})
         for _ in range(2):
             assert (await on.post(TEXT, body, headers=KEY)).status_code == 503
@@ -159,7 +159,7 @@ async def test_what_failed_before_its_first_token_is_not_charged_and_the_next_is
 async def test_a_client_that_comes_back_in_time_finds_its_answer_running() -> None:
     streams = NullStreams()
     streams.gate = asyncio.Event()
-    async with stage(streams, Limits(resume_grace_s=5.0)) as on:
+    async with stage(streams, RequestLimits(resume_grace_s=5.0)) as on:
         task = asyncio.create_task(on.post(TEXT, _text({"max_tokens": 8, "stream": True}), headers=KEY))
         await streams.until(opened=1)
         task.cancel()
@@ -173,7 +173,7 @@ async def test_a_client_that_comes_back_in_time_finds_its_answer_running() -> No
 async def test_nobody_comes_back_and_the_work_ends() -> None:
     streams = NullStreams()
     streams.gate = asyncio.Event()
-    async with stage(streams, Limits(resume_grace_s=0.0)) as on:
+    async with stage(streams, RequestLimits(resume_grace_s=0.0)) as on:
         task = asyncio.create_task(on.post(TEXT, _text({"max_tokens": 8, "stream": True}), headers=KEY))
         await streams.until(opened=1)
         task.cancel()
@@ -245,7 +245,7 @@ async def test_the_first_event_again_and_again_is_no_way_around_a_rate() -> None
     ring = StaticApiKeys({hashlib.sha256(b"t").digest(): tenant})
     body = _text({"max_tokens": 40, "stream": True, "seed": 1})
     headers = KEY | {"Authorization": "Bearer t", "Last-Event-ID": marked("0:0", body, "t")}
-    async with stage(limits=Limits(max_kept_tokens=0), ring=ring) as on:
+    async with stage(limits=RequestLimits(max_kept_tokens=0), ring=ring) as on:
         codes = [(await on.post(TEXT, body, headers=headers)).status_code for _ in range(4)]
     assert codes[0] == 200
     assert 429 in codes
@@ -300,7 +300,7 @@ async def test_every_token_counts_once_however_often_its_client_leaves(grace_s: 
     keys = StaticApiKeys({hashlib.sha256(b"t").digest(): tenant})
     body = _text({"max_tokens": tokens, "stream": True, "seed": 1, "ignore_eos": True})
     headers = KEY | {"Authorization": "Bearer t"}
-    async with stage(streams, Limits(resume_grace_s=grace_s), ring=keys, levels=meter) as on:
+    async with stage(streams, RequestLimits(resume_grace_s=grace_s), ring=keys, levels=meter) as on:
         last = await leave_after(on, 2, body, headers)
         if grace_s == 0.0:
             async with asyncio.timeout(60):
@@ -378,14 +378,14 @@ async def test_no_client_can_name_an_event_that_it_was_not_told_of() -> None:
 
 async def test_a_busy_service_tells_again_what_it_has() -> None:
     streams = NullStreams()
-    async with stage(streams, Limits(first_byte_s=1.0)) as on:
+    async with stage(streams, RequestLimits(first_byte_s=1.0)) as on:
         assert (await on.post(TEXT, _text({"max_tokens": 8}), headers=KEY)).status_code == 200
         streams.foreseen = TtftForecast(wait_s=60.0, read_s=1.0)
         assert (await on.post(TEXT, _text({"max_tokens": 8}), headers=KEY)).status_code == 200
 
 
 async def test_what_is_kept_is_bounded() -> None:
-    limits = Limits(max_idempotency_keys=2, max_kept_tokens=10)
+    limits = RequestLimits(max_idempotency_keys=2, max_kept_tokens=10)
     streams = NullStreams()
     async with stage(streams, limits) as on:
         asked = itertools.count(1)

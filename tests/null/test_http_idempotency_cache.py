@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.api.idempotency import CachedStream, IdempotencyCache, IdempotentRequest, KeyOutcome, UsageDedup
 from penstock.api.sse import EventSigner
 from penstock.clock import MonotonicClock
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.types import RequestId, SamplingParams, ValidRequest
 
 from .streams import NullStreams, answer_tokens
@@ -18,7 +18,7 @@ def keyed(number: int) -> IdempotentRequest:
 
 
 def test_nothing_is_kept_of_what_was_refused_before_it_began():
-    kept = IdempotencyCache(Limits(max_idempotency_keys=2), MonotonicClock())
+    kept = IdempotencyCache(RequestLimits(max_idempotency_keys=2), MonotonicClock())
     for number in range(10):
         answer, met = kept.meet(keyed(number), NullStreams())
         assert met is KeyOutcome.NEW
@@ -27,7 +27,7 @@ def test_nothing_is_kept_of_what_was_refused_before_it_began():
 
 
 def test_another_answer_by_the_same_key_is_not_given_up_with_it():
-    kept = IdempotencyCache(Limits(), MonotonicClock())
+    kept = IdempotencyCache(RequestLimits(), MonotonicClock())
     first, _ = kept.meet(keyed(1), NullStreams())
     kept.left(keyed(1), first)
     second, _ = kept.meet(keyed(1), NullStreams())
@@ -36,7 +36,7 @@ def test_another_answer_by_the_same_key_is_not_given_up_with_it():
 
 
 def test_an_answer_that_runs_is_kept_beyond_the_bound_of_keys():
-    kept = IdempotencyCache(Limits(max_idempotency_keys=1), MonotonicClock())
+    kept = IdempotencyCache(RequestLimits(max_idempotency_keys=1), MonotonicClock())
     running = {number: kept.meet(keyed(number), NullStreams())[0] for number in (1, 2)}
     for number in (1, 2):
         assert kept.meet(keyed(number), NullStreams()) == (running[number], KeyOutcome.JOINED)

@@ -9,7 +9,7 @@ from penstock.api.auth import StaticApiKeys
 from penstock.api.http import HttpExchange
 from penstock.api.load_shedding import LoadShedder, Rules
 from penstock.clock import VirtualClock
-from penstock.config.limits import Limits, SchedulingConfig
+from penstock.config.limits import RequestLimits, SchedulingConfig
 from penstock.errors import Overloaded
 from penstock.interfaces import TtftForecast
 from penstock.telemetry.service_levels import ServiceLevels
@@ -19,7 +19,7 @@ from .streams import NullStreams
 
 
 def test_a_token_that_no_worker_made_ends_no_wait():
-    clock, limits = VirtualClock(), Limits()
+    clock, limits = VirtualClock(), RequestLimits()
     admission = Admission(limits, clock)
     rules = Rules(limits=limits, scheduling=SchedulingConfig(), ring=StaticApiKeys())
     gate = LoadShedder(rules, admission, NullStreams(), ServiceLevels())
@@ -36,7 +36,7 @@ def test_a_token_that_no_worker_made_ends_no_wait():
 
 
 def test_long_prompts_that_are_read_gently_say_nothing_of_others():
-    clock, limits, streams = VirtualClock(), Limits(), NullStreams()
+    clock, limits, streams = VirtualClock(), RequestLimits(), NullStreams()
     rules = Rules(limits=limits, scheduling=SchedulingConfig(), ring=StaticApiKeys())
     gate = LoadShedder(rules, Admission(limits, clock), streams, ServiceLevels())
     for _ in range(20):

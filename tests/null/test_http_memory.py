@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import uvicorn
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.launch.http_connection import guarded_protocol
 from penstock.types import TokenBatch, ValidRequest
 
@@ -81,7 +81,7 @@ async def opened(port: int, raw: bytes, clients: int) -> list[socket.socket]:
 
 
 async def test_an_open_stream_keeps_little():
-    limits = Limits(max_queued_requests=2 * STREAMS)
+    limits = RequestLimits(max_queued_requests=2 * STREAMS)
     listener = socket.create_server(("127.0.0.1", 0), backlog=STREAMS)
     config = uvicorn.Config(
         app_of(Begun(), limits), http=guarded_protocol(limits), ws="none", lifespan="off", log_config=None

@@ -7,13 +7,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.processing.requests.schemas import request_schemas
 
 from .http_stage import CHAT, HELLO, MODEL, TEXT, Stage, check, stage
 
 PAGE = "https://chat.example.org"
-SCHEMAS = {"schemas": lambda: request_schemas(Limits())}
+SCHEMAS = {"schemas": lambda: request_schemas(RequestLimits())}
 
 
 async def test_the_front_page_and_the_openapi_document_need_no_key_and_list_every_route():
@@ -76,7 +76,7 @@ async def test_every_field_of_the_document_says_what_it_takes():
 
 
 def test_the_document_allows_unknown_fields_where_they_are_passed_over():
-    bodies = [request_schemas(Limits(), unknown_fields=what)[CHAT] for what in ("refuse", "ignore")]
+    bodies = [request_schemas(RequestLimits(), unknown_fields=what)[CHAT] for what in ("refuse", "ignore")]
     assert [body["additionalProperties"] for body in bodies] == [False, True]
 
 

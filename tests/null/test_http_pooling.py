@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import WorkerLost
 from penstock.interfaces import ModelCard
 from penstock.processing.pooling import PoolingModel, PoolingModelProcessor
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def intake(folder: Path, task: Task = Task.EMBED, width: int = 4, **limits: Any) -> PoolingModelProcessor:
     card = ModelCard(name="bge", created=1, max_model_len=12)
-    return PoolingModelProcessor(folder, PoolingModel(card=card, task=task, width=width), Limits(**limits))
+    return PoolingModelProcessor(folder, PoolingModel(card=card, task=task, width=width), RequestLimits(**limits))
 
 
 async def test_embeddings_of_strings_and_tokens(folder: Path):
@@ -180,7 +180,7 @@ async def test_tokens_can_be_looked_at(folder: Path):
 async def test_many_texts_wait_for_their_turn_and_leave_with_their_client(folder: Path):
     gate = asyncio.Event()
     streams = NullStreams(gate=gate)
-    async with stage(streams, intake=intake(folder), limits=Limits(max_inputs_at_once=3)) as on:
+    async with stage(streams, intake=intake(folder), limits=RequestLimits(max_inputs_at_once=3)) as on:
         asking = asyncio.create_task(on.post(EMBED, {"model": "bge", "input": [FOX] * 10}))
         await streams.until(opened=3)
         assert len(streams.open) == 3

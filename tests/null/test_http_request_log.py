@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import WorkerLost
 
 from .http_stage import CHAT, HELLO, MODEL, stage
@@ -90,7 +90,7 @@ async def test_requests_under_another_name_of_the_host_have_a_line(lines: Writte
 
 
 async def test_many_refusals_have_few_lines(lines: Written):
-    async with stage(None, Limits(max_logged_refusals=3)) as on:
+    async with stage(None, RequestLimits(max_logged_refusals=3)) as on:
         for _ in range(10):
             await on.post("/nowhere", {})
     assert len(lines) == 3

@@ -20,7 +20,7 @@ from penstock.api.response_cache import (
     StoredResponse,
     _Recorder,
 )
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import NoWorkers
 from penstock.interfaces import TtftForecast
 from penstock.types import FinishReason, ModelIdentity, RequestId, TokenBatch, TokenLogprob, ValidRequest
@@ -227,7 +227,7 @@ async def test_with_an_idempotency_key_an_answer_is_told_once_more_and_charged_o
 
 async def test_a_busy_service_sends_nobody_away_who_needs_no_worker():
     streams = NullStreams()
-    async with stage(streams, Limits(first_byte_s=1.0), stored=ResponseCache(1 << 20)) as on:
+    async with stage(streams, RequestLimits(first_byte_s=1.0), stored=ResponseCache(1 << 20)) as on:
         assert (await on.text()).headers[WORD] == MISS
         streams.foreseen = TtftForecast(wait_s=60.0, read_s=1.0)
         assert (await on.text(seed=2)).status_code == 503
@@ -236,7 +236,7 @@ async def test_a_busy_service_sends_nobody_away_who_needs_no_worker():
 
 async def test_who_has_a_stored_beginning_still_waits_for_a_worker():
     streams = NullStreams()
-    async with stage(streams, Limits(max_queued_requests=1), stored=ResponseCache(1 << 20)) as on:
+    async with stage(streams, RequestLimits(max_queued_requests=1), stored=ResponseCache(1 << 20)) as on:
         await on.text(max_tokens=4)
         streams.gate = asyncio.Event()
         longer = asyncio.create_task(on.text(max_tokens=12))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import NoWorkers, QueueFull, RequestError, WorkerLost
 from penstock.types import FinishReason
 
@@ -339,7 +339,7 @@ async def test_nothing_is_served_before_a_worker_has_reported():
 
 async def test_over_the_queues_limit_is_429_with_retry_after():
     streams = NullStreams(gate=asyncio.Event())
-    async with stage(streams, Limits(max_queued_requests=3)) as on:
+    async with stage(streams, RequestLimits(max_queued_requests=3)) as on:
         waiting = [asyncio.create_task(on.chat()) for _ in range(3)]
         await streams.until(opened=3)
         full = await on.chat()
@@ -354,7 +354,7 @@ async def test_over_the_queues_limit_is_429_with_retry_after():
 
 async def test_the_queue_is_bounded_in_prompt_tokens_too():
     streams = NullStreams(gate=asyncio.Event())
-    async with stage(streams, Limits(max_queued_tokens=100)) as on:
+    async with stage(streams, RequestLimits(max_queued_tokens=100)) as on:
         waiting = [asyncio.create_task(on.text(prompt=[5] * 60))]
         await streams.until(opened=1)
         assert (await on.text(prompt=[5] * 60)).status_code == 429
@@ -370,7 +370,7 @@ async def test_the_queues_limits_are_those_of_each_worker_that_reads_prompts():
     """Three prompts of which one would fill the queue of one worker do not fill that of many."""
     streams = NullStreams(gate=asyncio.Event())
     streams.read_by = 4
-    async with stage(streams, Limits(max_queued_tokens=100, max_queued_requests=1)) as on:
+    async with stage(streams, RequestLimits(max_queued_tokens=100, max_queued_requests=1)) as on:
         waiting = [asyncio.create_task(on.text(prompt=[5] * 100)) for _ in range(4)]
         await streams.until(opened=4)
         full = await on.text(prompt=[5])
@@ -386,7 +386,7 @@ async def test_the_queues_limits_are_those_of_each_worker_that_reads_prompts():
 
 
 async def test_a_request_that_was_refused_or_failed_leaves_the_queue():
-    async with stage(NullStreams(fail_at={0: WorkerLost("x")}), Limits(max_queued_requests=1)) as on:
+    async with stage(NullStreams(fail_at={0: WorkerLost("x")}), RequestLimits(max_queued_requests=1)) as on:
         for _ in range(5):
             assert (await on.chat()).status_code == 503
         on.streams.fail_at.clear()
@@ -395,6 +395,6 @@ async def test_a_request_that_was_refused_or_failed_leaves_the_queue():
 
 async def test_choices_that_write_make_room():
     streams = NullStreams(batch_sizes=lambda _: 1)
-    async with stage(streams, Limits(max_queued_requests=1)) as on:
+    async with stage(streams, RequestLimits(max_queued_requests=1)) as on:
         answers = [await on.chat(n=4, stream=True) for _ in range(3)]
         assert [answer.status_code for answer in answers] == [200] * 3

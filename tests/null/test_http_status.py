@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock import __version__
 from penstock.api.auth import Tenant
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 
 from .http_stage import MODEL, stage
 from .streams import NullStreams
@@ -110,7 +110,7 @@ async def test_the_route_is_for_operators():
 
 
 async def test_a_session_comes_from_a_header_or_the_body():
-    async with stage(None, Limits(max_session_chars=8)) as on:
+    async with stage(None, RequestLimits(max_session_chars=8)) as on:
         await on.chat(prompt_cache_key="body")
         on.client.headers["x-session-affinity"] = " header "
         await on.chat(prompt_cache_key="body")

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.processing.service import GenerationProcessor
 from penstock.types import FinishReason
 
@@ -47,7 +47,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GenerationProc
         "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>"
         "{% endfor %}<|assistant|>{{ '<think></think>' if enable_thinking is false else '<think>\n' }}"
     )
-    intake = GenerationProcessor(folder, name=MODEL, max_model_len=2048, limits=Limits(), created=1)
+    intake = GenerationProcessor(folder, name=MODEL, max_model_len=2048, limits=RequestLimits(), created=1)
     yield intake
     intake.close()
 

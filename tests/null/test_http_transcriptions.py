@@ -12,7 +12,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import NoWorkers, WorkerLost
 from penstock.interfaces import ModelCard, MultipartForm
 from penstock.processing.transcription import AudioModelProcessor
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def intake(folder: Path) -> Iterator[AudioModelProcessor]:
     """Afterwards nothing is held."""
-    made = AudioModelProcessor(folder, ModelCard(name="tiny", created=1, max_model_len=104), Limits())
+    made = AudioModelProcessor(folder, ModelCard(name="tiny", created=1, max_model_len=104), RequestLimits())
     yield made
     assert made.sounds.held_s == 0
     made.close()
@@ -133,7 +133,7 @@ async def test_a_client_that_leaves_frees_everything(intake: AudioModelProcessor
 
 
 async def test_refusals(intake: AudioModelProcessor):
-    async with stage(NullStreams(script=script), Limits(max_audio_bytes=1000), intake=intake) as on:
+    async with stage(NullStreams(script=script), RequestLimits(max_audio_bytes=1000), intake=intake) as on:
         check(await post(on, raw=bytes(200_000)), 413, "body_too_large", "66536 bytes")
         check(await post(on, raw=b"OggS"), 400, "invalid_audio", "it is Ogg", "file")
         check(await on.post(HEAR, {"model": "tiny"}), 415, "unsupported_media_type", "multipart/form-data")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.config.schema import GatewayConfig
 from penstock.errors import NoWorkers
 from penstock.types import FinishReason, RequestId, ResumeFrom
@@ -64,7 +64,7 @@ async def test_the_rest_survives_its_worker():
 
 
 async def test_it_goes_on_in_the_bits_that_it_began_in():
-    patience = GatewayConfig(name="g", model_name="null", limits=Limits(first_byte_s=3.0))
+    patience = GatewayConfig(name="g", model_name="null", limits=RequestLimits(first_byte_s=3.0))
     async with Town(*WHOLE, config=patience) as town:
         first = await whole(town, max_tokens=10)
         other = msgspec.structs.replace(IDENTITY, numerics="other-1-fp32")

@@ -9,7 +9,7 @@ import random
 import msgspec
 import pytest
 
-from penstock.config.limits import FailoverConfig, Limits
+from penstock.config.limits import FailoverConfig, RequestLimits
 from penstock.config.schema import GatewayConfig
 from penstock.errors import NoWorkers, WorkerLost
 from penstock.router.request import RequestPhase, RoutedRequest
@@ -284,7 +284,7 @@ async def test_an_error_with_one_stream_keeps_no_other_from_going_on(monkeypatch
 
 
 async def test_an_error_in_a_look_at_one_stream_keeps_none_from_its_deadline(monkeypatch):
-    config = GatewayConfig(name="g", model_name="null", limits=Limits(first_byte_s=1.0))
+    config = GatewayConfig(name="g", model_name="null", limits=RequestLimits(first_byte_s=1.0))
     async with Town(config=config) as town:  # nobody serves them
         clients = [town.ask(f"r{i}") for i in range(4)]
         await town.turn()

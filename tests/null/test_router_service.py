@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.config.limits import FailoverConfig, Limits
+from penstock.config.limits import FailoverConfig, RequestLimits
 from penstock.config.schema import GatewayConfig
 from penstock.errors import NoWorkers, QueueFull, RequestError, StalledRequest
 from penstock.types import FinishReason, RequestId, RequestStage, WorkerId
@@ -110,7 +110,7 @@ async def test_a_request_waits_for_the_first_worker():
 
 
 async def test_a_request_does_not_wait_for_ever():
-    config = GatewayConfig(name="g", limits=Limits(first_byte_s=5.0))
+    config = GatewayConfig(name="g", limits=RequestLimits(first_byte_s=5.0))
     async with Town("prefill-0", config=config) as town:
         client = town.ask()
         await town.wait(4.9)
@@ -176,7 +176,7 @@ async def test_what_no_worker_can_hold_is_refused():
 
 
 async def test_a_stall_ends_with_an_error_and_nothing_left():
-    config = GatewayConfig(name="g", limits=Limits(stall_s=3.0), failover=FailoverConfig(silence_s=1e6))
+    config = GatewayConfig(name="g", limits=RequestLimits(stall_s=3.0), failover=FailoverConfig(silence_s=1e6))
     async with Town(*SPLIT, config=config) as town:
         client = town.ask(max_tokens=20)
         await town.until(lambda: client.tokens)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.config.limits import FailoverConfig, Limits
+from penstock.config.limits import FailoverConfig, RequestLimits
 from penstock.engine.core.request import Request
 from penstock.engine.service.gateways import add_request_of
 from penstock.hashing import chain_root
@@ -77,7 +77,7 @@ def test_a_worker_keeps_a_prompt_in_few_bytes_a_token():
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_gateway_keeps_a_prompt_once_and_in_few_bytes_a_token(n: int):
-    intake = GenerationProcessor(STORYTELLER, name="m", max_model_len=2 * TOKENS, limits=Limits(), created=7)
+    intake = GenerationProcessor(STORYTELLER, name="m", max_model_len=2 * TOKENS, limits=RequestLimits(), created=7)
     envelope = RequestContext(id=RequestId("x"), arrival=0.0, identity=IDENTITY)
     ids = [7 + index % 3000 for index in range(TOKENS)]
 
@@ -89,7 +89,7 @@ def test_a_gateway_keeps_a_prompt_once_and_in_few_bytes_a_token(n: int):
                 preparing.send(None)
             except StopIteration as done:
                 prepared = done.value
-        patience = FailoverLimits.from_config(FailoverConfig(), Limits())
+        patience = FailoverLimits.from_config(FailoverConfig(), RequestLimits())
         return prepared, [RoutedRequest(request, patience, 0.0) for request in prepared.requests]
 
     echoed = sys.getsizeof(intake._tokenizer.decode(ids)) / TOKENS  # the client asked for the text

@@ -98,7 +98,7 @@ def test_the_map_shows_the_order_of_imports():
 
 
 STRUCTS = {
-    "limits": limits.Limits,
+    "limits": limits.RequestLimits,
     "failover": limits.FailoverConfig,
     "supervise": limits.SuperviseConfig,
     "hand_over": schema.HandOverConfig,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from penstock.clock import Clock
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import QueueFull
 from penstock.types import TOKEN_BYTES
 
@@ -58,7 +58,7 @@ class _QueueDepth:
 class Admission:
     """The queue as the door sees it: a count, not a list."""
 
-    def __init__(self, limits: Limits, clock: Clock) -> None:
+    def __init__(self, limits: RequestLimits, clock: Clock) -> None:
         self._limits = limits
         self.clock = clock
         self.readers: Callable[[], int] = lambda: 1  # workers that are ready to read prompts

@@ -42,7 +42,7 @@ from penstock.api.stream_polling import LoopTurns
 from penstock.api.streaming import ResponseStream, ResumeState, complete_body, gather_choices, stream_events
 from penstock.api.tracing import RequestTracing, note_response, trace_response_header, traced_streams
 from penstock.clock import Clock
-from penstock.config.limits import Limits, SchedulingConfig, TurnLimits
+from penstock.config.limits import RequestLimits, SchedulingConfig, TurnLimits
 from penstock.errors import KeyReused, NoWorkers, RequestError, WrongTask
 from penstock.interfaces import (
     JsonObject,
@@ -81,7 +81,7 @@ class AppServices:
 
     streams: TokenStreams
     intake: RequestProcessor
-    limits: Limits
+    limits: RequestLimits
     clock: Clock
     metrics: MetricsSnapshot  # of Prometheus' text
     metrics_type: str = "text/plain; version=0.0.4; charset=utf-8"

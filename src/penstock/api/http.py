@@ -21,7 +21,7 @@ from penstock.api.errors import JSON_TYPE, ClientDisconnected, Header, error_cod
 from penstock.api.multipart import boundary_of, parse_multipart
 from penstock.api.request_log import LOG_ENTRY, RequestLogEntry
 from penstock.clock import Clock
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import BadField, BodyTimeout, BodyTooLarge, NoWorkers, RequestError, WrongMediaType
 from penstock.interfaces import JsonObject, MultipartForm
 
@@ -191,7 +191,7 @@ class HttpExchange:
         """A part of the path that its route names.  Raises KeyError for one that it does not."""
         return str(self._scope["path_params"][name])
 
-    async def read_json_body(self, limits: Limits, hold: BodyReservation) -> bytes:
+    async def read_json_body(self, limits: RequestLimits, hold: BodyReservation) -> bytes:
         """The raw body of a request that says it is JSON.
 
         Raises WrongMediaType, BodyTooLarge, SlowBody, QueueFull (all before more is read than must be), ClientGone.
@@ -199,7 +199,7 @@ class HttpExchange:
         self._check_type()
         return await self.read_body(limits, hold, limits.max_body_bytes)
 
-    async def read_body(self, limits: Limits, hold: BodyReservation, most: int) -> bytes:
+    async def read_body(self, limits: RequestLimits, hold: BodyReservation, most: int) -> bytes:
         """The raw body, of at most so many bytes.  Raises as ``read_json_body``, but for its type."""
         codings = (self.headers(b"content-encoding") or b"").lower().split(b",")
         if any(coding.strip() not in (b"", b"identity") for coding in codings):
@@ -412,7 +412,7 @@ FormHandler = Callable[[HttpExchange, FormBody], Awaitable[None]]
 class EndpointFactory:
     """One for an application."""
 
-    def __init__(self, limits: Limits, clock: Clock) -> None:
+    def __init__(self, limits: RequestLimits, clock: Clock) -> None:
         self.admission = Admission(limits, clock)
         self._limits = limits
         self._threads = FairThreads("body", SMALL_BODY_BYTES)

@@ -26,7 +26,7 @@ import msgspec
 from penstock.api.http import HttpExchange
 from penstock.api.sse import SIGNATURE_BYTES, ChoicePosition, EventSigner, ResumePoint
 from penstock.clock import Clock
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import KeyReused, NoWorkers, PenstockError, RequestError
 from penstock.interfaces import JsonObject, RequestContext, TokenStream
 from penstock.types import ModelIdentity, RequestId, TokenBatch, ValidRequest
@@ -122,7 +122,7 @@ class IdempotentRequest:
 
 
 def parse_idempotency(
-    exchange: HttpExchange, body: JsonObject, envelope: RequestContext, limits: Limits, event_key: bytes
+    exchange: HttpExchange, body: JsonObject, envelope: RequestContext, limits: RequestLimits, event_key: bytes
 ) -> IdempotentRequest | None:
     """What the request's headers ask for; None without a key.  Raises RequestError, KeyReused."""
     given, last = exchange.header(IDEMPOTENCY_KEY), exchange.header(LAST_EVENT_ID)
@@ -368,7 +368,7 @@ class _Entry:
 class IdempotencyCache:
     """By key, those used last at the end.  Bounded in time, keys and tokens."""
 
-    def __init__(self, limits: Limits, clock: Clock) -> None:
+    def __init__(self, limits: RequestLimits, clock: Clock) -> None:
         self._limits = limits
         self._clock = clock
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()

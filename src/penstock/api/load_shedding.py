@@ -20,7 +20,7 @@ from penstock.api.http import HttpExchange
 from penstock.api.idempotency import UsageDelta
 from penstock.api.openai.schema import TokenUsage
 from penstock.clock import Clock
-from penstock.config.limits import VERY_LONG_PROMPT_TARGETS, Limits, SchedulingConfig
+from penstock.config.limits import VERY_LONG_PROMPT_TARGETS, RequestLimits, SchedulingConfig
 from penstock.errors import BadField, CapacityError, DeadlineMissed, Forbidden, Overloaded, RateLimited
 from penstock.interfaces import BucketLevel, Caller, TokenStreams
 from penstock.telemetry.service_levels import LatencyTarget, ServiceLevels
@@ -157,7 +157,7 @@ _MIN_LEARNED_S = 0.05  # waits below this say nothing about predictions
 class Rules:
     """What the gate goes by."""
 
-    limits: Limits
+    limits: RequestLimits
     scheduling: SchedulingConfig
     ring: ApiKeys
     buckets: RateBuckets | None = None  # of tenants' rates; None: of this process alone

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from penstock.config.base import Config
-from penstock.config.limits import Limits, SchedulingConfig
+from penstock.config.limits import RequestLimits, SchedulingConfig
 from penstock.config.load import parse_setting
 from penstock.config.schema import EventLoop, ServeConfig, TlsConfig
 from penstock.errors import ConfigError
@@ -155,7 +155,7 @@ class FrontConfig(Config, frozen=True, kw_only=True):
     api_keys: str | None = None
     scheduling: SchedulingConfig = SchedulingConfig()
     upstream_key: str  # that the models' own gateways want
-    limits: Limits = Limits()
+    limits: RequestLimits = RequestLimits()
     created: int = 0  # Unix seconds
     event_loop: EventLoop = "auto"
     allowed_origins: tuple[str, ...] = ()

@@ -37,7 +37,7 @@ from penstock.api.request_log import RequestLogMiddleware
 from penstock.api.response_cache import CACHE_CONTROL, RESPONSE_CACHE
 from penstock.api.tracing import TRACE_RESPONSE, trace_headers
 from penstock.clock import Clock
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import BadField, NoWorkers, RequestError, UnknownModel
 from penstock.http_client import Upstream
 from penstock.interfaces import MultipartForm
@@ -98,7 +98,7 @@ class FrontServices:
     """Everything behind this face."""
 
     models: CatalogModels
-    limits: Limits
+    limits: RequestLimits
     clock: Clock
     keys: ApiKeys
     created: int  # Unix seconds

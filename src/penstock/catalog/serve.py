@@ -28,7 +28,7 @@ from msgspec import structs
 
 from penstock.catalog.config import CatalogEntry, CatalogModel, FrontConfig, load_catalog
 from penstock.config.api_keys import check_key_file
-from penstock.config.memory_budget import format_size
+from penstock.config.kv_memory import format_size
 from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError, ModelError
 from penstock.launch import event_loop

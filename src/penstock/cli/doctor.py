@@ -23,8 +23,8 @@ from pathlib import Path
 from penstock.bundled import storyteller
 from penstock.cli.parsing import COMMANDS
 from penstock.config.facts import GpuReport
+from penstock.config.kv_memory import format_size
 from penstock.config.load import load_serve
-from penstock.config.memory_budget import format_size
 from penstock.errors import KernelError, ModelError, PenstockError
 from penstock.kernels.select import available_families
 from penstock.launch import event_loop

@@ -14,8 +14,8 @@ from typing import Any
 
 from penstock.cli.openai_client import add_service_flags, request_json
 from penstock.cli.parsing import COMMANDS
+from penstock.config.kv_memory import format_size
 from penstock.config.load import load_client
-from penstock.config.memory_budget import format_size
 from penstock.errors import ConfigError, WorkerError
 
 EPILOG = """\

@@ -66,7 +66,7 @@ class SchedulingConfig(Config, frozen=True, kw_only=True):
 
     interactive_ttft_ms: Milliseconds = 1000.0  # goodput counts answers that begin within this; longer prompts: gently
     interactive_tpot_ms: Milliseconds = 100.0  # and whose tokens follow each other so on the average; bounds steps
-    interactive_max_wait_s: Seconds | None = None  # to the first token; None: ``Limits.first_byte_s``
+    interactive_max_wait_s: Seconds | None = None  # to the first token; None: ``RequestLimits.first_byte_s``
     batch_ttft_ms: Milliseconds = 600_000.0
     batch_tpot_ms: Milliseconds = 250.0
     batch_max_wait_s: Seconds = 600.0
@@ -121,7 +121,7 @@ class KvStoreLimits(Config, frozen=True, kw_only=True):
     close_s: float = 1.0  # for a worker that ends to write what waits
 
 
-class Limits(Config, frozen=True, kw_only=True):
+class RequestLimits(Config, frozen=True, kw_only=True):
     """What a client may ask for.  Each refusal names the limit and its value."""
 
     max_body_bytes: int = 16 << 20

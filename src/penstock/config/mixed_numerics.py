@@ -14,7 +14,7 @@ from penstock.config.base import Config
 from penstock.config.cpu_cores import CoreAssignment, CoreSettings, CoreShare, WorkerRoles, assign_cores
 from penstock.config.device import TRITON, DeviceChoice, gpu_choice
 from penstock.config.facts import PhysicalCore
-from penstock.config.memory_budget import MemoryBudget, format_size
+from penstock.config.kv_memory import KvMemoryBudget, format_size
 from penstock.config.schema import EngineSettings, ServeConfig, WorkerServeConfig, kv_store_flags
 from penstock.errors import ConfigError
 from penstock.types import MIXED_CLASS_SEPARATOR, Role
@@ -160,11 +160,11 @@ def assign_fleet_cores(
 
 
 def plan_prefill(
-    reader: PrefillDevice, memory: MemoryBudget, size: KvPageSize, pages: int, longest: int
+    reader: PrefillDevice, memory: KvMemoryBudget, size: KvPageSize, pages: int, longest: int
 ) -> PrefillPlan:
     """With as many pages as those of others, whose twins they are, or as many as fit there.  Raises ConfigError."""
     if reader.on_gpu:
-        room = MemoryBudget(memory.model, 1, memory.number_bytes, memory.host_bytes, reader.choice)
+        room = KvMemoryBudget(memory.model, 1, memory.number_bytes, memory.host_bytes, reader.choice)
         pages = min(pages, room.room() // size.page_bytes)
         _check_longest(room.where, size, pages, longest)
     return PrefillPlan(device=reader.choice.device, family=reader.family, pages=pages)

@@ -14,8 +14,8 @@ from penstock.config.base import Config, is_loopback
 from penstock.config.cpu_cores import CoreSettings, CoreShare, WorkerRoles
 from penstock.config.device import RUNTIME_BYTES, TRITON, DeviceChoice, choose_device
 from penstock.config.facts import KvPageSize, MachineFacts, ModelFacts, PhysicalCore, extra_weight_bytes
-from penstock.config.limits import NIXL, Limits
-from penstock.config.memory_budget import KV_CONTEXTS, MemoryBudget, format_size
+from penstock.config.kv_memory import KV_CONTEXTS, KvMemoryBudget, format_size
+from penstock.config.limits import NIXL, RequestLimits
 from penstock.config.mixed_numerics import (
     REFERENCE,
     TORCH_FAMILIES,
@@ -99,7 +99,7 @@ def resolve_scheduler(config: EngineSettings, model: ModelFacts, room: tuple[int
 
 def _gentle_read_s(config: EngineSettings) -> float:
     """Half of what a first token may take.  A worker that is started by itself is told no gateway's limits."""
-    limits = config.limits if isinstance(config, ServeConfig) else Limits()
+    limits = config.limits if isinstance(config, ServeConfig) else RequestLimits()
     return limits.first_byte_s / 2
 
 
@@ -275,7 +275,7 @@ def _resolve(
     chunk = config.max_chunk_tokens or MAX_CHUNK_TOKENS
     size = KvPageSize(page_bytes=page_bytes, reaches=model.reaches, ahead=min(chunk, MAX_STEP_TOKENS))
     holders = max(1, sum(role is not Role.ENCODE for _, role in places))  # of KV pages
-    memory = MemoryBudget(model, holders, 2 if dtype == "bf16" else 4, machine.memory_bytes, choice)
+    memory = KvMemoryBudget(model, holders, 2 if dtype == "bf16" else 4, machine.memory_bytes, choice)
     pages, max_model_len, note = _pages(config, memory, size)
     if isinstance(config, WorkerServeConfig) and config.mixed_with is not None and choice.gpu is not None:
         pages = limit_to_host_copies(machine, size, pages, max_model_len)
@@ -363,7 +363,7 @@ def _worker(name: WorkerId, role: Role, share: CoreShare) -> WorkerPlan:
     )
 
 
-def _pages(config: EngineSettings, memory: MemoryBudget, size: KvPageSize) -> tuple[int, int, str | None]:
+def _pages(config: EngineSettings, memory: KvMemoryBudget, size: KvPageSize) -> tuple[int, int, str | None]:
     """(pages of each worker, longest context, a note if that is not the model's): one full context always fits."""
     asked, model = config.max_model_len, memory.model
     longest = context_length(config, model)

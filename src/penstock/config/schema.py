@@ -14,7 +14,7 @@ from penstock.config.limits import (
     FailoverConfig,
     KvStoreLimits,
     KvTransferConfig,
-    Limits,
+    RequestLimits,
     RoutingConfig,
     SchedulingConfig,
     SuperviseConfig,
@@ -199,7 +199,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     width: int = 0  # of a model that only reads: numbers of its vectors, or its labels
     api_key: str | None = None
     api_keys: str | None = None  # file of several keys
-    limits: Limits = Limits()
+    limits: RequestLimits = RequestLimits()
     scheduling: SchedulingConfig = SchedulingConfig()
     failover: FailoverConfig = FailoverConfig()
     routing: RoutingConfig = RoutingConfig()
@@ -307,7 +307,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     trace_endpoint: str | None = None  # URL of an OpenTelemetry collector that spans of requests are sent to
     trace_file: str | None = None  # that they are written to
     trace_sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # of requests, where the caller does not say
-    limits: Limits = Limits()
+    limits: RequestLimits = RequestLimits()
     failover: FailoverConfig = FailoverConfig()
     routing: RoutingConfig = RoutingConfig()
     turns: TurnLimits = TurnLimits()

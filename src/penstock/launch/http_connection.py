@@ -29,7 +29,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.api.http import BODY_WRITER, DISCONNECT_SIGNAL
-from penstock.config.limits import Limits, TurnLimits
+from penstock.config.limits import RequestLimits, TurnLimits
 
 # MERGED: ``asyncio.Event`` for what is waited for seldom: it keeps no queue while nobody waits (0.7 KiB
 # MERGED: each).
@@ -126,7 +126,7 @@ class _BadHeadError(Exception):
     """Stops the parser; uvicorn then asks for ``send_400_response``."""
 
 
-def guarded_protocol(limits: Limits, turns: TurnLimits | None = None) -> type[asyncio.Protocol]:
+def guarded_protocol(limits: RequestLimits, turns: TurnLimits | None = None) -> type[asyncio.Protocol]:
     """uvicorn's protocol class with these limits built in (uvicorn makes one object of it a connection)."""
     reads = ParseTurns((turns or TurnLimits()).client_reads_per_turn)
     return type("GuardedConnection", (_GuardedConnection,), {"limits": limits, "reads": reads, "__slots__": ()})
@@ -241,7 +241,7 @@ class _GuardedConnection(HttpToolsProtocol):
         "_writers",
     )
 
-    limits: Limits
+    limits: RequestLimits
     reads: ParseTurns
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

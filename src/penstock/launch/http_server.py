@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import uvicorn
 
 from penstock.clock import Clock, MonotonicClock
-from penstock.config.limits import Limits, TurnLimits
+from penstock.config.limits import RequestLimits, TurnLimits
 from penstock.config.schema import BACKLOG, TlsConfig
 from penstock.errors import ProtocolError
 from penstock.launch.channel import Channel
@@ -214,7 +214,7 @@ class HttpServer:
     def __init__(
         self,
         rim: ProcessIo,
-        limits: Limits,
+        limits: RequestLimits,
         hear: Callable[[SupervisorMessage], None],
         tls: TlsConfig | None = None,
         turns: TurnLimits | None = None,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.config.mixed_numerics import PrefillPlan, fleet_numerics
 from penstock.config.resolve import ServePlan, WorkerPlan, resolve_kv_store
 from penstock.config.schema import (
@@ -363,7 +363,7 @@ class HostProcesses:
 
 def model_vocabulary(path: Path) -> GrammarVocabulary:
     """The model's tokens for grammars, as the gateway has them.  Raises ModelError."""
-    intake = GenerationProcessor(path, name="", max_model_len=1, limits=Limits(), created=0)
+    intake = GenerationProcessor(path, name="", max_model_len=1, limits=RequestLimits(), created=0)
     try:
         return intake.vocabulary()
     finally:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from penstock import __version__
 from penstock.config.cpu_cores import format_cpus
-from penstock.config.memory_budget import format_size
+from penstock.config.kv_memory import format_size
 from penstock.config.resolve import ServePlan, WorkerPlan
 from penstock.kv_spec import FULL_ATTENTION
 from penstock.launch.model_path import ModelLocation

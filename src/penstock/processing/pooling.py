@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.config.schema import RequestConfig
 from penstock.errors import BadField, InputTooLong, ModelError, RequestError
 from penstock.interfaces import JsonObject, ModelCard, PreparedPooling, RequestContext
@@ -78,7 +78,9 @@ class ClassifyRequest(msgspec.Struct, frozen=True, kw_only=True):
     cut: int | None
 
 
-def parse_embeddings(body: Mapping[str, Any], limits: Limits, facts: ModelProperties, width: int) -> EmbeddingsRequest:
+def parse_embeddings(
+    body: Mapping[str, Any], limits: RequestLimits, facts: ModelProperties, width: int
+) -> EmbeddingsRequest:
     """``width``: numbers of a whole vector.  Raises RequestError."""
     refuse_unknown(body, EMBEDDINGS_FIELDS, facts.requests)
     fields = BodyFields(body)
@@ -97,7 +99,7 @@ def parse_embeddings(body: Mapping[str, Any], limits: Limits, facts: ModelProper
     )
 
 
-def parse_rerank(body: Mapping[str, Any], limits: Limits, facts: ModelProperties) -> RerankRequest:
+def parse_rerank(body: Mapping[str, Any], limits: RequestLimits, facts: ModelProperties) -> RerankRequest:
     """Raises RequestError."""
     refuse_unknown(body, RERANK_FIELDS, facts.requests)
     fields = BodyFields(body)
@@ -118,7 +120,7 @@ def parse_rerank(body: Mapping[str, Any], limits: Limits, facts: ModelProperties
     )
 
 
-def parse_classify(body: Mapping[str, Any], limits: Limits, facts: ModelProperties) -> ClassifyRequest:
+def parse_classify(body: Mapping[str, Any], limits: RequestLimits, facts: ModelProperties) -> ClassifyRequest:
     """Raises RequestError."""
     refuse_unknown(body, CLASSIFY_FIELDS, facts.requests)
     fields = BodyFields(body)
@@ -133,7 +135,7 @@ def parse_classify(body: Mapping[str, Any], limits: Limits, facts: ModelProperti
     return ClassifyRequest(inputs=[*parse_inputs(value, limits, facts)], cut=cut)
 
 
-def parse_inputs(value: object, limits: Limits, facts: ModelProperties) -> list[Input]:
+def parse_inputs(value: object, limits: RequestLimits, facts: ModelProperties) -> list[Input]:
     """At least one input, of any length: what is too long may be cut."""
 
     def parse_ids(where: str, ids: Sequence[Any]) -> tuple[int, ...]:
@@ -148,14 +150,14 @@ def _ids(where: str, ids: Sequence[Any], facts: ModelProperties) -> tuple[int, .
     return token_ids(where, ids, vocabulary=facts.vocabulary)
 
 
-def _pair(where: str, item: Any, limits: Limits) -> tuple[str, str]:
+def _pair(where: str, item: Any, limits: RequestLimits) -> tuple[str, str]:
     if not isinstance(item, dict) or set(item) != {"text", "text_pair"}:
         raise BadField(where, got=item, want="an object with 'text' and 'text_pair'", code=WRONG_TYPE)
     first, second = (string(f"{where}.{key}", item[key], max_chars=limits.max_body_bytes) for key in sorted(item))
     return first, second
 
 
-def _document(where: str, item: Any, limits: Limits) -> str:
+def _document(where: str, item: Any, limits: RequestLimits) -> str:
     text = item.get("text") if isinstance(item, dict) and set(item) == {"text"} else item
     if not isinstance(text, str):
         raise BadField(where, got=item, want="a string or an object with 'text'", code=WRONG_TYPE)
@@ -199,7 +201,7 @@ class PoolingModel(msgspec.Struct, frozen=True, kw_only=True):
 class PoolingModelProcessor(SingleTaskProcessor):
     """``wire.ports.Intake`` and ``wire.ports.Pools`` for one model folder."""
 
-    def __init__(self, folder: Path, served: PoolingModel, limits: Limits) -> None:
+    def __init__(self, folder: Path, served: PoolingModel, limits: RequestLimits) -> None:
         """Reads tokenizer, prompts and labels.  Raises ModelError."""
         self._served = served
         files = model_files(folder)

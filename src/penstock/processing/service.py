@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.config.schema import InputFeatures, RequestConfig
 from penstock.errors import BadField, GrammarRefused, ModelError, PromptTooLong, RequestError
 from penstock.grammar.checker_client import GrammarChecker
@@ -139,7 +139,7 @@ class GenerationProcessor:
         *,
         name: str,
         max_model_len: int,
-        limits: Limits,
+        limits: RequestLimits,
         created: int,
         offers: InputFeatures | None = None,
         requests: RequestConfig | None = None,
@@ -536,7 +536,7 @@ def _sampling_params(call: GenerationFields, max_tokens: int, grammar: Grammar |
     )
 
 
-def _remote(limits: Limits, offers: InputFeatures) -> ImageFetcher | None:
+def _remote(limits: RequestLimits, offers: InputFeatures) -> ImageFetcher | None:
     if not offers.remote_images:
         return None
     hosts = offers.remote_image_hosts
@@ -560,6 +560,6 @@ async def _hash_blocks(root: BlockHash, prompt: MultimodalPrompt) -> tuple[Block
     return tuple(hashes)
 
 
-def _templates(sources: dict[str, str], special: dict[str, str], limits: Limits) -> ChatTemplates:
+def _templates(sources: dict[str, str], special: dict[str, str], limits: RequestLimits) -> ChatTemplates:
     bounds = TemplateLimits(max_output_bytes=limits.max_template_output_bytes, max_seconds=limits.max_template_s)
     return ChatTemplates(sources, special=special, limits=bounds)

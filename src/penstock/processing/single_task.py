@@ -11,7 +11,7 @@ from typing import Never
 
 import msgspec
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import WrongTask
 from penstock.interfaces import JsonObject, ModelCard, PreparedGeneration, RequestContext, TokenizeResult
 from penstock.processing.requests.generation import parse_detokenize, parse_tokenize
@@ -35,7 +35,7 @@ class SingleTaskProcessor(ABC):
         purpose: TaskDescription,
         tokenizer: TextTokenizer,
         facts: ModelProperties,
-        limits: Limits,
+        limits: RequestLimits,
     ) -> None:
         """``tokenizer`` is closed by ``close``."""
         self._card = card

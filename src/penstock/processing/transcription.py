@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.config.schema import RequestConfig
 from penstock.errors import BadField, ModelError, PromptTooLong, RequestError, UnknownModel
 from penstock.hashing import block_hashes, chain_root
@@ -146,7 +146,7 @@ class TranscriptionFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_transcription(
-    form: MultipartForm, limits: Limits, facts: ModelProperties, languages: Collection[str]
+    form: MultipartForm, limits: RequestLimits, facts: ModelProperties, languages: Collection[str]
 ) -> TranscriptionFields:
     """Raises RequestError.  ``languages``: that can be named; of one alone none need be."""
     refuse_unknown({**form.fields, **form.files}, TRANSCRIPTION_FIELDS, facts.requests)
@@ -241,7 +241,9 @@ WindowAudio = tuple[PlacedImage, AudioInput]
 class AudioModelProcessor(SingleTaskProcessor):
     """``wire.ports.Intake`` and ``wire.ports.Hears`` for one model folder."""
 
-    def __init__(self, folder: Path, card: ModelCard, limits: Limits, requests: RequestConfig | None = None) -> None:
+    def __init__(
+        self, folder: Path, card: ModelCard, limits: RequestLimits, requests: RequestConfig | None = None
+    ) -> None:
         """Reads tokenizer, control tokens, and how sounds are prepared.  Raises ModelError."""
         files = model_files(folder)
         config = ConfigFields(load_json(files, CONFIG) or {}, files.path_of(CONFIG))

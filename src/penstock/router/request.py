@@ -24,7 +24,7 @@ from enum import Enum
 
 import msgspec
 
-from penstock.config.limits import FailoverConfig, Limits
+from penstock.config.limits import FailoverConfig, RequestLimits
 from penstock.errors import (
     DeadlineMissed,
     NoWorkers,
@@ -79,7 +79,7 @@ class FailoverLimits:
     poison_tokens: int = 8  # new tokens clear a request of the deaths before them
 
     @classmethod
-    def from_config(cls, failover: FailoverConfig, limits: Limits) -> FailoverLimits:
+    def from_config(cls, failover: FailoverConfig, limits: RequestLimits) -> FailoverLimits:
         """As it is set."""
         return cls(
             max_attempts=failover.max_attempts,

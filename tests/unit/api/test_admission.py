@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from penstock.api.admission import PROMPT_TOKEN_BYTES, Admission, Permit, QueueKey
 from penstock.clock import VirtualClock
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import QueueFull
 
-LIMITS = Limits(max_queued_requests=5, max_queued_tokens=100, max_pending_body_bytes=1000)
+LIMITS = RequestLimits(max_queued_requests=5, max_queued_tokens=100, max_pending_body_bytes=1000)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["admit", "start", "leave"]), st.lists(st.integers(0, 60), max_size=3))))
@@ -46,7 +46,7 @@ def test_the_count_is_exact_after_anything(steps: list[tuple[str, list[int]]]):
 
 
 def test_prompts_are_bounded_together_for_as_long_as_their_requests_are_open():
-    admission = Admission(Limits(max_prompt_bytes=100 * PROMPT_TOKEN_BYTES), VirtualClock())
+    admission = Admission(RequestLimits(max_prompt_bytes=100 * PROMPT_TOKEN_BYTES), VirtualClock())
     with admission.admit([90]) as permit:
         permit.started(0)
         assert admission.tokens == 0
@@ -100,7 +100,7 @@ def test_when_to_come_back_follows_how_long_others_waited():
     assert 900 <= refused.value.retry_after <= 1000
 
 
-ROOMY = Limits(max_queued_requests=8, max_queued_tokens=1000)
+ROOMY = RequestLimits(max_queued_requests=8, max_queued_tokens=1000)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 1), st.integers(1, 200)), max_size=40))

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from penstock.config.device import RUNTIME_BYTES, excludes_gpu
 from penstock.config.facts import ExtraWeights, GpuFacts, GpuReport, MachineFacts, ModelFacts, PhysicalCore
-from penstock.config.limits import Limits
+from penstock.config.kv_memory import format_size
+from penstock.config.limits import RequestLimits
 from penstock.config.load import parse_size
-from penstock.config.memory_budget import format_size
 from penstock.config.resolve import ServePlan, resolve, resolve_kv_store, resolve_worker
 from penstock.config.schema import COMPILED_GRAMMARS_BYTES, PoolingConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
@@ -355,9 +355,9 @@ def test_what_is_loaded_beside_the_model_takes_its_room() -> None:
 
 
 def test_a_prompt_that_is_read_gently_has_its_first_token_in_time() -> None:
-    assert plan(limits=Limits(first_byte_s=30.0)).scheduler.gentle_read_s == 15.0
+    assert plan(limits=RequestLimits(first_byte_s=30.0)).scheduler.gentle_read_s == 15.0
     worker = resolve_worker(WorkerServeConfig(role=Role.BOTH), WorkerId("b"), LAPTOP, STORY)
-    assert worker.scheduler.gentle_read_s == Limits().first_byte_s / 2
+    assert worker.scheduler.gentle_read_s == RequestLimits().first_byte_s / 2
 
 
 def test_compiled_grammars_of_all_workers_have_their_part_of_the_memory() -> None:

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import uvicorn
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.launch.http_connection import MAX_PIPELINED, guarded_protocol
 
-LIMITS = Limits(max_header_bytes=2000)
+LIMITS = RequestLimits(max_header_bytes=2000)
 
 
 class App:
@@ -48,7 +48,7 @@ class App:
 
 
 @contextlib.asynccontextmanager
-async def serving(limits: Limits = LIMITS) -> AsyncIterator[tuple[App, int]]:
+async def serving(limits: RequestLimits = LIMITS) -> AsyncIterator[tuple[App, int]]:
     app = App()
     config = uvicorn.Config(app, http=guarded_protocol(limits), lifespan="off", log_config=None, ws="none")
     server = uvicorn.Server(config)
@@ -110,7 +110,7 @@ async def test_a_head_that_is_too_large(head: bytes) -> None:
 
 
 async def test_a_head_that_takes_too_long() -> None:
-    async with serving(Limits(header_s=0.3)) as (app, port):
+    async with serving(RequestLimits(header_s=0.3)) as (app, port):
         answer, body = await exchange(port, b"GET / HTTP/1.1\r\nhost:")
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert body is not None
@@ -121,7 +121,7 @@ async def test_a_head_that_takes_too_long() -> None:
 
 
 async def test_a_second_head_that_takes_too_long() -> None:
-    async with serving(Limits(header_s=1.0)) as (app, port):
+    async with serving(RequestLimits(header_s=1.0)) as (app, port):
         answer, _ = await exchange(port, b"GET /one HTTP/1.1\r\nhost: x\r\n\r\n", b"GET /two HTTP/1.1\r\n")
         assert answer.startswith(b"HTTP/1.1 200 OK")
         assert b"HTTP/1.1 408 " in answer
@@ -155,7 +155,7 @@ async def test_a_flood_of_pipelined_requests_is_cut() -> None:
 
 
 async def test_a_client_that_never_reads_is_hung_up_on() -> None:
-    async with serving(Limits(idle_client_s=0.3)) as (app, port):
+    async with serving(RequestLimits(idle_client_s=0.3)) as (app, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.write(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
         await asyncio.wait_for(app.gone.wait(), 60)
@@ -165,7 +165,7 @@ async def test_a_client_that_never_reads_is_hung_up_on() -> None:
 
 async def test_a_slow_reader_is_not() -> None:
     idle_client_s = 1.0  # long enough for a machine that is busy with other things between two reads
-    async with serving(Limits(idle_client_s=idle_client_s)) as (app, port):
+    async with serving(RequestLimits(idle_client_s=idle_client_s)) as (app, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.write(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
         end = asyncio.get_running_loop().time() + 1.5 * idle_client_s

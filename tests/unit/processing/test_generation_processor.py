@@ -12,7 +12,7 @@ import pytest
 import penstock
 import small_tokenizers
 from pauses import longest_pause_of_the_loop
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import BadField, ModelError, PromptTooLong, RequestError
 from penstock.hashing import block_hashes, chain_root
 from penstock.interfaces import PreparedGeneration, RequestContext
@@ -26,7 +26,7 @@ END = 1
 
 
 def intake_of(folder: Path = STORYTELLER, **options: Any) -> GenerationProcessor:
-    limits = options.pop("limits", Limits())
+    limits = options.pop("limits", RequestLimits())
     return GenerationProcessor(
         folder, name="m", max_model_len=options.pop("max_model_len", 2048), limits=limits, created=7
     )
@@ -183,7 +183,7 @@ async def test_tokenize_and_back(intake: GenerationProcessor):
 
 
 async def test_what_is_too_long_to_tokenize_is_refused():
-    made = intake_of(limits=Limits(max_tokenize_chars=100))
+    made = intake_of(limits=RequestLimits(max_tokenize_chars=100))
     assert (await made.tokenize({"prompt": "x" * 100})).count > 1
     with pytest.raises(BadField, match="at most 100 characters"):
         await made.tokenize({"prompt": "x" * 101})
@@ -243,7 +243,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, files: dict[str, s
 
 
 async def test_a_long_chat_holds_up_nobody():
-    long = intake_of(max_model_len=1 << 20, limits=Limits(max_template_s=30.0))
+    long = intake_of(max_model_len=1 << 20, limits=RequestLimits(max_template_s=30.0))
     messages = [{"role": "user", "content": "Once upon a time there was a fox. " * 40}] * 300
     body = {"model": "m", "messages": messages, "max_tokens": 4}
     prepared = await long.chat(body, ENVELOPE)

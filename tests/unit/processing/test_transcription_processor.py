@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import ModelError, QueueFull, RequestError, UnknownModel, WrongTask
 from penstock.hashing import block_hashes, chain_root, media_hash
 from penstock.interfaces import ModelCard, MultipartForm, RequestContext
@@ -25,7 +25,7 @@ BEGIN = 64
 
 @pytest.fixture(scope="module")
 def intake(tmp_path_factory: pytest.TempPathFactory) -> AudioModelProcessor:
-    return AudioModelProcessor(write_whisper(tmp_path_factory.mktemp("whisper")), CARD, Limits())
+    return AudioModelProcessor(write_whisper(tmp_path_factory.mktemp("whisper")), CARD, RequestLimits())
 
 
 def form(file: bytes | None = None, **fields: Any) -> MultipartForm:
@@ -127,7 +127,7 @@ async def test_nothing_else_is_asked_of_such_a_model(intake: AudioModelProcessor
 
 async def test_samples_of_all_requests_have_bounds(tmp_path: Path) -> None:
     tight = AudioModelProcessor(
-        write_whisper(tmp_path), CARD, msgspec.structs.replace(Limits(), max_pending_audio_s=1.0)
+        write_whisper(tmp_path), CARD, msgspec.structs.replace(RequestLimits(), max_pending_audio_s=1.0)
     )
     first = await tight.listen(form(wav(tones(3.0)), language="en"), ENVELOPE, translates=False)  # nobody else is heard
     with pytest.raises(QueueFull, match="max_pending_audio_s"):
@@ -146,7 +146,7 @@ async def test_a_model_of_one_language(tmp_path: Path) -> None:
     folder = write_whisper(tmp_path)
     file = folder / "generation_config.json"
     file.write_bytes(msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | {"is_multilingual": False}))
-    english = AudioModelProcessor(folder, CARD, Limits())
+    english = AudioModelProcessor(folder, CARD, RequestLimits())
     listening = await english.listen(form(), ENVELOPE, translates=False)
     assert await listening.asks_language() is None
     request, _ = await listening.window(0)
@@ -158,14 +158,14 @@ async def test_a_model_of_one_language(tmp_path: Path) -> None:
 def test_what_cannot_be_served_is_said_at_the_start(tmp_path: Path) -> None:
     folder = write_whisper(tmp_path)
     with pytest.raises(ModelError, match="leaves no room for an answer"):
-        AudioModelProcessor(folder, msgspec.structs.replace(CARD, max_model_len=80), Limits())
+        AudioModelProcessor(folder, msgspec.structs.replace(CARD, max_model_len=80), RequestLimits())
     file = folder / "generation_config.json"
     written = msgspec.json.decode(file.read_bytes())
     file.write_bytes(msgspec.json.encode(written | {"suppress_tokens": [VOCAB]}))
     with pytest.raises(ModelError, match="suppress_tokens must be ids below"):
-        AudioModelProcessor(folder, CARD, Limits())
+        AudioModelProcessor(folder, CARD, RequestLimits())
     file.write_bytes(msgspec.json.encode(written))
     tokenizer = folder / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|notimestamps|>", "<|untimed|>"))
     with pytest.raises(ModelError, match=r"no special token <\|notimestamps\|>"):
-        AudioModelProcessor(folder, CARD, Limits())
+        AudioModelProcessor(folder, CARD, RequestLimits())

@@ -1,5 +1,5 @@
 """Sounds of requests, beside the event loop and within bounds: from a file to samples, and from a window to what a
-prompt begins with.  At most ``THREADS`` are worked at, and so many may wait (``Limits.max_queued_audio``).
+prompt begins with.  At most ``THREADS`` are worked at, and so many may wait (``RequestLimits.max_queued_audio``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import ModelError, QueueFull
 from penstock.hashing import media_hash, medium_salt
 from penstock.processing.multimodal.audio_decode import PIECE_BYTES, WavFile, decode_samples, resample, resampling_bytes
@@ -203,7 +203,7 @@ class SampleReservation:
 class AudioPipeline:
     """The sounds of one model's requests."""
 
-    def __init__(self, recipe: AudioFeatureConfig, limits: Limits) -> None:
+    def __init__(self, recipe: AudioFeatureConfig, limits: RequestLimits) -> None:
         self.recipe = recipe
         self._features = LogMelExtractor(recipe)
         self._limits = limits

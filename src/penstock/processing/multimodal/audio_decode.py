@@ -18,7 +18,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import RequestError
 
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
@@ -66,7 +66,7 @@ class WavFile(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.data) / (self.channels * self.bits // 8) / self.rate
 
 
-def read_wav(raw: bytes, limits: Limits) -> WavFile:
+def read_wav(raw: bytes, limits: RequestLimits) -> WavFile:
     """The head of a file.  Raises RequestError, which names what is wrong or which limit is passed."""
     if len(raw) > limits.max_audio_bytes:
         raise bad_audio(f"it has {len(raw)} bytes, at most {limits.max_audio_bytes} are allowed (max_audio_bytes).")

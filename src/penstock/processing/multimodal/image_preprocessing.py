@@ -13,7 +13,7 @@ import zlib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import RequestError
 from penstock.types import ImageInput
 
@@ -164,7 +164,7 @@ def bad_image(where: str, why: str) -> RequestError:
     return RequestError(f"Invalid image in '{where}': {why}", param=where, code="invalid_image")
 
 
-def decoding_bytes(raw: bytes, where: str, limits: Limits) -> int:
+def decoding_bytes(raw: bytes, where: str, limits: RequestLimits) -> int:
     """What ``decode_image`` takes at its peak.  From the file's head alone; 0 for a file that will be refused."""
     from PIL import Image
 
@@ -202,7 +202,7 @@ _MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")
 """With a length behind it: not a byte of entropy-coded data, fill bytes, or one of the markers that stand alone."""
 
 
-def decode_image(raw: bytes, recipe: ImagePreprocessorConfig, limits: Limits, where: str) -> ImageInput:
+def decode_image(raw: bytes, recipe: ImagePreprocessorConfig, limits: RequestLimits, where: str) -> ImageInput:
     """What the model sees of this file; of a moving one, the first frame.  Raises RequestError, naming ``where``."""
     from PIL import Image, UnidentifiedImageError
 
@@ -222,11 +222,13 @@ def decode_image(raw: bytes, recipe: ImagePreprocessorConfig, limits: Limits, wh
         raise bad_image(where, "there is no memory to decode it.") from None
 
 
-def _too_many_pixels(where: str, limits: Limits) -> RequestError:
+def _too_many_pixels(where: str, limits: RequestLimits) -> RequestError:
     return bad_image(where, f"it has more than {limits.max_image_pixels} pixels (max_image_pixels).")
 
 
-def _checked_size(image: Image.Image, recipe: ImagePreprocessorConfig, limits: Limits, where: str) -> tuple[int, int]:
+def _checked_size(
+    image: Image.Image, recipe: ImagePreprocessorConfig, limits: RequestLimits, where: str
+) -> tuple[int, int]:
     """(rows, columns) of tokens.  From the file's head alone."""
     width, height = image.size
     if width * height > limits.max_image_pixels:

@@ -1,7 +1,7 @@
 """All images of one chat, beside the event loop and within bounds: from URLs to pictures, and into the prompt.
 
 At most ``THREADS`` images are decoded at a time, in bounded memory, and so many may wait as
-``Limits.max_queued_images`` says.
+``RequestLimits.max_queued_images`` says.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import QueueFull, RequestError
 from penstock.hashing import media_hash, medium_salt
 from penstock.processing.multimodal.image_fetch import ImageFetcher
@@ -49,7 +49,7 @@ class MultimodalPrompt(msgspec.Struct, frozen=True):
 class ImagePipeline:
     """The images of one model's chats."""
 
-    def __init__(self, recipe: ImagePreprocessorConfig, limits: Limits, remote: ImageFetcher | None) -> None:
+    def __init__(self, recipe: ImagePreprocessorConfig, limits: RequestLimits, remote: ImageFetcher | None) -> None:
         """``remote`` None: images come within the request only."""
         self.recipe = recipe
         self._limits = limits

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.config.schema import RequestConfig
 from penstock.errors import BadField, PromptTooLong, RequestError, UnknownModel
 from penstock.processing.chat.template import RESERVED
@@ -124,7 +124,9 @@ ParseIds = Callable[[str, Sequence[Any]], tuple[int, ...]]
 _WANT = "a string, an array of strings, an array of token ids, or an array of such arrays"
 
 
-def parse_prompts(value: object, limits: Limits, facts: ModelProperties, *, keep: int | None = None) -> list[Prompt]:
+def parse_prompts(
+    value: object, limits: RequestLimits, facts: ModelProperties, *, keep: int | None = None
+) -> list[Prompt]:
     """At least one prompt, each short enough for the model.  Of token ids only the last ``keep`` are kept."""
 
     def parse_ids(where: str, ids: Sequence[Any]) -> tuple[int, ...]:
@@ -249,7 +251,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: bool
 
 
-def parse_chat(body: Mapping[str, Any], limits: Limits, facts: ModelProperties) -> ChatRequest:
+def parse_chat(body: Mapping[str, Any], limits: RequestLimits, facts: ModelProperties) -> ChatRequest:
     """Raises RequestError, the model's name first: a wrong address is told before a wrong letter."""
     refuse_unknown(body, CHAT_FIELDS, facts.requests)
     refuse_large(body, CHAT_FIELDS - IGNORED_FIELDS, limits.max_ignored_chars)
@@ -267,7 +269,7 @@ def parse_chat(body: Mapping[str, Any], limits: Limits, facts: ModelProperties) 
     return ChatRequest(call=call, text=parse_chat_text(fields, (messages, images), limits))
 
 
-def parse_completion(body: Mapping[str, Any], limits: Limits, facts: ModelProperties) -> CompletionRequest:
+def parse_completion(body: Mapping[str, Any], limits: RequestLimits, facts: ModelProperties) -> CompletionRequest:
     """Raises RequestError."""
     refuse_unknown(body, COMPLETION_FIELDS, facts.requests)
     refuse_large(body, COMPLETION_FIELDS - IGNORED_FIELDS, limits.max_ignored_chars)
@@ -295,7 +297,7 @@ def parse_completion(body: Mapping[str, Any], limits: Limits, facts: ModelProper
 
 
 def parse_tokenize(
-    body: Mapping[str, Any], limits: Limits, facts: ModelProperties
+    body: Mapping[str, Any], limits: RequestLimits, facts: ModelProperties
 ) -> tuple[ChatInput | str, bool, bool]:
     """What to tokenize, whether with special tokens, and whether to tell the tokens' strings."""
     refuse_unknown(body, TOKENIZE_FIELDS, facts.requests)
@@ -338,7 +340,9 @@ def parse_model(fields: BodyFields, facts: ModelProperties, *, required: bool) -
         raise UnknownModel(name[:128], facts.name)
 
 
-def parse_chat_text(fields: BodyFields, given: tuple[list[Message], list[ImageUrl]], limits: Limits) -> ChatInput:
+def parse_chat_text(
+    fields: BodyFields, given: tuple[list[Message], list[ImageUrl]], limits: RequestLimits
+) -> ChatInput:
     """The messages and their images, the tools, and how the template is to end."""
     messages, images = given
     continues = fields.boolean("continue_final_message")
@@ -371,7 +375,7 @@ def _parse_effort(fields: BodyFields) -> dict[str, Any]:
     return {"reasoning_effort": effort} | ({"enable_thinking": False, "thinking": False} if effort == "none" else {})
 
 
-def parse_chat_logprobs(fields: BodyFields, limits: Limits) -> int | None:
+def parse_chat_logprobs(fields: BodyFields, limits: RequestLimits) -> int | None:
     """``logprobs`` switches them on, ``top_logprobs`` says how many alternatives."""
     wanted = fields.boolean("logprobs")
     top = fields.integer("top_logprobs", low=0, high=limits.max_top_logprobs)
@@ -402,13 +406,13 @@ def refuse_best_of(fields: BodyFields, call: GenerationFields) -> None:
         raise unsupported("best_of", "this server shows every choice that it makes; 'best_of' may only equal 'n'.")
 
 
-def _parse_messages(value: Any, limits: Limits, facts: ModelProperties, images: list[ImageUrl]) -> list[Message]:
+def _parse_messages(value: Any, limits: RequestLimits, facts: ModelProperties, images: list[ImageUrl]) -> list[Message]:
     lenient = facts.requests.unknown_fields == "ignore"
     return parse_messages(value, limits, images if facts.sees else None, lenient=lenient)
 
 
 def _parse_call(
-    fields: BodyFields, limits: Limits, facts: ModelProperties, *, logprobs: int | None, ends: tuple[int, str]
+    fields: BodyFields, limits: RequestLimits, facts: ModelProperties, *, logprobs: int | None, ends: tuple[int, str]
 ) -> GenerationFields:
     """``ends``: the fewest tokens that may be asked for, and what is said of no number."""
     stream = fields.boolean("stream")

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import BadField, RequestError
 from penstock.processing.requests.fields import WRONG_TYPE, array, mapping, number, string, unsupported
 
@@ -46,7 +46,7 @@ class ImageUrl(msgspec.Struct, frozen=True):
 
 
 def parse_messages(
-    value: object, limits: Limits, images: list[ImageUrl] | None = None, *, lenient: bool = False
+    value: object, limits: RequestLimits, images: list[ImageUrl] | None = None, *, lenient: bool = False
 ) -> list[Message]:
     """At least one message, each with a role, and text or tool calls.
 
@@ -72,7 +72,7 @@ def parse_messages(
     return messages
 
 
-def _check_parts(items: Sequence[Any], limits: Limits) -> None:
+def _check_parts(items: Sequence[Any], limits: RequestLimits) -> None:
     """How many parts and calls there are."""
     lists = [item.get(name) for item in items if isinstance(item, dict) for name in ("content", "tool_calls")]
     parts = sum(len(given) for given in lists if isinstance(given, list))
@@ -85,7 +85,7 @@ def _check_parts(items: Sequence[Any], limits: Limits) -> None:
         )
 
 
-def _check_arguments(messages: Sequence[Message], limits: Limits) -> None:
+def _check_arguments(messages: Sequence[Message], limits: RequestLimits) -> None:
     """How many brackets there are in the arguments of calls: they become arrays and objects for templates."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     texts = [call["function"]["arguments"] for call in calls]
@@ -99,7 +99,9 @@ def _check_arguments(messages: Sequence[Message], limits: Limits) -> None:
         )
 
 
-def _parse_message(where: str, item: Mapping[str, Any], limits: Limits, images: list[ImageUrl] | None) -> Message:
+def _parse_message(
+    where: str, item: Mapping[str, Any], limits: RequestLimits, images: list[ImageUrl] | None
+) -> Message:
     role = _parse_role(f"{where}.role", item.get("role"))
     _refuse_unknown(where, item, _KNOWN_BY_ROLE.get(role, _KNOWN))
     message: Message = {"role": _TEMPLATE_ROLES.get(role, role)}
@@ -168,7 +170,7 @@ def _parse_role(where: str, role: object) -> str:
     return role
 
 
-def _parse_calls(where: str, item: Mapping[str, Any], limits: Limits) -> list[dict[str, Any]]:
+def _parse_calls(where: str, item: Mapping[str, Any], limits: RequestLimits) -> list[dict[str, Any]]:
     """``tool_calls``, or the old ``function_call``, which is one of them without an id."""
     calls: Sequence[Any] = ()
     if item.get("tool_calls") is not None:
@@ -201,7 +203,7 @@ def _parse_name(where: str, name: object) -> str:
 
 
 def _parse_content(
-    where: str, content: object, of: tuple[str, Limits], images: list[ImageUrl] | None
+    where: str, content: object, of: tuple[str, RequestLimits], images: list[ImageUrl] | None
 ) -> str | list[dict[str, str]]:
     if content is None:
         raise BadField(where, got=None, want="a string or an array of text parts", code=WRONG_TYPE)
@@ -231,7 +233,7 @@ def _parse_content(
     return parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts
 
 
-def _parse_image(where: str, part: Mapping[str, Any], of: tuple[str, Limits], before: int) -> ImageUrl:
+def _parse_image(where: str, part: Mapping[str, Any], of: tuple[str, RequestLimits], before: int) -> ImageUrl:
     """``detail`` changes nothing: every image is read at the size that the model's makers give it."""
     role, limits = of
     if role != "user":
@@ -307,7 +309,7 @@ def parse_template_arguments(value: object, reserved: frozenset[str]) -> dict[st
     return dict(entries)
 
 
-def parse_documents(value: object, limits: Limits) -> list[dict[str, Any]] | None:
+def parse_documents(value: object, limits: RequestLimits) -> list[dict[str, Any]] | None:
     """``documents`` for templates that quote them: objects of texts and numbers."""
     if value is None:
         return None

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.config.schema import RequestConfig
 from penstock.errors import BadField, RequestError
 from penstock.processing.requests.fields import (
@@ -85,7 +85,9 @@ class LengthRules(msgspec.Struct, frozen=True, kw_only=True):
     always: bool  # end tokens end it in any case
 
 
-def parse_sampling(fields: BodyFields, limits: Limits, facts: ModelProperties, ends: LengthRules) -> SamplingFields:
+def parse_sampling(
+    fields: BodyFields, limits: RequestLimits, facts: ModelProperties, ends: LengthRules
+) -> SamplingFields:
     """All fields in ``SAMPLING_FIELDS`` (and ``max_completion_tokens``)."""
     max_tokens = parse_max_tokens(fields, facts.max_model_len, ends)
     suggested = facts.sampling
@@ -144,7 +146,7 @@ def parse_repetition_penalty(fields: BodyFields, suggested: SamplingDefaults) ->
     return fields.number("repetition_penalty", low=_LEAST_REPETITION_PENALTY, high=2, default=default)
 
 
-def parse_logit_bias(fields: BodyFields, limits: Limits, facts: ModelProperties) -> dict[int, float]:
+def parse_logit_bias(fields: BodyFields, limits: RequestLimits, facts: ModelProperties) -> dict[int, float]:
     """An object from token ids, written as strings, to numbers from -100 to 100."""
     value = fields.raw("logit_bias")
     if value is None:
@@ -166,7 +168,7 @@ def _token_key(name: str, key: str, vocabulary: int) -> int:
     return int(key)
 
 
-def parse_stop(fields: BodyFields, limits: Limits) -> tuple[str, ...]:
+def parse_stop(fields: BodyFields, limits: RequestLimits) -> tuple[str, ...]:
     """A string or a list of strings, none of them empty."""
     value = fields.raw("stop")
     if value is None:
@@ -179,7 +181,9 @@ def parse_stop(fields: BodyFields, limits: Limits) -> tuple[str, ...]:
     return tuple(dict.fromkeys(words))
 
 
-def parse_stop_token_ids(fields: BodyFields, limits: Limits, facts: ModelProperties, *, ends: bool) -> tuple[int, ...]:
+def parse_stop_token_ids(
+    fields: BodyFields, limits: RequestLimits, facts: ModelProperties, *, ends: bool
+) -> tuple[int, ...]:
     """The client's, and the model's end tokens unless ``ignore_eos``; those also where ``ends``."""
     value: Any = fields.raw("stop_token_ids")
     own = () if fields.boolean("ignore_eos") and not ends else facts.end_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.processing.lora import LOAD_FIELDS, UNLOAD_FIELDS
 from penstock.processing.pooling import CLASSIFY_FIELDS, EMBEDDINGS_FIELDS, RERANK_FIELDS
 from penstock.processing.requests.generation import (
@@ -33,7 +33,7 @@ _PROMPT: Schema = {"anyOf": [_TEXT, _TEXTS, _IDS, {"type": "array", "items": _ID
 _INT64 = 1 << 63
 
 
-def request_schemas(limits: Limits, *, unknown_fields: str = "refuse") -> Mapping[str, Schema]:
+def request_schemas(limits: RequestLimits, *, unknown_fields: str = "refuse") -> Mapping[str, Schema]:
     """By path; ``unknown_fields``: as ``config.schema.RequestConfig``."""
     open_to_more = unknown_fields == "ignore"
     known = _fields(limits)
@@ -89,7 +89,7 @@ _TEXTS_OF_ANY_KIND = (
 _COUNTS = ("dimensions", "max_tokens_per_doc", "top_n")
 
 
-def _fields(limits: Limits) -> dict[str, Schema]:
+def _fields(limits: RequestLimits) -> dict[str, Schema]:
     """By name, where a name means the same everywhere."""
     options = dict.fromkeys(STREAM_OPTIONS, _SWITCH)
     return {
@@ -114,7 +114,7 @@ def _fields(limits: Limits) -> dict[str, Schema]:
     }
 
 
-def _sampling(limits: Limits) -> dict[str, Schema]:
+def _sampling(limits: RequestLimits) -> dict[str, Schema]:
     stop = _string(limits.max_stop_chars)
     return {
         "temperature": _number(0, 2),
@@ -136,7 +136,7 @@ def _sampling(limits: Limits) -> dict[str, Schema]:
     }
 
 
-def _forms(limits: Limits) -> dict[str, Schema]:
+def _forms(limits: RequestLimits) -> dict[str, Schema]:
     texts = _TEXTS | {"minItems": 1, "maxItems": limits.max_grammar_choices}
     grammar = _string(limits.max_grammar_chars)
     return {

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.config.schema import RequestConfig
 from penstock.errors import BadField, RequestError
 from penstock.processing.requests.fields import WRONG_TYPE, BodyFields, array, boolean, mapping, string, unsupported
@@ -66,7 +66,7 @@ def parse_json_form(fields: BodyFields, config: RequestConfig) -> JsonOptions:
     )
 
 
-def parse_grammar(fields: BodyFields, limits: Limits, form: JsonOptions) -> RequestedGrammar | None:
+def parse_grammar(fields: BodyFields, limits: RequestLimits, form: JsonOptions) -> RequestedGrammar | None:
     """What the answer must look like; None for plain text.  Raises RequestError."""
     given = _GrammarFields(limits, form)
     found = [*given.response_format(fields), *given.structured_outputs(fields), *given.guided(fields)]
@@ -81,7 +81,7 @@ def parse_grammar(fields: BodyFields, limits: Limits, form: JsonOptions) -> Requ
 class _GrammarFields:
     """Reads the fields of one request."""
 
-    def __init__(self, limits: Limits, form: JsonOptions) -> None:
+    def __init__(self, limits: RequestLimits, form: JsonOptions) -> None:
         self._limits = limits
         self._form = form
 
@@ -175,7 +175,7 @@ class _GrammarFields:
         return msgspec.structs.replace(grammar, compact=self._form.compact, closed=self._form.closed)
 
 
-def _choice_grammar(value: object, where: str, limits: Limits) -> Grammar:
+def _choice_grammar(value: object, where: str, limits: RequestLimits) -> Grammar:
     items = array(where, value, max_items=limits.max_grammar_choices, what="strings")
     if not items:
         raise BadField(where, got="an empty array", want="at least one string", code="empty_array")
@@ -185,7 +185,7 @@ def _choice_grammar(value: object, where: str, limits: Limits) -> Grammar:
     return _grammar(GrammarKind.CHOICE, json.dumps(list(dict.fromkeys(items))), where, limits)
 
 
-def _grammar(kind: GrammarKind, text: str, where: str, limits: Limits) -> Grammar:
+def _grammar(kind: GrammarKind, text: str, where: str, limits: RequestLimits) -> Grammar:
     """Sizes are those of the JSON that travels, in characters."""
     if len(text) > limits.max_grammar_chars:
         got = f"{len(text)} characters"
@@ -195,11 +195,11 @@ def _grammar(kind: GrammarKind, text: str, where: str, limits: Limits) -> Gramma
     return Grammar(kind=kind, text=text)
 
 
-def _text(where: str, value: object, limits: Limits) -> str:
+def _text(where: str, value: object, limits: RequestLimits) -> str:
     return string(where, value, max_chars=limits.max_grammar_chars)
 
 
-def _parsed(where: str, text: str, limits: Limits) -> object:
+def _parsed(where: str, text: str, limits: RequestLimits) -> object:
     """A schema that came as a string of JSON, as vLLM allows."""
     _text(where, text, limits)
     try:
@@ -235,7 +235,7 @@ class ToolOptions(msgspec.Struct, frozen=True, kw_only=True):
         return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
 
 
-def parse_tooling(fields: BodyFields, limits: Limits) -> ToolOptions:
+def parse_tooling(fields: BodyFields, limits: RequestLimits) -> ToolOptions:
     """The tools that may be called: none, if ``tool_choice`` says so."""
     tools = _parse_tools(fields.raw("tools"), limits)
     parallel = fields.boolean("parallel_tool_calls", default=True)
@@ -279,7 +279,7 @@ def _named(entry: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _parse_tools(value: object, limits: Limits) -> tuple[dict[str, Any], ...]:
+def _parse_tools(value: object, limits: RequestLimits) -> tuple[dict[str, Any], ...]:
     if value is None:
         return ()
     items = array("tools", value, max_items=limits.max_tools, what="tools")

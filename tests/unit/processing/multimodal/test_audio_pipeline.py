@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from transformers import WhisperFeatureExtractor
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import ModelError, RequestError
 from penstock.processing.multimodal.audio import (
     AudioFeatureConfig,
@@ -31,7 +31,7 @@ REAL = AudioFeatureConfig(rate=16_000, seconds=30, fft=400, hop=160, bands=80, t
 
 
 def read(raw: bytes) -> NDArray[np.float32]:
-    return decode_samples(read_wav(raw, Limits()))
+    return decode_samples(read_wav(raw, RequestLimits()))
 
 
 WAVE = np.array([0.0, 0.5, -0.5, -1.0, 0.25])
@@ -102,7 +102,7 @@ def test_refusals_say_what_came(raw: bytes, why: str) -> None:
 
 def test_a_file_that_is_too_large_is_not_looked_at() -> None:
     with pytest.raises(RequestError, match="max_audio_bytes"):
-        read_wav(SHORT, msgspec.structs.replace(Limits(), max_audio_bytes=100))
+        read_wav(SHORT, msgspec.structs.replace(RequestLimits(), max_audio_bytes=100))
 
 
 @pytest.mark.parametrize("rate", [8_000, 11_025, 22_050, 44_100, 48_000, 15_999])
@@ -182,7 +182,7 @@ def test_a_written_file_is_what_was_written() -> None:
 def test_a_sound_is_read_in_bounded_memory() -> None:
     """Beside the file no more than what is counted for its samples."""
     raw = riff(PCM, 8, bytes(4_000_000), rate=192_000)
-    recording = read_wav(raw, Limits())
+    recording = read_wav(raw, RequestLimits())
     tracemalloc.start()
     try:
         samples_N = resample(decode_samples(recording), recording.rate, 16_000)

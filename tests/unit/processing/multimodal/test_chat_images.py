@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import QueueFull, RequestError
 from penstock.hashing import block_hashes, chain_root, media_hash
 from penstock.interfaces import Caller, RequestContext
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def intake_of(folder: Path, **limits: Any) -> GenerationProcessor:
-    return GenerationProcessor(folder, name="m", max_model_len=1024, limits=Limits(**limits), created=7)
+    return GenerationProcessor(folder, name="m", max_model_len=1024, limits=RequestLimits(**limits), created=7)
 
 
 async def ask(intake: GenerationProcessor, content: Any, role: str = "user") -> ValidRequest:

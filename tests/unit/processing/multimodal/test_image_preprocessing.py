@@ -10,7 +10,7 @@ import zlib
 import pytest
 from PIL import Image
 
-from penstock.config.limits import Limits
+from penstock.config.limits import RequestLimits
 from penstock.errors import ModelError, RequestError
 from penstock.processing.multimodal import image_preprocessing
 from penstock.processing.multimodal.image_preprocessing import (
@@ -36,7 +36,7 @@ RECIPE = ImagePreprocessorConfig(
 
 
 def read(raw: bytes, **limits: int) -> ImageInput:
-    return decode_image(raw, RECIPE, Limits(**limits), "here")
+    return decode_image(raw, RECIPE, RequestLimits(**limits), "here")
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -188,7 +188,7 @@ def test_a_jpeg_of_many_passes_is_refused_before_the_first_of_them(monkeypatch: 
 
 
 def test_what_decoding_takes_is_known_from_the_head():
-    assert decoding_bytes(bomb(4000, 3000), "here", Limits()) == 4000 * 3000 * 12
-    assert decoding_bytes(b"nothing", "here", Limits()) == 0
+    assert decoding_bytes(bomb(4000, 3000), "here", RequestLimits()) == 4000 * 3000 * 12
+    assert decoding_bytes(b"nothing", "here", RequestLimits()) == 0
     with pytest.raises(RequestError, match="max_image_pixels"):
-        decoding_bytes(bomb(8000, 8000), "here", Limits())
+        decoding_bytes(bomb(8000, 8000), "here", RequestLimits())

@@ -21,7 +21,7 @@ KV_CONTEXTS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryBudget:
+class KvMemoryBudget:
     """The memory that a model and its pages share: the host's, or a GPU's own."""
 
     model: ModelFacts
