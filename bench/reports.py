@@ -64,7 +64,7 @@ class Played:
             incarnation=1,
             role=Role.BOTH,
             endpoint=self.listener.endpoint,
-            carrier="curve",
+            connector="curve",
             scheduler=SchedulerConfig(pages=64),
         )
         self._asks = GatewayRequests(config.gateway_silence_s)

@@ -133,7 +133,7 @@ class Worker:
             incarnation=1,
             role=Role.BOTH,
             endpoint=f"ipc://@penstock-bench-step-{os.getpid()}",
-            carrier="memory",
+            connector="memory",
             scheduler=SchedulerConfig(pages=pages, max_model_len=length, max_running=max(args.rows)),
             hand_over=HandOverConfig(),
         )

@@ -115,7 +115,7 @@ class Bench:
             incarnation=1,
             role=Role.BOTH,
             endpoint="memory://both-0",
-            carrier="memory",
+            connector="memory",
             scheduler=SchedulerConfig(pages=pages, max_model_len=tokens + 64, prefill_step_budget_ms=1e9),
         )  # fmt: skip
         cost = StepCostModel((1e-3, 1e-3, 1e-9, 1e-3)) if tier else StepCostModel()

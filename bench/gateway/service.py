@@ -106,7 +106,7 @@ class Service:
                 _watched(watch)
             logging.disable(logging.WARNING)
             threading.Thread(target=_answer, args=(line, watch), daemon=True).start()
-            front.job(config.name, 1, theirs).body()
+            front.child_spec(config.name, 1, theirs).main()
 
         self.gateway = Child(gateway)
         listener.close()

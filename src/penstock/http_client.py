@@ -261,7 +261,7 @@ class HttpStreamClient:
         """
         return await self._exchange(_post(body), path, on_event, _Course())
 
-    async def post_until_told(self, path: str, body: bytes, on_event: OnEvent, *, key: str) -> HttpReply:
+    async def post_resumable(self, path: str, body: bytes, on_event: OnEvent, *, key: str) -> HttpReply:
         """As ``post`` with the idempotency key ``key``: a stream that breaks off is asked for again from where it did,
         for ``RESUME_S``.  Raises StreamError."""
         course = _Course()

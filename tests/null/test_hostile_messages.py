@@ -419,7 +419,7 @@ async def test_what_comes_over_the_supervisors_channel_is_taken_or_refused(kind:
     fake, ours, theirs = Fake(), *Channel.pair()
     await fake.begin()
     restarts = RestartPolicy.of(SuperviseConfig())
-    restarts.admit(["both-0"])
+    restarts.add_workers(["both-0"])
     for frame in mutations(sample(kind, worker=fake.worker)):
         with socket.socket(fileno=os.dup(theirs.fileno())) as raw:
             raw.send(frame[:MAX_MESSAGE_BYTES])

@@ -82,7 +82,7 @@ class OneModel:
     def __init__(self, at: Upstream) -> None:
         self._at = at
 
-    def find(self, name: str) -> str | None:
+    def find_entry(self, name: str) -> str | None:
         return name if name == MODEL else None
 
     def names(self) -> list[str]:
@@ -95,7 +95,7 @@ class OneModel:
     async def use(self, entry: str) -> AsyncIterator[Upstream]:
         yield self._at
 
-    def peek(self, entry: str) -> Upstream | None:
+    def loaded_upstream(self, entry: str) -> Upstream | None:
         return self._at
 
     async def load(self, entry: str) -> None: ...

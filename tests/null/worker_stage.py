@@ -142,7 +142,7 @@ class StageWorker:
             incarnation=incarnation,
             role=role,
             endpoint=self.endpoint,
-            carrier="memory",
+            connector="memory",
             vocabulary=VOCAB,
             scheduler=SchedulerConfig(reaches=stage.layout.shape.reaches, **scheduler),
             hand_over=stage.hand_over,

@@ -119,7 +119,7 @@ async def test_a_stream_is_asked_for_again_behind_the_last_event_that_was_handle
         taken.append(data)
 
     async with scripted(script) as server, HttpStreamClient(server.url) as client:
-        await client.post_until_told("/", b"{}", take, key="k")
+        await client.post_resumable("/", b"{}", take, key="k")
     assert taken == [b"1", b"2", b"[DONE]"]
     assert [asked.headers.get("last-event-id") for asked in server.asked] == [None, "0:2"]
 

@@ -64,7 +64,7 @@ _encode = msgspec.json.Encoder().encode
 class CatalogModels(Protocol):
     """The models of a catalogue (``launch.house.ModelHouse``)."""
 
-    def find(self, name: str) -> str | None:
+    def find_entry(self, name: str) -> str | None:
         """The entry that this name or alias means."""
         ...
 
@@ -76,7 +76,7 @@ class CatalogModels(Protocol):
         """Load it if need be, and keep it while the scope lasts.  Raises NoWorkers, CapacityError."""
         ...
 
-    def peek(self, entry: str) -> Upstream | None:
+    def loaded_upstream(self, entry: str) -> Upstream | None:
         """Where it is, if it is loaded now."""
         ...
 
@@ -198,7 +198,7 @@ class _Service:
         return entry, _encode({**body, "model": entry}) if aliased else raw
 
     def _entry(self, name: str) -> str:
-        entry = self._models.find(name)
+        entry = self._models.find_entry(name)
         if entry is None:
             raise UnknownModel(name[:128], ", ".join(self._models.names()))
         return entry
@@ -252,7 +252,7 @@ def _questions(store: FrontServices) -> list[Route]:
 
     async def one_model(request: Request) -> Response:
         name = request.path_params["name"]
-        entry = models.find(name)
+        entry = models.find_entry(name)
         if entry is None:
             answer = error_response(UnknownModel(name[:128], ", ".join(models.names())))
             return Response(answer.body, answer.status, media_type="application/json")
@@ -268,8 +268,8 @@ def _questions(store: FrontServices) -> list[Route]:
         return _json({"workers": await _all_workers(models), "models": list(models.rows())})
 
     async def metrics(request: Request) -> Response:
-        entry = models.find(request.query_params.get("model", ""))
-        to = None if entry is None else models.peek(entry)
+        entry = models.find_entry(request.query_params.get("model", ""))
+        to = None if entry is None else models.loaded_upstream(entry)
         if to is None:
             known = "\n".join(f"# /metrics?model={quote(row['name'])}  {row['state']}" for row in models.rows())
             return Response(f"# a page for each loaded model:\n{known}\n", media_type="text/plain; version=0.0.4")
@@ -291,7 +291,7 @@ async def _all_workers(models: CatalogModels) -> list[dict[str, Any]]:
     """Of all loaded models; one that does not answer has none to show."""
     rows: list[dict[str, Any]] = []
     for name in models.names():
-        to = models.peek(name)
+        to = models.loaded_upstream(name)
         if to is None:
             continue
         try:

@@ -54,7 +54,7 @@ class ModelManager:
         """Load what is pinned, in order."""
         for place in self._places.values():
             if place.pinned:
-                self._carry_out(self._residents.want(place.name))
+                self._carry_out(self._residents.request_model(place.name))
 
     async def close(self) -> None:
         """Ask nobody any more."""
@@ -64,7 +64,7 @@ class ModelManager:
 
     # --- edge.catalogue.Models ---------------------------------------------------------------------------------------
 
-    def find(self, name: str) -> str | None:
+    def find_entry(self, name: str) -> str | None:
         """See ``CatalogModels``."""
         return self._entries.get(name)
 
@@ -81,7 +81,7 @@ class ModelManager:
             for row, place in zip(rows, places, strict=True)
         ]
 
-    def peek(self, entry: str) -> Upstream | None:
+    def loaded_upstream(self, entry: str) -> Upstream | None:
         """See ``CatalogModels``."""
         loaded = self._residents.state(entry) in (ModelState.LOADED, ModelState.CLOSING)
         return self._at[entry][1] if loaded and entry in self._at else None
@@ -91,11 +91,11 @@ class ModelManager:
         """See ``CatalogModels``."""
         await self._wait(entry)
         # Nothing else runs between the last look and this: the model is loaded, and from here on it is used.
-        self._carry_out(self._residents.began(entry, self._clock.now()))
+        self._carry_out(self._residents.on_request_started(entry, self._clock.now()))
         try:
             yield self._at[entry][1]
         finally:
-            self._carry_out(self._residents.ended(entry, self._clock.now()))
+            self._carry_out(self._residents.on_request_ended(entry, self._clock.now()))
 
     async def load(self, entry: str) -> None:
         """See ``CatalogModels``."""
@@ -130,13 +130,13 @@ class ModelManager:
 
     def _leave(self, entry: str) -> None:
         """One who waited needs it no more."""
-        self._carry_out(self._residents.unwant(entry, nobody=self._waiting[entry] <= 1))
+        self._carry_out(self._residents.drop_request(entry, nobody=self._waiting[entry] <= 1))
 
     async def unload(self, entry: str) -> None:
         """See ``CatalogModels``.  Raises NoWorkers when its answers do not end in time."""
         try:
             async with asyncio.timeout(self._limits.load_s), self._changed:
-                self._carry_out(self._residents.dismiss(entry))
+                self._carry_out(self._residents.request_unload(entry))
                 await self._changed.wait_for(lambda: self._residents.state(entry) is ModelState.UNLOADED)
         except TimeoutError:
             raise NoWorkers(f"The model '{entry}' still has answers to finish; it is unloaded after them.") from None
@@ -147,7 +147,7 @@ class ModelManager:
                 if self._failed[entry] > failures:
                     row = next(row for row in self._residents.rows() if row["name"] == entry)
                     raise NoWorkers(f"The model '{entry}' could not be loaded: {row['reason']}.")
-                self._carry_out(self._residents.want(entry))
+                self._carry_out(self._residents.request_model(entry))
                 await self._changed.wait()
 
     # --- the supervisor ----------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class ModelManager:
             host, _, port = message.endpoint.rpartition(":")
             at = Upstream(host, int(port), self._key)
             self._at[message.worker] = (message.incarnation, at)
-            self._residents.found(message.worker)
+            self._residents.on_process_running(message.worker)
             self._spawn(self._ask(message.worker, message.incarnation, at))
         elif isinstance(message, WorkerDown) and message.state is WorkerState.DEAD:
             self._at.pop(message.worker, None)
@@ -168,7 +168,7 @@ class ModelManager:
         if self._residents.state(entry) is not ModelState.UNLOADING:
             log.warning("model %s: %s", entry, reason)
             self._failed[entry] += 1
-        self._carry_out(self._residents.down(entry, reason))
+        self._carry_out(self._residents.on_exited(entry, reason))
         self._spawn(self._notify())
 
     async def _ask(self, entry: str, incarnation: int, at: Upstream) -> None:
@@ -180,7 +180,7 @@ class ModelManager:
             except NoWorkers:
                 ready = False
             if ready:
-                self._carry_out(self._residents.up(entry, self._clock.now(), self._waiting[entry]))
+                self._carry_out(self._residents.on_loaded(entry, self._clock.now(), self._waiting[entry]))
                 await self._notify()
                 return
             await asyncio.sleep(ASK_S)

@@ -105,13 +105,13 @@ class ModelResidency:
 
     # --- what happened -----------------------------------------------------------------------------------------------
 
-    def want(self, name: str) -> ResidencyEffects:
+    def request_model(self, name: str) -> ResidencyEffects:
         """Somebody waits for this model."""
         if self._models[name].state is not ModelState.LOADED and name not in self._wanted:
             self._wanted.append(name)
         return self._settle()
 
-    def unwant(self, name: str, *, nobody: bool) -> ResidencyEffects:
+    def drop_request(self, name: str, *, nobody: bool) -> ResidencyEffects:
         """One who waited for it does so no more; ``nobody``: it was the last."""
         model = self._models[name]
         model.promised = 0 if nobody else max(0, model.promised - 1)
@@ -119,13 +119,13 @@ class ModelResidency:
             self._drop(name)
         return self._settle()
 
-    def found(self, name: str) -> None:
+    def on_process_running(self, name: str) -> None:
         """Its process runs, whoever asked for it (an earlier front)."""
         model = self._models[name]
         if model.state is ModelState.UNLOADED:
             model.state = ModelState.LOADING
 
-    def began(self, name: str, now: float) -> ResidencyEffects:
+    def on_request_started(self, name: str, now: float) -> ResidencyEffects:
         """A request uses the loaded model."""
         model = self._models[name]
         model.uses += 1
@@ -133,14 +133,14 @@ class ModelResidency:
         model.promised = max(0, model.promised - 1)
         return self._settle()
 
-    def ended(self, name: str, now: float) -> ResidencyEffects:
+    def on_request_ended(self, name: str, now: float) -> ResidencyEffects:
         """It uses it no more."""
         model = self._models[name]
         model.uses -= 1
         model.used = now
         return self._settle()
 
-    def up(self, name: str, now: float, promised: int = 0) -> ResidencyEffects:
+    def on_loaded(self, name: str, now: float, promised: int = 0) -> ResidencyEffects:
         """The model is loaded; so many wait for it, and it is theirs before it can go again."""
         model = self._models[name]
         if model.state is ModelState.LOADING:
@@ -150,7 +150,7 @@ class ModelResidency:
             self._drop(name)
         return self._settle()
 
-    def down(self, name: str, reason: str) -> ResidencyEffects:
+    def on_exited(self, name: str, reason: str) -> ResidencyEffects:
         """Its process has ended.  Who waited while it was loaded is told; who waits behind an unloading waits on."""
         model = self._models[name]
         if model.state is not ModelState.UNLOADING:
@@ -159,7 +159,7 @@ class ModelResidency:
         model.state, model.promised = ModelState.UNLOADED, 0
         return self._settle()
 
-    def dismiss(self, name: str) -> ResidencyEffects:
+    def request_unload(self, name: str) -> ResidencyEffects:
         """An operator wants it out of memory, as soon as its answers have ended."""
         model = self._models[name]
         self._drop(name)

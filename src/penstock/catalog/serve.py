@@ -94,7 +94,7 @@ def serve_catalog(config: ServeConfig) -> int:
             {entry.name: entry for entry in entries}, store, listener, slots, buckets, config.log_json
         )
         supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots))
-        supervisor.when_stopping(listener.close)
+        supervisor.on_stopping(listener.close)
 
         def ready() -> None:
             log_lines(_lines(places, config.model_memory))
@@ -116,20 +116,20 @@ class CatalogProcesses:
     buckets: SharedTokenBuckets  # of tenants' rates: those of all models
     log_json: bool
 
-    def gateway(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
+    def gateway_spec(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
         """The front."""
         rim = ProcessIo(listener=self.listener, channel=channel, slot=self.slots[GATEWAY])
-        return ChildSpec(body=partial(self._front, rim), keep=(self.listener.fileno(), channel.fileno()))
+        return ChildSpec(main=partial(self._front, rim), inherited_fds=(self.listener.fileno(), channel.fileno()))
 
-    def worker(self, worker: WorkerId, incarnation: int) -> ChildSpec:
+    def worker_spec(self, worker: WorkerId, incarnation: int) -> ChildSpec:
         """One model, behind a port of its own, which this process gives up as soon as the child has it."""
         own = socket.create_server(("127.0.0.1", 0))
         host, port = own.getsockname()
         return ChildSpec(
-            body=partial(self._model, self.entries[worker], own),
-            keep=(own.fileno(), self.buckets.descriptor),
+            main=partial(self._model, self.entries[worker], own),
+            inherited_fds=(own.fileno(), self.buckets.descriptor),
             endpoint=f"{host}:{port}",
-            handed_over=own.close,
+            on_forked=own.close,
         )
 
     def _front(self, rim: ProcessIo) -> int:

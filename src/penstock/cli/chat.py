@@ -223,7 +223,7 @@ class Chat:
         body = {"model": self.model.id, "messages": self.messages, "stream": True}
         options = {"stream_options": {"include_usage": True}}
         try:
-            reply = await self.client.post_until_told(
+            reply = await self.client.post_resumable(
                 "/v1/chat/completions",
                 msgspec.json.encode(body | options | self.fields),
                 answer.take,
@@ -279,11 +279,11 @@ class _Answer:
             raise WorkerError(chunk.error.message)
         self.figures.usage = chunk.usage or self.figures.usage
         for choice in chunk.choices:
-            if choice.added():
+            if choice.text_added():
                 self.figures.first = self.figures.first or arrived
                 self.figures.last = arrived
                 self.figures.pieces += 1
-                self._show(choice.thought(), choice.said())
+                self._show(choice.reasoning_added(), choice.content_added())
 
     def _show(self, thought: str, said: str) -> None:
         """Reasoning, then, set off by a blank line, the answer."""

@@ -312,8 +312,8 @@ def check_gpu(report: GpuReport) -> Check:
     """The GPU that ``penstock serve`` finds, what is free on it, and what it lacks."""
     gpu = report.gpu
     if gpu is None:
-        found = f"{report.why_not}; the processor is used"
-        return Check("gpu", CheckResult.NOTE if report.mend else CheckResult.OK, found, report.mend)
+        found = f"{report.reason}; the processor is used"
+        return Check("gpu", CheckResult.NOTE if report.remedy else CheckResult.OK, found, report.remedy)
     major, minor = gpu.capability
     found = (
         f"{gpu.name} ({gpu.count} of them), compute capability {major}.{minor}, {format_size(gpu.free_bytes)} of "
@@ -371,7 +371,7 @@ def check_plan(model: str | None = None, gpu: GpuReport | None = None) -> Check:
         f"{plan.scheduler.max_model_len}) on {where} with "
         f"{', '.join(worker.worker for worker in plan.workers)}; "
         f"each: kernels {plan.family} in {plan.dtype}, {_threads(plan.workers[0].threads)}, {kv}, "
-        f"handed over by {plan.carrier}"
+        f"handed over by {plan.connector}"
     )
     return Check(name, CheckResult.NOTE if plan.notes else CheckResult.OK, found, "; ".join(plan.notes))
 

@@ -34,17 +34,17 @@ class ChunkChoice(msgspec.Struct):
     delta: ChunkDelta | None = None
     finish_reason: str | None = None
 
-    def said(self) -> str:
+    def content_added(self) -> str:
         """The text that this chunk adds to the answer."""
         return (self.text if self.delta is None else self.delta.content) or ""
 
-    def thought(self) -> str:
+    def reasoning_added(self) -> str:
         """And to the reasoning before it."""
         return (self.delta.reasoning_content if self.delta is not None else None) or ""
 
-    def added(self) -> str:
+    def text_added(self) -> str:
         """Both; empty when the chunk only opens or closes the stream."""
-        return self.thought() + self.said()
+        return self.reasoning_added() + self.content_added()
 
 
 class PromptDetails(msgspec.Struct):

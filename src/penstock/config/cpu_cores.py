@@ -31,8 +31,8 @@ class CoreSettings:
     """What was asked for."""
 
     threads: int | None = None  # own threads of each worker
-    prefill: str | None = None  # lists of processors
-    decode: str | None = None
+    prefill_cpus: str | None = None  # lists of processors
+    decode_cpus: str | None = None
     lend: bool = True
 
 
@@ -43,8 +43,8 @@ class CoreShare:
     threads: int
     cpus: tuple[int, ...]  # empty: all
     niceness: int = 0
-    yields: int = 0  # the niceness that it has once it is a prefill worker
-    lends: int = 0  # cores
+    prefill_niceness: int = 0  # the niceness that it has once it is a prefill worker
+    lent_cores: int = 0  # cores
     loans: tuple[CoreLoan, ...] = ()
 
 
@@ -53,7 +53,9 @@ class CoreAssignment:
     """The cores of a host, divided."""
 
     shares: tuple[CoreShare, ...]  # one a worker, in their order
-    nodes: tuple[int, ...]  # over which weights are spread, because workers of several nodes read them; empty: one node
+    numa_nodes: tuple[
+        int, ...
+    ]  # over which weights are spread, because workers of several nodes read them; empty: one node
     notes: tuple[str, ...]
 
 
@@ -61,8 +63,8 @@ def assign_cores(
     places: WorkerRoles, cores: Sequence[PhysicalCore], usable: int, wishes: CoreSettings
 ) -> CoreAssignment:
     """``usable``: of ``cores``, what a container's quota leaves.  Raises ConfigError."""
-    cores = sorted(cores, key=lambda core: (core.node, core.cpus))
-    listed = wishes.prefill is not None or wishes.decode is not None
+    cores = sorted(cores, key=lambda core: (core.numa_node, core.cpus))
+    listed = wishes.prefill_cpus is not None or wishes.decode_cpus is not None
     owned = _as_listed(places, cores, wishes) if listed else _carved(cores[:usable], len(places))
     threads = [wishes.threads or max(1, len(own) // _sharers(own, owned)) for own in owned]
     roomy = all(PIN_FROM_THREADS <= count <= len(own) for count, own in zip(threads, owned, strict=True))
@@ -74,8 +76,8 @@ def assign_cores(
             threads=threads[i],
             cpus=_cpus(owned[i]) if pinned else (),
             niceness=SHARED_PREFILL_NICENESS if _gives_way(i, places, owned) else 0,
-            yields=SHARED_PREFILL_NICENESS if len(alone[i]) < len(owned[i]) else 0,
-            lends=lends[i],
+            prefill_niceness=SHARED_PREFILL_NICENESS if len(alone[i]) < len(owned[i]) else 0,
+            lent_cores=lends[i],
             loans=tuple(
                 CoreLoan(lender=places[j][0], cores=lends[j], cpus=_cpus(alone[j]) if pinned else ())
                 for j in range(len(places))
@@ -119,7 +121,7 @@ def _carved(cores: Sequence[PhysicalCore], count: int) -> list[CoreSet]:
     each = len(cores) // count
     if each == 0:
         return [tuple(cores)] * count
-    left = {node: [core for core in cores if core.node == node] for node in _nodes(cores)}
+    left = {node: [core for core in cores if core.numa_node == node] for node in _nodes(cores)}
     parts = []
     for _ in range(count):
         whole = next((free for free in left.values() if len(free) >= each), None)
@@ -136,7 +138,7 @@ def _as_listed(places: WorkerRoles, cores: Sequence[PhysicalCore], wishes: CoreS
     known = {cpu for core in cores for cpu in core.cpus}
     asked = {
         role: _known(text, f"--{role.value}-cores", known)
-        for role, text in ((Role.PREFILL, wishes.prefill), (Role.DECODE, wishes.decode))
+        for role, text in ((Role.PREFILL, wishes.prefill_cpus), (Role.DECODE, wishes.decode_cpus))
         if text is not None
     }
     rest = frozenset(known.difference(*asked.values())) or frozenset(known)
@@ -158,7 +160,7 @@ def _known(text: str, flag: str, known: set[int]) -> frozenset[int]:
 
 
 def _within(core: PhysicalCore, cpus: frozenset[int]) -> PhysicalCore:
-    return PhysicalCore(cpus=tuple(cpu for cpu in core.cpus if cpu in cpus), node=core.node)
+    return PhysicalCore(cpus=tuple(cpu for cpu in core.cpus if cpu in cpus), numa_node=core.numa_node)
 
 
 def _sharers(own: CoreSet, owned: Sequence[CoreSet]) -> int:
@@ -185,7 +187,7 @@ def _cpus(cores: Iterable[PhysicalCore]) -> tuple[int, ...]:
 
 
 def _nodes(cores: Iterable[PhysicalCore]) -> tuple[int, ...]:
-    return tuple(sorted({core.node for core in cores}))
+    return tuple(sorted({core.numa_node for core in cores}))
 
 
 def _notes(

@@ -56,11 +56,11 @@ def choose_device(config: EngineSettings, report: GpuReport, unfit: str) -> Devi
                 "use --device cpu"
             )
         if gpu is None:
-            raise ConfigError(f"--device cuda: {report.why_not}" + (f"; {report.mend}" if report.mend else ""))
+            raise ConfigError(f"--device cuda: {report.reason}" + (f"; {report.remedy}" if report.remedy else ""))
         return gpu_choice(gpu, "as --device cuda says")
     if gpu is None:
-        said = f"no GPU is used: {report.why_not}" + (f" ({report.mend})" if report.mend else "")
-        return DeviceChoice(device="cpu", note=said if report.mend else "")
+        said = f"no GPU is used: {report.reason}" + (f" ({report.remedy})" if report.remedy else "")
+        return DeviceChoice(device="cpu", note=said if report.remedy else "")
     reason = split or unfit or _wants_cpu(config)
     if reason:
         return DeviceChoice(device="cpu", note=f"{gpu.name} is not used: {reason}; --device cuda would have it used")

@@ -26,15 +26,15 @@ class GpuReport(Config, frozen=True, kw_only=True):
     """A GPU that can be used, or what keeps one from being used."""
 
     gpu: GpuFacts | None = None
-    why_not: str = "no GPU was looked for"
-    mend: str = ""  # what would help, if something would
+    reason: str = "no GPU was looked for"
+    remedy: str = ""  # what would help, if something would
 
 
 class PhysicalCore(Config, frozen=True, kw_only=True):
     """One physical core."""
 
     cpus: tuple[int, ...]  # its logical processors, as far as this process may use them
-    node: int = 0  # where its memory is near
+    numa_node: int = 0  # where its memory is near
 
 
 # MERGED: What is loaded beside a model's own weights, as bytes: draft heads, draft models, LoRA adapters.
@@ -68,7 +68,7 @@ class MachineFacts(Config, frozen=True, kw_only=True):
     topology: tuple[PhysicalCore, ...] = ()  # the physical cores; empty: each processor is one, and all are on one node
     memory_bytes: int  # that can be had now without swapping, within the container's limit
     kernel_families: tuple[str, ...]  # that this build and processor can run, best first
-    encrypts: bool = False  # the library for it is installed, and recent enough
+    can_encrypt_pages: bool = False  # the library for it is installed, and recent enough
     gpu: GpuReport = GpuReport()
 
 
@@ -78,13 +78,13 @@ class ModelFacts(Config, frozen=True, kw_only=True):
     name: str
     max_positions: int
     parameters: int
-    sees: bool = False  # it reads images, or sounds
+    multimodal: bool = False  # it reads images, or sounds
     auto_dtype: str  # compute type that suits the stored weights, "bf16" or "fp32"
     page_bytes_bf16: int  # of one KV page of 16 tokens of a group of layers, with 2-byte elements
     page_bytes_fp8: int = 0  # the same of codes (fp8_e4m3)
     reaches: tuple[KvSpec, ...] = (FULL_ATTENTION,)  # of each such group
     pooling: PoolingConfig | None = None  # None: it writes
-    beside: tuple[ExtraWeights, ...] = ()  # what is loaded with it
+    extra_weights: tuple[ExtraWeights, ...] = ()  # what is loaded with it
     activation_bytes: int = 0  # buffers of its largest step on a GPU
 
     @property
@@ -98,12 +98,12 @@ class KvPageSize(Config, frozen=True, kw_only=True):
 
     page_bytes: int
     reaches: tuple[KvSpec, ...]  # of each group of layers
-    ahead: int  # tokens of one request that a step computes at most
+    chunk_tokens: int  # tokens of one request that a step computes at most
 
-    def pages(self, tokens: int) -> int:
+    def pages_for(self, tokens: int) -> int:
         """Pages that one context of so many tokens takes at most at any time."""
-        return max_pages(self.reaches, tokens, ahead=self.ahead, page_tokens=PAGE_TOKENS)
+        return max_pages(self.reaches, tokens, ahead=self.chunk_tokens, page_tokens=PAGE_TOKENS)
 
-    def tokens(self, pages: int, longest: int) -> int:
+    def tokens_in(self, pages: int, longest: int) -> int:
         """Tokens, up to ``longest``, of a context that so many pages hold."""
-        return tokens_that_fit(self.reaches, pages, longest, ahead=self.ahead, page_tokens=PAGE_TOKENS)
+        return tokens_that_fit(self.reaches, pages, longest, ahead=self.chunk_tokens, page_tokens=PAGE_TOKENS)

@@ -36,7 +36,7 @@ class KvMemoryBudget:
         return self.host_bytes if self.choice.gpu is None else self.choice.gpu.free_bytes
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         return "this machine" if self.choice.gpu is None else self.choice.gpu.name
 
     @property
@@ -46,29 +46,32 @@ class KvMemoryBudget:
         return self.workers * COMPILED_GRAMMARS_BYTES if answers else 0
 
     @property
-    def steps_bytes(self) -> int:
+    def step_bytes(self) -> int:
         """What computing takes.  On the host it is small beside what is left there."""
         return 0 if self.choice.gpu is None else self.model.activation_bytes + RUNTIME_BYTES
 
-    def room(self) -> int:
+    def available_bytes(self) -> int:
         """Bytes for KV pages, and on the host for everything else that grows.  Raises ConfigError."""
         model, workers, number_bytes = self.model, self.workers, self.number_bytes
-        weights, others = model.parameters * number_bytes, extra_weight_bytes(model.beside, workers, number_bytes)
-        room = self.free_bytes - weights - others - self.steps_bytes
+        weights, others = (
+            model.parameters * number_bytes,
+            extra_weight_bytes(model.extra_weights, workers, number_bytes),
+        )
+        room = self.free_bytes - weights - others - self.step_bytes
         if room > 0:
             return room
         parts = [f"{format_size(weights)} for its weights"]
-        parts += [f"{format_size(own.bytes(workers, number_bytes))} for {own.name}" for own in model.beside]
-        parts += [f"{format_size(self.steps_bytes)} to compute"] if self.steps_bytes else []
+        parts += [f"{format_size(own.bytes(workers, number_bytes))} for {own.name}" for own in model.extra_weights]
+        parts += [f"{format_size(self.step_bytes)} to compute"] if self.step_bytes else []
         smaller = "a smaller model" if not others else "a smaller model, or leave out what is loaded beside it"
         raise ConfigError(
             f"{model.name} needs {' and '.join(parts)}, "
-            f"{self.where} has {format_size(self.free_bytes)} free: stop something or serve {smaller}"
+            f"{self.location} has {format_size(self.free_bytes)} free: stop something or serve {smaller}"
         )
 
-    def budget(self, asked: int | None, needed: int) -> tuple[int, str]:
+    def kv_bytes(self, asked: int | None, needed: int) -> tuple[int, str]:
         """(bytes of KV pages in each worker, where that comes from).  ``needed`` holds one full context."""
-        room, workers = self.room(), self.workers
+        room, workers = self.available_bytes(), self.workers
         half = max(room // 4, (room - self.grammars_bytes) // 2) // workers if self.choice.gpu is None else room
         if asked is None:
             share = min(int(room * KV_SHARE) // workers, KV_CONTEXTS * needed)

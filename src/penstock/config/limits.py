@@ -49,7 +49,7 @@ class TraceConfig(TraceLimits, frozen=True, kw_only=True):
     sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # of requests whose callers do not say
 
     @property
-    def wanted(self) -> bool:
+    def enabled(self) -> bool:
         """Is anything recorded?"""
         return self.endpoint is not None or self.file is not None
 

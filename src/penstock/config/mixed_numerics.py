@@ -42,7 +42,7 @@ class PrefillPlan(Config, frozen=True, kw_only=True):
     pages: int = 0  # of each such worker
 
     @property
-    def apart(self) -> bool:
+    def has_own_memory(self) -> bool:
         """Do its pages lie in other memory than that which is handed over from?"""
         return self.device != "cpu" or self.family in TORCH_FAMILIES
 
@@ -85,8 +85,8 @@ def choose_prefill_device(
         return PrefillDevice(DeviceChoice(device="cpu"), named)
     gpu = machine.gpu.gpu
     if gpu is None:
-        mend = f"; {machine.gpu.mend}" if machine.gpu.mend else ""
-        raise ConfigError(f"{flag}: {machine.gpu.why_not}{mend}")
+        mend = f"; {machine.gpu.remedy}" if machine.gpu.remedy else ""
+        raise ConfigError(f"{flag}: {machine.gpu.reason}{mend}")
     if (config.prefill or 1) > 1:
         raise ConfigError(
             f"--prefill {config.prefill} with {flag}: two processes on one GPU take turns; use --prefill 1"
@@ -149,14 +149,16 @@ def assign_fleet_cores(
     """The cores of a host.  Who reads on a GPU has none of its own, and whose kernels are torch's lends none."""
     if reader is None or (not reader.on_gpu and reader.family not in TORCH_FAMILIES):
         return assign_cores(places, cores, usable, wishes)
-    wishes = CoreSettings(threads=wishes.threads, prefill=wishes.prefill, decode=wishes.decode, lend=reader.on_gpu)
+    wishes = CoreSettings(
+        threads=wishes.threads, prefill_cpus=wishes.prefill_cpus, decode_cpus=wishes.decode_cpus, lend=reader.on_gpu
+    )
     if not reader.on_gpu:
         return assign_cores(places, cores, usable, wishes)
     writers = tuple(place for place in places if place[1] is not Role.PREFILL)
     division = assign_cores(writers, cores, usable, wishes)
     own = dict(zip((name for name, _ in writers), division.shares, strict=True))
     loading = CoreShare(threads=max(1, min(LOADING_THREADS, len(cores))), cpus=())
-    return CoreAssignment(tuple(own.get(name, loading) for name, _ in places), division.nodes, division.notes)
+    return CoreAssignment(tuple(own.get(name, loading) for name, _ in places), division.numa_nodes, division.notes)
 
 
 def plan_prefill(
@@ -165,8 +167,8 @@ def plan_prefill(
     """With as many pages as those of others, whose twins they are, or as many as fit there.  Raises ConfigError."""
     if reader.on_gpu:
         room = KvMemoryBudget(memory.model, 1, memory.number_bytes, memory.host_bytes, reader.choice)
-        pages = min(pages, room.room() // size.page_bytes)
-        _check_longest(room.where, size, pages, longest)
+        pages = min(pages, room.available_bytes() // size.page_bytes)
+        _check_longest(room.location, size, pages, longest)
     return PrefillPlan(device=reader.choice.device, family=reader.family, pages=pages)
 
 
@@ -178,9 +180,9 @@ def limit_to_host_copies(machine: MachineFacts, size: KvPageSize, pages: int, lo
 
 
 def _check_longest(where: str, size: KvPageSize, pages: int, longest: int) -> None:
-    if pages < size.pages(longest):
-        fits = size.tokens(pages, longest)
+    if pages < size.pages_for(longest):
+        fits = size.tokens_in(pages, longest)
         raise ConfigError(
-            f"one context of {longest} tokens needs {format_size(size.pages(longest) * size.page_bytes)} of KV pages "
+            f"one context of {longest} tokens needs {format_size(size.pages_for(longest) * size.page_bytes)} of KV pages "
             f"where prompts are read, and {where} holds {fits}: use --max-model-len {max(fits, 16)} or less"
         )

@@ -123,8 +123,8 @@ class WorkerPlan(Config, frozen=True, kw_only=True):
     threads: int  # its own
     cpus: tuple[int, ...]  # empty: all
     niceness: int = 0
-    yields: int = 0  # its niceness, were it a prefill worker
-    lends: int = 0  # cores, while it has nothing to do
+    prefill_niceness: int = 0  # its niceness, were it a prefill worker
+    lent_cores: int = 0  # cores, while it has nothing to do
     loans: tuple[CoreLoan, ...] = ()
 
 
@@ -132,17 +132,17 @@ class ServePlan(Config, frozen=True, kw_only=True):
     """Everything decided."""
 
     workers: tuple[WorkerPlan, ...]
-    carrier: str  # "shm", "tcp", "tcp-sealed" or "curve", some with "nixl+" before it
+    connector: str  # "shm", "tcp", "tcp-sealed" or "curve", some with "nixl+" before it
     pages_port: int = 0  # where pages are fetched over sockets; 0: any free one
     device: str = "cpu"  # or "cuda"
     family: str  # kernel family
-    reading: PrefillPlan | None = None  # of prefill workers, where they compute otherwise than the others
+    prefill_plan: PrefillPlan | None = None  # of prefill workers, where they compute otherwise than the others
     mixed_with: str = ""  # numerics class of the other role's workers, on other hosts; empty: the same as here
     dtype: str  # "bf16" or "fp32"
     kv_dtype: str  # the same, or "fp8_e4m3"
     page_bytes: int
     scheduler: SchedulerConfig  # the same in every worker
-    nodes: tuple[int, ...] = ()  # memory nodes that the weights are spread over; empty: wherever they are loaded
+    numa_nodes: tuple[int, ...] = ()  # memory nodes that the weights are spread over; empty: wherever they are loaded
     notes: tuple[str, ...]  # one line each, for people
 
     @property
@@ -150,25 +150,27 @@ class ServePlan(Config, frozen=True, kw_only=True):
         return all(w.role is not Role.BOTH for w in self.workers)
 
     @property
-    def mixes(self) -> bool:
+    def mixed_numerics(self) -> bool:
         """Are prompts read in another numerics class than answers are written in?"""
-        return self.reading is not None or bool(self.mixed_with)
+        return self.prefill_plan is not None or bool(self.mixed_with)
 
-    def reading_of(self, place: WorkerPlan) -> PrefillPlan | None:
+    def prefill_plan_of(self, place: WorkerPlan) -> PrefillPlan | None:
         """Where this worker computes, if not where the others do."""
-        return self.reading if place.role is Role.PREFILL else None
+        return self.prefill_plan if place.role is Role.PREFILL else None
 
-    def on_device(self, place: WorkerPlan) -> bool:
+    def pages_on_device(self, place: WorkerPlan) -> bool:
         """Do its pages stand elsewhere than in the host's memory, or otherwise than others' there?"""
-        reading = self.reading_of(place)
+        reading = self.prefill_plan_of(place)
         if reading is not None:
-            return reading.apart
-        return self.device != "cpu" or (self.mixes and place.role is Role.PREFILL and self.family in TORCH_FAMILIES)
+            return reading.has_own_memory
+        return self.device != "cpu" or (
+            self.mixed_numerics and place.role is Role.PREFILL and self.family in TORCH_FAMILIES
+        )
 
 
 def resolve(config: ServeConfig, machine: MachineFacts, model: ModelFacts) -> ServePlan:
     """All decisions.  Raises ConfigError with the numbers and the flag to change."""
-    if config.encode_workers and not model.sees:
+    if config.encode_workers and not model.multimodal:
         raise ConfigError(
             f"--encode-workers: {model.name} reads no images or sounds, so there is nothing to encode; leave it out"
         )
@@ -179,8 +181,8 @@ def resolve(config: ServeConfig, machine: MachineFacts, model: ModelFacts) -> Se
     reader = choose_prefill_device(config, machine, model, _family(config, machine, choice.device))
     wishes = CoreSettings(
         threads=config.threads,
-        prefill=config.prefill_cores,
-        decode=config.decode_cores,
+        prefill_cpus=config.prefill_cores,
+        decode_cpus=config.decode_cores,
         lend=config.lend_cores and choice.device == "cpu" and config.kernels != REFERENCE,
     )
     carrier = {"auto": "shm", "nixl": f"{NIXL}tcp"}.get(config.transfer, config.transfer)
@@ -192,7 +194,7 @@ def resolve(config: ServeConfig, machine: MachineFacts, model: ModelFacts) -> Se
 def resolve_worker(config: WorkerServeConfig, worker: WorkerId, machine: MachineFacts, model: ModelFacts) -> ServePlan:
     """The same for one worker that is joined from other hosts, where memory cannot be shared."""
     choice = choose_device(config, machine.gpu, _unfit(config, machine, model))
-    if config.role is Role.ENCODE and not model.sees:
+    if config.role is Role.ENCODE and not model.multimodal:
         raise ConfigError(f"--role encode: {model.name} reads no images or sounds, so there is nothing to encode")
     if model.pooling is not None and config.role is not Role.BOTH:
         raise ConfigError(f"--role {config.role.value}: {model.name} only reads, in one phase; use --role both")
@@ -212,9 +214,9 @@ def _between_hosts(config: WorkerServeConfig, machine: MachineFacts) -> str:
     host = config.listen.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     if config.transfer == "tcp-clear" or (config.transfer != "curve" and is_loopback(host)):
         return "tcp"
-    if config.transfer == "curve" or (config.transfer == "auto" and not machine.encrypts):
+    if config.transfer == "curve" or (config.transfer == "auto" and not machine.can_encrypt_pages):
         return "curve"
-    if not machine.encrypts:
+    if not machine.can_encrypt_pages:
         raise ConfigError(
             "--transfer tcp encrypts pages between hosts, which needs the package cryptography, and a recent one: "
             "pip install 'penstock[encryption]' on all of them; or --transfer curve, which is slower, "
@@ -273,7 +275,7 @@ def _resolve(
     family = _family(config, machine, choice.device)
     kept, page_bytes = _kept(config, model, (dtype, family), choice)
     chunk = config.max_chunk_tokens or MAX_CHUNK_TOKENS
-    size = KvPageSize(page_bytes=page_bytes, reaches=model.reaches, ahead=min(chunk, MAX_STEP_TOKENS))
+    size = KvPageSize(page_bytes=page_bytes, reaches=model.reaches, chunk_tokens=min(chunk, MAX_STEP_TOKENS))
     holders = max(1, sum(role is not Role.ENCODE for _, role in places))  # of KV pages
     memory = KvMemoryBudget(model, holders, 2 if dtype == "bf16" else 4, machine.memory_bytes, choice)
     pages, max_model_len, note = _pages(config, memory, size)
@@ -293,15 +295,15 @@ def _resolve(
     told = (choice.note, "" if reader is None else reader.choice.note)
     return ServePlan(
         workers=tuple(_worker(*place, share) for place, share in zip(places, division.shares, strict=True)),
-        carrier=carrier,
+        connector=carrier,
         device=choice.device,
         family=family,
-        reading=reading,
+        prefill_plan=reading,
         dtype=dtype,
         kv_dtype=kept,
         page_bytes=page_bytes,
         scheduler=scheduler,
-        nodes=division.nodes,
+        numa_nodes=division.numa_nodes,
         notes=(*filter(None, (*told, note, removed)), *((NO_SPECULATION,) if silent else ()), *division.notes),
     )
 
@@ -357,8 +359,8 @@ def _worker(name: WorkerId, role: Role, share: CoreShare) -> WorkerPlan:
         threads=share.threads,
         cpus=share.cpus,
         niceness=share.niceness,
-        yields=share.yields,
-        lends=share.lends,
+        prefill_niceness=share.prefill_niceness,
+        lent_cores=share.lent_cores,
         loans=share.loans,
     )
 
@@ -367,14 +369,14 @@ def _pages(config: EngineSettings, memory: KvMemoryBudget, size: KvPageSize) -> 
     """(pages of each worker, longest context, a note if that is not the model's): one full context always fits."""
     asked, model = config.max_model_len, memory.model
     longest = context_length(config, model)
-    needed = size.pages(longest) * size.page_bytes
-    budget, source = memory.budget(config.kv_memory, needed)
+    needed = size.pages_for(longest) * size.page_bytes
+    budget, source = memory.kv_bytes(config.kv_memory, needed)
     pages = budget // size.page_bytes
     if model.pooling is not None and model.pooling.whole_prompts:
-        pages = min(pages, KV_CONTEXTS * size.pages(longest))  # they only count tokens
-    if pages >= size.pages(longest):
+        pages = min(pages, KV_CONTEXTS * size.pages_for(longest))  # they only count tokens
+    if pages >= size.pages_for(longest):
         return pages, longest, None
-    fits = size.tokens(pages, longest)
+    fits = size.tokens_in(pages, longest)
     ample = f"--kv-memory {format_size(needed, up=True)}"
     if asked is not None or fits < min(MIN_CONTEXT, longest):
         raise ConfigError(
@@ -392,10 +394,10 @@ def _unfit(config: EngineSettings, machine: MachineFacts, model: ModelFacts) -> 
         return ""
     if model.pooling is not None:
         return f"{model.name} only reads, which GPUs do operation by operation here"
-    if model.sees:
+    if model.multimodal:
         return f"{model.name} reads images or sounds, which GPUs do operation by operation here"
     number_bytes = 4 if "fp32" in (config.dtype, model.auto_dtype if config.dtype == "auto" else "") else 2
-    weights = model.parameters * number_bytes + extra_weight_bytes(model.beside, 1, number_bytes)
+    weights = model.parameters * number_bytes + extra_weight_bytes(model.extra_weights, 1, number_bytes)
     if weights + model.activation_bytes + RUNTIME_BYTES >= gpu.free_bytes:
         return (
             f"{model.name} needs {format_size(weights)} for its weights, {format_size(gpu.free_bytes)} are free there"

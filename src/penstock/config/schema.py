@@ -112,7 +112,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     incarnation: int
     role: Role
     endpoint: str  # where its mailbox listens
-    carrier: str  # "shm", "tcp", "tcp-sealed" or "curve": how pages travel; after "nixl+" what NIXL does not bring
+    connector: str  # "shm", "tcp", "tcp-sealed" or "curve": how pages travel; after "nixl+" what NIXL does not bring
     vocabulary: int | None = None  # tokens that the model knows; None: requests are not compared with it
     pages_port: int = 0  # where they are fetched from over sockets; 0: any free one
     scheduler: SchedulerConfig
@@ -121,9 +121,9 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     threads: int = 1  # own kernel threads
     cpus: tuple[int, ...] = ()  # processors it may run on; empty: all
     niceness: int = 0  # of all its threads: above 0 it gives way to others
-    yields: int = 0  # its niceness once it reads prompts only
-    hands_over: bool = True  # its pages can pass to others, and theirs to it
-    keeps_role: bool = False  # other roles are of another numerics class
+    prefill_niceness: int = 0  # its niceness once it reads prompts only
+    transfers_pages: bool = True  # its pages can pass to others, and theirs to it
+    fixed_role: bool = False  # other roles are of another numerics class
     drain_s: float = 28.0  # to let others go on with its answers before it ends
     loans: tuple[CoreLoan, ...] = ()  # whose cores it may borrow
     image_cache_bytes: int = 256 << 20  # of encoded images that no request holds

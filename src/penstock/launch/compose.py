@@ -205,7 +205,7 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
         log_lines(model_lines(located, name, spec, length, notes, generation_config=config.generation_config))
         jobs, beat = HostProcesses(front, workers), nested.beat if nested else None
         supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots, beat, gateways=gateways))
-        supervisor.when_stopping(listener.close)
+        supervisor.on_stopping(listener.close)
 
         def ready() -> None:
             log_lines(fleet_lines(plan, supervisor.pid) if plan else join_lines(config.join))
@@ -281,7 +281,7 @@ def begin_service(config: EngineSettings, name: str = "supervisor") -> StartupTi
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # as many connections as the system allows
     disable_core_dumps()  # prompts and keys would be in them
     phases = StartupTimer(process_start_time())
-    phases.end("imports")
+    phases.end_phase("imports")
     return phases
 
 
@@ -308,20 +308,20 @@ def run_supervised(
     """
 
     def ready() -> None:
-        phases.end("processes")
+        phases.end_phase("processes")
         announce()
         if supervisor.has_gateways:  # workers were forked with all that they need
             preload_modules(modules)
 
     try:
         supervisor.start()
-        phases.end("plan")
+        phases.end_phase("plan")
         if workers is not None:
-            workers.load(supervisor.keep_watch, usable_cores(tuple(os.sched_getaffinity(0))))
-            phases.end("weights")
+            workers.load(supervisor.poll, usable_cores(tuple(os.sched_getaffinity(0))))
+            phases.end_phase("weights")
         code = supervisor.run({w.worker: w.role for w in plan.workers} if plan else {}, ready)
     except StoppedEarly:
-        supervisor.wind_up()
+        supervisor.wait_until_stopped()
         code = 0
     log.info("stopped")
     return code
@@ -448,13 +448,13 @@ def _model_facts(name: str, spec: ModelSpec, beside: tuple[ExtraWeights, ...] = 
         name=name,
         max_positions=spec.max_positions,
         parameters=spec.parameters,
-        sees=isinstance(spec.details, VisionDecoderConfig) or spec.audio_tokens > 0,
+        multimodal=isinstance(spec.details, VisionDecoderConfig) or spec.audio_tokens > 0,
         auto_dtype=compute_dtype_for(spec, "auto"),
         page_bytes_bf16=kv_layout(spec, "bf16").page_bytes,
         page_bytes_fp8=kv_layout(spec, FP8_E4M3).page_bytes,
         reaches=spec.kv.reaches,
         pooling=None if spec.pooler is None else _pooling(spec.pooler),
-        beside=beside,
+        extra_weights=beside,
         activation_bytes=step_bytes(spec),
     )
 

@@ -257,13 +257,13 @@ class OomKillLog:
         # When, and how many by then; those that explained a death since are among them.
         self._looks = deque([(now, count())])
 
-    def look(self, now: float) -> None:
+    def sample(self, now: float) -> None:
         """To be called every now and then."""
         self._looks.append((now, self._count()))
         while self._looks[0][0] < now - OOM_KILL_WINDOW_S:
             self._looks.popleft()
 
-    def explain(self) -> bool:
+    def claim_kill(self) -> bool:
         """Somebody was killed: was it by one of these?"""
         kills = self._count()
         if kills <= self._looks[0][1]:

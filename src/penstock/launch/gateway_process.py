@@ -63,7 +63,7 @@ class GarbageCollector:
         self._open_streams = open_streams
         self._resident = 0
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """What there is now stays.  From here on Python looks among all objects only when ``look`` has it done."""
         gc.collect()
         gc.freeze()
@@ -74,9 +74,9 @@ class GarbageCollector:
         """For as long as the process serves."""
         while True:
             await asyncio.sleep(self._limits.full_collection_s)
-            self.look()
+            self.collect_if_due()
 
-    def look(self) -> bool:
+    def collect_if_due(self) -> bool:
         """Look for garbage among all objects, if that takes no time or must be.  Was it done?"""
         few = self._open_streams() <= self._limits.full_collection_streams
         if not few and resident_bytes() - self._resident < self._limits.full_collection_bytes:
@@ -132,14 +132,14 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
     http = HttpServer(inherited.rim, config.limits, router.on_supervisor, config.tls, config.turns)
     joined = _join(config, transport, router)
     joined.uses_mixed = config.allow_mixed_numerics
-    app = inherited.make_app(config, router, metrics, tracer, joined.waiting)
+    app = inherited.make_app(config, router, metrics, tracer, joined.unjoined)
     router.start()
     joined.start()
     side = [asyncio.create_task(ThroughputLog(metrics, MonotonicClock()).run())]
     if config.join:
         side.append(asyncio.create_task(_announce(config, router, joined)))
     garbage = GarbageCollector(config.turns, router.open_requests)
-    garbage.begin()
+    garbage.start()
     collecting = asyncio.create_task(garbage.run(), name="garbage collection")
     try:
         # At a service's start there are no workers, and clients are told so; one that is forked anew hears of them.

@@ -41,10 +41,10 @@ def gpu_report(driver: str = DRIVER) -> GpuReport:
     try:
         ctypes.CDLL(driver)  # does not begin CUDA: that is cuInit
     except OSError:
-        return GpuReport(why_not="there is no CUDA driver")
+        return GpuReport(reason="there is no CUDA driver")
     missing = missing_packages()
     if missing:
-        return GpuReport(why_not=f"there is a CUDA driver, but {missing}", mend="pip install 'penstock[gpu]'")
+        return GpuReport(reason=f"there is a CUDA driver, but {missing}", remedy="pip install 'penstock[gpu]'")
     return parse_report(*_ask(driver))
 
 
@@ -91,16 +91,16 @@ def parse_report(said: str, complained: str) -> GpuReport:
         shared = int(found["shared_bytes"])
     except (ValueError, KeyError, IndexError, TypeError):
         lines = complained.strip().splitlines()
-        return GpuReport(why_not=lines[-1] if lines else "the CUDA driver gave no answer", mend="see nvidia-smi")
+        return GpuReport(reason=lines[-1] if lines else "the CUDA driver gave no answer", remedy="see nvidia-smi")
     if gpu.capability < LEAST_CAPABILITY:
         major, minor = gpu.capability
-        return GpuReport(why_not=f"{gpu.name} has compute capability {major}.{minor}, and 8.0 is the least that serves")
+        return GpuReport(reason=f"{gpu.name} has compute capability {major}.{minor}, and 8.0 is the least that serves")
     if shared < LEAST_SHARED:
         has, least = shared >> 10, LEAST_SHARED >> 10
         return GpuReport(
-            why_not=f"{gpu.name} has {has} KiB of shared memory for a program, and the kernels need {least}"
+            reason=f"{gpu.name} has {has} KiB of shared memory for a program, and the kernels need {least}"
         )
-    return GpuReport(gpu=gpu, why_not="")
+    return GpuReport(gpu=gpu, reason="")
 
 
 def query_driver(driver: str) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class HeartbeatSlot:
         self._words[_Word.STEPS] = steps
         self._words[_Word.BEAT_NS] = now_ns
 
-    def getting_on(self) -> None:
+    def on_progress(self) -> None:
         """I am not ready yet, but further than before."""
         now_ns = time.monotonic_ns()
         self.beat(now_ns, now_ns, 0)
@@ -89,7 +89,7 @@ class HeartbeatSlot:
         """Tell the supervisor how far this worker is."""
         self._words[_Word.STATE] = _STATES.index(state)
 
-    def tell_connections(self, count: int) -> None:
+    def set_connections(self, count: int) -> None:
         """So many connections of clients are this process' own."""
         self._words[_Word.CONNECTIONS] = count
 
@@ -98,17 +98,17 @@ class HeartbeatSlot:
         """What ``tell_connections`` was told last."""
         return self._words[_Word.CONNECTIONS]
 
-    def assign(self, role: Role) -> None:
+    def assign_role(self, role: Role) -> None:
         """Another role was given to this worker: its next incarnation has it, too."""
         self._words[_Word.ROLE] = 1 + _ROLES.index(role)
 
     @property
-    def assigned(self) -> Role | None:
+    def assigned_role(self) -> Role | None:
         """The role that was given to this worker, or None if none ever was."""
         number = self._words[_Word.ROLE]
         return _ROLES[number - 1] if 0 < number <= len(_ROLES) else None
 
-    def last_words(self, text: str) -> None:
+    def set_exit_reason(self, text: str) -> None:
         """Why this process is about to end, for the supervisor to repeat.  Cut to what fits."""
         raw = text.encode()[:_TEXT_BYTES]
         self._text[2 : 2 + len(raw)] = raw
@@ -125,7 +125,7 @@ class HeartbeatSlot:
             steps=words[_Word.STEPS],
         )
 
-    def read_last_words(self) -> str:
+    def exit_reason(self) -> str:
         """What ``last_words`` left, or the empty string."""
         (size,) = struct.unpack("<H", self._text[:2])
         return bytes(self._text[2 : 2 + min(size, _TEXT_BYTES)]).decode(errors="replace")
@@ -166,7 +166,7 @@ class CoreLendingBoard:
                 if self._words[self._line(line)] & 0xFF == self._numbers[worker]:
                     self._words[self._line(line)] = 0
 
-    def share(self, worker: WorkerId, loans: Iterable[CoreLoan]) -> SharedCores:
+    def cores_of(self, worker: WorkerId, loans: Iterable[CoreLoan]) -> SharedCores:
         """This worker's part; to be called in its process."""
         borrowed = [
             CoreSeats(seats.owner, seats.first, min(loan.cores, seats.count), loan.cpus)

@@ -88,7 +88,7 @@ class ParseTurns:
         self._waiting: deque[Callable[[], None]] = deque()
         self._next_turn_is_due = False
 
-    def take(self) -> bool:
+    def try_parse(self) -> bool:
         """May a piece be parsed now?  Else it is to wait."""
         if self._waiting or not self._left:
             return False
@@ -96,7 +96,7 @@ class ParseTurns:
         self._look_again()
         return True
 
-    def wait(self, parse: Callable[[], None]) -> None:
+    def enqueue(self, parse: Callable[[], None]) -> None:
         """Call this when it is its turn.  There is no way to take it back: of who has gone it may do nothing."""
         self._waiting.append(parse)
         self._look_again()
@@ -151,7 +151,7 @@ class ConnectionWriter:
         """uvicorn's own object for this answer."""
         self._cycle = cycle
 
-    def gone(self) -> None:
+    def on_disconnect(self) -> None:
         """The client is: what is written from now on goes nowhere."""
         self._write = _nowhere
         call, self._when_gone = self._when_gone, None
@@ -168,12 +168,12 @@ class ConnectionWriter:
             self._flow.resume_reading()  # or nobody would see that it goes
             self._connection.rest()
 
-    def is_of(self, cycle: RequestResponseCycle) -> bool:
+    def belongs_to(self, cycle: RequestResponseCycle) -> bool:
         """Is it of this answer?"""
         return self._cycle is cycle
 
     @property
-    def over(self) -> bool:
+    def complete(self) -> bool:
         """Is the answer complete?"""
         return self._cycle is not None and self._cycle.response_complete
 
@@ -277,19 +277,19 @@ class _GuardedConnection(HttpToolsProtocol):
                 cycle.message_event.set()
         super().connection_lost(exc)
         for writer in self._writers:
-            writer.gone()
+            writer.on_disconnect()
         self._writable()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         if self._unparsed:
             self._unparsed += data
-        elif self.reads.take():
+        elif self.reads.try_parse():
             self._received(data)
         else:
             self._unparsed = data
             self.flow.pause_reading()
-            self.reads.wait(self._on_turn)
+            self.reads.enqueue(self._on_turn)
 
     def _on_turn(self) -> None:
         """What was received may be parsed.  Nothing is left of it when the client has gone meanwhile."""
@@ -386,7 +386,7 @@ class _GuardedConnection(HttpToolsProtocol):
         super().on_headers_complete()
         self.cycle.message_event = SlimEvent()  # type: ignore[assignment]  # nobody waits for it yet
         writer.begin(self.cycle)
-        self._writers = [each for each in self._writers if not each.over] + [writer]
+        self._writers = [each for each in self._writers if not each.complete] + [writer]
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
         if self.pipeline:
             # uvicorn reads no further behind a running request, and so would not hear that the client has gone.
@@ -523,8 +523,8 @@ class _GuardedConnection(HttpToolsProtocol):
             self.cycle.disconnected = True  # so that the application says nothing beside the refusal
             self.cycle.message_event.set()
             for writer in self._writers:
-                if writer.is_of(self.cycle):
-                    writer.gone()
+                if writer.belongs_to(self.cycle):
+                    writer.on_disconnect()
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         body = msgspec.json.encode({"error": error})
         head = (

@@ -116,13 +116,13 @@ class Acceptor:
             self._timer.cancel()
         self._loop = self._timer = None
 
-    def count(self) -> int:
+    def update_count(self) -> int:
         """Connections of this process, as its siblings are told."""
         since = self._clock.now() - COUNTED_S
         while self._latest and self._latest[0] < since:
             self._latest.popleft()
         count = max(self._opened(), len(self._latest))
-        self._slot.tell_connections(count)
+        self._slot.set_connections(count)
         return count
 
     def on_readable(self) -> None:
@@ -133,7 +133,7 @@ class Acceptor:
             for _ in range(ALONE_AT_ONCE):
                 if not self._accept(now):
                     return
-        elif not is_ahead(self.count(), others) or self._waited(now):
+        elif not is_ahead(self.update_count(), others) or self._waited(now):
             self._accept(now)
             self._left_since = None
         else:
@@ -160,7 +160,7 @@ class Acceptor:
         connection.setblocking(False)
         self._latest.append(now)
         self._take(connection)
-        self.count()
+        self.update_count()
         return True
 
     def _rest(self, seconds: float) -> None:
@@ -238,7 +238,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._channel.fileno(), self._on_channel)
         loop.add_signal_handler(signal.SIGTERM, _stop_now, server)
-        watch = [] if self._tls is None else [self._tls.watch()]
+        watch = [] if self._tls is None else [self._tls.watch_files()]
         side = [loop.create_task(work) for work in (self._beat(server), self._drain(server), *watch)]
         try:
             deadline = loop.time() + KNOWN_S
@@ -287,7 +287,7 @@ class HttpServer:
             self._slot.beat(now, now + int(STALL_ALLOWED_S * 1e9), self._beats)
             if server.started:
                 self._slot.set_state(WorkerState.DRAINING if self._draining.is_set() else WorkerState.READY)
-            server.acceptor.count()
+            server.acceptor.update_count()
             self._channel.flush()
             await asyncio.sleep(BEAT_S)
 

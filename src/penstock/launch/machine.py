@@ -32,7 +32,7 @@ def machine_facts(kernel_families: tuple[str, ...], root: Path = Path("/")) -> M
         topology=topology(cpus, root),
         memory_bytes=free_memory(root),
         kernel_families=kernel_families,
-        encrypts=_encrypts(),
+        can_encrypt_pages=_encrypts(),
     )
 
 
@@ -51,8 +51,8 @@ def topology(cpus: tuple[int, ...], root: Path = Path("/")) -> tuple[PhysicalCor
     cores: dict[str, list[int]] = {}
     for cpu in cpus:
         cores.setdefault(_siblings(cpu, root), []).append(cpu)
-    made = [PhysicalCore(cpus=tuple(own), node=nodes.get(own[0], 0)) for own in cores.values()]
-    return tuple(sorted(made, key=lambda core: (core.node, core.cpus)))
+    made = [PhysicalCore(cpus=tuple(own), numa_node=nodes.get(own[0], 0)) for own in cores.values()]
+    return tuple(sorted(made, key=lambda core: (core.numa_node, core.cpus)))
 
 
 def usable_cores(cpus: tuple[int, ...], root: Path = Path("/")) -> int:

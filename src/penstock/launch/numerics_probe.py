@@ -46,7 +46,7 @@ class NumericsProbe:
             env=sidecar.child_environment(),
         )
 
-    def answer(self, keep_watch: Callable[[], None]) -> str:
+    def result(self, keep_watch: Callable[[], None]) -> str:
         """The class.  ``keep_watch`` is called meanwhile.  Raises KernelError."""
         while self._child.poll() is None:
             if time.monotonic() - self._began > PROBE_TIMEOUT_S:

@@ -124,9 +124,9 @@ class WorkerProcesses:
         self._store = resolve_kv_store(config, plan.device, writes=self._spec.pooler is None)
         store.check_store_config(self._store)
         self._mixed: tuple[str, str] | None = None  # numerics classes that prompts are read and answers written in
-        holders = [own.worker for own in plan.workers if own.role is not Role.ENCODE and not plan.on_device(own)]
+        holders = [own.worker for own in plan.workers if own.role is not Role.ENCODE and not plan.pages_on_device(own)]
         self._share = store.SharedStoreMemory(self._store, [(worker, self._kv[worker].pages) for worker in holders])
-        self._cores = CoreLendingBoard({worker.worker: worker.lends for worker in plan.workers})
+        self._cores = CoreLendingBoard({worker.worker: worker.lent_cores for worker in plan.workers})
         self._loaded: _Loaded | None = None
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class WorkerProcesses:
         # Only now, and before any worker is forked: the gateway, which needs none of it, is on its way already.
         import penstock.launch.worker_process  # noqa: F401
 
-        reading, dtype = self._plan.reading, self._plan.dtype
+        reading, dtype = self._plan.prefill_plan, self._plan.dtype
         if self._plan.device != "cpu":
             return
         ops = self._ops(threads=1)
@@ -151,49 +151,49 @@ class WorkerProcesses:
             asked = None
             if reading is not None:
                 asked = stack.enter_context(closing(NumericsProbe(reading.family, dtype, reading.device)))
-            with interleave_memory(self._plan.nodes):
+            with interleave_memory(self._plan.numa_nodes):
                 self._loaded = self._load(ops, LoadProgressLog(keep_watch), threads)
             if asked is not None:
-                self._mixed = (asked.answer(keep_watch), ops.numerics)
+                self._mixed = (asked.result(keep_watch), ops.numerics)
 
-    def job(self, worker: WorkerId, incarnation: int) -> ChildSpec:
+    def child_spec(self, worker: WorkerId, incarnation: int) -> ChildSpec:
         """What this worker does."""
         place = self._places[worker]
         incarnation += self._mailboxes.incarnations_before
         self._cores.reset(worker)
-        role = self._slots[worker].assigned or place.role
+        role = self._slots[worker].assigned_role or place.role
         supervise = self._config.supervise
         config = WorkerConfig(
             worker=worker,
             incarnation=incarnation,
             role=role,
             endpoint=self._mailboxes.endpoint(worker, incarnation),
-            carrier=self._plan.carrier,
+            connector=self._plan.connector,
             vocabulary=self._spec.vocab,
             pages_port=self._plan.pages_port,
             scheduler=worker_scheduler_config(place, self._plan),
             hand_over=self._config.hand_over,
-            kv_store=KvStoreConfig(peers=False) if self._plan.on_device(place) else self._store,
+            kv_store=KvStoreConfig(peers=False) if self._plan.pages_on_device(place) else self._store,
             threads=place.threads,
             cpus=place.cpus,
-            niceness=place.niceness if role is place.role else place.yields if role is Role.PREFILL else 0,
-            yields=place.yields,
-            hands_over=self._hands_over(place),
-            keeps_role=self._plan.mixes,
+            niceness=place.niceness if role is place.role else place.prefill_niceness if role is Role.PREFILL else 0,
+            prefill_niceness=place.prefill_niceness,
+            transfers_pages=self._hands_over(place),
+            fixed_role=self._plan.mixed_numerics,
             drain_s=max(0.0, supervise.drain_s - supervise.grace_s),
             loans=place.loans,
             image_cache_bytes=self._config.image_cache,
         )
         return ChildSpec(
-            body=partial(self._run, config, place),
-            keep=(*(file.descriptor for file in self._kv.values()), *self._share.descriptors),
+            main=partial(self._run, config, place),
+            inherited_fds=(*(file.descriptor for file in self._kv.values()), *self._share.descriptors),
             endpoint=config.endpoint,
         )
 
     def _hands_over(self, place: WorkerPlan) -> bool:
         """Pages in a device's memory, and those of texts that are only read, stay where they are; but a mixed fleet's
         have twins in the host's."""
-        stay = self._plan.on_device(place) and not self._plan.mixes
+        stay = self._plan.pages_on_device(place) and not self._plan.mixed_numerics
         return not stay and self._plan.scheduler.pooling is None and place.role is not Role.ENCODE
 
     def _run(self, config: WorkerConfig, place: WorkerPlan) -> int:
@@ -204,7 +204,7 @@ class WorkerProcesses:
         protect_memory()
         drop_secrets()
         begun = time.monotonic()
-        reading = self._plan.reading_of(place)
+        reading = self._plan.prefill_plan_of(place)
         ops = self._ops(place.threads, reading)
         loaded = self._loaded if reading is None else None
         if loaded is None:
@@ -229,8 +229,8 @@ class WorkerProcesses:
             adapters=loaded.adapters,
             cores=self._shared_cores(config, place),
             vocabulary=partial(model_vocabulary, self._model.path),
-            pages_on_device=self._plan.on_device(place),
-            twins=twins if self._plan.on_device(place) and config.hands_over else None,
+            pages_on_device=self._plan.pages_on_device(place),
+            twins=twins if self._plan.pages_on_device(place) and config.transfers_pages else None,
         )
         return run_worker(config, inherited)
 
@@ -238,14 +238,14 @@ class WorkerProcesses:
         """The class of what this worker has a part in, and in which layout its pages are handed over."""
         own, other = ops.numerics, self._plan.mixed_with
         reads = place.role is Role.PREFILL
-        classes = self._mixed or ((own, other) if reads else (other, own)) if self._plan.mixes else (own, own)
-        layout = handed_over_layout(ops, *classes, twins=self._plan.on_device(place)) if reads else ""
+        classes = self._mixed or ((own, other) if reads else (other, own)) if self._plan.mixed_numerics else (own, own)
+        layout = handed_over_layout(ops, *classes, twins=self._plan.pages_on_device(place)) if reads else ""
         return fleet_numerics(*classes), layout
 
     def _shared_cores(self, config: WorkerConfig, place: WorkerPlan) -> CoreLending:
-        if not place.lends and not place.loans:
+        if not place.lent_cores and not place.loans:
             return NoLending()
-        return self._cores.share(config.worker, config.loans)
+        return self._cores.cores_of(config.worker, config.loans)
 
     def _load(self, ops: Ops, progress: Callable[[int, int], None], threads: int) -> _Loaded:
         begun = time.monotonic()
@@ -293,7 +293,7 @@ class LoadingHeartbeat:
         """``done`` of ``total``, of whatever is done now."""
         if (done, total) != self._seen:
             self._seen = (done, total)
-            self._slot.getting_on()
+            self._slot.on_progress()
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,10 +316,10 @@ class GatewayProcesses:
     created: int  # Unix seconds, as /v1/models tells
     buckets: SharedTokenBuckets  # of tenants' rates
 
-    def job(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
+    def child_spec(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
         """What a gateway does."""
         body = partial(self._run, name, incarnation, channel)
-        return ChildSpec(body=body, keep=(self.listener.fileno(), channel.fileno(), self.buckets.descriptor))
+        return ChildSpec(main=body, inherited_fds=(self.listener.fileno(), channel.fileno(), self.buckets.descriptor))
 
     def _run(self, name: str, incarnation: int, channel: Channel) -> int:
         configure_logging(name, as_json=self.log_json)
@@ -350,15 +350,15 @@ class HostProcesses:
     front: GatewayProcesses | None
     workers: WorkerProcesses | None
 
-    def gateway(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
+    def gateway_spec(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
         if self.front is None:
             raise LookupError("there is no gateway here")
-        return self.front.job(name, incarnation, channel)
+        return self.front.child_spec(name, incarnation, channel)
 
-    def worker(self, worker: WorkerId, incarnation: int) -> ChildSpec:
+    def worker_spec(self, worker: WorkerId, incarnation: int) -> ChildSpec:
         if self.workers is None:
             raise LookupError("there are no workers here")
-        return self.workers.job(worker, incarnation)
+        return self.workers.child_spec(worker, incarnation)
 
 
 def model_vocabulary(path: Path) -> GrammarVocabulary:
@@ -372,7 +372,7 @@ def model_vocabulary(path: Path) -> GrammarVocabulary:
 
 def worker_scheduler_config(place: WorkerPlan, plan: ServePlan) -> SchedulerConfig:
     """Whoever encodes images is given no prompts, and needs no memory for them; whoever only reads may have less."""
-    scheduler, reading = plan.scheduler, plan.reading_of(place)
+    scheduler, reading = plan.scheduler, plan.prefill_plan_of(place)
     if place.role is not Role.ENCODE:
         return scheduler if reading is None else structs.replace(scheduler, pages=reading.pages)
     return structs.replace(scheduler, pages=1, max_model_len=scheduler.page_tokens)

@@ -114,7 +114,7 @@ class RemoteWorkers:
         for mailbox in self._mailboxes.values():
             mailbox.noted = self._ticked - WAITING_NOTE_S + FIRST_NOTE_S
 
-    def waiting(self) -> list[tuple[str, str]]:
+    def unjoined(self) -> list[tuple[str, str]]:
         """Endpoints where no worker is known, each with the reason."""
         return [(endpoint, self._mailboxes[endpoint].reason) for endpoint in sorted(self._lost)]
 

@@ -51,11 +51,11 @@ class ProcessExit:
 
     code: int | None = None
     signal: int | None = None
-    last_words: str = ""
+    reason: str = ""
     out_of_memory: bool = False  # the system ended it, having no memory left
 
     @property
-    def by_itself(self) -> bool:
+    def is_fault(self) -> bool:
         """Did it die of what it did?  SIGKILL and SIGTERM come from outside, but for those of a lack of memory."""
         if self.signal is not None:
             return self.out_of_memory or self.signal in CRASHES
@@ -71,7 +71,7 @@ class ProcessExit:
             how = f"exit code {self.code}"
         if self.out_of_memory:
             how += ", out of memory"
-        return f"{self.last_words} ({how})" if self.last_words else how
+        return f"{self.reason} ({how})" if self.reason else how
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class HeartbeatsRead:
     """All slots of the board and what the system says of their processes, at one moment."""
 
     heartbeats: dict[str, Heartbeat]
-    vitals: dict[str, ProcessStats] = field(default_factory=dict)
+    stats: dict[str, ProcessStats] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,16 +261,16 @@ class RestartPolicy:
         """A machine that has only the gateways, which do not run yet, or nobody."""
         return cls(config, {name: _Child(name, is_worker=False) for name in gateways})
 
-    def admit(self, workers: Iterable[str]) -> None:
+    def add_workers(self, workers: Iterable[str]) -> None:
         """From now on these workers are to run, too (their weights are loaded)."""
         for name in workers:
             self._children.setdefault(name, _Child(name))
 
     @property
-    def stage(self) -> SupervisorState:
+    def state(self) -> SupervisorState:
         return self._stage
 
-    def phase(self, child: str) -> ChildState:
+    def state_of(self, child: str) -> ChildState:
         known = self._children.get(child)
         return known.phase if known is not None else ChildState.WAITING
 
@@ -282,7 +282,7 @@ class RestartPolicy:
     def all_ready(self) -> bool:
         return all(child.phase is ChildState.READY for child in self._children.values())
 
-    def wake_at(self, now: float) -> float:
+    def next_deadline(self, now: float) -> float:
         """When to call again with ``Tick`` (or ``HeartbeatsRead``) at the latest."""
         times = [now + self.config.look_s]
         if self._stage is SupervisorState.DRAINING or (self._stage is SupervisorState.ENDING and not self._killed_all):
@@ -326,8 +326,8 @@ class RestartPolicy:
                     _down(
                         child,
                         WorkerState.DEAD,
-                        event.exit.last_words or str(event.exit) if child.passing else str(event.exit),
-                        fault=event.exit.by_itself,
+                        event.exit.reason or str(event.exit) if child.passing else str(event.exit),
+                        fault=event.exit.is_fault,
                     )
                 )
             )
@@ -341,12 +341,12 @@ class RestartPolicy:
             if not any(one.phase in _RUNS for one in self._children.values() if not one.is_worker):
                 self._end(now, effects)
             return
-        if was_ready and (now - child.ready_since >= self.config.stable_s or not event.exit.by_itself):
+        if was_ready and (now - child.ready_since >= self.config.stable_s or not event.exit.is_fault):
             child.quick_deaths = 0
         child.quick_deaths += 1
         child.unready_deaths = 0 if was_ready else child.unready_deaths + 1
         if child.unready_deaths and event.exit.code == EXIT_CANNOT_START:
-            self._complaint = f"{child.name} cannot start: {event.exit.last_words}"
+            self._complaint = f"{child.name} cannot start: {event.exit.reason}"
             self._end(now, effects)
             return
         if child.unready_deaths >= self.config.rapid_deaths:
@@ -375,7 +375,7 @@ class RestartPolicy:
             if child.phase not in _RUNS or heartbeat.incarnation != child.incarnation:
                 continue
             self._note_beat(child, heartbeat, now)
-            vitals = event.vitals.get(name, ProcessStats())
+            vitals = event.stats.get(name, ProcessStats())
             child.stopped = vitals.stopped
             if self._silent_beyond_limit(child, heartbeat, vitals, look, now):
                 self._kill_wedged(child, f"no progress for {child.silence:.1f} s", effects)

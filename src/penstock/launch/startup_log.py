@@ -68,7 +68,9 @@ def fleet_lines(plan: ServePlan, pid: Callable[[str], int | None]) -> Iterator[s
 
 def _memory_line(plan: ServePlan) -> str:
     kept = "" if plan.kv_dtype == plan.dtype else f" in {plan.kv_dtype}"
-    reading = "" if plan.reading is None else f" (prompts: {plan.reading.family} on {plan.reading.device})"
+    reading = (
+        "" if plan.prefill_plan is None else f" (prompts: {plan.prefill_plan.family} on {plan.prefill_plan.device})"
+    )
     scheduler = plan.scheduler
     size = format_size(scheduler.pages * plan.page_bytes)
     if scheduler.reaches == (FULL_ATTENTION,):  # of layers with windows a request holds fewer
@@ -77,7 +79,7 @@ def _memory_line(plan: ServePlan) -> str:
     return (
         f"on {plan.device}, kernels {plan.family}{reading}, {plan.dtype}; KV pages{kept} {scheduler.pages} a worker "
         f"({size}), "
-        + (f"handed over by {plan.carrier}" if plan.split else "not handed over: one worker does both phases")
+        + (f"handed over by {plan.connector}" if plan.split else "not handed over: one worker does both phases")
     )
 
 
@@ -148,7 +150,7 @@ class StartupTimer:
         self._clock = clock
         self._parts: list[str] = []
 
-    def end(self, phase: str) -> None:
+    def end_phase(self, phase: str) -> None:
         """This is over, and the next begins."""
         now = self._clock()
         self._parts.append(f"{phase} {now - self._last:.2f}")

@@ -64,20 +64,20 @@ class StoppedEarly(Exception):  # noqa: N818 - not an error: somebody asked for 
 class ChildSpec:
     """What a forked child does: ``body`` returns its exit code; ``keep`` are the descriptors it needs."""
 
-    body: Callable[[], int]
-    keep: tuple[int, ...] = ()
+    main: Callable[[], int]
+    inherited_fds: tuple[int, ...] = ()
     endpoint: str = ""  # a worker's mailbox
-    handed_over: Callable[[], None] = lambda: None  # what only the child keeps; called here once it runs
+    on_forked: Callable[[], None] = lambda: None  # what only the child keeps; called here once it runs
 
 
 class ChildSpecs(Protocol):
     """Knows what each child does."""
 
-    def gateway(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
+    def gateway_spec(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
         """A gateway; ``channel`` is its end of the line to us."""
         ...
 
-    def worker(self, worker: WorkerId, incarnation: int) -> ChildSpec:
+    def worker_spec(self, worker: WorkerId, incarnation: int) -> ChildSpec:
         """One worker."""
         ...
 
@@ -150,7 +150,7 @@ class Supervisor:
         os.close(self._wake_r)
         os.close(self._wake_w)
 
-    def when_stopping(self, action: Callable[[], None]) -> None:
+    def on_stopping(self, action: Callable[[], None]) -> None:
         """Call this once, as soon as stopping begins."""
         self._stoppers.append(action)
 
@@ -158,7 +158,7 @@ class Supervisor:
         """Fork the gateways, where there are any."""
         self._look()
 
-    def keep_watch(self) -> None:
+    def poll(self) -> None:
         """Has anybody told us to stop?  To be called often while weights are loaded.
 
         Loading has threads, so nothing is forked meanwhile: the death of a child is seen when ``run`` begins.
@@ -167,10 +167,10 @@ class Supervisor:
         if self._pulse is not None:
             self._pulse()
         self._on_signals()
-        if self._machine.stage is not SupervisorState.RUNNING:
+        if self._machine.state is not SupervisorState.RUNNING:
             raise StoppedEarly
 
-    def wind_up(self) -> None:
+    def wait_until_stopped(self) -> None:
         """Told to stop: wait until everything has ended."""
         while self._done is None:
             self._turn(None)
@@ -181,7 +181,7 @@ class Supervisor:
         ``ready`` is called once, when all children are ready.  Raises GaveUp.
         """
         self._roles.update(roles)
-        self._machine.admit(roles)
+        self._machine.add_workers(roles)
         self._next_look = 0.0
         announced = False
         while self._done is None:
@@ -212,7 +212,7 @@ class Supervisor:
         """Wait until something happens or is due (at most ``timeout_s``), and handle all of it."""
         now = time.monotonic()
         if timeout_s is None:
-            timeout_s = max(0.0, min(self._machine.wake_at(now), self._next_look) - now)
+            timeout_s = max(0.0, min(self._machine.next_deadline(now), self._next_look) - now)
         poller = select.poll()
         poller.register(self._wake_r, select.POLLIN)
         by_fd = {child.process.pidfd: name for name, child in self._running.items()}
@@ -237,7 +237,7 @@ class Supervisor:
                     self._stop(signum)
 
     def _stop(self, signum: int) -> None:
-        if self._machine.stage is SupervisorState.RUNNING:
+        if self._machine.state is SupervisorState.RUNNING:
             log.info("%s: finishing what runs; once more to stop now", signal.Signals(signum).name)
             for action in self._stoppers:
                 action()
@@ -272,8 +272,8 @@ class Supervisor:
             return
         del self._running[name]
         code, signum = ended
-        words = self._slots[name].read_last_words()
-        killed = signum == signal.SIGKILL and self._memory_kills.explain()
+        words = self._slots[name].exit_reason()
+        killed = signum == signal.SIGKILL and self._memory_kills.claim_kill()
         self._handle(ProcessExited(name, child.incarnation, ProcessExit(code, signum, words, out_of_memory=killed)))
 
     def _look(self) -> None:
@@ -282,13 +282,13 @@ class Supervisor:
             self._next_look = now + self._config.look_s
             if self._pulse is not None:
                 self._pulse()
-            self._memory_kills.look(now)
+            self._memory_kills.sample(now)
             vitals = {
                 name: read_process_stats(child.process.pid, every_thread=self._machine.is_silent(name))
                 for name, child in self._running.items()
             }
             self._handle(HeartbeatsRead({name: self._slots[name].read() for name in self._running}, vitals))
-        elif now >= self._machine.wake_at(now):
+        elif now >= self._machine.next_deadline(now):
             self._handle(Tick())
 
     # --- effects -----------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ class Supervisor:
             OSError,
             ProcessHasThreads,
         ) as error:  # no process, descriptor or memory, or a thread: as if it died at once
-            self._handle(ProcessExited(name, incarnation, ProcessExit(code=1, last_words=f"cannot start it: {error}")))
+            self._handle(ProcessExited(name, incarnation, ProcessExit(code=1, reason=f"cannot start it: {error}")))
 
     def _fork_gateway(self, name: str, incarnation: int, slot: HeartbeatSlot) -> None:
         earlier = self._channels.pop(name, None)
@@ -335,8 +335,8 @@ class Supervisor:
             earlier.close()
         ours, theirs = Channel.pair()
         try:
-            job = self._jobs.gateway(name, incarnation, theirs)
-            process = fork(name, job.body, keep=(*job.keep, theirs.fileno()), last_words=slot.last_words)
+            job = self._jobs.gateway_spec(name, incarnation, theirs)
+            process = fork(name, job.main, keep=(*job.inherited_fds, theirs.fileno()), last_words=slot.set_exit_reason)
         except BaseException:
             ours.close()
             raise
@@ -345,17 +345,20 @@ class Supervisor:
         self._channels[name] = ours
         self._running[name] = _Running(process, incarnation, "")
         for worker in self._running:
-            if worker not in self._gateways and self._machine.phase(worker) in (ChildState.STARTING, ChildState.READY):
+            if worker not in self._gateways and self._machine.state_of(worker) in (
+                ChildState.STARTING,
+                ChildState.READY,
+            ):
                 self._tell_up(WorkerId(worker), (ours,))
-        if self._machine.stage is SupervisorState.DRAINING:
+        if self._machine.state is SupervisorState.DRAINING:
             ours.send(ServiceDraining())
 
     def _fork_worker(self, name: WorkerId, incarnation: int, slot: HeartbeatSlot) -> None:
-        job = self._jobs.worker(name, incarnation)
+        job = self._jobs.worker_spec(name, incarnation)
         try:
-            process = fork(name, job.body, keep=job.keep, last_words=slot.last_words)
+            process = fork(name, job.main, keep=job.inherited_fds, last_words=slot.set_exit_reason)
         finally:
-            job.handed_over()
+            job.on_forked()
         self._running[name] = _Running(process, incarnation, job.endpoint)
         self._tell_up(name, self._channels.values())
 
@@ -366,7 +369,7 @@ class Supervisor:
         message = WorkerUp(
             worker=name,
             incarnation=running.incarnation,
-            role=self._slots[name].assigned or self._roles.get(name, Role.BOTH),
+            role=self._slots[name].assigned_role or self._roles.get(name, Role.BOTH),
             pid=running.process.pid,
             endpoint=running.endpoint,
         )

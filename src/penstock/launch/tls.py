@@ -39,13 +39,13 @@ class TlsCertificate:
         self._seen = self._stamp()
         self.context = self._read(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
-    async def watch(self) -> None:
+    async def watch_files(self) -> None:
         """Until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self.look()
+            self.reload_if_changed()
 
-    def look(self) -> None:
+    def reload_if_changed(self) -> None:
         """Take what has changed."""
         stamp = self._stamp()
         if stamp == self._seen:

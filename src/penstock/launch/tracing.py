@@ -27,7 +27,7 @@ def trace_config(asked: ServeConfig) -> TraceConfig:
         sample=asked.trace_sample,
         **msgspec.structs.asdict(asked.trace),
     )
-    if config.wanted:
+    if config.enabled:
         _check(config)
     return config
 
@@ -46,7 +46,7 @@ def _check(config: TraceConfig) -> None:
 
 def open_tracer(config: TraceConfig, *, model: str, process: str) -> OtlpTracer | None:
     """What takes the spans of this process, to be closed at its end; None: nobody wants any."""
-    if not config.wanted:
+    if not config.enabled:
         return None
     from penstock.launch.otlp import OtlpTracer
 

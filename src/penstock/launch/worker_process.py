@@ -142,7 +142,7 @@ def run_worker(config: WorkerConfig, inherited: WorkerResources) -> int:
         ),
         lower_tiers=stored.lower_tiers(),
         gateway_incarnations=lambda: {name: slot.read().incarnation for name, slot in gateways.items()},
-        on_role=inherited.slot.assign,
+        on_role=inherited.slot.assign_role,
         on_settled=_Courtesy(config).settle,
     )
     pulse = HeartbeatWriter(inherited.slot, lambda: mailbox.reporter.steps)
@@ -204,7 +204,7 @@ class _Courtesy:
     """Who reads prompts gives way, where cores are shared; not before the answers that it wrote are over."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self._yields = config.yields
+        self._yields = config.prefill_niceness
         self._base = os.getpriority(os.PRIO_PROCESS, 0) - config.niceness
 
     def settle(self, role: Role) -> None:
@@ -242,7 +242,7 @@ def _made_ready(program: StepProgram, inherited: WorkerResources) -> StepProgram
     Those are steps that write answers: whoever only reads prompts has none."""
     if isinstance(program, CapturableProgram):
         begun = time.monotonic()
-        count = program.capture(inherited.slot.getting_on, CAPTURE_S if inherited.twins is None else 0.0)
+        count = program.capture(inherited.slot.on_progress, CAPTURE_S if inherited.twins is None else 0.0)
         log.info("steps of %d sizes made ready in %.2f s", count, time.monotonic() - begun)
     return program
 
@@ -281,9 +281,9 @@ def _stored(
 def _carrier(
     config: WorkerConfig, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal: PageChecksum
 ) -> KvConnector:
-    if not config.hands_over:
+    if not config.transfers_pages:
         return InlineConnector(own, seal)  # opens no port and has no threads: nobody will ask for a page
-    match config.carrier:
+    match config.connector:
         case "shm":
             return ShmConnector(own, peers, seal)
         case "curve":
@@ -298,7 +298,7 @@ def _carrier(
 
 def _lent(config: WorkerConfig) -> int | None:
     """How a process for NIXL opens this worker's pages, if there is to be one."""
-    if not (config.hands_over and config.carrier.startswith(NIXL)):
+    if not (config.transfers_pages and config.connector.startswith(NIXL)):
         return None
     return os.O_RDWR if needs_writing(config.hand_over.nixl_transports) else os.O_RDONLY
 

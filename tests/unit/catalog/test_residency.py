@@ -16,17 +16,17 @@ def house(budget: int | None = 100, **sizes: int) -> ModelResidency:
 
 
 def load(models: ModelResidency, name: str, now: float = 0.0) -> None:
-    assert models.want(name) == [StartModel(name)]
-    models.up(name, now)
+    assert models.request_model(name) == [StartModel(name)]
+    models.on_loaded(name, now)
 
 
 def test_a_model_is_started_once_however_many_want_it():
     models = house(a=50)
-    assert models.want("a") == [StartModel("a")]
-    assert models.want("a") == []
+    assert models.request_model("a") == [StartModel("a")]
+    assert models.request_model("a") == []
     assert models.state("a") is ModelState.LOADING
-    assert models.up("a", 1.0) == []
-    assert models.want("a") == []
+    assert models.on_loaded("a", 1.0) == []
+    assert models.request_model("a") == []
     assert models.state("a") is L
 
 
@@ -34,54 +34,54 @@ def test_the_one_used_longest_ago_makes_room():
     models = house(a=50, b=50, c=50)
     load(models, "a", 1.0)
     load(models, "b", 2.0)
-    models.began("a", 3.0)
-    models.ended("a", 4.0)
-    assert models.want("c") == [StopModel("b")]
-    assert models.down("b", "ended") == [StartModel("c")]
+    models.on_request_started("a", 3.0)
+    models.on_request_ended("a", 4.0)
+    assert models.request_model("c") == [StopModel("b")]
+    assert models.on_exited("b", "ended") == [StartModel("c")]
     assert [row["reason"] for row in models.rows()] == ["", "", ""]
 
 
 def test_a_model_in_use_finishes_first_and_takes_nothing_new():
     models = house(a=80, b=80)
     load(models, "a")
-    models.began("a", 1.0)
-    assert models.want("b") == []
+    models.on_request_started("a", 1.0)
+    assert models.request_model("b") == []
     assert models.state("a") is C
-    assert models.want("a") == [], "who asks for it now waits behind b"
-    assert models.ended("a", 2.0) == [StopModel("a")]
-    assert models.down("a", "") == [StartModel("b")]
-    models.up("b", 3.0, promised=2)
+    assert models.request_model("a") == [], "who asks for it now waits behind b"
+    assert models.on_request_ended("a", 2.0) == [StopModel("a")]
+    assert models.on_exited("a", "") == [StartModel("b")]
+    models.on_loaded("b", 3.0, promised=2)
     assert models.state("b") is L, "it is theirs who waited, before it goes for those who wait for a"
-    assert models.began("b", 4.0) == []
+    assert models.on_request_started("b", 4.0) == []
     assert models.state("b") is L
-    assert models.began("b", 5.0) == []
+    assert models.on_request_started("b", 5.0) == []
     assert models.state("b") is C
-    assert models.ended("b", 6.0) == []
-    assert models.ended("b", 7.0) == [StopModel("b")]
+    assert models.on_request_ended("b", 6.0) == []
+    assert models.on_request_ended("b", 7.0) == [StopModel("b")]
 
 
 def test_an_idle_model_goes_before_one_in_use_and_a_pinned_one_never():
     models = house(p=20, a=40, b=40, c=40)
     for now, name in enumerate("pab"):
         load(models, name, now)
-    models.began("a", 9.0)
-    assert models.want("c") == [StopModel("b")]
+    models.on_request_started("a", 9.0)
+    assert models.request_model("c") == [StopModel("b")]
     assert models.state("p") is L
 
 
 def test_who_came_first_is_first():
     models = house(a=60, b=90, c=10)
     load(models, "a")
-    models.began("a", 1.0)
-    assert models.want("b") == []
-    assert models.want("c") == [], "it would fit, and b would wait for ever"
+    models.on_request_started("a", 1.0)
+    assert models.request_model("b") == []
+    assert models.request_model("c") == [], "it would fit, and b would wait for ever"
 
 
 def test_what_cannot_be_loaded_is_told_and_the_others_go_on():
     models = house(a=60, b=60)
-    models.want("a")
-    models.want("b")
-    assert models.down("a", "no such folder") == [StartModel("b")]
+    models.request_model("a")
+    models.request_model("b")
+    assert models.on_exited("a", "no such folder") == [StartModel("b")]
     assert models.rows()[0]["reason"] == "no such folder"
     assert models.state("a") is U
 
@@ -89,10 +89,10 @@ def test_what_cannot_be_loaded_is_told_and_the_others_go_on():
 def test_an_operator_unloads_what_nobody_uses_at_once():
     models = house(None, a=1, b=1)
     load(models, "a")
-    assert models.dismiss("a") == [StopModel("a")]
-    assert models.dismiss("b") == []
-    assert models.down("a", "x") == []
-    assert models.want("a") == [StartModel("a")]
+    assert models.request_unload("a") == [StopModel("a")]
+    assert models.request_unload("b") == []
+    assert models.on_exited("a", "x") == []
+    assert models.request_model("a") == [StartModel("a")]
 
 
 NAMES = "pabcd"
@@ -126,34 +126,34 @@ def test_memory_is_never_exceeded_and_nobody_waits_for_ever(script: list[tuple[s
                 if uses[name]:
                     continue
                 del running[name]
-                do(models.down(name, "ended"))
+                do(models.on_exited(name, "ended"))
             elif models.state(name) is ModelState.LOADING:
                 came.add(name)
-                do(models.up(name, now))
+                do(models.on_loaded(name, now))
 
     for what, name in script:
         now += 1.0
         if what == "want":
-            do(models.want(name))
+            do(models.request_model(name))
         elif what == "unwant":
-            do(models.unwant(name, nobody=True))
+            do(models.drop_request(name, nobody=True))
         elif what == "use" and models.state(name) is L:
-            do(models.began(name, now))
+            do(models.on_request_started(name, now))
             uses[name] += 1
         elif what == "end" and uses[name]:
             uses[name] -= 1
-            do(models.ended(name, now))
+            do(models.on_request_ended(name, now))
         elif what == "dismiss":
-            do(models.dismiss(name))
+            do(models.request_unload(name))
         settle(name if what == "fail" else "")
     for name in NAMES:
         while uses[name]:
             uses[name] -= 1
-            do(models.ended(name, now))
+            do(models.on_request_ended(name, now))
     for name in "abcd":  # p is pinned and, once loaded, leaves room for each of these
         came.clear()
-        do(models.want(name))
+        do(models.request_model(name))
         for _ in range(12):
             settle()
         assert name in came or models.state(name) is L, name
-        do(models.unwant(name, nobody=True))
+        do(models.drop_request(name, nobody=True))

@@ -59,7 +59,7 @@ def test_the_plan_of_a_gpu_here_is_what_would_be_served(
     """One arithmetic: pages are what weights, the largest step and the runtime leave of what is free."""
     facts = GpuFacts(name="NVIDIA H200", capability=(9, 0), total_bytes=150 * 10**9, free_bytes=149 * 10**9)
     for module in (plan, compose):
-        monkeypatch.setattr(module, "gpu_report", lambda: GpuReport(gpu=facts, why_not=""))
+        monkeypatch.setattr(module, "gpu_report", lambda: GpuReport(gpu=facts, reason=""))
     _, found = answer(capsys, model, "--kv-dtype", kept)
     assert found["devices"] == {"count": 1, "name": "NVIDIA H200", "memory_bytes": facts.free_bytes}
     served = compose.resolve_here(ServeConfig(dtype="bf16", kv_dtype=kept), "llama", read_outline(Path(model)).spec)  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def test_a_laptop_serves_the_storyteller_split() -> None:
         ("decode-0", Role.DECODE, 1, ()),
     ]
     assert made.split
-    assert (made.carrier, made.family, made.dtype) == ("shm", "avx512", "bf16")
+    assert (made.connector, made.family, made.dtype) == ("shm", "avx512", "bf16")
     assert made.scheduler.max_model_len == 2048
     assert made.scheduler.pages == 64 * 2048 // PAGE_TOKENS  # 64 full contexts, not a tenth of the memory
     assert made.notes == ()
@@ -71,7 +71,7 @@ def test_aggregated_is_one_worker_with_all_cores() -> None:
 
 
 def test_encode_workers_have_cores_and_no_part_of_the_memory() -> None:
-    seeing = msgspec.structs.replace(LLAMA, sees=True)
+    seeing = msgspec.structs.replace(LLAMA, multimodal=True)
     made = plan(SERVER, seeing, encode_workers=2)
     assert [(w.worker, w.role) for w in made.workers[2:]] == [
         ("encode-0", Role.ENCODE),
@@ -115,7 +115,7 @@ def test_a_server_gives_each_worker_cores_of_its_own() -> None:
 
 def test_what_was_asked_for_is_done() -> None:
     made = plan(transfer="tcp", dtype="fp32", kernels="portable", threads=3, max_chunk_tokens=16, max_running=4)
-    assert (made.carrier, made.dtype, made.family) == ("tcp", "fp32", "portable")
+    assert (made.connector, made.dtype, made.family) == ("tcp", "fp32", "portable")
     assert made.page_bytes == 2 * STORY.page_bytes_bf16
     assert {w.threads for w in made.workers} == {3}
     assert (made.scheduler.max_chunk_tokens, made.scheduler.max_running) == (16, 4)
@@ -146,7 +146,7 @@ def test_pages_of_codes_are_a_gpus() -> None:
 
 
 H200 = GpuFacts(name="NVIDIA H200", capability=(9, 0), total_bytes=140 * GIB, free_bytes=139 * GIB)
-GPU_SERVER = msgspec.structs.replace(SERVER, gpu=GpuReport(gpu=H200, why_not=""))
+GPU_SERVER = msgspec.structs.replace(SERVER, gpu=GpuReport(gpu=H200, reason=""))
 
 
 def test_a_gpu_is_found_and_serves_both_phases_from_what_is_free() -> None:
@@ -202,7 +202,9 @@ def test_a_gpu_that_was_asked_for_is_used_or_refused_with_the_reason() -> None:
         LLAMA, parameters=80 * 10**9), device="cuda")  # fmt: skip
     refused("a GPU has triton and, to check them, reference", machine=GPU_SERVER, device="cuda", kernels="avx2")
     assert plan(GPU_SERVER, device="cuda", kernels="reference").family == "reference"
-    lacking = msgspec.structs.replace(SERVER, gpu=GpuReport(why_not="there is a CUDA driver, but no torch", mend="pip"))
+    lacking = msgspec.structs.replace(
+        SERVER, gpu=GpuReport(reason="there is a CUDA driver, but no torch", remedy="pip")
+    )
     refused("--device cuda: there is a CUDA driver, but no torch; pip", machine=lacking, device="cuda")
     assert plan(lacking).notes[0] == "no GPU is used: there is a CUDA driver, but no torch (pip)"
     with pytest.raises(ConfigError, match="--kv-disk with --device cuda: pages in its memory are not stored"):
@@ -240,7 +242,7 @@ def test_no_gpu_is_looked_for_where_flags_rule_it_out() -> None:
 def test_a_joined_worker_has_the_machine_to_itself_and_speaks_tcp() -> None:
     made = resolve_worker(WorkerServeConfig(role=Role.DECODE), WorkerId("d"), LAPTOP, STORY)
     assert [(w.worker, w.role, w.threads) for w in made.workers] == [("d", Role.DECODE, 2)]
-    assert made.carrier == "tcp"
+    assert made.connector == "tcp"
     with pytest.raises(ConfigError, match="--role decode serves one phase"):
         resolve_worker(WorkerServeConfig(role=Role.DECODE, device="cuda"), WorkerId("d"), GPU_SERVER, STORY)
     there = resolve_worker(WorkerServeConfig(), WorkerId("b"), GPU_SERVER, STORY)
@@ -267,8 +269,8 @@ def test_pages_leave_the_host_encrypted_unless_asked_otherwise(
     listen: str, transfer: str, encrypts: bool, carrier: str
 ) -> None:
     config = WorkerServeConfig(listen=listen, transfer=transfer, pages_port=9001)
-    made = resolve_worker(config, WorkerId("d"), msgspec.structs.replace(LAPTOP, encrypts=encrypts), STORY)
-    assert (made.carrier, made.pages_port) == (carrier, 9001)
+    made = resolve_worker(config, WorkerId("d"), msgspec.structs.replace(LAPTOP, can_encrypt_pages=encrypts), STORY)
+    assert (made.connector, made.pages_port) == (carrier, 9001)
 
 
 def test_what_cannot_be_encrypted_is_refused_with_what_would_work() -> None:
@@ -344,12 +346,12 @@ def test_a_shown_size_can_be_given_back(count: int) -> None:
 
 def test_what_is_loaded_beside_the_model_takes_its_room() -> None:
     head = ExtraWeights(name="draft head", shared_bytes=40 * GIB, worker_bytes=10 * GIB, why="")
-    both = msgspec.structs.replace(LLAMA, beside=(head,))
+    both = msgspec.structs.replace(LLAMA, extra_weights=(head,))
     alone, beside = (plan(SERVER, model, max_model_len=8192).scheduler.pages for model in (LLAMA, both))
     fewer = (alone - beside) * LLAMA.page_bytes_bf16
     assert fewer == pytest.approx(0.1 * (40 + 2 * 10) * GIB / 2, rel=1e-3)
     adapters = msgspec.structs.replace(head, name="LoRA adapters", shared_bytes=200 * GIB)
-    wide = msgspec.structs.replace(LLAMA, beside=(head, adapters))
+    wide = msgspec.structs.replace(LLAMA, extra_weights=(head, adapters))
     refused("60GiB for draft head", "220GiB for LoRA adapters", "leave out", machine=SERVER, model=wide)
     assert head.bytes(2, number_bytes=4) == 2 * head.bytes(2)
 

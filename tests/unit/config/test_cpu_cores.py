@@ -23,7 +23,8 @@ from penstock.types import Role, WorkerId
 def cores(count: int, *, nodes: int = 1, siblings: int = 1) -> list[PhysicalCore]:
     """Numbered as Linux does: all first threads, then all second ones; equal nodes."""
     return [
-        PhysicalCore(cpus=tuple(i + count * s for s in range(siblings)), node=i * nodes // count) for i in range(count)
+        PhysicalCore(cpus=tuple(i + count * s for s in range(siblings)), numa_node=i * nodes // count)
+        for i in range(count)
     ]
 
 
@@ -48,9 +49,9 @@ def loans(made: CoreAssignment) -> list[list[tuple[str, int, str]]]:
 
 def test_a_laptop_gives_each_worker_a_core_and_the_other_on_loan() -> None:
     made = division(cores(2))
-    assert [(s.threads, s.cpus, s.niceness, s.lends) for s in made.shares] == [(1, (), 0, 1)] * 2
+    assert [(s.threads, s.cpus, s.niceness, s.lent_cores) for s in made.shares] == [(1, (), 0, 1)] * 2
     assert loans(made) == [[("decode-0", 1, "")], [("prefill-0", 1, "")]]
-    assert (made.nodes, made.notes) == ((), ())
+    assert (made.numa_nodes, made.notes) == ((), ())
 
 
 def test_the_second_threads_of_a_core_stay_with_the_first() -> None:
@@ -62,7 +63,7 @@ def test_the_second_threads_of_a_core_stay_with_the_first() -> None:
 def test_workers_stay_within_a_node() -> None:
     made = division(cores(24, nodes=2), fleet(1, 2))
     assert [format_cpus(s.cpus) for s in made.shares] == ["0-7", "12-19", "8-11,20-23"]
-    assert made.nodes == (0, 1)
+    assert made.numa_nodes == (0, 1)
     assert made.notes == ("memory nodes: prefill-0 on 0; decode-0 on 1; decode-1 on 0-1; weights are spread over all",)
     assert [format_cpus(s.cpus) for s in division(cores(24, nodes=2), fleet(2, 2)).shares] == [
         "0-5",
@@ -74,7 +75,7 @@ def test_workers_stay_within_a_node() -> None:
 
 def test_one_core_is_shared_and_decode_goes_first() -> None:
     made = division(cores(1))
-    assert [(s.threads, s.niceness, s.lends, s.loans) for s in made.shares] == [
+    assert [(s.threads, s.niceness, s.lent_cores, s.loans) for s in made.shares] == [
         (1, SHARED_PREFILL_NICENESS, 0, ()),
         (1, 0, 0, ()),
     ]
@@ -88,17 +89,17 @@ def test_one_worker_has_all_and_lends_nothing() -> None:
 
 def test_a_quota_leaves_fewer_cores_and_no_places() -> None:
     made = division(cores(64), usable=16)
-    assert [(s.threads, s.cpus, s.lends) for s in made.shares] == [(8, (), 8)] * 2
+    assert [(s.threads, s.cpus, s.lent_cores) for s in made.shares] == [(8, (), 8)] * 2
 
 
 def test_no_lending_when_told() -> None:
-    assert all(not s.loans and not s.lends for s in division(cores(8), lend=False).shares)
+    assert all(not s.loans and not s.lent_cores for s in division(cores(8), lend=False).shares)
 
 
 def test_threads_as_asked_limit_what_is_lent() -> None:
     made = division(cores(16), threads=2)
-    assert [(s.threads, s.lends) for s in made.shares] == [(2, 2)] * 2
-    assert [s.lends for s in division(cores(2), threads=3).shares] == [1, 1]
+    assert [(s.threads, s.lent_cores) for s in made.shares] == [(2, 2)] * 2
+    assert [s.lent_cores for s in division(cores(2), threads=3).shares] == [1, 1]
 
 
 def test_listed_cores_are_pinned_and_divided() -> None:
@@ -118,7 +119,7 @@ def test_one_list_leaves_the_rest_to_the_other_role() -> None:
 
 def test_shared_cores_are_nobodys_to_lend() -> None:
     made = division(cores(6), prefill="0-3", decode="2-5")
-    assert [(s.niceness, s.lends) for s in made.shares] == [(SHARED_PREFILL_NICENESS, 2), (0, 2)]
+    assert [(s.niceness, s.lent_cores) for s in made.shares] == [(SHARED_PREFILL_NICENESS, 2), (0, 2)]
     assert loans(made) == [[("decode-0", 2, "4-5")], [("prefill-0", 2, "0-1")]]
     assert made.notes == ("prefill and decode share cores: decode has the right of way",)
 

@@ -22,7 +22,7 @@ HOST = MachineFacts(
     cores=16,
     memory_bytes=256 * GIB,
     kernel_families=("avx512_bf16", "portable", "reference"),
-    gpu=GpuReport(gpu=H200, why_not=""),
+    gpu=GpuReport(gpu=H200, reason=""),
 )
 LLAMA = ModelFacts(
     name="llama-8b", max_positions=8192, parameters=8 * 10**9, auto_dtype="bf16", page_bytes_bf16=2 << 20
@@ -43,30 +43,30 @@ def refused(*because: str, machine: MachineFacts = HOST, model: ModelFacts = LLA
 
 def test_prompts_on_the_gpu_answers_on_the_processors() -> None:
     made = plan(decode=2, **MIXED)
-    assert (made.device, made.family, made.split, made.mixes) == ("cpu", "avx512_bf16", True, True)
+    assert (made.device, made.family, made.split, made.mixed_numerics) == ("cpu", "avx512_bf16", True, True)
     assert [(w.worker, w.role) for w in made.workers] == [
         ("prefill-0", Role.PREFILL),
         ("decode-0", Role.DECODE),
         ("decode-1", Role.DECODE),
     ]
     reads, *writes = made.workers
-    assert made.reading_of(reads) is made.reading
-    assert made.on_device(reads)
-    assert not any(made.on_device(w) or made.reading_of(w) for w in writes)
+    assert made.prefill_plan_of(reads) is made.prefill_plan
+    assert made.pages_on_device(reads)
+    assert not any(made.pages_on_device(w) or made.prefill_plan_of(w) for w in writes)
     assert [w.threads for w in writes] == [8, 8]  # all cores are theirs
     assert all(loan.lender != "prefill-0" for w in writes for loan in w.loans)
-    assert made.reading is not None
-    assert (made.reading.device, made.reading.family) == ("cuda", "triton")
-    assert made.reading.pages == made.scheduler.pages  # each has a twin
+    assert made.prefill_plan is not None
+    assert (made.prefill_plan.device, made.prefill_plan.family) == ("cuda", "triton")
+    assert made.prefill_plan.pages == made.scheduler.pages  # each has a twin
     assert made.notes[0] == ("on NVIDIA H200: 138.0 of 139.0 GiB free; as --prefill-device cuda says, for prompts only")
 
 
 def test_no_more_pages_than_the_gpu_has_room_for() -> None:
     small = msgspec.structs.replace(H200, free_bytes=24 * GIB)
     made = plan(msgspec.structs.replace(HOST, gpu=GpuReport(gpu=small)), **MIXED)
-    assert made.reading is not None
+    assert made.prefill_plan is not None
     left = 24 * GIB - 16 * 10**9 - (896 << 20)
-    assert made.reading.pages == left // (2 << 20) < made.scheduler.pages
+    assert made.prefill_plan.pages == left // (2 << 20) < made.scheduler.pages
     tiny = msgspec.structs.replace(H200, free_bytes=16 * 10**9)
     refused("NVIDIA H200 has", machine=msgspec.structs.replace(HOST, gpu=GpuReport(gpu=tiny)), **MIXED)
     none = msgspec.structs.replace(H200, free_bytes=16 * 10**9 + (996 << 20))
@@ -77,8 +77,8 @@ def test_no_more_pages_than_the_gpu_has_room_for() -> None:
 def test_it_is_asked_for_twice() -> None:
     refused("--prefill-device cuda:", "add --allow-mixed-numerics", prefill_device="cuda")
     refused("--prefill-kernels portable:", "add --allow-mixed-numerics", prefill_kernels="portable")
-    assert plan(allow_mixed_numerics=True).reading is None
-    assert plan(prefill_device="cpu", prefill_kernels="avx512_bf16").reading is None
+    assert plan(allow_mixed_numerics=True).prefill_plan is None
+    assert plan(prefill_device="cpu", prefill_kernels="avx512_bf16").prefill_plan is None
     assert not excludes_gpu(ServeConfig(prefill=1, prefill_device="cuda"))
     assert excludes_gpu(ServeConfig(prefill=1, prefill_kernels="portable"))
 
@@ -105,19 +105,23 @@ def test_models_that_cannot_be_read_apart_are_refused() -> None:
     pooling = PoolingConfig(whole_prompts=True, share_prefixes=False)
     refused("only reads", model=replace(LLAMA, pooling=pooling), **MIXED)
     refused("recurrent layers", model=replace(LLAMA, reaches=(KvSpec(state_interval=512),)), **MIXED)
-    missing = replace(HOST, gpu=GpuReport(why_not="there is no CUDA driver"))
+    missing = replace(HOST, gpu=GpuReport(reason="there is no CUDA driver"))
     refused("--prefill-device cuda: there is no CUDA driver", machine=missing, **MIXED)
 
 
 def test_two_families_of_one_processor() -> None:
     made = plan(prefill_kernels="portable", allow_mixed_numerics=True)
-    assert made.reading is not None
-    assert (made.reading.device, made.reading.family, made.reading.apart) == ("cpu", "portable", False)
-    assert all(w.lends for w in made.workers)
+    assert made.prefill_plan is not None
+    assert (made.prefill_plan.device, made.prefill_plan.family, made.prefill_plan.has_own_memory) == (
+        "cpu",
+        "portable",
+        False,
+    )
+    assert all(w.lent_cores for w in made.workers)
     oracle = plan(prefill_kernels="reference", allow_mixed_numerics=True, prefill=2)
-    assert oracle.reading is not None
-    assert oracle.reading.apart
-    assert not any(w.lends or w.loans for w in oracle.workers)
+    assert oracle.prefill_plan is not None
+    assert oracle.prefill_plan.has_own_memory
+    assert not any(w.lent_cores or w.loans for w in oracle.workers)
     refused("turn them round", kernels="reference", prefill_kernels="portable", allow_mixed_numerics=True)
     refused("--prefill-kernels avx2", prefill_kernels="avx2", allow_mixed_numerics=True)
 
@@ -129,7 +133,7 @@ def joined(role: Role, **flags: object) -> ServePlan:
 
 def test_a_joined_worker_names_the_class_of_the_others() -> None:
     reads = joined(Role.PREFILL, mixed_with="cpp-avx512_bf16-1-bf16")
-    assert (reads.device, reads.family, reads.mixes) == ("cuda", "triton", True)
+    assert (reads.device, reads.family, reads.mixed_numerics) == ("cuda", "triton", True)
     assert reads.scheduler.pages * reads.page_bytes <= HOST.memory_bytes // 2  # twins of all of them
     writes = joined(Role.DECODE, mixed_with="triton-1-sm90-3.6.0-torch2.11.0-bf16")
     assert (writes.device, writes.mixed_with) == ("cpu", "triton-1-sm90-3.6.0-torch2.11.0-bf16")

@@ -120,7 +120,7 @@ def test_two_borrowers_never_sit_at_one_core() -> None:
 
 def test_an_owner_waits_once_for_a_borrower_that_was_stopped() -> None:
     board = CoreLendingBoard({P: 1, D: 1})
-    owner = board.share(D, [])
+    owner = board.cores_of(D, [])
     owner.lend_cores()
     line = 3 * 16  # D's seat, behind P's two lines and D's own
     board._words[line] = 0x501
@@ -140,7 +140,7 @@ def test_an_owner_waits_once_for_a_borrower_that_was_stopped() -> None:
 
 def test_a_worker_that_begins_anew_lends_nothing_yet() -> None:
     board = CoreLendingBoard({P: 1, D: 1})
-    owner = board.share(D, [])
+    owner = board.cores_of(D, [])
     owner.lend_cores()
     assert board._words[2 * 16] == 0
     board.reset(D)
@@ -154,7 +154,7 @@ def test_cores_are_lent_between_processes() -> None:
     ours, theirs = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        owner = board.share(D, [])
+        owner = board.cores_of(D, [])
         for act in (owner.lend_cores, owner.reclaim_cores):
             os.read(ours[0], 1)
             act()
@@ -162,7 +162,7 @@ def test_cores_are_lent_between_processes() -> None:
         signal.pause()
         os._exit(0)
     ops, packed, x = big_linear(*NATIVE[0])
-    borrower = board.share(P, [CoreLoan(lender=D, cores=1)])
+    borrower = board.cores_of(P, [CoreLoan(lender=D, cores=1)])
     before = borrower.borrowed_s()
     for _ in range(10):
         ops.linear(x, packed)

@@ -37,14 +37,14 @@ def say(*words: object) -> None:
 
 
 class FakeJobs:
-    def gateway(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
-        return ChildSpec(body=lambda: gateway(incarnation, channel), keep=())
+    def gateway_spec(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
+        return ChildSpec(main=lambda: gateway(incarnation, channel), inherited_fds=())
 
     def __init__(self) -> None:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def worker(self, worker: WorkerId, incarnation: int) -> ChildSpec:
+    def worker_spec(self, worker: WorkerId, incarnation: int) -> ChildSpec:
         if worker == "decode-0" and "thread" in SCRIPT:
             first, last = SCRIPT["thread"]
             if incarnation == first:
@@ -53,7 +53,7 @@ class FakeJobs:
             elif incarnation > last and self._thread is not None:
                 self._over.set()
                 self._thread.join()
-        return ChildSpec(body=lambda: child(worker), endpoint=f"nowhere-{worker}-{incarnation}")
+        return ChildSpec(main=lambda: child(worker), endpoint=f"nowhere-{worker}-{incarnation}")
 
 
 def beat(name: str) -> None:
@@ -96,16 +96,16 @@ def child(name: str) -> int:
 def main() -> int:
     config = SuperviseConfig(**SCRIPT.get("config", {}))
     with Supervisor(config, FakeJobs(), SLOTS) as supervisor:
-        supervisor.when_stopping(lambda: say("stopping"))
+        supervisor.on_stopping(lambda: say("stopping"))
         supervisor.start()
         try:
             loaded = time.monotonic() + SCRIPT.get("load_s", 0.0)
             while time.monotonic() < loaded:
-                supervisor.keep_watch()
+                supervisor.poll()
                 time.sleep(0.01)
             code = supervisor.run(ROLES, lambda: say("ready"))
         except StoppedEarly:
-            supervisor.wind_up()
+            supervisor.wait_until_stopped()
             say("stopped while loading")
             return 0
         except RestartLimitReached as error:

@@ -40,7 +40,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.machine = RestartPolicy.of(self.config)
-        self.machine.admit(["prefill-0", "decode-0"])
+        self.machine.add_workers(["prefill-0", "decode-0"])
 
     def send(self, event: RestartEvent) -> list[RestartEffect]:
         effects = self.machine.handle(event, self.now)
@@ -70,7 +70,7 @@ class Bench:
         """Let time pass as the supervisor does: looking at every interval, waking when it is due."""
         end, effects = self.now + seconds, []
         while self.now < end:
-            self.now = min(end, max(self.now + 1e-3, self.machine.wake_at(self.now)))
+            self.now = min(end, max(self.now + 1e-3, self.machine.next_deadline(self.now)))
             effects += self.look()
         return effects
 

@@ -23,7 +23,7 @@ def as_before() -> Iterator[None]:
 @pytest.mark.usefixtures("as_before")
 def test_what_there_is_at_the_start_is_never_looked_at_again_and_a_full_look_never_comes_by_itself():
     collection = GarbageCollector(TurnLimits(), lambda: 0)
-    collection.begin()
+    collection.start()
     assert gc.get_freeze_count() > 1000
     assert gc.get_threshold()[0] == TurnLimits().young_collection_objects
     assert gc.get_threshold()[2] == NEVER
@@ -35,10 +35,10 @@ def test_a_full_look_waits_until_few_streams_are_open_or_the_process_has_grown(m
     monkeypatch.setattr(gateway_process, "resident_bytes", lambda: resident[0])
     limits = TurnLimits(full_collection_streams=100, full_collection_bytes=1 << 20)
     collection = GarbageCollector(limits, lambda: streams[0])
-    collection.begin()
-    assert not collection.look()
+    collection.start()
+    assert not collection.collect_if_due()
     resident[0] += 1 << 20
-    assert collection.look()
-    assert not collection.look()
+    assert collection.collect_if_due()
+    assert not collection.collect_if_due()
     streams[0] = 100
-    assert collection.look()
+    assert collection.collect_if_due()

@@ -21,14 +21,14 @@ ANSWER = {
 
 def test_without_a_driver_nothing_else_is_asked() -> None:
     report = gpu_probe.gpu_report("libno-such-cuda.so.1")
-    assert (report.gpu, report.why_not, report.mend) == (None, "there is no CUDA driver", "")
+    assert (report.gpu, report.reason, report.remedy) == (None, "there is no CUDA driver", "")
 
 
 def test_a_driver_without_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_probe, "find_spec", lambda name: None)
     report = gpu_probe.gpu_report("libc.so.6")  # any library will do: it is not asked
-    assert report.why_not == "there is a CUDA driver, but no torch for it"
-    assert report.mend == "pip install 'penstock[gpu]'"
+    assert report.reason == "there is a CUDA driver, but no torch for it"
+    assert report.remedy == "pip install 'penstock[gpu]'"
 
 
 def test_a_torch_without_cuda_is_no_torch_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,8 +47,8 @@ def test_a_library_that_is_no_driver_is_no_crash(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gpu_probe, "missing_packages", lambda: "")
     report = gpu_probe.gpu_report("libc.so.6")
     assert report.gpu is None
-    assert "cuInit" in report.why_not
-    assert report.mend == "see nvidia-smi"
+    assert "cuInit" in report.reason
+    assert report.remedy == "see nvidia-smi"
 
 
 def test_an_answer_becomes_facts() -> None:
@@ -58,13 +58,13 @@ def test_an_answer_becomes_facts() -> None:
     assert (found.total_bytes, found.free_bytes) == (150_000_000_000, 149_000_000_000)
     old = gpu_probe.parse_report(json.dumps({**ANSWER, "name": "Tesla V100", "capability": [7, 0]}), "")
     assert old.gpu is None
-    assert "Tesla V100 has compute capability 7.0" in old.why_not
+    assert "Tesla V100 has compute capability 7.0" in old.reason
     small = gpu_probe.parse_report(
         json.dumps({**ANSWER, "name": "L40S", "capability": [8, 9], "shared_bytes": 101_376}), ""
     )
     assert small.gpu is None
-    assert small.why_not == "L40S has 99 KiB of shared memory for a program, and the kernels need 160"
+    assert small.reason == "L40S has 99 KiB of shared memory for a program, and the kernels need 160"
     complaint = "the CUDA driver finds no device"
     for broken in ("", "{}", "[]", json.dumps({**ANSWER, "capability": []})):
-        assert gpu_probe.parse_report(broken, f"noise\n{complaint}\n").why_not == complaint
-    assert gpu_probe.parse_report("", "").why_not == "the CUDA driver gave no answer"
+        assert gpu_probe.parse_report(broken, f"noise\n{complaint}\n").reason == complaint
+    assert gpu_probe.parse_report("", "").reason == "the CUDA driver gave no answer"

@@ -19,35 +19,35 @@ def test_slots_do_not_touch_each_other() -> None:
         slot.reset(i + 1, 10**9 * i)
     board.slots[1].beat(7_000_000_000, 8_500_000_000, 42)
     board.slots[1].set_state(WorkerState.READY)
-    board.slots[1].last_words("x" * 2 * SLOT_BYTES)
+    board.slots[1].set_exit_reason("x" * 2 * SLOT_BYTES)
     assert [s.read().incarnation for s in board.slots] == [1, 2, 3]
     beat = board.slots[1].read()
     assert (beat.beat_s, beat.predicted_end_s, beat.steps, beat.state) == (7.0, 8.5, 42, WorkerState.READY)
     for other in (board.slots[0], board.slots[2]):
         assert other.read().steps == 0
         assert other.read().state is WorkerState.STARTING
-        assert other.read_last_words() == ""
+        assert other.exit_reason() == ""
 
 
 def test_a_role_that_was_given_outlives_the_process() -> None:
     one, other = HeartbeatBoard(2).slots
-    assert one.assigned is None
+    assert one.assigned_role is None
     for role in Role:
-        one.assign(role)
+        one.assign_role(role)
         one.reset(2, 0)
-        assert one.assigned is role
-    assert other.assigned is None
+        assert one.assigned_role is role
+    assert other.assigned_role is None
 
 
 @given(st.text())
 def test_last_words_are_kept_and_cut_at_the_slot(text: str) -> None:
     (slot,) = HeartbeatBoard(1).slots
-    slot.last_words(text)
-    kept = slot.read_last_words()
+    slot.set_exit_reason(text)
+    kept = slot.exit_reason()
     assert text.startswith(kept.rstrip("\N{REPLACEMENT CHARACTER}"))
     assert len(kept.encode()) <= SLOT_BYTES
     slot.reset(2, 0)
-    assert slot.read_last_words() == ""
+    assert slot.exit_reason() == ""
 
 
 def test_a_state_that_is_none_of_ours_is_read_as_dead() -> None:

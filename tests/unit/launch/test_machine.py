@@ -84,12 +84,15 @@ def test_cores_have_their_threads_and_their_node(machine: Machine) -> None:
     machine.write("sys/devices/system/node/node1/cpulist", "2-3,6-7\n")
     machine.write("sys/devices/system/node/node2/cpulist", "\n")  # memory only
     assert topology(tuple(range(8)), machine.root) == (
-        PhysicalCore(cpus=(0, 4), node=0),
-        PhysicalCore(cpus=(1, 5), node=0),
-        PhysicalCore(cpus=(2, 6), node=1),
-        PhysicalCore(cpus=(3, 7), node=1),
+        PhysicalCore(cpus=(0, 4), numa_node=0),
+        PhysicalCore(cpus=(1, 5), numa_node=0),
+        PhysicalCore(cpus=(2, 6), numa_node=1),
+        PhysicalCore(cpus=(3, 7), numa_node=1),
     )
-    assert topology((1, 6), machine.root) == (PhysicalCore(cpus=(1,), node=0), PhysicalCore(cpus=(6,), node=1))
+    assert topology((1, 6), machine.root) == (
+        PhysicalCore(cpus=(1,), numa_node=0),
+        PhysicalCore(cpus=(6,), numa_node=1),
+    )
 
 
 def test_a_process_knows_when_it_began(tmp_path: Path) -> None:
@@ -107,7 +110,7 @@ def test_a_process_knows_when_it_began(tmp_path: Path) -> None:
 
 
 def test_only_a_library_that_encrypts_into_buffers_counts(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine_facts((), machine.root).encrypts
+    assert machine_facts((), machine.root).can_encrypt_pages
 
     class Old:
         """As it was before it could."""
@@ -115,8 +118,8 @@ def test_only_a_library_that_encrypts_into_buffers_counts(machine: Machine, monk
         encrypt = decrypt = None
 
     monkeypatch.setattr("cryptography.hazmat.primitives.ciphers.aead.AESGCM", Old)
-    assert not machine_facts((), machine.root).encrypts
+    assert not machine_facts((), machine.root).can_encrypt_pages
     with pytest.raises(ConfigError, match=r"a recent one: pip install 'penstock\[encryption\]'"):
         aes_gcm()
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
-    assert not machine_facts((), machine.root).encrypts
+    assert not machine_facts((), machine.root).can_encrypt_pages

@@ -19,10 +19,10 @@ def test_a_child_may_complain_at_length_and_imports_nothing_of_the_current_folde
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONVERBOSE", "1")  # far more than a pipe holds
     with closing(NumericsProbe("portable", "fp32", "cpu")) as asked:
-        assert asked.answer(lambda: None) == make_ops(family="portable", compute_dtype="fp32").numerics
+        assert asked.result(lambda: None) == make_ops(family="portable", compute_dtype="fp32").numerics
 
 
 def test_the_last_line_of_its_complaint_is_the_reason() -> None:
     with closing(NumericsProbe("none-such", "fp32", "cpu")) as asked, pytest.raises(KernelError, match="'none-such'"):
-        asked.answer(lambda: None)
+        asked.result(lambda: None)
     asked.close()

@@ -149,4 +149,4 @@ def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("penstock.launch.tracing.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--trace-endpoint needs OpenTelemetry.*penstock\[trace\]"):
         trace_config(ServeConfig(trace_endpoint="http://127.0.0.1:4318"))
-    assert not trace_config(ServeConfig()).wanted
+    assert not trace_config(ServeConfig()).enabled

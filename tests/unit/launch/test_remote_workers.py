@@ -227,7 +227,7 @@ async def test_who_does_not_answer_is_named_with_the_reason_again_and_again(capl
         joined.tick()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-    assert joined.waiting() == [(A, "connection refused")]
+    assert joined.unjoined() == [(A, "connection refused")]
     assert joined.count == 1
     assert set(asked) == {A}
     waited = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]

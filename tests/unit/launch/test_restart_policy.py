@@ -92,7 +92,7 @@ def test_a_worker_that_is_never_ready_ends_it_all_with_a_cause_and_a_command() -
 def test_a_child_that_can_never_start_is_not_tried_again() -> None:
     bench = Bench()
     bench.send(Tick())
-    bench.obey(bench.die(GATEWAY, ProcessExit(code=EXIT_CANNOT_START, last_words="tokenizer.json is broken")))
+    bench.obey(bench.die(GATEWAY, ProcessExit(code=EXIT_CANNOT_START, reason="tokenizer.json is broken")))
     assert bench.log[-1][1] == AllExited(1, f"{GATEWAY} cannot start: tokenizer.json is broken")
 
 
@@ -385,7 +385,7 @@ def test_stopping_before_anything_runs_is_done_at_once() -> None:
 def test_workers_alone_have_time_to_hand_over_and_a_second_signal_means_now() -> None:
     def told() -> tuple[RestartPolicy, list[RestartEffect]]:
         machine = RestartPolicy.of(CONFIG, ())
-        machine.admit(["decode-0"])
+        machine.add_workers(["decode-0"])
         machine.handle(Tick(), 0.0)
         machine.handle(HeartbeatsRead({"decode-0": Heartbeat(1, WorkerState.READY, 0.1, 0.2, 1)}), 0.1)
         return machine, machine.handle(StopRequested(), 1.0)
@@ -404,7 +404,7 @@ def test_workers_alone_have_time_to_hand_over_and_a_second_signal_means_now() ->
 
 def test_how_a_process_ended_in_words() -> None:
     assert str(ProcessExit(code=3)) == "exit code 3"
-    assert str(ProcessExit(signal=9, last_words="out of pages")) == "out of pages (killed by SIGKILL)"
+    assert str(ProcessExit(signal=9, reason="out of pages")) == "out of pages (killed by SIGKILL)"
     assert str(ProcessExit(signal=64 + 1)) == "killed by signal 65"
 
 

@@ -32,14 +32,14 @@ async def test_who_waits_for_a_turn_goes_on_in_order_though_one_of_them_fails():
         raise RuntimeError("unlucky")
 
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-    assert (turns.take(), turns.take(), turns.take()) == (True, True, False)
+    assert (turns.try_parse(), turns.try_parse(), turns.try_parse()) == (True, True, False)
     for number in range(3):
-        turns.wait(lambda number=number: done.append(number))
-    turns.wait(fails)
-    turns.wait(lambda: done.append(9))
-    assert not turns.take()  # nobody goes before who waits
+        turns.enqueue(lambda number=number: done.append(number))
+    turns.enqueue(fails)
+    turns.enqueue(lambda: done.append(9))
+    assert not turns.try_parse()  # nobody goes before who waits
     for turn in ([0, 1], [0, 1, 2], [0, 1, 2, 9]):
         await asyncio.sleep(0)
         assert done == turn
     await asyncio.sleep(0)
-    assert turns.take()
+    assert turns.try_parse()

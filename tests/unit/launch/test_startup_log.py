@@ -82,7 +82,7 @@ def test_a_start_is_told_phase_by_phase() -> None:
     times = iter((100.25, 100.5, 102.0))
     phases = StartupTimer(100.0, lambda: next(times))
     for phase in ("imports", "plan", "weights"):
-        phases.end(phase)
+        phases.end_phase(phase)
     assert str(phases) == "2.00 s (imports 0.25, plan 0.25, weights 1.50)"
 
 

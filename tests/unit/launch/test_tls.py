@@ -82,8 +82,8 @@ async def test_changed_files_are_taken_and_broken_ones_are_not(
     assert await _name_of(tls.context, own.cert) == "one.example"
     two = files(tmp_path / "two", "two.example")
     shutil.copy(two.cert, own.cert)  # the key does not fit yet
-    tls.look()
+    tls.reload_if_changed()
     assert "the old certificate stays in force" in caplog.text
     shutil.copy(two.key, own.key)
-    tls.look()
+    tls.reload_if_changed()
     assert await _name_of(tls.context, two.cert) == "two.example"

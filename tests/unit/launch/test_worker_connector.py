@@ -33,9 +33,9 @@ def config(*, hands_over: bool) -> WorkerConfig:
         incarnation=1,
         role=Role.BOTH,
         endpoint="tcp://127.0.0.1:0",
-        carrier="tcp",
+        connector="tcp",
         scheduler=SchedulerConfig(pages=8, max_model_len=64),
-        hands_over=hands_over,
+        transfers_pages=hands_over,
     )
 
 

@@ -37,7 +37,7 @@ class ResponseRecorder:
             raise StreamError("bad chunk", str(error)) from error
         if chunk.error is not None:
             raise StreamError(f"error event {chunk.error.code or ''}".rstrip(), chunk.error.message)
-        if any(choice.added() for choice in chunk.choices):
+        if any(choice.text_added() for choice in chunk.choices):
             self._record.events.append(arrived)
         if chunk.usage is not None:
             self._take_usage(chunk.usage)

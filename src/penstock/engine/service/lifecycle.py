@@ -62,13 +62,13 @@ class Lifecycle:
     @property
     def moves_answers_away(self) -> bool:
         """Whether answers that are decoded here should continue elsewhere."""
-        return self._config.hands_over and (self.draining or self._reporter.role is Role.PREFILL)
+        return self._config.transfers_pages and (self.draining or self._reporter.role is Role.PREFILL)
 
     def assign(self, message: AssignRole, now: float) -> str | None:
         """Take a gateway's word.  The reason why what is ``unfit`` now goes back; None: nothing has changed."""
         role, duty, reason = message.role, message.duty, None
         if role is not None and role is not self._reporter.role:
-            if not self._config.hands_over or self._config.keeps_role or role is Role.ENCODE:
+            if not self._config.transfers_pages or self._config.fixed_role or role is Role.ENCODE:
                 log_event(log, logging.WARNING, "the role stays", role=self._reporter.role.value, asked=role.value)
             else:
                 log_event(log, logging.INFO, "another role", role=role.value, before=self._reporter.role.value)

@@ -150,7 +150,7 @@ class LoadReporter:
             tier_s=store.tier_s(),
             rates=StepRates(*(max(0.0, rate) for rate in scheduler.cost.rates)),
             measured=scheduler.cost.measured_steps,
-            hands_over=self._config.hands_over,
+            hands_over=self._config.transfers_pages,
         )
 
     def _count_others(self) -> None:

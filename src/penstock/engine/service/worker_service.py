@@ -533,7 +533,7 @@ class WorkerService:
             self._moves.start_all()
         else:
             self._moves.stop_all(now)
-        for gateway, relieve in self._moves.relief_requests(now) if self._config.hands_over else ():
+        for gateway, relieve in self._moves.relief_requests(now) if self._config.transfers_pages else ():
             self._listener.send(gateway.peer, relieve)
 
     def _cancel(self, request: RequestId, epoch: int, now: float) -> None:

@@ -88,7 +88,7 @@ def test_tiers_are_asked_once_for_all_that_has_left_when_it_is_told() -> None:
         incarnation=1,
         role=Role.BOTH,
         endpoint="memory://w",
-        carrier="memory",
+        connector="memory",
         scheduler=SchedulerConfig(pages=len(BLOCKS)),
     )
     link = hub.connect(config.endpoint)
@@ -133,7 +133,7 @@ class Followers:
             incarnation=1,
             role=Role.BOTH,
             endpoint="memory://w",
-            carrier="memory",
+            connector="memory",
             scheduler=SchedulerConfig(pages=64),
         )
         hub = InMemoryHub()
