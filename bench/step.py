@@ -31,7 +31,8 @@ from typing import Any
 
 from penstock.bundled import storyteller
 from penstock.clock import MonotonicClock
-from penstock.config.schema import HandOverConfig, SchedulerConfig, WorkerConfig
+from penstock.config.limits import KvTransferConfig
+from penstock.config.schema import SchedulerConfig, WorkerConfig
 from penstock.engine.core.cost_model import StepCostModel, cost_prior
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
@@ -135,7 +136,7 @@ class Worker:
             endpoint=f"ipc://@penstock-bench-step-{os.getpid()}",
             connector="memory",
             scheduler=SchedulerConfig(pages=pages, max_model_len=length, max_running=max(args.rows)),
-            hand_over=HandOverConfig(),
+            hand_over=KvTransferConfig(),
         )
         self.transport = ZmqTransport(CurveKeys.ephemeral())
         memory = KvMemory.anonymous(layout, pages)

@@ -27,7 +27,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from penstock.clock import MonotonicClock
-from penstock.config.schema import HandOverConfig, KvStoreConfig, SchedulerConfig, WorkerConfig
+from penstock.config.limits import KvTransferConfig
+from penstock.config.schema import KvStoreConfig, SchedulerConfig, WorkerConfig
 from penstock.engine.core.cost_model import StepCostModel
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
@@ -123,8 +124,8 @@ class Bench:
         carrier = InMemoryConnector(memory, {}, PageChecksum(IDENTITY, layout))
         hand_over = TransferEnds(
             IDENTITY,
-            KvSender(HandOverConfig(), carrier, 1),
-            KvReceiver(HandOverConfig(), carrier),
+            KvSender(KvTransferConfig(), carrier, 1),
+            KvReceiver(KvTransferConfig(), carrier),
         )
         pool = self.scheduler.memory.pool
         store = PageStore([InMemory()] if tier else [], memory, pool.generation, clock.now, KvStoreConfig(always=True))

@@ -1,7 +1,9 @@
-"""A small HTTP/1.1 client for streams: every server-sent event is handed over with the moment at which it arrived.
+"""HTTP/1.1 clients on asyncio: ``HttpStreamClient`` for server-sent events, ``open_request`` for one request to the
+gateway of a catalog's model, and ``SseParser`` (WHATWG HTML, section 9.2.6).
 
-Connections are kept and used again.  A callback takes the events inside the socket's own read, so a token's time is
-that of the read which brought it, not that of a task which woke up later.  Knows nothing about what events mean.
+``HttpStreamClient`` keeps its connections and hands every event to a callback inside the socket's own read, with the
+time of that read, so that measured times are not those of a task that woke up later.  Knows nothing about what events
+mean.
 """
 
 from __future__ import annotations
@@ -18,10 +20,6 @@ from urllib.parse import urlsplit
 import httptools
 
 from penstock.errors import NoWorkers, PenstockError
-
-# MERGED: Server-sent events, read from bytes as they come (WHATWG HTML, section 9.2.6), for clients.
-# MERGED:
-# MERGED: Gives the ``data`` of each event.  Knows nothing about sockets, JSON, event names or reconnecting.
 
 MAX_EVENT_BYTES = 16 << 20
 """A longer event is a fault of the server, not a reason to fill memory."""
@@ -322,11 +320,6 @@ class HttpStreamClient:
             raise StreamError("cannot connect", str(error)) from error
         return connection
 
-
-# MERGED: A small HTTP/1.1 client for the catalogue's front: one request to a model's own gateway, answered as
-# MERGED: it comes.
-# MERGED:
-# MERGED: Knows nothing about models or bodies.
 
 Header = tuple[bytes, bytes]
 

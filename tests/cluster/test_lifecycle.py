@@ -170,7 +170,7 @@ def test_a_hub_name_without_network() -> None:
 def test_settings_that_cannot_be() -> None:
     all_refused(
         ("needs a key", "--host", "0.0.0.0"),
-        ("made for 2048 tokens", "--max-model-len", "4096"),
+        ("has 2048 positions", "--max-model-len", "4096"),
         ("--kv-memory", "--kv-memory", "4KiB"),
         ("this machine and build have", "--kernels", "abacus"),
         ("leave out --prefill", "--aggregated", "--prefill", "2"),

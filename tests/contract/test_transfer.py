@@ -29,7 +29,7 @@ from transfer_rig import (
     start,
 )
 
-from penstock.config.schema import HandOverConfig
+from penstock.config.limits import KvTransferConfig
 from penstock.kernels.operands import KvShape
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.layout import KvLayout
@@ -222,7 +222,7 @@ def test_copying_keeps_to_its_budget(rig: Rig) -> None:
 
 
 def test_many_requests_share_a_window(rig: Rig) -> None:
-    narrow = make_rig(rig.carrier, config=HandOverConfig(window_bytes=2 * LAYOUT.page_bytes))
+    narrow = make_rig(rig.carrier, config=KvTransferConfig(window_bytes=2 * LAYOUT.page_bytes))
     made, closing = narrow
     names = [RequestId(f"r{number}") for number in range(4)]
     for number, name in enumerate(names):
@@ -243,7 +243,7 @@ def test_many_requests_share_a_window(rig: Rig) -> None:
 
 def test_no_more_than_the_window_is_under_way_to_one_receiver(rig: Rig) -> None:
     """However many requests it has: what it did not acknowledge is what the window holds."""
-    made, closing = make_rig(rig.carrier, config=HandOverConfig(window_bytes=2 * max(LAYOUT.page_bytes, 4096)))
+    made, closing = make_rig(rig.carrier, config=KvTransferConfig(window_bytes=2 * max(LAYOUT.page_bytes, 4096)))
     names = [RequestId(f"r{number}") for number in range(4)]
     announced: list[tuple[RequestId, int]] = []
 

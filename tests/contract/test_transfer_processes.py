@@ -17,7 +17,7 @@ import pytest
 from transfer_rig import IDENTITY, LAYOUT, R, first_token
 
 from penstock.clock import MonotonicClock, VirtualClock
-from penstock.config.schema import HandOverConfig
+from penstock.config.limits import KvTransferConfig
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.base import KvConnector
 from penstock.kv.connectors.inline import InlineConnector
@@ -89,7 +89,7 @@ def carrier_of(kind: str, memory: KvMemory, peers: dict[WorkerId, KvMemory]) -> 
         case "curve":
             return InlineConnector(memory, SEAL)
         case _:
-            return TcpConnector(memory, SEAL, HandOverConfig(), endpoint="tcp://127.0.0.1:0", port=0)
+            return TcpConnector(memory, SEAL, KvTransferConfig(), endpoint="tcp://127.0.0.1:0", port=0)
 
 
 def sender_process(carrier: str, file: KvMemoryFile, keys: CurveKeys, endpoint: str, orders: Orders) -> None:
@@ -99,7 +99,7 @@ def sender_process(carrier: str, file: KvMemoryFile, keys: CurveKeys, endpoint: 
         memory = file.map_own()
         for page in range(PAGES):
             memory.view(PageId(page))[:] = content(page)
-        sender = KvSender(HandOverConfig(), carrier_of(carrier, memory, {}), incarnation=1)
+        sender = KvSender(KvTransferConfig(), carrier_of(carrier, memory, {}), incarnation=1)
         clock = MonotonicClock()
         transport = ZmqTransport(keys)
         listener = transport.listen(endpoint)
@@ -166,7 +166,7 @@ class Receiving:
         made = carrier_of(carrier, self.memory, {WORKER: seen})
         if isinstance(made, TcpConnector):
             stack.callback(made.close)
-        self.receiver = KvReceiver(HandOverConfig(), made)
+        self.receiver = KvReceiver(KvTransferConfig(), made)
         self.clock = VirtualClock(50)
         self.transport = stack.enter_context(closing(ZmqTransport(keys)))
         self.source = PageSource(worker=WORKER, incarnation=1, endpoint=bound.decode().strip())

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from penstock.clock import VirtualClock
-from penstock.config.schema import HandOverConfig
+from penstock.config.limits import KvTransferConfig
 from penstock.kernels.operands import KvShape
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.base import KvConnector
@@ -220,9 +220,9 @@ class Rig:
         return not (self.sender.open_transfers or self.receiver.open_pulls or self.receiver.has_work)
 
 
-def make_rig(carrier: str, *, config: HandOverConfig | None = None, incarnation: int = 1) -> tuple[Rig, list]:
+def make_rig(carrier: str, *, config: KvTransferConfig | None = None, incarnation: int = 1) -> tuple[Rig, list]:
     """A rig, and what must be closed after it.  ``carrier``: one of CARRIERS, "tcp-sealed" or "nixl"."""
-    config = config or HandOverConfig()
+    config = config or KvTransferConfig()
     seal = PageChecksum(IDENTITY, LAYOUT)
     closing: list = []
     mine: KvMemory
@@ -273,7 +273,7 @@ def make_rig(carrier: str, *, config: HandOverConfig | None = None, incarnation:
     return rig, [*closing, transport, mine, theirs]
 
 
-def nixl_carrier(config: HandOverConfig, seal: PageChecksum) -> tuple[KvMemory, NixlConnector]:
+def nixl_carrier(config: KvTransferConfig, seal: PageChecksum) -> tuple[KvMemory, NixlConnector]:
     """One worker's; nothing of it is started."""
     file = KvMemoryFile.create(LAYOUT, PAGES)
     memory = file.map_own(lend=os.O_RDONLY)
@@ -283,7 +283,7 @@ def nixl_carrier(config: HandOverConfig, seal: PageChecksum) -> tuple[KvMemory, 
     )
 
 
-def nixl_end(config: HandOverConfig, seal: PageChecksum, *, gives: bool) -> tuple[KvMemory, NixlConnector]:
+def nixl_end(config: KvTransferConfig, seal: PageChecksum, *, gives: bool) -> tuple[KvMemory, NixlConnector]:
     """One worker's, ready to give or to take.  Skips the test where NIXL is not installed."""
     if importlib.util.find_spec("nixl_cu12") is None:
         pytest.skip("NOT RUN: no NIXL here: pip install --no-deps nixl-cu12")

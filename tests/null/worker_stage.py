@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from tests.store_rig import HandNow
 
 from penstock.clock import VirtualClock
-from penstock.config.schema import HandOverConfig, KvStoreConfig, SchedulerConfig, WorkerConfig
+from penstock.config.limits import KvTransferConfig
+from penstock.config.schema import KvStoreConfig, SchedulerConfig, WorkerConfig
 from penstock.engine.core.cost_model import StepCostModel
 from penstock.engine.core.plan import SampledTokens, ScheduledTokens, StepPlan
 from penstock.engine.core.scheduler import Scheduler
@@ -208,7 +209,7 @@ class Stage:
         self.cost = cost
         self.clock = VirtualClock(100.0)
         self.hub = hub or InMemoryHub()
-        self.hand_over = HandOverConfig(lease_s=lease_s)
+        self.hand_over = KvTransferConfig(lease_s=lease_s)
         self.memories: dict[WorkerId, KvMemory] = {}
         self.workers: list[StageWorker] = []
         self.tokens: list[tuple[WorkerId, TokenItem]] = []

@@ -17,7 +17,6 @@ import pytest
 import penstock
 from penstock.cli.parsing import COMMANDS
 from penstock.config import limits, schema
-from penstock.config.limits import TraceLimits, TurnLimits
 from penstock.telemetry import metrics, spans
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,12 +100,12 @@ STRUCTS = {
     "limits": limits.RequestLimits,
     "failover": limits.FailoverConfig,
     "supervise": limits.SuperviseConfig,
-    "hand_over": schema.HandOverConfig,
+    "hand_over": limits.KvTransferConfig,
     "kv_store": limits.KvStoreLimits,
     "routing": limits.RoutingConfig,
-    "scheduling": schema.SchedulingConfig,
-    "trace": TraceLimits,
-    "turns": TurnLimits,
+    "scheduling": limits.SchedulingConfig,
+    "trace": limits.TraceLimits,
+    "turns": limits.TurnLimits,
 }
 
 

@@ -299,9 +299,6 @@ class FrontApiKey:
         return tenant
 
 
-# MERGED: Which API keys open a service: one, those of a file, or both.
-
-
 def ring_of(
     api_key: str | None, api_keys: str | None, scheduling: SchedulingConfig, *, fronted: bool = False
 ) -> ApiKeys:

@@ -1,4 +1,4 @@
-"""The catalogue of ``penstock serve --catalogue models.toml``: which models there are, and what is particular to each.
+"""The catalog of ``penstock serve --catalogue models.toml``: its models and their settings.
 
     [[model]]
     name = "small"                      # as clients call it
@@ -7,7 +7,7 @@
     pinned = true
     kv_memory = "512MiB"                # any setting of penstock serve that concerns the model or its workers
 
-What an entry does not set is as the command line says.  Read strictly; no model is looked at.
+Settings that an entry omits are those of the command line.  Unknown keys are errors; no model is read.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from penstock.errors import ConfigError
 MAX_BYTES = 1 << 20
 MAX_MODELS = 256
 DEFAULT_KV_BYTES = 256 << 20
-"""KV memory of each worker of an entry that sets none: a tenth of the free memory would be too much for one of many.
+"""Default KV memory of each worker: a tenth of the free memory would be too much for one model of many.
 
-One on a GPU takes all that is free there, as it would alone."""
+On a GPU, a worker takes all that is free there, as without a catalog."""
 
 ENTRY_SETTINGS = (
     *("prefill", "decode", "aggregated", "prefill_cores", "decode_cores", "threads", "transfer", "lend_cores"),
@@ -39,13 +39,13 @@ ENTRY_SETTINGS = (
     *("speculate", "max_draft_tokens", "lora", "max_loras", "lora_memory", "max_lora_rank", "allow_lora_updating"),
     *("response_cache", "device", "gpu_lanes", "generation_config"),
 )
-"""Settings that an entry may have."""
+"""The settings that an entry may have."""
 
 _NAME = re.compile(r"[A-Za-z0-9][\w./:-]{0,127}")
 
 
 class CatalogEntry(Config, frozen=True, kw_only=True):
-    """One model.  ``settings``: those of ``penstock serve`` that would serve it alone."""
+    """One model.  ``settings``: those with which ``penstock serve`` would serve it alone."""
 
     name: str
     path: str
@@ -55,18 +55,18 @@ class CatalogEntry(Config, frozen=True, kw_only=True):
 
     @property
     def workers(self) -> int:
-        """That it runs with."""
+        """The number of its workers."""
         own = self.settings
         return 1 if own.aggregated or own.device == "cuda" else (own.prefill or 1) + (own.decode or 1)
 
 
 def load_catalog(config: ServeConfig) -> tuple[CatalogEntry, ...]:
-    """The entries of ``config.catalogue``, in order.  Raises ConfigError, naming file, entry and field."""
+    """The entries of ``config.catalogue``, in order.  Raises ConfigError with file, entry and field."""
     path = Path(config.catalogue or "").expanduser()
     try:
         raw = path.read_bytes()
         if len(raw) > MAX_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes, which no catalogue is")
+            raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes")
         table = tomllib.loads(raw.decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
@@ -124,15 +124,12 @@ def _check_names(entries: tuple[CatalogEntry, ...], path: Path) -> None:
     for entry in entries:
         for name in (entry.name, *entry.aliases, *(text.partition("=")[0] for text in entry.settings.lora)):
             if name in seen:
-                raise ConfigError(f"{path}: the name {name!r} stands twice")
+                raise ConfigError(f"{path}: the name {name!r} occurs twice")
             seen.add(name)
 
 
-# MERGED: What the front process of a catalogue needs to know.
-
-
 class CatalogModel(Config, frozen=True, kw_only=True):
-    """One model of a catalogue, as its front knows it."""
+    """One model of a catalog, as its front knows it."""
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -142,19 +139,19 @@ class CatalogModel(Config, frozen=True, kw_only=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that mean it."""
+        """All names that clients may use for it."""
         return (self.name, *self.aliases, *self.adapters)
 
 
 class FrontConfig(Config, frozen=True, kw_only=True):
-    """Everything the front process of a catalogue needs."""
+    """The configuration of a catalog's front process."""
 
     models: tuple[CatalogModel, ...]
     model_memory: int | None = None  # bytes of all loaded models together
     api_key: str | None = None
     api_keys: str | None = None
     scheduling: SchedulingConfig = SchedulingConfig()
-    upstream_key: str  # that the models' own gateways want
+    upstream_key: str  # of the models' own gateways
     limits: RequestLimits = RequestLimits()
     created: int = 0  # Unix seconds
     event_loop: EventLoop = "auto"

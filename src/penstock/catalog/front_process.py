@@ -1,4 +1,4 @@
-"""The front process of a catalogue: HTTP, and which model is loaded for whom.  Each model has a gateway of its own."""
+"""The front process of a catalog: its HTTP application and model manager.  Each model has its own gateway."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def run_front(config: FrontConfig, rim: ProcessIo) -> int:
 
 
 def _schemas(config: FrontConfig) -> Schemas:
-    from penstock.processing.requests.schemas import request_schemas  # of this process nobody else needs it
+    from penstock.processing.requests.schemas import request_schemas  # imported on demand
 
     return request_schemas(config.limits)
 
 
 async def _run(config: FrontConfig, rim: ProcessIo) -> int:
     clock = MonotonicClock()
-    house = ModelManager(config, rim.channel.send, clock)
+    manager = ModelManager(config, rim.channel.send, clock)
     keys = ring_of(config.api_key, config.api_keys, config.scheduling)
     app = make_catalog_app(
         FrontServices(
-            models=house,
+            models=manager,
             limits=config.limits,
             clock=clock,
             keys=keys,
@@ -49,9 +49,9 @@ async def _run(config: FrontConfig, rim: ProcessIo) -> int:
             allowed_hosts=config.allowed_hosts if keys.open else None,
         )
     )
-    house.start()
+    manager.start()
     try:
-        await HttpServer(rim, config.limits, house.on_supervisor, config.tls).serve(app)
+        await HttpServer(rim, config.limits, manager.on_supervisor, config.tls).serve(app)
     finally:
-        await house.close()
+        await manager.close()
     return 0

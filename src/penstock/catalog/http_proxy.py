@@ -1,5 +1,5 @@
-"""The HTTP face of a catalogue: finds the model that a request names, waits until it is loaded, and passes the request
-to the model's own gateway and its answer back as it comes.
+"""The HTTP application of a catalog's front: finds the model that a request names, waits until it is loaded, and
+proxies the request to the model's own gateway, streaming the response back.
 
 Knows nothing about memory or processes (``CatalogModels`` does), and of a body only its ``model``.
 """
@@ -46,10 +46,10 @@ PASSED = (
     *("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
     *("/v1/embeddings", *RERANK_PATHS, "/classify"),
 )
-"""Paths that name a model in their bodies."""
+"""Paths with the model's name in a JSON body."""
 
 PASSED_FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
-"""The same, of forms."""
+"""Paths with the model's name in a form."""
 
 _PASSED = (IDEMPOTENCY_KEY, LAST_EVENT_ID, CLASS_HEADER, MAX_WAIT_HEADER, SESSION, EXPLAIN)
 _KEPT = frozenset(
@@ -62,40 +62,40 @@ _encode = msgspec.json.Encoder().encode
 
 
 class CatalogModels(Protocol):
-    """The models of a catalogue (``launch.house.ModelHouse``)."""
+    """The models of a catalog, as ``ModelManager`` loads them."""
 
     def find_entry(self, name: str) -> str | None:
-        """The entry that this name or alias means."""
+        """The entry with this name, alias or adapter; None: there is none."""
         ...
 
     def names(self) -> Sequence[str]:
-        """Of all entries."""
+        """Names of all entries."""
         ...
 
     def use(self, entry: str) -> AbstractAsyncContextManager[Upstream]:
-        """Load it if need be, and keep it while the scope lasts.  Raises NoWorkers, CapacityError."""
+        """Load the model if necessary and keep it loaded within the scope.  Raises NoWorkers, CapacityError."""
         ...
 
     def loaded_upstream(self, entry: str) -> Upstream | None:
-        """Where it is, if it is loaded now."""
+        """Address of the model's gateway if it is loaded now."""
         ...
 
     async def load(self, entry: str) -> None:
-        """Load it.  Raises as ``use``."""
+        """Load the model.  Raises as ``use``."""
         ...
 
     async def unload(self, entry: str) -> None:
-        """Unload it, once its answers have ended."""
+        """Unload the model when its requests have ended."""
         ...
 
     def rows(self) -> Sequence[dict[str, Any]]:
-        """One mapping a model: state, aliases, adapters, bytes, requests."""
+        """One mapping per model: state, aliases, adapters, bytes, requests."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontServices:
-    """Everything behind this face."""
+    """What the front's HTTP application is built from."""
 
     models: CatalogModels
     limits: RequestLimits
@@ -103,8 +103,8 @@ class FrontServices:
     keys: ApiKeys
     created: int  # Unix seconds
     schemas: Callable[[], Schemas] = dict  # of request bodies
-    allowed_origins: tuple[str, ...] = ()  # of web pages that may use it
-    allowed_hosts: tuple[str, ...] | None = None  # names that it answers to, beside this host's; None: to any
+    allowed_origins: tuple[str, ...] = ()  # web origins that may use it
+    allowed_hosts: tuple[str, ...] | None = None  # accepted Host names besides this host's; None: any
 
 
 def make_catalog_app(store: FrontServices) -> ASGIApp:
@@ -139,11 +139,11 @@ class _Service:
         self._door = EndpointFactory(store.limits, store.clock)
 
     def passing(self, path: str) -> ASGIApp:
-        """Passes a request on to the model that it names."""
+        """Proxy a JSON request to the model that it names."""
 
         async def work(exchange: HttpExchange, asked: JsonBody) -> None:
             entry, raw = self._addressed(asked, required=path.startswith("/v1/"))
-            asked.drop_body()  # it is passed on as it came
+            asked.drop_body()  # the raw bytes are proxied
             passed = _passed(exchange)
             async with (
                 self._models.use(entry) as to,
@@ -154,7 +154,7 @@ class _Service:
         return self._door.endpoint(work)
 
     def passing_form(self, path: str) -> ASGIApp:
-        """The same for a form with a sound."""
+        """Proxy a form with an audio file."""
 
         async def work(exchange: HttpExchange, sent: FormBody) -> None:
             form = sent.take()
@@ -173,7 +173,7 @@ class _Service:
         return self._door.upload(work, self._limits.max_audio_bytes + FORM_BYTES)
 
     def asking(self, ask: Callable[[str], Awaitable[None]]) -> ASGIApp:
-        """Does something with a model, and tells how it is then."""
+        """Apply ``ask`` to a model; responds with its row afterwards."""
 
         async def work(exchange: HttpExchange, asked: JsonBody) -> None:
             entry, _ = self._addressed(asked, required=True)
@@ -184,7 +184,7 @@ class _Service:
         return self._door.endpoint(work)
 
     def _addressed(self, asked: JsonBody, *, required: bool) -> tuple[str, bytes]:
-        """The entry, and the body in which it bears its own name."""
+        """The entry, and the body with the entry's own name."""
         body, raw = asked.body, asked.raw
         name = body.get("model")
         if name is None:
@@ -205,7 +205,7 @@ class _Service:
 
 
 def _passed(exchange: HttpExchange) -> list[Header]:
-    """Headers that mean something to the model's own gateway, and for whom it is asked."""
+    """The headers for the model's own gateway, with the tenant."""
     passed = [(name, value) for name in _PASSED if (value := exchange.header(name)) is not None]
     control = exchange.headers(CACHE_CONTROL)
     if control is not None:
@@ -218,7 +218,7 @@ def _missing() -> RequestError:
 
 
 async def _relay(exchange: HttpExchange, answer: http_client.StreamedResponse) -> None:
-    """The answer as it comes; should the model's gateway die in the middle of a stream, an error event ends it."""
+    """Stream the response back; if the model's gateway dies in mid-stream, an error event ends it."""
     headers: list[Header] = [header for header in answer.headers if header[0] in _KEPT]
     streams = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
     if not streams or not exchange.chunked:
@@ -236,7 +236,7 @@ async def _relay(exchange: HttpExchange, answer: http_client.StreamedResponse) -
 
 
 def _questions(store: FrontServices) -> list[Route]:
-    """What is answered to GET."""
+    """The GET routes."""
     models = store.models
 
     def card(row: dict[str, Any]) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def _questions(store: FrontServices) -> list[Route]:
 
 
 async def _all_workers(models: CatalogModels) -> list[dict[str, Any]]:
-    """Of all loaded models; one that does not answer has none to show."""
+    """Workers of all loaded models; a gateway that does not respond is skipped."""
     rows: list[dict[str, Any]] = []
     for name in models.names():
         to = models.loaded_upstream(name)

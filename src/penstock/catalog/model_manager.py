@@ -1,7 +1,7 @@
-"""The models of a catalogue as its front sees them: does what ``router.residents`` decides, and lets requests wait.
+"""Loads and unloads the models of a catalog as ``residency`` decides, and lets requests wait for them.
 
-The front asks the supervisor to start and to end a model's process (``LoadModel``, ``UnloadModel``), hears what became
-of it (``WorkerUp``, ``WorkerDown``), and asks a model's own gateway whether it is ready.  Runs on one event loop.
+The front asks the supervisor to start and end a model's process (``LoadModel``, ``UnloadModel``), is notified of its
+state (``WorkerUp``, ``WorkerDown``), and polls the model's own gateway until it is ready.  Runs on one event loop.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock import http_client
 from penstock.catalog.config import CatalogModel, FrontConfig
+from penstock.catalog.http_proxy import CatalogModels
 from penstock.catalog.residency import ModelResidency, ModelState, ResidencyEffects, ResidentModel, StartModel
 from penstock.clock import Clock
 from penstock.errors import NoWorkers, QueueFull
@@ -25,11 +26,11 @@ from penstock.wire.supervisor_messages import LoadModel, SupervisorMessage, Unlo
 log = logging.getLogger(__name__)
 
 ASK_S = 0.02
-"""Between two questions whether a model that was just started is ready."""
+"""Between two readiness checks of a starting model."""
 
 
-class ModelManager:
-    """``edge.catalogue.Models``.  Use: ``start()`` on the running loop, ``on_supervisor`` for each of its messages."""
+class ModelManager(CatalogModels):
+    """Use: ``start()`` on the running loop, ``on_supervisor`` for each message of the supervisor."""
 
     def __init__(self, config: FrontConfig, tell: Callable[[SupervisorMessage], None], clock: Clock) -> None:
         self._limits = config.limits
@@ -42,38 +43,35 @@ class ModelManager:
             ResidentModel(name=place.name, nbytes=place.nbytes, pinned=place.pinned) for place in config.models
         ]
         self._residents = ModelResidency.of(residents, config.model_memory)
-        self._at: dict[str, tuple[int, Upstream]] = {}  # incarnation of a running process, and where it listens
+        self._at: dict[str, tuple[int, Upstream]] = {}  # incarnation and address of running processes
         self._changed = asyncio.Condition()
-        self._failed: Counter[str] = Counter()  # how often a model was not loaded, or its process died
-        self._waiting: Counter[str] = Counter()  # requests, by the model that they wait for
+        self._failed: Counter[str] = Counter()  # failed loads and deaths, by model
+        self._waiting: Counter[str] = Counter()  # waiting requests, by model
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Load what is pinned, in order."""
+        """Load the pinned models, in order."""
         for place in self._places.values():
             if place.pinned:
                 self._carry_out(self._residents.request_model(place.name))
 
     async def close(self) -> None:
-        """Ask nobody any more."""
+        """Cancel all readiness checks."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # --- edge.catalogue.Models ---------------------------------------------------------------------------------------
+    # --- CatalogModels -----------------------------------------------------------------------------------------------
 
     def find_entry(self, name: str) -> str | None:
-        """See ``CatalogModels``."""
         return self._entries.get(name)
 
     def names(self) -> Sequence[str]:
-        """See ``CatalogModels``."""
         return tuple(self._places)
 
     def rows(self) -> Sequence[dict[str, Any]]:
-        """See ``CatalogModels``."""
         rows = self._residents.rows()
         places = [self._places[row["name"]] for row in rows]
         return [
@@ -82,15 +80,13 @@ class ModelManager:
         ]
 
     def loaded_upstream(self, entry: str) -> Upstream | None:
-        """See ``CatalogModels``."""
         loaded = self._residents.state(entry) in (ModelState.LOADED, ModelState.CLOSING)
         return self._at[entry][1] if loaded and entry in self._at else None
 
     @asynccontextmanager
     async def use(self, entry: str) -> AsyncIterator[Upstream]:
-        """See ``CatalogModels``."""
         await self._wait(entry)
-        # Nothing else runs between the last look and this: the model is loaded, and from here on it is used.
+        # No other task ran since the model was found loaded; from here on it is in use.
         self._carry_out(self._residents.on_request_started(entry, self._clock.now()))
         try:
             yield self._at[entry][1]
@@ -98,12 +94,11 @@ class ModelManager:
             self._carry_out(self._residents.on_request_ended(entry, self._clock.now()))
 
     async def load(self, entry: str) -> None:
-        """See ``CatalogModels``."""
         await self._wait(entry)
         self._leave(entry)
 
     async def _wait(self, entry: str) -> None:
-        """Until it is loaded.  Raises NoWorkers, QueueFull."""
+        """Wait until the model is loaded.  Raises NoWorkers, QueueFull."""
         if self._residents.state(entry) is ModelState.LOADED:
             return
         waiting = self._waiting.total()
@@ -129,17 +124,17 @@ class ModelManager:
             self._waiting[entry] -= 1
 
     def _leave(self, entry: str) -> None:
-        """One who waited needs it no more."""
-        self._carry_out(self._residents.drop_request(entry, nobody=self._waiting[entry] <= 1))
+        """A request no longer waits for the model."""
+        self._carry_out(self._residents.drop_request(entry, last=self._waiting[entry] <= 1))
 
     async def unload(self, entry: str) -> None:
-        """See ``CatalogModels``.  Raises NoWorkers when its answers do not end in time."""
+        """As ``CatalogModels``.  Raises NoWorkers if the model's requests do not end in time."""
         try:
             async with asyncio.timeout(self._limits.load_s), self._changed:
                 self._carry_out(self._residents.request_unload(entry))
                 await self._changed.wait_for(lambda: self._residents.state(entry) is ModelState.UNLOADED)
         except TimeoutError:
-            raise NoWorkers(f"The model '{entry}' still has answers to finish; it is unloaded after them.") from None
+            raise NoWorkers(f"The model '{entry}' still has requests to finish; it is unloaded after them.") from None
 
     async def _until_loaded(self, entry: str, failures: int) -> None:
         async with self._changed:
@@ -153,7 +148,7 @@ class ModelManager:
     # --- the supervisor ----------------------------------------------------------------------------------------------
 
     def on_supervisor(self, message: SupervisorMessage) -> None:
-        """Take a message of the supervisor."""
+        """Handle a message of the supervisor."""
         if isinstance(message, WorkerUp):
             host, _, port = message.endpoint.rpartition(":")
             at = Upstream(host, int(port), self._key)
@@ -172,7 +167,7 @@ class ModelManager:
         self._spawn(self._notify())
 
     async def _ask(self, entry: str, incarnation: int, at: Upstream) -> None:
-        """Until the model's own gateway says that it is ready, or its process has ended."""
+        """Poll the model's gateway until it is ready or its process has ended."""
         while self._at.get(entry, (0, None))[0] == incarnation:
             try:
                 async with http_client.open_request(at, "GET", "/ready") as answer:

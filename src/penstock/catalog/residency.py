@@ -1,17 +1,16 @@
-"""Which models of a catalogue are in memory: a pure state machine, (what happened, now) -> what to start and to stop.
+"""Which models of a catalog are in memory: a pure state machine, (event, now) -> models to start and stop.
 
 ::
 
                Start                  up                     Stop                    down
     unloaded ----------> loading -------------> loaded ----------------> unloading --------> unloaded
-                            | down: told to          |                     ^
-                            v its requesters         | room is wanted      | its last answer ended
+                            | down: reported to      |                     ^
+                            v its requesters         | room is needed      | its last request ended
                          unloaded                    +------> closing -----+
 
-A model that somebody waits for is started as soon as the memory budget has room.  To make room, loaded models that
-nobody uses are stopped, the one used longest ago first; if all are in use, that one is closed: its answers go on to
-their end, new requests for it wait.  Who came first is served first, so nobody waits for ever.  Knows no processes and
-no requests.
+A model with waiting requests is started as soon as the memory budget has room.  To make room, unused models are
+stopped, the least recently used first; if all are in use, that one is closed: its requests finish, new ones wait.
+Models are started in the order of their first waiting request, so none starves.  Knows no processes and no requests.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from typing import Any
 
 
 class ModelState(StrEnum):
-    """As an operator sees it."""
+    """State of a model, as shown to operators."""
 
     UNLOADED = "unloaded"
     LOADING = "loading"
     LOADED = "loaded"
-    CLOSING = "closing"  # finishes its answers, takes nothing new
+    CLOSING = "closing"  # finishes its requests, takes no new ones
     UNLOADING = "unloading"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentModel:
-    """One entry of the catalogue."""
+    """One entry of the catalog."""
 
     name: str
-    nbytes: int  # of memory while it is loaded
+    nbytes: int  # memory while it is loaded
     pinned: bool = False  # loaded at the start, and never unloaded to make room
 
 
@@ -50,7 +49,7 @@ class StartModel:
 
 @dataclass(frozen=True, slots=True)
 class StopModel:
-    """Unload this model now: nobody uses it."""
+    """Unload this model now: it is not in use."""
 
     name: str
 
@@ -63,10 +62,10 @@ class _Model:
     entry: ResidentModel
     state: ModelState = ModelState.UNLOADED
     uses: int = 0
-    promised: int = 0  # requests that waited for it and have not begun yet: it stays for them
-    used: float = 0.0  # when it was used last
+    promised: int = 0  # requests that waited for it and have not started yet: it stays loaded for them
+    used: float = 0.0  # time of its last use
     loads: int = 0
-    reason: str = ""  # why it was not loaded, the last time
+    reason: str = ""  # why the last load failed
 
 
 _IN_MEMORY = frozenset({ModelState.LOADING, ModelState.LOADED, ModelState.CLOSING, ModelState.UNLOADING})
@@ -74,22 +73,22 @@ _IN_MEMORY = frozenset({ModelState.LOADING, ModelState.LOADED, ModelState.CLOSIN
 
 @dataclass(slots=True)
 class ModelResidency:
-    """All models.  Every verb returns what is to be done, in order."""
+    """All models.  Every event returns the effects to carry out, in order."""
 
     budget: int | None  # bytes; None: no limit
     _models: dict[str, _Model] = field(default_factory=dict)
-    _wanted: list[str] = field(default_factory=list)  # somebody waits for them, who came first in front
+    _wanted: list[str] = field(default_factory=list)  # models with waiting requests, in order of the first
 
     @classmethod
     def of(cls, entries: Iterable[ResidentModel], budget: int | None) -> ModelResidency:
-        """Nothing is loaded yet."""
+        """No model is loaded yet."""
         return cls(budget, {entry.name: _Model(entry) for entry in entries})
 
     def state(self, name: str) -> ModelState:
         return self._models[name].state
 
     def rows(self) -> Sequence[dict[str, Any]]:
-        """One mapping a model, as ``/admin/models`` shows it."""
+        """One mapping per model, as ``/admin/workers`` shows it."""
         return [
             {
                 "name": name,
@@ -106,21 +105,21 @@ class ModelResidency:
     # --- what happened -----------------------------------------------------------------------------------------------
 
     def request_model(self, name: str) -> ResidencyEffects:
-        """Somebody waits for this model."""
+        """A request waits for this model."""
         if self._models[name].state is not ModelState.LOADED and name not in self._wanted:
             self._wanted.append(name)
         return self._settle()
 
-    def drop_request(self, name: str, *, nobody: bool) -> ResidencyEffects:
-        """One who waited for it does so no more; ``nobody``: it was the last."""
+    def drop_request(self, name: str, *, last: bool) -> ResidencyEffects:
+        """A request no longer waits for this model; ``last``: it was the only one."""
         model = self._models[name]
-        model.promised = 0 if nobody else max(0, model.promised - 1)
-        if nobody:
+        model.promised = 0 if last else max(0, model.promised - 1)
+        if last:
             self._drop(name)
         return self._settle()
 
     def on_process_running(self, name: str) -> None:
-        """Its process runs, whoever asked for it (an earlier front)."""
+        """The model's process runs, perhaps at the request of an earlier front."""
         model = self._models[name]
         if model.state is ModelState.UNLOADED:
             model.state = ModelState.LOADING
@@ -134,14 +133,14 @@ class ModelResidency:
         return self._settle()
 
     def on_request_ended(self, name: str, now: float) -> ResidencyEffects:
-        """It uses it no more."""
+        """A request that used the model has ended."""
         model = self._models[name]
         model.uses -= 1
         model.used = now
         return self._settle()
 
     def on_loaded(self, name: str, now: float, promised: int = 0) -> ResidencyEffects:
-        """The model is loaded; so many wait for it, and it is theirs before it can go again."""
+        """The model is loaded; it stays so for the ``promised`` requests that waited for it."""
         model = self._models[name]
         if model.state is ModelState.LOADING:
             model.state, model.used, model.reason = ModelState.LOADED, now, ""
@@ -151,7 +150,7 @@ class ModelResidency:
         return self._settle()
 
     def on_exited(self, name: str, reason: str) -> ResidencyEffects:
-        """Its process has ended.  Who waited while it was loaded is told; who waits behind an unloading waits on."""
+        """The model's process has ended.  Requests waiting for its load fail; those behind an unload wait on."""
         model = self._models[name]
         if model.state is not ModelState.UNLOADING:
             model.reason = reason
@@ -160,7 +159,7 @@ class ModelResidency:
         return self._settle()
 
     def request_unload(self, name: str) -> ResidencyEffects:
-        """An operator wants it out of memory, as soon as its answers have ended."""
+        """An operator unloads it: it is closed until its requests have ended."""
         model = self._models[name]
         self._drop(name)
         if model.state in (ModelState.LOADED, ModelState.LOADING):
@@ -178,10 +177,10 @@ class ModelResidency:
         for name in tuple(self._wanted):
             model = self._models[name]
             if model.state is not ModelState.UNLOADED:
-                continue  # it comes, or must first be gone
+                continue  # loading, or still unloading
             if not self._has_room(model.entry.nbytes):
                 self._make_room(model.entry.nbytes)
-                break  # nobody overtakes
+                break  # first come, first served
             model.state = ModelState.LOADING
             effects.append(StartModel(name))
         for name, model in self._models.items():
@@ -195,7 +194,7 @@ class ModelResidency:
         return self.budget is None or taken == 0 or taken + nbytes <= self.budget
 
     def _make_room(self, nbytes: int) -> None:
-        """Close as many as are needed beside those that go already: idle ones first, then by their last use."""
+        """Close as many further models as necessary: idle ones first, then by their last use."""
         stays = [m for m in self._models.values() if m.state in (ModelState.LOADING, ModelState.LOADED)]
         left = sum(model.entry.nbytes for model in stays)
         may_go = [m for m in stays if m.state is ModelState.LOADED and not m.entry.pinned and not m.promised]

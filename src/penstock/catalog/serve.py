@@ -1,16 +1,16 @@
-"""``penstock serve --catalogue``: one front, and for every loaded model a whole service of its own.
+"""``penstock serve --catalogue``: a front process, and a whole service for every loaded model.
 
 ::
 
     supervisor: one thread, no model
-      |-- gateway-0          the front: HTTP, which model is loaded for whom (launch.storefront)
-      |-- small              a supervisor and zygote as of `penstock serve small`, forked when the front asks for it
-      |     |-- gateway-0    on a loopback port, with a key that only the front knows
+      |-- gateway-0          the front: HTTP, and which models are loaded
+      |-- small              a supervisor as of `penstock serve small`, forked when the front requests it
+      |     |-- gateway-0    on a loopback port, with a key that only the front has
       |     |-- prefill-0, decode-0
       |-- large ...
 
-A model that cannot be loaded ends its own process and nothing else; the front is told its last words.  Unloading ends
-the process, after its last answer; its weights stay in the page cache as long as the system has room.
+A model that cannot be loaded ends its own process only, and the front learns the reason.  Unloading ends the process
+after its last request; the weights stay in the page cache as long as there is room.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ WEIGHTS = ("*.safetensors", "*.gguf")
 
 
 def serve_catalog(config: ServeConfig) -> int:
-    """From start to end; returns the exit code.  Raises as ``compose.serve``, but never for one of the models."""
+    """Run until it ends; returns the exit code.  Raises as ``compose.serve``, but never for one of the models."""
     if config.gateways > 1:
         raise ConfigError("--gateways: the front of a catalogue is one process; leave it out")
     phases = begin_service(config)
@@ -107,13 +107,13 @@ def serve_catalog(config: ServeConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CatalogProcesses:
-    """``supervise.Jobs`` of a catalogue: the front is its gateway, its models are its workers."""
+    """``supervisor.ChildSpecs`` of a catalog: the front is its gateway, its models are its workers."""
 
     entries: Mapping[str, CatalogEntry]
     store: FrontConfig
     listener: socket.socket
     slots: Mapping[str, HeartbeatSlot]
-    buckets: SharedTokenBuckets  # of tenants' rates: those of all models
+    buckets: SharedTokenBuckets  # of tenants' rates, over all models
     log_json: bool
 
     def gateway_spec(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
@@ -122,7 +122,7 @@ class CatalogProcesses:
         return ChildSpec(main=partial(self._front, rim), inherited_fds=(self.listener.fileno(), channel.fileno()))
 
     def worker_spec(self, worker: WorkerId, incarnation: int) -> ChildSpec:
-        """One model, behind a port of its own, which this process gives up as soon as the child has it."""
+        """One model on its own port, whose listener this process closes once the child has it."""
         own = socket.create_server(("127.0.0.1", 0))
         host, port = own.getsockname()
         return ChildSpec(
@@ -139,14 +139,14 @@ class CatalogProcesses:
         return run_front(self.store, rim)
 
     def _model(self, entry: CatalogEntry, listener: socket.socket) -> int:
-        """The whole service, in the forked child."""
+        """The model's whole service, in the forked child."""
         settings = structs.replace(
             entry.settings,
             host="127.0.0.1",
             port=listener.getsockname()[1],
             api_key=self.store.upstream_key,
             api_keys=None,
-            device="cpu" if entry.settings.device == "auto" else entry.settings.device,  # one would take a whole GPU
+            device="cpu" if entry.settings.device == "auto" else entry.settings.device,  # "auto" would take a whole GPU
         )
         return serve(
             settings,
@@ -161,7 +161,7 @@ class CatalogProcesses:
 
 
 def _place(entry: CatalogEntry, budget: int | None) -> CatalogModel:
-    """What the front needs to know of an entry.  A model that is not there yet is told to its requesters, not here."""
+    """The front's view of an entry.  A missing model fails its requests, not the start."""
     own = entry.settings
     try:
         weights = _weight_bytes(locate_model(entry.path).path)

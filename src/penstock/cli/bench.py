@@ -1,6 +1,6 @@
 """``penstock bench``: measures any server of the OpenAI API, with the flags of ``vllm bench serve``.
 
-Parses, prepares, runs, prints.  What the numbers mean is in ``benchmark.measures``.
+Parses flags, prepares and runs the load, prints tables.  ``benchmark.metrics`` defines the numbers.
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ from penstock.config.load import load_client
 from penstock.errors import ConfigError
 from penstock.http_client import HttpStreamClient, StreamError
 from penstock.launch import event_loop
-
-# MERGED: Results for people: a table of latencies, a few rates, and every failure.
-# MERGED:
-# MERGED: Knows nothing about how they came about; the JSON for scripts is the mapping itself.
 
 LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E", "send_lag_s": "sent late by"}
 """What the rows are called; docs/benchmarks.md says what they mean."""

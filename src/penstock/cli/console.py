@@ -1,4 +1,4 @@
-"""What commands print: tables, colours where the output is a terminal that wants them, bars on long work.
+"""What commands print: tables, colors where the output is a terminal that wants them, progress bars, wrapped text.
 
 Knows nothing about what is printed.
 """
@@ -101,8 +101,6 @@ def _bar(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
     with bar:
         yield add
 
-
-# MERGED: Text that is shown while it comes, wrapped between words at the terminal's width.
 
 _ERASE_TO_END = "\x1b[K"
 

@@ -1,6 +1,5 @@
-"""Flags that name a running service, and one request to it with a JSON response.
-
-Knows how to ask and what can go wrong, not what is asked.
+"""A running service as commands see it: the flags that name it, requests with a JSON response, its models, and the
+fields of OpenAI's streamed chunks and error bodies that commands look at.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import msgspec
 
 from penstock.errors import ConfigError, WorkerError
 from penstock.http_client import HttpStreamClient, StreamError
-
-# MERGED: The few fields of OpenAI's streamed chunks and error bodies that a client here looks at.
 
 
 class ChunkDelta(msgspec.Struct):
@@ -148,9 +145,6 @@ def request_json(
         return answer.status, json.loads(raw)
     except ValueError:
         return answer.status, None
-
-
-# MERGED: The models that a running service lists.
 
 
 class ServedModel(msgspec.Struct):

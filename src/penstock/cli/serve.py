@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from penstock.cli.parsing import COMMANDS
-from penstock.cli.worker import NO_SETTINGS, add_config_flags, add_engine_flags
+from penstock.cli.settings_flags import ENGINE_FLAGS, Flag, Kind, add_flags, add_model_and_config, settings_of
 from penstock.config.dump import dump_toml
 from penstock.config.load import load_serve
 
@@ -28,6 +28,105 @@ Ready when http://HOST:PORT/ready answers 200.  Ctrl-C or SIGTERM finishes what 
 """
 
 
+HTTP_FLAGS = (
+    Flag("host", "ADDRESS", "listen here (default: 127.0.0.1)"),
+    Flag("port", "PORT", "default: 8000; 0: any free one"),
+    Flag("gateways", "N", "gateway processes that share the port (default: 1)"),
+    Flag("event-loop", "auto|uvloop|asyncio", "of the gateways (auto: uvloop if it is installed)"),
+    Flag("api-key", "KEY", "clients must send it; PENSTOCK_API_KEY hides it from `ps`"),
+    Flag("api-keys", "FILE", "keys of several tenants, from `penstock keys add`"),
+    Flag(
+        "allowed-host",
+        "NAME",
+        "without a key: also answer requests for this name, as a proxy passes it on (repeat for more; *: all)",
+        Kind.LIST,
+    ),
+    Flag("tls-cert", "FILE", "serve HTTPS with this certificate (PEM, with its chain)"),
+    Flag("tls-key", "FILE", "its private key (PEM); both are read again when they change"),
+    Flag(
+        "allowed-origin",
+        "ORIGIN",
+        "web pages of this origin may use the service, as https://chat.example.org (repeat for more)",
+        Kind.LIST,
+    ),
+    Flag("served-model-name", "NAME", "the model's name for clients"),
+    Flag(
+        "generation-config",
+        "auto|none",
+        "sampling defaults of the model's generation_config.json (auto), or OpenAI's (default: auto)",
+    ),
+    Flag(
+        "unknown-fields",
+        "refuse|ignore",
+        "request fields that this server does not know: answer 400, or ignore them (default: refuse)",
+    ),
+    Flag(
+        "disable-additional-properties",
+        "",
+        "objects of a JSON schema have only the properties that it names, unless it says otherwise (default: yes)",
+        Kind.ON_OFF,
+    ),
+    Flag(
+        "remote-images",
+        "",
+        "fetch images of chats from public addresses (default: only images in the request)",
+        Kind.ON,
+    ),
+    Flag(
+        "remote-image-host",
+        "HOST",
+        "fetch images from this host only; .example.com: all below that name (repeat for more; default: any)",
+        Kind.LIST,
+    ),
+    Flag("catalogue", "FILE", "several models, loaded on demand (docs/catalogue.md)"),
+    Flag("model-memory", "SIZE", "memory of all loaded models of the catalog (default: no limit)"),
+    Flag("lora", "NAME=DIR", "a LoRA adapter, as NAME (repeat for more)", Kind.LIST),
+    Flag("allow-lora-updating", "", "clients may load and unload adapters", Kind.ON),
+    Flag("response-cache", "SIZE", "answer repeated requests (seed given, or temperature 0) from stored responses"),
+    Flag("trace-endpoint", "URL", "send spans of requests to this OpenTelemetry collector"),
+    Flag("trace-file", "FILE", "write spans to this file, as JSON lines"),
+    Flag("trace-sample", "RATIO", "share of requests to trace when the caller makes no sampling decision (default: 1)"),
+    Flag("log-requests", "", "log a line for each request, without its texts", Kind.ON),
+    Flag("log-json", "", "log one JSON object per line", Kind.ON),
+)
+
+FLEET_FLAGS = (
+    Flag("prefill", "N", "prefill workers (default: 1)"),
+    Flag("decode", "M", "decode workers (default: 1)"),
+    Flag("encode-workers", "N", "workers that encode images (default: none, prefill workers do it)"),
+    Flag("aggregated", "", "one worker for both phases instead", Kind.ON),
+    Flag(
+        "prefill-device",
+        "cpu|cuda",
+        "device of the prefill workers; decode runs on CPUs (docs/gpu.md); needs --allow-mixed-numerics",
+    ),
+    Flag("prefill-kernels", "FAMILY", "kernels of the prefill workers; needs --allow-mixed-numerics"),
+    Flag("prefill-cores", "CPUS", "CPUs of the prefill workers, as 0-3,8"),
+    Flag("decode-cores", "CPUS", "CPUs of the decode workers; on shared ones decode has priority"),
+    Flag("lend-cores", "", "an idle worker lends its cores to the others (default: yes)", Kind.ON_OFF),
+    Flag("transfer", "auto|shm|tcp|curve|nixl", "how KV pages are transferred (default: auto, shm on one host)"),
+)
+
+JOIN_FLAGS = (
+    Flag("join", "tcp://HOST:PORT", "use this `penstock worker` (repeat for more)", Kind.LIST),
+    Flag(
+        "allow-mixed-numerics",
+        "",
+        "prefill and decode may have different numerics classes, and a request may continue in another one rather than "
+        "wait or fail: the OUTPUT DIFFERS",
+        Kind.ON,
+    ),
+    Flag(
+        "allow-model-upgrade",
+        "",
+        "use joined workers of another model than that of most when the gateway started, as in a rolling upgrade; "
+        "without it they get no requests",
+        Kind.ON,
+    ),
+    Flag("keys", "DIR", "the keys that the workers were started with"),
+)
+
+
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command and its flags."""
     parser = subparsers.add_parser(
@@ -39,124 +138,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         argument_default=argparse.SUPPRESS,
     )
     parser.set_defaults(run=run)
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a folder, a .gguf file or org/name; none: the storyteller"
-    )
-    add_config_flags(parser)
-    _add_http_flags(parser.add_argument_group("HTTP"))
-    _add_fleet_flags(parser.add_argument_group("workers"))
-    add_engine_flags(parser.add_argument_group("engine"))
-    _add_join_flags(parser.add_argument_group("workers on other hosts"))
-
-
-def _add_http_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--host", metavar="ADDRESS", help="listen here (default: 127.0.0.1)")
-    group.add_argument("--port", metavar="PORT", help="default: 8000; 0: any free one")
-    group.add_argument("--gateways", metavar="N", help="processes that answer HTTP, on one port (default: 1)")
-    group.add_argument("--event-loop", metavar="auto|uvloop|asyncio", help="theirs (auto: uvloop if it is installed)")
-    group.add_argument("--api-key", metavar="KEY", help="clients must send it; PENSTOCK_API_KEY hides it from `ps`")
-    group.add_argument("--api-keys", metavar="FILE", help="keys of several tenants, from `penstock keys add`")
-    group.add_argument(
-        "--allowed-host",
-        metavar="NAME",
-        action="append",
-        help="without a key: also answer requests for this name, as a proxy passes it on (repeat for more; *: all)",
-    )
-    group.add_argument(
-        "--tls-cert", metavar="FILE", help="answer over HTTPS with this certificate (PEM, its chain too)"
-    )
-    group.add_argument("--tls-key", metavar="FILE", help="its private key (PEM); both are read again when they change")
-    group.add_argument(
-        "--allowed-origin",
-        metavar="ORIGIN",
-        action="append",
-        help="pages of this origin may use the service from a browser, as https://chat.example.org (repeat for more)",
-    )
-    group.add_argument("--served-model-name", metavar="NAME", help="the model's name for clients")
-    group.add_argument(
-        "--generation-config",
-        metavar="auto|none",
-        help="sampling defaults of the model's generation_config.json (auto), or OpenAI's (default: auto)",
-    )
-    group.add_argument(
-        "--unknown-fields",
-        metavar="refuse|ignore",
-        help="request fields that this server does not know: answer 400, or pass over them (default: refuse)",
-    )
-    group.add_argument(
-        "--disable-additional-properties",
-        action=argparse.BooleanOptionalAction,
-        help="objects of a JSON schema have only the properties that it names, unless it says otherwise (default: yes)",
-    )
-    group.add_argument(
-        "--remote-images",
-        action="store_true",
-        help="fetch images of chats from public addresses (default: they come within the request only)",
-    )
-    hosts = "fetch them from this host only; .example.com: all below that name (repeat for more; default: any)"
-    group.add_argument("--remote-image-host", metavar="HOST", action="append", help=hosts)
-    group.add_argument("--catalogue", metavar="FILE", help="several models, loaded on demand (docs/catalogue.md)")
-    group.add_argument("--model-memory", metavar="SIZE", help="of all models of the catalogue that are loaded")
-    group.add_argument("--lora", metavar="NAME=DIR", action="append", help="a LoRA adapter, as NAME (repeat for more)")
-    group.add_argument("--allow-lora-updating", action="store_true", help="clients may load and unload adapters")
-    group.add_argument(
-        "--response-cache", metavar="SIZE", help="answer equal requests (seed given, or temperature 0) from stored ones"
-    )
-    group.add_argument("--trace-endpoint", metavar="URL", help="send spans of requests to this OpenTelemetry collector")
-    group.add_argument("--trace-file", metavar="FILE", help="write them to this file, as JSON lines")
-    group.add_argument("--trace-sample", metavar="RATIO", help="share of requests to trace (default: 1)")
-    group.add_argument("--log-requests", action="store_true", help="log a line for each request, without its texts")
-    group.add_argument("--log-json", action="store_true", help="log one JSON object a line")
-
-
-def _add_fleet_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--prefill", metavar="N", help="prefill workers (default: 1)")
-    group.add_argument("--decode", metavar="M", help="decode workers (default: 1)")
-    group.add_argument(
-        "--encode-workers", metavar="N", help="workers that encode images (default: none, prefill workers do it)"
-    )
-    group.add_argument("--aggregated", action="store_true", help="one worker for both phases instead")
-    group.add_argument(
-        "--prefill-device",
-        metavar="cpu|cuda",
-        help="prompts are read there, answers written on processors (docs/gpu.md); needs --allow-mixed-numerics",
-    )
-    group.add_argument("--prefill-kernels", metavar="FAMILY", help="kernels that prompts are read by; needs the same")
-    group.add_argument("--prefill-cores", metavar="CPUS", help="processors of the prefill workers, as 0-3,8")
-    group.add_argument("--decode-cores", metavar="CPUS", help="of the decode workers; on shared ones decode goes first")
-    group.add_argument(
-        "--lend-cores",
-        action=argparse.BooleanOptionalAction,
-        help="an idle worker's cores work for the others (default: yes)",
-    )
-    group.add_argument(
-        "--transfer", metavar="auto|shm|tcp|curve|nixl", help="how KV pages travel (default: auto, shm on one host)"
-    )
-
-
-def _add_join_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--join", metavar="tcp://HOST:PORT", action="append", help="use this `penstock worker` (repeat for more)"
-    )
-    group.add_argument(
-        "--allow-mixed-numerics",
-        action="store_true",
-        help="prompts may be read on another kind of processor than answers are written on, and an answer may go on on "
-        "another, rather than wait or fail: in other bits",
-    )
-    group.add_argument(
-        "--allow-model-upgrade",
-        action="store_true",
-        help="use joined workers of another model than that of most when the gateway began, as in a rolling upgrade; "
-        "without it they are foreign and given nothing",
-    )
-    group.add_argument("--keys", metavar="DIR", help="the keys that the workers were started with")
+    add_model_and_config(parser)
+    add_flags(parser.add_argument_group("HTTP"), HTTP_FLAGS)
+    add_flags(parser.add_argument_group("workers"), FLEET_FLAGS)
+    add_flags(parser.add_argument_group("engine"), ENGINE_FLAGS)
+    add_flags(parser.add_argument_group("workers on other hosts"), JOIN_FLAGS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until told to stop.  0 after an orderly end; raises ConfigError, ModelError, GaveUp."""
-    flags = {key: value for key, value in vars(args).items() if key not in NO_SETTINGS}
-    config = load_serve(flags, config_file=getattr(args, "config", None))
+    """Serve until stopped.  0 after an orderly end; raises ConfigError, ModelError, GaveUp."""
+    config = load_serve(settings_of(args), config_file=getattr(args, "config", None))
     if getattr(args, "print_config", False):
         print(dump_toml(config, "penstock serve"), end="")
         return 0

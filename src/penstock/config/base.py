@@ -1,4 +1,4 @@
-"""The base class of all configuration, and the types that its fields share."""
+"""The base class of all configuration, and what its fields and checks share."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of all configuration: frozen, keyword-only, strict."""
 
 
-# MERGED: Which addresses lead nowhere but to this host.  Asks no name server.
-
-
 def is_loopback(host: str) -> bool:
-    """Does this address stay on the host?  A name other than localhost is taken to lead off it."""
+    """Whether the address is of the loopback.  Resolves no names: any other than localhost counts as remote."""
     if host == "localhost":
         return True
     try:

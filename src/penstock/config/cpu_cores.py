@@ -1,7 +1,7 @@
-"""Which cores each worker of a host has, and whose it may borrow: decided once, from given facts.
+"""Which CPU cores each worker of a host owns, and which it may borrow.  Pure.
 
-A worker stays within one memory node where it can.  It lends the cores that are its own alone; those that two workers
-have are nobody's to lend, and there prefill gives way.  Pure: knows no processes, and no machine but the one described.
+A worker stays within one NUMA node if it fits.  It lends the cores that it alone owns.  Cores owned by several workers
+are not lent; prefill workers that share them with decode workers run at a lower priority.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from penstock.errors import ConfigError
 from penstock.types import Role, WorkerId
 
 PIN_FROM_THREADS = 4
-"""Workers with so many kernel threads get cores of their own; below, the kernel's scheduler does better."""
+"""Workers with at least this many kernel threads are pinned to cores; with fewer, Linux's scheduler does better."""
 
 SHARED_PREFILL_NICENESS = 10
-"""Niceness of a prefill worker that shares cores with a decode worker: it has a tenth of them when both want them."""
+"""Niceness of a prefill worker that shares cores with a decode worker: it gets a tenth of them under contention."""
 
 WorkerRoles = tuple[tuple[WorkerId, Role], ...]
 
@@ -28,41 +28,39 @@ CoreSet = tuple[PhysicalCore, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSettings:
-    """What was asked for."""
+    """The settings of ``serve`` that concern cores."""
 
-    threads: int | None = None  # own threads of each worker
-    prefill_cpus: str | None = None  # lists of processors
+    threads: int | None = None  # of each worker
+    prefill_cpus: str | None = None  # list of processors, as "0-3,8"
     decode_cpus: str | None = None
     lend: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreShare:
-    """What one worker gets."""
+    """The threads and cores of one worker."""
 
     threads: int
     cpus: tuple[int, ...]  # empty: all
     niceness: int = 0
-    prefill_niceness: int = 0  # the niceness that it has once it is a prefill worker
-    lent_cores: int = 0  # cores
+    prefill_niceness: int = 0  # its niceness in the prefill role
+    lent_cores: int = 0
     loans: tuple[CoreLoan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CoreAssignment:
-    """The cores of a host, divided."""
+    """The cores of all workers of a host."""
 
-    shares: tuple[CoreShare, ...]  # one a worker, in their order
-    numa_nodes: tuple[
-        int, ...
-    ]  # over which weights are spread, because workers of several nodes read them; empty: one node
+    shares: tuple[CoreShare, ...]  # one per worker, in their order
+    numa_nodes: tuple[int, ...]  # that weights are interleaved over; empty: all workers are on one node
     notes: tuple[str, ...]
 
 
 def assign_cores(
     places: WorkerRoles, cores: Sequence[PhysicalCore], usable: int, wishes: CoreSettings
 ) -> CoreAssignment:
-    """``usable``: of ``cores``, what a container's quota leaves.  Raises ConfigError."""
+    """Assign ``cores`` to workers.  ``usable``: how many of them a container's quota leaves.  Raises ConfigError."""
     cores = sorted(cores, key=lambda core: (core.numa_node, core.cpus))
     listed = wishes.prefill_cpus is not None or wishes.decode_cpus is not None
     owned = _as_listed(places, cores, wishes) if listed else _carved(cores[:usable], len(places))
@@ -117,7 +115,7 @@ def format_cpus(cpus: Iterable[int]) -> str:
 
 
 def _carved(cores: Sequence[PhysicalCore], count: int) -> list[CoreSet]:
-    """Equal parts, node by node; with fewer cores than workers all of them have all."""
+    """Equal parts, node by node; with fewer cores than workers, each worker has all."""
     each = len(cores) // count
     if each == 0:
         return [tuple(cores)] * count
@@ -164,18 +162,18 @@ def _within(core: PhysicalCore, cpus: frozenset[int]) -> PhysicalCore:
 
 
 def _sharers(own: CoreSet, owned: Sequence[CoreSet]) -> int:
-    """Workers that have exactly these cores: they divide them."""
+    """The number of workers that own exactly these cores, and so divide them."""
     return sum(_cpus(other) == _cpus(own) for other in owned)
 
 
 def _alone(place: int, owned: Sequence[CoreSet]) -> CoreSet:
-    """Cores that nobody else has."""
+    """The cores that no other worker owns."""
     others = {cpu for i, other in enumerate(owned) if i != place for cpu in _cpus(other)}
     return tuple(core for core in owned[place] if others.isdisjoint(core.cpus))
 
 
 def _gives_way(place: int, places: WorkerRoles, owned: Sequence[CoreSet]) -> bool:
-    """Does this prefill worker share a processor with a decode worker?"""
+    """Whether it is a prefill worker that shares a processor with a decode worker."""
     if places[place][1] is not Role.PREFILL:
         return False
     decode = {cpu for (_, role), own in zip(places, owned, strict=True) if role is Role.DECODE for cpu in _cpus(own)}
@@ -194,9 +192,9 @@ def _notes(
     places: WorkerRoles, owned: Sequence[CoreSet], shares: Sequence[CoreShare], nodes: tuple[int, ...]
 ) -> Iterator[str]:
     if any(share.niceness for share in shares):
-        yield "prefill and decode share cores: decode has the right of way"
+        yield "prefill and decode share cores: decode has priority"
     if len(nodes) > 1:
         where = "; ".join(
             f"{worker} on {format_cpus(_nodes(own))}" for (worker, _), own in zip(places, owned, strict=True)
         )
-        yield f"memory nodes: {where if shares[0].cpus else format_cpus(nodes)}; weights are spread over all"
+        yield f"NUMA nodes: {where if shares[0].cpus else format_cpus(nodes)}; weights are interleaved over all"

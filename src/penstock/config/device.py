@@ -1,4 +1,4 @@
-"""Whether a GPU computes, and why not: ``--device auto`` decided from given facts.  Pure."""
+"""``--device auto``: whether the model runs on a GPU, and why not.  Pure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ TRITON = "triton"
 """The kernel family of GPUs."""
 
 RUNTIME_BYTES = 896 << 20
-"""On a GPU beside weights, activations and pages: context and loaded kernels, rope tables (64 MiB for 131,072
-positions), what recorded graphs keep beside their logits, and what allocators round up.  An allowance."""
+"""Allowance on a GPU besides weights, activations and pages: CUDA context, kernels, rope tables (64 MiB for 131,072
+positions), captured graphs, and what allocators round up."""
 
 
 class DeviceChoice(Config, frozen=True, kw_only=True):
-    """Where the model is computed."""
+    """The device that the model runs on."""
 
     device: str  # "cpu" or "cuda"
     gpu: GpuFacts | None = None  # where "cuda"
-    note: str = ""  # one line for people; empty when there is nothing to say
+    note: str = ""  # one line for the log; empty: none
 
 
 _OF_PHASES = (
@@ -31,7 +31,7 @@ _OF_PHASES = (
 
 
 def excludes_gpu(config: EngineSettings) -> bool:
-    """Whatever GPU there is, no flag lets it be used: none has to be looked for."""
+    """Whether the settings rule a GPU out, so that none needs to be probed."""
     if isinstance(config, ServeConfig) and config.prefill_device == "cuda":
         return False
     if config.device == "auto":
@@ -40,9 +40,9 @@ def excludes_gpu(config: EngineSettings) -> bool:
 
 
 def choose_device(config: EngineSettings, report: GpuReport, unfit: str) -> DeviceChoice:
-    """The device.  ``unfit``: why a GPU does not suit this model; empty if it does.
+    """The device.  ``unfit``: why a GPU does not suit this model; empty: it does.
 
-    Raises ConfigError where a GPU was asked for and there is none, or flags want what none gives.
+    Raises ConfigError if ``--device cuda`` is set and there is no GPU, or another flag contradicts it.
     """
     if config.device == "cpu":
         return DeviceChoice(device="cpu")
@@ -51,24 +51,24 @@ def choose_device(config: EngineSettings, report: GpuReport, unfit: str) -> Devi
     if config.device == "cuda":
         if split:
             raise ConfigError(
-                f"--device cuda: {split}, and a GPU's pages can be handed over to processors only, whose answers have "
-                "other bits (docs/gpu.md, Mixed fleets): one worker there serves both phases; leave that flag out, or "
-                "use --device cpu"
+                f"--device cuda: {split}, and a GPU can transfer KV pages to CPU workers only, whose output differs "
+                "(docs/gpu.md, Mixed fleets): one worker on a GPU serves both phases; leave that flag out, or use "
+                "--device cpu"
             )
         if gpu is None:
             raise ConfigError(f"--device cuda: {report.reason}" + (f"; {report.remedy}" if report.remedy else ""))
-        return gpu_choice(gpu, "as --device cuda says")
+        return gpu_choice(gpu, "by --device cuda")
     if gpu is None:
         said = f"no GPU is used: {report.reason}" + (f" ({report.remedy})" if report.remedy else "")
         return DeviceChoice(device="cpu", note=said if report.remedy else "")
     reason = split or unfit or _wants_cpu(config)
     if reason:
-        return DeviceChoice(device="cpu", note=f"{gpu.name} is not used: {reason}; --device cuda would have it used")
-    return gpu_choice(gpu, "found by itself; --device cpu would leave it alone")
+        return DeviceChoice(device="cpu", note=f"{gpu.name} is not used: {reason}; to use it add --device cuda")
+    return gpu_choice(gpu, "chosen automatically; --device cpu leaves it unused")
 
 
 def gpu_choice(gpu: GpuFacts, why: str) -> DeviceChoice:
-    """This one, and the line that says so."""
+    """The choice of this GPU, with the line for the log."""
     others = f", the first of {gpu.count}" if gpu.count > 1 else ""
     free, total = gpu.free_bytes / 2**30, gpu.total_bytes / 2**30
     note = f"on {gpu.name}{others}: {free:,.1f} of {total:,.1f} GiB free; {why}"
@@ -76,9 +76,9 @@ def gpu_choice(gpu: GpuFacts, why: str) -> DeviceChoice:
 
 
 def _wants_split(config: EngineSettings) -> str:
-    """What was asked for that needs workers for each phase; empty: nothing."""
+    """The flag that asks for separate workers, in words; empty: none."""
     if isinstance(config, WorkerServeConfig) and config.role is Role.PREFILL and config.mixed_with is not None:
-        return ""  # for workers on processors, in a layout of theirs
+        return ""  # its pages are transferred in the layout of CPU workers
     if isinstance(config, WorkerServeConfig) and config.role is not Role.BOTH:
         return f"--role {config.role.value} serves one phase"
     if isinstance(config, ServeConfig):
@@ -89,8 +89,8 @@ def _wants_split(config: EngineSettings) -> str:
 
 
 def _wants_cpu(config: EngineSettings) -> str:
-    """What was asked for that only processors have; empty: nothing."""
+    """The flag that needs CPU workers, in words; empty: none."""
     if config.kernels not in ("auto", TRITON):
-        return f"--kernels {config.kernels} are a processor's"
+        return f"--kernels {config.kernels} are for CPUs"
     flags = kv_store_flags(config) + ([] if config.threads is None else ["--threads"])
-    return f"{flags[0]} is for workers on processors" if flags else ""
+    return f"{flags[0]} is for CPU workers" if flags else ""

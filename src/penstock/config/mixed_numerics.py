@@ -1,55 +1,51 @@
-"""Fleets that read prompts in one numerics class and write answers in another: who computes where, and what is refused.
+"""Fleets whose prefill and decode workers have different numerics classes: their devices, kernels and pages.
 
-Such a fleet is asked for twice, by where its prefill workers are to compute and by ``--allow-mixed-numerics``: its bits
-are those of neither class alone.  Pure: decided from given facts.
+The output equals that of neither class alone, so ``--allow-mixed-numerics`` is needed besides the flag that says where
+prefill runs.  Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.config.base import Config
 from penstock.config.cpu_cores import CoreAssignment, CoreSettings, CoreShare, WorkerRoles, assign_cores
 from penstock.config.device import TRITON, DeviceChoice, gpu_choice
-from penstock.config.facts import PhysicalCore
+from penstock.config.facts import KvPageSize, MachineFacts, ModelFacts, PhysicalCore
 from penstock.config.kv_memory import KvMemoryBudget, format_size
 from penstock.config.schema import EngineSettings, ServeConfig, WorkerServeConfig, kv_store_flags
 from penstock.errors import ConfigError
 from penstock.types import MIXED_CLASS_SEPARATOR, Role
 
-if TYPE_CHECKING:
-    from penstock.config.facts import KvPageSize, MachineFacts, ModelFacts
-
 REFERENCE = "reference"
 INTERPRETER = "triton-interpreter"
 TORCH_FAMILIES = (REFERENCE, INTERPRETER)
-"""Families whose pages do not lie as the processors' kernels have them; they have no threads of ours."""
+"""Families computed by torch: their pages have another layout than the C++ kernels', and they lend no cores."""
 
 HOST_COPY_SHARE = 0.5
-"""Part of the host's memory that the twins of a GPU's pages may take, in a worker that runs by itself."""
+"""Share of the host's memory for the host copies of a GPU's pages, in a worker of ``penstock worker``."""
 
 LOADING_THREADS = 8
-"""Of a worker that computes on a GPU: to load with."""
+"""Threads with which a worker on a GPU loads weights."""
 
 
 class PrefillPlan(Config, frozen=True, kw_only=True):
-    """Where prompts are read, if not where answers are written."""
+    """Device, kernels and pages of prefill workers, if they differ from the decode workers'."""
 
     device: str  # "cpu" or "cuda"
     family: str
-    pages: int = 0  # of each such worker
+    pages: int = 0  # of each prefill worker
 
     @property
     def has_own_memory(self) -> bool:
-        """Do its pages lie in other memory than that which is handed over from?"""
+        """Whether its pages are not in the host memory that other workers read pages from."""
         return self.device != "cpu" or self.family in TORCH_FAMILIES
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillDevice:
-    """The same before there are pages, and the device that was chosen."""
+    """Device and kernels of prefill workers, if they differ from the decode workers'."""
 
     choice: DeviceChoice
     family: str
@@ -62,7 +58,7 @@ class PrefillDevice:
 def choose_prefill_device(
     config: ServeConfig, machine: MachineFacts, model: ModelFacts, family: str
 ) -> PrefillDevice | None:
-    """Who reads prompts, where answers are written by ``family``; None: the same.  Raises ConfigError."""
+    """Where prefill runs, if elsewhere than decode, which ``family`` computes; None: the same.  Raises ConfigError."""
     on_gpu = config.prefill_device == "cuda"
     if not on_gpu and config.prefill_kernels in (None, family):
         return None
@@ -70,8 +66,8 @@ def choose_prefill_device(
     _check(config, model, flag)
     if not config.allow_mixed_numerics:
         raise ConfigError(
-            f"{flag}: prompts that are read by other kernels than answers are written by have other bits than those of "
-            "either alone (docs/gpu.md, Mixed fleets); add --allow-mixed-numerics if that is wanted, or leave it out"
+            f"{flag}: prefill and decode by different kernels give other output than either alone (docs/gpu.md, Mixed "
+            "fleets); add --allow-mixed-numerics if that is wanted, or leave it out"
         )
     if on_gpu or config.prefill_kernels in TORCH_FAMILIES:
         _check_stores(config, flag)
@@ -95,33 +91,33 @@ def choose_prefill_device(
 
 
 def _check(config: ServeConfig, model: ModelFacts, flag: str) -> None:
-    """What does not go together.  Raises ConfigError."""
+    """Refuse what a mixed fleet cannot do.  Raises ConfigError."""
     if model.pooling is not None:
-        raise ConfigError(f"{flag}: {model.name} only reads, so there are no answers that others could write")
+        raise ConfigError(f"{flag}: {model.name} is a pooling model, so there is no decode that others could do")
     if model.recurrent:
         raise ConfigError(f"{flag}: {model.name} has recurrent layers, whose states cannot pass between kernels")
     if config.kv_dtype != "auto":
         raise ConfigError(f"{flag}: processors keep KV pages in the compute type; leave out --kv-dtype")
     if config.aggregated:
-        raise ConfigError(f"{flag} with --aggregated: one worker reads and writes there; leave one of them out")
+        raise ConfigError(f"{flag} with --aggregated: one worker does both phases; leave one of them out")
     if config.encode_workers:
-        raise ConfigError(f"{flag}: prompts with images are read in one numerics class; leave out --encode-workers")
+        raise ConfigError(f"{flag}: images need one numerics class; leave out --encode-workers")
     if config.prefill_device == "cuda" and config.prefill_cores is not None:
         raise ConfigError(f"{flag}: --prefill-cores are for prefill workers on processors; leave it out")
 
 
 def _check_stores(config: EngineSettings, flag: str) -> None:
-    """Of whoever reads prompts otherwise than the processors' kernels do.  Raises ConfigError."""
+    """Refuse tiers of the KV store for workers whose pages have another layout.  Raises ConfigError."""
     stores = kv_store_flags(config)
     if stores:
         raise ConfigError(
-            f"{stores[0]} with {flag}: stored pages are for those who read prompts, "
+            f"{stores[0]} with {flag}: stored pages are for prefill workers, "
             "and these keep theirs on their device; leave it out"
         )
 
 
 def check_mixed_worker(config: WorkerServeConfig, model: ModelFacts, family: str) -> None:
-    """The same of a worker that is joined, and computes by ``family``.  Raises ConfigError."""
+    """Refuse what a worker of ``penstock worker`` in a mixed fleet cannot do.  Raises ConfigError."""
     other = config.mixed_with
     if other is None:
         return
@@ -129,24 +125,24 @@ def check_mixed_worker(config: WorkerServeConfig, model: ModelFacts, family: str
     if config.role not in (Role.PREFILL, Role.DECODE):
         raise ConfigError(f"{flag}: in a mixed fleet a worker has one phase: use --role prefill or --role decode")
     if MIXED_CLASS_SEPARATOR in other or not other.isprintable() or not 0 < len(other) <= 200 or " " in other:
-        raise ConfigError(f"{flag}: expected the numerics class that workers of the other role say when they start")
+        raise ConfigError(f"{flag}: expected the numerics class that workers of the other role log when they start")
     if config.kv_dtype != "auto":
         raise ConfigError(f"{flag}: processors keep KV pages in the compute type; leave out --kv-dtype")
     if model.pooling is not None or model.recurrent:
-        raise ConfigError(f"{flag}: {model.name} cannot be read by some kernels and written by others")
+        raise ConfigError(f"{flag}: {model.name} needs the same kernels for prefill and decode")
     if config.role is Role.PREFILL and family in (*TORCH_FAMILIES, TRITON):
         _check_stores(config, f"{flag} and kernels {family}")
 
 
-def fleet_numerics(reads: str, writes: str) -> str:
-    """The class of a fleet that reads prompts in one and writes answers in the other.  The same one, if they are."""
-    return reads if reads == writes else f"{reads}{MIXED_CLASS_SEPARATOR}{writes}"
+def fleet_numerics(prefill: str, decode: str) -> str:
+    """The numerics class of a fleet with these classes of prefill and decode."""
+    return prefill if prefill == decode else f"{prefill}{MIXED_CLASS_SEPARATOR}{decode}"
 
 
 def assign_fleet_cores(
     places: WorkerRoles, cores: Sequence[PhysicalCore], usable: int, wishes: CoreSettings, reader: PrefillDevice | None
 ) -> CoreAssignment:
-    """The cores of a host.  Who reads on a GPU has none of its own, and whose kernels are torch's lends none."""
+    """The cores of each worker.  A prefill worker on a GPU owns none; with torch's kernels none are lent."""
     if reader is None or (not reader.on_gpu and reader.family not in TORCH_FAMILIES):
         return assign_cores(places, cores, usable, wishes)
     wishes = CoreSettings(
@@ -164,7 +160,7 @@ def assign_fleet_cores(
 def plan_prefill(
     reader: PrefillDevice, memory: KvMemoryBudget, size: KvPageSize, pages: int, longest: int
 ) -> PrefillPlan:
-    """With as many pages as those of others, whose twins they are, or as many as fit there.  Raises ConfigError."""
+    """As many pages as the decode workers have, which hold their copies, or as fit on the GPU.  Raises ConfigError."""
     if reader.on_gpu:
         room = KvMemoryBudget(memory.model, 1, memory.number_bytes, memory.host_bytes, reader.choice)
         pages = min(pages, room.available_bytes() // size.page_bytes)
@@ -173,7 +169,7 @@ def plan_prefill(
 
 
 def limit_to_host_copies(machine: MachineFacts, size: KvPageSize, pages: int, longest: int) -> int:
-    """Pages of a GPU, of which as many must stand in the host's memory.  Raises ConfigError."""
+    """``pages``, or fewer, so that the host's memory holds a copy of each.  Raises ConfigError."""
     pages = min(pages, int(machine.memory_bytes * HOST_COPY_SHARE) // size.page_bytes)
     _check_longest(f"half of this machine's memory, {format_size(machine.memory_bytes // 2)},", size, pages, longest)
     return pages
@@ -183,6 +179,6 @@ def _check_longest(where: str, size: KvPageSize, pages: int, longest: int) -> No
     if pages < size.pages_for(longest):
         fits = size.tokens_in(pages, longest)
         raise ConfigError(
-            f"one context of {longest} tokens needs {format_size(size.pages_for(longest) * size.page_bytes)} of KV pages "
-            f"where prompts are read, and {where} holds {fits}: use --max-model-len {max(fits, 16)} or less"
+            f"one context of {longest} tokens needs {format_size(size.pages_for(longest) * size.page_bytes)} of KV "
+            f"pages for prefill, and {where} holds {fits}: use --max-model-len {max(fits, 16)} or less"
         )

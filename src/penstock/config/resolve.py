@@ -1,19 +1,19 @@
-"""Decides every "auto" of ``penstock serve`` and ``penstock worker`` once, from given facts; nothing below does again.
+"""Resolves every "auto" setting of ``penstock serve`` and ``penstock worker``, once, into a ``ServePlan``.
 
-Pure: the facts about machine and model are handed in, so each decision can be tested for machines that nobody has.
-Knows no processes, weights or kernels; what it leaves out (a shorter context, a smaller memory) it says in ``notes``.
+Pure: the facts about machine and model are arguments, so each decision can be tested for any machine.  Knows no
+processes, weights or kernels.  What is less than the model offers (a shorter context, say) is explained in ``notes``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from penstock.config.base import Config, is_loopback
 from penstock.config.cpu_cores import CoreSettings, CoreShare, WorkerRoles
 from penstock.config.device import RUNTIME_BYTES, TRITON, DeviceChoice, choose_device
-from penstock.config.facts import KvPageSize, MachineFacts, ModelFacts, PhysicalCore, extra_weight_bytes
+from penstock.config.facts import KvPageSize, MachineFacts, ModelFacts, extra_weight_bytes
 from penstock.config.kv_memory import KV_CONTEXTS, KvMemoryBudget, format_size
 from penstock.config.limits import NIXL, RequestLimits
 from penstock.config.mixed_numerics import (
@@ -41,78 +41,19 @@ from penstock.config.schema import (
 from penstock.errors import ConfigError
 from penstock.types import FP8_E4M3, PAGE_TOKENS, Role, WorkerId
 
-if TYPE_CHECKING:
-    from penstock.config.facts import ModelFacts
-
-
-# MERGED: What KV pages keep keys and values in, decided from given facts: ``--kv-dtype``.  Pure.
-
 FP8_KV_FAMILIES = (TRITON, "reference")
-"""Kernel families that have codes of keys and values."""
-
-
-def resolve_kv_dtype(asked: str, compute: str, family: str, *, recurrent: str = "", note: str = "") -> str:
-    """The type: the compute type unless another was asked for.
-
-    ``recurrent``: the model's name, if it has recurrent layers.  ``note``: why no GPU is used, if there is a reason.
-    Raises ConfigError where the asked one cannot be had.
-    """
-    if asked == "auto":
-        return compute
-    if recurrent:
-        raise ConfigError(
-            f"--kv-dtype {FP8_E4M3}: {recurrent} has recurrent layers, whose states are in fp32 and lie in the same "
-            "pages; leave it out"
-        )
-    if family not in FP8_KV_FAMILIES:
-        why = f" ({note})" if note else ""
-        raise ConfigError(
-            f"--kv-dtype {FP8_E4M3}: the kernels of processors ({family}) keep KV pages in the compute type; it takes "
-            f"a GPU{why}, or, to try it slowly, --kernels reference; else leave it out"
-        )
-    return asked
-
-
-# MERGED: What an operator's settings mean for the scheduler of every worker.  Pure.
-
-
-def resolve_scheduler(config: EngineSettings, model: ModelFacts, room: tuple[int, int]) -> SchedulerConfig:
-    """``room``: pages, and tokens of the longest context."""
-    pages, max_model_len = room
-    return SchedulerConfig(
-        pages=pages,
-        reaches=model.reaches,
-        max_model_len=max_model_len,
-        max_running=config.max_running,
-        max_chunk_tokens=config.max_chunk_tokens or MAX_CHUNK_TOKENS,
-        step_budget_ms=config.scheduling.interactive_tpot_ms,
-        batch_step_budget_ms=config.scheduling.batch_tpot_ms,
-        long_prompt_ms=config.scheduling.interactive_ttft_ms,
-        gentle_read_s=_gentle_read_s(config),
-        contended_step_ms=config.scheduling.contended_step_ms,
-        batch_patience_s=config.scheduling.batch_patience_s,
-        output_token_weight=config.scheduling.output_token_weight,
-        tenant_memory_s=config.scheduling.tenant_memory_s,
-        pooling=model.pooling,
-    )
-
-
-def _gentle_read_s(config: EngineSettings) -> float:
-    """Half of what a first token may take.  A worker that is started by itself is told no gateway's limits."""
-    limits = config.limits if isinstance(config, ServeConfig) else RequestLimits()
-    return limits.first_byte_s / 2
-
+"""Kernel families that can keep KV pages in fp8."""
 
 NO_GPU_LANES = (
     "--gpu-lanes is ignored: the two lanes on one GPU were removed, and one step computes prompts and answers"
 )
 NO_SPECULATION = (
-    "--speculate is off: this model's recurrent layers keep one state, which cannot take back tokens that were guessed "
-    "wrongly"
+    "--speculate is off: this model's recurrent layers keep one state, which cannot be rolled back when draft tokens "
+    "are rejected"
 )
 
 MIN_CONTEXT = 256
-"""A context shorter than this is never chosen on the operator's behalf."""
+"""A shorter context is never chosen automatically."""
 
 
 class WorkerPlan(Config, frozen=True, kw_only=True):
@@ -123,94 +64,120 @@ class WorkerPlan(Config, frozen=True, kw_only=True):
     threads: int  # its own
     cpus: tuple[int, ...]  # empty: all
     niceness: int = 0
-    prefill_niceness: int = 0  # its niceness, were it a prefill worker
-    lent_cores: int = 0  # cores, while it has nothing to do
+    prefill_niceness: int = 0  # its niceness in the prefill role
+    lent_cores: int = 0  # cores that others may use while it is idle
     loans: tuple[CoreLoan, ...] = ()
 
 
 class ServePlan(Config, frozen=True, kw_only=True):
-    """Everything decided."""
+    """Every setting of a host's workers, resolved."""
 
     workers: tuple[WorkerPlan, ...]
     connector: str  # "shm", "tcp", "tcp-sealed" or "curve", some with "nixl+" before it
     pages_port: int = 0  # where pages are fetched over sockets; 0: any free one
     device: str = "cpu"  # or "cuda"
     family: str  # kernel family
-    prefill_plan: PrefillPlan | None = None  # of prefill workers, where they compute otherwise than the others
-    mixed_with: str = ""  # numerics class of the other role's workers, on other hosts; empty: the same as here
+    prefill_plan: PrefillPlan | None = None  # of prefill workers, if their device or kernels differ
+    mixed_with: str = ""  # numerics class of the other role's workers on other hosts; empty: the same
     dtype: str  # "bf16" or "fp32"
     kv_dtype: str  # the same, or "fp8_e4m3"
     page_bytes: int
     scheduler: SchedulerConfig  # the same in every worker
-    numa_nodes: tuple[int, ...] = ()  # memory nodes that the weights are spread over; empty: wherever they are loaded
+    numa_nodes: tuple[int, ...] = ()  # NUMA nodes that the weights are interleaved over; empty: not interleaved
     notes: tuple[str, ...]  # one line each, for people
 
     @property
     def split(self) -> bool:
+        """Whether prefill and decode have separate workers."""
         return all(w.role is not Role.BOTH for w in self.workers)
 
     @property
     def mixed_numerics(self) -> bool:
-        """Are prompts read in another numerics class than answers are written in?"""
+        """Whether prefill and decode have different numerics classes."""
         return self.prefill_plan is not None or bool(self.mixed_with)
 
-    def prefill_plan_of(self, place: WorkerPlan) -> PrefillPlan | None:
-        """Where this worker computes, if not where the others do."""
-        return self.prefill_plan if place.role is Role.PREFILL else None
+    def prefill_plan_of(self, worker: WorkerPlan) -> PrefillPlan | None:
+        """The worker's device and kernels, if they differ from the others'."""
+        return self.prefill_plan if worker.role is Role.PREFILL else None
 
-    def pages_on_device(self, place: WorkerPlan) -> bool:
-        """Do its pages stand elsewhere than in the host's memory, or otherwise than others' there?"""
-        reading = self.prefill_plan_of(place)
-        if reading is not None:
-            return reading.has_own_memory
+    def pages_on_device(self, worker: WorkerPlan) -> bool:
+        """Whether its pages are not in host memory, or have another layout there than the others'."""
+        prefill = self.prefill_plan_of(worker)
+        if prefill is not None:
+            return prefill.has_own_memory
         return self.device != "cpu" or (
-            self.mixed_numerics and place.role is Role.PREFILL and self.family in TORCH_FAMILIES
+            self.mixed_numerics and worker.role is Role.PREFILL and self.family in TORCH_FAMILIES
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCapacity:
+    """KV pages of each worker, and the longest context that they hold."""
+
+    pages: int
+    max_model_len: int
+    note: str = ""  # why that is less than the model's; empty: it is not
+
+
 def resolve(config: ServeConfig, machine: MachineFacts, model: ModelFacts) -> ServePlan:
-    """All decisions.  Raises ConfigError with the numbers and the flag to change."""
+    """The plan of ``penstock serve``.  Raises ConfigError with the numbers and the flag to change."""
     if config.encode_workers and not model.multimodal:
         raise ConfigError(
-            f"--encode-workers: {model.name} reads no images or sounds, so there is nothing to encode; leave it out"
+            f"--encode-workers: {model.name} takes no images or audio, so there is nothing to encode; leave it out"
         )
     if config.prefill_device == "cuda" and config.device == "auto":
         choice = DeviceChoice(device="cpu")
     else:
-        choice = choose_device(config, machine.gpu, _unfit(config, machine, model))
-    reader = choose_prefill_device(config, machine, model, _family(config, machine, choice.device))
-    wishes = CoreSettings(
-        threads=config.threads,
-        prefill_cpus=config.prefill_cores,
-        decode_cpus=config.decode_cores,
-        lend=config.lend_cores and choice.device == "cpu" and config.kernels != REFERENCE,
-    )
-    carrier = {"auto": "shm", "nixl": f"{NIXL}tcp"}.get(config.transfer, config.transfer)
+        choice = choose_device(config, machine.gpu, _why_not_gpu(config, machine, model))
     aggregated = config.aggregated or choice.device != "cpu"
-    places = _places(config, aggregated) if model.pooling is None else _readers(config, model)
-    return _resolve(config, places, (carrier, wishes, choice, reader), machine, model)
+    return _plan(
+        config,
+        machine,
+        model,
+        roles=_generating_workers(config, aggregated) if model.pooling is None else _pooling_workers(config, model),
+        connector={"auto": "shm", "nixl": f"{NIXL}tcp"}.get(config.transfer, config.transfer),
+        cores=CoreSettings(
+            threads=config.threads,
+            prefill_cpus=config.prefill_cores,
+            decode_cpus=config.decode_cores,
+            lend=config.lend_cores and choice.device == "cpu" and config.kernels != REFERENCE,
+        ),
+        choice=choice,
+        prefill=choose_prefill_device(config, machine, model, _family(config, machine, choice.device)),
+    )
 
 
 def resolve_worker(config: WorkerServeConfig, worker: WorkerId, machine: MachineFacts, model: ModelFacts) -> ServePlan:
-    """The same for one worker that is joined from other hosts, where memory cannot be shared."""
-    choice = choose_device(config, machine.gpu, _unfit(config, machine, model))
+    """The plan of ``penstock worker``: one worker for gateways on other hosts, so pages do not move by shared memory.
+
+    Raises ConfigError as ``resolve``.
+    """
+    choice = choose_device(config, machine.gpu, _why_not_gpu(config, machine, model))
     if config.role is Role.ENCODE and not model.multimodal:
-        raise ConfigError(f"--role encode: {model.name} reads no images or sounds, so there is nothing to encode")
+        raise ConfigError(f"--role encode: {model.name} takes no images or audio, so there is nothing to encode")
     if model.pooling is not None and config.role is not Role.BOTH:
-        raise ConfigError(f"--role {config.role.value}: {model.name} only reads, in one phase; use --role both")
+        raise ConfigError(f"--role {config.role.value}: {model.name} is a pooling model: use --role both")
     check_mixed_worker(config, model, _family(config, machine, choice.device))
-    how = (_between_hosts(config, machine), CoreSettings(threads=config.threads), choice, None)
-    plan = _resolve(config, ((worker, config.role),), how, machine, model)
+    plan = _plan(
+        config,
+        machine,
+        model,
+        roles=((worker, config.role),),
+        connector=_connector_between_hosts(config, machine),
+        cores=CoreSettings(threads=config.threads),
+        choice=choice,
+        host_copies=config.mixed_with is not None and choice.gpu is not None,
+    )
     return msgspec.structs.replace(plan, pages_port=config.pages_port, mixed_with=config.mixed_with or "")
 
 
-def _between_hosts(config: WorkerServeConfig, machine: MachineFacts) -> str:
-    """How pages travel to and from a worker that listens there: encrypted, unless it is the loopback or was asked for.
+def _connector_between_hosts(config: WorkerServeConfig, machine: MachineFacts) -> str:
+    """The KV connector of a worker that listens there: encrypted unless it is on the loopback or was asked not to be.
 
-    Raises ConfigError when they cannot be encrypted as asked.
+    Raises ConfigError if pages cannot be encrypted as asked.
     """
     if config.transfer == "nixl":
-        return NIXL + _between_hosts(msgspec.structs.replace(config, transfer="tcp"), machine)
+        return NIXL + _connector_between_hosts(msgspec.structs.replace(config, transfer="tcp"), machine)
     host = config.listen.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     if config.transfer == "tcp-clear" or (config.transfer != "curve" and is_loopback(host)):
         return "tcp"
@@ -226,20 +193,20 @@ def _between_hosts(config: WorkerServeConfig, machine: MachineFacts) -> str:
 
 
 def context_length(config: EngineSettings, model: ModelFacts) -> int:
-    """Tokens of prompt and answer together, where no memory here limits them.  Raises ConfigError."""
+    """The longest prompt and output together, memory aside.  Raises ConfigError."""
     if config.max_model_len is not None and config.max_model_len > model.max_positions:
         raise ConfigError(
-            f"--max-model-len {config.max_model_len}: {model.name} was made for {model.max_positions} tokens; "
-            "ask for that or less"
+            f"--max-model-len {config.max_model_len}: {model.name} has {model.max_positions} positions; "
+            "use that or less"
         )
     return config.max_model_len or model.max_positions
 
 
-def resolve_kv_store(config: EngineSettings, device: str, *, writes: bool) -> KvStoreConfig:
-    """Where KV pages stand beside the workers' own memory; ``writes``: the model does.  Raises ConfigError."""
+def resolve_kv_store(config: EngineSettings, device: str, *, generates: bool) -> KvStoreConfig:
+    """The tiers of the KV store.  ``generates``: it is a generative model.  Raises ConfigError."""
     asked = kv_store_flags(config)
-    if device != "cpu" or not writes:
-        why = f"--device {device}: pages in its memory" if writes else "a model that only reads: its pages"
+    if device != "cpu" or not generates:
+        why = f"--device {device}: pages in its memory" if generates else "a pooling model: its pages"
         if asked:
             raise ConfigError(f"{asked[0]} with {why} are not stored; leave it out")
         return KvStoreConfig(peers=False)
@@ -263,62 +230,130 @@ def resolve_kv_store(config: EngineSettings, device: str, *, writes: bool) -> Kv
     )
 
 
-def _resolve(
+def _plan(
     config: EngineSettings,
-    places: WorkerRoles,
-    how: tuple[str, CoreSettings, DeviceChoice, PrefillDevice | None],
     machine: MachineFacts,
     model: ModelFacts,
+    *,
+    roles: WorkerRoles,
+    connector: str,
+    cores: CoreSettings,
+    choice: DeviceChoice,
+    prefill: PrefillDevice | None = None,
+    host_copies: bool = False,
 ) -> ServePlan:
+    """``prefill``: where prompts are computed, if elsewhere.  ``host_copies``: pages have copies on the host."""
     dtype = model.auto_dtype if config.dtype == "auto" else config.dtype
-    carrier, wishes, choice, reader = how
     family = _family(config, machine, choice.device)
-    kept, page_bytes = _kept(config, model, (dtype, family), choice)
-    chunk = config.max_chunk_tokens or MAX_CHUNK_TOKENS
-    size = KvPageSize(page_bytes=page_bytes, reaches=model.reaches, chunk_tokens=min(chunk, MAX_STEP_TOKENS))
-    holders = max(1, sum(role is not Role.ENCODE for _, role in places))  # of KV pages
-    memory = KvMemoryBudget(model, holders, 2 if dtype == "bf16" else 4, machine.memory_bytes, choice)
-    pages, max_model_len, note = _pages(config, memory, size)
-    if isinstance(config, WorkerServeConfig) and config.mixed_with is not None and choice.gpu is not None:
-        pages = limit_to_host_copies(machine, size, pages, max_model_len)
-    reading = None if reader is None else plan_prefill(reader, memory, size, pages, max_model_len)
-    cores = machine.topology or tuple(PhysicalCore(cpus=(cpu,)) for cpu in machine.cpus)
-    division = assign_fleet_cores(places, cores, machine.cores, wishes, reader)
-    wanted = config.speculate != "off" and model.pooling is None
-    silent = wanted and model.recurrent
-    removed = NO_GPU_LANES if config.gpu_lanes != "off" else ""
-    scheduler = msgspec.structs.replace(
-        resolve_scheduler(config, model, (pages, max_model_len)),
-        even_pace=any(share.loans for share in division.shares),
-        max_draft_tokens=config.max_draft_tokens if wanted and not silent else 0,
+    recurrent = model.name if model.recurrent else ""
+    kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype, family, recurrent=recurrent, note=choice.note)
+    size = _page_size(config, model, kv_dtype)
+    memory = KvMemoryBudget(
+        model=model,
+        workers=max(1, sum(role is not Role.ENCODE for _, role in roles)),
+        number_bytes=2 if dtype == "bf16" else 4,
+        host_bytes=machine.memory_bytes,
+        choice=choice,
     )
-    told = (choice.note, "" if reader is None else reader.choice.note)
+    kv = _kv_capacity(config, memory, size)
+    if host_copies:
+        kv = replace(kv, pages=limit_to_host_copies(machine, size, kv.pages, kv.max_model_len))
+    prefill_plan = None if prefill is None else plan_prefill(prefill, memory, size, kv.pages, kv.max_model_len)
+    assigned = assign_fleet_cores(roles, machine.physical_cores, machine.cores, cores, prefill)
+    scheduler = msgspec.structs.replace(
+        resolve_scheduler(config, model, kv),
+        even_pace=any(share.loans for share in assigned.shares),
+        max_draft_tokens=config.max_draft_tokens if _speculates(config, model) and not model.recurrent else 0,
+    )
     return ServePlan(
-        workers=tuple(_worker(*place, share) for place, share in zip(places, division.shares, strict=True)),
-        connector=carrier,
+        workers=tuple(_worker(*role, share) for role, share in zip(roles, assigned.shares, strict=True)),
+        connector=connector,
         device=choice.device,
         family=family,
-        prefill_plan=reading,
+        prefill_plan=prefill_plan,
         dtype=dtype,
-        kv_dtype=kept,
-        page_bytes=page_bytes,
+        kv_dtype=kv_dtype,
+        page_bytes=size.page_bytes,
         scheduler=scheduler,
-        numa_nodes=division.numa_nodes,
-        notes=(*filter(None, (*told, note, removed)), *((NO_SPECULATION,) if silent else ()), *division.notes),
+        numa_nodes=assigned.numa_nodes,
+        notes=tuple(
+            filter(
+                None,
+                (
+                    choice.note,
+                    prefill.choice.note if prefill else "",
+                    kv.note,
+                    NO_GPU_LANES if config.gpu_lanes != "off" else "",
+                    NO_SPECULATION if _speculates(config, model) and model.recurrent else "",
+                    *assigned.notes,
+                ),
+            )
+        ),
     )
 
 
-def _kept(
-    config: EngineSettings, model: ModelFacts, computed: tuple[str, str], choice: DeviceChoice
-) -> tuple[str, int]:
-    """What pages are in, and their bytes; ``computed``: in which type, by which family.  Raises ConfigError."""
-    recurrent = model.name if model.recurrent else ""
-    kept = resolve_kv_dtype(config.kv_dtype, *computed, recurrent=recurrent, note=choice.note)
-    plain = model.page_bytes_bf16 * (2 if kept == "fp32" else 1)
-    return kept, model.page_bytes_fp8 if kept == FP8_E4M3 else plain
+def _speculates(config: EngineSettings, model: ModelFacts) -> bool:
+    return config.speculate != "off" and model.pooling is None
 
 
-def _places(config: ServeConfig, aggregated: bool) -> WorkerRoles:
+def _page_size(config: EngineSettings, model: ModelFacts, kv_dtype: str) -> KvPageSize:
+    plain = model.page_bytes_bf16 * (2 if kv_dtype == "fp32" else 1)
+    return KvPageSize(
+        page_bytes=model.page_bytes_fp8 if kv_dtype == FP8_E4M3 else plain,
+        reaches=model.reaches,
+        chunk_tokens=min(config.max_chunk_tokens or MAX_CHUNK_TOKENS, MAX_STEP_TOKENS),
+    )
+
+
+def resolve_kv_dtype(asked: str, compute: str, family: str, *, recurrent: str = "", note: str = "") -> str:
+    """The type of keys and values in KV pages: the compute type unless ``--kv-dtype`` asks for another.
+
+    ``recurrent``: the model's name, if it has recurrent layers.  ``note``: why no GPU is used, if there is a reason.
+    Raises ConfigError if the type is not available.
+    """
+    if asked == "auto":
+        return compute
+    if recurrent:
+        raise ConfigError(
+            f"--kv-dtype {FP8_E4M3}: {recurrent} has recurrent layers, whose states are in fp32 and lie in the same "
+            "pages; leave it out"
+        )
+    if family not in FP8_KV_FAMILIES:
+        why = f" ({note})" if note else ""
+        raise ConfigError(
+            f"--kv-dtype {FP8_E4M3}: the kernels of processors ({family}) keep KV pages in the compute type; it takes "
+            f"a GPU{why}, or, to try it slowly, --kernels reference; else leave it out"
+        )
+    return asked
+
+
+def resolve_scheduler(config: EngineSettings, model: ModelFacts, kv: KvCapacity) -> SchedulerConfig:
+    """The configuration of every worker's scheduler, speculation and core lending aside."""
+    return SchedulerConfig(
+        pages=kv.pages,
+        reaches=model.reaches,
+        max_model_len=kv.max_model_len,
+        max_running=config.max_running,
+        max_chunk_tokens=config.max_chunk_tokens or MAX_CHUNK_TOKENS,
+        step_budget_ms=config.scheduling.interactive_tpot_ms,
+        batch_step_budget_ms=config.scheduling.batch_tpot_ms,
+        long_prompt_ms=config.scheduling.interactive_ttft_ms,
+        gentle_read_s=_gentle_read_s(config),
+        contended_step_ms=config.scheduling.contended_step_ms,
+        batch_patience_s=config.scheduling.batch_patience_s,
+        output_token_weight=config.scheduling.output_token_weight,
+        tenant_memory_s=config.scheduling.tenant_memory_s,
+        pooling=model.pooling,
+    )
+
+
+def _gentle_read_s(config: EngineSettings) -> float:
+    """Half of the limit on the time to the first token; ``penstock worker`` has no gateway's limits, so the default."""
+    limits = config.limits if isinstance(config, ServeConfig) else RequestLimits()
+    return limits.first_byte_s / 2
+
+
+def _generating_workers(config: ServeConfig, aggregated: bool) -> WorkerRoles:
     counts: tuple[tuple[Role, int], ...] = ((Role.PREFILL, config.prefill or 1), (Role.DECODE, config.decode or 1))
     if aggregated:
         counts = ((Role.BOTH, 1),)
@@ -326,13 +361,13 @@ def _places(config: ServeConfig, aggregated: bool) -> WorkerRoles:
     return tuple((WorkerId(f"{role.value}-{i}"), role) for role, count in counts for i in range(count))
 
 
-def _readers(config: ServeConfig, model: ModelFacts) -> WorkerRoles:
-    """Workers of a model that writes nothing: there is one phase, so ``--prefill N`` says how many."""
+def _pooling_workers(config: ServeConfig, model: ModelFacts) -> WorkerRoles:
+    """Workers of a pooling model, which has no decode phase: ``--prefill N`` says how many."""
     for flag in ("decode", "prefill_cores", "decode_cores"):
         if getattr(config, flag) is not None:
             raise ConfigError(
-                f"--{flag.replace('_', '-')}: {model.name} only reads, so there is nothing to decode and one kind of "
-                "worker; leave it out (--prefill N starts N of them)"
+                f"--{flag.replace('_', '-')}: {model.name} is a pooling model without decode, so there is one kind "
+                "of worker; leave it out (--prefill N starts N of them)"
             )
     return tuple((WorkerId(f"both-{i}"), Role.BOTH) for i in range(config.prefill or 1))
 
@@ -344,7 +379,7 @@ def _family(config: EngineSettings, machine: MachineFacts, device: str) -> str:
         return TRITON if config.kernels == "auto" else config.kernels
     if config.kernels == "auto":
         if not machine.kernel_families:
-            raise ConfigError("no kernel family runs on this machine; `penstock doctor` tells why")
+            raise ConfigError("no kernel family runs on this machine; `penstock doctor` says why")
         return machine.kernel_families[0]
     if config.kernels not in machine.kernel_families:
         known = ", ".join(machine.kernel_families)
@@ -365,17 +400,17 @@ def _worker(name: WorkerId, role: Role, share: CoreShare) -> WorkerPlan:
     )
 
 
-def _pages(config: EngineSettings, memory: KvMemoryBudget, size: KvPageSize) -> tuple[int, int, str | None]:
-    """(pages of each worker, longest context, a note if that is not the model's): one full context always fits."""
+def _kv_capacity(config: EngineSettings, memory: KvMemoryBudget, size: KvPageSize) -> KvCapacity:
+    """KV pages of each worker.  At least one context of the full length fits.  Raises ConfigError."""
     asked, model = config.max_model_len, memory.model
     longest = context_length(config, model)
     needed = size.pages_for(longest) * size.page_bytes
     budget, source = memory.kv_bytes(config.kv_memory, needed)
     pages = budget // size.page_bytes
     if model.pooling is not None and model.pooling.whole_prompts:
-        pages = min(pages, KV_CONTEXTS * size.pages_for(longest))  # they only count tokens
+        pages = min(pages, KV_CONTEXTS * size.pages_for(longest))  # their pages only count tokens
     if pages >= size.pages_for(longest):
-        return pages, longest, None
+        return KvCapacity(pages=pages, max_model_len=longest)
     fits = size.tokens_in(pages, longest)
     ample = f"--kv-memory {format_size(needed, up=True)}"
     if asked is not None or fits < min(MIN_CONTEXT, longest):
@@ -384,18 +419,18 @@ def _pages(config: EngineSettings, memory: KvMemoryBudget, size: KvPageSize) -> 
             f"use {ample}" + (f" or --max-model-len {fits}" if fits >= PAGE_TOKENS else "")
         )
     note = f"context cut from {longest} to {fits} tokens: {source} holds no more; {ample} would hold all"
-    return pages, fits, note
+    return KvCapacity(pages=pages, max_model_len=fits, note=note)
 
 
-def _unfit(config: EngineSettings, machine: MachineFacts, model: ModelFacts) -> str:
-    """Why a GPU is not the place for this model; empty: it is."""
+def _why_not_gpu(config: EngineSettings, machine: MachineFacts, model: ModelFacts) -> str:
+    """Why a GPU does not suit this model; empty: it does."""
     gpu = machine.gpu.gpu
     if gpu is None:
         return ""
     if model.pooling is not None:
-        return f"{model.name} only reads, which GPUs do operation by operation here"
+        return f"{model.name} is a pooling model, which GPUs compute operation by operation here"
     if model.multimodal:
-        return f"{model.name} reads images or sounds, which GPUs do operation by operation here"
+        return f"{model.name} takes images or audio, which GPUs compute operation by operation here"
     number_bytes = 4 if "fp32" in (config.dtype, model.auto_dtype if config.dtype == "auto" else "") else 2
     weights = model.parameters * number_bytes + extra_weight_bytes(model.extra_weights, 1, number_bytes)
     if weights + model.activation_bytes + RUNTIME_BYTES >= gpu.free_bytes:

@@ -327,9 +327,6 @@ class WorkerServeConfig(EngineSettings, frozen=True, kw_only=True):
     name: Annotated[str, msgspec.Meta(pattern="^[a-z0-9][a-z0-9.-]{0,63}$")] | None = None
 
 
-# MERGED: Which tiers of the KV store were asked for.
-
-
 _TIERS = ("kv_host", "kv_disk", "kv_redis", "kv_mooncake")
 
 

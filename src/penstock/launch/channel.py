@@ -1,6 +1,6 @@
-"""The supervisor's line to the gateway: whole messages over one inherited SEQPACKET socket pair.
+"""The channel between supervisor and gateway: whole messages over an inherited SEQPACKET socket pair.
 
-Never blocks: what a busy gateway does not take now waits here.  Knows nothing about what the messages mean.
+Never blocks: messages that a busy gateway does not receive are queued.  Knows nothing about what the messages mean.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_WAITING = 4096
-"""Messages kept for a gateway that does not read; it will be found wedged long before."""
+"""Queued messages for a gateway that does not read; it is found hung long before."""
 
 _KINDS = (WorkerUp, WorkerDown, ServiceDraining, SuspectWorker, LoadModel, UnloadModel)
 
@@ -49,13 +49,13 @@ class Channel:
 
     @property
     def wants_write(self) -> bool:
-        """Is there something that could not be sent yet?"""
+        """Whether messages are queued."""
         return bool(self._waiting)
 
     def send(self, message: SupervisorMessage) -> None:
-        """Send now or with a later ``flush``; nothing happens when the other end is gone.
+        """Send now or with a later ``flush``; without effect if the other end is closed.
 
-        A message that cannot be encoded, or that the other end would not take, is logged and not sent.
+        A message that cannot be encoded or is too large is logged and not sent.
         """
         try:
             frame = encode_message(message)
@@ -68,21 +68,21 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Send as much of what waits as the other end takes."""
+        """Send as many queued messages as the other end receives."""
         while self._waiting:
             try:
                 self._sock.send(self._waiting[0])
             except BlockingIOError:
                 return
-            except OSError:  # the other end is gone; its death is told by other means
+            except OSError:  # the other end is closed; its death is noticed by other means
                 self._waiting.clear()
                 return
             self._waiting.popleft()
 
     def receive(self) -> SupervisorMessage | None:
-        """The next message, or None when there is none now.  Raises EOFError when the other end is closed.
+        """The next message; None: there is none now.  Raises EOFError if the other end is closed.
 
-        Raises ProtocolError for what is no message of ours.
+        Raises ProtocolError for anything else.
         """
         try:
             frame = self._sock.recv(MAX_MESSAGE_BYTES)

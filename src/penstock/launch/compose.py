@@ -1,14 +1,14 @@
-"""The composition root: from settings to running processes.
+"""The composition root: from settings to a running service.
 
 ::
 
     penstock serve                         penstock serve --join ...        penstock worker
-    this process: supervisor, zygote       the same, without weights        the same, without a port
+    this process: supervisor, fork server  the same, without weights        the same, without a port
       |-- gateway-0                          |-- gateway-0                    |-- one worker, TCP mailbox
-      |-- prefill-0, decode-0, ...                 asks the mailboxes
+      |-- prefill-0, decode-0, ...
 
-The supervisor binds the port, makes keys, KV memory and the board, and loads the weights; the gateway is forked first,
-so that it starts meanwhile, the workers when the weights are there, and each again whenever it ends.
+The supervisor binds the port, makes keys, KV memory and the heartbeat board, and loads the weights.  The gateway is
+forked first, so that it starts meanwhile, the workers once the weights are loaded; each is forked again when it ends.
 """
 
 from __future__ import annotations
@@ -83,30 +83,6 @@ from penstock.weights.sizes import step_bytes
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.zeromq import check_endpoint
 
-# MERGED: The key that event ids are signed with (``edge.event_ids``): a client cannot make up the id of
-# MERGED: another's stream.
-# MERGED:
-# MERGED: All gateways of a service derive the same key, also after a restart and on other hosts.
-
-
-def event_key(api_key: str | None, api_keys: str | None, max_tenants: int, shared: CurveKeys | None = None) -> str:
-    """The key in hex, derived from the first that is set: the salt of the file ``api_keys``, the secret of the keys
-    that hosts share, ``api_key`` (all its holders are one tenant).  Raises ConfigError.
-    """
-    if api_keys is not None:
-        secret = load_keys(Path(api_keys).expanduser(), max_tenants).salt.encode()
-    elif shared is not None:
-        secret = shared.server_secret
-    else:
-        secret = (api_key or "").encode()
-    return blake2b(secret, digest_size=32, person=b"penstock events").hexdigest()
-
-
-# MERGED: Preloads, in the supervisor, the modules that its children import: a child that is restarted runs
-# MERGED: the code that the
-# MERGED: service started with, even if the package on disk has changed since, and it starts sooner.
-
-
 GATEWAY_MODULES = (
     "uvicorn.lifespan.on",  # uvicorn imports it by name when it starts
     "penstock.launch.gateway_process",
@@ -115,25 +91,11 @@ GATEWAY_MODULES = (
 """Imported by the processes of a service."""
 
 
-def preload_modules(modules: Sequence[str]) -> None:
-    """Import these modules, and uvloop if it is installed.  Called when all children are ready.
-
-    A module that cannot be imported does not end a running service: a warning is logged.
-    """
-    try:
-        for module in modules:
-            import_module(module)
-        if find_spec("uvloop") is not None:
-            import_module("uvloop")
-    except Exception as error:  # noqa: BLE001 - modules of two versions fail in any way
-        log.warning("the package on disk has changed (%s): a gateway that dies may not come back", error)
-
-
 log = logging.getLogger(__name__)
 
 
 SAFE_KEY_CHARS = 16
-"""Of an API key; shorter ones are warned of."""
+"""Shorter API keys are warned of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,13 +125,7 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
     spec = with_sparse_attention(inspect_model(located.path), config)
     name = config.served_model_name or located.name
     lora = listed_adapters(config, name, spec)
-    model = ModelSource(
-        path=located.path,
-        spec=spec,
-        manifests=manifests_of(config, located),
-        draft=None if config.join else draft_model.find_draft(config, located.path, spec),
-        loras=lora.adapters,
-    )
+    model = _model_source(config, located, spec, loras=lora.adapters, drafts=not config.join)
     plan = None if config.join else resolve_here(config, name, spec, _beside(config, model))
     keys = _shared_keys(config) if config.join else CurveKeys.ephemeral()
     for endpoint in config.join:
@@ -224,15 +180,10 @@ def serve_worker(config: WorkerServeConfig) -> int:
     spec = with_sparse_attention(inspect_model(located.path), config)
     _check_tcp(config.listen, "--listen")
     if config.listen.endswith(":0"):
-        raise ConfigError(f"--listen {config.listen}: choose a port, for gateways have to know it; 0 would be any")
+        raise ConfigError(f"--listen {config.listen}: choose a port, as gateways have to know it; 0 means any free one")
     keys = _shared_keys(config)
     worker = WorkerId(config.name or _worker_name(config))
-    model = ModelSource(
-        path=located.path,
-        spec=spec,
-        manifests=manifests_of(config, located),
-        draft=draft_model.find_draft(config, located.path, spec),
-    )
+    model = _model_source(config, located, spec)
     facts = _model_facts(located.name, spec, extra_weights(config, model.draft))
     plan = resolve_worker(config, worker, _machine(config), facts)
     _check_free(config.listen)
@@ -251,8 +202,25 @@ def serve_worker(config: WorkerServeConfig) -> int:
         return run_supervised(supervisor, workers, plan, phases, ready)
 
 
+def _model_source(
+    config: EngineSettings,
+    located: ModelLocation,
+    spec: ModelSpec,
+    *,
+    loras: Sequence[NamedAdapter] = (),
+    drafts: bool = True,
+) -> ModelSource:
+    return ModelSource(
+        path=located.path,
+        spec=spec,
+        manifests=manifests_of(config, located),
+        draft=draft_model.find_draft(config, located.path, spec) if drafts else None,
+        loras=loras,
+    )
+
+
 def manifests_of(config: EngineSettings, located: ModelLocation) -> ManifestStore | None:
-    """What remembers the hashes of this model's weights.  The bundled model's may change with any new version of us."""
+    """The store of the weights' hashes; None: not kept.  The bundled model's may change with every release."""
     folder = weights_cache_folder(config.weights_cache)
     if folder is None or located.bundled:
         return None
@@ -266,7 +234,7 @@ def resolve_here(
     beside: tuple[ExtraWeights, ...] = (),
     report: GpuReport | None = None,
 ) -> ServePlan:
-    """What would run on this machine, with these loaded beside the model.  ``report``: of a GPU, if one was looked for
+    """The plan for this machine.  ``beside``: weights loaded with the model.  ``report``: of the GPU, if it was probed
     already.  Raises ConfigError, KernelError."""
     return resolve(config, _machine(config, report), _model_facts(name, spec, beside))
 
@@ -275,18 +243,33 @@ def resolve_here(
 
 
 def begin_service(config: EngineSettings, name: str = "supervisor") -> StartupTimer:
-    """The first thing a service does."""
+    """Prepare this process to be a service's supervisor: logs, open files, no core dumps.  Returns its timer."""
     configure_logging(name, as_json=config.log_json)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # as many connections as the system allows
-    disable_core_dumps()  # prompts and keys would be in them
+    disable_core_dumps()  # they would hold prompts and keys
     phases = StartupTimer(process_start_time())
     phases.end_phase("imports")
     return phases
 
 
+def preload_modules(modules: Sequence[str]) -> None:
+    """Import the modules that children import, and uvloop if it is installed; called when all children are ready.
+
+    A child that is restarted then runs the code that the service started with, even if the package on disk has changed,
+    and starts sooner.  A module that cannot be imported does not end a running service: a warning is logged.
+    """
+    try:
+        for module in modules:
+            import_module(module)
+        if find_spec("uvloop") is not None:
+            import_module("uvloop")
+    except Exception as error:  # noqa: BLE001 - modules of two versions fail in any way
+        log.warning("the package on disk has changed (%s): a gateway that dies may not come back", error)
+
+
 def warn_short_key(api_key: str | None) -> None:
-    """Thousands a second can be tried."""
+    """Warn of an API key that can be guessed: thousands per second can be tried."""
     if api_key is not None and len(api_key) < SAFE_KEY_CHARS:
         log.warning(
             "--api-key has %d characters and can be guessed; `penstock keys add` makes keys that cannot", len(api_key)
@@ -302,7 +285,7 @@ def run_supervised(
     *,
     modules: Sequence[str] = GATEWAY_MODULES,
 ) -> int:
-    """Start everything, load the weights and supervise until all has ended; returns the exit code.
+    """Start all processes, load the weights, and supervise until all have ended; returns the exit code.
 
     ``announce`` is called once, when all children are ready; then ``modules`` are preloaded for later gateways.
     """
@@ -310,7 +293,7 @@ def run_supervised(
     def ready() -> None:
         phases.end_phase("processes")
         announce()
-        if supervisor.has_gateways:  # workers were forked with all that they need
+        if supervisor.has_gateways:  # workers inherit all that they need
             preload_modules(modules)
 
     try:
@@ -328,6 +311,7 @@ def run_supervised(
 
 
 def log_lines(lines: Iterable[str]) -> None:
+    """Log each line at level info."""
     for line in lines:
         log.info("%s", line)
 
@@ -337,13 +321,14 @@ def _names(plan: ServePlan | None) -> tuple[WorkerId, ...]:
 
 
 def heartbeat_slots(names: tuple[str, ...]) -> dict[str, HeartbeatSlot]:
+    """A new heartbeat board with a slot for each name."""
     return dict(zip(names, HeartbeatBoard(len(names)).slots, strict=True))
 
 
 def _talk_lines(config: ServeConfig, name: str, spec: ModelSpec, port: int, *, took: str) -> Iterator[str]:
     """The last lines of a start: the URL, and commands that talk to it."""
     needs_key = bool(config.api_key or config.api_keys)
-    state = "answers, not ready before workers have joined," if config.join else "ready"
+    state = "answers HTTP, ready when workers have joined," if config.join else "ready"
     return client_lines(service_url(config, port), (name, spec.task), needs_key=needs_key, took=took, state=state)
 
 
@@ -398,10 +383,10 @@ def _gateway_config(
 
 
 def listed_adapters(config: ServeConfig, model: str, spec: ModelSpec) -> LoraConfig:
-    """The adapters of the start, read and checked.  Raises ConfigError, ModelError."""
+    """The adapters of ``--lora``, read and checked.  Raises ConfigError, ModelError."""
     folders = lora_folders(config.lora)
     if folders and spec.task is not Task.GENERATE:
-        raise ConfigError(f"--lora: {model} does not chat; adapters are for models that do")
+        raise ConfigError(f"--lora: {model} does not chat; adapters are for chat models")
     if model in folders:
         raise ConfigError(f"--lora {model}: this is the model's own name; choose another for the adapter")
     if len(folders) > config.max_loras:
@@ -431,7 +416,7 @@ def _beside(config: ServeConfig, model: ModelSource) -> tuple[ExtraWeights, ...]
 
 
 def _machine(config: EngineSettings, report: GpuReport | None = None) -> MachineFacts:
-    """Raises KernelError where neither a processor's kernels nor a GPU can be used."""
+    """Raises KernelError if neither C++ kernels nor a GPU can be used."""
     report = GpuReport() if excludes_gpu(config) else report or gpu_report()
     try:
         families = available_families()
@@ -490,7 +475,7 @@ def listening_socket(host: str, port: int, *, flag: str = "--port") -> Iterator[
 
 
 def _check_free(endpoint: str) -> None:
-    """Said here in one line, or the worker would say it again and again."""
+    """Fail in one line if the port is taken; the worker would fail at every restart."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     with listening_socket(host.strip("[]"), int(port), flag="--listen"):
         return
@@ -502,6 +487,22 @@ def _check_tcp(endpoint: str, flag: str) -> None:
         raise ConfigError(f"{flag} {endpoint}: expected tcp://HOST:PORT")
 
 
+def event_key(api_key: str | None, api_keys: str | None, max_tenants: int, shared: CurveKeys | None = None) -> str:
+    """The key, in hex, that event ids are signed with, so that a client cannot make up the id of another's stream.
+
+    All gateways of a service derive the same key, also after a restart and on other hosts: from the salt of the file
+    ``api_keys`` if there is one, else from the secret of the keys that hosts share, else from ``api_key``, whose
+    holders are one tenant.  Raises ConfigError.
+    """
+    if api_keys is not None:
+        secret = load_keys(Path(api_keys).expanduser(), max_tenants).salt.encode()
+    elif shared is not None:
+        secret = shared.server_secret
+    else:
+        secret = (api_key or "").encode()
+    return blake2b(secret, digest_size=32, person=b"penstock events").hexdigest()
+
+
 def _shared_keys(config: EngineSettings) -> CurveKeys:
     if config.keys is None:
         raise ConfigError("--keys DIR is missing")
@@ -509,17 +510,17 @@ def _shared_keys(config: EngineSettings) -> CurveKeys:
 
 
 def _worker_name(config: WorkerServeConfig) -> str:
-    """A name that no other worker of the deployment is likely to have: role, host and port."""
+    """A name that is most likely unique in the deployment: role, host and port."""
     host = "".join(c if c.isalnum() else "-" for c in socket.gethostname().split(".")[0].lower())
     return f"{config.role.value}-{host}-{config.listen.rpartition(':')[2]}"
 
 
 def service_url(config: ServeConfig, port: int) -> str:
-    """Where clients of this host find the service."""
+    """The service's URL for clients on this host."""
     return f"{'https' if config.tls_cert else 'http'}://{reachable(config.host)}:{port}"
 
 
 def reachable(host: str) -> str:
-    """The host as it stands in a URL; a wildcard address is reached over the loopback."""
+    """The host as part of a URL; a wildcard address becomes the loopback."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - nothing is bound here
     return f"[{host}]" if ":" in host else host

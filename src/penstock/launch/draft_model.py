@@ -1,7 +1,7 @@
-"""Which head or draft model a worker guesses with: found, and checked, before anything is loaded.
+"""Finds and checks the draft head or draft model of ``--speculate`` and ``--draft-model``, and computes the memory that
+it and LoRA adapters take, before anything is loaded.  ``speculation`` loads it.
 
-``auto`` is decided here, for only the model's folder knows: its own head if it has one, else lookup.  Knows files, not
-how anything is computed (``guessing``).
+``auto`` is decided here, as only the model's folder knows whether it has a head: its head if there is one, else lookup.
 """
 
 from __future__ import annotations
@@ -25,42 +25,41 @@ from penstock.weights.model_files import CONFIG, TOKENIZER, model_files
 
 
 @dataclass(frozen=True, slots=True)
-class DraftHeadSource:
-    """A head's folder, read but for its weights."""
+class DraftHeadFolder:
+    """A draft head, without its weights."""
 
     path: Path
     spec: DraftHeadSpec
 
 
 @dataclass(frozen=True, slots=True)
-class DraftModelSource:
-    """A draft model's folder, read but for its weights."""
+class DraftModelFolder:
+    """A draft model, without its weights."""
 
     path: Path
     spec: ModelSpec
 
 
-DraftSource = DraftHeadSource | DraftModelSource
+DraftFolder = DraftHeadFolder | DraftModelFolder
 
 DRAFT_POSITIONS = 1024
 """Positions that a draft model must have."""
 
 
 def draft_kind(kind: str, named: str | None, path: Path, model: ModelSpec) -> Literal["head", "draft"] | None:
-    """What ``--speculate kind`` and ``--draft-model named`` load for the model at ``path``: the named one, or else its
-    own head; None: nothing.
+    """What ``--speculate kind`` and ``--draft-model named`` load for the model at ``path``; None: nothing.
 
     Raises ConfigError for flags that contradict each other.
     """
     if model.pooler is not None or model.kv.states is not None:
-        return None  # nothing is guessed (config.resolve)
+        return None  # no speculation (config.resolve)
     if named is not None and kind not in ("head", "draft"):
         raise ConfigError(f"--draft-model {named}: only used by --speculate head and --speculate draft")
     if model.audio_tokens and kind in ("head", "draft"):
-        raise ConfigError(f"--speculate {kind}: nothing guesses for a model that hears; --speculate lookup may")
+        raise ConfigError(f"--speculate {kind}: transcription models have no draft models; use --speculate lookup")
     if kind == "draft":
         if named is None:
-            raise ConfigError("--speculate draft needs --draft-model DIR, a small model with the same tokens")
+            raise ConfigError("--speculate draft needs --draft-model DIR, a small model with the same tokenizer")
         return "draft"
     own = (path / FOLDER / CONFIG).exists()
     if kind == "head" and named is None and not own:
@@ -71,10 +70,10 @@ def draft_kind(kind: str, named: str | None, path: Path, model: ModelSpec) -> Li
     return "head" if kind == "head" or (kind == "auto" and own) else None
 
 
-def find_draft(config: EngineSettings, path: Path, model: ModelSpec) -> DraftSource | None:
-    """What ``--speculate`` and ``--draft-model`` mean for the model at ``path``; None: nothing but tokens is needed.
+def find_draft(config: EngineSettings, path: Path, model: ModelSpec) -> DraftFolder | None:
+    """The draft head or model for the model at ``path``; None: none is needed.
 
-    Raises as ``draft_kind``, and ModelError for a head or model that cannot guess for it.
+    Raises ConfigError as ``draft_kind``, ModelError for a head or model that does not fit.
     """
     named = config.draft_model
     kind = draft_kind(config.speculate, named, path, model)
@@ -84,13 +83,13 @@ def find_draft(config: EngineSettings, path: Path, model: ModelSpec) -> DraftSou
     return _found_model(folder, path, model) if kind == "draft" else _found_head(folder, model)
 
 
-def _found_head(folder: Path, model: ModelSpec) -> DraftHeadSource:
+def _found_head(folder: Path, model: ModelSpec) -> DraftHeadFolder:
     if model.architecture not in DECODERS:
-        raise ModelError(f"{folder}: an installed package's model hands out no hidden states for a head to read")
-    return DraftHeadSource(folder, inspect_draft_head(folder, model))
+        raise ModelError(f"{folder}: models of installed packages give no hidden states to a draft head")
+    return DraftHeadFolder(folder, inspect_draft_head(folder, model))
 
 
-def _found_model(folder: Path, path: Path, model: ModelSpec) -> DraftModelSource:
+def _found_model(folder: Path, path: Path, model: ModelSpec) -> DraftModelFolder:
     if not folder.exists():
         raise ModelError(f"--draft-model {folder}: no such folder")
     if folder.is_dir() and is_draft_head(folder):
@@ -102,13 +101,13 @@ def _found_model(folder: Path, path: Path, model: ModelSpec) -> DraftModelSource
     if _tokens(folder) != _tokens(path):
         raise ModelError(
             f"{folder}: its tokens are not those of {path}; a draft model must have the tokenizer of the model that it "
-            "guesses for"
+            "drafts for"
         )
-    return DraftModelSource(folder, spec_for_length(spec, DRAFT_POSITIONS))
+    return DraftModelFolder(folder, spec_for_length(spec, DRAFT_POSITIONS))
 
 
 def _tokens(path: Path) -> Any:
-    """What tells two vocabularies apart: the tokens and their ids, where ``tokenizer.json`` says them."""
+    """The vocabulary, to compare two models: tokens and ids of ``tokenizer.json``, or the tokenizer's files."""
     files = model_files(path)
     raw = files.read(TOKENIZER)
     if raw is None:
@@ -118,42 +117,38 @@ def _tokens(path: Path) -> Any:
     return json.dumps(model.get("vocab"))
 
 
-# MERGED: How large is what will be loaded beside a model: from configurations and headers, before anything is
-# MERGED: loaded.
-# MERGED:
-# MERGED: Knows the sizes of heads, draft models and adapters; not where they lie (``config.resolve``,
-# MERGED: ``parallel.plan``).
-
 NUMBER_BYTES = 2
 
 
 def extra_weights(
-    config: EngineSettings, found: DraftSource | None, loras: Sequence[NamedAdapter] = (), *, more_loras: bool = False
+    config: EngineSettings, found: DraftFolder | None, loras: Sequence[NamedAdapter] = (), *, more_loras: bool = False
 ) -> tuple[ExtraWeights, ...]:
-    """What these settings load beside the model.  ``found``: what guesses for it (``drafting.find``); ``more_loras``:
-    other adapters may come while it runs."""
+    """The weights that are loaded with the model: ``found`` (``find_draft``) and ``loras``.
+
+    ``more_loras``: further adapters may be loaded later.
+    """
     drafts: tuple[ExtraWeights, ...] = ()
     if found is not None:
         drafts = (
-            draft_head_weights(found.spec) if isinstance(found, DraftHeadSource) else draft_model_weights(found.spec),
+            draft_head_weights(found.spec) if isinstance(found, DraftHeadFolder) else draft_model_weights(found.spec),
         )
     adapters = adapter_weights([own.nbytes for own in loras], config.lora_memory if more_loras else None)
     return (*drafts, *adapters)
 
 
 def draft_head_weights(spec: DraftHeadSpec) -> ExtraWeights:
-    """A head, and the memory of what it reads."""
+    """A draft head and its KV memory."""
     kv = KvShape.plain(layers=1, kv_heads=spec.attention.kv_heads, head_dim=spec.attention.head_dim)
     return _draft("draft head", spec.parameters, kv)
 
 
 def draft_model_weights(spec: ModelSpec) -> ExtraWeights:
-    """A draft model, and the memory of what it reads."""
+    """A draft model and its KV memory."""
     return _draft("draft model", spec.parameters, spec.kv)
 
 
 def adapter_weights(nbytes: Sequence[int], room: int | None) -> tuple[ExtraWeights, ...]:
-    """Adapters whose files have so many bytes; ``room``: up to so many bytes of adapters may be in memory later."""
+    """Adapters whose files have ``nbytes``; ``room``: the most bytes of adapters that may be loaded later."""
     together = sum(nbytes)
     if not together and not room:
         return ()

@@ -1,6 +1,6 @@
-"""Which event loop runs the processes that speak HTTP: uvloop where it is installed, else asyncio's own.
+"""The event loop of gateways: uvloop if it is installed, else asyncio's own.
 
-What is answered is the same on both; docs/dependencies.md says what either costs.  Knows nothing about what runs on it.
+Responses are the same on both; docs/dependencies.md compares their cost.  Knows nothing about what runs on the loop.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from penstock.config.schema import EventLoop
 from penstock.errors import ConfigError
 
 EXTRA = "penstock[uvloop]"
-"""What installs the other one."""
+"""The extra that installs uvloop."""
 
 NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
-"""Why the system gives no descriptor for a connection; the loop tries again after a second."""
+"""Errors of accept(2) for lack of descriptors or memory; the loop retries after a second."""
 TOLD_EVERY_S = 10.0
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _Result = TypeVar("_Result")
 
 
 def event_loop_name(wanted: EventLoop = "auto") -> Literal["uvloop", "asyncio"]:
-    """The loop that ``run`` takes.  Imports none.  Raises ConfigError when it is not installed."""
+    """The loop that ``run`` uses.  Imports none.  Raises ConfigError if it is not installed."""
     if wanted == "asyncio":
         return wanted
     if find_spec("uvloop") is not None:
@@ -40,16 +40,16 @@ def event_loop_name(wanted: EventLoop = "auto") -> Literal["uvloop", "asyncio"]:
 
 
 def run(work: Coroutine[Any, Any, _Result], wanted: EventLoop = "auto") -> _Result:
-    """``asyncio.run`` on that loop.  One that is not there is a ConfigError where settings are read: see ``event_loop_name``."""
+    """``asyncio.run`` on the wanted loop.  Raises ConfigError as ``event_loop_name``."""
     with asyncio.Runner(loop_factory=_factory(wanted)) as runner:
         runner.get_loop().set_exception_handler(AcceptErrorHandler())
         return runner.run(work)
 
 
 class AcceptErrorHandler:
-    """A loop's exception handler: connections that find no descriptor are one line now and then.
+    """A loop's exception handler: one log line in ``TOLD_EVERY_S`` for connections without a descriptor.
 
-    asyncio tells of each of them with a traceback, up to the whole backlog in a turn.
+    asyncio logs a traceback for each of them, up to the whole backlog in one turn.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

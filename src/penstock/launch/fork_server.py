@@ -1,13 +1,13 @@
-"""Forking, done right: a child that owns only what it was given and that cannot outlive its parent.
+"""Forks the processes of a service.  A forked child
 
-A forked child here
-  - dies with its parent (PR_SET_PDEATHSIG, and a look at the parent afterwards, for it may have gone before),
-  - keeps the descriptors it was handed and closes all others, stdin is /dev/null,
-  - ignores SIGINT and SIGHUP (a terminal sends them to the whole group: the supervisor decides what they mean),
-  - never returns into its parent's stack: no ``finally`` or ``atexit`` of the parent runs in it,
-  - leaves its last words where the parent can read them.
-Forking a process that has threads would copy locks in whatever state they are, so it is refused.
-Knows nothing about what the children do.
+- dies with its parent (PR_SET_PDEATHSIG, and a check of the parent afterwards, for it may have ended before),
+- keeps the descriptors that it is given and closes all others; stdin is /dev/null,
+- ignores SIGINT and SIGHUP, which a terminal sends to the whole process group,
+- never returns into its parent's stack: no ``finally`` or ``atexit`` of the parent runs in it,
+- leaves the reason of its end where the parent can read it.
+
+A process with threads must not fork: locks would be copied in whatever state they are.  ``OomKillLog`` tells which
+child the kernel killed for lack of memory.  Knows nothing about what the children do.
 """
 
 from __future__ import annotations
@@ -234,15 +234,6 @@ def prefer_for_oom_kill() -> None:
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
     except OSError as error:
         log.debug("cannot set oom_score_adj: %s", error)
-
-
-# MERGED: Did the system end a child for want of memory?  Told by its count of such kills, which does not say
-# MERGED: whom they hit.
-# MERGED:
-# MERGED: A kill is counted when its victim is chosen, and the victim has ended only once its memory is freed:
-# MERGED: seconds may lie
-# MERGED: between, so the count at a death is compared with that of some seconds before.  A kill explains one
-# MERGED: death.
 
 
 OOM_KILL_WINDOW_S = 5.0

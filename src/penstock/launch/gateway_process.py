@@ -1,7 +1,8 @@
-"""The gateway process: HTTP in front, the router behind, one event loop for both.
+"""The gateway process: the HTTP application in front of the router, on one event loop.
 
-Told by the supervisor which workers there are; beats on the board like a worker.  Draining means: the router takes
-nothing new, what runs is finished, then the process ends by itself with exit code 0.
+The supervisor tells it which workers there are; it beats on the heartbeat board like a worker.  Draining means that the
+router takes no new requests, running ones finish, and the process exits with code 0.  Only this process imports the
+HTTP application and the tokenizer.
 """
 
 from __future__ import annotations
@@ -41,22 +42,19 @@ from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.gateway_messages import Hello
 from penstock.wire.zeromq import ZmqTransport
 
-# MERGED: When a gateway's process looks for garbage in cycles (the ``gc`` module): soon among new objects,
-# MERGED: rarely among all.
-# MERGED:
-# MERGED: A look among all stops the event loop, for 100 ms with 10,000 streams.  What a request leaves behind
-# MERGED: is in no cycle, so
-# MERGED: it can wait until few streams are open.  What the process begins with is never looked at again.
-
 MIDDLE_COLLECTIONS = 2
-"""Looks among new objects, up to one among those that survived as many."""
+"""Collections of the young generation per collection of the middle one."""
 NEVER = 1 << 30
 
 _PAGE_BYTES = resource.getpagesize()
 
 
 class GarbageCollector:
-    """Of one process."""
+    """Runs Python's full collections when they do not delay streams.
+
+    A full collection stops the event loop, for 100 ms with 10,000 streams.  A finished request leaves no reference
+    cycles, so full collections can wait until few streams are open.  What exists at the start is frozen.
+    """
 
     def __init__(self, limits: TurnLimits, open_streams: Callable[[], int]) -> None:
         self._limits = limits
@@ -64,20 +62,20 @@ class GarbageCollector:
         self._resident = 0
 
     def start(self) -> None:
-        """What there is now stays.  From here on Python looks among all objects only when ``look`` has it done."""
+        """Freeze all existing objects; from now on only ``collect_if_due`` runs full collections."""
         gc.collect()
         gc.freeze()
         gc.set_threshold(self._limits.young_collection_objects, MIDDLE_COLLECTIONS, NEVER)
         self._resident = resident_bytes()
 
     async def run(self) -> None:
-        """For as long as the process serves."""
+        """Collect periodically, until cancelled."""
         while True:
             await asyncio.sleep(self._limits.full_collection_s)
             self.collect_if_due()
 
     def collect_if_due(self) -> bool:
-        """Look for garbage among all objects, if that takes no time or must be.  Was it done?"""
+        """Run a full collection if few streams are open or the process has grown too much; whether it ran."""
         few = self._open_streams() <= self._limits.full_collection_streams
         if not few and resident_bytes() - self._resident < self._limits.full_collection_bytes:
             return False
@@ -87,19 +85,19 @@ class GarbageCollector:
 
 
 def resident_bytes() -> int:
-    """Of this process's memory."""
+    """Resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
 
 
 log = logging.getLogger(__name__)
 
 UnjoinedWorkers = Callable[[], Sequence[tuple[str, str]]]
-"""Addresses of workers that were asked to be joined and are not, each with the reason."""
+"""Returns the endpoints of ``--join`` where no worker has joined, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayResources:
-    """What the gateway has from the process that forked it."""
+    """What a gateway gets from the process that forked it."""
 
     rim: ProcessIo
     keys: CurveKeys
@@ -107,7 +105,7 @@ class GatewayResources:
 
 
 def run_gateway(config: GatewayConfig, inherited: GatewayResources) -> int:
-    """Serve until drained or told to stop; returns the exit code.  Runs in the forked child."""
+    """Serve until drained or stopped; returns the exit code.  Runs in the forked child."""
     sys.setswitchinterval(SWITCH_S)
     log.info("answers HTTP; event loop: %s", event_loop.event_loop_name(config.event_loop))
     return event_loop.run(_run(config, inherited), config.event_loop)
@@ -142,7 +140,7 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
     garbage.start()
     collecting = asyncio.create_task(garbage.run(), name="garbage collection")
     try:
-        # At a service's start there are no workers, and clients are told so; one that is forked anew hears of them.
+        # A restarted gateway first waits to hear of workers; at a service's start there are none yet.
         await http.serve(app, router.ready if config.incarnation > 1 else lambda: True)
     finally:
         collecting.cancel()
@@ -157,7 +155,7 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
 
 
 async def _announce(config: GatewayConfig, router: RouterService, joined: RemoteWorkers) -> None:
-    """Say once when joined workers can serve: at the service's start there may be none."""
+    """Log once when joined workers can serve."""
     while not router.ready():  # noqa: ASYNC110 - readiness is what many reports add up to
         await asyncio.sleep(config.failover.beat_s)
     log.info("ready: %d of %d workers joined", joined.count, len(config.join))
@@ -177,12 +175,6 @@ def _join(config: GatewayConfig, transport: ZmqTransport, router: RouterService)
     return joined
 
 
-# MERGED: Everything in front of the router, put together in the gateway's process: keys, intake, HTTP.
-# MERGED:
-# MERGED: Imported by that process alone (``jobs``): nothing of it is needed to load weights or to serve from
-# MERGED: them.
-
-
 def make_http_app(
     config: GatewayConfig,
     router: RouterService,
@@ -193,7 +185,7 @@ def make_http_app(
     created: int,
     buckets: SharedTokenBuckets,
 ) -> App:
-    """The HTTP application of this configuration; ``waiting``: as ``joined.JoinedWorkers``.  Raises ModelError."""
+    """The HTTP application of this configuration; ``waiting``: as ``RemoteWorkers.unjoined``.  Raises ModelError."""
     intake, pools, hears = _intakes(config, created)
     stored = ResponseCache(config.response_cache) if config.response_cache else None
     if stored is not None:
@@ -231,7 +223,7 @@ def make_http_app(
 def _intakes(
     config: GatewayConfig, created: int
 ) -> tuple[RequestProcessor, PoolingProcessor | None, TranscriptionProcessor | None]:
-    """What checks requests: of a model that writes, of one that only reads, or of one that hears."""
+    """The request processors of a generative, a pooling or a transcription model."""
     folder, name, length = Path(config.model_path), config.model_name, config.max_model_len
     if config.task is Task.GENERATE:
         writing = GenerationProcessor(

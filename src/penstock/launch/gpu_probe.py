@@ -1,8 +1,8 @@
-"""Which GPU this host has, and how much of it is free: asked of the CUDA driver in a process of its own.
+"""Finds the host's GPU and its free memory in a child process.
 
-A process that has begun CUDA must not fork, so the one that serves never begins it: a child does, writes one line of
-JSON and ends.  Where there is no driver, or no torch that could use it, no child is started, and the answer says what
-is missing.  Figures are those of ``torch.cuda.mem_get_info``: what is free to a process that has its context.
+A process that has initialized CUDA must not fork, so the supervisor never does: a child queries the driver, prints one
+line of JSON and ends.  Without a driver, or a torch that can use it, no child is started and the report says what is
+missing.  Figures are those of ``torch.cuda.mem_get_info``: what is free to a process that has its context.
 
 ``python -m penstock.launch.gpu_probe`` prints what was found.
 """
@@ -23,7 +23,7 @@ from penstock.config.facts import GpuFacts, GpuReport
 
 DRIVER = "libcuda.so.1"
 PROBE_TIMEOUT_S = 20.0
-"""For the driver to answer: the first process on a GPU that sleeps may wait for seconds."""
+"""For the driver to answer: waking a sleeping GPU may take seconds."""
 
 LEAST_CAPABILITY = (8, 0)
 """bf16 in the tensor cores."""
@@ -37,9 +37,9 @@ _MAJOR, _MINOR, _SHARED = 75, 76, 97  # CUdevice_attribute; _SHARED: of a block,
 
 
 def gpu_report(driver: str = DRIVER) -> GpuReport:
-    """A GPU that can be used, or why there is none."""
+    """A usable GPU, or why there is none."""
     try:
-        ctypes.CDLL(driver)  # does not begin CUDA: that is cuInit
+        ctypes.CDLL(driver)  # does not initialize CUDA: that is cuInit
     except OSError:
         return GpuReport(reason="there is no CUDA driver")
     missing = missing_packages()
@@ -49,7 +49,7 @@ def gpu_report(driver: str = DRIVER) -> GpuReport:
 
 
 def missing_packages() -> str:
-    """What a GPU needs and is not installed; empty: nothing.  Imports nothing: torch takes seconds."""
+    """The packages that a GPU needs and that are missing; empty: none.  Imports nothing, as torch takes seconds."""
     torch = find_spec("torch")
     if torch is None or find_spec("triton") is None:
         return f"no {'torch' if torch is None else 'triton'} for it"
@@ -60,7 +60,7 @@ def missing_packages() -> str:
 
 
 def package_version(name: str) -> str | None:
-    """Of an installed package, without importing it."""
+    """The version of an installed package, without importing it."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -68,7 +68,7 @@ def package_version(name: str) -> str | None:
 
 
 def _ask(driver: str) -> tuple[str, str]:
-    """What the child says: its line, and its complaint."""
+    """The child's output and error output."""
     command, env = sidecar.python_command(__name__, driver), sidecar.child_environment()
     try:
         child = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False, env=env)
@@ -78,7 +78,7 @@ def _ask(driver: str) -> tuple[str, str]:
 
 
 def parse_report(said: str, complained: str) -> GpuReport:
-    """What the child's answer means."""
+    """The report in the child's output."""
     try:
         found: dict[str, Any] = json.loads(said)
         gpu = GpuFacts(
@@ -104,7 +104,7 @@ def parse_report(said: str, complained: str) -> GpuReport:
 
 
 def query_driver(driver: str) -> dict[str, Any]:
-    """The first device.  Begins CUDA in this process.  Raises OSError where there is none or it does not answer."""
+    """The first device.  Initializes CUDA in this process.  Raises OSError if there is none or it does not answer."""
     cuda: Any = ctypes.CDLL(driver)
     count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
     name = ctypes.create_string_buffer(128)
@@ -143,7 +143,7 @@ def _call(cuda: Any, function: str, *arguments: object) -> None:
 
 
 def main(driver: str = DRIVER) -> int:
-    """The child's."""
+    """The child's entry point."""
     sidecar.end_with_parent()
     try:
         print(json.dumps(query_driver(driver)))  # noqa: T201 - this is what it is for

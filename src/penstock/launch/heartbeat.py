@@ -1,10 +1,10 @@
-"""What the processes of a host share without a name: the heartbeat board, and who lends whom a core.
+"""Anonymous shared memory of a host's processes: the heartbeat board, and the board of lent cores.
 
-The heartbeat board has one slot a worker, written by the worker, read by the supervisor.
+The heartbeat board has one slot per child, written by the child and read by the supervisor.
 
-Each slot has one writer, and a field is one aligned 8-byte word, so nothing is ever torn within a field and nothing
-needs a lock.  Two fields may be seen from either side of a beat; a reader that judges by several looks in a row (as
-``restart`` does) is not misled by that.  The board has no name: it is gone when the last process that maps it is.
+Each slot has one writer and each field is one aligned 8-byte word, so a field is never torn and no lock is needed.  Two
+fields may be of different beats; ``restart_policy`` judges by several readings in a row.  The memory is freed with the
+last process that maps it.
 Knows nothing about processes, messages or what a step is.
 """
 
@@ -22,7 +22,7 @@ from penstock.kernels.core_lending import LINE_BYTES, CoreSeats, SharedCores
 from penstock.types import Role, WorkerId, WorkerState
 
 SLOT_BYTES = 512
-_WORDS = 8  # one cache line of counters ahead of the last words
+_WORDS = 8  # one cache line of counters ahead of the exit reason
 _TEXT_BYTES = SLOT_BYTES - 8 * _WORDS - 2
 
 _STATES = (
@@ -43,30 +43,30 @@ class _Word(IntEnum):
     STEPS = 2
     STATE = 3
     INCARNATION = 4
-    ROLE = 5  # one more than its number; 0: as it was started.  Outlives the process that wrote it
-    CONNECTIONS = 6  # of a process with an HTTP face
+    ROLE = 5  # its number plus one; 0: as it was started.  Outlives the process that wrote it
+    CONNECTIONS = 6  # of a process that serves HTTP
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a slot said at one look.  Times are monotonic seconds of this host."""
+    """One reading of a slot.  Times are monotonic seconds of this host."""
 
     incarnation: int
     state: WorkerState
-    beat_s: float  # when the worker last turned its loop
-    predicted_end_s: float  # when it expects to turn it again at the latest
+    beat_s: float  # last turn of its loop
+    predicted_end_s: float  # when it expects the next one at the latest
     steps: int
 
 
 class HeartbeatSlot:
-    """One worker's place on the board."""
+    """One child's slot on the board."""
 
     def __init__(self, memory: memoryview) -> None:
         self._words = memory[: 8 * _WORDS].cast("Q")
         self._text = memory[8 * _WORDS : SLOT_BYTES]
 
     def reset(self, incarnation: int, now_ns: int) -> None:
-        """Make the slot that of a new incarnation that has not started yet.  Only while no worker writes to it."""
+        """Prepare the slot for a new incarnation that has not started yet.  Only while no process writes to it."""
         self._text[:2] = b"\0\0"
         self._words[_Word.STEPS] = self._words[_Word.CONNECTIONS] = 0
         self._words[_Word.STATE] = _STATES.index(WorkerState.STARTING)
@@ -86,36 +86,36 @@ class HeartbeatSlot:
         self.beat(now_ns, now_ns, 0)
 
     def set_state(self, state: WorkerState) -> None:
-        """Tell the supervisor how far this worker is."""
+        """Set the state of this process."""
         self._words[_Word.STATE] = _STATES.index(state)
 
     def set_connections(self, count: int) -> None:
-        """So many connections of clients are this process' own."""
+        """Set the number of client connections of this process."""
         self._words[_Word.CONNECTIONS] = count
 
     @property
     def connections(self) -> int:
-        """What ``tell_connections`` was told last."""
+        """The last value of ``set_connections``."""
         return self._words[_Word.CONNECTIONS]
 
     def assign_role(self, role: Role) -> None:
-        """Another role was given to this worker: its next incarnation has it, too."""
+        """Set the role that this worker was given; its next incarnation has it, too."""
         self._words[_Word.ROLE] = 1 + _ROLES.index(role)
 
     @property
     def assigned_role(self) -> Role | None:
-        """The role that was given to this worker, or None if none ever was."""
+        """The role that this worker was given; None: it never was."""
         number = self._words[_Word.ROLE]
         return _ROLES[number - 1] if 0 < number <= len(_ROLES) else None
 
     def set_exit_reason(self, text: str) -> None:
-        """Why this process is about to end, for the supervisor to repeat.  Cut to what fits."""
+        """Set why this process is about to end, for the supervisor's log.  Truncated to what fits."""
         raw = text.encode()[:_TEXT_BYTES]
         self._text[2 : 2 + len(raw)] = raw
         self._text[:2] = struct.pack("<H", len(raw))
 
     def read(self) -> Heartbeat:
-        """The slot as it is now."""
+        """The current content of the slot."""
         words = self._words
         return Heartbeat(
             incarnation=words[_Word.INCARNATION],
@@ -126,13 +126,13 @@ class HeartbeatSlot:
         )
 
     def exit_reason(self) -> str:
-        """What ``last_words`` left, or the empty string."""
+        """The last value of ``set_exit_reason``, or the empty string."""
         (size,) = struct.unpack("<H", self._text[:2])
         return bytes(self._text[2 : 2 + min(size, _TEXT_BYTES)]).decode(errors="replace")
 
 
 class HeartbeatBoard:
-    """``slots`` slots in memory that every process forked after this shares."""
+    """``slots`` slots in memory that all processes forked later share."""
 
     def __init__(self, slots: int) -> None:
         self._map = mmap.mmap(-1, max(1, slots) * SLOT_BYTES)
@@ -141,9 +141,9 @@ class HeartbeatBoard:
 
 
 class CoreLendingBoard:
-    """Who lends whom a core: for each worker a cache line that says whether it is busy, and one for each of its seats.
+    """The board of lent cores: for each worker a cache line that says whether it is busy, and one per lent core.
 
-    ``lends``: cores that each worker lends.  Workers that do not begin yet, or never come back, lend nothing.
+    ``lends``: the number of cores that each worker lends.  A worker that does not run lends nothing.
     """
 
     def __init__(self, lends: Mapping[WorkerId, int]) -> None:
@@ -159,7 +159,7 @@ class CoreLendingBoard:
             self.reset(worker)
 
     def reset(self, worker: WorkerId) -> None:
-        """This worker begins anew: it is busy, and sits nowhere.  Only while no process of it runs."""
+        """Mark the worker as busy and return the cores that it borrowed.  Only while no process of it runs."""
         self._words[self._line(self._seats[worker].owner)] = 1
         for seats in self._seats.values():
             for line in range(seats.first, seats.first + seats.count):
@@ -167,7 +167,7 @@ class CoreLendingBoard:
                     self._words[self._line(line)] = 0
 
     def cores_of(self, worker: WorkerId, loans: Iterable[CoreLoan]) -> SharedCores:
-        """This worker's part; to be called in its process."""
+        """The worker's view of the board; to be called in its process."""
         borrowed = [
             CoreSeats(seats.owner, seats.first, min(loan.cores, seats.count), loan.cpus)
             for loan in loans

@@ -1,17 +1,17 @@
-"""What uvicorn leaves open in one connection: limits on a request's head, and on clients that stop reading.
+"""One HTTP connection: uvicorn's protocol with limits on the request's head and on clients that stop reading.
 
-- A head (request line and headers) may have ``max_header_bytes`` and take ``header_s``: 431 and 408.
-- At most ``MAX_PIPELINED`` requests wait behind a running one: 400.
-- A body has one length.  ``Host`` stands there once, and the only transfer coding is ``chunked``; anything else is
-  refused, the connection is closed, and nothing behind it is parsed (RFC 9112, sections 3.2, 6.1 and 6.3).
-- ``Upgrade`` is ignored (RFC 9110, section 7.8): the request is answered as it is, with its body.
-- Trailer fields are dropped, and may have ``max_header_bytes``, as the line of a chunk may.
-- A client that takes nothing of its answer for ``idle_client_s`` is hung up on, so that a stream nobody reads holds
-  neither memory here nor pages in a worker.
-- Of what arrives together so many pieces are parsed in one turn of the event loop, and so many requests begin.
-- What is no HTTP is refused with the same JSON envelope as everything else.
+- A head (request line and headers) is limited to ``max_header_bytes`` and ``header_s``: 431 and 408.
+- At most ``MAX_PIPELINED`` requests may wait behind a running one: 400.
+- A body has one length, ``Host`` occurs once, and the only transfer coding is ``chunked``.  Anything else is refused,
+  the connection is closed, and nothing behind it is parsed (RFC 9112, sections 3.2, 6.1 and 6.3).
+- ``Upgrade`` is ignored (RFC 9110, section 7.8): the request is handled as it is, with its body.
+- Trailer fields are dropped; they are limited to ``max_header_bytes``, as is a chunk's line.
+- A client that reads nothing of its response for ``idle_client_s`` is disconnected, so that an unread stream holds
+  neither memory in the gateway nor pages in a worker.
+- Input is parsed in bounded pieces per turn of the event loop, over all connections (``ParseTurns``).
+- What is not HTTP is refused with the same JSON envelope as everything else.
 
-Knows nothing about paths or bodies (``edge`` does).
+Knows nothing about paths or bodies.
 """
 
 from __future__ import annotations
@@ -30,11 +30,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from penstock.api.http import BODY_WRITER, DISCONNECT_SIGNAL
 from penstock.config.limits import RequestLimits, TurnLimits
-
-# MERGED: ``asyncio.Event`` for what is waited for seldom: it keeps no queue while nobody waits (0.7 KiB
-# MERGED: each).
-# MERGED:
-# MERGED: Knows nothing about what is signalled.
 
 
 class SlimEvent:
@@ -72,11 +67,6 @@ class SlimEvent:
             finally:
                 self._waiting = tuple(each for each in self._waiting if each is not waiter)
         return True
-
-
-# MERGED: How much of what clients send is parsed in one turn of the event loop, by all connections together.
-# MERGED:
-# MERGED: Requests that arrive together would else all begin in one turn.  Knows nothing about HTTP.
 
 
 class ParseTurns:
@@ -159,7 +149,6 @@ class ConnectionWriter:
             call()
 
     def when_gone(self, call: Callable[[], None] | None) -> None:
-        """See ``DisconnectSignal``."""
         if call is not None and self._cycle is not None and self._cycle.disconnected:
             self._connection.loop.call_soon(call)
             return
@@ -179,7 +168,6 @@ class ConnectionWriter:
 
     @property
     def usable(self) -> bool:
-        """See ``BodyWriter``."""
         cycle = self._cycle
         if cycle is None or not cycle.response_started or cycle.response_complete:
             return False
@@ -187,16 +175,13 @@ class ConnectionWriter:
 
     @property
     def paused(self) -> bool:
-        """See ``BodyWriter``."""
         return self._flow.write_paused  # uvicorn takes it back when the connection is lost
 
     def write(self, body: bytes) -> bool:
-        """See ``BodyWriter``."""
         self._write(b"%x\r\n%b\r\n" % (len(body), body))
         return self._flow.write_paused
 
     def when_writable(self, ready: Callable[[], None]) -> None:
-        """See ``BodyWriter``."""
         self._connection.when_writable(ready)
 
 
@@ -476,7 +461,6 @@ class _GuardedConnection(HttpToolsProtocol):
         self._watch_reader(self.transport.get_write_buffer_size())
 
     def when_writable(self, ready: Callable[[], None]) -> None:
-        """See ``BodyWriter``."""
         self._wait_to_write.append(ready)
 
     def _writable(self) -> None:

@@ -1,6 +1,17 @@
-"""What every process with an HTTP face does beside its work: serve, beat on the board, listen to the supervisor, drain.
+"""The HTTP side of a gateway process: a uvicorn server that accepts connections fairly, beats on the heartbeat board,
+listens to the supervisor and drains.  Draining means that running requests finish, then the process ends by itself.
 
-Draining means: what runs is finished, then the process ends by itself.  Knows nothing about what is served.
+Several processes share one listening socket, so that queued connections survive the death of a process.  Each accepts
+one connection per turn of its event loop, and leaves the next to its siblings while it is ahead of them::
+
+    ready to accept --not ahead--> accept one
+          |
+          +--------ahead of a ready sibling--> retry after RETRY_S; still queued after PATIENCE_S --> accept one
+
+Ahead: more than ``LEAD`` times as many connections as the sibling with the fewest, plus ``SLACK``.  A sibling without a
+recent heartbeat does not count.  A connection counts while it is open, and for at least a second.
+
+Knows nothing about what is served.
 """
 
 from __future__ import annotations
@@ -30,25 +41,6 @@ from penstock.launch.tls import TlsCertificate
 from penstock.telemetry.log import ROOT
 from penstock.types import WorkerState
 from penstock.wire.supervisor_messages import ServiceDraining, SupervisorMessage
-
-# MERGED: Who of several processes takes a connection of the port that they share.
-# MERGED:
-# MERGED: All of them wait on one listening socket, so that none of what is queued there is lost with a
-# MERGED: process; and whoever woke
-# MERGED: first would take a whole burst.  So each takes one a turn of its loop, and leaves the next to the
-# MERGED: others while it is
-# MERGED: ahead of them::
-# MERGED:
-# MERGED:     ready to accept --not ahead--> accept one
-# MERGED:           |
-# MERGED:           +--------ahead of a ready sibling--> look again in RETRY_S; nobody took it for PATIENCE_S
-# MERGED: --> accept one
-# MERGED:
-# MERGED: Ahead: more than ``LEAD`` times as many connections as the sibling that has fewest, and ``SLACK``
-# MERGED: more.  Those that do
-# MERGED: not beat are no siblings.  A connection counts while it is open, and for a second at least.  Knows
-# MERGED: nothing about HTTP.
-
 
 LEAD, SLACK = 1.1, 2
 RETRY_S = 0.005

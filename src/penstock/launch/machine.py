@@ -1,4 +1,4 @@
-"""What this machine has: processors, memory, and what a container leaves of them.  Linux only.
+"""This machine: processors, memory, NUMA nodes, and what a container leaves of them.  Linux only.
 
 Reads /proc, /sys and cgroup v2; what cannot be read counts as unlimited.  Decides nothing (``config.resolve`` does).
 """
@@ -24,7 +24,7 @@ _START_TIME = 19
 
 
 def machine_facts(kernel_families: tuple[str, ...], root: Path = Path("/")) -> MachineFacts:
-    """The facts that ``config.resolve`` wants.  ``kernel_families``: what runs here, best first."""
+    """The facts for ``config.resolve``.  ``kernel_families``: those that run here, best first."""
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     return MachineFacts(
         cpus=cpus,
@@ -37,7 +37,7 @@ def machine_facts(kernel_families: tuple[str, ...], root: Path = Path("/")) -> M
 
 
 def process_start_time(root: Path = Path("/")) -> float:
-    """When this process did, on the monotonic clock, to a hundredth of a second; now where the system does not say."""
+    """When this process started, on the monotonic clock, to a hundredth of a second; now if unknown."""
     numbers = _read(root / "proc/self/stat").rpartition(")")[2].split()
     if len(numbers) <= _START_TIME:
         return time.monotonic()
@@ -66,7 +66,7 @@ def usable_cores(cpus: tuple[int, ...], root: Path = Path("/")) -> int:
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be had without swapping: what the system has available, or what the container's limit leaves."""
+    """Bytes available without swapping, within the container's limit."""
     available = 0
     for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
@@ -74,13 +74,13 @@ def free_memory(root: Path = Path("/")) -> int:
     for folder in _cgroups(root):
         limit, used = _read(folder / "memory.max"), _read(folder / "memory.current")
         if limit.isdigit() and used.isdigit():
-            # Cached files count as used, but are given back when memory is wanted.
+            # Cached files count as used, but are evicted when memory is needed.
             available = min(available, int(limit) - int(used) + _cached(folder))
     return max(0, available)
 
 
 def _encrypts() -> bool:
-    """Could a worker here seal pages that travel to another host?"""
+    """Whether the library that encrypts pages between hosts is installed."""
     try:
         aes_gcm()
     except ConfigError:
@@ -89,12 +89,12 @@ def _encrypts() -> bool:
 
 
 def _siblings(cpu: int, root: Path) -> str:
-    """The same for all logical processors of a core."""
+    """A key that all logical processors of a core share."""
     return _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
 
 
 def _nodes(root: Path) -> dict[int, int]:
-    """The memory node of each processor."""
+    """The NUMA node of each processor."""
     found: dict[int, int] = {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         cpus = _read(folder / "cpulist")
@@ -111,7 +111,7 @@ def _cached(folder: Path) -> int:
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    """Our control group and those above it: each may have a limit of its own."""
+    """This process's control group and its ancestors: each may have a limit."""
     base = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         if line.startswith("0::"):
@@ -129,9 +129,6 @@ def _read(path: Path) -> str:
         return ""
 
 
-# MERGED: Memory of several nodes: spreads what is touched first over all of them (set_mempolicy(2), without
-# MERGED: libnuma).
-
 _CALL = {"x86_64": 238, "aarch64": 237}  # number of set_mempolicy
 _DEFAULT, _INTERLEAVE = 0, 3
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
@@ -141,9 +138,9 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def interleave_memory(nodes: Sequence[int]) -> Iterator[None]:
-    """Pages that this thread touches first come from these nodes in turn; none: wherever the thread runs.
+    """Interleave the pages that this thread touches first over these NUMA nodes; no nodes: change nothing.
 
-    A system that refuses (a container may) only costs speed, so it is logged and nothing else.
+    A refusal, as in a container, costs only speed, so it is logged.  Uses set_mempolicy(2) without libnuma.
     """
     if not nodes:
         yield
@@ -156,7 +153,7 @@ def interleave_memory(nodes: Sequence[int]) -> Iterator[None]:
 
 
 def node_mask(nodes: Sequence[int]) -> tuple[int, ...]:
-    """The nodes as bits of words as long as the machine's."""
+    """The nodes as a bit mask in words of the machine's size."""
     words = [0] * (max(nodes, default=-1) // _WORD_BITS + 1)
     for node in nodes:
         words[node // _WORD_BITS] |= 1 << node % _WORD_BITS
@@ -170,6 +167,6 @@ def _set_policy(mode: int, nodes: Sequence[int]) -> None:
     words = node_mask(nodes)
     mask = (ctypes.c_ulong * max(1, len(words)))(*words)
     libc = ctypes.CDLL(None, use_errno=True)
-    # The kernel reads one bit less than it is told.
+    # Linux reads one bit less than the given length.
     if libc.syscall(ctypes.c_long(number), mode, mask, ctypes.c_ulong(len(words) * _WORD_BITS + 1)) != 0:
-        log.info("memory is not spread over nodes: set_mempolicy: %s", os.strerror(ctypes.get_errno()))
+        log.info("memory is not interleaved over nodes: set_mempolicy: %s", os.strerror(ctypes.get_errno()))

@@ -1,7 +1,7 @@
-"""From what was typed to a model: the bundled one, a folder or GGUF file of the user's, or a name on the Hub.
+"""Finds the model that MODEL means: the bundled one, a folder, a GGUF file, or a name on the Hub, which is downloaded.
 
-Downloading happens in a child process, because the Hub's library starts threads, and a process with threads must not
-fork workers later.  Knows nothing about what is in the folder.
+A child process downloads, as the Hub's library starts threads and a process with threads must not fork workers.  Knows
+nothing about what is in the folder.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class ModelLocation:
 
 
 def locate_model(model: str | None, download: Callable[[str], str] | None = None) -> ModelLocation:
-    """Where the model lies.  ``download`` turns a Hub name into a folder; the default asks the Hub.
+    """The path and name of a model.  ``download`` turns a Hub name into a folder; by default from the Hub.
 
-    Raises ModelError in one line.
+    Raises ModelError.
     """
     if model is None:
         return ModelLocation(storyteller(), STORYTELLER, bundled=True)
@@ -59,7 +59,7 @@ def locate_model(model: str | None, download: Callable[[str], str] | None = None
 
 
 def config_folder(model: str) -> Path:
-    """Where a model's ``config.json`` lies: the folder, the file itself, or what the Hub has.  Weights are not fetched.
+    """The folder or file of a model's ``config.json``; from the Hub only that file is downloaded.
 
     Raises ModelError.  Starts threads for a Hub name: not for a process that is about to fork.
     """
@@ -72,7 +72,7 @@ def config_folder(model: str) -> Path:
 
 
 def download_in_child(name: str) -> str:
-    """The folder of a Hub model, fetched (with a progress bar) unless it is here already.  Raises ModelError."""
+    """The folder of a Hub model, downloaded with a progress bar unless it is cached.  Raises ModelError."""
     reader, writer = os.pipe()
 
     def body() -> int:

@@ -1,8 +1,8 @@
-"""Which numerics classes a mixed fleet mixes: that of the kernels which read prompts is asked of a process of its own.
+"""Finds the numerics class of a mixed fleet's prefill kernels in a child process.
 
-The process that forks the workers may begin neither CUDA nor torch, and what their classes are called follows from the
-device and from versions that only they know.  So a child makes the kernels, says their name and ends, while the weights
-are loaded.  ``python -m penstock.launch.numerics_probe FAMILY DTYPE DEVICE`` is that child.
+The process that forks the workers may initialize neither CUDA nor torch, and the class depends on the device and on
+their versions.  So a child constructs the kernels, prints their class and ends, while the weights are loaded:
+``python -m penstock.launch.numerics_probe FAMILY DTYPE DEVICE``.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from penstock.kernels.page_export import ExportsPages, export_layout
 from penstock.kernels.select import make_ops
 
 PROBE_TIMEOUT_S = 120.0
-"""For torch to be imported and CUDA to begin, on a machine with other work."""
+"""To import torch and initialize CUDA on a busy machine."""
 
 LOOK_S = 0.05
 
 TAIL_BYTES = 64 << 10
-"""Of what a child says; no more is read."""
+"""The most that is read of a child's output."""
 
 
 class NumericsProbe:
-    """A child that was asked."""
+    """The child process."""
 
     def __init__(self, family: str, dtype: str, device: str) -> None:
         self._family = family
         self._began = time.monotonic()
-        # Files: nobody reads while the child writes, and a pipe would be full after 64 KiB.
+        # Files, as a pipe that is not read would block the child after 64 KiB.
         self._said, self._complained = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed below
         self._child = subprocess.Popen(
             sidecar.python_command(__name__, family, dtype, device),
@@ -47,12 +47,12 @@ class NumericsProbe:
         )
 
     def result(self, keep_watch: Callable[[], None]) -> str:
-        """The class.  ``keep_watch`` is called meanwhile.  Raises KernelError."""
+        """Wait for the numerics class; ``keep_watch`` is called meanwhile.  Raises KernelError."""
         while self._child.poll() is None:
             if time.monotonic() - self._began > PROBE_TIMEOUT_S:
                 self.close()
                 raise KernelError(
-                    f"kernels {self._family} did not say their numerics class within {PROBE_TIMEOUT_S:.0f} s"
+                    f"kernels {self._family} did not report their numerics class within {PROBE_TIMEOUT_S:.0f} s"
                 )
             keep_watch()
             time.sleep(LOOK_S)
@@ -63,7 +63,7 @@ class NumericsProbe:
         return said.strip()
 
     def close(self) -> None:
-        """Nobody wants the answer any more.  May be called twice, and after the answer."""
+        """End the child.  May be called twice, also after ``result``."""
         if self._child.poll() is None:
             self._child.kill()
             self._child.wait()
@@ -72,16 +72,18 @@ class NumericsProbe:
 
 
 def _tail(file: IO[bytes]) -> str:
-    """The last that was written."""
+    """The last ``TAIL_BYTES`` of a file."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
     return file.read(TAIL_BYTES).decode(errors="replace")
 
 
 def handed_over_layout(ops: Ops, reads: str, writes: str, *, twins: bool) -> str:
-    """The layout of the pages that a reader's kernels hand over; ``twins``: of others than those that they compute in.
-    Raises KernelError if they cannot."""
+    """The layout in which prefill kernels transfer KV pages.  ``twins``: they write copies to host memory.
+
+    Raises KernelError if they cannot write the decode kernels' layout.
+    """
     if ops.numerics != reads:
-        raise KernelError(f"prompts should be read in the numerics class {reads}, and these kernels are {ops.numerics}")
+        raise KernelError(f"prefill needs the numerics class {reads}, and these kernels are {ops.numerics}")
     layout = export_layout(writes)
     if layout != export_layout(reads) and not (twins and isinstance(ops, ExportsPages)):
         raise KernelError(f"kernels {reads} cannot write pages for {writes}")
@@ -89,7 +91,7 @@ def handed_over_layout(ops: Ops, reads: str, writes: str, *, twins: bool) -> str
 
 
 def main(family: str, dtype: str, device: str) -> int:
-    """The child's."""
+    """The child's entry point."""
     sidecar.end_with_parent()
     try:
         print(make_ops(family=family, compute_dtype=dtype, device=device).numerics)  # noqa: T201 - what it is for

@@ -1,8 +1,7 @@
-"""Spans to an OpenTelemetry collector (OTLP over HTTP) and to a file, both as OTLP's JSON; the file has a batch a line.
+"""Exports spans to an OpenTelemetry collector (OTLP over HTTP) and to a file, both as OTLP's JSON, one batch per line.
 
-OpenTelemetry's SDK does it: a thread of its own takes spans out of a bounded queue, so no answer ever waits for it.
-To be made after every fork, which threads do not survive.  What its environment variables say of exporters holds, such
-as ``OTEL_EXPORTER_OTLP_HEADERS`` for a collector that wants a key.  Needs the extra ``trace``.
+A thread of OpenTelemetry's SDK takes spans out of a bounded queue, so no request waits for it; threads do not survive
+a fork.  Its environment variables apply, such as ``OTEL_EXPORTER_OTLP_HEADERS``.  Needs the extra ``trace``.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from penstock import __version__
 from penstock.config.limits import TraceConfig
-from penstock.telemetry.spans import NO_SPAN, OUTCOMES, Span, SpanAttribute, SpanFamily
+from penstock.telemetry.spans import NO_SPAN, OUTCOMES, Span, SpanAttribute, SpanFamily, Tracer
 
 log = logging.getLogger(__name__)
 
 PATH = "/v1/traces"
-"""Of collectors, unless the endpoint names another."""
+"""Default path of a collector's endpoint."""
 
 
-class OtlpTracer:
-    """``telemetry.spans.Tracer``.  Use: make it in the process that serves, ``close()`` at its end."""
+class OtlpTracer(Tracer):
+    """Use: construct it in the process that serves, after the fork; ``close()`` at its end."""
 
     def __init__(self, config: TraceConfig, resource: Mapping[str, str]) -> None:
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # ``_Destination`` says it once
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # ``_Destination`` logs once
         self._flush_s = config.flush_s
         self._counts = dict.fromkeys(OUTCOMES, 0)
         named = {"service.name": "penstock", "service.version": __version__, **resource}
@@ -63,61 +62,53 @@ class OtlpTracer:
         self._epoch_ns = _epoch_ns()
 
     def root(self, caller: Mapping[str, str], name: str, at: float) -> Span:
-        """See ``Tracer``."""
         self._epoch_ns = _epoch_ns()  # the wall clock may have been set
         context = self._carried.extract(caller)
         span = self._tracer.start_span(name, context=context, kind=SpanKind.SERVER, start_time=self.ns(at))
-        return _Open(span, self) if span.is_recording() else NO_SPAN
+        return _OtlpSpan(span, self) if span.is_recording() else NO_SPAN
 
     def begin(self, parent: str, family: SpanFamily, at: float) -> Span:
-        """See ``Tracer``."""
         if not parent:
             return NO_SPAN
         context = self._carried.extract({"traceparent": parent})
-        return _Open(self._tracer.start_span(family.name, context=context, start_time=self.ns(at)), self)
+        return _OtlpSpan(self._tracer.start_span(family.name, context=context, start_time=self.ns(at)), self)
 
     def figures(self) -> Mapping[str, int]:
-        """How many spans there were, by outcome; each destination counts by itself."""
+        """Number of spans by outcome, counted per destination."""
         return dict(self._counts)
 
     def close(self) -> None:
-        """Send what waits, within ``flush_s``."""
+        """Send what is queued, within ``flush_s``."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True, name="last spans")
         closing.start()
         closing.join(self._flush_s)
 
     def ended(self) -> None:
-        """A span is over."""
+        """Count an ended span."""
         self._counts["ended"] += self._to
 
     def ns(self, at: float) -> int:
-        """Nanoseconds since 1970 of a monotonic second."""
+        """Nanoseconds since 1970 of a monotonic time in seconds."""
         return self._epoch_ns + int(at * 1e9)
 
 
-class _Open:
-    """``telemetry.spans.Span``."""
-
+class _OtlpSpan(Span):
     def __init__(self, span: SdkSpan, tracer: OtlpTracer) -> None:
         self._span = span
         self._tracer = tracer
 
     @property
     def context(self) -> str:
-        """See ``Span``."""
         own = self._span.get_span_context()
         return f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
 
     def set_attributes(self, **facts: SpanAttribute) -> None:
-        """See ``Span``."""
         self._span.set_attributes(_named(facts))
 
     def add_event(self, name: str, at: float, **facts: SpanAttribute) -> None:
-        """See ``Span``."""
         self._span.add_event(name, _named(facts), self._tracer.ns(at))
 
     def end(self, at: float, error: str = "") -> None:
-        """See ``Span``."""
         if error:
             self._span.set_status(Status(StatusCode.ERROR, error))
         self._span.end(self._tracer.ns(at))
@@ -125,7 +116,7 @@ class _Open:
 
 
 class _Destination(SpanExporter):
-    """Counts what goes there; says once that it does not take spans, and once that it does again."""
+    """Counts exported spans, and logs once when exports begin to fail and once when they succeed again."""
 
     def __init__(self, name: str, exporter: SpanExporter, counts: dict[str, int], close: Callable[[], None]) -> None:
         self._name = name
@@ -135,11 +126,10 @@ class _Destination(SpanExporter):
         self._fails = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """See ``opentelemetry.sdk.trace.export.SpanExporter``."""
         result = self._exporter.export(spans)
         fails = result is not SpanExportResult.SUCCESS
         if fails and not self._fails:
-            log.warning("spans cannot be sent to %s; those that wait for too long are lost", self._name)
+            log.warning("spans cannot be sent to %s; those that do not fit the queue are lost", self._name)
         elif self._fails and not fails:
             log.info("spans are sent to %s again", self._name)
         self._fails = fails
@@ -147,17 +137,15 @@ class _Destination(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        """The same."""
         self._exporter.shutdown()
         self._close()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """The same."""
         return self._exporter.force_flush(timeout_millis)
 
 
 def _destinations(config: TraceConfig, counts: dict[str, int]) -> list[_Destination]:
-    """One by one, so that none waits for another."""
+    """The exporters that the configuration names."""
     found: list[_Destination] = []
     if config.file is not None:
         stream = Path(config.file).expanduser().open("a", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""What the children of one host do: the gateway in front, the workers and everything that they share behind.
+"""What the child processes of one host run: gateways, workers, and the resources that workers share.
 
-What is made here is handed down over fork and has no name outside: descriptors, anonymous memory, keys.  Knows how each
-child begins, not when (``supervise`` does).
+The resources are inherited over fork and have no names: descriptors, anonymous memory, keys.  Knows how each child
+starts, not when (``supervisor`` does).
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerEndpoints:
-    """How the workers of this host are addressed, and with which keys."""
+    """Where the workers of this host listen, and with which keys."""
 
     keys: CurveKeys
     endpoint: Callable[[WorkerId, int], str]  # worker, incarnation on the wire
-    incarnations_before: int = 0  # added to the supervisor's count: the number of this run
+    incarnations_before: int = 0  # the number of this run, added to the supervisor's count
 
 
 def incarnations_of_a_run() -> int:
-    """What the incarnations of a new run of this supervisor are counted from.
+    """A random base for the incarnations of a new run of this supervisor.
 
-    Gateways of other hosts may know an earlier run, and take a worker of equal incarnation for the one that they know.
-    Two runs have no order: the clock may have been set back in between.
+    Gateways on other hosts may know an earlier run, and would take a worker of equal incarnation for the known one.
+    Runs have no order, as the clock may have been set back in between.
     """
     return (1 + secrets.randbelow((1 << RUN_BITS) - 1)) << RESTART_BITS
 
@@ -93,12 +93,12 @@ class ModelSource:
     path: Path
     spec: ModelSpec
     manifests: ManifestStore | None  # the hashes of its weights at the last load
-    draft: draft_model.DraftSource | None  # what proposes draft tokens for it
+    draft: draft_model.DraftFolder | None  # what proposes draft tokens for it
     loras: Sequence[NamedAdapter] = ()  # adapters that are loaded with it
 
 
 class WorkerProcesses:
-    """The workers of this host: shared weights, one KV memory each, and how each begins."""
+    """The workers of this host: shared weights, one KV memory each, and how each starts."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class WorkerProcesses:
         mailboxes: WorkerEndpoints,
         slots: Mapping[str, HeartbeatSlot],
     ) -> None:
-        """Raises ConfigError when the system gives no memory."""
+        """Raises ConfigError if the KV memory cannot be allocated."""
         self._config = config
         self._plan = plan
         self._model = model
@@ -121,26 +121,26 @@ class WorkerProcesses:
             worker: KvMemoryFile.create(layout, worker_scheduler_config(place, plan).pages, label=worker)
             for worker, place in self._places.items()
         }
-        self._store = resolve_kv_store(config, plan.device, writes=self._spec.pooler is None)
+        self._store = resolve_kv_store(config, plan.device, generates=self._spec.pooler is None)
         store.check_store_config(self._store)
-        self._mixed: tuple[str, str] | None = None  # numerics classes that prompts are read and answers written in
+        self._mixed: tuple[str, str] | None = None  # numerics classes of prefill and decode
         holders = [own.worker for own in plan.workers if own.role is not Role.ENCODE and not plan.pages_on_device(own)]
         self._share = store.SharedStoreMemory(self._store, [(worker, self._kv[worker].pages) for worker in holders])
         self._cores = CoreLendingBoard({worker.worker: worker.lent_cores for worker in plan.workers})
         self._loaded: _Loaded | None = None
 
     def close(self) -> None:
-        """Give the KV memory back."""
+        """Free the KV memory."""
         for file in self._kv.values():
             file.close()
         self._share.close()
 
     def load(self, keep_watch: Callable[[], None], threads: int) -> None:
-        """Load the weights that all workers share; ``keep_watch`` is called every now and then, and must not fork.
+        """Load the weights that all workers share.  ``keep_watch`` is called regularly and must not fork.
 
-        Not for a GPU, whose workers load for themselves: a process that has touched it must not fork.
+        Workers on a GPU load their own weights, as a process that has initialized CUDA must not fork.
         """
-        # Only now, and before any worker is forked: the gateway, which needs none of it, is on its way already.
+        # Imported now, after the gateway was forked, which does not need it, and before any worker is.
         import penstock.launch.worker_process  # noqa: F401
 
         reading, dtype = self._plan.prefill_plan, self._plan.dtype
@@ -157,7 +157,7 @@ class WorkerProcesses:
                 self._mixed = (asked.result(keep_watch), ops.numerics)
 
     def child_spec(self, worker: WorkerId, incarnation: int) -> ChildSpec:
-        """What this worker does."""
+        """The specification of this worker."""
         place = self._places[worker]
         incarnation += self._mailboxes.incarnations_before
         self._cores.reset(worker)
@@ -191,8 +191,8 @@ class WorkerProcesses:
         )
 
     def _hands_over(self, place: WorkerPlan) -> bool:
-        """Pages in a device's memory, and those of texts that are only read, stay where they are; but a mixed fleet's
-        have twins in the host's."""
+        """Whether the worker transfers KV pages: not those of pooling models, nor those in device memory without host
+        copies, which mixed fleets have."""
         stay = self._plan.pages_on_device(place) and not self._plan.mixed_numerics
         return not stay and self._plan.scheduler.pooling is None and place.role is not Role.ENCODE
 
@@ -211,7 +211,7 @@ class WorkerProcesses:
             log.info("kernels %s ready in %.2f s", ops.numerics, time.monotonic() - begun)
             loaded = self._load(ops, LoadingHeartbeat(self._slots[config.worker]), place.threads)
         if isinstance(self._config, WorkerServeConfig):
-            log.info("numerics class %s", ops.numerics)  # others may have to name it
+            log.info("numerics class %s", ops.numerics)  # for --mixed-with
         numerics, twins = self._numerics(ops, place)
         inherited = WorkerResources(
             model=loaded.model,
@@ -235,7 +235,7 @@ class WorkerProcesses:
         return run_worker(config, inherited)
 
     def _numerics(self, ops: Ops, place: WorkerPlan) -> tuple[str, str]:
-        """The class of what this worker has a part in, and in which layout its pages are handed over."""
+        """The fleet's numerics class, and the layout in which this worker's pages are transferred."""
         own, other = ops.numerics, self._plan.mixed_with
         reads = place.role is Role.PREFILL
         classes = self._mixed or ((own, other) if reads else (other, own)) if self._plan.mixed_numerics else (own, own)
@@ -264,7 +264,7 @@ class WorkerProcesses:
         return None if self._model.draft is None else load_draft(self._model.draft, model, ops, threads)
 
     def _adapters(self, ops: Ops, loaded: LoadedModel) -> LoraManager:
-        """Those of the start, in memory, and room for others.  Raises AdapterRefused."""
+        """The loaded adapters of ``--lora``, with room for others.  Raises AdapterRefused."""
         config = self._config
         room = LoraLimits(slots=config.max_loras, nbytes=config.lora_memory, max_rank=config.max_lora_rank)
         if self._plan.scheduler.pooling is not None:
@@ -283,14 +283,14 @@ class WorkerProcesses:
 
 
 class LoadingHeartbeat:
-    """Watches a worker that loads for itself: as long as it gets on, it does not hang."""
+    """Beats for a worker that loads its own weights, as long as the loading progresses."""
 
     def __init__(self, slot: HeartbeatSlot) -> None:
         self._slot = slot
         self._seen = (0, 0)
 
     def __call__(self, done: int, total: int) -> None:
-        """``done`` of ``total``, of whatever is done now."""
+        """``done`` of ``total`` are loaded."""
         if (done, total) != self._seen:
             self._seen = (done, total)
             self._slot.on_progress()
@@ -306,10 +306,10 @@ class _Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayProcesses:
-    """The gateways of this host.  ``config`` is that of the first one's first incarnation."""
+    """The gateways of this host.  ``config`` is that of the first gateway's first incarnation."""
 
     config: GatewayConfig
-    listener: socket.socket  # of all of them (``accepting``)
+    listener: socket.socket  # shared by all of them (``http_server``)
     keys: CurveKeys
     slots: Mapping[str, HeartbeatSlot]  # of the gateways
     log_json: bool
@@ -317,7 +317,7 @@ class GatewayProcesses:
     buckets: SharedTokenBuckets  # of tenants' rates
 
     def child_spec(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
-        """What a gateway does."""
+        """The specification of a gateway."""
         body = partial(self._run, name, incarnation, channel)
         return ChildSpec(main=body, inherited_fds=(self.listener.fileno(), channel.fileno(), self.buckets.descriptor))
 
@@ -325,7 +325,7 @@ class GatewayProcesses:
         configure_logging(name, as_json=self.log_json)
         protect_memory()
         drop_secrets()
-        # Only here: HTTP and tokenizer are imported while the supervisor loads weights.
+        # Imported here, in the child, while the supervisor loads weights.
         from penstock.launch.gateway_process import GatewayResources, make_http_app, run_gateway
         from penstock.launch.http_server import ProcessIo
 
@@ -345,7 +345,7 @@ class GatewayProcesses:
 
 @dataclass(frozen=True, slots=True)
 class HostProcesses:
-    """``supervise.Jobs``: what this host has of both."""
+    """``supervisor.ChildSpecs`` of a host."""
 
     front: GatewayProcesses | None
     workers: WorkerProcesses | None
@@ -362,7 +362,7 @@ class HostProcesses:
 
 
 def model_vocabulary(path: Path) -> GrammarVocabulary:
-    """The model's tokens for grammars, as the gateway has them.  Raises ModelError."""
+    """The model's vocabulary for grammars.  Raises ModelError."""
     intake = GenerationProcessor(path, name="", max_model_len=1, limits=RequestLimits(), created=0)
     try:
         return intake.vocabulary()
@@ -371,7 +371,7 @@ def model_vocabulary(path: Path) -> GrammarVocabulary:
 
 
 def worker_scheduler_config(place: WorkerPlan, plan: ServePlan) -> SchedulerConfig:
-    """Whoever encodes images is given no prompts, and needs no memory for them; whoever only reads may have less."""
+    """A worker's scheduler: an encode worker needs no KV pages, a prefill worker may have fewer."""
     scheduler, reading = plan.scheduler, plan.prefill_plan_of(place)
     if place.role is not Role.ENCODE:
         return scheduler if reading is None else structs.replace(scheduler, pages=reading.pages)
@@ -379,5 +379,5 @@ def worker_scheduler_config(place: WorkerPlan, plan: ServePlan) -> SchedulerConf
 
 
 def kv_layout(spec: ModelSpec, dtype: str) -> KvLayout:
-    """How a KV page of this model lies in memory."""
+    """The memory layout of this model's KV pages."""
     return KvLayout.for_shape(spec.kv, dtype)

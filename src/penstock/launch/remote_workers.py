@@ -1,14 +1,13 @@
-"""Workers on other hosts, seen from a gateway: who is there, and under which incarnation.
+"""A gateway's view of the workers on other hosts: which have joined, and in which incarnation.
 
-No supervisor of this host tells of them, so they are asked.  What the supervisor would have said (``WorkerUp``,
-``WorkerDown``) is said by this object::
+No supervisor of this host knows them, so the gateway polls their endpoints, and this object sends the messages that a
+supervisor would have sent (``WorkerUp``, ``WorkerDown``)::
 
     nobody known --Hello(discovery) on its own link--> Report --> WorkerUp: the router opens its link, this one closes
          ^                                                                |
          +--- WorkerDown <--- no Report over the router's link in LOST_S -+
 
-A worker that is known is greeted by the router alone, and ``on_report`` is told of what it answers.  Knows nothing
-about requests.
+A known worker is polled by the router alone, which passes its reports to ``on_report``.  Knows nothing about requests.
 """
 
 from __future__ import annotations
@@ -30,45 +29,45 @@ from penstock.wire.transport import AsyncLink
 log = logging.getLogger(__name__)
 
 PROBE_S = 3.0
-"""To find out why nobody answers at an address."""
+"""To find out why an endpoint does not respond."""
 
 REMEMBERED_RUNS = 8
-"""Earlier runs of a worker at one address that are not taken back when a word of theirs comes late."""
+"""Ended runs of a worker at one endpoint whose late messages are ignored."""
 
 STRANGE_PAUSE_S = 1.0
-"""Between two questions to a worker that answers and is not used."""
+"""Between two Hellos to a worker that responds and is not used."""
 
 WAITING_NOTE_S = 10.0
-"""Between two lines in the log about an address where nobody answers."""
+"""Between two log lines about an endpoint that does not respond."""
 
 FIRST_NOTE_S = 1.0
-"""Before the first of them: workers may be starting, too."""
+"""Before the first of them: workers may still be starting."""
 
 PROBE_VERSION_S = 0.5
 """A worker that has not answered for so long may be of another version: it is asked for it, too."""
 
 LOST_S = 5.0
-"""A worker that says nothing for so long is taken for dead, until it speaks again.  (One with work is suspected much
-sooner, by the router.)"""
+"""A worker that is silent for this long counts as dead until it reports again.  (The router suspects a worker with work
+much sooner.)"""
 
 
 @dataclass(slots=True)
 class _Mailbox:
     link: AsyncLink | None = None  # for discovery
     listener: asyncio.Task[None] | None = None  # of that link
-    worker: WorkerId | None = None  # who answered last
+    worker: WorkerId | None = None  # that reported last
     incarnation: int = 0
     heard: float = 0.0
     lost: bool = True
-    replaced: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED_RUNS))  # the last of ended runs
-    strange: bool = False  # complained about already
+    replaced: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED_RUNS))  # the latest ended runs
+    strange: bool = False  # logged already
     asked: float = float("-inf")
-    noted: float = 0.0  # when the log said last that nobody answers
-    reason: str = "no answer yet"  # why nobody is known here
+    noted: float = 0.0  # time of the last log line about it
+    reason: str = "no answer yet"  # why no worker has joined
 
 
 async def why_unreachable(endpoint: str) -> str:
-    """What keeps a connection to ``tcp://HOST:PORT`` from being made; a word about keys where one can be made."""
+    """Why a connection to ``tcp://HOST:PORT`` fails; a hint about keys if it does not."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:
         async with asyncio.timeout(PROBE_S):
@@ -78,7 +77,7 @@ async def why_unreachable(endpoint: str) -> str:
     except OSError as error:
         return os.strerror(error.errno).lower() if error.errno else str(error)
     writer.close()
-    return "something listens there and does not answer: is it a penstock worker with the same keys and version?"
+    return "something listens there and does not respond: is it a penstock worker with the same keys and version?"
 
 
 class RemoteWorkers:
@@ -95,10 +94,10 @@ class RemoteWorkers:
         beat_s: float,
         probe: Callable[[str], Awaitable[str]] = why_unreachable,
     ) -> None:
-        """``hello`` asks for discovery; ``probe`` finds out why nobody answers at an endpoint."""
+        """``hello`` requests discovery; ``probe`` finds out why an endpoint does not respond."""
         self._tell = tell
         self._connect = connect
-        self.uses_mixed = False  # workers of fleets that read and write in two numerics classes
+        self.uses_mixed = False  # use workers of fleets with mixed numerics
         self._hello = hello
         self._clock = clock
         self._began = clock.now()
@@ -115,16 +114,16 @@ class RemoteWorkers:
             mailbox.noted = self._ticked - WAITING_NOTE_S + FIRST_NOTE_S
 
     def unjoined(self) -> list[tuple[str, str]]:
-        """Endpoints where no worker is known, each with the reason."""
+        """Endpoints where no worker has joined, each with the reason."""
         return [(endpoint, self._mailboxes[endpoint].reason) for endpoint in sorted(self._lost)]
 
     @property
     def count(self) -> int:
-        """Workers that are known, of all that were asked to be joined."""
+        """Number of workers that have joined."""
         return len(self._found)
 
     def start(self) -> None:
-        """Begin to ask.  Needs a running event loop."""
+        """Begin to poll.  Needs a running event loop."""
         self._loop = asyncio.get_running_loop()
         self._asking = self._loop.create_task(self._ask())
 
@@ -154,15 +153,15 @@ class RemoteWorkers:
             await asyncio.sleep(self._beat_s)
 
     def on_report(self, endpoint: str, report: WorkerReport) -> None:
-        """A worker at ``endpoint`` tells how it is, over whatever link.  Endpoints that were not joined are ignored."""
+        """Handle the report of a worker at ``endpoint``.  Endpoints that were not joined are ignored."""
         mailbox = self._mailboxes.get(endpoint)
         if mailbox is None:
             return
         if report.identity.mixed and not self.uses_mixed:
             if not mailbox.strange:
                 log.warning(
-                    "%s is not used: its fleet reads prompts and writes answers in two numerics classes, %s; "
-                    "--allow-mixed-numerics would have it used",
+                    "%s is not used: its fleet has two numerics classes for prefill and decode, %s; "
+                    "to use it add --allow-mixed-numerics",
                     endpoint,
                     report.identity.numerics,
                 )
@@ -189,7 +188,7 @@ class RemoteWorkers:
                     endpoint=endpoint,
                 )
             )
-            # Only now: where telling failed, the next report tries it again.
+            # Only now: if the message could not be handled, the next report tries again.
             mailbox.worker, mailbox.incarnation = report.worker, report.incarnation
             mailbox.lost = mailbox.strange = False
             log.info("joined %s at %s", report.worker, endpoint)
@@ -198,16 +197,16 @@ class RemoteWorkers:
             self._hang_up(mailbox)
 
     def _is_late(self, mailbox: _Mailbox, report: WorkerReport) -> bool:
-        """Is this of a process whose place has been taken by now?  A message can have waited on an old connection."""
+        """Whether the report is of a process that has been replaced: it can have waited on an old connection."""
         if report.worker != mailbox.worker:
             return False
         ended = any(same_run(report.incarnation, run) for run in mailbox.replaced)
         return ended or is_older_incarnation(report.incarnation, mailbox.incarnation)
 
     def tick(self) -> None:
-        """Ask where nobody is known, and give up those that have been silent for too long."""
+        """Poll the endpoints without a worker, and give up workers that have been silent for too long."""
         now = self._clock.now()
-        late = max(0.0, now - self._ticked - 2 * self._beat_s)  # we did not listen, so silence proves nothing
+        late = max(0.0, now - self._ticked - 2 * self._beat_s)  # this process did not run, so silence proves nothing
         self._ticked = now
         for endpoint in self._found.values():
             self._mailboxes[endpoint].heard += late
@@ -222,7 +221,7 @@ class RemoteWorkers:
             self._probing = self._loop.create_task(self._note_waiting(sorted(due)))
 
     async def _note_waiting(self, endpoints: list[str]) -> None:
-        """Log why no worker is known at these, all together as long as one probe takes."""
+        """Log why no worker has joined at these endpoints, which are probed at the same time."""
         reasons = await asyncio.gather(*(self._probe(endpoint) for endpoint in endpoints))
         for endpoint, reason in zip(endpoints, reasons, strict=True):
             mailbox = self._mailboxes[endpoint]
@@ -246,7 +245,7 @@ class RemoteWorkers:
             mailbox.link.probe_version()
 
     def _hang_up(self, mailbox: _Mailbox) -> asyncio.Task[None] | None:
-        """Close the link for discovery; whoever listens to it ends by itself."""
+        """Close the discovery link; the task that listens to it ends by itself."""
         link, mailbox.link = mailbox.link, None
         if link is not None:
             link.close()

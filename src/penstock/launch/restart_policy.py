@@ -1,24 +1,23 @@
-"""When to fork, kill, forgive and give up: a pure state machine, (state, event, now) -> effects.
+"""When to start, kill and restart processes, and when to give up: a pure state machine, (state, event, now) -> effects.
 
 ::
 
                Fork                  board says ready                 Died
     waiting ----------> starting -----------------------> ready ---------------> waiting (after a backoff)
                            |                                |
-                           | silent beyond its prediction   | or the gateway insists
+                           | silent beyond its prediction   | or reported by the gateway
                            v                                v
-                        ending (SIGKILL sent; forked anew only when it is dead: its memory is used again)
+                        ending (SIGKILL sent; forked again only when it is dead: its memory is reused)
 
 Stopping goes running -> draining (the gateway finishes its streams) -> ending (SIGTERM, then SIGKILL) -> done.
-A child that is stopped or sleeps beyond its prediction is wedged after ``wedge_s``, one that computes, or would if
-others left it a processor, after ``busy_s``.  What it did in the last ``wedge_s`` of its silence tells which: the
-processor time that the system has counted, or at how many looks it was runnable.  The system counts a wait for a
-processor when it ends, so a process that has waited for seconds in one go has only the latter to show.
-A child's silence is summed over looks and a look counts for two intervals at most, so time in which the supervisor
-itself did not run (a suspended terminal, a sleeping laptop) is held against nobody.
-A passing child (a model of a catalogue) is forked once, when it is wanted; when it has ended, for whatever reason, the
-gateway is told and it is forgotten.
-Knows no processes, signals' delivery, clocks or sockets.
+A child that is stopped or sleeps beyond its prediction counts as hung after ``wedge_s``; one that computes, or is ready
+to run without a processor, after ``busy_s``.  Its last ``wedge_s`` of silence decide: the CPU time that Linux counted,
+or the number of readings at which it was runnable.  (Linux counts a wait for a processor when the wait ends, so a
+process that has waited for seconds shows only the latter.)  Silence is summed over readings of the heartbeat board, and
+each counts for two intervals at most, so time in which the supervisor itself did not run does not count.
+An on-demand child (a model of a catalog) is forked once, when it is requested; when it has ended, the gateway is
+notified and the child removed.
+Knows no processes, clocks or sockets.
 """
 
 from __future__ import annotations
@@ -34,29 +33,27 @@ from penstock.launch.heartbeat import Heartbeat
 from penstock.types import WorkerId, WorkerState
 from penstock.wire.supervisor_messages import ServiceDraining, SupervisorMessage, WorkerDown
 
-# MERGED: What goes into the restart machine (events), and what comes out of it (effects).  Plain data.
-
 EXIT_CANNOT_START = 78
-"""The exit code (EX_CONFIG) of a child that can never start: not tried again."""
+"""Exit code (EX_CONFIG) of a child that can never start and is not restarted."""
 
 CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP})
-"""Signals that a process brings upon itself."""
+"""Signals that a process causes itself."""
 
 # --- events ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """How a process ended: an exit code, or the signal that ended it, and what it had to say."""
+    """How a process ended: its exit code or the signal that killed it, and the reason that it left."""
 
     code: int | None = None
     signal: int | None = None
     reason: str = ""
-    out_of_memory: bool = False  # the system ended it, having no memory left
+    out_of_memory: bool = False  # killed by the kernel for lack of memory
 
     @property
     def is_fault(self) -> bool:
-        """Did it die of what it did?  SIGKILL and SIGTERM come from outside, but for those of a lack of memory."""
+        """Whether it ended by its own fault; SIGKILL and SIGTERM come from outside, unless memory ran out."""
         if self.signal is not None:
             return self.out_of_memory or self.signal in CRASHES
         return self.code not in (0, None, EXIT_CANNOT_START)
@@ -76,7 +73,7 @@ class ProcessExit:
 
 @dataclass(frozen=True, slots=True)
 class ProcessExited:
-    """The process of this incarnation has ended and was reaped (or could not be forked at all)."""
+    """The process of this incarnation has ended and was reaped, or could not be forked."""
 
     child: str
     incarnation: int
@@ -85,10 +82,10 @@ class ProcessExited:
 
 @dataclass(frozen=True, slots=True)
 class ProcessStats:
-    """What the system knows of a process."""
+    """What Linux knows about a process."""
 
     stopped: bool = False  # by SIGSTOP
-    cpu_s: float = 0.0  # computed since it began, all its threads together
+    cpu_s: float = 0.0  # CPU time of all its threads since it started
     queued_s: float = (
         0.0  # that its first thread could have computed, and others had the processors; of waits that ended
     )
@@ -97,7 +94,7 @@ class ProcessStats:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatsRead:
-    """All slots of the board and what the system says of their processes, at one moment."""
+    """The heartbeat board was read, with the statistics of its processes."""
 
     heartbeats: dict[str, Heartbeat]
     stats: dict[str, ProcessStats] = field(default_factory=dict)
@@ -105,7 +102,7 @@ class HeartbeatsRead:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSuspected:
-    """The gateway thinks that this worker does nothing."""
+    """The gateway suspects that this worker hangs."""
 
     child: str
     incarnation: int
@@ -114,26 +111,26 @@ class WorkerSuspected:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequested:
-    """The front of a catalogue wants this model's process."""
+    """The front of a catalog requests this model's process."""
 
     child: str
 
 
 @dataclass(frozen=True, slots=True)
 class UnloadRequested:
-    """The front of a catalogue wants it no more."""
+    """The front of a catalog requests the end of this model's process."""
 
     child: str
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """SIGTERM or SIGINT came; the second one means now."""
+    """SIGTERM or SIGINT arrived; the second one means now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Nothing happened but time."""
+    """Only time has passed."""
 
 
 RestartEvent = ProcessExited | HeartbeatsRead | WorkerSuspected | LoadRequested | UnloadRequested | StopRequested | Tick
@@ -144,7 +141,7 @@ RestartEvent = ProcessExited | HeartbeatsRead | WorkerSuspected | LoadRequested 
 
 @dataclass(frozen=True, slots=True)
 class ForkProcess:
-    """Start this incarnation (and, for a worker, tell the gateway)."""
+    """Fork this incarnation; the gateways are notified of a worker."""
 
     child: str
     incarnation: int
@@ -161,14 +158,14 @@ class SendSignal:
 
 @dataclass(frozen=True, slots=True)
 class NotifyGateways:
-    """Send this to the gateway."""
+    """Send this message to the gateways."""
 
     message: SupervisorMessage
 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """Something for the log."""
+    """A line for the log."""
 
     text: str
     warning: bool = False
@@ -176,7 +173,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class AllExited:
-    """Every child has ended.  ``complaint`` is the last line to be said, when giving up."""
+    """Every child has ended.  ``complaint``: why the service gave up, if it did."""
 
     code: int
     complaint: str | None = None
@@ -186,30 +183,30 @@ RestartEffect = ForkProcess | SendSignal | NotifyGateways | LogLine | AllExited
 
 
 GATEWAY = "gateway-0"
-"""The name of the first child that is not a worker."""
+"""The name of the first gateway."""
 
 INSIST_COUNT = 3
-"""The gateway insists when it has suspected one incarnation so often, over ``wedge_s`` at least."""
+"""An incarnation is killed when the gateway has suspected it this often, over at least ``wedge_s``."""
 
 
 COMPUTES_SHARE = 0.25
-"""A silent process that has lately had, or queued for, so much of one processor is busy, not stuck."""
+"""A silent process that has recently used, or queued for, this share of one processor is busy, not hung."""
 
 
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
 class ChildState(Enum):
-    """Where one child is."""
+    """The state of one child."""
 
     WAITING = auto()  # not running; forked at ``due``
     STARTING = auto()
     READY = auto()
-    ENDING = auto()  # was told to end, is not dead yet
+    ENDING = auto()  # a signal was sent; it has not ended yet
 
 
 class SupervisorState(Enum):
-    """Where the whole is."""
+    """The state of the whole service."""
 
     RUNNING = auto()
     DRAINING = auto()
@@ -229,23 +226,23 @@ class _Child:
     ready_since: float = 0.0
     quick_deaths: int = 0  # in a row, without a stable life in between
     unready_deaths: int = 0  # in a row, without ever having been ready
-    silence: float = 0.0  # observed seconds without a beat, beyond what was predicted
-    judged_silence: float = 0.0  # how far its silence had come when it was last noted, each ``wedge_s`` of it
-    judged_busy_s: float = 0.0  # how long it had computed, or queued for a processor, by then
-    runnable_s: float = 0.0  # of its silence since then: looks at which it computed, or waited for a processor
-    computes: bool = False  # silent, but not idle
-    stopped: bool = False  # somebody has stopped it
+    silence: float = 0.0  # observed seconds without a heartbeat, beyond the prediction
+    judged_silence: float = 0.0  # its silence when it was last judged, every ``wedge_s``
+    judged_busy_s: float = 0.0  # CPU and queueing time at that moment
+    runnable_s: float = 0.0  # of its silence since then: readings at which it was runnable
+    computes: bool = False  # silent but busy
+    stopped: bool = False  # by SIGSTOP
     last_beat: float = 0.0
     suspicions: int = 0
     suspected_since: float = 0.0
-    passing: bool = False
-    deadline: float | None = None  # of a passing child that was told to end
+    on_demand: bool = False
+    deadline: float | None = None  # of an on-demand child that was told to end
     is_worker: bool = True
 
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """The state machine.  ``handle`` is its only verb; the caller carries out the effects in order."""
+    """The state machine.  ``handle`` takes an event; the caller carries out the returned effects in order."""
 
     config: SuperviseConfig
     _children: dict[str, _Child] = field(default_factory=dict)
@@ -254,15 +251,15 @@ class RestartPolicy:
     _last_look: float | None = None
     _killed_all: bool = False
     _complaint: str | None = None
-    _passed: int = 0  # the highest incarnation of a passing child so far
+    _passed: int = 0  # the highest incarnation of an on-demand child so far
 
     @classmethod
     def of(cls, config: SuperviseConfig, gateways: Iterable[str] = (GATEWAY,)) -> RestartPolicy:
-        """A machine that has only the gateways, which do not run yet, or nobody."""
+        """A machine with the gateways, which do not run yet, and no workers."""
         return cls(config, {name: _Child(name, is_worker=False) for name in gateways})
 
     def add_workers(self, workers: Iterable[str]) -> None:
-        """From now on these workers are to run, too (their weights are loaded)."""
+        """Run these workers from now on: their weights are loaded."""
         for name in workers:
             self._children.setdefault(name, _Child(name))
 
@@ -275,7 +272,7 @@ class RestartPolicy:
         return known.phase if known is not None else ChildState.WAITING
 
     def is_silent(self, child: str) -> bool:
-        """Did it not beat at the last look, when it should have?"""
+        """Whether the child missed its heartbeat at the last reading."""
         known = self._children.get(child)
         return known is not None and known.silence > 0.0
 
@@ -283,7 +280,7 @@ class RestartPolicy:
         return all(child.phase is ChildState.READY for child in self._children.values())
 
     def next_deadline(self, now: float) -> float:
-        """When to call again with ``Tick`` (or ``HeartbeatsRead``) at the latest."""
+        """When to call ``handle`` again at the latest, with ``Tick`` or ``HeartbeatsRead``."""
         times = [now + self.config.look_s]
         if self._stage is SupervisorState.DRAINING or (self._stage is SupervisorState.ENDING and not self._killed_all):
             times.append(self._deadline)
@@ -291,7 +288,7 @@ class RestartPolicy:
         return max(now, min(times))
 
     def handle(self, event: RestartEvent, now: float) -> list[RestartEffect]:
-        """Take in one event; returns what is to be done, in order."""
+        """Apply one event; returns the effects to carry out, in order."""
         effects: list[RestartEffect] = []
         match event:
             case ProcessExited():
@@ -302,7 +299,9 @@ class RestartPolicy:
                 self._on_suspicion(event, now, effects)
             case LoadRequested():
                 if self._stage is SupervisorState.RUNNING:
-                    self._children.setdefault(event.child, _Child(event.child, passing=True, incarnation=self._passed))
+                    self._children.setdefault(
+                        event.child, _Child(event.child, on_demand=True, incarnation=self._passed)
+                    )
             case UnloadRequested():
                 self._on_dismissal(event.child, now, effects)
             case StopRequested():
@@ -326,12 +325,12 @@ class RestartPolicy:
                     _down(
                         child,
                         WorkerState.DEAD,
-                        event.exit.reason or str(event.exit) if child.passing else str(event.exit),
+                        event.exit.reason or str(event.exit) if child.on_demand else str(event.exit),
                         fault=event.exit.is_fault,
                     )
                 )
             )
-        if child.passing:
+        if child.on_demand:
             del self._children[child.name]
             return
         if self._stage is SupervisorState.ENDING:
@@ -356,13 +355,13 @@ class RestartPolicy:
         delay = self._backoff(child.quick_deaths)
         child.due = now + delay
         when = f"in {delay:.2f} s" if delay else "now"
-        if event.exit.code == 0 and was_ready:  # an operator asked for it, or a SIGTERM
+        if event.exit.code == 0 and was_ready:  # an operator or a SIGTERM requested it
             effects.append(LogLine(f"{child.name} has drained and ended; restarting {when}"))
         else:
             effects.append(LogLine(f"{child.name} ended: {event.exit}; restarting {when}", warning=True))
 
     def _backoff(self, deaths: int) -> float:
-        """Seconds before the restart that follows the ``deaths``-th quick death in a row; the first is at once."""
+        """Seconds before the restart after the ``deaths``-th quick death in a row; 0 after the first."""
         if deaths <= 1:
             return 0.0
         return min(self.config.backoff_max_s, self.config.backoff_first_s * 2.0 ** min(deaths - 2, 32))
@@ -432,7 +431,7 @@ class RestartPolicy:
 
     def _on_dismissal(self, name: str, now: float, effects: list[RestartEffect]) -> None:
         child = self._children.get(name)
-        if child is None or not child.passing or child.phase not in _RUNS:
+        if child is None or not child.on_demand or child.phase not in _RUNS:
             return
         child.phase = ChildState.ENDING
         child.deadline = now + self.config.drain_s + 2 * self.config.grace_s
@@ -446,14 +445,14 @@ class RestartPolicy:
 
     def _on_stop(self, now: float, effects: list[RestartEffect]) -> None:
         if self._stage is SupervisorState.DRAINING:
-            effects.append(LogLine("asked again: stopping now"))
+            effects.append(LogLine("second request: stopping now"))
             self._end(now, effects)
         elif self._stage is SupervisorState.ENDING and all(child.is_worker for child in self._children.values()):
-            effects.append(LogLine("asked again: stopping now"))
+            effects.append(LogLine("second request: stopping now"))
             self._end(now, effects, again=True)
         elif self._stage is SupervisorState.RUNNING:
             gateways = [child for child in self._children.values() if not child.is_worker]
-            if not gateways:  # workers have gateways elsewhere, and time to hand their answers over
+            if not gateways:  # the gateways are on other hosts: workers migrate their requests
                 self._end(now, effects, self.config.drain_s)
                 return
             if not any(gateway.phase in _RUNS for gateway in gateways):
@@ -497,7 +496,7 @@ class RestartPolicy:
     def _fork(self, child: _Child, effects: list[RestartEffect]) -> None:
         child.phase = ChildState.STARTING
         child.incarnation += 1
-        if child.passing:
+        if child.on_demand:
             self._passed = max(self._passed, child.incarnation)
         child.ready_since = child.silence = child.last_beat = 0.0
         child.computes = False
@@ -512,7 +511,7 @@ def _down(child: _Child, state: WorkerState, reason: str, *, fault: bool) -> Wor
 
 
 def gave_up_message(child: str, deaths: int, last: ProcessExit) -> str:
-    """One line: what ended the child again and again, and a command that is likely to work."""
+    """One line: why the child kept ending, and a command that is likely to work."""
     head = f"{child} ended {deaths} times before it was ready, giving up: {last}"
     match last.signal:
         case signal.SIGILL:
@@ -520,6 +519,6 @@ def gave_up_message(child: str, deaths: int, last: ProcessExit) -> str:
         case signal.SIGKILL | signal.SIGBUS:
             return f"{head}; most likely out of memory: try `penstock serve --kv-memory 128MiB`"
         case None:
-            return f"{head}; `penstock doctor` tells what this machine has"
+            return f"{head}; `penstock doctor` shows what this machine has"
         case _:
             return f"{head}; the kernels crashed: try `penstock serve --kernels portable`"

@@ -1,4 +1,4 @@
-"""The folder in which the workers of one run listen: nobody but their own user can reach them there.
+"""The folder of one run's worker sockets, accessible to its user only.
 
 ::
 
@@ -7,7 +7,7 @@
         lock                       held (flock(2)) as long as the run lasts
         decode-0-2                 the mailbox of a worker's second incarnation
 
-A run that was killed leaves its folder behind; the next run of the same user on this host removes it.
+The folder of a killed run stays; the next run of the same user on this host removes it.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from penstock.types import WorkerId
 _NAME = re.compile(r"\.?penstock-[0-9a-f]{12}")
 _LOCK = "lock"
 _JUST_MADE_S = 60.0
-"""A hidden folder may be one that another run is about to lock."""
+"""A hidden folder younger than this may be about to be locked by another run."""
 
 MOST_PATH_BYTES = 107
-"""Of a socket (unix(7))."""
+"""The most bytes of a socket's path (unix(7))."""
 
 _LONGEST_NAME = 24
-"""Of a worker and its incarnation, as far as names of this host's workers go."""
+"""The longest name of a worker of this host with its incarnation."""
 
 log = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """One run's.  ``close`` removes it with all that is in it."""
+    """The folder of one run.  ``close`` removes it with its content."""
 
     def __init__(self, bases: Iterable[Path] | None = None) -> None:
-        """Makes it in the first of ``bases`` that is there and can be written.  Raises ConfigError where none is."""
+        """Create it in the first of ``bases`` that exists and is writable.  Raises ConfigError if none is."""
         tried: list[str] = []
         for base in default_bases() if bases is None else bases:
             try:
@@ -61,7 +61,7 @@ class RunFolder:
         )
 
     def endpoint(self, worker: WorkerId, incarnation: int) -> str:
-        """Where this incarnation listens.  What an earlier one has left behind is removed."""
+        """Where this incarnation listens.  The socket of the previous one is removed."""
         with contextlib.suppress(FileNotFoundError):
             (self.path / f"{worker}-{incarnation - 1}").unlink()
         return f"ipc://{self.path / f'{worker}-{incarnation}'}"
@@ -75,7 +75,7 @@ class RunFolder:
 
 
 def default_bases() -> list[Path]:
-    """Where to look for a place, in this order."""
+    """The parent folders to try, in order."""
     own = os.environ.get("XDG_RUNTIME_DIR")
     named = [Path(own)] if own else []
     return [*named, Path(tempfile.gettempdir()), Path("/tmp"), Path("/dev/shm"), Path("/run")]  # noqa: S108 - mode 0700
@@ -99,7 +99,7 @@ def _made(base: Path) -> tuple[Path, int]:
 
 
 def remove_stale_folders(base: Path) -> None:
-    """Remove what runs of this user that were killed have left in ``base``."""
+    """Remove the folders of this user's killed runs in ``base``."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(base):
             if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
@@ -109,7 +109,7 @@ def remove_stale_folders(base: Path) -> None:
 
 
 def _is_left(entry: os.DirEntry[str], found: os.stat_result) -> bool:
-    """Is nobody there any more?"""
+    """Whether the folder's run has ended."""
     if entry.name.startswith(".") and time.time() - found.st_mtime < _JUST_MADE_S:
         return False
     try:
@@ -128,7 +128,7 @@ def _is_left(entry: os.DirEntry[str], found: os.stat_result) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """With the sockets and the lock in it; a folder with anything else stays."""
+    """Remove the folder with its sockets and lock; a folder with anything else stays."""
     try:
         for entry in list(os.scandir(path)):
             if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode) or entry.name == _LOCK:

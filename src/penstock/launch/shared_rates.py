@@ -1,13 +1,12 @@
-"""The rates of tenants, where all gateways of a host see them (``edge.rates.Buckets``): one that is forked anew begins
-with what is left, and several share it.
+"""Tenants' token buckets in memory that all gateways of a host share: a restarted gateway goes on with what is left.
 
 ::
 
     slot (32 bytes):  hash of tenant and unit, 16 | left, double | at, double     found by open addressing
 
-A gateway holds the file's lock while it looks and writes, some microseconds.  The kernel takes the lock from one that
-dies; where one is stopped while it holds it, others go on without, and a request may be counted wrongly.  The memory
-has no name: it is gone when the last process that maps it is.
+A gateway holds the file's lock while it reads and writes, for some microseconds.  Linux releases the lock of a process
+that dies; if one is stopped while it holds the lock, others go on without it, and a request may be miscounted.  The
+memory is anonymous: it is freed with the last process that maps it.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ _HASH_BYTES = 16
 _FREE = b"\0" * _HASH_BYTES
 _PROBES = 64
 _LOCK_TRIES = 1000
-"""Some milliseconds: a thousand times as long as anybody holds the lock that is not stopped."""
+"""Some milliseconds: a thousand times as long as a running process holds the lock."""
 
 
 class SharedTokenBuckets:
-    """Made before gateways are forked; each of them uses it from one thread."""
+    """Constructed before gateways are forked; each of them uses it from one thread."""
 
     def __init__(self, max_tenants: int) -> None:
-        """Room for twice the buckets of so many tenants."""
+        """Allocates twice the buckets of ``max_tenants``."""
         self._slots = 1 << (4 * max_tenants - 1).bit_length()
         self.descriptor = os.memfd_create("penstock-rates")
         weakref.finalize(self, os.close, self.descriptor)
@@ -46,7 +45,6 @@ class SharedTokenBuckets:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """See ``RateBuckets``."""
         locked = self._lock()
         try:
             yield
@@ -55,13 +53,11 @@ class SharedTokenBuckets:
                 fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
 
     def get(self, tenant: str, unit: str) -> BucketLevel | None:
-        """See ``RateBuckets``."""
         name = _name(tenant, unit)
         at = self._find(name)
         return BucketLevel(*_LEVEL.unpack_from(self._memory, at + _HASH_BYTES)) if self._holds(at, name) else None
 
     def put(self, tenant: str, unit: str, level: BucketLevel) -> None:
-        """See ``RateBuckets``."""
         name = _name(tenant, unit)
         _SLOT.pack_into(self._memory, self._find(name), name, *level)
 
@@ -78,8 +74,8 @@ class SharedTokenBuckets:
         return self._memory[at : at + _HASH_BYTES] == name
 
     def _find(self, name: bytes) -> int:
-        """Where the slot of this name begins; or a free one; or the one that was used longest ago, which is full again
-        unless there are far more tenants than there may be."""
+        """Offset of this name's slot, else of a free one, else of the least recently used one, whose bucket is full
+        again unless there are far more tenants than allowed."""
         first = int.from_bytes(name[:8], "little")
         for i in range(_PROBES):
             at = (first + i) % self._slots * _SLOT.size

@@ -1,6 +1,6 @@
-"""``--sparse-attention``: from its settings to the model that is served, which is another model by its identity.
+"""``--sparse-attention``: applies its settings to the model, whose numerics class changes with them.
 
-Knows nothing about how blocks are chosen (``kernels.sparse``).
+Knows nothing about how blocks are chosen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DETAILS = ("sparse_sinks", "sparse_window", "sparse_blocks", "sparse_from")
 
 
 def with_sparse_attention(spec: ModelSpec, config: EngineSettings) -> ModelSpec:
-    """The model as the settings want it read.  Raises ConfigError where nothing of it can be read sparsely."""
+    """The model with sparse attention as the settings say.  Raises ConfigError if the model cannot have it."""
     if not config.sparse_attention:
         defaults = EngineSettings()
         for name in _DETAILS:
@@ -28,10 +28,10 @@ def with_sparse_attention(spec: ModelSpec, config: EngineSettings) -> ModelSpec:
                 raise ConfigError(f"{flag}: only used by --sparse-attention; add that, or leave {flag} out")
         return spec
     if spec.task is not Task.GENERATE:
-        raise ConfigError(f"--sparse-attention: {spec.architecture} is not a language model that writes")
+        raise ConfigError(f"--sparse-attention: {spec.architecture} is not a generative language model")
     if spec.architecture not in DECODERS:
         raise ConfigError(
-            f"--sparse-attention: {spec.architecture} is computed by code of its own, which reads everything"
+            f"--sparse-attention: {spec.architecture} is computed by its own code, which has full attention only"
         )
     if FULL_ATTENTION not in spec.kv.reaches:
         raise ConfigError(f"--sparse-attention: every layer of {spec.architecture} has a window; nothing can be saved")
@@ -39,7 +39,7 @@ def with_sparse_attention(spec: ModelSpec, config: EngineSettings) -> ModelSpec:
 
 
 def sparse_settings(config: EngineSettings) -> Sparse:
-    """What the settings say, in whole blocks."""
+    """The settings in whole blocks."""
     return Sparse(
         sinks=-(-config.sparse_sinks // BLOCK_KEYS),
         window=-(-config.sparse_window // BLOCK_KEYS),
@@ -49,13 +49,13 @@ def sparse_settings(config: EngineSettings) -> Sparse:
 
 
 def sparse_numerics(spec: ModelSpec, numerics: str) -> str:
-    """The numerics class of this model's answers: the backend's, and how little is read."""
+    """The numerics class of the model's output: the backend's, with the sparsity."""
     return numerics if spec.sparse is None else f"{numerics}-{spec.sparse.name}"
 
 
 def sparse_line(sparse: Sparse) -> str:
-    """For the log."""
+    """One line for the start-up log."""
     return (
-        f"sparse attention: from position {sparse.start} on a token reads at most {sparse.keys} tokens before it; "
-        "answers to long prompts are not those of full attention (docs/sparse-attention.md)"
+        f"sparse attention: from position {sparse.start} on a token attends to at most {sparse.keys} earlier tokens; "
+        "output for long prompts differs from full attention (docs/sparse-attention.md)"
     )

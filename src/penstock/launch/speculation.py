@@ -1,6 +1,6 @@
-"""A head or a draft model, loaded beside the model that it guesses for, and who guesses with it in a worker.
+"""Loads a draft head or draft model, and makes a worker's speculator from it.
 
-Only what loads weights and what computes imports this.
+Imported only by processes that load weights or compute.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.engine.spec.draft_model import SLOT_TOKENS, Drafter, DraftModelSou
 from penstock.engine.spec.proposer import DraftModelProposer, NgramProposer
 from penstock.kernels.operands import Array, KvShape
 from penstock.kernels.ops import Ops, StepProgram
-from penstock.launch.draft_model import DraftHeadSource, DraftSource
+from penstock.launch.draft_model import DraftFolder, DraftHeadFolder
 from penstock.weights.eagle import load_draft_head
 from penstock.weights.load import LoadedModel, load_model
 
@@ -38,20 +38,20 @@ class LoadedDraftModel:
 LoadedDraft = EagleHead | LoadedDraftModel
 
 
-def load_draft(found: DraftSource, model: LoadedModel, ops: Ops, threads: int) -> LoadedDraft:
-    """Into memory, to be shared with every worker.  Raises ModelError."""
-    if isinstance(found, DraftHeadSource):
+def load_draft(found: DraftFolder, model: LoadedModel, ops: Ops, threads: int) -> LoadedDraft:
+    """Load it into memory that all workers share.  Raises ModelError."""
+    if isinstance(found, DraftHeadFolder):
         head = load_draft_head(found.path, found.spec, model.weights_hash, ops)
-        log.info("guessing with the head in %s, %d outputs", found.path, found.spec.outputs)
+        log.info("drafting with the head in %s, %d outputs", found.path, found.spec.outputs)
         return build_head(head, model, ops, SLOT_TOKENS)
     loaded = load_model(found.path, found.spec, ops, threads=threads)
-    log.info("guessing with %s: %.1f M parameters", found.path, found.spec.parameters / 1e6)
-    kv = replace(found.spec.kv, groups=())  # within so few tokens nothing falls out of a window
+    log.info("drafting with %s: %.1f M parameters", found.path, found.spec.parameters / 1e6)
+    kv = replace(found.spec.kv, groups=())  # its contexts are shorter than any window
     return LoadedDraftModel(build_model(loaded, ops, SLOT_TOKENS), kv, found.spec.vocab)
 
 
 def record_step(model: Model, ops: Ops, kv: Array, loaded: LoadedDraft | None) -> StepProgram:
-    """The model's step, which hands out what a head reads."""
+    """The model's step program, which gives a draft head the hidden states that it reads."""
     return ops.record(model, kv, tapped=loaded.tapped if isinstance(loaded, EagleHead) else ())
 
 

@@ -1,4 +1,4 @@
-"""What the start-up log tells a person: what runs where, what was decided, and how to talk to it."""
+"""The lines of the start-up log: what runs where, what was decided, and how to use it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.types import Task
 from penstock.weights.architecture.spec import ModelSpec
 
 PROGRESS_EVERY_S = 2.0
-"""A long loading tells how far it is so often."""
+"""Between two progress lines of a long load."""
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def model_lines(
     *,
     generation_config: str = "none",
 ) -> Iterator[str]:
-    """What will be served, before anything is loaded; ``generation_config``: as ``config.schema.RequestConfig``."""
+    """The model, before it is loaded.  ``generation_config``: as ``config.schema.RequestConfig``."""
     yield (
         f"penstock {__version__}, model {name}: {spec.architecture}, {spec.parameters / 1e6:,.1f} M parameters, "
         f"context {max_model_len} tokens, from {located.path}"
@@ -57,9 +57,9 @@ def model_lines(
 
 
 def fleet_lines(plan: ServePlan, pid: Callable[[str], int | None]) -> Iterator[str]:
-    """One line a worker, and one for what they share."""
+    """One line per worker, and one for what they share."""
     if plan.scheduler.pooling is not None:
-        yield f"kernels {plan.family}, {plan.dtype}; texts are only read: one phase, no decode workers"
+        yield f"kernels {plan.family}, {plan.dtype}; a pooling model: one phase, no decode workers"
     else:
         yield _memory_line(plan)
     for worker in plan.workers:
@@ -69,11 +69,11 @@ def fleet_lines(plan: ServePlan, pid: Callable[[str], int | None]) -> Iterator[s
 def _memory_line(plan: ServePlan) -> str:
     kept = "" if plan.kv_dtype == plan.dtype else f" in {plan.kv_dtype}"
     reading = (
-        "" if plan.prefill_plan is None else f" (prompts: {plan.prefill_plan.family} on {plan.prefill_plan.device})"
+        "" if plan.prefill_plan is None else f" (prefill: {plan.prefill_plan.family} on {plan.prefill_plan.device})"
     )
     scheduler = plan.scheduler
     size = format_size(scheduler.pages * plan.page_bytes)
-    if scheduler.reaches == (FULL_ATTENTION,):  # of layers with windows a request holds fewer
+    if scheduler.reaches == (FULL_ATTENTION,):  # with windowed layers a request holds fewer pages
         tokens = scheduler.pages * scheduler.page_tokens
         size += f": {tokens:,} tokens, {tokens // scheduler.max_model_len:,} requests of {scheduler.max_model_len:,}"
     return (
@@ -84,12 +84,12 @@ def _memory_line(plan: ServePlan) -> str:
 
 
 def join_lines(endpoints: Iterable[str]) -> Iterator[str]:
-    """Whose workers are used."""
+    """The endpoints of the workers on other hosts."""
     yield f"no workers here; waiting for {', '.join(endpoints)} to join"
 
 
 def worker_lines(endpoint: str, model: str | None, keys: str, *, took: str) -> Iterator[str]:
-    """Ready, and the command with which a gateway joins it; ``model`` as it was named, None for the bundled one."""
+    """The last lines of ``penstock worker``: ready, and how to join it.  ``model`` as given; None: bundled."""
     yield f"ready after {took}, at {endpoint}"
     words = ["penstock", "serve"]
     if model is not None:
@@ -100,7 +100,7 @@ def worker_lines(endpoint: str, model: str | None, keys: str, *, took: str) -> I
 
 
 def _reachable(endpoint: str) -> str:
-    """An address that other hosts can use, where the worker listens on all of its own."""
+    """The endpoint for other hosts: this host's name if the worker listens on all addresses."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:
         everywhere = host == "*" or ipaddress.ip_address(host.strip("[]")).is_unspecified
@@ -112,7 +112,7 @@ def _reachable(endpoint: str) -> str:
 def client_lines(
     url: str, served: tuple[str, Task], *, needs_key: bool, took: str, state: str = "ready"
 ) -> Iterator[str]:
-    """Ready, and how to talk to it: ``served`` is the model's name and what it is for."""
+    """The last lines of ``penstock serve``: ready, and commands to try.  ``served``: the model's name and task."""
     yield f"{state} after {took}: {url}" + (", with a key" if needs_key else "") + f"; metrics: {url}/metrics"
     model, task = served
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if needs_key else ""
@@ -132,7 +132,7 @@ def client_lines(
 
 
 def _cores(worker: WorkerPlan) -> str:
-    """Its own cores, and those that it may borrow."""
+    """The worker's own threads, and the cores that it may borrow."""
     own = f"{worker.threads} thread{'s' if worker.threads > 1 else ''}"
     if worker.cpus:
         own += f" on processors {format_cpus(worker.cpus)}"
@@ -143,7 +143,7 @@ def _cores(worker: WorkerPlan) -> str:
 
 
 class StartupTimer:
-    """How long each part of a start took, counted from ``began``."""
+    """Measures the phases of a start, from ``began``."""
 
     def __init__(self, began: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._began = self._last = began
@@ -151,7 +151,7 @@ class StartupTimer:
         self._parts: list[str] = []
 
     def end_phase(self, phase: str) -> None:
-        """This is over, and the next begins."""
+        """End the current phase and begin the next."""
         now = self._clock()
         self._parts.append(f"{phase} {now - self._last:.2f}")
         self._last = now
@@ -161,7 +161,7 @@ class StartupTimer:
 
 
 class LoadProgressLog:
-    """Called while weights are loaded: lets the supervisor look around, and tells how far a long loading is."""
+    """Called while weights are loaded: polls the supervisor, and logs the progress of a long load."""
 
     def __init__(self, keep_watch: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._keep_watch = keep_watch
@@ -169,7 +169,7 @@ class LoadProgressLog:
         self._said = (clock(), 0)
 
     def __call__(self, done: int, total: int) -> None:
-        """``done`` of ``total`` bytes have been read; both are equal while they are only hashed."""
+        """``done`` of ``total`` bytes are loaded; both are equal while the weights are only hashed."""
         self._keep_watch()
         now, (then, before) = self._clock(), self._said
         if now < then + PROGRESS_EVERY_S or done >= total:

@@ -1,12 +1,12 @@
 """The supervisor's loop: one thread, one poll(), no asyncio, no ZeroMQ; it forks, watches, kills and reaps.
 
-    pidfd readable      a child has ended          -> Died
-    channel readable    the gateway says something -> Suspected
-    wake-up pipe        SIGTERM, SIGINT, SIGHUP    -> StopAsked
-    time                read the heartbeat board   -> Looked
+    pidfd readable      a child has ended          -> ProcessExited
+    channel readable    the gateway says something -> WorkerSuspected
+    wake-up pipe        SIGTERM, SIGINT, SIGHUP    -> StopRequested
+    time                read the heartbeat board   -> HeartbeatsRead
 
-All decisions are those of ``restart.Restarts``; what a child does is a ``ChildSpec`` that it is given.  Whatever ends this
-loop, an exception included, no child outlives it.
+``restart_policy.RestartPolicy`` decides, a ``ChildSpec`` says what a child runs.  However this loop ends, by an
+exception too, no child outlives it.
 """
 
 from __future__ import annotations
@@ -57,24 +57,24 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StoppedEarly(Exception):  # noqa: N818 - not an error: somebody asked for it
-    """Told to stop before everything had started."""
+    """The service was stopped before everything had started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
-    """What a forked child does: ``body`` returns its exit code; ``keep`` are the descriptors it needs."""
+    """What a forked child runs: ``main`` returns its exit code; ``inherited_fds`` are the descriptors that it needs."""
 
     main: Callable[[], int]
     inherited_fds: tuple[int, ...] = ()
     endpoint: str = ""  # a worker's mailbox
-    on_forked: Callable[[], None] = lambda: None  # what only the child keeps; called here once it runs
+    on_forked: Callable[[], None] = lambda: None  # closes what only the child keeps; called in the parent
 
 
 class ChildSpecs(Protocol):
-    """Knows what each child does."""
+    """Makes the specification of each child."""
 
     def gateway_spec(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
-        """A gateway; ``channel`` is its end of the line to us."""
+        """A gateway; ``channel`` is its end of the channel to the supervisor."""
         ...
 
     def worker_spec(self, worker: WorkerId, incarnation: int) -> ChildSpec:
@@ -90,9 +90,9 @@ class _Running:
 
 
 class Supervisor:
-    """``slots`` name all children, ``gateways`` those that are no workers; one that has no slot is not there.
+    """Supervises child processes: ``slots`` names all of them, ``gateways`` those that are gateways.
 
-    Use as a context manager: ``start`` the gateways, ``keep_watch`` while loading weights, then ``run``.
+    Use as a context manager: ``start`` the gateways, ``poll`` while weights are loaded, then ``run``.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Supervisor:
         *,
         gateways: Sequence[str] = (GATEWAY,),
     ) -> None:
-        """``pulse``: called at every look, and while weights are loaded."""
+        """``pulse``: called at every reading of the board, and while weights are loaded."""
         self._pulse = pulse
         self._config = config
         self._jobs = jobs
@@ -126,7 +126,7 @@ class Supervisor:
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_r, False)
         os.set_blocking(self._wake_w, False)
-        # One of several services is stopped by who forked it; a terminal's signals are for that one.
+        # A service of a catalog is stopped by its parent, which also handles the terminal's signals.
         asked = STOP_SIGNALS if self._pulse is None else (signal.SIGTERM,)
         caught = [s for s in asked if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]  # nohup
         self._handlers = {signum: signal.signal(signum, lambda *_: None) for signum in caught}
@@ -151,18 +151,18 @@ class Supervisor:
         os.close(self._wake_w)
 
     def on_stopping(self, action: Callable[[], None]) -> None:
-        """Call this once, as soon as stopping begins."""
+        """Call ``action`` once, as soon as stopping begins."""
         self._stoppers.append(action)
 
     def start(self) -> None:
-        """Fork the gateways, where there are any."""
+        """Fork the gateways."""
         self._look()
 
     def poll(self) -> None:
-        """Has anybody told us to stop?  To be called often while weights are loaded.
+        """Check for a stop request; to be called often while weights are loaded.
 
-        Loading has threads, so nothing is forked meanwhile: the death of a child is seen when ``run`` begins.
-        Raises Stopped; once the threads have ended, ``wind_up``.
+        Loading uses threads, so nothing is forked meanwhile: the death of a child is handled when ``run`` starts.
+        Raises StoppedEarly; once the threads have ended, call ``wait_until_stopped``.
         """
         if self._pulse is not None:
             self._pulse()
@@ -171,12 +171,12 @@ class Supervisor:
             raise StoppedEarly
 
     def wait_until_stopped(self) -> None:
-        """Told to stop: wait until everything has ended."""
+        """After StoppedEarly: wait until all children have ended."""
         while self._done is None:
             self._turn(None)
 
     def run(self, roles: Mapping[WorkerId, Role], ready: Callable[[], None]) -> int:
-        """Fork the workers and watch over everything until it has ended; returns the exit code.
+        """Fork the workers and supervise until all children have ended; returns the exit code.
 
         ``ready`` is called once, when all children are ready.  Raises GaveUp.
         """
@@ -194,11 +194,11 @@ class Supervisor:
 
     @property
     def has_gateways(self) -> bool:
-        """Or are there only workers here?"""
+        """Whether this host has gateways."""
         return bool(self._gateways)
 
     def pid(self, child: str) -> int | None:
-        """Of the running incarnation."""
+        """Process id of the running incarnation; None: it does not run."""
         running = self._running.get(child)
         return running.process.pid if running else None
 
@@ -209,7 +209,7 @@ class Supervisor:
     # --- one turn ----------------------------------------------------------------------------------------------------
 
     def _turn(self, timeout_s: float | None) -> None:
-        """Wait until something happens or is due (at most ``timeout_s``), and handle all of it."""
+        """Wait until something happens or is due (at most ``timeout_s``), and handle it."""
         now = time.monotonic()
         if timeout_s is None:
             timeout_s = max(0.0, min(self._machine.next_deadline(now), self._next_look) - now)
@@ -254,14 +254,14 @@ class Supervisor:
                     self._want(message.worker)
                 elif isinstance(message, UnloadModel):
                     self._handle(UnloadRequested(message.worker))
-        except EOFError:  # the gateway closed it; should it not be dead, it will be found wedged
+        except EOFError:  # closed by the gateway; if it is not dead, it will be found hung
             channel.close()
             self._channels.pop(name, None)
         except ProtocolError as error:
             log.warning("from %s: %s", name, error)
 
     def _want(self, name: str) -> None:
-        """A front can want what has a place on the board, nothing else."""
+        """Request a model; only those with a slot on the board are known."""
         if name in self._slots and name not in self._gateways:
             self._handle(LoadRequested(name))
 
@@ -326,7 +326,7 @@ class Supervisor:
         except (
             OSError,
             ProcessHasThreads,
-        ) as error:  # no process, descriptor or memory, or a thread: as if it died at once
+        ) as error:  # no process, descriptor or memory, or a thread: treated as an immediate death
             self._handle(ProcessExited(name, incarnation, ProcessExit(code=1, reason=f"cannot start it: {error}")))
 
     def _fork_gateway(self, name: str, incarnation: int, slot: HeartbeatSlot) -> None:

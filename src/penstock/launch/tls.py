@@ -1,7 +1,7 @@
-"""TLS where clients come in: the certificate and its key, read again when they change.
+"""The TLS certificate of a gateway and its key, reloaded when the files change.
 
-New connections get the new certificate, open ones keep theirs.  Files that do not fit together, as they may not while
-they are being replaced, leave the old ones in force.  Knows nothing about HTTP.
+New connections get the new certificate, open ones keep theirs.  If the files do not match, as while they are being
+replaced, the old ones stay in force.  Knows nothing about HTTP.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from penstock.telemetry.log import log_event
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Between two looks whether the files have changed."""
+"""Between two checks for changes of the files."""
 
 
 def checked_tls(config: ServeConfig) -> TlsConfig | None:
-    """The files of ``config``; None for HTTP in clear.  Raises ConfigError, in one line, for such as cannot be used."""
+    """The TLS settings of ``config``; None: plain HTTP.  Raises ConfigError if the files cannot be used."""
     tls = tls_config(config)
     if tls is not None:
         TlsCertificate(tls)
@@ -46,13 +46,14 @@ class TlsCertificate:
             self.reload_if_changed()
 
     def reload_if_changed(self) -> None:
-        """Take what has changed."""
+        """Load the files if they have changed."""
         stamp = self._stamp()
         if stamp == self._seen:
             return
         self._seen = stamp
         try:
-            self._read(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # what cannot be read must not touch the one in use
+            # In a new context first: files that cannot be read must not touch the one in use.
+            self._read(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
             self._read(self.context)
         except ConfigError as error:
             log_event(log, logging.WARNING, "the old certificate stays in force", reason=str(error))
@@ -78,7 +79,7 @@ class TlsCertificate:
             raise ConfigError(f"--tls-key {key}: has no private key in PEM (-----BEGIN PRIVATE KEY-----)")
         if b"ENCRYPTED" in private:
             plain = "openssl pkey -in KEY -out KEY_WITHOUT_PASSPHRASE"
-            raise ConfigError(f"--tls-key {key}: is encrypted, and nobody is there to ask for a passphrase: {plain}")
+            raise ConfigError(f"--tls-key {key}: is encrypted and cannot be opened; decrypt it: {plain}")
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
         try:

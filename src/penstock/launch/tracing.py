@@ -1,4 +1,4 @@
-"""Whether spans are recorded, and by whom: OpenTelemetry's SDK is imported only where somebody wants them."""
+"""Whether spans are recorded.  OpenTelemetry's SDK (``otlp``) is imported only if they are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEEDED = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.json.http", "
 
 
 def trace_config(asked: ServeConfig) -> TraceConfig:
-    """What is asked for, checked before anything is started.  Raises ConfigError."""
+    """The trace settings, checked before any process starts.  Raises ConfigError."""
     config = TraceConfig(
         endpoint=asked.trace_endpoint,
         file=asked.trace_file,
@@ -45,7 +45,7 @@ def _check(config: TraceConfig) -> None:
 
 
 def open_tracer(config: TraceConfig, *, model: str, process: str) -> OtlpTracer | None:
-    """What takes the spans of this process, to be closed at its end; None: nobody wants any."""
+    """The tracer of this process, to be closed at its end; None: spans are not recorded."""
     if not config.enabled:
         return None
     from penstock.launch.otlp import OtlpTracer
@@ -56,5 +56,5 @@ def open_tracer(config: TraceConfig, *, model: str, process: str) -> OtlpTracer 
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even its parent is
+    except ModuleNotFoundError:  # its parent package is missing, too
         return False

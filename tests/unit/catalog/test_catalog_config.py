@@ -65,7 +65,7 @@ REFUSED = {
     "a strange name": ('[[model]]\nname = "a b"\npath = "b"\n', "letters, digits"),
     "an unknown setting": (MODEL + "port = 8000\n", r"model 1 \(a\): no such setting of a model: port"),
     "a wrong value": (MODEL + 'kv_memory = "lots"\n', "kv_memory: expected a size"),
-    "a name twice": (MODEL + MODEL.replace('"a"', '"c"\naliases = ["a"]'), "'a' stands twice"),
+    "a name twice": (MODEL + MODEL.replace('"a"', '"c"\naliases = ["a"]'), "'a' occurs twice"),
     "no TOML": ("[[model", "not valid TOML"),
     "pinned by word": (MODEL + 'pinned = "yes"\n', "pinned must be true or false"),
 }

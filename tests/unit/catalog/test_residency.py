@@ -136,7 +136,7 @@ def test_memory_is_never_exceeded_and_nobody_waits_for_ever(script: list[tuple[s
         if what == "want":
             do(models.request_model(name))
         elif what == "unwant":
-            do(models.drop_request(name, nobody=True))
+            do(models.drop_request(name, last=True))
         elif what == "use" and models.state(name) is L:
             do(models.on_request_started(name, now))
             uses[name] += 1
@@ -156,4 +156,4 @@ def test_memory_is_never_exceeded_and_nobody_waits_for_ever(script: list[tuple[s
         for _ in range(12):
             settle()
         assert name in came or models.state(name) is L, name
-        do(models.drop_request(name, nobody=True))
+        do(models.drop_request(name, last=True))

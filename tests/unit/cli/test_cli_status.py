@@ -43,7 +43,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             raise KeyboardInterrupt
         return 200, answers.pop(0)
 
-    monkeypatch.setattr(status, "ask", ask)
+    monkeypatch.setattr(status, "request_json", ask)
     monkeypatch.setattr("penstock.cli.status.time.sleep", lambda _: None)
     monkeypatch.setattr("penstock.cli.status.time.monotonic", lambda: next(clock))
     return answers

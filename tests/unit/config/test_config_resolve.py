@@ -84,8 +84,8 @@ def test_encode_workers_have_cores_and_no_part_of_the_memory() -> None:
     assert listed.workers[2].cpus[0] == 16
     both = plan(SERVER, seeing, encode_workers=1, aggregated=True)
     assert [w.role for w in both.workers] == [Role.BOTH, Role.ENCODE]
-    refused("--encode-workers", "reads no images", encode_workers=1)
-    with pytest.raises(ConfigError, match="--role encode: storyteller reads no images"):
+    refused("--encode-workers", "takes no images", encode_workers=1)
+    with pytest.raises(ConfigError, match="--role encode: storyteller takes no images"):
         resolve_worker(WorkerServeConfig(role=Role.ENCODE), WorkerId("e"), LAPTOP, STORY)
     alone = resolve_worker(WorkerServeConfig(role=Role.ENCODE), WorkerId("e"), SERVER, seeing)
     assert [w.role for w in alone.workers] == [Role.ENCODE]
@@ -101,8 +101,8 @@ def test_a_model_that_only_reads_has_one_kind_of_worker() -> None:
     assert plan(model=bge, kv_memory=GIB).scheduler.pages == made.scheduler.pages  # more pages would count nothing
     assert [w.worker for w in plan(model=bge, prefill=2).workers] == ["both-0", "both-1"]
     for flag in ({"decode": 1}, {"prefill_cores": "0"}, {"decode_cores": "1"}):
-        refused(f"--{next(iter(flag)).replace('_', '-')}: bge only reads", model=bge, **flag)
-    with pytest.raises(ConfigError, match="--role prefill: bge only reads"):
+        refused(f"--{next(iter(flag)).replace('_', '-')}: bge is a pooling model", model=bge, **flag)
+    with pytest.raises(ConfigError, match="--role prefill: bge is a pooling model"):
         resolve_worker(WorkerServeConfig(role=Role.PREFILL), WorkerId("w"), LAPTOP, bge)
 
 
@@ -156,11 +156,11 @@ def test_a_gpu_is_found_and_serves_both_phases_from_what_is_free() -> None:
     assert [(w.worker, w.role) for w in made.workers] == [("both-0", Role.BOTH)]
     left = H200.free_bytes - 2 * LLAMA.parameters - GIB // 2 - RUNTIME_BYTES
     assert made.scheduler.pages == left // LLAMA.page_bytes_bf16
-    assert "on NVIDIA H200: 139.0 of 140.0 GiB free; found by itself" in made.notes[0]
-    assert plan(GPU_SERVER, model, device="cuda").notes[0].endswith("as --device cuda says")
+    assert "on NVIDIA H200: 139.0 of 140.0 GiB free; chosen automatically" in made.notes[0]
+    assert plan(GPU_SERVER, model, device="cuda").notes[0].endswith("by --device cuda")
     small = plan(GPU_SERVER, model, kv_memory=GIB, max_model_len=512)
     assert small.scheduler.pages == GIB // LLAMA.page_bytes_bf16
-    refused("are free beside the weights", machine=GPU_SERVER, model=model, kv_memory=130 * GIB)
+    refused("free besides the weights", machine=GPU_SERVER, model=model, kv_memory=130 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -168,21 +168,21 @@ def test_a_gpu_is_found_and_serves_both_phases_from_what_is_free() -> None:
     [
         ({"prefill": 1}, "--prefill asks for workers of one phase"),
         ({"decode_cores": "0-3"}, "--decode-cores asks for workers of one phase"),
-        ({"kernels": "avx512_bf16"}, "--kernels avx512_bf16 are a processor's"),
-        ({"kv_host": GIB}, "--kv-host is for workers on processors"),
+        ({"kernels": "avx512_bf16"}, "--kernels avx512_bf16 are for CPUs"),
+        ({"kv_host": GIB}, "--kv-host is for CPU workers"),
     ],
 )
 def test_a_gpu_is_left_alone_where_that_was_meant(flags: dict[str, object], why: str) -> None:
     made = plan(GPU_SERVER, STORY, **flags)
     assert (made.device, made.split) == ("cpu", True)
-    assert made.notes[0] == f"NVIDIA H200 is not used: {why}; --device cuda would have it used"
+    assert made.notes[0] == f"NVIDIA H200 is not used: {why}; to use it add --device cuda"
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"parameters": 80 * 10**9}, "llama-8b needs 149GiB for its weights, 139GiB are free there"),
-        ({"sees": True}, "reads images or sounds"),
+        ({"multimodal": True}, "takes images or audio"),
     ],
 )
 def test_a_model_that_does_not_suit_a_gpu_is_served_beside_it(changes: dict[str, object], why: str) -> None:
@@ -208,20 +208,20 @@ def test_a_gpu_that_was_asked_for_is_used_or_refused_with_the_reason() -> None:
     refused("--device cuda: there is a CUDA driver, but no torch; pip", machine=lacking, device="cuda")
     assert plan(lacking).notes[0] == "no GPU is used: there is a CUDA driver, but no torch (pip)"
     with pytest.raises(ConfigError, match="--kv-disk with --device cuda: pages in its memory are not stored"):
-        resolve_kv_store(ServeConfig(kv_disk="/d"), "cuda", writes=True)
+        resolve_kv_store(ServeConfig(kv_disk="/d"), "cuda", generates=True)
 
 
 def test_a_mooncake_store_is_asked_for_by_its_master() -> None:
     key = ServeConfig(kv_mooncake="moon:50051", kv_mooncake_size=64 << 20, kv_key="/k")
-    made = resolve_kv_store(key, "cpu", writes=True)
+    made = resolve_kv_store(key, "cpu", generates=True)
     assert (made.mooncake, made.mooncake_bytes, made.key_file) == ("moon:50051", 64 << 20, "/k")
-    assert resolve_kv_store(ServeConfig(), "cpu", writes=True).mooncake is None
+    assert resolve_kv_store(ServeConfig(), "cpu", generates=True).mooncake is None
     with pytest.raises(ConfigError, match="add --kv-mooncake HOST:PORT"):
-        resolve_kv_store(ServeConfig(kv_mooncake_size=1), "cpu", writes=True)
+        resolve_kv_store(ServeConfig(kv_mooncake_size=1), "cpu", generates=True)
     with pytest.raises(ConfigError, match="--kv-key is for pages on disk or in a remote tier"):
-        resolve_kv_store(ServeConfig(kv_key="/k", kv_host=1 << 20), "cpu", writes=True)
+        resolve_kv_store(ServeConfig(kv_key="/k", kv_host=1 << 20), "cpu", generates=True)
     with pytest.raises(ConfigError, match="--kv-mooncake with --device cuda"):
-        resolve_kv_store(ServeConfig(kv_mooncake="moon:50051"), "cuda", writes=True)
+        resolve_kv_store(ServeConfig(kv_mooncake="moon:50051"), "cuda", generates=True)
 
 
 @pytest.mark.parametrize("machine", [SERVER, GPU_SERVER])
@@ -318,7 +318,7 @@ def test_a_context_that_was_asked_for_fits_or_is_refused() -> None:
 
 
 def test_more_than_the_model_or_the_machine_has_is_refused() -> None:
-    refused("--max-model-len 4096", "made for 2048 tokens", max_model_len=4096)
+    refused("--max-model-len 4096", "has 2048 positions", max_model_len=4096)
     refused("14GiB for its weights", model=LLAMA, machine=msgspec.structs.replace(
         LAPTOP, memory_bytes=12 * GIB))  # fmt: skip
     refused("--kv-memory 12GiB for each of 2 workers", kv_memory=12 * GIB)

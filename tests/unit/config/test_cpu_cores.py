@@ -64,7 +64,9 @@ def test_workers_stay_within_a_node() -> None:
     made = division(cores(24, nodes=2), fleet(1, 2))
     assert [format_cpus(s.cpus) for s in made.shares] == ["0-7", "12-19", "8-11,20-23"]
     assert made.numa_nodes == (0, 1)
-    assert made.notes == ("memory nodes: prefill-0 on 0; decode-0 on 1; decode-1 on 0-1; weights are spread over all",)
+    assert made.notes == (
+        "NUMA nodes: prefill-0 on 0; decode-0 on 1; decode-1 on 0-1; weights are interleaved over all",
+    )
     assert [format_cpus(s.cpus) for s in division(cores(24, nodes=2), fleet(2, 2)).shares] == [
         "0-5",
         "6-11",
@@ -79,7 +81,7 @@ def test_one_core_is_shared_and_decode_goes_first() -> None:
         (1, SHARED_PREFILL_NICENESS, 0, ()),
         (1, 0, 0, ()),
     ]
-    assert made.notes == ("prefill and decode share cores: decode has the right of way",)
+    assert made.notes == ("prefill and decode share cores: decode has priority",)
 
 
 def test_one_worker_has_all_and_lends_nothing() -> None:
@@ -103,14 +105,14 @@ def test_threads_as_asked_limit_what_is_lent() -> None:
 
 
 def test_listed_cores_are_pinned_and_divided() -> None:
-    made = division(cores(8), fleet(2, 1), prefill="0-3", decode="4-6")
+    made = division(cores(8), fleet(2, 1), prefill_cpus="0-3", decode_cpus="4-6")
     assert [(s.threads, format_cpus(s.cpus)) for s in made.shares] == [(2, "0-1"), (2, "2-3"), (3, "4-6")]
     assert loans(made)[2] == [("prefill-0", 2, "0-1"), ("prefill-1", 2, "2-3")]
 
 
 def test_one_list_leaves_the_rest_to_the_other_role() -> None:
-    assert [format_cpus(s.cpus) for s in division(cores(8), decode="0-1").shares] == ["2-7", "0-1"]
-    everything = division(cores(8), decode="0-7")
+    assert [format_cpus(s.cpus) for s in division(cores(8), decode_cpus="0-1").shares] == ["2-7", "0-1"]
+    everything = division(cores(8), decode_cpus="0-7")
     assert [(format_cpus(s.cpus), s.niceness) for s in everything.shares] == [
         ("0-7", SHARED_PREFILL_NICENESS),
         ("0-7", 0),
@@ -118,10 +120,10 @@ def test_one_list_leaves_the_rest_to_the_other_role() -> None:
 
 
 def test_shared_cores_are_nobodys_to_lend() -> None:
-    made = division(cores(6), prefill="0-3", decode="2-5")
+    made = division(cores(6), prefill_cpus="0-3", decode_cpus="2-5")
     assert [(s.niceness, s.lent_cores) for s in made.shares] == [(SHARED_PREFILL_NICENESS, 2), (0, 2)]
     assert loans(made) == [[("decode-0", 2, "4-5")], [("prefill-0", 2, "0-1")]]
-    assert made.notes == ("prefill and decode share cores: decode has the right of way",)
+    assert made.notes == ("prefill and decode share cores: decode has priority",)
 
 
 @pytest.mark.parametrize("text", ["", "a", "3-1", "1,,2", "-1", "0-", "1;2", "²"])
@@ -132,7 +134,7 @@ def test_lists_that_are_none(text: str) -> None:
 
 def test_processors_that_are_not_ours_are_named() -> None:
     with pytest.raises(ConfigError, match=r"--prefill-cores 2-5: this process may use processors 0-3, not 4-5"):
-        division(cores(4), prefill="2-5")
+        division(cores(4), prefill_cpus="2-5")
 
 
 @given(st.sets(st.integers(0, 300), min_size=1))

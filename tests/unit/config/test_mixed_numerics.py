@@ -70,7 +70,7 @@ def test_no_more_pages_than_the_gpu_has_room_for() -> None:
     tiny = msgspec.structs.replace(H200, free_bytes=16 * 10**9)
     refused("NVIDIA H200 has", machine=msgspec.structs.replace(HOST, gpu=GpuReport(gpu=tiny)), **MIXED)
     none = msgspec.structs.replace(H200, free_bytes=16 * 10**9 + (996 << 20))
-    refused("where prompts are read", "--max-model-len 800 or less", machine=msgspec.structs.replace(HOST,
+    refused("for prefill", "--max-model-len 800 or less", machine=msgspec.structs.replace(HOST,
         gpu=GpuReport(gpu=none)), **MIXED)  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def test_it_is_asked_for_twice() -> None:
         ({"prefill": 2}, "two processes on one GPU take turns; use --prefill 1"),
         ({"prefill_kernels": "avx2"}, "prefill workers have triton, reference there"),
         ({"kv_dtype": "fp8_e4m3"}, "keep KV pages in the compute type"),
-        ({"kv_disk": "/d"}, "--kv-disk with --prefill-device cuda: stored pages are for those who read prompts"),
+        ({"kv_disk": "/d"}, "--kv-disk with --prefill-device cuda: stored pages are for prefill workers"),
         ({"prefill_cores": "0-3"}, "--prefill-cores are for prefill workers on processors"),
     ],
 )
@@ -101,9 +101,9 @@ def test_what_does_not_go_together_is_refused(flags: dict[str, object], why: str
 
 def test_models_that_cannot_be_read_apart_are_refused() -> None:
     replace = msgspec.structs.replace
-    refused("--encode-workers", model=replace(LLAMA, sees=True), encode_workers=1, **MIXED)
+    refused("--encode-workers", model=replace(LLAMA, multimodal=True), encode_workers=1, **MIXED)
     pooling = PoolingConfig(whole_prompts=True, share_prefixes=False)
-    refused("only reads", model=replace(LLAMA, pooling=pooling), **MIXED)
+    refused("pooling model", model=replace(LLAMA, pooling=pooling), **MIXED)
     refused("recurrent layers", model=replace(LLAMA, reaches=(KvSpec(state_interval=512),)), **MIXED)
     missing = replace(HOST, gpu=GpuReport(reason="there is no CUDA driver"))
     refused("--prefill-device cuda: there is no CUDA driver", machine=missing, **MIXED)

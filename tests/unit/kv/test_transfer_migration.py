@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from migrating_request import LAYOUT, PAGES, SHAPE, SIZE, SLOT, Coming, Going, Writer, place
 
-from penstock.config.schema import HandOverConfig
+from penstock.config.limits import KvTransferConfig
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.shm import InMemoryConnector
 from penstock.kv.memory import KvMemory
@@ -42,7 +42,7 @@ from penstock.wire.transfer_messages import HandOverFailed, PagesReceived, PullP
 SEAL = PageChecksum(ModelIdentity(fingerprint="f", numerics="n"), LAYOUT)
 R = RequestId("r")
 LEASE = 8.0
-CONFIG = HandOverConfig(lease_s=LEASE, window_bytes=3 * 4096)
+CONFIG = KvTransferConfig(lease_s=LEASE, window_bytes=3 * 4096)
 
 
 class Moves(RuleBasedStateMachine):

@@ -12,7 +12,7 @@ import pytest
 from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError, ModelError
 from penstock.kernels.operands import StateShape
-from penstock.launch.draft_model import DraftHeadSource, DraftModelSource, draft_kind, find_draft
+from penstock.launch.draft_model import DraftHeadFolder, DraftModelFolder, draft_kind, find_draft
 from penstock.weights.inspect import inspect_model
 from tiny_heads import head_config, head_tensors, write_head
 from tiny_models import llama_config, write_model
@@ -20,7 +20,7 @@ from tiny_models import llama_config, write_model
 MODEL = llama_config(max_position_embeddings=1024)
 
 
-def found(model: Path, **flags: Any) -> DraftHeadSource | DraftModelSource | None:
+def found(model: Path, **flags: Any) -> DraftHeadFolder | DraftModelFolder | None:
     return find_draft(ServeConfig(**flags), model, inspect_model(model))
 
 
@@ -43,17 +43,17 @@ def test_a_head_is_the_models_own_or_the_one_named(model: Path, tmp_path: Path) 
     assert found(model) is None
     for kind in ("auto", "head"):
         own = found(model, speculate=kind)
-        assert isinstance(own, DraftHeadSource)
+        assert isinstance(own, DraftHeadFolder)
         assert own.path == model / "head"
     named = found(model, speculate="head", draft_model=str(tmp_path / "other"))
-    assert isinstance(named, DraftHeadSource)
+    assert isinstance(named, DraftHeadFolder)
     assert named.path == tmp_path / "other"
 
 
 def test_a_draft_model_has_the_same_tokens(model: Path, tmp_path: Path) -> None:
     small = write_model(tmp_path / "small", MODEL | {"num_hidden_layers": 1})
     own = found(model, speculate="draft", draft_model=str(small))
-    assert isinstance(own, DraftModelSource)
+    assert isinstance(own, DraftModelFolder)
     assert own.spec.layers == 1
     other = write_model(tmp_path / "other", MODEL | {"vocab_size": 64})
     short = write_model(tmp_path / "short", MODEL | {"max_position_embeddings": 512})
@@ -78,7 +78,7 @@ def test_what_a_model_is_decides_what_is_loaded(model: Path) -> None:
         assert draft_kind(kind, None, model, recurrent) is None
     hearing = msgspec.structs.replace(spec, audio_tokens=8)
     for kind in ("head", "draft"):
-        with pytest.raises(ConfigError, match="nothing guesses for a model that hears"):
+        with pytest.raises(ConfigError, match="transcription models have no draft models"):
             draft_kind(kind, "elsewhere", model, hearing)
     assert draft_kind("auto", None, model, hearing) is None
 

@@ -42,14 +42,14 @@ def test_exit_codes_signals_and_descriptors() -> None:
         assert wait(fork("killed", lambda: os.kill(os.getpid(), signal.SIGKILL))) == (None, signal.SIGKILL)
         sleeper = fork("sleeper", lambda: time.sleep(60))
         assert sleeper.reap() is None
-        assert not read_vitals(sleeper.pid).stopped
+        assert not read_process_stats(sleeper.pid).stopped
         sleeper.kill(signal.SIGSTOP)
         os.waitid(os.P_PIDFD, sleeper.pidfd, os.WSTOPPED | os.WNOWAIT)
-        assert read_vitals(sleeper.pid).stopped
+        assert read_process_stats(sleeper.pid).stopped
         sleeper.kill(signal.SIGCONT)
         sleeper.kill(signal.SIGTERM)
         assert wait(sleeper) == (None, signal.SIGTERM)
-        assert not read_vitals(sleeper.pid).stopped
+        assert not read_process_stats(sleeper.pid).stopped
         assert sorted(os.listdir("/proc/self/fd")) == before
     """)
 
@@ -61,11 +61,11 @@ def test_what_a_child_computes_is_counted() -> None:
                 pass
         process = fork("spins", spin)
         deadline = time.monotonic() + 20
-        while read_vitals(process.pid).cpu_s < 0.1:
+        while read_process_stats(process.pid).cpu_s < 0.1:
             assert time.monotonic() < deadline
         process.kill(signal.SIGKILL)
         wait(process)
-        assert read_vitals(process.pid) == read_vitals(2**22 + 1)
+        assert read_process_stats(process.pid) == read_process_stats(2**22 + 1)
     """)
 
 
@@ -88,15 +88,15 @@ def test_who_waits_for_a_processor_is_runnable_though_nothing_is_counted_yet() -
                 ("sleeps", lambda: time.sleep(60)), ("spins", lambda: spin(False)), ("beside", lambda: spin(True))
             )
         )
-        until(lambda: not read_vitals(sleeper.pid, every_thread=True).runnable)
-        until(lambda: read_vitals(beside.pid).cpu_s > 0.05)
-        assert read_vitals(spinner.pid).runnable
-        until(lambda: not read_vitals(beside.pid).runnable)  # its first thread sleeps
-        assert read_vitals(beside.pid, every_thread=True).runnable
+        until(lambda: not read_process_stats(sleeper.pid, every_thread=True).runnable)
+        until(lambda: read_process_stats(beside.pid).cpu_s > 0.05)
+        assert read_process_stats(spinner.pid).runnable
+        until(lambda: not read_process_stats(beside.pid).runnable)  # its first thread sleeps
+        assert read_process_stats(beside.pid, every_thread=True).runnable
         for process in (sleeper, spinner, beside):
             process.kill(signal.SIGSTOP)
-            until(lambda: read_vitals(process.pid).stopped)
-            assert not read_vitals(process.pid, every_thread=True).runnable
+            until(lambda: read_process_stats(process.pid).stopped)
+            assert not read_process_stats(process.pid, every_thread=True).runnable
             process.kill(signal.SIGKILL)
             wait(process)
     """)
@@ -111,7 +111,7 @@ def test_how_long_a_child_queues_for_a_processor_is_counted() -> None:
                 pass
         processes = [fork(f"spins {i}", spin) for i in range(2)]
         deadline = time.monotonic() + 60
-        while not all(read_vitals(process.pid).queued_s > 0.02 for process in processes):
+        while not all(read_process_stats(process.pid).queued_s > 0.02 for process in processes):
             assert time.monotonic() < deadline
             time.sleep(0.005)
         for process in processes:

@@ -97,7 +97,7 @@ def test_cores_have_their_threads_and_their_node(machine: Machine) -> None:
 
 def test_a_process_knows_when_it_began(tmp_path: Path) -> None:
     before = time.monotonic()
-    words = "from penstock.launch.machine import process_start_time; print(process_began())"
+    words = "from penstock.launch.machine import process_start_time; print(process_start_time())"
     said = subprocess.run(
         [sys.executable, "-c", words],
         env={**os.environ, "PYTHONPATH": "src"},

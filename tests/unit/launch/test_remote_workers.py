@@ -127,7 +127,7 @@ def test_a_worker_of_a_mixed_fleet_is_used_where_that_is_allowed(caplog: pytest.
     assert town.news() == []
     (told,) = [record.getMessage() for record in caplog.records]
     assert "tcp://a:1 is not used" in told
-    assert "triton-1>cpp-1; --allow-mixed-numerics would have it used" in told
+    assert "triton-1>cpp-1; to use it add --allow-mixed-numerics" in told
     town = Town(mixed=True)
     town.joined.on_report(A, report_of("d", "triton-1>cpp-1"))
     assert town.news() == [("up", "d", 5)]

@@ -75,7 +75,7 @@ def test_a_worker_that_is_never_ready_ends_it_all_with_a_cause_and_a_command() -
     bench.send(Tick())
     for _ in range(CONFIG.rapid_deaths):
         while "prefill-0" not in bench.running:
-            bench.now = bench.machine.wake_at(bench.now)
+            bench.now = bench.machine.next_deadline(bench.now)
             bench.send(Tick())  # no look: nobody is ever seen ready
         effects = bench.die("prefill-0", ProcessExit(signal=signal.SIGILL))
     assert {e.child for e in of_type(SendSignal, effects)} == {GATEWAY, "decode-0"}
@@ -86,7 +86,7 @@ def test_a_worker_that_is_never_ready_ends_it_all_with_a_cause_and_a_command() -
     assert "prefill-0 ended 10 times before it was ready" in done.complaint
     assert "SIGILL" in done.complaint
     assert "penstock serve --kernels portable" in done.complaint
-    assert bench.machine.stage is SupervisorState.DONE
+    assert bench.machine.state is SupervisorState.DONE
 
 
 def test_a_child_that_can_never_start_is_not_tried_again() -> None:
@@ -101,8 +101,8 @@ def test_workers_that_were_ready_are_restarted_for_ever() -> None:
     for _ in range(5 * CONFIG.rapid_deaths):
         bench.die("decode-0")
         bench.run(CONFIG.backoff_max_s + 0.2)
-    assert bench.machine.stage is SupervisorState.RUNNING
-    assert bench.machine.phase("decode-0") is ChildState.READY
+    assert bench.machine.state is SupervisorState.RUNNING
+    assert bench.machine.state_of("decode-0") is ChildState.READY
 
 
 def test_a_silent_worker_is_killed_after_the_limit_and_forked_only_when_dead() -> None:

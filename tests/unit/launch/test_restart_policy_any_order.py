@@ -74,7 +74,7 @@ class AnyOrder(RuleBasedStateMachine):
         effects = self.bench.run(CONFIG.grace_s + 1.0)
         for child in sorted(self.bench.running):
             self.bench.die(child, ProcessExit(signal=signal.SIGKILL))
-        assert self.bench.machine.stage is SupervisorState.DONE
+        assert self.bench.machine.state is SupervisorState.DONE
         assert not [e for e in effects if isinstance(e, ForkProcess)]
 
 

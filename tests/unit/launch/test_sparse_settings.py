@@ -29,7 +29,7 @@ def test_settings_become_whole_blocks_and_another_identity() -> None:
     ops = NativeOps(families()[-1], "bf16")
     assert sparse_numerics(spec, ops.numerics) == f"{ops.numerics}-sparse2.4.6.100"
     assert sparse_numerics(SPEC, ops.numerics) == ops.numerics
-    assert "from position 100 on a token reads at most 768 tokens" in sparse_line(spec.sparse)
+    assert "from position 100 on a token attends to at most 768 earlier tokens" in sparse_line(spec.sparse)
 
 
 def test_off_unless_asked_for() -> None:
@@ -41,8 +41,12 @@ def test_off_unless_asked_for() -> None:
     ("spec", "config", "reason"),
     [
         (SPEC, ServeConfig(sparse_blocks=3), "--sparse-blocks: only used by --sparse-attention"),
-        (msgspec.structs.replace(SPEC, pooler=PoolerConfig(pooling=PoolingType.MEAN)), ASKED, "not a language model"),
-        (msgspec.structs.replace(SPEC, architecture="Plugin"), ASKED, "by code of its own"),
+        (
+            msgspec.structs.replace(SPEC, pooler=PoolerConfig(pooling=PoolingType.MEAN)),
+            ASKED,
+            "not a generative language model",
+        ),
+        (msgspec.structs.replace(SPEC, architecture="Plugin"), ASKED, "by its own code"),
     ],
 )
 def test_refusals(spec: object, config: ServeConfig, reason: str) -> None:

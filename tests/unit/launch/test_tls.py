@@ -36,7 +36,7 @@ BROKEN: dict[str, tuple[Callable[[TlsConfig, Path], object], str]] = {
     "another's key": (_swap_keys, "--tls-key .*: is not the key of the certificate"),
     "passphrase": (
         lambda own, _: Path(own.key).write_text("-----BEGIN ENCRYPTED PRIVATE KEY-----\n"),
-        "is encrypted, .* openssl pkey",
+        "is encrypted .* openssl pkey",
     ),
     "damaged": (
         lambda own, _: Path(own.cert).write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"),

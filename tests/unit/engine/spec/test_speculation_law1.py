@@ -108,7 +108,7 @@ def test_the_bundled_head_is_the_bundled_models() -> None:
     from penstock.config.schema import ServeConfig
     from penstock.engine.models.eagle import EagleHead
     from penstock.kernels.select import make_ops
-    from penstock.launch.draft_model import DraftHeadSource, find_draft
+    from penstock.launch.draft_model import DraftHeadFolder, find_draft
     from penstock.launch.speculation import load_draft
     from penstock.weights.inspect import inspect_model
     from penstock.weights.load import load_model
@@ -116,7 +116,7 @@ def test_the_bundled_head_is_the_bundled_models() -> None:
     folder = storyteller()
     spec = inspect_model(folder)
     found = find_draft(ServeConfig(speculate="auto"), folder, spec)
-    assert isinstance(found, DraftHeadSource)
+    assert isinstance(found, DraftHeadFolder)
     assert found.spec.target is not None
     assert (found.path / "model.safetensors").stat().st_size < 3_000_000
     ops = make_ops(compute_dtype="bf16")
