@@ -67,7 +67,7 @@ LOWER_TIERS = 4
 """Below a worker's own KV memory, that gateways tell apart."""
 
 MAX_GRAMMAR_CHARS = 1 << 20
-"""The longest grammar that may travel; what a client may ask for is limited further (``RequestLimits.max_grammar_chars``)."""
+"""The longest grammar in a message; the limit for clients is lower (``RequestLimits.max_grammar_chars``)."""
 
 MIXED_CLASS_SEPARATOR = ">"
 """Between the two classes in the name of a mixed one: prompts are read in the first, answers written in the second."""
