@@ -9,7 +9,7 @@ RUN python3 -m venv /opt/penstock \
     && /opt/penstock/bin/pip install --no-cache-dir --no-compile --disable-pip-version-check \
         -c /src/constraints.txt '/src[vision,uvloop,encryption]' \
     && /opt/penstock/bin/pip uninstall -y pip \
-    && /opt/penstock/bin/python -c 'import penstock.cli.chat, penstock.cli.serve; from penstock.launch.compose import import_ahead; import_ahead()'
+    && /opt/penstock/bin/python -c 'import penstock.cli.chat, penstock.cli.serve; from penstock.launch.compose import GATEWAY_MODULES, preload_modules; preload_modules(GATEWAY_MODULES)'
 
 FROM debian:12-slim
 RUN apt-get update \
