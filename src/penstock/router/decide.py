@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.router.fleet import OTHER_IDENTITY, STATES, Fleet
+from penstock.router.poison import WorkerKeys
 from penstock.router.policy.base import CandidateScores, PlacementView, Policy, PolicyChoice
 from penstock.router.policy.least_cost import LeastCost, expected_work
 from penstock.router.prefix_index import PrefixIndex
@@ -38,10 +39,7 @@ from penstock.wire.gateway_messages import PageSource
 QUIET_S = 0.75
 """Workers answer several times in so long.  One that does not is given work only where there is no other."""
 
-Pairs = frozenset[tuple[WorkerId, int]]
-"""(worker, incarnation)."""
-
-_NOBODY: Pairs = frozenset()
+_NOBODY: WorkerKeys = frozenset()
 
 _NO_HELP = (WorkerState.DEAD, WorkerState.FOREIGN)
 
@@ -56,8 +54,8 @@ class PlacementRequest:
     request: ValidRequest
     emitted: int = 0  # tokens of the answer that exist already
     identity: ModelIdentity | None = None  # that of the answer's first tokens; None: any
-    avoid: Pairs = _NOBODY  # those that gave it back
-    distrusted: Pairs = _NOBODY  # those to be taken only where there is no other
+    avoid: WorkerKeys = _NOBODY  # those that gave it back
+    distrusted: WorkerKeys = _NOBODY  # those to be taken only where there is no other
     min_context: int = 0  # only workers with more of a context than this: it has become too long for such a one
 
 
@@ -346,7 +344,7 @@ def _encoders(
     return tuple(each for each in workers if (each.worker, each.incarnation) not in ask.distrusted)
 
 
-def _among(pairs: Pairs, fleet: Fleet, slots: Slots) -> NDArray[np.bool_] | None:
+def _among(pairs: WorkerKeys, fleet: Fleet, slots: Slots) -> NDArray[np.bool_] | None:
     """Which of ``slots`` are workers of ``pairs``; None when no pair is a worker that is there now."""
     current = [
         slot

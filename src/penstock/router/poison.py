@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from penstock.errors import PoisonRequest
 from penstock.types import RequestId, WorkerId
 
-Pairs = frozenset[tuple[WorkerId, int]]
+WorkerKeys = frozenset[tuple[WorkerId, int]]
 """(worker, incarnation)."""
 
 
@@ -69,7 +69,7 @@ class PoisonIsolation:
     def __init__(self, limit: float) -> None:
         """``limit``: deaths that make a request a suspect."""
         self._limit = limit
-        self._at: dict[RequestId, Pairs] = {}
+        self._at: dict[RequestId, WorkerKeys] = {}
 
     def __len__(self) -> int:
         return len(self._at)
@@ -86,6 +86,6 @@ class PoisonIsolation:
         """It is nowhere, or suspected no more."""
         self._at.pop(request, None)
 
-    def occupied_workers(self, besides: RequestId) -> Pairs:
+    def occupied_workers(self, besides: RequestId) -> WorkerKeys:
         """Workers that have a suspect other than ``besides``."""
         return frozenset(pair for request, pairs in self._at.items() if request != besides for pair in pairs)

@@ -32,7 +32,7 @@ from penstock.types import RequestId, RequestStage, TokenBatch, ValidRequest, Wo
 from penstock.wire.gateway_messages import TokenItem
 from penstock.wire.supervisor_messages import WorkerUp
 
-TransferKey = tuple[RequestId, int]
+SimTransferKey = tuple[RequestId, int]
 """(request, epoch)."""
 
 
@@ -52,11 +52,11 @@ class SimTransfers:
     def __init__(self, agenda: EventQueue, message_s: float) -> None:
         self._agenda = agenda
         self._message_s = message_s
-        self._sources: dict[TransferKey, WorkerId] = {}  # where a decode leg's pages come from
-        self._open: dict[TransferKey, _HandOver] = {}
+        self._sources: dict[SimTransferKey, WorkerId] = {}  # where a decode leg's pages come from
+        self._open: dict[SimTransferKey, _HandOver] = {}
         self.pages = 0  # that have travelled
 
-    def expect_transfer(self, key: TransferKey, source: WorkerId) -> None:
+    def expect_transfer(self, key: SimTransferKey, source: WorkerId) -> None:
         """A decode leg was placed whose pages come from there."""
         self._sources[key] = source
 
@@ -71,7 +71,7 @@ class SimTransfers:
 
     def on_outcome(self, worker: SimWorker, outcome: StepOutcome) -> None:
         """What a prefill worker's step has brought: pages, and perhaps the first token after the last of them."""
-        by_key: dict[TransferKey, list[CompletedPage]] = {}
+        by_key: dict[SimTransferKey, list[CompletedPage]] = {}
         for done in outcome.completed_pages:
             by_key.setdefault((done.request.id, done.request.epoch), []).append(done)
         for key, pages in by_key.items():
@@ -80,7 +80,7 @@ class SimTransfers:
             if progress.request.leg is RequestStage.PREFILL:
                 self._first(progress)
 
-    def _pages(self, key: TransferKey, pages: list[CompletedPage]) -> None:
+    def _pages(self, key: SimTransferKey, pages: list[CompletedPage]) -> None:
         open_ = self._open.get(key)
         if open_ is None:
             return
@@ -108,7 +108,7 @@ class SimTransfers:
         self._agenda.call_at(when + self._message_s, open_.source.add_event, PagesReleased(id=key[0], epoch=key[1]))
         self.remove(key)
 
-    def remove(self, key: TransferKey) -> None:
+    def remove(self, key: SimTransferKey) -> None:
         """The transfer has ended or was cancelled."""
         self._open.pop(key, None)
         self._sources.pop(key, None)
