@@ -46,7 +46,7 @@ class ProcessHasThreads(RuntimeError):  # noqa: N818 - says what is the matter
 
 
 @dataclass(frozen=True, slots=True)
-class ChildProcess:
+class ForkedProcess:
     """A child of ours.  ``pidfd`` becomes readable when it has ended; whoever reaps it closes the descriptor."""
 
     pid: int
@@ -139,7 +139,7 @@ def fork(
     *,
     keep: Iterable[int] = (),
     last_words: Callable[[str], None] | None = None,
-) -> ChildProcess:
+) -> ForkedProcess:
     """Run ``body`` in a child and return at once.
 
     ``keep`` are the descriptors that the child needs besides stdout and stderr; ``last_words`` is called in the child
@@ -164,9 +164,9 @@ def fork(
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _adopt(pid: int) -> ChildProcess:
+def _adopt(pid: int) -> ForkedProcess:
     try:
-        return ChildProcess(pid, os.pidfd_open(pid))
+        return ForkedProcess(pid, os.pidfd_open(pid))
     except OSError:  # out of descriptors: a child that cannot be watched must not run
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -13,9 +13,10 @@ from __future__ import annotations
 import mmap
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from time import monotonic_ns
 
 from penstock.config.schema import CoreLoan
 from penstock.kernels.core_lending import LINE_BYTES, CoreSeats, SharedCores
@@ -178,3 +179,21 @@ class CoreLendingBoard:
     @staticmethod
     def _line(number: int) -> int:
         return number * LINE_BYTES // 4
+
+
+# MERGED: A worker's heartbeat: one beat with every turn of its loop, which says when the step that begins
+# MERGED: should end.
+
+
+class HeartbeatWriter:
+    """See ``engine.loop.EngineHeartbeat``."""
+
+    def __init__(self, slot: HeartbeatSlot, steps: Callable[[], int], now_ns: Callable[[], int] = monotonic_ns) -> None:
+        """``steps``: steps computed so far."""
+        self._slot = slot
+        self._steps = steps
+        self._now_ns = now_ns
+
+    def beat(self, predicted_s: float) -> None:
+        now = self._now_ns()
+        self._slot.beat(now, now + int(predicted_s * 1e9), self._steps())

@@ -25,7 +25,7 @@ from typing import Protocol, assert_never
 from penstock.config.limits import SuperviseConfig
 from penstock.errors import ProtocolError, RestartLimitReached
 from penstock.launch.channel import Channel
-from penstock.launch.fork_server import ChildProcess, OomKillLog, ProcessHasThreads, fork, read_process_stats
+from penstock.launch.fork_server import ForkedProcess, OomKillLog, ProcessHasThreads, fork, read_process_stats
 from penstock.launch.heartbeat import HeartbeatSlot
 from penstock.launch.restart_policy import (
     GATEWAY,
@@ -84,7 +84,7 @@ class ChildSpecs(Protocol):
 
 @dataclass(slots=True)
 class _Running:
-    process: ChildProcess
+    process: ForkedProcess
     incarnation: int
     endpoint: str
 

@@ -51,8 +51,7 @@ from penstock.kv.memory import KvMemory, KvMemoryFile
 from penstock.kv.store.store import PageStore, SharedStoreMemory, StoreOwner, open_tiers
 from penstock.kv.transfer.receiver import KvReceiver
 from penstock.kv.transfer.sender import KvSender
-from penstock.launch.heartbeat import HeartbeatSlot
-from penstock.launch.pulse import HeartbeatWriter
+from penstock.launch.heartbeat import HeartbeatSlot, HeartbeatWriter
 from penstock.launch.speculation import Guessing, LoadedDraft, record_step
 from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
 from penstock.wire.curve_keys import CurveKeys

@@ -11,7 +11,7 @@ import pytest
 
 PRELUDE = """
 import os, select, signal, socket, sys, time
-from penstock.launch.fork_server import ChildProcess, fork, read_process_stats, thread_count
+from penstock.launch.fork_server import ForkedProcess, fork, read_process_stats, thread_count
 from penstock.errors import ModelError
 
 def wait(process):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.launch.heartbeat import HeartbeatBoard
-from penstock.launch.pulse import HeartbeatWriter
+from penstock.launch.heartbeat import HeartbeatBoard, HeartbeatWriter
 
 
 def test_a_beat_says_when_the_step_should_end() -> None:
