@@ -1,7 +1,7 @@
-"""The file of API keys: who may ask, told by hashes of keys, and how each tenant is to be served.
+"""The file of API keys: hashes of keys, their tenants, and the weight and rate limits of each tenant.
 
-Written by ``penstock keys``, read by gateways, which notice when it changes.  A key is shown once, when it is made; the
-file has its SHA-256, which is enough for keys of 256 random bits.  Knows nothing about HTTP.
+Written by ``penstock keys``, read by gateways, which reload it when it changes.  A key is shown once, when it is made;
+the file has its SHA-256, which is enough for keys of 256 random bits.  Knows nothing about HTTP.
 
 ::
 
@@ -39,10 +39,10 @@ ServiceClassName = Literal["interactive", "batch"]
 
 
 class TenantEntry(Config, frozen=True, kw_only=True):
-    """How one tenant is served, with whichever of its keys it comes."""
+    """Weight and rate limits of one tenant, over all its keys."""
 
-    weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0  # of its share, against those of others
-    tokens_per_minute: Positive | None = None  # of prompts and answers
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0  # of its share, relative to other tenants
+    tokens_per_minute: Positive | None = None  # of prompts and output
     requests_per_minute: Positive | None = None
 
 
@@ -55,27 +55,27 @@ class KeyEntry(Config, frozen=True, kw_only=True):
     classes: Annotated[tuple[ServiceClassName, ...], msgspec.Meta(min_length=1)] = (
         "interactive",
         "batch",
-    )  # first: unless said
-    operator: bool = False  # may it also change roles, drain workers, load adapters and see everybody's requests?
+    )  # the first is the default
+    operator: bool = False  # may also change roles, drain workers, load adapters and see all requests
     created: int = 0  # Unix seconds
 
 
 class KeyFile(Config, frozen=True, kw_only=True):
-    """All of it."""
+    """The content of the file."""
 
     version: Literal[1] = 1
     salt: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]  # of tenants' ids
-    share_prefixes: bool = False  # may tenants use each other's cached pages?
+    share_prefixes: bool = False  # tenants may use each other's cached pages
     tenants: dict[_Name, TenantEntry] = {}  # noqa: RUF012 - msgspec copies it
     keys: tuple[KeyEntry, ...] = ()
 
     def tenant_id(self, name: str) -> str:
-        """A short name for workers, metrics and logs, which tells nobody whose it is.  The same for every gateway."""
+        """A short pseudonym of a tenant for workers, metrics and logs, the same in every gateway."""
         return hashlib.blake2b(name.encode(), key=bytes.fromhex(self.salt), digest_size=ID_CHARS // 2).hexdigest()
 
 
 def load_keys(path: Path, max_keys: int) -> KeyFile:
-    """Read and check.  Raises ConfigError, naming file and field."""
+    """Read and check the file.  Raises ConfigError with file and field."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place must not make us wait
     except OSError as error:
@@ -101,7 +101,7 @@ def load_keys(path: Path, max_keys: int) -> KeyFile:
 
 
 def check_key_file(api_keys: str | None, max_keys: int) -> None:
-    """Raises ConfigError for a file that no gateway could read; said before any process starts."""
+    """Raises ConfigError, before any process starts, for a file that no gateway could read."""
     if api_keys is not None:
         load_keys(Path(api_keys).expanduser(), max_keys)
 
@@ -119,9 +119,9 @@ def _check(file: KeyFile, path: Path, max_keys: int) -> None:
 
 @contextmanager
 def edit_keys(path: Path, max_keys: int, *, make: bool = False) -> Iterator[list[KeyFile]]:
-    """The file as a list of one, which is written back whole on leaving; others who change it wait meanwhile.
+    """The file as a list of one, which is written back on leaving; concurrent edits wait.
 
-    ``make``: begin a new file where there is none.  Raises ConfigError.
+    ``make``: create the file if there is none.  Raises ConfigError.
     """
     folder = path.absolute().parent
     try:
@@ -143,7 +143,7 @@ def edit_keys(path: Path, max_keys: int, *, make: bool = False) -> Iterator[list
 
 
 def _write(path: Path, file: KeyFile) -> None:
-    """All or nothing: whoever reads meanwhile sees the old file or the new one."""
+    """Replace the file atomically: a concurrent reader sees the old file or the new one."""
     raw = msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
     new: Path | None = None
     try:
@@ -161,7 +161,7 @@ def _write(path: Path, file: KeyFile) -> None:
 
 
 def new_key(tenant: str, classes: tuple[ServiceClassName, ...], *, operator: bool = False) -> tuple[str, KeyEntry]:
-    """A key, and what is kept of it."""
+    """A new key, and its entry for the file."""
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     digest = hashlib.sha256(key.encode()).hexdigest()
     entry = KeyEntry(

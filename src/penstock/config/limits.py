@@ -16,7 +16,7 @@ NIXL = "nixl+"
 
 VERY_LONG_PROMPT_TARGETS = 2.0
 """A prompt is very long if its prefill alone takes more than this many interactive TTFT targets; only such prompts are
-paced beside decode."""
+paced while requests decode."""
 
 
 class RequestLimits(Config, frozen=True, kw_only=True):

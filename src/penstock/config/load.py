@@ -1,8 +1,7 @@
-"""Reads the settings of ``penstock serve`` and ``penstock worker``: flags over environment over file over defaults.
+"""Loads the settings of ``penstock serve`` and ``penstock worker``: flags over environment over file over defaults.
 
-The only reader of configuration files and of ``PENSTOCK_*`` variables.  Every key is known or an error, every value is
-checked here, and each complaint names where the value came from.  Decides nothing: "auto" leaves here as it came in
-(``resolve`` decides), and no model, machine or network is looked at.
+The only reader of configuration files and ``PENSTOCK_*`` variables.  Unknown keys are errors, every value is checked,
+and each error names where the value came from.  Keeps "auto" for ``resolve``; looks at no model, machine or network.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 OTHER_VARIABLES = frozenset(
     {"PENSTOCK_CONFIG", "PENSTOCK_URL", "PENSTOCK_VENV", "PENSTOCK_TEST_VENV", "PENSTOCK_SETUP_ONLY"}
 )
-"""Variables of ours that are no settings of ``serve``: of other commands and of the scripts in the repository."""
+"""Variables that are not settings of ``serve``: of other commands and of the repository's scripts."""
 
 _Kind = TypeVar("_Kind", bound=EngineSettings)
 
@@ -43,10 +42,10 @@ SIZES = (
     "model_memory",
     "response_cache",
 )
-"""Settings in bytes, which may be said as "512MiB"."""
+"""Settings in bytes, which may be given as "512MiB"."""
 
 _TABLES = ("limits", "failover", "hand_over", "kv_store", "supervise", "routing", "scheduling", "trace", "turns")
-"""In a file only: too many for flags."""
+"""Tables that only a file can set."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b)?", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1} | {
@@ -56,13 +55,13 @@ _UNITS = {"": 1, "b": 1} | {
 }
 _HOST = re.compile(r"[A-Za-z0-9._:-]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*@?#]+")
-# Kubernetes sets these in every pod beside a Service named "penstock"; they are no settings of ours.
+# Kubernetes sets these in every pod next to a Service named "penstock"; they are not settings.
 _SERVICE_LINK = re.compile(r"PENSTOCK_(SERVICE_.*|PORT_\d+_.*)|PENSTOCK_.*_SERVICE_(HOST|PORT).*")
 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """One value as it was found, and where, for the complaint."""
+    """One value with its source, for error messages."""
 
     value: object
     source: str
@@ -122,7 +121,7 @@ def load_client(
 def weights_cache_folder(setting: str, environ: Mapping[str, str] | None = None) -> Path | None:
     """The folder that ``weights_cache`` means: "auto" is penstock/weights under XDG_CACHE_HOME or ~/.cache.
 
-    None if it is "off", or "auto" for somebody who has no home.
+    None if it is "off", or "auto" for a user without a home folder.
     """
     if setting == "off":
         return None
@@ -134,7 +133,7 @@ def weights_cache_folder(setting: str, environ: Mapping[str, str] | None = None)
 
 
 def tls_config(config: ServeConfig) -> TlsConfig | None:
-    """The files for HTTPS; None for HTTP in clear."""
+    """The files for HTTPS; None: plain HTTP."""
     if config.tls_cert is None or config.tls_key is None:
         return None
     cert, key = (str(Path(name).expanduser().absolute()) for name in (config.tls_cert, config.tls_key))
@@ -179,7 +178,7 @@ def _from_file(path: Path, known: Mapping[str, object]) -> dict[str, _Given]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
-    """All settings of either command: both may be started from one environment."""
+    """The settings of either command, as both may be started from one environment."""
     given = {}
     for name, value in environ.items():
         if not name.startswith(ENV_PREFIX) or name in OTHER_VARIABLES or _SERVICE_LINK.fullmatch(name):
@@ -265,19 +264,19 @@ def _check_origins(config: ServeConfig) -> None:
             )
     if "*" in config.allowed_origin and config.api_key is None and config.api_keys is None:
         raise ConfigError(
-            "--allowed-origin * lets every web page that somebody here opens use the service: name the origins, or "
-            "add --api-key KEY"
+            "--allowed-origin * lets every web page opened on this network use the service: name the origins, or add "
+            "--api-key KEY"
         )
 
 
 def _check_serve(config: ServeConfig) -> None:
-    """What no single field can tell."""
+    """Check settings that depend on each other.  Raises ConfigError."""
     if config.aggregated and (config.prefill is not None or config.decode is not None):
         raise ConfigError("--aggregated is one worker for both phases: leave out --prefill and --decode")
     if config.aggregated and (config.prefill_cores is not None or config.decode_cores is not None):
         raise ConfigError("--aggregated is one worker on all cores: leave out --prefill-cores and --decode-cores")
     if config.api_key is not None and not config.api_key.strip():
-        raise ConfigError("--api-key: an empty key would let everybody in; leave it out or give one")
+        raise ConfigError("--api-key: an empty key would let all clients in; leave it out or give one")
     if not is_loopback(config.host) and config.api_key is None and config.api_keys is None:
         raise ConfigError(
             f"--host {config.host} can be reached from other machines, so it needs a key: add --api-key KEY "
@@ -290,8 +289,8 @@ def _check_serve(config: ServeConfig) -> None:
         raise ConfigError(f"{missing} is missing: HTTPS needs a certificate and its key")
     if config.response_cache is not None and config.allow_mixed_numerics:
         raise ConfigError(
-            "--response-cache tells answers again that are the same bit for bit, which --allow-mixed-numerics does not "
-            "promise: leave one of them out"
+            "--response-cache repeats responses that are bit-identical, which --allow-mixed-numerics does not promise: "
+            "leave one of them out"
         )
     _check_catalogue(config)
     if config.join and config.keys is None:

@@ -1,6 +1,7 @@
-"""One frozen struct a role; each class gets only its own.  Every limit of the system has its name and default here.
+"""Configuration structs: one per process and command, frozen.  Each class gets only its own.
 
-Units are in the names (``_s`` seconds, ``_ms`` milliseconds, ``_bytes``).  Unknown keys are errors.
+Units are in the names (``_s`` seconds, ``_ms`` milliseconds, ``_bytes``).  Unknown keys are errors.  Limits and their
+defaults are in ``limits``.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ from penstock.kv_spec import FULL_ATTENTION, KvSpec
 from penstock.types import PAGE_TOKENS, Role, Task, WorkerId
 
 BACKLOG = 2048
-"""Connections that wait to be taken by a gateway."""
+"""Length of the listening socket's queue."""
 
 MAX_STEP_TOKENS = 2048
-"""Tokens computed in one step unless told otherwise."""
+"""Default of the tokens computed in one step."""
 
 MAX_CHUNK_TOKENS = 2048
-"""Prompt tokens of one request in one step unless told otherwise."""
+"""Default of one request's prompt tokens in one step."""
 
 
 MAX_DRAFTING = 16
-"""Requests in a step that a head or a draft model guesses for."""
+"""The most requests in a step for which a draft head or draft model proposes tokens."""
 
 
 class PoolingConfig(Config, frozen=True, kw_only=True):
-    """How texts are read by a model that writes none."""
+    """How a pooling model processes its input."""
 
-    whole_prompts: bool  # in one step each: every token reads all others
-    share_prefixes: bool  # what was computed of an equal beginning is used again: only the last token's state counts
+    whole_prompts: bool  # in one step each: attention is not causal
+    share_prefixes: bool  # cached prefixes are reused: only the last token's state is pooled
 
 
 class SchedulerConfig(Config, frozen=True, kw_only=True):
-    """What the pure scheduler needs to know."""
+    """The configuration of a worker's scheduler."""
 
     pages: int  # KV pages in this worker's memory
     page_tokens: int = PAGE_TOKENS
@@ -57,31 +58,31 @@ class SchedulerConfig(Config, frozen=True, kw_only=True):
     max_step_tokens: int = MAX_STEP_TOKENS  # tokens computed in one step, all requests together
     max_chunk_tokens: int = MAX_CHUNK_TOKENS  # prompt tokens of one request in one step
     step_budget_ms: float = 100.0  # predicted time of a step that also decodes
-    prefill_step_budget_ms: float = 250.0  # predicted time of a step that only reads prompts
+    prefill_step_budget_ms: float = 250.0  # predicted time of a step that only prefills
     stoppable: bool = False  # several steps that were granted at once can be stopped after any of them
-    batch_step_budget_ms: float = 250.0  # predicted time of a step that decodes batch work only
-    long_prompt_ms: float = 0.0  # one that takes longer to read is read gently beside answers (core.gentle); 0: none
-    gentle_read_s: float = 60.0  # no prompt takes longer to read for being read gently
-    contended_step_ms: float = 10.0  # a piece of a prompt, while other tenants are there whom it keeps waiting
-    batch_patience_s: float = 5.0  # batch work left out for so long has one request go on as an interactive one
-    output_token_weight: float = 2.0  # what a token of an answer counts among tenants, against one of a prompt
-    tenant_memory_s: float = 10.0  # so long after its last request a tenant counts as being there
-    even_pace: bool = False  # answers give time to prompts that are read at cores which this worker lends
-    mask_wait_ms: float = 5.0  # that a step waits for what grammars allow, once all else of it is computed
+    batch_step_budget_ms: float = 250.0  # predicted time of a step that decodes batch requests only
+    long_prompt_ms: float = 0.0  # longer prefills are paced while requests decode (``core.pacing``); 0: none
+    gentle_read_s: float = 60.0  # the most time that pacing adds to a prefill
+    contended_step_ms: float = 10.0  # length of a prefill chunk while other tenants wait
+    batch_patience_s: float = 5.0  # batch work that waits for this long has one request promoted to interactive
+    output_token_weight: float = 2.0  # cost of an output token for fairness, in prompt tokens
+    tenant_memory_s: float = 10.0  # for which a tenant counts as active after its last request
+    even_pace: bool = False  # decode yields time to prefill on the cores that this worker lends
+    mask_wait_ms: float = 5.0  # for which a step waits for grammar masks when all else is computed
     max_queued: int = 4096  # requests waiting in one worker; the gateway's queue limit is reached long before
-    max_draft_tokens: int = 0  # guessed tokens of one request in one step; 0: nothing is guessed
+    max_draft_tokens: int = 0  # draft tokens of one request in one step; 0: no speculation
     max_step_draft_tokens: int = 64  # the same of all requests together
-    max_drafting: int = MAX_DRAFTING  # requests in a step that are guessed for; in larger ones guides are silent
-    pooling: PoolingConfig | None = None  # None: the model writes
+    max_drafting: int = MAX_DRAFTING  # requests in a step with draft tokens; larger steps have none
+    pooling: PoolingConfig | None = None  # None: a generative model
 
     @property
     def whole_prompts(self) -> bool:
-        """Is every prompt to be computed in one step?"""
+        """Whether every prompt is computed in one step."""
         return self.pooling is not None and self.pooling.whole_prompts
 
 
 class KvStoreConfig(KvStoreLimits, frozen=True, kw_only=True):
-    """Where a worker's KV pages stand beside its own memory."""
+    """The tiers of a worker's KV store."""
 
     peers: bool = True  # in other workers' memory on this host
     host_bytes: int = 0  # of host memory that all workers of the service share; 0: none
@@ -94,49 +95,49 @@ class KvStoreConfig(KvStoreLimits, frozen=True, kw_only=True):
 
 
 class CoreLoan(Config, frozen=True, kw_only=True):
-    """Cores that a worker may use while another one, whose they are, has nothing to do."""
+    """Cores that a worker may borrow while their owner is idle."""
 
     lender: WorkerId
     cores: int
-    cpus: tuple[int, ...] = ()  # where they are; empty: wherever the system decides
+    cpus: tuple[int, ...] = ()  # their processors; empty: not pinned
 
 
 COMPILED_GRAMMARS_BYTES = 256 << 20
-"""Of compiled grammars in one worker, those that answers follow and those that are kept for others."""
+"""Memory of compiled grammars in one worker, in use or cached."""
 
 
 class WorkerConfig(Config, frozen=True, kw_only=True):
-    """Everything one worker process needs; given to it by the process that forks it."""
+    """The configuration of one worker process, inherited over fork."""
 
     worker: WorkerId
     incarnation: int
     role: Role
-    endpoint: str  # where its mailbox listens
-    connector: str  # "shm", "tcp", "tcp-sealed" or "curve": how pages travel; after "nixl+" what NIXL does not bring
-    vocabulary: int | None = None  # tokens that the model knows; None: requests are not compared with it
-    pages_port: int = 0  # where they are fetched from over sockets; 0: any free one
+    endpoint: str  # where it listens
+    connector: str  # "shm", "tcp", "tcp-sealed" or "curve"; after "nixl+" the fallback of NIXL
+    vocabulary: int | None = None  # size of the vocabulary; None: requests are not checked against it
+    pages_port: int = 0  # where others fetch its pages; 0: any free one
     scheduler: SchedulerConfig
     hand_over: KvTransferConfig = KvTransferConfig()
     kv_store: KvStoreConfig = KvStoreConfig()
     threads: int = 1  # own kernel threads
     cpus: tuple[int, ...] = ()  # processors it may run on; empty: all
-    niceness: int = 0  # of all its threads: above 0 it gives way to others
-    prefill_niceness: int = 0  # its niceness once it reads prompts only
-    transfers_pages: bool = True  # its pages can pass to others, and theirs to it
-    fixed_role: bool = False  # other roles are of another numerics class
-    drain_s: float = 28.0  # to let others go on with its answers before it ends
-    loans: tuple[CoreLoan, ...] = ()  # whose cores it may borrow
+    niceness: int = 0  # of all its threads
+    prefill_niceness: int = 0  # its niceness in the prefill role
+    transfers_pages: bool = True  # its KV pages can be transferred
+    fixed_role: bool = False  # other roles have another numerics class
+    drain_s: float = 28.0  # to migrate its requests before it ends
+    loans: tuple[CoreLoan, ...] = ()  # cores that it may borrow
     image_cache_bytes: int = 256 << 20  # of encoded images that no request holds
     compiled_grammars_bytes: int = COMPILED_GRAMMARS_BYTES
     max_compiling_grammars: int = 256  # that wait to be compiled in a worker
-    gateway_silence_s: float = 10.0  # a gateway silent for so long is gone, and its requests with it
+    gateway_silence_s: float = 10.0  # a gateway silent for this long counts as gone, with its requests
     report_min_s: float = 0.1  # between two reports at least, while anything changes
-    report_waiting_s: float = 0.2  # between two answers to a gateway's Hellos at least, while requests wait here
-    report_max_s: float = 0.5  # the same of a worker that has nothing to do
+    report_waiting_s: float = 0.2  # between two responses to a gateway's Hellos at least, while requests are queued
+    report_max_s: float = 0.5  # between two reports of an idle worker
 
 
 class NamedAdapter(Config, frozen=True, kw_only=True):
-    """A LoRA adapter that clients can ask for by its name."""
+    """A LoRA adapter that clients select by its name."""
 
     name: str
     folder: str
@@ -146,7 +147,7 @@ class NamedAdapter(Config, frozen=True, kw_only=True):
 
 
 class LoraConfig(Config, frozen=True, kw_only=True):
-    """Adapters of a gateway: those of the start, and whether others may come."""
+    """The adapters of a gateway, and whether clients may load others."""
 
     adapters: tuple[NamedAdapter, ...] = ()
     allow_updating: bool = False
@@ -156,7 +157,7 @@ class LoraConfig(Config, frozen=True, kw_only=True):
 
 
 class InputFeatures(Config, frozen=True, kw_only=True):
-    """What a service takes beside text for its model."""
+    """What a service accepts besides text."""
 
     remote_images: bool = False  # images may be fetched from public addresses
     remote_image_hosts: tuple[str, ...] = ()  # the only ones; empty: any
@@ -164,7 +165,7 @@ class InputFeatures(Config, frozen=True, kw_only=True):
 
 
 class RequestConfig(Config, frozen=True, kw_only=True):
-    """How requests are read, as far as the operator has a say."""
+    """How requests are parsed, as far as the operator decides it."""
 
     generation_config: Literal["auto", "none"] = "auto"  # sampling defaults are the model's own, or OpenAI's
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
@@ -172,18 +173,18 @@ class RequestConfig(Config, frozen=True, kw_only=True):
 
 
 class TlsConfig(Config, frozen=True, kw_only=True):
-    """Files in PEM with which clients are answered over HTTPS."""
+    """PEM files for HTTPS."""
 
-    cert: str  # the server's certificate, then those between it and its authority
+    cert: str  # the server's certificate with its chain
     key: str
 
 
 EventLoop = Literal["auto", "uvloop", "asyncio"]
-"""Of processes that speak HTTP; "auto": uvloop if it is installed."""
+"""Of gateways; "auto": uvloop if it is installed."""
 
 
 class GatewayConfig(Config, frozen=True, kw_only=True):
-    """Everything the gateway process needs."""
+    """The configuration of a gateway process."""
 
     name: str = "gateway-0"
     incarnation: int = 1
@@ -195,8 +196,8 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     requests: RequestConfig = RequestConfig()
     split: bool = True
     task: Task = Task.GENERATE
-    vocabulary: int | None = None  # tokens that the model knows; None: what workers say is not compared with it
-    width: int = 0  # of a model that only reads: numbers of its vectors, or its labels
+    vocabulary: int | None = None  # size of the vocabulary; None: workers' tokens are not checked against it
+    width: int = 0  # of a pooling model: dimensions of its vectors, or labels
     api_key: str | None = None
     api_keys: str | None = None  # file of several keys
     limits: RequestLimits = RequestLimits()
@@ -205,7 +206,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     routing: RoutingConfig = RoutingConfig()
     turns: TurnLimits = TurnLimits()
     join: tuple[str, ...] = ()  # mailboxes of workers on other hosts
-    allow_mixed_numerics: bool = False  # an answer may go on in another numerics class
+    allow_mixed_numerics: bool = False  # a request may continue in another numerics class
     allow_model_upgrade: bool = False  # workers of another model than that of the first ones are used
     remote_images: bool = False  # images may be fetched from public addresses
     remote_image_hosts: tuple[str, ...] = ()  # the only ones; empty: any
@@ -214,33 +215,33 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     trace: TraceConfig = TraceConfig()
     event_loop: EventLoop = "auto"
     allowed_origins: tuple[str, ...] = ()  # of web pages that may use the service from a browser
-    allowed_hosts: tuple[str, ...] = ()  # names under which clients may reach it without a key, beside this host's own
-    event_key: str = ""  # hex: proves that an event's id is one of this service's (docs/security.md)
+    allowed_hosts: tuple[str, ...] = ()  # Host names that clients may use without a key, besides this host's own
+    event_key: str = ""  # hex: key that signs event ids (docs/security.md)
     tls: TlsConfig | None = None  # None: HTTP in clear
-    log_requests: bool = False  # each has a line in the log; else those that are refused
-    fronted: bool = False  # the one key is that of a catalogue's front, which says for whom it asks
+    log_requests: bool = False  # log a line for each request, not only for refused ones
+    fronted: bool = False  # the key is that of a catalog's front, which names the tenant
 
 
 class EngineSettings(Config, frozen=True, kw_only=True):
-    """What both commands that start workers are asked.  None means: decide for me."""
+    """The settings of both commands that start workers.  None means that ``resolve`` decides."""
 
     model: str | None = None  # None: the bundled storyteller; a folder or .gguf file; or a Hub name as "org/name"
-    max_model_len: Positive | None = None  # tokens of prompt and answer together
+    max_model_len: Positive | None = None  # tokens of prompt and output together
     kv_memory: Positive | None = None  # bytes of KV pages in each worker
     image_cache: Positive = 256 << 20  # bytes of encoded images kept in each worker
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"  # what KV pages keep keys and values in; "auto": the compute type
-    threads: Positive | None = None  # own kernel threads of each worker
+    kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"  # type of KV pages; "auto": the compute type
+    threads: Positive | None = None  # kernel threads of each worker
     max_chunk_tokens: Positive | None = None
     max_running: Positive = 256
-    speculate: Literal["off", "auto", "lookup", "head", "draft"] = "off"  # how tokens are guessed ahead
-    draft_model: str | None = None  # folder of a head or a small model that guesses
+    speculate: Literal["off", "auto", "lookup", "head", "draft"] = "off"  # speculative decoding
+    draft_model: str | None = None  # folder of a draft head or draft model
     max_draft_tokens: Positive = 8
-    sparse_attention: bool = False  # tokens far into a context read a part of it: faster, and other answers
-    sparse_sinks: Positive = 64  # tokens at the beginning that are always read, in whole blocks of 64
-    sparse_window: Positive = 1024  # the same of those before a token
+    sparse_attention: bool = False  # attend to only part of a long context: faster, but the output differs
+    sparse_sinks: Positive = 64  # first tokens that are always attended to, in whole blocks of 64
+    sparse_window: Positive = 1024  # last tokens that are always attended to
     sparse_blocks: Positive = 32  # blocks of 64 tokens that each token chooses between them
-    sparse_from: Annotated[int, msgspec.Meta(ge=0)] = 4096  # positions before it read everything
+    sparse_from: Annotated[int, msgspec.Meta(ge=0)] = 4096  # positions before it attend to everything
     kernels: str = "auto"  # a kernel family, or "reference"
     device: Literal["auto", "cpu", "cuda"] = "auto"  # "auto": a GPU if there is one that suits the model
     gpu_lanes: Literal["off", "auto", "priority", "green"] = "off"  # removed: another value is reported and ignored
@@ -251,8 +252,8 @@ class EngineSettings(Config, frozen=True, kw_only=True):
     keys: str | None = None  # folder of the keys that hosts share
     weights_cache: str = "auto"  # folder of the manifests of weights; "auto": in the user's cache; "off": none
     accept_new_weights: bool = False  # serve weights that are not those of the last load, and remember them
-    kv_peers: bool = True  # workers take KV pages out of each other's caches
-    kv_host: Positive | None = None  # bytes of KV pages in memory that all workers share, beside their own
+    kv_peers: bool = True  # workers read KV pages from each other's caches
+    kv_host: Positive | None = None  # bytes of KV pages in memory that all workers share
     kv_disk: str | None = None  # folder for KV pages
     kv_disk_size: Positive = 8 << 30  # bytes of a model's pages there
     kv_redis: str | None = None  # URL of a Redis for KV pages
@@ -266,28 +267,28 @@ class EngineSettings(Config, frozen=True, kw_only=True):
 
 
 class ServeConfig(EngineSettings, frozen=True, kw_only=True):
-    """``penstock serve`` as it was asked for, from flags, environment and file."""
+    """The settings of ``penstock serve``, from flags, environment and file."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000  # 0: any free port
-    gateways: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes that answer HTTP, on one port
+    gateways: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # gateway processes, on one port
     event_loop: EventLoop = "auto"
     prefill: Positive | None = None
     decode: Positive | None = None
-    encode_workers: Positive | None = None  # that encode images; None: whoever reads a prompt encodes its images
+    encode_workers: Positive | None = None  # None: prefill workers encode images
     aggregated: bool = False
-    prefill_device: Literal["cpu", "cuda"] | None = None  # where prefill workers compute, if elsewhere than the others
+    prefill_device: Literal["cpu", "cuda"] | None = None  # of prefill workers, if another than the others'
     prefill_kernels: str | None = None  # their kernel family, if not that of the decode workers
     prefill_cores: str | None = None  # processors of the prefill workers, as "0-3,8"
     decode_cores: str | None = None
-    lend_cores: bool = True  # an idle worker's cores work for the others
+    lend_cores: bool = True  # idle workers lend their cores
     transfer: Literal["auto", "shm", "tcp", "curve", "nixl"] = "auto"
     api_key: str | None = None
     api_keys: str | None = None  # file of several keys, each of a tenant (`penstock keys add`)
-    allowed_host: tuple[str, ...] = ()  # names under which it is reached without a key; "*": all
+    allowed_host: tuple[str, ...] = ()  # Host names accepted without a key; "*": all
     tls_cert: str | None = None  # file of the certificate for HTTPS, PEM; None: HTTP in clear
     tls_key: str | None = None  # file of its private key
-    log_requests: bool = False  # each has a line in the log; else those that are refused
+    log_requests: bool = False  # log a line for each request, not only for refused ones
     allowed_origin: tuple[str, ...] = ()  # of web pages that may use the service from a browser; "*": all
     served_model_name: str | None = None
     generation_config: Literal["auto", "none"] = "auto"  # whose sampling defaults: the model's own file's, or OpenAI's
@@ -315,7 +316,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
 
 
 class WorkerServeConfig(EngineSettings, frozen=True, kw_only=True):
-    """``penstock worker`` as it was asked for: one worker that gateways on other hosts join."""
+    """The settings of ``penstock worker``: one worker that gateways on other hosts join."""
 
     role: Role = Role.BOTH
     listen: str = "tcp://127.0.0.1:9000"
@@ -331,5 +332,5 @@ _TIERS = ("kv_host", "kv_disk", "kv_redis", "kv_mooncake")
 
 
 def kv_store_flags(config: EngineSettings) -> list[str]:
-    """Their flags: ``--kv-host``, then those that outlive the service."""
+    """The flags of the KV store's tiers that are set: ``--kv-host`` first, then those that outlive the service."""
     return [f"--{name.replace('_', '-')}" for name in _TIERS if getattr(config, name) is not None]

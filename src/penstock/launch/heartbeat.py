@@ -181,12 +181,8 @@ class CoreLendingBoard:
         return number * LINE_BYTES // 4
 
 
-# MERGED: A worker's heartbeat: one beat with every turn of its loop, which says when the step that begins
-# MERGED: should end.
-
-
 class HeartbeatWriter:
-    """See ``engine.loop.EngineHeartbeat``."""
+    """Beats before each step, with the predicted end of the step (``engine.loop.EngineHeartbeat``)."""
 
     def __init__(self, slot: HeartbeatSlot, steps: Callable[[], int], now_ns: Callable[[], int] = monotonic_ns) -> None:
         """``steps``: steps computed so far."""

@@ -274,4 +274,4 @@ async def test_a_worker_of_another_version_is_named_with_both_versions(caplog: p
         await asyncio.sleep(0)
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert f"speaks protocol version 3, this one {PROTOCOL_VERSION}" in line
-    assert joined.waiting() == [(A, version_reason(3))]
+    assert joined.unjoined() == [(A, version_reason(3))]
