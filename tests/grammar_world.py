@@ -62,7 +62,7 @@ def allowed(matcher: GrammarMatcher) -> list[int]:
 def admits(grammar: CompiledGrammar, text: str) -> bool:
     """Can this be a whole answer?"""
     matcher = grammar.matcher()
-    return matcher.take(list(text.encode("utf-8", "surrogatepass"))) and END in allowed(matcher)
+    return matcher.accept_tokens(list(text.encode("utf-8", "surrogatepass"))) and END in allowed(matcher)
 
 
 def wander(grammar: CompiledGrammar, seed: int, most: int = 300) -> str | None:
@@ -82,7 +82,7 @@ def wander(grammar: CompiledGrammar, seed: int, most: int = 300) -> str | None:
         closing = [token for token in tokens if BYTES.tokens[token] in (b'"', b"}", b"]", b'"}', b"}}")]
         token = chance.choice(closing if closing and chance.random() < 0.3 + count / most else tokens)
         text += BYTES.tokens[token]
-        assert matcher.take([token]), f"{matcher.failure} after {text!r}"
+        assert matcher.accept_tokens([token]), f"{matcher.failure} after {text!r}"
     return None
 
 

@@ -64,7 +64,7 @@ class TtftForecast(msgspec.Struct, frozen=True, kw_only=True):
     """How long a request would take to its first token if it came now, by what workers report."""
 
     wait_s: float  # what lies before it, served in order of arrival
-    read_s: float  # its own prompt
+    prefill_s: float  # its own prompt
 
 
 class TokenStreams(Protocol):
@@ -78,11 +78,11 @@ class TokenStreams(Protocol):
         """
         ...
 
-    def stopped(self, request: RequestId) -> None:
+    def mark_stopped(self, request: RequestId) -> None:
         """The caller has all it wants, such as a stop string: that it closes the stream now is no abort."""
         ...
 
-    def served_by(self, request: RequestId) -> ModelIdentity | None:
+    def serving_identity(self, request: RequestId) -> ModelIdentity | None:
         """By whose bits the answer to this request is made, once its stream has given a batch and until it ends."""
         ...
 
@@ -94,15 +94,15 @@ class TokenStreams(Protocol):
         """Can a request be served now?"""
         ...
 
-    def alive(self) -> str | None:
+    def stall_reason(self) -> str | None:
         """None while all is well, else why not: something runs and nothing moves."""
         ...
 
-    def readers(self) -> int:
+    def prefill_workers(self) -> int:
         """How many workers are ready to read prompts."""
         ...
 
-    def forecast(self, tokens: int, service: ServiceClass) -> TtftForecast | None:
+    def predict_ttft(self, tokens: int, service: ServiceClass) -> TtftForecast | None:
         """For a prompt of so many tokens; None while nobody knows by experience how long anything takes."""
         ...
 
@@ -110,11 +110,11 @@ class TokenStreams(Protocol):
         """One mapping a worker, as ``penstock status --json`` prints it."""
         ...
 
-    def explain(self, request: RequestId) -> Sequence[dict[str, Any]]:
+    def routing_decisions(self, request: RequestId) -> Sequence[dict[str, Any]]:
         """Why its workers were chosen: one JSON object a decision, oldest first; none for a request not remembered."""
         ...
 
-    def explain_in_a_line(self, request: RequestId) -> str | None:
+    def routing_decision_line(self, request: RequestId) -> str | None:
         """The latest of those decisions in printable ASCII, None for a request not remembered."""
         ...
 
@@ -224,7 +224,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
     salt: str = ""  # tenants with different ones share no cached pages
     service: ServiceClass = ServiceClass.INTERACTIVE  # of a request that says nothing
-    asked: ServiceClass | None = None  # said outside the body, which goes before what stands in it
+    requested_class: ServiceClass | None = None  # said outside the body, which goes before what stands in it
     max_wait_s: float | None = None  # the same
     waits_s: tuple[float | None, ...] = ()  # what the requests of each class may wait; nothing said: any time
 
@@ -238,7 +238,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     def claim(self, said: ServiceClass | None = None) -> Qos:
         """Of a request whose body says ``said``."""
         service = self.service if said is None else said
-        service = service if self.asked is None else self.asked
+        service = service if self.requested_class is None else self.requested_class
         wait_s = self.waits_s[service] if self.waits_s else None
         return Qos(
             tenant=self.tenant,
@@ -256,12 +256,12 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     identity: ModelIdentity  # of the model as it is served now; goes into the block hashes
     session: str = ""  # that the client says the request belongs to
     caller: Caller = Caller()
-    told: str = ""  # the answer's id for the client, when it is another one: a repeat has the same
+    response_id: str = ""  # the answer's id for the client, when it is another one: a repeat has the same
 
     @property
     def name(self) -> str:
         """The answer's id for the client."""
-        return self.told or self.id
+        return self.response_id or self.id
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -291,7 +291,7 @@ class PreparedPooling(msgspec.Struct, frozen=True, kw_only=True):
     base64: bool = False  # vectors as text
     labels: tuple[str, ...] = ()  # of a classifier, by number
     documents: tuple[str, ...] | None = None  # to be told beside their scores
-    top: int | None = None  # how many scores are told, the highest; None: all, in order
+    top_n: int | None = None  # how many scores are told, the highest; None: all, in order
 
     @property
     def tokens(self) -> int:
@@ -328,7 +328,7 @@ class PreparedTranscription(Protocol):
     model: str
     task: str  # "transcribe" or "translate"
     language: str  # "": not known yet
-    form: str  # of the answer, as OpenAI calls them
+    response_format: str  # of the answer, as OpenAI calls them
     stream: bool
     temperature: float
     seed: int  # as the client gave it, or as it was drawn for them
@@ -344,15 +344,15 @@ class PreparedTranscription(Protocol):
         """Begin and end of each, in seconds."""
         ...
 
-    async def asks_language(self) -> ValidRequest | None:
+    async def language_request(self) -> ValidRequest | None:
         """What to ask first; its one token is for ``tell_language``.  None where the language is known."""
         ...
 
-    def tell_language(self, token: int) -> None:
+    def set_language(self, token: int) -> None:
         """The model's answer."""
         ...
 
-    async def window(self, index: int) -> tuple[ValidRequest, OutputDetokenizer]:
+    async def window_request(self, index: int) -> tuple[ValidRequest, OutputDetokenizer]:
         """The request for a window.  To be asked for one after another; raises RequestError, QueueFull."""
         ...
 
@@ -364,7 +364,9 @@ class PreparedTranscription(Protocol):
 class TranscriptionProcessor(Protocol):
     """The intake of a model that hears; refusals as in ``RequestProcessor``."""
 
-    async def listen(self, form: MultipartForm, envelope: RequestContext, *, translates: bool) -> PreparedTranscription:
+    async def prepare(
+        self, form: MultipartForm, envelope: RequestContext, *, translates: bool
+    ) -> PreparedTranscription:
         """A form of ``/v1/audio/transcriptions``, or of ``/v1/audio/translations``."""
         ...
 

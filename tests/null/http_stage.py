@@ -54,15 +54,15 @@ def app_of(
     return make_app(
         AppServices(
             streams=streams,
-            intake=intake or intake_of(limits),
+            processor=intake or intake_of(limits),
             limits=limits,
             clock=MonotonicClock(),
             metrics=lambda: lambda: b"# no metrics\n",
             keys=ring or StaticApiKeys.of(keys),
             levels=levels or ServiceLevels(),
-            pools=intake if isinstance(intake, PoolingModelProcessor) else None,
-            hears=intake if isinstance(intake, AudioModelProcessor) else None,
-            posts=posts,
+            pooling=intake if isinstance(intake, PoolingModelProcessor) else None,
+            transcription=intake if isinstance(intake, AudioModelProcessor) else None,
+            admin=posts,
             **behind,
         )
     )

@@ -146,11 +146,11 @@ class NullStreams:
         top = request.sampling.prompt_logprobs
         return None if top is None else self._logprobs(request.prompt[1:], 1, top)
 
-    def stopped(self, request: RequestId) -> None:
+    def mark_stopped(self, request: RequestId) -> None:
         """See ``wire.ports.TokenStreams``."""
         self.ended_by_caller.add(request)
 
-    def served_by(self, request: RequestId) -> ModelIdentity | None:
+    def serving_identity(self, request: RequestId) -> ModelIdentity | None:
         """See ``wire.ports.TokenStreams``."""
         return self.served if request in self.open else None
 
@@ -162,22 +162,22 @@ class NullStreams:
         """See ``wire.ports.TokenStreams``."""
         return self.is_ready
 
-    def alive(self) -> str | None:
+    def stall_reason(self) -> str | None:
         """See ``wire.ports.TokenStreams``."""
         return self.stuck
 
-    def readers(self) -> int:
+    def prefill_workers(self) -> int:
         """See ``wire.ports.TokenStreams``."""
         return self.read_by
 
-    def forecast(self, tokens: int, service: ServiceClass) -> TtftForecast | None:
+    def predict_ttft(self, tokens: int, service: ServiceClass) -> TtftForecast | None:
         """See ``wire.ports.TokenStreams``."""
         return self.foreseen
 
-    def explain(self, request: RequestId) -> Sequence[dict[str, Any]]:
+    def routing_decisions(self, request: RequestId) -> Sequence[dict[str, Any]]:
         return [{"because": "there is nobody else"}] if request in self.explained else []
 
-    def explain_in_a_line(self, request: RequestId) -> str | None:
+    def routing_decision_line(self, request: RequestId) -> str | None:
         return "whole=\u2603\r\n" if self.explains else None
 
     def workers(self) -> Sequence[dict[str, Any]]:

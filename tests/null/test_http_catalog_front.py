@@ -39,7 +39,7 @@ async def test_the_front_says_for_whom_it_asks():
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert (await on.post(TEXT, BODY, headers=FRONT)).status_code == 200
         assert on.streams.opened[-1].claim.tenant == ""
-        assert known.tenants == 1
+        assert known.tenant_count == 1
 
 
 async def test_nobody_else_is_believed():

@@ -122,7 +122,7 @@ async def test_a_class_that_a_key_has_not(how: dict[str, Any]):
 
 
 async def test_who_would_wait_in_vain_is_told_when_to_come_back():
-    streams = NullStreams(foreseen=TtftForecast(wait_s=9.0, read_s=1.5))
+    streams = NullStreams(foreseen=TtftForecast(wait_s=9.0, prefill_s=1.5))
     async with stage(streams) as on:
         answer = await on.post(CHAT, body(), headers={"x-penstock-max-wait-s": "4"})
         check(
@@ -134,7 +134,7 @@ async def test_who_would_wait_in_vain_is_told_when_to_come_back():
 
 async def test_who_has_waited_in_vain_is_told_when_to_come_back():
     streams = NullStreams(fail_at={0: DeadlineMissed("The request waited for 2 s.")})
-    streams.foreseen = TtftForecast(wait_s=1.0, read_s=1.2)
+    streams.foreseen = TtftForecast(wait_s=1.0, prefill_s=1.2)
     levels = ServiceLevels()
     async with stage(streams, levels=levels) as on:
         answer = await on.post(CHAT, body(), headers={"x-penstock-max-wait-s": "3"})
@@ -190,7 +190,7 @@ async def test_what_classes_and_tenants_got_is_counted():
     registry = CollectorRegistry()
     levels = ServiceLevels(registry, model_name="m", max_tenants=1)
     keys = ring(ann=Tenant(id="a1"), bob=Tenant(id="b2"), eve=Tenant(id="e3", requests_per_minute=1))
-    streams = NullStreams(cached=3, foreseen=TtftForecast(wait_s=0.2, read_s=0.1))
+    streams = NullStreams(cached=3, foreseen=TtftForecast(wait_s=0.2, prefill_s=0.1))
     async with stage(streams, ring=keys, levels=levels) as on:
         for name in ("ann", "bob", "eve", "eve"):
             await on.post(CHAT, body(priority="batch"), **key(name))

@@ -38,7 +38,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 def marked(place: str, body: dict[str, Any], tenant: str = "") -> str:
     """An event's id as the service would give it out that has no secret."""
     key, secret = KEY["Idempotency-Key"].encode(), event_key_with_defaults(b"", intake_of(RequestLimits()).cards()[0])
-    return f"{place}/{event_signer(secret, tenant, key, body, IDENTITY).of(place)}"
+    return f"{place}/{event_signer(secret, tenant, key, body, IDENTITY).sign(place)}"
 
 
 async def streamed(on: Stage, path: str, body: dict[str, Any], last: str | None = None) -> list[Event]:
@@ -133,7 +133,7 @@ async def test_a_failed_answer_is_computed_again() -> None:
 
 @pytest.mark.parametrize("store", [None, ResponseCache(1 << 20)])
 async def test_what_was_refused_at_the_door_was_never_met(store: ResponseCache | None) -> None:
-    streams = NullStreams(foreseen=TtftForecast(wait_s=60.0, read_s=1.0))
+    streams = NullStreams(foreseen=TtftForecast(wait_s=60.0, prefill_s=1.0))
     async with stage(streams, RequestLimits(first_byte_s=1.0), stored=store) as on:
         body = _text({"max_tokens": 8, "seed": 1})
         for _ in range(2):
@@ -323,8 +323,8 @@ async def test_elsewhere_a_stream_counts_what_stands_behind_its_event() -> None:
         await streamed(other, TEXT, body, last)
     marks = EventSigner(b"", b"")
     places = ResumePoint.parse(
-        f"{last.partition('/')[0]}/{marks.of(last.partition('/')[0])}".encode(), marks
-    ).places.values()
+        f"{last.partition('/')[0]}/{marks.sign(last.partition('/')[0])}".encode(), marks
+    ).positions.values()
     had = sum(place.tokens for place in places)
     assert not any(place.ended for place in places)
     assert whole.sums[2] > had > 0
@@ -346,9 +346,9 @@ def test_an_event_of_more_choices_than_an_id_tells_of_is_none_of_ours() -> None:
     marks = EventSigner(b"", b"")
     places = [f"{choice}:1" for choice in range(MAX_ID_CHOICES + 1)]
     most = ";".join(places[1:])
-    assert len(ResumePoint.parse(f"{most}/{marks.of(most)}".encode(), marks).places) == MAX_ID_CHOICES
+    assert len(ResumePoint.parse(f"{most}/{marks.sign(most)}".encode(), marks).positions) == MAX_ID_CHOICES
     with pytest.raises(RequestError):
-        ResumePoint.parse(f"{';'.join(places)}/{marks.of(';'.join(places))}".encode(), marks)
+        ResumePoint.parse(f"{';'.join(places)}/{marks.sign(';'.join(places))}".encode(), marks)
 
 
 async def test_no_client_can_name_an_event_that_it_was_not_told_of() -> None:
@@ -380,7 +380,7 @@ async def test_a_busy_service_tells_again_what_it_has() -> None:
     streams = NullStreams()
     async with stage(streams, RequestLimits(first_byte_s=1.0)) as on:
         assert (await on.post(TEXT, _text({"max_tokens": 8}), headers=KEY)).status_code == 200
-        streams.foreseen = TtftForecast(wait_s=60.0, read_s=1.0)
+        streams.foreseen = TtftForecast(wait_s=60.0, prefill_s=1.0)
         assert (await on.post(TEXT, _text({"max_tokens": 8}), headers=KEY)).status_code == 200
 
 

@@ -13,33 +13,33 @@ from .streams import NullStreams, answer_tokens
 
 def keyed(number: int) -> IdempotentRequest:
     return IdempotentRequest(
-        key=number.to_bytes(4, "big"), name=str(number), seed=number, mark="m", marks=EventSigner(b"", b"")
+        key=number.to_bytes(4, "big"), name=str(number), seed=number, mark="m", signer=EventSigner(b"", b"")
     )
 
 
 def test_nothing_is_kept_of_what_was_refused_before_it_began():
     kept = IdempotencyCache(RequestLimits(max_idempotency_keys=2), MonotonicClock())
     for number in range(10):
-        answer, met = kept.meet(keyed(number), NullStreams())
+        answer, met = kept.lookup(keyed(number), NullStreams())
         assert met is KeyOutcome.NEW
-        kept.left(keyed(number), answer)
+        kept.release(keyed(number), answer)
     assert len(kept) == 0
 
 
 def test_another_answer_by_the_same_key_is_not_given_up_with_it():
     kept = IdempotencyCache(RequestLimits(), MonotonicClock())
-    first, _ = kept.meet(keyed(1), NullStreams())
-    kept.left(keyed(1), first)
-    second, _ = kept.meet(keyed(1), NullStreams())
-    kept.left(keyed(1), first)
-    assert kept.meet(keyed(1), NullStreams()) == (second, KeyOutcome.JOINED)
+    first, _ = kept.lookup(keyed(1), NullStreams())
+    kept.release(keyed(1), first)
+    second, _ = kept.lookup(keyed(1), NullStreams())
+    kept.release(keyed(1), first)
+    assert kept.lookup(keyed(1), NullStreams()) == (second, KeyOutcome.JOINED)
 
 
 def test_an_answer_that_runs_is_kept_beyond_the_bound_of_keys():
     kept = IdempotencyCache(RequestLimits(max_idempotency_keys=1), MonotonicClock())
-    running = {number: kept.meet(keyed(number), NullStreams())[0] for number in (1, 2)}
+    running = {number: kept.lookup(keyed(number), NullStreams())[0] for number in (1, 2)}
     for number in (1, 2):
-        assert kept.meet(keyed(number), NullStreams()) == (running[number], KeyOutcome.JOINED)
+        assert kept.lookup(keyed(number), NullStreams()) == (running[number], KeyOutcome.JOINED)
 
 
 async def test_who_asks_again_and_again_for_a_kept_answer_leaves_nothing_behind():
@@ -53,5 +53,5 @@ async def test_who_asks_again_and_again_for_a_kept_answer_leaves_nothing_behind(
         reader = answer.stream(request)
         assert [token async for batch in reader for token in batch.tokens] == list(answer_tokens(request, 4096)[0])
         await reader.aclose()
-        answer.stopped(request.id)  # too late to mean anything
+        answer.mark_stopped(request.id)  # too late to mean anything
     assert answer._asked == {}

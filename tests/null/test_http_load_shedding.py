@@ -23,14 +23,14 @@ def test_a_token_that_no_worker_made_ends_no_wait():
     admission = Admission(limits, clock)
     rules = Rules(limits=limits, scheduling=SchedulingConfig(), ring=StaticApiKeys())
     gate = LoadShedder(rules, admission, NullStreams(), ServiceLevels())
-    with gate.enter(_nobody(), Qos(), [10, 0]) as visit:
-        visit.started(0, computed=False)
-        visit.started(1, computed=False)
+    with gate.admit(_nobody(), Qos(), [10, 0]) as visit:
+        visit.on_token(0, computed=False)
+        visit.on_token(1, computed=False)
         assert (admission.requests, admission.usual_wait_s(0)) == (2, 1.0)
-        visit.ended(1, 3)
+        visit.on_finished(1, 3)
         assert (admission.requests, admission.usual_wait_s(0)) == (1, 1.0)
         clock.advance(60.0)
-        visit.started(0)
+        visit.on_token(0)
         assert admission.requests == 0
         assert admission.usual_wait_s(0) > 1.0
 
@@ -40,15 +40,15 @@ def test_long_prompts_that_are_read_gently_say_nothing_of_others():
     rules = Rules(limits=limits, scheduling=SchedulingConfig(), ring=StaticApiKeys())
     gate = LoadShedder(rules, Admission(limits, clock), streams, ServiceLevels())
     for _ in range(20):
-        streams.foreseen = TtftForecast(wait_s=0.0, read_s=5.0)
-        with gate.enter(_nobody(), Qos(), [50_000]) as visit:
+        streams.foreseen = TtftForecast(wait_s=0.0, prefill_s=5.0)
+        with gate.admit(_nobody(), Qos(), [50_000]) as visit:
             clock.advance(40.0)
-            visit.started(0)
-    with pytest.raises(Overloaded), gate.enter(_nobody(), Qos(max_wait_s=20.0), [50_000]):
+            visit.on_token(0)
+    with pytest.raises(Overloaded), gate.admit(_nobody(), Qos(max_wait_s=20.0), [50_000]):
         pass
-    streams.foreseen = TtftForecast(wait_s=0.0, read_s=0.5)
-    with gate.enter(_nobody(), Qos(max_wait_s=0.6), [5000]) as visit:
-        visit.started(0)
+    streams.foreseen = TtftForecast(wait_s=0.0, prefill_s=0.5)
+    with gate.admit(_nobody(), Qos(max_wait_s=0.6), [5000]) as visit:
+        visit.on_token(0)
 
 
 def _nobody() -> HttpExchange:

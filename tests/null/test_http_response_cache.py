@@ -184,7 +184,7 @@ async def test_another_model_is_another_answer():
 class Elsewhere(NullStreams):
     """Streams of which each is served by another version of the model than the gateway knew."""
 
-    def served_by(self, request: RequestId) -> ModelIdentity | None:
+    def serving_identity(self, request: RequestId) -> ModelIdentity | None:
         return ModelIdentity(fingerprint="e" * 64, numerics="null-1-fp32")
 
 
@@ -229,7 +229,7 @@ async def test_a_busy_service_sends_nobody_away_who_needs_no_worker():
     streams = NullStreams()
     async with stage(streams, RequestLimits(first_byte_s=1.0), stored=ResponseCache(1 << 20)) as on:
         assert (await on.text()).headers[WORD] == MISS
-        streams.foreseen = TtftForecast(wait_s=60.0, read_s=1.0)
+        streams.foreseen = TtftForecast(wait_s=60.0, prefill_s=1.0)
         assert (await on.text(seed=2)).status_code == 503
         assert (await on.text()).headers[WORD] == HIT
 
@@ -249,7 +249,7 @@ async def test_who_has_a_stored_beginning_still_waits_for_a_worker():
 
 
 async def test_many_choices_are_unpacked_in_as_many_turns(monkeypatch: pytest.MonkeyPatch):
-    turn, unpacked, plain = 0, list[int](), PackedResponse.response
+    turn, unpacked, plain = 0, list[int](), PackedResponse.unpack
 
     async def turns() -> None:
         nonlocal turn
@@ -263,7 +263,7 @@ async def test_many_choices_are_unpacked_in_as_many_turns(monkeypatch: pytest.Mo
 
     async with stage(stored=ResponseCache(1 << 20)) as on:
         first = (await on.text(n=8)).json()
-        monkeypatch.setattr(PackedResponse, "response", noted)
+        monkeypatch.setattr(PackedResponse, "unpack", noted)
         counting = asyncio.create_task(turns())
         second = await on.text(n=8)
         counting.cancel()

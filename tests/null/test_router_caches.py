@@ -96,12 +96,12 @@ async def test_round_robin_goes_round():
         for i in range(6):
             client = town.ask(f"r{i}", prompt=40)
             await town.finish(client)
-            (told,) = town.router.explain(client.request.id)
+            (told,) = town.router.routing_decisions(client.request.id)
             homes.append(told["legs"][0]["worker"])
-            assert town.router.explain_in_a_line(client.request.id).startswith(
+            assert town.router.routing_decision_line(client.request.id).startswith(
                 "policy=round-robin; why=whole; whole=both-"
             )
         assert sorted(homes[:3]) == sorted(BOTH)
         assert homes[3:] == homes[:3]
-        assert town.router.explain(town.clients[0].request.id) == []
-        assert town.router.explain_in_a_line(town.clients[0].request.id) is None
+        assert town.router.routing_decisions(town.clients[0].request.id) == []
+        assert town.router.routing_decision_line(town.clients[0].request.id) is None

@@ -169,8 +169,8 @@ async def test_a_consumer_that_has_enough_is_counted_as_a_success():
     async with Town(*WHOLE) as town:
         enough, gone = town.ask("enough", max_tokens=50), town.ask("gone", max_tokens=50)
         await town.until(lambda: enough.tokens and gone.tokens)
-        town.router.stopped(enough.request.id)
-        town.router.stopped(RequestId("unknown"))
+        town.router.mark_stopped(enough.request.id)
+        town.router.mark_stopped(RequestId("unknown"))
         await town.leave(enough)
         await town.leave(gone)
         text = town.router.metrics.exposition().decode()

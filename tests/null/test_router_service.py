@@ -95,7 +95,7 @@ async def test_without_any_worker_there_is_no_identity():
     async with Town() as town:
         assert town.router.identity() is None
         assert not town.router.ready()
-        assert town.router.alive() is None
+        assert town.router.stall_reason() is None
         assert list(town.router.workers()) == []
 
 
@@ -192,17 +192,17 @@ async def test_alive_tells_when_something_runs_and_nothing_moves():
         await town.wait(20.0)
         client = town.ask(max_tokens=20)
         await town.until(lambda: client.tokens)
-        assert town.router.alive() is None
+        assert town.router.stall_reason() is None
         for name in SPLIT:
             town.stop(name)
         await town.wait(5.0)
-        assert town.router.alive() is None
+        assert town.router.stall_reason() is None
         await town.wait(2.0)
-        assert (town.router.alive() or "").startswith("1 requests are open and no worker has made a step for")
+        assert (town.router.stall_reason() or "").startswith("1 requests are open and no worker has made a step for")
         for name in SPLIT:
             town.wake(name)
         await town.finish()
-        assert town.router.alive() is None
+        assert town.router.stall_reason() is None
 
 
 async def test_counters_never_go_back_when_a_worker_is_forked_anew():
@@ -232,7 +232,7 @@ async def test_closing_the_router_ends_every_stream():
 
 async def test_workers_that_can_read_prompts_are_counted():
     async with Town("prefill-0", "decode-0", "both-0", "both-1") as town:
-        assert town.router.readers() == 3
+        assert town.router.prefill_workers() == 3
         town.kill("both-1")
         await town.turn()
-        assert town.router.readers() == 2
+        assert town.router.prefill_workers() == 2

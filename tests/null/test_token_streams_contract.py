@@ -109,7 +109,7 @@ async def test_one_prompt_one_answer(made: Contender):
 async def test_closing_early_frees_everything(made: Contender):
     stream = made.streams.stream(request(max_tokens=200))
     await anext(stream)  # type: ignore[call-overload]
-    made.streams.stopped(RequestId("r"))
+    made.streams.mark_stopped(RequestId("r"))
     await stream.aclose()
     await stream.aclose()
     await made.assert_idle()
@@ -138,6 +138,6 @@ async def test_what_the_status_pages_ask(made: Contender):
     await whole(made.streams, request())
     assert made.streams.identity() is not None
     assert made.streams.ready()
-    assert made.streams.alive() is None
+    assert made.streams.stall_reason() is None
     assert isinstance(list(made.streams.workers()), list)
-    made.streams.stopped(RequestId("nobody"))
+    made.streams.mark_stopped(RequestId("nobody"))

@@ -76,9 +76,9 @@ def _endpoint(posts: WorkerAdmin, door: EndpointFactory, duty: Duty | None) -> A
         force = _force(asked.body)
         _nothing_else(asked.body, {"force"} if duty is not None else {"role", "force"})
         row = await posts.assign(exchange.path_parameter("name"), role=role, duty=duty, force=force)
-        await exchange.reply(200, _encode(row))
+        await exchange.send_response(200, _encode(row))
 
-    return door.endpoint(work)
+    return door.json_endpoint(work)
 
 
 def _role(body: JsonObject) -> Role:
@@ -140,7 +140,7 @@ def status_routes(
         return Response(answer.body, answer.status, media_type="application/json")
 
     async def health(_: Request) -> Response:
-        why = streams.alive()
+        why = streams.stall_reason()
         return _json({"status": "ok"}) if why is None else _json({"status": "stuck", "reason": why}, 503)
 
     async def ready(_: Request) -> Response:
@@ -196,11 +196,11 @@ def _explained(streams: TokenStreams, name: str) -> Response:
 
 def _decisions(streams: TokenStreams, name: str) -> list[dict[str, Any]]:
     """Of one choice (``ID/0``), or of all choices of an answer's id."""
-    told = streams.explain(RequestId(name))
+    told = streams.routing_decisions(RequestId(name))
     if told:
         return [{"id": name, "decisions": list(told)}]
     choices: list[dict[str, Any]] = []
-    while told := streams.explain(RequestId(f"{name}/{len(choices)}")):
+    while told := streams.routing_decisions(RequestId(f"{name}/{len(choices)}")):
         choices.append({"id": f"{name}/{len(choices)}", "decisions": list(told)})
     return choices
 

@@ -78,7 +78,7 @@ class Admission:
         """Raises QueueFull when there is no room for anything, before anything is read."""
         most = self._bounds().requests
         if self.requests >= most:
-            raise self.full(f"{self.requests} requests are waiting, the limit is {most}.")
+            raise self.queue_full(f"{self.requests} requests are waiting, the limit is {most}.")
 
     def admit(self, costs: Sequence[int], party: QueueKey = DEFAULT_QUEUE, *, bounded: bool = False) -> Permit:
         """Room for one engine request a cost, in prompt tokens, until the permit's scope is left.
@@ -96,12 +96,12 @@ class Admission:
             self._leave_room(own, requests, tokens)
         if self.requests:
             if self.requests + requests > most.requests:
-                raise self.full(
+                raise self.queue_full(
                     f"{self.requests} requests are waiting and this one adds {requests}, the limit is {most.requests}.",
                     party.service,
                 )
             if self.tokens + tokens > most.tokens:
-                raise self.full(
+                raise self.queue_full(
                     f"{self.tokens} prompt tokens are waiting and this request adds {tokens}, "
                     f"the limit is {most.tokens}.",
                     party.service,
@@ -120,21 +120,21 @@ class Admission:
         one may try."""
         most, more = self._limits.max_prompt_bytes, tokens * PROMPT_TOKEN_BYTES
         if self.prompt_bytes and self.prompt_bytes + more > most:
-            raise self.full(
+            raise self.queue_full(
                 f"the prompts of open requests take {self.prompt_bytes} bytes and this request adds {more}, "
                 f"the limit is {most} (max_prompt_bytes).",
                 party.service,
             )
         return more
 
-    def body(self) -> BodyReservation:
+    def reserve_body(self) -> BodyReservation:
         """Room for one request's body, taken as it grows, until its scope is left."""
         return BodyReservation(self)
 
     def grow_body(self, size: int) -> None:
         """Raises QueueFull when all bodies together would be too much."""
         if self.body_bytes and self.body_bytes + size > self._limits.max_pending_body_bytes:
-            raise self.full(
+            raise self.queue_full(
                 f"{self.body_bytes} bytes of requests are being read, "
                 f"the limit is {self._limits.max_pending_body_bytes}."
             )
@@ -144,7 +144,7 @@ class Admission:
         """Monotonic seconds."""
         return self.clock.now()
 
-    def leave(self, tokens: int, waited_s: float | None, party: QueueKey = DEFAULT_QUEUE) -> None:
+    def on_dequeued(self, tokens: int, waited_s: float | None, party: QueueKey = DEFAULT_QUEUE) -> None:
         """One engine request waits no longer; ``waited_s`` is None when it never got a token."""
         self.requests -= 1
         self.tokens -= tokens
@@ -183,18 +183,18 @@ class Admission:
         most = self._bounds()
         free = most.requests - self.requests
         if own.requests + requests > free:
-            raise self.full(
+            raise self.queue_full(
                 f"{own.requests} requests of yours are waiting and this one adds {requests}; of the {free} places that "
                 f"are free (max_queued_requests, of all workers {most.requests}), room is left for others."
             )
         free = most.tokens - self.tokens
         if own.tokens + tokens > free:
-            raise self.full(
+            raise self.queue_full(
                 f"{own.tokens} prompt tokens of yours are waiting and this request adds {tokens}; of the {free} that "
                 f"may still come (max_queued_tokens, of all workers {most.tokens}), room is left for others."
             )
 
-    def full(self, why: str, service: int = 0) -> QueueFull:
+    def queue_full(self, why: str, service: int = 0) -> QueueFull:
         """The refusal; when to come back follows how long others wait."""
         retry_after = min(MAX_RETRY_AFTER_S, max(1, math.ceil(self.usual_wait_s(service))))
         return QueueFull(f"The server is at its limit: {why} Retry in {retry_after} s.", retry_after=retry_after)
@@ -216,29 +216,29 @@ class Permit:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.give_back()
+        self.release()
         self._admission.prompt_bytes -= self._prompt_bytes
         self._prompt_bytes = 0
 
-    def started(self, choice: int) -> None:
+    def on_first_token(self, choice: int) -> None:
         """This choice has its first token.  Harmless when said twice."""
         tokens = self._waiting.pop(choice, None)
         if tokens is not None:
-            self._admission.leave(tokens, self._admission.now() - self._since, self._party)
+            self._admission.on_dequeued(tokens, self._admission.now() - self._since, self._party)
             if not self._waiting:
                 self._waiting = {}  # one that was used keeps its room
 
-    def ended(self, choice: int) -> None:
+    def on_finished(self, choice: int) -> None:
         """This choice is over; it may never have had to wait."""
         tokens = self._waiting.pop(choice, None)
         if tokens is not None:
-            self._admission.leave(tokens, None, self._party)
+            self._admission.on_dequeued(tokens, None, self._party)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Nothing of this request waits any longer."""
         while self._waiting:
             _, tokens = self._waiting.popitem()
-            self._admission.leave(tokens, None, self._party)
+            self._admission.on_dequeued(tokens, None, self._party)
 
 
 class BodyReservation:

@@ -43,7 +43,7 @@ def make_app(behind: AppServices) -> ASGIApp:
     """The ASGI application.  It makes no connections and starts no tasks of its own."""
     service = Endpoints(behind)
     page = MetricsPage(behind.metrics, behind.clock, behind.limits.metrics_cache_s)
-    prepare, pools = behind.intake, behind.pools
+    prepare, pools = behind.processor, behind.pooling
     embeddings, rerank, classify = (pools.embeddings, pools.rerank, pools.classify) if pools else (None, None, None)
     writing = [
         _post("/v1/chat/completions", service.generation(prepare.chat, ChatResponseFormat())),
@@ -51,18 +51,23 @@ def make_app(behind: AppServices) -> ASGIApp:
     ]
     routes = [
         *writing,
-        _post("/v1/embeddings", service.reading(embeddings, EmbeddingResponseFormat())),
-        *(_post(path, service.reading(rerank, RerankResponseFormat())) for path in RERANK_PATHS),
-        _post("/classify", service.reading(classify, ClassifyResponseFormat())),
-        _post("/v1/audio/transcriptions", service.listening(translates=False)),
-        _post("/v1/audio/translations", service.listening(translates=True)),
-        _post("/tokenize", service.question(_tokenize(prepare), counted=True)),
-        _post("/detokenize", service.question(_detokenize(prepare), counted=True)),
-        _post("/v1/load_lora_adapter", service.question(prepare.load_adapter)),
-        _post("/v1/unload_lora_adapter", service.question(prepare.unload_adapter)),
-        *(admin.admin_routes(behind.posts, service.door) if behind.posts else ()),
+        _post("/v1/embeddings", service.pooling(embeddings, EmbeddingResponseFormat())),
+        *(_post(path, service.pooling(rerank, RerankResponseFormat())) for path in RERANK_PATHS),
+        _post("/classify", service.pooling(classify, ClassifyResponseFormat())),
+        _post("/v1/audio/transcriptions", service.transcription(translates=False)),
+        _post("/v1/audio/translations", service.transcription(translates=True)),
+        _post("/tokenize", service.json_call(_tokenize(prepare), counted=True)),
+        _post("/detokenize", service.json_call(_detokenize(prepare), counted=True)),
+        _post("/v1/load_lora_adapter", service.json_call(prepare.load_adapter)),
+        _post("/v1/unload_lora_adapter", service.json_call(prepare.unload_adapter)),
+        *(admin.admin_routes(behind.admin, service.door) if behind.admin else ()),
         *admin.status_routes(
-            behind.streams, prepare.cards, page, behind.metrics_type, waiting=behind.waiting, clock=behind.clock
+            behind.streams,
+            prepare.cards,
+            page,
+            behind.metrics_type,
+            waiting=behind.unjoined_workers,
+            clock=behind.clock,
         ),
     ]
     app = Starlette(
@@ -70,7 +75,7 @@ def make_app(behind: AppServices) -> ASGIApp:
         exception_handlers={HTTPException: http_error, Exception: internal_error},
     )
     app.router.redirect_slashes = False
-    wrong = AuthFailureLog(behind.clock, behind.unauthorized)
+    wrong = AuthFailureLog(behind.clock, behind.count_auth_failure)
     straight = _DirectRoutes(app, {route.path: route.endpoint for route in writing})
     opened = with_cors(AuthMiddleware(straight, behind.keys, wrong), behind.allowed_origins)
     if behind.allowed_hosts is not None:
@@ -139,4 +144,4 @@ class _ErrorASGIResponse(Response):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await HttpExchange(scope, receive, send).refuse(self._error)
+        await HttpExchange(scope, receive, send).send_error(self._error)

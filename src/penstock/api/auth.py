@@ -73,12 +73,12 @@ class ApiKeys(Protocol):
     """Keys that open a server."""
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Is no key needed?"""
         ...
 
     @property
-    def tenants(self) -> int:
+    def tenant_count(self) -> int:
         """How many there are."""
         ...
 
@@ -106,12 +106,12 @@ class StaticApiKeys:
         return cls({hashlib.sha256(key.encode()).digest(): NO_TENANT for key in keys})
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """See ``ApiKeys``."""
         return not self._owners
 
     @property
-    def tenants(self) -> int:
+    def tenant_count(self) -> int:
         """See ``ApiKeys``."""
         return len({tenant.id for tenant in self._owners.values()})
 
@@ -140,12 +140,12 @@ class FileApiKeys:
         self._ring = StaticApiKeys()
         self._read()
 
-    open = False  # also while the file has no keys: then nobody comes in
+    is_open = False  # also while the file has no keys: then nobody comes in
 
     @property
-    def tenants(self) -> int:
+    def tenant_count(self) -> int:
         """See ``ApiKeys``."""
-        return self._ring.tenants
+        return self._ring.tenant_count
 
     def find(self, key: bytes, said: bytes | None = None) -> Tenant | None:
         """See ``ApiKeys``."""
@@ -162,7 +162,7 @@ class FileApiKeys:
         try:
             self._read()
             self._said = None
-            log_event(log, logging.INFO, "API keys read again", tenants=self.tenants)
+            log_event(log, logging.INFO, "API keys read again", tenants=self.tenant_count)
         except ConfigError as error:
             self._said = self._looked
             log.error("API keys stay as they were, those that were revoked since among them: %s", error)
@@ -204,7 +204,7 @@ class AuthFailureLog:
         self._unsaid = 0
         self._said = -AUTH_FAILURE_LOG_S
 
-    def note(self, scope: Scope, code: str) -> None:
+    def record(self, scope: Scope, code: str) -> None:
         """A request was refused with this code."""
         self._count(code)
         if code == MISSING_API_KEY:  # somebody who does not guess
@@ -226,17 +226,17 @@ class AuthMiddleware:
         self._wrong = wrong
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        if scope["type"] != "http" or self._ring.open or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or self._ring.is_open or scope["path"] in OPEN_PATHS:
             return self._app(scope, receive, send)
         found = self._check(scope)
         if isinstance(found, Tenant) and not found.operator and scope["path"].startswith(OPERATOR_PATHS):
-            return HttpExchange(scope, receive, send).refuse(
+            return HttpExchange(scope, receive, send).send_error(
                 Forbidden("This needs the key of an operator: `penstock keys add --operator`.", code="not_an_operator")
             )
         if isinstance(found, Tenant):
             return self._app({**scope, TENANT: found}, receive, send)
-        self._wrong.note(scope, found.code or "")
-        return HttpExchange(scope, receive, send).refuse(found)
+        self._wrong.record(scope, found.code or "")
+        return HttpExchange(scope, receive, send).send_error(found)
 
     def _check(self, scope: Scope) -> Tenant | Unauthorized:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -272,7 +272,7 @@ def tenant_header(tenant: Tenant) -> bytes:
 class FrontApiKey:
     """The one key of a front (``auth.Ring``)."""
 
-    open = False
+    is_open = False
 
     def __init__(self, key: str, *, max_tenants: int = 1024) -> None:
         self._ring = StaticApiKeys.of([key])
@@ -280,7 +280,7 @@ class FrontApiKey:
         self._met: set[str] = set()
 
     @property
-    def tenants(self) -> int:
+    def tenant_count(self) -> int:
         """How many have asked so far."""
         return len(self._met)
 

@@ -80,7 +80,7 @@ class AppServices:
     """Everything behind the edge."""
 
     streams: TokenStreams
-    intake: RequestProcessor
+    processor: RequestProcessor
     limits: RequestLimits
     clock: Clock
     metrics: MetricsSnapshot  # of Prometheus' text
@@ -91,18 +91,20 @@ class AppServices:
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     turns: TurnLimits = field(default_factory=TurnLimits)
     levels: ServiceLevels = field(default_factory=ServiceLevels)
-    pools: PoolingProcessor | None = None  # None: the model writes
-    posts: WorkerAdmin | None = None  # None: workers cannot be told anything here
-    hears: TranscriptionProcessor | None = None  # None: it hears nothing
-    met: Callable[[str], None] = lambda how: None  # counts requests with an idempotency key
-    unauthorized: Callable[[str], None] = lambda code: None  # counts requests without a valid key
-    stored: ResponseCache | None = None  # None: no response is stored
+    pooling: PoolingProcessor | None = None  # None: the model writes
+    admin: WorkerAdmin | None = None  # None: workers cannot be told anything here
+    transcription: TranscriptionProcessor | None = None  # None: it hears nothing
+    count_key_outcome: Callable[[str], None] = lambda how: None  # counts requests with an idempotency key
+    count_auth_failure: Callable[[str], None] = lambda code: None  # counts requests without a valid key
+    response_cache: ResponseCache | None = None  # None: no response is stored
     tracer: Tracer = field(default_factory=NoTracer)
     schemas: Callable[[], Schemas] = dict  # of request bodies
     log_requests: bool = False  # each has a line in the log; else those that are refused
     allowed_origins: tuple[str, ...] = ()  # of web pages that may use it
     allowed_hosts: tuple[str, ...] | None = None  # names that it answers to, beside this host's; None: to any
-    waiting: Callable[[], Sequence[tuple[str, str]]] = tuple  # addresses of workers to be joined, each with the reason
+    unjoined_workers: Callable[[], Sequence[tuple[str, str]]] = (
+        tuple  # addresses of workers to be joined, each with the reason
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class Endpoints:
         self._behind = behind
         self.door = EndpointFactory(behind.limits, behind.clock)
         self._turns = LoopTurns(behind.turns.answer_units_per_turn)
-        self._event_key = event_key_with_defaults(behind.event_key, behind.intake.cards()[0])
+        self._event_key = event_key_with_defaults(behind.event_key, behind.processor.cards()[0])
         self._kept = IdempotencyCache(behind.limits, behind.clock)
         self._traced = RequestTracing(behind.tracer, behind.clock)
         rules = Rules(limits=behind.limits, scheduling=behind.scheduling, ring=behind.keys, buckets=behind.buckets)
@@ -134,32 +136,32 @@ class Endpoints:
         """An endpoint that answers with generated text."""
 
         async def work(exchange: HttpExchange, asked: JsonBody) -> None:
-            with self._traced.request(exchange, shape.operation, asked.body.get("model")) as span:
+            with self._traced.span(exchange, shape.operation, asked.body.get("model")) as span:
                 answer = await accept(exchange, asked, span)
                 if answer is not None:
                     await answer
 
         async def accept(exchange: HttpExchange, asked: JsonBody, span: Span) -> Coroutine[None, None, None] | None:
             """To be awaited when this is over: nothing of it is needed as long as the answer takes."""
-            envelope = self._envelope(exchange, shape.prefix)
+            envelope = self._envelope(exchange, shape.id_prefix)
             body = asked.body
             seeded = body.get("seed") is not None
             keyed = self._keyed(exchange, body, envelope)
             if keyed is not None:
-                if keyed.after.complete:
-                    self._behind.met(KeyOutcome.RESUMED)
-                    await exchange.reply(200, sse.DONE, *sse.HEADERS)
+                if keyed.resume_point.complete:
+                    self._behind.count_key_outcome(KeyOutcome.RESUMED)
+                    await exchange.send_response(200, sse.DONE, *sse.HEADERS)
                     return None
-                envelope = msgspec.structs.replace(envelope, told=shape.prefix + keyed.name)
-                body = keyed.body(body)
-            prepared = self._traced.prepared(span, await prepare(body, envelope), envelope.arrival)
+                envelope = msgspec.structs.replace(envelope, response_id=shape.id_prefix + keyed.name)
+                body = keyed.seeded_body(body)
+            prepared = self._traced.with_processing_span(span, await prepare(body, envelope), envelope.arrival)
             del body
-            asked.drop()
+            asked.release()
             return self._answer(exchange, _PreparedGeneration(prepared, keyed, seeded, span), shape, envelope)
 
-        return self.door.endpoint(work, self.door.admission.check)
+        return self.door.json_endpoint(work, self.door.admission.check)
 
-    def reading(
+    def pooling(
         self,
         prepare: Callable[[JsonObject, RequestContext], Awaitable[PreparedPooling]] | None,
         shape: PoolingResponseFormat,
@@ -168,10 +170,10 @@ class Endpoints:
 
         async def work(exchange: HttpExchange, door: JsonBody) -> None:
             if prepare is None:
-                name = self._behind.intake.cards()[0].name
-                paths = GENERATION_PATHS if self._behind.hears is None else AUDIO_PATHS
+                name = self._behind.processor.cards()[0].name
+                paths = GENERATION_PATHS if self._behind.transcription is None else AUDIO_PATHS
                 raise WrongTask(name, "generates text; it has no embeddings, rerank or classify", paths)
-            with self._traced.request(exchange, shape.operation, door.body.get("model")) as span:
+            with self._traced.span(exchange, shape.operation, door.body.get("model")) as span:
                 await read(exchange, (door, prepare), span)
 
         async def read(
@@ -180,57 +182,57 @@ class Endpoints:
             span: Span,
         ) -> None:
             sent, prepare = door
-            envelope = self._envelope(exchange, shape.prefix)
+            envelope = self._envelope(exchange, shape.id_prefix)
             asked = await prepare(sent.body, envelope)
-            sent.drop()
+            sent.release()
             used = TokenUsage.of(prompt=asked.tokens, completion=0, cached=0)
-            with self._gate.enter(exchange, asked.requests[0].claim, [asked.tokens]) as visit:
+            with self._gate.admit(exchange, asked.requests[0].claim, [asked.tokens]) as visit:
                 streams = traced_streams(span, self._behind.streams)
                 pooled = await pool_all(streams, asked, self._behind.limits.max_inputs_at_once)
-                visit.started(0)
-                visit.used(used)
-                note_usage(exchange.note, envelope.id, used, None)
+                visit.on_token(0)
+                visit.record_usage(used)
+                note_usage(exchange.log_entry, envelope.id, used, None)
             head = PoolingResponseHead(id=envelope.id, created=int(time.time()), model=asked.model, tokens=asked.tokens)
             note_response(span, head.id, used, "")
             answer = await encode_pooling_response(shape, head, asked, pooled)
-            await exchange.reply(200, answer, (b"x-request-id", head.id.encode()), *trace_response_header(span))
+            await exchange.send_response(200, answer, (b"x-request-id", head.id.encode()), *trace_response_header(span))
 
-        return self.door.endpoint(work, self.door.admission.check)
+        return self.door.json_endpoint(work, self.door.admission.check)
 
-    def listening(self, *, translates: bool) -> ASGIApp:
+    def transcription(self, *, translates: bool) -> ASGIApp:
         """An endpoint that answers with what it hears."""
         behind = self._behind
 
         async def work(exchange: HttpExchange, sent: FormBody) -> None:
-            if behind.hears is None:
-                paths = GENERATION_PATHS if behind.pools is None else "what it is for"
-                raise WrongTask(behind.intake.cards()[0].name, "does not transcribe audio", paths)
+            if behind.transcription is None:
+                paths = GENERATION_PATHS if behind.pooling is None else "what it is for"
+                raise WrongTask(behind.processor.cards()[0].name, "does not transcribe audio", paths)
             envelope = self._envelope(exchange, "transcript-")
-            listening = await behind.hears.listen(sent.take(), envelope, translates=translates)
-            sent.hold.release()
-            traced = self._traced.request(exchange, listening.task, listening.model)
+            listening = await behind.transcription.prepare(sent.take_form(), envelope, translates=translates)
+            sent.reservation.release()
+            traced = self._traced.span(exchange, listening.task, listening.model)
             with closing(listening), traced as span:
                 headers = [(b"x-request-id", envelope.id.encode()), *trace_response_header(span)]
                 transcribing = TranscriptionResponse(traced_streams(span, behind.streams), self._gate)
-                await transcribing.answer(exchange, listening, envelope.caller.claim(), headers)
+                await transcribing.send(exchange, listening, envelope.caller.claim(), headers)
 
-        return self.door.upload(work, behind.limits.max_audio_bytes + FORM_BYTES)
+        return self.door.form_endpoint(work, behind.limits.max_audio_bytes + FORM_BYTES)
 
-    def question(self, ask: Callable[[JsonObject], Awaitable[Any]], *, counted: bool = False) -> ASGIApp:
+    def json_call(self, ask: Callable[[JsonObject], Awaitable[Any]], *, counted: bool = False) -> ASGIApp:
         """An endpoint that answers with a small JSON object; ``counted`` among its tenant's requests."""
 
         async def work(exchange: HttpExchange, asked: JsonBody) -> None:
             if counted:
-                self._gate.count(exchange)
-            await exchange.reply(200, _encode(await ask(asked.body)))
+                self._gate.count_request(exchange)
+            await exchange.send_response(200, _encode(await ask(asked.body)))
 
-        return self.door.endpoint(work)
+        return self.door.json_endpoint(work)
 
     def _keyed(self, exchange: HttpExchange, body: JsonObject, envelope: RequestContext) -> IdempotentRequest | None:
         try:
             return parse_idempotency(exchange, body, envelope, self._behind.limits, self._event_key)
         except KeyReused:
-            self._behind.met(KeyOutcome.REFUSED)
+            self._behind.count_key_outcome(KeyOutcome.REFUSED)
             raise
 
     def _envelope(self, exchange: HttpExchange, prefix: str) -> RequestContext:
@@ -254,7 +256,7 @@ class Endpoints:
         claim = prepared.requests[0].claim
         with (
             self._met(asked.keyed, stored, head.id) as (streams, course),
-            self._gate.enter(exchange, claim, _costs(prepared, stored, course)) as visit,
+            self._gate.admit(exchange, claim, _costs(prepared, stored, course)) as visit,
         ):
             answering = ResponseStream(streams, prepared, visit, course)
             more = [*trace_response_header(asked.span), *([] if stored is None else stored.headers())]
@@ -264,18 +266,18 @@ class Endpoints:
                     await stream_events(answering, self._turns, EventStreamWriter(exchange, headers), shape, head)
                 else:
                     choices = await gather_choices(answering, self._turns, len(prepared.requests))
-                    body = await complete_body(shape, head, choices, answering.used())
-                    await exchange.reply(200, body, *headers())
+                    body = await complete_body(shape, head, choices, answering.usage())
+                    await exchange.send_response(200, body, *headers())
             finally:
-                used = answering.settle()
-                note_usage(exchange.note, envelope.id, used, visit.first_token)
-                note_response(asked.span, head.id, used, "" if stored is None else stored.word)
+                used = answering.record_usage()
+                note_usage(exchange.log_entry, envelope.id, used, visit.first_token)
+                note_response(asked.span, head.id, used, "" if stored is None else stored.lookup_result)
 
     def _stored(
         self, exchange: HttpExchange, asked: _PreparedGeneration, identity: ModelIdentity
     ) -> CachedResponseStreams | None:
         """Stored responses, for a request that they may serve."""
-        store, requests = self._behind.stored, asked.prepared.requests
+        store, requests = self._behind.response_cache, asked.prepared.requests
         if store is None or not is_cacheable(requests, seeded=asked.seeded, control=exchange.headers(CACHE_CONTROL)):
             return None
         return CachedResponseStreams(store, self._behind.streams, requests, identity)
@@ -287,7 +289,7 @@ class Endpoints:
         if keyed is not None:
             return self._met_again(keyed, stored, name)
         if stored is not None:
-            stored.look()
+            stored.lookup()
         return nullcontext((self._behind.streams if stored is None else stored, ResumeState()))
 
     @contextmanager
@@ -297,21 +299,21 @@ class Endpoints:
         """The same of a request that may have been sent before."""
         streams = self._behind.streams if stored is None else stored
         try:
-            answer, met = self._kept.meet(keyed, streams)
+            answer, met = self._kept.lookup(keyed, streams)
         except KeyReused:
-            self._behind.met(KeyOutcome.REFUSED)
+            self._behind.count_key_outcome(KeyOutcome.REFUSED)
             raise
-        self._behind.met(met)
+        self._behind.count_key_outcome(met)
         computed = met not in (KeyOutcome.JOINED, KeyOutcome.REPLAYED)
         if stored is not None and computed:
-            stored.look()
+            stored.lookup()
         charge = UsageCharge(charge_id=name, repeated=met is not KeyOutcome.NEW)
         try:
             yield (
                 answer,
                 ResumeState(
-                    after=keyed.after,
-                    marks=keyed.marks,
+                    resume_point=keyed.resume_point,
+                    signer=keyed.signer,
                     charge=charge,
                     computed=computed,
                     rated=answer.rated,
@@ -319,7 +321,7 @@ class Endpoints:
                 ),
             )
         finally:
-            self._kept.left(keyed, answer)
+            self._kept.release(keyed, answer)
 
     def _explains(self, exchange: HttpExchange) -> bool:
         """Is it to be said how the request was routed?  That tells of others' requests, so only to operators."""
@@ -328,7 +330,7 @@ class Endpoints:
     def _headers(self, name: str, more: Sequence[Header], *, explained: bool) -> list[Header]:
         """Of an answer.  To be asked for when its first choice has a worker."""
         headers = [(b"x-request-id", name.encode()), *more]
-        line = self._behind.streams.explain_in_a_line(RequestId(f"{name}/0")) if explained else None
+        line = self._behind.streams.routing_decision_line(RequestId(f"{name}/0")) if explained else None
         if line is not None:
             headers.append((ROUTE, bytes(char if 32 <= char < 127 else 63 for char in line.encode("ascii", "replace"))))
         return headers
@@ -363,7 +365,7 @@ def _head(name: str, prepared: PreparedGeneration, identity: ModelIdentity) -> R
 
 def _costs(prepared: PreparedGeneration, stored: CachedResponseStreams | None, course: ResumeState) -> list[int]:
     """Prompt tokens of each engine request that is made for it; the choices of one prompt share it."""
-    if not course.computed or (stored is not None and stored.word == HIT):
+    if not course.computed or (stored is not None and stored.lookup_result == HIT):
         return []
     n = prepared.reply.n
     return [0 if i % n else len(request.prompt) for i, request in enumerate(prepared.requests)]

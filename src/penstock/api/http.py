@@ -41,8 +41,8 @@ class FairThreads:
     async def run(self, tenant: str, size: int, work: Callable[[], T]) -> T:
         """``work`` on ``size`` bytes of this tenant's, in its turn."""
         lane = self._lanes[size > self._small]
-        await lane.turn(tenant)
-        result: T = await asyncio.wrap_future(lane.start(work))
+        await lane.acquire(tenant)
+        result: T = await asyncio.wrap_future(lane.submit(work))
         return result
 
 
@@ -54,7 +54,7 @@ class _WorkerThread:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._busy = False
 
-    async def turn(self, tenant: str) -> None:
+    async def acquire(self, tenant: str) -> None:
         """Wait for the thread.  It is then the caller's, who must ``start`` something at once."""
         if not self._busy:
             self._busy = True
@@ -68,7 +68,7 @@ class _WorkerThread:
                 self._next()  # it was our turn just now
             raise
 
-    def start(self, work: Callable[[], T]) -> Future[T]:
+    def submit(self, work: Callable[[], T]) -> Future[T]:
         """Do it.  The thread is the next one's when it is done, even if nobody waits for the result any more."""
         loop = asyncio.get_running_loop()
 
@@ -166,7 +166,7 @@ class HttpExchange:
         self.finished = False  # so is everything else
 
     @property
-    def note(self) -> RequestLogEntry:
+    def log_entry(self) -> RequestLogEntry:
         """What the log of requests is to say of it."""
         note: RequestLogEntry | None = self._scope.get(LOG_ENTRY)
         return RequestLogEntry() if note is None else note
@@ -243,7 +243,7 @@ class HttpExchange:
             raise RequestError("The content-length is not a number.", code="bad_content_length")
         return int(value[:20])
 
-    def until_hang_up(self) -> DisconnectWatch:
+    def watch_disconnect(self) -> DisconnectWatch:
         """A scope that is left by ClientGone as soon as the client goes."""
         hang_up: DisconnectSignal | None = self._scope.get("extensions", {}).get(DISCONNECT_SIGNAL)
         return DisconnectWatch(self, self._receive, hang_up)
@@ -274,16 +274,16 @@ class HttpExchange:
         self.finished = True
         await self._send({"type": "http.response.body", "body": body})
 
-    async def reply(self, status: int, body: bytes, *headers: Header) -> None:
+    async def send_response(self, status: int, body: bytes, *headers: Header) -> None:
         """A whole answer, of type JSON unless a header says otherwise."""
         kind = () if any(name == b"content-type" for name, _ in headers) else (JSON_TYPE,)
         await self.start(status, *kind, (b"content-length", str(len(body)).encode()), *headers)
         await self.finish(body)
 
-    async def refuse(self, error: BaseException) -> None:
+    async def send_error(self, error: BaseException) -> None:
         """Answer with an error, and read no more of this client than is polite."""
         answer = logged_error_response(error)
-        self.note.code = error_code(error)
+        self.log_entry.code = error_code(error)
         length = (b"content-length", str(len(answer.body)).encode())
         if self._body_read or not self._has_body():
             await self.start(answer.status, JSON_TYPE, length, *answer.headers)
@@ -372,22 +372,22 @@ SMALL_BODY_BYTES = 256 << 10
 class JsonBody:
     """A parsed body; ``hold`` is its room, as long as it is there."""
 
-    __slots__ = ("body", "hold", "raw")
+    __slots__ = ("body", "reservation", "raw")
 
     def __init__(self, body: JsonObject, raw: bytes, hold: BodyReservation) -> None:
         self.body = body
         self.raw = raw
-        self.hold = hold
+        self.reservation = hold
 
-    def drop_body(self) -> None:
+    def release_parsed(self) -> None:
         """What was parsed is needed no more, but the bytes are."""
         self.body = {}
-        self.hold.shrink(len(self.raw))
+        self.reservation.shrink(len(self.raw))
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """Nothing of it is needed no more: answers take long, and what a client sent may be large."""
         self.body, self.raw = {}, b""
-        self.hold.release()
+        self.reservation.release()
 
 
 class FormBody:
@@ -395,9 +395,9 @@ class FormBody:
 
     def __init__(self, form: MultipartForm, hold: BodyReservation) -> None:
         self._form: MultipartForm | None = form
-        self.hold = hold
+        self.reservation = hold
 
-    def take(self) -> MultipartForm:
+    def take_form(self) -> MultipartForm:
         """The form, which is then nobody's here: files are large, and answers take long.  Once."""
         form, self._form = self._form, None
         assert form is not None, "taken already"
@@ -417,22 +417,22 @@ class EndpointFactory:
         self._limits = limits
         self._threads = FairThreads("body", SMALL_BODY_BYTES)
 
-    def endpoint(self, work: JsonHandler, check: Callable[[], None] = lambda: None) -> ASGIApp:
+    def json_endpoint(self, work: JsonHandler, check: Callable[[], None] = lambda: None) -> ASGIApp:
         """An endpoint that does ``work``; ``check`` may refuse before anything is read."""
 
         async def read(exchange: HttpExchange, hold: BodyReservation) -> None:
             asked = await self._asked(exchange, await exchange.read_json_body(self._limits, hold), hold)
-            async with exchange.until_hang_up():
+            async with exchange.watch_disconnect():
                 await work(exchange, asked)
 
         return self._guarded(read, check)
 
-    def upload(self, work: FormHandler, most: int) -> ASGIApp:
+    def form_endpoint(self, work: FormHandler, most: int) -> ASGIApp:
         """The same for a form with files, of at most so many bytes."""
 
         async def read(exchange: HttpExchange, hold: BodyReservation) -> None:
             sent = await self._sent(exchange, hold, most)
-            async with exchange.until_hang_up():
+            async with exchange.watch_disconnect():
                 await work(exchange, sent)
 
         return self._guarded(read, self.admission.check)
@@ -444,21 +444,21 @@ class EndpointFactory:
             exchange = HttpExchange(scope, receive, send)
             try:
                 check()
-                with self.admission.body() as hold:
+                with self.admission.reserve_body() as hold:
                     await read(exchange, hold)
             except ClientDisconnected:
-                exchange.note.code = "client_gone"
+                exchange.log_entry.code = "client_gone"
                 return
             except asyncio.CancelledError:  # by nobody but a process that ends: another one can be asked
                 if exchange.started:
                     raise
-                await exchange.refuse(NoWorkers("The service has stopped."))
+                await exchange.send_error(NoWorkers("The service has stopped."))
             except Exception as error:
                 if exchange.started:
-                    exchange.note.code = error_code(error)
+                    exchange.log_entry.code = error_code(error)
                     logged_error_response(error)
                     raise
-                await exchange.refuse(error)
+                await exchange.send_error(error)
 
         return _Endpoint(endpoint)
 

@@ -61,18 +61,18 @@ class UsageDedup:
         self._over = _NONE  # choices of which all is
 
     @classmethod
-    def elsewhere(cls, places: Mapping[int, ChoicePosition]) -> Self:
+    def from_positions(cls, places: Mapping[int, ChoicePosition]) -> Self:
         """Up to there by whoever told it: another gateway, or this one long ago.
 
         Who has nothing yet is told all, so the prompt and the request count here.
         """
         made = cls()
-        made._first = bool(places) and not any(each.tokens or each.closed or each.ended for each in places.values())
+        made._first = bool(places) and not any(each.tokens or each.flushed or each.ended for each in places.values())
         made._tokens = {choice: place.tokens for choice, place in places.items()}
         made._over = frozenset(choice for choice, place in places.items() if place.ended)
         return made
 
-    def take(self, told: Sequence[tuple[int, int]]) -> UsageDelta:
+    def new_usage(self, told: Sequence[tuple[int, int]]) -> UsageDelta:
         """``told``: of each choice, its tokens and how many of them, from the first on, were stored."""
         first, self._first = self._first, False
         tokens = stored = 0
@@ -112,11 +112,11 @@ class IdempotentRequest:
     name: str  # of the answer and of its charge: the same for every repeat
     seed: int  # instead of a drawn one
     mark: str  # of body and model: another one is another request
-    marks: EventSigner  # of its events
-    after: ResumePoint = field(default_factory=ResumePoint)
+    signer: EventSigner  # of its events
+    resume_point: ResumePoint = field(default_factory=ResumePoint)
     resumed: bool = False  # the client has some of it already
 
-    def body(self, body: JsonObject) -> JsonObject:
+    def seeded_body(self, body: JsonObject) -> JsonObject:
         """With a seed in any case, so that a repeat draws the same tokens."""
         return body if body.get("seed") is not None else {**body, "seed": self.seed}
 
@@ -143,8 +143,8 @@ def parse_idempotency(
         name=wide[_KEY_BYTES : _KEY_BYTES + _NAME_BYTES].hex(),
         seed=int.from_bytes(wide[-8:], "little") >> (64 - SEED_BITS),
         mark=_body_hash(body, envelope.identity),
-        marks=marks,
-        after=ResumePoint() if last is None else ResumePoint.parse(last, marks),
+        signer=marks,
+        resume_point=ResumePoint() if last is None else ResumePoint.parse(last, marks),
         resumed=last is not None,
     )
 
@@ -181,7 +181,7 @@ class TokenStreamSource(Protocol):
         """See ``TokenStreams``."""
         ...
 
-    def stopped(self, request: RequestId) -> None:
+    def mark_stopped(self, request: RequestId) -> None:
         """See ``TokenStreams``."""
         ...
 
@@ -320,21 +320,21 @@ class CachedStream:
             tokens = self._choices[choice] = _BufferedChoice(self._streams.stream(request), self._grace_s, self._over)
         return tokens.read(lambda: self._asked.pop(request.id, None))
 
-    def stopped(self, request: RequestId) -> None:
+    def mark_stopped(self, request: RequestId) -> None:
         """See ``TokenStreamSource``."""
         asked = self._asked.get(request)
         if asked is not None:
             choice, name = asked
-            self._streams.stopped(name)
+            self._streams.mark_stopped(name)
             self._choices[choice].enough()
 
     @property
-    def begun(self) -> bool:
+    def is_started(self) -> bool:
         """Has anybody asked for any of it?"""
         return bool(self._choices)
 
     @property
-    def told(self) -> bool:
+    def has_tokens(self) -> bool:
         """Has a token of it come?"""
         return any(tokens.batches for tokens in self._choices.values())
 
@@ -378,7 +378,7 @@ class IdempotencyCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def meet(self, keyed: IdempotentRequest, streams: TokenStreamSource) -> tuple[CachedStream, KeyOutcome]:
+    def lookup(self, keyed: IdempotentRequest, streams: TokenStreamSource) -> tuple[CachedStream, KeyOutcome]:
         """The answer to this request, running, finished or not begun.  Raises KeyReused."""
         now = self._clock.now()
         entry = self._entries.get(keyed.key)
@@ -394,7 +394,7 @@ class IdempotencyCache:
         if entry is None:
             entry = self._entries[keyed.key] = _Entry(keyed.key, keyed.mark)
             if keyed.resumed:
-                entry.metered = UsageDedup.elsewhere(keyed.after.places)
+                entry.metered = UsageDedup.from_positions(keyed.resume_point.positions)
         answer = entry.answer
         if answer is None or answer.failed:
             self._forget_tokens(entry)
@@ -405,10 +405,10 @@ class IdempotencyCache:
         self._make_room(now)  # it may take this entry, too
         return answer, met
 
-    def left(self, keyed: IdempotentRequest, answer: TokenStreamSource) -> None:
+    def release(self, keyed: IdempotentRequest, answer: TokenStreamSource) -> None:
         """Whoever met this answer is gone.  One that was not begun, being refused at the door, was never met."""
         entry = self._entries.get(keyed.key)
-        if entry is None or entry.answer is None or entry.answer is not answer or entry.answer.begun:
+        if entry is None or entry.answer is None or entry.answer is not answer or entry.answer.is_started:
             return
         self._forget_tokens(entry)
         if not entry.told:
@@ -449,13 +449,13 @@ class IdempotencyCache:
 
     def _forget_tokens(self, entry: _Entry) -> None:
         self.tokens -= entry.weight
-        entry.told = entry.told or (entry.answer is not None and entry.answer.told)
+        entry.told = entry.told or (entry.answer is not None and entry.answer.has_tokens)
         entry.answer, entry.weight = None, 0
         self._told.pop(entry.key, None)
 
 
 def _outcome(entry: _Entry | None, keyed: IdempotentRequest) -> KeyOutcome:
     if entry is None or entry.answer is None or entry.answer.failed:
-        told = entry is not None and (entry.told or (entry.answer is not None and entry.answer.told))
+        told = entry is not None and (entry.told or (entry.answer is not None and entry.answer.has_tokens))
         return KeyOutcome.RESUMED if keyed.resumed else KeyOutcome.REPEATED if told else KeyOutcome.NEW
     return KeyOutcome.REPLAYED if entry.answer.finished else KeyOutcome.JOINED

@@ -1,6 +1,6 @@
 """Whether a request is let in, and what becomes of it is counted here: classes, deadlines, tenants, predicted waits.
 
-How long a request would wait is predicted from what workers report (``TokenStreams.forecast``), from the part of this
+How long a request would wait is predicted from what workers report (``TokenStreams.predict_ttft``), from the part of this
 gateway's queue that fair queueing serves before it, and from how such predictions of late compare with what came: those
 of very long prompts by themselves, for where answers are written they are read gently.  Who would wait for longer than
 it may is told at once, and when it would be worth while to come again.
@@ -92,7 +92,7 @@ class TenantRateLimiter:
         self._clock = clock
         self._buckets = LocalRateBuckets() if buckets is None else buckets
 
-    def take(self, tenant: Tenant, requests: int, tokens: int) -> None:
+    def charge(self, tenant: Tenant, requests: int, tokens: int) -> None:
         """Let so much in.  Raises RateLimited, and takes nothing then.
 
         What is larger than a whole bucket is let in when the bucket is full: it takes what will come, too.
@@ -114,7 +114,7 @@ class TenantRateLimiter:
             for each, has in zip(asked, left, strict=True):
                 self._buckets.put(tenant.id, each.unit, BucketLevel(has - each.amount, now))
 
-    def used(self, tenant: Tenant, tokens: int) -> None:
+    def charge_completion(self, tenant: Tenant, tokens: int) -> None:
         """So many tokens of an answer were written."""
         if tenant.tokens_per_minute is None or not tokens:
             return
@@ -177,7 +177,7 @@ class LoadShedder:
         config = rules.scheduling
         self._rules = rules
         self._admission = admission
-        admission.readers = streams.readers
+        admission.readers = streams.prefill_workers
         self._streams = streams
         self._levels = levels
         self._rates = TenantRateLimiter(admission.clock, rules.buckets)
@@ -199,22 +199,22 @@ class LoadShedder:
             weight=tenant.weight,
             salt=tenant.salt,
             service=tenant.classes[0],
-            asked=asked,
+            requested_class=asked,
             max_wait_s=_wait_of(exchange.header(MAX_WAIT_HEADER), self._rules.limits.max_stated_wait_s),
             waits_s=self._waits_s,
         )
 
-    def count(self, exchange: HttpExchange) -> None:
+    def count_request(self, exchange: HttpExchange) -> None:
         """A request that no worker is asked for.  Raises RateLimited."""
         tenant: Tenant = exchange.tenant or NO_TENANT
         try:
-            self._rates.take(tenant, 1, 0)
+            self._rates.charge(tenant, 1, 0)
         except CapacityError as error:
             self._levels.on_shed(tenant.classes[0], error.reason)
             raise
 
     @contextmanager
-    def enter(self, exchange: HttpExchange, claim: Qos, costs: Sequence[int]) -> Iterator[AdmittedRequest]:
+    def admit(self, exchange: HttpExchange, claim: Qos, costs: Sequence[int]) -> Iterator[AdmittedRequest]:
         """The scope in which an HTTP request is served.
 
         ``costs``: prompt tokens of each engine request, 0 for those that share a prompt; none where workers are not
@@ -225,14 +225,14 @@ class LoadShedder:
         try:
             foreseen = self._look_ahead(claim, sum(costs)) if costs else None
             party = QueueKey(int(claim.service), claim.tenant, claim.weight)
-            bounded = self._rules.ring.tenants > 1 or claim.service is not ServiceClass.INTERACTIVE
+            bounded = self._rules.ring.tenant_count > 1 or claim.service is not ServiceClass.INTERACTIVE
             with self._admission.admit(costs, party, bounded=bounded) as permit:
-                self._rates.take(tenant, max(1, len(costs)), sum(costs))
+                self._rates.charge(tenant, max(1, len(costs)), sum(costs))
                 visit = AdmittedRequest(self, permit, claim, foreseen)
                 try:
                     yield visit
                 finally:
-                    self._rates.used(tenant, visit.written)
+                    self._rates.charge_completion(tenant, visit.completion_tokens)
         except DeadlineMissed as error:
             foreseen = self._predict(claim, sum(costs))
             error.retry_after = self._retry_after(1.0 if foreseen is None else foreseen.seconds)
@@ -246,13 +246,13 @@ class LoadShedder:
 
     def _predict(self, claim: Qos, tokens: int) -> PredictedTtft | None:
         """The first token; None while nobody knows."""
-        forecast = self._streams.forecast(tokens, claim.service)
+        forecast = self._streams.predict_ttft(tokens, claim.service)
         if forecast is None:
             return None
         party = QueueKey(int(claim.service), claim.tenant, claim.weight)
         wait_s = forecast.wait_s * self._admission.share_before(party, tokens)
-        long = forecast.read_s > VERY_LONG_PROMPT_TARGETS * self._targets[claim.service].ttft_s
-        return PredictedTtft((wait_s + forecast.read_s) * self._off.get((claim.service, long), 1.0), long)
+        long = forecast.prefill_s > VERY_LONG_PROMPT_TARGETS * self._targets[claim.service].ttft_s
+        return PredictedTtft((wait_s + forecast.prefill_s) * self._off.get((claim.service, long), 1.0), long)
 
     def _look_ahead(self, claim: Qos, tokens: int) -> PredictedTtft | None:
         """Raises Overloaded for who would wait in vain."""
@@ -272,11 +272,11 @@ class LoadShedder:
 
     # --- what came ---------------------------------------------------------------------------------------------------
 
-    def began(self, claim: Qos, waited_s: float) -> None:
+    def on_first_token(self, claim: Qos, waited_s: float) -> None:
         """A choice has its first token, wherever it comes from."""
         self._levels.on_first_token(claim.service, waited_s)
 
-    def came(self, claim: Qos, waited_s: float, foreseen: PredictedTtft | None) -> None:
+    def on_computed_token(self, claim: Qos, waited_s: float, foreseen: PredictedTtft | None) -> None:
         """A choice has its first token of a worker."""
         if foreseen is None:
             return
@@ -288,11 +288,11 @@ class LoadShedder:
         came = waited_s / max(foreseen.seconds / before, 1e-6)
         self._off[kind] = min(_MAX_CORRECTION, max(1 / _MAX_CORRECTION, before * (came / before) ** _LEARNING))
 
-    def ended(self, claim: Qos, ttft_s: float, tpot_s: float | None) -> None:
+    def on_finished(self, claim: Qos, ttft_s: float, tpot_s: float | None) -> None:
         """A choice is complete; ``tpot_s`` is None for a single token."""
         self._levels.on_finished(claim.service, self._targets[claim.service], ttft_s, tpot_s)
 
-    def used(self, claim: Qos, usage: TokenUsage, part: UsageDelta) -> None:
+    def on_usage(self, claim: Qos, usage: TokenUsage, part: UsageDelta) -> None:
         """An HTTP request is over, and was served ``part`` for the first time."""
         if part.first:
             cached = usage.prompt_tokens_details.cached_tokens
@@ -308,7 +308,7 @@ class LoadShedder:
 class AdmittedRequest:
     """One HTTP request that was let in: told what becomes of its choices."""
 
-    __slots__ = ("_claim", "_first", "_foreseen", "_gate", "_permit", "_served", "_since", "written")
+    __slots__ = ("_claim", "_first", "_foreseen", "_gate", "_permit", "_served", "_since", "completion_tokens")
 
     def __init__(self, gate: LoadShedder, permit: Permit, claim: Qos, foreseen: PredictedTtft | None) -> None:
         self._gate = gate
@@ -318,25 +318,25 @@ class AdmittedRequest:
         self._since = gate.now()
         self._first: dict[int, float] = {}  # choice -> when its first token came
         self._served: tuple[int, ...] = ()  # choices that have a token of a worker
-        self.written = 0  # tokens of answers that were computed
+        self.completion_tokens = 0  # tokens of answers that were computed
 
-    def started(self, choice: int, *, computed: bool = True) -> None:
+    def on_token(self, choice: int, *, computed: bool = True) -> None:
         """This choice has a token; until one is ``computed`` for it, it waits for a worker.  Harmless if repeated."""
         if choice not in self._first:
             self._first[choice] = self._gate.now()
-            self._gate.began(self._claim, self._first[choice] - self._since)
+            self._gate.on_first_token(self._claim, self._first[choice] - self._since)
         if computed and choice not in self._served:
             self._served += (choice,)
-            self._permit.started(choice)
-            self._gate.came(self._claim, self._gate.now() - self._since, self._foreseen)
+            self._permit.on_first_token(choice)
+            self._gate.on_computed_token(self._claim, self._gate.now() - self._since, self._foreseen)
 
-    def ended(self, choice: int, tokens: int) -> None:
+    def on_finished(self, choice: int, tokens: int) -> None:
         """This choice is complete with so many tokens."""
-        self._permit.ended(choice)
+        self._permit.on_finished(choice)
         first = self._first.get(choice)
         if first is not None:
             tpot_s = (self._gate.now() - first) / (tokens - 1) if tokens > 1 else None
-            self._gate.ended(self._claim, first - self._since, tpot_s)
+            self._gate.on_finished(self._claim, first - self._since, tpot_s)
 
     @property
     def first_token(self) -> float | None:
@@ -344,19 +344,21 @@ class AdmittedRequest:
         return min(self._first.values(), default=None)
 
     @property
-    def begun(self) -> bool:
+    def has_started(self) -> bool:
         """Has a token come?"""
         return bool(self._first)
 
-    def used(self, usage: TokenUsage, *, rated: UsageDelta | None = None, metered: UsageDelta | None = None) -> None:
+    def record_usage(
+        self, usage: TokenUsage, *, rated: UsageDelta | None = None, metered: UsageDelta | None = None
+    ) -> None:
         """So much was used; nothing when not a token came.  What of it is counted now, if not all: among the tenant's
         rates, which go by what is computed, and for the tenant, whom a token is told once."""
         if not self._first:
             return
         whole = UsageDelta(True, usage.completion_tokens, usage.stored_tokens)
         rated = rated or whole
-        self.written = rated.tokens - rated.stored
-        self._gate.used(self._claim, usage, metered or whole)
+        self.completion_tokens = rated.tokens - rated.stored
+        self._gate.on_usage(self._claim, usage, metered or whole)
 
 
 def _class_of(value: bytes | None) -> ServiceClass | None:

@@ -37,7 +37,7 @@ class HostCheckMiddleware:
         why = self._why_not(scope) if scope["type"] == "http" else None
         if why is None:
             return self._app(scope, receive, send)
-        return HttpExchange(scope, receive, send).refuse(why)
+        return HttpExchange(scope, receive, send).send_error(why)
 
     def _why_not(self, scope: Scope) -> Forbidden | None:
         headers = {

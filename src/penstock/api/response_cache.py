@@ -81,7 +81,7 @@ class StoredResponse(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] | None = None  # one a token
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
-    def cut(self, max_tokens: int) -> StoredResponse:
+    def truncated(self, max_tokens: int) -> StoredResponse:
         """What such a request gets of it."""
         if len(self.tokens) <= max_tokens and (self.finish is FinishReason.STOP or len(self.tokens) < max_tokens):
             return self
@@ -106,11 +106,11 @@ class PackedResponse(NamedTuple):
         """Bytes that it takes."""
         return len(self.packed) + ENTRY_BYTES
 
-    def serves(self, max_tokens: int) -> bool:
+    def covers(self, max_tokens: int) -> bool:
         """Is it the whole answer to a request for so many tokens?"""
         return self.finish is FinishReason.STOP or self.tokens >= max_tokens
 
-    def response(self) -> StoredResponse:
+    def unpack(self) -> StoredResponse:
         """Unpacked: not to be asked for many in one turn."""
         return _unpack(self.packed)
 
@@ -150,7 +150,7 @@ class ResponseLru:
     def __len__(self) -> int:
         return sum(len(shelf.kept) for shelf in self._shelves.values())
 
-    def find(self, key: ResponseKey) -> PackedResponse | None:
+    def get(self, key: ResponseKey) -> PackedResponse | None:
         """What is kept; it counts as used now."""
         shelf = self._shelves.get(key.tenant)
         kept = shelf.kept.get(key.digest) if shelf is not None else None
@@ -159,9 +159,9 @@ class ResponseLru:
         shelf.kept.move_to_end(key.digest)
         return kept
 
-    def keep(self, key: ResponseKey, response: StoredResponse) -> None:
+    def put(self, key: ResponseKey, response: StoredResponse) -> None:
         """Keep it, unless what is kept says more already, or it is too large.  Others may have to make room."""
-        present = self.find(key)
+        present = self.get(key)
         if present is not None and not _is_more_complete(response, present):
             return
         new = PackedResponse.of(response)
@@ -219,13 +219,13 @@ class ResponseCache:
         self.tokens = 0  # told from it
         self._unpacks = asyncio.Lock()
 
-    async def unpacked(self, kept: PackedResponse) -> StoredResponse:
+    async def unpack(self, kept: PackedResponse) -> StoredResponse:
         """One at a time and one a turn of the loop, however many choices ask: others go on in between."""
         async with self._unpacks:
             await asyncio.sleep(0)
-            return kept.response()
+            return kept.unpack()
 
-    def figures(self) -> ResponseCacheStats:
+    def stats(self) -> ResponseCacheStats:
         """For the metrics."""
         responses = self.responses
         return ResponseCacheStats(dict(self.found), self.tokens, responses.evicted, len(responses), responses.nbytes)
@@ -260,31 +260,31 @@ class CachedResponseStreams:
         self._identity = identity
         self._stopped: set[RequestId] = set()
         self._found: dict[RequestId, _Found] = {}
-        self.word = ""  # what was found of all choices together, once it was looked for
+        self.lookup_result = ""  # what was found of all choices together, once it was looked for
 
-    def look(self) -> None:
+    def lookup(self) -> None:
         """What is stored of the choices?  Once."""
         words: set[str] = set()
         requests, self._requests = self._requests, ()  # who keeps this answer keeps no prompts
         for request in requests:
             key = response_key(request, self._identity)
-            kept = self._store.responses.find(key)
+            kept = self._store.responses.get(key)
             self._found[request.id] = _Found(key, kept)
             word = _lookup_result(request, kept)
             self._store.found[word] += 1
             words.add(word)
-        self.word = words.pop() if len(words) == 1 else PREFIX
+        self.lookup_result = words.pop() if len(words) == 1 else PREFIX
 
     def headers(self) -> list[Header]:
         """For the answer."""
-        return [(RESPONSE_CACHE, self.word.encode())] if self.word else []
+        return [(RESPONSE_CACHE, self.lookup_result.encode())] if self.lookup_result else []
 
     async def stream(self, request: ValidRequest) -> AsyncGenerator[TokenBatch, None]:
         """See ``TokenStreams``."""
         found = self._found.pop(request.id)
         stored = None
         if found.kept is not None:
-            stored = (await self._store.unpacked(found.kept)).cut(request.sampling.max_tokens)
+            stored = (await self._store.unpack(found.kept)).truncated(request.sampling.max_tokens)
             for batch in _batches(stored, len(request.prompt)):
                 self._store.tokens += len(batch.tokens)
                 yield batch
@@ -296,18 +296,18 @@ class CachedResponseStreams:
         told, ours = _Recorder(stored, self._store.responses.largest), False
         try:
             async for batch in stream:
-                ours = ours or self._streams.served_by(request.id) == self._identity
+                ours = ours or self._streams.serving_identity(request.id) == self._identity
                 told.add(batch)
                 yield batch
         finally:
             await stream.aclose()
             if ours and told.fits and told.tokens and (told.finish is not None or request.id in self._stopped):
-                self._store.responses.keep(found.key, told.response())
+                self._store.responses.put(found.key, told.response())
 
-    def stopped(self, request: RequestId) -> None:
+    def mark_stopped(self, request: RequestId) -> None:
         """See ``TokenStreams``."""
         self._stopped.add(request)
-        self._streams.stopped(request)
+        self._streams.mark_stopped(request)
 
 
 class _Recorder:
@@ -351,7 +351,7 @@ def _remaining_request(request: ValidRequest, begun: ResumeFrom) -> ValidRequest
 def _lookup_result(request: ValidRequest, kept: PackedResponse | None) -> str:
     if kept is None:
         return MISS
-    return HIT if kept.serves(request.sampling.max_tokens) else PREFIX
+    return HIT if kept.covers(request.sampling.max_tokens) else PREFIX
 
 
 def _batches(stored: StoredResponse, prompt_tokens: int) -> list[TokenBatch]:

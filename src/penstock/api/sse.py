@@ -65,7 +65,7 @@ async def send_events(
     except Exception as error:
         if not out.started:
             raise
-        await out.fail(error)
+        await out.send_error(error)
         return
     await out.finish(last())
 
@@ -104,7 +104,7 @@ class EventStreamWriter:
         """Has the client to read first?"""
         return bool(self._unsent) if self._writer is None else self._writer.paused
 
-    def when_open(self, ready: Callable[[], None]) -> None:
+    def on_writable(self, ready: Callable[[], None]) -> None:
         """Call this once when it is no longer paused; asked while it is."""
         if self._writer is None:
             self._waiting.append(ready)
@@ -143,14 +143,14 @@ class EventStreamWriter:
     async def finish(self, data: bytes) -> None:
         """The last event."""
         if self._kept is not None:
-            await self._exchange.reply(200, b"".join((*self._kept, data)), *HEADERS, *self._headers())
+            await self._exchange.send_response(200, b"".join((*self._kept, data)), *HEADERS, *self._headers())
             return
         await self._start()
         await self._exchange.finish(b"".join((*self._unsent, data)))
 
-    async def fail(self, error: Exception) -> None:
+    async def send_error(self, error: Exception) -> None:
         """The last event says what went wrong."""
-        self._exchange.note.code = error_code(error)
+        self._exchange.log_entry.code = error_code(error)
         await self.finish(sse_error(logged_error_response(error).body))
 
     async def _start(self) -> None:
@@ -196,7 +196,7 @@ class ChoicePosition:
     """How far one choice is told."""
 
     tokens: int
-    closed: bool = False  # what was held back is told, too
+    flushed: bool = False  # what was held back is told, too
     ended: bool = False  # so is the end
 
 
@@ -207,7 +207,7 @@ class EventSigner:
         """``request``: what was asked, and by whom."""
         self._begun = blake2b(request, digest_size=SIGNATURE_BYTES, key=key, person=b"penstock event")
 
-    def of(self, places: str) -> str:
+    def sign(self, places: str) -> str:
         """Of the event with this id."""
         mark = self._begun.copy()
         mark.update(places.encode())
@@ -218,7 +218,7 @@ class EventSigner:
 class ResumePoint:
     """Where a stream goes on.  Without places it begins."""
 
-    places: Mapping[int, ChoicePosition] = field(default_factory=dict[int, ChoicePosition])
+    positions: Mapping[int, ChoicePosition] = field(default_factory=dict[int, ChoicePosition])
     complete: bool = False  # nothing is left but the last word
 
     @classmethod
@@ -234,7 +234,7 @@ class ResumePoint:
                 "idempotency key. Send the request without it to get the answer from its beginning.",
                 code="invalid_last_event_id",
             )
-        if not hmac.compare_digest(match["mark"], marks.of(match["places"])):
+        if not hmac.compare_digest(match["mark"], marks.sign(match["places"])):
             raise KeyReused(
                 "The event named in Last-Event-ID belongs to another request body, Idempotency-Key or version of the "
                 "model, or to another service, so its stream cannot go on here. Send a new request with another "
@@ -248,8 +248,8 @@ class ResumePoint:
 def _place(text: str) -> tuple[int, ChoicePosition]:
     choice, _, told = text.partition(":")
     if told == "end":
-        return int(choice), ChoicePosition(0, closed=True, ended=True)
-    return int(choice), ChoicePosition(int(told.rstrip("+")), closed=told.endswith("+"))
+        return int(choice), ChoicePosition(0, flushed=True, ended=True)
+    return int(choice), ChoicePosition(int(told.rstrip("+")), flushed=told.endswith("+"))
 
 
 class EventIds:
@@ -260,24 +260,24 @@ class EventIds:
     def __init__(self, marks: EventSigner | None = None, after: ResumePoint | None = None) -> None:
         self._marks = marks
         self._told: dict[int, str] = {}
-        for choice, place in (after.places if after is not None else {}).items():
-            self._told[choice] = "end" if place.ended else f"{place.tokens}{'+' if place.closed else ''}"
+        for choice, place in (after.positions if after is not None else {}).items():
+            self._told[choice] = "end" if place.ended else f"{place.tokens}{'+' if place.flushed else ''}"
 
-    def begun(self, choice: int) -> str:
+    def start_id(self, choice: int) -> str:
         """Of the event before a choice's first text."""
         return self._id(choice, "0")
 
-    def told(self, choice: int, tokens: int, *, last: bool) -> str:
+    def delta_id(self, choice: int, tokens: int, *, last: bool) -> str:
         """Of one with text.  ``last``: with what was held back."""
         return self._id(choice, f"{tokens}+" if last and self._marks is not None else str(tokens))
 
-    def ended(self, choice: int) -> str:
+    def finish_id(self, choice: int) -> str:
         """Of the one with the reason of the end."""
         return self._id(choice, "end")
 
-    def usage(self) -> str:
+    def usage_id(self) -> str:
         """Of the one with the figures."""
-        return "usage" if self._marks is None else f"usage/{self._marks.of('usage')}"
+        return "usage" if self._marks is None else f"usage/{self._marks.sign('usage')}"
 
     def _id(self, choice: int, place: str) -> str:
         if self._marks is None:
@@ -287,4 +287,4 @@ class EventIds:
             return f"{choice}:{place}"
         others = "".join(f";{other}:{told}" for other, told in self._told.items() if other != choice)
         places = f"{choice}:{place}{others}"
-        return f"{places}/{self._marks.of(places)}"
+        return f"{places}/{self._marks.sign(places)}"

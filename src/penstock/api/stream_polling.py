@@ -47,7 +47,7 @@ class LoopTurns:
         """Pieces of work that wait."""
         return len(self._waiting)
 
-    def add(self, work: Callable[[], int]) -> None:
+    def schedule(self, work: Callable[[], int]) -> None:
         """Do this soon.  It returns the units that it took, and raises nothing."""
         self._waiting.append(work)
         if not self._is_due:
@@ -72,31 +72,31 @@ TextOnlyPath = Callable[[tuple[int, ...]], bool | None]
 class SinkState(Enum):
     """What is to follow tokens that were taken."""
 
-    MORE = "more"
+    READY = "more"
     PAUSED = "paused"  # more, when it is open again
-    ENDED = "ended"  # no more of this choice
+    FINISHED = "ended"  # no more of this choice
 
 
 class TokenSink(Protocol):
     """What becomes of the tokens of one answer, which may have several choices."""
 
-    def when_open(self, ready: Callable[[], None]) -> None:
+    def on_writable(self, ready: Callable[[], None]) -> None:
         """Call this once when it takes more; asked when it was ``SinkState.PAUSED``."""
         ...
 
-    def takes_long(self, batch: TokenBatch) -> bool:
+    def is_slow(self, batch: TokenBatch) -> bool:
         """Is this for ``take_slowly``?"""
         ...
 
-    def take(self, index: int, batch: TokenBatch) -> SinkState:
+    def push(self, index: int, batch: TokenBatch) -> SinkState:
         """Tokens of a choice."""
         ...
 
-    def plain(self, index: int) -> TextOnlyPath | None:
+    def text_only(self, index: int) -> TextOnlyPath | None:
         """The short way for a choice's tokens from now on; None: there is none now."""
         ...
 
-    async def take_slowly(self, index: int, batch: TokenBatch) -> SinkState:
+    async def push_slowly(self, index: int, batch: TokenBatch) -> SinkState:
         """As ``take``, of what would hold the event loop for too long."""
         ...
 
@@ -131,7 +131,7 @@ class StreamPump:
             for index, stream in enumerate(streams):
                 if isinstance(stream, PollableTokenStream):
                     polled.append(_PolledStream(self, index, stream))
-                    self._turns.add(polled[-1].pull)
+                    self._turns.schedule(polled[-1].pull)
                 else:
                     self._spawn(self._read(index, stream))
             while True:
@@ -162,25 +162,25 @@ class StreamPump:
         if self._sleeper is not None and not self._sleeper.done():
             self._sleeper.set_result(None)
 
-    def ended(self) -> None:
+    def choice_finished(self) -> None:
         """A choice is complete."""
         self._open -= 1
         if not self._open:
             self.wake()
 
-    def failed(self, error: Exception) -> None:
+    def choice_failed(self, error: Exception) -> None:
         """A choice cannot be completed."""
         self._error = self._error or error
         self.wake()
 
-    def slowly(self, index: int, batch: TokenBatch, then: Callable[[SinkState], None]) -> None:
+    def push_in_task(self, index: int, batch: TokenBatch, then: Callable[[SinkState], None]) -> None:
         """Have the taker take this in a task."""
 
         async def take() -> None:
             try:
-                then(await self._taker.take_slowly(index, batch))
+                then(await self._taker.push_slowly(index, batch))
             except Exception as error:  # noqa: BLE001 - raised by ``run``
-                self.failed(error)
+                self.choice_failed(error)
 
         task = self._spawn(take())
         task.add_done_callback(self._done)
@@ -209,20 +209,20 @@ class StreamPump:
         try:
             async with aclosing(stream):
                 async for batch in stream:
-                    long = taker.takes_long(batch)
-                    then = await taker.take_slowly(index, batch) if long else taker.take(index, batch)
-                    if then is SinkState.ENDED:
+                    long = taker.is_slow(batch)
+                    then = await taker.push_slowly(index, batch) if long else taker.push(index, batch)
+                    if then is SinkState.FINISHED:
                         break
                     if then is SinkState.PAUSED:
                         await _opened(taker)
                 else:
                     raise WorkerLost("The answer ended before its end.")
-            self.ended()
+            self.choice_finished()
         except Exception as error:  # noqa: BLE001 - raised by ``run``
-            self.failed(error)
+            self.choice_failed(error)
 
     @property
-    def taker(self) -> TokenSink:
+    def sink(self) -> TokenSink:
         """Whom they feed."""
         return self._taker
 
@@ -235,7 +235,7 @@ class StreamPump:
 async def _opened(taker: TokenSink) -> None:
     """Wait until it takes more."""
     opened = asyncio.get_running_loop().create_future()
-    taker.when_open(lambda: None if opened.done() else opened.set_result(None))
+    taker.on_writable(lambda: None if opened.done() else opened.set_result(None))
     await opened
 
 
@@ -249,7 +249,7 @@ class _PolledStream:
         self._index = index
         self._tokens = tokens
         self._poll: Callable[[], TokenBatch | None] | None = None
-        self._ready: Callable[[], None] = partial(feeds.turns.add, self.pull)
+        self._ready: Callable[[], None] = partial(feeds.turns.schedule, self.pull)
         self._plain: TextOnlyPath | None = None
         self._asked = 0  # how often for it
         self._paused = False
@@ -277,17 +277,17 @@ class _PolledStream:
             return BATCH_UNITS
 
     def _take(self, batch: TokenBatch) -> int:
-        taker, cost = self._feeds.taker, BATCH_UNITS + token_units(batch)
-        if batch.prompt_logprobs is not None and taker.takes_long(batch):
+        taker, cost = self._feeds.sink, BATCH_UNITS + token_units(batch)
+        if batch.prompt_logprobs is not None and taker.is_slow(batch):
             self._paused = True
-            self._feeds.slowly(self._index, batch, self._taken_slowly)
+            self._feeds.push_in_task(self._index, batch, self._taken_slowly)
             return cost
-        then = taker.take(self._index, batch)
-        if then is not SinkState.MORE:
+        then = taker.push(self._index, batch)
+        if then is not SinkState.READY:
             self._stop(then)
         elif self._asked < MAX_TEXT_PATH_ATTEMPTS:
             self._asked += 1
-            self._plain = taker.plain(self._index)
+            self._plain = taker.text_only(self._index)
             if self._plain is not None:
                 self._asked = MAX_TEXT_PATH_ATTEMPTS
         return cost
@@ -308,22 +308,22 @@ class _PolledStream:
 
     def _fail(self, error: Exception) -> None:
         self.close()
-        self._feeds.failed(error)
+        self._feeds.choice_failed(error)
 
     def _stop(self, then: SinkState) -> None:
-        if then is SinkState.ENDED:
+        if then is SinkState.FINISHED:
             self.close()
-            self._feeds.ended()
+            self._feeds.choice_finished()
         else:
             self._paused = True
-            self._feeds.taker.when_open(self._go_on)
+            self._feeds.sink.on_writable(self._go_on)
 
     def _go_on(self) -> None:
         self._paused = False
         self._ready()
 
     def _taken_slowly(self, then: SinkState) -> None:
-        if then is SinkState.MORE:
+        if then is SinkState.READY:
             self._go_on()
         else:
             self._stop(then)

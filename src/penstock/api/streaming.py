@@ -59,7 +59,9 @@ class TextEventTemplate:
         self._write = write
 
     @classmethod
-    def made(cls, text: TextOnlyChoice, marked: bytes, write: Callable[[bytes], bool]) -> TextEventTemplate | None:
+    def from_sample(
+        cls, text: TextOnlyChoice, marked: bytes, write: Callable[[bytes], bool]
+    ) -> TextEventTemplate | None:
         """``marked``: the JSON of an event with ``TEMPLATE_DELTA``.  None where its text does not stand there, once.
 
         ``write``: as ``BodyWriter``'s.
@@ -85,8 +87,8 @@ class TextEventTemplate:
 class ResumeState:
     """How an answer is told: what the client has of it already, the marks of its event ids, whom it is charged to."""
 
-    after: ResumePoint = field(default_factory=ResumePoint)
-    marks: EventSigner | None = None
+    resume_point: ResumePoint = field(default_factory=ResumePoint)
+    signer: EventSigner | None = None
     charge: UsageCharge | None = None
     computed: bool = True  # for this HTTP request; what another began or has left behind is not
     rated: UsageDedup = field(default_factory=UsageDedup)  # among its tenant's rates, of all that was computed
@@ -96,7 +98,7 @@ class ResumeState:
 class ResponseStream:
     """One answer: its choices, and what they have used."""
 
-    __slots__ = ("_cached", "_prepared", "_served", "_stored", "_streams", "_tokens", "_visit", "course")
+    __slots__ = ("_cached", "_prepared", "_served", "_stored", "_streams", "_tokens", "_visit", "resume")
 
     def __init__(
         self,
@@ -108,40 +110,42 @@ class ResponseStream:
         self._streams = streams
         self._prepared = prepared
         self._visit = visit
-        self.course = course or ResumeState()
+        self.resume = course or ResumeState()
         self._cached = [0] * len(prepared.requests)
         self._tokens = [0] * len(prepared.requests)
         self._stored = [0] * len(prepared.requests)
         self._served = [False] * len(prepared.requests)  # choices that have a token of a worker
 
     @property
-    def tells_usage(self) -> bool:
+    def continuous_usage(self) -> bool:
         """With every event?"""
         return self._prepared.reply.continuous_usage
 
-    def used(self) -> TokenUsage:
+    def usage(self) -> TokenUsage:
         """So far; the choices of one prompt share what was cached of it."""
         return TokenUsage.of(
             prompt=self._prepared.prompt_tokens,
             completion=sum(self._tokens),
             cached=sum(self._cached[:: self._prepared.reply.n]),
             stored=sum(self._stored),
-            charge=self.course.charge,
+            charge=self.resume.charge,
         )
 
-    def settle(self) -> TokenUsage:
+    def record_usage(self) -> TokenUsage:
         """It is over, however it ended: count what nobody has counted of it.  Nothing, when not a token came."""
-        used = self.used()
-        if self._visit.begun:
+        used = self.usage()
+        if self._visit.has_started:
             told = list(zip(self._tokens, self._stored, strict=True))
-            self._visit.used(used, rated=self.course.rated.take(told), metered=self.course.metered.take(told))
+            self._visit.record_usage(
+                used, rated=self.resume.rated.new_usage(told), metered=self.resume.metered.new_usage(told)
+            )
         return used
 
-    def streams(self) -> list[TokenStream]:
+    def token_streams(self) -> list[TokenStream]:
         """The tokens of each choice; to be begun and closed by whoever reads them."""
         return [self._streams.stream(request) for request in self._prepared.requests]
 
-    def take(self, index: int, came: TokenBatch) -> list[OutputDelta]:
+    def decode(self, index: int, came: TokenBatch) -> list[OutputDelta]:
         """The pieces that these tokens of a choice make; the last of a choice has ``finish``.  One ends where the
         client's part of it does."""
         text, pieces = self._prepared.answers[index], []
@@ -151,7 +155,7 @@ class ResponseStream:
                 break
         return pieces
 
-    async def take_slowly(self, index: int, came: TokenBatch) -> list[OutputDelta]:
+    async def decode_in_thread(self, index: int, came: TokenBatch) -> list[OutputDelta]:
         """As ``take``, of more than the event loop has time for: in a thread."""
         text, pieces = self._prepared.answers[index], []
         for batch in self._parts(index, came):
@@ -160,22 +164,22 @@ class ResponseStream:
                 break
         return pieces
 
-    def served(self, index: int) -> bool:
+    def has_computed_token(self, index: int) -> bool:
         """Has this choice a token of a worker, or will never have one?"""
-        return self._served[index] or not self.course.computed
+        return self._served[index] or not self.resume.computed
 
-    def plain_text(self, index: int) -> TextOnlyChoice | None:
+    def text_only_choice(self, index: int) -> TextOnlyChoice | None:
         """The text of a choice as bytes, as long as nothing is to be counted but its tokens; else None."""
-        if not self.served(index) or self.course.after.places or self.course.marks is not None:
+        if not self.has_computed_token(index) or self.resume.resume_point.positions or self.resume.signer is not None:
             return None
         return TextOnlyChoice(index, self._prepared.answers[index], self._tokens)
 
     def _parts(self, index: int, came: TokenBatch) -> Sequence[TokenBatch]:
         if not self._served[index]:
-            self._served[index] = computed = self.course.computed and not came.stored
-            self._visit.started(index, computed=computed)
+            self._served[index] = computed = self.resume.computed and not came.stored
+            self._visit.on_token(index, computed=computed)
         self._cached[index] += came.cached_tokens
-        known = self.course.after.places.get(index)
+        known = self.resume.resume_point.positions.get(index)
         return _split_batch(came, known.tokens - self._tokens[index]) if known else (came,)
 
     def _counted(self, index: int, batch: TokenBatch, came: TokenBatch, piece: OutputDelta) -> bool:
@@ -186,8 +190,8 @@ class ResponseStream:
         if piece.finish is None:
             return False
         if came.finish is None:
-            self._streams.stopped(self._prepared.requests[index].id)
-        self._visit.ended(index, piece.tokens)
+            self._streams.mark_stopped(self._prepared.requests[index].id)
+        self._visit.on_finished(index, piece.tokens)
         return True
 
 
@@ -204,24 +208,24 @@ class _GatherSink:
         self.pieces: list[list[OutputDelta]] = [[] for _ in range(choices)]
         self._answering = answering
 
-    def when_open(self, ready: Callable[[], None]) -> None:
+    def on_writable(self, ready: Callable[[], None]) -> None:
         ready()
 
-    def plain(self, index: int) -> None:
+    def text_only(self, index: int) -> None:
         return None
 
-    def takes_long(self, batch: TokenBatch) -> bool:
+    def is_slow(self, batch: TokenBatch) -> bool:
         return _is_long(batch)
 
-    def take(self, index: int, batch: TokenBatch) -> SinkState:
-        return self._keep(index, self._answering.take(index, batch))
+    def push(self, index: int, batch: TokenBatch) -> SinkState:
+        return self._keep(index, self._answering.decode(index, batch))
 
-    async def take_slowly(self, index: int, batch: TokenBatch) -> SinkState:
-        return self._keep(index, await self._answering.take_slowly(index, batch))
+    async def push_slowly(self, index: int, batch: TokenBatch) -> SinkState:
+        return self._keep(index, await self._answering.decode_in_thread(index, batch))
 
     def _keep(self, index: int, pieces: Sequence[OutputDelta]) -> SinkState:
         self.pieces[index] += pieces
-        return SinkState.MORE if pieces[-1].finish is None else SinkState.ENDED
+        return SinkState.READY if pieces[-1].finish is None else SinkState.FINISHED
 
     async def flush(self) -> None:
         pass
@@ -241,33 +245,33 @@ class _StreamSink:
     def pending(self) -> bool:
         return self._out.pending
 
-    def when_open(self, ready: Callable[[], None]) -> None:
-        self._out.when_open(ready)
+    def on_writable(self, ready: Callable[[], None]) -> None:
+        self._out.on_writable(ready)
 
-    def takes_long(self, batch: TokenBatch) -> bool:
+    def is_slow(self, batch: TokenBatch) -> bool:
         return _is_long(batch)
 
-    def take(self, index: int, batch: TokenBatch) -> SinkState:
-        pieces = self._answering.take(index, batch)
+    def push(self, index: int, batch: TokenBatch) -> SinkState:
+        pieces = self._answering.decode(index, batch)
         return self._send(b"".join([self._events.of(index, piece) for piece in pieces]), pieces[-1])
 
-    def plain(self, index: int) -> TextOnlyPath | None:
-        text, writer = self._answering.plain_text(index), self._out.writer
+    def text_only(self, index: int) -> TextOnlyPath | None:
+        text, writer = self._answering.text_only_choice(index), self._out.writer
         if text is None or writer is None:
             return None
         made = self._events.plain(index, text, writer)
         return None if made is None else made.write
 
-    async def take_slowly(self, index: int, batch: TokenBatch) -> SinkState:
-        pieces = await self._answering.take_slowly(index, batch)
+    async def push_slowly(self, index: int, batch: TokenBatch) -> SinkState:
+        pieces = await self._answering.decode_in_thread(index, batch)
         events = [await asyncio.to_thread(self._events.of, index, piece) for piece in pieces]
         return self._send(b"".join(events), pieces[-1])
 
     def _send(self, data: bytes, last: OutputDelta) -> SinkState:
         paused = bool(data) and self._out.write(data)
         if last.finish is not None:
-            return SinkState.ENDED
-        return SinkState.PAUSED if paused else SinkState.MORE
+            return SinkState.FINISHED
+        return SinkState.PAUSED if paused else SinkState.READY
 
     async def flush(self) -> None:
         await self._out.flush()
@@ -282,8 +286,8 @@ async def complete_body(
 ) -> bytes:
     """The body of an answer that is not streamed."""
     if sum(len(choice.logprobs) for choice in choices) <= MANY_LOGPROBS:
-        return shape.whole(head, choices, usage)
-    return await asyncio.to_thread(shape.whole, head, choices, usage)
+        return shape.complete(head, choices, usage)
+    return await asyncio.to_thread(shape.complete, head, choices, usage)
 
 
 def _split_batch(batch: TokenBatch, at: int) -> tuple[TokenBatch, ...]:
@@ -306,7 +310,7 @@ def _split_batch(batch: TokenBatch, at: int) -> tuple[TokenBatch, ...]:
 async def gather_choices(answering: ResponseStream, turns: LoopTurns, choices: int) -> list[CompletedChoice]:
     """All choices, whole."""
     gathered = _GatherSink(answering, choices)
-    await StreamPump(turns, gathered).run(answering.streams())
+    await StreamPump(turns, gathered).run(answering.token_streams())
     return [_joined(pieces_of_one) for pieces_of_one in gathered.pieces]
 
 
@@ -338,18 +342,20 @@ async def stream_events(
     answering: ResponseStream, turns: LoopTurns, out: EventStreamWriter, shape: ResponseFormat, head: ResponseHead
 ) -> None:
     """Send the answer as events."""
-    used = answering.used if answering.tells_usage else None
-    events = _EventEncoder(shape, head, answering.course, used)
+    used = answering.usage if answering.continuous_usage else None
+    events = _EventEncoder(shape, head, answering.resume, used)
     feeds = StreamPump(turns, _StreamSink(answering, events, out))
     out.wake = feeds.wake
     try:
-        await feeds.run(answering.streams())
+        await feeds.run(answering.token_streams())
     except Exception as error:
         if not out.started:
             raise
-        await out.fail(error)
+        await out.send_error(error)
         return
-    usage = sse.sse_event(events.ids.usage(), shape.usage(head, answering.used())) if head.include_usage else b""
+    usage = (
+        sse.sse_event(events.ids.usage_id(), shape.usage_chunk(head, answering.usage())) if head.include_usage else b""
+    )
     await out.finish(usage + sse.DONE)
 
 
@@ -367,10 +373,10 @@ class _EventEncoder:
     ) -> None:
         """``used``: so far, to be told with every event."""
         self._used = used
-        self.ids = EventIds(course.marks, course.after)
+        self.ids = EventIds(course.signer, course.resume_point)
         self._shape = shape
         self._head = head
-        self._places = dict(course.after.places)
+        self._places = dict(course.resume_point.positions)
         self._begun = tuple(self._places)
         self._first = not self._places
 
@@ -386,9 +392,9 @@ class _EventEncoder:
             self._begun += (index,)
             data = self._begin(index)
         if piece.text or piece.reasoning or piece.calls or piece.logprobs or piece.token_ids:
-            more = self._shape.delta(self._head, index, piece, first=self._first)
+            more = self._shape.delta_chunk(self._head, index, piece, first=self._first)
             self._first = False
-            data += sse.sse_event(self.ids.told(index, piece.tokens, last=piece.finish is not None), more)
+            data += sse.sse_event(self.ids.delta_id(index, piece.tokens, last=piece.finish is not None), more)
         if piece.finish is not None:
             data += self._end(index, piece.finish)
         return data
@@ -398,21 +404,21 @@ class _EventEncoder:
         head = self._head
         if self._first or index not in self._begun or head.logprobs or head.token_ids or self._used is not None:
             return None
-        return TextEventTemplate.made(
-            text, self._shape.delta(self._head, index, TEMPLATE_DELTA, first=False), writer.write
+        return TextEventTemplate.from_sample(
+            text, self._shape.delta_chunk(self._head, index, TEMPLATE_DELTA, first=False), writer.write
         )
 
     def _begin(self, index: int) -> bytes:
-        begun = self._shape.begin(self._head, index, first=self._first)
+        begun = self._shape.first_chunk(self._head, index, first=self._first)
         if begun is None:
             return b""
         self._first = False
-        return sse.sse_event(self.ids.begun(index), begun)
+        return sse.sse_event(self.ids.start_id(index), begun)
 
     def _end(self, index: int, finish: FinishReason) -> bytes:
-        end = self._shape.end(self._head, index, finish, first=self._first)
+        end = self._shape.finish_chunk(self._head, index, finish, first=self._first)
         self._first = False
-        return sse.sse_event(self.ids.ended(index), end)
+        return sse.sse_event(self.ids.finish_id(index), end)
 
 
 def _is_already_sent(place: ChoicePosition, piece: OutputDelta) -> bool:
@@ -423,5 +429,5 @@ def _is_already_sent(place: ChoicePosition, piece: OutputDelta) -> bool:
             code="invalid_last_event_id",
         )
     if piece.finish is not None:
-        return place.closed
-    return place.closed or piece.tokens <= place.tokens
+        return place.flushed
+    return place.flushed or piece.tokens <= place.tokens

@@ -44,7 +44,7 @@ class RequestTracing:
         self._clock = clock
         self._on = not isinstance(tracer, NoTracer)
 
-    def request(self, exchange: HttpExchange, operation: str, model: object) -> AbstractContextManager[Span]:
+    def span(self, exchange: HttpExchange, operation: str, model: object) -> AbstractContextManager[Span]:
         """The scope of a request for ``model``, as its body says: an error that leaves it is the span's."""
         return self._recorded(exchange, operation, model) if self._on else _UNRECORDED
 
@@ -63,7 +63,7 @@ class RequestTracing:
         finally:
             span.end(self._clock.now(), error)
 
-    def prepared(self, span: Span, prepared: PreparedGeneration, since: float) -> PreparedGeneration:
+    def with_processing_span(self, span: Span, prepared: PreparedGeneration, since: float) -> PreparedGeneration:
         """The requests as parts of the span; they were made of its body ``since``."""
         if not span.context:
             return prepared
@@ -86,9 +86,9 @@ class _TracedStreams:
         """See ``TokenStreamSource``."""
         return self._streams.stream(msgspec.structs.replace(request, trace=self._context))
 
-    def stopped(self, request: RequestId) -> None:
+    def mark_stopped(self, request: RequestId) -> None:
         """See ``TokenStreamSource``."""
-        self._streams.stopped(request)
+        self._streams.mark_stopped(request)
 
 
 def traced_streams(span: Span, streams: TokenStreamSource) -> TokenStreamSource:

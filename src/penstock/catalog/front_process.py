@@ -46,7 +46,7 @@ async def _run(config: FrontConfig, rim: ProcessIo) -> int:
             created=config.created,
             schemas=lambda: _schemas(config),
             allowed_origins=config.allowed_origins,
-            allowed_hosts=config.allowed_hosts if keys.open else None,
+            allowed_hosts=config.allowed_hosts if keys.is_open else None,
         )
     )
     manager.start()

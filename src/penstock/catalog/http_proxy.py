@@ -143,7 +143,7 @@ class _Service:
 
         async def work(exchange: HttpExchange, asked: JsonBody) -> None:
             entry, raw = self._addressed(asked, required=path.startswith("/v1/"))
-            asked.drop_body()  # the raw bytes are proxied
+            asked.release_parsed()  # the raw bytes are proxied
             passed = _passed(exchange)
             async with (
                 self._models.use(entry) as to,
@@ -151,13 +151,13 @@ class _Service:
             ):
                 await _relay(exchange, answer)
 
-        return self._door.endpoint(work)
+        return self._door.json_endpoint(work)
 
     def passing_form(self, path: str) -> ASGIApp:
         """Proxy a form with an audio file."""
 
         async def work(exchange: HttpExchange, sent: FormBody) -> None:
-            form = sent.take()
+            form = sent.take_form()
             names = form.fields.get("model", [""])
             entry = self._entry(names[0]) if len(names) == 1 and names[0] else None
             if entry is None:
@@ -170,7 +170,7 @@ class _Service:
             ):
                 await _relay(exchange, answer)
 
-        return self._door.upload(work, self._limits.max_audio_bytes + FORM_BYTES)
+        return self._door.form_endpoint(work, self._limits.max_audio_bytes + FORM_BYTES)
 
     def asking(self, ask: Callable[[str], Awaitable[None]]) -> ASGIApp:
         """Apply ``ask`` to a model; responds with its row afterwards."""
@@ -179,9 +179,9 @@ class _Service:
             entry, _ = self._addressed(asked, required=True)
             await ask(entry)
             row = next(row for row in self._models.rows() if row["name"] == entry)
-            await exchange.reply(200, _encode(row))
+            await exchange.send_response(200, _encode(row))
 
-        return self._door.endpoint(work)
+        return self._door.json_endpoint(work)
 
     def _addressed(self, asked: JsonBody, *, required: bool) -> tuple[str, bytes]:
         """The entry, and the body with the entry's own name."""
@@ -223,7 +223,7 @@ async def _relay(exchange: HttpExchange, answer: http_client.StreamedResponse) -
     streams = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
     if not streams or not exchange.chunked:
         body = await answer.read()
-        await exchange.reply(answer.status, body, *headers)
+        await exchange.send_response(answer.status, body, *headers)
         return
     await exchange.start(answer.status, *headers)
     try:

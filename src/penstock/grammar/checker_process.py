@@ -131,7 +131,7 @@ def random_walk(matcher: GrammarMatcher, end_tokens: tuple[int, ...]) -> str | N
             return None
         if token is None:
             return "it leads to a place from which no token of this model can go on"
-        if not matcher.take([token]):
+        if not matcher.accept_tokens([token]):
             return matcher.failure
     return None
 

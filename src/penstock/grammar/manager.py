@@ -88,14 +88,14 @@ class GrammarManager:
         self._waiting = {future for future in self._waiting if not future.done()}
         return len(self._waiting)
 
-    def request(self, grammar: Grammar) -> GrammarHandle:
+    def get_or_compile(self, grammar: Grammar) -> GrammarHandle:
         """This grammar, to be compiled if it is not.  Raises QueueFull where too many are."""
         handle = self._alive.get(grammar)
         return self._begin(grammar) if handle is None else handle
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
         """As ``GrammarHandle.matcher``."""
-        return self.request(grammar).matcher()
+        return self.get_or_compile(grammar).matcher()
 
     def close(self) -> None:
         """Ends the thread."""

@@ -73,12 +73,12 @@ class GrammarMatcher:
         error = self._matcher.get_error()
         return short_error(error) if error else None
 
-    def take(self, tokens: Sequence[int]) -> bool:
+    def accept_tokens(self, tokens: Sequence[int]) -> bool:
         """These tokens were drawn.  False when there is no going on (see ``failure``)."""
         self._taken += len(tokens)
         return self._matcher.consume_tokens(list(tokens))
 
-    def give_back(self, count: int) -> None:
+    def rollback(self, count: int) -> None:
         """The last ``count`` tokens were not drawn after all."""
         self._taken -= count
         self._matcher.rollback(count)

@@ -189,33 +189,33 @@ def make_http_app(
     intake, pools, hears = _intakes(config, created)
     stored = ResponseCache(config.response_cache) if config.response_cache else None
     if stored is not None:
-        metrics.responses = stored.figures
+        metrics.responses = stored.stats
     ring = ring_of(config.api_key, config.api_keys, config.scheduling, fronted=config.fronted)
     return make_app(
         AppServices(
             streams=router,
-            posts=router.admin,
-            intake=intake,
-            pools=pools,
-            hears=hears,
+            admin=router.admin,
+            processor=intake,
+            pooling=pools,
+            transcription=hears,
             limits=config.limits,
             clock=MonotonicClock(),
             metrics=metrics.snapshot,
-            met=metrics.on_idempotency_key,
-            unauthorized=metrics.on_unauthorized,
+            count_key_outcome=metrics.on_idempotency_key,
+            count_auth_failure=metrics.on_unauthorized,
             keys=ring,
             buckets=buckets,
             event_key=bytes.fromhex(config.event_key),
             scheduling=config.scheduling,
             turns=config.turns,
             levels=metrics.levels,
-            stored=stored,
+            response_cache=stored,
             tracer=tracer,
             log_requests=config.log_requests,
             schemas=lambda: request_schemas(config.limits, unknown_fields=config.requests.unknown_fields),
             allowed_origins=config.allowed_origins,
-            allowed_hosts=config.allowed_hosts if ring.open else None,
-            waiting=waiting,
+            allowed_hosts=config.allowed_hosts if ring.is_open else None,
+            unjoined_workers=waiting,
         )
     )
 

@@ -247,11 +247,11 @@ class PoolingModelProcessor(SingleTaskProcessor):
             self.refuse("ranks no documents: a model with one label does")
         call = parse_rerank(body, self.limits, self.facts)
         query, *documents = await self._encode([call.query, *call.documents])
-        room = self.facts.max_model_len - self._framing.room_taken[1] - len(query)
+        room = self.facts.max_model_len - self._framing.special_counts[1] - len(query)
         if room < 1:
             raise InputTooLong("query", tokens=len(query), limit=len(query) + room - 1)
         room = min(room, call.cut or room)
-        pairs = [self._framing.around_both(query, document[:room]) for document in documents]
+        pairs = [self._framing.wrap_pair(query, document[:room]) for document in documents]
         return self._work(
             envelope,
             [(tokens, PoolingParams(second=second)) for tokens, second in pairs],
@@ -277,7 +277,7 @@ class PoolingModelProcessor(SingleTaskProcessor):
     async def encoded(self, text: str, *, special: bool) -> Sequence[int]:
         """See ``SingleTaskProcessor``."""
         (tokens,) = await self._encode([text])
-        return self._framing.around(tokens) if special else tokens
+        return self._framing.wrap(tokens) if special else tokens
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -295,7 +295,7 @@ class PoolingModelProcessor(SingleTaskProcessor):
         """Without special tokens; on a thread unless they are short."""
         if self._lower:
             texts = [text.lower() for text in texts]
-        read = await self.tokenizer.run(sum(map(len, texts)), lambda: self.tokenizer.encode_many(texts))
+        read = await self.tokenizer.run_sized(sum(map(len, texts)), lambda: self.tokenizer.encode_many(texts))
         largest = max((max(tokens, default=0) for tokens in read), default=0)
         if largest >= self.facts.vocabulary:
             raise RequestError(
@@ -307,7 +307,7 @@ class PoolingModelProcessor(SingleTaskProcessor):
 
     async def _whole(self, name: str, inputs: Sequence[Input], cut: int | None) -> list[Tokens]:
         """Every input as the model reads it.  Token ids are taken as they are."""
-        limit, around = cut or self.facts.max_model_len, self._framing.room_taken[0]
+        limit, around = cut or self.facts.max_model_len, self._framing.special_counts[0]
         if cut is None:
             self._check_sizes(name, inputs)
         texts = iter(await self._encode([item for item in inputs if isinstance(item, str)]))
@@ -318,14 +318,14 @@ class PoolingModelProcessor(SingleTaskProcessor):
             if len(own) > room and cut is None:
                 raise InputTooLong(where, tokens=len(own) + limit - room, limit=limit)
             own = own[: max(room, 0)]
-            read.append(self._framing.around(own) if isinstance(item, str) else own)
+            read.append(self._framing.wrap(own) if isinstance(item, str) else own)
         return read
 
     def _check_sizes(self, name: str, inputs: Sequence[Input]) -> None:
         """Refuses what cannot fit before any of it is read."""
         for index, item in enumerate(inputs):
             limit = self.facts.max_model_len
-            least = self.tokenizer.at_least(len(item), limit) if isinstance(item, str) else None
+            least = self.tokenizer.min_tokens(len(item), limit) if isinstance(item, str) else None
             if least is not None and least > limit:
                 raise InputTooLong(f"{name}[{index}]", tokens=least, limit=limit, at_least=True)
 
@@ -335,11 +335,11 @@ class PoolingModelProcessor(SingleTaskProcessor):
         limit = cut or self.facts.max_model_len
         framed = []
         for index, (first, second) in enumerate(zip(read, read, strict=True)):
-            room = limit - self._framing.room_taken[1] - len(first)
+            room = limit - self._framing.special_counts[1] - len(first)
             if room < 1 or (cut is None and len(second) > room):
-                tokens = len(first) + len(second) + self._framing.room_taken[1]
+                tokens = len(first) + len(second) + self._framing.special_counts[1]
                 raise InputTooLong(f"input[{index}]", tokens=tokens, limit=limit)
-            framed.append(self._framing.around_both(first, second[:room]))
+            framed.append(self._framing.wrap_pair(first, second[:room]))
         return framed
 
     def _work(

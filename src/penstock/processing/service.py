@@ -263,7 +263,7 @@ class GenerationProcessor:
             tokens = (await self._see((await self._write_chat(what, wish)).tokens, what)).tokens
         else:
             text = what
-            tokens = await self._tokenizer.run(
+            tokens = await self._tokenizer.run_sized(
                 len(text), lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
             )
         return TokenizeResult(
@@ -274,12 +274,12 @@ class GenerationProcessor:
         )
 
     async def _strings(self, tokens: tuple[int, ...]) -> list[str]:
-        return await self._tokenizer.run(len(tokens), lambda: self._tokenizer.token_strings(tokens))
+        return await self._tokenizer.run_sized(len(tokens), lambda: self._tokenizer.token_strings(tokens))
 
     async def detokenize(self, body: JsonObject) -> str:
         """See ``wire.ports.Intake``."""
         tokens = parse_detokenize(body, self._asked(body)[0])
-        return await self._tokenizer.run(len(tokens), lambda: self._tokenizer.decode(tokens))
+        return await self._tokenizer.run_sized(len(tokens), lambda: self._tokenizer.decode(tokens))
 
     async def _write_chat(self, text: ChatInput, wish: RenderOptions, *, cut: bool = False) -> RenderedPrompt:
         chats = self._chats
@@ -296,9 +296,9 @@ class GenerationProcessor:
             continue_final_message=text.continue_final_message,
             arguments=text.arguments,
         )
-        written = await self._tokenizer.run(
+        written = await self._tokenizer.run_sized(
             size + len(text.messages) * _CHARS_OF_A_MESSAGE,
-            lambda: chats.write(
+            lambda: chats.render(
                 self._tokenizer, conversation, wish, lambda chars: self._check_size(chars, "messages", cut=cut)
             ),
         )
@@ -335,13 +335,13 @@ class GenerationProcessor:
             raise unsupported(
                 text.images[0].where, "images need Pillow on the server; pip install 'penstock[vision]' brings it."
             )
-        return await self._images.see(tokens, text.images, salt)
+        return await self._images.process(tokens, text.images, salt)
 
     async def _encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool, cut: bool) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return prompt
         self._check_size(len(prompt), "prompt", cut=cut)
-        tokens = await self._tokenizer.run(
+        tokens = await self._tokenizer.run_sized(
             len(prompt), lambda: self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         )
         if not tokens:
@@ -356,7 +356,7 @@ class GenerationProcessor:
             raise BadField(param, got=f"{chars} characters", want=want, code="string_above_max_length")
         if cut:
             return
-        least = self._tokenizer.at_least(chars, self._facts.max_model_len, self._limits.max_chars_per_token)
+        least = self._tokenizer.min_tokens(chars, self._facts.max_model_len, self._limits.max_chars_per_token)
         if least is not None:
             raise PromptTooLong(
                 prompt_tokens=least, max_tokens=1, limit=self._facts.max_model_len, param=param, at_least=True

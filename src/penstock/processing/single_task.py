@@ -86,7 +86,7 @@ class SingleTaskProcessor(ABC):
     async def detokenize(self, body: JsonObject) -> str:
         """See ``wire.ports.Intake``."""
         tokens = parse_detokenize(body, self.facts)
-        return await self.tokenizer.run(len(tokens), lambda: self.tokenizer.decode(tokens))
+        return await self.tokenizer.run_sized(len(tokens), lambda: self.tokenizer.decode(tokens))
 
     def refuse(self, why: str) -> Never:
         """Raises WrongTask: "The model 'x' ``why``. Use ..."."""

@@ -48,11 +48,11 @@ class WhisperTokens(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids."""
 
     start: int
-    before: int  # stands in front of what was said before
-    plain: int  # asks for a text without times
+    previous_text: int  # stands in front of what was said before
+    no_timestamps: int  # asks for a text without times
     tasks: dict[str, int]
     languages: dict[str, int]  # none: the model knows English only, and no tasks
-    ends: tuple[int, ...]
+    end_tokens: tuple[int, ...]
     banned: tuple[int, ...]
     banned_first: tuple[int, ...]
     vocabulary: int
@@ -60,8 +60,8 @@ class WhisperTokens(msgspec.Struct, frozen=True, kw_only=True):
     def prompt(self, language: str, task: str) -> tuple[int, ...]:
         """What an answer in this language begins with."""
         if not self.languages:
-            return (self.start, self.plain)
-        return (self.start, self.languages[language], self.tasks[task], self.plain)
+            return (self.start, self.no_timestamps)
+        return (self.start, self.languages[language], self.tasks[task], self.no_timestamps)
 
     def all_but_languages(self) -> tuple[int, ...]:
         """What is not drawn where only a language is asked for."""
@@ -99,11 +99,11 @@ def read_whisper_tokens(files: ModelFiles, tokenizer: TextTokenizer) -> WhisperT
     )
     return WhisperTokens(
         start=token("<|startoftranscript|>"),
-        before=token("<|startofprev|>"),
-        plain=token("<|notimestamps|>"),
+        previous_text=token("<|startofprev|>"),
+        no_timestamps=token("<|notimestamps|>"),
         tasks={name: token(f"<|{name}|>") for name in ("transcribe", "translate")} if several else {},
         languages=languages,
-        ends=source.token_ids("eos_token_id"),
+        end_tokens=source.token_ids("eos_token_id"),
         banned=banned,
         banned_first=first,
         vocabulary=vocabulary,
@@ -263,7 +263,7 @@ class AudioModelProcessor(SingleTaskProcessor):
             name=card.name,
             max_model_len=card.max_model_len,
             vocabulary=self.words.vocabulary,
-            end_tokens=self.words.ends,
+            end_tokens=self.words.end_tokens,
             requests=requests or RequestConfig(),
         )
         super().__init__(card, TRANSCRIPTION_TASK, tokenizer, facts, limits)
@@ -275,9 +275,13 @@ class AudioModelProcessor(SingleTaskProcessor):
 
     async def encoded(self, text: str, *, special: bool) -> Sequence[int]:
         """See ``SingleTaskProcessor``."""
-        return await self.tokenizer.run(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=special))
+        return await self.tokenizer.run_sized(
+            len(text), lambda: self.tokenizer.encode(text, add_special_tokens=special)
+        )
 
-    async def listen(self, form: MultipartForm, envelope: RequestContext, *, translates: bool) -> WindowedTranscription:
+    async def prepare(
+        self, form: MultipartForm, envelope: RequestContext, *, translates: bool
+    ) -> WindowedTranscription:
         """See ``wire.ports.Hears``."""
         languages = self.words.languages or {ENGLISH: 0}
         asked = parse_transcription(form, self.limits, self.facts, languages)
@@ -285,9 +289,9 @@ class AudioModelProcessor(SingleTaskProcessor):
             self.refuse("knows English only, and does not translate")
         before = self._before(asked.prompt)
         recording = read_wav(asked.raw, self.limits)
-        room = self.sounds.room(recording)
+        room = self.sounds.reserve(recording)
         try:
-            read = await self.sounds.read(recording)
+            read = await self.sounds.decode(recording)
         except BaseException:
             room.release()
             raise
@@ -303,7 +307,7 @@ class AudioModelProcessor(SingleTaskProcessor):
             tokens = self.tokenizer.encode_guarded(f" {text}")
         except RequestError as error:
             raise RequestError(error.message, param="prompt", code=error.code) from None
-        return (self.words.before, *tokens[-self.most_before :])
+        return (self.words.previous_text, *tokens[-self.most_before :])
 
 
 class WindowedTranscription:
@@ -328,7 +332,7 @@ class WindowedTranscription:
         self.task = "translate" if translates else "transcribe"
         self.model = intake.facts.name
         self.language = self._asked.language or ""
-        self.form, self.stream = self._asked.form, self._asked.stream
+        self.response_format, self.stream = self._asked.form, self._asked.stream
         self.temperature = self._asked.temperature
         self.seed = self._asked.seed
         self.tokens = intake.sounds.recipe.tokens
@@ -348,7 +352,7 @@ class WindowedTranscription:
         rate = self._intake.sounds.recipe.rate
         return [(begin / rate, end / rate) for begin, end in self._spans]
 
-    async def asks_language(self) -> ValidRequest | None:
+    async def language_request(self) -> ValidRequest | None:
         """See ``wire.ports.Listening``."""
         words = self._intake.words
         if self.language or not words.languages:
@@ -356,11 +360,11 @@ class WindowedTranscription:
         sampling = SamplingParams(seed=0, max_tokens=1, temperature=GREEDY, banned=words.all_but_languages())
         return await self._request("language", 0, (words.start,), sampling)
 
-    def tell_language(self, token: int) -> None:
+    def set_language(self, token: int) -> None:
         """See ``wire.ports.Listening``."""
         self.language = self._intake.words.language_of(token)
 
-    async def window(self, index: int) -> tuple[ValidRequest, OutputDetokenizer]:
+    async def window_request(self, index: int) -> tuple[ValidRequest, OutputDetokenizer]:
         """See ``wire.ports.Listening``."""
         intake, words = self._intake, self._intake.words
         own = (*self._before, *words.prompt(self.language or ENGLISH, self.task))
@@ -372,14 +376,14 @@ class WindowedTranscription:
             max_tokens=room,
             choice=index,
             temperature=self.temperature,
-            stop_token_ids=words.ends,
-            logprobs=0 if self.form == "verbose_json" else None,
+            stop_token_ids=words.end_tokens,
+            logprobs=0 if self.response_format == "verbose_json" else None,
             banned=words.banned,
             banned_first=words.banned_first,
         )
         request = await self._request(str(index), index, own, sampling)
         wanted = OutputOptions(
-            stop_token_ids=frozenset(words.ends), logprobs=sampling.logprobs is not None, token_ids=True
+            stop_token_ids=frozenset(words.end_tokens), logprobs=sampling.logprobs is not None, token_ids=True
         )
         return request, IncrementalDetokenizer(intake.tokenizer.table, wanted, identity=request.id)
 
@@ -407,5 +411,5 @@ class WindowedTranscription:
     async def _hear(self, index: int) -> WindowAudio:
         if self._heard is None or self._heard[0] != index:
             begin, end = self._spans[index]
-            self._heard = (index, await self._intake.sounds.hear(self._samples_N[begin:end], self._salt))
+            self._heard = (index, await self._intake.sounds.extract_features(self._samples_N[begin:end], self._salt))
         return self._heard[1]

@@ -63,8 +63,8 @@ def predict_ttft(fleet: Fleet, tokens: int, service: ServiceClass) -> TtftForeca
         wait = queue_wait(load, rates, urgent=service is ServiceClass.INTERACTIVE)
         read = rates.step + rates.token * tokens + rates.pair * (tokens * (tokens + 1) / 2) + rates.sample
         best = int((wait + read).argmin())
-        here = TtftForecast(wait_s=float(wait[best]), read_s=float(read[best]))
-        if found is None or here.wait_s + here.read_s < found.wait_s + found.read_s:
+        here = TtftForecast(wait_s=float(wait[best]), prefill_s=float(read[best]))
+        if found is None or here.wait_s + here.prefill_s < found.wait_s + found.prefill_s:
             found = here
     return found
 
@@ -248,13 +248,13 @@ class RouterService:
         del self._streams[stream.routed.request.id]
         self._checks.discard(stream)
 
-    def stopped(self, request: RequestId) -> None:
+    def mark_stopped(self, request: RequestId) -> None:
         """The consumer has all it wants, such as a stop string: closing the stream is then a success."""
         stream = self._streams.get(request)
         if stream is not None:
             stream.stopped = True
 
-    def served_by(self, request: RequestId) -> ModelIdentity | None:
+    def serving_identity(self, request: RequestId) -> ModelIdentity | None:
         """The identity of the workers of this request, once its stream has given a batch."""
         stream = self._streams.get(request)
         return None if stream is None else stream.routed.identity
@@ -274,18 +274,18 @@ class RouterService:
         """Whether new requests are accepted and each stage has a ready worker."""
         return not self._draining and has_ready_workers(self.fleet)
 
-    def alive(self) -> str | None:
+    def stall_reason(self) -> str | None:
         """None, or for how long no worker has made a step though requests are open."""
         quiet = self._clock.now() - self._progress_at
         if not self._stats.open_requests or quiet <= _NO_STEP_S:
             return None
         return f"{self._stats.open_requests} requests are open and no worker has made a step for {quiet:.1f} s"
 
-    def readers(self) -> int:
+    def prefill_workers(self) -> int:
         """The number of ready workers that prefill."""
         return sum(len(self.fleet.ready(role, None)) for role in PREFILL_ROLES)
 
-    def forecast(self, tokens: int, service: ServiceClass) -> TtftForecast | None:
+    def predict_ttft(self, tokens: int, service: ServiceClass) -> TtftForecast | None:
         """The expected time to first token of a prompt of ``tokens`` tokens."""
         return predict_ttft(self.fleet, tokens, service)
 
@@ -297,11 +297,11 @@ class RouterService:
         """The decisions made for one of the latest requests, oldest first; ``reasons()`` of each tells why."""
         return self._placement.decisions.decisions(request)
 
-    def explain(self, request: RequestId) -> Sequence[dict[str, Any]]:
+    def routing_decisions(self, request: RequestId) -> Sequence[dict[str, Any]]:
         """The same as JSON."""
         return self._placement.decisions.explain(request)
 
-    def explain_in_a_line(self, request: RequestId) -> str | None:
+    def routing_decision_line(self, request: RequestId) -> str | None:
         """The latest decision about a request, as a header tells it."""
         return self._placement.decisions.explain_in_a_line(request)
 

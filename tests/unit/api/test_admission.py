@@ -34,8 +34,8 @@ def test_the_count_is_exact_after_anything(steps: list[tuple[str, list[int]]]):
         elif step == "start" and scopes:
             _, permit, waiting = scopes[0]
             choice = costs[0] if costs else 0
-            permit.started(choice)
-            permit.started(choice)
+            permit.on_first_token(choice)
+            permit.on_first_token(choice)
             waiting.pop(choice, None)
         elif scopes:
             stack, _, waiting = scopes.pop()
@@ -48,7 +48,7 @@ def test_the_count_is_exact_after_anything(steps: list[tuple[str, list[int]]]):
 def test_prompts_are_bounded_together_for_as_long_as_their_requests_are_open():
     admission = Admission(RequestLimits(max_prompt_bytes=100 * PROMPT_TOKEN_BYTES), VirtualClock())
     with admission.admit([90]) as permit:
-        permit.started(0)
+        permit.on_first_token(0)
         assert admission.tokens == 0
         with pytest.raises(QueueFull, match="max_prompt_bytes") as refused, admission.admit([11]):
             pass
@@ -62,7 +62,7 @@ def test_prompts_are_bounded_together_for_as_long_as_their_requests_are_open():
 
 def test_bodies_are_bounded_together():
     admission = Admission(LIMITS, VirtualClock())
-    with admission.body() as first, admission.body() as second:
+    with admission.reserve_body() as first, admission.reserve_body() as second:
         first.grow(800)
         with pytest.raises(QueueFull, match="the limit is 1000"):
             second.grow(300)
@@ -76,7 +76,7 @@ def test_bodies_are_bounded_together():
 
 def test_one_large_body_is_let_in_alone():
     admission = Admission(LIMITS, VirtualClock())
-    with admission.body() as hold:
+    with admission.reserve_body() as hold:
         hold.grow(5000)
     assert admission.body_bytes == 0
 
@@ -87,14 +87,14 @@ def test_when_to_come_back_follows_how_long_others_waited():
     for _ in range(100):
         with admission.admit([1]) as permit:
             clock.advance(20)
-            permit.started(0)
+            permit.on_first_token(0)
     with admission.admit([1] * 5), pytest.raises(QueueFull) as refused:
         admission.check()
     assert 18 <= refused.value.retry_after <= 20
     for _ in range(100):
         with admission.admit([1]) as permit:
             clock.advance(1000)
-            permit.started(0)
+            permit.on_first_token(0)
     with admission.admit([1] * 5), pytest.raises(QueueFull) as refused:
         admission.check()
     assert 900 <= refused.value.retry_after <= 1000

@@ -17,7 +17,7 @@ from penstock.interfaces import Caller
 @given(st.sets(st.text(min_size=1, max_size=20), min_size=1, max_size=4), st.text(max_size=20))
 def test_a_ring_opens_for_its_keys_and_no_other(keys: set[str], other: str):
     ring = StaticApiKeys.of(keys)
-    assert not ring.open
+    assert not ring.is_open
     assert all(ring.find(key.encode()) is not None for key in keys)
     assert (ring.find(other.encode()) is not None) == (other in keys)
 
@@ -29,7 +29,7 @@ def test_keys_are_not_kept():
 
 
 def test_an_empty_ring_is_an_open_door():
-    assert StaticApiKeys().open
+    assert StaticApiKeys().is_open
     assert StaticApiKeys().find(b"") is None
 
 

@@ -131,9 +131,9 @@ def test_what_a_request_for_so_many_tokens_gets(
     finish: FinishReason | None, asked: int, tokens: int, told: FinishReason | None
 ):
     stored = StoredResponse((11, 12, 13, 14), finish)
-    cut = stored.cut(asked)
+    cut = stored.truncated(asked)
     assert (cut.tokens, cut.finish) == ((11, 12, 13, 14)[:tokens], told)
-    assert PackedResponse.of(stored).serves(asked) is (told is not None)
+    assert PackedResponse.of(stored).covers(asked) is (told is not None)
 
 
 def entry(tenant: str, number: int) -> ResponseKey:
@@ -141,15 +141,15 @@ def entry(tenant: str, number: int) -> ResponseKey:
 
 
 def response_of(responses: ResponseLru, name: ResponseKey) -> StoredResponse | None:
-    kept = responses.find(name)
-    return None if kept is None else kept.response()
+    kept = responses.get(name)
+    return None if kept is None else kept.unpack()
 
 
 def test_memory_is_bounded_and_what_is_used_stays():
     responses = ResponseLru(MAX_RESPONSE_SHARE * 1000)
     for number in range(100):
-        responses.keep(entry("", number), StoredResponse(tuple(range(50)), FinishReason.STOP))
-        assert responses.find(entry("", 0)) is not None
+        responses.put(entry("", number), StoredResponse(tuple(range(50)), FinishReason.STOP))
+        assert responses.get(entry("", 0)) is not None
         assert responses.nbytes <= MAX_RESPONSE_SHARE * 1000
     assert 2 < len(responses) < 100
     assert len(responses) + responses.evicted == 100
@@ -158,29 +158,29 @@ def test_memory_is_bounded_and_what_is_used_stays():
 
 def test_whoever_has_most_makes_room():
     responses = ResponseLru(MAX_RESPONSE_SHARE * 1000)
-    responses.keep(entry("quiet", 1), StoredResponse((1, 2), FinishReason.STOP))
+    responses.put(entry("quiet", 1), StoredResponse((1, 2), FinishReason.STOP))
     for number in range(200):
-        responses.keep(entry("noisy", number), StoredResponse(tuple(range(50)), FinishReason.STOP))
+        responses.put(entry("noisy", number), StoredResponse(tuple(range(50)), FinishReason.STOP))
     assert response_of(responses, entry("quiet", 1)) == StoredResponse((1, 2), FinishReason.STOP)
 
 
 def test_nothing_is_kept_that_says_less_or_is_too_large():
     responses = ResponseLru(MAX_RESPONSE_SHARE * 600)
     name = entry("", 1)
-    responses.keep(name, StoredResponse((1, 2, 3), None))
-    responses.keep(name, StoredResponse((1, 2), None))
+    responses.put(name, StoredResponse((1, 2, 3), None))
+    responses.put(name, StoredResponse((1, 2), None))
     assert response_of(responses, name) == StoredResponse((1, 2, 3), None)
-    responses.keep(name, StoredResponse((1, 2, 3, 4), FinishReason.STOP))
-    responses.keep(name, StoredResponse((1, 2, 3), None))
+    responses.put(name, StoredResponse((1, 2, 3, 4), FinishReason.STOP))
+    responses.put(name, StoredResponse((1, 2, 3), None))
     assert response_of(responses, name) == StoredResponse((1, 2, 3, 4), FinishReason.STOP)
-    responses.keep(entry("", 2), StoredResponse(tuple(range(1000)), None))
-    assert responses.find(entry("", 2)) is None
+    responses.put(entry("", 2), StoredResponse(tuple(range(1000)), None))
+    assert responses.get(entry("", 2)) is None
     assert len(responses) == 1
 
 
 def test_no_response_is_larger_than_may_be_unpacked_at_once():
     responses = ResponseLru(MAX_RESPONSE_BYTES * MAX_RESPONSE_SHARE * 4)
-    responses.keep(entry("", 1), StoredResponse((1 << 40,) * (MAX_RESPONSE_BYTES // 9), None))
-    responses.keep(entry("", 2), StoredResponse((1 << 40,) * (MAX_RESPONSE_BYTES // 10), None))
-    assert responses.find(entry("", 1)) is None
-    assert responses.find(entry("", 2)) is not None
+    responses.put(entry("", 1), StoredResponse((1 << 40,) * (MAX_RESPONSE_BYTES // 9), None))
+    responses.put(entry("", 2), StoredResponse((1 << 40,) * (MAX_RESPONSE_BYTES // 10), None))
+    assert responses.get(entry("", 1)) is None
+    assert responses.get(entry("", 2)) is not None

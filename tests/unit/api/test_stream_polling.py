@@ -70,7 +70,7 @@ class Taken:
         self.flushed = 0
         self.opened: list[Callable[[], None]] = []
 
-    def when_open(self, ready: Callable[[], None]) -> None:
+    def on_writable(self, ready: Callable[[], None]) -> None:
         self.opened.append(ready)
 
     def open(self) -> None:
@@ -79,20 +79,20 @@ class Taken:
         for ready in opened:
             ready()
 
-    def takes_long(self, batch: TokenBatch) -> bool:
+    def is_slow(self, batch: TokenBatch) -> bool:
         return True
 
-    def take(self, index: int, batch: TokenBatch) -> SinkState:
+    def push(self, index: int, batch: TokenBatch) -> SinkState:
         self.tokens.setdefault(index, []).extend(batch.tokens)
         if batch.finish is not None:
-            return SinkState.ENDED
-        return SinkState.PAUSED if self.pause else SinkState.MORE
+            return SinkState.FINISHED
+        return SinkState.PAUSED if self.pause else SinkState.READY
 
-    async def take_slowly(self, index: int, batch: TokenBatch) -> SinkState:
+    async def push_slowly(self, index: int, batch: TokenBatch) -> SinkState:
         await asyncio.sleep(0)
-        return self.take(index, batch)
+        return self.push(index, batch)
 
-    def plain(self, index: int) -> TextOnlyPath | None:
+    def text_only(self, index: int) -> TextOnlyPath | None:
         return None
 
     async def flush(self) -> None:
@@ -108,7 +108,7 @@ async def turns_of_the_loop(count: int = 6) -> None:
 async def test_a_turn_does_so_many_units_however_much_waits():
     turns, done = LoopTurns(10), []
     for number in range(100):
-        turns.add(lambda number=number: done.append(number) or 3)
+        turns.schedule(lambda number=number: done.append(number) or 3)
     sizes = []
     while turns:
         before = len(done)

@@ -37,14 +37,16 @@ def test_plain_events_are_those_of_the_shape(shape: ResponseFormat, stops: tuple
     piece = slow.push(TokenBatch(tokens=tokens))
     written: list[bytes] = []
     counts = [0]
-    plain = TextEventTemplate.made(
+    plain = TextEventTemplate.from_sample(
         TextOnlyChoice(0, fast, counts),
-        shape.delta(HEAD, 0, TEMPLATE_DELTA, first=False),
+        shape.delta_chunk(HEAD, 0, TEMPLATE_DELTA, first=False),
         lambda data: bool(written.append(data)),
     )
     assert plain is not None
     assert plain.write(tokens) is False
-    expected = sse.sse_event(EventIds().told(0, piece.tokens, last=False), shape.delta(HEAD, 0, piece, first=False))
+    expected = sse.sse_event(
+        EventIds().delta_id(0, piece.tokens, last=False), shape.delta_chunk(HEAD, 0, piece, first=False)
+    )
     assert written == ([expected] if piece.text else [])
     assert counts == [piece.tokens]
 

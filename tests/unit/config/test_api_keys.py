@@ -100,7 +100,7 @@ def test_a_ring_follows_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     path, clock = tmp_path / "keys.json", VirtualClock()
     first = add(path, "search", classes=("batch",))
     ring = FileApiKeys(path, clock, besides=["sk-common"])
-    assert not ring.open
+    assert not ring.is_open
     tenant = ring.find(first.encode())
     assert tenant is not None
     assert tenant.classes == (ServiceClass.BATCH,)

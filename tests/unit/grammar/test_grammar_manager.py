@@ -53,11 +53,11 @@ def test_however_many_are_wanted_at_once_each_is_compiled_once_and_all_are_there
 ) -> None:
     gate = Gate(monkeypatch)
     grammars = GrammarManager(gate.load)
-    handles = [grammars.request(grammar) for grammar in texts(150)]
+    handles = [grammars.get_or_compile(grammar) for grammar in texts(150)]
     gate.open.set()
     until(lambda: all(handle.ready() for handle in handles))
     assert all(handle.ready() for handle in handles)
-    again = [grammars.request(grammar) for grammar in texts(150)]
+    again = [grammars.get_or_compile(grammar) for grammar in texts(150)]
     assert again == handles
     assert sorted(gate.compiled) == sorted(grammar.text for grammar in texts(150))
     grammars.close()
@@ -66,11 +66,11 @@ def test_however_many_are_wanted_at_once_each_is_compiled_once_and_all_are_there
 def test_what_nobody_waits_for_any_more_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     grammars = GrammarManager(gate.load)
-    handles = [grammars.request(grammar) for grammar in texts(100)]
+    handles = [grammars.get_or_compile(grammar) for grammar in texts(100)]
     until(handles[0]._future.running)
     del handles[1:]
     assert grammars.bytes == compiled_bytes(handles[0].grammar)
-    last = grammars.request(grammar_of("regex", "the last"))
+    last = grammars.get_or_compile(grammar_of("regex", "the last"))
     gate.open.set()
     until(last.ready)
     assert gate.compiled == ["text number 0", "the last"]
@@ -82,16 +82,16 @@ def test_memory_is_bounded_by_forgetting_and_then_by_refusing(monkeypatch: pytes
     gate.open.set()
     one, two, three, four = texts(4)
     grammars = GrammarManager(gate.load, max_bytes=3 * compiled_bytes(one) + 1000)
-    held: list[GrammarHandle] = [grammars.request(grammar) for grammar in (one, two, three)]
+    held: list[GrammarHandle] = [grammars.get_or_compile(grammar) for grammar in (one, two, three)]
     until(lambda: all(handle.ready() for handle in held))
     with pytest.raises(QueueFull):
-        grammars.request(four)
+        grammars.get_or_compile(four)
     del held[0]
-    held.append(grammars.request(four))  # the one that nobody holds gives way
+    held.append(grammars.get_or_compile(four))  # the one that nobody holds gives way
     until(held[-1].ready)
     assert grammars.bytes <= 3 * compiled_bytes(one) + 1000
     held.clear()
-    until(grammars.request(two).ready)
+    until(grammars.get_or_compile(two).ready)
     assert gate.compiled.count(two.text) == 1, "it was kept for others"
     grammars.close()
 
@@ -100,12 +100,12 @@ def test_so_many_wait_to_be_compiled_at_most(monkeypatch: pytest.MonkeyPatch) ->
     gate = Gate(monkeypatch)
     grammars = GrammarManager(gate.load, max_compiling=2)
     one, two, three = texts(3)
-    held = [grammars.request(one), grammars.request(two)]
+    held = [grammars.get_or_compile(one), grammars.get_or_compile(two)]
     with pytest.raises(QueueFull):
-        grammars.request(three)
+        grammars.get_or_compile(three)
     gate.open.set()
     until(lambda: all(handle.ready() for handle in held))
-    until(grammars.request(three).ready)
+    until(grammars.get_or_compile(three).ready)
     grammars.close()
 
 
@@ -113,9 +113,9 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_each_time() -> None:
     grammars = GrammarManager(lambda: BYTES)
     bad, good = grammar_of("regex", "("), grammar_of("regex", "ok")
     for _ in range(2):
-        handle = grammars.request(bad)
+        handle = grammars.get_or_compile(bad)
         until(handle._future.done)
         with pytest.raises(GrammarRefused):
             handle.ready()
-    assert admits(grammars.request(good), "ok")  # type: ignore[arg-type]
+    assert admits(grammars.get_or_compile(good), "ok")  # type: ignore[arg-type]
     grammars.close()

@@ -173,10 +173,10 @@ def test_every_answer_begins_with_the_mask_that_was_made_when_compiling(kind: st
     first = words.tobytes()
     assert first == one.mask()[: words.nbytes]  # worked out anew
     (token, *_) = allowed(one)
-    assert one.take([token])
+    assert one.accept_tokens([token])
     assert one.write_mask(words)
     assert words.tobytes() == one.mask()[: words.nbytes]
-    one.give_back(1)
+    one.rollback(1)
     assert one.write_mask(words)
     assert words.tobytes() == first == one.mask()[: words.nbytes]
 

@@ -30,7 +30,7 @@ def let_in(rates: TenantRateLimiter, tenant: Tenant, tries: int, tokens: int = 0
     count = 0
     for _ in range(tries):
         try:
-            rates.take(tenant, 1, tokens)
+            rates.charge(tenant, 1, tokens)
         except RateLimited:
             continue
         count += 1
@@ -52,25 +52,25 @@ def test_tokens_of_prompts_and_answers(buckets: RateBuckets) -> None:
     clock = VirtualClock(100.0)
     rates = TenantRateLimiter(clock, buckets)
     assert let_in(rates, ANN, 3, tokens=250) == 2
-    rates.used(ANN, 400)  # 300 more than there were
+    rates.charge_completion(ANN, 400)  # 300 more than there were
     clock.advance(30.0)
     with pytest.raises(RateLimited, match="0 are left") as refused:
-        rates.take(ANN, 1, 1)
+        rates.charge(ANN, 1, 1)
     assert refused.value.retry_after == 1
     clock.advance(1.0)
-    rates.take(ANN, 1, 10)
+    rates.charge(ANN, 1, 10)
 
 
 def test_what_is_refused_takes_nothing(buckets: RateBuckets) -> None:
     rates = TenantRateLimiter(VirtualClock(100.0), buckets)
-    rates.take(ANN, 1, 500)
+    rates.charge(ANN, 1, 500)
     assert let_in(rates, ANN, 20, tokens=101) == 0
     assert let_in(rates, ANN, 20, tokens=1) == 5
 
 
 def test_a_size_that_has_changed(buckets: RateBuckets) -> None:
     rates = TenantRateLimiter(VirtualClock(100.0), buckets)
-    rates.take(ANN, 1, 0)
+    rates.charge(ANN, 1, 0)
     assert let_in(rates, Tenant(id="ann", requests_per_minute=3), 20) == 3
 
 

@@ -34,9 +34,9 @@ def form(file: bytes | None = None, **fields: Any) -> MultipartForm:
 
 
 async def test_a_window_is_a_sound_and_the_words_that_ask(intake: AudioModelProcessor) -> None:
-    listening = await intake.listen(form(language="DE", seed="-1"), ENVELOPE, translates=False)
-    assert await listening.asks_language() is None
-    request, text = await listening.window(0)
+    listening = await intake.prepare(form(language="DE", seed="-1"), ENVELOPE, translates=False)
+    assert await listening.language_request() is None
+    request, text = await listening.window_request(0)
     own = [IDS[name] for name in ("<|startoftranscript|>", "<|de|>", "<|transcribe|>", "<|notimestamps|>")]
     assert tuple(request.prompt[BEGIN:]) == tuple(own)
     (image,), (sound,) = request.images, request.pictures
@@ -53,24 +53,24 @@ async def test_a_window_is_a_sound_and_the_words_that_ask(intake: AudioModelProc
 
 
 async def test_what_was_said_before_is_cut_from_its_beginning(intake: AudioModelProcessor) -> None:
-    listening = await intake.listen(form(language="en", prompt=" t1 <|en|>" + " t7" * 40), ENVELOPE, translates=True)
-    request, _ = await listening.window(0)
+    listening = await intake.prepare(form(language="en", prompt=" t1 <|en|>" + " t7" * 40), ENVELOPE, translates=True)
+    request, _ = await listening.window_request(0)
     own = tuple(request.prompt[BEGIN:])
     assert own[:20] == (IDS["<|startofprev|>"], *[7] * 19)
     assert own[20:] == tuple(IDS[f"<|{name}|>"] for name in ("startoftranscript", "en", "translate", "notimestamps"))
 
 
 async def test_a_language_is_asked_for(intake: AudioModelProcessor) -> None:
-    listening = await intake.listen(form(wav(tones(1.7))), ENVELOPE, translates=False)
-    question = await listening.asks_language()
+    listening = await intake.prepare(form(wav(tones(1.7))), ENVELOPE, translates=False)
+    question = await listening.language_request()
     assert question is not None
     assert tuple(question.prompt[BEGIN:]) == (IDS["<|startoftranscript|>"],)
     languages = {IDS[f"<|{name}|>"] for name in ("en", "de", "fr")}
     assert set(question.sampling.banned) == set(range(VOCAB)) - languages
     assert question.sampling.max_tokens == 1
-    listening.tell_language(IDS["<|fr|>"])
+    listening.set_language(IDS["<|fr|>"])
     assert listening.language == "fr"
-    requests = [(await listening.window(index))[0] for index in range(len(listening.windows))]
+    requests = [(await listening.window_request(index))[0] for index in range(len(listening.windows))]
     assert len(requests) == 2
     assert requests[0].images == question.images  # its pages are there already
     assert requests[0].images != requests[1].images
@@ -102,7 +102,7 @@ async def test_refusals_name_field_and_reason(
     intake: AudioModelProcessor, given: dict[str, Any], param: str | None, code: str | None
 ) -> None:
     with pytest.raises(RequestError) as refused:
-        await intake.listen(form(**given), ENVELOPE, translates=False)
+        await intake.prepare(form(**given), ENVELOPE, translates=False)
     assert (refused.value.param, refused.value.code) == (param, code)
     assert isinstance(refused.value, UnknownModel) == (code == "model_not_found")
 
@@ -113,7 +113,7 @@ async def test_a_form_needs_a_model_and_a_file(intake: AudioModelProcessor) -> N
         (MultipartForm(fields={"model": ["tiny"]}, files={}), "file"),
     ):
         with pytest.raises(RequestError) as refused:
-            await intake.listen(sent, ENVELOPE, translates=False)
+            await intake.prepare(sent, ENVELOPE, translates=False)
         assert (refused.value.param, refused.value.code) == (param, "missing_required_parameter")
 
 
@@ -129,17 +129,19 @@ async def test_samples_of_all_requests_have_bounds(tmp_path: Path) -> None:
     tight = AudioModelProcessor(
         write_whisper(tmp_path), CARD, msgspec.structs.replace(RequestLimits(), max_pending_audio_s=1.0)
     )
-    first = await tight.listen(form(wav(tones(3.0)), language="en"), ENVELOPE, translates=False)  # nobody else is heard
+    first = await tight.prepare(
+        form(wav(tones(3.0)), language="en"), ENVELOPE, translates=False
+    )  # nobody else is heard
     with pytest.raises(QueueFull, match="max_pending_audio_s"):
-        await tight.listen(form(language="en"), ENVELOPE, translates=False)
+        await tight.prepare(form(language="en"), ENVELOPE, translates=False)
     first.close()
     first.close()
     with pytest.raises(RequestError, match="no numbers"):
-        await tight.listen(
+        await tight.prepare(
             form(riff(3, 32, struct.pack("<f", float("nan"))), language="en"), ENVELOPE, translates=False
         )
     assert tight.sounds.held_s == 0
-    (await tight.listen(form(language="en"), ENVELOPE, translates=False)).close()
+    (await tight.prepare(form(language="en"), ENVELOPE, translates=False)).close()
 
 
 async def test_a_model_of_one_language(tmp_path: Path) -> None:
@@ -147,12 +149,12 @@ async def test_a_model_of_one_language(tmp_path: Path) -> None:
     file = folder / "generation_config.json"
     file.write_bytes(msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | {"is_multilingual": False}))
     english = AudioModelProcessor(folder, CARD, RequestLimits())
-    listening = await english.listen(form(), ENVELOPE, translates=False)
-    assert await listening.asks_language() is None
-    request, _ = await listening.window(0)
+    listening = await english.prepare(form(), ENVELOPE, translates=False)
+    assert await listening.language_request() is None
+    request, _ = await listening.window_request(0)
     assert tuple(request.prompt[BEGIN:]) == (IDS["<|startoftranscript|>"], IDS["<|notimestamps|>"])
     with pytest.raises(WrongTask, match="knows English only"):
-        await english.listen(form(), ENVELOPE, translates=True)
+        await english.prepare(form(), ENVELOPE, translates=True)
 
 
 def test_what_cannot_be_served_is_said_at_the_start(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_batch_work_in_the_queue_is_in_the_way_of_batch_work_only(service: Servi
     seen = predict_ttft(fleet, 100, service)
     assert seen is not None
     assert seen.wait_s == pytest.approx(0.0 if service is ServiceClass.INTERACTIVE else 0.005)
-    assert seen.read_s == pytest.approx(0.002, rel=0.01)
+    assert seen.prefill_s == pytest.approx(0.002, rel=0.01)
 
 
 def test_nothing_is_foreseen_before_anything_was_measured():

@@ -116,15 +116,15 @@ _EMPTY = _Delta()
 class ChatResponseFormat:
     """``edge.openai_shapes.Shape`` of chats."""
 
-    prefix = "chatcmpl-"
+    id_prefix = "chatcmpl-"
     operation = "chat"
 
-    def begin(self, head: ResponseHead, choice: int, *, first: bool) -> bytes:
+    def first_chunk(self, head: ResponseHead, choice: int, *, first: bool) -> bytes:
         """The role, before any text."""
         started = _ChunkChoice(index=choice, delta=_Delta(role="assistant", content=""))
         return _chunk(head, started, first=first, prompt_ids=head.prompt_ids(choice))
 
-    def delta(self, head: ResponseHead, choice: int, piece: OutputDelta, *, first: bool) -> bytes:
+    def delta_chunk(self, head: ResponseHead, choice: int, piece: OutputDelta, *, first: bool) -> bytes:
         """Text, reasoning and calls, and the logprobs of the tokens they came from."""
         more = _ChunkChoice(
             index=choice,
@@ -134,11 +134,11 @@ class ChatResponseFormat:
         )
         return _chunk(head, more, first=first)
 
-    def end(self, head: ResponseHead, choice: int, finish: FinishReason, *, first: bool) -> bytes:
+    def finish_chunk(self, head: ResponseHead, choice: int, finish: FinishReason, *, first: bool) -> bytes:
         """An empty delta with the reason."""
         return _chunk(head, _ChunkChoice(index=choice, delta=_EMPTY, finish_reason=finish), first=first)
 
-    def usage(self, head: ResponseHead, usage: TokenUsage) -> bytes:
+    def usage_chunk(self, head: ResponseHead, usage: TokenUsage) -> bytes:
         """No choices, only figures."""
         return encode(
             _Chunk(
@@ -151,7 +151,7 @@ class ChatResponseFormat:
             )
         )
 
-    def whole(self, head: ResponseHead, choices: Sequence[CompletedChoice], usage: TokenUsage) -> bytes:
+    def complete(self, head: ResponseHead, choices: Sequence[CompletedChoice], usage: TokenUsage) -> bytes:
         """All choices at once."""
         return encode(
             _Whole(

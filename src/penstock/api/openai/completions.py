@@ -46,16 +46,16 @@ class _Completion(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionResponseFormat:
     """``edge.openai_shapes.Shape`` of completions."""
 
-    prefix = "cmpl-"
+    id_prefix = "cmpl-"
     operation = "text_completion"
 
-    def begin(self, head: ResponseHead, choice: int, *, first: bool) -> bytes | None:
+    def first_chunk(self, head: ResponseHead, choice: int, *, first: bool) -> bytes | None:
         """Nothing, unless the prompt's token ids are to be told."""
         if not head.token_ids:
             return None
         return _chunk(head, _Choice(index=choice, text="", prompt_token_ids=head.prompt_ids(choice)), first=first)
 
-    def delta(self, head: ResponseHead, choice: int, piece: OutputDelta, *, first: bool) -> bytes:
+    def delta_chunk(self, head: ResponseHead, choice: int, piece: OutputDelta, *, first: bool) -> bytes:
         """Text, and the logprobs of the tokens it came from."""
         more = _Choice(
             index=choice,
@@ -65,15 +65,15 @@ class CompletionResponseFormat:
         )
         return _chunk(head, more, first=first)
 
-    def end(self, head: ResponseHead, choice: int, finish: FinishReason, *, first: bool) -> bytes:
+    def finish_chunk(self, head: ResponseHead, choice: int, finish: FinishReason, *, first: bool) -> bytes:
         """An empty text with the reason."""
         return _chunk(head, _Choice(index=choice, text="", finish_reason=finish), first=first)
 
-    def usage(self, head: ResponseHead, usage: TokenUsage) -> bytes:
+    def usage_chunk(self, head: ResponseHead, usage: TokenUsage) -> bytes:
         """No choices, only figures."""
         return _completion(head, (), usage=usage)
 
-    def whole(self, head: ResponseHead, choices: Sequence[CompletedChoice], usage: TokenUsage) -> bytes:
+    def complete(self, head: ResponseHead, choices: Sequence[CompletedChoice], usage: TokenUsage) -> bytes:
         """All choices at once."""
         shown = [
             _Choice(

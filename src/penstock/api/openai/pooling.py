@@ -29,7 +29,7 @@ class PoolingResponseHead(msgspec.Struct, frozen=True, kw_only=True):
 class PoolingResponseFormat(Protocol):
     """How one API writes what became of texts."""
 
-    prefix: str
+    id_prefix: str
     """Of ids, as ``embd-``."""
 
     operation: str
@@ -39,7 +39,7 @@ class PoolingResponseFormat(Protocol):
         """One object a text that is told."""
         ...
 
-    def whole(self, head: PoolingResponseHead, items: list[msgspec.Raw]) -> Any:
+    def complete(self, head: PoolingResponseHead, items: list[msgspec.Raw]) -> Any:
         """The answer."""
         ...
 
@@ -82,7 +82,7 @@ class _Embeddings(msgspec.Struct, frozen=True, kw_only=True):
 class EmbeddingResponseFormat:
     """``PoolingResponseFormat`` of OpenAI's embeddings."""
 
-    prefix = "embd-"
+    id_prefix = "embd-"
     operation = "embeddings"
 
     def items(self, work: PreparedPooling, pooled: Sequence[bytes]) -> Iterator[Any]:
@@ -90,7 +90,7 @@ class EmbeddingResponseFormat:
         for index, own in enumerate(pooled):
             yield _Embedding(index=index, embedding=b64encode(own).decode() if work.base64 else fp32_values(own))
 
-    def whole(self, head: PoolingResponseHead, items: list[msgspec.Raw]) -> Any:
+    def complete(self, head: PoolingResponseHead, items: list[msgspec.Raw]) -> Any:
         """A list."""
         return _Embeddings(data=items, model=head.model, usage=_usage(head), id=head.id, created=head.created)
 
@@ -118,18 +118,18 @@ class _Ranking(msgspec.Struct, frozen=True, kw_only=True):
 class RerankResponseFormat:
     """``PoolingResponseFormat`` of Jina's and Cohere's reranking."""
 
-    prefix = "rerank-"
+    id_prefix = "rerank-"
     operation = "rerank"
 
     def items(self, work: PreparedPooling, pooled: Sequence[bytes]) -> Iterator[Any]:
         """The best first; of equals the earlier."""
         scores = [fp32_values(own)[0] for own in pooled]
         best = sorted(range(len(scores)), key=lambda index: -scores[index])
-        for index in best[: work.top]:
+        for index in best[: work.top_n]:
             document = UNSET if work.documents is None else _Document(work.documents[index])
             yield _Ranked(index=index, relevance_score=scores[index], document=document)
 
-    def whole(self, head: PoolingResponseHead, items: list[msgspec.Raw]) -> Any:
+    def complete(self, head: PoolingResponseHead, items: list[msgspec.Raw]) -> Any:
         """Results."""
         return _Ranking(id=head.id, model=head.model, results=items, usage=_usage(head))
 
@@ -156,7 +156,7 @@ class _Classes(msgspec.Struct, frozen=True, kw_only=True):
 class ClassifyResponseFormat:
     """``PoolingResponseFormat`` of vLLM's ``/classify``."""
 
-    prefix = "classify-"
+    id_prefix = "classify-"
     operation = "classify"
 
     def items(self, work: PreparedPooling, pooled: Sequence[bytes]) -> Iterator[Any]:
@@ -166,7 +166,7 @@ class ClassifyResponseFormat:
             label = work.labels[max(range(len(scores)), key=scores.__getitem__)]
             yield _Class(index=index, label=label, probs=scores, num_classes=len(scores))
 
-    def whole(self, head: PoolingResponseHead, items: list[msgspec.Raw]) -> Any:
+    def complete(self, head: PoolingResponseHead, items: list[msgspec.Raw]) -> Any:
         """A list."""
         return _Classes(id=head.id, created=head.created, model=head.model, data=items, usage=_usage(head))
 
@@ -226,4 +226,4 @@ async def encode_pooling_response(
         items.append(msgspec.Raw(_encode(item)))
         if len(items) % _PIECES_A_TURN == 0:
             await asyncio.sleep(0)
-    return _encode(shape.whole(head, items))
+    return _encode(shape.complete(head, items))

@@ -116,29 +116,29 @@ class CompletedChoice(msgspec.Struct, frozen=True, kw_only=True):
 class ResponseFormat(Protocol):
     """How one API writes its answers.  ``first`` marks the first object of a stream, which tells the seed."""
 
-    prefix: str
+    id_prefix: str
     """Of ids, as ``chatcmpl-``."""
 
     operation: str
     """As OpenTelemetry calls it (``gen_ai.operation.name``)."""
 
-    def begin(self, head: ResponseHead, choice: int, *, first: bool) -> bytes | None:
+    def first_chunk(self, head: ResponseHead, choice: int, *, first: bool) -> bytes | None:
         """The object before a choice's first text, if this API has one."""
         ...
 
-    def delta(self, head: ResponseHead, choice: int, piece: OutputDelta, *, first: bool) -> bytes:
+    def delta_chunk(self, head: ResponseHead, choice: int, piece: OutputDelta, *, first: bool) -> bytes:
         """More of a choice."""
         ...
 
-    def end(self, head: ResponseHead, choice: int, finish: FinishReason, *, first: bool) -> bytes:
+    def finish_chunk(self, head: ResponseHead, choice: int, finish: FinishReason, *, first: bool) -> bytes:
         """The end of a choice, without text."""
         ...
 
-    def usage(self, head: ResponseHead, usage: TokenUsage) -> bytes:
+    def usage_chunk(self, head: ResponseHead, usage: TokenUsage) -> bytes:
         """The last object of a stream."""
         ...
 
-    def whole(self, head: ResponseHead, choices: Sequence[CompletedChoice], usage: TokenUsage) -> bytes:
+    def complete(self, head: ResponseHead, choices: Sequence[CompletedChoice], usage: TokenUsage) -> bytes:
         """An answer that is not streamed."""
         ...
 

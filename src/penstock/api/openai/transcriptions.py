@@ -49,12 +49,12 @@ class Transcript:
         self.text = ""
         self._blank = ""  # white space that text may follow
 
-    def begin(self, segment: TranscriptSegment) -> TranscriptSegment:
+    def add_segment(self, segment: TranscriptSegment) -> TranscriptSegment:
         """A window more."""
         self.segments.append(segment)
         return segment
 
-    def add(self, segment: TranscriptSegment, piece: OutputDelta) -> str:
+    def append(self, segment: TranscriptSegment, piece: OutputDelta) -> str:
         """More of a window; what comes of it for the whole text, which neither begins nor ends with white space."""
         segment.text += piece.text
         segment.tokens += piece.token_ids
@@ -84,7 +84,7 @@ def done_event(told: Transcript) -> bytes:
 
 def complete_transcript(told: Transcript) -> tuple[bytes, Header]:
     """The whole answer in the form that was asked for, and its type."""
-    match told.listening.form:
+    match told.listening.response_format:
         case "text":
             return f"{told.text}\n".encode(), TEXT_TYPE
         case "srt":
@@ -159,19 +159,19 @@ class TranscriptionResponse:
         self._streams = streams
         self._gate = gate
 
-    async def answer(
+    async def send(
         self, exchange: HttpExchange, listening: PreparedTranscription, claim: Qos, headers: Sequence[Header]
     ) -> None:
         """Hear all of it and tell it, at once or as it is written."""
-        question = await listening.asks_language()
-        with self._gate.enter(exchange, claim, [listening.tokens]) as visit:
+        question = await listening.language_request()
+        with self._gate.admit(exchange, claim, [listening.tokens]) as visit:
             if question is not None:
-                listening.tell_language(await self._one_token(question, visit))
+                listening.set_language(await self._one_token(question, visit))
             told = Transcript(listening)
             try:
                 await self._tell(exchange, told, visit, headers)
             finally:
-                visit.used(TokenUsage.of(prompt=listening.tokens, completion=told.tokens, cached=0))
+                visit.record_usage(TokenUsage.of(prompt=listening.tokens, completion=told.tokens, cached=0))
 
     async def _tell(
         self, exchange: HttpExchange, told: Transcript, visit: AdmittedRequest, headers: Sequence[Header]
@@ -183,7 +183,7 @@ class TranscriptionResponse:
             async for _ in pieces:
                 pass
         body, kind = complete_transcript(told)
-        await exchange.reply(200, body, kind, *headers)
+        await exchange.send_response(200, body, kind, *headers)
 
     async def _stream(
         self, exchange: HttpExchange, told: Transcript, visit: AdmittedRequest, headers: Sequence[Header]
@@ -203,13 +203,13 @@ class TranscriptionResponse:
     async def _pieces(self, told: Transcript, visit: AdmittedRequest) -> AsyncGenerator[str, None]:
         """Text as it comes; ``told`` knows it all."""
         for index, (begin, end) in enumerate(told.listening.windows):
-            request, text = await told.listening.window(index)
-            segment = told.begin(TranscriptSegment(id=index, begin=begin, end=end))
+            request, text = await told.listening.window_request(index)
+            segment = told.add_segment(TranscriptSegment(id=index, begin=begin, end=end))
             async with aclosing(self._window(request, text, visit)) as pieces:
                 async for piece in pieces:
-                    if more := told.add(segment, piece):
+                    if more := told.append(segment, piece):
                         yield more
-        visit.ended(0, told.tokens)  # only what is complete counts among those that were in time
+        visit.on_finished(0, told.tokens)  # only what is complete counts among those that were in time
 
     async def _window(
         self, request: ValidRequest, text: OutputDetokenizer, visit: AdmittedRequest
@@ -217,7 +217,7 @@ class TranscriptionResponse:
         stream = self._streams.stream(request)
         try:
             async for batch in stream:
-                visit.started(0)
+                visit.on_token(0)
                 piece = text.push(batch)
                 yield piece
                 if piece.finish is not None:
@@ -230,7 +230,7 @@ class TranscriptionResponse:
         stream = self._streams.stream(request)
         try:
             async for batch in stream:
-                visit.started(0)
+                visit.on_token(0)
                 if batch.tokens:
                     return batch.tokens[0]
         finally:

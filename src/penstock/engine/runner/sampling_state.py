@@ -157,9 +157,9 @@ class GrammarConstraint:
         After a draft token that the grammar forbids comes nothing that could stand, so nothing is worked out any more.
         """
         count, draft, known = job.count, job.draft, 0
-        goes_on = (not new or self._matcher.take(new)) and self._write(job, count)
+        goes_on = (not new or self._matcher.accept_tokens(new)) and self._write(job, count)
         while goes_on and known < len(draft) and _allows(job.masks[known], draft[known]):
-            goes_on = self._matcher.take(draft[known : known + 1]) and self._write(job, count + known + 1)
+            goes_on = self._matcher.accept_tokens(draft[known : known + 1]) and self._write(job, count + known + 1)
             known += 1
         if not goes_on:
             job.ends_after = known
@@ -167,7 +167,7 @@ class GrammarConstraint:
             job.masks.append(self._end_only())
             self._matcher, self._taken = self._begin(), 0  # one that has failed cannot go back
         elif known:
-            self._matcher.give_back(known)
+            self._matcher.rollback(known)
 
     def _write(self, job: MaskJob, count: int) -> bool:
         """The mask after ``count`` tokens of the answer.  False when there is no going on."""

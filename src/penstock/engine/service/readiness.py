@@ -42,7 +42,7 @@ class PendingGrammar(CompiledGrammar, Protocol):
 class GrammarCompiler(Protocol):
     """What compiles grammars (``grammar.worker.Grammars``)."""
 
-    def request(self, grammar: Grammar) -> PendingGrammar:
+    def get_or_compile(self, grammar: Grammar) -> PendingGrammar:
         """Have it compiled.  Raises QueueFull where too many are."""
         ...
 
@@ -126,7 +126,7 @@ class NoAdapters:
 class NoGrammars:
     """For engines that follow no grammar."""
 
-    def request(self, grammar: Grammar) -> PendingGrammar:
+    def get_or_compile(self, grammar: Grammar) -> PendingGrammar:
         raise GrammarRefused("this engine follows no grammar")
 
 
@@ -286,7 +286,7 @@ class ReadinessGate:
     def _compiled(self, request: RequestId, grammar: Grammar) -> bool:
         wanted = self._compiling.get(request)
         if wanted is None:
-            wanted = self._compiling[request] = self._grammars.request(grammar)
+            wanted = self._compiling[request] = self._grammars.get_or_compile(grammar)
         return wanted.ready()
 
     def _forget(self, request: RequestId) -> None:

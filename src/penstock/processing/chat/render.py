@@ -76,7 +76,7 @@ class ChatRenderer:
         with_tools = templates.for_chat(tools=True)
         self._with_tools = self._plain if with_tools is self._plain.template else TemplateAdapter(with_tools)
 
-    def write(
+    def render(
         self, tokenizer: TextTokenizer, conversation: Conversation, wish: RenderOptions, check: Callable[[int], None]
     ) -> RenderedPrompt:
         """The tokens of a chat.  Only the template can write control tokens.

@@ -54,12 +54,12 @@ class RenderBudget:
         self._deadline = monotonic() + seconds
         self._max_bytes = max_bytes
 
-    def look(self) -> None:
+    def check_time(self) -> None:
         """Raises LimitReached when the time is over."""
         if monotonic() > self._deadline:
             raise LimitReached(f"The chat template ran for more than {self._seconds:g} s.")
 
-    def weigh(self, size: int) -> None:
+    def check_size(self, size: int) -> None:
         """Raises LimitReached when a value of ``size`` may not be made."""
         if size > self._max_bytes:
             raise LimitReached(f"The chat template would make more than {self._max_bytes} bytes.")
@@ -89,7 +89,7 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return template
 
     def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        RENDER_BUDGET.get().look()
+        RENDER_BUDGET.get().check_time()
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         allowed = _METHODS.get(type(owner))
         if allowed is not None and name not in allowed:
@@ -153,13 +153,13 @@ class _Metered:
     def __iter__(self) -> Iterator[Any]:
         for turn, item in enumerate(self._items):
             if turn % _LOOK_EVERY == 0:
-                self._meter.look()
+                self._meter.check_time()
             yield item
 
 
 def _metered(items: Any) -> Any:
     meter = RENDER_BUDGET.get()
-    meter.look()
+    meter.check_time()
     if isinstance(items, Iterable):
         known = items if isinstance(items, Sized) else list(items)
         return _Metered(known, len(known), meter)
@@ -167,7 +167,7 @@ def _metered(items: Any) -> Any:
 
 
 def _weighed(value: Any) -> Any:
-    RENDER_BUDGET.get().weigh(len(value) if isinstance(value, str) else 0)
+    RENDER_BUDGET.get().check_size(len(value) if isinstance(value, str) else 0)
     return value
 
 
@@ -189,31 +189,31 @@ def _weighed_filter(plain: Callable[..., Any], weigh: Callable[..., None]) -> Ca
 
 def _weigh_replace(text: Any, old: Any = "", new: Any = "", *_: Any, **__: Any) -> None:
     text, old, new = str(text), str(old), str(new)
-    RENDER_BUDGET.get().weigh(len(text) + (text.count(old) if old else len(text) + 1) * len(new))
+    RENDER_BUDGET.get().check_size(len(text) + (text.count(old) if old else len(text) + 1) * len(new))
 
 
 def _weigh_join(items: Any, d: Any = "", *_: Any, **__: Any) -> None:
     if isinstance(items, Sized):
-        RENDER_BUDGET.get().weigh(len(items) * len(str(d)))
+        RENDER_BUDGET.get().check_size(len(items) * len(str(d)))
 
 
 def _weigh_indent(text: Any, width: Any = 4, *_: Any, **__: Any) -> None:
     step = width if isinstance(width, int) else len(str(width))
-    RENDER_BUDGET.get().weigh(len(str(text)) + (str(text).count("\n") + 1) * step)
+    RENDER_BUDGET.get().check_size(len(str(text)) + (str(text).count("\n") + 1) * step)
 
 
 def _weigh_binop(operator: str, left: Any, right: Any) -> None:
     meter = RENDER_BUDGET.get()
-    meter.look()
+    meter.check_time()
     numbers = isinstance(left, int) and isinstance(right, int)
     if operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-        meter.weigh(len(left) + len(right))
+        meter.check_size(len(left) + len(right))
     elif operator == "*" and numbers:
         _weigh_bits(left.bit_length() + right.bit_length())
     elif operator == "*":
         for items, times in ((left, right), (right, left)):
             if isinstance(items, str | list | tuple) and isinstance(times, int):
-                meter.weigh(len(items) * times)
+                meter.check_size(len(items) * times)
     elif operator == "**" and numbers:
         _weigh_bits(left.bit_length() * abs(right))
     elif operator == "%" and isinstance(left, str):

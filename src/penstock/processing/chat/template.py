@@ -114,8 +114,8 @@ class ChatTemplate:
         try:
             for piece in self._template.generate(variables):
                 size += len(piece.encode())
-                meter.weigh(size)
-                meter.look()
+                meter.check_size(size)
+                meter.check_time()
                 pieces.append(piece)
         except LimitReached as error:
             raise RequestError(str(error), param="messages", code="template_limit") from error
@@ -168,7 +168,7 @@ def _tojson(
 ) -> str:
     if indent is not None and not 0 <= int(indent) <= _MAX_JSON_INDENT:
         raise LimitReached(f"Chat templates may indent JSON by at most {_MAX_JSON_INDENT}.")
-    RENDER_BUDGET.get().look()
+    RENDER_BUDGET.get().check_time()
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -216,7 +216,7 @@ class AudioPipeline:
         """Lets the threads end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def room(self, recording: WavFile) -> SampleReservation:
+    def reserve(self, recording: WavFile) -> SampleReservation:
         """Room for a sound's samples.  Raises QueueFull, except when there are no others."""
         most = self._limits.max_pending_audio_s
         if self.held_s > 0 and self.held_s + recording.seconds > most:
@@ -226,17 +226,17 @@ class AudioPipeline:
         self.held_s += recording.seconds
         return SampleReservation(self, recording.seconds)
 
-    async def read(self, recording: WavFile) -> tuple[NDArray[np.float32], list[Span]]:
+    async def decode(self, recording: WavFile) -> tuple[NDArray[np.float32], list[Span]]:
         """Samples at the model's rate, and the windows they are heard in.  Raises RequestError, or QueueFull."""
 
         def work() -> tuple[NDArray[np.float32], list[Span]]:
-            with self._reading.hold(decoding_memory(recording, self.recipe.rate)):
+            with self._reading.acquire(decoding_memory(recording, self.recipe.rate)):
                 samples_N = resample(decode_samples(recording), recording.rate, self.recipe.rate)
             return samples_N, split_windows(samples_N, self.recipe.samples)
 
         return await self._beside(work)
 
-    async def hear(self, samples_N: NDArray[np.float32], salt: str = "") -> tuple[PlacedImage, AudioInput]:
+    async def extract_features(self, samples_N: NDArray[np.float32], salt: str = "") -> tuple[PlacedImage, AudioInput]:
         """One window, in front of a prompt.  Who has another ``salt`` shares nothing of it.  Raises QueueFull."""
 
         def work() -> tuple[PlacedImage, AudioInput]:

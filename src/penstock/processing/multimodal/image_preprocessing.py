@@ -60,7 +60,7 @@ class ImagePreprocessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     deviation: tuple[float, float, float]
     token: int  # that stands for a token of an image
 
-    def size(self, width: int, height: int, max_tokens: int) -> tuple[int, int]:
+    def token_grid(self, width: int, height: int, max_tokens: int) -> tuple[int, int]:
         """(rows, columns) of tokens of an image of so many pixels: near its size and its shape, within the model's
         bounds and ``max_tokens``.
 
@@ -239,7 +239,7 @@ def _checked_size(
         )
     if _turned(image):
         width, height = height, width
-    rows, columns = recipe.size(width, height, limits.max_image_tokens)
+    rows, columns = recipe.token_grid(width, height, limits.max_image_tokens)
     if rows * columns > limits.max_image_tokens:
         most = limits.max_image_tokens
         raise bad_image(

@@ -62,7 +62,7 @@ class ImagePipeline:
         """Lets the threads end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def see(self, tokens: tuple[int, ...], urls: Sequence[ImageUrl], salt: str = "") -> MultimodalPrompt:
+    async def process(self, tokens: tuple[int, ...], urls: Sequence[ImageUrl], salt: str = "") -> MultimodalPrompt:
         """The prompt with these images, in which the template wrote one token for each.  Who has another ``salt``
         shares nothing of them.  Raises RequestError, or QueueFull."""
         shown = tokens.count(self.recipe.token)
@@ -106,7 +106,7 @@ class ImagePipeline:
         """On a thread."""
         if raw is None:
             raw = decode_data_url(image, self._limits.max_image_bytes)
-        with self._decoding.hold(decoding_bytes(raw, image.where, self._limits)):
+        with self._decoding.acquire(decoding_bytes(raw, image.where, self._limits)):
             picture = decode_image(raw, self.recipe, self._limits, image.where)
         picture = msgspec.structs.replace(picture, salt=salt) if salt else picture
         return picture, media_hash(picture)

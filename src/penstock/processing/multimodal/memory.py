@@ -16,7 +16,7 @@ class ByteSemaphore:
         self._changed = threading.Condition()
 
     @contextmanager
-    def hold(self, nbytes: int) -> Iterator[None]:
+    def acquire(self, nbytes: int) -> Iterator[None]:
         """Take so many bytes until the end of the block.  For threads: blocks until they are there."""
         with self._changed:
             self._changed.wait_for(lambda: not self.held or self.held + nbytes <= self.limit)

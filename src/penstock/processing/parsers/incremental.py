@@ -88,19 +88,19 @@ class IncrementalReader:
         self._at -= done
         self._kept = None if self._kept is None else 0
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """There will be no more."""
         self._ended = True
 
-    def keep(self) -> None:
+    def set_mark(self) -> None:
         """From here on the text can be gone back to."""
         self._kept = self._at
 
-    def forget(self) -> None:
+    def clear_mark(self) -> None:
         """It need not."""
         self._kept = None
 
-    def go_back(self) -> None:
+    def rewind(self) -> None:
         """To where ``keep`` was."""
         assert self._kept is not None
         self._at, self._kept = self._kept, None
@@ -124,7 +124,7 @@ class IncrementalReader:
             yield from self._wait()
         return self._text[self._at : self._at + count]
 
-    def take(self, word: str) -> ParserSteps[bool]:
+    def accept(self, word: str) -> ParserSteps[bool]:
         """Passes over ``word``, if that is what comes next."""
         for i in range(1, len(word) + 1):
             if (yield from self.peek(i)) != word[:i]:
@@ -134,7 +134,7 @@ class IncrementalReader:
 
     def expect(self, word: str) -> ParserSteps[None]:
         """As ``take``, but for what must come next."""
-        if not (yield from self.take(word)):
+        if not (yield from self.accept(word)):
             raise NotACallError
 
     def skip_space(self) -> ParserSteps[str]:
@@ -167,7 +167,7 @@ class IncrementalReader:
                 return None
             yield from self._wait()
 
-    def until(self, marks: MarkSet) -> ParserSteps[tuple[str, str | None]]:
+    def read_until(self, marks: MarkSet) -> ParserSteps[tuple[str, str | None]]:
         """The text before the next mark, and the mark, None at the end."""
         pieces: list[str] = []
 
@@ -305,11 +305,11 @@ class ToolCallFormat(Protocol):
         """May a message begin with a call that has no mark?"""
         ...
 
-    def inner(self) -> tuple[str, ...]:
+    def inner_marks(self) -> tuple[str, ...]:
         """Marks within a call."""
         ...
 
-    def read(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
+    def parse(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
         """What follows ``mark``, which is empty where a call without one may begin.
 
         Raises NotACallError; what was read is content then, unless a call was given out.
@@ -412,22 +412,22 @@ class MessageParser:
             yield from self._say(mark)
             return
         begun, understood = False, True
-        steps = self._calls.read(self._reader, mark, self._tools)
-        self._reader.keep()
+        steps = self._calls.parse(self._reader, mark, self._tools)
+        self._reader.set_mark()
         try:
             for event in steps:
                 if isinstance(event, ToolCallStart) and not begun:
                     if self._reader.holds_too_much:
                         raise NotACallError
                     begun = True
-                    self._reader.forget()
+                    self._reader.clear_mark()
                 yield event
         except NotACallError:
             if not begun:
-                self._reader.go_back()
+                self._reader.rewind()
                 self._failed += 1
                 understood = False
-        self._reader.forget()
+        self._reader.clear_mark()
         if begun:
             self._content = _Edges(front=_EDGE_SPACE, behind=_EDGE_SPACE)
         elif not understood:

@@ -48,7 +48,7 @@ def read_harmony(reader: IncrementalReader) -> ParserSteps[None]:
     thoughts, contents = _Channel(ReasoningDelta), _Channel(ContentDelta)
     header_marks, body_marks = MarkSet((_HEADER_END,)), MarkSet(_BODY_ENDS)
     while True:
-        header, mark = yield from reader.until(header_marks)
+        header, mark = yield from reader.read_until(header_marks)
         if mark is None:
             if "<|" not in header and header.strip() not in ("", "assistant"):
                 yield ContentDelta(header)  # the model forgot its format
@@ -103,7 +103,7 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
             return HARMONY_MARKS
         marks = [self.reasoning.begin, self.reasoning.end] if self.reasoning else []
         if calls and self.calls is not None:
-            marks += [*self.calls.begins, *self.calls.drops, *self.calls.inner()]
+            marks += [*self.calls.begins, *self.calls.drops, *self.calls.inner_marks()]
         return tuple(dict.fromkeys(marks))
 
 
@@ -134,7 +134,7 @@ class OutputParser:
         """The next text, and with ``last`` the end."""
         self._reader.feed(text)
         if last:
-            self._reader.end()
+            self._reader.finish()
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[ToolCallDelta] = []

@@ -44,9 +44,9 @@ def read_list(reader: IncrementalReader, known: Collection[str]) -> ParserSteps[
             raise NotACallError
         yield from _call(reader, name)
         if (yield from reader.skip_space()) != ",":
-            yield from reader.take("]")
+            yield from reader.accept("]")
             return
-        yield from reader.take(",")
+        yield from reader.accept(",")
 
 
 def read_dotted_call(reader: IncrementalReader) -> ParserSteps[None]:
@@ -87,12 +87,12 @@ def _parenthesized(reader: IncrementalReader) -> ParserSteps[str]:
         char = yield from reader.peek()
         if not char or len(text) > _MAX_CALL_CHARS or (not text and char != "("):
             raise NotACallError
-        yield from reader.take(char)
+        yield from reader.accept(char)
         text += char
         if quote:
             if char == "\\":
                 after = yield from reader.peek()
-                yield from reader.take(after)
+                yield from reader.accept(after)
                 text += after
             elif char == quote:
                 quote = ""
@@ -188,7 +188,7 @@ def read_object(reader: IncrementalReader, known: Collection[str] | None = None)
     if char == "}":
         if not done:
             yield ToolCallArguments("{}")
-        yield from reader.take("}")
+        yield from reader.accept("}")
 
 
 def read_objects(reader: IncrementalReader, known: Collection[str] | None = None) -> ParserSteps[None]:
@@ -222,17 +222,17 @@ def _named_object(reader: IncrementalReader) -> ParserSteps[None]:
     yield ToolCallStart(name)
     yield from read_arguments(reader)
     yield from reader.skip_space()
-    yield from reader.take("}")
+    yield from reader.accept("}")
 
 
 def _rest(reader: IncrementalReader, read: Callable[[IncrementalReader], ParserSteps[None]]) -> ParserSteps[None]:
     """The rest of a list."""
     while (char := (yield from reader.skip_space())) == ",":
-        yield from reader.take(",")
+        yield from reader.accept(",")
         yield from reader.skip_space()
         yield from read(reader)
     if char == "]":
-        yield from reader.take("]")
+        yield from reader.accept("]")
 
 
 _NAME = re.compile(r"[^\s\"'{}\[\]<>()]{1,256}")
@@ -257,11 +257,11 @@ class JsonCalls(msgspec.Struct, frozen=True, kw_only=True):
     keys: tuple[str, str] = ("name", "arguments")
     alone: bool = False
 
-    def inner(self) -> tuple[str, ...]:
+    def inner_marks(self) -> tuple[str, ...]:
         """See ``ToolCallFormat``."""
         return self.ends
 
-    def read(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
+    def parse(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
         """See ``ToolCallFormat``."""
         if self.named:
             yield from read_named_objects(reader)
@@ -290,11 +290,11 @@ class BareJson(msgspec.Struct, frozen=True, kw_only=True):
     drops: tuple[str, ...] = ()
     alone: bool = True
 
-    def inner(self) -> tuple[str, ...]:
+    def inner_marks(self) -> tuple[str, ...]:
         """See ``ToolCallFormat``."""
         return ()
 
-    def read(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
+    def parse(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
         """See ``ToolCallFormat``."""
         first = yield from reader.skip_space()
         if mark and first not in ("{", "["):
@@ -306,7 +306,7 @@ class BareJson(msgspec.Struct, frozen=True, kw_only=True):
             if char == "{":
                 yield from read_object(reader, known)
             else:
-                yield from reader.take(char)
+                yield from reader.accept(char)
 
 
 class NamedCalls(msgspec.Struct, frozen=True, kw_only=True):
@@ -320,15 +320,15 @@ class NamedCalls(msgspec.Struct, frozen=True, kw_only=True):
     numbered: bool = False  # the name is "functions.NAME:0", and that is the call's id (Kimi K2)
     alone: bool = False
 
-    def inner(self) -> tuple[str, ...]:
+    def inner_marks(self) -> tuple[str, ...]:
         """See ``ToolCallFormat``."""
         return (*self.divides, *self.ends, *([self.kind_first] if self.kind_first else []))
 
-    def read(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
+    def parse(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
         """See ``ToolCallFormat``."""
         if self.kind_first is not None:
-            yield from reader.until(MarkSet((self.kind_first, *self.ends)))
-        text, divided = yield from reader.until(self._stops())
+            yield from reader.read_until(MarkSet((self.kind_first, *self.ends)))
+        text, divided = yield from reader.read_until(self._stops())
         if divided not in self.divides:
             raise NotACallError
         if self.numbered:
@@ -340,7 +340,7 @@ class NamedCalls(msgspec.Struct, frozen=True, kw_only=True):
             yield ToolCallStart(checked_name(text))
         if (yield from reader.skip_space()) in ("{", '"'):
             yield from read_arguments(reader)
-            yield from reader.until(MarkSet(self.ends))
+            yield from reader.read_until(MarkSet(self.ends))
         else:
             yield from reader.copy_until(MarkSet(self.ends), argument_text)
 
@@ -357,19 +357,19 @@ class MistralCalls(msgspec.Struct, frozen=True, kw_only=True):
     named: bool = False  # as since v11; both are read
     alone: bool = False
 
-    def inner(self) -> tuple[str, ...]:
+    def inner_marks(self) -> tuple[str, ...]:
         """See ``ToolCallFormat``."""
         return ("[ARGS]", "[CALL_ID]")
 
-    def read(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
+    def parse(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
         """See ``ToolCallFormat``."""
         if (yield from reader.skip_space()) in ("[", "{"):
             yield from read_objects(reader)
             return
-        name, divided = yield from reader.until(MarkSet(("[ARGS]", "[CALL_ID]", "[TOOL_CALLS]")))
+        name, divided = yield from reader.read_until(MarkSet(("[ARGS]", "[CALL_ID]", "[TOOL_CALLS]")))
         identity = None
         if divided == "[CALL_ID]":
-            identity, divided = yield from reader.until(MarkSet(("[ARGS]", "[TOOL_CALLS]")))
+            identity, divided = yield from reader.read_until(MarkSet(("[ARGS]", "[TOOL_CALLS]")))
         if divided != "[ARGS]":
             raise NotACallError
         usable = identity is not None and len(identity) == 9 and identity.isalnum()
@@ -385,11 +385,11 @@ class PythonicCalls(msgspec.Struct, frozen=True, kw_only=True):
     drops: tuple[str, ...] = ("<|python_end|>",)
     alone: bool = True
 
-    def inner(self) -> tuple[str, ...]:
+    def inner_marks(self) -> tuple[str, ...]:
         """See ``ToolCallFormat``."""
         return ()
 
-    def read(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
+    def parse(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
         """See ``ToolCallFormat``."""
         yield from reader.skip_space()
         yield from read_list(reader, tools.parameters)
@@ -402,13 +402,13 @@ class ArrowCalls(msgspec.Struct, frozen=True, kw_only=True):
     drops: tuple[str, ...] = ()
     alone: bool = True  # the prompt ends with the first ">>>"
 
-    def inner(self) -> tuple[str, ...]:
+    def inner_marks(self) -> tuple[str, ...]:
         """See ``ToolCallFormat``."""
         return ()
 
-    def read(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
+    def parse(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
         """See ``ToolCallFormat``."""
-        head, line = yield from reader.until(MarkSet(("\n",)))
+        head, line = yield from reader.read_until(MarkSet(("\n",)))
         if head == "all" and line:
             return
         if line is None or (not mark and head not in tools.parameters):
@@ -420,7 +420,7 @@ class ArrowCalls(msgspec.Struct, frozen=True, kw_only=True):
 def _pass_end(reader: IncrementalReader, ends: Iterable[str]) -> ParserSteps[None]:
     yield from reader.skip_space()
     for end in ends:
-        if (yield from reader.take(end)):
+        if (yield from reader.accept(end)):
             return
 
 
@@ -438,29 +438,29 @@ class GlmCalls(msgspec.Struct, frozen=True, kw_only=True):
     drops: tuple[str, ...] = ()
     alone: bool = False
 
-    def inner(self) -> tuple[str, ...]:
+    def inner_marks(self) -> tuple[str, ...]:
         """See ``ToolCallFormat``."""
         return ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
-    def read(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
+    def parse(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
         """See ``ToolCallFormat``."""
-        head, divided = yield from reader.until(MarkSet(("<arg_key>", "</tool_call>")))
+        head, divided = yield from reader.read_until(MarkSet(("<arg_key>", "</tool_call>")))
         if divided is None:
             raise NotACallError
         name = checked_name(head)
         yield ToolCallStart(name)
         written = _Arguments(name, tools)
         while divided == "<arg_key>":
-            key, closed = yield from reader.until(MarkSet(("</arg_key>", "</tool_call>")))
+            key, closed = yield from reader.read_until(MarkSet(("</arg_key>", "</tool_call>")))
             if closed == "</arg_key>":
-                _, closed = yield from reader.until(MarkSet(("<arg_value>", "</tool_call>")))
+                _, closed = yield from reader.read_until(MarkSet(("<arg_value>", "</tool_call>")))
             if closed != "<arg_value>":
                 break
-            value, closed = yield from reader.until(MarkSet(("</arg_value>",)))
+            value, closed = yield from reader.read_until(MarkSet(("</arg_value>",)))
             if closed is None:
                 return
             yield ToolCallArguments(written.one(key.strip(), value))
-            _, divided = yield from reader.until(MarkSet(("<arg_key>", "</tool_call>")))
+            _, divided = yield from reader.read_until(MarkSet(("<arg_key>", "</tool_call>")))
         yield ToolCallArguments(written.end())
 
 
@@ -477,36 +477,36 @@ class XmlCalls(msgspec.Struct, frozen=True, kw_only=True):
         """See ``ToolCallFormat``."""
         return (self.begin,)
 
-    def inner(self) -> tuple[str, ...]:
+    def inner_marks(self) -> tuple[str, ...]:
         """See ``ToolCallFormat``."""
         return (self.end,)
 
-    def read(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
+    def parse(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
         """See ``ToolCallFormat``."""
         yield from reader.skip_space()
         yield from reader.expect("<function=")
-        head, closed = yield from reader.until(MarkSet((">",)))
+        head, closed = yield from reader.read_until(MarkSet((">",)))
         if closed is None:
             raise NotACallError
         name = checked_name(head)
         yield ToolCallStart(name)
         written = _Arguments(name, tools)
         marks = MarkSet(("<parameter=", "</function>", self.end))
-        _, found = yield from reader.until(marks)
+        _, found = yield from reader.read_until(marks)
         while found == "<parameter=":
-            key, _ = yield from reader.until(MarkSet((">",)))
-            value, closed = yield from reader.until(MarkSet(("</parameter>", "</function>")))
+            key, _ = yield from reader.read_until(MarkSet((">",)))
+            value, closed = yield from reader.read_until(MarkSet(("</parameter>", "</function>")))
             if closed is None:
                 return
             yield ToolCallArguments(written.one(key.strip(), value.removeprefix("\n").removesuffix("\n")))
             found = closed
             if closed == "</parameter>":
-                _, found = yield from reader.until(marks)
+                _, found = yield from reader.read_until(marks)
         if found is not None:
             yield ToolCallArguments(written.end())
         if found == "</function>":
             yield from reader.skip_space()
-            yield from reader.take(self.end)
+            yield from reader.accept(self.end)
 
 
 class _Arguments:

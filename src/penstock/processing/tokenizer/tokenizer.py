@@ -68,7 +68,7 @@ class TextTokenizer:
         for pool in (self._short, self._long):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def at_least(self, chars: int, limit: int, most_per_token: int = 1 << 30) -> int | None:
+    def min_tokens(self, chars: int, limit: int, most_per_token: int = 1 << 30) -> int | None:
         """A number of tokens, ``limit`` or more, that any text of ``chars`` characters has; None if it may have fewer.
 
         No text is believed to have more than ``most_per_token`` characters a token.  Only a text that could be refused
@@ -97,7 +97,7 @@ class TextTokenizer:
         """Tokens as the vocabulary writes them."""
         return [self._tokenizer.id_to_token(token) or "" for token in tokens]
 
-    async def run(self, size: int, work: Callable[[], T]) -> T:
+    async def run_sized(self, size: int, work: Callable[[], T]) -> T:
         """``work`` on a text of ``size`` characters: here and now when it is short, else on a thread."""
         if size <= INLINE_CHARS:
             return work()
@@ -208,15 +208,15 @@ class SpecialTokenLayout:
         )
 
     @property
-    def room_taken(self) -> tuple[int, int]:
+    def special_counts(self) -> tuple[int, int]:
         """Special tokens around one text, and around two."""
         return sum(map(len, self.one)), sum(map(len, self.two))
 
-    def around(self, text: Tokens) -> Tokens:
+    def wrap(self, text: Tokens) -> Tokens:
         """One text as the model reads it."""
         return (*self.one[0], *text, *self.one[1])
 
-    def around_both(self, first: Tokens, second: Tokens) -> tuple[Tokens, int | None]:
+    def wrap_pair(self, first: Tokens, second: Tokens) -> tuple[Tokens, int | None]:
         """Two texts, and where the second begins for models that tell them apart."""
         before, between, behind = self.two
         start = len(before) + len(first) + self.type_begin

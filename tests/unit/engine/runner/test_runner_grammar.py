@@ -163,11 +163,11 @@ class Broken:
 
     def take(self, tokens: Sequence[int]) -> bool:
         self._left -= len(tokens)
-        return self._matcher.take(tokens) and self._left >= 0
+        return self._matcher.accept_tokens(tokens) and self._left >= 0
 
     def give_back(self, count: int) -> None:
         self._left += count
-        self._matcher.give_back(count)
+        self._matcher.rollback(count)
 
     def write_mask(self, words: np.ndarray) -> bool:
         return self._matcher.write_mask(words)
@@ -279,7 +279,7 @@ class Held:
     def __init__(self, matcher: GrammarMatcher, go_on: threading.Event) -> None:
         self._matcher, self._go_on = matcher, go_on
         self.vocabulary, self.end_tokens = matcher.vocabulary, matcher.end_tokens
-        self.take, self.give_back = matcher.take, matcher.give_back
+        self.take, self.give_back = matcher.accept_tokens, matcher.rollback
 
     def write_mask(self, words: np.ndarray) -> bool:
         assert self._go_on.wait(60)

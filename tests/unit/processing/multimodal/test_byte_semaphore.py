@@ -14,7 +14,7 @@ def test_never_more_than_the_limit_and_who_wants_more_than_all_has_it_alone() ->
     lock = threading.Lock()
 
     def work(nbytes: int) -> None:
-        with budget.hold(nbytes), lock:
+        with budget.acquire(nbytes), lock:
             most.append(budget.held)
 
     with ThreadPoolExecutor(8) as pool:

@@ -129,20 +129,20 @@ def test_a_tokenizer_that_says_to_truncate_does_not(tmp_path: Path):
 def test_the_least_number_of_tokens_is_never_too_high(storyteller: TextTokenizer):
     text = "Once upon a time there was a little girl. " * 50
     tokens = len(storyteller.encode(text, add_special_tokens=False))
-    assert storyteller.at_least(len(text), tokens + 1) is None
-    assert storyteller.at_least(16 * len(text), 4) is not None
-    assert storyteller.at_least(0, 1) is None
+    assert storyteller.min_tokens(len(text), tokens + 1) is None
+    assert storyteller.min_tokens(16 * len(text), 4) is not None
+    assert storyteller.min_tokens(0, 1) is None
 
 
 async def test_a_long_prompt_does_not_hold_up_the_loop(storyteller: TextTokenizer):
     text = "Once upon a time, there was a little girl named Lily. She went to the park! " * 6000
     began = time.perf_counter()
-    tokens = await storyteller.run(len(text), lambda: storyteller.encode(text, add_special_tokens=False))
+    tokens = await storyteller.run_sized(len(text), lambda: storyteller.encode(text, add_special_tokens=False))
     took = time.perf_counter() - began
     assert len(tokens) > 100_000
 
     async def encode() -> None:
-        await storyteller.run(len(text), lambda: storyteller.encode(text, add_special_tokens=False))
+        await storyteller.run_sized(len(text), lambda: storyteller.encode(text, add_special_tokens=False))
 
     # The lock is free while the library works: the loop is held up for a small part of the time at most.
     allowed = max(0.05, took / 3)
