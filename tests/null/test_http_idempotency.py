@@ -134,7 +134,7 @@ async def test_a_failed_answer_is_computed_again() -> None:
 @pytest.mark.parametrize("store", [None, ResponseCache(1 << 20)])
 async def test_what_was_refused_at_the_door_was_never_met(store: ResponseCache | None) -> None:
     streams = NullStreams(foreseen=TtftForecast(wait_s=60.0, prefill_s=1.0))
-    async with stage(streams, RequestLimits(first_byte_s=1.0), stored=store) as on:
+    async with stage(streams, RequestLimits(first_byte_s=1.0), response_cache=store) as on:
         body = _text({"max_tokens": 8, "seed": 1})
         for _ in range(2):
             assert (await on.post(TEXT, body, headers=KEY)).status_code == 503
@@ -147,7 +147,7 @@ async def test_what_was_refused_at_the_door_was_never_met(store: ResponseCache |
 
 async def test_what_failed_before_its_first_token_is_not_charged_and_the_next_is() -> None:
     streams, met = NullStreams(), list[str]()
-    async with stage(streams, met=met.append) as on:
+    async with stage(streams, count_key_outcome=met.append) as on:
         for first in (0, 3):
             streams.fail_at = {first: NoWorkers("all gone")}
             assert (await on.post(TEXT, _text({"max_tokens": 8}), headers=KEY)).status_code == 503

@@ -62,7 +62,7 @@ def text_of(stream: str) -> dict[int, str]:
 @pytest.mark.parametrize(("path", "body"), BODIES)
 async def test_an_equal_request_is_told_the_same_and_no_worker_is_asked(path: str, body: dict[str, Any]):
     store = ResponseCache(1 << 20)
-    async with stage(stored=store) as on:
+    async with stage(response_cache=store) as on:
         word, first = await whole(on, path, body)
         opened = len(on.streams.opened)
         again, second = await whole(on, path, body)
@@ -86,7 +86,7 @@ async def test_shorter_and_longer_ones_share_what_is_stored():
         length = min(40, request.sampling.max_tokens)
         return tuple(range(100, 100 + length)), FinishReason.STOP if length == 40 else FinishReason.LENGTH
 
-    async with stage(NullStreams(script=ends), stored=store) as on:
+    async with stage(NullStreams(script=ends), response_cache=store) as on:
         asked = {"prompt": "Once", "seed": 1, "return_token_ids": True}
         words: list[tuple[str, int, str]] = []
         for length in (10, 4, 10, 25, 60, 40, 39, 100):
@@ -109,7 +109,7 @@ async def test_shorter_and_longer_ones_share_what_is_stored():
 
 
 async def test_what_a_stop_string_cut_goes_on_for_a_request_without_it():
-    async with stage(stored=ResponseCache(1 << 20)) as on:
+    async with stage(response_cache=ResponseCache(1 << 20)) as on:
         _, plain = await whole(
             on, TEXT, {"prompt": "Twice", "seed": 5, "max_tokens": 30}, **{"cache-control": "no-store"}
         )
@@ -127,7 +127,7 @@ async def test_what_a_stop_string_cut_goes_on_for_a_request_without_it():
 async def test_what_failed_or_was_left_is_not_stored():
     store = ResponseCache(1 << 20)
     streams = NullStreams(fail_at={6: NoWorkers("all gone")})
-    async with stage(streams, stored=store) as on:
+    async with stage(streams, response_cache=store) as on:
         assert (await on.text(max_tokens=12)).status_code == 503
         streams.fail_at, streams.gate = {}, asyncio.Event()
         leaving = asyncio.create_task(on.text(max_tokens=12))
@@ -145,7 +145,7 @@ async def test_what_failed_or_was_left_is_not_stored():
 )
 async def test_what_is_not_to_be_repeated(fields: dict[str, Any], headers: dict[str, str]):
     store = ResponseCache(1 << 20)
-    async with stage(stored=store) as on:
+    async with stage(response_cache=store) as on:
         body = {"prompt": "Once", "max_tokens": 8, "seed": 1} | fields
         for _ in range(2):
             word, _ = await whole(on, TEXT, body, **headers)
@@ -156,7 +156,7 @@ async def test_what_is_not_to_be_repeated(fields: dict[str, Any], headers: dict[
 
 async def test_no_store_is_seen_on_any_of_its_lines():
     store = ResponseCache(1 << 20)
-    async with stage(stored=store) as on:
+    async with stage(response_cache=store) as on:
         lines = [("Cache-Control", "max-age=0"), ("Cache-Control", "no-transform, No-Store")]
         answer = await on.post(TEXT, {"model": MODEL, "prompt": "Once", "seed": 1, "max_tokens": 4}, headers=lines)
         assert (answer.status_code, answer.headers.get(WORD), len(store.responses)) == (200, None, 0)
@@ -166,7 +166,7 @@ async def test_tenants_do_not_share():
     tenants = {"a": Tenant(id="ta"), "b": Tenant(id="tb", tokens_per_minute=60)}
     ring = StaticApiKeys({hashlib.sha256(name.encode()).digest(): tenant for name, tenant in tenants.items()})
     body = {"prompt": "Once", "seed": 1, "max_tokens": 40}
-    async with stage(ring=ring, stored=ResponseCache(1 << 20)) as on:
+    async with stage(ring=ring, response_cache=ResponseCache(1 << 20)) as on:
         words = [(await whole(on, TEXT, body, authorization=f"Bearer {key}"))[0] for key in "abab"]
         assert words == [MISS, MISS, HIT, HIT]
         # What is stored takes none of a tenant's tokens: a third answer would have been too much for b.
@@ -174,7 +174,7 @@ async def test_tenants_do_not_share():
 
 
 async def test_another_model_is_another_answer():
-    async with stage(stored=ResponseCache(1 << 20)) as on:
+    async with stage(response_cache=ResponseCache(1 << 20)) as on:
         assert (await on.text()).headers[WORD] == MISS
         on.streams.served = ModelIdentity(fingerprint="f" * 64, numerics="null-1-fp32")
         assert (await on.text()).headers[WORD] == MISS
@@ -190,7 +190,7 @@ class Elsewhere(NullStreams):
 
 async def test_nothing_is_kept_of_what_another_model_wrote():
     store = ResponseCache(1 << 20)
-    async with stage(Elsewhere(), stored=store) as on:
+    async with stage(Elsewhere(), response_cache=store) as on:
         for _ in range(2):
             assert (await on.text()).headers[WORD] == MISS
         assert len(store.responses) == 0
@@ -198,7 +198,7 @@ async def test_nothing_is_kept_of_what_another_model_wrote():
 
 async def test_equal_requests_at_one_time_are_both_computed():
     streams = NullStreams(gate=asyncio.Event())
-    async with stage(streams, stored=ResponseCache(1 << 20)) as on:
+    async with stage(streams, response_cache=ResponseCache(1 << 20)) as on:
         both = [asyncio.create_task(on.text(max_tokens=12)) for _ in range(2)]
         await streams.until(opened=2)
         assert streams.gate is not None
@@ -210,7 +210,7 @@ async def test_equal_requests_at_one_time_are_both_computed():
 
 async def test_with_an_idempotency_key_an_answer_is_told_once_more_and_charged_once():
     store = ResponseCache(1 << 20)
-    async with stage(stored=store) as on:
+    async with stage(response_cache=store) as on:
         body = {"prompt": "Once", "seed": 1, "max_tokens": 12}
         _, plain = await whole(on, TEXT, body)
         word, first = await whole(on, TEXT, body, **{"idempotency-key": "k"})
@@ -227,7 +227,7 @@ async def test_with_an_idempotency_key_an_answer_is_told_once_more_and_charged_o
 
 async def test_a_busy_service_sends_nobody_away_who_needs_no_worker():
     streams = NullStreams()
-    async with stage(streams, RequestLimits(first_byte_s=1.0), stored=ResponseCache(1 << 20)) as on:
+    async with stage(streams, RequestLimits(first_byte_s=1.0), response_cache=ResponseCache(1 << 20)) as on:
         assert (await on.text()).headers[WORD] == MISS
         streams.foreseen = TtftForecast(wait_s=60.0, prefill_s=1.0)
         assert (await on.text(seed=2)).status_code == 503
@@ -236,7 +236,7 @@ async def test_a_busy_service_sends_nobody_away_who_needs_no_worker():
 
 async def test_who_has_a_stored_beginning_still_waits_for_a_worker():
     streams = NullStreams()
-    async with stage(streams, RequestLimits(max_queued_requests=1), stored=ResponseCache(1 << 20)) as on:
+    async with stage(streams, RequestLimits(max_queued_requests=1), response_cache=ResponseCache(1 << 20)) as on:
         await on.text(max_tokens=4)
         streams.gate = asyncio.Event()
         longer = asyncio.create_task(on.text(max_tokens=12))
@@ -261,7 +261,7 @@ async def test_many_choices_are_unpacked_in_as_many_turns(monkeypatch: pytest.Mo
         unpacked.append(turn)
         return plain(kept)
 
-    async with stage(stored=ResponseCache(1 << 20)) as on:
+    async with stage(response_cache=ResponseCache(1 << 20)) as on:
         first = (await on.text(n=8)).json()
         monkeypatch.setattr(PackedResponse, "unpack", noted)
         counting = asyncio.create_task(turns())
@@ -273,7 +273,7 @@ async def test_many_choices_are_unpacked_in_as_many_turns(monkeypatch: pytest.Mo
 
 async def test_nothing_is_kept_of_an_answer_that_becomes_too_large():
     store = ResponseCache(MAX_RESPONSE_SHARE * 2000)
-    async with stage(stored=store) as on:
+    async with stage(response_cache=store) as on:
         assert (await on.text(max_tokens=100, logprobs=5)).status_code == 200
         assert len(store.responses) == 0
         await on.text(max_tokens=100)

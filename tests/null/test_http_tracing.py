@@ -57,7 +57,7 @@ async def test_the_state_of_a_trace_may_come_in_several_lines():
 
 async def test_a_stored_response_says_so():
     notes = SpanNotes()
-    async with stage(tracer=notes, stored=ResponseCache(1 << 20)) as on:
+    async with stage(tracer=notes, response_cache=ResponseCache(1 << 20)) as on:
         for _ in range(2):
             await on.text()
     roots = notes.of(spans.REQUEST)

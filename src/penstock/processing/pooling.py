@@ -256,7 +256,7 @@ class PoolingModelProcessor(SingleTaskProcessor):
             envelope,
             [(tokens, PoolingParams(second=second)) for tokens, second in pairs],
             documents=tuple(call.documents) if call.tell_documents else None,
-            top=call.top,
+            top_n=call.top,
         )
 
     async def classify(self, body: JsonObject, envelope: RequestContext) -> PreparedPooling:

@@ -78,12 +78,12 @@ def test_the_end_is_allowed_where_the_grammar_is_complete_and_nowhere_else() -> 
     told = []
     for char in b"abb":
         told.append(END in allowed(matcher))
-        assert matcher.take([char])
+        assert matcher.accept_tokens([char])
     assert told == [False, False, True]
-    assert matcher.take([END])
+    assert matcher.accept_tokens([END])
     assert allowed(matcher) == [END]
     choice = compiled(grammar_of("choice", '["yes"]')).matcher()
-    assert choice.take(list(b"yes"))
+    assert choice.accept_tokens(list(b"yes"))
     assert allowed(choice) == [END]
 
 
@@ -93,17 +93,17 @@ def test_tokens_can_be_given_back() -> None:
     masks = []
     for char in b'{"a": 1':
         masks.append(matcher.mask())
-        assert matcher.take([char])
+        assert matcher.accept_tokens([char])
     for count in range(1, len(masks)):
         other = grammar.matcher()
-        assert other.take(list(b'{"a": 1'))
-        other.give_back(count)
+        assert other.accept_tokens(list(b'{"a": 1'))
+        other.rollback(count)
         assert other.mask() == masks[-count]
 
 
 def test_a_token_that_is_not_allowed_is_a_failure_for_good() -> None:
     matcher = compiled(grammar_of("regex", "ab")).matcher()
-    assert not matcher.take([ord("x")])
+    assert not matcher.accept_tokens([ord("x")])
     assert matcher.failure
 
 
@@ -142,7 +142,7 @@ def test_control_tokens_of_a_call_are_tokens_not_text() -> None:
     grammar = compiled(tool_call_grammar([CLOCK], LISTED, several=True))
     matcher = grammar.matcher()
     assert allowed(matcher) == [END - 1]
-    assert matcher.take([END - 1, *b'[{"name": "clock", "arguments": {"x": 1}}, {"name": "clock", "arguments": {}}]'])
+    assert matcher.accept_tokens([END - 1, *b'[{"name": "clock", "arguments": {"x": 1}}, {"name": "clock", "arguments": {}}]'])
     assert allowed(matcher) == [END]
     assert len(BYTES.tokens) > END
 
@@ -210,7 +210,7 @@ def test_each_bound_of_a_grammar_is_one(
         except GrammarRefused as refused:
             return str(refused)
         for token in text.encode():
-            if following.take([token]):
+            if following.accept_tokens([token]):
                 following.mask()
         return following.failure
 
