@@ -1,7 +1,6 @@
-"""The ports between rooms: what a caller may rely on, whoever stands behind it.
+"""Interfaces between packages: what a caller may rely on, whatever the implementation.
 
-Each protocol here has one real implementation and one in-memory double, and one suite in ``tests/contract`` that
-faces both.
+Each protocol has one real implementation and one in-memory double, and one suite in ``tests/contract`` for both.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ class PollableTokenStream(TokenStream, Protocol):
 
 
 class TtftForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a request would take to its first token if it came now, by what workers report."""
+    """Predicted time to first token of a request that arrives now, by what workers report."""
 
-    wait_s: float  # what lies before it, served in order of arrival
+    wait_s: float  # of the queue before it, served in order of arrival
     prefill_s: float  # its own prompt
 
 
@@ -79,11 +78,11 @@ class TokenStreams(Protocol):
         ...
 
     def mark_stopped(self, request: RequestId) -> None:
-        """The caller has all it wants, such as a stop string: that it closes the stream now is no abort."""
+        """The caller has found the end, such as a stop string: closing the stream now is no abort."""
         ...
 
     def serving_identity(self, request: RequestId) -> ModelIdentity | None:
-        """By whose bits the answer to this request is made, once its stream has given a batch and until it ends."""
+        """The model identity that computes this request, from its first batch to its end."""
         ...
 
     def identity(self) -> ModelIdentity | None:
@@ -95,15 +94,15 @@ class TokenStreams(Protocol):
         ...
 
     def stall_reason(self) -> str | None:
-        """None while all is well, else why not: something runs and nothing moves."""
+        """Why requests make no progress; None while they do."""
         ...
 
     def prefill_workers(self) -> int:
-        """How many workers are ready to read prompts."""
+        """The number of workers that are ready for prefill."""
         ...
 
     def predict_ttft(self, tokens: int, service: ServiceClass) -> TtftForecast | None:
-        """For a prompt of so many tokens; None while nobody knows by experience how long anything takes."""
+        """For a prompt of ``tokens``; None without experience of how long requests take."""
         ...
 
     def workers(self) -> Sequence[dict[str, Any]]:
@@ -120,20 +119,20 @@ class TokenStreams(Protocol):
 
 
 class WorkerAdmin(Protocol):
-    """What an operator may tell workers (``router.orders``)."""
+    """What an operator may do to workers."""
 
     async def assign(
         self, worker: str, *, role: Role | None = None, duty: Duty | None = None, force: bool = False
     ) -> dict[str, Any]:
         """Give a worker another role or duty, wait until it has taken it, and return its row of ``workers``.
 
-        Raises UnknownWorker; Conflict when it cannot, or when nobody would be left for a part of the service and
+        Raises UnknownWorker; Conflict when it cannot, or when no worker would be left for a part of the service and
         ``force`` is not given; NotTaken when the worker does not answer in time.
         """
         ...
 
 
-# --- between edge and intake: requests in, text out ------------------------------------------------------------------
+# --- between api and processing: requests in, text out -------------------------------------------------------------
 
 
 class TokenText(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -157,7 +156,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one batch of tokens adds to one answer.  Pieces joined are the whole answer, however tokens were batched."""
+    """What one batch of tokens adds to one choice.  Joined, the deltas are the whole output, however batched."""
 
     text: str = ""
     reasoning: str = ""  # what the model thought before it answered
@@ -169,20 +168,20 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class OutputDetokenizer(Protocol):
-    """Turns the tokens of one choice into text: the only thing that knows about UTF-8, stop strings and echo."""
+    """Turns the tokens of one choice into text: UTF-8, stop strings and echo."""
 
     def push(self, batch: TokenBatch) -> OutputDelta:
         """The next tokens.  Not to be called again after a piece with ``finish``."""
         ...
 
     def escaped(self, tokens: tuple[int, ...]) -> bytes | None:
-        """As ``push`` of tokens amid an answer of which nothing but their text is wanted, which is given as it stands
-        inside a JSON string.  None: nothing was taken, and ``push`` is needed."""
+        """As ``push``, for tokens of which only the text is needed, returned as it stands inside a JSON string.  None:
+        nothing was consumed, and ``push`` is needed."""
         ...
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How the client wants to be answered."""
+    """Options of the response."""
 
     model: str
     seed: int  # as the client gave it, or as it was drawn for them
@@ -211,14 +210,14 @@ class PreparedGeneration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BucketLevel(NamedTuple):
-    """Of a bucket of a tenant's rate, at one moment."""
+    """The level of a token bucket of a tenant's rate, at one moment."""
 
     left: float
     at: float  # monotonic seconds of this host
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asks, as far as it concerns how the request is served."""
+    """The caller, as far as it affects how a request is served."""
 
     tenant: str = ""  # a short name
     weight: float = 1.0
@@ -249,7 +248,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What the edge knows of a request before it is checked."""
+    """What the API knows of a request before it is checked."""
 
     id: RequestId  # choices are named after it: ``<id>/<choice>``
     arrival: float  # monotonic seconds
@@ -265,7 +264,7 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """The served model, as ``/v1/models`` tells."""
+    """A served model, as in ``/v1/models``."""
 
     name: str
     created: int  # Unix seconds
@@ -290,8 +289,8 @@ class PreparedPooling(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     base64: bool = False  # vectors as text
     labels: tuple[str, ...] = ()  # of a classifier, by number
-    documents: tuple[str, ...] | None = None  # to be told beside their scores
-    top_n: int | None = None  # how many scores are told, the highest; None: all, in order
+    documents: tuple[str, ...] | None = None  # returned with their scores
+    top_n: int | None = None  # return only the highest; None: all, in order
 
     @property
     def tokens(self) -> int:
@@ -300,7 +299,7 @@ class PreparedPooling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingProcessor(Protocol):
-    """The intake of a model that only reads; refusals as in ``RequestProcessor``."""
+    """Processes requests of pooling models; refusals as in ``RequestProcessor``."""
 
     async def embeddings(self, body: JsonObject, envelope: RequestContext) -> PreparedPooling:
         """A body of ``/v1/embeddings``."""
@@ -323,7 +322,7 @@ class MultipartForm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedTranscription(Protocol):
-    """One sound that is to be written down: checked, and heard window by window."""
+    """A checked recording to transcribe, window by window."""
 
     model: str
     task: str  # "transcribe" or "translate"
@@ -336,7 +335,7 @@ class PreparedTranscription(Protocol):
 
     @property
     def seconds(self) -> float:
-        """How long it lasts."""
+        """Its duration."""
         ...
 
     @property
@@ -349,7 +348,7 @@ class PreparedTranscription(Protocol):
         ...
 
     def set_language(self, token: int) -> None:
-        """The model's answer."""
+        """Sets the language by its token."""
         ...
 
     async def window_request(self, index: int) -> tuple[ValidRequest, OutputDetokenizer]:
@@ -357,12 +356,12 @@ class PreparedTranscription(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing more is asked for.  Harmless when said twice."""
+        """Frees the recording.  Idempotent."""
         ...
 
 
 class TranscriptionProcessor(Protocol):
-    """The intake of a model that hears; refusals as in ``RequestProcessor``."""
+    """Processes transcription requests; refusals as in ``RequestProcessor``."""
 
     async def prepare(
         self, form: MultipartForm, envelope: RequestContext, *, translates: bool
@@ -375,7 +374,7 @@ class RequestProcessor(Protocol):
     """From parsed JSON to checked requests.  Every refusal is a RequestError; nothing here blocks the event loop."""
 
     def cards(self) -> Sequence[ModelCard]:
-        """What ``model`` may name: the model, then its adapters."""
+        """The names that ``model`` may have: the model, then its adapters."""
         ...
 
     async def load_adapter(self, body: JsonObject) -> JsonObject:

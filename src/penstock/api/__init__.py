@@ -1,5 +1,5 @@
-"""The HTTP face: OpenAI's API in front of token streams.
+"""The HTTP server: OpenAI's API in front of token streams.
 
-Knows nothing about tokenizers, workers or processes; ``wire.ports`` is all it sees of the rooms behind it.  Only this
-room imports the web framework.
+Knows nothing about tokenizers, workers or processes; it sees what lies behind it through ``interfaces`` only.  No
+other package but the catalogue's front imports the web framework.
 """

@@ -1,7 +1,8 @@
-"""What an operator may do to workers over HTTP: another role, drain, resume, restart.
+"""Models, health, readiness, metrics, version and workers; and what an operator may do to workers.
 
-Every path needs the service's key, as all but the open ones do, and a JSON body: no page in a browser can send it
-unasked.
+``/health`` is 503 while requests are open and nothing makes progress.  The metrics page is made outside the event
+loop, at most once in ``metrics_cache_s``.  Paths that change a worker (role, drain, resume, restart) need a key and a
+JSON body, so no web page can post to them unasked.
 """
 
 from __future__ import annotations
@@ -24,11 +25,6 @@ from penstock.errors import BadField, RequestError, UnknownModel, UnknownRequest
 from penstock.interfaces import JsonObject, ModelCard, TokenStreams, WorkerAdmin
 from penstock.types import Duty, RequestId, Role
 
-# MERGED: The page of metrics: made beside the event loop, at most once in so many seconds, whoever asks for
-# MERGED: it how often.
-# MERGED:
-# MERGED: Knows nothing about what is on it.
-
 MetricsSnapshot = Callable[[], Callable[[], bytes]]
 """Looks at everything, which is quick, and returns what makes a page of that, on any thread."""
 
@@ -50,11 +46,11 @@ class MetricsPage:
         if making is None or (making.done() and (now - self._made_at >= self._cache_s or making.exception())):
             self._made_at = now
             making = self._making = asyncio.create_task(asyncio.to_thread(self._take()))
-        return await asyncio.shield(making)  # whoever leaves takes it from nobody else
+        return await asyncio.shield(making)  # one client's disconnect must not cancel it for others
 
 
 WORKER_ACTIONS = {"drain": Duty.DRAIN, "resume": Duty.SERVE, "restart": Duty.RESTART}
-"""The last word of each path, beside ``role``."""
+"""The last segment of each path, apart from ``role``."""
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
 
@@ -103,11 +99,6 @@ def _nothing_else(body: JsonObject, known: set[str]) -> None:
             raise RequestError(
                 f"Unrecognized request argument: {name[:64]}.", param=name[:64], code="unknown_parameter"
             )
-
-
-# MERGED: What the service says about itself: models, health, readiness, metrics, version, workers, decisions.
-# MERGED:
-# MERGED: Liveness is progress, not an open port: ``/health`` is 503 while something runs and nothing moves.
 
 
 MONOTONIC = MonotonicClock()
@@ -196,12 +187,12 @@ def _explained(streams: TokenStreams, name: str) -> Response:
 
 def _decisions(streams: TokenStreams, name: str) -> list[dict[str, Any]]:
     """Of one choice (``ID/0``), or of all choices of an answer's id."""
-    told = streams.routing_decisions(RequestId(name))
-    if told:
-        return [{"id": name, "decisions": list(told)}]
+    decisions = streams.routing_decisions(RequestId(name))
+    if decisions:
+        return [{"id": name, "decisions": list(decisions)}]
     choices: list[dict[str, Any]] = []
-    while told := streams.routing_decisions(RequestId(f"{name}/{len(choices)}")):
-        choices.append({"id": f"{name}/{len(choices)}", "decisions": list(told)})
+    while decisions := streams.routing_decisions(RequestId(f"{name}/{len(choices)}")):
+        choices.append({"id": f"{name}/{len(choices)}", "decisions": list(decisions)})
     return choices
 
 

@@ -1,10 +1,10 @@
-"""How much may wait: requests without a first token, their prompt tokens, and bodies not yet turned into tokens.
+"""Admission control: bounds requests without a first token, their prompt tokens, and unparsed bodies.
 
-Everything is bounded and every refusal says when to come back.  What may wait for workers is bounded for each of those
-that are ready to read prompts: many of them serve a queue in the time in which one serves its part.  Whoever is let in
-holds a permit, and leaving its scope gives back what it still holds.  A *party* is a tenant's requests of one class.
-Where there are several, none may take more of the queue than it leaves free (dynamic thresholds: Choudhury, Hahne
-1998): there is always room for one that comes new.  Knows nothing about HTTP or what a request asks for.
+Every bound is finite and every refusal says when to retry.  What may wait for workers scales with the number of
+workers that are ready for prefill.  An admitted request holds a permit, and leaving its scope releases what it still
+holds.  A queue key is a tenant's requests of one class.  Where there are several, none may take more of the queue than
+it leaves free (dynamic thresholds: Choudhury, Hahne 1998), so there is always room for a newcomer.  Knows nothing
+about HTTP.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SMOOTHING = 0.1
 
 
 class QueueKey(NamedTuple):
-    """Whose requests wait."""
+    """A tenant's requests of one class."""
 
     service: int = 0  # the class: lower ones are served first
     tenant: str = ""
@@ -37,11 +37,11 @@ class QueueKey(NamedTuple):
 
 
 DEFAULT_QUEUE = QueueKey()
-"""In particular."""
+"""Of requests without a tenant."""
 
 
 class _Bounds(NamedTuple):
-    """What may wait."""
+    """The bounds of the queue."""
 
     requests: int
     tokens: int
@@ -49,14 +49,14 @@ class _Bounds(NamedTuple):
 
 @dataclass(slots=True)
 class _QueueDepth:
-    """What of one party waits."""
+    """What waits under one key."""
 
     requests: int = 0
     tokens: int = 0
 
 
 class Admission:
-    """The queue as the door sees it: a count, not a list."""
+    """Counts what waits in a gateway; it holds no requests itself."""
 
     def __init__(self, limits: RequestLimits, clock: Clock) -> None:
         self._limits = limits
@@ -70,7 +70,7 @@ class Admission:
         self._parties: dict[QueueKey, _QueueDepth] = {}  # those of whom something waits
 
     def _bounds(self) -> _Bounds:
-        """Of the queue, with the workers that there are."""
+        """The bounds, by the number of workers."""
         workers, limits = max(1, self.readers()), self._limits
         return _Bounds(limits.max_queued_requests * workers, limits.max_queued_tokens * workers)
 
@@ -85,7 +85,7 @@ class Admission:
 
         Where there are none, nothing has to wait.
 
-        Raises QueueFull, except when nobody waits: then even what is larger than the whole queue may try.
+        Raises QueueFull, unless the queue is empty: then even a request larger than the whole queue is admitted.
         ``bounded``: there are other parties, for whom room must be left.
         """
         requests, tokens = len(costs), sum(costs)
@@ -116,8 +116,7 @@ class Admission:
         return Permit(self, costs, party, prompt_bytes)
 
     def _check_memory(self, tokens: int, party: QueueKey) -> int:
-        """Bytes that so many tokens of prompts take.  Raises QueueFull where all prompts would take too many; a single
-        one may try."""
+        """The bytes of a prompt of ``tokens``.  Raises QueueFull where all prompts take too many; one alone may."""
         most, more = self._limits.max_prompt_bytes, tokens * PROMPT_TOKEN_BYTES
         if self.prompt_bytes and self.prompt_bytes + more > most:
             raise self.queue_full(
@@ -128,11 +127,11 @@ class Admission:
         return more
 
     def reserve_body(self) -> BodyReservation:
-        """Room for one request's body, taken as it grows, until its scope is left."""
+        """Memory for one body, reserved as it grows, until its scope is left."""
         return BodyReservation(self)
 
     def grow_body(self, size: int) -> None:
-        """Raises QueueFull when all bodies together would be too much."""
+        """Raises QueueFull when all bodies together would exceed the limit."""
         if self.body_bytes and self.body_bytes + size > self._limits.max_pending_body_bytes:
             raise self.queue_full(
                 f"{self.body_bytes} bytes of requests are being read, "
@@ -158,7 +157,7 @@ class Admission:
             self._wait_s[party.service] = smoothed + _SMOOTHING * (waited_s - smoothed)
 
     def usual_wait_s(self, service: int) -> float:
-        """How long requests of this class have waited for their first token of late."""
+        """The smoothed time to first token of this class."""
         return self._wait_s.get(service, 1.0)
 
     def share_before(self, party: QueueKey, tokens: int) -> float:
@@ -195,13 +194,13 @@ class Admission:
             )
 
     def queue_full(self, why: str, service: int = 0) -> QueueFull:
-        """The refusal; when to come back follows how long others wait."""
+        """The error; the time to retry after follows from recent waits."""
         retry_after = min(MAX_RETRY_AFTER_S, max(1, math.ceil(self.usual_wait_s(service))))
         return QueueFull(f"The server is at its limit: {why} Retry in {retry_after} s.", retry_after=retry_after)
 
 
 class Permit:
-    """The places of one HTTP request in the queue, and the room of its prompts: a scope."""
+    """The queue entries and prompt memory of one HTTP request: a scope."""
 
     __slots__ = ("_admission", "_party", "_prompt_bytes", "_since", "_waiting")
 
@@ -221,7 +220,7 @@ class Permit:
         self._prompt_bytes = 0
 
     def on_first_token(self, choice: int) -> None:
-        """This choice has its first token.  Harmless when said twice."""
+        """This choice has its first token.  Idempotent."""
         tokens = self._waiting.pop(choice, None)
         if tokens is not None:
             self._admission.on_dequeued(tokens, self._admission.now() - self._since, self._party)
@@ -229,13 +228,13 @@ class Permit:
                 self._waiting = {}  # one that was used keeps its room
 
     def on_finished(self, choice: int) -> None:
-        """This choice is over; it may never have had to wait."""
+        """This choice is finished; it may never have waited."""
         tokens = self._waiting.pop(choice, None)
         if tokens is not None:
             self._admission.on_dequeued(tokens, None, self._party)
 
     def release(self) -> None:
-        """Nothing of this request waits any longer."""
+        """Releases all queue entries of the request."""
         while self._waiting:
             _, tokens = self._waiting.popitem()
             self._admission.on_dequeued(tokens, None, self._party)
@@ -262,12 +261,12 @@ class BodyReservation:
         self.held += size
 
     def shrink(self, size: int) -> None:
-        """No more than so much is still there."""
+        """At most ``size`` bytes are still held."""
         given_back = max(0, self.held - size)
         self._admission.body_bytes -= given_back
         self.held -= given_back
 
     def release(self) -> None:
-        """The body, and what was read out of it, is needed no more.  Harmless when said twice."""
+        """Releases the body and what was parsed from it.  Idempotent."""
         self._admission.body_bytes -= self.held
         self.held = 0

@@ -1,6 +1,6 @@
-"""The application: every path, and how a request gets from the socket to an answer.
+"""The ASGI application: every path, its endpoint, and the middleware around them.
 
-A plain ASGI application under Starlette's router.  ``make_app`` is all that the composition root needs.
+``make_app`` is all that the composition root needs.
 """
 
 from __future__ import annotations
@@ -85,10 +85,9 @@ def make_app(behind: AppServices) -> ASGIApp:
 
 
 class _DirectRoutes:
-    """An ASGI application that calls the endpoints of these paths by itself, where they are posted to.
+    """An ASGI application that dispatches POSTs to these paths without Starlette's router.
 
-    They refuse what is wrong in their own words, and what Starlette keeps of a request would be there as long as its
-    answer takes.
+    They word their own refusals, and Starlette would keep its objects of a request for as long as the response takes.
     """
 
     def __init__(self, app: ASGIApp, posts: Mapping[str, ASGIApp]) -> None:
@@ -106,27 +105,27 @@ def _post(path: str, endpoint: ASGIApp) -> Route:
     return Route(path, endpoint, methods=["POST"])
 
 
-def _tokenize(intake: RequestProcessor) -> Callable[[JsonObject], Awaitable[Any]]:
-    return intake.tokenize
+def _tokenize(processor: RequestProcessor) -> Callable[[JsonObject], Awaitable[Any]]:
+    return processor.tokenize
 
 
-def _detokenize(intake: RequestProcessor) -> Callable[[JsonObject], Awaitable[Any]]:
+def _detokenize(processor: RequestProcessor) -> Callable[[JsonObject], Awaitable[Any]]:
     async def ask(body: JsonObject) -> dict[str, str]:
-        return {"prompt": await intake.detokenize(body)}
+        return {"prompt": await processor.detokenize(body)}
 
     return ask
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """What Starlette's router refuses, in OpenAI's envelope."""
+    """Errors of Starlette's router, in OpenAI's format."""
     path = request.url.path[:256]
     if isinstance(error, HTTPException) and error.status_code == 405:
         allow = (error.headers or {}).get("Allow", "")
         ours: RequestError = MethodNotAllowed(request.method[:32], path, allow=allow)
     elif isinstance(error, HTTPException) and error.status_code == 404:
         served = [route.path for route in request.app.routes if isinstance(route, Route)]
-        told = f"Unknown request URL: {request.method[:32]} {path}. {suggest_path(path, served)}"
-        ours = UnknownPath(told, code="unknown_url")
+        message = f"Unknown request URL: {request.method[:32]} {path}. {suggest_path(path, served)}"
+        ours = UnknownPath(message, code="unknown_url")
     else:
         ours = RequestError("The request cannot be served.")
     return _ErrorASGIResponse(ours)
@@ -137,7 +136,7 @@ async def internal_error(_: Request, error: Exception) -> Response:
 
 
 class _ErrorASGIResponse(Response):
-    """An error as a response, which also gets rid of a body that nobody reads."""
+    """An error as a response, which also drains an unread body."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()

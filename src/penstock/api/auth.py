@@ -1,7 +1,8 @@
-"""Bearer keys, and whose they are.  Only hashes are kept, and they are compared in constant time.
+"""API keys and their tenants.  Only hashes are stored, and they are compared in constant time.
 
-A ring may come from a file (``penstock keys``), which is read again when it changes: keys come and go without a
-restart.  A file that cannot be read leaves the ring as it was.  Knows nothing about what tenants may ask for.
+Keys may come from a file (``penstock keys``), which is read again when it changes: keys are added and revoked without
+a restart.  While the file cannot be read, the known keys remain valid.  Behind a catalogue's front, the front sends
+the tenant in a header, which is accepted only with the front's own key.  Knows nothing about tenants' quotas.
 """
 
 from __future__ import annotations
@@ -29,32 +30,32 @@ from penstock.types import ServiceClass
 log = logging.getLogger("penstock.api")
 
 OPEN_PATHS = frozenset({"/", "/health", "/openapi.json", "/ready", "/version"})
-"""What browsers and load balancers ask for; it tells nothing about anybody's requests."""
+"""Paths for browsers and load balancers, which reveal nothing about requests."""
 
 OPERATOR_PATHS = ("/admin/", "/debug/", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-"""What tells of everybody's requests, or changes what everybody has."""
+"""Paths that reveal all tenants' requests, or change what all tenants use."""
 
 ON_BEHALF_OF = b"x-penstock-for"
-"""Says for whom a catalogue's front asks (``fronted``); from anybody else it means nothing."""
+"""Names the tenant for whom a catalogue's front asks; ignored without the front's key."""
 
 MAX_KEY_BYTES = 4096
 
 MISSING_API_KEY = "missing_api_key"
-"""The code of a refusal for want of a key."""
+"""The code of a refusal when no key was sent."""
 
 KEY_FILE_CHECK_S = 1.0
-"""Between two looks whether the file of keys has changed."""
+"""Interval of checks whether the file of keys has changed."""
 
 KEY_FILE_ERROR_LOG_S = 60.0
-"""Between two lines that say that the file of keys cannot be read."""
+"""Interval of log lines while the file of keys cannot be read."""
 
 AUTH_FAILURE_LOG_S = 1.0
-"""Between two lines about wrong keys, however many come."""
+"""Interval of log lines about wrong keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """Who has a key."""
+    """The tenant of a key, and what it may use."""
 
     id: str = ""  # a short name, not the one that people know
     weight: float = 1.0
@@ -66,24 +67,24 @@ class Tenant:
 
 
 NO_TENANT = Tenant(operator=True)
-"""Whoever comes where keys are of nobody in particular."""
+"""The tenant of every request where keys have no tenants."""
 
 
 class ApiKeys(Protocol):
-    """Keys that open a server."""
+    """API keys, by which requests are authenticated."""
 
     @property
     def is_open(self) -> bool:
-        """Is no key needed?"""
+        """Whether no key is needed."""
         ...
 
     @property
     def tenant_count(self) -> int:
-        """How many there are."""
+        """The number of tenants."""
         ...
 
     def find(self, key: bytes, said: bytes | None = None) -> Tenant | None:
-        """Whose key this is; None: nobody's.
+        """The key's tenant; None for an unknown key.
 
         ``said``: the header ``ON_BEHALF_OF``.  Raises Unauthorized where it says what cannot be.
         """
@@ -91,7 +92,7 @@ class ApiKeys(Protocol):
 
 
 class StaticApiKeys:
-    """Keys that stay as they are.  An empty ring is an open door."""
+    """A fixed set of keys.  Without any, no key is needed."""
 
     def __init__(self, owners: Mapping[bytes, Tenant] | None = None) -> None:
         """``owners`` by the SHA-256 of their keys."""
@@ -102,21 +103,19 @@ class StaticApiKeys:
 
     @classmethod
     def of(cls, keys: Iterable[str]) -> StaticApiKeys:
-        """A ring of these keys, which are nobody's in particular; they are not kept."""
+        """These keys, without tenants; only their hashes are stored."""
         return cls({hashlib.sha256(key.encode()).digest(): NO_TENANT for key in keys})
 
     @property
     def is_open(self) -> bool:
-        """See ``ApiKeys``."""
         return not self._owners
 
     @property
     def tenant_count(self) -> int:
-        """See ``ApiKeys``."""
         return len({tenant.id for tenant in self._owners.values()})
 
     def find(self, key: bytes, said: bytes | None = None) -> Tenant | None:
-        """See ``ApiKeys``.  Found by the start of the key's hash, of which the rest is compared in constant time."""
+        """Found by the start of the key's hash, of which the rest is compared in constant time."""
         given = hashlib.sha256(key[:MAX_KEY_BYTES]).digest()
         found = None
         for known in self._by_start.get(given[:4], ()):
@@ -126,7 +125,7 @@ class StaticApiKeys:
 
 
 class FileApiKeys:
-    """The keys of a file, as it is now, and ``besides`` a key of everybody's."""
+    """The keys of a file, in its current state, and keys without tenants (``besides``)."""
 
     def __init__(self, path: Path, clock: Clock, *, besides: Iterable[str] = (), max_keys: int = 1024) -> None:
         """Raises ConfigError when the file cannot be read."""
@@ -140,15 +139,13 @@ class FileApiKeys:
         self._ring = StaticApiKeys()
         self._read()
 
-    is_open = False  # also while the file has no keys: then nobody comes in
+    is_open = False  # also while the file has no keys: then every request is refused
 
     @property
     def tenant_count(self) -> int:
-        """See ``ApiKeys``."""
         return self._ring.tenant_count
 
     def find(self, key: bytes, said: bytes | None = None) -> Tenant | None:
-        """See ``ApiKeys``."""
         now = self._clock.now()
         if now - self._looked >= KEY_FILE_CHECK_S:
             self._looked = now
@@ -165,7 +162,7 @@ class FileApiKeys:
             log_event(log, logging.INFO, "API keys read again", tenants=self.tenant_count)
         except ConfigError as error:
             self._said = self._looked
-            log.error("API keys stay as they were, those that were revoked since among them: %s", error)
+            log.error("API keys are unchanged, including those revoked since: %s", error)
 
     def _read(self) -> None:
         self._seen = _state(self._path)
@@ -186,7 +183,7 @@ class FileApiKeys:
 
 
 def _state(path: Path) -> object:
-    """What changes with the file."""
+    """A value that changes when the file does."""
     try:
         facts = os.stat(path)
     except OSError as error:
@@ -195,10 +192,10 @@ def _state(path: Path) -> object:
 
 
 class AuthFailureLog:
-    """Counts requests that had no right key, and says so: a line a second at most."""
+    """Counts requests without a valid key, and logs them, at most a line per second."""
 
     def __init__(self, clock: Clock, count: Callable[[str], None] = lambda code: None) -> None:
-        """``count`` is told the code of each refusal."""
+        """``count`` is called with the code of each refusal."""
         self._clock = clock
         self._count = count
         self._unsaid = 0
@@ -207,7 +204,7 @@ class AuthFailureLog:
     def record(self, scope: Scope, code: str) -> None:
         """A request was refused with this code."""
         self._count(code)
-        if code == MISSING_API_KEY:  # somebody who does not guess
+        if code == MISSING_API_KEY:  # not a guess
             return
         self._unsaid += 1
         now = self._clock.now()
@@ -218,7 +215,7 @@ class AuthFailureLog:
 
 
 class AuthMiddleware:
-    """An ASGI application behind a key ring.  ``OPTIONS`` and every path but ``OPEN_PATHS`` need a key."""
+    """ASGI middleware: ``OPTIONS`` and every path but ``OPEN_PATHS`` need a key."""
 
     def __init__(self, app: ASGIApp, ring: ApiKeys, wrong: AuthFailureLog) -> None:
         self._app = app
@@ -254,13 +251,6 @@ class AuthMiddleware:
         return tenant or Unauthorized("Incorrect API key provided.", code="invalid_api_key")
 
 
-# MERGED: For whom the front of a catalogue asks: it says so with each request that it passes on to a model's
-# MERGED: own gateway.
-# MERGED:
-# MERGED: A header names the tenant.  It is heeded from whoever has the front's key, which is drawn at every
-# MERGED: start and known to
-# MERGED: nobody else; from any other it means nothing.  Knows nothing about models.
-
 MAX_TENANT_HEADER_BYTES = 4096
 
 
@@ -270,7 +260,7 @@ def tenant_header(tenant: Tenant) -> bytes:
 
 
 class FrontApiKey:
-    """The one key of a front (``auth.Ring``)."""
+    """The one key of a catalogue's front, which names the tenant in a header."""
 
     is_open = False
 
@@ -285,7 +275,7 @@ class FrontApiKey:
         return len(self._met)
 
     def find(self, key: bytes, said: bytes | None = None) -> Tenant | None:
-        """See ``ApiKeys``.  Who says nothing is the front itself.  Raises Unauthorized for what cannot be."""
+        """Who says nothing is the front itself.  Raises Unauthorized for what cannot be."""
         if self._ring.find(key) is None:
             return None
         if said is None:

@@ -77,7 +77,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppServices:
-    """Everything behind the edge."""
+    """The services behind the HTTP API."""
 
     streams: TokenStreams
     processor: RequestProcessor
@@ -92,7 +92,7 @@ class AppServices:
     turns: TurnLimits = field(default_factory=TurnLimits)
     levels: ServiceLevels = field(default_factory=ServiceLevels)
     pooling: PoolingProcessor | None = None  # None: the model writes
-    admin: WorkerAdmin | None = None  # None: workers cannot be told anything here
+    admin: WorkerAdmin | None = None  # None: workers are not administered here
     transcription: TranscriptionProcessor | None = None  # None: it hears nothing
     count_key_outcome: Callable[[str], None] = lambda how: None  # counts requests with an idempotency key
     count_auth_failure: Callable[[str], None] = lambda code: None  # counts requests without a valid key
@@ -101,7 +101,7 @@ class AppServices:
     schemas: Callable[[], Schemas] = dict  # of request bodies
     log_requests: bool = False  # each has a line in the log; else those that are refused
     allowed_origins: tuple[str, ...] = ()  # of web pages that may use it
-    allowed_hosts: tuple[str, ...] | None = None  # names that it answers to, beside this host's; None: to any
+    allowed_hosts: tuple[str, ...] | None = None  # accepted besides this host's names; None: any
     unjoined_workers: Callable[[], Sequence[tuple[str, str]]] = (
         tuple  # addresses of workers to be joined, each with the reason
     )
@@ -109,7 +109,7 @@ class AppServices:
 
 @dataclass(frozen=True, slots=True)
 class _PreparedGeneration:
-    """A request for text that was checked."""
+    """A checked generation request."""
 
     prepared: PreparedGeneration
     keyed: IdempotentRequest | None  # it may be sent again
@@ -118,7 +118,7 @@ class _PreparedGeneration:
 
 
 class Endpoints:
-    """What the endpoints share."""
+    """Makes the endpoints, and holds what they share."""
 
     def __init__(self, behind: AppServices) -> None:
         self._behind = behind
@@ -133,7 +133,7 @@ class Endpoints:
     def generation(
         self, prepare: Callable[[JsonObject, RequestContext], Awaitable[PreparedGeneration]], shape: ResponseFormat
     ) -> ASGIApp:
-        """An endpoint that answers with generated text."""
+        """An endpoint that generates text."""
 
         async def work(exchange: HttpExchange, asked: JsonBody) -> None:
             with self._traced.span(exchange, shape.operation, asked.body.get("model")) as span:
@@ -142,7 +142,7 @@ class Endpoints:
                     await answer
 
         async def accept(exchange: HttpExchange, asked: JsonBody, span: Span) -> Coroutine[None, None, None] | None:
-            """To be awaited when this is over: nothing of it is needed as long as the answer takes."""
+            """The response, to be awaited after this has returned and freed what only parsing needs."""
             envelope = self._envelope(exchange, shape.id_prefix)
             body = asked.body
             seeded = body.get("seed") is not None
@@ -166,7 +166,7 @@ class Endpoints:
         prepare: Callable[[JsonObject, RequestContext], Awaitable[PreparedPooling]] | None,
         shape: PoolingResponseFormat,
     ) -> ASGIApp:
-        """An endpoint that answers with what texts become; ``prepare`` is None where the model writes instead."""
+        """An endpoint that pools inputs; ``prepare`` is None for a generation model."""
 
         async def work(exchange: HttpExchange, door: JsonBody) -> None:
             if prepare is None:
@@ -200,7 +200,7 @@ class Endpoints:
         return self.door.json_endpoint(work, self.door.admission.check)
 
     def transcription(self, *, translates: bool) -> ASGIApp:
-        """An endpoint that answers with what it hears."""
+        """An endpoint that transcribes audio."""
         behind = self._behind
 
         async def work(exchange: HttpExchange, sent: FormBody) -> None:
@@ -219,7 +219,7 @@ class Endpoints:
         return self.door.form_endpoint(work, behind.limits.max_audio_bytes + FORM_BYTES)
 
     def json_call(self, ask: Callable[[JsonObject], Awaitable[Any]], *, counted: bool = False) -> ASGIApp:
-        """An endpoint that answers with a small JSON object; ``counted`` among its tenant's requests."""
+        """An endpoint that responds with a small JSON object; ``counted`` in its tenant's rate."""
 
         async def work(exchange: HttpExchange, asked: JsonBody) -> None:
             if counted:
@@ -276,7 +276,7 @@ class Endpoints:
     def _stored(
         self, exchange: HttpExchange, asked: _PreparedGeneration, identity: ModelIdentity
     ) -> CachedResponseStreams | None:
-        """Stored responses, for a request that they may serve."""
+        """The response cache, for a cacheable request."""
         store, requests = self._behind.response_cache, asked.prepared.requests
         if store is None or not is_cacheable(requests, seeded=asked.seeded, control=exchange.headers(CACHE_CONTROL)):
             return None
@@ -285,7 +285,7 @@ class Endpoints:
     def _met(
         self, keyed: IdempotentRequest | None, stored: CachedResponseStreams | None, name: str
     ) -> AbstractContextManager[tuple[TokenStreamSource, ResumeState]]:
-        """Where the tokens come from, and how they are told."""
+        """The source of the tokens, and the state of a resumed stream."""
         if keyed is not None:
             return self._met_again(keyed, stored, name)
         if stored is not None:
@@ -296,7 +296,7 @@ class Endpoints:
     def _met_again(
         self, keyed: IdempotentRequest, stored: CachedResponseStreams | None, name: str
     ) -> Iterator[tuple[TokenStreamSource, ResumeState]]:
-        """The same of a request that may have been sent before."""
+        """The same for a request with an idempotency key."""
         streams = self._behind.streams if stored is None else stored
         try:
             answer, met = self._kept.lookup(keyed, streams)
@@ -324,11 +324,11 @@ class Endpoints:
             self._kept.release(keyed, answer)
 
     def _explains(self, exchange: HttpExchange) -> bool:
-        """Is it to be said how the request was routed?  That tells of others' requests, so only to operators."""
+        """Whether the routing is explained.  It reveals other requests, so only to operators."""
         return exchange.header(EXPLAIN) is not None and (exchange.tenant or NO_TENANT).operator
 
     def _headers(self, name: str, more: Sequence[Header], *, explained: bool) -> list[Header]:
-        """Of an answer.  To be asked for when its first choice has a worker."""
+        """The response's headers, once its first choice has a worker."""
         headers = [(b"x-request-id", name.encode()), *more]
         line = self._behind.streams.routing_decision_line(RequestId(f"{name}/0")) if explained else None
         if line is not None:
@@ -337,7 +337,7 @@ class Endpoints:
 
 
 def _session(exchange: HttpExchange, max_chars: int) -> str:
-    """What the client says in a header; a name that is too long is refused rather than cut."""
+    """The session header; a name that is too long is refused, not truncated."""
     name = (exchange.header(SESSION) or b"").strip().decode("latin-1")
     if len(name) > max_chars:
         raise RequestError(
@@ -364,7 +364,7 @@ def _head(name: str, prepared: PreparedGeneration, identity: ModelIdentity) -> R
 
 
 def _costs(prepared: PreparedGeneration, stored: CachedResponseStreams | None, course: ResumeState) -> list[int]:
-    """Prompt tokens of each engine request that is made for it; the choices of one prompt share it."""
+    """Prompt tokens of each engine request; only the first choice of a prompt counts them."""
     if not course.computed or (stored is not None and stored.lookup_result == HIT):
         return []
     n = prepared.reply.n

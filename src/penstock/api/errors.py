@@ -1,7 +1,7 @@
 """The error tree as HTTP: status, headers, and OpenAI's envelope.
 
-Words and codes stand beside each error in ``penstock.errors``; here is only how they are written.  Anything that is
-not in the tree is our own fault and says nothing about itself.
+Messages and codes are defined with each error in ``penstock.errors``.  Any other exception is an internal error, whose
+details are not sent.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ JSON_TYPE: Header = (b"content-type", b"application/json")
 _encode = msgspec.json.Encoder().encode
 
 
-class ClientDisconnected(Exception):  # noqa: N818 - nobody is told
-    """The client hung up; there is nobody to answer."""
+class ClientDisconnected(Exception):  # noqa: N818 - never sent
+    """The client has closed the connection."""
 
 
 class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def error_response(error: BaseException) -> ErrorResponse:
-    """How ``error`` is answered."""
+    """The response to ``error``."""
     if isinstance(error, RequestError):
         return ErrorResponse(
             status=error.status,
@@ -62,7 +62,7 @@ def error_body(message: str, kind: str, *, param: str | None = None, code: str |
 
 
 def logged_error_response(error: BaseException) -> ErrorResponse:
-    """As ``error_response``, and a line in the log when it is our fault; with a trace when nobody foresaw it."""
+    """As ``error_response``, and logs errors of the server, unexpected ones with a traceback."""
     answer = error_response(error)
     if not isinstance(error, PenstockError):
         log.error("a request failed", exc_info=error)
@@ -72,7 +72,7 @@ def logged_error_response(error: BaseException) -> ErrorResponse:
 
 
 def error_code(error: BaseException) -> str:
-    """One word for ``error``, for logs: the code that its client is told, or what it is."""
+    """One word for ``error`` in logs: the code that its client gets, or its type."""
     return str(getattr(error, "code", None) or type(error).__name__)
 
 

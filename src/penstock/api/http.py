@@ -1,6 +1,9 @@
-"""One HTTP request and its answer over ASGI: read the body within limits, answer once, notice when the client leaves.
+"""HTTP over ASGI: reads a request body within limits, parses it, sends one response, notices a disconnect.
 
-Knows nothing about paths or what a body means.
+``EndpointFactory`` adds to every endpoint with a body what they share: reserved memory, limits, strict parsing,
+errors.  Large bodies are parsed on ``FairThreads``, where tenants take turns.  Two ASGI extensions avoid a message and
+a task switch per token: ``BodyWriter`` writes straight to the connection, ``DisconnectSignal`` reports that the client
+has gone.  Knows nothing about paths or the meaning of a body.
 """
 
 from __future__ import annotations
@@ -25,11 +28,6 @@ from penstock.config.limits import RequestLimits
 from penstock.errors import BadField, BodyTimeout, BodyTooLarge, NoWorkers, RequestError, WrongMediaType
 from penstock.interfaces import JsonObject, MultipartForm
 
-# MERGED: Threads for the work of many tenants: whose turn it is goes round, and small work does not wait for
-# MERGED: large.
-# MERGED:
-# MERGED: Knows nothing about what is worked on.
-
 
 class FairThreads:
     """Two threads: one for work of up to ``small`` bytes, one for what is larger.  One for an event loop."""
@@ -47,7 +45,7 @@ class FairThreads:
 
 
 class _WorkerThread:
-    """One thread.  Tenants that wait for it have it in turns (round robin), each with its oldest work."""
+    """One thread, which waiting tenants get in turns (round robin), each with its oldest work."""
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -55,7 +53,7 @@ class _WorkerThread:
         self._busy = False
 
     async def acquire(self, tenant: str) -> None:
-        """Wait for the thread.  It is then the caller's, who must ``start`` something at once."""
+        """Waits for the thread; the caller must then ``submit`` at once."""
         if not self._busy:
             self._busy = True
             return
@@ -69,7 +67,7 @@ class _WorkerThread:
             raise
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Do it.  The thread is the next one's when it is done, even if nobody waits for the result any more."""
+        """Run ``work``.  The thread is then passed on, also when the result is no longer awaited."""
         loop = asyncio.get_running_loop()
 
         def ended(_: Future[Any]) -> None:
@@ -92,15 +90,6 @@ class _WorkerThread:
         self._busy = False
 
 
-# MERGED: An ASGI extension: the body of an answer written straight to its connection, without a message and a
-# MERGED: wait a piece.
-# MERGED:
-# MERGED: A server that has it puts a ``BodyWriter`` under ``BODY_WRITER`` into the scope's ``extensions``.
-# MERGED: The head and the end
-# MERGED: of an answer go the ordinary way, by ``send``; between the two its parts may go by ``write``, and
-# MERGED: keep their order.
-# MERGED: Knows nothing about who writes, and what.
-
 BODY_WRITER = "penstock.body_writer"
 
 
@@ -109,29 +98,22 @@ class BodyWriter(Protocol):
 
     @property
     def usable(self) -> bool:
-        """May parts of the body be written now?  Its head is out, says no length, and asks for a body."""
+        """Whether parts of the body may be written: the head is sent, without a length, and allows a body."""
         ...
 
     @property
     def paused(self) -> bool:
-        """Does the client read more slowly than it is written to?  What is written all the same waits in memory."""
+        """Whether the client reads more slowly than data is written.  What is written anyway is buffered."""
         ...
 
     def write(self, body: bytes) -> bool:
-        """A part of the body, not empty; is it ``paused`` now?  Nothing happens when the client has gone."""
+        """Writes a part of the body, not empty.  Returns ``paused``.  Ignored when the client has gone."""
         ...
 
     def when_writable(self, ready: Callable[[], None]) -> None:
-        """Call this once, when it is no longer paused or the client has gone; while it is paused."""
+        """Calls ``ready`` once, when it is no longer paused or the client has gone.  Only while paused."""
         ...
 
-
-# MERGED: An ASGI extension: who serves a request is told that its client has gone, without a task that waits
-# MERGED: for it.
-# MERGED:
-# MERGED: A server that has it puts a ``DisconnectSignal`` under ``DISCONNECT_SIGNAL`` into ``extensions``; it may be
-# MERGED: used when the body
-# MERGED: has been read.  Knows nothing about who listens, and what for.
 
 DISCONNECT_SIGNAL = "penstock.hang_up"
 
@@ -140,7 +122,7 @@ class DisconnectSignal(Protocol):
     """Of one request."""
 
     def when_gone(self, call: Callable[[], None] | None) -> None:
-        """Call this once, from the event loop, when the client is gone, or if it is already; None: nobody listens."""
+        """Calls ``call`` once, in the event loop, when the client has gone or if it has; None removes the listener."""
         ...
 
 
@@ -153,7 +135,7 @@ _LINGER_BYTES = 32 << 20
 
 
 class HttpExchange:
-    """Request and answer.  The body is read at most once, the answer started at most once."""
+    """A request and its response.  The body is read at most once, the response started at most once."""
 
     __slots__ = ("_body_read", "_receive", "_scope", "_send", "finished", "started")
 
@@ -167,7 +149,7 @@ class HttpExchange:
 
     @property
     def log_entry(self) -> RequestLogEntry:
-        """What the log of requests is to say of it."""
+        """The entry for the request log."""
         note: RequestLogEntry | None = self._scope.get(LOG_ENTRY)
         return RequestLogEntry() if note is None else note
 
@@ -200,7 +182,7 @@ class HttpExchange:
         return await self.read_body(limits, hold, limits.max_body_bytes)
 
     async def read_body(self, limits: RequestLimits, hold: BodyReservation, most: int) -> bytes:
-        """The raw body, of at most so many bytes.  Raises as ``read_json_body``, but for its type."""
+        """The raw body, of at most ``most`` bytes.  Raises as ``read_json_body``, without the check of its type."""
         codings = (self.headers(b"content-encoding") or b"").lower().split(b",")
         if any(coding.strip() not in (b"", b"identity") for coding in codings):
             raise WrongMediaType("Compressed bodies are not read here.", code="unsupported_media_type")
@@ -244,7 +226,7 @@ class HttpExchange:
         return int(value[:20])
 
     def watch_disconnect(self) -> DisconnectWatch:
-        """A scope that is left by ClientGone as soon as the client goes."""
+        """A scope that raises ClientDisconnected as soon as the client disconnects."""
         hang_up: DisconnectSignal | None = self._scope.get("extensions", {}).get(DISCONNECT_SIGNAL)
         return DisconnectWatch(self, self._receive, hang_up)
 
@@ -252,7 +234,7 @@ class HttpExchange:
 
     @property
     def chunked(self) -> bool:
-        """Can an answer be sent whose length is not known yet?  HTTP/1.0 has no chunks."""
+        """Whether a response of unknown length can be sent.  HTTP/1.0 has no chunks."""
         return bool(self._scope.get("http_version", "1.1") != "1.0")
 
     async def start(self, status: int, *headers: Header) -> None:
@@ -275,13 +257,13 @@ class HttpExchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def send_response(self, status: int, body: bytes, *headers: Header) -> None:
-        """A whole answer, of type JSON unless a header says otherwise."""
+        """Sends a whole response, of type JSON unless a header says otherwise."""
         kind = () if any(name == b"content-type" for name, _ in headers) else (JSON_TYPE,)
         await self.start(status, *kind, (b"content-length", str(len(body)).encode()), *headers)
         await self.finish(body)
 
     async def send_error(self, error: BaseException) -> None:
-        """Answer with an error, and read no more of this client than is polite."""
+        """Sends an error, after which at most a bounded rest of the body is read."""
         answer = logged_error_response(error)
         self.log_entry.code = error_code(error)
         length = (b"content-length", str(len(answer.body)).encode())
@@ -308,12 +290,12 @@ class HttpExchange:
 
 
 class DisconnectWatch:
-    """Listens for the client's going while its request is worked on, at no cost a token."""
+    """Watches for a disconnect while a request is served, without cost per token."""
 
     __slots__ = ("_exchange", "_gone", "_hang_up", "_receive", "_task", "_watch")
 
     def __init__(self, exchange: HttpExchange, receive: Receive, hang_up: DisconnectSignal | None = None) -> None:
-        """``hang_up``: tells that it goes; without it a task waits for that."""
+        """``hang_up`` reports a disconnect; without it a task waits for one."""
         self._exchange = exchange
         self._receive = receive
         self._hang_up = hang_up
@@ -357,10 +339,6 @@ def _too_large(most: int) -> BodyTooLarge:
     return BodyTooLarge(f"The body is larger than the limit of {most} bytes.", code="body_too_large")
 
 
-# MERGED: What every endpoint with a body shares, JSON or a form: room for it, its limits, strict parsing,
-# MERGED: errors, clients that
-# MERGED: leave.
-
 INLINE_BODY_BYTES = 16 << 10
 """Larger bodies are parsed on a thread, which lets others run between two numbers."""
 
@@ -370,9 +348,9 @@ SMALL_BODY_BYTES = 256 << 10
 
 
 class JsonBody:
-    """A parsed body; ``hold`` is its room, as long as it is there."""
+    """A parsed body, and the memory that is reserved for it."""
 
-    __slots__ = ("body", "reservation", "raw")
+    __slots__ = ("body", "raw", "reservation")
 
     def __init__(self, body: JsonObject, raw: bytes, hold: BodyReservation) -> None:
         self.body = body
@@ -380,25 +358,25 @@ class JsonBody:
         self.reservation = hold
 
     def release_parsed(self) -> None:
-        """What was parsed is needed no more, but the bytes are."""
+        """Releases what was parsed, but not the raw bytes."""
         self.body = {}
         self.reservation.shrink(len(self.raw))
 
     def release(self) -> None:
-        """Nothing of it is needed no more: answers take long, and what a client sent may be large."""
+        """Releases everything: responses take long, and bodies may be large."""
         self.body, self.raw = {}, b""
         self.reservation.release()
 
 
 class FormBody:
-    """A parsed form; ``hold`` is its room."""
+    """A parsed form, and the memory that is reserved for it."""
 
     def __init__(self, form: MultipartForm, hold: BodyReservation) -> None:
         self._form: MultipartForm | None = form
         self.reservation = hold
 
     def take_form(self) -> MultipartForm:
-        """The form, which is then nobody's here: files are large, and answers take long.  Once."""
+        """The form, once; it is not kept here, because files are large and responses take long."""
         form, self._form = self._form, None
         assert form is not None, "taken already"
         return form
@@ -410,7 +388,7 @@ FormHandler = Callable[[HttpExchange, FormBody], Awaitable[None]]
 
 
 class EndpointFactory:
-    """One for an application."""
+    """Makes the endpoints with bodies of one application."""
 
     def __init__(self, limits: RequestLimits, clock: Clock) -> None:
         self.admission = Admission(limits, clock)
@@ -418,7 +396,7 @@ class EndpointFactory:
         self._threads = FairThreads("body", SMALL_BODY_BYTES)
 
     def json_endpoint(self, work: JsonHandler, check: Callable[[], None] = lambda: None) -> ASGIApp:
-        """An endpoint that does ``work``; ``check`` may refuse before anything is read."""
+        """An endpoint that runs ``work``; ``check`` may refuse a request before anything is read."""
 
         async def read(exchange: HttpExchange, hold: BodyReservation) -> None:
             asked = await self._asked(exchange, await exchange.read_json_body(self._limits, hold), hold)
@@ -428,7 +406,7 @@ class EndpointFactory:
         return self._guarded(read, check)
 
     def form_endpoint(self, work: FormHandler, most: int) -> ASGIApp:
-        """The same for a form with files, of at most so many bytes."""
+        """The same for a form with files, of at most ``most`` bytes."""
 
         async def read(exchange: HttpExchange, hold: BodyReservation) -> None:
             sent = await self._sent(exchange, hold, most)
@@ -449,7 +427,7 @@ class EndpointFactory:
             except ClientDisconnected:
                 exchange.log_entry.code = "client_gone"
                 return
-            except asyncio.CancelledError:  # by nobody but a process that ends: another one can be asked
+            except asyncio.CancelledError:  # the process is ending: another one can serve the request
                 if exchange.started:
                     raise
                 await exchange.send_error(NoWorkers("The service has stopped."))
@@ -468,7 +446,7 @@ class EndpointFactory:
         return FormBody(await self._beside(exchange, len(raw), lambda: parse_multipart(raw, boundary)), hold)
 
     async def _asked(self, exchange: HttpExchange, raw: bytes, hold: BodyReservation) -> JsonBody:
-        """The parsed body.  Room for it is taken before it is made."""
+        """The parsed body.  Its memory is reserved before it is parsed."""
         limits = self._limits
 
         def weigh() -> int:
@@ -489,12 +467,12 @@ class EndpointFactory:
         return JsonBody(value, raw, hold)
 
     async def _beside(self, exchange: HttpExchange, size: int, work: Callable[[], T]) -> T:
-        """``work`` on a thread, where tenants take turns."""
+        """Runs ``work`` on a thread, where tenants take turns."""
         return await self._threads.run("" if exchange.tenant is None else exchange.tenant.id, size, work)
 
 
 class _Endpoint:
-    """An ASGI application that Starlette's router takes for one."""
+    """An ASGI application in the form that Starlette's router accepts."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,13 +1,13 @@
-"""Answers to requests with an idempotency key, as far as this gateway has them: joined while they run, told again.
+"""Idempotency keys: a repeated request gets the same response and is billed once.
 
-Nothing depends on what is kept here: what is not, is computed again, and by law 1 comes out the same.  A repeat that
-comes while the first still runs reads the same tokens; a client that went away is waited for ``resume_grace_s``.
+Id, seed and event signatures follow from tenant, key, body and model, and from a secret of the service: every gateway
+derives the same ones and stores nothing for it.  What this gateway still has of a response (``IdempotencyCache``) is
+shared and replayed; anything else is recomputed, and by law 1 is the same.  A repeat joins a response that is still
+running; after a disconnect the response runs on for ``resume_grace_s``::
 
-::
+    router --tokens--> one reader task per choice --> buffered so far --> any number of consumers
 
-    router --tokens--> one pump a choice --> kept so far --> any number of readers
-
-Knows nothing about text, events or HTTP.
+``UsageDedup`` counts each token once, however many requests received it.  Knows nothing about text or events.
 """
 
 from __future__ import annotations
@@ -31,16 +31,9 @@ from penstock.errors import KeyReused, NoWorkers, PenstockError, RequestError
 from penstock.interfaces import JsonObject, RequestContext, TokenStream
 from penstock.types import ModelIdentity, RequestId, TokenBatch, ValidRequest
 
-# MERGED: Which tokens of an answer have been counted: what is told several times, in parts, by several
-# MERGED: requests, counts once.
-# MERGED:
-# MERGED: Each request counts what it was told beyond what others before it were, whichever of them ends
-# MERGED: first.  Knows nothing of
-# MERGED: who counts, and what for.
-
 
 class UsageDelta(NamedTuple):
-    """Of an answer, what was not counted before."""
+    """The part of a response that was not billed before."""
 
     first: bool  # nothing of it was: its prompt and the request count, too
     tokens: int
@@ -51,7 +44,7 @@ _NONE: frozenset[int] = frozenset()
 
 
 class UsageDedup:
-    """How far each choice of an answer has been counted."""
+    """How far each choice of a response has been billed."""
 
     __slots__ = ("_first", "_over", "_tokens")
 
@@ -62,9 +55,9 @@ class UsageDedup:
 
     @classmethod
     def from_positions(cls, places: Mapping[int, ChoicePosition]) -> Self:
-        """Up to there by whoever told it: another gateway, or this one long ago.
+        """Counted up to these positions by another gateway, or by this one long ago.
 
-        Who has nothing yet is told all, so the prompt and the request count here.
+        A client without any token gets the whole response, so the prompt and the request count here.
         """
         made = cls()
         made._first = bool(places) and not any(each.tokens or each.flushed or each.ended for each in places.values())
@@ -72,11 +65,11 @@ class UsageDedup:
         made._over = frozenset(choice for choice, place in places.items() if place.ended)
         return made
 
-    def new_usage(self, told: Sequence[tuple[int, int]]) -> UsageDelta:
-        """``told``: of each choice, its tokens and how many of them, from the first on, were stored."""
+    def new_usage(self, sent: Sequence[tuple[int, int]]) -> UsageDelta:
+        """``sent``: for each choice its tokens, and how many of them came from the response cache."""
         first, self._first = self._first, False
         tokens = stored = 0
-        for choice, (end, stored_end) in enumerate(told):
+        for choice, (end, stored_end) in enumerate(sent):
             begin = self._tokens.get(choice, 0)
             if choice in self._over or end <= begin:
                 continue
@@ -85,12 +78,6 @@ class UsageDedup:
             self._tokens[choice] = end
         return UsageDelta(first, tokens, stored)
 
-
-# MERGED: Requests with an idempotency key: what makes a repeat the same request, wherever it is sent.
-# MERGED:
-# MERGED: Id, seed and marks follow from tenant, key, body and model, and from a secret of the service: any
-# MERGED: gateway comes to the
-# MERGED: same, and none has to remember anything.  Knows nothing about tokens or workers.
 
 IDEMPOTENCY_KEY = b"idempotency-key"
 LAST_EVENT_ID = b"last-event-id"
@@ -106,7 +93,7 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdempotentRequest:
-    """A request that its client may send again."""
+    """A request with an idempotency key."""
 
     key: bytes  # of tenant and key; what it is kept by
     name: str  # of the answer and of its charge: the same for every repeat
@@ -175,19 +162,15 @@ def _check(key: bytes, most: int) -> None:
 
 
 class TokenStreamSource(Protocol):
-    """What an answer is made of: the part of ``TokenStreams`` that serves requests."""
+    """A source of token streams: the part of ``TokenStreams`` that serves requests."""
 
-    def stream(self, request: ValidRequest) -> TokenStream:
-        """See ``TokenStreams``."""
-        ...
+    def stream(self, request: ValidRequest) -> TokenStream: ...
 
-    def mark_stopped(self, request: RequestId) -> None:
-        """See ``TokenStreams``."""
-        ...
+    def mark_stopped(self, request: RequestId) -> None: ...
 
 
 class KeyOutcome(StrEnum):
-    """How a request with a key was met."""
+    """What became of a request with a key; a metric's label."""
 
     NEW = "new"
     JOINED = "joined"  # the first still runs here
@@ -198,7 +181,7 @@ class KeyOutcome(StrEnum):
 
 
 class _BufferedChoice:
-    """One choice: its tokens as far as they came, and who reads them."""
+    """One choice: its tokens so far, and its consumers."""
 
     def __init__(self, source: TokenStream, grace_s: float, over: Callable[[], None]) -> None:
         """``over`` is called once, when no more tokens will come."""
@@ -214,17 +197,17 @@ class _BufferedChoice:
 
     @property
     def weight(self) -> int:
-        """Numbers that are kept of it, roughly."""
+        """The count of buffered numbers, roughly."""
         tops = (len(token.top) for batch in self.batches for token in batch.logprobs or ())
         return sum(len(batch.tokens) for batch in self.batches) + sum(2 * (1 + top) for top in tops)
 
     def enough(self) -> None:
-        """A reader has found the end of the answer in what has come."""
+        """A consumer found the end of the response in the tokens so far."""
         self.finished = True
         self._pump.cancel()
 
     def read(self, closed: Callable[[], object]) -> _BufferReader:
-        """From the first token on.  Whoever asks counts as a reader from now on, until the reader is ``closed``."""
+        """A stream from the first token on, which counts as a consumer until it is closed."""
         self._readers += 1
         return _BufferReader(self, closed)
 
@@ -239,14 +222,14 @@ class _BufferedChoice:
         return self.batches[at]
 
     def left(self) -> None:
-        """A reader is closed."""
+        """A consumer has closed its stream."""
         self._readers -= 1
         if not self._readers and not self.finished and not self.failed:
             asyncio.get_running_loop().call_later(self._grace_s, self._unless_read)
 
     def _unless_read(self) -> None:
         if not self._readers and not self.finished:
-            self.failed = True  # at once: whoever comes before the pump has ended must not wait for it
+            self.failed = True  # at once: later consumers must not wait for the pump to end
             self._pump.cancel()
 
     async def _run(self, source: TokenStream) -> None:
@@ -269,7 +252,7 @@ class _BufferedChoice:
 
 
 class _BufferReader:
-    """``TokenStream`` of one who reads kept tokens."""
+    """``TokenStream`` over buffered tokens."""
 
     def __init__(self, tokens: _BufferedChoice, closed: Callable[[], object]) -> None:
         self._tokens = tokens
@@ -289,7 +272,6 @@ class _BufferReader:
         return batch
 
     async def aclose(self) -> None:
-        """See ``TokenStream``."""
         if not self._closed:
             self._closed = True
             self._over()
@@ -297,12 +279,12 @@ class _BufferReader:
 
 
 class CachedStream:
-    """All choices of one request, by their number; ``TokenStreamSource`` for whoever asks with the same key."""
+    """All choices of one request, shared by the requests with its key."""
 
     def __init__(
         self, streams: TokenStreamSource, grace_s: float, over: Callable[[], None], metered: UsageDedup
     ) -> None:
-        """``metered``: what was told of it before, also of one that was lost since."""
+        """``metered``: what was billed before, also for a buffer that was evicted since."""
         self.rated, self.metered = UsageDedup(), metered
         self._streams = streams
         self._grace_s = grace_s
@@ -312,7 +294,7 @@ class CachedStream:
         self._names: dict[int, RequestId] = {}
 
     def stream(self, request: ValidRequest) -> TokenStream:
-        """See ``TokenStreamSource``.  The first who asks for a choice has it computed."""
+        """The first who asks for a choice has it computed."""
         choice = request.sampling.choice
         self._asked[request.id] = choice, self._names.setdefault(choice, request.id)
         tokens = self._choices.get(choice)
@@ -321,7 +303,6 @@ class CachedStream:
         return tokens.read(lambda: self._asked.pop(request.id, None))
 
     def mark_stopped(self, request: RequestId) -> None:
-        """See ``TokenStreamSource``."""
         asked = self._asked.get(request)
         if asked is not None:
             choice, name = asked
@@ -330,27 +311,27 @@ class CachedStream:
 
     @property
     def is_started(self) -> bool:
-        """Has anybody asked for any of it?"""
+        """Whether any of it was requested."""
         return bool(self._choices)
 
     @property
     def has_tokens(self) -> bool:
-        """Has a token of it come?"""
+        """Whether a token has come."""
         return any(tokens.batches for tokens in self._choices.values())
 
     @property
     def failed(self) -> bool:
-        """Can it not be read to its end?"""
+        """Whether it cannot be completed."""
         return any(tokens.failed for tokens in self._choices.values())
 
     @property
     def finished(self) -> bool:
-        """Is all of it there?"""
+        """Whether it is complete."""
         return bool(self._choices) and all(tokens.finished for tokens in self._choices.values())
 
     @property
     def weight(self) -> int:
-        """Numbers that are kept of it, roughly."""
+        """The count of buffered numbers, roughly."""
         return sum(tokens.weight for tokens in self._choices.values())
 
 
@@ -361,12 +342,12 @@ class _Entry:
     until: float = 0.0
     answer: CachedStream | None = None
     weight: int = 0  # of a finished answer
-    told: bool = False  # a token has come of an answer that is no longer kept
+    has_sent: bool = False  # a token had come of a response that was evicted
     metered: UsageDedup = field(default_factory=UsageDedup)
 
 
 class IdempotencyCache:
-    """By key, those used last at the end.  Bounded in time, keys and tokens."""
+    """Responses by key, least recently used first.  Bounded in time, keys and tokens."""
 
     def __init__(self, limits: RequestLimits, clock: Clock) -> None:
         self._limits = limits
@@ -379,7 +360,7 @@ class IdempotencyCache:
         return len(self._entries)
 
     def lookup(self, keyed: IdempotentRequest, streams: TokenStreamSource) -> tuple[CachedStream, KeyOutcome]:
-        """The answer to this request, running, finished or not begun.  Raises KeyReused."""
+        """The stream of this request, running, finished or not started.  Raises KeyReused."""
         now = self._clock.now()
         entry = self._entries.get(keyed.key)
         if entry is not None and entry.until <= now and not self._runs(entry):
@@ -406,16 +387,16 @@ class IdempotencyCache:
         return answer, met
 
     def release(self, keyed: IdempotentRequest, answer: TokenStreamSource) -> None:
-        """Whoever met this answer is gone.  One that was not begun, being refused at the door, was never met."""
+        """A consumer is done.  A stream that was never started, because the request was refused, is removed."""
         entry = self._entries.get(keyed.key)
         if entry is None or entry.answer is None or entry.answer is not answer or entry.answer.is_started:
             return
         self._forget_tokens(entry)
-        if not entry.told:
+        if not entry.has_sent:
             self._drop(keyed.key)
 
     def _ended(self, key: bytes) -> None:
-        """No more tokens come for a choice of this answer."""
+        """A choice of this response has ended."""
         entry = self._entries.get(key)
         if entry is None or entry.answer is None or not entry.answer.finished:
             return
@@ -449,13 +430,13 @@ class IdempotencyCache:
 
     def _forget_tokens(self, entry: _Entry) -> None:
         self.tokens -= entry.weight
-        entry.told = entry.told or (entry.answer is not None and entry.answer.has_tokens)
+        entry.has_sent = entry.has_sent or (entry.answer is not None and entry.answer.has_tokens)
         entry.answer, entry.weight = None, 0
         self._told.pop(entry.key, None)
 
 
 def _outcome(entry: _Entry | None, keyed: IdempotentRequest) -> KeyOutcome:
     if entry is None or entry.answer is None or entry.answer.failed:
-        told = entry is not None and (entry.told or (entry.answer is not None and entry.answer.has_tokens))
-        return KeyOutcome.RESUMED if keyed.resumed else KeyOutcome.REPEATED if told else KeyOutcome.NEW
+        has_sent = entry is not None and (entry.has_sent or (entry.answer is not None and entry.answer.has_tokens))
+        return KeyOutcome.RESUMED if keyed.resumed else KeyOutcome.REPEATED if has_sent else KeyOutcome.NEW
     return KeyOutcome.REPLAYED if entry.answer.finished else KeyOutcome.JOINED

@@ -22,7 +22,7 @@ _STRUCTURE = re.compile(rb'[^"\[{,]*+(?:"[^"\\]*+"[^"\[{,]*+)*+(["\[{,]?)')
 """Up to the next bracket that opens or comma outside of strings, or into a string with an escape."""
 
 _ESCAPES = re.compile(rb'(?:[^"\\]*+\\.){0,65536}+[^"\\]*+("?)', re.DOTALL)
-"""From within a string to its end, or past so many escapes: no call keeps the interpreter for longer."""
+"""From within a string to its end, or past 65,536 escapes, to bound the time of one call."""
 
 _VALUE_BYTES = 64
 _CONTAINER_BYTES = 256
@@ -32,7 +32,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def estimated_bytes(raw: bytes, *, max_values: int, max_containers: int) -> int:
-    """Bytes that the values in ``raw`` will take beside its texts: about so many at the most.
+    """An upper bound, roughly, of the bytes that the values in ``raw`` will take, without its texts.
 
     ``max_values`` counts members of arrays and objects, ``max_containers`` arrays and objects themselves.  Raises
     BadJson where there are more.  May be called on a thread, as ``parse_json``.

@@ -1,9 +1,13 @@
-"""Whether a request is let in, and what becomes of it is counted here: classes, deadlines, tenants, predicted waits.
+"""Whether a request is admitted: classes, deadlines, tenants' rates, predicted time to first token.
 
-How long a request would wait is predicted from what workers report (``TokenStreams.predict_ttft``), from the part of this
-gateway's queue that fair queueing serves before it, and from how such predictions of late compare with what came: those
-of very long prompts by themselves, for where answers are written they are read gently.  Who would wait for longer than
-it may is told at once, and when it would be worth while to come again.
+The prediction takes what workers report (``TokenStreams.predict_ttft``), the share of this gateway's queue that fair
+queueing serves first, and how recent predictions compare with reality; very long prompts have a correction of their
+own, because decode workers process them slowly.  A request that would wait longer than it may is refused at once, with
+a time to retry after.
+
+A tenant's rates are token buckets that hold a minute's worth and fill evenly.  A request is charged when it is
+admitted, its completion when the length is known, which may leave a bucket below zero: then the next request waits.
+The buckets of all gateways of a host may be shared (``launch.shared_rates``).
 """
 
 from __future__ import annotations
@@ -26,54 +30,41 @@ from penstock.interfaces import BucketLevel, Caller, TokenStreams
 from penstock.telemetry.service_levels import LatencyTarget, ServiceLevels
 from penstock.types import Qos, ServiceClass
 
-# MERGED: How much each tenant may ask for within a minute: token buckets.
-# MERGED:
-# MERGED: A bucket holds a minute's worth and fills at an even pace.  A request takes its place and its
-# MERGED: prompt's tokens at the
-# MERGED: door, and its answer's tokens when they are known, which may leave the bucket empty and more: the
-# MERGED: next request waits for
-# MERGED: that.  Knows nothing about queues, nor where buckets stand (``launch.shared_rates``: where all
-# MERGED: gateways of a host see
-# MERGED: them).
-
 MINUTE_S = 60.0
 
 
 class RateBuckets(Protocol):
-    """Where the levels of buckets stand, by tenant and unit."""
+    """Levels of token buckets, by tenant and unit."""
 
     def locked(self) -> AbstractContextManager[None]:
-        """The scope in which levels are read and written."""
+        """The scope for reading and writing levels."""
         ...
 
     def get(self, tenant: str, unit: str) -> BucketLevel | None:
-        """None for a bucket that nobody has used, which is full."""
+        """The level; None for an unused bucket, which is full."""
         ...
 
     def put(self, tenant: str, unit: str, level: BucketLevel) -> None:
-        """It is so now."""
+        """Sets the level."""
         ...
 
 
 class LocalRateBuckets:
-    """Of one process (``RateBuckets``)."""
+    """The buckets of one process."""
 
     def __init__(self) -> None:
         self._levels: dict[tuple[str, str], BucketLevel] = {}
         self._swept = float("-inf")
 
     def locked(self) -> AbstractContextManager[None]:
-        """See ``RateBuckets``."""
         return nullcontext()
 
     def get(self, tenant: str, unit: str) -> BucketLevel | None:
-        """See ``RateBuckets``."""
         return self._levels.get((tenant, unit))
 
     def put(self, tenant: str, unit: str, level: BucketLevel) -> None:
-        """See ``RateBuckets``."""
         self._levels[tenant, unit] = level
-        if level.at >= self._swept + MINUTE_S:  # what nobody has used since is full again: as good as none
+        if level.at >= self._swept + MINUTE_S:  # unused since: full again, so no entry is needed
             before, self._swept = level.at - MINUTE_S, level.at
             self._levels = {name: known for name, known in self._levels.items() if known.left < 0 or known.at > before}
 
@@ -93,9 +84,9 @@ class TenantRateLimiter:
         self._buckets = LocalRateBuckets() if buckets is None else buckets
 
     def charge(self, tenant: Tenant, requests: int, tokens: int) -> None:
-        """Let so much in.  Raises RateLimited, and takes nothing then.
+        """Charges a request.  Raises RateLimited, without charging.
 
-        What is larger than a whole bucket is let in when the bucket is full: it takes what will come, too.
+        A request larger than a bucket is admitted when the bucket is full, and leaves it below zero.
         """
         limits = (
             ("requests", tenant.requests_per_minute, requests),
@@ -115,7 +106,7 @@ class TenantRateLimiter:
                 self._buckets.put(tenant.id, each.unit, BucketLevel(has - each.amount, now))
 
     def charge_completion(self, tenant: Tenant, tokens: int) -> None:
-        """So many tokens of an answer were written."""
+        """Charges the completion."""
         if tenant.tokens_per_minute is None or not tokens:
             return
         with self._buckets.locked():
@@ -124,7 +115,7 @@ class TenantRateLimiter:
             self._buckets.put(tenant.id, "prompt tokens", BucketLevel(has - tokens, now))
 
     def _left(self, tenant: Tenant, unit: str, size: int, now: float) -> float:
-        """With what has come since; the size may have changed in the file of keys."""
+        """The level with what was refilled since; the size may have changed in the file of keys."""
         level = self._buckets.get(tenant.id, unit)
         if level is None:
             return size
@@ -145,7 +136,7 @@ CLASS_HEADER = b"x-penstock-class"
 """``interactive`` or ``batch``; goes before what the body says."""
 
 MAX_WAIT_HEADER = b"x-penstock-max-wait-s"
-"""Seconds that the client would wait for the first token."""
+"""The most seconds that the client waits for the first token."""
 
 _NAMES = {service.name.lower(): service for service in ServiceClass}
 _LEARNING = 0.1  # what the latest request counts for in how far predictions are off
@@ -155,7 +146,7 @@ _MIN_LEARNED_S = 0.05  # waits below this say nothing about predictions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What the gate goes by."""
+    """The settings of a ``LoadShedder``."""
 
     limits: RequestLimits
     scheduling: SchedulingConfig
@@ -164,7 +155,7 @@ class Rules:
 
 
 class PredictedTtft(NamedTuple):
-    """A first token, as it was predicted."""
+    """A predicted time to first token."""
 
     seconds: float
     long: bool  # of a very long prompt (``config.scheduling.LONG_PROMPT``)
@@ -189,7 +180,7 @@ class LoadShedder:
         self._off: dict[tuple[ServiceClass, bool], float] = {}  # what came over what was predicted, smoothed
 
     def caller(self, exchange: HttpExchange) -> Caller:
-        """Who asks.  Raises RequestError for headers that cannot be, Forbidden for a class that the key has not."""
+        """The caller.  Raises RequestError for invalid headers, Forbidden for a class that the key does not have."""
         tenant: Tenant = exchange.tenant or NO_TENANT
         asked = _class_of(exchange.header(CLASS_HEADER))
         if asked is not None:
@@ -205,7 +196,7 @@ class LoadShedder:
         )
 
     def count_request(self, exchange: HttpExchange) -> None:
-        """A request that no worker is asked for.  Raises RateLimited."""
+        """Charges a request that needs no worker.  Raises RateLimited."""
         tenant: Tenant = exchange.tenant or NO_TENANT
         try:
             self._rates.charge(tenant, 1, 0)
@@ -245,7 +236,7 @@ class LoadShedder:
     # --- how long it will take ---------------------------------------------------------------------------------------
 
     def _predict(self, claim: Qos, tokens: int) -> PredictedTtft | None:
-        """The first token; None while nobody knows."""
+        """The predicted time to first token; None without experience."""
         forecast = self._streams.predict_ttft(tokens, claim.service)
         if forecast is None:
             return None
@@ -255,7 +246,7 @@ class LoadShedder:
         return PredictedTtft((wait_s + forecast.prefill_s) * self._off.get((claim.service, long), 1.0), long)
 
     def _look_ahead(self, claim: Qos, tokens: int) -> PredictedTtft | None:
-        """Raises Overloaded for who would wait in vain."""
+        """The prediction.  Raises Overloaded if the request would wait longer than it may."""
         foreseen = self._predict(claim, tokens)
         may_s = self._rules.limits.first_byte_s if claim.max_wait_s is None else claim.max_wait_s
         if foreseen is None or foreseen.seconds <= may_s:
@@ -273,11 +264,11 @@ class LoadShedder:
     # --- what came ---------------------------------------------------------------------------------------------------
 
     def on_first_token(self, claim: Qos, waited_s: float) -> None:
-        """A choice has its first token, wherever it comes from."""
+        """A choice has its first token, computed or stored."""
         self._levels.on_first_token(claim.service, waited_s)
 
     def on_computed_token(self, claim: Qos, waited_s: float, foreseen: PredictedTtft | None) -> None:
-        """A choice has its first token of a worker."""
+        """A choice has its first token from a worker."""
         if foreseen is None:
             return
         self._levels.on_prediction(claim.service, waited_s, foreseen.seconds)
@@ -293,7 +284,7 @@ class LoadShedder:
         self._levels.on_finished(claim.service, self._targets[claim.service], ttft_s, tpot_s)
 
     def on_usage(self, claim: Qos, usage: TokenUsage, part: UsageDelta) -> None:
-        """An HTTP request is over, and was served ``part`` for the first time."""
+        """An HTTP request is finished; ``part`` of its usage is billed."""
         if part.first:
             cached = usage.prompt_tokens_details.cached_tokens
             self._levels.add_usage(claim.tenant, (usage.prompt_tokens, part.tokens, cached, part.stored))
@@ -306,7 +297,7 @@ class LoadShedder:
 
 
 class AdmittedRequest:
-    """One HTTP request that was let in: told what becomes of its choices."""
+    """One admitted HTTP request: records what becomes of its choices."""
 
     __slots__ = ("_claim", "_first", "_foreseen", "_gate", "_permit", "_served", "_since", "completion_tokens")
 
@@ -321,7 +312,7 @@ class AdmittedRequest:
         self.completion_tokens = 0  # tokens of answers that were computed
 
     def on_token(self, choice: int, *, computed: bool = True) -> None:
-        """This choice has a token; until one is ``computed`` for it, it waits for a worker.  Harmless if repeated."""
+        """This choice has a token; until one is ``computed``, it waits for a worker.  Idempotent."""
         if choice not in self._first:
             self._first[choice] = self._gate.now()
             self._gate.on_first_token(self._claim, self._first[choice] - self._since)
@@ -331,7 +322,7 @@ class AdmittedRequest:
             self._gate.on_computed_token(self._claim, self._gate.now() - self._since, self._foreseen)
 
     def on_finished(self, choice: int, tokens: int) -> None:
-        """This choice is complete with so many tokens."""
+        """This choice is finished, with ``tokens`` tokens."""
         self._permit.on_finished(choice)
         first = self._first.get(choice)
         if first is not None:
@@ -340,19 +331,19 @@ class AdmittedRequest:
 
     @property
     def first_token(self) -> float | None:
-        """When the first token came, in monotonic seconds."""
+        """Time of the first token, in monotonic seconds."""
         return min(self._first.values(), default=None)
 
     @property
     def has_started(self) -> bool:
-        """Has a token come?"""
+        """Whether a token has come."""
         return bool(self._first)
 
     def record_usage(
         self, usage: TokenUsage, *, rated: UsageDelta | None = None, metered: UsageDelta | None = None
     ) -> None:
-        """So much was used; nothing when not a token came.  What of it is counted now, if not all: among the tenant's
-        rates, which go by what is computed, and for the tenant, whom a token is told once."""
+        """Records the usage; nothing without a token.  ``rated`` is the part that counts in the tenant's rates
+        (computed tokens), ``metered`` the part that is billed (each token once); all of it by default."""
         if not self._first:
             return
         whole = UsageDelta(True, usage.completion_tokens, usage.stored_tokens)

@@ -1,6 +1,6 @@
-"""Forms with files (multipart/form-data, RFC 7578), parsed strictly out of a whole body.
+"""Forms with files (multipart/form-data, RFC 7578), parsed strictly from a whole body.
 
-Knows nothing about what a field means.
+Knows nothing about the fields' meaning.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
 FORM_BYTES = 64 << 10
-"""Of a form beside its file."""
+"""Of a form without its file."""
 
 MAX_PARTS = 64
 MAX_FIELD_BYTES = 64 << 10
@@ -28,7 +28,7 @@ MAX_BOUNDARY_BYTES = 70  # RFC 2046, section 5.1.1
 
 
 def boundary_of(content_type: bytes | None) -> bytes:
-    """What parts the form.  Raises WrongMediaType for a body that is none."""
+    """The boundary of the form.  Raises WrongMediaType for other bodies."""
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary", b"")
     if kind != b"multipart/form-data" or not 1 <= len(boundary) <= MAX_BOUNDARY_BYTES:
@@ -72,7 +72,7 @@ def _part(boundary: bytes, name: str, more: bytes) -> bytes:
 
 
 class _Parts:
-    """Hears of the parts of a form as they are found."""
+    """Collects the parts of a form."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -83,7 +83,7 @@ class _Parts:
         self._begin()
 
     def callbacks(self) -> MultipartCallbacks:
-        """As the parser wants them."""
+        """The parser's callbacks."""
         return {
             "on_part_begin": self._begin,
             "on_header_field": self._header_field,

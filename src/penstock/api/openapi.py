@@ -1,7 +1,7 @@
-"""What the service answers, told to programs (``/openapi.json``, OpenAPI 3.1) and to people (``/``, plain text).
+"""The API's description, for programs (``/openapi.json``, OpenAPI 3.1) and for people (``/``, plain text).
 
-Both are made of the routes that there are and of the schemas of their bodies, when they are first asked for.  Knows
-nothing about fields.
+Both are made from the routes and the schemas of their bodies on first use.  A request for an unknown path gets a
+suggestion: paths of other servers and of OpenAI's other APIs are known by name, the rest is compared by spelling.
 """
 
 from __future__ import annotations
@@ -140,12 +140,6 @@ def _operation(path: str, method: str, schemas: Schemas) -> dict[str, Any]:
         responses["200"]["content"] = answers
     return operation
 
-
-# MERGED: What a client that asks at an unknown path probably wants, among the paths that there are.
-# MERGED:
-# MERGED: Paths of other servers' and of OpenAI's other APIs are known by name; the rest is compared by
-# MERGED: spelling.  Knows nothing
-# MERGED: about what is answered where.
 
 _CHAT, _TEXT, _MODELS, _VECTORS = "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/embeddings"
 

@@ -1,8 +1,9 @@
-"""What a service without keys asks of requests: that they were meant for this host, and are no other web site's.
+"""Which hosts and web origins may use the service: a host check for services without keys, and CORS.
 
-It listens on the loopback only, but every web page that somebody here opens can reach that: straight away, or under a
-name of its own that it lets point to 127.0.0.1 (DNS rebinding).  A browser tells on it by ``Host``, ``BlockOrigin`` and
-``Sec-Fetch-Site``, which no page can forge.  Knows nothing about paths but those of operators.
+A service without keys listens on the loopback, but any web page that is open on this host can reach it: directly, or
+under a name that resolves to 127.0.0.1 (DNS rebinding).  Browsers reveal it by ``Host``, ``Origin`` and
+``Sec-Fetch-Site``, which a page cannot forge.  CORS admits the origins that the operator names; the operators' paths
+stay closed to all of them.
 """
 
 from __future__ import annotations
@@ -84,11 +85,6 @@ class HostCheckMiddleware:
 
 _CHECKED_HEADERS = frozenset({b"host", b"origin", b"sec-fetch-mode", b"sec-fetch-site"})
 
-
-# MERGED: Which web pages may use the service from a browser (CORS), where the operator names any.
-# MERGED:
-# MERGED: Paths of operators stay closed to all of them.  Knows nothing about keys: a page needs one like
-# MERGED: everybody else.
 
 EXPOSED_HEADERS = ("retry-after", "traceresponse", "x-penstock-response-cache", "x-penstock-route", "x-request-id")
 """Headers of answers that a page may read."""

@@ -1,7 +1,7 @@
-"""The log of requests: a line for each that was refused (4xx), and with ``--log-requests`` for each that ended.
+"""The request log: a line for each refused request (4xx), and with ``--log-requests`` for each that ended.
 
-A line has identifiers and figures: id, route, status, tokens, times.  Nothing of a prompt or an answer is in it.  It is
-written when the answer has ended, so it costs nothing while tokens come.  Knows nothing about what routes do.
+A line has identifiers and numbers: id, route, status, tokens, times.  It has nothing of a prompt or a response.  It is
+written when the response has ended, so it costs nothing per token.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from penstock.telemetry.log import Field, log_event
 log = logging.getLogger("penstock.api.requests")
 
 LOG_ENTRY = "penstock.note"
-"""In a scope: what is known of the request (``RequestLogEntry``)."""
+"""In a scope: the request's ``RequestLogEntry``."""
 
 UNLOGGED_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""Paths that are asked for all the time, by nobody who wants to read about it."""
+"""Paths that are polled all the time."""
 
 WINDOW_S = 10.0
 MAX_PATH_CHARS = 128
@@ -29,7 +29,7 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class RequestLogEntry:
-    """What those who serve a request know of it, for its line."""
+    """What is logged about a request, filled in while it is served."""
 
     __slots__ = ("cached_tokens", "code", "completion_tokens", "first_token", "id", "prompt_tokens")
 
@@ -41,14 +41,14 @@ class RequestLogEntry:
 
 
 def note_usage(note: RequestLogEntry, name: str, usage: TokenUsage, first_token: float | None) -> None:
-    """An answer of this id has ended."""
+    """Notes the usage of a finished response."""
     note.id, note.first_token = name, first_token
     note.prompt_tokens, note.completion_tokens = usage.prompt_tokens, usage.completion_tokens
     note.cached_tokens = usage.prompt_tokens_details.cached_tokens
 
 
 class RequestLogMiddleware:
-    """An ASGI application, and a log of what it answers."""
+    """ASGI middleware that logs requests."""
 
     def __init__(self, app: ASGIApp, clock: Clock, *, every: bool, max_refusals: int, passes_on: bool = False) -> None:
         """``every`` request has a line; else 4xx only, at most ``max_refusals`` in ``WINDOW_S``.

@@ -1,13 +1,16 @@
-"""Answers from stored responses, as far as those go; what is missing is computed behind them and stored in its turn.
+"""The response cache: finished responses, replayed to equal requests.
 
-::
+A response is found by a hash over the tokenized request (everything that determines its tokens, without the length),
+the model's identity and the tenant, so by law 1 a hit is what would have been computed::
 
-    stored tokens ................. | computed behind them (``ValidRequest.begun``: given, never told again)
-    all that the request asks for: no worker is asked
+    stored tokens ................. | computed after them (``ValidRequest.begun``: given, not sent again)
+    all that the request asks for: no worker is involved
 
-An answer is stored when it has ended, or its reader had all that it wanted; one that failed or was given up is not.
-Two equal requests at one time are both computed: neither's pace, class or fate is the other's.  Knows nothing about
-HTTP or text.
+    tenant -> digest -> packed response      eviction: least recently used of the tenant that holds most bytes
+
+A response is stored when it is finished, or when its consumer stopped it; failed and aborted ones are not.  Two equal
+requests at one time are both computed, so neither depends on the other's pace, class or failure.  Knows nothing about
+HTTP or text.  Not thread-safe.
 """
 
 from __future__ import annotations
@@ -35,32 +38,19 @@ from penstock.types import (
     ValidRequest,
 )
 
-# MERGED: Stored responses: the tokens of finished answers, by everything that their bits depend on, within so
-# MERGED: many bytes.
-# MERGED:
-# MERGED: A response is found by a hash over the tokenised request (all of it that tokens follow from, the
-# MERGED: length apart), the
-# MERGED: model's identity and the tenant.  By law 1 what is found is what would have been computed.
-# MERGED:
-# MERGED: ::
-# MERGED:
-# MERGED:     tenant -> digest -> packed response      the one used longest ago of whoever has most makes room
-# MERGED:
-# MERGED: Knows nothing about HTTP, text or workers.  Not for several threads.
-
 MAX_RESPONSE_SHARE = 8
-"""A response may take so large a part of the memory: one in so many."""
+"""One response may take this fraction of the memory, as a divisor."""
 
 MAX_RESPONSE_BYTES = 1 << 20
-"""And at most so much, packed: one is unpacked within a turn of the loop, which takes some 10 ms for so many bytes."""
+"""Bytes of a packed response at most: it is unpacked within one turn of the event loop, in some 10 ms for this size."""
 
 ENTRY_BYTES = 320
-"""What an entry takes beside its packed response: objects, places in two tables."""
+"""Bytes that an entry takes in addition to its packed response: objects, entries of two tables."""
 
 UNKEYED_FIELDS = frozenset(
     {"id", "arrival", "block_hashes", "session", "pictures", "claim", "begun", "open_ended", "trace"}
 )
-"""Fields of a request that its tokens do not follow from.  Pictures are told by their hashes, in ``images``."""
+"""Fields of a request that do not determine its tokens.  Pictures are identified by their hashes, in ``images``."""
 
 _KEYED = tuple(name for name in ValidRequest.__struct_fields__ if name not in UNKEYED_FIELDS)
 _pack = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -107,7 +97,7 @@ class PackedResponse(NamedTuple):
         return len(self.packed) + ENTRY_BYTES
 
     def covers(self, max_tokens: int) -> bool:
-        """Is it the whole answer to a request for so many tokens?"""
+        """Whether it is the whole response to a request for ``max_tokens``."""
         return self.finish is FinishReason.STOP or self.tokens >= max_tokens
 
     def unpack(self) -> StoredResponse:
@@ -197,7 +187,7 @@ def _is_more_complete(new: StoredResponse, old: PackedResponse) -> bool:
 
 
 CACHE_CONTROL = b"cache-control"
-"""With ``no-store`` nothing stored is told, and nothing of the answer is stored."""
+"""With ``no-store`` the cache is neither read nor written."""
 
 RESPONSE_CACHE = b"x-penstock-response-cache"
 """Says what was found: ``HIT``, ``PREFIX`` or ``MISS``."""
@@ -216,7 +206,7 @@ class ResponseCache:
     def __init__(self, max_bytes: int) -> None:
         self.responses = ResponseLru(max_bytes)
         self.found = dict.fromkeys((HIT, PREFIX, MISS), 0)
-        self.tokens = 0  # told from it
+        self.tokens = 0  # replayed
         self._unpacks = asyncio.Lock()
 
     async def unpack(self, kept: PackedResponse) -> StoredResponse:
@@ -280,7 +270,6 @@ class CachedResponseStreams:
         return [(RESPONSE_CACHE, self.lookup_result.encode())] if self.lookup_result else []
 
     async def stream(self, request: ValidRequest) -> AsyncGenerator[TokenBatch, None]:
-        """See ``TokenStreams``."""
         found = self._found.pop(request.id)
         stored = None
         if found.kept is not None:
@@ -293,19 +282,18 @@ class CachedResponseStreams:
                 await asyncio.sleep(0)
             request = _remaining_request(request, ResumeFrom(stored.tokens, self._identity))
         stream = self._streams.stream(request)
-        told, ours = _Recorder(stored, self._store.responses.largest), False
+        seen, ours = _Recorder(stored, self._store.responses.largest), False
         try:
             async for batch in stream:
                 ours = ours or self._streams.serving_identity(request.id) == self._identity
-                told.add(batch)
+                seen.add(batch)
                 yield batch
         finally:
             await stream.aclose()
-            if ours and told.fits and told.tokens and (told.finish is not None or request.id in self._stopped):
-                self._store.responses.put(found.key, told.response())
+            if ours and seen.fits and seen.tokens and (seen.finish is not None or request.id in self._stopped):
+                self._store.responses.put(found.key, seen.response())
 
     def mark_stopped(self, request: RequestId) -> None:
-        """See ``TokenStreams``."""
         self._stopped.add(request)
         self._streams.mark_stopped(request)
 
@@ -338,12 +326,12 @@ class _Recorder:
 
 
 def _min_bytes(logprobs: Sequence[TokenLogprob]) -> int:
-    """Bytes that these take packed, at the least: eight each for a number, three for what is beside it."""
+    """A lower bound of their packed bytes: eight for each number, three for its id and frame."""
     return _LOGPROB_BYTES * (len(logprobs) + sum(len(token.top) for token in logprobs))
 
 
 def _remaining_request(request: ValidRequest, begun: ResumeFrom) -> ValidRequest:
-    """What is still to be computed.  Of the prompt all was told."""
+    """The part still to be computed, without prompt logprobs, which have been sent."""
     sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=None)
     return msgspec.structs.replace(request, begun=begun, sampling=sampling)
 
@@ -355,7 +343,7 @@ def _lookup_result(request: ValidRequest, kept: PackedResponse | None) -> str:
 
 
 def _batches(stored: StoredResponse, prompt_tokens: int) -> list[TokenBatch]:
-    """A stored response as it is told.  Nothing of the prompt is computed for a whole one."""
+    """A stored response as batches.  A complete one counts its whole prompt as cached."""
     starts = range(0, len(stored.tokens), REPLAY_BATCH_TOKENS)
     return [
         TokenBatch(

@@ -1,7 +1,20 @@
-"""Server-sent events (WHATWG HTML, section 9.2): one JSON value each, and an id that says where the stream stands.
+"""Server-sent events (WHATWG HTML, section 9.2): their format, their ids, and how they are sent.
 
-The id of an event of an answer is ``<choice>:<tokens>``: so many tokens of that choice are told with it, whatever the
-batches were they came in.  Knows nothing about what the values mean.
+The status line waits for the first event, so that an earlier error has a status of its own; a later error is the last
+event.  HTTP/1.0 clients, which have no chunks, get everything in one piece.  An id says how far each choice has been
+sent, so that a client can resume after it (``Last-Event-ID``)::
+
+    0:17                      17 tokens of choice 0 are sent (a request without an idempotency key)
+    0:17/8c1f0a6e22d94b07     the same, signed: the id was given out for this request
+    1:9;0:17+/8c1f0a…         choice 1 is at 9; choice 0 at 17, its held-back text included
+    0:end;1:end/8c1f0a…       both have finished
+    usage/8c1f0a…             the usage has been sent, too
+    done                      nothing is left
+
+A signature is a keyed hash of the id and the request (tenant, key, body, model): a client cannot name an event that it
+did not receive, and so cannot get tokens that are not billed.  Text that may become part of a stop string or of a
+character is held back until the response ends: "17" and "17+" tell the two apart.  Knows nothing about tokens or the
+events' JSON.
 """
 
 from __future__ import annotations
@@ -33,16 +46,8 @@ def sse_event(identity: str, data: bytes) -> bytes:
 
 
 def sse_error(data: bytes) -> bytes:
-    """An error, after which nothing comes.  It has no id: the last one stays that of what was told."""
+    """An error, the last event.  It has no id, so the client's last id stays valid."""
     return b"data: %b\n\n" % data
-
-
-# MERGED: Sends events as they come: the status line waits for the first of them, so that an error before it
-# MERGED: has a status.
-# MERGED:
-# MERGED: An error after it is an event, and the end.  A client that knows no chunks gets everything in one
-# MERGED: piece.  Knows nothing
-# MERGED: about what the events say.
 
 
 async def send_events(
@@ -51,9 +56,9 @@ async def send_events(
     last: Callable[[], bytes],
     headers: Callable[[], Sequence[Header]],
 ) -> None:
-    """Send all of ``events``, then the ``last``; the empty ones say nothing yet.
+    """Sends all of ``events`` that are not empty, then ``last``.
 
-    ``last`` and ``headers`` are asked for when they are sent.
+    ``last`` and ``headers`` are called when they are sent.
     """
     out = EventStreamWriter(exchange, headers)
     try:
@@ -71,10 +76,10 @@ async def send_events(
 
 
 class EventStreamWriter:
-    """Where the events of one answer go, in order.
+    """Writes the events of one response, in order.
 
-    Straight to the connection where the server allows it; else ``flush`` sends what was written, and until then the
-    answer is paused.  For a client that knows no chunks, out at the end in one piece.
+    They go straight to the connection where the server allows it; else ``flush`` sends what was written, and until then
+    the response is paused.  A client without chunks gets them at the end, in one piece.
     """
 
     __slots__ = ("_exchange", "_headers", "_kept", "_unsent", "_waiting", "_writer", "started", "wake")
@@ -87,32 +92,32 @@ class EventStreamWriter:
         self._writer: BodyWriter | None = None
         self._waiting: list[Callable[[], None]] = []  # for what is not sent yet
         self.started = False
-        self.wake: Callable[[], None] = lambda: None  # told when there is something to flush
+        self.wake: Callable[[], None] = lambda: None  # called when there is something to flush
 
     @property
     def writer(self) -> BodyWriter | None:
-        """The way straight to the connection, where there is one and all that came before is written."""
+        """The direct writer, if there is one and everything before is written."""
         return self._writer
 
     @property
     def pending(self) -> bool:
-        """Is there something to flush?"""
+        """Whether there is something to flush."""
         return bool(self._unsent)
 
     @property
     def paused(self) -> bool:
-        """Has the client to read first?"""
+        """Whether the client must read first."""
         return bool(self._unsent) if self._writer is None else self._writer.paused
 
     def on_writable(self, ready: Callable[[], None]) -> None:
-        """Call this once when it is no longer paused; asked while it is."""
+        """Calls ``ready`` once when it is no longer paused.  Only while paused."""
         if self._writer is None:
             self._waiting.append(ready)
         else:
             self._writer.when_writable(ready)
 
     def write(self, data: bytes) -> bool:
-        """An event, or several; is it ``paused`` now?"""
+        """Writes one event or several.  Returns ``paused``."""
         if self._writer is not None:
             return self._writer.write(data)
         self.started = True
@@ -124,7 +129,7 @@ class EventStreamWriter:
         return True
 
     async def flush(self) -> None:
-        """Send what was written.  The status line goes before the first of it."""
+        """Sends what was written, the status line first."""
         if not self._unsent:
             return
         await self._start()
@@ -141,7 +146,7 @@ class EventStreamWriter:
             ready()
 
     async def finish(self, data: bytes) -> None:
-        """The last event."""
+        """Sends the last event."""
         if self._kept is not None:
             await self._exchange.send_response(200, b"".join((*self._kept, data)), *HEADERS, *self._headers())
             return
@@ -149,7 +154,7 @@ class EventStreamWriter:
         await self._exchange.finish(b"".join((*self._unsent, data)))
 
     async def send_error(self, error: Exception) -> None:
-        """The last event says what went wrong."""
+        """Sends an error as the last event."""
         self._exchange.log_entry.code = error_code(error)
         await self.finish(sse_error(logged_error_response(error).body))
 
@@ -158,30 +163,8 @@ class EventStreamWriter:
             await self._exchange.start(200, *HEADERS, *self._headers())
 
 
-# MERGED: Ids of a stream's events: how far each choice is told with an event, so that a client can ask for
-# MERGED: what comes after.
-# MERGED:
-# MERGED: ::
-# MERGED:
-# MERGED:     0:17                      17 tokens of choice 0 are told (a request without an idempotency key)
-# MERGED:     0:17/8c1f0a6e22d94b07     the same, with a mark that proves that it was given out for this
-# MERGED: request
-# MERGED:     1:9;0:17+/8c1f0a…         choice 1 stands at 9; choice 0 at 17, and what was held back of its
-# MERGED: text is told, too
-# MERGED:     0:end;1:end/8c1f0a…       both have ended
-# MERGED:     usage/8c1f0a…             so is the usage told
-# MERGED:     done                      nothing is left to tell
-# MERGED:
-# MERGED: A mark is a keyed hash of the id and of what was asked (tenant, key, body, model): a client can name
-# MERGED: no event that it
-# MERGED: was not told of, and so cannot have an answer that nobody counts.
-# MERGED:
-# MERGED: Text that may become part of a stop string, or of a character, is held back until the answer ends:
-# MERGED: "17" and "17+" tell
-# MERGED: which of the two a client has.  Knows nothing about tokens, JSON or HTTP.
-
 MAX_ID_CHOICES = 64
-"""An event's id tells of so many choices at most.  A stream with more of them cannot be resumed."""
+"""The most choices that an id names.  A stream with more cannot be resumed."""
 
 MAX_ID_BYTES = 4096
 
@@ -193,22 +176,22 @@ _ID: Final = re.compile(rf"(?P<places>{_PLACE}(?:;{_PLACE}){{0,{MAX_ID_CHOICES -
 
 @dataclass(frozen=True, slots=True)
 class ChoicePosition:
-    """How far one choice is told."""
+    """How far one choice has been sent."""
 
     tokens: int
-    flushed: bool = False  # what was held back is told, too
-    ended: bool = False  # so is the end
+    flushed: bool = False  # held-back text included
+    ended: bool = False  # and finished
 
 
 class EventSigner:
-    """The marks of one request's events.  ``key`` is known to every gateway and to no client."""
+    """Signs one request's event ids.  ``key`` is known to every gateway and to no client."""
 
     def __init__(self, key: bytes, request: bytes) -> None:
-        """``request``: what was asked, and by whom."""
+        """``request`` identifies the request and its tenant."""
         self._begun = blake2b(request, digest_size=SIGNATURE_BYTES, key=key, person=b"penstock event")
 
     def sign(self, places: str) -> str:
-        """Of the event with this id."""
+        """The signature of these positions."""
         mark = self._begun.copy()
         mark.update(places.encode())
         return mark.hexdigest()
@@ -216,14 +199,14 @@ class EventSigner:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a stream goes on.  Without places it begins."""
+    """Where a stream is resumed.  Without positions it starts from the beginning."""
 
     positions: Mapping[int, ChoicePosition] = field(default_factory=dict[int, ChoicePosition])
-    complete: bool = False  # nothing is left but the last word
+    complete: bool = False  # only the end marker is left
 
     @classmethod
     def parse(cls, raw: bytes, marks: EventSigner) -> ResumePoint:
-        """What a client says it has.  Raises RequestError for what is no id of ours, KeyReused for another mark."""
+        """Parses a client's last id.  Raises RequestError for an invalid one, KeyReused for another signature."""
         text = raw[: MAX_ID_BYTES + 1].decode("latin-1").strip()
         if text == "done":
             return cls(complete=True)
@@ -246,14 +229,14 @@ class ResumePoint:
 
 
 def _place(text: str) -> tuple[int, ChoicePosition]:
-    choice, _, told = text.partition(":")
-    if told == "end":
+    choice, _, position = text.partition(":")
+    if position == "end":
         return int(choice), ChoicePosition(0, flushed=True, ended=True)
-    return int(choice), ChoicePosition(int(told.rstrip("+")), flushed=told.endswith("+"))
+    return int(choice), ChoicePosition(int(position.rstrip("+")), flushed=position.endswith("+"))
 
 
 class EventIds:
-    """The ids of one stream.  With ``marks`` each tells of all choices, so that any of them can be resumed from."""
+    """The ids of one stream.  With ``marks`` each id names all choices, so that any event can be resumed from."""
 
     __slots__ = ("_marks", "_told")
 
@@ -264,19 +247,19 @@ class EventIds:
             self._told[choice] = "end" if place.ended else f"{place.tokens}{'+' if place.flushed else ''}"
 
     def start_id(self, choice: int) -> str:
-        """Of the event before a choice's first text."""
+        """The id of the event before a choice's first text."""
         return self._id(choice, "0")
 
     def delta_id(self, choice: int, tokens: int, *, last: bool) -> str:
-        """Of one with text.  ``last``: with what was held back."""
+        """The id of an event with text.  ``last``: with the held-back text."""
         return self._id(choice, f"{tokens}+" if last and self._marks is not None else str(tokens))
 
     def finish_id(self, choice: int) -> str:
-        """Of the one with the reason of the end."""
+        """The id of the event with the finish reason."""
         return self._id(choice, "end")
 
     def usage_id(self) -> str:
-        """Of the one with the figures."""
+        """The id of the event with the usage."""
         return "usage" if self._marks is None else f"usage/{self._marks.sign('usage')}"
 
     def _id(self, choice: int, place: str) -> str:
@@ -285,6 +268,6 @@ class EventIds:
         self._told[choice] = place
         if len(self._told) > MAX_ID_CHOICES:
             return f"{choice}:{place}"
-        others = "".join(f";{other}:{told}" for other, told in self._told.items() if other != choice)
+        others = "".join(f";{other}:{position}" for other, position in self._told.items() if other != choice)
         places = f"{choice}:{place}{others}"
         return f"{places}/{self._marks.sign(places)}"

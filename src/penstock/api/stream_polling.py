@@ -26,16 +26,16 @@ from penstock.types import TokenBatch
 
 START_UNITS = 128
 BATCH_UNITS = 8
-"""Of work: to begin a stream, which places it at a worker, and to send a batch, whatever is in it.  A token, or an
-alternative of it, is one more; a unit is one to five microseconds."""
+"""Units of work: to start a stream, which places it on a worker, and to send a batch.  Each token and each alternative
+of it is one more unit; a unit is one to five microseconds."""
 
 
 MAX_TEXT_PATH_ATTEMPTS = 8
-"""How often a choice is asked for the short way: there is none before its first text is out."""
+"""How often the text-only path is tried: there is none before the first text is out."""
 
 
 class LoopTurns:
-    """Work for many answers, so much in one turn of the event loop, in order.  One for an application."""
+    """Work for many responses, in order, a bounded amount per turn of the event loop.  One per application."""
 
     def __init__(self, units: int) -> None:
         """``units``: of work in a turn."""
@@ -44,11 +44,11 @@ class LoopTurns:
         self._is_due = False
 
     def __len__(self) -> int:
-        """Pieces of work that wait."""
+        """Queued pieces of work."""
         return len(self._waiting)
 
     def schedule(self, work: Callable[[], int]) -> None:
-        """Do this soon.  It returns the units that it took, and raises nothing."""
+        """Runs ``work`` soon.  It returns the units that it took, and must not raise."""
         self._waiting.append(work)
         if not self._is_due:
             self._is_due = True
@@ -70,7 +70,7 @@ TextOnlyPath = Callable[[tuple[int, ...]], bool | None]
 
 
 class SinkState(Enum):
-    """What is to follow tokens that were taken."""
+    """What a sink expects after the tokens that it took."""
 
     READY = "more"
     PAUSED = "paused"  # more, when it is open again
@@ -78,54 +78,54 @@ class SinkState(Enum):
 
 
 class TokenSink(Protocol):
-    """What becomes of the tokens of one answer, which may have several choices."""
+    """Consumer of the tokens of one response, which may have several choices."""
 
     def on_writable(self, ready: Callable[[], None]) -> None:
-        """Call this once when it takes more; asked when it was ``SinkState.PAUSED``."""
+        """Calls ``ready`` once when it is writable again; only after ``SinkState.PAUSED``."""
         ...
 
     def is_slow(self, batch: TokenBatch) -> bool:
-        """Is this for ``take_slowly``?"""
+        """Whether ``batch`` needs ``push_slowly``."""
         ...
 
     def push(self, index: int, batch: TokenBatch) -> SinkState:
-        """Tokens of a choice."""
+        """Consumes tokens of a choice."""
         ...
 
     def text_only(self, index: int) -> TextOnlyPath | None:
-        """The short way for a choice's tokens from now on; None: there is none now."""
+        """The text-only path of a choice from now on, or None."""
         ...
 
     async def push_slowly(self, index: int, batch: TokenBatch) -> SinkState:
-        """As ``take``, of what would hold the event loop for too long."""
+        """As ``push``, outside the event loop."""
         ...
 
     @property
     def pending(self) -> bool:
-        """Is there something for ``flush``?"""
+        """Whether there is something to ``flush``."""
         ...
 
     async def flush(self) -> None:
-        """Do what ``take`` could not, because it has to wait."""
+        """Sends what ``push`` has written, which may have to wait."""
         ...
 
 
 class StreamPump:
-    """The streams of one answer."""
+    """Pumps the token streams of one response into its sink."""
 
     __slots__ = ("_error", "_open", "_sleeper", "_taker", "_tasks", "_turns")
 
-    def __init__(self, turns: LoopTurns, taker: TokenSink) -> None:
+    def __init__(self, turns: LoopTurns, sink: TokenSink) -> None:
         self._turns = turns
-        self._taker = taker
+        self._taker = sink
         self._open = 0
         self._error: Exception | None = None
         self._sleeper: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] | None = None  # with the first: most answers have none
 
     async def run(self, streams: Sequence[TokenStream]) -> None:
-        """Until the taker wants no more of any of them.  Raises what ends one, and closes all, however it ends."""
-        taker, polled = self._taker, list[_PolledStream]()
+        """Runs until the sink is finished with all of them.  Raises what ends one; closes all in any case."""
+        sink, polled = self._taker, list[_PolledStream]()
         self._open = len(streams)
         try:
             for index, stream in enumerate(streams):
@@ -135,8 +135,8 @@ class StreamPump:
                 else:
                     self._spawn(self._read(index, stream))
             while True:
-                if taker.pending:
-                    await taker.flush()
+                if sink.pending:
+                    await sink.flush()
                 elif self._error is not None:
                     raise self._error
                 elif not self._open:
@@ -150,15 +150,15 @@ class StreamPump:
             for task in reading:
                 task.cancel()
             if reading:
-                # Whoever cancels now, as a process that ends does with all tasks, takes nothing from the error that
-                # is on its way to the client.
+                # A cancellation now, as of all tasks when the process ends, must not replace the error that is on its
+                # way to the client.
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.gather(*reading, return_exceptions=True)
             for stream in streams:
                 await stream.aclose()
 
     def wake(self) -> None:
-        """There is something to flush, to raise or to return for."""
+        """Wakes ``run``: there is something to flush, to raise or to return for."""
         if self._sleeper is not None and not self._sleeper.done():
             self._sleeper.set_result(None)
 
@@ -169,12 +169,12 @@ class StreamPump:
             self.wake()
 
     def choice_failed(self, error: Exception) -> None:
-        """A choice cannot be completed."""
+        """A choice has failed."""
         self._error = self._error or error
         self.wake()
 
     def push_in_task(self, index: int, batch: TokenBatch, then: Callable[[SinkState], None]) -> None:
-        """Have the taker take this in a task."""
+        """Has the sink consume ``batch`` in a task."""
 
         async def take() -> None:
             try:
@@ -205,16 +205,16 @@ class StreamPump:
 
     async def _read(self, index: int, stream: TokenStream) -> None:
         """A stream that cannot be polled."""
-        taker = self._taker
+        sink = self._taker
         try:
             async with aclosing(stream):
                 async for batch in stream:
-                    long = taker.is_slow(batch)
-                    then = await taker.push_slowly(index, batch) if long else taker.push(index, batch)
+                    long = sink.is_slow(batch)
+                    then = await sink.push_slowly(index, batch) if long else sink.push(index, batch)
                     if then is SinkState.FINISHED:
                         break
                     if then is SinkState.PAUSED:
-                        await _opened(taker)
+                        await _opened(sink)
                 else:
                     raise WorkerLost("The answer ended before its end.")
             self.choice_finished()
@@ -223,24 +223,24 @@ class StreamPump:
 
     @property
     def sink(self) -> TokenSink:
-        """Whom they feed."""
+        """The consumer."""
         return self._taker
 
     @property
     def turns(self) -> LoopTurns:
-        """When."""
+        """The application's queue of work."""
         return self._turns
 
 
-async def _opened(taker: TokenSink) -> None:
-    """Wait until it takes more."""
+async def _opened(sink: TokenSink) -> None:
+    """Waits until ``taker`` is writable."""
     opened = asyncio.get_running_loop().create_future()
-    taker.on_writable(lambda: None if opened.done() else opened.set_result(None))
+    sink.on_writable(lambda: None if opened.done() else opened.set_result(None))
     await opened
 
 
 class _PolledStream:
-    """One choice's stream, which is asked when it has something."""
+    """One choice's stream, polled when it has tokens."""
 
     __slots__ = ("_asked", "_feeds", "_index", "_over", "_paused", "_plain", "_poll", "_ready", "_tokens")
 
@@ -256,7 +256,7 @@ class _PolledStream:
         self._over = False
 
     def pull(self) -> int:
-        """Bring what waits to the taker.  Returns units."""
+        """Pushes the waiting tokens to the sink.  Returns units."""
         if self._over or self._paused:
             return 1
         if self._poll is None:
@@ -277,23 +277,23 @@ class _PolledStream:
             return BATCH_UNITS
 
     def _take(self, batch: TokenBatch) -> int:
-        taker, cost = self._feeds.sink, BATCH_UNITS + token_units(batch)
-        if batch.prompt_logprobs is not None and taker.is_slow(batch):
+        sink, cost = self._feeds.sink, BATCH_UNITS + token_units(batch)
+        if batch.prompt_logprobs is not None and sink.is_slow(batch):
             self._paused = True
             self._feeds.push_in_task(self._index, batch, self._taken_slowly)
             return cost
-        then = taker.push(self._index, batch)
+        then = sink.push(self._index, batch)
         if then is not SinkState.READY:
             self._stop(then)
         elif self._asked < MAX_TEXT_PATH_ATTEMPTS:
             self._asked += 1
-            self._plain = taker.text_only(self._index)
+            self._plain = sink.text_only(self._index)
             if self._plain is not None:
                 self._asked = MAX_TEXT_PATH_ATTEMPTS
         return cost
 
     def close(self) -> None:
-        """Free what the stream holds.  Harmless when said twice."""
+        """Frees what the stream holds.  Idempotent."""
         if not self._over:
             self._over = True
             self._tokens.close()
@@ -330,11 +330,11 @@ class _PolledStream:
 
 
 def _nothing() -> None:
-    """There is nobody to tell."""
+    """Placeholder of a closed stream's callback."""
 
 
 def token_units(batch: TokenBatch) -> int:
-    """The work that a batch is, beside ``BATCH_UNITS``."""
+    """The units of a batch, in addition to ``BATCH_UNITS``."""
     logprobs = batch.logprobs
     if logprobs is None:
         return len(batch.tokens)

@@ -1,7 +1,8 @@
-"""From prepared requests to an answer: run all choices at once, gather them or stream them as they come.
+"""From prepared requests to a response: runs all choices at once, and gathers or streams them.
 
-Whatever ends an answer early, be it a stop string, an error or the client's leaving, closes every token stream it had
-open.  Knows nothing about JSON bodies or the words of an API (``ResponseFormat`` does).
+However a response ends, by a stop string, an error or a disconnect, every token stream that it had open is closed.
+Text-only events are filled into a template (``TextEventTemplate``), which is learned from one event that the response
+format wrote.  Knows nothing about JSON bodies or the fields of an API (``ResponseFormat`` does).
 """
 
 from __future__ import annotations
@@ -23,12 +24,6 @@ from penstock.errors import RequestError
 from penstock.interfaces import OutputDelta, OutputDetokenizer, PreparedGeneration, TokenStream, ToolCallDelta
 from penstock.types import FinishReason, TokenBatch
 
-# MERGED: Events that tell nothing but text, put together from bytes: of each only the id and the text differ.
-# MERGED:
-# MERGED: What such an event looks like is found by having the API's shape write one with a mark for its text.
-# MERGED: Knows nothing
-# MERGED: about that shape.
-
 _MARK = "\uf8ff text \uf8ff"
 _MARK_BYTES = msgspec.json.encode(_MARK)[1:-1]
 
@@ -38,7 +33,7 @@ TEMPLATE_DELTA = OutputDelta(text=_MARK, tokens=1)
 
 @dataclass(frozen=True, slots=True)
 class TextOnlyChoice:
-    """The text of one choice, and where its tokens are counted."""
+    """The text of one choice, and the counter of its tokens."""
 
     index: int
     text: OutputDetokenizer
@@ -77,15 +72,15 @@ class TextEventTemplate:
         text = self._escaped(tokens)
         if text is None:
             return None
-        told = self._tokens[self._index] = self._tokens[self._index] + len(tokens)
+        sent = self._tokens[self._index] = self._tokens[self._index] + len(tokens)
         if not text:
             return False
-        return self._write(b"id: %d:%d\ndata: %b%b%b\n\n" % (self._index, told, self._before, text, self._behind))
+        return self._write(b"id: %d:%d\ndata: %b%b%b\n\n" % (self._index, sent, self._before, text, self._behind))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeState:
-    """How an answer is told: what the client has of it already, the marks of its event ids, whom it is charged to."""
+    """What the client has already, the signer of event ids, and how the response is billed."""
 
     resume_point: ResumePoint = field(default_factory=ResumePoint)
     signer: EventSigner | None = None
@@ -96,7 +91,7 @@ class ResumeState:
 
 
 class ResponseStream:
-    """One answer: its choices, and what they have used."""
+    """One response: its choices and their usage."""
 
     __slots__ = ("_cached", "_prepared", "_served", "_stored", "_streams", "_tokens", "_visit", "resume")
 
@@ -118,11 +113,11 @@ class ResponseStream:
 
     @property
     def continuous_usage(self) -> bool:
-        """With every event?"""
+        """Whether every event has the usage."""
         return self._prepared.reply.continuous_usage
 
     def usage(self) -> TokenUsage:
-        """So far; the choices of one prompt share what was cached of it."""
+        """The usage so far; the choices of one prompt share its cached tokens."""
         return TokenUsage.of(
             prompt=self._prepared.prompt_tokens,
             completion=sum(self._tokens),
@@ -132,22 +127,21 @@ class ResponseStream:
         )
 
     def record_usage(self) -> TokenUsage:
-        """It is over, however it ended: count what nobody has counted of it.  Nothing, when not a token came."""
+        """Records the usage that no other request recorded, at the end of the response; nothing without a token."""
         used = self.usage()
         if self._visit.has_started:
-            told = list(zip(self._tokens, self._stored, strict=True))
+            counted = list(zip(self._tokens, self._stored, strict=True))
             self._visit.record_usage(
-                used, rated=self.resume.rated.new_usage(told), metered=self.resume.metered.new_usage(told)
+                used, rated=self.resume.rated.new_usage(counted), metered=self.resume.metered.new_usage(counted)
             )
         return used
 
     def token_streams(self) -> list[TokenStream]:
-        """The tokens of each choice; to be begun and closed by whoever reads them."""
+        """The token stream of each choice, to be started and closed by its consumer."""
         return [self._streams.stream(request) for request in self._prepared.requests]
 
     def decode(self, index: int, came: TokenBatch) -> list[OutputDelta]:
-        """The pieces that these tokens of a choice make; the last of a choice has ``finish``.  One ends where the
-        client's part of it does."""
+        """The deltas of these tokens; a choice's last has ``finish``.  One ends where the client's part does."""
         text, pieces = self._prepared.answers[index], []
         for batch in self._parts(index, came):
             pieces.append(text.push(batch))
@@ -156,7 +150,7 @@ class ResponseStream:
         return pieces
 
     async def decode_in_thread(self, index: int, came: TokenBatch) -> list[OutputDelta]:
-        """As ``take``, of more than the event loop has time for: in a thread."""
+        """As ``decode``, in a thread, for more than the event loop has time for."""
         text, pieces = self._prepared.answers[index], []
         for batch in self._parts(index, came):
             pieces.append(await asyncio.to_thread(text.push, batch))
@@ -165,11 +159,11 @@ class ResponseStream:
         return pieces
 
     def has_computed_token(self, index: int) -> bool:
-        """Has this choice a token of a worker, or will never have one?"""
+        """Whether a worker has sent a token of this choice, or never will."""
         return self._served[index] or not self.resume.computed
 
     def text_only_choice(self, index: int) -> TextOnlyChoice | None:
-        """The text of a choice as bytes, as long as nothing is to be counted but its tokens; else None."""
+        """The text-only path of a choice, while only its tokens must be counted; else None."""
         if not self.has_computed_token(index) or self.resume.resume_point.positions or self.resume.signer is not None:
             return None
         return TextOnlyChoice(index, self._prepared.answers[index], self._tokens)
@@ -183,7 +177,7 @@ class ResponseStream:
         return _split_batch(came, known.tokens - self._tokens[index]) if known else (came,)
 
     def _counted(self, index: int, batch: TokenBatch, came: TokenBatch, piece: OutputDelta) -> bool:
-        """Is this piece the last?"""
+        """Counts ``piece``.  Returns whether it is the choice's last."""
         self._tokens[index] = piece.tokens
         if batch.stored:
             self._stored[index] = piece.tokens
@@ -196,17 +190,17 @@ class ResponseStream:
 
 
 MANY_LOGPROBS = 128
-"""Tokens in one piece whose log-probabilities are written on the event loop; those of more are written in a thread."""
+"""Logprobs of more tokens in one delta are encoded in a thread."""
 
 
 class _GatherSink:
-    """``TokenSink`` of an answer that is told whole."""
+    """``TokenSink`` of an answer that is counted whole."""
 
     pending = False
 
-    def __init__(self, answering: ResponseStream, choices: int) -> None:
+    def __init__(self, response: ResponseStream, choices: int) -> None:
         self.pieces: list[list[OutputDelta]] = [[] for _ in range(choices)]
-        self._answering = answering
+        self._answering = response
 
     def on_writable(self, ready: Callable[[], None]) -> None:
         ready()
@@ -232,12 +226,12 @@ class _GatherSink:
 
 
 class _StreamSink:
-    """``TokenSink`` of one that is told as it comes."""
+    """``TokenSink`` of one that is counted as it comes."""
 
     __slots__ = ("_answering", "_events", "_out")
 
-    def __init__(self, answering: ResponseStream, events: _EventEncoder, out: EventStreamWriter) -> None:
-        self._answering = answering
+    def __init__(self, response: ResponseStream, events: _EventEncoder, out: EventStreamWriter) -> None:
+        self._answering = response
         self._events = events
         self._out = out
 
@@ -284,14 +278,14 @@ def _is_long(batch: TokenBatch) -> bool:
 async def complete_body(
     shape: ResponseFormat, head: ResponseHead, choices: Sequence[CompletedChoice], usage: TokenUsage
 ) -> bytes:
-    """The body of an answer that is not streamed."""
+    """The body of a response that is not streamed."""
     if sum(len(choice.logprobs) for choice in choices) <= MANY_LOGPROBS:
         return shape.complete(head, choices, usage)
     return await asyncio.to_thread(shape.complete, head, choices, usage)
 
 
 def _split_batch(batch: TokenBatch, at: int) -> tuple[TokenBatch, ...]:
-    """In two, the first of ``at`` tokens, where it has more than that or ends with them."""
+    """The batch split after ``at`` tokens, if it has more or ends there."""
     if not 0 < at <= len(batch.tokens) or (at == len(batch.tokens) and batch.finish is None):
         return (batch,)
     logprobs = batch.logprobs
@@ -307,10 +301,10 @@ def _split_batch(batch: TokenBatch, at: int) -> tuple[TokenBatch, ...]:
     return before, behind
 
 
-async def gather_choices(answering: ResponseStream, turns: LoopTurns, choices: int) -> list[CompletedChoice]:
-    """All choices, whole."""
-    gathered = _GatherSink(answering, choices)
-    await StreamPump(turns, gathered).run(answering.token_streams())
+async def gather_choices(response: ResponseStream, turns: LoopTurns, choices: int) -> list[CompletedChoice]:
+    """All choices, complete."""
+    gathered = _GatherSink(response, choices)
+    await StreamPump(turns, gathered).run(response.token_streams())
     return [_joined(pieces_of_one) for pieces_of_one in gathered.pieces]
 
 
@@ -339,28 +333,28 @@ def _whole_calls(parts: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
 
 
 async def stream_events(
-    answering: ResponseStream, turns: LoopTurns, out: EventStreamWriter, shape: ResponseFormat, head: ResponseHead
+    response: ResponseStream, turns: LoopTurns, out: EventStreamWriter, shape: ResponseFormat, head: ResponseHead
 ) -> None:
-    """Send the answer as events."""
-    used = answering.usage if answering.continuous_usage else None
-    events = _EventEncoder(shape, head, answering.resume, used)
-    feeds = StreamPump(turns, _StreamSink(answering, events, out))
+    """Sends the response as events."""
+    used = response.usage if response.continuous_usage else None
+    events = _EventEncoder(shape, head, response.resume, used)
+    feeds = StreamPump(turns, _StreamSink(response, events, out))
     out.wake = feeds.wake
     try:
-        await feeds.run(answering.token_streams())
+        await feeds.run(response.token_streams())
     except Exception as error:
         if not out.started:
             raise
         await out.send_error(error)
         return
     usage = (
-        sse.sse_event(events.ids.usage_id(), shape.usage_chunk(head, answering.usage())) if head.include_usage else b""
+        sse.sse_event(events.ids.usage_id(), shape.usage_chunk(head, response.usage())) if head.include_usage else b""
     )
     await out.finish(usage + sse.DONE)
 
 
 class _EventEncoder:
-    """Turns pieces into events, in OpenAI's order, leaving out what the client has."""
+    """Encodes deltas as events, in OpenAI's order, without what the client has already."""
 
     __slots__ = ("_begun", "_first", "_head", "_places", "_shape", "_used", "ids")
 
@@ -371,7 +365,7 @@ class _EventEncoder:
         course: ResumeState,
         used: Callable[[], TokenUsage] | None = None,
     ) -> None:
-        """``used``: so far, to be told with every event."""
+        """``used``: the usage so far, for every event."""
         self._used = used
         self.ids = EventIds(course.signer, course.resume_point)
         self._shape = shape
@@ -381,7 +375,7 @@ class _EventEncoder:
         self._first = not self._places
 
     def of(self, index: int, piece: OutputDelta) -> bytes:
-        """The events of one piece; none when it shows nothing yet."""
+        """The events of one delta; empty if it shows nothing yet."""
         if self._used is not None:
             self._head = msgspec.structs.replace(self._head, used=self._used())
         place = self._places.get(index)
@@ -400,7 +394,7 @@ class _EventEncoder:
         return data
 
     def plain(self, index: int, text: TextOnlyChoice, writer: BodyWriter) -> TextEventTemplate | None:
-        """This choice's events from now on, as long as they are nothing but text."""
+        """The template of this choice's events, while they are only text."""
         head = self._head
         if self._first or index not in self._begun or head.logprobs or head.token_ids or self._used is not None:
             return None
@@ -422,7 +416,7 @@ class _EventEncoder:
 
 
 def _is_already_sent(place: ChoicePosition, piece: OutputDelta) -> bool:
-    """Has the client all of this piece but the word that it ends?  Raises RequestError for a place beyond the end."""
+    """Whether the client has all of this delta but its finish.  Raises RequestError for a position beyond the end."""
     if piece.finish is not None and piece.tokens < place.tokens:
         raise RequestError(
             f"The header Last-Event-ID names {place.tokens} tokens of an answer that has {piece.tokens}.",

@@ -1,4 +1,4 @@
-"""The span of an HTTP request: taken up from the caller's headers, given back in a header, closed with the request."""
+"""The span of an HTTP request: continues the caller's trace, returns it in a header, ends with the request."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ class RequestTracing:
         """The requests as parts of the span; they were made of its body ``since``."""
         if not span.context:
             return prepared
-        intake = self._tracer.begin(span.context, INTAKE, since)
-        intake.set_attributes(penstock__requests=len(prepared.requests))
+        processing = self._tracer.begin(span.context, INTAKE, since)
+        processing.set_attributes(penstock__requests=len(prepared.requests))
         span.set_attributes(penstock__class=prepared.requests[0].claim.service.name.lower())
-        intake.end(self._clock.now())
+        processing.end(self._clock.now())
         requests = tuple(msgspec.structs.replace(request, trace=span.context) for request in prepared.requests)
         return msgspec.structs.replace(prepared, requests=requests)
 
@@ -83,11 +83,9 @@ class _TracedStreams:
         self._context = context
 
     def stream(self, request: ValidRequest) -> TokenStream:
-        """See ``TokenStreamSource``."""
         return self._streams.stream(msgspec.structs.replace(request, trace=self._context))
 
     def mark_stopped(self, request: RequestId) -> None:
-        """See ``TokenStreamSource``."""
         self._streams.mark_stopped(request)
 
 

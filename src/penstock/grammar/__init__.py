@@ -1,7 +1,7 @@
-"""Constrained output: which tokens may come next, so that the whole answer is what was asked for.
+"""Structured output: which tokens may come next, so that the whole output follows a grammar.
 
-``intake`` has a grammar checked beside its event loop, in a process that can be stopped (``checking``, ``checker``).
-Its text then travels with the request (``types.Grammar``).  A worker compiles it once (``worker.Grammars``) and steps
-one ``matcher.Matcher`` an answer.  The state of an answer follows from its tokens alone, so it never travels: who takes
-an answer over reads its tokens again.
+A gateway checks a grammar in a process that can be killed (``checker_client``, ``checker_process``).  Its text then
+travels with the request (``types.Grammar``).  A worker compiles it once (``manager.GrammarManager``) and advances one
+``matcher.GrammarMatcher`` per request.  A matcher's state follows from the tokens alone, so it is never transferred:
+after a migration the new worker replays the tokens.
 """

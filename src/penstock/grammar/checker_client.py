@@ -1,6 +1,7 @@
-"""Grammars checked beside an event loop: one at a time, in a process of their own, each text once, tenants in turn.
+"""Checks grammars outside the event loop: one at a time, in a process of their own, each text once, tenants in turn.
 
-The process is started with the first grammar.  Knows nothing about requests or fields.
+The process starts with the first grammar, and is killed when it does not respond.  Each kind of exit is distinguished,
+because one is the client's fault and another is not.  Knows nothing about requests or fields.
 """
 
 from __future__ import annotations
@@ -24,13 +25,6 @@ from penstock.errors import GrammarRefused, QueueFull
 from penstock.grammar.checker_process import OUT_OF_MEMORY, CheckLimits, GrammarVerdict, encode_frame, read_frame
 from penstock.grammar.matcher import GrammarVocabulary
 from penstock.types import Grammar
-
-# MERGED: A checker process as its parent sees it: asked one grammar at a time, killed when it does not
-# MERGED: answer.
-# MERGED:
-# MERGED: Blocking: for a thread.  Every end of the process is told from every other, because one is the
-# MERGED: client's fault and
-# MERGED: another is not.
 
 WALL_PER_CPU_SECOND = 8.0
 """Seconds of waiting for each second of CPU time allowed: others may be using the processors."""
@@ -214,7 +208,7 @@ class GrammarChecker:
         return check
 
     def _make_room(self, tenant: str) -> None:
-        """The last of whoever has most waiting gives way to a tenant that has fewer.  Raises QueueFull."""
+        """Evicts the last check of the tenant with most waiting, for a tenant with fewer.  Raises QueueFull."""
         longest = max(self._lines, key=lambda other: len(self._lines[other]), default=tenant)
         full = f"{len(self._open)} grammars wait to be checked already. Try again soon."
         if len(self._lines.get(longest, ())) <= len(self._lines.get(tenant, ())) + 1:
@@ -249,10 +243,10 @@ class GrammarChecker:
                     self._remember(key, verdict)
                 if not check.verdict.done():
                     check.verdict.set_result(verdict)
-            except Exception as error:  # noqa: BLE001 - told to whoever waits
+            except Exception as error:  # noqa: BLE001 - raised where it is awaited
                 if not check.verdict.done():
                     check.verdict.set_exception(error)
-                    check.verdict.exception()  # nobody may be left to hear it
+                    check.verdict.exception()  # retrieved: no request may be left to await it
             finally:
                 self._open.pop((tenant, key), None)
                 if tenant in self._lines:

@@ -1,8 +1,9 @@
 """The process that tries grammars before requests may use them: ``python -m penstock.grammar.checker_process``.
 
-Reads limits, a vocabulary and then grammars from standard input, and writes a verdict for each.  What a grammar costs
-cannot be foreseen, so the kernel holds the limits: CPU time by an interval timer whose signal ends the process, memory
-by an address space limit.  It ends with its standard input.  Imports no NumPy, so that it is there in 0.1 s.
+Reads limits, a vocabulary and then grammars from standard input, and writes a verdict for each, in frames of four
+bytes of length and one msgpack struct.  The cost of a grammar cannot be predicted, so the kernel enforces the limits:
+CPU time by an interval timer whose signal ends the process, memory by an address space limit.  It ends with its
+standard input.  Imports no NumPy, so that it is up in 0.1 s.
 """
 
 from __future__ import annotations
@@ -22,9 +23,6 @@ from llguidance import LLTokenizer
 from penstock.grammar.matcher import CompiledGrammar, GrammarMatcher, GrammarVocabulary, short_error, token_trie
 from penstock.grammar.sources import from_ebnf
 from penstock.types import Grammar, GrammarKind
-
-# MERGED: What a gateway and its checker say to each other: frames of four bytes of length and one msgpack
-# MERGED: struct.
 
 MAX_BYTES = 256 << 20
 """Of one frame: a vocabulary of a million tokens fits."""

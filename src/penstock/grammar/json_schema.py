@@ -1,7 +1,12 @@
-"""JSON schemas as the grammar library can follow them to the letter.
+"""JSON schemas rewritten so that the grammar library follows them exactly, and with closed objects.
 
-What it takes but cannot hold is refused here; what it refuses though it makes no difference, or is another way to say
-what it knows, is rewritten.  Everything else is the library's own to take or refuse.  Pure.
+What the library accepts but does not enforce is refused; what it refuses without need, or knows under another keyword,
+is rewritten.  Everything else is left to it.
+
+``close_objects`` limits an object to the properties that its schema names, unless the schema says otherwise: JSON
+Schema leaves objects open, and a model that may add keys may add them without end.  An ``additionalProperties`` stays
+as it is.  Properties that several schemas name for one object (``allOf``, ``$ref``, ``anyOf``) are closed together.
+Objects without ``properties`` stay open.  Pure.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ STANDARD_FORMATS = frozenset(
         *("relative-json-pointer", "regex"),
     }
 )
-"""JSON Schema's own.  Any other format is a remark (Draft 2020-12, 7.2.3) and holds nobody to anything."""
+"""JSON Schema's own.  Any other format is an annotation (Draft 2020-12, 7.2.3) and constrains nothing."""
 
 MAX_ALTERNATIVES = 64
 """Of a ``oneOf`` whose pairs are compared."""
@@ -211,18 +216,6 @@ def resolve_pointer(root: object, reference: object) -> object:
     return place
 
 
-# MERGED: Closes the objects of a JSON schema: an object has the properties that its schema names and no
-# MERGED: others, where the
-# MERGED: schema does not say otherwise.
-# MERGED:
-# MERGED: JSON Schema leaves such objects open, and a model that may add keys may add them without end.
-# MERGED: ``additionalProperties``,
-# MERGED: whatever it says, is taken as it is.  Properties that several schemas name for one object
-# MERGED: (``allOf``, ``$ref`` or
-# MERGED: ``anyOf`` beside ``properties``) are closed together.  Objects without ``properties`` stay open.
-# MERGED: Pure.
-
-
 MAX_VISITS = 20_000
 """Of schemas that describe one object together; objects that are looked at after that stay open."""
 
@@ -267,7 +260,7 @@ class _ObjectCloser:
         return self.rewritten(value)
 
     def _added(self, schema: dict[str, Any]) -> list[str] | None:
-        """What a closed object may have beside its own properties; None where it is not closed, or not here."""
+        """Further properties of a closed object; None where it is not closed, or not here."""
         own = isinstance(schema.get("properties"), dict)
         others = [source for source in self._sources(schema) if any(map(self._describes, source))]
         if own + len(others) < (1 if own else 2):
@@ -295,7 +288,7 @@ class _ObjectCloser:
 
     def _names(self, schema: object, above: tuple[int, ...]) -> dict[str, bool] | None:
         """Properties that an object may have by this schema, in order, and whether it describes them or only requires
-        them; None where it says itself what an object may have, or nobody can tell."""
+        them; None where it has keywords for that, or it is unknown."""
         self._visits += 1
         if not isinstance(schema, dict) or id(schema) in above:
             return {}
@@ -313,7 +306,7 @@ class _ObjectCloser:
         return names | {name: False for name in _strings(schema.get("required"), list) if name not in names}
 
     def _sources(self, schema: dict[str, Any]) -> list[Sequence[object]]:
-        """Schemas beside its own keywords that describe the same object: each of ``allOf``, what it refers to (None:
+        """Other schemas that describe the same object: each of ``allOf``, what it refers to (None:
         that is not here), alternatives together."""
         members = schema.get("allOf")
         found: list[Sequence[object]] = [[member] for member in members] if isinstance(members, list) else []

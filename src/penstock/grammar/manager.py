@@ -1,8 +1,8 @@
-"""The grammars of one worker: compiled once each on a thread of their own, so that no step waits for it.
+"""The compiled grammars of one worker: each is compiled once, on its own thread, so that no step waits for it.
 
-Whoever has a request holds what ``request`` returns for as long as the answer is written: nothing that is held is
-compiled twice, or forgotten.  What nobody holds any more is kept for others as far as there is memory; a compilation
-that nobody waits for any more is not begun.  Knows nothing about requests.
+A request holds the handle that ``GrammarManager`` returns while it runs: a grammar that is held is neither compiled
+twice nor evicted.  Grammars without a holder stay as far as there is memory; a compilation without a waiting request
+is not started.  Knows nothing about requests.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GrammarManager:
         self._trie: LLTokenizer | None = None
         self._alive: weakref.WeakValueDictionary[Grammar, GrammarHandle] = weakref.WeakValueDictionary()
         self._kept: OrderedDict[Grammar, GrammarHandle] = OrderedDict()  # used longest ago first
-        self._freed: deque[int] = deque()  # bytes of those that nobody has any more; appended to by any thread
+        self._freed: deque[int] = deque()  # bytes of handles that were dropped; appended to by any thread
         self._bytes = 0
         self._waiting: set[Future[CompiledGrammar]] = set()
         self._pool: ThreadPoolExecutor | None = None
@@ -119,7 +119,7 @@ class GrammarManager:
         return handle
 
     def _make_room(self, size: int) -> None:
-        """Forget what nobody holds, used longest ago first, until there is room for so many bytes."""
+        """Evicts grammars without holders, least recently used first, until there is room for ``size`` bytes."""
         for grammar in list(self._kept):
             if self.bytes + size <= self._max_bytes:
                 return

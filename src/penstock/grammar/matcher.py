@@ -1,7 +1,8 @@
-"""One compiled grammar, and how far one answer has come in it.
+"""One compiled grammar over a model's tokens, and the state of one request in it.
 
-A thin layer over llguidance (Earley parser over a lexer of derivatives).  Everything here is bounded by counts of work,
-never by time: where a grammar turns out too expensive in mid-answer, it does so at the same token whoever computes it.
+A thin layer over llguidance (Earley parser over a lexer of derivatives).  Everything is bounded by counts of work,
+never by time: a grammar that turns out too expensive fails at the same token on every worker.  ``GrammarVocabulary``
+is plain data, so that it can be sent to another process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import msgspec
 
 MAX_ITEMS_IN_ROW = 1000
 """Ambiguity: ways in which what was written so far can be understood.  What a mask or a token costs grows with its
-square.  A schema of 250 properties that may all come next has so many."""
+square.  A schema of 250 properties that may all come next has that many."""
 
 MAX_ITEMS_IN_ROW_OF_RULES = 500
 """The same of rules that a client wrote: a schema's cannot be ambiguous without end, those can.  A mask of such rules
@@ -49,7 +50,7 @@ _WORD_BITS = 32
 
 
 def mask_words(vocabulary: int) -> int:
-    """Words of 32 bits in a mask of so many tokens."""
+    """Words of 32 bits in a mask over ``vocabulary`` tokens."""
     return -(-vocabulary // _WORD_BITS)
 
 
@@ -184,11 +185,6 @@ def _limits(grammar: Grammar) -> LLParserLimits:
         max_grammar_size=MAX_GRAMMAR_SIZE,
         verbose_errors=False,
     )
-
-
-# MERGED: What a grammar must know of a model's tokens: the bytes of each, and which ones end an answer.
-# MERGED:
-# MERGED: Plain data, so that it can be sent to another process.  Knows no tokenizer.
 
 
 class GrammarVocabulary(msgspec.Struct, frozen=True, kw_only=True):

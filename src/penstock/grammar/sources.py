@@ -1,6 +1,8 @@
-"""A grammar in its own language to a Lark grammar with JSON schemas in it, which is what llguidance reads.
+"""A grammar in its own language to a Lark grammar with JSON schemas in it, which llguidance reads.
 
-Knows nothing about tokens.  Options that would weaken a grammar are decided here and cannot be set from within it.
+Options that would weaken a grammar are set here and cannot be set from within it.  ``tool_call_grammar`` is for a
+forced tool call: the whole output is calls of the given tools, in the model's syntax (``ToolCallSyntax``), with
+arguments that satisfy their schemas.  Knows nothing about tokens.
 """
 
 from __future__ import annotations
@@ -105,13 +107,6 @@ def _regex_rules(regex: str) -> str:
     rules: str = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0]["lark_grammar"]
     return rules
 
-
-# MERGED: Grammars of tool calls: for ``tool_choice`` that demands one, whatever way a model has of writing
-# MERGED: it.
-# MERGED:
-# MERGED: How a family writes its calls is data (``ToolCallSyntax``), given by who knows its template.  What is
-# MERGED: demanded is that the
-# MERGED: whole answer is calls of the given tools with arguments that satisfy their schemas.
 
 SyntaxParts = tuple[str | int, ...]
 """Text, and control tokens by their id: those are never text."""

@@ -1,4 +1,4 @@
-"""From parsed JSON to checked requests, and from tokens back to text.
+"""Request processing: parsed JSON to engine requests, and output tokens to text.
 
-Knows nothing about HTTP, workers or how an answer is sent.  Only this room imports the tokenizer library and jinja2.
+Knows nothing about HTTP or workers.
 """

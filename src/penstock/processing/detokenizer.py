@@ -1,8 +1,16 @@
-"""From bytes to text while they arrive.
+"""Output tokens to text as they arrive: UTF-8, stop strings, logprobs and echo in one place.
 
-A character is shown when its last byte is there, and only then; bytes that can never become a character are shown
-as U+FFFD at once, those that still could at the end.  So the pieces joined are the whole decoded at once
-(Unicode 16, section 3.9, "maximal subparts").
+The deltas joined depend on the tokens only, never on how they were batched.  Text that may be the start of a stop
+string or part of a character is held back, and so are the logprobs of its tokens::
+
+      text     |  already given out  |  held back  | part of a character
+      tokens   t0    t1    t2    t3     t4     t5     t6
+      given    <------------------>                        t4, t5, t6 wait in ``_waiting``
+
+A character is given out when its last byte is there; invalid bytes become U+FFFD, as Unicode 16 has it (section 3.9,
+"maximal subparts").  Every stop string has its Knuth-Morris-Pratt automaton (SIAM J. Comput. 6(2), 1977), so the work
+is linear in the text: the first stop string to be complete counts, the longest of those complete at one character.
+Knows nothing about JSON or HTTP.
 """
 
 from __future__ import annotations
@@ -43,16 +51,6 @@ class Utf8Decoder:
         """What is held back, as U+FFFD; nothing will follow."""
         self.pending = False
         return self._decoder.decode(b"", True)
-
-
-# MERGED: Stop strings in a text that arrives in pieces.
-# MERGED:
-# MERGED: Knows nothing about tokens.  Every stop string has its Knuth-Morris-Pratt automaton (SIAM J. Comput.
-# MERGED: 6(2), 1977), so
-# MERGED: the work is linear in the text whatever the strings are, and what was found depends on the text
-# MERGED: only, never on the
-# MERGED: pieces it came in: the first stop string to be complete wins, the longest of those complete at one
-# MERGED: character.
 
 
 def _borders(word: str) -> list[int]:
@@ -122,20 +120,6 @@ class StopStringScanner:
         return complete
 
 
-# MERGED: The text of one answer while its tokens arrive: UTF-8, stop strings, logprobs and echo in one place.
-# MERGED:
-# MERGED: The pieces joined depend on the tokens only, never on how they were batched.  What may still turn
-# MERGED: out to be the
-# MERGED: beginning of a stop string, or is part of a character, is held back, and with it the logprobs of its
-# MERGED: tokens.
-# MERGED: Knows nothing about JSON or HTTP.
-# MERGED:
-# MERGED: ::
-# MERGED:
-# MERGED:       text     |  already given out  |  held back  | part of a character
-# MERGED:       tokens   t0    t1    t2    t3     t4     t5     t6
-# MERGED:       given    <------------------>                        t4, t5, t6 wait in ``_waiting``
-
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have (as with OpenAI)."""
 
@@ -145,7 +129,7 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     stops: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()  # the last token of an answer that ended by one is not shown
-    min_tokens: int = 0  # a stop string that completes within so many tokens does not count
+    min_tokens: int = 0  # a stop string within the first ``min_tokens`` does not count
     logprobs: bool = False
     token_ids: bool = False
     special: bool = False  # the text of special tokens is shown
@@ -177,7 +161,7 @@ _NONE: frozenset[int] = frozenset()
 
 
 class IncrementalDetokenizer:
-    """``wire.ports.AnswerText`` for one choice."""
+    """``OutputDetokenizer`` of one choice."""
 
     __slots__ = (
         "_base",
@@ -218,7 +202,6 @@ class IncrementalDetokenizer:
         self._base = len(wanted.echo.text) if wanted.echo else 0
 
     def push(self, batch: TokenBatch) -> OutputDelta:
-        """The next tokens; see ``wire.ports.AnswerText``."""
         echoed = self._echo_prompt(batch) if self._echo is not None else None
         if self._wanted.prompt_only:
             return self._with_echo(OutputDelta(tokens=0, finish=FinishReason.LENGTH), echoed)
@@ -251,7 +234,6 @@ class IncrementalDetokenizer:
         return self._with_echo(piece, echoed)
 
     def escaped(self, tokens: tuple[int, ...]) -> bytes | None:
-        """See ``wire.ports.AnswerText``."""
         if not self._only_text or self._echo is not None or self._utf8.pending:
             return None
         table = self._table

@@ -1,7 +1,7 @@
-"""The adapters that clients may name: those of the start, and those that were loaded since.
+"""The LoRA adapters that clients may name: those given at the start, and those loaded since.
 
-A name is only how clients say it: an answer is that of the adapter's content, whose fingerprint goes with the request.
-So unloading takes nothing away from an answer that has begun.  Knows nothing about HTTP or workers.
+A request carries the fingerprint of the adapter's content, so unloading a name does not affect running requests.
+Knows nothing about HTTP or workers.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class LoraRegistry:
             )
 
     def _read(self, name: str, folder: Path) -> NamedAdapter:
-        """On a thread: nobody else writes, by the lock."""
+        """On a thread; the lock excludes other writers."""
         config = self._config
         others = [own for own in self._by_name.values() if own.name != name]
         if len(others) >= config.max_adapters:

@@ -1,6 +1,7 @@
-"""The intake of models that only read: embeddings, reranking, classification.
+"""The request processor of pooling models: embeddings, reranking, classification.
 
-Texts are encoded beside the event loop, all of a request together.  Knows nothing about HTTP or workers.
+Bodies are checked field by field as for chats; the texts of a request are encoded together, outside the event loop.
+Knows nothing about HTTP or workers.
 """
 
 from __future__ import annotations
@@ -32,10 +33,6 @@ from penstock.types import PoolingParams, RequestId, SamplingParams, Task, Valid
 from penstock.weights.config_json import ConfigFields
 from penstock.weights.model_files import CONFIG, TOKENIZER_CONFIG, load_json, model_files
 from penstock.weights.pooling import SENTENCES
-
-# MERGED: Bodies of ``/v1/embeddings``, ``/rerank`` and ``/classify`` to checked calls: one rule a field.
-# MERGED:
-# MERGED: Unknown fields are refused as for chats.  Knows nothing about tokenizers.
 
 Input = Prompt
 """As of a completion; token ids have their special tokens already."""
@@ -174,7 +171,7 @@ def _prompt_name(fields: BodyFields) -> str | None:
 
 
 def _cut(fields: BodyFields, facts: ModelProperties) -> int | None:
-    """``truncate_prompt_tokens``: so many, or -1 for what the model reads."""
+    """``truncate_prompt_tokens``: a count, or -1 for the model's context."""
     value = fields.raw("truncate_prompt_tokens")
     if value == -1 and type(value) is int:
         return facts.max_model_len
@@ -199,7 +196,7 @@ class PoolingModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingModelProcessor(SingleTaskProcessor):
-    """``wire.ports.Intake`` and ``wire.ports.Pools`` for one model folder."""
+    """The request processor of one pooling model's folder."""
 
     def __init__(self, folder: Path, served: PoolingModel, limits: RequestLimits) -> None:
         """Reads tokenizer, prompts and labels.  Raises ModelError."""
@@ -232,7 +229,6 @@ class PoolingModelProcessor(SingleTaskProcessor):
     # --- what it is for -----------------------------------------------------------------------------------------------
 
     async def embeddings(self, body: JsonObject, envelope: RequestContext) -> PreparedPooling:
-        """See ``wire.ports.Pools``."""
         if self._served.task is not Task.EMBED:
             self.refuse("makes no embeddings")
         call = parse_embeddings(body, self.limits, self.facts, self._served.width)
@@ -242,7 +238,6 @@ class PoolingModelProcessor(SingleTaskProcessor):
         return self._work(envelope, [(own, wanted) for own in tokens], base64=call.base64)
 
     async def rerank(self, body: JsonObject, envelope: RequestContext) -> PreparedPooling:
-        """See ``wire.ports.Pools``."""
         if self._served.task is not Task.CLASSIFY or self._served.width != 1:
             self.refuse("ranks no documents: a model with one label does")
         call = parse_rerank(body, self.limits, self.facts)
@@ -260,7 +255,6 @@ class PoolingModelProcessor(SingleTaskProcessor):
         )
 
     async def classify(self, body: JsonObject, envelope: RequestContext) -> PreparedPooling:
-        """See ``wire.ports.Pools``."""
         if self._served.task is not Task.CLASSIFY:
             self.refuse("has no labels")
         call = parse_classify(body, self.limits, self.facts)
@@ -275,7 +269,6 @@ class PoolingModelProcessor(SingleTaskProcessor):
         )
 
     async def encoded(self, text: str, *, special: bool) -> Sequence[int]:
-        """See ``SingleTaskProcessor``."""
         (tokens,) = await self._encode([text])
         return self._framing.wrap(tokens) if special else tokens
 

@@ -1,7 +1,7 @@
-"""The intake: from parsed JSON to engine requests, and the object that turns each answer's tokens into text.
+"""The request processor of a generation model: parsed JSON to engine requests and their detokenizers.
 
-Encoding and rendering of long texts happen on threads without the interpreter lock where that is possible; hashing
-gives way to others every few blocks.  Knows nothing about HTTP or workers.
+Long texts are rendered and encoded on threads, without the interpreter lock where possible; hashing yields to the
+event loop every few blocks.  Knows nothing about HTTP or workers.
 """
 
 from __future__ import annotations
@@ -64,9 +64,6 @@ from penstock.types import (
 )
 from penstock.weights.config_json import SamplingDefaults, sampling_defaults
 from penstock.weights.model_files import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG, ModelFiles, model_files
-
-# MERGED: What the intake reads of a model's small files: named tokens, the vocabulary's size, what ends an
-# MERGED: answer.
 
 
 def read_json(files: ModelFiles, name: str, *, required: bool = True) -> dict[str, Any]:
@@ -131,7 +128,7 @@ _CHARS_OF_A_MESSAGE = 256
 
 
 class GenerationProcessor:
-    """``wire.ports.Intake`` for one model folder or GGUF file."""
+    """The request processor of one model folder or GGUF file."""
 
     def __init__(
         self,
@@ -194,17 +191,14 @@ class GenerationProcessor:
         )
 
     def cards(self) -> Sequence[ModelCard]:
-        """See ``wire.ports.Intake``."""
         own = self._card
         names = self._adapters.names()
         return (own, *(msgspec.structs.replace(own, name=name, parent=own.name) for name in names))
 
     async def load_adapter(self, body: JsonObject) -> JsonObject:
-        """See ``wire.ports.Intake``."""
         return {"id": await self._adapters.load(body), "object": "lora_adapter", "loaded": True}
 
     async def unload_adapter(self, body: JsonObject) -> JsonObject:
-        """See ``wire.ports.Intake``."""
         return {"id": await self._adapters.unload(body), "object": "lora_adapter", "loaded": False}
 
     def _asked(self, body: JsonObject) -> tuple[ModelProperties, AdapterRef | None]:
@@ -213,7 +207,6 @@ class GenerationProcessor:
         return (self._facts if adapter is None else msgspec.structs.replace(self._facts, name=body["model"])), adapter
 
     async def chat(self, body: JsonObject, envelope: RequestContext) -> PreparedGeneration:
-        """See ``wire.ports.Intake``."""
         facts, adapter = self._asked(body)
         checked = parse_chat(body, self._limits, facts)
         call, keep = checked.call, checked.call.keep
@@ -230,7 +223,6 @@ class GenerationProcessor:
         return _with_model_name(prepared, facts.name)
 
     async def completion(self, body: JsonObject, envelope: RequestContext) -> PreparedGeneration:
-        """See ``wire.ports.Intake``."""
         facts, adapter = self._asked(body)
         checked = parse_completion(body, self._limits, facts)
         max_tokens = checked.call.sampling.max_tokens or 0
@@ -256,7 +248,6 @@ class GenerationProcessor:
         return _with_model_name(prepared, facts.name)
 
     async def tokenize(self, body: JsonObject) -> TokenizeResult:
-        """See ``wire.ports.Intake``."""
         what, add_special_tokens, strings = parse_tokenize(body, self._limits, self._asked(body)[0])
         if isinstance(what, ChatInput):
             wish = RenderOptions(tooling=what.tooling, add_special_tokens=add_special_tokens)
@@ -277,7 +268,6 @@ class GenerationProcessor:
         return await self._tokenizer.run_sized(len(tokens), lambda: self._tokenizer.token_strings(tokens))
 
     async def detokenize(self, body: JsonObject) -> str:
-        """See ``wire.ports.Intake``."""
         tokens = parse_detokenize(body, self._asked(body)[0])
         return await self._tokenizer.run_sized(len(tokens), lambda: self._tokenizer.decode(tokens))
 
@@ -447,9 +437,9 @@ class GenerationProcessor:
             hashes = await _hash_blocks(root, prompt)
             token_ids = pack_token_ids(prompt.tokens)
             sampling = _sampling_params(call, length.max_tokens, grammar, echo=wanted.echo is not None)
-            told = wanted
+            options = wanted
             if wanted.echo is not None:
-                told = msgspec.structs.replace(wanted, echo=PromptEcho(text=wanted.echo.text, tokens=token_ids))
+                options = msgspec.structs.replace(wanted, echo=PromptEcho(text=wanted.echo.text, tokens=token_ids))
             for _ in range(call.sampling.n):
                 choice = len(requests)
                 requests.append(
@@ -469,7 +459,7 @@ class GenerationProcessor:
                     )
                 )
                 answers.append(
-                    IncrementalDetokenizer(self._tokenizer.table, told, identity=f"{envelope.name}/{choice}")
+                    IncrementalDetokenizer(self._tokenizer.table, options, identity=f"{envelope.name}/{choice}")
                 )
         reply = ResponseOptions(
             model=self._facts.name,
@@ -504,7 +494,7 @@ class _OutputLength(NamedTuple):
     """How long an answer may become."""
 
     max_tokens: int
-    open_ended: bool = False  # nobody named it
+    open_ended: bool = False  # the request names no length
 
 
 def _length(sampling: SamplingFields, room: int, default: int | None) -> _OutputLength:

@@ -1,7 +1,4 @@
-"""What intakes of models that do one thing only have in common: refusing the rest, and naming tokens.
-
-Knows neither the task nor how texts of it are read.
-"""
+"""What the request processors of single-task models share: refusing other tasks, and tokenizing."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ class TaskDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SingleTaskProcessor(ABC):
-    """``wire.ports.Intake`` of a model that neither chats nor completes, and has no adapters."""
+    """The request processor of a model without chats, completions and adapters."""
 
     def __init__(
         self,
@@ -53,7 +50,6 @@ class SingleTaskProcessor(ABC):
         self.tokenizer.close()
 
     def cards(self) -> Sequence[ModelCard]:
-        """See ``wire.ports.Intake``."""
         return (self._card,)
 
     async def load_adapter(self, body: JsonObject) -> JsonObject:
@@ -73,18 +69,16 @@ class SingleTaskProcessor(ABC):
         self.refuse(self._purpose.text)
 
     async def tokenize(self, body: JsonObject) -> TokenizeResult:
-        """See ``wire.ports.Intake``."""
         text, special, strings = parse_tokenize(body, self.limits, self.facts)
         if not isinstance(text, str):
             self.refuse("has no chat template")
         tokens = await self.encoded(text, special=special)
-        told = self.tokenizer.token_strings(tokens) if strings else None
+        strings_of_tokens = self.tokenizer.token_strings(tokens) if strings else None
         return TokenizeResult(
-            count=len(tokens), max_model_len=self.facts.max_model_len, tokens=list(tokens), token_strs=told
+            count=len(tokens), max_model_len=self.facts.max_model_len, tokens=list(tokens), token_strs=strings_of_tokens
         )
 
     async def detokenize(self, body: JsonObject) -> str:
-        """See ``wire.ports.Intake``."""
         tokens = parse_detokenize(body, self.facts)
         return await self.tokenizer.run_sized(len(tokens), lambda: self.tokenizer.decode(tokens))
 

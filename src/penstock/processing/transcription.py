@@ -1,6 +1,7 @@
-"""The intake of models that hear: from the form of a transcription to one engine request a window.
+"""The request processor of audio models: a transcription form to one engine request per window.
 
-Windows are prepared one after another, as they are asked for.  Knows nothing about HTTP or workers.
+Windows are prepared one after another, on demand.  ``WhisperTokens`` are the model's control tokens and the tokens
+that it may not produce, from its tokenizer and generation config.  Knows nothing about HTTP or workers.
 """
 
 from __future__ import annotations
@@ -33,13 +34,10 @@ from penstock.weights.families.registry import TRANSCRIBERS
 from penstock.weights.families.whisper import WhisperConfig
 from penstock.weights.model_files import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG, ModelFiles, load_json, model_files
 
-# MERGED: The control tokens of a model that hears, and what it may not write: out of its tokenizer and
-# MERGED: generation config.
-
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 
 MULTILINGUAL_FROM = 51_865
-"""Models of so many tokens know languages, where nothing else says so (openai/whisper, ``is_multilingual``)."""
+"""The smallest vocabulary of a multilingual model, where nothing else says so (openai/whisper, ``is_multilingual``)."""
 
 ENGLISH = "en"
 
@@ -83,16 +81,14 @@ def read_whisper_tokens(files: ModelFiles, tokenizer: TextTokenizer) -> WhisperT
     def token(name: str) -> int:
         found = tokenizer.special_id(name)
         if found is None or found >= vocabulary:
-            raise ModelError(
-                f"{config.where}: the tokenizer beside it has no special token {name}, which is asked with"
-            )
+            raise ModelError(f"{config.where}: its tokenizer has no special token {name}, which transcription needs")
         return found
 
     tokens = sorted(own for own in tokenizer.table.special if own < vocabulary)
     names = zip(tokenizer.token_strings(tokens), tokens, strict=True)
     languages = {found[1]: own for name, own in names if (found := _LANGUAGE.fullmatch(name))} if several else {}
     if several and not languages:
-        raise ModelError(f"{config.where}: the tokenizer beside it has no languages, as <|{ENGLISH}|>")
+        raise ModelError(f"{config.where}: its tokenizer has no language tokens, such as <|{ENGLISH}|>")
     source = generation if generation.has("eos_token_id") else config
     banned, first = (
         _ids(generation, config, name, vocabulary) for name in ("suppress_tokens", "begin_suppress_tokens")
@@ -118,8 +114,6 @@ def _ids(generation: ConfigFields, config: ConfigFields, name: str, vocabulary: 
         raise source.error(f"{name} must be ids below {vocabulary}, got {values!r:.80}")
     return tuple(own for own in values if own >= 0)
 
-
-# MERGED: The form of a transcription, as OpenAI has it: every field checked, with the words of every refusal.
 
 FORMS = ("json", "text", "verbose_json", "srt", "vtt")
 
@@ -202,7 +196,7 @@ def _refuse_others(form: MultipartForm, single: dict[str, str]) -> None:
     """What OpenAI has and this server does not; what asks for nothing passes."""
     for wanted in form.fields.get("timestamp_granularities[]", ()):
         if wanted != "segment":
-            raise unsupported("timestamp_granularities[]", "times are told of whole segments only ('segment').")
+            raise unsupported("timestamp_granularities[]", "timestamps are given per segment only ('segment').")
     if form.fields.get("include[]"):
         raise unsupported("include[]", "nothing can be included; verbose_json tells avg_logprob of every segment.")
     if single.get("chunking_strategy", "auto") != "auto":
@@ -239,7 +233,7 @@ WindowAudio = tuple[PlacedImage, AudioInput]
 
 
 class AudioModelProcessor(SingleTaskProcessor):
-    """``wire.ports.Intake`` and ``wire.ports.Hears`` for one model folder."""
+    """The request processor of one audio model's folder."""
 
     def __init__(
         self, folder: Path, card: ModelCard, limits: RequestLimits, requests: RequestConfig | None = None
@@ -255,8 +249,8 @@ class AudioModelProcessor(SingleTaskProcessor):
         room = card.max_model_len - whisper.begin - self.most_before - 1 - len(self.words.prompt(ENGLISH, "translate"))
         if room < 1:
             raise ModelError(
-                f"{config.where}: a context of {card.max_model_len} tokens leaves no room for an answer beside a "
-                f"sound's {whisper.begin} and a prompt's {self.most_before}; "
+                f"{config.where}: a context of {card.max_model_len} tokens leaves no room for an answer after "
+                f"{whisper.begin} tokens of audio and {self.most_before} of a prompt; "
                 f"the model has {whisper.begin + whisper.target}"
             )
         facts = ModelProperties(
@@ -274,7 +268,6 @@ class AudioModelProcessor(SingleTaskProcessor):
         self.sounds.close()
 
     async def encoded(self, text: str, *, special: bool) -> Sequence[int]:
-        """See ``SingleTaskProcessor``."""
         return await self.tokenizer.run_sized(
             len(text), lambda: self.tokenizer.encode(text, add_special_tokens=special)
         )
@@ -282,7 +275,6 @@ class AudioModelProcessor(SingleTaskProcessor):
     async def prepare(
         self, form: MultipartForm, envelope: RequestContext, *, translates: bool
     ) -> WindowedTranscription:
-        """See ``wire.ports.Hears``."""
         languages = self.words.languages or {ENGLISH: 0}
         asked = parse_transcription(form, self.limits, self.facts, languages)
         if translates and not self.words.tasks:
@@ -311,18 +303,18 @@ class AudioModelProcessor(SingleTaskProcessor):
 
 
 class WindowedTranscription:
-    """``wire.ports.Listening``: one sound, window by window."""
+    """One recording, window by window."""
 
     def __init__(
         self,
-        intake: AudioModelProcessor,
+        processor: AudioModelProcessor,
         asked: tuple[TranscriptionFields, RequestContext, bool],
         before: tuple[int, ...],
         read: tuple[NDArray[np.float32], list[Span]],
         room: SampleReservation,
     ) -> None:
         """``before``: tokens in front of every window's own.  ``room``: for the samples that were read."""
-        self._intake = intake
+        self._processor = processor
         self._asked, self._envelope, translates = asked
         self._salt = self._envelope.caller.cache_salt(self._asked.cache_salt)
         self._before = before
@@ -330,45 +322,39 @@ class WindowedTranscription:
         self._room = room
         self._heard: tuple[int, WindowAudio] | None = None  # the latest window
         self.task = "translate" if translates else "transcribe"
-        self.model = intake.facts.name
+        self.model = processor.facts.name
         self.language = self._asked.language or ""
         self.response_format, self.stream = self._asked.form, self._asked.stream
         self.temperature = self._asked.temperature
         self.seed = self._asked.seed
-        self.tokens = intake.sounds.recipe.tokens
+        self.tokens = processor.sounds.recipe.tokens
 
     def close(self) -> None:
-        """See ``wire.ports.Listening``."""
         self._room.release()
 
     @property
     def seconds(self) -> float:
-        """See ``wire.ports.Listening``."""
-        return len(self._samples_N) / self._intake.sounds.recipe.rate
+        return len(self._samples_N) / self._processor.sounds.recipe.rate
 
     @property
     def windows(self) -> Sequence[tuple[float, float]]:
-        """See ``wire.ports.Listening``."""
-        rate = self._intake.sounds.recipe.rate
+        rate = self._processor.sounds.recipe.rate
         return [(begin / rate, end / rate) for begin, end in self._spans]
 
     async def language_request(self) -> ValidRequest | None:
-        """See ``wire.ports.Listening``."""
-        words = self._intake.words
+        words = self._processor.words
         if self.language or not words.languages:
             return None
         sampling = SamplingParams(seed=0, max_tokens=1, temperature=GREEDY, banned=words.all_but_languages())
         return await self._request("language", 0, (words.start,), sampling)
 
     def set_language(self, token: int) -> None:
-        """See ``wire.ports.Listening``."""
-        self.language = self._intake.words.language_of(token)
+        self.language = self._processor.words.language_of(token)
 
     async def window_request(self, index: int) -> tuple[ValidRequest, OutputDetokenizer]:
-        """See ``wire.ports.Listening``."""
-        intake, words = self._intake, self._intake.words
+        processor, words = self._processor, self._processor.words
         own = (*self._before, *words.prompt(self.language or ENGLISH, self.task))
-        room = intake.facts.max_model_len - intake.sounds.recipe.tokens - len(own)
+        room = processor.facts.max_model_len - processor.sounds.recipe.tokens - len(own)
         if room < 1:
             raise PromptTooLong(prompt_tokens=len(own), max_tokens=1, limit=len(own) + room, param="prompt")
         sampling = SamplingParams(
@@ -385,12 +371,12 @@ class WindowedTranscription:
         wanted = OutputOptions(
             stop_token_ids=frozenset(words.end_tokens), logprobs=sampling.logprobs is not None, token_ids=True
         )
-        return request, IncrementalDetokenizer(intake.tokenizer.table, wanted, identity=request.id)
+        return request, IncrementalDetokenizer(processor.tokenizer.table, wanted, identity=request.id)
 
     async def _request(self, name: str, index: int, own: tuple[int, ...], sampling: SamplingParams) -> ValidRequest:
         """``own`` tokens after a window."""
         place, sound = await self._hear(index)
-        prompt = (self._intake.words.start,) * sound.columns + own
+        prompt = (self._processor.words.start,) * sound.columns + own
         caller = self._envelope.caller
         salt = caller.cache_salt(self._asked.cache_salt)
         root = chain_root(self._envelope.identity, tenant_salt=salt)
@@ -399,7 +385,7 @@ class WindowedTranscription:
             prompt=pack_token_ids(prompt),
             block_hashes=tuple(block_hashes(root, prompt, images=(place,))),
             sampling=sampling,
-            open_ended=sampling.max_tokens > 1,  # as long as what is heard: nobody names a length
+            open_ended=sampling.max_tokens > 1,  # as long as the audio: the request names no length
             arrival=self._envelope.arrival,
             images=(place,),
             pictures=(sound,),
@@ -411,5 +397,5 @@ class WindowedTranscription:
     async def _hear(self, index: int) -> WindowAudio:
         if self._heard is None or self._heard[0] != index:
             begin, end = self._spans[index]
-            self._heard = (index, await self._intake.sounds.extract_features(self._samples_N[begin:end], self._salt))
+            self._heard = (index, await self._processor.sounds.extract_features(self._samples_N[begin:end], self._salt))
         return self._heard[1]

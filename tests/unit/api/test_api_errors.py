@@ -19,6 +19,7 @@ MADE = {
     errors.WrongTask: lambda: errors.WrongTask("a", "writes no text", "/b"),
     errors.UnknownModel: lambda: errors.UnknownModel("a", "b"),
     errors.UnknownWorker: lambda: errors.UnknownWorker("a", "b, c"),
+    errors.ProtocolVersionError: lambda: errors.ProtocolVersionError(1, expected=2),
     errors.MethodNotAllowed: lambda: errors.MethodNotAllowed("GET", "/", allow="POST"),
 }
 

@@ -142,7 +142,9 @@ def test_control_tokens_of_a_call_are_tokens_not_text() -> None:
     grammar = compiled(tool_call_grammar([CLOCK], LISTED, several=True))
     matcher = grammar.matcher()
     assert allowed(matcher) == [END - 1]
-    assert matcher.accept_tokens([END - 1, *b'[{"name": "clock", "arguments": {"x": 1}}, {"name": "clock", "arguments": {}}]'])
+    assert matcher.accept_tokens(
+        [END - 1, *b'[{"name": "clock", "arguments": {"x": 1}}, {"name": "clock", "arguments": {}}]']
+    )
     assert allowed(matcher) == [END]
     assert len(BYTES.tokens) > END
 

@@ -114,7 +114,7 @@ _EMPTY = _Delta()
 
 
 class ChatResponseFormat:
-    """``edge.openai_shapes.Shape`` of chats."""
+    """``ResponseFormat`` of chats."""
 
     id_prefix = "chatcmpl-"
     operation = "chat"

@@ -44,13 +44,13 @@ class _Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionResponseFormat:
-    """``edge.openai_shapes.Shape`` of completions."""
+    """``ResponseFormat`` of completions."""
 
     id_prefix = "cmpl-"
     operation = "text_completion"
 
     def first_chunk(self, head: ResponseHead, choice: int, *, first: bool) -> bytes | None:
-        """Nothing, unless the prompt's token ids are to be told."""
+        """Nothing, unless the prompt's token ids are wanted."""
         if not head.token_ids:
             return None
         return _chunk(head, _Choice(index=choice, text="", prompt_token_ids=head.prompt_ids(choice)), first=first)

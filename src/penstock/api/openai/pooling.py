@@ -1,4 +1,8 @@
-"""``/v1/embeddings``, ``/rerank`` and ``/classify`` on the wire: as OpenAI, Jina and Cohere, and vLLM write them."""
+"""``/v1/embeddings``, ``/rerank`` and ``/classify``: pools all inputs, and writes the responses of OpenAI, Jina, vLLM.
+
+A bounded number of inputs is with the workers at any time.  However a response ends, every token stream that it had
+open is closed.  Large responses are encoded piece by piece, so that other streams go on meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from penstock.interfaces import PreparedPooling
 
 
 class PoolingResponseHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer says besides its items."""
+    """The fields of a response apart from its items."""
 
     id: str
     created: int  # Unix seconds
@@ -27,7 +31,7 @@ class PoolingResponseHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingResponseFormat(Protocol):
-    """How one API writes what became of texts."""
+    """How one API writes pooled outputs."""
 
     id_prefix: str
     """Of ids, as ``embd-``."""
@@ -36,11 +40,11 @@ class PoolingResponseFormat(Protocol):
     """As OpenTelemetry calls it, or as the route is called."""
 
     def items(self, work: PreparedPooling, pooled: Sequence[bytes]) -> Iterator[Any]:
-        """One object a text that is told."""
+        """One object per input of the response."""
         ...
 
     def complete(self, head: PoolingResponseHead, items: list[msgspec.Raw]) -> Any:
-        """The answer."""
+        """The response."""
         ...
 
 
@@ -171,13 +175,6 @@ class ClassifyResponseFormat:
         return _Classes(id=head.id, created=head.created, model=head.model, data=items, usage=_usage(head))
 
 
-# MERGED: From texts that are only read to an answer: all are read, so many at one time, and told in the words
-# MERGED: of an API.
-# MERGED:
-# MERGED: Whatever ends an answer early closes every token stream it had open.  Large answers are written
-# MERGED: piece by piece, so that
-# MERGED: other people's streams go on meanwhile.
-
 _PIECES_A_TURN = 8
 """Vectors written before others get a turn: a fraction of a millisecond."""
 
@@ -185,9 +182,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 async def pool_all(streams: TokenStreamSource, work: PreparedPooling, at_once: int) -> list[bytes]:
-    """What every text became, in order; at most ``at_once`` are with the workers at any time.
+    """The pooled output of every input, in order; at most ``at_once`` are with the workers at any time.
 
-    Raises what the first that failed did.
+    Raises the first failure.
     """
     left = iter(range(len(work.requests)))
     found = [b""] * len(work.requests)
@@ -220,7 +217,7 @@ async def _read(streams: TokenStreamSource, work: PreparedPooling, index: int) -
 async def encode_pooling_response(
     shape: PoolingResponseFormat, head: PoolingResponseHead, work: PreparedPooling, pooled: Sequence[bytes]
 ) -> bytes:
-    """The whole answer."""
+    """The whole response."""
     items: list[msgspec.Raw] = []
     for item in shape.items(work, pooled):
         items.append(msgspec.Raw(_encode(item)))

@@ -27,11 +27,11 @@ class UsageCharge(msgspec.Struct, frozen=True):
     """Usages with one ``charge_id`` are of one request with an idempotency key, and count once."""
 
     charge_id: str
-    repeated: bool  # this gateway knows that it was told before, in part at least
+    repeated: bool  # as far as this gateway knows, it was sent before, at least in part
 
 
 class UsageExtension(msgspec.Struct, frozen=True, kw_only=True):
-    """Our own field."""
+    """Penstock's own field in ``usage``."""
 
     charge_id: str | UnsetType = UNSET  # see ``UsageCharge``
     repeated: bool | UnsetType = UNSET
@@ -39,7 +39,7 @@ class UsageExtension(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, charge: UsageCharge | None, stored: int) -> UsageExtension | UnsetType:
-        """Nothing where there is nothing to tell."""
+        """UNSET without content."""
         if charge is None and not stored:
             return UNSET
         tokens = stored or UNSET
@@ -77,13 +77,13 @@ class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SeedExtension(msgspec.Struct, frozen=True):
-    """Our own field: with this seed the same request gives the same answer."""
+    """Penstock's own field: with this seed the same request gives the same response."""
 
     seed: int
 
 
 class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What every object of one answer repeats."""
+    """The fields that every object of one response repeats."""
 
     id: str
     created: int  # Unix seconds
@@ -93,17 +93,17 @@ class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False
     token_ids: bool = False
     n: int = 1
-    prompts: tuple[TokenIds, ...] = ()  # token ids, told when ``token_ids``
+    prompts: tuple[TokenIds, ...] = ()  # token ids, sent when ``token_ids``
     include_usage: bool = False
-    used: TokenUsage | None = None  # so far, where every event is to tell it
+    used: TokenUsage | None = None  # so far, for events that include it
 
     def prompt_ids(self, choice: int) -> list[int] | UnsetType:
-        """The prompt of a choice, if it is to be told."""
+        """The prompt of a choice, if wanted."""
         return self.prompts[choice // self.n].tolist() if self.token_ids else UNSET
 
 
 class CompletedChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One whole choice."""
+    """One completed choice."""
 
     text: str
     reasoning: str = ""
@@ -114,7 +114,7 @@ class CompletedChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseFormat(Protocol):
-    """How one API writes its answers.  ``first`` marks the first object of a stream, which tells the seed."""
+    """How one API writes its responses.  ``first`` marks the first object of a stream, which has the seed."""
 
     id_prefix: str
     """Of ids, as ``chatcmpl-``."""
@@ -131,7 +131,7 @@ class ResponseFormat(Protocol):
         ...
 
     def finish_chunk(self, head: ResponseHead, choice: int, finish: FinishReason, *, first: bool) -> bytes:
-        """The end of a choice, without text."""
+        """The finish of a choice, without text."""
         ...
 
     def usage_chunk(self, head: ResponseHead, usage: TokenUsage) -> bytes:
@@ -139,10 +139,10 @@ class ResponseFormat(Protocol):
         ...
 
     def complete(self, head: ResponseHead, choices: Sequence[CompletedChoice], usage: TokenUsage) -> bytes:
-        """An answer that is not streamed."""
+        """A response that is not streamed."""
         ...
 
 
 def unset_unless(value: Any, wanted: bool) -> Any:
-    """``value``, or nothing at all."""
+    """``value`` if ``wanted``, else UNSET."""
     return value if wanted else UNSET

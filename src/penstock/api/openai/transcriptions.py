@@ -1,6 +1,6 @@
-"""``/v1/audio/transcriptions`` and ``/v1/audio/translations`` on the wire, as OpenAI writes them.
+"""``/v1/audio/transcriptions`` and ``/v1/audio/translations``: runs one window after another, writes OpenAI's formats.
 
-A segment is a window that was heard at once.
+A segment is one window.  However a response ends, the token stream that it had open is closed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VTT_TYPE: Header = (b"content-type", b"text/vtt; charset=utf-8")
 
 
 class TranscriptSegment(msgspec.Struct, kw_only=True):
-    """A window, and what was heard in it so far; times in seconds."""
+    """A window and its text so far; times in seconds."""
 
     id: int
     begin: float
@@ -40,10 +40,10 @@ class TranscriptSegment(msgspec.Struct, kw_only=True):
 
 
 class Transcript:
-    """What was written so far of one sound."""
+    """The text of one recording so far."""
 
-    def __init__(self, listening: PreparedTranscription) -> None:
-        self.listening = listening
+    def __init__(self, source: PreparedTranscription) -> None:
+        self.listening = source
         self.segments: list[TranscriptSegment] = []
         self.tokens = 0
         self.text = ""
@@ -55,7 +55,7 @@ class Transcript:
         return segment
 
     def append(self, segment: TranscriptSegment, piece: OutputDelta) -> str:
-        """More of a window; what comes of it for the whole text, which neither begins nor ends with white space."""
+        """Adds to a window.  Returns what it adds to the whole text, which has no white space at its ends."""
         segment.text += piece.text
         segment.tokens += piece.token_ids
         self.tokens += len(piece.token_ids)
@@ -77,41 +77,41 @@ def delta_event(text: str) -> bytes:
     return encode({"type": "transcript.text.delta", "delta": text})
 
 
-def done_event(told: Transcript) -> bytes:
+def done_event(transcript: Transcript) -> bytes:
     """The last event."""
-    return encode({"type": "transcript.text.done", "text": told.text, **_more(told)})
+    return encode({"type": "transcript.text.done", "text": transcript.text, **_more(transcript)})
 
 
-def complete_transcript(told: Transcript) -> tuple[bytes, Header]:
-    """The whole answer in the form that was asked for, and its type."""
-    match told.listening.response_format:
+def complete_transcript(transcript: Transcript) -> tuple[bytes, Header]:
+    """The whole response in the requested format, and its type."""
+    match transcript.listening.response_format:
         case "text":
-            return f"{told.text}\n".encode(), TEXT_TYPE
+            return f"{transcript.text}\n".encode(), TEXT_TYPE
         case "srt":
-            return "".join(map(_srt, told.segments)).encode(), TEXT_TYPE
+            return "".join(map(_srt, transcript.segments)).encode(), TEXT_TYPE
         case "vtt":
-            return ("WEBVTT\n\n" + "".join(map(_vtt, told.segments))).encode(), VTT_TYPE
+            return ("WEBVTT\n\n" + "".join(map(_vtt, transcript.segments))).encode(), VTT_TYPE
         case "verbose_json":
-            return encode(_verbose(told)), JSON_TYPE
+            return encode(_verbose(transcript)), JSON_TYPE
         case _:
-            return encode({"text": told.text, **_more(told)}), JSON_TYPE
+            return encode({"text": transcript.text, **_more(transcript)}), JSON_TYPE
 
 
-def _more(told: Transcript) -> dict[str, Any]:
+def _more(transcript: Transcript) -> dict[str, Any]:
     """What every object ends with."""
-    usage = {"type": "duration", "seconds": round(told.listening.seconds, 3)}
-    return {"usage": usage, "penstock": SeedExtension(told.listening.seed)}
+    usage = {"type": "duration", "seconds": round(transcript.listening.seconds, 3)}
+    return {"usage": usage, "penstock": SeedExtension(transcript.listening.seed)}
 
 
-def _verbose(told: Transcript) -> dict[str, Any]:
-    listening = told.listening
+def _verbose(transcript: Transcript) -> dict[str, Any]:
+    source = transcript.listening
     return {
-        "task": listening.task,
-        "language": listening.language or "en",
-        "duration": round(listening.seconds, 3),
-        "text": told.text,
-        "segments": [_segment(own, listening.temperature) for own in told.segments],
-        **_more(told),
+        "task": source.task,
+        "language": source.language or "en",
+        "duration": round(source.seconds, 3),
+        "text": transcript.text,
+        "segments": [_segment(own, source.temperature) for own in transcript.segments],
+        **_more(transcript),
     }
 
 
@@ -146,70 +146,64 @@ def _time(seconds: float, point: str) -> str:
     return f"{hours:02}:{minutes:02}:{left // 1000:02}{point}{left % 1000:03}"
 
 
-# MERGED: From a sound that is to be written down to an answer: its windows are heard one after another.
-# MERGED:
-# MERGED: Whatever ends an answer early closes the token stream it had open.  Knows nothing about forms or
-# MERGED: files.
-
-
 class TranscriptionResponse:
-    """One answer of a model that hears."""
+    """The response to one transcription."""
 
     def __init__(self, streams: TokenStreamSource, gate: LoadShedder) -> None:
         self._streams = streams
         self._gate = gate
 
     async def send(
-        self, exchange: HttpExchange, listening: PreparedTranscription, claim: Qos, headers: Sequence[Header]
+        self, exchange: HttpExchange, source: PreparedTranscription, claim: Qos, headers: Sequence[Header]
     ) -> None:
-        """Hear all of it and tell it, at once or as it is written."""
-        question = await listening.language_request()
-        with self._gate.admit(exchange, claim, [listening.tokens]) as visit:
+        """Transcribes the recording and sends the text, streamed or whole."""
+        question = await source.language_request()
+        with self._gate.admit(exchange, claim, [source.tokens]) as visit:
             if question is not None:
-                listening.set_language(await self._one_token(question, visit))
-            told = Transcript(listening)
+                source.set_language(await self._one_token(question, visit))
+            transcript = Transcript(source)
             try:
-                await self._tell(exchange, told, visit, headers)
+                await self._tell(exchange, transcript, visit, headers)
             finally:
-                visit.record_usage(TokenUsage.of(prompt=listening.tokens, completion=told.tokens, cached=0))
+                visit.record_usage(TokenUsage.of(prompt=source.tokens, completion=transcript.tokens, cached=0))
 
     async def _tell(
-        self, exchange: HttpExchange, told: Transcript, visit: AdmittedRequest, headers: Sequence[Header]
+        self, exchange: HttpExchange, transcript: Transcript, visit: AdmittedRequest, headers: Sequence[Header]
     ) -> None:
-        if told.listening.stream:
-            await self._stream(exchange, told, visit, headers)
+        if transcript.listening.stream:
+            await self._stream(exchange, transcript, visit, headers)
             return
-        async with aclosing(self._pieces(told, visit)) as pieces:
+        async with aclosing(self._pieces(transcript, visit)) as pieces:
             async for _ in pieces:
                 pass
-        body, kind = complete_transcript(told)
+        body, kind = complete_transcript(transcript)
         await exchange.send_response(200, body, kind, *headers)
 
     async def _stream(
-        self, exchange: HttpExchange, told: Transcript, visit: AdmittedRequest, headers: Sequence[Header]
+        self, exchange: HttpExchange, transcript: Transcript, visit: AdmittedRequest, headers: Sequence[Header]
     ) -> None:
         """As events."""
 
         async def events() -> AsyncGenerator[bytes, None]:
-            async with aclosing(self._pieces(told, visit)) as pieces:
+            async with aclosing(self._pieces(transcript, visit)) as pieces:
                 async for text in pieces:
-                    yield sse.sse_event(f"0:{told.tokens}", delta_event(text))
+                    yield sse.sse_event(f"0:{transcript.tokens}", delta_event(text))
 
         def last() -> bytes:
-            return sse.sse_event("0:end", done_event(told)) + sse.DONE
+            return sse.sse_event("0:end", done_event(transcript)) + sse.DONE
 
         await send_events(exchange, events(), last, lambda: headers)
 
-    async def _pieces(self, told: Transcript, visit: AdmittedRequest) -> AsyncGenerator[str, None]:
-        """Text as it comes; ``told`` knows it all."""
-        for index, (begin, end) in enumerate(told.listening.windows):
-            request, text = await told.listening.window_request(index)
-            segment = told.add_segment(TranscriptSegment(id=index, begin=begin, end=end))
+    async def _pieces(self, transcript: Transcript, visit: AdmittedRequest) -> AsyncGenerator[str, None]:
+        """Text as it comes, which ``transcript`` collects."""
+        for index, (begin, end) in enumerate(transcript.listening.windows):
+            request, text = await transcript.listening.window_request(index)
+            segment = transcript.add_segment(TranscriptSegment(id=index, begin=begin, end=end))
             async with aclosing(self._window(request, text, visit)) as pieces:
                 async for piece in pieces:
-                    if more := told.append(segment, piece):
+                    if more := transcript.append(segment, piece):
                         yield more
-        visit.on_finished(0, told.tokens)  # only what is complete counts among those that were in time
+        visit.on_finished(0, transcript.tokens)  # only what is complete counts among those that were in time
 
     async def _window(
         self, request: ValidRequest, text: OutputDetokenizer, visit: AdmittedRequest

@@ -1,11 +1,12 @@
-"""Keeps control tokens in the hands of the template.
+"""Keeps control tokens under the template's control.
 
 A client's text may spell a control token (``<|end|>``), whole or in parts that only the template joins.  Before
 rendering, ``ControlTokenGuard.mark`` puts invisible marks around such spellings; after rendering, unmarked text is the
 template's own.  ``guarded`` then gives the template's control tokens random names, for a tokenizer that knows only
 those names.  Text without such spellings takes the plain path and gets no marks.
 
-Knows nothing about templates or tokenizers.
+``WordMatcher`` finds many words in a long text by one trie, in searches of ``PIECE`` characters: a regular expression
+holds the interpreter's lock for a whole search, and shorter ones let other threads run.
 """
 
 from __future__ import annotations
@@ -14,13 +15,6 @@ import re
 import secrets
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
-
-# MERGED: Finds any of many words in long texts, in pieces short enough that other threads get their turn.
-# MERGED:
-# MERGED: A regular expression holds the interpreter's lock for as long as one search takes.  Here a search
-# MERGED: reads ``PIECE``
-# MERGED: characters at most, and the words are one trie, so that a text full of their beginnings costs little
-# MERGED: more than another.
 
 PIECE = 1 << 15
 

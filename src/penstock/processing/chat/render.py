@@ -1,4 +1,4 @@
-"""From the messages of a chat to tokens, and to what must be known of the prompt to read the answer to it.
+"""From the messages of a chat to prompt tokens, and to what is needed to parse the output.
 
 Knows nothing about fields or requests.
 """
@@ -46,7 +46,7 @@ class OutputParserFactory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RenderOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked for beside the conversation."""
+    """Options of a rendering apart from the conversation."""
 
     tooling: ToolOptions
     constrained: bool = False  # the answer is content that follows a grammar
@@ -81,7 +81,7 @@ class ChatRenderer:
     ) -> RenderedPrompt:
         """The tokens of a chat.  Only the template can write control tokens.
 
-        ``check`` is told the characters of the rendered text before it is read, and may refuse them.
+        ``check`` is called with the length of the rendered text in characters before it is encoded, and may raise.
         Raises RequestError.
         """
         adapter = self._with_tools if wish.tooling.tools else self._plain

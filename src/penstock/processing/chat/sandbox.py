@@ -1,9 +1,9 @@
-"""The sandbox that chat templates run in: jinja2's own, with a meter.
+"""The sandbox of chat templates: jinja2's own, with limits on time and memory.
 
-A template is a program from a stranger, and its data come from another one.  The meter stops it when its time is over
-and before it makes a value larger than the limit; it is read in every turn of 256 of a loop, in every call, and in
-every sum and product.  What could make a large value out of sight of the meter, and that no chat template uses
-(``center``, ``lipsum``, ``int.to_bytes``, ...), is taken away.  Knows nothing about chats.
+A template is a program from a stranger, and its data come from another.  ``RenderBudget`` stops it when its time is up
+and before it makes a value larger than the limit; it is checked in every 256th turn of a loop, in every call, and in
+every sum and product.  What could make a large value unseen, and no chat template uses (``center``, ``lipsum``,
+``int.to_bytes``, ...), is removed.  Knows nothing about chats.
 """
 
 from __future__ import annotations

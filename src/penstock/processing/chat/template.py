@@ -1,8 +1,11 @@
-"""Chat templates: messages to the text that a model was trained on.
+"""Chat templates: where a model has them, and messages to the text that it was trained on.
 
-The environment is that of ``transformers`` (``chat_template_utils``): ``raise_exception``, ``strftime_now``,
-``tojson`` without HTML escapes, loop controls and ``{% generation %}``; the sandbox is ``intake.sandbox``.  What goes
-wrong while rendering is the request's fault and says so in the template's own words.  Knows nothing about tokens.
+They are found as ``transformers`` finds them (``tokenization_utils_base``, ``processing_utils``):
+``chat_template.jinja`` and ``additional_chat_templates/*.jinja``, else ``chat_template.json``, else ``chat_template``
+in tokenizer_config.json, one template or a list of named ones.  The environment is that of ``transformers``
+(``chat_template_utils``): ``raise_exception``, ``strftime_now``, ``tojson`` without HTML escapes, loop controls and
+``{% generation %}``, within ``chat.sandbox``.  An error while rendering is the request's, in the template's own words.
+Knows nothing about tokens.
 """
 
 from __future__ import annotations
@@ -202,16 +205,6 @@ def _cut_at_tag(text: str) -> str:
             code="template_error",
         )
     return text[:at] if text[at:].startswith(_CONTINUE_TAG) else text[:at].rstrip()
-
-
-# MERGED: The chat templates that come with a model: where they lie, what they are called, which one a chat
-# MERGED: takes.
-# MERGED:
-# MERGED: As ``transformers`` looks for them (``tokenization_utils_base``, ``processing_utils``):
-# MERGED: ``chat_template.jinja`` and
-# MERGED: ``additional_chat_templates/*.jinja``, else ``chat_template.json``, else ``chat_template`` in
-# MERGED: tokenizer_config.json: one
-# MERGED: template or a list of named ones.  Knows nothing about what a template says.
 
 
 DEFAULT, TOOL_USE = "default", "tool_use"

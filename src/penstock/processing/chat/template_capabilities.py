@@ -1,7 +1,9 @@
-"""A chat in the form that one template takes.
+"""What a chat template can render, and a chat rewritten for it.
 
-What a template takes is found out once (``traits.py``); every chat is then rewritten so that it does not fail, and that
-nothing in it is lost, for such a reason.  Knows no family by name.
+Templates differ: arguments of tool calls as an object or as text, ``content`` null or empty in a message with calls,
+ids of nine characters, one call per message, text as a list of parts, no tools at all.  ``probe_template`` finds out
+once, by rendering small chats; ``TemplateAdapter`` then rewrites every chat so that nothing fails and nothing is lost.
+Knows no family by name.
 """
 
 from __future__ import annotations
@@ -21,12 +23,6 @@ from penstock.processing.parsers.parser import OutputFormat
 from penstock.processing.parsers.registry import HERMES, detect_format
 from penstock.processing.parsers.tool_call_formats import JsonCalls
 from penstock.processing.requests.messages import Message, with_text_before
-
-# MERGED: What a chat template can render, found out by rendering small chats with it.
-# MERGED:
-# MERGED: Templates differ: arguments of tool calls as an object or as text, ``content`` null or empty beside
-# MERGED: calls, ids of nine
-# MERGED: characters, one call a message, text as a list of parts, no tools at all.  Knows no family by name.
 
 _FUNCTION: dict[str, Any] = {
     "name": "probe_tool",
@@ -51,10 +47,10 @@ class TemplateCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     calls: bool  # it shows calls in earlier answers
     results: bool  # and what tools answered
     objects: bool = True  # arguments are objects, else text
-    null_content: bool = False  # beside calls ``content`` is null, else empty
+    null_content: bool = False  # with calls ``content`` is null, else empty
     short_ids: bool = False  # ids have nine letters and digits
     many: bool = True  # one message may have several calls
-    words: bool = True  # and content beside them
+    words: bool = True  # and content with them
     system: bool = True  # it shows a system message
     parts: bool = False  # it shows text in a list of parts only
 
@@ -84,7 +80,7 @@ def probe_template(template: ChatTemplate) -> TemplateCapabilities:
 
 
 def default_arguments(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What some templates want to be given beside the tools (Firefunction): the tools as text, and the time."""
+    """Arguments that some templates need in addition to the tools (Firefunction): the tools as text, and the time."""
     if not {"functions", "datetime"} <= template.variables:
         return {}
     functions = json.dumps([tool["function"] for tool in tools], indent=4, ensure_ascii=False)
@@ -113,7 +109,7 @@ class _Probe:
         return "probe_system" in self._rendered([{"role": "system", "content": "probe_system"}, self._user])
 
     def shows_calls(self, traits: TemplateCapabilities, count: int, *, words: str = "") -> bool:
-        """Are so many calls, their results and the words beside them there?
+        """Whether ``count`` calls, their results and the text with them are rendered.
 
         Arguments neither as Python writes an object nor as a string within a string.
         """
@@ -166,7 +162,7 @@ class TemplateAdapter:
         self.traits = probe_template(template)
         self.format = detect_format(template.source)
         if not self.traits.tools:
-            # The model is told about tools in our words, so it answers in that way.
+            # The tools are explained in our words, so the model follows them.
             self.format = msgspec.structs.replace(self.format, calls=HERMES)
 
     def adapted(self, conversation: Conversation) -> Conversation:
@@ -202,7 +198,7 @@ def _fitted(message: Message, traits: TemplateCapabilities) -> Message:
         keeps_null = traits.null_content and "tool_calls" in message
         message["content"] = None if keeps_null else ""
     elif "tool_calls" in message and (message["content"] == "" or not traits.words):
-        message["content"] = None if traits.null_content else ""  # words beside calls, where there may be none, go
+        message["content"] = None if traits.null_content else ""  # text with calls is dropped where there may be none
     if "tool_calls" in message:
         message["tool_calls"] = [_fitted_call(call, traits) for call in message["tool_calls"]]
     if "tool_call_id" in message and traits.short_ids:

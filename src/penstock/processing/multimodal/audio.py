@@ -1,5 +1,9 @@
-"""Sounds of requests, beside the event loop and within bounds: from a file to samples, and from a window to what a
-prompt begins with.  At most ``THREADS`` are worked at, and so many may wait (``RequestLimits.max_queued_audio``).
+"""Audio of requests, outside the event loop and within bounds: files to samples, windows, log-mel features.
+
+The features are those of transformers' WhisperFeatureExtractor (arXiv:2212.04356, section 2.2), as
+``preprocessor_config.json`` sets them: the logarithm of the energy in bands of the mel scale, frame by frame.  Long
+recordings are split into windows at quiet places.  At most ``THREADS`` run at a time; ``RequestLimits.max_queued_audio``
+bounds the queue.
 """
 
 from __future__ import annotations
@@ -24,11 +28,6 @@ from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.whisper import WhisperConfig
 from penstock.weights.model_files import ModelFiles, load_json
 
-# MERGED: What a model hears: the logarithm of its sound's energy in bands of the mel scale, frame by frame.
-# MERGED:
-# MERGED: The steps are those of transformers' WhisperFeatureExtractor (arXiv:2212.04356, section 2.2), as
-# MERGED: ``preprocessor_config.json`` parametrises them.  Knows nothing about files of sounds.
-
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"  # where newer releases have it, under "feature_extractor"
 
@@ -41,7 +40,7 @@ MOST_FFT = 1 << 14
 
 LEAST = 1e-10
 DYNAMIC = 8.0
-"""What is quieter than the loudest by more than so many powers of ten counts as just that."""
+"""Powers of ten below the maximum at which values are clipped."""
 
 
 class AudioFeatureConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,8 +146,6 @@ def _hertz(mels: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(mels < first, mels * _LINEAR, _BREAK * np.exp(_STEP * (np.maximum(mels, first) - first)))
 
 
-# MERGED: A long sound cut into windows that a model can hear, at quiet places.
-
 SEARCHED = 6
 """A window may end within the last sixth of its greatest length: five seconds of thirty."""
 
@@ -182,7 +179,7 @@ Span = tuple[int, int]
 
 
 def decoding_memory(recording: WavFile, rate: int) -> int:
-    """What reading it takes at its peak beside the file: its samples twice, those at ``rate``, and room to work."""
+    """What reading it takes at its peak, without the file: its samples twice, those at ``rate``, and room to work."""
     frames = round(recording.seconds * recording.rate)
     return 8 * frames + 4 * round(recording.seconds * rate) + PIECE_BYTES + resampling_bytes(recording.rate, rate)
 

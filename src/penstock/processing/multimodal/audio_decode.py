@@ -1,8 +1,11 @@
-"""WAV files (RIFF/WAVE, as IBM and Microsoft defined it in 1991) to one channel of samples.
+"""WAV files (RIFF/WAVE) to one channel of samples at the rate that a model reads.
 
-Read are whole numbers of 8, 16, 24 and 32 bits and floating point of 32 and 64, also in the extensible form.  Other
-containers are told apart by their first bytes, so that a refusal can say what came.  Sizes are checked before any
-sample is looked at.
+Supported are integers of 8, 16, 24 and 32 bits and floats of 32 and 64, also in the extensible form.  Other containers
+are recognized by their first bytes, so that the error can name them.  Sizes are checked before any sample is read.
+
+Resampling is band-limited interpolation by a windowed sinc (J. O. Smith, "Digital Audio Resampling"): each output
+sample is a sum over its neighbors within ``ZEROS`` zero crossings, under a Kaiser window.  Sums are in float64 and
+rounded once, so that hardly a bit depends on the order of the library's sums.
 """
 
 from __future__ import annotations
@@ -184,15 +187,6 @@ _NUMBERS: Mapping[tuple[int, int], Callable[[memoryview], NDArray[Any]]] = Mappi
 )
 
 
-# MERGED: Samples at another rate: band-limited interpolation by a windowed sinc (J. O. Smith, "Digital Audio
-# MERGED: Resampling").
-# MERGED:
-# MERGED: Each sample asked for is a sum over its neighbours within ``ZEROS`` zero crossings, weighed by a
-# MERGED: sinc under a Kaiser
-# MERGED: window.  Rates are whole numbers, so the weights repeat: one set of them a phase.  Sums are in
-# MERGED: float64 and rounded once,
-# MERGED: so that hardly a bit depends on how a library orders them.
-
 ZEROS = 64
 """Zero crossings of the sinc on either side."""
 
@@ -211,7 +205,7 @@ _PHASES_AT_A_TIME = 64
 
 
 def resampling_bytes(rate: int, wanted: int) -> int:
-    """What ``resample`` takes at its peak beside its samples and a copy of them: neighbours in float64."""
+    """What ``resample`` takes at its peak, without its samples and a copy of them: neighbors in float64."""
     if rate == wanted:
         return 0
     scale = min(1.0, wanted / rate) * ROLL_OFF

@@ -1,8 +1,8 @@
-"""Images from public addresses, for services whose operator allows it (``remote_images``).
+"""Fetches images from public addresses, where the operator allows it (``remote_images``).
 
-Never from an internal address: a name is resolved once, every address that it has must be public, and the connection
-goes to one of those very addresses; each redirect is looked at in the same way.  No proxy, no cookie, no credentials.
-One time limit holds for all of it, one size limit for the body.
+Never from an internal address: a name is resolved once, every address of it must be public, and the connection goes to
+one of exactly those; each redirect is checked the same way.  No proxy, no cookie, no credentials.  One time limit
+covers everything, one size limit the body.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class HostResolver:
     def _over(self, asked: asyncio.Future[list[str]]) -> None:
         self._asked -= 1
         if not asked.cancelled():
-            asked.exception()  # whoever wanted to know may be gone
+            asked.exception()  # its caller may be gone
 
 
 def _addresses(host: str, port: int) -> list[str]:
@@ -121,7 +121,7 @@ class ImageFetcher:
         self._tls = ssl.create_default_context()
 
     async def fetch(self, url: str, where: str) -> bytes:
-        """The body at ``url``.  Raises RequestError, naming ``where``; what an internal server said is not told."""
+        """The body at ``url``.  Raises RequestError, naming ``where``; never reveals an internal server's response."""
         try:
             async with asyncio.timeout(self._max_seconds):
                 return await self._follow(url, where)

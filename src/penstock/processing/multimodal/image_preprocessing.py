@@ -1,7 +1,7 @@
-"""The bytes of an image file to the pixels that its model reads.
+"""Image files to the pixels that a model reads, as its ``preprocessor_config.json`` says.
 
-Pillow (an extra, ``penstock[vision]``) decodes and resizes, as in transformers' own preparation.  A file's size in
-pixels is looked at before anything of it is decoded.  Knows nothing about where files come from.
+Pillow (an extra, ``penstock[vision]``) decodes and resizes, as transformers' Qwen2VLImageProcessor does.  An image's
+size is checked before any of it is decoded.  Knows nothing about the files' origin.
 """
 
 from __future__ import annotations
@@ -32,15 +32,11 @@ from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import BUILT_IN
 from penstock.weights.model_files import CONFIG, ModelFiles, load_json
 
-# MERGED: How a model's makers prepare its images, as ``preprocessor_config.json`` writes it.
-# MERGED:
-# MERGED: The steps are those of transformers' Qwen2VLImageProcessor.  Knows nothing about files of images.
-
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"  # where newer releases have it, under "image_processor"
 
 MAX_ASPECT = 200
-"""An image may be so many times as long as it is wide, or the other way round."""
+"""The largest ratio of an image's sides."""
 
 BICUBIC = 3
 """Pillow's number."""
@@ -61,7 +57,7 @@ class ImagePreprocessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     token: int  # that stands for a token of an image
 
     def token_grid(self, width: int, height: int, max_tokens: int) -> tuple[int, int]:
-        """(rows, columns) of tokens of an image of so many pixels: near its size and its shape, within the model's
+        """(rows, columns) of tokens of an image: near its size and its shape, within the model's
         bounds and ``max_tokens``.
 
         An image so long and thin that this cannot be done keeps one token across, and may have more than
@@ -179,7 +175,7 @@ def decoding_bytes(raw: bytes, where: str, limits: RequestLimits) -> int:
 
 
 def has_more_scans(raw: bytes, most: int) -> bool:
-    """Has a JPEG file more than so many start-of-scan markers (ITU-T T.81, B.1.1)?
+    """Has a JPEG file more than ``most`` start-of-scan markers (ITU-T T.81, B.1.1)?
 
     Each is a pass over all its pixels.  Those of a small picture inside it do not count, nor what comes behind its end.
     A file of more than ``_MAX_MARKERS`` markers is taken for one that has.

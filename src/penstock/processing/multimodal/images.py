@@ -1,7 +1,6 @@
-"""All images of one chat, beside the event loop and within bounds: from URLs to pictures, and into the prompt.
+"""The images of a chat: from URLs to pixels, and into the prompt.
 
-At most ``THREADS`` images are decoded at a time, in bounded memory, and so many may wait as
-``RequestLimits.max_queued_images`` says.
+At most ``THREADS`` images are decoded at a time, in bounded memory; ``RequestLimits.max_queued_images`` bounds the queue.
 """
 
 from __future__ import annotations
@@ -144,14 +143,14 @@ def expand_placeholders(
     tokens: Sequence[int], token: int, pictures: Sequence[tuple[ImageInput, bytes]]
 ) -> MultimodalPrompt:
     """``tokens`` with each ``token`` repeated as often as its picture has rows and columns."""
-    told: list[int] = []
+    expanded: list[int] = []
     images: list[PlacedImage] = []
     begin = 0
     for picture, content in pictures:
         at = tokens.index(token, begin)
-        told += tokens[begin:at]
-        images.append(PlacedImage(content, len(told), picture.rows, picture.columns))
-        told += [token] * (picture.rows * picture.columns)
+        expanded += tokens[begin:at]
+        images.append(PlacedImage(content, len(expanded), picture.rows, picture.columns))
+        expanded += [token] * (picture.rows * picture.columns)
         begin = at + 1
-    told += tokens[begin:]
-    return MultimodalPrompt(tuple(told), tuple(images), tuple(picture for picture, _ in pictures))
+    expanded += tokens[begin:]
+    return MultimodalPrompt(tuple(expanded), tuple(images), tuple(picture for picture, _ in pictures))

@@ -1,4 +1,4 @@
-"""Memory that threads take for a while: bounded in sum, before it is taken."""
+"""Bounds the memory that threads use together, before they allocate it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class ByteSemaphore:
-    """So many bytes at a time.  Whoever wants more than are left waits; who is alone never waits."""
+    """Bounds the bytes held at a time.  A thread that needs more than are left waits, unless nothing is held."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -17,7 +17,7 @@ class ByteSemaphore:
 
     @contextmanager
     def acquire(self, nbytes: int) -> Iterator[None]:
-        """Take so many bytes until the end of the block.  For threads: blocks until they are there."""
+        """Holds ``nbytes`` until the end of the block.  Blocks the thread until they are available."""
         with self._changed:
             self._changed.wait_for(lambda: not self.held or self.held + nbytes <= self.limit)
             self.held += nbytes

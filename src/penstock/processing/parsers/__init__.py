@@ -1,9 +1,7 @@
-"""What a model wrote, taken apart: content, reasoning and tool calls, while it arrives.
+"""Parsers of model output: content, reasoning and tool calls, as it arrives.
 
-``detect.py`` sees from a chat template in which format its model answers; ``formats.py`` has the families whose calls
-stand between marks, ``tagged.py``, ``pythonic.py`` and ``harmony.py`` the others.  Each is a generator over a
-``Reader`` (``reader.py``), which asks for more text where it cannot decide yet: so the message depends on the text
-only, never on the pieces it came in, and a whole answer is a stream of one piece (``parser.py``).
-
-Knows nothing about tokens, HTTP or templates' variables.
+``registry`` finds the format from the chat template; ``tool_call_formats`` has the families' tool calls, ``parser``
+harmony.  Each is a generator over an ``IncrementalReader``, which asks for more text where it cannot decide yet: so
+the result depends on the text only, never on how it was split.  Knows nothing about tokens, HTTP or templates'
+variables.
 """

@@ -1,6 +1,9 @@
-"""A text that arrives in pieces, read by generators that say when they need more of it.
+"""Incremental parsing of model output: a reader for generators, and the message loop of all formats but harmony.
 
-A step of such a generator yields an event, or None where the text is not enough to go on.  Knows no format.
+A step of a generator yields an event, or None where it needs more text.  A message is content with reasoning and tool
+calls between marks.  White space is kept so that a template that renders the message again writes what the model
+wrote: new lines at both ends of reasoning and before the content after it, and white space around calls, belong to the
+format.  Knows no family.
 """
 
 from __future__ import annotations
@@ -133,7 +136,7 @@ class IncrementalReader:
         return True
 
     def expect(self, word: str) -> ParserSteps[None]:
-        """As ``take``, but for what must come next."""
+        """As ``accept``, but raises NotACallError for other text."""
         if not (yield from self.accept(word)):
             raise NotACallError
 
@@ -255,17 +258,6 @@ class IncrementalReader:
         if not (yield from copy(collect)):
             raise NotACallError
         return "".join(pieces)
-
-
-# MERGED: The message loop that all formats but harmony share: content, in which reasoning and calls stand
-# MERGED: between marks.
-# MERGED:
-# MERGED: White space is kept so that a template that writes the message down again writes what the model
-# MERGED: wrote: new lines at
-# MERGED: both ends of reasoning and before content that follows it, and white space around calls, belong to
-# MERGED: the format.
-# MERGED:
-# MERGED: Knows no family.
 
 
 MAX_FAILED = 64

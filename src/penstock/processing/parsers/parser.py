@@ -1,6 +1,8 @@
-"""One answer's text, as it comes, to what a client gets: pieces of content, of reasoning and of tool calls.
+"""One response's text, as it arrives, to deltas of content, reasoning and tool calls.
 
-Knows nothing about tokens or JSON on the wire.
+gpt-oss's harmony format has messages on channels: ``analysis`` is reasoning, ``final`` is content, and so is
+``commentary`` without a recipient; what goes to ``functions.NAME`` is a call (openai/harmony, "OpenAI harmony response
+format").  The prompt ends before the first header.  Knows nothing about tokens or JSON on the wire.
 """
 
 from __future__ import annotations
@@ -28,12 +30,6 @@ from penstock.processing.parsers.incremental import (
     ToolSchemas,
 )
 from penstock.processing.parsers.tool_call_formats import argument_text
-
-# MERGED: gpt-oss's harmony format: messages on channels, each with a header.
-# MERGED:
-# MERGED: ``analysis`` is reasoning, ``final`` is content, and so is ``commentary`` to nobody; what goes to
-# MERGED: ``functions.NAME`` is
-# MERGED: a call (openai/harmony, "OpenAI harmony response format").  The prompt ends before the first header.
 
 _HEADER_END = "<|message|>"
 _BODY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")

@@ -1,7 +1,9 @@
-"""Which format a model answers in, seen from its chat template: the template writes earlier answers down in it.
+"""Which format a model's output has, by its chat template, and the syntax of tool calls in it.
 
-A table of families, the first that fits counts.  A template without a format of its own gets Hermes', which the intake
-then explains to the model (``intake.adapting``).  Knows nothing about how formats are read.
+A table of families, of which the first match counts: a template writes earlier output in the model's format.  A
+template without tool calls gets Hermes' format, which is then explained to the model (``chat.template_capabilities``).
+For a forced tool call, ``forced_tool_call`` gives the syntax to a grammar; formats whose arguments are not JSON use
+Hermes' syntax.
 """
 
 from __future__ import annotations
@@ -150,12 +152,6 @@ def detect_format(source: str) -> OutputFormat:
             return OutputFormat(name=name, reasoning=reasoning, calls=calls, ids=ids)
     return OutputFormat(name="generic", reasoning=reasoning, calls=HERMES)
 
-
-# MERGED: The ways of writing calls as data for grammars: what an answer looks like that must be calls.
-# MERGED:
-# MERGED: Formats whose arguments are not JSON, or whose calls have no shape of their own, are left out: an
-# MERGED: answer to them is
-# MERGED: demanded, and read, in Hermes' words.  Knows nothing about schemas.
 
 ControlToken = Callable[[str], int | None]
 """The id of a mark that is a control token, None for one that is written as text."""

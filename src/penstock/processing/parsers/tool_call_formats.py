@@ -1,6 +1,9 @@
-"""Families whose tool calls stand between marks: JSON behind a mark, or a name, a mark and JSON.
+"""How the families write tool calls: one class per format.
 
-Each class is one way of writing; ``detect.py`` says which family writes which way.
+JSON between marks, a name and JSON, Python calls (``[name(a=1)]``, parsed by Python's own grammar and never executed),
+arguments in tags (GLM-4.5, Qwen3-Coder, Seed-OSS).  Arguments in JSON are passed on as the model writes them; others
+when they are complete, typed by the parameter's schema.  ``NotACallError`` is raised for what is no call, or breaks
+off.
 """
 
 from __future__ import annotations
@@ -23,11 +26,6 @@ from penstock.processing.parsers.incremental import (
     ToolCallStart,
     ToolSchemas,
 )
-
-# MERGED: Tool calls written as Python: ``[name(a=1, b="x"), other()]``.
-# MERGED:
-# MERGED: Read with Python's own grammar and turned into JSON; nothing is run.  A call is given out when it is
-# MERGED: complete.
 
 _MAX_CALL_CHARS = 1 << 18
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]{0,255}")
@@ -121,12 +119,6 @@ def _value(node: ast.expr) -> Any:
             return {str(_value(key)): _value(value) for key, value in zip(keys, values, strict=True) if key is not None}
     raise NotACallError
 
-
-# MERGED: Tool calls written as JSON objects, one or a list of them, with the keys that the families use.
-# MERGED:
-# MERGED: Arguments are passed on as the model wrote them, while it writes them.  NotACallError is raised for
-# MERGED: what is none, and
-# MERGED: for what breaks off.  Knows no marks.
 
 _NAMES = frozenset({"name", "tool_name"})
 _ARGUMENTS = frozenset({"arguments", "parameters"})
@@ -258,11 +250,9 @@ class JsonCalls(msgspec.Struct, frozen=True, kw_only=True):
     alone: bool = False
 
     def inner_marks(self) -> tuple[str, ...]:
-        """See ``ToolCallFormat``."""
         return self.ends
 
     def parse(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
-        """See ``ToolCallFormat``."""
         if self.named:
             yield from read_named_objects(reader)
         else:
@@ -291,11 +281,9 @@ class BareJson(msgspec.Struct, frozen=True, kw_only=True):
     alone: bool = True
 
     def inner_marks(self) -> tuple[str, ...]:
-        """See ``ToolCallFormat``."""
         return ()
 
     def parse(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
-        """See ``ToolCallFormat``."""
         first = yield from reader.skip_space()
         if mark and first not in ("{", "["):
             yield from read_dotted_call(reader)
@@ -321,11 +309,9 @@ class NamedCalls(msgspec.Struct, frozen=True, kw_only=True):
     alone: bool = False
 
     def inner_marks(self) -> tuple[str, ...]:
-        """See ``ToolCallFormat``."""
         return (*self.divides, *self.ends, *([self.kind_first] if self.kind_first else []))
 
     def parse(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
-        """See ``ToolCallFormat``."""
         if self.kind_first is not None:
             yield from reader.read_until(MarkSet((self.kind_first, *self.ends)))
         text, divided = yield from reader.read_until(self._stops())
@@ -358,11 +344,9 @@ class MistralCalls(msgspec.Struct, frozen=True, kw_only=True):
     alone: bool = False
 
     def inner_marks(self) -> tuple[str, ...]:
-        """See ``ToolCallFormat``."""
         return ("[ARGS]", "[CALL_ID]")
 
     def parse(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
-        """See ``ToolCallFormat``."""
         if (yield from reader.skip_space()) in ("[", "{"):
             yield from read_objects(reader)
             return
@@ -386,11 +370,9 @@ class PythonicCalls(msgspec.Struct, frozen=True, kw_only=True):
     alone: bool = True
 
     def inner_marks(self) -> tuple[str, ...]:
-        """See ``ToolCallFormat``."""
         return ()
 
     def parse(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
-        """See ``ToolCallFormat``."""
         yield from reader.skip_space()
         yield from read_list(reader, tools.parameters)
 
@@ -403,11 +385,9 @@ class ArrowCalls(msgspec.Struct, frozen=True, kw_only=True):
     alone: bool = True  # the prompt ends with the first ">>>"
 
     def inner_marks(self) -> tuple[str, ...]:
-        """See ``ToolCallFormat``."""
         return ()
 
     def parse(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
-        """See ``ToolCallFormat``."""
         head, line = yield from reader.read_until(MarkSet(("\n",)))
         if head == "all" and line:
             return
@@ -424,13 +404,6 @@ def _pass_end(reader: IncrementalReader, ends: Iterable[str]) -> ParserSteps[Non
             return
 
 
-# MERGED: Tool calls whose arguments stand in tags, one by one: GLM-4.5, and Qwen3-Coder and Seed-OSS.
-# MERGED:
-# MERGED: The tags hold plain text; the parameter's schema says whether it is a string or JSON.  An argument
-# MERGED: is given out when it
-# MERGED: is complete.
-
-
 class GlmCalls(msgspec.Struct, frozen=True, kw_only=True):
     """A name, then ``<arg_key>`` and ``<arg_value>`` in turn."""
 
@@ -439,11 +412,9 @@ class GlmCalls(msgspec.Struct, frozen=True, kw_only=True):
     alone: bool = False
 
     def inner_marks(self) -> tuple[str, ...]:
-        """See ``ToolCallFormat``."""
         return ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
     def parse(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
-        """See ``ToolCallFormat``."""
         head, divided = yield from reader.read_until(MarkSet(("<arg_key>", "</tool_call>")))
         if divided is None:
             raise NotACallError
@@ -474,15 +445,12 @@ class XmlCalls(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """See ``ToolCallFormat``."""
         return (self.begin,)
 
     def inner_marks(self) -> tuple[str, ...]:
-        """See ``ToolCallFormat``."""
         return (self.end,)
 
     def parse(self, reader: IncrementalReader, mark: str, tools: ToolSchemas) -> ParserSteps[None]:
-        """See ``ToolCallFormat``."""
         yield from reader.skip_space()
         yield from reader.expect("<function=")
         head, closed = yield from reader.read_until(MarkSet((">",)))

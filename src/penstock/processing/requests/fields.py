@@ -1,7 +1,7 @@
-"""The words of every refusal: one small parser a kind of value, used by the parsers of the fields.
+"""Parsers for one kind of value each, and the words of every refusal.
 
-A value that JSON's ``null`` stands for is absent, as with OpenAI.  Every refusal names field, value and limit.
-Knows nothing about what a field means.
+JSON's ``null`` counts as absent, as with OpenAI.  Every refusal names field, value and limit.  Knows nothing about the
+fields' meaning.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A parsed JSON body to a checked call: which fields exist, which are ignored, which are refused, and by what name.
+"""Bodies of chats, completions, ``/tokenize`` and ``/detokenize`` to checked requests.
 
-Unknown fields are refused as OpenAI refuses them, or passed over where the operator says so; fields that change nothing
-here are accepted and ignored; fields that OpenAI has and this server has not yet are refused by name, never quietly
-dropped.  One rule a field, in the ``*_fields`` modules.  Nothing below checks again.  Knows nothing about tokenizers.
+Unknown fields are refused as OpenAI refuses them, or ignored where the operator says so; fields that change nothing
+here are accepted and ignored; fields that OpenAI has and this server does not are refused by name, never dropped
+silently.  The service class comes from ``service_tier`` in OpenAI's words or ``priority`` in vLLM's; headers take
+precedence.  Nothing downstream checks again.  Knows nothing about tokenizers.
 """
 
 from __future__ import annotations
@@ -52,11 +53,6 @@ from penstock.processing.requests.tools_and_grammar import (
     parse_tooling,
 )
 from penstock.types import ServiceClass
-
-# MERGED: In which class a request wants to be served: ``service_tier`` in OpenAI's words, ``priority`` in
-# MERGED: vLLM's or in ours.
-# MERGED:
-# MERGED: Knows nothing about headers, which go before these fields, nor about who may have which class.
 
 SERVICE_CLASS_FIELDS = frozenset({"service_tier", "priority"})
 
@@ -109,11 +105,6 @@ def _parse_priority(fields: BodyFields) -> ServiceClass | None:
         raise BadField("priority", got=value, want=f"one of {', '.join(_NAMED)}, or an integer", code=WRONG_TYPE)
     return ServiceClass.BATCH if value > 0 else ServiceClass.INTERACTIVE
 
-
-# MERGED: The ``prompt`` of a completion, and other fields of its form: a string, token ids, or a list of
-# MERGED: either.
-# MERGED:
-# MERGED: Knows nothing about how text becomes tokens.
 
 Prompt = str | tuple[int, ...]
 """Text still to be encoded, or token ids that were checked."""
@@ -252,7 +243,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_chat(body: Mapping[str, Any], limits: RequestLimits, facts: ModelProperties) -> ChatRequest:
-    """Raises RequestError, the model's name first: a wrong address is told before a wrong letter."""
+    """Raises RequestError, the model's name first."""
     refuse_unknown(body, CHAT_FIELDS, facts.requests)
     refuse_large(body, CHAT_FIELDS - IGNORED_FIELDS, limits.max_ignored_chars)
     fields = BodyFields(body)
@@ -400,7 +391,7 @@ def refuse_later_chat_fields(fields: BodyFields) -> None:
 
 
 def refuse_best_of(fields: BodyFields, call: GenerationFields) -> None:
-    """``best_of`` above ``n`` would need choices that nobody sees; equal to ``n`` it changes nothing."""
+    """``best_of`` above ``n`` would compute choices that are not shown; equal to ``n`` it changes nothing."""
     best_of = fields.integer("best_of", low=1, high=128)
     if best_of is not None and best_of != call.sampling.n:
         raise unsupported("best_of", "this server shows every choice that it makes; 'best_of' may only equal 'n'.")
@@ -441,7 +432,7 @@ def _parse_call(
 def _with_kept(
     call: GenerationFields, fields: BodyFields, facts: ModelProperties, default: int | None
 ) -> GenerationFields:
-    """With ``truncate_prompt_tokens``: so many tokens, or -1 for what the context leaves beside the answer, which has
+    """With ``truncate_prompt_tokens``: a count, or -1 for what the context leaves besides the output, which has
     ``default`` tokens where it names none."""
     name = "truncate_prompt_tokens"
     value = fields.raw(name)

@@ -1,8 +1,6 @@
-"""The fields that say how tokens are drawn and when an answer ends.
+"""Fields that control sampling and length: one rule per field.
 
-Defaults are those that the model's generation_config.json suggests, and OpenAI's (temperature 1, top_p 1) for what it
-does not; ``/v1/models`` tells them.  What leaves here is complete: nothing below has defaults of its own.
-Knows nothing about prompts.
+Knows nothing about the rest of a body.
 """
 
 from __future__ import annotations

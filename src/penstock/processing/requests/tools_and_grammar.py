@@ -1,6 +1,7 @@
-"""The fields that say what an answer must look like: ``response_format``, vLLM's ``structured_outputs``, ``guided_*``.
+"""Fields that constrain the output: ``response_format``, ``structured_outputs``, ``guided_*``, ``tools``.
 
-One constraint a request.  Here types and sizes are checked; what a grammar means is found out by compiling it.
+One constraint per request.  Types and sizes are checked here; compiling a grammar shows what it means.  Tools of
+unknown types (a vendor's own web search, ...) are ignored, so that clients that send them do not fail.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class _GrammarFields:
         self._form = form
 
     def response_format(self, fields: BodyFields) -> Iterator[RequestedGrammar]:
-        """OpenAI's; ``schema`` beside ``json_object`` is llama.cpp's and others'."""
+        """OpenAI's; ``schema`` with ``json_object`` is llama.cpp's and others'."""
         value = fields.raw("response_format")
         if value is None:
             return
@@ -208,12 +209,6 @@ def _parsed(where: str, text: str, limits: RequestLimits) -> object:
         raise BadField(where, got=text, want="a JSON schema", code="invalid_json") from None
     return parsed
 
-
-# MERGED: ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a chat.
-# MERGED:
-# MERGED: Tools of a kind that this server does not know (a vendor's own web search, ...) are passed over, so
-# MERGED: that no client fails
-# MERGED: because of them.  Knows nothing about templates or formats.
 
 TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/\-]{1,128}")

@@ -1,8 +1,9 @@
-"""Finds the vocabulary in a model's folder, or in its GGUF file, and reads it.
+"""Finds the vocabulary in a model's folder or GGUF file, and loads it.
 
 The first of these counts: tokenizer.json; tekken.json; a tiktoken file (tiktoken.model, ``*.tiktoken``, or a
-tokenizer.model that is one); SentencePiece's tokenizer.model or spiece.model; vocab.json with merges.txt.
-Tokens that only tokenizer_config.json or added_tokens.json name are added with the ids they have there.
+tokenizer.model that is one); SentencePiece's tokenizer.model or spiece.model; vocab.json with merges.txt.  Control
+tokens that only tokenizer_config.json or added_tokens.json name are added with the ids given there.  Whatever the
+file, the result is a ``Tokenizer`` of the ``tokenizers`` library.
 """
 
 from __future__ import annotations
@@ -26,11 +27,6 @@ from penstock.processing.tokenizer.vocabulary_files import (
 )
 from penstock.weights.gguf.file import is_gguf
 from penstock.weights.model_files import TOKENIZER, model_files
-
-# MERGED: Tokens that a vocabulary file does not have: control tokens that tokenizer_config.json and its like
-# MERGED: name.
-# MERGED:
-# MERGED: Knows nothing about where the vocabulary comes from.
 
 MAX_ADDED = 65_536
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")

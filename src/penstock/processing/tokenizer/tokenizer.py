@@ -1,8 +1,9 @@
-"""Text to token ids with the ``tokenizers`` library, beside the event loop.
+"""Text to token ids with the ``tokenizers`` library, outside the event loop.
 
-Knows nothing about requests or templates.  The library's ``encode_batch_fast`` works without the interpreter lock;
-texts above ``INLINE_CHARS`` go through it on a thread of a small pool, so that a prompt of 100,000 tokens delays
-nobody's answer.
+The library's ``encode_batch_fast`` works without the interpreter lock; texts above ``INLINE_CHARS`` run on a small
+thread pool, so that a prompt of 100,000 tokens delays no other stream.  ``SpecialTokenLayout`` is what the tokenizer
+puts around one text or two, found by a probe, so that a text can be cut and still end as the model expects.  Knows
+nothing about requests or templates.
 """
 
 from __future__ import annotations
@@ -171,10 +172,6 @@ def _renamed(added: AddedToken, name: str) -> AddedToken:
     )
 
 
-# MERGED: The special tokens that a tokenizer puts around one text, or around two: found out once, by a probe.
-# MERGED:
-# MERGED: So a text can be cut to what fits and still end as the model expects.  Knows nothing about requests.
-
 Probed = Sequence[tuple[int, int | None, int]]
 """(token, which text it is of or None for a special one, its type) for each token of some texts."""
 
@@ -187,7 +184,7 @@ class SpecialTokenLayout:
 
     one: tuple[Tokens, Tokens]
     two: tuple[Tokens, Tokens, Tokens]
-    types: bool  # tokens of a second text are told apart
+    types: bool  # the second text has token type ids of its own
     type_begin: int  # of the tokens between, the first that counts to the second text
 
     @classmethod

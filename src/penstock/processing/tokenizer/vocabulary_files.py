@@ -1,11 +1,16 @@
-"""Vocabularies in order of rank: tiktoken's files (Kimi, Llama 3 as Meta publishes it, GPT) and Mistral's tekken.json.
+"""Vocabulary files other than tokenizer.json, as tokenizers of the ``tokenizers`` library.
 
-Such a file lists byte strings; of two neighbours the pair with the lowest rank is joined first (openai/tiktoken).  The
-same order in the words of the ``tokenizers`` library is a list of merges: every way to cut a byte string into two that
-are in the list, too, by rank.  How a text is first cut into words is no part of tiktoken's files, but of the models'
-own code: the patterns stand here under the names of those classes.
+tiktoken's files (Kimi, Llama 3 as Meta publishes it, GPT) and Mistral's tekken.json list byte strings by rank; of two
+neighbors the pair with the lowest rank is joined first (openai/tiktoken).  As merges that is every cut of a byte
+string into two listed ones, by rank.  How a text is split into words is part of the models' own code: the patterns
+stand here under the names of those classes.  GPT-2's pair is vocab.json and merges.txt (encoder.json and vocab.bpe as
+OpenAI named them).
 
-Knows nothing about chat templates.
+SentencePiece's tokenizer.model (Llama 2, Mistral, Gemma, T5) is a protocol buffer, of which only the fields that
+encoding needs are read (google/sentencepiece, ``sentencepiece_model.proto``), sizes first.  BPE pieces become merges
+in the order of their scores; Unigram models keep their scores.  A blank goes before a text and before what follows a
+control token, where the model says so; with ``"legacy": false`` at the very start only, and not before another blank,
+as in transformers.
 """
 
 from __future__ import annotations
@@ -172,11 +177,6 @@ def _tokenizer(vocabulary: dict[str, int], words: Mapping[str, int], pattern: st
     return tokenizer
 
 
-# MERGED: GPT-2's pair of files, vocab.json and merges.txt (encoder.json and vocab.bpe as OpenAI named them).
-# MERGED:
-# MERGED: Knows nothing about chat templates.
-
-
 PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 _END = "<|endoftext|>"
 _QWEN = CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
@@ -208,26 +208,6 @@ def read_merges(vocabulary: Path, merges: Path, config: Mapping[str, Any]) -> tu
     end = tokenizer.token_to_id(_END)
     return tokenizer, {} if end is None else {end: AddedToken(_END, normalized=False, special=True)}
 
-
-# MERGED: SentencePiece's tokenizer.model (Llama 2, Mistral, Gemma, T5) as a tokenizer of the ``tokenizers``
-# MERGED: library.
-# MERGED:
-# MERGED: BPE pieces become merges in the order of their scores; Unigram models keep their scores.  When the
-# MERGED: model says so, a
-# MERGED: blank is put before a text, and before what follows a control token: SentencePiece encodes these
-# MERGED: apart.  A
-# MERGED: tokenizer_config.json with ``"legacy": false`` wants it at the very start only, and not before
-# MERGED: another blank, as
-# MERGED: transformers has it.
-# MERGED:
-# MERGED: Knows nothing about chat templates.
-
-
-# MERGED: Reads SentencePiece's model file: a protocol buffer of pieces, and a few settings.
-# MERGED:
-# MERGED: Only the fields that encoding needs are looked at (google/sentencepiece,
-# MERGED: ``sentencepiece_model.proto``); the rest is
-# MERGED: skipped by its wire type.  Sizes are checked before they are used.  Knows nothing about encoding.
 
 MAX_PIECES = 1 << 20
 _MAX_VARINT_BYTES = 10
