@@ -2,8 +2,8 @@
 
 The features are those of transformers' WhisperFeatureExtractor (arXiv:2212.04356, section 2.2), as
 ``preprocessor_config.json`` sets them: the logarithm of the energy in bands of the mel scale, frame by frame.  Long
-recordings are split into windows at quiet places.  At most ``THREADS`` run at a time; ``RequestLimits.max_queued_audio``
-bounds the queue.
+recordings are split into windows at quiet places.  At most ``THREADS`` run at a time;
+``RequestLimits.max_queued_audio`` bounds the queue.
 """
 
 from __future__ import annotations

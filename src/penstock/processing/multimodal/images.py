@@ -1,6 +1,7 @@
 """The images of a chat: from URLs to pixels, and into the prompt.
 
-At most ``THREADS`` images are decoded at a time, in bounded memory; ``RequestLimits.max_queued_images`` bounds the queue.
+At most ``THREADS`` images are decoded at a time, in bounded memory; ``RequestLimits.max_queued_images``
+bounds the queue.
 """
 
 from __future__ import annotations
