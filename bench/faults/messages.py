@@ -100,7 +100,8 @@ async def _f3(answers: int) -> Result:
                     wrong.append(f"{client.request.id}: {client.error or error}")
         hub.share = 0.0
         await town.wait(20.0)
-        loads = [(worker.scheduler.load().pages_used, worker.scheduler.check().total) for worker in town.stage.workers]
+        schedulers = [worker.scheduler for worker in town.stage.workers]
+        loads = [(scheduler.load().pages_used, scheduler.check_leaks().total) for scheduler in schedulers]
         records = sum(len(worker.mailbox._asks) for worker in town.stage.workers)
     checks = {
         f"answers differ or failed: {wrong[:2]}": not wrong,

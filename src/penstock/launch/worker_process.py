@@ -19,6 +19,7 @@ from penstock.clock import MonotonicClock
 from penstock.config.limits import NIXL
 from penstock.config.schema import SchedulerConfig, WorkerConfig
 from penstock.engine.core.cost_model import StepCostModel, cost_prior
+from penstock.engine.core.events import AddRequest
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.encoder_stage import EncoderStage
 from penstock.engine.loop import EngineLoop
@@ -107,13 +108,7 @@ def run_worker(config: WorkerConfig, inherited: WorkerResources) -> int:
         inherited.vocabulary, max_bytes=config.compiled_grammars_bytes, max_compiling=config.max_compiling_grammars
     )
     encoders = RemoteEncoders(PeerLinks(transport, config.hand_over.peer_idle_s), inherited.identity, clock)
-    images = EncoderStage(
-        encoder_of(inherited.model),
-        inherited.ops,
-        cache_bytes=config.image_cache_bytes,
-        covered=lambda event: scheduler.memory.cached_tokens(event.hashes),
-        elsewhere=encoders,
-    )
+    images = _encoder_stage(config, inherited, encoders, lambda event: scheduler.memory.cached_tokens(event.hashes))
     kv = _kv_array(inherited.ops, own, inherited.pages_on_device)
     runner = _runner(config.scheduler, inherited, kv, (grammars, images))
     guessing = Guessing(inherited.drafts, inherited.ops, inherited.vocab, clock)
@@ -161,6 +156,19 @@ def run_worker(config: WorkerConfig, inherited: WorkerResources) -> int:
     stored.close()
     grammars.close()
     return 0
+
+
+def _encoder_stage(
+    config: WorkerConfig, inherited: WorkerResources, encoders: RemoteEncoders, covered: Callable[[AddRequest], int]
+) -> EncoderStage:
+    """The encoder of images and sounds; ``covered``: tokens of a request whose pages this worker has."""
+    return EncoderStage(
+        encoder_of(inherited.model),
+        inherited.ops,
+        cache_bytes=config.image_cache_bytes,
+        covered=covered,
+        elsewhere=encoders,
+    )
 
 
 def _memories(config: WorkerConfig, inherited: WorkerResources) -> tuple[KvMemory, dict[WorkerId, KvMemory]]:

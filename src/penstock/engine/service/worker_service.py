@@ -228,12 +228,7 @@ class WorkerService:
         self._events: list[EngineEvent] = []
         ready = ready or ReadinessSources()
         self._images = ready.images
-        self._held = ReadinessGate(
-            ready,
-            self._refuse,
-            lambda: config.scheduler.max_queued - scheduler.queued,
-            adapters_in_use=scheduler.adapters,
-        )
+        self._held = ReadinessGate(ready, self._refuse, self._queue_room, adapters_in_use=scheduler.adapters)
         ready.pages.watch(self._waited)
         self._mixed = hand_over.identity.mixed
         self._served = EncodeRequests(hand_over.identity, self._listener.send)
@@ -253,17 +248,16 @@ class WorkerService:
             turned_away=lambda: hand_over.sender.rejected_connections,
         )
         hand_over.receiver.hedge_policy.predict = RecomputeEstimate(scheduler).predict
-        self._moves = Migrations(
-            scheduler,
-            self._hand_overs,
-            self._asks,
-            config.hand_over.copy_budget_bytes,
-            ahead_tokens=config.hand_over.ahead_tokens,
-        )
+        budget, ahead = config.hand_over.copy_budget_bytes, config.hand_over.ahead_tokens
+        self._moves = Migrations(scheduler, ends, self._asks, budget, ahead_tokens=ahead)
         self.lifecycle = Lifecycle(config, self.reporter, scheduler, self._asks, on_role=on_role, on_settled=on_settled)
         self._tidings = TransferNewsHandler(
             scheduler, self._asks, self._moves, self.reporter, NewsOutputs(self._tell, self._return, self._send_tokens)
         )
+
+    def _queue_room(self) -> int:
+        """Requests that the scheduler's queue still takes."""
+        return self._config.scheduler.max_queued - self._scheduler.queued
 
     # --- for the loop ------------------------------------------------------------------------------------------------
 
