@@ -7,7 +7,7 @@ import pytest
 from penstock.api.admission import Admission
 from penstock.api.auth import StaticApiKeys
 from penstock.api.http import HttpExchange
-from penstock.api.load_shedding import LoadShedder, Rules
+from penstock.api.load_shedding import LoadShedder
 from penstock.clock import VirtualClock
 from penstock.config.limits import RequestLimits, SchedulingConfig
 from penstock.errors import Overloaded
@@ -21,8 +21,14 @@ from .streams import NullStreams
 def test_a_token_that_no_worker_made_ends_no_wait():
     clock, limits = VirtualClock(), RequestLimits()
     admission = Admission(limits, clock)
-    rules = Rules(limits=limits, scheduling=SchedulingConfig(), ring=StaticApiKeys())
-    gate = LoadShedder(rules, admission, NullStreams(), ServiceLevels())
+    gate = LoadShedder(
+        admission,
+        NullStreams(),
+        ServiceLevels(),
+        limits=limits,
+        scheduling=SchedulingConfig(),
+        keys=StaticApiKeys(),
+    )
     with gate.admit(_nobody(), Qos(), [10, 0]) as visit:
         visit.on_token(0, computed=False)
         visit.on_token(1, computed=False)
@@ -37,8 +43,14 @@ def test_a_token_that_no_worker_made_ends_no_wait():
 
 def test_long_prompts_that_are_read_gently_say_nothing_of_others():
     clock, limits, streams = VirtualClock(), RequestLimits(), NullStreams()
-    rules = Rules(limits=limits, scheduling=SchedulingConfig(), ring=StaticApiKeys())
-    gate = LoadShedder(rules, Admission(limits, clock), streams, ServiceLevels())
+    gate = LoadShedder(
+        Admission(limits, clock),
+        streams,
+        ServiceLevels(),
+        limits=limits,
+        scheduling=SchedulingConfig(),
+        keys=StaticApiKeys(),
+    )
     for _ in range(20):
         streams.foreseen = TtftForecast(wait_s=0.0, prefill_s=5.0)
         with gate.admit(_nobody(), Qos(), [50_000]) as visit:

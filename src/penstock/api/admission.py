@@ -58,10 +58,11 @@ class _QueueDepth:
 class Admission:
     """Counts what waits in a gateway; it holds no requests itself."""
 
-    def __init__(self, limits: RequestLimits, clock: Clock) -> None:
+    def __init__(self, limits: RequestLimits, clock: Clock, prefill_workers: Callable[[], int] = lambda: 1) -> None:
+        """``prefill_workers``: the number of workers that are ready for prefill."""
         self._limits = limits
         self.clock = clock
-        self.readers: Callable[[], int] = lambda: 1  # workers that are ready to read prompts
+        self._prefill_workers = prefill_workers
         self.requests = 0  # without a first token
         self.tokens = 0  # prompt tokens of those
         self.body_bytes = 0  # of bodies that are being read or parsed
@@ -71,7 +72,7 @@ class Admission:
 
     def _bounds(self) -> _Bounds:
         """The bounds, by the number of workers."""
-        workers, limits = max(1, self.readers()), self._limits
+        workers, limits = max(1, self._prefill_workers()), self._limits
         return _Bounds(limits.max_queued_requests * workers, limits.max_queued_tokens * workers)
 
     def check(self) -> None:

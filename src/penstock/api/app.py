@@ -60,7 +60,7 @@ def make_app(behind: AppServices) -> ASGIApp:
         _post("/detokenize", service.json_call(_detokenize(prepare), counted=True)),
         _post("/v1/load_lora_adapter", service.json_call(prepare.load_adapter)),
         _post("/v1/unload_lora_adapter", service.json_call(prepare.unload_adapter)),
-        *(admin.admin_routes(behind.admin, service.door) if behind.admin else ()),
+        *(admin.admin_routes(behind.admin, service.factory) if behind.admin else ()),
         *admin.status_routes(
             behind.streams,
             prepare.cards,

@@ -12,13 +12,14 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.types import ASGIApp
 
 from penstock.api import sse
 from penstock.api.admin import MetricsSnapshot
+from penstock.api.admission import Admission
 from penstock.api.auth import NO_TENANT, ApiKeys, StaticApiKeys
 from penstock.api.errors import Header
 from penstock.api.http import EndpointFactory, FormBody, HttpExchange, JsonBody
@@ -29,7 +30,7 @@ from penstock.api.idempotency import (
     TokenStreamSource,
     parse_idempotency,
 )
-from penstock.api.load_shedding import LoadShedder, RateBuckets, Rules
+from penstock.api.load_shedding import LoadShedder, RateBuckets
 from penstock.api.multipart import FORM_BYTES
 from penstock.api.openai.pooling import PoolingResponseFormat, PoolingResponseHead, encode_pooling_response, pool_all
 from penstock.api.openai.schema import ResponseFormat, ResponseHead, TokenUsage, UsageCharge
@@ -107,6 +108,13 @@ class AppServices:
     )
 
 
+class _TokenSource(NamedTuple):
+    """The streams of a response, and what its client has of it."""
+
+    streams: TokenStreamSource
+    resume: ResumeState
+
+
 @dataclass(frozen=True, slots=True)
 class _PreparedGeneration:
     """A checked generation request."""
@@ -122,13 +130,21 @@ class Endpoints:
 
     def __init__(self, behind: AppServices) -> None:
         self._behind = behind
-        self.door = EndpointFactory(behind.limits, behind.clock)
+        admission = Admission(behind.limits, behind.clock, behind.streams.prefill_workers)
+        self.factory = EndpointFactory(behind.limits, admission)
         self._turns = LoopTurns(behind.turns.answer_units_per_turn)
         self._event_key = event_key_with_defaults(behind.event_key, behind.processor.cards()[0])
-        self._kept = IdempotencyCache(behind.limits, behind.clock)
-        self._traced = RequestTracing(behind.tracer, behind.clock)
-        rules = Rules(limits=behind.limits, scheduling=behind.scheduling, ring=behind.keys, buckets=behind.buckets)
-        self._gate = LoadShedder(rules, self.door.admission, behind.streams, behind.levels)
+        self._idempotency = IdempotencyCache(behind.limits, behind.clock)
+        self._tracing = RequestTracing(behind.tracer, behind.clock)
+        self._shedder = LoadShedder(
+            admission,
+            behind.streams,
+            behind.levels,
+            limits=behind.limits,
+            scheduling=behind.scheduling,
+            keys=behind.keys,
+            buckets=behind.buckets,
+        )
 
     def generation(
         self, prepare: Callable[[JsonObject, RequestContext], Awaitable[PreparedGeneration]], shape: ResponseFormat
@@ -136,30 +152,30 @@ class Endpoints:
         """An endpoint that generates text."""
 
         async def work(exchange: HttpExchange, asked: JsonBody) -> None:
-            with self._traced.span(exchange, shape.operation, asked.body.get("model")) as span:
+            with self._tracing.span(exchange, shape.operation, asked.body.get("model")) as span:
                 answer = await accept(exchange, asked, span)
                 if answer is not None:
                     await answer
 
         async def accept(exchange: HttpExchange, asked: JsonBody, span: Span) -> Coroutine[None, None, None] | None:
             """The response, to be awaited after this has returned and freed what only parsing needs."""
-            envelope = self._envelope(exchange, shape.id_prefix)
+            context = self._context(exchange, shape.id_prefix)
             body = asked.body
             seeded = body.get("seed") is not None
-            keyed = self._keyed(exchange, body, envelope)
+            keyed = self._keyed(exchange, body, context)
             if keyed is not None:
                 if keyed.resume_point.complete:
                     self._behind.count_key_outcome(KeyOutcome.RESUMED)
                     await exchange.send_response(200, sse.DONE, *sse.HEADERS)
                     return None
-                envelope = msgspec.structs.replace(envelope, response_id=shape.id_prefix + keyed.name)
+                context = msgspec.structs.replace(context, response_id=shape.id_prefix + keyed.name)
                 body = keyed.seeded_body(body)
-            prepared = self._traced.with_processing_span(span, await prepare(body, envelope), envelope.arrival)
+            prepared = self._tracing.with_processing_span(span, await prepare(body, context), context.arrival)
             del body
             asked.release()
-            return self._answer(exchange, _PreparedGeneration(prepared, keyed, seeded, span), shape, envelope)
+            return self._generate(exchange, _PreparedGeneration(prepared, keyed, seeded, span), shape, context)
 
-        return self.door.json_endpoint(work, self.door.admission.check)
+        return self.factory.json_endpoint(work, self.factory.admission.check)
 
     def pooling(
         self,
@@ -168,36 +184,18 @@ class Endpoints:
     ) -> ASGIApp:
         """An endpoint that pools inputs; ``prepare`` is None for a generation model."""
 
-        async def work(exchange: HttpExchange, door: JsonBody) -> None:
+        async def work(exchange: HttpExchange, body: JsonBody) -> None:
             if prepare is None:
                 name = self._behind.processor.cards()[0].name
                 paths = GENERATION_PATHS if self._behind.transcription is None else AUDIO_PATHS
                 raise WrongTask(name, "generates text; it has no embeddings, rerank or classify", paths)
-            with self._traced.span(exchange, shape.operation, door.body.get("model")) as span:
-                await read(exchange, (door, prepare), span)
+            with self._tracing.span(exchange, shape.operation, body.body.get("model")) as span:
+                context = self._context(exchange, shape.id_prefix)
+                prepared = await prepare(body.body, context)
+                body.release()
+                await self._pool(exchange, prepared, shape, context, span)
 
-        async def read(
-            exchange: HttpExchange,
-            door: tuple[JsonBody, Callable[[JsonObject, RequestContext], Awaitable[PreparedPooling]]],
-            span: Span,
-        ) -> None:
-            sent, prepare = door
-            envelope = self._envelope(exchange, shape.id_prefix)
-            asked = await prepare(sent.body, envelope)
-            sent.release()
-            used = TokenUsage.of(prompt=asked.tokens, completion=0, cached=0)
-            with self._gate.admit(exchange, asked.requests[0].claim, [asked.tokens]) as visit:
-                streams = traced_streams(span, self._behind.streams)
-                pooled = await pool_all(streams, asked, self._behind.limits.max_inputs_at_once)
-                visit.on_token(0)
-                visit.record_usage(used)
-                note_usage(exchange.log_entry, envelope.id, used, None)
-            head = PoolingResponseHead(id=envelope.id, created=int(time.time()), model=asked.model, tokens=asked.tokens)
-            note_response(span, head.id, used, "")
-            answer = await encode_pooling_response(shape, head, asked, pooled)
-            await exchange.send_response(200, answer, (b"x-request-id", head.id.encode()), *trace_response_header(span))
-
-        return self.door.json_endpoint(work, self.door.admission.check)
+        return self.factory.json_endpoint(work, self.factory.admission.check)
 
     def transcription(self, *, translates: bool) -> ASGIApp:
         """An endpoint that transcribes audio."""
@@ -207,35 +205,35 @@ class Endpoints:
             if behind.transcription is None:
                 paths = GENERATION_PATHS if behind.pooling is None else "what it is for"
                 raise WrongTask(behind.processor.cards()[0].name, "does not transcribe audio", paths)
-            envelope = self._envelope(exchange, "transcript-")
-            listening = await behind.transcription.prepare(sent.take_form(), envelope, translates=translates)
+            context = self._context(exchange, "transcript-")
+            source = await behind.transcription.prepare(sent.take_form(), context, translates=translates)
             sent.reservation.release()
-            traced = self._traced.span(exchange, listening.task, listening.model)
-            with closing(listening), traced as span:
-                headers = [(b"x-request-id", envelope.id.encode()), *trace_response_header(span)]
-                transcribing = TranscriptionResponse(traced_streams(span, behind.streams), self._gate)
-                await transcribing.send(exchange, listening, envelope.caller.claim(), headers)
+            traced = self._tracing.span(exchange, source.task, source.model)
+            with closing(source), traced as span:
+                headers = [(b"x-request-id", context.id.encode()), *trace_response_header(span)]
+                response = TranscriptionResponse(traced_streams(span, behind.streams), self._shedder)
+                await response.send(exchange, source, context.caller.claim(), headers)
 
-        return self.door.form_endpoint(work, behind.limits.max_audio_bytes + FORM_BYTES)
+        return self.factory.form_endpoint(work, behind.limits.max_audio_bytes + FORM_BYTES)
 
     def json_call(self, ask: Callable[[JsonObject], Awaitable[Any]], *, counted: bool = False) -> ASGIApp:
         """An endpoint that responds with a small JSON object; ``counted`` in its tenant's rate."""
 
         async def work(exchange: HttpExchange, asked: JsonBody) -> None:
             if counted:
-                self._gate.count_request(exchange)
+                self._shedder.count_request(exchange)
             await exchange.send_response(200, _encode(await ask(asked.body)))
 
-        return self.door.json_endpoint(work)
+        return self.factory.json_endpoint(work)
 
-    def _keyed(self, exchange: HttpExchange, body: JsonObject, envelope: RequestContext) -> IdempotentRequest | None:
+    def _keyed(self, exchange: HttpExchange, body: JsonObject, context: RequestContext) -> IdempotentRequest | None:
         try:
-            return parse_idempotency(exchange, body, envelope, self._behind.limits, self._event_key)
+            return parse_idempotency(exchange, body, context, self._behind.limits, self._event_key)
         except KeyReused:
             self._behind.count_key_outcome(KeyOutcome.REFUSED)
             raise
 
-    def _envelope(self, exchange: HttpExchange, prefix: str) -> RequestContext:
+    def _context(self, exchange: HttpExchange, prefix: str) -> RequestContext:
         identity = self._behind.streams.identity()
         if identity is None:
             raise NoWorkers("The server is starting: no worker is ready yet.")
@@ -244,84 +242,106 @@ class Endpoints:
             arrival=self._behind.clock.now(),
             identity=identity,
             session=_session(exchange, self._behind.limits.max_session_chars),
-            caller=self._gate.caller(exchange),
+            caller=self._shedder.caller(exchange),
         )
 
-    async def _answer(
-        self, exchange: HttpExchange, asked: _PreparedGeneration, shape: ResponseFormat, envelope: RequestContext
+    async def _pool(
+        self,
+        exchange: HttpExchange,
+        prepared: PreparedPooling,
+        shape: PoolingResponseFormat,
+        context: RequestContext,
+        span: Span,
     ) -> None:
-        prepared = asked.prepared
-        reply, head = prepared.reply, _head(envelope.name, prepared, envelope.identity)
-        stored = self._stored(exchange, asked, envelope.identity)
+        used = TokenUsage.of(prompt=prepared.tokens, completion=0, cached=0)
+        with self._shedder.admit(exchange, prepared.requests[0].claim, [prepared.tokens]) as admitted:
+            streams = traced_streams(span, self._behind.streams)
+            pooled = await pool_all(streams, prepared, self._behind.limits.max_inputs_at_once)
+            admitted.on_token(0)
+            admitted.record_usage(used)
+            note_usage(exchange.log_entry, context.id, used, None)
+        head = PoolingResponseHead(
+            id=context.id, created=int(time.time()), model=prepared.model, tokens=prepared.tokens
+        )
+        note_response(span, head.id, used, "")
+        response = await encode_pooling_response(shape, head, prepared, pooled)
+        await exchange.send_response(200, response, (b"x-request-id", head.id.encode()), *trace_response_header(span))
+
+    async def _generate(
+        self, exchange: HttpExchange, request: _PreparedGeneration, shape: ResponseFormat, context: RequestContext
+    ) -> None:
+        prepared = request.prepared
+        head = _head(context.name, prepared, context.identity)
+        cached = self._cached(exchange, request, context.identity)
         claim = prepared.requests[0].claim
         with (
-            self._met(asked.keyed, stored, head.id) as (streams, course),
-            self._gate.admit(exchange, claim, _costs(prepared, stored, course)) as visit,
+            self._source(request.keyed, cached, head.id) as source,
+            self._shedder.admit(exchange, claim, _costs(prepared, cached, source.resume)) as admitted,
         ):
-            answering = ResponseStream(streams, prepared, visit, course)
-            more = [*trace_response_header(asked.span), *([] if stored is None else stored.headers())]
-            headers = partial(self._headers, envelope.id, more, explained=self._explains(exchange))
+            response = ResponseStream(source.streams, prepared, admitted, source.resume)
+            more = [*trace_response_header(request.span), *([] if cached is None else cached.headers())]
+            headers = partial(self._headers, context.id, more, explained=self._explains(exchange))
             try:
-                if reply.stream:
-                    await stream_events(answering, self._turns, EventStreamWriter(exchange, headers), shape, head)
+                if prepared.reply.stream:
+                    await stream_events(response, self._turns, EventStreamWriter(exchange, headers), shape, head)
                 else:
-                    choices = await gather_choices(answering, self._turns, len(prepared.requests))
-                    body = await complete_body(shape, head, choices, answering.usage())
+                    choices = await gather_choices(response, self._turns, len(prepared.requests))
+                    body = await complete_body(shape, head, choices, response.usage())
                     await exchange.send_response(200, body, *headers())
             finally:
-                used = answering.record_usage()
-                note_usage(exchange.log_entry, envelope.id, used, visit.first_token)
-                note_response(asked.span, head.id, used, "" if stored is None else stored.lookup_result)
+                used = response.record_usage()
+                note_usage(exchange.log_entry, context.id, used, admitted.first_token)
+                note_response(request.span, head.id, used, "" if cached is None else cached.lookup_result)
 
-    def _stored(
-        self, exchange: HttpExchange, asked: _PreparedGeneration, identity: ModelIdentity
+    def _cached(
+        self, exchange: HttpExchange, request: _PreparedGeneration, identity: ModelIdentity
     ) -> CachedResponseStreams | None:
         """The response cache, for a cacheable request."""
-        store, requests = self._behind.response_cache, asked.prepared.requests
-        if store is None or not is_cacheable(requests, seeded=asked.seeded, control=exchange.headers(CACHE_CONTROL)):
+        store, requests = self._behind.response_cache, request.prepared.requests
+        if store is None or not is_cacheable(requests, seeded=request.seeded, control=exchange.headers(CACHE_CONTROL)):
             return None
         return CachedResponseStreams(store, self._behind.streams, requests, identity)
 
-    def _met(
-        self, keyed: IdempotentRequest | None, stored: CachedResponseStreams | None, name: str
-    ) -> AbstractContextManager[tuple[TokenStreamSource, ResumeState]]:
-        """The source of the tokens, and the state of a resumed stream."""
+    def _source(
+        self, keyed: IdempotentRequest | None, cached: CachedResponseStreams | None, name: str
+    ) -> AbstractContextManager[_TokenSource]:
+        """The scope of the streams that a response is made from."""
         if keyed is not None:
-            return self._met_again(keyed, stored, name)
-        if stored is not None:
-            stored.lookup()
-        return nullcontext((self._behind.streams if stored is None else stored, ResumeState()))
+            return self._shared_source(keyed, cached, name)
+        if cached is not None:
+            cached.lookup()
+        return nullcontext(_TokenSource(self._behind.streams if cached is None else cached, ResumeState()))
 
     @contextmanager
-    def _met_again(
-        self, keyed: IdempotentRequest, stored: CachedResponseStreams | None, name: str
-    ) -> Iterator[tuple[TokenStreamSource, ResumeState]]:
+    def _shared_source(
+        self, keyed: IdempotentRequest, cached: CachedResponseStreams | None, name: str
+    ) -> Iterator[_TokenSource]:
         """The same for a request with an idempotency key."""
-        streams = self._behind.streams if stored is None else stored
+        streams = self._behind.streams if cached is None else cached
         try:
-            answer, met = self._kept.lookup(keyed, streams)
+            shared, outcome = self._idempotency.lookup(keyed, streams)
         except KeyReused:
             self._behind.count_key_outcome(KeyOutcome.REFUSED)
             raise
-        self._behind.count_key_outcome(met)
-        computed = met not in (KeyOutcome.JOINED, KeyOutcome.REPLAYED)
-        if stored is not None and computed:
-            stored.lookup()
-        charge = UsageCharge(charge_id=name, repeated=met is not KeyOutcome.NEW)
+        self._behind.count_key_outcome(outcome)
+        computed = outcome not in (KeyOutcome.JOINED, KeyOutcome.REPLAYED)
+        if cached is not None and computed:
+            cached.lookup()
+        charge = UsageCharge(charge_id=name, repeated=outcome is not KeyOutcome.NEW)
         try:
-            yield (
-                answer,
+            yield _TokenSource(
+                shared,
                 ResumeState(
                     resume_point=keyed.resume_point,
                     signer=keyed.signer,
                     charge=charge,
                     computed=computed,
-                    rated=answer.rated,
-                    metered=answer.metered,
+                    rated=shared.rated,
+                    metered=shared.metered,
                 ),
             )
         finally:
-            self._kept.release(keyed, answer)
+            self._idempotency.release(keyed, shared)
 
     def _explains(self, exchange: HttpExchange) -> bool:
         """Whether the routing is explained.  It reveals other requests, so only to operators."""
@@ -363,9 +383,9 @@ def _head(name: str, prepared: PreparedGeneration, identity: ModelIdentity) -> R
     )
 
 
-def _costs(prepared: PreparedGeneration, stored: CachedResponseStreams | None, course: ResumeState) -> list[int]:
+def _costs(prepared: PreparedGeneration, cached: CachedResponseStreams | None, resume: ResumeState) -> list[int]:
     """Prompt tokens of each engine request; only the first choice of a prompt counts them."""
-    if not course.computed or (stored is not None and stored.lookup_result == HIT):
+    if not resume.computed or (cached is not None and cached.lookup_result == HIT):
         return []
     n = prepared.reply.n
     return [0 if i % n else len(request.prompt) for i, request in enumerate(prepared.requests)]

@@ -23,7 +23,6 @@ from penstock.api.admission import Admission, BodyReservation
 from penstock.api.errors import JSON_TYPE, ClientDisconnected, Header, error_code, logged_error_response
 from penstock.api.multipart import boundary_of, parse_multipart
 from penstock.api.request_log import LOG_ENTRY, RequestLogEntry
-from penstock.clock import Clock
 from penstock.config.limits import RequestLimits
 from penstock.errors import BadField, BodyTimeout, BodyTooLarge, NoWorkers, RequestError, WrongMediaType
 from penstock.interfaces import JsonObject, MultipartForm
@@ -390,8 +389,8 @@ FormHandler = Callable[[HttpExchange, FormBody], Awaitable[None]]
 class EndpointFactory:
     """Makes the endpoints with bodies of one application."""
 
-    def __init__(self, limits: RequestLimits, clock: Clock) -> None:
-        self.admission = Admission(limits, clock)
+    def __init__(self, limits: RequestLimits, admission: Admission) -> None:
+        self.admission = admission
         self._limits = limits
         self._threads = FairThreads("body", SMALL_BODY_BYTES)
 

@@ -144,16 +144,6 @@ _MAX_CORRECTION = 10.0
 _MIN_LEARNED_S = 0.05  # waits below this say nothing about predictions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """The settings of a ``LoadShedder``."""
-
-    limits: RequestLimits
-    scheduling: SchedulingConfig
-    ring: ApiKeys
-    buckets: RateBuckets | None = None  # of tenants' rates; None: of this process alone
-
-
 class PredictedTtft(NamedTuple):
     """A predicted time to first token."""
 
@@ -162,20 +152,30 @@ class PredictedTtft(NamedTuple):
 
 
 class LoadShedder:
-    """One for an application."""
+    """Admits or refuses the requests of one application."""
 
-    def __init__(self, rules: Rules, admission: Admission, streams: TokenStreams, levels: ServiceLevels) -> None:
-        config = rules.scheduling
-        self._rules = rules
+    def __init__(
+        self,
+        admission: Admission,
+        streams: TokenStreams,
+        levels: ServiceLevels,
+        *,
+        limits: RequestLimits,
+        scheduling: SchedulingConfig,
+        keys: ApiKeys,
+        buckets: RateBuckets | None = None,
+    ) -> None:
+        """``buckets`` of tenants' rates; None: of this process alone."""
+        self._limits = limits
+        self._keys = keys
         self._admission = admission
-        admission.readers = streams.prefill_workers
         self._streams = streams
         self._levels = levels
-        self._rates = TenantRateLimiter(admission.clock, rules.buckets)
-        self._waits_s = (config.interactive_max_wait_s, config.batch_max_wait_s)
+        self._rates = TenantRateLimiter(admission.clock, buckets)
+        self._waits_s = (scheduling.interactive_max_wait_s, scheduling.batch_max_wait_s)
         self._targets = (
-            LatencyTarget(config.interactive_ttft_ms / 1000, config.interactive_tpot_ms / 1000),
-            LatencyTarget(config.batch_ttft_ms / 1000, config.batch_tpot_ms / 1000),
+            LatencyTarget(scheduling.interactive_ttft_ms / 1000, scheduling.interactive_tpot_ms / 1000),
+            LatencyTarget(scheduling.batch_ttft_ms / 1000, scheduling.batch_tpot_ms / 1000),
         )
         self._off: dict[tuple[ServiceClass, bool], float] = {}  # what came over what was predicted, smoothed
 
@@ -191,7 +191,7 @@ class LoadShedder:
             salt=tenant.salt,
             service=tenant.classes[0],
             requested_class=asked,
-            max_wait_s=_wait_of(exchange.header(MAX_WAIT_HEADER), self._rules.limits.max_stated_wait_s),
+            max_wait_s=_wait_of(exchange.header(MAX_WAIT_HEADER), self._limits.max_stated_wait_s),
             waits_s=self._waits_s,
         )
 
@@ -216,14 +216,14 @@ class LoadShedder:
         try:
             foreseen = self._look_ahead(claim, sum(costs)) if costs else None
             party = QueueKey(int(claim.service), claim.tenant, claim.weight)
-            bounded = self._rules.ring.tenant_count > 1 or claim.service is not ServiceClass.INTERACTIVE
+            bounded = self._keys.tenant_count > 1 or claim.service is not ServiceClass.INTERACTIVE
             with self._admission.admit(costs, party, bounded=bounded) as permit:
                 self._rates.charge(tenant, max(1, len(costs)), sum(costs))
-                visit = AdmittedRequest(self, permit, claim, foreseen)
+                admitted = AdmittedRequest(self, permit, claim, foreseen)
                 try:
-                    yield visit
+                    yield admitted
                 finally:
-                    self._rates.charge_completion(tenant, visit.completion_tokens)
+                    self._rates.charge_completion(tenant, admitted.completion_tokens)
         except DeadlineMissed as error:
             foreseen = self._predict(claim, sum(costs))
             error.retry_after = self._retry_after(1.0 if foreseen is None else foreseen.seconds)
@@ -248,7 +248,7 @@ class LoadShedder:
     def _look_ahead(self, claim: Qos, tokens: int) -> PredictedTtft | None:
         """The prediction.  Raises Overloaded if the request would wait longer than it may."""
         foreseen = self._predict(claim, tokens)
-        may_s = self._rules.limits.first_byte_s if claim.max_wait_s is None else claim.max_wait_s
+        may_s = self._limits.first_byte_s if claim.max_wait_s is None else claim.max_wait_s
         if foreseen is None or foreseen.seconds <= may_s:
             return foreseen
         retry_after = self._retry_after(foreseen.seconds - may_s)

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 
 from penstock import __version__, http_client
 from penstock.api import sse
+from penstock.api.admission import Admission
 from penstock.api.app import RERANK_PATHS, http_error, internal_error
 from penstock.api.auth import NO_TENANT, ON_BEHALF_OF, ApiKeys, AuthFailureLog, AuthMiddleware, tenant_header
 from penstock.api.endpoints import EXPLAIN, ROUTE, SESSION
@@ -136,7 +137,7 @@ class _Service:
     def __init__(self, store: FrontServices) -> None:
         self._models = store.models
         self._limits = store.limits
-        self._door = EndpointFactory(store.limits, store.clock)
+        self._door = EndpointFactory(store.limits, Admission(store.limits, store.clock))
 
     def passing(self, path: str) -> ASGIApp:
         """Proxy a JSON request to the model that it names."""

@@ -248,7 +248,8 @@ class GenerationProcessor:
         return _with_model_name(prepared, facts.name)
 
     async def tokenize(self, body: JsonObject) -> TokenizeResult:
-        what, add_special_tokens, strings = parse_tokenize(body, self._limits, self._asked(body)[0])
+        request = parse_tokenize(body, self._limits, self._asked(body)[0])
+        what, add_special_tokens = request.input, request.add_special_tokens
         if isinstance(what, ChatInput):
             wish = RenderOptions(tooling=what.tooling, add_special_tokens=add_special_tokens)
             tokens = (await self._see((await self._write_chat(what, wish)).tokens, what)).tokens
@@ -261,7 +262,7 @@ class GenerationProcessor:
             count=len(tokens),
             max_model_len=self._facts.max_model_len,
             tokens=list(tokens),
-            token_strs=await self._strings(tokens) if strings else None,
+            token_strs=await self._strings(tokens) if request.token_strings else None,
         )
 
     async def _strings(self, tokens: tuple[int, ...]) -> list[str]:

@@ -69,11 +69,11 @@ class SingleTaskProcessor(ABC):
         self.refuse(self._purpose.text)
 
     async def tokenize(self, body: JsonObject) -> TokenizeResult:
-        text, special, strings = parse_tokenize(body, self.limits, self.facts)
-        if not isinstance(text, str):
+        request = parse_tokenize(body, self.limits, self.facts)
+        if not isinstance(request.input, str):
             self.refuse("has no chat template")
-        tokens = await self.encoded(text, special=special)
-        strings_of_tokens = self.tokenizer.token_strings(tokens) if strings else None
+        tokens = await self.encoded(request.input, special=request.add_special_tokens)
+        strings_of_tokens = self.tokenizer.token_strings(tokens) if request.token_strings else None
         return TokenizeResult(
             count=len(tokens), max_model_len=self.facts.max_model_len, tokens=list(tokens), token_strs=strings_of_tokens
         )

@@ -283,12 +283,14 @@ class AudioModelProcessor(SingleTaskProcessor):
         recording = read_wav(asked.raw, self.limits)
         room = self.sounds.reserve(recording)
         try:
-            read = await self.sounds.decode(recording)
+            samples_N, spans = await self.sounds.decode(recording)
         except BaseException:
             room.release()
             raise
         heard = msgspec.structs.replace(asked, raw=b"")  # the file is needed no more
-        return WindowedTranscription(self, (heard, envelope, translates), before, read, room)
+        return WindowedTranscription(
+            self, heard, envelope, translates=translates, before=before, samples_N=samples_N, spans=spans, room=room
+        )
 
     def _before(self, prompt: str) -> tuple[int, ...]:
         """The end of what was said before, as the model reads it."""
@@ -308,25 +310,29 @@ class WindowedTranscription:
     def __init__(
         self,
         processor: AudioModelProcessor,
-        asked: tuple[TranscriptionFields, RequestContext, bool],
+        fields: TranscriptionFields,
+        context: RequestContext,
+        *,
+        translates: bool,
         before: tuple[int, ...],
-        read: tuple[NDArray[np.float32], list[Span]],
+        samples_N: NDArray[np.float32],
+        spans: list[Span],
         room: SampleReservation,
     ) -> None:
-        """``before``: tokens in front of every window's own.  ``room``: for the samples that were read."""
+        """``before``: tokens in front of every window's own.  ``room``: the reservation of ``samples_N``."""
         self._processor = processor
-        self._asked, self._envelope, translates = asked
-        self._salt = self._envelope.caller.cache_salt(self._asked.cache_salt)
+        self._fields, self._context = fields, context
+        self._salt = self._context.caller.cache_salt(self._fields.cache_salt)
         self._before = before
-        self._samples_N, self._spans = read
+        self._samples_N, self._spans = samples_N, spans
         self._room = room
         self._heard: tuple[int, WindowAudio] | None = None  # the latest window
         self.task = "translate" if translates else "transcribe"
         self.model = processor.facts.name
-        self.language = self._asked.language or ""
-        self.response_format, self.stream = self._asked.form, self._asked.stream
-        self.temperature = self._asked.temperature
-        self.seed = self._asked.seed
+        self.language = self._fields.language or ""
+        self.response_format, self.stream = self._fields.form, self._fields.stream
+        self.temperature = self._fields.temperature
+        self.seed = self._fields.seed
         self.tokens = processor.sounds.recipe.tokens
 
     def close(self) -> None:
@@ -377,19 +383,19 @@ class WindowedTranscription:
         """``own`` tokens after a window."""
         place, sound = await self._hear(index)
         prompt = (self._processor.words.start,) * sound.columns + own
-        caller = self._envelope.caller
-        salt = caller.cache_salt(self._asked.cache_salt)
-        root = chain_root(self._envelope.identity, tenant_salt=salt)
+        caller = self._context.caller
+        salt = caller.cache_salt(self._fields.cache_salt)
+        root = chain_root(self._context.identity, tenant_salt=salt)
         return ValidRequest(
-            id=RequestId(f"{self._envelope.id}/{name}"),
+            id=RequestId(f"{self._context.id}/{name}"),
             prompt=pack_token_ids(prompt),
             block_hashes=tuple(block_hashes(root, prompt, images=(place,))),
             sampling=sampling,
             open_ended=sampling.max_tokens > 1,  # as long as the audio: the request names no length
-            arrival=self._envelope.arrival,
+            arrival=self._context.arrival,
             images=(place,),
             pictures=(sound,),
-            session=self._envelope.session,
+            session=self._context.session,
             cache_salt=salt,
             claim=caller.claim(),
         )

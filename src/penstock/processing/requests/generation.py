@@ -242,6 +242,14 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: bool
 
 
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked body of ``/tokenize``."""
+
+    input: ChatInput | str
+    add_special_tokens: bool
+    token_strings: bool  # return the tokens' strings
+
+
 def parse_chat(body: Mapping[str, Any], limits: RequestLimits, facts: ModelProperties) -> ChatRequest:
     """Raises RequestError, the model's name first."""
     refuse_unknown(body, CHAT_FIELDS, facts.requests)
@@ -253,11 +261,13 @@ def parse_chat(body: Mapping[str, Any], limits: RequestLimits, facts: ModelPrope
     refuse_later_chat_fields(fields)
     most = limits.default_max_tokens
     unnamed = "as many as the context leaves" if most is None else f"{most} at most"
-    call = _parse_call(fields, limits, facts, logprobs=parse_chat_logprobs(fields, limits), ends=(1, unnamed))
+    call = _parse_call(
+        fields, limits, facts, logprobs=parse_chat_logprobs(fields, limits), min_allowed=1, unnamed=unnamed
+    )
     call = _with_kept(call, fields, facts, most)
     if call.keep is not None and images:
         raise unsupported("truncate_prompt_tokens", "a chat with images is not cut.")
-    return ChatRequest(call=call, text=parse_chat_text(fields, (messages, images), limits))
+    return ChatRequest(call=call, text=parse_chat_text(fields, messages, images, limits))
 
 
 def parse_completion(body: Mapping[str, Any], limits: RequestLimits, facts: ModelProperties) -> CompletionRequest:
@@ -271,8 +281,8 @@ def parse_completion(body: Mapping[str, Any], limits: RequestLimits, facts: Mode
         raise unsupported("suffix", "this server does not fill in the middle.")
     logprobs = fields.integer("logprobs", low=0, high=limits.max_top_logprobs)
     echo = fields.boolean("echo")
-    ends = (0 if echo else 1, f"{_COMPLETION_MAX_TOKENS} at most")
-    call = _parse_call(fields, limits, facts, logprobs=logprobs, ends=ends)
+    unnamed = f"{_COMPLETION_MAX_TOKENS} at most"
+    call = _parse_call(fields, limits, facts, logprobs=logprobs, min_allowed=0 if echo else 1, unnamed=unnamed)
     refuse_best_of(fields, call)
     if call.sampling.max_tokens is None:
         call = msgspec.structs.replace(
@@ -287,10 +297,8 @@ def parse_completion(body: Mapping[str, Any], limits: RequestLimits, facts: Mode
     )
 
 
-def parse_tokenize(
-    body: Mapping[str, Any], limits: RequestLimits, facts: ModelProperties
-) -> tuple[ChatInput | str, bool, bool]:
-    """What to tokenize, whether with special tokens, and whether to tell the tokens' strings."""
+def parse_tokenize(body: Mapping[str, Any], limits: RequestLimits, facts: ModelProperties) -> TokenizeRequest:
+    """Raises RequestError."""
     refuse_unknown(body, TOKENIZE_FIELDS, facts.requests)
     fields = BodyFields(body)
     parse_model(fields, facts, required=False)
@@ -300,12 +308,15 @@ def parse_tokenize(
     if fields.raw("messages") is not None:
         images: list[ImageUrl] = []
         messages = _parse_messages(fields.raw("messages"), limits, facts, images)
-        return parse_chat_text(fields, (messages, images), limits), fields.boolean("add_special_tokens"), strings
-    prompt = fields.raw("prompt")
-    return (
-        string("prompt", prompt, max_chars=limits.max_tokenize_chars),
-        fields.boolean("add_special_tokens", default=True),
-        strings,
+        return TokenizeRequest(
+            input=parse_chat_text(fields, messages, images, limits),
+            add_special_tokens=fields.boolean("add_special_tokens"),
+            token_strings=strings,
+        )
+    return TokenizeRequest(
+        input=string("prompt", fields.raw("prompt"), max_chars=limits.max_tokenize_chars),
+        add_special_tokens=fields.boolean("add_special_tokens", default=True),
+        token_strings=strings,
     )
 
 
@@ -332,10 +343,9 @@ def parse_model(fields: BodyFields, facts: ModelProperties, *, required: bool) -
 
 
 def parse_chat_text(
-    fields: BodyFields, given: tuple[list[Message], list[ImageUrl]], limits: RequestLimits
+    fields: BodyFields, messages: list[Message], images: list[ImageUrl], limits: RequestLimits
 ) -> ChatInput:
     """The messages and their images, the tools, and how the template is to end."""
-    messages, images = given
     continues = fields.boolean("continue_final_message")
     adds = fields.boolean("add_generation_prompt", default=not continues)
     if continues and adds:
@@ -403,16 +413,21 @@ def _parse_messages(value: Any, limits: RequestLimits, facts: ModelProperties, i
 
 
 def _parse_call(
-    fields: BodyFields, limits: RequestLimits, facts: ModelProperties, *, logprobs: int | None, ends: tuple[int, str]
+    fields: BodyFields,
+    limits: RequestLimits,
+    facts: ModelProperties,
+    *,
+    logprobs: int | None,
+    min_allowed: int,
+    unnamed: str,
 ) -> GenerationFields:
-    """``ends``: the fewest tokens that may be asked for, and what is said of no number."""
+    """``min_allowed``: the least ``max_tokens``.  ``unnamed``: what a request without one gets, for the error."""
     stream = fields.boolean("stream")
     json = parse_json_form(fields, facts.requests)
     grammar = parse_grammar(fields, limits, json)
-    least, unnamed = ends
     return GenerationFields(
         sampling=parse_sampling(
-            fields, limits, facts, LengthRules(least=least, unnamed=unnamed, always=grammar is not None)
+            fields, limits, facts, LengthRules(least=min_allowed, unnamed=unnamed, always=grammar is not None)
         ),
         stream=stream,
         options=parse_stream_options(fields, facts.requests, stream=stream),

@@ -115,7 +115,7 @@ def _parse_message(
     message["content"] = (
         None
         if content is None and may_be_empty
-        else _parse_content(f"{where}.content", content, (role, limits), images)
+        else _parse_content(f"{where}.content", content, images, role=role, limits=limits)
     )
     if item.get("name") is not None:
         message["name"] = _parse_name(f"{where}.name", item["name"])
@@ -203,7 +203,7 @@ def _parse_name(where: str, name: object) -> str:
 
 
 def _parse_content(
-    where: str, content: object, of: tuple[str, RequestLimits], images: list[ImageUrl] | None
+    where: str, content: object, images: list[ImageUrl] | None, *, role: str, limits: RequestLimits
 ) -> str | list[dict[str, str]]:
     if content is None:
         raise BadField(where, got=None, want="a string or an array of text parts", code=WRONG_TYPE)
@@ -224,7 +224,7 @@ def _parse_content(
     for i, item in enumerate(content):
         own, part = f"{where}[{i}]", mapping(f"{where}[{i}]", item)
         if part.get("type") == "image_url" and images is not None:
-            images.append(_parse_image(own, part, of, len(images)))
+            images.append(_parse_image(own, part, len(images), role=role, limits=limits))
             end_text()
             parts.append({"type": "image"})
             continue
@@ -233,9 +233,8 @@ def _parse_content(
     return parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts
 
 
-def _parse_image(where: str, part: Mapping[str, Any], of: tuple[str, RequestLimits], before: int) -> ImageUrl:
+def _parse_image(where: str, part: Mapping[str, Any], before: int, *, role: str, limits: RequestLimits) -> ImageUrl:
     """``detail`` changes nothing: every image is read at the size that the model's makers give it."""
-    role, limits = of
     if role != "user":
         raise unsupported(f"{where}.type", "images are read in messages of the user only. Nothing was fetched.")
     if before == limits.max_images:
