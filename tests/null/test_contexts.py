@@ -54,7 +54,7 @@ async def test_one_of_no_named_length_begins_at_a_small_worker_and_goes_on_at_a_
         await unequal(town)
         if not moves:
             town.worker("both-1").mailbox._config = town.worker("both-1").mailbox._config.__class__(
-                **_fields(town.worker("both-1").mailbox._config) | {"hands_over": False}
+                **_fields(town.worker("both-1").mailbox._config) | {"transfers_pages": False}
             )
         clients = [
             town.ask(f"r{i}", prompt=(i, *range(39)), max_tokens=LARGE - 40, open_ended=True, seed=i) for i in range(6)

@@ -114,7 +114,7 @@ def test_a_ring_follows_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     path.write_text("broken")
     clock.advance(KEY_FILE_CHECK_S)
     assert ring.find(second.encode()) is not None
-    assert "stay as they were" in caplog.text
+    assert "API keys are unchanged" in caplog.text
     lines = len(caplog.records)
     for _ in range(10):
         clock.advance(KEY_FILE_CHECK_S)

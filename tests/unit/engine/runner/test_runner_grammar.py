@@ -161,11 +161,11 @@ class Broken:
         self._matcher, self._left = matcher, after
         self.vocabulary, self.end_tokens = matcher.vocabulary, matcher.end_tokens
 
-    def take(self, tokens: Sequence[int]) -> bool:
+    def accept_tokens(self, tokens: Sequence[int]) -> bool:
         self._left -= len(tokens)
         return self._matcher.accept_tokens(tokens) and self._left >= 0
 
-    def give_back(self, count: int) -> None:
+    def rollback(self, count: int) -> None:
         self._left += count
         self._matcher.rollback(count)
 
@@ -231,7 +231,7 @@ class Told:
         self.names = [] if names is None else names
         self.go_on = go_on
 
-    def take(self, tokens: Sequence[int]) -> bool:
+    def accept_tokens(self, tokens: Sequence[int]) -> bool:
         return True
 
     def write_mask(self, words: np.ndarray) -> bool:
@@ -279,7 +279,7 @@ class Held:
     def __init__(self, matcher: GrammarMatcher, go_on: threading.Event) -> None:
         self._matcher, self._go_on = matcher, go_on
         self.vocabulary, self.end_tokens = matcher.vocabulary, matcher.end_tokens
-        self.take, self.give_back = matcher.accept_tokens, matcher.rollback
+        self.accept_tokens, self.rollback = matcher.accept_tokens, matcher.rollback
 
     def write_mask(self, words: np.ndarray) -> bool:
         assert self._go_on.wait(60)

@@ -52,7 +52,7 @@ class Compiler:
         self.done: set[Grammar] = set()
         self.full = False
 
-    def request(self, grammar: Grammar) -> Compiling:
+    def get_or_compile(self, grammar: Grammar) -> Compiling:
         if self.full:
             raise QueueFull("no room")
         return Compiling(self, grammar)
