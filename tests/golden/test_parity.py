@@ -172,5 +172,6 @@ def test_an_answer_that_the_bundled_model_writes_itself(storyteller: tuple[Runne
 
 def test_the_oracle_read_the_same_configuration(storyteller: tuple[RunnerBench, Oracle]) -> None:
     bench, oracle = storyteller
-    assert json.loads((BUNDLED / "config.json").read_text())["rms_norm_eps"] == bench.spec.own(DecoderConfig).norm.eps
+    config = json.loads((BUNDLED / "config.json").read_text())
+    assert config["rms_norm_eps"] == bench.spec.details_as(DecoderConfig).norm.eps
     assert sum(weight.numel() for weight in oracle.model.parameters()) == bench.spec.parameters

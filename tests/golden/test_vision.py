@@ -83,7 +83,7 @@ def of_transformers(place: Place, seen: MultimodalPrompt, images: list[Image.Ima
 
 
 def test_images_are_prepared_as_transformers_prepares_them(place: Place) -> None:
-    vision = place.bench.spec.own(VisionDecoderConfig).vision
+    vision = place.bench.spec.details_as(VisionDecoderConfig).vision
     wanted = processed(place.images)
     grids = [[1, one.rows * 2, one.columns * 2] for one in place.prompt.pictures]
     assert wanted["image_grid_thw"].tolist() == grids
@@ -128,7 +128,7 @@ def test_bf16_keeps_law_1(place: Place) -> None:
 
 
 def test_windows_hold_all_patches_once(place: Place) -> None:
-    vision = place.bench.spec.own(VisionDecoderConfig).vision
+    vision = place.bench.spec.details_as(VisionDecoderConfig).vision
     for rows, columns in ((1, 1), (3, 5), (4, 4), (2, 9)):
         grid = Grid(vision, rows, columns)
         assert sorted(grid.patches_T) == list(range(4 * rows * columns))

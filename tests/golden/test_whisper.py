@@ -40,7 +40,7 @@ class Place:
 
     @property
     def whisper(self) -> WhisperConfig:
-        return self.bench.spec.own(WhisperConfig)
+        return self.bench.spec.details_as(WhisperConfig)
 
     def request(self, tokens: Sequence[int], heard: AudioInput, *, told: bool = False, answer: int = ANSWER) -> Request:
         """The decoder's ``tokens`` after a sound."""
