@@ -10,6 +10,7 @@ block raised, the service is killed and the gist of its log is printed instead.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import signal
@@ -317,9 +318,10 @@ class PenstockServer:
         """All of them; ``workers`` are the rows of those."""
         return {pid for pid in children(self.pid) if alive(pid)} - {row["pid"] for row in workers}
 
-    def children_of_workers(self, word: str) -> list[int]:
-        """Their own processes in whose command line this stands."""
-        return children_named({row["pid"] for row in self.workers()}, word)
+    def children_of_workers(self, module: str) -> list[int]:
+        """Their own processes that run this module of the package, such as ``kv.store.mooncake.process``."""
+        assert importlib.util.find_spec(f"penstock.{module}") is not None, f"there is no penstock.{module}"
+        return children_named({row["pid"] for row in self.workers()}, module)
 
     def _note_mailboxes(self) -> None:
         """Remember what this run's abstract sockets are called."""

@@ -18,7 +18,7 @@ from .varied import varied_requests
 LOOPBACK = (
     '[hand_over]\nnixl_transports = "tcp"\nnixl_devices = "lo"\nfetch_stall_s = 1.0\n[routing]\nsplit = "always"\n'
 )
-WORD = "kv.transfer.nixl.process"
+AGENT = "kv.connectors.nixl.agent_process"
 
 
 @pytest.mark.long
@@ -41,16 +41,16 @@ def test_answers_are_the_same_with_nixl_and_when_its_processes_die(tmp_path: Pat
             """One that has failed is started for a request that comes after its rest."""
             bodies = varied_requests(salt=f"again {next(salts)}", salt_each=True)[-1:]
             asyncio.run(all_answers(server.url, bodies, together=False))
-            return len(server.children_of_workers(WORD)) == 2
+            return len(server.children_of_workers(AGENT)) == 2
 
         same("comes up", together=False)
         both = "a process that gives and one that takes"
-        server.wait_for(lambda: len(server.children_of_workers(WORD)) == 2, 60, both)
+        server.wait_for(lambda: len(server.children_of_workers(AGENT)) == 2, 60, both)
         same("up", together=False)
         same("together", together=True)
         for how in (signal.SIGSTOP, signal.SIGKILL):
             server.wait_for(both_again, 90, both)
-            for pid in server.children_of_workers(WORD):
+            for pid in server.children_of_workers(AGENT):
                 with suppress(ProcessLookupError):
                     os.kill(pid, how)
             same(how.name, together=False)
