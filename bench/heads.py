@@ -37,7 +37,7 @@ from penstock.engine.spec.proposer import DraftModelProposer
 from penstock.kernels.select import make_ops
 from penstock.types import PAGE_TOKENS, RequestId, SamplingParams
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.compression.convert import compress_folder
+from penstock.weights.compression_convert import compress_folder
 from penstock.weights.eagle import FOLDER, inspect_draft_head, load_draft_head
 from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.load import load_model

@@ -41,12 +41,11 @@ from penstock.engine.runner.model_runner import ModelRunner
 from penstock.engine.service.kv_transfer import TransferEnds
 from penstock.engine.service.worker_service import WorkerService
 from penstock.hashing import chain_root
-from penstock.kernels.program import DirectProgram
+from penstock.kernels.ops import DirectProgram
 from penstock.kernels.select import make_ops
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.shm import InMemoryConnector
-from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvLayout, KvMemory
 from penstock.kv.transfer.receiver import KvReceiver
 from penstock.kv.transfer.sender import KvSender
 from penstock.types import ModelIdentity, RequestId, RequestStage, Role, SamplingParams, WorkerId, pack_token_ids

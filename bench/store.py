@@ -29,8 +29,7 @@ from chats import ask, free_port, get, running, wait_for_workers
 
 from penstock.errors import ConfigError
 from penstock.kernels.operands import KvShape
-from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvLayout, KvMemory
 from penstock.kv.store.envelope import AnyEnvelope, EncryptedEnvelope, PageEnvelope
 from penstock.kv.store.mooncake.tier import MooncakeConfig, MooncakeTier
 from penstock.kv.store.page_index import index_bytes

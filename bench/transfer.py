@@ -37,8 +37,7 @@ from penstock.kv.connectors.base import KvConnector
 from penstock.kv.connectors.inline import InlineConnector
 from penstock.kv.connectors.shm import ShmConnector
 from penstock.kv.connectors.tcp.connector import TcpConnector
-from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvMemory, KvMemoryFile
+from penstock.kv.page_memory import KvLayout, KvMemory, KvMemoryFile
 from penstock.kv.transfer.events import PageOffer, PagePull, PullFailed, PullGranted, TransferDone
 from penstock.kv.transfer.receiver import KvReceiver, send_pulls
 from penstock.kv.transfer.sender import KvSender, send_messages

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from penstock.bundled import storyteller
-from penstock.weights.compression.convert import decompress_folder
+from penstock.weights.compression_convert import decompress_folder
 from sharding import in_turn, parse_shard
 
 LONG_S = 900

@@ -23,8 +23,7 @@ from penstock.engine.runner.lora import LoraLimits, LoraManager
 from penstock.engine.runner.model_runner import ModelRunner, RunnerServices
 from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import Array, Sparse, StepBatch
-from penstock.kernels.ops import Ops
-from penstock.kernels.program import DirectProgram
+from penstock.kernels.ops import DirectProgram, Ops
 from penstock.kernels.select import make_ops
 from penstock.types import (
     PAGE_TOKENS,

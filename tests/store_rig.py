@@ -16,8 +16,7 @@ import pytest
 from tests.mooncake_rig import mooncake_store, mooncake_tier
 
 from penstock.kernels.operands import KvShape
-from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvLayout, KvMemory
 from penstock.kv.store.envelope import AnyEnvelope, PageEnvelope
 from penstock.kv.store.page_index import index_bytes
 from penstock.kv.store.peer_tier import PeerTier

@@ -22,7 +22,7 @@ from cluster.server import PenstockServer
 from cluster.streams import make_client, stream_completion
 from cluster.varied import varied_requests
 from penstock.bundled import storyteller
-from penstock.weights.compression.convert import decompress_folder
+from penstock.weights.compression_convert import decompress_folder
 
 SHIM = Path(__file__).with_name("slow_disk.c")
 PAGE_S = {"quick": 0.0, "slow": 0.3, "hangs": 20.0}

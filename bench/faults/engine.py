@@ -21,8 +21,7 @@ from penstock.engine.runner.model_runner import ModelRunner, RunnerServices
 from penstock.hashing import block_hashes, chain_root
 from penstock.kernels.select import make_ops
 from penstock.kv.checksum import PageChecksums
-from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvLayout, KvMemory
 from penstock.types import ModelIdentity, PageId, RequestId, RequestStage, SamplingParams
 from penstock.weights.inspect import inspect_model, spec_for_length
 from penstock.weights.load import load_model

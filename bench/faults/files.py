@@ -15,7 +15,7 @@ from bench.faults.result import Budget, Result, judged
 from penstock.bundled import storyteller
 from penstock.errors import ModelError
 from penstock.kernels.select import make_ops
-from penstock.weights.compression.convert import decompress_folder
+from penstock.weights.compression_convert import decompress_folder
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from penstock.weights.manifest import ManifestStore

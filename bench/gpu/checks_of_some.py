@@ -16,7 +16,7 @@ from bench.gpu.checks import Double, Story, close, each, normal, same
 from bench.gpu.figures import Check
 from numpy.typing import NDArray
 
-from penstock.kernels.compressed_gpu import compress_for_gpu
+from penstock.kernels.compressed import compress_for_gpu
 from penstock.kernels.lora import LowRank
 from penstock.kernels.operands import AttentionSpec, KvShape, PackedLinear, StateShape, StepBatch
 from penstock.kernels.ops import Ops

@@ -12,8 +12,7 @@ from bench.gpu.figures import Check
 from bench.gpu.models import Made
 from numpy.typing import NDArray
 
-from penstock.kernels.ops import Ops
-from penstock.kernels.program import DirectProgram
+from penstock.kernels.ops import DirectProgram, Ops
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,7 @@ class Numbers:
 
         Every part's bytes are copied where they are packed, so memory is read as if all were different.
         """
-        from penstock.kernels.compressed_gpu import compress_for_gpu
+        from penstock.kernels.compressed import compress_for_gpu
 
         if (n, k) not in self._compressed:
             count = -(-n * k // PART)

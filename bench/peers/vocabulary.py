@@ -13,7 +13,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-from penstock.cli.benchmark.prompts import WORDS
+from penstock.cli.benchmark.workload import WORDS
 
 SPECIALS = 256
 SPLIT = (

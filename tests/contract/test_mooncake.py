@@ -21,7 +21,7 @@ from tests.store_rig import IDENTITY, LAYOUT, final_of, key_of, page_of
 from blows import strike
 from penstock.errors import ConfigError, PageCorrupt, TierError
 from penstock.kernels.operands import KvShape
-from penstock.kv.layout import KvLayout
+from penstock.kv.page_memory import KvLayout
 from penstock.kv.store.envelope import EncryptedEnvelope, PageEnvelope
 from penstock.kv.store.mooncake.client import MooncakeClient, PutRequest
 from penstock.kv.store.mooncake.tier import MooncakeConfig, MooncakeTier

@@ -9,7 +9,7 @@ import pytest
 from tests.store_rig import IDENTITY, LAYOUT, TIERS, Pair, final_of, key_of, page_of, pair, redis_server
 
 from penstock.errors import PageCorrupt, TierError
-from penstock.kv.layout import KvLayout
+from penstock.kv.page_memory import KvLayout
 from penstock.kv.store.envelope import EncryptedEnvelope, PageEnvelope
 from penstock.kv.store.redis_tier import RedisTier
 from penstock.types import ModelIdentity

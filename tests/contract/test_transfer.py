@@ -32,7 +32,7 @@ from transfer_rig import (
 from penstock.config.limits import KvTransferConfig
 from penstock.kernels.operands import KvShape
 from penstock.kv.checksum import PageChecksum
-from penstock.kv.layout import KvLayout
+from penstock.kv.page_memory import KvLayout
 from penstock.kv.transfer import sender
 from penstock.kv.transfer.events import (
     PageOffer,

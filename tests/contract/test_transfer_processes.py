@@ -23,7 +23,7 @@ from penstock.kv.connectors.base import KvConnector
 from penstock.kv.connectors.inline import InlineConnector
 from penstock.kv.connectors.shm import ShmConnector
 from penstock.kv.connectors.tcp.connector import TcpConnector
-from penstock.kv.memory import KvMemory, KvMemoryFile
+from penstock.kv.page_memory import KvMemory, KvMemoryFile
 from penstock.kv.transfer.events import (
     PageOffer,
     PagePull,

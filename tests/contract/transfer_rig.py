@@ -22,8 +22,7 @@ from penstock.kv.connectors.inline import InlineConnector
 from penstock.kv.connectors.nixl.connector import NixlConnector
 from penstock.kv.connectors.shm import InMemoryConnector, ShmConnector
 from penstock.kv.connectors.tcp.connector import TcpConnector
-from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvMemory, KvMemoryFile
+from penstock.kv.page_memory import KvLayout, KvMemory, KvMemoryFile
 from penstock.kv.transfer.events import (
     PageOffer,
     PagePull,

@@ -24,7 +24,7 @@ from penstock.engine.core.request import Request
 from penstock.kernels.native.program import RecordedProgram
 from penstock.types import PAGE_TOKENS, SamplingParams
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.compression.convert import compress_folder
+from penstock.weights.compression_convert import compress_folder
 from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import BUILT_IN, checkpoint_format
 from penstock.weights.inspect import CONFIG, inspect_model

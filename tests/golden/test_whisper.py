@@ -17,9 +17,9 @@ from whole_rows import check_rows, rows_of
 from penstock.engine.core.request import Request
 from penstock.errors import ImageRefused, ModelError
 from penstock.kernels.native.program import RecordedProgram
-from penstock.kernels.program import DirectProgram
+from penstock.kernels.ops import DirectProgram
 from penstock.types import PAGE_TOKENS, AudioInput, SamplingParams
-from penstock.weights.compression.convert import compress_folder
+from penstock.weights.compression_convert import compress_folder
 from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import BUILT_IN
 from penstock.weights.families.whisper import WhisperConfig

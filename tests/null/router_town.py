@@ -14,7 +14,7 @@ from penstock.config.schema import GatewayConfig
 from penstock.engine.runner.null_runner import null_token
 from penstock.errors import PenstockError
 from penstock.hashing import block_hashes, chain_root
-from penstock.kv.layout import KvLayout
+from penstock.kv.page_memory import KvLayout
 from penstock.router.service import RouterService
 from penstock.telemetry.spans import NoTracer, Tracer
 from penstock.types import (

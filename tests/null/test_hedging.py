@@ -9,7 +9,7 @@ from tests.late_pages import LateCarrier
 
 from null.worker_stage import WINDOWED, Stage, StageWorker, expected
 from penstock.engine.service.kv_transfer import RecomputeEstimate
-from penstock.kv.layout import KvLayout
+from penstock.kv.page_memory import KvLayout
 from penstock.kv.transfer.events import HedgeWon
 from penstock.types import RequestId, Role
 

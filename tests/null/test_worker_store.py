@@ -19,7 +19,7 @@ from penstock.engine.core.cost_model import StepCostModel, StepWork
 from penstock.engine.service import kv_prefetch
 from penstock.engine.service.readiness import PageWait
 from penstock.errors import TierError
-from penstock.kv.layout import KvLayout
+from penstock.kv.page_memory import KvLayout
 from penstock.kv.store.envelope import PageEnvelope
 from penstock.kv.store.page_index import index_bytes
 from penstock.kv.store.peer_tier import PeerTier

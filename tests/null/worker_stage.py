@@ -28,8 +28,7 @@ from penstock.hashing import chain_root
 from penstock.kernels.operands import KvShape
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.shm import InMemoryConnector
-from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvLayout, KvMemory
 from penstock.kv.store.store import PageStore
 from penstock.kv.store.tier import KvTier
 from penstock.kv.transfer.receiver import KvReceiver

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from penstock import http_client
+from penstock.api.auth import ring_of
+from penstock.api.openapi import Schemas
 from penstock.catalog.config import CatalogModel, FrontConfig
-from penstock.catalog.http_proxy import CatalogModels
+from penstock.catalog.http_proxy import CatalogModels, FrontServices, make_catalog_app
 from penstock.catalog.residency import ModelResidency, ModelState, ResidencyEffects, ResidentModel, StartModel
-from penstock.clock import Clock
+from penstock.clock import Clock, MonotonicClock
 from penstock.errors import NoWorkers, QueueFull
 from penstock.http_client import Upstream
+from penstock.launch import event_loop
+from penstock.launch.http_server import SWITCH_S, HttpServer, ProcessIo
+from penstock.sidecar import drop_secrets, protect_memory
 from penstock.types import WorkerId, WorkerState
 from penstock.wire.supervisor_messages import LoadModel, SupervisorMessage, UnloadModel, WorkerDown, WorkerUp
 
@@ -195,3 +201,46 @@ class ModelManager(CatalogModels):
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+# MERGED: The front process of a catalog: its HTTP application and model manager.  Each model has its own
+# MERGED: gateway.
+
+
+def run_front(config: FrontConfig, rim: ProcessIo) -> int:
+    """Serve until drained or told to stop; returns the exit code.  Runs in the forked child."""
+    protect_memory()
+    drop_secrets()
+    sys.setswitchinterval(SWITCH_S)
+    log.info("answers HTTP; event loop: %s", event_loop.event_loop_name(config.event_loop))
+    return event_loop.run(_run(config, rim), config.event_loop)
+
+
+def _schemas(config: FrontConfig) -> Schemas:
+    from penstock.processing.requests.schemas import request_schemas  # imported on demand
+
+    return request_schemas(config.limits)
+
+
+async def _run(config: FrontConfig, rim: ProcessIo) -> int:
+    clock = MonotonicClock()
+    manager = ModelManager(config, rim.channel.send, clock)
+    keys = ring_of(config.api_key, config.api_keys, config.scheduling)
+    app = make_catalog_app(
+        FrontServices(
+            models=manager,
+            limits=config.limits,
+            clock=clock,
+            keys=keys,
+            created=config.created,
+            schemas=lambda: _schemas(config),
+            allowed_origins=config.allowed_origins,
+            allowed_hosts=config.allowed_hosts if keys.is_open else None,
+        )
+    )
+    manager.start()
+    try:
+        await HttpServer(rim, config.limits, manager.on_supervisor, config.tls).serve(app)
+    finally:
+        await manager.close()
+    return 0

@@ -44,6 +44,7 @@ from penstock.launch.compose import (
     run_supervised,
     serve,
     service_url,
+    trace_config,
     warn_short_key,
 )
 from penstock.launch.heartbeat import HeartbeatSlot
@@ -53,7 +54,6 @@ from penstock.launch.restart_policy import GATEWAY
 from penstock.launch.shared_rates import SharedTokenBuckets
 from penstock.launch.supervisor import ChildSpec, Supervisor
 from penstock.launch.tls import checked_tls
-from penstock.launch.tracing import trace_config
 from penstock.telemetry.log import configure_logging
 from penstock.types import WorkerId
 
@@ -101,7 +101,7 @@ def serve_catalog(config: ServeConfig) -> int:
             log_lines([f"ready after {phases}: {service_url(config, port)}"])
 
         return run_supervised(
-            supervisor, None, None, phases, ready, modules=(*GATEWAY_MODULES, "penstock.catalog.front_process")
+            supervisor, None, None, phases, ready, modules=(*GATEWAY_MODULES, "penstock.catalog.model_manager")
         )
 
 
@@ -134,7 +134,7 @@ class CatalogProcesses:
 
     def _front(self, rim: ProcessIo) -> int:
         configure_logging(GATEWAY, as_json=self.log_json)
-        from penstock.catalog.front_process import run_front
+        from penstock.catalog.model_manager import run_front
 
         return run_front(self.store, rim)
 

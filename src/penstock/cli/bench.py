@@ -20,9 +20,10 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from penstock.cli.benchmark import load, metrics, workload
+from penstock.cli.benchmark import load, metrics
+from penstock.cli.benchmark import workload as benchmark_prompts
 from penstock.cli.benchmark.interference import InterferenceScenario, run_interference
-from penstock.cli.benchmark.prompts import PromptMaker, RequestShape
+from penstock.cli.benchmark.workload import PromptMaker, RequestShape
 from penstock.cli.console import TextStyle, text_table
 from penstock.cli.openai_client import served_model
 from penstock.cli.parsing import COMMANDS
@@ -135,7 +136,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_workload_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--dataset-name", choices=["random", *workload.TRACES], default="random")
+    group.add_argument("--dataset-name", choices=["random", *benchmark_prompts.TRACES], default="random")
     group.add_argument("--dataset-path", type=Path, metavar="FILE", help="trace file (.jsonl, .jsonl.gz or .csv)")
     group.add_argument("--num-prompts", type=int, default=100, metavar="N", help="default: %(default)s")
     group.add_argument("--random-input-len", type=int, default=256, metavar="T", help="tokens; default: %(default)s")
@@ -236,7 +237,7 @@ async def _warm_up(generator: load.LoadGenerator, prompts: PromptMaker, args: ar
     """A few short requests; their failures show that the rest would fail too."""
     if args.num_warmups < 1:
         return
-    bodies = await prompts.bodies([workload.RequestSpec(input_len=16, output_len=4)] * args.num_warmups)
+    bodies = await prompts.bodies([benchmark_prompts.RequestSpec(input_len=16, output_len=4)] * args.num_warmups)
     for body in bodies:
         record = generator.record()
         await generator.ask(body, record)
@@ -244,25 +245,25 @@ async def _warm_up(generator: load.LoadGenerator, prompts: PromptMaker, args: ar
             raise StreamError("the first request failed", record.error or "")
 
 
-def _wanted(args: argparse.Namespace) -> list[workload.RequestSpec]:
+def _wanted(args: argparse.Namespace) -> list[benchmark_prompts.RequestSpec]:
     if args.dataset_name == "random":
-        lengths = workload.RandomLengths(
+        lengths = benchmark_prompts.RandomLengths(
             args.random_input_len, args.random_output_len, args.random_range_ratio, args.random_prefix_len
         )
         return lengths.draw(args.num_prompts, args.seed)
     if args.dataset_path is None:
         raise ConfigError(f"--dataset-name {args.dataset_name} needs --dataset-path")
-    rows = workload.of_trace(args.dataset_path, args.dataset_name, args.num_prompts)
-    return [workload.scale_request(row, length=args.length_scale, time=args.time_scale) for row in rows]
+    rows = benchmark_prompts.of_trace(args.dataset_path, args.dataset_name, args.num_prompts)
+    return [benchmark_prompts.scale_request(row, length=args.length_scale, time=args.time_scale) for row in rows]
 
 
-def _due_times(args: argparse.Namespace, wanted: Sequence[workload.RequestSpec]) -> list[float]:
+def _due_times(args: argparse.Namespace, wanted: Sequence[benchmark_prompts.RequestSpec]) -> list[float]:
     """An explicit rate wins; a trace without one keeps its own times; anything else is due at once."""
     if args.request_rate is None and wanted and wanted[0].at is not None:
         first = wanted[0].at
         return [(w.at or 0.0) - first for w in wanted]
     rate = math.inf if args.request_rate is None else args.request_rate
-    return workload.arrivals(len(wanted), rate=rate, burstiness=args.burstiness, seed=args.seed)
+    return benchmark_prompts.arrivals(len(wanted), rate=rate, burstiness=args.burstiness, seed=args.seed)
 
 
 async def _requests(
@@ -272,7 +273,7 @@ async def _requests(
     max_model_len: int | None,
 ) -> dict[str, Any]:
     everything = _wanted(args)
-    wanted = workload.fitting(everything, max_model_len)
+    wanted = benchmark_prompts.fitting(everything, max_model_len)
     if not wanted:
         raise ConfigError(f"none of {len(everything)} requests fits the context of {max_model_len} tokens")
     due = _due_times(args, wanted)
@@ -306,9 +307,11 @@ async def _long_prompts(
     max_model_len: int | None,
 ) -> dict[str, Any]:
     count = max(1, round(args.duration / args.long_prompt_every))
-    short = workload.RandomLengths(args.random_input_len, args.random_output_len).draw(args.num_prompts, args.seed)
-    long = [workload.RequestSpec(input_len=args.long_prompt_len, output_len=args.long_output_len)] * count
-    if len(workload.fitting([*short, *long], max_model_len)) < len(short) + len(long):
+    short = benchmark_prompts.RandomLengths(args.random_input_len, args.random_output_len).draw(
+        args.num_prompts, args.seed
+    )
+    long = [benchmark_prompts.RequestSpec(input_len=args.long_prompt_len, output_len=args.long_output_len)] * count
+    if len(benchmark_prompts.fitting([*short, *long], max_model_len)) < len(short) + len(long):
         raise ConfigError(f"prompt and answer do not fit the context of {max_model_len} tokens")
     bodies = await prompts.bodies([*short, *long])
     scenario = InterferenceScenario(running=args.running_answers, every=args.long_prompt_every, warmup=args.warmup)

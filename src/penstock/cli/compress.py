@@ -14,7 +14,7 @@ from penstock.cli.console import byte_bar, text_table
 from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.compression.convert import ConvertedTensor, check_folders, compress_folder, verify_folder
+from penstock.weights.compression_convert import ConvertedTensor, check_folders, compress_folder, verify_folder
 
 EPILOG = """\
 examples:

@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.cli.compress import model_folder, total_bytes
 from penstock.cli.console import byte_bar
 from penstock.cli.parsing import COMMANDS
-from penstock.weights.compression.convert import check_folders, decompress_folder
+from penstock.weights.compression_convert import check_folders, decompress_folder
 
 EPILOG = """\
 examples:

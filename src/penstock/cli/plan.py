@@ -23,8 +23,19 @@ from penstock.launch.draft_model import adapter_weights, draft_head_weights, dra
 from penstock.launch.gpu_probe import gpu_report
 from penstock.launch.machine import free_memory
 from penstock.launch.model_path import config_folder
-from penstock.parallel.devices import DEVICE_MEMORY_GIB, GIB, Devices, parse_devices, why_not_servable
-from penstock.parallel.plan import ModelSize, ParallelPlan, StageShare, make_plan, requests_at_once, workers_of
+from penstock.parallel.plan import (
+    DEVICE_MEMORY_GIB,
+    GIB,
+    Devices,
+    ModelSize,
+    ParallelPlan,
+    StageShare,
+    make_plan,
+    parse_devices,
+    requests_at_once,
+    why_not_servable,
+    workers_of,
+)
 from penstock.types import FP8_E4M3
 from penstock.weights.architecture.decoder import DecoderConfig
 from penstock.weights.eagle import FOLDER, inspect_draft_head

@@ -6,8 +6,7 @@ import argparse
 
 from penstock.cli.parsing import COMMANDS
 from penstock.cli.settings_flags import ENGINE_FLAGS, Flag, Kind, add_flags, add_model_and_config, settings_of
-from penstock.config.dump import dump_toml
-from penstock.config.load import load_serve
+from penstock.config.load import dump_toml, load_serve
 
 EPILOG = """\
 examples:

@@ -12,7 +12,7 @@ from penstock.cli.console import TextStyle, count_bar, text_table
 from penstock.cli.parsing import COMMANDS
 from penstock.errors import ConfigError
 from penstock.launch.model_path import config_folder
-from penstock.parallel.devices import parse_devices
+from penstock.parallel.plan import parse_devices
 from penstock.router.policy.baselines import NAMES as POLICIES
 from penstock.sim.cluster import SimulationRun, SimulationSetup, run_json, simulate
 from penstock.sim.fleet import DEFAULT, NAMES, FleetFile, load_fleet, parse_workers

@@ -5,10 +5,13 @@ Knows no kernels: importable where the extension is not built.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from penstock.errors import KernelError
 
 PANEL_ROWS = 16
 BLOCK_COLUMNS = 4
@@ -59,3 +62,182 @@ def choose_code(counts_256: NDArray[np.int64]) -> tuple[int, int, int]:
     low = int(sums.argmax())
     base, step = (low - 1, 1) if low % 2 else (low + CODES, -1)
     return base, step, int(counts_256.sum() - sums[low])
+
+
+# MERGED: The layout of compressed matrices for GPUs: its sections, its coder and its decoder (format:
+# MERGED: docs/format.md).
+# MERGED:
+# MERGED: A weight is a code of four bits for its exponent (fifteen neighbours; 0 is an escape) and a byte:
+# MERGED: sign and mantissa, or,
+# MERGED: of an escape, the place of the whole weight in a short dictionary.  So every weight is decoded by
+# MERGED: itself, with shifts
+# MERGED: and masks of 32-bit words, and no weight depends on its neighbours: what a GPU's registers can do in
+# MERGED: front of its matrix
+# MERGED: units.  The CPU's layout is smaller and needs instructions that only CPUs have.
+# MERGED:
+# MERGED: Knows arrays, no files, no torch.
+
+
+GPU_CODES = 15
+"""Exponents that have a code of four bits; code 0 is an escape."""
+
+MAX_BASE = 255 - GPU_CODES
+
+GPU_BLOCK_COLUMNS = 64
+GROUP_COLUMNS = 8
+"""Columns whose codes are one word of 32 bits, and whose bytes are two."""
+
+BLOCK_GROUPS = GPU_BLOCK_COLUMNS // GROUP_COLUMNS
+BLOCK_WORDS = 384
+"""Of 16 rows and 64 columns: 256 of bytes, then 128 of codes."""
+
+STRETCH_COLUMNS = 1024
+"""Columns of a panel that share a dictionary."""
+
+MAX_VALUES = 256
+"""Weights in a dictionary: what a byte can tell apart."""
+
+CHUNK_PANELS = 16
+"""Panels that are coded or decoded at a time, so that no matrix is in memory several times."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCompressedMatrix:
+    """A bf16 matrix [n, k] in the three sections of the layout.  Code c from 1 to 15 is exponent base + c."""
+
+    n: int
+    k: int
+    base: int
+    counts_PS: NDArray[np.uint32]  # weights in the dictionary of each panel of 16 rows and stretch of 1024 columns
+    words_PB: NDArray[np.uint32]  # [panels, blocks, 384]
+    values: NDArray[np.uint16]  # of all dictionaries, one after another
+
+    @property
+    def nbytes(self) -> int:
+        return self.counts_PS.nbytes + self.words_PB.nbytes + self.values.nbytes
+
+    def decoded(self) -> Iterator[NDArray[np.uint16]]:
+        """Rows of the matrix as bf16 bits, some at a time.  Raises KernelError if a dictionary lacks a weight."""
+        if self.counts_PS.max(initial=0) > MAX_VALUES or self.counts_PS.sum(dtype=np.int64) != len(self.values):
+            raise KernelError("the sizes of the dictionaries are not those of the table")
+        starts_P = np.concatenate([[0], np.cumsum(self.counts_PS.sum(axis=1, dtype=np.int64))])
+        for panel in range(0, panels_of(self.n), CHUNK_PANELS):
+            chunk = slice(panel, panel + CHUNK_PANELS)
+            counts_PS = self.counts_PS[chunk]
+            values = self.values[starts_P[panel] : starts_P[panel + len(counts_PS)]]
+            rows_NK = _decoded_panels(self.words_PB[chunk], counts_PS, values, self.base)
+            yield rows_NK[: self.n - panel * PANEL_ROWS, : self.k]
+
+    def whole(self) -> NDArray[np.uint16]:
+        """All rows as bf16 bits."""
+        return np.concatenate(list(self.decoded()))
+
+
+AnyCompressed = CompressedMatrix | GpuCompressedMatrix
+"""A matrix in either layout; each holds what the other does, so either can be made of the other."""
+
+
+def stretches_of(k: int) -> int:
+    """Dictionaries of a panel."""
+    return -(-k // STRETCH_COLUMNS)
+
+
+def column_blocks(k: int) -> int:
+    """Blocks of a panel."""
+    return -(-k // GPU_BLOCK_COLUMNS)
+
+
+def table_bytes(n: int, k: int) -> int:
+    """Of the counts."""
+    return 4 * panels_of(n) * stretches_of(k)
+
+
+def words_bytes(n: int, k: int) -> int:
+    """Of the words."""
+    return 4 * BLOCK_WORDS * panels_of(n) * column_blocks(k)
+
+
+def compress_for_gpu(weight_NK: NDArray[np.uint16]) -> GpuCompressedMatrix | None:
+    """The matrix (bf16 bits), compressed; None if that would not be smaller, or a dictionary too large."""
+    n, k = weight_NK.shape
+    if n == 0 or k == 0 or table_bytes(n, k) + words_bytes(n, k) >= 2 * n * k:
+        return None
+    base = _choose_base(weight_NK)
+    panels, blocks = panels_of(n), column_blocks(k)
+    counts_PS = np.empty((panels, stretches_of(k)), np.uint32)
+    words_PB, values = np.empty((panels, blocks, BLOCK_WORDS), np.uint32), []
+    for panel in range(0, panels, CHUNK_PANELS):
+        rows_NK = weight_NK[panel * PANEL_ROWS : (panel + CHUNK_PANELS) * PANEL_ROWS]
+        padded_NK = np.full(
+            (panels_of(len(rows_NK)) * PANEL_ROWS, blocks * GPU_BLOCK_COLUMNS), base + 1 << 7, np.uint16
+        )
+        padded_NK[: len(rows_NK), :k] = rows_NK
+        chunk = slice(panel, panel + len(padded_NK) // PANEL_ROWS)
+        found = _encode_panels(padded_NK, base, counts_PS[chunk], words_PB[chunk])
+        if found is None:
+            return None
+        values.append(found)
+    matrix = GpuCompressedMatrix(n, k, base, counts_PS, words_PB, np.concatenate(values))
+    return matrix if matrix.nbytes < weight_NK.nbytes else None
+
+
+def _choose_base(weight_NK: NDArray[np.uint16]) -> int:
+    """Of the fifteen neighbouring exponents that occur most, the one below the lowest; 0 at least."""
+    counts = np.zeros(256, np.int64)
+    for row in range(0, len(weight_NK), CHUNK_PANELS * PANEL_ROWS):
+        part = weight_NK[row : row + CHUNK_PANELS * PANEL_ROWS]
+        counts += np.bincount((part >> 7 & 0xFF).ravel(), minlength=256)
+    return int(np.convolve(counts[1:], np.ones(GPU_CODES, np.int64), "valid").argmax())
+
+
+def _encode_panels(
+    padded_NK: NDArray[np.uint16], base: int, counts_PS: NDArray[np.uint32], words_PB: NDArray[np.uint32]
+) -> NDArray[np.uint16] | None:
+    """Fills counts and words of whole panels and returns their dictionaries; None if one is too large."""
+    rows, columns = padded_NK.shape
+    codes = (padded_NK >> 7 & 0xFF).astype(np.int16) - base
+    codes[(codes < 1) | (codes > GPU_CODES)] = 0
+    own = (padded_NK >> 8 & 0x80 | padded_NK & 0x7F).astype(np.uint8)
+    row, column = np.nonzero(codes == 0)
+    cells = row // PANEL_ROWS * counts_PS.shape[1] + column // STRETCH_COLUMNS
+    keys = cells << 16 | padded_NK[row, column]
+    distinct = np.unique(keys)
+    counts = np.bincount(distinct >> 16, minlength=counts_PS.size)
+    if counts.max(initial=0) > MAX_VALUES:
+        return None
+    counts_PS[:] = counts.reshape(counts_PS.shape)
+    own[row, column] = np.searchsorted(distinct, keys) - (np.cumsum(counts) - counts)[cells]
+    # columns 4 a + 2 b + c of a group: byte 4 a + 2 c + b, four bits at 4 (4 c + 2 a + b)
+    shape = (rows // PANEL_ROWS, PANEL_ROWS, columns // GPU_BLOCK_COLUMNS, BLOCK_GROUPS, 2, 2, 2)
+    bytes_PB = own.reshape(shape).transpose(0, 2, 1, 3, 4, 6, 5)
+    words_PB[:, :, :256] = _words(bytes_PB).reshape(*words_PB.shape[:2], 256)
+    nibbles = codes.astype(np.uint8).reshape(shape).transpose(0, 2, 1, 3, 6, 4, 5).reshape(-1, 4, 2)
+    words_PB[:, :, 256:] = _words(nibbles[:, :, 0] | nibbles[:, :, 1] << 4).reshape(*words_PB.shape[:2], 128)
+    return (distinct & 0xFFFF).astype(np.uint16)
+
+
+def _words(array: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint32)
+
+
+def _decoded_panels(
+    words_PB: NDArray[np.uint32], counts_PS: NDArray[np.uint32], values: NDArray[np.uint16], base: int
+) -> NDArray[np.uint16]:
+    panels, blocks, _ = words_PB.shape
+    shape = (panels, blocks, PANEL_ROWS, BLOCK_GROUPS, 2, 2, 2)
+    rows, columns = panels * PANEL_ROWS, blocks * GPU_BLOCK_COLUMNS
+    own = np.ascontiguousarray(words_PB[:, :, :256]).view(np.uint8).reshape(shape)
+    own_NK = own.transpose(0, 2, 1, 3, 4, 6, 5).reshape(rows, columns).astype(np.uint16)
+    pairs = np.ascontiguousarray(words_PB[:, :, 256:]).view(np.uint8)
+    nibbles = np.stack([pairs & 0xF, pairs >> 4], axis=-1).reshape(shape)
+    codes_NK = nibbles.transpose(0, 2, 1, 3, 5, 6, 4).reshape(rows, columns)
+    exponents_NK = codes_NK + np.uint16(base)
+    words_NK = np.asarray((own_NK & 0x80) << 8 | exponents_NK << 7 | own_NK & 0x7F, np.uint16)
+    row, column = np.nonzero(codes_NK == 0)
+    cells = row // PANEL_ROWS * counts_PS.shape[1] + column // STRETCH_COLUMNS
+    counts = counts_PS.ravel().astype(np.int64)
+    index = own_NK[row, column].astype(np.int64)
+    if (index >= counts[cells]).any():
+        raise KernelError("an escape is not in its dictionary")
+    words_NK[row, column] = values[(np.cumsum(counts) - counts)[cells] + index]
+    return words_NK

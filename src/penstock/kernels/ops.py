@@ -18,12 +18,13 @@ A new operation goes here, into the three backends (``native.backend``, ``refere
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.compressed_gpu import AnyCompressed
+from penstock.kernels.compressed import AnyCompressed
 from penstock.kernels.lora import AdapterTable
 from penstock.kernels.operands import (
     SILU,
@@ -520,3 +521,50 @@ class Ops(Protocol):
     def token_logprobs(self, logits_RV: Array, tokens_R: NDArray[np.int32], top: int) -> list[Sampled]:
         """Log-probability of given tokens under each row, with the ``top`` likeliest (ties to the lower id)."""
         ...
+
+
+# MERGED: A model's step run as it is, operation by operation: ``StepProgram`` for a backend, or a model, that
+# MERGED: records nothing.
+# MERGED:
+# MERGED: Also the oracle of recorded programs: both must give the same bits.
+
+
+class RecordingError(Exception):
+    """The steps do something that cannot be recorded, such as looking into an array."""
+
+
+class DirectProgram(StepProgram):
+    """Runs the steps operation by operation; every row samples from stored logits."""
+
+    def __init__(self, ops: Ops, steps: RecordableModel, kv: Array) -> None:
+        self._ops = ops
+        self._steps = steps
+        self._kv = kv
+        self._hidden: Array = None
+
+    def run(
+        self,
+        batch: StepBatch,
+        scored: int,
+        rows: list[SampleRow],
+        picks: GumbelRows,
+        ready: Callable[[], None] | None = None,
+    ) -> list[Sampled]:
+        self._hidden = self._steps.forward(self._ops, replace(batch), self._kv)
+        wanted = batch.sample_rows_R
+        if len(wanted) == scored:
+            return []
+        hidden_RD = (
+            self._hidden
+            if scored == 0
+            else self._ops.rows(self._hidden, np.arange(scored, len(wanted), dtype=np.int32))
+        )
+        logits_RV = self._steps.logits(self._ops, hidden_RD)
+        if ready is not None:
+            ready()
+        sampled = self._ops.sample(logits_RV, [*rows, *picks.rows()])
+        picks.tokens_F[:] = [one.token for one in sampled[len(rows) :]]
+        return sampled[: len(rows)]
+
+    def hidden(self) -> Array:
+        return self._hidden

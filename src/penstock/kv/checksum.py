@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from penstock.errors import PageCorrupt
 from penstock.kernels.host_ops import copy_page, seal_page, xxh3_128
-from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvLayout, KvMemory
 from penstock.types import ModelIdentity, PageId
 from penstock.wire.transfer_messages import PageReady
 

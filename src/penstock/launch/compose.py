@@ -27,12 +27,16 @@ from hashlib import blake2b
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
+import msgspec
 from msgspec import structs
 
 from penstock.config.api_keys import check_key_file, load_keys
 from penstock.config.device import excludes_gpu
 from penstock.config.facts import ExtraWeights, GpuReport, MachineFacts, ModelFacts
+from penstock.config.limits import TraceConfig
 from penstock.config.load import lora_folders, weights_cache_folder
 from penstock.config.resolve import ServePlan, context_length, resolve, resolve_worker
 from penstock.config.schema import (
@@ -70,7 +74,6 @@ from penstock.launch.sparse_attention import with_sparse_attention
 from penstock.launch.startup_log import StartupTimer, client_lines, fleet_lines, join_lines, model_lines, worker_lines
 from penstock.launch.supervisor import StoppedEarly, Supervisor
 from penstock.launch.tls import checked_tls
-from penstock.launch.tracing import trace_config
 from penstock.sidecar import disable_core_dumps
 from penstock.telemetry.log import configure_logging
 from penstock.types import FP8_E4M3, Task, WorkerId, WorkerState
@@ -82,6 +85,9 @@ from penstock.weights.manifest import ManifestStore
 from penstock.weights.sizes import step_bytes
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.zeromq import check_endpoint
+
+if TYPE_CHECKING:
+    pass
 
 GATEWAY_MODULES = (
     "uvicorn.lifespan.on",  # uvicorn imports it by name when it starts
@@ -524,3 +530,42 @@ def reachable(host: str) -> str:
     """The host as part of a URL; a wildcard address becomes the loopback."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - nothing is bound here
     return f"[{host}]" if ":" in host else host
+
+
+_TRACE_MODULES = (
+    "opentelemetry.sdk.trace",
+    "opentelemetry.exporter.otlp.json.http",
+    "opentelemetry.exporter.otlp.json.file",
+)
+
+
+def trace_config(asked: ServeConfig) -> TraceConfig:
+    """The trace settings, checked before any process starts.  Raises ConfigError."""
+    config = TraceConfig(
+        endpoint=asked.trace_endpoint,
+        file=asked.trace_file,
+        sample=asked.trace_sample,
+        **msgspec.structs.asdict(asked.trace),
+    )
+    if config.enabled:
+        _check_tracing(config)
+    return config
+
+
+def _check_tracing(config: TraceConfig) -> None:
+    if not all(map(_is_importable, _TRACE_MODULES)):
+        flag = "--trace-endpoint" if config.endpoint is not None else "--trace-file"
+        raise ConfigError(f"{flag} needs OpenTelemetry, which is not installed: pip install 'penstock[trace]'")
+    if config.endpoint is not None:
+        url = urlsplit(config.endpoint)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ConfigError(f"--trace-endpoint: expected a URL such as http://127.0.0.1:4318, got {config.endpoint}")
+    if config.file is not None and not Path(config.file).expanduser().absolute().parent.is_dir():
+        raise ConfigError(f"--trace-file {config.file}: there is no such folder")
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent package is missing, too
+        return False

@@ -15,20 +15,20 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.api.app import make_app
 from penstock.api.auth import ring_of
 from penstock.api.endpoints import AppServices
 from penstock.api.response_cache import ResponseCache
 from penstock.clock import MonotonicClock
-from penstock.config.limits import TurnLimits
+from penstock.config.limits import TraceConfig, TurnLimits
 from penstock.config.schema import GatewayConfig, InputFeatures
 from penstock.interfaces import ModelCard, PoolingProcessor, RequestProcessor, TranscriptionProcessor
 from penstock.launch import event_loop
 from penstock.launch.http_server import SWITCH_S, App, HttpServer, ProcessIo
 from penstock.launch.remote_workers import RemoteWorkers
 from penstock.launch.shared_rates import SharedTokenBuckets
-from penstock.launch.tracing import open_tracer
 from penstock.processing.pooling import PoolingModel, PoolingModelProcessor
 from penstock.processing.requests.schemas import request_schemas
 from penstock.processing.service import GenerationProcessor
@@ -41,6 +41,9 @@ from penstock.types import Task
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.gateway_messages import Hello
 from penstock.wire.zeromq import ZmqTransport
+
+if TYPE_CHECKING:
+    from penstock.launch.otlp import OtlpTracer
 
 MIDDLE_COLLECTIONS = 2
 """Collections of the young generation per collection of the middle one."""
@@ -246,3 +249,12 @@ def _intakes(
         folder, PoolingModel(card=card, task=config.task, width=config.width, requests=config.requests), config.limits
     )
     return reading, reading, None
+
+
+def open_tracer(config: TraceConfig, *, model: str, process: str) -> OtlpTracer | None:
+    """The tracer of this process, to be closed at its end; None: spans are not recorded."""
+    if not config.enabled:
+        return None
+    from penstock.launch.otlp import OtlpTracer
+
+    return OtlpTracer(config, {"penstock.model": model, "service.instance.id": process})

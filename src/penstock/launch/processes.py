@@ -38,8 +38,7 @@ from penstock.grammar.matcher import GrammarVocabulary
 from penstock.kernels.core_lending import CoreLending, NoLending
 from penstock.kernels.ops import Ops
 from penstock.kernels.select import make_ops
-from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvMemoryFile
+from penstock.kv.page_memory import KvLayout, KvMemoryFile
 from penstock.kv.store import store
 from penstock.launch import draft_model
 from penstock.launch.channel import Channel

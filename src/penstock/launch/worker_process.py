@@ -48,7 +48,7 @@ from penstock.kv.connectors.inline import InlineConnector
 from penstock.kv.connectors.nixl.connector import NixlConnector, needs_writing
 from penstock.kv.connectors.shm import ShmConnector
 from penstock.kv.connectors.tcp.connector import ENCRYPTED, TcpConnector
-from penstock.kv.memory import KvMemory, KvMemoryFile
+from penstock.kv.page_memory import KvMemory, KvMemoryFile
 from penstock.kv.store.store import PageStore, SharedStoreMemory, StoreOwner, open_tiers
 from penstock.kv.transfer.receiver import KvReceiver
 from penstock.kv.transfer.sender import KvSender

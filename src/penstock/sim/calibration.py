@@ -26,8 +26,7 @@ from penstock.errors import ConfigError
 from penstock.hashing import chain_root
 from penstock.kernels.select import make_ops
 from penstock.kv.checksum import PageChecksum
-from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvLayout, KvMemory
 from penstock.sim.fleet import SimStepTimes
 from penstock.sim.results import FloatArray
 from penstock.types import ModelIdentity, PageId, RequestId, RequestStage, SamplingParams

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from penstock.errors import ConfigError
-from penstock.parallel.devices import Devices
-from penstock.parallel.plan import TENSOR_WAYS, ModelSize, ParallelPlan, plan_for_tensor
+from penstock.parallel.plan import TENSOR_WAYS, Devices, ModelSize, ParallelPlan, plan_for_tensor
 from penstock.sim.fleet import FleetFile, LinkSpeeds, SimMemory, SimSchedulerLimits, SimStepTimes, WorkerGroup
 from penstock.weights.architecture.decoder import AttentionConfig, DecoderConfig
 from penstock.weights.architecture.mla import MlaConfig

@@ -17,12 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ModelError
-from penstock.kernels.compressed_gpu import AnyCompressed
-from penstock.weights.compression.format import OriginalTensor
+from penstock.kernels.compressed import AnyCompressed
+from penstock.weights.compression_format import OriginalTensor
 from penstock.weights.config_json import read_json_object
 from penstock.weights.files import FileRange, FileStamp
-from penstock.weights.gguf.file import GgufFile, is_gguf
-from penstock.weights.gguf.quants import GGUF_QUANTS
+from penstock.weights.gguf_file import GGUF_QUANTS, GgufFile, is_gguf
 from penstock.weights.quantization.base import QuantizedTensor
 from penstock.weights.quantization.config import UNUSED, Quantization
 from penstock.weights.safetensors import SafetensorsFile

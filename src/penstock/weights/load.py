@@ -41,7 +41,7 @@ from penstock.kernels.weight_source import LoadFailed, ProgressCallback, StoredT
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import Matrix, TensorPart, Vector, WeightLayout
 from penstock.weights.checkpoint_reader import NUMPY_DTYPES, Checkpoint
-from penstock.weights.compression.format import OriginalTensor, checksum, checksum_text
+from penstock.weights.compression_format import OriginalTensor, checksum, checksum_text
 from penstock.weights.families.registry import checkpoint_format
 from penstock.weights.fingerprint import Fingerprint
 from penstock.weights.manifest import ACCEPT_FLAG, FolderManifest, ManifestStore

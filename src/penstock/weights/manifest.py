@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from penstock.errors import ModelError
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.compression.format import OriginalTensor
+from penstock.weights.compression_format import OriginalTensor
 from penstock.weights.files import FileStamp, atomic_write
 
 VERSION = 1

@@ -13,8 +13,8 @@ import numpy as np
 from penstock.errors import ModelError
 from penstock.weights.config_json import MAX_CONFIG_BYTES, parse_json_object
 from penstock.weights.files import MappedFile
-from penstock.weights.gguf.file import ROPE_FACTORS, GgufHeader, is_gguf, parse_gguf_header
-from penstock.weights.gguf.metadata import config_json, tokenizer_config, tokenizer_json
+from penstock.weights.gguf_file import ROPE_FACTORS, GgufHeader, is_gguf, parse_gguf_header
+from penstock.weights.gguf_metadata import config_json, tokenizer_config, tokenizer_json
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

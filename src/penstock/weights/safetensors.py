@@ -14,9 +14,9 @@ import numpy as np
 from blake3 import blake3
 
 from penstock.errors import ModelError
-from penstock.kernels.compressed_gpu import AnyCompressed
-from penstock.weights.compression import format
-from penstock.weights.compression.format import GPU, OriginalTensor, original_info, parse_originals
+from penstock.kernels.compressed import AnyCompressed
+from penstock.weights import compression_format
+from penstock.weights.compression_format import GPU, OriginalTensor, original_info, parse_originals
 from penstock.weights.files import FileRange, FileStamp, MappedFile
 from penstock.weights.safetensors_header import (
     AGAIN,
@@ -89,8 +89,8 @@ class SafetensorsFile:
             return None
         n, k = info.shape
         if original.layout == GPU:
-            return format.gpu_sections_of(self.stored(info), (n, k), original.code[0], self._where(info))
-        return format.sections_of(self.stored(info), (n, k), original.code, self._where(info))
+            return compression_format.gpu_sections_of(self.stored(info), (n, k), original.code[0], self._where(info))
+        return compression_format.sections_of(self.stored(info), (n, k), original.code, self._where(info))
 
     def original_bytes(self, info: TensorInfo) -> int:
         """How many bytes ``raw`` gives."""
@@ -103,7 +103,7 @@ class SafetensorsFile:
             raw = self.stored(info)
             self._check(info, lambda: blake3(raw).hexdigest())
             return raw
-        parts = format.decode_parts(matrix, self._where(info))
+        parts = compression_format.decode_parts(matrix, self._where(info))
         whole = np.concatenate([part.reshape(-1).copy() for part in parts])
         raw = whole.data.cast("B").toreadonly()
         self._check(info, lambda: blake3(raw).hexdigest())
@@ -119,7 +119,7 @@ class SafetensorsFile:
             with self.stored(info) as raw:
                 hasher.update(raw)
         else:
-            for part in format.decode_parts(matrix, self._where(info)):
+            for part in compression_format.decode_parts(matrix, self._where(info)):
                 hasher.update(part.data.cast("B"))
         self._check(info, hasher.hexdigest)
         return hasher.digest()

@@ -22,7 +22,7 @@ from bench.peers.steady import LOOKS, Steady
 from bench.peers.work import decode_limit, prefill_flops, prefill_limit, weight_bytes
 from tokenizers import Tokenizer
 
-from penstock.cli.benchmark.prompts import WORDS
+from penstock.cli.benchmark.workload import WORDS
 from penstock.kernels.native.backend import NativeOps
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model

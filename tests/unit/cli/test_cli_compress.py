@@ -12,8 +12,8 @@ from penstock.cli.main import main
 from penstock.errors import PenstockError
 from penstock.kernels import _native
 from penstock.kernels.native.backend import NativeOps, families
+from penstock.weights import compression_convert
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.compression import convert
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from tiny_models import llama_config, write_model
@@ -86,47 +86,47 @@ def test_folders_that_cannot_be(plain: Path, tmp_path: Path, capsys: pytest.Capt
 def test_an_interrupted_run_goes_on(plain: Path, tmp_path: Path) -> None:
     small, seen = tmp_path / "small", list[str]()
 
-    def stop_after_ten(done: convert.ConvertedTensor) -> None:
+    def stop_after_ten(done: compression_convert.ConvertedTensor) -> None:
         seen.append(done.name)
         if len(seen) == 10:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert.compress_folder(plain, small, threads=2, report=stop_after_ten)
+        compression_convert.compress_folder(plain, small, threads=2, report=stop_after_ten)
     journal = next(iter(small.glob("*.journal")))
     lines = journal.read_bytes().split(b"\n")
     assert len(lines) > 2
     journal.write_bytes(b"\n".join(lines[:-1]) + b'\n{"half a li')
     packed: list[str] = []
-    original = convert._pack
+    original = compression_convert._pack
 
     def counted(file: Any, info: Any, layout: str) -> Any:
         packed.append(info.name)
         return original(file, info, layout)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convert, "_pack", counted)
-        convert.compress_folder(plain, small, threads=1, report=lambda _: None)
+        patch.setattr(compression_convert, "_pack", counted)
+        compression_convert.compress_folder(plain, small, threads=1, report=lambda _: None)
     assert len(packed) < 30
     assert contents(small) == contents(plain)
 
 
 def test_damage_in_what_an_interrupted_run_left_is_noticed(tmp_path: Path) -> None:
     plain, small = write_model(tmp_path / "plain", llama_config()), tmp_path / "small"
-    convert.compress_folder(plain, small, threads=1, report=lambda _: None)
+    compression_convert.compress_folder(plain, small, threads=1, report=lambda _: None)
     whole = (small / "model.safetensors").read_bytes()
 
-    def stop(done: convert.ConvertedTensor) -> None:
+    def stop(done: compression_convert.ConvertedTensor) -> None:
         if done.name == "model.norm.weight":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert.compress_folder(plain, small, threads=1, report=stop)
+        compression_convert.compress_folder(plain, small, threads=1, report=stop)
     partial = small / "model.safetensors.partial"
     raw = bytearray(partial.read_bytes())
     raw[len(raw) // 2] ^= 1
     partial.write_bytes(raw)
-    convert.compress_folder(plain, small, threads=1, report=lambda _: None)
+    compression_convert.compress_folder(plain, small, threads=1, report=lambda _: None)
     assert (small / "model.safetensors").read_bytes() == whole
 
 
@@ -134,9 +134,9 @@ def test_a_full_disk_is_said_and_leaves_no_model(plain: Path, tmp_path: Path, mo
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(convert, "_log", full)
+    monkeypatch.setattr(compression_convert, "_log", full)
     with pytest.raises(PenstockError, match=r"No space left on device.*run it again"):
-        convert.compress_folder(plain, tmp_path / "small", threads=1, report=lambda _: None)
+        compression_convert.compress_folder(plain, tmp_path / "small", threads=1, report=lambda _: None)
     assert not list((tmp_path / "small").glob("*.safetensors"))
 
 

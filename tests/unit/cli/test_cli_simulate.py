@@ -11,7 +11,7 @@ import pytest
 from penstock.cli import simulate as command
 from penstock.cli.console import _ProgressLines
 from penstock.cli.main import main
-from penstock.parallel.devices import parse_devices
+from penstock.parallel.plan import parse_devices
 from penstock.sim.fleet import load_fleet
 from penstock.sim.roofline import fleet_of
 from penstock.weights.inspect import read_outline

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.main import main
-from penstock.config.dump import dump_toml
-from penstock.config.load import load_serve, load_worker
+from penstock.config.load import dump_toml, load_serve, load_worker
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from penstock.kernels import _native
 from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import StepBatch
-from penstock.kernels.program import DirectProgram
+from penstock.kernels.ops import DirectProgram
 from penstock.kernels.sampling import GumbelRows
 
 Parts = list[tuple[int, int, int]]

@@ -19,7 +19,7 @@ from penstock.kernels.operands import PackedLinear
 from penstock.kernels.triton import weights
 from penstock.kernels.triton.weights import DeviceWeightLoading
 from penstock.kernels.weight_source import LoadFailed, StoredTensor
-from penstock.weights.compression.format import OriginalTensor, checksum, checksum_text
+from penstock.weights.compression_format import OriginalTensor, checksum, checksum_text
 
 DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
 UPPER = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}

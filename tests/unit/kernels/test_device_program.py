@@ -15,8 +15,7 @@ from torch import Tensor
 
 from penstock.engine.runner import input_batch
 from penstock.kernels.operands import StepBatch
-from penstock.kernels.ops import CapturableProgram, MultiStepProgram
-from penstock.kernels.program import DirectProgram
+from penstock.kernels.ops import CapturableProgram, DirectProgram, MultiStepProgram
 from penstock.kernels.sampling import GumbelRows
 from penstock.kernels.select import REFERENCE, TRITON
 from penstock.kernels.triton import attention

@@ -22,8 +22,7 @@ from penstock.kernels.operands import (
     StepBatch,
     segment_ends,
 )
-from penstock.kernels.ops import Ops
-from penstock.kernels.program import DirectProgram
+from penstock.kernels.ops import DirectProgram, Ops
 from penstock.kernels.sampling import GumbelRows
 
 WIDTH = 160

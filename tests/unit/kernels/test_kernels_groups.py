@@ -14,8 +14,7 @@ from kernel_cases import NATIVE, SLOW_PAIRS, Heads, Story, assert_same_bits, kv_
 
 from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import Array, AttentionSpec, KvShape, StepBatch
-from penstock.kernels.ops import Ops
-from penstock.kernels.program import DirectProgram
+from penstock.kernels.ops import DirectProgram, Ops
 from penstock.kernels.sampling import GumbelRows
 from penstock.kv_spec import FULL_ATTENTION, MOST_PADDING, KvSpec, layer_groups
 

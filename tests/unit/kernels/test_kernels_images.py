@@ -11,8 +11,7 @@ from kernel_cases import NATIVE, SLOW_TRITONS, TOLERANCE, assert_close, assert_s
 
 from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import Array, AttentionSpec, GivenRows, KvShape, StepBatch
-from penstock.kernels.ops import Ops
-from penstock.kernels.program import DirectProgram
+from penstock.kernels.ops import DirectProgram, Ops
 from penstock.kernels.sampling import GumbelRows
 
 WIDTH, HEAD, TOKENS = 32, 16, 21

@@ -37,7 +37,7 @@ from penstock.kernels.native.backend import families
 from penstock.kernels.operands import KV_TYPES, LEAST_EXPONENT, MOST_EXPONENT, NO_NUMBER, KvShape, StateShape
 from penstock.kernels.reference.attention import decoded, encoded
 from penstock.kernels.select import REFERENCE, make_ops
-from penstock.kv.layout import KvLayout
+from penstock.kv.page_memory import KvLayout
 from penstock.types import FP8_E4M3
 
 BOTH = [(REFERENCE, "bf16", FP8_E4M3), (*TRITONS[0], FP8_E4M3)]

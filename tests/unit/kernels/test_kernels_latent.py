@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels.operands import Array, AttentionSpec, KvShape, StepBatch
 from penstock.kernels.ops import Ops
-from penstock.kv.layout import KvLayout
+from penstock.kv.page_memory import KvLayout
 
 EPS = 1e-6
 

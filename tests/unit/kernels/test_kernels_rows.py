@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import SILU, SWIGLU_OAI, Activation, Array, Gate, KvShape, StepBatch
-from penstock.kernels.ops import Ops
-from penstock.kernels.program import DirectProgram
+from penstock.kernels.ops import DirectProgram, Ops
 from penstock.kernels.sampling import GumbelRows
 
 WIDTH = 52

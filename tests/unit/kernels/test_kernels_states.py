@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import Array, KvShape, StateShape, StepBatch
-from penstock.kernels.ops import Ops
-from penstock.kernels.program import DirectProgram
+from penstock.kernels.ops import DirectProgram, Ops
 from penstock.kernels.sampling import GumbelRows
 
 WITH_TRITON = [*EVERY, *(pytest.param(*pair, marks=pytest.mark.long) for pair in TRITONS if INTERPRETED)]

@@ -9,8 +9,7 @@ import pytest
 from kernel_cases import EVERY, NATIVE, SLOW_PAIRS, assert_same_bits, make, normal
 
 from penstock.kernels.operands import Array, KvShape, StepBatch
-from penstock.kernels.ops import Ops
-from penstock.kernels.program import DirectProgram
+from penstock.kernels.ops import DirectProgram, Ops
 from penstock.kernels.sampling import GumbelRows
 
 WIDTH, VOCAB = 32, 40

@@ -15,8 +15,7 @@ from kernel_cases import EVERY, NATIVE, make, normal
 from penstock.kernels.native import compression
 from penstock.kernels.native.program import RecordedProgram
 from penstock.kernels.operands import Array, KvShape, PackedLinear, StepBatch
-from penstock.kernels.ops import Ops
-from penstock.kernels.program import DirectProgram
+from penstock.kernels.ops import DirectProgram, Ops
 from penstock.kernels.sampling import GumbelRows, SampleRow
 
 WIDTH = 32

@@ -12,7 +12,7 @@ from kernel_cases import INTERPRETED, TRITONS, assert_close, assert_same_bits, m
 from numpy.typing import NDArray
 from quant_cases import FORMATS, matrix_of
 
-from penstock.kernels.compressed_gpu import compress_for_gpu
+from penstock.kernels.compressed import compress_for_gpu
 from penstock.kernels.operands import SILU, SWIGLU_OAI, Routing, Score, segment_ends
 from penstock.kernels.reference.backend import ReferenceOps
 from penstock.kernels.triton import compressed as triton_compressed

@@ -15,9 +15,9 @@ from kernel_cases import INTERPRETED, TRITONS, assert_same_bits, make, normal
 from numpy.typing import NDArray
 from quant_cases import FORMATS, matrix_of
 
-from penstock.kernels.compressed_gpu import compress_for_gpu
+from penstock.kernels.compressed import compress_for_gpu
 from penstock.kernels.operands import SILU, SWIGLU_OAI, Activation, Gate, KvShape, StepBatch, segment_ends
-from penstock.kernels.program import DirectProgram
+from penstock.kernels.ops import DirectProgram
 from penstock.kernels.triton import fusion
 from penstock.kernels.triton.fusion import FusingOps
 from penstock.types import SamplingParams

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from quant_cases import FORMATS, matrix_of
 
 from penstock.errors import KernelError
-from penstock.kernels.compressed_gpu import GpuCompressedMatrix, compress_for_gpu
+from penstock.kernels.compressed import GpuCompressedMatrix, compress_for_gpu
 from penstock.kernels.native import compression
 from penstock.kernels.operands import PackedLinear, segment_ends
 from penstock.kernels.quantization import E2M1, QuantFormat, ScaleType

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from test_kernels_states import CELL, STATES, Delta, Stack, wanted
 
 from penstock.kernels.operands import StateShape, StepBatch
-from penstock.kernels.program import DirectProgram
+from penstock.kernels.ops import DirectProgram
 from penstock.kernels.reference.backend import ReferenceOps
 from penstock.kernels.sampling import GumbelRows
 from penstock.kernels.triton.program import DeviceProgram

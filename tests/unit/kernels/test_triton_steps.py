@@ -15,10 +15,10 @@ from nobody_waits import Trapped, WaitedError, nobody_waits
 from quant_cases import FORMATS, matrix_of
 from torch import Tensor
 
-from penstock.kernels.compressed_gpu import compress_for_gpu
+from penstock.kernels.compressed import compress_for_gpu
 from penstock.kernels.lora import LowRank
 from penstock.kernels.operands import SILU, Routing, StepBatch, segment_ends
-from penstock.kernels.program import DirectProgram
+from penstock.kernels.ops import DirectProgram
 from penstock.kernels.triton.lora import MOST_PARTS, MOST_RANK
 from penstock.kernels.triton.program import DeviceProgram
 from penstock.types import SamplingParams

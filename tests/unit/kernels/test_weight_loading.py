@@ -20,7 +20,7 @@ from penstock.kernels.native import compression
 from penstock.kernels.native.backend import NativeOps, families
 from penstock.kernels.operands import PackedLinear
 from penstock.kernels.weight_source import LoadFailed, StoredTensor
-from penstock.weights.compression.format import PIECE_BYTES, OriginalTensor, checksum, checksum_text
+from penstock.weights.compression_format import PIECE_BYTES, OriginalTensor, checksum, checksum_text
 
 DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
 UPPER = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}

@@ -8,7 +8,7 @@ import torch
 from quant_cases import FORMATS, matrix_of
 from triton_compiled import Compiled, compile_only
 
-from penstock.kernels.compressed_gpu import compress_for_gpu
+from penstock.kernels.compressed import compress_for_gpu
 from penstock.kernels.operands import SILU, KvShape, Routing, Score, StepBatch, segment_ends
 from penstock.kernels.triton.backend import TritonOps
 from penstock.kernels.triton.fusion import FusingOps

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.kernels.operands import KvShape
-from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvLayout, KvMemory
 from penstock.kv_spec import FULL_ATTENTION, KvSpec, TransferOrder
 from penstock.types import PageId
 

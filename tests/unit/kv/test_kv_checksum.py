@@ -14,7 +14,7 @@ from penstock.kernels import host_ops_fallback
 from penstock.kernels.host_ops import Arrivals, copy_page, seal_page
 from penstock.kernels.operands import KvShape
 from penstock.kv.checksum import PageChecksum
-from penstock.kv.layout import KvLayout
+from penstock.kv.page_memory import KvLayout
 from penstock.types import ModelIdentity, PageId, RequestId
 from penstock.wire.transfer_messages import PageReady
 

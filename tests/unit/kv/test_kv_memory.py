@@ -16,8 +16,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.kernels.operands import KvShape
-from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvMemory, KvMemoryFile
+from penstock.kv.page_memory import KvLayout, KvMemory, KvMemoryFile
 from penstock.types import PageId
 
 LAYOUT = KvLayout.for_shape(

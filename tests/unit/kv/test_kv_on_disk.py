@@ -11,7 +11,7 @@ from blake3 import blake3
 from tests.store_rig import IDENTITY, LAYOUT, final_of, key_of, page_of, slab_tier
 
 from penstock.kernels.operands import KvShape
-from penstock.kv.layout import KvLayout
+from penstock.kv.page_memory import KvLayout
 from penstock.kv.store.envelope import make_envelope
 from penstock.kv.store.mooncake.tier import MooncakeConfig, MooncakeTier
 from penstock.kv.store.redis_tier import RedisTier

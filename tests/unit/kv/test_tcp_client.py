@@ -17,7 +17,7 @@ from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.base import FetchRequest, FetchResult
 from penstock.kv.connectors.tcp import client
 from penstock.kv.connectors.tcp.client import FetchBatch, FetchConnection, SourcePool
-from penstock.kv.layout import KvLayout
+from penstock.kv.page_memory import KvLayout
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
 from penstock.wire.gateway_messages import PageSource
 from penstock.wire.transfer_messages import FetchTicket, PageReady

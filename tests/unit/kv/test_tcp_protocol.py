@@ -19,8 +19,7 @@ from penstock.kv.connectors.tcp import server
 from penstock.kv.connectors.tcp.client import FetchBatch, PageFetch, SourcePool, _FetchSession
 from penstock.kv.connectors.tcp.protocol import TimedSocket
 from penstock.kv.connectors.tcp.server import PageServer
-from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvLayout, KvMemory
 from penstock.types import ModelIdentity, PageId, RequestId, WorkerId
 from penstock.wire.gateway_messages import PageSource
 from penstock.wire.transfer_messages import FetchTicket, PageReady

@@ -22,8 +22,7 @@ from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.base import KvConnector
 from penstock.kv.connectors.inline import InlineConnector
 from penstock.kv.connectors.shm import InMemoryConnector
-from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvLayout, KvMemory
 from penstock.kv.transfer.events import (
     PageOffer,
     PagePull,

@@ -18,7 +18,7 @@ from migrating_request import LAYOUT, PAGES, SHAPE, SIZE, SLOT, Coming, Going, W
 from penstock.config.limits import KvTransferConfig
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.shm import InMemoryConnector
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvMemory
 from penstock.kv.transfer.events import (
     TAKEN,
     PageOffer,

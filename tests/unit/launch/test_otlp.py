@@ -18,8 +18,9 @@ from tests.cluster.collector import Collector, Got, spans_of
 from penstock.config.limits import TraceConfig
 from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError
+from penstock.launch.compose import trace_config
+from penstock.launch.gateway_process import open_tracer
 from penstock.launch.otlp import OtlpTracer, _Destination
-from penstock.launch.tracing import open_tracer, trace_config
 from penstock.telemetry.spans import ANSWER, DECODE, NO_SPAN, OUTCOMES
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -12,8 +12,7 @@ from penstock.config.schema import SchedulerConfig, WorkerConfig
 from penstock.kernels.operands import KvShape
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.tcp.connector import TcpConnector
-from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvLayout, KvMemory
 from penstock.launch.worker_process import _carrier
 from penstock.types import ModelIdentity, Role, WorkerId
 

@@ -9,14 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.parallel.devices import GIB, Devices, parse_devices
 from penstock.parallel.plan import (
+    GIB,
     TENSOR_WAYS,
     CacheSize,
+    Devices,
     LayerSize,
     ModelSize,
     balance_stages,
     make_plan,
+    parse_devices,
     plan_for_tensor,
 )
 

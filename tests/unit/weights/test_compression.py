@@ -21,9 +21,9 @@ from penstock.errors import ModelError
 from penstock.kernels.native import compression
 from penstock.kernels.native.backend import NativeOps, families
 from penstock.kernels.operands import PackedLinear
+from penstock.weights import compression_format
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.compression import format
-from penstock.weights.compression.convert import compress_folder
+from penstock.weights.compression_convert import compress_folder
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from tiny_models import llama_config, write_model
@@ -45,7 +45,7 @@ def any_bits(n: int, k: int) -> NDArray[np.uint16]:
 
 def native(weight: NDArray[np.uint16]) -> Any:
     """The kernels' coder, also where compression does not pay."""
-    wanted = format.encode_reference(weight)
+    wanted = compression_format.encode_reference(weight)
     counts, blocks = np.empty_like(wanted.counts), np.empty_like(wanted.blocks)
     escapes = np.empty_like(wanted.escapes)
     compression._native.encode(weight, wanted.base, wanted.step, blocks, escapes, counts)
@@ -56,10 +56,10 @@ def native(weight: NDArray[np.uint16]) -> Any:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_coders_agree_and_decoders_give_back_the_weights(shape: tuple[int, int], make: Any) -> None:
     weight = make(*shape)
-    oracle, ours = format.encode_reference(weight), native(weight)
+    oracle, ours = compression_format.encode_reference(weight), native(weight)
     for section in ("counts", "blocks", "escapes"):
         np.testing.assert_array_equal(getattr(ours, section), getattr(oracle, section), err_msg=section)
-    np.testing.assert_array_equal(format.decode_reference(ours), weight)
+    np.testing.assert_array_equal(compression_format.decode_reference(ours), weight)
     for family in families():
         rows = [part.copy() for part in compression.decoded_panels(oracle, family)]
         np.testing.assert_array_equal(np.concatenate(rows), weight, err_msg=family)
@@ -71,7 +71,7 @@ def test_every_window_of_exponents_has_a_code(low: int) -> None:
     weight = np.resize((exponents << 7) | np.arange(7, dtype=np.uint16) * 0x8009, (32, 64)).astype(np.uint16)
     matrix = native(weight)
     assert not matrix.escapes.size
-    assert format.is_exponent_code(matrix.base, matrix.step)
+    assert compression_format.is_exponent_code(matrix.base, matrix.step)
     for family in families():
         np.testing.assert_array_equal(
             np.concatenate([p.copy() for p in compression.decoded_panels(matrix, family)]), weight
@@ -90,15 +90,15 @@ def test_any_matrix_comes_back(data: st.DataObject, n: int, k: int) -> None:
 def test_gaussian_weights_take_at_most_71_percent() -> None:
     for sigma in (0.01, 0.02, 0.0123, 1.0):
         weight = (np.random.default_rng(2).standard_normal((512, 1024)) * sigma).astype(ml_dtypes.bfloat16)
-        matrix = format.compress_matrix(weight.view(np.uint16))
+        matrix = compression_format.compress_matrix(weight.view(np.uint16))
         assert matrix is not None
         assert matrix.nbytes <= 0.71 * weight.nbytes
 
 
 def test_what_would_grow_stays_plain() -> None:
-    assert format.compress_matrix(any_bits(64, 64)) is None
-    assert format.compress_matrix(np.zeros((0, 4), np.uint16)) is None
-    assert format.compress_matrix(gaussian(1, 4)) is None  # one panel of sixteen rows for one
+    assert compression_format.compress_matrix(any_bits(64, 64)) is None
+    assert compression_format.compress_matrix(np.zeros((0, 4), np.uint16)) is None
+    assert compression_format.compress_matrix(gaussian(1, 4)) is None  # one panel of sixteen rows for one
 
 
 def test_contradictory_sections_are_refused() -> None:
@@ -106,15 +106,19 @@ def test_contradictory_sections_are_refused() -> None:
     raw = b"".join(section.tobytes() for section in (matrix.counts, matrix.blocks, matrix.escapes))
     code = (matrix.base, matrix.step)
     with pytest.raises(ModelError, match="too few"):
-        format.sections_of(memoryview(raw[:100]), (32, 64), code, "w")
+        compression_format.sections_of(memoryview(raw[:100]), (32, 64), code, "w")
     with pytest.raises(ModelError, match="its table says"):
-        format.sections_of(memoryview(raw[:-1]), (32, 64), code, "w")
+        compression_format.sections_of(memoryview(raw[:-1]), (32, 64), code, "w")
     with pytest.raises(ModelError, match="no exponent code"):
-        format.sections_of(memoryview(raw), (32, 64), (code[0], 2), "w")
+        compression_format.sections_of(memoryview(raw), (32, 64), (code[0], 2), "w")
     damaged = bytearray(raw)
     damaged[8 : 8 + 24] = b"\0" * 24  # 64 escapes more
     with pytest.raises(ModelError, match="planes count other escapes"):
-        list(format.decode_parts(format.sections_of(memoryview(damaged), (32, 64), code, "w"), "w"))
+        list(
+            compression_format.decode_parts(
+                compression_format.sections_of(memoryview(damaged), (32, 64), code, "w"), "w"
+            )
+        )
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from penstock.cli.main import main
 from penstock.errors import KernelError, ModelError
 from penstock.kernels import native
-from penstock.kernels.compressed_gpu import MAX_VALUES, GpuCompressedMatrix, compress_for_gpu
+from penstock.kernels.compressed import MAX_VALUES, GpuCompressedMatrix, compress_for_gpu
 from penstock.kernels.native import compression
 from penstock.kernels.native.backend import NativeOps, families
+from penstock.weights import compression_format
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.compression import format
-from penstock.weights.compression.format import GPU, OriginalTensor, checksum, pieces
+from penstock.weights.compression_format import GPU, OriginalTensor, checksum, pieces
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from tiny_models import llama_config, write_model
@@ -61,7 +61,7 @@ def test_any_weights_come_back(n: int, k: int, seed: int, data: st.DataObject) -
     if small is not None:
         again = compression.gpu_layout(small)
         assert again is not None
-        for one, other in zip(format.sections(matrix), format.sections(again), strict=True):
+        for one, other in zip(compression_format.sections(matrix), compression_format.sections(again), strict=True):
             assert bytes(one) == bytes(other)
 
 
@@ -76,12 +76,12 @@ def test_what_does_not_shrink_stays_plain() -> None:
 
 def test_sections_are_checked() -> None:
     matrix = coded(gaussian(64, 128))
-    raw = b"".join(map(bytes, format.sections(matrix)))
-    again = format.gpu_sections_of(memoryview(raw), (64, 128), matrix.base, "here")
+    raw = b"".join(map(bytes, compression_format.sections(matrix)))
+    again = compression_format.gpu_sections_of(memoryview(raw), (64, 128), matrix.base, "here")
     np.testing.assert_array_equal(again.whole(), matrix.whole())
     for cut in (10, len(raw) - 1, len(raw) - 2):
         with pytest.raises(ModelError, match=r"here: (damaged|\d+ bytes cannot)"):
-            format.gpu_sections_of(memoryview(raw)[:cut], (64, 128), matrix.base, "here")
+            compression_format.gpu_sections_of(memoryview(raw)[:cut], (64, 128), matrix.base, "here")
     fewer = matrix.counts_PS.copy()
     fewer[np.flatnonzero(fewer)[0]] -= 1
     with pytest.raises(KernelError, match="sizes of the dictionaries"):
@@ -93,7 +93,7 @@ def test_sections_are_checked() -> None:
 def test_pieces_cover_every_byte_once() -> None:
     matrix = coded(gaussian(300, 2100))
     original = OriginalTensor(dtype="BF16", shape=(300, 2100), blake3="0" * 64, code=(matrix.base, 1), layout=GPU)
-    sections = format.sections(matrix)
+    sections = compression_format.sections(matrix)
     cuts = list(pieces(original, sum(section.nbytes for section in sections)))
     assert [begin for begin, _ in cuts] == [0, *(end for _, end in cuts[:-1])]
     assert cuts[-1][1] == matrix.nbytes
@@ -114,7 +114,7 @@ def test_without_the_extension_a_model_for_processors_is_refused_in_words(monkey
     monkeypatch.delattr(native, "compression")
     monkeypatch.setitem(sys.modules, "penstock.kernels.native.compression", None)
     with pytest.raises(ModelError, match=r"here: compressed for processors, .*--for gpu"):
-        list(format.decode_parts(small, "here"))
+        list(compression_format.decode_parts(small, "here"))
 
 
 def test_a_folder_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,10 +16,10 @@ from gguf import GGUFReader, GGUFWriter
 
 from penstock.errors import ModelError
 from penstock.kernels.native.backend import NativeOps, families
+from penstock.weights import gguf_file
 from penstock.weights.architecture.rope import parse_rope
 from penstock.weights.config_json import ConfigFields
-from penstock.weights.gguf import file
-from penstock.weights.gguf.file import parse_gguf_header
+from penstock.weights.gguf_file import parse_gguf_header
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from penstock.weights.model_files import CONFIG, load_json, model_files
@@ -241,11 +241,11 @@ def test_what_becomes_objects_is_bounded_in_sum_before_it_is_read(monkeypatch: p
     def array(count: int) -> bytes:
         return struct.pack("<IQ", 0, count) + bytes(count)  # of bytes
 
-    monkeypatch.setattr(file, "MAX_ELEMENTS", 100)
+    monkeypatch.setattr(gguf_file, "MAX_ELEMENTS", 100)
     keys = [(f"k{n}", ARRAY, array(40)) for n in range(2)]
     assert len(parse_gguf_header(memoryview(header(keys)), "f.gguf").metadata) == 2
     with pytest.raises(ModelError, match="arrays have more than 100 elements together"):
         parse_gguf_header(memoryview(header([*keys, ("k2", ARRAY, array(40))])), "f.gguf")
-    monkeypatch.setattr(file, "MAX_TEXTS_BYTES", 64)
+    monkeypatch.setattr(gguf_file, "MAX_TEXTS_BYTES", 64)
     with pytest.raises(ModelError, match="its texts have more than"):
         parse_gguf_header(memoryview(header([(f"key{n}", TEXT, text("x" * 30)) for n in range(2)])), "f.gguf")

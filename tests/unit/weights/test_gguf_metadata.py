@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from penstock.errors import ModelError
-from penstock.weights.gguf.metadata import PRE_TOKENIZERS, tokenizer_config, tokenizer_json
+from penstock.weights.gguf_metadata import PRE_TOKENIZERS, tokenizer_config, tokenizer_json
 
 STORYTELLER = Path(__file__).parents[3] / "src/penstock/bundled/storyteller"
 TEXTS = [

@@ -16,7 +16,7 @@ from penstock.kernels.native.backend import NativeOps, families
 from penstock.kernels.quantization import dequantized
 from penstock.types import SamplingParams
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.gguf.quants import GGUF_QUANTS
+from penstock.weights.gguf_file import GGUF_QUANTS
 from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.load import load_model
 from runner_bench import RunnerBench

@@ -19,8 +19,8 @@ from penstock.errors import ModelError
 from penstock.kernels.native.backend import NativeOps, families
 from penstock.weights import load as weights_load
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.compression.convert import compress_folder
-from penstock.weights.compression.format import GPU
+from penstock.weights.compression_convert import compress_folder
+from penstock.weights.compression_format import GPU
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from penstock.weights.manifest import FOLDER, MAX_MANIFESTS, RACY_NS, ManifestStore

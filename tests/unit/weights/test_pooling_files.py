@@ -12,7 +12,7 @@ from penstock.errors import ModelError
 from penstock.types import Task
 from penstock.weights.architecture.encoder import NO_KV
 from penstock.weights.architecture.spec import PoolerConfig, PoolingType, ScoreFunction
-from penstock.weights.compression.convert import compress_folder
+from penstock.weights.compression_convert import compress_folder
 from penstock.weights.inspect import inspect_model
 from tiny_models import llama_config, write_model
 from tiny_readers import bert_config, write_modules, write_reader

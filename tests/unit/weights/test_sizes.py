@@ -10,10 +10,9 @@ import pytest
 
 from penstock.bundled import storyteller
 from penstock.errors import ModelError
-from penstock.kv.layout import KvLayout
+from penstock.kv.page_memory import KvLayout
 from penstock.kv_spec import max_pages, tokens_that_fit
-from penstock.parallel.devices import Devices
-from penstock.parallel.plan import ModelSize, plan_for_tensor
+from penstock.parallel.plan import Devices, ModelSize, plan_for_tensor
 from penstock.weights.architecture.tensor_layout import Matrix
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.config_json import ConfigFields

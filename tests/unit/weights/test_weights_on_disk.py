@@ -18,11 +18,11 @@ import pytest
 from blake3 import blake3
 
 from penstock.kernels.operands import Sparse
+from penstock.weights import compression_convert
 from penstock.weights.architecture.spec import ModelSpec, PoolerConfig, PoolingType, ScoreFunction
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.compression import convert
-from penstock.weights.compression.convert import ConvertedTensor, JournalHeader, compress_folder
-from penstock.weights.compression.format import GPU, OriginalTensor
+from penstock.weights.compression_convert import ConvertedTensor, JournalHeader, compress_folder
+from penstock.weights.compression_format import GPU, OriginalTensor
 from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import checkpoint_format
 from penstock.weights.files import FileStamp
@@ -142,7 +142,7 @@ def test_an_interrupted_compression_goes_on_from_a_journal_of_before(model: Path
     whole = target / "model.safetensors"
     start = 8 + int.from_bytes(whole.read_bytes()[:8], "little")
     with Checkpoint(model) as checkpoint:
-        started = JournalHeader(convert._identity(checkpoint.files[0]), start)
+        started = JournalHeader(compression_convert._identity(checkpoint.files[0]), start)
     first = done[0]
     lines = [
         f'{{"source":"{started.source}","data_start":{start},"layout":""}}',

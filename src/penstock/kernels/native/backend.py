@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import KernelError
 from penstock.kernels import _native
-from penstock.kernels.compressed import BLOCK_COLUMNS, PANEL_ROWS
-from penstock.kernels.compressed_gpu import AnyCompressed
+from penstock.kernels.compressed import BLOCK_COLUMNS, PANEL_ROWS, AnyCompressed
 from penstock.kernels.lora import AdapterTable, row_slots
 from penstock.kernels.native.arguments import (
     ACTIVATIONS,
@@ -53,8 +52,7 @@ from penstock.kernels.operands import (
     Routing,
     StepBatch,
 )
-from penstock.kernels.ops import Ops, RecordableModel, StepProgram
-from penstock.kernels.program import DirectProgram, RecordingError
+from penstock.kernels.ops import DirectProgram, Ops, RecordableModel, RecordingError, StepProgram
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.kernels.sampling import Sampled, SampleRow
 

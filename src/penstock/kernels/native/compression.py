@@ -15,13 +15,15 @@ from penstock.errors import KernelError
 from penstock.kernels import _native
 from penstock.kernels.compressed import (
     PANEL_ROWS,
+    AnyCompressed,
     CompressedMatrix,
+    GpuCompressedMatrix,
     blocks_bytes,
     choose_code,
+    compress_for_gpu,
     compressed_bytes,
     panels_of,
 )
-from penstock.kernels.compressed_gpu import AnyCompressed, GpuCompressedMatrix, compress_for_gpu
 
 ESCAPE_PADDING = 64
 """Bytes that the kernels may read behind the last escape."""

@@ -35,8 +35,7 @@ from penstock.kernels.operands import (
     Routing,
     StepBatch,
 )
-from penstock.kernels.ops import Ops, RecordableModel, StepProgram
-from penstock.kernels.program import RecordingError
+from penstock.kernels.ops import Ops, RecordableModel, RecordingError, StepProgram
 from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
 
 

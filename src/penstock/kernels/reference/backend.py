@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import KernelError
-from penstock.kernels.compressed_gpu import AnyCompressed
+from penstock.kernels.compressed import AnyCompressed
 from penstock.kernels.lora import AdapterTable, row_slots
 from penstock.kernels.operands import (
     SILU,
@@ -36,9 +36,8 @@ from penstock.kernels.operands import (
     StepBatch,
     numerics_with,
 )
-from penstock.kernels.ops import Ops, RecordableModel, StepProgram
+from penstock.kernels.ops import DirectProgram, Ops, RecordableModel, StepProgram
 from penstock.kernels.page_export import PageWriter
-from penstock.kernels.program import DirectProgram
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.kernels.reference.attention import (
     ReferenceKv,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import KernelError
-from penstock.kernels.compressed_gpu import AnyCompressed
+from penstock.kernels.compressed import AnyCompressed
 from penstock.kernels.lora import AdapterTable
 from penstock.kernels.operands import (
     SILU,

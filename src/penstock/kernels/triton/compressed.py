@@ -20,11 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.errors import KernelError
-from penstock.kernels.compressed import PANEL_ROWS
-from penstock.kernels.compressed_gpu import (
-    BLOCK_COLUMNS,
+from penstock.kernels.compressed import (
+    GPU_BLOCK_COLUMNS,
     GROUP_COLUMNS,
     MAX_VALUES,
+    PANEL_ROWS,
     GpuCompressedMatrix,
     column_blocks,
     stretches_of,
@@ -249,10 +249,10 @@ class CompressedWeights:
 
     def _decode(self, out_NK: Tensor, *, first: int = 0, ids_T: Tensor | None = None) -> None:
         count, k = out_NK.shape
-        grid = (triton.cdiv(count, PANEL_ROWS), triton.cdiv(k, 4 * BLOCK_COLUMNS))
+        grid = (triton.cdiv(count, PANEL_ROWS), triton.cdiv(k, 4 * GPU_BLOCK_COLUMNS))
         decode_kernel[grid](
             self.operands[0].arguments, out_NK if ids_T is None else ids_T, out_NK, first, count, k,
-            GIVEN=ids_T is not None, ROWS=PANEL_ROWS, DEPTH=4 * BLOCK_COLUMNS, **UNFUSED,
+            GIVEN=ids_T is not None, ROWS=PANEL_ROWS, DEPTH=4 * GPU_BLOCK_COLUMNS, **UNFUSED,
         )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import KernelError
-from penstock.kernels.compressed_gpu import AnyCompressed, GpuCompressedMatrix
+from penstock.kernels.compressed import AnyCompressed, GpuCompressedMatrix
 from penstock.kernels.triton.matmul import Operand
 from penstock.kernels.triton.numerics import TritonContext
 

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.operands import Array, StepBatch
-from penstock.kernels.ops import CAPTURE_S, MultiStepProgram, Ops, RecordableModel, StepProgram
-from penstock.kernels.program import DirectProgram
+from penstock.kernels.ops import CAPTURE_S, DirectProgram, MultiStepProgram, Ops, RecordableModel, StepProgram
 from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
 from penstock.kernels.triton.graphs import EagerRunner, GraphRunner
 from penstock.kernels.triton.staging import (

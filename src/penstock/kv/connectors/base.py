@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.kv.checksum import PageChecksum
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvMemory
 from penstock.types import PageId, RequestId
 from penstock.wire.gateway_messages import PageSource
 from penstock.wire.transfer_messages import FetchTicket, PageReady

@@ -8,7 +8,7 @@ from __future__ import annotations
 from penstock.errors import PageCorrupt
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.base import FetchRequest, KvConnector
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvMemory
 from penstock.types import PageId
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from penstock.errors import PageCorrupt, TransferRefused
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.base import FetchRequest, KvConnector
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvMemory
 from penstock.types import WorkerId
 
 

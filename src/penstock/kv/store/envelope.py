@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from penstock.errors import ConfigError, PageCorrupt
 from penstock.kernels.host_ops import copy_page, seal_page
-from penstock.kv.layout import KvLayout
+from penstock.kv.page_memory import KvLayout
 from penstock.kv.store.tier import PageKey
 from penstock.types import ModelIdentity
 

@@ -14,7 +14,7 @@ import mmap
 from collections.abc import Mapping, Sequence
 
 from penstock.errors import ConfigError, PageCorrupt
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvMemory
 from penstock.kv.store.envelope import PageEnvelope
 from penstock.kv.store.page_index import IndexEntry, PageIndex, index_bytes
 from penstock.kv.store.tier import FinalPage, KvTier, PageKey

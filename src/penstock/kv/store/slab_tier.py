@@ -32,7 +32,7 @@ import msgspec
 
 from penstock.errors import ConfigError, PageCorrupt
 from penstock.kernels.host_ops import xxh3_128
-from penstock.kv.layout import KvLayout
+from penstock.kv.page_memory import KvLayout
 from penstock.kv.store.envelope import AnyEnvelope
 from penstock.kv.store.eviction import EvictionQueue
 from penstock.kv.store.page_index import MAX_WRITERS, IndexEntry, PageIndex, index_bytes

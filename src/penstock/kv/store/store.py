@@ -17,8 +17,7 @@ from blake3 import blake3
 
 from penstock.config.schema import KvStoreConfig
 from penstock.errors import ConfigError
-from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvLayout, KvMemory
 from penstock.kv.store.envelope import AnyEnvelope, PageEnvelope, check_cipher, make_envelope, read_key
 from penstock.kv.store.mooncake.tier import MooncakeConfig, MooncakeTier
 from penstock.kv.store.page_index import index_bytes

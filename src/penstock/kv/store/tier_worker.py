@@ -15,7 +15,7 @@ from typing import Protocol
 
 from penstock.config.schema import KvStoreConfig
 from penstock.errors import PageCorrupt, TierError
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvMemory
 from penstock.kv.store.tier import FinalPage, KvTier, PageKey
 from penstock.telemetry.metrics import TIER_FIGURES
 from penstock.types import PageId

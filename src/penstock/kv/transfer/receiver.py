@@ -31,7 +31,7 @@ from math import inf
 from penstock.config.limits import KvTransferConfig
 from penstock.errors import PageCorrupt, TransferRefused
 from penstock.kv.connectors.base import CORRUPT, REFUSED, FetchRequest, FetchResult, KvConnector
-from penstock.kv.layout import KvLayout
+from penstock.kv.page_memory import KvLayout
 from penstock.kv.transfer.events import (
     HedgeWon,
     PagePull,

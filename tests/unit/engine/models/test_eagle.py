@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from penstock.engine.models.eagle import build_head
 from penstock.kernels.operands import StepBatch
-from penstock.kernels.program import DirectProgram
+from penstock.kernels.ops import DirectProgram
 from penstock.kernels.sampling import GumbelRows
 from penstock.kernels.select import make_ops
 from penstock.weights.eagle import inspect_draft_head, load_draft_head

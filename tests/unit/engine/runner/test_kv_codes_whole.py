@@ -14,8 +14,7 @@ from penstock.engine.core.request import Request
 from penstock.errors import PageCorrupt
 from penstock.kernels.select import REFERENCE, TRITON_INTERPRETER
 from penstock.kv.checksum import PageChecksum
-from penstock.kv.layout import KvLayout
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvLayout, KvMemory
 from penstock.kv.store.envelope import PageEnvelope
 from penstock.kv.store.slab_tier import SlabFile, SlabTier, slab_head
 from penstock.types import FP8_E4M3, ModelIdentity, PageId, RequestId, SamplingParams

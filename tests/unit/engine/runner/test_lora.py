@@ -16,7 +16,7 @@ from penstock.kernels.lora import NO_ADAPTER, PackedAdapter
 from penstock.kernels.native.backend import families
 from penstock.kernels.native.program import RecordedProgram
 from penstock.types import AdapterRef, SamplingParams
-from penstock.weights.compression.convert import compress_folder
+from penstock.weights.compression_convert import compress_folder
 from penstock.weights.lora import LoraAdapter
 from runner_bench import RunnerBench
 from tiny_adapters import write_adapter

@@ -22,7 +22,7 @@ from penstock.kv.connectors.base import FetchRequest, FetchResult, KvConnector
 from penstock.kv.connectors.nixl.agent_client import AgentClient, AgentGoneError, AgentReady, AgentSetup
 from penstock.kv.connectors.nixl.reader import FAILED, NixlFetch, NixlReader, SourceTransferKey
 from penstock.kv.connectors.tcp.connector import TcpConnector
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvMemory
 from penstock.types import RequestId
 from penstock.wire.gateway_messages import PageSource
 from penstock.wire.transfer_messages import MAX_AGENT_BYTES, FetchTicket, PageReady

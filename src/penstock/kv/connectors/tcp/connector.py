@@ -19,7 +19,7 @@ from penstock.kv.connectors.base import FetchRequest, FetchResult, KvConnector
 from penstock.kv.connectors.tcp.client import SourcePool, host_of
 from penstock.kv.connectors.tcp.protocol import aes_gcm
 from penstock.kv.connectors.tcp.server import PageServer
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvMemory
 from penstock.types import RequestId
 from penstock.wire.gateway_messages import PageSource
 from penstock.wire.transfer_messages import FetchTicket, PageReady

@@ -22,7 +22,7 @@ from penstock.config.limits import KvTransferConfig
 from penstock.errors import ConfigError, ProtocolError
 from penstock.kv.connectors.tcp import protocol as frames
 from penstock.kv.connectors.tcp.protocol import TimedSocket
-from penstock.kv.memory import KvMemory
+from penstock.kv.page_memory import KvMemory
 from penstock.types import PageId, RequestId
 from penstock.wire.transfer_messages import FETCH_TOKEN_BYTES, FetchTicket, PageReady
 

@@ -19,11 +19,10 @@ import numpy as np
 from blake3 import blake3
 
 from penstock.errors import ConfigError, ModelError, PenstockError
-from penstock.kernels.compressed import CompressedMatrix
-from penstock.kernels.compressed_gpu import AnyCompressed, compress_for_gpu
+from penstock.kernels.compressed import AnyCompressed, CompressedMatrix, compress_for_gpu
+from penstock.weights import compression_format
 from penstock.weights.checkpoint_reader import INDEX, SINGLE, Checkpoint
-from penstock.weights.compression import format
-from penstock.weights.compression.format import (
+from penstock.weights.compression_format import (
     GPU,
     TENSORS_KEY,
     VERSION_KEY,
@@ -215,11 +214,11 @@ def _pack(file: SafetensorsFile, info: TensorInfo, layout: str) -> EncodedTensor
     digest = blake3(raw).hexdigest()
     if info.dtype == "BF16" and len(info.shape) == 2:
         weight = np.require(np.frombuffer(raw, np.uint16).reshape(info.shape), requirements=["C", "ALIGNED"])
-        matrix = compress_for_gpu(weight) if layout == GPU else format.compress_matrix(weight)
+        matrix = compress_for_gpu(weight) if layout == GPU else compression_format.compress_matrix(weight)
         if matrix is not None:
             code = (matrix.base, matrix.step if isinstance(matrix, CompressedMatrix) else 1)
             original = OriginalTensor(dtype=info.dtype, shape=info.shape, blake3=digest, code=code, layout=layout)
-            sections = format.sections(matrix)
+            sections = compression_format.sections(matrix)
             return EncodedTensor(_with_checksum(info.name, original, sections), sections)
     plain = OriginalTensor(dtype=info.dtype, shape=info.shape, blake3=digest)
     return EncodedTensor(_with_checksum(info.name, plain, [raw]), [raw])
@@ -325,10 +324,10 @@ def _is_written(file: int, data_start: int, one: ConvertedTensor) -> bool:
         n, k = one.original.shape
         try:
             if one.original.layout == GPU:
-                matrix: AnyCompressed = format.gpu_sections_of(raw, (n, k), one.original.code[0], one.name)
+                matrix: AnyCompressed = compression_format.gpu_sections_of(raw, (n, k), one.original.code[0], one.name)
             else:
-                matrix = format.sections_of(raw, (n, k), one.original.code, one.name)
-            for part in format.decode_parts(matrix, one.name):
+                matrix = compression_format.sections_of(raw, (n, k), one.original.code, one.name)
+            for part in compression_format.decode_parts(matrix, one.name):
                 hasher.update(part.data.cast("B"))
         except ModelError:
             return False

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import ModelError
 from penstock.weights.architecture.rope import Llama3RopeScaling
-from penstock.weights.gguf.file import ROPE_FACTORS, GgufHeader
+from penstock.weights.gguf_file import ROPE_FACTORS, GgufHeader
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """Kinds of tokens other than plain ones (``tokenizer.ggml.token_type``)."""
