@@ -1,4 +1,4 @@
-"""Loads and unloads the models of a catalog as ``residency`` decides, and lets requests wait for them.
+"""The front process of a catalog: loads and unloads models as ``residency`` decides, and lets requests wait for them.
 
 The front asks the supervisor to start and end a model's process (``LoadModel``, ``UnloadModel``), is notified of its
 state (``WorkerUp``, ``WorkerDown``), and polls the model's own gateway until it is ready.  Runs on one event loop.
@@ -201,10 +201,6 @@ class ModelManager(CatalogModels):
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-# MERGED: The front process of a catalog: its HTTP application and model manager.  Each model has its own
-# MERGED: gateway.
 
 
 def run_front(config: FrontConfig, rim: ProcessIo) -> int:

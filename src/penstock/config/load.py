@@ -2,6 +2,7 @@
 
 The only reader of configuration files and ``PENSTOCK_*`` variables.  Unknown keys are errors, every value is checked,
 and each error names where the value came from.  Keeps "auto" for ``resolve``; looks at no model, machine or network.
+``dump_toml`` writes settings as such a file.
 """
 
 from __future__ import annotations
@@ -304,9 +305,6 @@ def _check_serve(config: ServeConfig) -> None:
             flag = here[0].replace("_", "-")
             raise ConfigError(f"--join starts no workers here: --{flag} belongs to them (`penstock worker --help`)")
 
-
-# MERGED: Settings as the TOML file that ``--config`` reads: what is in force, and what is left to be decided
-# MERGED: as a comment.
 
 SECRETS = ("api_key",)
 """Never printed."""

@@ -1,6 +1,13 @@
-"""What a compressed matrix is: its sections, their sizes, and the choice of its code (format: docs/format.md).
+# ruff: noqa: N815  (field names carry shapes)
+"""Compressed bf16 matrices in two layouts: sections, sizes and the choice of a code (format: docs/format.md).
 
-Knows no kernels: importable where the extension is not built.
+``CompressedMatrix`` is the CPU's layout: codes of three bits, escapes apart.  ``GpuCompressedMatrix``, with its coder
+and decoder here, is that of GPUs: a weight is a code of four bits for its exponent (fifteen neighbors; 0 is an escape)
+and a byte: sign and mantissa, or, of an escape, the place of the whole weight in a short dictionary.  Every weight is
+decoded by itself, with shifts and masks of 32-bit words, as a GPU's registers can do it in front of its matrix units.
+The CPU's layout is smaller and needs instructions that only CPUs have.
+
+Knows arrays; no kernels, files or torch: importable where the extension is not built.
 """
 
 from __future__ import annotations
@@ -53,7 +60,7 @@ def compressed_bytes(n: int, k: int, escapes: int) -> int:
 
 
 def choose_code(counts_256: NDArray[np.int64]) -> tuple[int, int, int]:
-    """(base, step, escapes) of the seven neighbouring exponents that occur most: code c is exponent base + step * c.
+    """(base, step, escapes) of the seven neighboring exponents that occur most: code c is exponent base + step * c.
 
     An even base counts up and an odd one down, so that the lowest bit of a code is that of the exponent or its
     opposite: what the kernels' decoder stands on.
@@ -62,20 +69,6 @@ def choose_code(counts_256: NDArray[np.int64]) -> tuple[int, int, int]:
     low = int(sums.argmax())
     base, step = (low - 1, 1) if low % 2 else (low + CODES, -1)
     return base, step, int(counts_256.sum() - sums[low])
-
-
-# MERGED: The layout of compressed matrices for GPUs: its sections, its coder and its decoder (format:
-# MERGED: docs/format.md).
-# MERGED:
-# MERGED: A weight is a code of four bits for its exponent (fifteen neighbours; 0 is an escape) and a byte:
-# MERGED: sign and mantissa, or,
-# MERGED: of an escape, the place of the whole weight in a short dictionary.  So every weight is decoded by
-# MERGED: itself, with shifts
-# MERGED: and masks of 32-bit words, and no weight depends on its neighbours: what a GPU's registers can do in
-# MERGED: front of its matrix
-# MERGED: units.  The CPU's layout is smaller and needs instructions that only CPUs have.
-# MERGED:
-# MERGED: Knows arrays, no files, no torch.
 
 
 GPU_CODES = 15

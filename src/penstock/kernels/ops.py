@@ -523,12 +523,6 @@ class Ops(Protocol):
         ...
 
 
-# MERGED: A model's step run as it is, operation by operation: ``StepProgram`` for a backend, or a model, that
-# MERGED: records nothing.
-# MERGED:
-# MERGED: Also the oracle of recorded programs: both must give the same bits.
-
-
 class RecordingError(Exception):
     """The steps do something that cannot be recorded, such as looking into an array."""
 

@@ -1,4 +1,4 @@
-"""KV memory: the pages of one worker in one mapping.
+"""KV pages as bytes: their layout, and the memory that has all pages of one worker in one mapping.
 
 ::
 
@@ -10,7 +10,8 @@ A ``KvMemoryFile`` is a memfd: it has no name and ends with the last process tha
 reader can be hit by SIGBUS.  A worker that restarts wipes its memory first: a reader that still copies from it then
 reads zeros, and the checksum shows it.
 
-Knows nothing about which request a page belongs to.
+Outside the engine a page is opaque: two workers may exchange pages when their layouts have the same name.  Where layers
+have different KV specs, a page holds one group of them (``KvShape.groups``).  Knows nothing about requests.
 """
 
 from __future__ import annotations
@@ -26,12 +27,6 @@ from penstock.errors import ConfigError
 from penstock.kernels.operands import KV_TYPES, KvShape
 from penstock.kv_spec import TransferOrder
 from penstock.types import PAGE_TOKENS, PageId
-
-# MERGED: The size of a KV page in bytes, and the name of its layout.
-# MERGED:
-# MERGED: Outside the engine a page is opaque: two workers may exchange pages when their layouts have the same
-# MERGED: name.  Where layers
-# MERGED: have different KV specs, a page holds one group of them (``KvShape.groups``).
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -27,7 +27,6 @@ from hashlib import blake2b
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import msgspec
@@ -85,9 +84,6 @@ from penstock.weights.manifest import ManifestStore
 from penstock.weights.sizes import step_bytes
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.zeromq import check_endpoint
-
-if TYPE_CHECKING:
-    pass
 
 GATEWAY_MODULES = (
     "uvicorn.lifespan.on",  # uvicorn imports it by name when it starts

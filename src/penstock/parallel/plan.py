@@ -5,7 +5,7 @@ fixed segments and the result must not depend on the number of devices.  Pipelin
 so that the largest stage is as small as possible.  Routed experts are divided over the devices of a stage like
 everything else.
 
-Knows sizes in bytes; not files, families or drivers.
+Devices are named, as in 8xH100; a table has their memory.  Knows sizes in bytes; not files, families or drivers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from types import MappingProxyType
 from penstock.config.device import RUNTIME_BYTES
 from penstock.config.facts import ExtraWeights, extra_weight_bytes
 from penstock.errors import ConfigError
-
-# MERGED: Devices by name, and how much memory each has.  A table: no driver is queried.
 
 GIB = 1 << 30
 

@@ -5,8 +5,8 @@ bytes.  A compressed tensor is a tensor of bytes (``U8``) under its own name, an
 
 Sections: a bf16 weight becomes a 3-bit code for its exponent (seven neighboring exponents; 0 is an escape) and a byte
 with sign and mantissa; the exponents of escapes follow as bytes.  The kernels (``kernels.compression``) code and
-decode; ``encode_reference`` and ``decode_reference`` are the oracle in NumPy.  This is the CPU's layout; that of GPUs
-is in ``kernels.compressed_gpu``, and here only where both are meant.
+decode; ``encode_reference`` and ``decode_reference`` are the oracle in NumPy.  This is the CPU's layout;
+``kernels.compressed`` codes that of GPUs.
 
 Checksums guard against damage on a drive or in memory, not against malice: XXH3-128 of a line that describes the
 tensor, then of the XXH3-128 of each piece of its bytes.  Pieces are those in which weights are loaded, so loading

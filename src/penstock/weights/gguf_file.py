@@ -1,4 +1,4 @@
-"""A GGUF file: its header, and its tensors under the names of a Hugging Face checkpoint.
+"""A GGUF file: its header, its quantized types, and its tensors under the names of a Hugging Face checkpoint.
 
 Format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian): magic, version,
 counts; metadata as key, type, value; tensors as name, dimensions (the fastest first), type, offset; padding; tensors.
@@ -6,7 +6,7 @@ No length, count or offset is trusted before it is seen to fit the file.
 
 llama.cpp stores the rows of q and k of the architecture ``llama`` in another order, because its rotary embedding
 rotates neighbors where Hugging Face's rotates halves: such tensors have ``interleaved_heads``, and readers of rows
-restore the order.
+restore the order.  Blocks of quantized types become codes and scales (``kernels.quantization``), as in ggml-quants.c.
 """
 
 from __future__ import annotations
@@ -39,11 +39,6 @@ from penstock.weights.compression_format import OriginalTensor
 from penstock.weights.files import FileRange, FileStamp, MappedFile
 from penstock.weights.quantization.base import QuantizedTensor
 from penstock.weights.safetensors_header import LFS_POINTER, TensorInfo
-
-# MERGED: The quantised types of GGUF: blocks of a row to codes and numbers (``kernels.quantised``), as ggml-
-# MERGED: quants.c has them.
-# MERGED:
-# MERGED: Knows rows of bytes, no files.
 
 Blocks = NDArray[np.uint8]
 """[rows, blocks, bytes of a block]"""

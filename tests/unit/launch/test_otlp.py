@@ -147,7 +147,7 @@ def test_what_cannot_be_traced_is_refused_at_the_start(settings: dict[str, str],
 
 
 def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("penstock.launch.tracing.find_spec", lambda name: None)
+    monkeypatch.setattr("penstock.launch.compose.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--trace-endpoint needs OpenTelemetry.*penstock\[trace\]"):
         trace_config(ServeConfig(trace_endpoint="http://127.0.0.1:4318"))
     assert not trace_config(ServeConfig()).enabled

@@ -1,4 +1,5 @@
-"""From lengths to requests: token-id prompts where the server can make and take them, fitted text elsewhere.
+"""The requests of a benchmark: lengths and times, from a seed or a trace file, and their prompts: token ids where the
+server can make and take them, fitted text elsewhere.
 
 Every token is drawn from (seed, block) or (seed, request), so a run can be repeated, no two prompts share a prefix by
 accident, and blocks that a trace says are shared are.
@@ -20,10 +21,6 @@ import numpy as np
 from penstock.errors import ConfigError
 from penstock.http_client import HttpStreamClient, StreamError
 from penstock.sim.trace import read_trace
-
-# MERGED: What is to be asked, how long it is, and when: pure, from a seed or from a trace file.
-# MERGED:
-# MERGED: Knows nothing about servers, tokens' text or clocks.
 
 TRACES = ("mooncake", "azure")
 """Kinds of trace files that are read."""

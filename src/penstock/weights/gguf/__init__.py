@@ -1,1 +1,0 @@
-"""GGUF files, read as a Hugging Face folder would be: tensors, ``config.json`` and tokenizer."""
