@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import checkpoint_format
 from penstock.weights.model_files import model_files
-from penstock.weights.pooling import with_pooler
+from penstock.weights.pooling_config import with_pooler
 from tiny_models import Tensors, write_weights
 
 WORDS = ["the", "a", "fox", "dog", "cat", "was", "is", "in", "forest", "lost", "old", "quick", "lazy", "moon", "river"]

@@ -17,7 +17,7 @@ import penstock
 from penstock.config.limits import RequestLimits
 from penstock.config.schema import BACKLOG, EventLoop, GatewayConfig
 from penstock.launch.channel import Channel
-from penstock.launch.heartbeat import HeartbeatBoard
+from penstock.launch.heartbeat import HeartbeatTable
 from penstock.launch.processes import GatewayProcesses
 from penstock.launch.shared_rates import SharedTokenBuckets
 from penstock.types import Role, WorkerId
@@ -83,7 +83,7 @@ class Service:
         self.workers.hear()
         listener, self.port = listening()
         self._channel, theirs = Channel.pair()
-        board = HeartbeatBoard(1)
+        board = HeartbeatTable(1)
         board.slots[0].reset(1, 0)
         unlimited = RequestLimits(max_queued_requests=10**6, max_queued_tokens=10**9)
         config = GatewayConfig(

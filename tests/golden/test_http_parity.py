@@ -34,7 +34,7 @@ from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import checkpoint_format
 from penstock.weights.inspect import CONFIG, inspect_model
 from penstock.weights.model_files import model_files
-from penstock.weights.pooling import with_pooler
+from penstock.weights.pooling_config import with_pooler
 from tiny_readers import bert_config
 from vision_models import IMAGE_TOKEN, KINDS, image_part, picture, write_vision_model
 from whisper_models import IDS, PREPROCESSOR, RATE, SUPPRESSED, SUPPRESSED_FIRST, tones, wav, write_whisper

@@ -28,7 +28,7 @@ from penstock.weights.families.registry import checkpoint_format
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from penstock.weights.model_files import model_files
-from penstock.weights.pooling import with_pooler
+from penstock.weights.pooling_config import with_pooler
 from tiny_readers import bert_config, write_modules
 
 LENGTHS = [1, 40, 17, 61]

@@ -14,7 +14,7 @@ import pytest
 from penstock.config.limits import RequestLimits
 from penstock.errors import WorkerLost
 from penstock.interfaces import ModelCard
-from penstock.processing.pooling import PoolingModel, PoolingModelProcessor
+from penstock.processing.pooling import PoolingModelProcessor, ServedPoolingModel
 from penstock.types import Task
 from tiny_readers import bert_config, word_pieces
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def intake(folder: Path, task: Task = Task.EMBED, width: int = 4, **limits: Any) -> PoolingModelProcessor:
     card = ModelCard(name="bge", created=1, max_model_len=12)
-    return PoolingModelProcessor(folder, PoolingModel(card=card, task=task, width=width), RequestLimits(**limits))
+    return PoolingModelProcessor(folder, ServedPoolingModel(card=card, task=task, width=width), RequestLimits(**limits))
 
 
 async def test_embeddings_of_strings_and_tokens(folder: Path):

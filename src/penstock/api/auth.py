@@ -289,7 +289,7 @@ class FrontApiKey:
         return tenant
 
 
-def ring_of(
+def load_api_keys(
     api_key: str | None, api_keys: str | None, scheduling: SchedulingConfig, *, fronted: bool = False
 ) -> ApiKeys:
     """The keys of a process that serves; ``fronted``: the one key is that of a catalogue's front.

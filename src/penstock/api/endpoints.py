@@ -41,7 +41,7 @@ from penstock.api.response_cache import CACHE_CONTROL, HIT, CachedResponseStream
 from penstock.api.sse import EventStreamWriter
 from penstock.api.stream_polling import LoopTurns
 from penstock.api.streaming import ResponseStream, ResumeState, complete_body, gather_choices, stream_events
-from penstock.api.tracing import RequestTracing, note_response, trace_response_header, traced_streams
+from penstock.api.tracing import RequestTracing, note_response, trace_response_header, with_span
 from penstock.clock import Clock
 from penstock.config.limits import RequestLimits, SchedulingConfig, TurnLimits
 from penstock.errors import KeyReused, NoWorkers, RequestError, WrongTask
@@ -211,7 +211,7 @@ class Endpoints:
             traced = self._tracing.span(exchange, source.task, source.model)
             with closing(source), traced as span:
                 headers = [(b"x-request-id", context.id.encode()), *trace_response_header(span)]
-                response = TranscriptionResponse(traced_streams(span, behind.streams), self._shedder)
+                response = TranscriptionResponse(with_span(span, behind.streams), self._shedder)
                 await response.send(exchange, source, context.caller.claim(), headers)
 
         return self.factory.form_endpoint(work, behind.limits.max_audio_bytes + FORM_BYTES)
@@ -255,7 +255,7 @@ class Endpoints:
     ) -> None:
         used = TokenUsage.of(prompt=prepared.tokens, completion=0, cached=0)
         with self._shedder.admit(exchange, prepared.requests[0].claim, [prepared.tokens]) as admitted:
-            streams = traced_streams(span, self._behind.streams)
+            streams = with_span(span, self._behind.streams)
             pooled = await pool_all(streams, prepared, self._behind.limits.max_inputs_at_once)
             admitted.on_token(0)
             admitted.record_usage(used)

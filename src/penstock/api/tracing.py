@@ -89,7 +89,7 @@ class _TracedStreams:
         self._streams.mark_stopped(request)
 
 
-def traced_streams(span: Span, streams: TokenStreamSource) -> TokenStreamSource:
+def with_span(span: Span, streams: TokenStreamSource) -> TokenStreamSource:
     """The same streams, whose requests are parts of the span."""
     return _TracedStreams(streams, span.context) if span.context else streams
 

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from penstock import http_client
-from penstock.api.auth import ring_of
+from penstock.api.auth import load_api_keys
 from penstock.api.openapi import Schemas
 from penstock.catalog.config import CatalogModel, FrontConfig
 from penstock.catalog.http_proxy import CatalogModels, FrontServices, make_catalog_app
@@ -221,7 +221,7 @@ def _schemas(config: FrontConfig) -> Schemas:
 async def _run(config: FrontConfig, rim: ProcessIo) -> int:
     clock = MonotonicClock()
     manager = ModelManager(config, rim.channel.send, clock)
-    keys = ring_of(config.api_key, config.api_keys, config.scheduling)
+    keys = load_api_keys(config.api_key, config.api_keys, config.scheduling)
     app = make_catalog_app(
         FrontServices(
             models=manager,

@@ -37,9 +37,9 @@ from penstock.launch.compose import (
     GATEWAY_MODULES,
     ParentLink,
     begin_service,
+    bind_socket,
     event_key,
     heartbeat_slots,
-    listening_socket,
     log_lines,
     run_supervised,
     serve,
@@ -72,7 +72,7 @@ def serve_catalog(config: ServeConfig) -> int:
     entries = load_catalog(config)
     places = tuple(_place(entry, config.model_memory) for entry in entries)
     with ExitStack() as stack:
-        listener = stack.enter_context(listening_socket(config.host, config.port))
+        listener = stack.enter_context(bind_socket(config.host, config.port))
         port = listener.getsockname()[1]
         slots = heartbeat_slots((GATEWAY, *(entry.name for entry in entries)))
         store = FrontConfig(

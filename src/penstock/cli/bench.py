@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from penstock.cli.benchmark import load, metrics
+from penstock.cli.benchmark import load_generator, metrics
 from penstock.cli.benchmark import workload as benchmark_prompts
 from penstock.cli.benchmark.interference import InterferenceScenario, run_interference
 from penstock.cli.benchmark.workload import PromptMaker, RequestShape
@@ -211,7 +211,7 @@ async def _bench(args: argparse.Namespace) -> dict[str, Any]:
         extra = {"temperature": args.temperature} | ({"ignore_eos": True} if args.ignore_eos else {}) | args.extra_body
         prompts = PromptMaker(client, RequestShape(model=model, endpoint=args.endpoint, extra=extra), args.seed)
         await prompts.learn()
-        generator = load.LoadGenerator(client, args.endpoint, timeout=args.timeout)
+        generator = load_generator.LoadGenerator(client, args.endpoint, timeout=args.timeout)
         await _warm_up(generator, prompts, args)
         scenario = _long_prompts if args.long_prompt_len else _requests
         found = await scenario(args, generator, prompts, max_model_len)
@@ -233,7 +233,7 @@ def _headers(pairs: Sequence[str]) -> dict[str, str]:
     return {name: value for name, _, value in parts}
 
 
-async def _warm_up(generator: load.LoadGenerator, prompts: PromptMaker, args: argparse.Namespace) -> None:
+async def _warm_up(generator: load_generator.LoadGenerator, prompts: PromptMaker, args: argparse.Namespace) -> None:
     """A few short requests; their failures show that the rest would fail too."""
     if args.num_warmups < 1:
         return
@@ -268,7 +268,7 @@ def _due_times(args: argparse.Namespace, wanted: Sequence[benchmark_prompts.Requ
 
 async def _requests(
     args: argparse.Namespace,
-    generator: load.LoadGenerator,
+    generator: load_generator.LoadGenerator,
     prompts: PromptMaker,
     max_model_len: int | None,
 ) -> dict[str, Any]:
@@ -278,7 +278,7 @@ async def _requests(
         raise ConfigError(f"none of {len(everything)} requests fits the context of {max_model_len} tokens")
     due = _due_times(args, wanted)
     bodies = await prompts.bodies(wanted)
-    jobs = [load.TimedRequest(body, at) for body, at in zip(bodies, due, strict=True)]
+    jobs = [load_generator.TimedRequest(body, at) for body, at in zip(bodies, due, strict=True)]
     closed_loop = due[-1] == 0
     async with _progress(args, len(jobs)) as progress:
         start = time.perf_counter()
@@ -302,7 +302,7 @@ async def _requests(
 
 async def _long_prompts(
     args: argparse.Namespace,
-    generator: load.LoadGenerator,
+    generator: load_generator.LoadGenerator,
     prompts: PromptMaker,
     max_model_len: int | None,
 ) -> dict[str, Any]:
@@ -336,9 +336,9 @@ def _percentiles(text: str) -> list[float]:
 
 
 @contextlib.asynccontextmanager
-async def _progress(args: argparse.Namespace, total: int) -> AsyncIterator[load.LoadProgress]:
+async def _progress(args: argparse.Namespace, total: int) -> AsyncIterator[load_generator.LoadProgress]:
     """Counts for the body to fill, shown twice a second; the garbage collector rests meanwhile."""
-    counts = load.LoadProgress(total)
+    counts = load_generator.LoadProgress(total)
     bar = tqdm(total=total, disable=True if args.disable_tqdm else None, dynamic_ncols=True)
 
     def draw(note: str) -> None:
@@ -354,7 +354,7 @@ async def _progress(args: argparse.Namespace, total: int) -> AsyncIterator[load.
     gc.disable()
     try:
         with bar:
-            async with load.background([asyncio.create_task(show())]):
+            async with load_generator.background([asyncio.create_task(show())]):
                 yield counts
             draw(f"{counts.failed} failed")
     finally:

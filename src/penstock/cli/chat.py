@@ -219,7 +219,7 @@ class Chat:
         Cancelled, it keeps what came and returns.  Raises PenstockError, and then forgets the question.
         """
         self.messages.append({"role": "user", "content": prompt})
-        answer = _Answer(out, ResponseTimes(time.perf_counter()))
+        answer = _ChatReply(out, ResponseTimes(time.perf_counter()))
         body = {"model": self.model.id, "messages": self.messages, "stream": True}
         options = {"stream_options": {"include_usage": True}}
         try:
@@ -254,7 +254,7 @@ def error_of_reply(reply: HttpReply) -> PenstockError:
     return WorkerError(error.message or f"the server answers {reply.status}")
 
 
-class _Answer:
+class _ChatReply:
     """Takes the events of one answer, and writes their text."""
 
     def __init__(self, out: TextIO, figures: ResponseTimes) -> None:

@@ -54,7 +54,7 @@ from penstock.kernels.select import available_families
 from penstock.launch import draft_model, event_loop
 from penstock.launch.draft_model import extra_weights
 from penstock.launch.gpu_probe import gpu_report
-from penstock.launch.heartbeat import HeartbeatBoard, HeartbeatSlot
+from penstock.launch.heartbeat import HeartbeatSlot, HeartbeatTable
 from penstock.launch.machine import machine_facts, process_start_time, usable_cores
 from penstock.launch.model_path import ModelLocation, locate_model
 from penstock.launch.processes import (
@@ -134,7 +134,7 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
         _check_tcp(endpoint, "--join")
     gateways = tuple(f"gateway-{number}" for number in range(config.gateways))
     with ExitStack() as stack:
-        listener = nested.listener if nested else stack.enter_context(listening_socket(config.host, config.port))
+        listener = nested.listener if nested else stack.enter_context(bind_socket(config.host, config.port))
         port = listener.getsockname()[1]
         slots = heartbeat_slots((*gateways, *_names(plan)))
         shared = keys if config.join else None
@@ -324,7 +324,7 @@ def _names(plan: ServePlan | None) -> tuple[WorkerId, ...]:
 
 def heartbeat_slots(names: tuple[str, ...]) -> dict[str, HeartbeatSlot]:
     """A new heartbeat board with a slot for each name."""
-    return dict(zip(names, HeartbeatBoard(len(names)).slots, strict=True))
+    return dict(zip(names, HeartbeatTable(len(names)).slots, strict=True))
 
 
 def _talk_lines(config: ServeConfig, name: str, spec: ModelSpec, port: int, *, took: str) -> Iterator[str]:
@@ -456,7 +456,7 @@ def _pooling(pooler: PoolerConfig) -> PoolingConfig:
 
 
 @contextmanager
-def listening_socket(host: str, port: int, *, flag: str = "--port") -> Iterator[socket.socket]:
+def bind_socket(host: str, port: int, *, flag: str = "--port") -> Iterator[socket.socket]:
     """A bound, listening socket.  Raises ConfigError when the port is taken or the address is not ours."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -479,7 +479,7 @@ def listening_socket(host: str, port: int, *, flag: str = "--port") -> Iterator[
 def _check_free(endpoint: str) -> None:
     """Fail in one line if the port is taken; the worker would fail at every restart."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    with listening_socket(host.strip("[]"), int(port), flag="--listen"):
+    with bind_socket(host.strip("[]"), int(port), flag="--listen"):
         return
 
 

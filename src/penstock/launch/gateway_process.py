@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.api.app import make_app
-from penstock.api.auth import ring_of
+from penstock.api.auth import load_api_keys
 from penstock.api.endpoints import AppServices
 from penstock.api.response_cache import ResponseCache
 from penstock.clock import MonotonicClock
@@ -29,7 +29,7 @@ from penstock.launch import event_loop
 from penstock.launch.http_server import SWITCH_S, App, HttpServer, ProcessIo
 from penstock.launch.remote_workers import RemoteWorkers
 from penstock.launch.shared_rates import SharedTokenBuckets
-from penstock.processing.pooling import PoolingModel, PoolingModelProcessor
+from penstock.processing.pooling import PoolingModelProcessor, ServedPoolingModel
 from penstock.processing.requests.schemas import request_schemas
 from penstock.processing.service import GenerationProcessor
 from penstock.processing.transcription import AudioModelProcessor
@@ -193,7 +193,7 @@ def make_http_app(
     stored = ResponseCache(config.response_cache) if config.response_cache else None
     if stored is not None:
         metrics.responses = stored.stats
-    ring = ring_of(config.api_key, config.api_keys, config.scheduling, fronted=config.fronted)
+    ring = load_api_keys(config.api_key, config.api_keys, config.scheduling, fronted=config.fronted)
     return make_app(
         AppServices(
             streams=router,
@@ -246,7 +246,9 @@ def _intakes(
         listening = AudioModelProcessor(folder, card, config.limits, config.requests)
         return listening, None, listening
     reading = PoolingModelProcessor(
-        folder, PoolingModel(card=card, task=config.task, width=config.width, requests=config.requests), config.limits
+        folder,
+        ServedPoolingModel(card=card, task=config.task, width=config.width, requests=config.requests),
+        config.limits,
     )
     return reading, reading, None
 

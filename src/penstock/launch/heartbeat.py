@@ -132,7 +132,7 @@ class HeartbeatSlot:
         return bytes(self._text[2 : 2 + min(size, _TEXT_BYTES)]).decode(errors="replace")
 
 
-class HeartbeatBoard:
+class HeartbeatTable:
     """``slots`` slots in memory that all processes forked later share."""
 
     def __init__(self, slots: int) -> None:
@@ -141,7 +141,7 @@ class HeartbeatBoard:
         self.slots = tuple(HeartbeatSlot(view[i * SLOT_BYTES : (i + 1) * SLOT_BYTES]) for i in range(slots))
 
 
-class CoreLendingBoard:
+class CoreLendingTable:
     """The board of lent cores: for each worker a cache line that says whether it is busy, and one per lent core.
 
     ``lends``: the number of cores that each worker lends.  A worker that does not run lends nothing.

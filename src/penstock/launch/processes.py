@@ -43,7 +43,7 @@ from penstock.kv.store import store
 from penstock.launch import draft_model
 from penstock.launch.channel import Channel
 from penstock.launch.fork_server import prefer_for_oom_kill
-from penstock.launch.heartbeat import CoreLendingBoard, HeartbeatSlot
+from penstock.launch.heartbeat import CoreLendingTable, HeartbeatSlot
 from penstock.launch.machine import interleave_memory
 from penstock.launch.numerics_probe import NumericsProbe, handed_over_layout
 from penstock.launch.restart_policy import GATEWAY
@@ -125,7 +125,7 @@ class WorkerProcesses:
         self._mixed: tuple[str, str] | None = None  # numerics classes of prefill and decode
         holders = [own.worker for own in plan.workers if own.role is not Role.ENCODE and not plan.pages_on_device(own)]
         self._share = store.SharedStoreMemory(self._store, [(worker, self._kv[worker].pages) for worker in holders])
-        self._cores = CoreLendingBoard({worker.worker: worker.lent_cores for worker in plan.workers})
+        self._cores = CoreLendingTable({worker.worker: worker.lent_cores for worker in plan.workers})
         self._loaded: _Loaded | None = None
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ def record_step(model: Model, ops: Ops, kv: Array, loaded: LoadedDraft | None) -
 
 
 @dataclass(frozen=True, slots=True)
-class Guessing:
+class ProposerFactory:
     """What a worker guesses with; ``loaded`` None: nothing but tokens.  ``vocab``: of the model."""
 
     loaded: LoadedDraft | None

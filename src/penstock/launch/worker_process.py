@@ -53,7 +53,7 @@ from penstock.kv.store.store import PageStore, SharedStoreMemory, StoreOwner, op
 from penstock.kv.transfer.receiver import KvReceiver
 from penstock.kv.transfer.sender import KvSender
 from penstock.launch.heartbeat import HeartbeatSlot, HeartbeatWriter
-from penstock.launch.speculation import Guessing, LoadedDraft, record_step
+from penstock.launch.speculation import LoadedDraft, ProposerFactory, record_step
 from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.zeromq import ZmqTransport
@@ -111,7 +111,7 @@ def run_worker(config: WorkerConfig, inherited: WorkerResources) -> int:
     images = _encoder_stage(config, inherited, encoders, lambda event: scheduler.memory.cached_tokens(event.hashes))
     kv = _kv_array(inherited.ops, own, inherited.pages_on_device)
     runner = _runner(config.scheduler, inherited, kv, (grammars, images))
-    guessing = Guessing(inherited.drafts, inherited.ops, inherited.vocab, clock)
+    guessing = ProposerFactory(inherited.drafts, inherited.ops, inherited.vocab, clock)
     speculator = guessing.speculator(config.scheduler, runner) if isinstance(runner, ModelRunner) else None
     scheduler = Scheduler(
         config.scheduler,

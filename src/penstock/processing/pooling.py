@@ -32,7 +32,7 @@ from penstock.processing.tokenizer.tokenizer import SpecialTokenLayout, TextToke
 from penstock.types import PoolingParams, RequestId, SamplingParams, Task, ValidRequest, pack_token_ids
 from penstock.weights.config_json import ConfigFields
 from penstock.weights.model_files import CONFIG, TOKENIZER_CONFIG, load_json, model_files
-from penstock.weights.pooling import SENTENCES
+from penstock.weights.pooling_config import SENTENCES
 
 Input = Prompt
 """As of a completion; token ids have their special tokens already."""
@@ -183,10 +183,10 @@ def _cut(fields: BodyFields, facts: ModelProperties) -> int | None:
 PROMPTS_FILE = "config_sentence_transformers.json"
 READ_ONLY = SamplingParams(seed=0, max_tokens=1)
 
-Tokens = tuple[int, ...]
+PromptTokens = tuple[int, ...]
 
 
-class PoolingModel(msgspec.Struct, frozen=True, kw_only=True):
+class ServedPoolingModel(msgspec.Struct, frozen=True, kw_only=True):
     """What is served, as the composition root knows it."""
 
     card: ModelCard
@@ -198,7 +198,7 @@ class PoolingModel(msgspec.Struct, frozen=True, kw_only=True):
 class PoolingModelProcessor(SingleTaskProcessor):
     """The request processor of one pooling model's folder."""
 
-    def __init__(self, folder: Path, served: PoolingModel, limits: RequestLimits) -> None:
+    def __init__(self, folder: Path, served: ServedPoolingModel, limits: RequestLimits) -> None:
         """Reads tokenizer, prompts and labels.  Raises ModelError."""
         self._served = served
         files = model_files(folder)
@@ -284,7 +284,7 @@ class PoolingModelProcessor(SingleTaskProcessor):
             raise BadField("prompt_name", got=name, want="inputs that are text, which the prompt can be put before")
         return [prompt + item if isinstance(item, str) else item for item in inputs]
 
-    async def _encode(self, texts: Sequence[str]) -> list[Tokens]:
+    async def _encode(self, texts: Sequence[str]) -> list[PromptTokens]:
         """Without special tokens; on a thread unless they are short."""
         if self._lower:
             texts = [text.lower() for text in texts]
@@ -298,13 +298,13 @@ class PoolingModelProcessor(SingleTaskProcessor):
             )
         return read
 
-    async def _whole(self, name: str, inputs: Sequence[Input], cut: int | None) -> list[Tokens]:
+    async def _whole(self, name: str, inputs: Sequence[Input], cut: int | None) -> list[PromptTokens]:
         """Every input as the model reads it.  Token ids are taken as they are."""
         limit, around = cut or self.facts.max_model_len, self._framing.special_counts[0]
         if cut is None:
             self._check_sizes(name, inputs)
         texts = iter(await self._encode([item for item in inputs if isinstance(item, str)]))
-        read: list[Tokens] = []
+        read: list[PromptTokens] = []
         for index, item in enumerate(inputs):
             where = name if len(inputs) == 1 else f"{name}[{index}]"
             own, room = (next(texts), limit - around) if isinstance(item, str) else (item, limit)
@@ -322,7 +322,7 @@ class PoolingModelProcessor(SingleTaskProcessor):
             if least is not None and least > limit:
                 raise InputTooLong(f"{name}[{index}]", tokens=least, limit=limit, at_least=True)
 
-    async def _pairs(self, pairs: Sequence[tuple[str, str]], cut: int | None) -> list[tuple[Tokens, int | None]]:
+    async def _pairs(self, pairs: Sequence[tuple[str, str]], cut: int | None) -> list[tuple[PromptTokens, int | None]]:
         """Two texts each; the second is what is cut."""
         read = iter(await self._encode([text for pair in pairs for text in pair]))
         limit = cut or self.facts.max_model_len
@@ -336,7 +336,7 @@ class PoolingModelProcessor(SingleTaskProcessor):
         return framed
 
     def _work(
-        self, envelope: RequestContext, texts: Iterable[tuple[Tokens, PoolingParams]], **reply: Any
+        self, envelope: RequestContext, texts: Iterable[tuple[PromptTokens, PoolingParams]], **reply: Any
     ) -> PreparedPooling:
         requests = tuple(
             ValidRequest(
@@ -363,7 +363,7 @@ class PoolingModelProcessor(SingleTaskProcessor):
         return PreparedPooling(requests=requests, model=self.facts.name, **reply)
 
 
-def _paths(served: PoolingModel) -> str:
+def _paths(served: ServedPoolingModel) -> str:
     """What it answers."""
     if served.task is Task.EMBED:
         return "/v1/embeddings"

@@ -20,7 +20,7 @@ from penstock.weights.config_json import ConfigFields, read_json_object, samplin
 from penstock.weights.families.registry import architecture_of, checkpoint_format, known_architectures
 from penstock.weights.gguf_file import is_gguf
 from penstock.weights.model_files import CONFIG, GENERATION_CONFIG, TOKENIZER, ModelFiles, load_json, model_files
-from penstock.weights.pooling import with_pooler
+from penstock.weights.pooling_config import with_pooler
 from penstock.weights.quantization.config import parse_quantization
 
 ComputeDtype = Literal["bf16", "fp32"]

@@ -8,7 +8,7 @@ import pytest
 from tests.scripted_server import Exchange, scripted, text_chunk, usage_chunk
 
 from penstock.cli.benchmark.interference import InterferenceScenario, run_interference
-from penstock.cli.benchmark.load import LoadGenerator, LoadProgress, TimedRequest
+from penstock.cli.benchmark.load_generator import LoadGenerator, LoadProgress, TimedRequest
 from penstock.cli.benchmark.metrics import RequestRecord, gaps, gaps_during
 from penstock.cli.benchmark.workload import PromptKind, PromptMaker, RequestShape, RequestSpec
 from penstock.http_client import HttpStreamClient

@@ -19,7 +19,7 @@ from penstock.config.schema import CoreLoan
 from penstock.kernels import _native
 from penstock.kernels.core_lending import LINE_BYTES, CoreSeats, SharedCores
 from penstock.kernels.operands import segment_ends
-from penstock.launch.heartbeat import CoreLendingBoard
+from penstock.launch.heartbeat import CoreLendingTable
 from penstock.types import WorkerId
 
 P, D = WorkerId("prefill-0"), WorkerId("decode-0")
@@ -119,7 +119,7 @@ def test_two_borrowers_never_sit_at_one_core() -> None:
 
 
 def test_an_owner_waits_once_for_a_borrower_that_was_stopped() -> None:
-    board = CoreLendingBoard({P: 1, D: 1})
+    board = CoreLendingTable({P: 1, D: 1})
     owner = board.cores_of(D, [])
     owner.lend_cores()
     line = 3 * 16  # D's seat, behind P's two lines and D's own
@@ -139,7 +139,7 @@ def test_an_owner_waits_once_for_a_borrower_that_was_stopped() -> None:
 
 
 def test_a_worker_that_begins_anew_lends_nothing_yet() -> None:
-    board = CoreLendingBoard({P: 1, D: 1})
+    board = CoreLendingTable({P: 1, D: 1})
     owner = board.cores_of(D, [])
     owner.lend_cores()
     assert board._words[2 * 16] == 0
@@ -150,7 +150,7 @@ def test_a_worker_that_begins_anew_lends_nothing_yet() -> None:
 
 def test_cores_are_lent_between_processes() -> None:
     """The owner's process says idle, then busy; its word is waited for, and a killed owner leaves what it said last."""
-    board = CoreLendingBoard({P: 1, D: 1})
+    board = CoreLendingTable({P: 1, D: 1})
     ours, theirs = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:

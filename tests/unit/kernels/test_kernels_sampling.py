@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kernel_cases import EVERY, ON_GPU, make, normal
 
 from penstock.kernels import _native
-from penstock.kernels.reference.sampling import kept_ids, sample_row, with_logprobs
+from penstock.kernels.reference.sampling import candidate_ids, sample_row, with_logprobs
 from penstock.kernels.sampling import SampleRow, gumbel, philox4x32
 
 NATIVE_NAMES = [name for name in EVERY if name[0] != "reference" and name[1] == "fp32"]
@@ -177,7 +177,7 @@ def test_a_mask_of_another_vocabulary_is_refused(ops: Any) -> None:
 def test_ties_go_to_the_lower_id(values: list[int], top_k: int | None, top_p: float, min_p: float) -> None:
     """Many equal logits: whatever is drawn lies in the oracle's set, and greedy takes the first of the best."""
     logits = np.array([values], np.float32)
-    kept = set(kept_ids(logits[0].astype(np.float64), SampleRow(0, 0, 0, 1.0, top_k, top_p, min_p)).tolist())
+    kept = set(candidate_ids(logits[0].astype(np.float64), SampleRow(0, 0, 0, 1.0, top_k, top_p, min_p)).tolist())
     for name in NATIVE_NAMES:
         ops = make(*name)
         rows = [SampleRow(seed, 3, 0, 1.0, top_k, top_p, min_p) for seed in range(12)]

@@ -11,7 +11,7 @@ import torch
 from kernel_cases import NATIVE, TRITONS, assert_same_bits, make, normal
 from test_kernels_sampling import BASE, RULES, ids_of, mask_of
 
-from penstock.kernels.reference.sampling import kept_ids, sample_row
+from penstock.kernels.reference.sampling import candidate_ids, sample_row
 from penstock.kernels.sampling import GumbelRows, SampleRow, gumbel
 from penstock.kernels.triton.sampling import TritonSampler
 
@@ -92,7 +92,7 @@ def test_ties_go_to_the_lower_id(ops: Any, head: TritonSampler) -> None:
     for limits in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.9}, {"top_k": 4, "top_p": 0.6}):
         rows = [SampleRow(seed, 3, 0, 1.0, **limits) for seed in range(12)]
         drawn = {one.token for one in head.sample(ops.hidden(np.repeat(logits, 12, axis=0)), rows)}
-        assert drawn <= set(kept_ids(logits[0].astype(np.float64), rows[0]).tolist())
+        assert drawn <= set(candidate_ids(logits[0].astype(np.float64), rows[0]).tolist())
 
 
 def test_what_does_not_fit_is_refused(ops: Any, head: TritonSampler) -> None:

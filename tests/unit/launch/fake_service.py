@@ -20,7 +20,7 @@ import time
 from penstock.config.limits import SuperviseConfig
 from penstock.errors import RestartLimitReached
 from penstock.launch.channel import Channel
-from penstock.launch.heartbeat import HeartbeatBoard
+from penstock.launch.heartbeat import HeartbeatTable
 from penstock.launch.restart_policy import GATEWAY
 from penstock.launch.supervisor import ChildSpec, StoppedEarly, Supervisor
 from penstock.types import Role, WorkerId, WorkerState
@@ -29,7 +29,7 @@ from penstock.wire.supervisor_messages import ServiceDraining, SuspectWorker, Wo
 SCRIPT = json.loads(sys.argv[1])
 ROLES = {WorkerId("prefill-0"): Role.PREFILL, WorkerId("decode-0"): Role.DECODE}
 NAMES = (GATEWAY, *ROLES)
-SLOTS = dict(zip(NAMES, HeartbeatBoard(len(NAMES)).slots, strict=True))
+SLOTS = dict(zip(NAMES, HeartbeatTable(len(NAMES)).slots, strict=True))
 
 
 def say(*words: object) -> None:

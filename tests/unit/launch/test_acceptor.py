@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from penstock.clock import VirtualClock
-from penstock.launch.heartbeat import HeartbeatBoard
+from penstock.launch.heartbeat import HeartbeatTable
 from penstock.launch.http_server import ALONE_AT_ONCE, FRESH_S, LEAD, PATIENCE_S, RETRY_S, SLACK, Acceptor, is_ahead
 from penstock.types import WorkerState
 
@@ -20,7 +20,7 @@ class Port:
 
     def __init__(self, stack: ExitStack, acceptors: int) -> None:
         self.clock = VirtualClock(100.0)
-        self.board = HeartbeatBoard(acceptors)
+        self.board = HeartbeatTable(acceptors)
         self._stack = stack
         self.listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1024))
         self.taken: list[list[socket.socket]] = [[] for _ in range(acceptors)]

@@ -9,12 +9,12 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.launch.heartbeat import SLOT_BYTES, HeartbeatBoard
+from penstock.launch.heartbeat import SLOT_BYTES, HeartbeatTable
 from penstock.types import Role, WorkerState
 
 
 def test_slots_do_not_touch_each_other() -> None:
-    board = HeartbeatBoard(3)
+    board = HeartbeatTable(3)
     for i, slot in enumerate(board.slots):
         slot.reset(i + 1, 10**9 * i)
     board.slots[1].beat(7_000_000_000, 8_500_000_000, 42)
@@ -30,7 +30,7 @@ def test_slots_do_not_touch_each_other() -> None:
 
 
 def test_a_role_that_was_given_outlives_the_process() -> None:
-    one, other = HeartbeatBoard(2).slots
+    one, other = HeartbeatTable(2).slots
     assert one.assigned_role is None
     for role in Role:
         one.assign_role(role)
@@ -41,7 +41,7 @@ def test_a_role_that_was_given_outlives_the_process() -> None:
 
 @given(st.text())
 def test_last_words_are_kept_and_cut_at_the_slot(text: str) -> None:
-    (slot,) = HeartbeatBoard(1).slots
+    (slot,) = HeartbeatTable(1).slots
     slot.set_exit_reason(text)
     kept = slot.exit_reason()
     assert text.startswith(kept.rstrip("\N{REPLACEMENT CHARACTER}"))
@@ -51,7 +51,7 @@ def test_last_words_are_kept_and_cut_at_the_slot(text: str) -> None:
 
 
 def test_a_state_that_is_none_of_ours_is_read_as_dead() -> None:
-    (slot,) = HeartbeatBoard(1).slots
+    (slot,) = HeartbeatTable(1).slots
     slot._words[3] = 2**64 - 1
     assert slot.read().state is WorkerState.DEAD
 
@@ -59,7 +59,7 @@ def test_a_state_that_is_none_of_ours_is_read_as_dead() -> None:
 def test_a_parent_never_sees_half_a_word() -> None:
     """The writer alternates between two values that share no byte; any mixture would be a torn word."""
     low, high = 0x0101010101010101, 0x7E7E7E7E7E7E7E7E
-    (slot,) = HeartbeatBoard(1).slots
+    (slot,) = HeartbeatTable(1).slots
     slot.reset(1, low)
     pid = os.fork()
     if pid == 0:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from penstock.launch.heartbeat import HeartbeatBoard, HeartbeatWriter
+from penstock.launch.heartbeat import HeartbeatTable, HeartbeatWriter
 
 
 def test_a_beat_says_when_the_step_should_end() -> None:
     now_ns = 0
-    (slot,) = HeartbeatBoard(1).slots
+    (slot,) = HeartbeatTable(1).slots
     pulse = HeartbeatWriter(slot, lambda: 7, lambda: now_ns)
     for now_s, predicted_s in ((1.0, 0.5), (1.6, 0.0)):
         now_ns = int(now_s * 1e9)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.launch.heartbeat import HeartbeatBoard
+from penstock.launch.heartbeat import HeartbeatTable
 from penstock.launch.processes import LoadingHeartbeat, incarnations_of_a_run
 from penstock.types import (
     MAX_INCARNATION,
@@ -46,7 +46,7 @@ def test_the_last_restart_of_the_last_run_travels() -> None:
 
 
 def test_a_worker_that_loads_beats_while_it_gets_on() -> None:
-    (slot,) = HeartbeatBoard(1).slots
+    (slot,) = HeartbeatTable(1).slots
     slot.reset(1, now_ns=1)
     watch = LoadingHeartbeat(slot)
     watch(0, 0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import cycle, pairwise
 from typing import Any
 
-from penstock.cli.benchmark.load import LoadGenerator, LoadProgress, TimedRequest, background, sleep_until
+from penstock.cli.benchmark.load_generator import LoadGenerator, LoadProgress, TimedRequest, background, sleep_until
 from penstock.cli.benchmark.metrics import RequestRecord, error_counts, gaps_before, gaps_during, measure, summary
 
 REFUSED_PAUSE_S = 0.05

@@ -26,7 +26,7 @@ from penstock.types import (
 from penstock.wire.gateway_messages import PageSource
 
 
-class CompiledGrammar(Protocol):
+class MatcherFactory(Protocol):
     """A compiled grammar; it is there for as long as somebody holds this (``grammar.worker.GrammarHandle``)."""
 
     def matcher(self) -> Any:
@@ -56,7 +56,7 @@ class AddRequest:
     pooling: PoolingParams | None = None
     adapter: AdapterRef | None = None  # it must be ready before the scheduler hears of the request
     extra_tokens: int = 0  # leg=decode: tokens that may still be written at the source while the pages come
-    grammar: CompiledGrammar | None = field(default=None, compare=False, repr=False)  # its grammar, once it is compiled
+    grammar: MatcherFactory | None = field(default=None, compare=False, repr=False)  # its grammar, once it is compiled
     prompt_pages_only: bool = False  # pages of the prompt alone are shared or handed over, never of the answer
 
 

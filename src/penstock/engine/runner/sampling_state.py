@@ -457,10 +457,10 @@ class SamplingState:
         return counts.ids, counts.counts
 
 
-TokenIds = NDArray[np.int32]
+TokenIdArray = NDArray[np.int32]
 
 
-def banned_ids(sampling: SamplingParams, *, constrained: bool) -> tuple[TokenIds, TokenIds, TokenIds]:
+def banned_ids(sampling: SamplingParams, *, constrained: bool) -> tuple[TokenIdArray, TokenIdArray, TokenIdArray]:
     """What cannot be drawn: first, while the answer is too short to end, and later."""
     ends = sampling.stop_token_ids if sampling.min_tokens and not constrained else ()
     short = (*sampling.banned, *ends)

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.core.events import AddRequest, CancelRequest, CompiledGrammar, EngineEvent
+from penstock.engine.core.events import AddRequest, CancelRequest, EngineEvent, MatcherFactory
 from penstock.engine.service.validation import UNFIT
 from penstock.errors import AdapterRefused, GrammarRefused, ImageRefused, QueueFull
 from penstock.types import AdapterRef, Grammar, MediaInput, RequestId
@@ -31,7 +31,7 @@ MAX_CHECKED_PER_TURN = 256
 log = logging.getLogger("penstock.worker")
 
 
-class PendingGrammar(CompiledGrammar, Protocol):
+class PendingGrammar(MatcherFactory, Protocol):
     """A grammar that is being compiled, for as long as somebody holds this (``grammar.worker.GrammarHandle``)."""
 
     def ready(self) -> bool:

@@ -38,7 +38,7 @@ def allowed_tokens(words: NDArray[np.uint32], vocabulary: int) -> NDArray[np.boo
     return bits[:vocabulary].astype(np.bool_)
 
 
-def kept_ids(scaled_V: NDArray[np.float64], row: SampleRow) -> NDArray[np.int64]:
+def candidate_ids(scaled_V: NDArray[np.float64], row: SampleRow) -> NDArray[np.int64]:
     """Ids that top_k, top_p and min_p leave, likeliest first, of logits already divided by the temperature."""
     ids = np.lexsort((np.arange(len(scaled_V)), -scaled_V))
     if row.top_k:
@@ -64,7 +64,7 @@ def draw_token(logits_V: NDArray[np.float32], row: SampleRow) -> int:
     if row.temperature < GREEDY_BELOW:
         return int(np.argmax(x_V))
     scaled_V = x_V / row.temperature
-    ids = kept_ids(scaled_V, row)
+    ids = candidate_ids(scaled_V, row)
     noisy = scaled_V[ids] + gumbel(row.seed, row.position, row.choice, ids.astype(np.int32))
     return int(ids[np.lexsort((ids, -noisy))[0]])
 

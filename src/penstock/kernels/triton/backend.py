@@ -48,7 +48,7 @@ from penstock.kernels.triton.moe import GroupedExperts, chosen_experts, stacked_
 from penstock.kernels.triton.numerics import TritonContext, numerics_of
 from penstock.kernels.triton.plain import PlainWeights
 from penstock.kernels.triton.program import DeviceProgram
-from penstock.kernels.triton.quantized import quantised_weights
+from penstock.kernels.triton.quantized import quantized_weights
 from penstock.kernels.triton.rope import latent_query, latent_write, rope_and_write
 from penstock.kernels.triton.rows import (
     ACTIVATE,
@@ -136,7 +136,7 @@ class TritonOps(ReferenceOps):
         ends = tuple(segments or (k,))
         if not fits_kernels(parts, ends):
             return None
-        data = quantised_weights(self.form, parts, ends)
+        data = quantized_weights(self.form, parts, ends)
         return PackedLinear(n=sum(part.n for part in parts), k=k, segments=ends, data=data, nbytes=data.nbytes)
 
     def pack_experts(

@@ -55,7 +55,7 @@ def encoded(x, exponent):
 
 
 @triton.jit
-def kept(x, exponent, dtype: tl.constexpr):
+def to_kv_dtype(x, exponent, dtype: tl.constexpr):
     """What is stored of fp32 numbers: codes where memory is of bytes, else numbers rounded."""
     if dtype == tl.uint8:
         y = encoded(x, exponent)

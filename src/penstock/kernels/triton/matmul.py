@@ -13,7 +13,7 @@ Both give the same bits, and so does any number of rows in them:
   groups (Hopper) every group multiplies 64 rows at a time with all columns of the tile, once or twice: the same
   instruction whatever the tile's height, and one row of its result knows nothing of the other rows.
 - A segment is summed from low to high in steps of that depth, its last step padded with zeros, which add nothing.
-- Segments are joined by one binary tree in fp32: by ``eight`` in registers, by ``eight_kept``, which keeps in memory
+- Segments are joined by one binary tree in fp32: by ``eight`` in registers, by ``eight_spilled``, which keeps in memory
   what waits for its other half, and by ``eight_stored`` from memory: the same additions.  No compiler fuses a product
   and a sum: the source says where that is done.
 - Nothing is added atomically, split by the number of multiprocessors, or chosen by trying.
@@ -154,7 +154,7 @@ def eight(
 
 
 @triton.jit
-def four_kept(
+def four_spilled(
     s, kept, x_T1, live_T1, weight, outputs_N, ends,
     STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     ALIGNED: tl.constexpr, EVEN: tl.constexpr,
@@ -170,16 +170,18 @@ def four_kept(
 
 
 @triton.jit
-def eight_kept(
+def eight_spilled(
     s, kept, x_T1, live_T1, weight, outputs_N, ends,
     STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     ALIGNED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """``eight``, of which two tiles wait at ``kept``."""
     above = kept + ROWS * COLUMNS
-    left_TN = four_kept(s, kept, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
+    left_TN = four_spilled(s, kept, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
     tl.store(above, left_TN)
-    right_TN = four_kept(s + 4, kept, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN)
+    right_TN = four_spilled(
+        s + 4, kept, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN
+    )
     tl.debug_barrier()
     return tl.load(above) + right_TN
 
@@ -194,11 +196,11 @@ def whole(
     if KEPT and SEGMENTS > 2:
         lanes = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         if SEGMENTS == 8:
-            sums_TN = eight_kept(
+            sums_TN = eight_spilled(
                 0, kept + lanes, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN
             )
         else:
-            sums_TN = four_kept(
+            sums_TN = four_spilled(
                 0, kept + lanes, x_T1, live_T1, weight, outputs_N, ends, STEP, ROWS, COLUMNS, DEPTH, ALIGNED, EVEN
             )
     elif SEGMENTS == 8:

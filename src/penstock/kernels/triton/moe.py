@@ -301,7 +301,7 @@ def first_best(values, ids, candidates):
 
 
 @triton.jit
-def kept_groups(choice_GE, live_GE, groups, GROUPS: tl.constexpr, KEPT: tl.constexpr, PAIRS: tl.constexpr):
+def selected_groups(choice_GE, live_GE, groups, GROUPS: tl.constexpr, KEPT: tl.constexpr, PAIRS: tl.constexpr):
     """bool [GROUPS]: the best groups, each as good as its best expert or its best two together."""
     lowest = float("-inf")
     masked_GE = tl.where(live_GE, choice_GE, lowest)
@@ -343,7 +343,7 @@ def route_kernel(
         choice_GE += tl.load(bias + ids_GE, mask=live_GE, other=0.0)
     candidates_GE = live_GE
     if GROUPS > 1:
-        candidates_GE = live_GE & kept_groups(choice_GE, live_GE, groups, GROUPS, KEPT, PAIRS)[:, None]
+        candidates_GE = live_GE & selected_groups(choice_GE, live_GE, groups, GROUPS, KEPT, PAIRS)[:, None]
     slots_K = tl.arange(0, WIDTH)
     weights_K = tl.zeros((WIDTH,), tl.float32)
     if SCORE == SOFTMAX_CHOSEN:

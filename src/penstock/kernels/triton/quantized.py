@@ -115,7 +115,7 @@ def minimums_of(minimums, supers, groups_N, supers_N, scales_N, MINIMUM: tl.cons
 
 
 @triton.jit
-def quantised_step(sums_TN, x_TK, weight, outputs_N, k, end, DEPTH: tl.constexpr, EVEN: tl.constexpr):
+def quantized_step(sums_TN, x_TK, weight, outputs_N, k, end, DEPTH: tl.constexpr, EVEN: tl.constexpr):
     """Segments are whole steps, and no step is in two groups."""
     BITS: tl.constexpr = weight[11]
     GROUP: tl.constexpr = weight[12]
@@ -183,7 +183,7 @@ class QuantPart:
             tl.constexpr(int(kind.scale)), tl.constexpr(int(kind.minimum)),
         )  # fmt: skip
         n, tile = len(self.low), tile_of(ends, form.dtype, group=kind.group)
-        return Operand(n, k, len(ends), ends_tensor(form, ends), tile, quantised_step, arguments, first)
+        return Operand(n, k, len(ends), ends_tensor(form, ends), tile, quantized_step, arguments, first)
 
     def rows(self, ids_T: Tensor) -> Tensor:
         """fp32 [T, K], each weight rounded as ``quantization.dequantized`` does it."""
@@ -269,7 +269,7 @@ class QuantWeights:
         return replace(own, n=own.n * len(forms), arguments=(*arrays, *own.arguments[len(arrays) :]))
 
 
-def quantised_weights(form: TritonContext, matrices: list[QuantizedMatrix], ends: tuple[int, ...]) -> QuantWeights:
+def quantized_weights(form: TritonContext, matrices: list[QuantizedMatrix], ends: tuple[int, ...]) -> QuantWeights:
     """The matrices, one below the other, which must fit (``quantised.fits``); neighbours of one format are one part."""
     k = matrices[0].k
     parts = tuple(_part(form, kind, list(own)) for kind, own in groupby(matrices, key=lambda matrix: matrix.format))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from penstock.kernels.operands import PackedLinear, StepBatch
 from penstock.kernels.reference.attention import ReferenceKv, ReferenceRope
-from penstock.kernels.triton.fp8_kv import exponent_of, kept, sizes_of
+from penstock.kernels.triton.fp8_kv import exponent_of, sizes_of, to_kv_dtype
 from penstock.kernels.triton.numerics import UNFUSED, TritonContext, turned_pair
 from penstock.kernels.triton.rows import lined, stride_of
 from penstock.types import PAGE_TOKENS
@@ -92,10 +92,10 @@ def _turned(
         exponent_H = exponent_of(largest_H)
         tl.store(exponents_H + head_H * PAGE, exponent_H, mask=inside_H)
     if PAIRS > 0:
-        tl.store(out_H1 + first_1P, kept(a, exponent_H[:, None], out_HC.dtype.element_ty), mask=mask)
-        tl.store(out_H1 + second_1P, kept(b, exponent_H[:, None], out_HC.dtype.element_ty), mask=mask)
+        tl.store(out_H1 + first_1P, to_kv_dtype(a, exponent_H[:, None], out_HC.dtype.element_ty), mask=mask)
+        tl.store(out_H1 + second_1P, to_kv_dtype(b, exponent_H[:, None], out_HC.dtype.element_ty), mask=mask)
     if 2 * PAIRS < WIDTH:
-        tl.store(out_H1 + rest_1R, kept(x, exponent_H[:, None], out_HC.dtype.element_ty), mask=mask_HR)
+        tl.store(out_H1 + rest_1R, to_kv_dtype(x, exponent_H[:, None], out_HC.dtype.element_ty), mask=mask_HR)
     return exponent_H
 
 
@@ -176,7 +176,7 @@ def _latent_write(
         x_C + PLAIN, out + PLAIN, key_exponents + page * K_PAGE + position % PAGE, one, one < 1, exponent, 0, 0, angles,
         angles, angles, position, 1.0, PAIRS, TURNED, INTERLEAVED, False, PAIR_BLOCK, REST_BLOCK,
     )  # fmt: skip
-    tl.store(out + columns, kept(y, exponent, keys.dtype.element_ty), mask=inside)
+    tl.store(out + columns, to_kv_dtype(y, exponent, keys.dtype.element_ty), mask=inside)
 
 
 @triton.jit

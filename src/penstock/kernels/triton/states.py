@@ -44,7 +44,7 @@ def rows_at(states, pages, rows, page_stride, ROWS_A_PAGE: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def kept_inputs(
+def stored_inputs(
     states, pages, first_row, index, known, page_stride, ROWS_A_PAGE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Numbers of a layer's kept inputs, which lie side by side from ``first_row`` on; and where they are."""
@@ -82,7 +82,7 @@ def conv_kernel(
         here, kept = inside & (at >= 0), inside & (at < 0) & begun
         own = tl.load(x + (start + at).to(tl.int64) * X_STRIDE + columns, mask=here, other=0.0)
         index = tl.maximum(at + TAPS - 1, 0) * CHANNELS + columns
-        place = kept_inputs(states, pages, first_row, index, kept, page_stride, ROWS_A_PAGE, WIDTH)
+        place = stored_inputs(states, pages, first_row, index, kept, page_stride, ROWS_A_PAGE, WIDTH)
         own += tl.load(place, mask=kept, other=0.0)
         sums += own * tl.load(weight_KC + tap * CHANNELS + columns, mask=inside, other=0.0)
     tl.store(out + token.to(tl.int64) * CHANNELS + columns, sums * sigmoid(sums), mask=inside)
@@ -113,11 +113,11 @@ def keep_kernel(
             here, kept = inside & (at >= 0), inside & (at < 0) & (taps * 0 + position > 0)
             own = tl.load(x + (start + at).to(tl.int64) * X_STRIDE + columns, mask=here, other=0.0)
             index = tl.maximum(at + KEPT, 0) * CHANNELS + columns
-            place = kept_inputs(states, pages, first_row, index, kept, page_stride, ROWS_A_PAGE, WIDTH)
+            place = stored_inputs(states, pages, first_row, index, kept, page_stride, ROWS_A_PAGE, WIDTH)
             own += tl.load(place, mask=kept, other=0.0)
             tl.debug_barrier()
             to = pages + (cell - base) * parts
-            place = kept_inputs(
+            place = stored_inputs(
                 states, to, first_row, taps * CHANNELS + columns, inside, page_stride, ROWS_A_PAGE, WIDTH
             )  # fmt: skip
             tl.store(place, own, mask=inside)

@@ -175,15 +175,15 @@ def _renamed(added: AddedToken, name: str) -> AddedToken:
 Probed = Sequence[tuple[int, int | None, int]]
 """(token, which text it is of or None for a special one, its type) for each token of some texts."""
 
-Tokens = tuple[int, ...]
+PromptTokens = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokenLayout:
     """What stands before, between and behind."""
 
-    one: tuple[Tokens, Tokens]
-    two: tuple[Tokens, Tokens, Tokens]
+    one: tuple[PromptTokens, PromptTokens]
+    two: tuple[PromptTokens, PromptTokens, PromptTokens]
     types: bool  # the second text has token type ids of its own
     type_begin: int  # of the tokens between, the first that counts to the second text
 
@@ -209,11 +209,11 @@ class SpecialTokenLayout:
         """Special tokens around one text, and around two."""
         return sum(map(len, self.one)), sum(map(len, self.two))
 
-    def wrap(self, text: Tokens) -> Tokens:
+    def wrap(self, text: PromptTokens) -> PromptTokens:
         """One text as the model reads it."""
         return (*self.one[0], *text, *self.one[1])
 
-    def wrap_pair(self, first: Tokens, second: Tokens) -> tuple[Tokens, int | None]:
+    def wrap_pair(self, first: PromptTokens, second: PromptTokens) -> tuple[PromptTokens, int | None]:
         """Two texts, and where the second begins for models that tell them apart."""
         before, between, behind = self.two
         start = len(before) + len(first) + self.type_begin
@@ -226,5 +226,5 @@ def _ends(probed: Probed, text: int) -> tuple[int, int]:
     return own[0], own[-1] + 1
 
 
-def _tokens(probed: Probed) -> Tokens:
+def _tokens(probed: Probed) -> PromptTokens:
     return tuple(token for token, _, _ in probed)
