@@ -49,7 +49,7 @@ class KernelsOfSome:
             ("gated_norm", self._gated_norm),
             ("lora_add", self._adapters),
             ("linear, compressed", self._compressed),
-            ("linear, 4 bits", self._quantised),
+            ("linear, 4 bits", self._quantized),
             ("paged_attention, windows, sinks, soft caps", self._masks),
             ("latent_write, latent_query, paged_attention", self._latent),
             ("causal_conv, delta_rule", self._states),
@@ -135,7 +135,7 @@ class KernelsOfSome:
             same(ops.to_numpy(ops.linear(x, small)), ops.to_numpy(ops.linear(x, plain)), f"{rows} rows")
         return "the bits of plain weights"
 
-    def _quantised(self) -> str:
+    def _quantized(self) -> str:
         ops, (n, k), random = self.ops, self.size, np.random.default_rng(20)
         form = QuantFormat(4, tuple(map(float, range(16))), 128, ScaleType.F16, MinimumType.ZERO_POINT)
         rows = QuantRows(

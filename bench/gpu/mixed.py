@@ -78,7 +78,7 @@ def _fill(kv: ReferenceKv) -> None:
 
 
 def _wait(writing: Any) -> None:
-    while not writing.done:
+    while not writing.is_complete:
         time.sleep(0)
 
 

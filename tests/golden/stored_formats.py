@@ -66,8 +66,8 @@ def fp8_blocks(rows: int, columns: int, end: str = ".weight_scale_inv") -> Calla
         blocks = padded.reshape(len(padded) // rows, rows, -1, columns)
         scales = (np.abs(blocks).max((1, 3)) / 448).astype(np.float32)
         codes = (blocks / scales[:, None, :, None]).reshape(padded.shape).astype(ml_dtypes.float8_e4m3fn)
-        quantised = torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
-        said = Fp8Dequantize(None)._dequantize_one(quantised, torch.from_numpy(scales), torch.float32).numpy()[:n, :k]
+        quantized = torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
+        said = Fp8Dequantize(None)._dequantize_one(quantized, torch.from_numpy(scales), torch.float32).numpy()[:n, :k]
         return {".weight": codes[:n, :k].copy(), end: scales}, said
 
     return write
@@ -87,7 +87,7 @@ def fp8_scaled(by_row: bool) -> Callable[[Fp32], Stored]:
 
 
 def int8_rows(weight_NK: Fp32) -> Stored:
-    """With zero points, as for activations that are quantised too."""
+    """With zero points, as for activations that are quantized too."""
     low, high = weight_NK.min(1, keepdims=True), weight_NK.max(1, keepdims=True)
     scales = ((high - low) / 255).astype(np.float32)
     zeros = np.clip(np.rint(-128 - low / scales), -128, 127).astype(np.int8)

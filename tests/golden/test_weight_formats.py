@@ -1,4 +1,4 @@
-"""Folders of quantised weights: every form is read as its makers meant it, computed as it is stored, and keeps law 1.
+"""Folders of quantized weights: every form is read as its makers meant it, computed as it is stored, and keeps law 1.
 
 A random model of a real family, shrunk, is written twice: in the form, and as the numbers that the form's own tools
 read out of that.  Both must give the same log-probabilities.
@@ -95,7 +95,7 @@ class Pair:
     form: Form
     stored: Path
     plain: Path
-    said: Tensors  # of what is quantised
+    said: Tensors  # of what is quantized
     sources: dict[str, int]  # bytes of the tensors that make each of them, but for what says where columns are
 
     @property
@@ -156,7 +156,7 @@ def test_log_probabilities_are_those_of_the_plain_numbers(pair: Pair, caplog: py
     with caplog.at_level(logging.INFO, logger="penstock"):
         bench = RunnerBench(pair.stored)
     taken_apart = any("kv_b_proj" in name for name in pair.said)
-    assert ("4 quantised matrices are held in the compute type" in caplog.text) == taken_apart
+    assert ("4 quantized matrices are held in the compute type" in caplog.text) == taken_apart
     assert ("held in the compute type" in caplog.text) == taken_apart
     assert ("activations stay in the compute type" in caplog.text) == bool(bench.spec.quantization.activations)
     if bench.ops.numerics.startswith("cpp"):
@@ -231,7 +231,7 @@ def test_a_plan_counts_the_bytes_of_the_files(pair: Pair) -> None:
             assert abs(size - pair.sources[name]) / numbers <= 8 / SIZES["hidden_size"], name
 
 
-def test_columns_that_differ_from_part_to_part_are_dequantised_with_a_line_in_the_log(
+def test_columns_that_differ_from_part_to_part_are_dequantized_with_a_line_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_of("llama")
@@ -244,7 +244,7 @@ def test_columns_that_differ_from_part_to_part_are_dequantised_with_a_line_in_th
     pair = write_pair(tmp_path, each, config)
     with caplog.at_level(logging.INFO, logger="penstock"):
         bench = RunnerBench(pair.stored)
-    assert "4 quantised matrices are held in the compute type" in caplog.text
+    assert "4 quantized matrices are held in the compute type" in caplog.text
     assert "0.gate_up, 0.qkv, 1.gate_up, ..." in caplog.text
     got_TV, want_TV = (read_rows(own, tokens_of(pair), LENGTH) for own in (bench, RunnerBench(pair.plain)))
     assert np.abs(got_TV - want_TV).max() <= TOLERANCE

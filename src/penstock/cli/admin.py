@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     for worker in workers:
         began = time.monotonic()
         before = service.row(worker).get("incarnation") if args.verb == "restart" else None
-        row = service.tell(worker, args.verb, {"role": args.role} if args.verb == "role" else {}, force=args.force)
+        row = service.post(worker, args.verb, {"role": args.role} if args.verb == "role" else {}, force=args.force)
         if before is not None:
             row = service.wait_restarted(worker, before)
         print(f"{worker}: {row.get('role')}, {row.get('state')} ({time.monotonic() - began:.2f} s)")
@@ -101,7 +101,7 @@ class _Service:
         """One of them; empty for one that there is not, which the service words better."""
         return next((row for row in self.rows() if row.get("id") == worker), {})
 
-    def tell(self, worker: str, verb: str, what: dict[str, Any], *, force: bool) -> dict[str, Any]:
+    def post(self, worker: str, verb: str, what: dict[str, Any], *, force: bool) -> dict[str, Any]:
         """Its row afterwards."""
         body = what | ({"force": True} if force else {})
         path = f"/admin/workers/{quote(worker, safe='')}/{verb}"

@@ -31,7 +31,7 @@ examples:
   penstock chat                                          talk to it
   penstock chat "Tell me a story about a fox."           ask once
   penstock chat --url http://10.0.0.7:8000 --temperature 0.7 --seed 1
-  cat notes.txt | penstock chat "Summarise this:"        ask once; what is piped in follows the prompt
+  cat notes.txt | penstock chat "Summarize this:"        ask once; what is piped in follows the prompt
 
 In a conversation: Ctrl-C stops a response, Ctrl-D ends.  Commands:
 """
@@ -226,7 +226,7 @@ class Chat:
             reply = await self.client.post_resumable(
                 "/v1/chat/completions",
                 msgspec.json.encode(body | options | self.fields),
-                answer.take,
+                answer.add_chunk,
                 key=secrets.token_hex(16),
             )
             if reply.status != 200:
@@ -265,7 +265,7 @@ class _ChatReply:
         self.done = False
         self._out = WrappedOutput(out)
 
-    def take(self, data: bytes, arrived: float) -> None:
+    def add_chunk(self, data: bytes, arrived: float) -> None:
         if data == DONE:
             self.done = True
             return

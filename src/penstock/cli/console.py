@@ -33,7 +33,7 @@ tqdm.monitor_interval = 0  # no thread beside the command's own
 
 
 class TextStyle:
-    """Colours for one stream, decided once: a terminal, and no NO_COLOR (no-color.org) in the environment."""
+    """Colors for one stream, decided once: a terminal, and no NO_COLOR (no-color.org) in the environment."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         stream = sys.stdout if stream is None else stream

@@ -30,7 +30,7 @@ examples:
   penstock simulate conversation_trace.jsonl.gz --model ~/models/llama --devices 8xH100
 
 TRACE is a Mooncake JSONL or an Azure CSV, plain or gzipped.  Fleets of the package: {", ".join(NAMES)};
-`penstock calibrate` writes one of this machine.  docs/simulator.md says what is real here and what is modelled.
+`penstock calibrate` writes one of this machine.  docs/simulator.md says what is real here and what is modeled.
 """
 
 

@@ -175,7 +175,7 @@ def compress_for_gpu(weight_NK: NDArray[np.uint16]) -> GpuCompressedMatrix | Non
 
 
 def _choose_base(weight_NK: NDArray[np.uint16]) -> int:
-    """Of the fifteen neighbouring exponents that occur most, the one below the lowest; 0 at least."""
+    """Of the fifteen neighboring exponents that occur most, the one below the lowest; 0 at least."""
     counts = np.zeros(256, np.int64)
     for row in range(0, len(weight_NK), CHUNK_PANELS * PANEL_ROWS):
         part = weight_NK[row : row + CHUNK_PANELS * PANEL_ROWS]

@@ -324,7 +324,7 @@ class Routing:
     """How ``top_k`` of ``experts`` are chosen for a token, and what they weigh.
 
     Chosen are the largest logits; where there is a bias (arXiv:2408.15664) or groups count by pairs, the largest scores
-    plus bias.  With groups, neighbouring experts are a group, and only the best ``groups_kept`` groups can be chosen
+    plus bias.  With groups, neighboring experts are a group, and only the best ``groups_kept`` groups can be chosen
     from (arXiv:2405.04434, arXiv:2412.19437).  Of equal ones the lower id is better.
     """
 

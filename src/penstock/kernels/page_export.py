@@ -29,7 +29,7 @@ class PendingExport(Protocol):
     """Pages that are being written."""
 
     @property
-    def done(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether these pages, and all exports begun before, are written."""
         ...
 

@@ -1,5 +1,5 @@
 # ruff: noqa: N815  (field names carry shapes)
-"""What a quantised matrix is, whatever file it comes from: codes, what they stand for, and numbers for their groups.
+"""What a quantized matrix is, whatever file it comes from: codes, what they stand for, and numbers for their groups.
 
 ``weight[n, k] = scale[n, k // group] * values[code[n, k]] + min[n, k // group]``, scales and minimums in fp32; columns
 may have been put into another order first, so that those of a group lie side by side.  Each of the formats that people

@@ -30,7 +30,7 @@ LEAST_CAPABILITY = (8, 0)
 
 LEAST_SHARED = 160 << 10
 """Bytes of shared memory that one program may take: products keep up to 147 KiB of tiles on their way.  GPUs of
-data centres have 163 (8.0) and 227 (9.0, 10.0); those of 8.6, 8.9 and 12.0 have 99, and there every step would fail.
+data centers have 163 (8.0) and 227 (9.0, 10.0); those of 8.6, 8.9 and 12.0 have 99, and there every step would fail.
 Only latent attention in fp32 takes more, 164."""
 
 _MAJOR, _MINOR, _SHARED = 75, 76, 97  # CUdevice_attribute; _SHARED: of a block, if it opts in

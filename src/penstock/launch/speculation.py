@@ -64,7 +64,7 @@ class ProposerFactory:
     vocab: int
     clock: Clock
 
-    def speculator(self, config: SchedulerConfig, runner: ModelRunner) -> DraftProposer | None:
+    def build_proposer(self, config: SchedulerConfig, runner: ModelRunner) -> DraftProposer | None:
         """Who guesses; None where nobody does.  ``runner`` runs the program of ``record_step``."""
         if config.max_draft_tokens == 0:
             return None

@@ -111,12 +111,12 @@ def run_worker(config: WorkerConfig, inherited: WorkerResources) -> int:
     images = _encoder_stage(config, inherited, encoders, lambda event: scheduler.memory.cached_tokens(event.hashes))
     kv = _kv_array(inherited.ops, own, inherited.pages_on_device)
     runner = _runner(config.scheduler, inherited, kv, (grammars, images))
-    guessing = ProposerFactory(inherited.drafts, inherited.ops, inherited.vocab, clock)
-    speculator = guessing.speculator(config.scheduler, runner) if isinstance(runner, ModelRunner) else None
+    proposers = ProposerFactory(inherited.drafts, inherited.ops, inherited.vocab, clock)
+    proposer = proposers.build_proposer(config.scheduler, runner) if isinstance(runner, ModelRunner) else None
     scheduler = Scheduler(
         config.scheduler,
         StepCostModel(cost_prior(inherited.parameters)),
-        speculator,
+        proposer,
         verifier=None if inherited.pages_on_device else PageChecksums(own),
         without_masks=runner.without_masks if isinstance(runner, ModelRunner) else frozenset,
     )

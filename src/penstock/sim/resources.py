@@ -1,6 +1,6 @@
 """What simulated workers share and use: the clock, links, lower tiers, machines, and the time of a plan.
 
-The clock is a queue of calls.  Links serve transfers in order of arrival.  Lower tiers are modelled by capacity and
+The clock is a queue of calls.  Links serve transfers in order of arrival.  Lower tiers are modeled by capacity and
 order of use; writes are free, reads take the link's time::
 
     device --evicted--> host --evicted--> disk --evicted--> gone

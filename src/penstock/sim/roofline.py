@@ -2,7 +2,7 @@
 
 Compute-bound work takes its operations over the device's bf16 peak, memory-bound work its bytes over the bandwidth,
 each at a share that tuned kernels reach (Williams, Waterman, Patterson: Roofline, CACM 2009).  A worker is as
-few devices as hold the model and one request of full length.  Communication between its devices is not modelled.
+few devices as hold the model and one request of full length.  Communication between its devices is not modeled.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class Checkpoint:
         return (name,) if coded is None else coded.sources
 
     def is_redundant(self, name: str) -> bool:
-        """May a stored tensor be left out: is it about what is not quantised here, or a bias of zeros?"""
+        """May a stored tensor be left out: is it about what is not quantized here, or a bias of zeros?"""
         if self._quantization is None:
             return False
         if UNUSED.fullmatch(name):
@@ -181,7 +181,7 @@ class Checkpoint:
         return np.frombuffer(self.raw(name), NUMPY_DTYPES[info.dtype]).reshape(info.shape)
 
     def weight_dtype(self, name: str) -> str:
-        """ "bf16", "fp16" or "fp32"; bf16 for what is quantised, for it holds every code's value.
+        """ "bf16", "fp16" or "fp32"; bf16 for what is quantized, for it holds every code's value.
 
         Raises ModelError for a tensor that is of another type.
         """
@@ -196,7 +196,7 @@ class Checkpoint:
         return SHORT_NAMES[dtype]
 
     def is_plain(self, name: str) -> bool:
-        """Does it lie as the model has it: rows in their order, compressed perhaps, but not quantised?"""
+        """Does it lie as the model has it: rows in their order, compressed perhaps, but not quantized?"""
         if name in self._coded:
             return False
         file = self._file_of(name)

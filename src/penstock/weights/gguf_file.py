@@ -502,7 +502,7 @@ class GgufFile:
         return turned.reshape(-1).data.toreadonly()
 
     def quantized_tensor(self, info: TensorInfo) -> QuantizedTensor | None:
-        """The matrix as it is stored, rows in the order of a Hugging Face checkpoint; None if it is not quantised."""
+        """The matrix as it is stored, rows in the order of a Hugging Face checkpoint; None if it is not quantized."""
         kind = GGUF_QUANTS.get(info.dtype)
         if kind is None or len(info.shape) != 2:
             return None

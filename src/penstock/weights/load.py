@@ -63,7 +63,7 @@ class WeightPacker:
     def __init__(self, checkpoint: Checkpoint, ops: Ops) -> None:
         self._checkpoint = checkpoint
         self._ops = ops
-        self._dequantised: list[str] = []
+        self._dequantized: list[str] = []
 
     def pack_all(self, weights: Sequence[Matrix | Vector], threads: int, progress: ProgressCallback) -> dict[str, Any]:
         """Weights by name.  Raises ModelError, and what ``progress`` raises; then the others are left undone."""
@@ -89,12 +89,12 @@ class WeightPacker:
         """A weight.  Raises ModelError."""
         if isinstance(weight, Vector):
             return self._ops.vector(_aligned(weight.of([self._array(part) for part in weight.parts])))
-        packed = self._quantised(weight, threads) or self._compressed(weight)
+        packed = self._quantized(weight, threads) or self._compressed(weight)
         if packed is not None:
             return packed
         parts = [self._array(part) for part in weight.parts]
         if any(self._checkpoint.quantized_tensor(part.tensor) is not None for part in weight.parts):
-            self._dequantised.append(weight.name)
+            self._dequantized.append(weight.name)
         if len(parts) == 1:
             return self._ops.pack_linear(_packable(parts[0]), segments=weight.segments)
         dtypes = {part.dtype for part in parts}
@@ -102,28 +102,28 @@ class WeightPacker:
         return self._ops.pack_linear(whole_NK, segments=weight.segments)
 
     def log_summary(self, quantization: Quantization | None) -> None:
-        """To the log: which weights were dequantised, and what is not done to activations."""
-        if self._dequantised:
-            names = sorted(self._dequantised)
+        """To the log: which weights were dequantized, and what is not done to activations."""
+        if self._dequantized:
+            names = sorted(self._dequantized)
             named = names[:NAMED] + ["..."] * (len(names) > NAMED)
             log.info(
-                "%d quantised matrices are held in the compute type, for no kernel reads them as they are stored: %s",
+                "%d quantized matrices are held in the compute type, for no kernel reads them as they are stored: %s",
                 len(names),
                 ", ".join(named),
             )
         if quantization is not None and quantization.activations:
             log.info(
-                "activations stay in the compute type: quantising them, as config.json has it (%s), is not done here",
+                "activations stay in the compute type: quantizing them, as config.json has it (%s), is not done here",
                 quantization.activations,
             )
 
-    def _quantised(self, weight: Matrix, threads: int) -> PackedLinear | None:
-        """The weight as it is stored, if all of it is quantised and the backend computes from that."""
+    def _quantized(self, weight: Matrix, threads: int) -> PackedLinear | None:
+        """The weight as it is stored, if all of it is quantized and the backend computes from that."""
         matrices = [self._coded(part) for part in weight.parts]
-        quantised = [matrix for matrix in matrices if matrix is not None]
-        if len(quantised) < len(matrices):
+        quantized = [matrix for matrix in matrices if matrix is not None]
+        if len(quantized) < len(matrices):
             return None
-        packed = self._ops.pack_quantized(quantised, segments=weight.segments, threads=threads)
+        packed = self._ops.pack_quantized(quantized, segments=weight.segments, threads=threads)
         for part in weight.parts:
             for name in self._checkpoint.sources(part.tensor):
                 self._checkpoint.drop_pages(name)
@@ -131,7 +131,7 @@ class WeightPacker:
 
     def _coded(self, part: TensorPart) -> QuantizedMatrix | None:
         coded = self._checkpoint.quantized_tensor(part.tensor)
-        return None if coded is None else part.quantised(coded)
+        return None if coded is None else part.quantized(coded)
 
     def _compressed(self, weight: Matrix) -> PackedLinear | None:
         """The weight as it is stored, if all of it is compressed and the backend computes from that."""
@@ -150,7 +150,7 @@ class WeightPacker:
 
     def _array(self, part: TensorPart) -> NDArray[Any]:
         coded = self._checkpoint.quantized_tensor(part.tensor)
-        return part.of(self._checkpoint.array(part.tensor)) if coded is None else part.dequantised(coded)
+        return part.of(self._checkpoint.array(part.tensor)) if coded is None else part.dequantized(coded)
 
 
 def _numbers(weight: Matrix | Vector) -> int:

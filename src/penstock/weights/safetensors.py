@@ -139,7 +139,7 @@ class SafetensorsFile:
         return
 
     def quantized_tensor(self, info: TensorInfo) -> None:
-        """None: what is quantised here takes several tensors."""
+        """None: what is quantized here takes several tensors."""
         return
 
     def drop(self, info: TensorInfo) -> None:

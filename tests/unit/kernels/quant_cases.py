@@ -1,4 +1,4 @@
-"""Quantised matrices of every kind, with random codes and numbers."""
+"""Quantized matrices of every kind, with random codes and numbers."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def test_experts_add(ops: Any, shape: Shape, gate: Gate) -> None:
 
 
 @pytest.mark.parametrize(("family", "compute"), EVERY)
-def test_quantised_experts(family: str, compute: str, one_and_two_threads: Any) -> None:
+def test_quantized_experts(family: str, compute: str, one_and_two_threads: Any) -> None:
     """All experts' products share their items; each computes what its weights say, alone or in company."""
     ops, how = make(family, compute), Routing(experts=6, top_k=2, normalised=True)
     forms = [FORMATS["4 bits, bf16"], FORMATS["4 bits, zero point"], FORMATS["8 bits, fp16"]]

@@ -64,7 +64,7 @@ def test_every_number_stands_where_the_kernels_look_for_it(shape: KvShape, compu
     ops = make(REFERENCE, compute)
     kv, memory = filled(ops, shape), bytearray(PAGES * ops.page_bytes(shape))
     writer = ops.page_writer(kv, memoryview(memory), CELLS)
-    assert writer.begin_export([3, 0]).done
+    assert writer.begin_export([3, 0]).is_complete
     for page in (3, 0):
         wanted = by_the_book(kv, shape, page, 2 if compute == "bf16" else 1)
         np.testing.assert_array_equal(numbers(ops, memory, page), wanted)
@@ -117,7 +117,7 @@ def test_the_gpus_backend_writes_them_too(pair: tuple[str, str]):
     writing = ops.page_writer(kv, memoryview(memory), CELLS).begin_export([2])
     if on_gpu(ops):
         torch.cuda.synchronize()
-    assert writing.done
+    assert writing.is_complete
     np.testing.assert_array_equal(numbers(ops, memory, 2), by_the_book(kv, shape, 2, 2 if pair[1] == "bf16" else 1))
 
 

@@ -1,4 +1,4 @@
-"""Quantised weights: every backend computes what the codes say, and law 1 holds for them as for plain ones."""
+"""Quantized weights: every backend computes what the codes say, and law 1 holds for them as for plain ones."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_plain_experts(ops: Any, weighs_input: bool) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["4 bits, exponents", "8 bits, fp32"])
-def test_quantised_experts_and_their_own_linear(name: str) -> None:
+def test_quantized_experts_and_their_own_linear(name: str) -> None:
     ops, form = make(*TRITONS[0]), FORMATS[name]
     wide = [matrix_of(form, 64, 128, e) for e in range(4)]
     narrow = [matrix_of(form, 48, 32, 20 + e) for e in range(4)]

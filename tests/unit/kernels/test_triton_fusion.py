@@ -101,8 +101,8 @@ def test_gates_of_other_weights(kernels: list[str]) -> None:
     ops = make(*TRITONS[0])
     gated_alike(ops, compressed(ops, 2 * 192, 128), SILU, rows=(70, 257))
     assert kernels == ["gated_product"]  # more rows are multiplied from slabs
-    quantised = ops.pack_quantized([matrix_of(FORMATS["4 bits, zero point"], 96, 128)[0]])
-    gated_alike(ops, quantised, SILU)
+    quantized = ops.pack_quantized([matrix_of(FORMATS["4 bits, zero point"], 96, 128)[0]])
+    gated_alike(ops, quantized, SILU)
     order = np.random.default_rng(5).permutation(128).astype(np.int32)
     gated_alike(ops, ops.pack_quantized([matrix_of(FORMATS["8 bits, fp16"], 96, 128, order=order)[0]]), SILU, rows=(3,))
     gated_alike(ops, ops.pack_linear(normal(1, 96, 128), segments=segment_ends(128, 8)), SILU, rows=(3,))

@@ -193,14 +193,14 @@ def test_a_damaged_dictionary_is_refused(bf16: Any) -> None:
         bf16.pack_compressed([replace(weight, counts_PS=fewer, values=weight.values[:-1])])
 
 
-# --- quantised --------------------------------------------------------------------------------------------------------
+# --- quantized --------------------------------------------------------------------------------------------------------
 
 QUICK = ("8 bits, fp16", "4 bits, zero point", "5 bits of super-blocks", "6 bits of super-blocks")
 ALL_FORMATS = {**FORMATS, **FLOATS}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == QUICK[1] else LONG) for name in ALL_FORMATS])
-def test_quantised_products_are_those_of_the_weights(bf16: Any, name: str) -> None:
+def test_quantized_products_are_those_of_the_weights(bf16: Any, name: str) -> None:
     form = ALL_FORMATS[name]
     matrix, weight_NK = sound(form, 50, 512)
     packed = bf16.pack_quantized([matrix], segments=(224, 512))

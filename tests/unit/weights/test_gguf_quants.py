@@ -1,4 +1,4 @@
-"""Quantised GGUF files: every type says what the format's own package reads; models are computed from codes."""
+"""Quantized GGUF files: every type says what the format's own package reads; models are computed from codes."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_types_that_no_kernel_reads_are_refused(tmp_path: Path) -> None:
 def test_one_answer_recorded_or_not_whole_or_in_chunks_alone_or_not(
     mixed: tuple[Path, dict[str, Any]], family: str
 ) -> None:
-    """Greedy and drawn tokens: the head's picks come from quantised rows too."""
+    """Greedy and drawn tokens: the head's picks come from quantized rows too."""
     told: list[list[list[int]]] = []
     for direct, chunk, together in ((False, 64, True), (True, 64, True), (False, 7, False)):
         bench = RunnerBench(mixed[0], "bf16", family=family, direct=direct, threads=2)

@@ -233,7 +233,7 @@ def test_codes_that_the_configuration_does_not_explain(tmp_path: Path) -> None:
         inspect_model(tmp_path)
 
 
-def test_what_is_about_a_quantised_cache_is_left_out_and_nothing_else(tmp_path: Path) -> None:
+def test_what_is_about_a_quantized_cache_is_left_out_and_nothing_else(tmp_path: Path) -> None:
     config = llama_config()
     folder = write_model(tmp_path, {**config, "quantization_config": {"quant_method": "fp8"}})
     more = {"model.layers.0.self_attn.k_scale": np.ones(1, np.float32)}

@@ -46,7 +46,7 @@ class LeakCheck:
     """What the integrity check found.  All zero at every moment between two steps."""
 
     leaked: int = 0  # held more often than owners know of
-    double: int = 0  # owned more often than held, owned though given up, or unlabelled with several owners
+    double: int = 0  # owned more often than held, owned though given up, or unlabeled with several owners
     lost: int = 0  # in none of the three places, or in two; or promised wrongly
 
     @property
@@ -124,14 +124,14 @@ class PagePool:
         return self._labels[page]
 
     def allocate(self, count: int, *, spare: int = 0) -> PageLease | PageShortfall:
-        """Hold ``count`` unlabelled pages, all or none, such that ``spare`` more would still be available."""
+        """Hold ``count`` unlabeled pages, all or none, such that ``spare`` more would still be available."""
         missing = count + spare - self.available
         if missing > 0:
             return PageShortfall(missing)
         return PageLease(self, [self._give_out() for _ in range(count)])
 
     def share(self, pages: Iterable[PageId]) -> PageLease:
-        """Hold labelled pages once more.  Ask ``reserve`` before going on: what is promised by it may be too much."""
+        """Hold labeled pages once more.  Ask ``reserve`` before going on: what is promised by it may be too much."""
         held = list(pages)
         for page in held:
             if self._references[page] == 0:

@@ -88,7 +88,7 @@ class ImageEncoder:
         return ImageEncoding(self, grid, ops.angle_table(grid.angles()), hidden_TD)
 
     def finish(self, ops: Ops, hidden_TD: Array, grid: Grid) -> NDArray[np.float32]:
-        """Neighbours made one row each; fp32 [tokens, width], row by row of the image."""
+        """Neighbors made one row each; fp32 [tokens, width], row by row of the image."""
         joined_NK = ops.joined_rows(self._norm(ops, hidden_TD), self.vision.merge**2)
         inner_NK = ops.activate(self._merge(ops, joined_NK), Activation.GELU)
         rows_ND = ops.rows(self._merged(ops, inner_NK), np.argsort(grid.tokens_N).astype(np.int32))
@@ -165,13 +165,13 @@ def image_patches(vision: VisionConfig, picture: ImageInput) -> NDArray[np.float
     places = tones.reshape(picture.rows, merge, patch, picture.columns, merge, patch, 3)
     tones_T3PP = places.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, patch, patch)
     numbers_3V = _numbers(picture)
-    values_T3PP = np.stack([numbers_3V[colour][tones_T3PP[:, colour]] for colour in range(3)], axis=1)
+    values_T3PP = np.stack([numbers_3V[color][tones_T3PP[:, color]] for color in range(3)], axis=1)
     frames_T3FPP = np.repeat(values_T3PP[:, :, None], vision.frames, axis=2)
     return frames_T3FPP.reshape(len(frames_T3FPP), vision.patch_numbers)
 
 
 def _numbers(picture: ImageInput) -> NDArray[np.float32]:
-    """[3, 256]: what each tone of each colour is read as."""
+    """[3, 256]: what each tone of each color is read as."""
     scaled_V = (np.arange(256, dtype=np.float64) * picture.scale).astype(np.float32)
     mean_31, deviation_31 = (np.array(own, np.float32)[:, None] for own in (picture.mean, picture.deviation))
     numbers_3V: NDArray[np.float32] = (scaled_V - mean_31) / deviation_31

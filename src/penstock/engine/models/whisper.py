@@ -127,7 +127,7 @@ class SoundEncoder:
         return SoundEncoding(self, hidden_TD)
 
     def _convolved(self, ops: Ops, kernel: LinearLayer, rows_FK: NDArray[np.float32], *, step: int) -> Array:
-        """compute [F / step, D]: the activated product of the kernel with every ``step``-th row and its neighbours."""
+        """compute [F / step, D]: the activated product of the kernel with every ``step``-th row and its neighbors."""
         return ops.activate(kernel(ops, ops.compute(unfold(rows_FK, step))), Activation.GELU)
 
     def finish(self, ops: Ops, hidden_TD: Array) -> NDArray[np.float32]:
@@ -138,7 +138,7 @@ class SoundEncoder:
 
 
 def unfold(rows_FK: NDArray[np.float32], step: int) -> NDArray[np.float32]:
-    """[F / step, K 3]: every ``step``-th row between its neighbours, column by column; beyond both ends are zeros."""
+    """[F / step, K 3]: every ``step``-th row between its neighbors, column by column; beyond both ends are zeros."""
     padded_FK = np.pad(rows_FK, ((1, 1), (0, 0)))
     count = len(rows_FK) // step
     near_FK3 = np.stack([padded_FK[at : at + count * step : step] for at in range(KERNEL)], axis=2)

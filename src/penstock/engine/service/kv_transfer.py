@@ -298,7 +298,7 @@ class PageExporter:
 
     def send_written(self, now: float) -> None:
         """Offer what has been written by now."""
-        while self._under_way and self._under_way[0].writing.done:
+        while self._under_way and self._under_way[0].writing.is_complete:
             batch = self._under_way.popleft()
             self._leave(batch.offers, now)
             for first, tokens in batch.ends:

@@ -133,7 +133,7 @@ class ReferenceOps(Ops):
     def pack_quantized(
         self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
     ) -> PackedLinear | None:
-        """Dequantised to fp32, so that the products are those of the weights."""
+        """Dequantized to fp32, so that the products are those of the weights."""
         whole_NK = np.concatenate([part.dequantized() for part in parts])
         return self._packed(self.context.tensor(whole_NK), segments)
 

@@ -103,7 +103,7 @@ def _on_device(pages: Sequence[int], device: torch.device) -> Tensor:
 class FinishedExport(PendingExport):
     """An export that ended at once."""
 
-    done = True
+    is_complete = True
 
 
 class EventExport(PendingExport):
@@ -113,7 +113,7 @@ class EventExport(PendingExport):
         self._event = event
 
     @property
-    def done(self) -> bool:
+    def is_complete(self) -> bool:
         return bool(self._event.query())
 
 

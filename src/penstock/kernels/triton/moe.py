@@ -322,7 +322,7 @@ def selected_groups(choice_GE, live_GE, groups, GROUPS: tl.constexpr, KEPT: tl.c
 def route_kernel(
     logits, bias, ids, weights, stride, experts, groups, size, factor,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, TOP: tl.constexpr, WIDTH: tl.constexpr,
-    SCORE: tl.constexpr, NORMALISED: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr,
+    SCORE: tl.constexpr, NORMALIZED: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """ids and weights [T, TOP] of logits [T, E]; experts lie as [GROUPS, SIZE], both padded.  Grid: tokens."""
     token = tl.program_id(0)
@@ -361,7 +361,7 @@ def route_kernel(
     if SCORE == SOFTMAX_CHOSEN:
         powers_K = tl.exp(weights_K - tl.max(weights_K, axis=0))
         weights_K = powers_K / tl.sum(powers_K, axis=0)
-    elif NORMALISED:
+    elif NORMALIZED:
         weights_K = weights_K / (tl.sum(weights_K, axis=0) + 1e-20)
     tl.store(weights + token * TOP + slots_K, weights_K * factor, mask=slots_K < TOP)
 
@@ -378,6 +378,6 @@ def chosen_experts(form: TritonContext, logits_TE: Tensor, how: Routing, bias_E:
             how.experts, how.groups, how.group_size, how.factor,
             GROUPS=triton.next_power_of_2(how.groups), SIZE=triton.next_power_of_2(how.group_size),
             KEPT=how.groups_kept, TOP=how.top_k, WIDTH=triton.next_power_of_2(how.top_k), SCORE=scores[how.score],
-            NORMALISED=how.normalised, PAIRS=how.pairs, BIASED=bias_E is not None, **UNFUSED,
+            NORMALIZED=how.normalised, PAIRS=how.pairs, BIASED=bias_E is not None, **UNFUSED,
         )  # fmt: skip
     return ChosenExperts(ids_TK, weights_TK)

@@ -121,7 +121,7 @@ class DeviceProgram(StepProgram, MultiStepProgram):
         picked = len(picks.tokens_F)
         if tokens_R is not None and picked:
             self._returned.expect(1, len(tokens_R))
-            self._returned.take(0, tokens_R)
+            self._returned.start_copy(0, tokens_R)
         if ready is not None:
             ready()
         listed = rows if tokens_R is not None else [*rows, *picks.rows()]
@@ -155,7 +155,7 @@ class DeviceProgram(StepProgram, MultiStepProgram):
             tokens_R = outputs[1]
             if step == 0:
                 self._returned.expect(steps, shape.wanted)
-            self._returned.take(step, tokens_R[:count])
+            self._returned.start_copy(step, tokens_R[:count])
             done += 1
         return self._returned.wait(done, count)
 

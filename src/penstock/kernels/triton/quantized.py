@@ -1,4 +1,4 @@
-"""Quantised weights, read as packed as they are stored: codes, and numbers of their groups.
+"""Quantized weights, read as packed as they are stored: codes, and numbers of their groups.
 
 Values of codes are exact in the compute type and go through the matrix units as they are; scales and minimums are
 applied in fp32 to the sum of each step, which lies inside one group.  So weights are never rounded, and what differs
@@ -270,7 +270,7 @@ class QuantWeights:
 
 
 def quantized_weights(form: TritonContext, matrices: list[QuantizedMatrix], ends: tuple[int, ...]) -> QuantWeights:
-    """The matrices, one below the other, which must fit (``quantised.fits``); neighbours of one format are one part."""
+    """The matrices, one below the other, which fit (``fits_kernels``); adjacent ones of one format are one part."""
     k = matrices[0].k
     parts = tuple(_part(form, kind, list(own)) for kind, own in groupby(matrices, key=lambda matrix: matrix.format))
     operands, first = [], 0

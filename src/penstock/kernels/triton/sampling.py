@@ -228,7 +228,7 @@ def masked(logits_RV, rows_M, words_MW, VOCABULARY: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def normalisers(logits_RV, rows_L, tops_L, logs_L, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
+def normalizers(logits_RV, rows_L, tops_L, logs_L, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
     """The largest logit of a row, and the logarithm of the sum of exp(logit - largest): lanes low to high, then the
     lanes of one tile."""
     own = tl.program_id(0)
@@ -409,7 +409,7 @@ class TritonSampler:
         """Log-probabilities of tokens under some rows, with as many of the likeliest as each wants."""
         vocabulary, count, most = logits_RV.shape[1], len(rows_L), min(max(tops), logits_RV.shape[1])
         own, (top_L, log_L) = self._form.integers(rows_L), (self._form.empty((count,)) for _ in range(2))
-        normalisers[(count,)](
+        normalizers[(count,)](
             logits_RV, own, top_L, log_L, VOCABULARY=vocabulary, BLOCK=_block(vocabulary), num_warps=16, **UNFUSED
         )
         x_LV, tokens_L = logits_RV.index_select(0, own), tokens_R.index_select(0, own)

@@ -240,7 +240,7 @@ class TokenReadback:
         if steps > self._tokens.shape[0] or rows > self._tokens.shape[1]:
             self._tokens = torch.empty((steps, rows), dtype=torch.int32, pin_memory=self._cuda)
 
-    def take(self, step: int, tokens_R: Tensor) -> None:
+    def start_copy(self, step: int, tokens_R: Tensor) -> None:
         """Begin to copy what a step drew."""
         self._tokens[step, : len(tokens_R)].copy_(tokens_R, non_blocking=True)
         if self._cuda:

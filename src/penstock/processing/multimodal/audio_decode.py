@@ -198,7 +198,7 @@ BETA = 11.16
 """Of the Kaiser window: side lobes are 110 dB below."""
 
 _AT_A_TIME = 4096
-"""Samples of one phase that are made together: bounds the memory for their neighbours."""
+"""Samples of one phase that are made together: bounds the memory for their neighbors."""
 
 _PHASES_AT_A_TIME = 64
 """Whose weights are made together."""
@@ -237,7 +237,7 @@ def resample(samples_N: NDArray[np.float32], rate: int, wanted: int) -> NDArray[
 
 
 def _weights(fractions_P: NDArray[np.float64], scale: float, half: int) -> NDArray[np.float64]:
-    """[P, 2 half] of the neighbours from ``half - 1`` before to ``half`` behind places so far behind a sample."""
+    """[P, 2 half] of the neighbors from ``half - 1`` before to ``half`` behind places so far behind a sample."""
     away_PK = np.arange(1 - half, half + 1) - fractions_P[:, None]
     window_PK = np.i0(BETA * np.sqrt(np.clip(1 - (away_PK / half) ** 2, 0, 1))) / np.i0(BETA)
     return np.asarray(scale * np.sinc(scale * away_PK) * window_PK)

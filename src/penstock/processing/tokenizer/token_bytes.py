@@ -1,7 +1,7 @@
 """What each token adds to a text, as bytes: the tokenizer's own decoder, read once and applied token by token.
 
 Knows nothing about streams or characters.  A text is the concatenation of its tokens' bytes, which is what makes
-decoding incremental and linear.  Decoders whose output for one token depends on its neighbours are refused.
+decoding incremental and linear.  Decoders whose output for one token depends on its neighbors are refused.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class TensorPart:
             tensor = self.groups.of(tensor)
         return tensor
 
-    def quantised(self, coded: QuantizedTensor) -> QuantizedMatrix | None:
+    def quantized(self, coded: QuantizedTensor) -> QuantizedMatrix | None:
         """The part as it is stored, None where it is not rows of the matrix.  Raises ModelError."""
         if self.groups is not None or self.transposed != coded.transposed:
             return None
@@ -108,7 +108,7 @@ class TensorPart:
             return matrix
         return matrix.select_rows(range(self.rows.first, self.rows.stop, self.rows.step))
 
-    def dequantised(self, coded: QuantizedTensor) -> NDArray[np.float32]:
+    def dequantized(self, coded: QuantizedTensor) -> NDArray[np.float32]:
         """The part of a tensor of codes, as fp32.  Raises ModelError."""
         matrix_NK = coded.matrix(self.index or 0).dequantized()
         turned = matrix_NK if self.transposed == coded.transposed else matrix_NK.T

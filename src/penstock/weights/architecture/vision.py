@@ -1,7 +1,7 @@
 """A reader of images before a decoder: what it is, as data, and which tensors its weights are made of.
 
 The kind of Qwen2-VL (arXiv:2409.12191) and Qwen2.5-VL (arXiv:2502.13923): square patches of the image in rows, rotated
-by their place in two directions, and ``merge`` x ``merge`` neighbours made one row of the decoder's width.
+by their place in two directions, and ``merge`` x ``merge`` neighbors made one row of the decoder's width.
 ``engine.models.vision`` computes it.
 """
 

@@ -172,7 +172,7 @@ def _block(weights: ConfigFields) -> tuple[int, int] | None:
 
 
 def _activations(group: ConfigFields) -> str:
-    """How activations would be quantised."""
+    """How activations would be quantized."""
     inputs = group.section("input_activations")
     if inputs is None:
         return ""

@@ -31,7 +31,7 @@ OLD_FIELD = "compression_config"
 TEXT = "text_config"
 
 UNUSED = re.compile(r".*\.(?:k_scale|v_scale|q_scale|prob_output_scale|kv_cache_scale|[kv]_proj\.output_scale)")
-"""Tensors about a quantised KV cache: pages keep the compute type, or codes whose scales each row makes for itself
+"""Tensors about a quantized KV cache: pages keep the compute type, or codes whose scales each row makes for itself
 (docs/gpu.md)."""
 
 AnyScheme = EightBitScheme | PackedIntScheme | GptqScheme | AwqScheme | Mxfp4Scheme
@@ -49,7 +49,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
 
     method: str  # as config.json calls it
     groups: tuple[QuantizationGroup, ...]
-    ignored: tuple[str, ...] = ()  # modules that are not quantised
+    ignored: tuple[str, ...] = ()  # modules that are not quantized
     activations: str = ""  # what its makers do to activations, which is not done here
 
     @property
@@ -97,10 +97,10 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
 
     def _own_scheme(self, module: StoredModule, end: str) -> QuantizationScheme:
         if self.is_ignored(module.name):
-            raise module.error(end, "is quantised, and quantization_config names its module as one that is not")
+            raise module.error(end, "is quantized, and quantization_config names its module as one that is not")
         own = self.scheme_of(module.name)
         if own is None or own.end != end:
-            raise module.error(end, "is quantised, and no group of quantization_config targets it in this form")
+            raise module.error(end, "is quantized, and no group of quantization_config targets it in this form")
         return own
 
 

@@ -180,5 +180,5 @@ def _matrix(module: StoredModule, index: int, n: int, k: int) -> QuantizedMatrix
 
 
 def parse_mxfp4(stored: ConfigFields) -> tuple[QuantizationScheme, str]:
-    """The scheme; activations are not quantised."""
+    """The scheme; activations are not quantized."""
     return Mxfp4Scheme(), ""

@@ -104,7 +104,7 @@ class GptqScheme(QuantizationScheme, frozen=True, kw_only=True, tag="Gptq"):
 
 
 def parse_gptq(stored: ConfigFields) -> tuple[QuantizationScheme, str]:
-    """The scheme; activations are not quantised.  Raises ModelError for what no tensor here would look like."""
+    """The scheme; activations are not quantized.  Raises ModelError for what no tensor here would look like."""
     bits = stored.positive_int("bits")
     if bits not in (4, 8):
         raise stored.error(f"bits is {bits}; GPTQ of 4 or 8 bits can be served")
@@ -189,7 +189,7 @@ def _outputs(words_KW: NDArray[np.uint32]) -> NDArray[np.uint8]:
 
 
 def parse_awq(stored: ConfigFields) -> tuple[QuantizationScheme, str]:
-    """The scheme; activations are not quantised.  Raises ModelError for other versions and bits."""
+    """The scheme; activations are not quantized.  Raises ModelError for other versions and bits."""
     bits = stored.positive_int("bits", stored.positive_int("w_bit", BITS))
     if bits != BITS:
         raise stored.error(f"bits is {bits}; AWQ of 4 bits can be served")

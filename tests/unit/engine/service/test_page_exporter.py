@@ -20,7 +20,7 @@ class Copy:
     """A copy that is over when the test says so."""
 
     pages: list[int]
-    done: bool = False
+    is_complete: bool = False
 
 
 @dataclass
@@ -88,11 +88,11 @@ def test_nothing_is_said_of_a_page_before_it_is_there_and_everything_in_order():
     world.departures.on_pages_completed([*full(request, 1), *full(request, 2, tokens=8)], 0.0)
     world.ended(40)
     assert [copy.pages for copy in world.writer.copies] == [[3], [1, 2]]
-    world.writer.copies[1].done = True  # the first is behind: no device does so, and it would not matter
+    world.writer.copies[1].is_complete = True  # the first is behind: no device does so, and it would not matter
     world.departures.send_written(0.0)
     assert world.said == []
     assert len(world.departures) == 2
-    world.writer.copies[0].done = True
+    world.writer.copies[0].is_complete = True
     world.departures.send_written(0.0)
     assert world.said == [(0, 3), (1, 1), (2, 2), 40]
 
@@ -100,7 +100,7 @@ def test_nothing_is_said_of_a_page_before_it_is_there_and_everything_in_order():
 def test_a_prompt_whose_pages_are_all_there_ends_at_once():
     world = World()
     world.departures.on_pages_completed(full(world.request(3), 0), 0.0)
-    world.writer.copies[0].done = True
+    world.writer.copies[0].is_complete = True
     world.departures.send_written(0.0)
     world.ended(16)
     assert world.said == [(0, 3), 16]
@@ -132,6 +132,6 @@ def test_pages_that_their_request_lost_meanwhile_are_still_told_by_number():
     request = world.request(4, 6)
     world.departures.on_pages_completed(full(request, 0, 1), 0.0)
     request.clear_pages()
-    world.writer.copies[0].done = True
+    world.writer.copies[0].is_complete = True
     world.departures.send_written(0.0)
     assert world.said == [(0, 4), (1, 6)]
