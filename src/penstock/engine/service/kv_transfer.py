@@ -30,8 +30,8 @@ from penstock.engine.core.page_pool import PagePool
 from penstock.engine.core.plan import CompletedPage
 from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.service.gateways import invalid_first_token
 from penstock.engine.service.peer_links import PeerLinks
-from penstock.engine.service.validation import invalid_first_token
 from penstock.kernels.page_export import PageWriter, PendingExport
 from penstock.kv.transfer.events import (
     HedgeWon,

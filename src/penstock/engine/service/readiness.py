@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.core.events import AddRequest, CancelRequest, EngineEvent, MatcherFactory
-from penstock.engine.service.validation import UNFIT
+from penstock.engine.service.gateways import UNFIT
 from penstock.errors import AdapterRefused, GrammarRefused, ImageRefused, QueueFull
 from penstock.types import AdapterRef, Grammar, MediaInput, RequestId
 from penstock.wire.gateway_messages import ReturnReason

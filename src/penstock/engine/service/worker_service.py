@@ -36,11 +36,13 @@ from penstock.engine.core.plan import StepOutcome, StepPlan
 from penstock.engine.core.request import RequestStatus
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.gateways import (
+    UNFIT,
     ConnectedGateway,
     GatewayRequest,
     GatewayRequests,
     TokenBatches,
     add_request_of,
+    invalid_submit,
     split_prompt_logprobs,
     token_item,
 )
@@ -59,7 +61,6 @@ from penstock.engine.service.migration import Migrations, migrated_item
 from penstock.engine.service.peer_links import PeerLinks
 from penstock.engine.service.readiness import PageWait, ReadinessGate, ReadinessSources
 from penstock.engine.service.remote_encoder import EncodeRequests
-from penstock.engine.service.validation import UNFIT, invalid_submit
 from penstock.kv.transfer.events import HedgeWon, PagesAdvanced, PullFailed, PullGranted, TransferDone, TransferReleased
 from penstock.types import Duty, RequestId, RequestStage, Role, WorkerState
 from penstock.wire.codec import fits_in_frame

@@ -13,8 +13,7 @@ import msgspec
 
 from penstock.errors import RequestError
 from penstock.grammar.sources import ToolFunction, tool_call_grammar
-from penstock.processing.chat.template import ChatTemplates, Conversation
-from penstock.processing.chat.template_capabilities import TemplateAdapter
+from penstock.processing.chat.template import ChatTemplates, Conversation, TemplateAdapter
 from penstock.processing.parsers.incremental import ToolSchemas
 from penstock.processing.parsers.parser import OutputFormat, OutputParser
 from penstock.processing.parsers.registry import ForcedToolCall, forced_tool_call

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from chat_corpus import ADD, NOW, call, result, said
 
-from penstock.processing.chat.template import ChatTemplate, Conversation, TemplateLimits
-from penstock.processing.chat.template_capabilities import TemplateAdapter
+from penstock.processing.chat.template import ChatTemplate, Conversation, TemplateAdapter, TemplateLimits
 from penstock.processing.parsers.incremental import ToolSchemas
 from penstock.processing.parsers.parser import OutputParser
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pauses import longest_pause
-from penstock.processing.chat import control_tokens as module
-from penstock.processing.chat.control_tokens import WordMatcher, trie_pattern
+from penstock.processing.tokenizer import tokenizer as module
+from penstock.processing.tokenizer.tokenizer import WordMatcher, trie_pattern
 
 few_words = st.sets(st.text(st.sampled_from("ab|"), min_size=1, max_size=4), max_size=6)
 
