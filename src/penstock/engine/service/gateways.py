@@ -2,6 +2,9 @@
 
 Knows when a gateway has fallen silent, has a new connection or is another incarnation, and returns the requests that
 this concerns.  It cancels and sends nothing itself.
+
+The codec has checked the ranges of what a gateway submits; ``invalid_submit`` checks what depends on the model, or on
+two fields at once, before anything is computed with it.
 """
 
 from __future__ import annotations
@@ -317,10 +320,6 @@ def split_prompt_logprobs(item: TokenItem) -> Iterator[TokenItem]:
         start += at_once
     yield item if not start else msgspec.structs.replace(item, prompt_logprobs=logprobs[start:], prompt_start=start)
 
-
-# MERGED: Checks of what a gateway submits against this worker's model, before anything is computed with it.
-# MERGED:
-# MERGED: The codec has looked at ranges.  Here is what depends on the model, or on two fields at once.  Pure.
 
 UNFIT = "unfit"
 """How the reason begins for which a request is given back that no gateway should have sent."""

@@ -5,7 +5,11 @@ They are found as ``transformers`` finds them (``tokenization_utils_base``, ``pr
 in tokenizer_config.json, one template or a list of named ones.  The environment is that of ``transformers``
 (``chat_template_utils``): ``raise_exception``, ``strftime_now``, ``tojson`` without HTML escapes, loop controls and
 ``{% generation %}``, within ``chat.sandbox``.  An error while rendering is the request's, in the template's own words.
-Knows nothing about tokens.
+
+Templates differ in what they can render: arguments of tool calls as an object or as text, ``content`` null or empty in
+a message with calls, ids of nine characters, one call per message, text as a list of parts, no tools at all.
+``probe_template`` finds out once, by rendering small chats; ``TemplateAdapter`` then rewrites every chat so that
+nothing fails and nothing is lost.  Knows nothing about tokens, and no family by name.
 """
 
 from __future__ import annotations
@@ -271,16 +275,6 @@ def _read(path: Path) -> str:
         raise ModelError(f"{path} is larger than {MAX_TEMPLATE_BYTES} bytes.")
     return path.read_text(encoding="utf-8")
 
-
-# MERGED: What a chat template can render, and a chat rewritten for it.
-# MERGED:
-# MERGED: Templates differ: arguments of tool calls as an object or as text, ``content`` null or empty in a
-# MERGED: message with calls,
-# MERGED: ids of nine characters, one call per message, text as a list of parts, no tools at all.
-# MERGED: ``probe_template`` finds out
-# MERGED: once, by rendering small chats; ``TemplateAdapter`` then rewrites every chat so that nothing fails
-# MERGED: and nothing is lost.
-# MERGED: Knows no family by name.
 
 _FUNCTION: dict[str, Any] = {
     "name": "probe_tool",

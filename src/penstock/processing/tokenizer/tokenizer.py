@@ -2,8 +2,14 @@
 
 The library's ``encode_batch_fast`` works without the interpreter lock; texts above ``INLINE_CHARS`` run on a small
 thread pool, so that a prompt of 100,000 tokens delays no other stream.  ``SpecialTokenLayout`` is what the tokenizer
-puts around one text or two, found by a probe, so that a text can be cut and still end as the model expects.  Knows
-nothing about requests or templates.
+puts around one text or two, found by a probe, so that a text can be cut and still end as the model expects.
+
+A client's text may spell a control token (``<|end|>``), whole or in parts that only the template joins.  Before
+rendering, ``ControlTokenGuard.mark`` puts invisible marks around such spellings; after rendering, unmarked text is the
+template's own.  ``guarded`` then gives the template's control tokens random names, for a tokenizer that knows only
+those names.  Text without such spellings takes the plain path and gets no marks.  ``WordMatcher`` finds many words in
+a long text by one trie, in searches of ``PIECE`` characters: a regular expression holds the interpreter's lock for a
+whole search, and shorter ones let other threads run.
 """
 
 from __future__ import annotations
@@ -23,20 +29,6 @@ from tokenizers import AddedToken, Tokenizer
 from penstock.errors import RequestError
 from penstock.processing.tokenizer.loader import load_tokenizer
 from penstock.processing.tokenizer.token_bytes import TokenTable
-
-# MERGED: Keeps control tokens under the template's control.
-# MERGED:
-# MERGED: A client's text may spell a control token (``<|end|>``), whole or in parts that only the template
-# MERGED: joins.  Before
-# MERGED: rendering, ``ControlTokenGuard.mark`` puts invisible marks around such spellings; after rendering,
-# MERGED: unmarked text is the
-# MERGED: template's own.  ``guarded`` then gives the template's control tokens random names, for a tokenizer
-# MERGED: that knows only
-# MERGED: those names.  Text without such spellings takes the plain path and gets no marks.
-# MERGED:
-# MERGED: ``WordMatcher`` finds many words in a long text by one trie, in searches of ``PIECE`` characters: a
-# MERGED: regular expression
-# MERGED: holds the interpreter's lock for a whole search, and shorter ones let other threads run.
 
 PIECE = 1 << 15
 
