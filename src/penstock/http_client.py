@@ -255,7 +255,7 @@ class HttpStreamClient:
     async def post(self, path: str, body: bytes, on_event: OnEvent | None = None) -> HttpReply:
         """Post JSON.  Events of an event stream go to ``on_event``, any other body into the reply.
 
-        Raises StreamError; cancelling it closes the connection, which is how a server learns that nobody listens.
+        Raises StreamError; cancelling it closes the connection, which is how a server learns that the client has gone.
         """
         return await self._exchange(_post(body), path, on_event, _Course())
 

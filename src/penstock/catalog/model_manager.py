@@ -204,7 +204,7 @@ class ModelManager(CatalogModels):
 
 
 def run_front(config: FrontConfig, rim: ProcessIo) -> int:
-    """Serve until drained or told to stop; returns the exit code.  Runs in the forked child."""
+    """Serve until drained or stopped; returns the exit code.  Runs in the forked child."""
     protect_memory()
     drop_secrets()
     sys.setswitchinterval(SWITCH_S)

@@ -64,7 +64,7 @@ def _verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str,
     verb = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     add_service_flags(verb)
     verb.add_argument("--timeout", type=float, default=60.0, metavar="S", help="default: %(default)g s")
-    verb.add_argument("--force", action="store_true", help="also when nobody would be left for a part of the service")
+    verb.add_argument("--force", action="store_true", help="even if no worker is left for a part of the service")
     return verb
 
 

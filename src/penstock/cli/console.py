@@ -29,7 +29,7 @@ STYLES: Final = {
 }
 """Names of the ANSI styles (ECMA-48, SGR) that ``TextStyle`` knows."""
 
-tqdm.monitor_interval = 0  # no thread beside the command's own
+tqdm.monitor_interval = 0  # no thread of its own
 
 
 class TextStyle:

@@ -154,16 +154,16 @@ class CommandParser(argparse.ArgumentParser):
 
 def unknown_arguments(unknown: Sequence[str], flags: Sequence[str]) -> str:
     """The complaint about arguments that a command does not have, with a hint for each flag that has one."""
-    told = []
+    hints = []
     for word in unknown:
         name = word.partition("=")[0].replace("_", "-")
         if not name.startswith("-"):
             continue
         if name in flags:  # written with underscores
-            told.append(f"{word.partition('=')[0]}: did you mean {name}?")
+            hints.append(f"{word.partition('=')[0]}: did you mean {name}?")
         elif hint := FOREIGN_FLAGS.get(name):
-            told.append(f"{word.partition('=')[0]}: {hint}")
+            hints.append(f"{word.partition('=')[0]}: {hint}")
         elif near := difflib.get_close_matches(name, flags, n=1, cutoff=0.75):
-            told.append(f"{name}: did you mean {near[0]}?")
+            hints.append(f"{name}: did you mean {near[0]}?")
     head = f"unrecognized arguments: {' '.join(unknown)}"
-    return "; ".join((head, *told))
+    return "; ".join((head, *hints))

@@ -44,7 +44,7 @@ from penstock.weights.lora import LoraFileLimits, layout_lora_targets, read_lora
 from penstock.weights.sizes import BF16, WeightEncoding, WeightFormat, model_size, weight_bytes, weight_encoding
 
 BAR_CELLS = 64
-PARTS = (("weights", "blue"), ("activations", "yellow"), ("runtime", "magenta"), ("beside", "cyan"), ("kv", "green"))
+PARTS = (("weights", "blue"), ("activations", "yellow"), ("runtime", "magenta"), ("extra", "cyan"), ("kv", "green"))
 """Parts of a device's memory in the order of the bar; without colors a part is drawn by its first letter."""
 MOST_TIMES_MORE = 16
 
@@ -95,7 +95,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--max-model-len", type=int, metavar="T", help="tokens wanted (default: the model's positions)")
     parser.add_argument("--json", action="store_true", help="one JSON object, in bytes over all devices")
-    group = parser.add_argument_group("what is loaded beside it, as for `penstock serve`")
+    group = parser.add_argument_group("what is loaded with it, as for `penstock serve`")
     group.add_argument("--speculate", metavar="off|auto|lookup|head|draft", default="off", help="default: off")
     group.add_argument("--draft-model", metavar="DIR", help="the head or the small model that guesses")
     group.add_argument("--lora", metavar="NAME=DIR", action="append", default=[], help="a LoRA adapter (repeatable)")
@@ -113,8 +113,8 @@ def run(args: argparse.Namespace) -> int:
     if keeps_no_kv(outline):
         return plan_without_kv(outline, devices, WeightFormat(args.weights), as_json=args.json)
     kept = planned_kv_dtype(parse_setting(EngineSettings, "kv_dtype", args.kv_dtype, "--kv-dtype"), devices, outline)
-    beside = planned_beside(args, folder, outline)
-    answer = plan_for(outline, devices, WeightFormat(args.weights), args.max_model_len, beside, kept=kept)
+    extra = planned_extra_weights(args, folder, outline)
+    answer = plan_for(outline, devices, WeightFormat(args.weights), args.max_model_len, extra, kept=kept)
     answer = replace(answer, command=serve_command(args, answer))
     if args.json:
         print(msgspec.json.encode(plan_as_json(answer)).decode())
@@ -259,13 +259,13 @@ def plan_for(
     devices: Devices,
     form: WeightFormat,
     wanted: int | None,
-    beside: tuple[ExtraWeights, ...] = (),
+    extra: tuple[ExtraWeights, ...] = (),
     *,
     kept: str = BF16.name,
 ) -> PlanResult:
     """The plan, and what would help if the model does not fit or too few tokens do.  ``kept``: what pages are in."""
     how = weight_encoding(form, outline.config, outline.layout)
-    size = replace(model_size(outline.spec, outline.layout, how, kept), beside=beside)
+    size = replace(model_size(outline.spec, outline.layout, how, kept), extra_weights=extra)
     plan = make_plan(size, devices, wanted_tokens=wanted)
     tokens = wanted or size.max_positions
     return PlanResult(outline, how, size, plan, tokens, kept, remedies((outline, how, kept), size, plan, tokens))
@@ -282,12 +282,12 @@ def remedies(
         other = weight_encoding(form, outline.config, outline.layout)
         if other.bits >= how.bits:
             continue
-        smaller = replace(model_size(outline.spec, outline.layout, other, kept), beside=size.beside)
+        smaller = replace(model_size(outline.spec, outline.layout, other, kept), extra_weights=size.extra_weights)
         if (tokens := make_plan(smaller, devices, wanted_tokens=wanted).kv_tokens) > plan.kv_tokens:
             kind = "the same answers" if form is WeightFormat.LOSSLESS else "other answers"
             found.append(f"--weights {form} ({tokens:,} tokens, {kind})")
     if kept == BF16.name and not devices.is_cpu and outline.spec.kv.states is None:
-        smaller = replace(model_size(outline.spec, outline.layout, how, FP8_E4M3), beside=size.beside)
+        smaller = replace(model_size(outline.spec, outline.layout, how, FP8_E4M3), extra_weights=size.extra_weights)
         if (tokens := make_plan(smaller, devices, wanted_tokens=wanted).kv_tokens) > plan.kv_tokens:
             found.append(f"--kv-dtype {FP8_E4M3} ({tokens:,} tokens, other answers)")
     times = 2
@@ -302,8 +302,8 @@ def remedies(
     return tuple(found)
 
 
-def planned_beside(args: argparse.Namespace, folder: Path, outline: ModelOutline) -> tuple[ExtraWeights, ...]:
-    """What the flags load beside the model, from configurations and headers alone.  Raises ConfigError, ModelError."""
+def planned_extra_weights(args: argparse.Namespace, folder: Path, outline: ModelOutline) -> tuple[ExtraWeights, ...]:
+    """Weights that the flags add to the model, from configurations and headers.  Raises ConfigError, ModelError."""
     named = args.draft_model
     asked = parse_setting(EngineSettings, "speculate", args.speculate, "--speculate")
     kind = draft_kind(asked, named, folder, outline.spec)
@@ -337,10 +337,10 @@ def plan_as_json(answer: PlanResult) -> dict[str, Any]:
         "weight_bytes": plan.weight_bytes,
         "activation_bytes": plan.activation_bytes,
         "runtime_bytes": plan.runtime_bytes,
-        "beside_bytes": plan.beside_bytes,
+        "beside_bytes": plan.extra_bytes,
         "beside": [
             {"name": own.name, "bytes": own.bytes(workers_of(plan.devices)) * plan.devices.count}
-            for own in answer.size.beside
+            for own in answer.size.extra_weights
         ],
         "kv_bytes": plan.kv_bytes,
         "kv_tokens": plan.kv_tokens,
@@ -378,7 +378,7 @@ def print_plan(answer: PlanResult, paint: TextStyle) -> None:
     for share in plan.stages:
         print(f"stage {share.stage}, layers {share.layers.start}-{share.layers.stop - 1}, each device")
         print(picture(share, devices.memory_bytes, paint))
-    shown = [part for part in PARTS if part[0] != "beside" or plan.beside_bytes]
+    shown = [part for part in PARTS if part[0] != "extra" or plan.extra_bytes]
     print("   ".join(f"{cell(paint, name, color, 1)} {name}" for name, color in shown) + "\n")
     print(verdict(answer, paint))
     print(next_step(answer, paint))
@@ -408,7 +408,7 @@ def arithmetic(answer: PlanResult, paint: TextStyle) -> str:
         ("- weights", gib(plan.weight_bytes), f"{gib(size.weight_bytes)} once, {gib(copies)} of copies"),
         ("- activations", gib(plan.activation_bytes), "buffers of the largest step"),
         ("- runtime", gib(plan.runtime_bytes), "an allowance: context, kernels, recorded graphs"),
-        *((f"- {own.name}", gib(own.bytes(workers_of(plan.devices)) * count), own.why) for own in size.beside),
+        *((f"- {own.name}", gib(own.bytes(workers_of(plan.devices)) * count), own.why) for own in size.extra_weights),
         ("= for KV pages", gib(plan.kv_bytes), ""),
         ("KV tokens", f"{plan.kv_tokens:,}" if plan.fits else "none", note),
     )
@@ -417,7 +417,7 @@ def arithmetic(answer: PlanResult, paint: TextStyle) -> str:
 
 def picture(share: StageShare, memory: int, paint: TextStyle) -> str:
     """One line of cells, as long as the memory; what does not fit is red, beyond a mark."""
-    used = share.weights + share.activations + share.runtime + share.beside
+    used = share.weights + share.activations + share.runtime + share.extra
     whole = max(memory, used)
     line, done, shown = "  ", 0, 0
     end = round(BAR_CELLS * memory / whole)

@@ -459,7 +459,7 @@ class Arrivals:
     """
 
     def __init__(self, pages: list[memoryview], /) -> None: ...
-    def take(self, descriptor: int, patience_s: float, /) -> int:
+    def receive(self, descriptor: int, patience_s: float, /) -> int:
         """Waits until all pages are here, or one that is due.  Returns bytes; 0: none came for ``patience_s``, or
         it was stopped; -1: the other end has hung up.  OSError."""
 

@@ -94,7 +94,7 @@ class Arrivals:
         self.done = 0
         self.left = sum(page.nbytes for page in pages)
 
-    def take(self, descriptor: int, patience_s: float) -> int:
+    def receive(self, descriptor: int, patience_s: float) -> int:
         """See above."""
         if descriptor < 0:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))

@@ -233,12 +233,12 @@ def resolve_here(
     config: ServeConfig,
     name: str,
     spec: ModelSpec,
-    beside: tuple[ExtraWeights, ...] = (),
+    extra_weights: tuple[ExtraWeights, ...] = (),
     report: GpuReport | None = None,
 ) -> ServePlan:
-    """The plan for this machine.  ``beside``: weights loaded with the model.  ``report``: of the GPU, if it was probed
+    """The plan for this machine.  ``extra_weights``: loaded with the model.  ``report``: of the GPU, if it was probed
     already.  Raises ConfigError, KernelError."""
-    return resolve(config, _machine(config, report), _model_facts(name, spec, beside))
+    return resolve(config, _machine(config, report), _model_facts(name, spec, extra_weights))
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
@@ -430,7 +430,7 @@ def _machine(config: EngineSettings, report: GpuReport | None = None) -> Machine
     return structs.replace(machine_facts(families), gpu=report)
 
 
-def _model_facts(name: str, spec: ModelSpec, beside: tuple[ExtraWeights, ...] = ()) -> ModelFacts:
+def _model_facts(name: str, spec: ModelSpec, extra_weights: tuple[ExtraWeights, ...] = ()) -> ModelFacts:
     return ModelFacts(
         name=name,
         max_positions=spec.max_positions,
@@ -441,7 +441,7 @@ def _model_facts(name: str, spec: ModelSpec, beside: tuple[ExtraWeights, ...] = 
         page_bytes_fp8=kv_layout(spec, FP8_E4M3).page_bytes,
         reaches=spec.kv.reaches,
         pooling=None if spec.pooler is None else _pooling(spec.pooler),
-        extra_weights=beside,
+        extra_weights=extra_weights,
         activation_bytes=step_bytes(spec),
     )
 

@@ -47,7 +47,7 @@ class ProcessHasThreads(RuntimeError):  # noqa: N818 - says what is the matter
 
 @dataclass(frozen=True, slots=True)
 class ForkedProcess:
-    """A child of ours.  ``pidfd`` becomes readable when it has ended; whoever reaps it closes the descriptor."""
+    """A child of ours.  ``pidfd`` becomes readable when it has ended; who reaps it closes the descriptor."""
 
     pid: int
     pidfd: int

@@ -42,7 +42,7 @@ class SlimEvent:
         self._waiting: tuple[asyncio.Future[None], ...] = ()
 
     def is_set(self) -> bool:
-        """Need nobody wait?"""
+        """Whether ``wait`` returns at once."""
         return self._is_set
 
     def set(self) -> None:
@@ -154,7 +154,7 @@ class ConnectionWriter:
             return
         self._when_gone = call
         if call is not None:
-            self._flow.resume_reading()  # or nobody would see that it goes
+            self._flow.resume_reading()  # or its going would not be noticed
             self._connection.rest()
 
     def belongs_to(self, cycle: RequestResponseCycle) -> bool:
@@ -369,7 +369,7 @@ class _GuardedConnection(HttpToolsProtocol):
         writer = ConnectionWriter(self)
         self.scope["extensions"] = {BODY_WRITER: writer, DISCONNECT_SIGNAL: writer}  # type: ignore[dict-item]
         super().on_headers_complete()
-        self.cycle.message_event = SlimEvent()  # type: ignore[assignment]  # nobody waits for it yet
+        self.cycle.message_event = SlimEvent()  # type: ignore[assignment]  # nothing waits for it yet
         writer.begin(self.cycle)
         self._writers = [each for each in self._writers if not each.complete] + [writer]
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
@@ -394,7 +394,7 @@ class _GuardedConnection(HttpToolsProtocol):
     def _bad_framing(self) -> tuple[HTTPStatus, str] | None:
         """Why a proxy and we could disagree on where this request ends, or for whom it is; None where we cannot.
 
-        The parser itself refuses two lengths, and a length beside a transfer coding.
+        The parser itself refuses two lengths, and a length together with a transfer coding.
         """
         old = self.parser.get_http_version() == "1.0"
         hosts = [value for name, value in self.headers if name == b"host"]
@@ -504,7 +504,7 @@ class _GuardedConnection(HttpToolsProtocol):
             if not own_body or self.cycle.response_started:
                 self.transport.close()
                 return
-            self.cycle.disconnected = True  # so that the application says nothing beside the refusal
+            self.cycle.disconnected = True  # so that the application sends nothing after the refusal
             self.cycle.message_event.set()
             for writer in self._writers:
                 if writer.belongs_to(self.cycle):

@@ -66,7 +66,7 @@ class OnConnection(Protocol):
 
 
 def is_ahead(own: int, others: Sequence[int]) -> bool:
-    """Has a process with ``own`` connections so many more than one of the ``others`` that it leaves them the next?"""
+    """Whether a process with ``own`` connections leads one of the ``others`` so far that it leaves them the next."""
     return bool(others) and own >= LEAD * min(others) + SLACK
 
 
@@ -109,7 +109,7 @@ class Acceptor:
         self._loop = self._timer = None
 
     def update_count(self) -> int:
-        """Connections of this process, as its siblings are told."""
+        """The number of connections of this process, published to its siblings."""
         since = self._clock.now() - COUNTED_S
         while self._latest and self._latest[0] < since:
             self._latest.popleft()
@@ -201,7 +201,7 @@ class ProcessIo:
 
 
 class HttpServer:
-    """``hear`` is told what the supervisor says."""
+    """Serves HTTP in one process; ``hear`` is called with each message of the supervisor."""
 
     def __init__(
         self,
@@ -224,8 +224,8 @@ class HttpServer:
         self._beats = 0
 
     async def serve(self, app: App, known: Callable[[], bool] = lambda: True) -> None:
-        """Until drained or told to stop.  Connections are taken when all that must be ``known`` is, or in ``KNOWN_S``:
-        until then they wait, or another process takes them."""
+        """Until drained or stopped.  Connections are accepted once ``known`` returns True, or after ``KNOWN_S``; until
+        then they wait, or another process accepts them."""
         server = _Server(self._uvicorn(app), self._listener, (self._slot, self._siblings))
         loop = asyncio.get_running_loop()
         loop.add_reader(self._channel.fileno(), self._on_channel)
@@ -318,7 +318,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets=[])
 
     def _hand(self, connection: socket.socket) -> None:
-        """Have the application speak with whoever connected."""
+        """Serve this connection with the application."""
         loop, config = asyncio.get_running_loop(), self.config
 
         def protocol() -> asyncio.Protocol:

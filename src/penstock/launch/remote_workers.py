@@ -3,7 +3,7 @@
 No supervisor of this host knows them, so the gateway polls their endpoints, and this object sends the messages that a
 supervisor would have sent (``WorkerUp``, ``WorkerDown``)::
 
-    nobody known --Hello(discovery) on its own link--> Report --> WorkerUp: the router opens its link, this one closes
+    none known ----Hello(discovery) on its own link--> Report --> WorkerUp: the router opens its link, this one closes
          ^                                                                |
          +--- WorkerDown <--- no Report over the router's link in LOST_S -+
 

@@ -236,7 +236,7 @@ class _Child:
     suspicions: int = 0
     suspected_since: float = 0.0
     on_demand: bool = False
-    deadline: float | None = None  # of an on-demand child that was told to end
+    deadline: float | None = None  # of an on-demand child that was asked to end
     is_worker: bool = True
 
 

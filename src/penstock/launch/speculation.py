@@ -1,4 +1,4 @@
-"""Loads a draft head or draft model, and makes a worker's speculator from it.
+"""Loads a draft head or draft model, and makes a worker's draft proposer from it.
 
 Imported only by processes that load weights or compute.
 """
@@ -57,7 +57,7 @@ def record_step(model: Model, ops: Ops, kv: Array, loaded: LoadedDraft | None) -
 
 @dataclass(frozen=True, slots=True)
 class ProposerFactory:
-    """What a worker guesses with; ``loaded`` None: nothing but tokens.  ``vocab``: of the model."""
+    """Builds a worker's draft proposer.  ``loaded`` None: n-gram lookup only.  ``vocab``: of the model."""
 
     loaded: LoadedDraft | None
     ops: Ops
@@ -65,7 +65,7 @@ class ProposerFactory:
     clock: Clock
 
     def build_proposer(self, config: SchedulerConfig, runner: ModelRunner) -> DraftProposer | None:
-        """Who guesses; None where nobody does.  ``runner`` runs the program of ``record_step``."""
+        """The proposer; None without speculation.  ``runner`` runs the program of ``record_step``."""
         if config.max_draft_tokens == 0:
             return None
         limits = {"most_each": config.max_draft_tokens, "most": config.max_step_draft_tokens}

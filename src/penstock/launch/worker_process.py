@@ -1,7 +1,7 @@
 """One worker process: everything it is made of, put together after the fork, and the loop that drives it.
 
-Nothing here decides anything: the scheduler plans, the runner computes, the mailbox talks.  A worker is one thread of
-Python beside the kernels' own; it sleeps only when it has nothing to compute and nothing to copy.
+Nothing is decided here: the scheduler plans, the runner computes, the service exchanges messages.  A worker has one
+thread of Python and those of the kernels; it sleeps only when it has nothing to compute and nothing to copy.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def run_worker(config: WorkerConfig, inherited: WorkerResources) -> int:
     encoders = RemoteEncoders(PeerLinks(transport, config.hand_over.peer_idle_s), inherited.identity, clock)
     images = _encoder_stage(config, inherited, encoders, lambda event: scheduler.memory.cached_tokens(event.hashes))
     kv = _kv_array(inherited.ops, own, inherited.pages_on_device)
-    runner = _runner(config.scheduler, inherited, kv, (grammars, images))
+    runner = _runner(config.scheduler, inherited, kv, grammars, images)
     proposers = ProposerFactory(inherited.drafts, inherited.ops, inherited.vocab, clock)
     proposer = proposers.build_proposer(config.scheduler, runner) if isinstance(runner, ModelRunner) else None
     scheduler = Scheduler(
@@ -121,7 +121,7 @@ def run_worker(config: WorkerConfig, inherited: WorkerResources) -> int:
         without_masks=runner.without_masks if isinstance(runner, ModelRunner) else frozenset,
     )
     hand_over = _hand_over(config, inherited, (own, kv), peers)
-    stored = _stored(config, inherited, own, peers, (scheduler, clock))
+    stored = _stored(config, inherited, own, peers, scheduler=scheduler, clock=clock)
     ready = ReadinessSources(grammars, images, inherited.adapters, stored)
     cores, gateways = inherited.cores, inherited.gateways
     mailbox = WorkerService(
@@ -232,12 +232,12 @@ def set_niceness(niceness: int) -> bool:
 
 
 def _runner(
-    config: SchedulerConfig, inherited: WorkerResources, kv: Array, beside: tuple[GrammarManager, EncoderStage]
+    config: SchedulerConfig, inherited: WorkerResources, kv: Array, grammars: GrammarManager, images: EncoderStage
 ) -> Runner:
     ops = inherited.ops
     if config.pooling is not None:
         return PoolingRunner(cast(PoolingModel, inherited.model), ops, kv)
-    model, (grammars, images) = cast(Model, inherited.model), beside
+    model = cast(Model, inherited.model)
     patience = MaskWait(wait_s=config.mask_wait_ms / 1000)
     program = _made_ready(record_step(model, ops, kv, inherited.drafts), inherited)
     aids = RunnerServices(matcher_of=grammars.matcher, images=images, adapters=inherited.adapters, mask_wait=patience)
@@ -246,7 +246,7 @@ def _runner(
 
 def _made_ready(program: StepProgram, inherited: WorkerResources) -> StepProgram:
     """With its most frequent steps captured, where that can be done: a start that gets on is not taken to hang.
-    Those are steps that write answers: whoever only reads prompts has none."""
+    Those are decode steps: a worker that only prefills has none."""
     if isinstance(program, CapturableProgram):
         begun = time.monotonic()
         count = program.capture(inherited.slot.on_progress, CAPTURE_S if inherited.twins is None else 0.0)
@@ -272,10 +272,11 @@ def _stored(
     inherited: WorkerResources,
     own: KvMemory,
     peers: Mapping[WorkerId, KvMemory],
-    beside: tuple[Scheduler, MonotonicClock],
+    *,
+    scheduler: Scheduler,
+    clock: MonotonicClock,
 ) -> KvPrefetcher | NoPrefetcher:
     """The tiers of the KV store below this worker's memory."""
-    scheduler, clock = beside
     place = StoreOwner(worker=config.worker, identity=inherited.identity, layout=own.layout, peers=peers)
     tiers = open_tiers(config.kv_store, inherited.store, place)
     inherited.store.close()
@@ -289,7 +290,7 @@ def _carrier(
     config: WorkerConfig, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal: PageChecksum
 ) -> KvConnector:
     if not config.transfers_pages:
-        return InlineConnector(own, seal)  # opens no port and has no threads: nobody will ask for a page
+        return InlineConnector(own, seal)  # opens no port and has no threads: no page will be requested
     match config.connector:
         case "shm":
             return ShmConnector(own, peers, seal)

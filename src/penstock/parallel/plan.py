@@ -148,7 +148,7 @@ class ModelSize:
     other: int  # what every stage has, vision towers among it
     activation_bytes: int  # of one step's buffers on one device that computes all of a layer
     max_positions: int
-    beside: tuple[ExtraWeights, ...] = ()  # what is loaded with it; every device keeps all of it
+    extra_weights: tuple[ExtraWeights, ...] = ()  # what is loaded with it; every device keeps all of it
 
     @property
     def weight_bytes(self) -> int:
@@ -165,7 +165,7 @@ class StageShare:
     weights: int
     activations: int
     runtime: int
-    beside: int  # draft heads, draft models, adapters
+    extra: int  # draft heads, draft models, adapters
     kv: int  # what is left; below 0 is what is missing
 
 
@@ -196,8 +196,8 @@ class ParallelPlan:
         return self.tensor * sum(share.runtime for share in self.stages)
 
     @property
-    def beside_bytes(self) -> int:
-        return self.tensor * sum(share.beside for share in self.stages)
+    def extra_bytes(self) -> int:
+        return self.tensor * sum(share.extra for share in self.stages)
 
     @property
     def kv_bytes(self) -> int:
@@ -249,9 +249,9 @@ def plan_for_tensor(model: ModelSize, devices: Devices, tensor: int) -> Parallel
         weights = _weights(model, range(begin, end), tensor)
         activations = -(-model.activation_bytes // tensor)
         runtime = CPU_RUNTIME_BYTES if devices.is_cpu else RUNTIME_BYTES
-        beside = extra_weight_bytes(model.beside, workers_of(devices))
-        left = devices.memory_bytes - weights - activations - runtime - beside
-        shares.append(StageShare(stage, range(begin, end), weights, activations, runtime, beside, left))
+        extra = extra_weight_bytes(model.extra_weights, workers_of(devices))
+        left = devices.memory_bytes - weights - activations - runtime - extra
+        shares.append(StageShare(stage, range(begin, end), weights, activations, runtime, extra, left))
     tokens = min(_tokens([model.layers[i].cache for i in share.layers], share.kv, tensor) for share in shares)
     return ParallelPlan(devices, tensor, tuple(shares), tokens)
 

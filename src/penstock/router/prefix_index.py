@@ -301,8 +301,8 @@ class PrefixIndex:
         self.pending.add(request, hashes, slots)
 
     def on_prefilled(self, request: RequestId) -> None:
-        """It has its first token, or will never have one: what it has left in caches is told with the next report of
-        each worker that it was sent to, and counted on until then."""
+        """It has its first token, or will never have one.  The next report of each worker that it was sent to says what
+        it left in caches; until then those pages are assumed to be there."""
         self.pending.on_prefilled(request)
 
     def __len__(self) -> int:

@@ -91,7 +91,7 @@ def has_mixed_numerics(identity: ModelIdentity | None) -> bool:
 def _reading_again(of_all: Submit) -> Submit:
     """For the prefill stage of a request that has output already.
 
-    It draws a first token again, which nobody takes: the client has one.  If that was drawn in another class, this one
+    It samples a first token again, which is dropped: the client has one.  If that was drawn in another class, this one
     may be another, and must not end the answer.
     """
     sampling = msgspec.structs.replace(

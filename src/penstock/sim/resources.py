@@ -135,13 +135,13 @@ StopSteps = Callable[[], None]
 class SharedMachine:
     """Who computes now."""
 
-    def __init__(self, beside: float) -> None:
-        self._beside = beside
+    def __init__(self, slowdown: float) -> None:
+        self._slowdown = slowdown
         self._computing: dict[WorkerId, StopSteps] = {}
 
     def slowdown(self, worker: WorkerId) -> float:
         """What a step of this worker takes now, by what it takes alone."""
-        return 1 + self._beside * (len(self._computing) - (worker in self._computing))
+        return 1 + self._slowdown * (len(self._computing) - (worker in self._computing))
 
     def set_computing(self, worker: WorkerId, stop: StopSteps | None) -> None:
         """From now on this worker computes, and ``stop`` ends its steps after the present one; None: it has nothing."""
@@ -150,7 +150,7 @@ class SharedMachine:
             self._computing.pop(worker, None)
         else:
             self._computing[worker] = stop
-        if self._beside and len(self._computing) != before:
+        if self._slowdown and len(self._computing) != before:
             for other, theirs in tuple(self._computing.items()):
                 if other != worker:
                     theirs()

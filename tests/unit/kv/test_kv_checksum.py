@@ -117,11 +117,11 @@ def test_pages_that_come_over_a_socket_are_hashed_on_the_way(size: int, kind: ty
         one.setblocking(False)
         other.setblocking(False)
         arrivals = kind([memoryview(page) for page in into])
-        assert (arrivals.take(other.fileno(), 0.0), arrivals.done, arrivals.left) == (0, 0, 3 * size)
+        assert (arrivals.receive(other.fileno(), 0.0), arrivals.done, arrivals.left) == (0, 0, 3 * size)
         left = memoryview(b"".join(sent))
         while left:
             left = left[one.send(left[: size // 3 + 1]) :]
-            while arrivals.take(other.fileno(), 0.0) > 0:
+            while arrivals.receive(other.fileno(), 0.0) > 0:
                 pass
             with pytest.raises(ValueError, match="not there"):
                 arrivals.checksum(arrivals.done, b"x")
@@ -132,9 +132,9 @@ def test_pages_that_come_over_a_socket_are_hashed_on_the_way(size: int, kind: ty
         ]
         one.close()
         gone = kind([memoryview(bytearray(8))])
-        assert gone.take(other.fileno(), 1.0) == -1
+        assert gone.receive(other.fileno(), 1.0) == -1
         with pytest.raises(OSError, match="Bad file descriptor"):
-            gone.take(-1, 1.0)
+            gone.receive(-1, 1.0)
 
 
 @pytest.mark.parametrize("kind", [Arrivals, host_ops_fallback.Arrivals], ids=["native", "without"])
@@ -144,13 +144,13 @@ def test_nothing_is_written_once_arrivals_are_stopped(kind: type[Arrivals]) -> N
     with one, other:
         arrivals = kind([memoryview(into)])
         one.sendall(b"a" * 40)
-        assert arrivals.take(other.fileno(), 0.0) == 40
-        waiting = threading.Thread(target=arrivals.take, args=(other.fileno(), 60.0))
+        assert arrivals.receive(other.fileno(), 0.0) == 40
+        waiting = threading.Thread(target=arrivals.receive, args=(other.fileno(), 60.0))
         waiting.start()
         arrivals.stop()
         one.sendall(b"b" * 60)  # it wakes, and finds that it is not to write
         waiting.join(30)
         assert not waiting.is_alive()
-        assert arrivals.take(other.fileno(), 60.0) == 0
+        assert arrivals.receive(other.fileno(), 60.0) == 0
         assert into == b"a" * 40 + bytes(60)
         assert other.recv(60) == b"b" * 60

@@ -1,7 +1,7 @@
-"""Do running answers stutter when long prompts arrive?  The question that splitting prefill from decode answers.
+"""How much long prompts delay the tokens of running responses: what splitting prefill from decode is for.
 
-A fixed number of answers run all the time, each followed by the next.  After a warm-up, a long prompt arrives every
-so many seconds, whatever became of the one before.  Measured are the gaps between the tokens of the running answers
+A fixed number of responses run all the time, each followed by the next.  After a warm-up, a long prompt arrives at a
+fixed interval, whatever became of the one before.  Measured are the gaps between the tokens of the running responses
 while that goes on, and how long the long prompts wait for their first token.
 """
 

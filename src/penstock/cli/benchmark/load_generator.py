@@ -150,7 +150,7 @@ async def sleep_until(moment: float) -> None:
 
 @asynccontextmanager
 async def background(coroutine_tasks: Sequence[asyncio.Task[None]]) -> AsyncIterator[None]:
-    """Tasks that run beside the body and are cancelled, and waited for, when it ends."""
+    """Tasks that run while the body runs and are cancelled, and waited for, when it ends."""
     try:
         yield
     finally:

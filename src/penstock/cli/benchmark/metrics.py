@@ -128,9 +128,9 @@ def measure(
     percentiles: Sequence[float],
     objectives: Objectives | None = None,
 ) -> dict[str, Any]:
-    """Everything there is to say about these requests in ``duration`` seconds, times in seconds.
+    """All statistics of these requests over ``duration`` seconds; times are in seconds.
 
-    Latencies are those of complete answers; failures are counted by kind beside them.
+    Latencies are those of complete responses; failures are counted by kind.
     """
     good = [request for request in requests if request.ok and request.events]
     tpots = [tpot for request in good if (tpot := request.tpot) is not None]

@@ -395,10 +395,10 @@ class InputBatch:
 
     def take_sampled(self, answers: Sequence[Sampled]) -> None:
         """Hand out what was drawn: ``answers`` to the spans ``listed``, the picked tokens to the others."""
-        told = iter(answers)
+        results = iter(answers)
         for span in self.logit_spans:
             wants = span.state.request.sampling.logprobs is not None
-            for one in islice(told, len(span.sampled_positions)):
+            for one in islice(results, len(span.sampled_positions)):
                 span.sampled.append(one.token)
                 if wants:
                     span.logprobs.append(token_logprob(one))

@@ -143,7 +143,7 @@ class LoraManager:
         """Read it now, on this thread.  Raises AdapterRefused."""
         packed = self._packed(ref)
         if not self._place(ref.fingerprint, packed, frozenset()):
-            raise AdapterRefused(f"{ref.folder}: no room beside the other adapters (max_loras, lora_memory)")
+            raise AdapterRefused(f"{ref.folder}: no room next to the other adapters (max_loras, lora_memory)")
 
     def is_ready(self, ref: AdapterRef, in_use: Callable[[], Set[str]] = frozenset) -> bool:
         """Whether a request with this adapter can be computed now; if not, the adapter is being read or waits for room.

@@ -81,8 +81,8 @@ SCORED_ROWS = 64
 
 
 def begin_masks(spans: Sequence[TokenSpan], masks: MaskThreads, *, may_sit_out: bool) -> Callable[[], None] | None:
-    """Work out masks beside the step that they are for; what is returned waits for them, for so long as
-    ``MaskThreads.mask_wait`` says if rows may sit the step out."""
+    """Compute masks while the step runs that they are for.  Returns a function that waits for them, at most as long as
+    ``MaskThreads.mask_wait`` allows if rows may sit the step out; None if no row has a grammar."""
     work = [
         (span.state.constraint, tuple(span.sampled), span.draft) for span in spans if span.state.constraint is not None
     ]

@@ -43,17 +43,18 @@ class NullRunner:
 
     def _draw(self, row: ScheduledTokens, steps: int) -> SampledTokens:
         request, end = row.request, row.start + row.count
-        told = self._prompt_logprobs(request, row.start, end) if request.wants_prompt_logprobs else ()
+        prompt_logprobs = self._prompt_logprobs(request, row.start, end) if request.wants_prompt_logprobs else ()
         if not row.samples:
-            return SampledTokens((), (), told)
+            return SampledTokens((), (), prompt_logprobs)
         sampling, drawn = request.sampling, len(request.output)
         count = len(row.draft) + steps
         tokens = tuple(null_token(sampling, end + step, vocab=self.vocab, drawn=drawn + step) for step in range(count))
         if row.draft:
             tokens = tokens[: accepted_count(row.draft, tokens)]
         if sampling.logprobs is None:
-            return SampledTokens(tokens, (), told)
-        return SampledTokens(tokens, tuple(self._logprob(token, sampling.logprobs) for token in tokens), told)
+            return SampledTokens(tokens, (), prompt_logprobs)
+        logprobs = tuple(self._logprob(token, sampling.logprobs) for token in tokens)
+        return SampledTokens(tokens, logprobs, prompt_logprobs)
 
     def _prompt_logprobs(self, request: Request, start: int, end: int) -> tuple[TokenLogprob, ...]:
         """A computed position tells of the prompt token after it."""

@@ -1,5 +1,5 @@
-"""Encoders on workers of their own, as whoever reads prompts asks them: one is chosen by an image's content, so that
-the same image finds its rows there again.
+"""The client of encoders on workers of their own: one is chosen by an image's content, so that the same image finds its
+rows there again.
 
 An encoder that says nothing for a while has died or is overwhelmed: then the image is encoded here.  Nothing else comes
 of it, for its rows have the same bits wherever they are computed.

@@ -354,7 +354,7 @@ class WorkerService:
         return batches
 
     def on_step_begin(self, predicted_s: float) -> None:
-        """See ``engine.loop.Mailbox``; the prediction is for whoever watches this process (``launch.worker``)."""
+        """Reports a step that will be long before it begins, so that gateways know why this worker is silent."""
         self._step_began = self._clock.now()
         if self.reporter.is_long_step(predicted_s) and not self.publisher.has_announced(predicted_s, self._step_began):
             self.report(self._step_began)

@@ -274,7 +274,7 @@ class TextTokenizer:
         ids: list[int] = self._guarded.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if not self._forbidden.isdisjoint(ids):
             raise RequestError(
-                "A message spells a control token of the model in a way that cannot be told apart from it.",
+                "A message spells a control token of the model in a way that cannot be distinguished from it.",
                 param="messages",
                 code="control_token_in_text",
             )

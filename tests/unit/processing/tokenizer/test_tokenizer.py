@@ -105,7 +105,7 @@ def test_text_that_the_model_itself_reads_as_a_control_token_is_refused(tmp_path
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<s>"])
     made = TextTokenizer(small_tokenizers.save(tokenizer, tmp_path))
-    with pytest.raises(RequestError, match="cannot be told apart"):
+    with pytest.raises(RequestError, match="cannot be distinguished"):
         rendered_by(made, "", "<s>", "")
 
 

@@ -74,7 +74,7 @@ class PyArrivals {
 
   // Takes what comes until all of it is there, or `stop` is called, or a page is due to be reported, or
   // nothing came for so long.  How much that was; 0: nothing came, or it was stopped.  -1: the other end has hung up.
-  long take(int descriptor, double patience_s) {
+  long receive(int descriptor, double patience_s) {
     if (std::exchange(silent_, false)) return 0;
     Taking taking{descriptor, static_cast<int>(std::clamp(patience_s, 0.0, 1e6) * 1000)};
     {
@@ -197,7 +197,7 @@ void bind_pages(nb::module_& m) {
   m.def("copy_page", &copy_page);
   nb::class_<PyArrivals>(m, "Arrivals")
       .def(nb::init<std::vector<Out<uint8_t, 1>>>())
-      .def("take", &PyArrivals::take)
+      .def("receive", &PyArrivals::receive)
       .def("stop", &PyArrivals::stop)
       .def("checksum", &PyArrivals::checksum)
       .def_prop_ro("done", &PyArrivals::done)

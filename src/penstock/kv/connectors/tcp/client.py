@@ -269,7 +269,7 @@ class _FetchSession:
             if batch.stopped:
                 arrivals.stop()
         while arrivals.left and not batch.stopped:
-            got = arrivals.take(self._wire.sock.fileno(), self._wire.timeout_s)
+            got = arrivals.receive(self._wire.sock.fileno(), self._wire.timeout_s)
             if got < 0:
                 raise ConnectionError(HUNG_UP)
             self._tell(batch, arrivals)
