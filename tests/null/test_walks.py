@@ -35,8 +35,8 @@ from .worker_stage import Stage
 ROOT = Path(__file__).parents[2]
 PACKAGE = str(ROOT / "src" / "penstock") + "/"
 SUPPORTS = ("config/", "telemetry/", "types.py", "clock.py", "errors.py", "hashing.py", "interfaces.py", "kv_spec.py")
-STAND_INS = ("wire/in_memory.py", "kv/page_memory.py", "kernels/operands.py")
-"""The transport of these tests, and what their runner calls to look at pages."""
+STAND_INS = {"wire/in_memory.py": "", "kv/page_memory.py": "KvMemory.", "kernels/operands.py": "KvShape."}
+"""File and beginning of functions: the transport of these tests, and what their runner calls to look at pages."""
 
 WORKERS_PART = ("engine/", "kv/", "kernels/")
 GATEWAYS_PART = ("api/", "processing/", "router/", "wire/")
@@ -67,7 +67,8 @@ class Recording:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name != "<module>":
             file = code.co_filename.removeprefix(PACKAGE)
-            if not file.startswith((*SUPPORTS, *STAND_INS)):
+            stand_in = file in STAND_INS and code.co_qualname.startswith(STAND_INS[file])
+            if not file.startswith(SUPPORTS) and not stand_in:
                 self._calls.add((file, code.co_qualname.replace(".<locals>", "")))
 
 

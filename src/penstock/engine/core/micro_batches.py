@@ -42,12 +42,24 @@ class MicroBatches:
         others = ((number, own) for number, own in self._preemption_targets.items() if number != micro_batch)
         return frozenset().union(*(own for number, own in others if number in self._in_flight))
 
-    def eligible(self, requests: Collection[Request], excluded: Set[Request]) -> Collection[Request]:
-        """Those of ``requests`` that the next plan may compute: an even share of those that are not in flight."""
-        if self._count == 1:
+    @property
+    def several(self) -> bool:
+        """Whether a plan computes a share of the running requests."""
+        return self._count > 1
+
+    def eligible(
+        self, requests: Collection[Request], excluded: Set[Request], pageless: Set[Request]
+    ) -> Collection[Request]:
+        """Those of ``requests`` that the next plan may compute: an even share of those that are not in flight.
+
+        ``pageless``: they need a page, and none can be taken for them now.  Others have their places in the share, or
+        it would compute nothing while those who hold the pages wait for their turn.
+        """
+        if not self.several:
             return requests
         share = -(-len(requests) // self._count)
-        free = [request for request in requests if not request.in_flight and request not in excluded]
+        left_out = excluded | pageless
+        free = [request for request in requests if not request.in_flight and request not in left_out]
         return sorted(free, key=lambda request: request.order)[:share]
 
     def begin(self, plan: StepPlan, work: StepWork, preemption_targets: Set[Request]) -> None:

@@ -38,6 +38,7 @@ class StepBuilder:
             "excluded",
             "skipped",
             "preempted",
+            "pageless",
             "preemption_targets",
             "rows",
             "without_masks",
@@ -58,6 +59,7 @@ class StepBuilder:
         self.without_masks: Set[RequestId] = frozenset()  # whose next token's mask is not there
         self.excluded: Set[Request] = frozenset()  # another micro-batch waits for their pages
         self.preemption_targets: set[Request] = set()  # must give way, and one of them is in flight elsewhere
+        self.pageless: set[Request] = set()  # need a page, and none can be taken for them
         self.rows: list[ScheduledTokens] = []
         self.work = StepWork()
         self.steps = 1
@@ -241,11 +243,20 @@ class StepPlanner:
         No one is admitted in a step that preempted for growth: the room is for those who needed it.  ``resting``:
         nothing is computed, but room is given to those who wait for pages from elsewhere.
         """
-        table = self._table
         first = self._yielding.promote_overdue(now)
         if resting or first is None:
             self._admit_remote(draft)
             return
+        self._add_rows(draft, first, max_steps, now)
+        tried = 0
+        while self._micro_batches.several and not draft.rows and len(draft.pageless) > tried:
+            tried = len(draft.pageless)
+            self._add_rows(draft, first, max_steps, now)
+        self._charge(draft, now)
+
+    def _add_rows(self, draft: StepBuilder, first: int, max_steps: int, now: float) -> None:
+        """Rows of the class ``first`` and, with what it leaves, of the classes after it."""
+        table = self._table
         mine = [request for request in self._eligible(draft) if request.rank == first]
         chunked = self._add_decodes(draft, mine)
         has_lower = len(mine) < len(table.running)
@@ -260,14 +271,13 @@ class StepPlanner:
             self._add_lower_classes(draft, first)
         if self._config.stoppable and max_steps > 1 and draft.decode_only and draft.steps == 1 and not has_lower:
             self._repeat_rows(draft, max_steps)  # waiting requests are admitted after an event, not after a step
-        self._charge(draft, now)
 
     def _eligible(self, draft: StepBuilder) -> Collection[Request]:
         """Running requests that this step may compute: not those whose next token's mask is not there yet."""
         running: Collection[Request] = self._table.running.values()
         if draft.without_masks:
             running = [request for request in running if request.id not in draft.without_masks]
-        return self._micro_batches.eligible(running, draft.excluded)
+        return self._micro_batches.eligible(running, draft.excluded, draft.pageless)
 
     def _charge(self, draft: StepBuilder, now: float) -> None:
         self._yielding.on_served({row.request.rank for row in draft.rows}, now)
@@ -311,6 +321,7 @@ class StepPlanner:
                 if victim.in_flight:
                     draft.preemption_targets.add(victim)
                 if len(victims) == 1 or victim.in_flight:
+                    draft.pageless.add(request)
                     break
                 table.preempt(victim, yielding=victim.rank > request.rank)
                 draft.preempted += 1

@@ -16,7 +16,7 @@ from micro_batch_world import MicroBatchWorld
 from test_any_interleaving import MOVES, Move, apply, configs, moves
 
 from penstock.config.schema import SchedulerConfig
-from penstock.engine.core.events import AddRequest, CancelRequest
+from penstock.engine.core.events import AddRequest, CancelRequest, CreditGranted, PagesReleased
 from penstock.engine.core.plan import SampledTokens, StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.types import Qos, RequestId, RequestStage, SamplingParams, ServiceClass
@@ -116,6 +116,18 @@ def test_rows_are_shared_evenly_and_none_is_in_two_plans() -> None:
     assert [names(plan) for plan in run(own, [1, 1])] == [["c", "d"]] * 2, "the first is still in flight"
     own.commit(first, drawn(first), 0.0)
     assert own.check_leaks().total == 0
+
+
+def test_a_request_without_a_page_leaves_its_place_to_the_one_that_has_them() -> None:
+    own = scheduler(pages=8, page_tokens=1, max_chunk_tokens=1, max_model_len=8)
+    decode, prefill = request("decode", 2, answer=4), replace(request("prefill", 5, family=1), leg=RequestStage.PREFILL)
+    arrive(own, decode, prefill, CreditGranted(id=prefill.id, epoch=0))
+    plans = run(own, [0, 1] * 2)
+    assert own.memory.pool.available == 0
+    assert names(plans[-1]) == ["prefill"], "no page can be taken from it, and it is the last in order"
+    assert names(run(own, [0, 1, 0])[-1]) == ["prefill"]
+    own.apply(PagesReleased(id=prefill.id, epoch=0), 0.0)
+    assert names(run(own, [0])[0]) == ["decode"]
 
 
 def test_a_micro_batch_is_planned_once() -> None:
