@@ -119,7 +119,7 @@ class Loop:
                 request = AddRequest(
                     id=name,
                     epoch=0,
-                    leg=leg,
+                    stage=leg,
                     prompt=prompt,
                     sampling=SamplingParams(seed=0, max_tokens=self.args.answer, temperature=0.0),
                     arrival=self.now,

@@ -66,12 +66,12 @@ class Engine:
         event = AddRequest(
             id=RequestId(name),
             epoch=0,
-            leg=RequestStage.WHOLE,
+            stage=RequestStage.WHOLE,
             prompt=tokens,
             sampling=SamplingParams(seed=0, max_tokens=answer),
             arrival=self.now,
             root=BlockHash(bytes(32)),
-            claim=Qos(tenant=tenant),
+            qos=Qos(tenant=tenant),
         )
         self.scheduler.apply(event, self.now)
 

@@ -220,7 +220,7 @@ def deciding(options: argparse.Namespace) -> Iterator[Row]:
                     began = time.thread_time()
                     decision = choose_workers(ask, scene.fleet, scene.index, 0.0, how)
                     took.append(time.thread_time() - began)
-                    chosen = decision.legs[0]
+                    chosen = decision.stages[0]
                     scene.fleet.add_work(
                         chosen.worker, 1, RequestId(f"x{number}"), 1, due=ExpectedWork(tokens=1), serial=number
                     )

@@ -28,7 +28,7 @@ def arrive(number: int, prompt: tuple[int, ...], hashes: tuple[BlockHash, ...], 
     return AddRequest(
         id=RequestId(f"r{number}"),
         epoch=0,
-        leg=RequestStage.WHOLE,
+        stage=RequestStage.WHOLE,
         prompt=prompt,
         sampling=SamplingParams(seed=number, max_tokens=max_tokens),
         arrival=float(number),

@@ -151,7 +151,7 @@ class Engine:
                 AddRequest(
                     id=name,
                     epoch=0,
-                    leg=RequestStage.WHOLE,
+                    stage=RequestStage.WHOLE,
                     prompt=prompt,
                     sampling=sampling,
                     arrival=number,

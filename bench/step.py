@@ -165,7 +165,7 @@ class Worker:
                     recipient=Recipient(worker=WorkerId("w"), incarnation=1, identity=self.identity),
                     request=request,
                     epoch=1,
-                    leg=RequestStage.WHOLE,
+                    stage=RequestStage.WHOLE,
                     prompt=bytes(pack_token_ids(prompt)),
                     emitted=(),
                     sampling=SamplingParams(seed=index, max_tokens=self.length, temperature=temperature),

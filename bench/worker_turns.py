@@ -154,7 +154,7 @@ class Bench:
                 recipient=Recipient(worker=NAME, incarnation=1, identity=IDENTITY),
                 request=RequestId(f"r{self.asked}/0"),
                 epoch=1,
-                leg=RequestStage.WHOLE,
+                stage=RequestStage.WHOLE,
                 prompt=array("I", prompt).tobytes(),
                 sampling=SamplingParams(seed=1, max_tokens=max_tokens, grammar=grammar),
                 root=root,
@@ -247,18 +247,18 @@ def main() -> None:
     cached = Bench(options.tokens, size, bar_s)
     cached.turn()
     cached.ask(prompt, max_tokens=1)
-    cached.until(lambda: len(cached.mailbox._asks) == 0 and not cached.mailbox.has_work and len(cached.spent) > 3)
+    cached.until(lambda: len(cached.mailbox._requests) == 0 and not cached.mailbox.has_work and len(cached.spent) > 3)
     cached.show("computed")
     cached.ask(prompt, max_tokens=1)
     cached.turn()
-    cached.until(lambda: len(cached.mailbox._asks) == 0 and not cached.mailbox.has_work)
+    cached.until(lambda: len(cached.mailbox._requests) == 0 and not cached.mailbox.has_work)
     cached.show("cached")
 
     tier = Bench(options.tokens, size, bar_s, tier=True)
     tier.turn()
     tier.ask(prompt, max_tokens=1)
     tier.turn()
-    tier.until(lambda: len(tier.mailbox._asks) == 0 and not tier.mailbox.has_work)
+    tier.until(lambda: len(tier.mailbox._requests) == 0 and not tier.mailbox.has_work)
     tier.show("tier")
 
     sunk = {BlockHash(os.urandom(32)): 1 for _ in range(SUNK)}

@@ -149,7 +149,7 @@ class RunnerBench:
         arrive = AddRequest(
             id=RequestId(f"r{self._serial}"),
             epoch=0,
-            leg=RequestStage.WHOLE,
+            stage=RequestStage.WHOLE,
             prompt=tuple(prompt),
             sampling=sampling,
             arrival=0.0,

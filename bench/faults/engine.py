@@ -89,7 +89,7 @@ class Engine:
             AddRequest(
                 id=name,
                 epoch=1,
-                leg=RequestStage.WHOLE,
+                stage=RequestStage.WHOLE,
                 prompt=tuple(prompt),
                 sampling=SamplingParams(seed=0, max_tokens=4, temperature=0.0),
                 arrival=0.0,

@@ -102,7 +102,7 @@ async def _f3(answers: int) -> Result:
         await town.wait(20.0)
         schedulers = [worker.scheduler for worker in town.stage.workers]
         loads = [(scheduler.load().pages_used, scheduler.check_leaks().total) for scheduler in schedulers]
-        records = sum(len(worker.mailbox._asks) for worker in town.stage.workers)
+        records = sum(len(worker.mailbox._requests) for worker in town.stage.workers)
     checks = {
         f"answers differ or failed: {wrong[:2]}": not wrong,
         f"pages are held or lost: {loads}": not any(map(any, loads)),

@@ -234,7 +234,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         """
         return f"{self.salt}\0{own}" if own else self.salt
 
-    def claim(self, said: ServiceClass | None = None) -> Qos:
+    def qos(self, said: ServiceClass | None = None) -> Qos:
         """Of a request whose body says ``said``."""
         service = self.service if said is None else said
         service = service if self.requested_class is None else self.requested_class

@@ -335,7 +335,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     open_ended: bool = False  # no length was asked for: ``max_tokens`` is what the context leaves, and seldom reached
     arrival: float  # monotonic seconds on the gateway's host
     pooling: PoolingParams | None = None  # the text is only read; then ``max_tokens`` is 1 (see ``TokenBatch.pooled``)
-    claim: Qos = DEFAULT_QOS
+    qos: Qos = DEFAULT_QOS
     images: tuple[PlacedImage, ...] = ()  # in the prompt, from left to right; a sound is one of them
     pictures: tuple[MediaInput, ...] = ()  # one an image
     session: str = ""  # a hint: requests of one session go to one worker, where that costs little

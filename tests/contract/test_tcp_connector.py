@@ -306,18 +306,18 @@ def test_who_has_a_legs_token_gets_its_pages_and_no_others(things: ExitStack) ->
     one, other = granted(rig, "one", 3, 4), granted(rig, "other", 5)
     assert one.token != other.token
     caller = things.enter_context(closing(Caller(desk_of(rig))))
-    kind, proof = caller.attach(one.leg, one.token)
-    assert (kind, proof) == (frames.ATTACHED, caller.pair.sender_proof(one.token, one.leg))
-    assert caller.fetch(one.leg, 4, 3) == rig.sender_page(4) + rig.sender_page(3)
-    assert caller.fetch(one.leg, 3, 5) is None  # not of this leg
-    assert caller.fetch(other.leg, 5) is None  # not proved
-    assert caller.attach(other.leg, one.token)[0] == frames.REFUSED
-    assert caller.fetch(other.leg, 5) is None
-    assert caller.attach(other.leg, other.token)[0] == frames.ATTACHED
-    assert caller.fetch(other.leg, 5) == rig.sender_page(5)
+    kind, proof = caller.attach(one.grant_id, one.token)
+    assert (kind, proof) == (frames.ATTACHED, caller.pair.sender_proof(one.token, one.grant_id))
+    assert caller.fetch(one.grant_id, 4, 3) == rig.sender_page(4) + rig.sender_page(3)
+    assert caller.fetch(one.grant_id, 3, 5) is None  # not of this leg
+    assert caller.fetch(other.grant_id, 5) is None  # not proved
+    assert caller.attach(other.grant_id, one.token)[0] == frames.REFUSED
+    assert caller.fetch(other.grant_id, 5) is None
+    assert caller.attach(other.grant_id, other.token)[0] == frames.ATTACHED
+    assert caller.fetch(other.grant_id, 5) == rig.sender_page(5)
     desk_of(rig).revoke_access(other.request, 1)
-    assert caller.fetch(other.leg, 5) is None
-    assert caller.fetch(one.leg, 3) == rig.sender_page(3)
+    assert caller.fetch(other.grant_id, 5) is None
+    assert caller.fetch(one.grant_id, 3) == rig.sender_page(3)
 
 
 @pytest.mark.parametrize("ending", ["received", "cancelled", "cancelled by the sender"])
@@ -335,9 +335,9 @@ def test_a_legs_end_takes_its_pages_back(things: ExitStack, ending: str) -> None
     rig.until(lambda: bool(doors))
     at, other = doors[0], granted(rig, "other", 3)
     caller = things.enter_context(closing(Caller(desk_of(rig))))
-    assert caller.attach(other.leg, other.token)[0] == frames.ATTACHED
-    assert caller.attach(at.leg, at.token)[0] == frames.ATTACHED
-    assert caller.fetch(at.leg, THEIRS[0]) == rig.sender_page(THEIRS[0])
+    assert caller.attach(other.grant_id, other.token)[0] == frames.ATTACHED
+    assert caller.attach(at.grant_id, at.token)[0] == frames.ATTACHED
+    assert caller.fetch(at.grant_id, THEIRS[0]) == rig.sender_page(THEIRS[0])
     if ending == "received":
         rig.done(3)
     elif ending == "cancelled":
@@ -345,29 +345,29 @@ def test_a_legs_end_takes_its_pages_back(things: ExitStack, ending: str) -> None
     else:
         rig.sent(rig.sender.cancel_transfer(R, 1, rig.clock.now()))
     rig.until(lambda: bool(rig.released))
-    assert caller.fetch(at.leg, THEIRS[0]) is None
-    assert caller.attach(at.leg, at.token)[0] == frames.REFUSED
-    assert caller.fetch(other.leg, 3) == rig.sender_page(3)
+    assert caller.fetch(at.grant_id, THEIRS[0]) is None
+    assert caller.attach(at.grant_id, at.token)[0] == frames.REFUSED
+    assert caller.fetch(other.grant_id, 3) == rig.sender_page(3)
 
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_stranger_is_hung_up_on(things: ExitStack, kind: str) -> None:
     rig = rig_of(things, kind)
     at = granted(rig, "one", 3)
-    for leg, token in ((at.leg, bytes(32)), (at.leg + 1, at.token)):
+    for leg, token in ((at.grant_id, bytes(32)), (at.grant_id + 1, at.token)):
         caller = things.enter_context(closing(Caller(desk_of(rig))))
         with pytest.raises(ConnectionError):
             caller.attach(leg, token)
     caller = things.enter_context(closing(Caller(desk_of(rig))))
     with pytest.raises(ConnectionError):
-        caller.fetch(at.leg, 3)
+        caller.fetch(at.grant_id, 3)
 
 
 def test_what_was_overheard_opens_no_other_connection(things: ExitStack) -> None:
     rig = rig_of(things)
     at = granted(rig, "one", 3)
     first, second = (things.enter_context(closing(Caller(desk_of(rig)))) for _ in range(2))
-    said = frames.pack_head(frames.ATTACH, at.leg) + first.nonce + first.pair.receiver_proof(at.token, at.leg)
+    said = frames.pack_head(frames.ATTACH, at.grant_id) + first.nonce + first.pair.receiver_proof(at.token, at.grant_id)
     second.sock.sendall(said)
     assert second.sock.recv(1) == b""
 
@@ -378,16 +378,18 @@ def test_whatever_bytes_come_the_desk_goes_on(things: ExitStack) -> None:
     for number in range(40):
         with closing(Caller(desk_of(rig))) as caller:
             if number % 2:
-                caller.attach(at.leg, at.token)
+                caller.attach(at.grant_id, at.token)
             kind, count = dice.randrange(256), dice.choice([0, 1, 255, 65_535])
-            caller.sock.sendall(struct.pack("<BxHIQ", kind, count, 1, at.leg) + dice.randbytes(dice.randrange(3000)))
+            caller.sock.sendall(
+                struct.pack("<BxHIQ", kind, count, 1, at.grant_id) + dice.randbytes(dice.randrange(3000))
+            )
             with suppress(OSError):  # it may have hung up on us
                 caller.sock.shutdown(socket.SHUT_WR)
                 while caller.sock.recv(1 << 16):
                     pass
     caller = things.enter_context(closing(Caller(desk_of(rig))))
-    assert caller.attach(at.leg, at.token)[0] == frames.ATTACHED
-    assert caller.fetch(at.leg, 3) == rig.sender_page(3)
+    assert caller.attach(at.grant_id, at.token)[0] == frames.ATTACHED
+    assert caller.fetch(at.grant_id, 3) == rig.sender_page(3)
 
 
 def test_strangers_do_not_take_all_places(things: ExitStack) -> None:
@@ -403,7 +405,7 @@ def test_strangers_do_not_take_all_places(things: ExitStack) -> None:
         """Threads of the desk notice on their own that its callers have left."""
         try:
             with closing(Caller(desk_of(rig))) as caller:
-                return caller.attach(at.leg, at.token)[0] == frames.ATTACHED
+                return caller.attach(at.grant_id, at.token)[0] == frames.ATTACHED
         except ConnectionError:
             return False
 

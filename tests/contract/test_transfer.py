@@ -108,7 +108,7 @@ def test_what_is_offered_in_one_go_is_announced_by_and_by(rig: Rig, monkeypatch:
         rig.expect(list(range(16)) if request == "r" else list(range(16, 32)), tokens=256, request=request)
     rig.until(lambda: len(rig.granted) == 2)
     for request in names:
-        rig.sender._legs[request].enough = LAYOUT.page_bytes
+        rig.sender._transfers[request].enough = LAYOUT.page_bytes
         said = []
         for block in range(16):
             offer = PageOffer(request=request, epoch=1, index=block, page=PageId(block), tokens=16, generation=1)

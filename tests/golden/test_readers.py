@@ -79,7 +79,7 @@ class Bench:
         arrive = AddRequest(
             id=RequestId(f"r{self._serial}"),
             epoch=0,
-            leg=RequestStage.WHOLE,
+            stage=RequestStage.WHOLE,
             prompt=tokens,
             sampling=SamplingParams(seed=0, max_tokens=1),
             arrival=0.0,

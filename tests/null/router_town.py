@@ -271,7 +271,7 @@ class Town:
         for worker in self.stage.workers:
             pages, leaked = worker.scheduler.load().pages_used, worker.scheduler.check_leaks().total
             legs, pulls = worker.sender.open_transfers, worker.receiver.open_pulls
-            if not worker.stopped and (pages or leaked or legs or pulls or len(worker.mailbox._asks)):
+            if not worker.stopped and (pages or leaked or legs or pulls or len(worker.mailbox._requests)):
                 found.append(f"{worker.name}: {pages} pages, {leaked} leaked, {legs} legs, {pulls} pulls")
         return found
 

@@ -89,7 +89,7 @@ def requests(count: int) -> list[AddRequest]:
             AddRequest(
                 id=RequestId(f"r{number}"),
                 epoch=0,
-                leg=RequestStage.WHOLE,
+                stage=RequestStage.WHOLE,
                 prompt=tuple(range(length)) if number % 2 else tuple(range(number, number + length)),
                 sampling=SamplingParams(
                     seed=number % 5,
@@ -169,7 +169,7 @@ def test_credits_are_seen_before_the_step_runs() -> None:
     seen: list[tuple[float, tuple[RequestId, ...]]] = []
     mailbox.on_plan = lambda plan: seen.append((runner.clock.now(), tuple(r.id for r in plan.reserved)))
     first, second = requests(2)
-    mailbox.events = [first, replace(second, leg=RequestStage.DECODE)]
+    mailbox.events = [first, replace(second, stage=RequestStage.DECODE)]
     loop.step()
     assert seen == [(0.0, (second.id,))]
     assert runner.clock.now() > 0.0

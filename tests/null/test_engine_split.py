@@ -47,8 +47,8 @@ class Split:
     def submit(self, event: AddRequest) -> None:
         self.events[event.id] = event
         self.tokens.setdefault(event.id, [])
-        self.sent.append((self.decode, replace(event, leg=RequestStage.DECODE)))
-        self.prefill.apply(replace(event, leg=RequestStage.PREFILL), 0.0)
+        self.sent.append((self.decode, replace(event, stage=RequestStage.DECODE)))
+        self.prefill.apply(replace(event, stage=RequestStage.PREFILL), 0.0)
 
     def deliver(self) -> None:
         """A random part of what is under way, in order."""
@@ -112,7 +112,7 @@ def requests(count: int) -> list[AddRequest]:
         AddRequest(
             id=RequestId(f"r{number}"),
             epoch=0,
-            leg=RequestStage.WHOLE,
+            stage=RequestStage.WHOLE,
             prompt=tuple(range(number % 3, random.choice([4, 16, 33, 40, 64]) + number % 3)),
             sampling=SamplingParams(seed=number, max_tokens=random.choice([1, 2, 25]), stop_token_ids=(5,)),
             arrival=float(number),

@@ -179,7 +179,7 @@ def test_a_worker_outlives_whatever_a_gateway_says(stage: Stage, kind: type) -> 
     other.send(Hello(gateway="other", incarnation=1))
     plain = {
         "prompt": bytes(pack_token_ids((1, 2, 3))),
-        "leg": RequestStage.WHOLE,
+        "stage": RequestStage.WHOLE,
         "pages_from": None,
         "images": (),
         "pictures": (),
@@ -225,7 +225,7 @@ def test_a_worker_outlives_whatever_another_worker_says(stage: Stage, kind: type
                 recipient=worker.recipient,
                 request=request,
                 epoch=1,
-                leg=RequestStage.DECODE,
+                stage=RequestStage.DECODE,
                 prompt=bytes(pack_token_ids(range(20))),
                 pages_from=source,
                 sampling=SamplingParams(seed=1, max_tokens=4),
@@ -262,7 +262,7 @@ def test_a_worker_outlives_whatever_another_worker_says(stage: Stage, kind: type
 def test_what_the_model_cannot_compute_is_given_back(stage: Stage, fields: dict[str, Any]) -> None:
     worker = stage.worker("both-0", Role.BOTH)
     plain = Submit(
-        recipient=worker.recipient, request=RequestId("r"), epoch=1, leg=RequestStage.WHOLE,
+        recipient=worker.recipient, request=RequestId("r"), epoch=1, stage=RequestStage.WHOLE,
         prompt=bytes(pack_token_ids((1, 2, 3))),
         sampling=SamplingParams(seed=1, max_tokens=4), root=chain_root(IDENTITY),
     )  # fmt: skip

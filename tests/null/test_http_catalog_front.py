@@ -32,13 +32,13 @@ async def test_the_front_says_for_whom_it_asks():
     async with stage(ring=known) as on:
         for _ in range(2):
             assert (await on.post(TEXT, BODY, headers=asked_for(BATCH))).status_code == 200
-        claim = on.streams.opened[0].claim
+        claim = on.streams.opened[0].qos
         assert (claim.tenant, claim.weight, claim.service) == ("t1", 2.0, ServiceClass.BATCH)
         assert on.streams.opened[0].cache_salt == "t1"
         refused = await on.post(TEXT, BODY, headers=asked_for(BATCH))
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert (await on.post(TEXT, BODY, headers=FRONT)).status_code == 200
-        assert on.streams.opened[-1].claim.tenant == ""
+        assert on.streams.opened[-1].qos.tenant == ""
         assert known.tenant_count == 1
 
 
@@ -58,7 +58,7 @@ async def test_nobody_else_is_believed():
         )
     async with stage(ring=ring(a=Tenant(id="a"))) as on:
         assert (await on.post(TEXT, BODY, headers=header | {"authorization": "Bearer a"})).status_code == 200
-        assert on.streams.opened[0].claim.tenant == "a"
+        assert on.streams.opened[0].qos.tenant == "a"
 
 
 async def test_idempotency_keys_belong_to_tenants():

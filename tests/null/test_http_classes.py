@@ -59,7 +59,7 @@ async def test_the_class_of_a_request(fields: dict[str, Any], header: str | None
         headers = {"x-penstock-class": header} if header else {}
         answer = await on.post(CHAT, body(**fields), headers=headers)
         assert answer.status_code == 200, answer.text
-        claim = on.streams.opened[0].claim
+        claim = on.streams.opened[0].qos
         assert claim.service is service
         assert claim.max_wait_s == (None if service is INTERACTIVE else 600.0)
 
@@ -101,8 +101,8 @@ async def test_tenants_share_neither_turns_nor_pages():
         assert (await on.post(CHAT, body(), **key("bob", **{"x-penstock-max-wait-s": "5"}))).status_code == 200
         assert (await on.post(CHAT, body(), **key("eve"))).status_code == 401
         ann, bob = on.streams.opened
-        assert (ann.claim.tenant, ann.claim.weight, ann.claim.service) == ("a1", 2.0, INTERACTIVE)
-        assert (bob.claim.tenant, bob.claim.service, bob.claim.max_wait_s) == ("b2", BATCH, 5.0)
+        assert (ann.qos.tenant, ann.qos.weight, ann.qos.service) == ("a1", 2.0, INTERACTIVE)
+        assert (bob.qos.tenant, bob.qos.service, bob.qos.max_wait_s) == ("b2", BATCH, 5.0)
         assert ann.prompt == bob.prompt
         assert ann.cache_salt != bob.cache_salt
 

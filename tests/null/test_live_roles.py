@@ -74,7 +74,7 @@ async def test_a_drained_worker_hands_its_answers_over_and_nothing_is_computed_a
         assert 0 < len(mine) < 6
         row = await town.tell("decode-0", duty=Duty.DRAIN)
         assert row["state"] == "draining"
-        await town.until(lambda: not len(town.worker("decode-0").mailbox._asks), turns=100)
+        await town.until(lambda: not len(town.worker("decode-0").mailbox._requests), turns=100)
         assert not resubmitted(town)
         assert all(not client.over for client in mine)
         await all_true(town, clients)
@@ -93,7 +93,7 @@ async def test_an_answer_moves_again_and_again() -> None:
         for _ in range(4):
             name = writer(town, client)
             await town.tell(name, duty=Duty.DRAIN)
-            await town.until(lambda name=name: not len(town.worker(name).mailbox._asks), turns=60)
+            await town.until(lambda name=name: not len(town.worker(name).mailbox._requests), turns=60)
             assert not resubmitted(town)
             await town.tell(name, duty=Duty.SERVE)
         await all_true(town, [client])
@@ -147,7 +147,7 @@ async def test_a_decode_worker_becomes_a_prefill_worker_amid_its_answers() -> No
         clients = await crowd(town, 6)
         row = await town.tell("decode-0", role=Role.PREFILL)
         assert row["role"] == "prefill"
-        await town.until(lambda: not len(town.worker("decode-0").mailbox._asks), turns=100)
+        await town.until(lambda: not len(town.worker("decode-0").mailbox._requests), turns=100)
         assert not resubmitted(town)
         more = [town.ask(f"m{i}", prompt=tuple(range(400 + i, 460 + i)), max_tokens=20) for i in range(6)]
         await all_true(town, clients + more)
@@ -228,7 +228,7 @@ async def test_a_message_is_lost_amid_the_move(kind: type, nth: int) -> None:
         clients = await crowd(town, 3, max_tokens=200)
         hub.loses = Nth(kind, nth)
         await town.tell("decode-0", duty=Duty.DRAIN)
-        await town.until(lambda: not len(town.worker("decode-0").mailbox._asks))
+        await town.until(lambda: not len(town.worker("decode-0").mailbox._requests))
         await all_true(town, clients)
         await town.assert_idle(within=6.0)
 

@@ -71,7 +71,7 @@ async def test_an_answer_goes_on_and_each_token_stays_who_computed_it(layout, di
         client.assert_true_answer()
         decisions = town.router.debug(client.request.id)
         assert {decision.identity for decision in decisions} == {MIXED}
-        placed = sum(bool(decision.legs) for decision in decisions)
+        placed = sum(bool(decision.stages) for decision in decisions)
         assert placed == 1 if dies == "reader" else placed > 1
         await town.assert_idle()
 

@@ -28,7 +28,7 @@ class Sick(Town):
             if client.over or len(client.tokens) < POISON_AT:
                 continue
             for name in self.alive:
-                if any(client.request.id == own for own in self.worker(name).mailbox._asks._asks):
+                if any(client.request.id == own for own in self.worker(name).mailbox._requests._requests):
                     self.kill(name, fault=True)
                     self.fork(name)
                     self.deaths += 1

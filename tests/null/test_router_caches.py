@@ -37,7 +37,7 @@ async def test_a_chat_goes_on_where_its_beginning_lies_answers_included():
             await town.finish(client)
             client.assert_true_answer()
             (decision,) = town.router.debug(client.request.id)
-            homes.add(decision.legs[0].worker)
+            homes.add(decision.stages[0].worker)
             cached = (len(known) - 5) // 16 * 16 if turn else 0
             assert client.batches[0].cached_tokens >= cached - 16
             known += (*client.tokens, turn, turn, turn, turn, turn)
@@ -83,8 +83,8 @@ async def test_a_prompt_waits_for_another_that_begins_alike_when_that_is_sooner(
         second = town.ask("second", prompt=(*range(120), 7, 7, 7, 7, 7, 7, 7, 7, 7))
         await town.finish()
         assert (
-            town.router.debug(first.request.id)[0].legs[0].worker
-            == town.router.debug(second.request.id)[0].legs[0].worker
+            town.router.debug(first.request.id)[0].stages[0].worker
+            == town.router.debug(second.request.id)[0].stages[0].worker
         )
         assert second.batches[0].cached_tokens == 112
 

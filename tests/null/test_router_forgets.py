@@ -52,7 +52,7 @@ async def test_a_place_that_was_somebody_elses_is_as_good_as_new() -> None:
         await town.finish(client)
         client.assert_true_answer()
         (decision,) = town.router.debug(client.request.id)
-        assert [chosen.worker for chosen in decision.legs] == ["both-new"]
+        assert [chosen.worker for chosen in decision.stages] == ["both-new"]
         assert {reason.worker for reason in decision.reasons()} == {"both-home", "both-new"}
 
 

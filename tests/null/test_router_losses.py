@@ -321,7 +321,7 @@ async def test_a_report_of_a_later_process_closes_the_link_to_the_earlier_one():
     async with Town("both-0", "both-1") as town:
         client = town.ask(max_tokens=40)
         await town.until(lambda: len(client.tokens) >= 2)
-        name = town.router.debug(client.request.id)[0].legs[0].worker
+        name = town.router.debug(client.request.id)[0].stages[0].worker
         other = next(each for each in town.alive if each != name)
         report = town.router.fleet.reports[town.router.fleet.slot(name)]
         later = msgspec.structs.replace(report, incarnation=report.incarnation + 1)
@@ -329,7 +329,7 @@ async def test_a_report_of_a_later_process_closes_the_link_to_the_earlier_one():
         assert town.router._links.link_to(name, report.incarnation) is None
         await town.finish()
         client.assert_true_answer()
-        assert town.router.debug(client.request.id)[-1].legs[0].worker == other
+        assert town.router.debug(client.request.id)[-1].stages[0].worker == other
 
 
 async def _two_models(config: GatewayConfig) -> tuple[Town, ModelIdentity]:
@@ -351,7 +351,7 @@ async def test_a_worker_of_another_model_is_given_nothing_while_all_others_are_a
     assert row["reason"].startswith("it serves another model (another) than this gateway (")
     client = town.ask()
     await town.wait(1.0)
-    assert not town.router.debug(client.request.id)[-1].legs
+    assert not town.router.debug(client.request.id)[-1].stages
     await town.tell("both-0", duty=Duty.SERVE)
     await town.finish()
     client.assert_true_answer()

@@ -41,11 +41,11 @@ async def test_both_legs_take_part_in_a_split_and_one_worker_in_the_last_token()
         town.ask("short", max_tokens=1)
         await town.finish()
         (long,), (short,) = town.router.debug(RequestId("long")), town.router.debug(RequestId("short"))
-        assert [(chosen.leg, chosen.worker) for chosen in long.legs] == [
+        assert [(chosen.stage, chosen.worker) for chosen in long.stages] == [
             (RequestStage.DECODE, "decode-0"),
             (RequestStage.PREFILL, "prefill-0"),
         ]
-        assert [(chosen.leg, chosen.worker) for chosen in short.legs] == [(RequestStage.WHOLE, "prefill-0")]
+        assert [(chosen.stage, chosen.worker) for chosen in short.stages] == [(RequestStage.WHOLE, "prefill-0")]
         assert len(long.reasons()) == 2
         assert town.worker("decode-0").receiver.counters.pages > 0
 

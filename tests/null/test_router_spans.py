@@ -37,7 +37,7 @@ async def test_workers_that_stand_still_are_a_retry():
         client = ask(town, max_tokens=40)
         await town.until(lambda: len(client.tokens) > 3)
         (decision,) = town.router.debug(client.request.id)
-        for leg in decision.legs:
+        for leg in decision.stages:
             stand_still(town.worker(leg.worker))
         await town.until(lambda: client.over, turns=1200, seconds=0.01)
         client.assert_true_answer()
@@ -164,7 +164,7 @@ async def test_nothing_is_measured_of_what_nobody_records():
     async with Town(*SPLIT, tracer=notes) as town:
         client = town.ask(max_tokens=20)
         await town.until(lambda: len(client.tokens) >= 3)
-        asks = [ask for name in SPLIT for ask in town.worker(name).mailbox._asks.all()]
+        asks = [ask for name in SPLIT for ask in town.worker(name).mailbox._requests.all()]
         assert asks
         assert all(ask.phases is None for ask in asks)
         await town.finish(client)

@@ -58,12 +58,12 @@ async def test_a_worker_that_stops_in_mid_answer_loses_it() -> None:
         client = town.ask(max_tokens=30)
         await town.until(lambda: len(client.tokens) > 3)
         (decision,) = town.router.debug(client.request.id)
-        stand_still(town.worker(decision.legs[0].worker))
+        stand_still(town.worker(decision.stages[0].worker))
         began = town.clock.now()
         await town.until(lambda: client.over, turns=800, seconds=0.01)
         client.assert_true_answer()
         assert STILL_S <= town.clock.now() - began < STILL_S + 1.0
-        assert [suspect.worker for suspect in town.suspects] == [decision.legs[0].worker]
+        assert [suspect.worker for suspect in town.suspects] == [decision.stages[0].worker]
 
 
 async def test_alone_it_is_probed_and_reported_and_its_requests_fail_in_the_end() -> None:

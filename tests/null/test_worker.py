@@ -134,7 +134,7 @@ def test_a_silent_gateway_loses_its_requests():
     stage.turn()
     for worker in (prefill, decode):
         assert worker.scheduler.load().pages_used == 0
-        assert len(worker.mailbox._asks) == 0
+        assert len(worker.mailbox._requests) == 0
 
 
 def test_a_prefill_worker_that_stops_is_given_up_and_the_request_returned():

@@ -19,7 +19,7 @@ def test_a_new_connection_of_a_gateway_gives_everything_back(after: int):
     stage.ask_split(list(range(100)), prefill, decode, max_tokens=30)
     for _ in range(after):
         stage.turn()
-    held = {worker.name: worker.mailbox._asks.get("r") is not None for worker in (prefill, decode)}
+    held = {worker.name: worker.mailbox._requests.get("r") is not None for worker in (prefill, decode)}
     for worker in (prefill, decode):
         worker.reconnect()
     stage.run()
@@ -69,8 +69,8 @@ def test_a_gateway_that_never_comes_back_is_forgotten():
     for seconds in (11.0, REMEMBERED_S):
         stage.clock.advance(seconds)
         stage.turn()
-    assert decode.mailbox._asks._gateways == {}
-    assert decode.mailbox._asks._by_peer == {}
+    assert decode.mailbox._requests._gateways == {}
+    assert decode.mailbox._requests._by_peer == {}
 
 
 def test_what_a_dead_gateway_asked_for_is_dropped_before_its_successor_speaks():
@@ -86,7 +86,7 @@ def test_what_a_dead_gateway_asked_for_is_dropped_before_its_successor_speaks():
     for _ in range(4):
         stage.turn(0.06)
     for worker in (prefill, decode):
-        assert len(worker.mailbox._asks) == 0
+        assert len(worker.mailbox._requests) == 0
         assert worker.scheduler.load().pages_used == 0
         worker.link.send(Hello(gateway="g", incarnation=2))
     stage.ask_split([1, 2, 3], prefill, decode, request="t")
@@ -189,7 +189,7 @@ def test_a_source_is_connected_to_while_the_request_still_waits_for_room():
     stage.ask([2] * 100, to=decode, leg=RequestStage.DECODE, request="later", pages_from=prefill)
     stage.turn()
     assert not decode.receiver.open_pulls
-    assert [link.endpoint for link in decode.mailbox._hand_overs.links()] == [prefill.endpoint]
+    assert [link.endpoint for link in decode.mailbox._transfer.links()] == [prefill.endpoint]
 
 
 def test_only_the_latest_incarnation_of_a_source_is_asked():
@@ -202,12 +202,12 @@ def test_only_the_latest_incarnation_of_a_source_is_asked():
     stage.ask_split(list(range(100)), again, decode, request="new")
     stage.run()
     assert reasons(stage) == {"d": ["pages_lost: sender gone"]}
-    assert [link.endpoint for link in decode.mailbox._hand_overs.links()] == [again.endpoint]
+    assert [link.endpoint for link in decode.mailbox._transfer.links()] == [again.endpoint]
     assert stage.answer("new") == expected(100)
     stage.ask([5] * 20, to=decode, leg=RequestStage.DECODE, request="late", pages_from=prefill)
     stage.run()
     assert reasons(stage)["d"][1:] == ["pages_lost: no way to the source"]
-    assert [link.endpoint for link in decode.mailbox._hand_overs.links()] == [again.endpoint]
+    assert [link.endpoint for link in decode.mailbox._transfer.links()] == [again.endpoint]
     stage.assert_idle()
 
 
@@ -216,9 +216,9 @@ def test_a_link_to_a_source_that_never_returns_is_closed_and_made_again_when_it_
     stage.ask_split(list(range(100)), prefill, decode)
     stage.run()
     stage.wait(50.0)
-    assert [link.endpoint for link in decode.mailbox._hand_overs.links()] == [prefill.endpoint]
+    assert [link.endpoint for link in decode.mailbox._transfer.links()] == [prefill.endpoint]
     stage.wait(15.0)
-    assert decode.mailbox._hand_overs.links() == []
+    assert decode.mailbox._transfer.links() == []
     assert stage.reports["d"].counters["peer_links_closed"] == 1
     stage.ask_split(list(range(90)), prefill, decode, request="later")
     stage.run()
@@ -233,8 +233,8 @@ def test_a_request_that_waits_for_room_longer_than_its_link_lives_finds_its_sour
     stage.turn()
     stage.ask_split([2] * 100, prefill, decode, request="later")
     stage.turn()
-    decode.mailbox._hand_overs.tick(stage.clock.now() + 61.0)
-    assert decode.mailbox._hand_overs.links() == []
+    decode.mailbox._transfer.tick(stage.clock.now() + 61.0)
+    assert decode.mailbox._transfer.links() == []
     stage.run()
     assert stage.answer("later") == expected(100)
     assert reasons(stage) == {}

@@ -276,7 +276,7 @@ class Stage:
             key: more.pop(key) for key in ("recipient", "request", "epoch", "emitted", "age_s", "joins") if key in more
         }
         submit = Submit(
-            leg=leg,
+            stage=leg,
             prompt=bytes(pack_token_ids(prompt)),
             sampling=SamplingParams(**{"seed": 7, "max_tokens": 8} | more),
             root=chain_root(IDENTITY),
@@ -315,7 +315,7 @@ class Stage:
             assert worker.scheduler.check_leaks().total == 0
             assert not worker.sender.open_transfers
             assert not worker.receiver.open_pulls
-            assert len(worker.mailbox._asks) == 0
+            assert len(worker.mailbox._requests) == 0
             assert self.reports[worker.name].kv_pages_leaked == 0
 
 

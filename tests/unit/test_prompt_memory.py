@@ -58,7 +58,7 @@ def test_a_worker_keeps_a_prompt_in_few_bytes_a_token():
         recipient=Recipient(worker=WorkerId("w"), incarnation=1, identity=IDENTITY),
         request=RequestId("r"),
         epoch=1,
-        leg=RequestStage.WHOLE,
+        stage=RequestStage.WHOLE,
         prompt=bytes(pack_token_ids(range(TOKENS))),
         sampling=SamplingParams(seed=1, max_tokens=8),
         root=chain_root(IDENTITY),

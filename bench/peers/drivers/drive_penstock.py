@@ -75,7 +75,7 @@ class Engine:
         request = AddRequest(
             id=RequestId(f"r{self._serial}"),
             epoch=0,
-            leg=RequestStage.WHOLE,
+            stage=RequestStage.WHOLE,
             prompt=tuple(prompt),
             sampling=SamplingParams(seed=0, max_tokens=tokens, temperature=0.0),
             arrival=float(self._serial),

@@ -212,7 +212,7 @@ class Endpoints:
             with closing(source), traced as span:
                 headers = [(b"x-request-id", context.id.encode()), *trace_response_header(span)]
                 response = TranscriptionResponse(with_span(span, behind.streams), self._shedder)
-                await response.send(exchange, source, context.caller.claim(), headers)
+                await response.send(exchange, source, context.caller.qos(), headers)
 
         return self.factory.form_endpoint(work, behind.limits.max_audio_bytes + FORM_BYTES)
 
@@ -254,7 +254,7 @@ class Endpoints:
         span: Span,
     ) -> None:
         used = TokenUsage.of(prompt=prepared.tokens, completion=0, cached=0)
-        with self._shedder.admit(exchange, prepared.requests[0].claim, [prepared.tokens]) as admitted:
+        with self._shedder.admit(exchange, prepared.requests[0].qos, [prepared.tokens]) as admitted:
             streams = with_span(span, self._behind.streams)
             pooled = await pool_all(streams, prepared, self._behind.limits.max_inputs_at_once)
             admitted.on_token(0)
@@ -273,7 +273,7 @@ class Endpoints:
         prepared = request.prepared
         head = _head(context.name, prepared, context.identity)
         cached = self._cached(exchange, request, context.identity)
-        claim = prepared.requests[0].claim
+        claim = prepared.requests[0].qos
         with (
             self._source(request.keyed, cached, head.id) as source,
             self._shedder.admit(exchange, claim, _costs(prepared, cached, source.resume)) as admitted,

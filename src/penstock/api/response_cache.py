@@ -48,7 +48,7 @@ ENTRY_BYTES = 320
 """Bytes that an entry takes in addition to its packed response: objects, entries of two tables."""
 
 UNKEYED_FIELDS = frozenset(
-    {"id", "arrival", "block_hashes", "session", "pictures", "claim", "begun", "open_ended", "trace"}
+    {"id", "arrival", "block_hashes", "session", "pictures", "qos", "begun", "open_ended", "trace"}
 )
 """Fields of a request that do not determine its tokens.  Pictures are identified by their hashes, in ``images``."""
 
@@ -116,7 +116,7 @@ def response_key(request: ValidRequest, identity: ModelIdentity) -> ResponseKey:
     parts = {name: getattr(request, name) for name in _KEYED}
     sampling = msgspec.structs.replace(request.sampling, **changes)
     parts["sampling"] = msgspec.to_builtins(sampling, str_keys=True)  # in its own order: keys of biases are sorted
-    return ResponseKey(request.claim.tenant, blake3(_pack((identity, parts))).digest())
+    return ResponseKey(request.qos.tenant, blake3(_pack((identity, parts))).digest())
 
 
 @dataclass(slots=True)

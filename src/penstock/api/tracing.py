@@ -69,7 +69,7 @@ class RequestTracing:
             return prepared
         processing = self._tracer.begin(span.context, INTAKE, since)
         processing.set_attributes(penstock__requests=len(prepared.requests))
-        span.set_attributes(penstock__class=prepared.requests[0].claim.service.name.lower())
+        span.set_attributes(penstock__class=prepared.requests[0].qos.service.name.lower())
         processing.end(self._clock.now())
         requests = tuple(msgspec.structs.replace(request, trace=span.context) for request in prepared.requests)
         return msgspec.structs.replace(prepared, requests=requests)

@@ -148,7 +148,7 @@ class EncoderStage:
         self._store = EncoderCache(cache_bytes)
         self._waiting: dict[RequestId, PendingMedia] = {}
         self._elsewhere = elsewhere or NoRemoteEncoder()
-        self._asked: dict[bytes, int] = {}  # elsewhere: bytes of rows to come
+        self._pending_bytes: dict[bytes, int] = {}  # elsewhere: bytes of rows to come
         self._own: set[bytes] = set()  # that could not be had elsewhere
         self._begun: tuple[bytes, MediaEncoding] | None = None
         self.counters = EncoderCounters()
@@ -183,7 +183,7 @@ class EncoderStage:
         """What is to be encoded for a request that has just come."""
         self._check(event)
         covered = self._covered(event)
-        shown = zip(event.images, event.media, strict=True) if event.leg is not RequestStage.DECODE else ()
+        shown = zip(event.images, event.media, strict=True) if event.stage is not RequestStage.DECODE else ()
         pairs = tuple((image, picture) for image, picture in shown if image.end > covered)
         self._store.pin(event.id, (image.content for image, _ in pairs))
         self.counters.queries += len(pairs)
@@ -221,26 +221,26 @@ class EncoderStage:
     def encode_slice(self) -> bool:
         """Encode a little of what is waited for; False when there was nothing to do, or no room."""
         begin = self._clock()
-        heard = self._hear()
+        heard = self._collect_remote()
         if self._begun is None and not self._begin():
             return heard
         while self._begun is not None:
             content, encoding = self._begun
             if encoding.advance(self._ops):
                 self._begun = None
-                self._keep(content, encoding)
+                self._store_encoding(content, encoding)
             if self._clock() - begin >= SLICE_S:
                 break
         self.counters.slices += 1
         self.counters.seconds += self._clock() - begin
         return True
 
-    def _hear(self) -> bool:
+    def _collect_remote(self) -> bool:
         """Take what other encoders have sent."""
         heard = False
         for content, rows_ND in self._elsewhere.results():
             heard = True
-            self._asked.pop(content, None)
+            self._pending_bytes.pop(content, None)
             if rows_ND is None:
                 self._own.add(content)
             else:
@@ -256,13 +256,13 @@ class EncoderStage:
         """
         for wanted in self._waiting.values():
             for image, picture in wanted.pairs:
-                if image.content in self._store or image.content in self._asked:
+                if image.content in self._store or image.content in self._pending_bytes:
                     continue
                 if not self._has_room(image):
                     return False
                 own = image.content in self._own
                 if not own and self._elsewhere.request_rows(wanted.sources, image, picture, self._encoder().width):
-                    self._asked[image.content] = self._nbytes(image)
+                    self._pending_bytes[image.content] = self._nbytes(image)
                     continue
                 self._begun = (image.content, self._encoder().begin(self._ops, picture))
                 return True
@@ -272,9 +272,9 @@ class EncoderStage:
         gone_on = [owner for owner in self._store.pinning_requests if owner not in self._waiting]
         if not self._store.pinned_bytes(gone_on):
             return True
-        return self._store.pinned_bytes() + sum(self._asked.values()) + self._nbytes(image) <= self._store.limit
+        return self._store.pinned_bytes() + sum(self._pending_bytes.values()) + self._nbytes(image) <= self._store.limit
 
-    def _keep(self, content: bytes, encoding: MediaEncoding) -> None:
+    def _store_encoding(self, content: bytes, encoding: MediaEncoding) -> None:
         self.counters.images += 1
         self._own.discard(content)
         self._store.put(content, encoding.rows)
@@ -295,7 +295,7 @@ class EncoderStage:
         encoding = self._encoder().begin(self._ops, pictures[index])
         while not encoding.advance(self._ops):
             pass
-        self._keep(image.content, encoding)
+        self._store_encoding(image.content, encoding)
         return encoding.rows
 
     # --- checks -------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class EncoderStage:
             if image.at < end or image.end > len(event.prompt):
                 raise ImageRefused("an image is not within the prompt, or stands over another one")
             end = image.end
-        if event.leg is RequestStage.DECODE:
+        if event.stage is RequestStage.DECODE:
             return
         if len(event.media) != len(event.images):
             raise ImageRefused(f"{len(event.images)} images, {len(event.media)} pictures")

@@ -345,7 +345,7 @@ class PoolingModelProcessor(SingleTaskProcessor):
                 block_hashes=(),
                 sampling=READ_ONLY,
                 arrival=envelope.arrival,
-                claim=envelope.caller.claim(),
+                qos=envelope.caller.qos(),
                 pooling=wanted,
             )
             for index, (tokens, wanted) in enumerate(texts)

@@ -456,7 +456,7 @@ class GenerationProcessor:
                         session=envelope.session or call.session,
                         adapter=adapter,
                         cache_salt=salt,
-                        claim=envelope.caller.claim(call.service),
+                        qos=envelope.caller.qos(call.service),
                     )
                 )
                 answers.append(

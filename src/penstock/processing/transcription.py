@@ -397,7 +397,7 @@ class WindowedTranscription:
             pictures=(sound,),
             session=self._context.session,
             cache_salt=salt,
-            claim=caller.claim(),
+            qos=caller.qos(),
         )
 
     async def _hear(self, index: int) -> WindowAudio:

@@ -74,7 +74,7 @@ class PlacementRules:
 class ChosenWorker:
     """One worker's part in a decision."""
 
-    leg: RequestStage
+    stage: RequestStage
     slot: int
     worker: WorkerId
     incarnation: int
@@ -87,7 +87,7 @@ class ChosenWorker:
 class CandidateReason:
     """Why a worker was, or was not, chosen for a leg."""
 
-    leg: RequestStage | None  # None: it was no candidate for any
+    stage: RequestStage | None  # None: it was no candidate for any
     worker: WorkerId
     chosen: bool
     explanation: str
@@ -104,7 +104,7 @@ class Decision:
     at: float
     policy: str
     identity: ModelIdentity | None
-    legs: tuple[ChosenWorker, ...] = ()
+    stages: tuple[ChosenWorker, ...] = ()
     encoders: tuple[PageSource, ...] = ()  # of a request with images: those that may be asked for their rows
     explanation: str = ""  # why it is split, or is not
     names: tuple[WorkerId, ...] = ()  # by slot
@@ -118,22 +118,22 @@ class Decision:
     @property
     def prefill(self) -> ChosenWorker | None:
         """The worker that reads the prompt: of the prefill leg, or of the whole."""
-        return next((chosen for chosen in self.legs if chosen.leg is not RequestStage.DECODE), None)
+        return next((chosen for chosen in self.stages if chosen.stage is not RequestStage.DECODE), None)
 
     @property
     def decode(self) -> ChosenWorker | None:
         """The worker that writes the answer: of the decode leg, or of the whole."""
-        return next((chosen for chosen in self.legs if chosen.leg is not RequestStage.PREFILL), None)
+        return next((chosen for chosen in self.stages if chosen.stage is not RequestStage.PREFILL), None)
 
     def reasons(self) -> tuple[CandidateReason, ...]:
         """One reason a candidate and leg (the best of each), and one a worker that was no candidate."""
-        taken = {(chosen.leg, chosen.slot) for chosen in self.legs}
+        taken = {(chosen.stage, chosen.slot) for chosen in self.stages}
         reasons: list[CandidateReason] = []
         for weighed in self.scores:
             for slot, column in zip(weighed.slots.tolist(), weighed.numbers.T.tolist(), strict=True):
                 numbers = dict(zip(weighed.names, column, strict=True))
-                chosen = (weighed.leg, slot) in taken
-                reasons.append(CandidateReason(weighed.leg, self.names[slot], chosen, _in_words(numbers), numbers))
+                chosen = (weighed.stage, slot) in taken
+                reasons.append(CandidateReason(weighed.stage, self.names[slot], chosen, _in_words(numbers), numbers))
         known = {slot for weighed in self.scores for slot in weighed.slots.tolist()}
         aside = dict(self.excluded)
         for slot, standing in enumerate(self.states):
@@ -177,7 +177,7 @@ def choose_workers(
         for identity in _identities(ask, fleet, how.mixed_numerics):
             set_aside: dict[int, str] = {}
             choice = how.policy.choose(seen.view(fleet, identity, now, set_aside, room))
-            if choice.legs:
+            if choice.stages:
                 return _decision(seen, fleet, (identity, now), choice, set_aside)
     return _decision(seen, fleet, (ask.identity, now), PolicyChoice(), _aside(seen, fleet, now))
 
@@ -197,7 +197,7 @@ def choose_migration_target(
     for room in seen.rooms():
         view = seen.view(fleet, ask.identity, now, set_aside, room)
         able = [slot for slot in (*view.decode.tolist(), *view.aggregated.tolist()) if fleet.can_transfer_kv(slot)]
-        if able and not choice.legs:
+        if able and not choice.stages:
             choice = how.policy.choose_decode(replace(view, decode=np.array(able, dtype=np.intp)))
     return _decision(seen, fleet, (ask.identity, now), choice, set_aside)
 
@@ -293,7 +293,7 @@ class _Seen:
             affinity_key=self.key,
             tie_break=self.luck,
             has_session=bool(self.ask.request.session),
-            interactive=self.ask.request.claim.service is ServiceClass.INTERACTIVE,
+            interactive=self.ask.request.qos.service is ServiceClass.INTERACTIVE,
             prefill=slots[Role.PREFILL],
             decode=slots[Role.DECODE],
             aggregated=slots[Role.BOTH],
@@ -389,16 +389,16 @@ def _decision(
         at=now,
         policy=seen.how.policy.name,
         identity=identity,
-        legs=tuple(_chosen(seen, fleet, leg, slot) for leg, slot in choice.legs),
-        encoders=_encoders(seen.ask, fleet, identity, now) if choice.legs else (),
+        stages=tuple(_chosen(seen, fleet, leg, slot) for leg, slot in choice.stages),
+        encoders=_encoders(seen.ask, fleet, identity, now) if choice.stages else (),
         explanation=choice.explanation,
         names=fleet.worker_names(),
         scores=choice.scores,
         states=fleet.state_bytes(identity),
         excluded=tuple(set_aside.items()),
         expected_tokens=seen.expected,
-        longest_context=math.inf if choice.legs else fleet.longest_context(whose, (Role.DECODE, Role.BOTH)),
-        longest_prefill_context=math.inf if choice.legs else fleet.longest_context(whose, (Role.PREFILL, Role.BOTH)),
+        longest_context=math.inf if choice.stages else fleet.longest_context(whose, (Role.DECODE, Role.BOTH)),
+        longest_prefill_context=math.inf if choice.stages else fleet.longest_context(whose, (Role.PREFILL, Role.BOTH)),
     )
 
 
@@ -411,7 +411,7 @@ def _chosen(seen: _Seen, fleet: Fleet, leg: RequestStage, slot: int) -> ChosenWo
         hit,
         reads=leg is not RequestStage.DECODE,
         writes=leg is not RequestStage.PREFILL,
-        batch=seen.ask.request.claim.service is not ServiceClass.INTERACTIVE,
+        batch=seen.ask.request.qos.service is not ServiceClass.INTERACTIVE,
         page_tokens=seen.how.page_tokens,
     )
     tokens = due.tokens + (seen.to_write if leg is not RequestStage.PREFILL else 0)
@@ -475,32 +475,32 @@ def decision_json(decision: Decision, arrival: float) -> dict[str, Any]:
         "identity": decision.identity.system_fingerprint if decision.identity else None,
         "because": decision.explanation or "nobody can serve it now",
         "legs": [
-            {"leg": chosen.leg.value, "worker": chosen.worker, "incarnation": chosen.incarnation}
+            {"leg": chosen.stage.value, "worker": chosen.worker, "incarnation": chosen.incarnation}
             | {"tokens_to_compute": chosen.work.tokens, "pages": chosen.work.pages}
-            for chosen in decision.legs
+            for chosen in decision.stages
         ],
         "candidates": [
-            {"leg": reason.leg.value, "worker": reason.worker, "chosen": reason.chosen, "because": reason.explanation}
+            {"leg": reason.stage.value, "worker": reason.worker, "chosen": reason.chosen, "because": reason.explanation}
             | {name: round(value, 9) for name, value in reason.numbers.items()}
             for reason in decision.reasons()
-            if reason.leg is not None
+            if reason.stage is not None
         ],
-        "not_candidates": {reason.worker: reason.explanation for reason in decision.reasons() if reason.leg is None},
+        "not_candidates": {reason.worker: reason.explanation for reason in decision.reasons() if reason.stage is None},
         "candidates_not_told": sum(weighed.omitted for weighed in decision.scores),
     }
 
 
 def decision_line(decision: Decision) -> str:
     """A decision in the characters of a header: who, why, and the chosen ones' numbers."""
-    if not decision.legs:
+    if not decision.stages:
         return f"policy={decision.policy}; nobody"
-    chosen = {(reason.leg, reason.worker): reason.numbers for reason in decision.reasons() if reason.chosen}
+    chosen = {(reason.stage, reason.worker): reason.numbers for reason in decision.reasons() if reason.chosen}
     parts = [f"policy={decision.policy}", f"why={decision.explanation}"]
-    for leg in sorted(decision.legs, key=_order):
-        numbers = " ".join(f"{name}={value:.6g}" for name, value in chosen.get((leg.leg, leg.worker), {}).items())
-        parts.append(f"{leg.leg.value}={leg.worker} {numbers}".strip())
+    for leg in sorted(decision.stages, key=_order):
+        numbers = " ".join(f"{name}={value:.6g}" for name, value in chosen.get((leg.stage, leg.worker), {}).items())
+        parts.append(f"{leg.stage.value}={leg.worker} {numbers}".strip())
     return "; ".join(parts)
 
 
 def _order(chosen: ChosenWorker) -> int:
-    return list(RequestStage).index(chosen.leg)
+    return list(RequestStage).index(chosen.stage)

@@ -189,6 +189,6 @@ class Dispatcher:
             if stream.spans is not None:
                 stream.spans.on_decision(decision, now, self._clock.now())
             self.apply(stream, routed.on_placed(decision, root, now), now)
-            if routed.phase is RequestPhase.WAITING and not decision.legs and len(self._placement.isolation):
+            if routed.phase is RequestPhase.WAITING and not decision.stages and len(self._placement.isolation):
                 # The request that excludes it from a worker may be cleared at any moment.
                 self._placement.add_waiting(routed.request.id, now + TICK_S)

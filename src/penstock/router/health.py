@@ -426,7 +426,7 @@ def _probe_submit(name: RequestId, report: WorkerReport, task: Task) -> Submit:
         recipient=Recipient(worker=report.worker, incarnation=report.incarnation, identity=report.identity),
         request=name,
         epoch=1,
-        leg=RequestStage.WHOLE,
+        stage=RequestStage.WHOLE,
         prompt=bytes(pack_token_ids((0,))),
         sampling=SamplingParams(seed=0, max_tokens=1, temperature=GREEDY),
         root=chain_root(report.identity),

@@ -179,8 +179,8 @@ class MigrationHandler:
     def _migrate(self, stream: RequestStream, source: PageSource, min_context: int, *, drains: bool) -> None:
         now, routed, worker, incarnation = self._clock.now(), stream.routed, source.worker, source.incarnation
         decision, root = self._placement.choose_migration_target(routed, worker, incarnation, now, beyond=min_context)
-        if decision.legs:
-            target = decision.legs[0]
+        if decision.stages:
+            target = decision.stages[0]
             effects = routed.begin_migration(target, source, root, now, expected=decision.expected_tokens)
             self._dispatcher.apply(stream, effects, now)
         elif drains:

@@ -91,13 +91,13 @@ class Placement:
         if suspect:
             ask = replace(ask, avoid=ask.avoid | self.isolation.occupied_workers(request.id))
         decision = choose_workers(ask, self._fleet, self.prefixes, now, self._how, write=self._write(request))
-        self._metrics.on_decision(stopwatch() - began, legs=len(decision.legs))
+        self._metrics.on_decision(stopwatch() - began, legs=len(decision.stages))
         self.decisions.add(request.id, decision)
-        if decision.legs:
+        if decision.stages:
             self.remove_waiting(request.id)
             if suspect:
-                self.isolation.place(request.id, [(chosen.worker, chosen.incarnation) for chosen in decision.legs])
-            self.prefixes.add_pending(request.id, request.block_hashes, [chosen.slot for chosen in decision.legs])
+                self.isolation.place(request.id, [(chosen.worker, chosen.incarnation) for chosen in decision.stages])
+            self.prefixes.add_pending(request.id, request.block_hashes, [chosen.slot for chosen in decision.stages])
             if flight.epoch > 1:
                 self._metrics.on_resubmitted()
                 log_event(log, logging.INFO, "request goes on", request_id=request.id, epoch=flight.epoch)
@@ -112,7 +112,7 @@ class Placement:
         taken = {who for who in zip(fleet.ids, fleet.incarnations, strict=True) if flight.runs_on(*who)}
         ask = replace(ask, avoid=ask.avoid | taken | {(worker, incarnation)}, min_context=beyond)
         decision = choose_migration_target(ask, fleet, self.prefixes, now, self._how, write=self._write(flight.request))
-        if decision.legs:
+        if decision.stages:
             self.decisions.add(flight.request.id, decision)
         return decision, _root(decision, flight.request)
 

@@ -52,7 +52,7 @@ from penstock.router.submission import (
     has_mixed_numerics,
     new_tokens,
     recipient_of,
-    remaining_claim,
+    remaining_qos,
 )
 from penstock.types import (
     BlockHash,
@@ -88,9 +88,9 @@ class FailoverLimits:
             poison_tokens=failover.poison_tokens,
         )
 
-    def first_token_s(self, claim: Qos) -> float:
+    def first_token_s(self, qos: Qos) -> float:
         """To the first token."""
-        return self.first_byte_s if claim.max_wait_s is None else claim.max_wait_s
+        return self.first_byte_s if qos.max_wait_s is None else qos.max_wait_s
 
 
 def context_exceeded(request: ValidRequest, longest: float, *, started: bool) -> PenstockError:
@@ -175,25 +175,25 @@ class PromptLogprobs:
 
 
 SILENT_STAGE_S = 1.0
-"""A leg that has said nothing for so long is asked about: what was sent to it, or what it said, may have been lost."""
+"""A run that has said nothing for so long is asked about: what was sent to it, or what it said, may have been lost."""
 
 
 @dataclass(slots=True)
 class StageRun:
-    """A leg that was sent to a worker."""
+    """The run of one stage on a worker."""
 
-    leg: RequestStage
+    stage: RequestStage
     worker: WorkerId
     incarnation: int
     last_seen: float  # when it was sent, or said something, or was asked about last
     responded: bool = False
     ended: bool = False
-    migrating: bool = False  # it fetches an answer that another leg still writes
+    migrating: bool = False  # it fetches an answer that another run still writes
 
     @property
     def awaits_response(self) -> bool:
         """Whether more messages of it are expected.  A prefill stage sends one."""
-        return not self.ended and not (self.responded and self.leg is RequestStage.PREFILL)
+        return not self.ended and not (self.responded and self.stage is RequestStage.PREFILL)
 
 
 PREFILL_TOKEN_WAIT_S = 0.25
@@ -231,16 +231,16 @@ class RoutedRequest:
         "_attempts",
         "_avoid",
         "_base",
-        "_doubt",
+        "_distrusted_until",
         "_early",
         "_expected",
         "_failures",
         "_first_held",
         "_idle_since",
         "_last_reason",
-        "_legs",
-        "_patience",
-        "_prompt_told",
+        "_limits",
+        "_prompt_logprobs",
+        "_runs",
         "_started",
         "_turned_away",
         "crashes",
@@ -252,29 +252,29 @@ class RoutedRequest:
         "request",
     )
 
-    def __init__(self, request: ValidRequest, patience: FailoverLimits, now: float) -> None:
+    def __init__(self, request: ValidRequest, limits: FailoverLimits, now: float) -> None:
         self.request = request
         self.phase = RequestPhase.WAITING
         self.epoch = 1
         self.emitted = list(request.begun.tokens)  # what the client has, in order; it was not all delivered here
         self.identity = request.begun.identity  # of all workers of this answer, once one of them spoke
-        self._patience = patience
+        self._limits = limits
         self.progress_at = now  # when the last token was delivered, or it began
         self._started = False  # has anything been delivered?
         self._attempts = 0  # submissions since the last new token
         self._failures = 0  # submissions that have failed since then
         self._turned_away = 0  # and those that came back because of a full queue
         self._expected = 0  # expected output of a request without a length
-        self._legs: list[StageRun] = []
+        self._runs: list[StageRun] = []
         self._base = 0  # tokens emitted when this epoch was submitted
         self._early: dict[int, tuple[TokenItem, StageRun]] = {}  # index -> what came before its turn, and from whom
-        self._first_held: float | None = None  # since when a decode leg's tokens wait for the prefill leg's word
+        self._first_held: float | None = None  # since when a decode run's tokens wait for the prefill run's word
         self._avoid: dict[tuple[WorkerId, int], float] = {}  # -> until when
-        self._doubt: dict[tuple[WorkerId, int], float] = {}  # -> until when
+        self._distrusted_until: dict[tuple[WorkerId, int], float] = {}  # -> until when
         self._last_reason: ReturnReason | None = None
-        self._prompt_told = PromptLogprobs(request)
-        self._idle_since = now  # when this epoch was submitted, or a leg of it said something last
-        self.crashes = CrashRecord(patience.poison_tokens)
+        self._prompt_logprobs = PromptLogprobs(request)
+        self._idle_since = now  # when this epoch was submitted, or a run of it said something last
+        self.crashes = CrashRecord(limits.poison_tokens)
 
     # --- placing ----------------------------------------------------------------------------------------------------
 
@@ -289,27 +289,27 @@ class RoutedRequest:
             emitted=len(self.emitted),
             identity=self.identity,
             avoid=frozenset(who for who, until in self._avoid.items() if until > now),
-            distrusted=frozenset(who for who, until in self._doubt.items() if until > now),
+            distrusted=frozenset(who for who, until in self._distrusted_until.items() if until > now),
         )
 
     def on_placed(self, decision: Decision, root: BlockHash, now: float) -> RequestEffects:
         """A decision was made.  ``root`` is the hash chain's root for the decision's identity and this request."""
         if self.phase is not RequestPhase.WAITING:
             return ()
-        if not decision.legs or decision.identity is None:
+        if not decision.stages or decision.identity is None:
             return self._unplaced(decision.longest_context, decision.longest_prefill_context, now)
         self.phase = RequestPhase.FLYING
         self.identity = decision.identity
         self._base = len(self.emitted)
         self._attempts += 1
         self._expected = decision.expected_tokens
-        self._legs = [StageRun(chosen.leg, chosen.worker, chosen.incarnation, now) for chosen in decision.legs]
+        self._runs = [StageRun(chosen.stage, chosen.worker, chosen.incarnation, now) for chosen in decision.stages]
         self._idle_since = now
-        claim = remaining_claim(self.request.claim, now - self.progress_at, started=self._started)
-        sent = build_submits(self.request, self.epoch, self.emitted, decision, root, now=now, claim=claim)
+        qos = remaining_qos(self.request.qos, now - self.progress_at, started=self._started)
+        sent = build_submits(self.request, self.epoch, self.emitted, decision, root, now=now, qos=qos)
         return tuple(
             SubmitStage(chosen.worker, chosen.incarnation, submit, chosen.tokens, chosen.work)
-            for chosen, submit in zip(decision.legs, sent, strict=True)
+            for chosen, submit in zip(decision.stages, sent, strict=True)
         )
 
     @property
@@ -346,9 +346,9 @@ class RoutedRequest:
 
     def can_migrate(self, worker: WorkerId, incarnation: int, epoch: int) -> bool:
         """Whether this worker decodes the request and no migration is in progress."""
-        leg = self._leg(worker, incarnation, epoch)
-        settled = self._started and not self._early and not any(o.migrating and not o.ended for o in self._legs)
-        return settled and leg is not None and not leg.ended and leg.leg is not RequestStage.PREFILL
+        run = self._find_run(worker, incarnation, epoch)
+        settled = self._started and not self._early and not any(o.migrating and not o.ended for o in self._runs)
+        return settled and run is not None and not run.ended and run.stage is not RequestStage.PREFILL
 
     def begin_migration(
         self, chosen: ChosenWorker, source: PageSource, root: BlockHash, now: float, *, expected: int = 0
@@ -356,8 +356,8 @@ class RoutedRequest:
         """This worker is to go on with the answer, which ``source`` writes meanwhile; ``expected``: ``Decision``'s."""
         if self.identity is None:  # nothing was placed
             return ()
-        self._legs = [leg for leg in self._legs if leg.worker != chosen.worker]
-        self._legs.append(StageRun(RequestStage.DECODE, chosen.worker, chosen.incarnation, now, migrating=True))
+        self._runs = [run for run in self._runs if run.worker != chosen.worker]
+        self._runs.append(StageRun(RequestStage.DECODE, chosen.worker, chosen.incarnation, now, migrating=True))
         to = recipient_of(chosen, self.identity)
         submit = build_migration_submit(
             self.request, self.epoch, self.emitted, source, root, to=to, now=now, expected=expected
@@ -368,25 +368,25 @@ class RoutedRequest:
 
     def on_tokens(self, item: TokenItem, worker: WorkerId, incarnation: int, now: float) -> RequestEffects:
         """Tokens arrived: those that are next are delivered, what is early is kept, what is known is dropped."""
-        leg = self._leg(worker, incarnation, item.epoch)
-        if leg is None:
+        run = self._find_run(worker, incarnation, item.epoch)
+        if run is None:
             return ()
-        leg.last_seen = self._idle_since = now
-        whole = self._prompt_told.assemble(item, now)
+        run.last_seen = self._idle_since = now
+        whole = self._prompt_logprobs.assemble(item, now)
         if whole is None:
             return ()
-        item, leg.responded = whole, True
-        if not self._started and leg.leg is RequestStage.DECODE and not self._may_begin(item):
-            self._keep(item, leg)
+        item, run.responded = whole, True
+        if not self._started and run.stage is RequestStage.DECODE and not self._may_begin(item):
+            self._hold_early(item, run)
             if self._first_held is None:
                 self._first_held = now
             return ()
         effects: RequestEffects = ()
-        if leg.migrating:  # the stage before it is over
-            leg.migrating = False
-            effects = tuple(self._cancel(other) for other in self._legs if other is not leg and not other.ended)
-        effects += self._take(item, leg, now)
-        return effects + self._take_early(now)
+        if run.migrating:  # the stage before it is over
+            run.migrating = False
+            effects = tuple(self._cancel(other) for other in self._runs if other is not run and not other.ended)
+        effects += self._accept(item, run, now)
+        return effects + self._accept_early(now)
 
     def accept_continuation(self, item: TokenItem, worker: WorkerId, incarnation: int, now: float) -> bool:
         """Takes tokens that merely follow those that the client has, all of which it is to get.
@@ -411,14 +411,14 @@ class RoutedRequest:
         ):
             return False
         writer = None
-        for leg in self._legs:
-            if leg.worker == worker and leg.incarnation == incarnation:
-                writer = leg
-            elif leg.leg is RequestStage.PREFILL and not leg.ended:
+        for run in self._runs:
+            if run.worker == worker and run.incarnation == incarnation:
+                writer = run
+            elif run.stage is RequestStage.PREFILL and not run.ended:
                 return False
         if (
             writer is None
-            or writer.leg is RequestStage.PREFILL
+            or writer.stage is RequestStage.PREFILL
             or not writer.responded
             or writer.migrating
             or writer.ended
@@ -436,38 +436,38 @@ class RoutedRequest:
 
     def tokens_left(self, item: TokenItem, worker: WorkerId) -> int:
         """How many tokens ``worker`` has still to compute once it has sent ``item``."""
-        if any(leg.leg is RequestStage.PREFILL and leg.worker == worker for leg in self._legs):
+        if any(run.stage is RequestStage.PREFILL and run.worker == worker for run in self._runs):
             return 0
         return self.decode_tokens_left(item)
 
-    def _leg(self, worker: WorkerId, incarnation: int, epoch: int) -> StageRun | None:
-        """The running leg that may speak, or None."""
+    def _find_run(self, worker: WorkerId, incarnation: int, epoch: int) -> StageRun | None:
+        """The run of this worker and epoch that is still to be heard, or None."""
         if self.phase is not RequestPhase.FLYING or epoch != self.epoch:
             return None
-        for leg in self._legs:
-            if leg.worker == worker and leg.incarnation == incarnation:
-                return leg
+        for run in self._runs:
+            if run.worker == worker and run.incarnation == incarnation:
+                return run
         return None
 
     def _may_begin(self, item: TokenItem) -> bool:
         """Whether a decode stage's tokens may be the client's first."""
-        alone = self._base > 0 and has_mixed_numerics(self.identity)  # no other leg will have a word for the client
+        alone = self._base > 0 and has_mixed_numerics(self.identity)  # no other run will have a word for the client
         return item.index == self._base and (item.prompt_logprobs is not None or alone)
 
-    def _keep(self, item: TokenItem, leg: StageRun) -> None:
+    def _hold_early(self, item: TokenItem, run: StageRun) -> None:
         kept = self._early.get(item.index)
         if kept is None or len(item.tokens) > len(kept[0].tokens) or item.finish is not None:
-            self._early[item.index] = (item, leg)
+            self._early[item.index] = (item, run)
 
-    def _take(self, item: TokenItem, leg: StageRun, now: float) -> RequestEffects:
+    def _accept(self, item: TokenItem, run: StageRun, now: float) -> RequestEffects:
         """Deliver what is new in ``item``, or keep it for its turn."""
         have = len(self.emitted)
         if item.index > have:
-            self._keep(item, leg)
+            self._hold_early(item, run)
             return ()
         skip = have - item.index
         if skip > len(item.tokens) or (skip == len(item.tokens) and item.finish is None):
-            return self._own_token(item, leg) if self._started else ()
+            return self._own_token(item, run) if self._started else ()
         batch = new_tokens(item, skip, first=not self._started)
         self.emitted.extend(batch.tokens)
         self._attempts = self._failures = self._turned_away = 0
@@ -476,38 +476,38 @@ class RoutedRequest:
         self._first_held = None
         self.crashes.on_progress(len(self.emitted))
         if item.finish is not None:
-            return (DeliverTokens(batch), *self._finish(leg))
-        return (DeliverTokens(batch), *self._own_token(item, leg))
+            return (DeliverTokens(batch), *self._finish(run))
+        return (DeliverTokens(batch), *self._own_token(item, run))
 
-    def _take_early(self, now: float) -> RequestEffects:
+    def _accept_early(self, now: float) -> RequestEffects:
         """What was kept and has its turn now."""
         effects: RequestEffects = ()
         while self._early and self.phase is RequestPhase.FLYING and (index := min(self._early)) <= len(self.emitted):
-            effects += self._take(*self._early.pop(index), now)
+            effects += self._accept(*self._early.pop(index), now)
         return effects
 
-    def _own_token(self, item: TokenItem, leg: StageRun) -> RequestEffects:
-        """A decode leg that wrote a token of its own has all its pages: the prefill leg is over, its death harmless.
+    def _own_token(self, item: TokenItem, run: StageRun) -> RequestEffects:
+        """A decode run that wrote a token of its own has all its pages: the prefill run is over, its death harmless.
 
         It is cancelled all the same: the receipt may die with the decode worker, and the pages would stay held.
         """
-        if leg.leg is not RequestStage.DECODE or item.index + len(item.tokens) <= self._base + 1:
+        if run.stage is not RequestStage.DECODE or item.index + len(item.tokens) <= self._base + 1:
             return ()
         return tuple(
-            self._cancel(other) for other in self._legs if other.leg is RequestStage.PREFILL and not other.ended
+            self._cancel(other) for other in self._runs if other.stage is RequestStage.PREFILL and not other.ended
         )
 
     def _finish(self, writer: StageRun) -> RequestEffects:
-        """The answer is complete: the leg that said so is over, another may still wait for what will not come."""
+        """The answer is complete: the run that said so is over, another may still wait for what will not come."""
         self.phase = RequestPhase.DONE
-        # A prefill leg is cancelled even so: it holds pages until a decode leg, which may be dead, says it wants none.
-        ended = () if writer.ended or writer.leg is RequestStage.PREFILL else (self._end(writer),)
-        return ended + self._cancel_legs()
+        # A prefill run is cancelled even so: it holds pages until a decode run, which may be dead, says it wants none.
+        ended = () if writer.ended or writer.stage is RequestStage.PREFILL else (self._end(writer),)
+        return ended + self._cancel_runs()
 
     def on_returned(self, epoch: int, text: str, worker: WorkerId, incarnation: int, now: float) -> RequestEffects:
         """A worker returns its stage unfinished.  ``text`` is a ``ReturnReason``, perhaps with details."""
-        leg, reason = self._leg(worker, incarnation, epoch), ReturnReason.from_text(text)
-        if leg is None or leg.ended or (reason is ReturnReason.UNKNOWN and not leg.awaits_response):
+        run, reason = self._find_run(worker, incarnation, epoch), ReturnReason.from_text(text)
+        if run is None or run.ended or (reason is ReturnReason.UNKNOWN and not run.awaits_response):
             return ()
         if reason in (ReturnReason.TOO_LONG, ReturnReason.OTHER_PROCESS):
             self._avoid[worker, incarnation] = math.inf
@@ -515,35 +515,35 @@ class RoutedRequest:
             self._avoid[worker, incarnation] = now + AVOID_S
             self._turned_away += reason is ReturnReason.QUEUE_FULL
         elif reason is ReturnReason.PAGES_LOST:  # this worker is well; the other end may not be
-            others = [other for other in self._legs if other is not leg]
-            self._doubt |= {(other.worker, other.incarnation): now + DISTRUST_S for other in others}
+            others = [other for other in self._runs if other is not run]
+            self._distrusted_until |= {(other.worker, other.incarnation): now + DISTRUST_S for other in others}
         elif reason is ReturnReason.TOO_LARGE:
-            return (self._end(leg), *self._fail(message_too_large()))
+            return (self._end(run), *self._fail(message_too_large()))
         elif reason is ReturnReason.DEADLINE and not self._started:
-            return (self._end(leg), *self._fail(self._late(self._patience.first_token_s(self.request.claim))))
+            return (self._end(run), *self._fail(self._late(self._limits.first_token_s(self.request.qos))))
         elif not reason.harmless:
-            self._doubt[worker, incarnation] = now + DISTRUST_S
+            self._distrusted_until[worker, incarnation] = now + DISTRUST_S
         if not reason.is_attempt:
             self._attempts = max(0, self._attempts - 1)
-        ended = self._end(leg)
-        if leg.migrating:
-            self._doubt[worker, incarnation] = now + DISTRUST_S
-        if (leg.migrating or reason is ReturnReason.HANDED_OVER) and self._writer(but=leg) is not None:
+        ended = self._end(run)
+        if run.migrating:
+            self._distrusted_until[worker, incarnation] = now + DISTRUST_S
+        if (run.migrating or reason is ReturnReason.HANDED_OVER) and self._writer(but=run) is not None:
             return (ended,)
         return (ended, *self._again(f"{worker} gave it back: {text}", reason, now))
 
     # --- what happens to workers, clients and time -------------------------------------------------------------------
 
     def on_worker_lost(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> RequestEffects:
-        """A worker has died or is given up.  Its leg is cancelled too, for the case that it only slept."""
-        leg = self._leg(worker, incarnation, self.epoch)
-        if leg is None or leg.ended:
+        """A worker has died or is given up.  Its run is cancelled too, for the case that it only slept."""
+        run = self._find_run(worker, incarnation, self.epoch)
+        if run is None or run.ended:
             return ()
-        if leg.leg is RequestStage.PREFILL and self._first_held is not None and self._can_do_without():
-            return (self._end(leg), *self._release_held(now))
-        writer = self._writer(but=leg) if leg.migrating else None
+        if run.stage is RequestStage.PREFILL and self._first_held is not None and self._can_do_without():
+            return (self._end(run), *self._release_held(now))
+        writer = self._writer(but=run) if run.migrating else None
         if writer is not None:
-            return (self._end(leg), AbortMigration(writer.worker, writer.incarnation, self.request.id, self.epoch))
+            return (self._end(run), AbortMigration(writer.worker, writer.incarnation, self.request.id, self.epoch))
         return self._again(f"{worker} was lost: {reason}", ReturnReason.WORKER_LOST, now)
 
     def fail_as_poison(self) -> RequestEffects:
@@ -554,21 +554,21 @@ class RoutedRequest:
 
     def runs_on(self, worker: WorkerId, incarnation: int) -> bool:
         """Whether it has an unfinished stage there."""
-        leg = self._leg(worker, incarnation, self.epoch)
-        return leg is not None and not leg.ended
+        run = self._find_run(worker, incarnation, self.epoch)
+        return run is not None and not run.ended
 
     def silent_stages(self, now: float) -> list[StageRun]:
         """Legs that have been silent for so long that their workers are to be asked whether they know them."""
-        asked = [leg for leg in self._legs if leg.awaits_response and now - leg.last_seen >= SILENT_STAGE_S]
-        for leg in asked:
-            leg.last_seen = now
+        asked = [run for run in self._runs if run.awaits_response and now - run.last_seen >= SILENT_STAGE_S]
+        for run in asked:
+            run.last_seen = now
         return asked
 
     def next_check(self, now: float) -> float:
-        """When something of it can be late that is not by ``now``: a leg's word, a deadline, a wait for a prefill."""
+        """When something of it can be late that is not by ``now``: a run's word, a deadline, a wait for a prefill."""
         if not self._started or now - self._idle_since >= SILENT_STAGE_S:
             return now + CHECK_INTERVAL_S
-        heard = [leg.last_seen for leg in self._legs if leg.awaits_response]
+        heard = [run.last_seen for run in self._runs if run.awaits_response]
         return max(now + CHECK_INTERVAL_S, min(heard, default=now) + SILENT_STAGE_S)
 
     def on_stalled(self, now: float, since: float) -> RequestEffects:
@@ -576,20 +576,20 @@ class RoutedRequest:
 
         They are asked again only where there are no others.
         """
-        self._doubt |= {(leg.worker, leg.incarnation): now + DISTRUST_S for leg in self._legs}
+        self._distrusted_until |= {(run.worker, run.incarnation): now + DISTRUST_S for run in self._runs}
         return self._again(f"its workers have made no step for {now - since:.1f} s", ReturnReason.STALLED, now)
 
     @property
     def pending_stages(self) -> tuple[list[StageRun], float]:
         """The legs that have still something to say, and since when none of this request's has said anything."""
-        return [leg for leg in self._legs if leg.awaits_response], self._idle_since
+        return [run for run in self._runs if run.awaits_response], self._idle_since
 
     def on_client_gone(self) -> RequestEffects:
         """The client is gone."""
         if self.phase is RequestPhase.DONE:
             return ()
         self.phase = RequestPhase.DONE
-        return self._cancel_legs()
+        return self._cancel_runs()
 
     def on_tick(self, now: float, deserted: str | None = None) -> RequestEffects:
         """Check deadlines.  ``deserted``: why no worker can be waited for."""
@@ -597,10 +597,10 @@ class RoutedRequest:
             return ()
         if deserted is not None and self.phase is RequestPhase.WAITING:
             return self._fail(NoWorkers(deserted))
-        limit = self._patience.stall_s if self._started else self._patience.first_token_s(self.request.claim)
+        limit = self._limits.stall_s if self._started else self._limits.first_token_s(self.request.qos)
         if now - self.progress_at > limit:
             return self._fail(self._late(limit))
-        if self._prompt_told.is_incomplete(now):
+        if self._prompt_logprobs.is_incomplete(now):
             return self._again("log-probabilities of the prompt were lost on their way", ReturnReason.WORKER_LOST, now)
         held = self._first_held
         if held is not None and now - held >= PREFILL_TOKEN_WAIT_S and self.request.sampling.prompt_logprobs is None:
@@ -608,13 +608,13 @@ class RoutedRequest:
         return ()
 
     def _late(self, limit_s: float) -> PenstockError:
-        bounded = self.request.claim.max_wait_s is not None
+        bounded = self.request.qos.max_wait_s is not None
         return timed_out(limit_s, started=self._started, waiting=self.phase is RequestPhase.WAITING, bounded=bounded)
 
     def _writer(self, *, but: StageRun) -> StageRun | None:
-        """Another leg that writes the answer, or is about to."""
-        writers = (leg for leg in self._legs if leg.leg is not RequestStage.PREFILL and not leg.ended)
-        return next((leg for leg in writers if leg is not but), None)
+        """Another run that writes the answer, or is about to."""
+        writers = (run for run in self._runs if run.stage is not RequestStage.PREFILL and not run.ended)
+        return next((run for run in writers if run is not but), None)
 
     def _can_do_without(self) -> bool:
         """Whether the decode stage's tokens suffice without the prefill stage's message."""
@@ -623,15 +623,15 @@ class RoutedRequest:
 
     def _release_held(self, now: float) -> RequestEffects:
         self._first_held = None
-        return self._take_early(now)
+        return self._accept_early(now)
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def _again(self, why: str, reason: ReturnReason, now: float) -> RequestEffects:
         """Cancel what is left of this epoch and ask for new workers, if that can help."""
-        cancels = self._cancel_legs()
+        cancels = self._cancel_runs()
         self.epoch += 1
-        self._prompt_told = PromptLogprobs(self.request)
+        self._prompt_logprobs = PromptLogprobs(self.request)
         self._early.clear()
         self._first_held = None
         self._last_reason = reason
@@ -642,7 +642,7 @@ class RoutedRequest:
         if end is not None:
             self.phase = RequestPhase.DONE
             return (*cancels, DeliverTokens(TokenBatch(tokens=(), finish=end)))
-        if self._attempts - self._turned_away >= self._patience.max_attempts:
+        if self._attempts - self._turned_away >= self._limits.max_attempts:
             self.phase = RequestPhase.DONE
             text = f"Given up after {self._attempts} submissions without a new token; the last: {why}."
             return (*cancels, FailRequest(WorkerLost(text)))
@@ -652,17 +652,17 @@ class RoutedRequest:
 
     def _fail(self, error: PenstockError) -> RequestEffects:
         self.phase = RequestPhase.DONE
-        return (*self._cancel_legs(), FailRequest(error))
+        return (*self._cancel_runs(), FailRequest(error))
 
-    def _end(self, leg: StageRun) -> StageEnded:
-        leg.ended = True
-        return StageEnded(leg.worker, leg.incarnation, self.request.id, self.epoch)
+    def _end(self, run: StageRun) -> StageEnded:
+        run.ended = True
+        return StageEnded(run.worker, run.incarnation, self.request.id, self.epoch)
 
-    def _cancel(self, leg: StageRun) -> CancelStage:
-        leg.ended = True
-        return CancelStage(leg.worker, leg.incarnation, self.request.id, self.epoch)
+    def _cancel(self, run: StageRun) -> CancelStage:
+        run.ended = True
+        return CancelStage(run.worker, run.incarnation, self.request.id, self.epoch)
 
-    def _cancel_legs(self) -> RequestEffects:
-        cancels = tuple(self._cancel(leg) for leg in self._legs if not leg.ended)
-        self._legs = []
+    def _cancel_runs(self) -> RequestEffects:
+        cancels = tuple(self._cancel(run) for run in self._runs if not run.ended)
+        self._runs = []
         return cancels

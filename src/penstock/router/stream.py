@@ -168,7 +168,7 @@ class RequestStats:
         if stream.first_at is None:
             stream.first_at = now
             metrics.on_first_token(now - request.arrival, stream.queued_s, len(request.prompt))
-            metrics.levels.on_queued(request.claim.service, stream.queued_s)
+            metrics.levels.on_queued(request.qos.service, stream.queued_s)
             metrics.on_tokens(len(batch.tokens) if batch.pooled is None else 0, None)
         else:
             metrics.on_tokens(len(batch.tokens), now - stream.last_at)

@@ -29,33 +29,33 @@ def build_submits(
     root: BlockHash,
     *,
     now: float,
-    claim: Qos | None = None,
+    qos: Qos | None = None,
 ) -> list[Submit]:
     """One ``Submit`` a leg of the decision, in order.  ``emitted``: what the client has already of the answer.
 
-    ``root`` is the hash chain's root for the workers' identity; ``claim`` the request's as it is by now, if not as it
+    ``root`` is the hash chain's root for the workers' identity; ``qos`` the request's as it is by now, if not as it
     came.  Whenever it is submitted, its age counts from when it came: it keeps its place in line.
     """
-    legs, identity = decision.legs, decision.identity
-    if not legs or identity is None:
+    stages, identity = decision.stages, decision.identity
+    if not stages or identity is None:
         return []
-    source = next((chosen for chosen in legs if chosen.leg is RequestStage.PREFILL), None)
-    to = recipient_of(legs[0], identity)
-    of_all = _of_all_legs(request, epoch, emitted, root, claim or request.claim, to=to, now=now)
+    source = next((chosen for chosen in stages if chosen.stage is RequestStage.PREFILL), None)
+    to = recipient_of(stages[0], identity)
+    of_all = _common_submit(request, epoch, emitted, root, qos or request.qos, to=to, now=now)
     apart = has_mixed_numerics(identity)
     of_readers = _reading_again(of_all) if apart and emitted else of_all
     return [
         msgspec.structs.replace(
-            of_readers if chosen.leg is RequestStage.PREFILL else of_all,
+            of_readers if chosen.stage is RequestStage.PREFILL else of_all,
             recipient=recipient_of(chosen, identity),
-            leg=chosen.leg,
+            stage=chosen.stage,
             mixed=apart,
-            media=() if chosen.leg is RequestStage.DECODE else request.pictures,
-            encoders=() if chosen.leg is RequestStage.DECODE else decision.encoders,
-            pages_from=_source(source) if chosen.leg is RequestStage.DECODE and source is not None else None,
+            media=() if chosen.stage is RequestStage.DECODE else request.pictures,
+            encoders=() if chosen.stage is RequestStage.DECODE else decision.encoders,
+            pages_from=_source(source) if chosen.stage is RequestStage.DECODE and source is not None else None,
             expected_tokens=decision.expected_tokens,
         )
-        for chosen in legs
+        for chosen in stages
     ]
 
 
@@ -71,10 +71,10 @@ def build_migration_submit(
     expected: int = 0,
 ) -> Submit:
     """For a worker that goes on with an answer which ``source``, of the same identity, is writing."""
-    claim, apart = remaining_claim(request.claim, 0.0, started=True), has_mixed_numerics(to.identity)
-    of_all = _of_all_legs(request, epoch, emitted, root, claim, to=to, now=now)
+    qos, apart = remaining_qos(request.qos, 0.0, started=True), has_mixed_numerics(to.identity)
+    of_all = _common_submit(request, epoch, emitted, root, qos, to=to, now=now)
     return msgspec.structs.replace(
-        of_all, leg=RequestStage.DECODE, pages_from=source, joins=True, mixed=apart, expected_tokens=expected
+        of_all, stage=RequestStage.DECODE, pages_from=source, joins=True, mixed=apart, expected_tokens=expected
     )
 
 
@@ -100,12 +100,12 @@ def _reading_again(of_all: Submit) -> Submit:
     return msgspec.structs.replace(of_all, emitted=(), sampling=sampling)
 
 
-def _of_all_legs(
+def _common_submit(
     request: ValidRequest,
     epoch: int,
     emitted: Sequence[int],
     root: BlockHash,
-    claim: Qos,
+    qos: Qos,
     *,
     to: Recipient,
     now: float,
@@ -118,14 +118,14 @@ def _of_all_legs(
         recipient=to,
         request=request.id,
         epoch=epoch,
-        leg=RequestStage.WHOLE,
+        stage=RequestStage.WHOLE,
         prompt=bytes(request.prompt),
         sampling=sampling,
         age_s=min(max(0.0, now - request.arrival), MAX_AGE_S),
         emitted=tuple(emitted),
         root=root,
         block_hashes=request.block_hashes if _hashed_for(request, root) else (),
-        claim=claim,
+        qos=qos,
         open_ended=request.open_ended,
         images=request.images,
         pooling=request.pooling,
@@ -183,9 +183,9 @@ def matches_request(item: TokenItem, request: ValidRequest) -> bool:
     return item.pooled is None or (len(item.pooled) > 0 and len(item.pooled) % 4 == 0)
 
 
-def remaining_claim(claim: Qos, waited_s: float, *, started: bool) -> Qos:
-    """The claim by now: some of its time is over, and who has a token waits for no first one."""
-    if claim.max_wait_s is None:
-        return claim
-    left = None if started else max(0.0, claim.max_wait_s - waited_s)
-    return msgspec.structs.replace(claim, max_wait_s=left)
+def remaining_qos(qos: Qos, waited_s: float, *, started: bool) -> Qos:
+    """The qos by now: some of its time is over, and who has a token waits for no first one."""
+    if qos.max_wait_s is None:
+        return qos
+    left = None if started else max(0.0, qos.max_wait_s - waited_s)
+    return msgspec.structs.replace(qos, max_wait_s=left)

@@ -37,7 +37,7 @@ class RequestSpans:
         self._queue: Span | None = None
         self._retry: Span | None = None
         self._decode: Span | None = None
-        self._legs: dict[WorkerKey, tuple[Span, float, int]] = {}  # -> span, when it was sent, its epoch
+        self._stages: dict[WorkerKey, tuple[Span, float, int]] = {}  # -> span, when it was sent, its epoch
         self._outcomes: dict[WorkerKey, str] = {}  # of legs that are about to end
         self._epochs = 1
         self._begun = self._tokens = len(request.begun.tokens)
@@ -47,7 +47,7 @@ class RequestSpans:
     def on_decision(self, decision: Decision, began: float, ended: float) -> None:
         """Record a placement decision."""
         span = self._tracer.begin(self._context, DECISION, began)
-        outcome = ("nobody", "whole", "split")[len(decision.legs)]
+        outcome = ("nobody", "whole", "split")[len(decision.stages)]
         span.set_attributes(
             penstock__outcome=outcome, penstock__policy=decision.policy, penstock__because=decision.explanation
         )
@@ -81,29 +81,29 @@ class RequestSpans:
         self._epochs = submit.epoch
         span = self._tracer.begin(self._context, LEG, now)
         span.set_attributes(
-            penstock__leg=submit.leg.value,
+            penstock__leg=submit.stage.value,
             penstock__worker=effect.worker,
             penstock__incarnation=effect.incarnation,
             penstock__epoch=submit.epoch,
             penstock__tokens_to_compute=effect.tokens,
         )
-        self._legs[place] = (span, now, submit.epoch)
+        self._stages[place] = (span, now, submit.epoch)
 
     def _over(self, place: WorkerKey, outcome: str, now: float) -> None:
-        leg = self._legs.pop(place, None)
+        stage = self._stages.pop(place, None)
         said = self._outcomes.pop(place, "")
-        if leg is not None:
-            leg[0].set_attributes(penstock__outcome=said or outcome)
-            leg[0].end(now, said)
+        if stage is not None:
+            stage[0].set_attributes(penstock__outcome=said or outcome)
+            stage[0].end(now, said)
 
     # --- what workers say, and what happens to them -----------------------------------------------------------------
 
     def on_phases(self, item: TokenItem, place: WorkerKey) -> None:
         """Record the phases that a worker measured."""
-        leg = self._legs.get(place)
-        if leg is None or leg[2] != item.epoch:
+        stage = self._stages.get(place)
+        if stage is None or stage[2] != item.epoch:
             return
-        span, sent, _ = leg
+        span, sent, _ = stage
         for phase in item.phases:
             family = WORKER_SPANS.get(phase.name)
             if family is None:
@@ -118,7 +118,7 @@ class RequestSpans:
 
         One that ignores it has none; one that asks for no other worker, as others have the rest, does not try again.
         """
-        if not effects or place not in self._legs:
+        if not effects or place not in self._stages:
             return
         self._outcomes[place] = reason
         if self._retry is None and any(isinstance(effect, WaitForWorker) for effect in effects):
@@ -146,7 +146,7 @@ class RequestSpans:
 
     def on_finished(self, reason: str, now: float, *, error: bool) -> None:
         """The flight is over, for ``reason``."""
-        for place in list(self._legs):
+        for place in list(self._stages):
             self._over(place, "ended", now)
         for span in (self._queue, self._retry):
             if span is not None:

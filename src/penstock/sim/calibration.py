@@ -219,7 +219,7 @@ class CalibrationBench:
                 AddRequest(
                     id=RequestId(f"{number}"),
                     epoch=1,
-                    leg=RequestStage.WHOLE,
+                    stage=RequestStage.WHOLE,
                     prompt=tuple((number * 31 + place * 7 + 9) % self.vocab for place in range(length)),
                     sampling=SamplingParams(seed=number, max_tokens=self.length - length, temperature=0.0),
                     arrival=float(number),

@@ -77,7 +77,7 @@ class SimTransfers:
         for key, pages in by_key.items():
             self._pages(key, pages)
         for progress in outcome.new_tokens:
-            if progress.request.leg is RequestStage.PREFILL:
+            if progress.request.stage is RequestStage.PREFILL:
                 self._first(progress)
 
     def _pages(self, key: SimTransferKey, pages: list[CompletedPage]) -> None:

@@ -129,18 +129,18 @@ class SimWorker:
         arrive = AddRequest(
             id=submit.request,
             epoch=submit.epoch,
-            leg=submit.leg,
+            stage=submit.stage,
             prompt=read_token_ids(submit.prompt),
             sampling=submit.sampling,
             arrival=self._agenda.now - submit.age_s,
             root=submit.root,
             hashes=submit.block_hashes,
             emitted=submit.emitted,
-            claim=submit.claim,
+            qos=submit.qos,
             open_ended=submit.open_ended,
             expected_tokens=submit.expected_tokens,
         )
-        ready_at = self._agenda.now if submit.leg is RequestStage.DECODE else self._fetch(arrive)
+        ready_at = self._agenda.now if submit.stage is RequestStage.DECODE else self._fetch(arrive)
         if ready_at > self._agenda.now:
             self._fetching[arrive.id] = []
             self._agenda.call_at(ready_at, self._fetched, arrive, submit.serial)
@@ -247,7 +247,7 @@ class SimWorker:
             request = progress.request
             if progress.finish is not None:
                 self._left.pop(request.id, None)
-            elif request.leg is not RequestStage.PREFILL:
+            elif request.stage is not RequestStage.PREFILL:
                 self._left[request.id] = self._answers[request.id] - len(request.output)
 
     # --- the cache --------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ decodes them.  Unknown tags, missing fields and wrong types are ``ProtocolError`
 
 Life of a disaggregated request::
 
-    gateway --Submit(leg=decode, pages_from=P)--> D     D queues it until it has room for the whole prompt
-    gateway --Submit(leg=prefill)---------------> P     P waits for D's credit
+    gateway --Submit(stage=decode, pages_from=P)> D     D queues it until it has room for the whole prompt
+    gateway --Submit(stage=prefill)-------------> P     P waits for D's credit
     D --PullPages (the credit)------------------> P     P admits it and starts to compute
     P --PageReady*, PagesReady*, PrefillDone----> D     D copies and verifies pages into its own memory
     P --Tokens(index=0)-------------------------> gateway
@@ -19,7 +19,7 @@ them.
 A request migrates from D to E while D decodes it, and D stops only for the last piece::
 
     D --MigrateRequests-------------------> gateway
-    gateway --Submit(leg=decode, joins)---> E         the same request and epoch; ``pages_from`` is D
+    gateway --Submit(stage=decode, joins)-> E         the same request and epoch; ``pages_from`` is D
     E --PullPages(ahead)------------------> D         E has room for all that is known, and for what D decodes meanwhile
     D --PageReady*------------------------> E         full pages; D goes on
     D --PageReady, PrefillDone------------> E         D has stopped: the last page, the tokens since MigrateRequests
@@ -157,7 +157,7 @@ class Hello(WireMessage, frozen=True, kw_only=True, tag="hello"):
     discovery: bool = False  # only asks who listens here: answered by one Report, and no gateway is remembered for it
 
 
-class Submit(WireMessage, frozen=True, kw_only=True, tag="submit"):
+class Submit(WireMessage, frozen=True, kw_only=True, tag="submit", rename={"stage": "leg"}):
     """Please compute.  A later epoch of the same request replaces an earlier one.
 
     ``emitted`` are tokens of the answer that the client has already: they are counted as output, never sent again.
@@ -168,24 +168,24 @@ class Submit(WireMessage, frozen=True, kw_only=True, tag="submit"):
     recipient: Recipient
     request: AnyRequest
     epoch: Count
-    leg: RequestStage
+    stage: RequestStage
     prompt: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES)]  # ``types.TokenIds``, little-endian
     sampling: SamplingParams
     age_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_AGE_S)] = 0.0  # since it came to its gateway: its place in line
     emitted: tuple[int, ...] = ()
     root: AnyHash  # parent of the first block, for hashing what is not hashed yet
     block_hashes: tuple[AnyHash, ...] = ()  # of the prompt's full pages
-    claim: Qos = DEFAULT_QOS
+    qos: Qos = DEFAULT_QOS
     open_ended: bool = False  # no length was given: it may begin where it cannot end, and migrates in time
     expected_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_EXPECTED_TOKENS)] = 0  # more, of one that is open-ended
     adapter: AdapterRef | None = None  # what is added to the model's weights for this answer
-    pages_from: PageSource | None = None  # with leg=decode
+    pages_from: PageSource | None = None  # with stage=decode
     mixed: bool = False  # prompt and answer are computed in two numerics classes
-    joins: bool = False  # leg=decode: ``pages_from`` goes on writing this very answer while its pages are fetched
+    joins: bool = False  # stage=decode: ``pages_from`` goes on writing this very answer while its pages are fetched
     images: tuple[PlacedImage, ...] = ()  # in the prompt, from left to right
     media: tuple[MediaInput, ...] = ()  # one an image, where the prompt is read
     encoders: tuple[PageSource, ...] = ()  # workers that encode images for the prefill worker
-    pooling: PoolingParams | None = None  # leg=whole: read the prompt, answer with ``TokenItem.pooled`` and one token
+    pooling: PoolingParams | None = None  # stage=whole: read the prompt, answer with ``TokenItem.pooled`` and one token
     serial: Count = (
         0  # grows with each Submit of a gateway: ``WorkerReport.acked`` says which of them are counted in it
     )

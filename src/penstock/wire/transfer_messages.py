@@ -30,17 +30,17 @@ MAX_AGENT_BYTES = 64 << 10
 """Most that an agent of NIXL says of itself."""
 
 
-class FetchTicket(WireMessage, frozen=True, kw_only=True, tag="pages_at"):
+class FetchTicket(WireMessage, frozen=True, kw_only=True, tag="pages_at", rename={"grant_id": "leg"}):
     """Prefill to decode, before the first ``PageReady``: this hand-over's pages are to be fetched.
 
-    From ``port`` at the host of the sender's mailbox, as ``leg``, by the holder of the ``token``, until the stage ends.
+    From ``port`` at the host of the sender, as ``grant_id``, by the holder of the ``token``, until the stage ends.
     Repeated with every message that is sent again.
     """
 
     request: Annotated[RequestId, msgspec.Meta(max_length=1024)]
     epoch: Count
     port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
-    leg: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]  # the sender's number of it
+    grant_id: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]  # the sender's number of it
     token: Annotated[bytes, msgspec.Meta(min_length=FETCH_TOKEN_BYTES, max_length=FETCH_TOKEN_BYTES)]
     sealed: bool = False  # the pages come encrypted
     # They may be read by NIXL as well: what to know of the sender's agent, and where its first page lies.

@@ -58,7 +58,7 @@ SAME_BITS = {
     "arrival": 2.0,
     "session": "s",
     "pictures": (),
-    "claim": Qos(service=ServiceClass.BATCH, weight=3.0),
+    "qos": Qos(service=ServiceClass.BATCH, weight=3.0),
     "begun": ResumeFrom((1,), IDENTITY),
     "trace": "00-" + "1" * 32 + "-" + "2" * 16 + "-01",
 }
@@ -113,7 +113,7 @@ def test_the_likeliest_token_needs_no_seed():
 
 def test_models_numerics_and_tenants_are_apart():
     other = msgspec.structs.replace(IDENTITY, numerics="cpp-avx512-1-fp32")
-    assert len({key(), key(identity=other), key(claim=Qos(tenant="t"))}) == 3
+    assert len({key(), key(identity=other), key(qos=Qos(tenant="t"))}) == 3
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def arrive(name: str, tones: Sequence[int], leg: RequestStage = RequestStage.WHO
     pictures = [shown(tone) for tone in tones]
     images = [PlacedImage(media_hash(one), index * TOKENS, one.rows, one.columns) for index, one in enumerate(pictures)]
     return AddRequest(
-        id=RequestId(name), epoch=1, leg=leg, prompt=(5,) * 40, sampling=SamplingParams(seed=1, max_tokens=4),
+        id=RequestId(name), epoch=1, stage=leg, prompt=(5,) * 40, sampling=SamplingParams(seed=1, max_tokens=4),
         arrival=0.0, root=BlockHash(bytes(32)), images=images, media=() if leg is RequestStage.DECODE else pictures,
     )  # fmt: skip
 

@@ -52,7 +52,7 @@ class Roadside:
         self.road = SourcePool(SOURCE, config, SEAL, sealed=False, land=self._land)
 
     def door(self, name: str) -> tuple[RequestId, int]:
-        at = FetchTicket(request=RequestId(name), epoch=1, port=1, leg=len(name), token=bytes(32), sealed=False)
+        at = FetchTicket(request=RequestId(name), epoch=1, port=1, grant_id=len(name), token=bytes(32), sealed=False)
         self.road.add_ticket(at)
         return at.request, 1
 

@@ -36,7 +36,7 @@ def test_the_last_restart_of_the_last_run_travels() -> None:
         recipient=Recipient(worker=WorkerId("d"), incarnation=source.incarnation, identity=identity),
         request=RequestId("r"),
         epoch=1,
-        leg=RequestStage.DECODE,
+        stage=RequestStage.DECODE,
         prompt=bytes(pack_token_ids((1,))),
         sampling=SamplingParams(seed=1, max_tokens=1),
         root=BlockHash(bytes(32)),

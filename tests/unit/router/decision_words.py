@@ -60,7 +60,7 @@ def fleet_in_words(words: str) -> tuple[Fleet, PrefixIndex]:
 
 
 def picked(decision: Decision) -> str:
-    return " ".join(f"{chosen.leg.value}={chosen.worker}" for chosen in decision.legs)
+    return " ".join(f"{chosen.stage.value}={chosen.worker}" for chosen in decision.stages)
 
 
 def check(

@@ -30,10 +30,10 @@ def chosen(leg: RequestStage, worker: WorkerId, incarnation: int = 1) -> ChosenW
 
 def split(decode: WorkerId = D0, prefill: WorkerId = P0) -> Decision:
     legs = (chosen(RequestStage.DECODE, decode), chosen(RequestStage.PREFILL, prefill))
-    return Decision(at=0.0, policy="none", identity=IDENTITY, legs=legs)
+    return Decision(at=0.0, policy="none", identity=IDENTITY, stages=legs)
 
 
-WHOLE = Decision(at=0.0, policy="none", identity=IDENTITY, legs=(chosen(RequestStage.WHOLE, B0),))
+WHOLE = Decision(at=0.0, policy="none", identity=IDENTITY, stages=(chosen(RequestStage.WHOLE, B0),))
 NOBODY = Decision(at=0.0, policy="none", identity=None)
 
 
@@ -65,7 +65,7 @@ def _short(effect: RequestEffect) -> str:
         case CancelStage() | StageEnded():
             return f"{'cancel' if isinstance(effect, CancelStage) else 'end'} {effect.worker} e{effect.epoch}"
         case SubmitStage():
-            return f"send {effect.worker} {effect.submit.leg.value} e{effect.submit.epoch}"
+            return f"send {effect.worker} {effect.submit.stage.value} e{effect.submit.epoch}"
         case FailRequest(error):
             return f"fail {type(error).__name__}"
         case WaitForWorker(not_before):

@@ -193,7 +193,7 @@ def test_another_numerics_class_of_the_model_only_where_it_is_allowed_and_its_ow
 
 
 def test_nobody_is_picked_from_nobody_and_everybody_has_a_reason():
-    assert choose_workers(PlacementRequest(request=request()), Fleet(), PrefixIndex(), 0.0).legs == ()
+    assert choose_workers(PlacementRequest(request=request()), Fleet(), PrefixIndex(), 0.0).stages == ()
     check(
         "prefill-0 starting; decode-0",
         picks="",
@@ -208,9 +208,9 @@ def test_a_decision_tells_its_numbers_as_they_were():
     (reason,) = decision.reasons()
     assert (reason.numbers["wait_s"], reason.numbers["compute"], reason.chosen) == (5.0, 40.0, True)
     assert decision.at == 3.0
-    assert decision.prefill == decision.decode == decision.legs[0]
-    assert decision.legs[0].tokens == 48
-    assert decision.legs[0].work == ExpectedWork(tokens=40, pairs=820, rows=1, context=40, pages=3)
+    assert decision.prefill == decision.decode == decision.stages[0]
+    assert decision.stages[0].tokens == 48
+    assert decision.stages[0].work == ExpectedWork(tokens=40, pairs=820, rows=1, context=40, pages=3)
     assert "whole=both-0 cost_s=" in decision_line(decision)
     told = decision_json(decision, 1.0)
     assert (told["at_s"], told["legs"][0]["worker"], told["candidates"][0]["wait_s"]) == (2.0, "both-0", 5.0)
@@ -231,7 +231,7 @@ def test_equals_meet_by_their_first_block_and_spread_otherwise():
         common = tuple(range(start, start + 16))
         answers = {
             choose_workers(PlacementRequest(request=request(prompt=(*common, tail))), fleet, PrefixIndex(), 0.0)
-            .legs[0]
+            .stages[0]
             .worker
             for tail in range(4)
         }
@@ -240,7 +240,7 @@ def test_equals_meet_by_their_first_block_and_spread_otherwise():
     assert len(homes) == 4
     short = {
         choose_workers(PlacementRequest(request=request(f"r{i}", prompt=(1, 2))), fleet, PrefixIndex(), 0.0)
-        .legs[0]
+        .stages[0]
         .worker
         for i in range(64)
     }

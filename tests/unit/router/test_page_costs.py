@@ -76,9 +76,9 @@ def test_a_hit_costs_what_its_tier_takes():
 
 
 def test_what_a_lower_tier_has_is_not_expected_to_be_read():
-    one = check("both-0 token_us=50 host_us=20 host=96", picks="whole=both-0").legs[0]
+    one = check("both-0 token_us=50 host_us=20 host=96", picks="whole=both-0").stages[0]
     assert one.work.tokens == len(PROMPT) - 96
-    dear = check("both-0 token_us=50 host_us=2000 host=96", picks="whole=both-0").legs[0]
+    dear = check("both-0 token_us=50 host_us=2000 host=96", picks="whole=both-0").stages[0]
     assert dear.work.tokens == len(PROMPT)
 
 
@@ -86,6 +86,6 @@ def test_what_was_only_promised_to_a_neighbour_cannot_be_taken():
     fleet, prefixes = fleet_in_words(SHARING.replace("cached=96", "queued=9") + "; decode-0 token_us=50")
     prefixes.add_pending(RequestId("other"), hashes_of(PROMPT), [1])
     decision = choose_workers(PlacementRequest(request=request(prompt=PROMPT)), fleet, prefixes, NOW)
-    numbers = {reason.worker: reason.numbers for reason in decision.reasons() if reason.leg is RequestStage.PREFILL}
+    numbers = {reason.worker: reason.numbers for reason in decision.reasons() if reason.stage is RequestStage.PREFILL}
     assert numbers["prefill-0"]["fetch_s"] == 0
     assert numbers["prefill-0"]["compute"] == len(PROMPT)

@@ -97,7 +97,7 @@ def fleet_and_index(workers: list[Worker]) -> tuple[Fleet, PrefixIndex]:
 
 
 def picked(decision: Decision) -> list[tuple[RequestStage, WorkerId]]:
-    return [(chosen.leg, chosen.worker) for chosen in decision.legs]
+    return [(chosen.stage, chosen.worker) for chosen in decision.stages]
 
 
 @pytest.mark.parametrize("how", ALL, ids=NAMES)
@@ -111,16 +111,16 @@ def test_the_order_of_the_fleet_decides_nothing_and_nobody_is_left_unserved(how,
     assert picked(choose_workers(PlacementRequest(request=asked), *fleet_and_index(shuffled), 0.0, how)) == picked(
         decision
     )
-    assert bool(decision.legs) == has_ready_workers(fleet) or asked.sampling.max_tokens == 1
+    assert bool(decision.stages) == has_ready_workers(fleet) or asked.sampling.max_tokens == 1
     ready = {WorkerId(worker.name): worker for worker in workers if worker.ready}
-    assert all(chosen.worker in ready for chosen in decision.legs)
-    assert {chosen.leg for chosen in decision.legs} in (
+    assert all(chosen.worker in ready for chosen in decision.stages)
+    assert {chosen.stage for chosen in decision.stages} in (
         {RequestStage.WHOLE},
         {RequestStage.PREFILL, RequestStage.DECODE},
         set(),
     )
-    told = {(reason.worker, reason.leg) for reason in decision.reasons()}
-    assert {(chosen.worker, chosen.leg) for chosen in decision.legs} <= told
+    told = {(reason.worker, reason.stage) for reason in decision.reasons()}
+    assert {(chosen.worker, chosen.stage) for chosen in decision.stages} <= told
     assert {worker for worker, _ in told} == {worker.name for worker in workers}
 
 
@@ -134,8 +134,8 @@ def test_no_worker_is_filled_beyond_its_room_while_another_has_room(workers, ask
     for serial, one in enumerate(asked, 1):
         decision = choose_workers(PlacementRequest(request=one), fleet, index, 0.0, PENSTOCK)
         pages = -(-len(one.prompt) // 16)
-        for chosen in decision.legs:
-            role = roles.get(chosen.leg, fleet.roles[chosen.slot])
+        for chosen in decision.stages:
+            role = roles.get(chosen.stage, fleet.roles[chosen.slot])
             others = [fleet.ids[slot] for slot in fleet.ready(role, decision.identity)]
             assert room[chosen.worker] >= pages or all(room[other] < pages for other in others)
             room[chosen.worker] -= pages
@@ -148,7 +148,7 @@ def spread(fleets: list[Fleet], requests: int) -> Counter[WorkerId]:
     for number in range(requests):
         fleet = fleets[number % len(fleets)]
         one = request(f"r{number}", prompt=(number,) * 64)
-        (chosen,) = choose_workers(PlacementRequest(request=one), fleet, PrefixIndex(100, 16), 0.0).legs
+        (chosen,) = choose_workers(PlacementRequest(request=one), fleet, PrefixIndex(100, 16), 0.0).stages
         fleet.add_work(chosen.worker, 1, one.id, chosen.tokens, due=chosen.work, serial=number + 1)
         given_to[chosen.worker] += 1
     return given_to
@@ -230,10 +230,10 @@ def test_batch_work_in_the_queue_is_in_the_way_of_batch_work_only(service: Servi
     rates = StepRates(1e-3, 1e-5, 0.0, 1e-6)
     fleet.on_report(report("both-0", prompt_tokens=9000, batch_tokens=9000, rates=rates, measured=9), 0.0)
     fleet.on_report(report("both-1", prompt_tokens=500, rates=rates, measured=9), 0.0)
-    asked = msgspec.structs.replace(request("r", prompt=(7,) * 40), claim=Qos(service=service))
+    asked = msgspec.structs.replace(request("r", prompt=(7,) * 40), qos=Qos(service=service))
     decision = choose_workers(PlacementRequest(request=asked), fleet, PrefixIndex(100, 4), 0.0)
     assert picked(decision) == [(RequestStage.WHOLE, WorkerId(taken))]
-    assert decision.legs[0].work.batch_tokens == (40 if service is ServiceClass.BATCH else 0)
+    assert decision.stages[0].work.batch_tokens == (40 if service is ServiceClass.BATCH else 0)
     seen = predict_ttft(fleet, 100, service)
     assert seen is not None
     assert seen.wait_s == pytest.approx(0.0 if service is ServiceClass.INTERACTIVE else 0.005)

@@ -51,7 +51,7 @@ def test_hashes_made_for_another_model_are_not_sent():
 
 
 def served_by(decision: Decision, identity) -> Decision:
-    return Decision(at=decision.at, policy="none", identity=identity, legs=decision.legs)
+    return Decision(at=decision.at, policy="none", identity=identity, stages=decision.stages)
 
 
 def test_without_a_worker_it_waits_for_the_next():
@@ -388,19 +388,19 @@ def test_every_token_renews_patience():
 
 
 def in_time(seconds: float | None):
-    return msgspec.structs.replace(request(), claim=Qos(max_wait_s=seconds, service=ServiceClass.BATCH))
+    return msgspec.structs.replace(request(), qos=Qos(max_wait_s=seconds, service=ServiceClass.BATCH))
 
 
 def test_a_worker_is_told_what_is_left_of_the_wait():
     flight = waiting(in_time(9.0))
     (send,) = flight.on_placed(WHOLE, ROOT, 2.5)
     assert isinstance(send, SubmitStage)
-    assert send.submit.claim == Qos(max_wait_s=6.5, service=ServiceClass.BATCH)
+    assert send.submit.qos == Qos(max_wait_s=6.5, service=ServiceClass.BATCH)
     flight.on_tokens(item(0, 1), B0, 1, 3.0)
     flight.on_worker_lost(B0, 1, "died", 4.0)
     (again,) = flight.on_placed(WHOLE, ROOT, 5.0)
     assert isinstance(again, SubmitStage)
-    assert again.submit.claim.max_wait_s is None, "who has a token waits for no first one"
+    assert again.submit.qos.max_wait_s is None, "who has a token waits for no first one"
 
 
 def test_who_waits_for_as_long_as_it_may_is_told():
@@ -462,4 +462,4 @@ def test_parts_that_nobody_asked_for_are_not_kept():
         flight.on_tokens(
             item(0, prompt_logprobs=many[: 1 + start % 4], prompt_start=start, prompt_more=True), B0, 1, 1.0
         )
-    assert flight._prompt_told._kept <= 4
+    assert flight._prompt_logprobs._kept <= 4

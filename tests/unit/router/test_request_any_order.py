@@ -131,7 +131,7 @@ class AnyOrder(RuleBasedStateMachine):
     def pages_taken(self, leg: FakeLeg) -> bool:
         """A decode leg of the same epoch went on from what this one handed over."""
         return any(
-            other.submit.leg is RequestStage.DECODE and other.submit.epoch == leg.submit.epoch and other.at > leg.at
+            other.submit.stage is RequestStage.DECODE and other.submit.epoch == leg.submit.epoch and other.at > leg.at
             for other in self.legs
         )
 
@@ -172,7 +172,7 @@ class AnyOrder(RuleBasedStateMachine):
             legs = (self.chosen(RequestStage.WHOLE, data.draw(st.sampled_from(free))),)
         else:
             legs = ()
-        decision = Decision(at=self.now, policy="none", identity=IDENTITY, legs=legs)
+        decision = Decision(at=self.now, policy="none", identity=IDENTITY, stages=legs)
         self.apply(self.flight.on_placed(decision, ROOT, self.now))
 
     def chosen(self, leg: RequestStage, worker: WorkerId) -> ChosenWorker:
@@ -190,21 +190,21 @@ class AnyOrder(RuleBasedStateMachine):
 
     def step(self, leg: FakeLeg, pieces: int) -> None:
         start = leg.at
-        if leg.submit.leg is RequestStage.PREFILL:
+        if leg.submit.stage is RequestStage.PREFILL:
             if start > len(leg.submit.emitted):
                 return  # it only holds its pages now
             pieces = 1
             for other in self.running():
-                if other.submit.leg is RequestStage.DECODE and other.submit.epoch == leg.submit.epoch:
+                if other.submit.stage is RequestStage.DECODE and other.submit.epoch == leg.submit.epoch:
                     other.handed = True
-        if leg.submit.leg is RequestStage.DECODE:
+        if leg.submit.stage is RequestStage.DECODE:
             if not leg.handed:
                 return
             if start == len(leg.submit.emitted) == self.length - 1:
                 leg.over = True  # the prefill leg's token was the last: it ends without a word
                 return
         leg.at = min(self.length, start + pieces)
-        if leg.submit.leg is not RequestStage.PREFILL:
+        if leg.submit.stage is not RequestStage.PREFILL:
             leg.over = leg.at == self.length
         if leg.at > start:
             self.channel.append((self.item(leg, start), leg.worker, leg.incarnation))
@@ -213,7 +213,7 @@ class AnyOrder(RuleBasedStateMachine):
     def item(self, leg: FakeLeg, start: int) -> TokenItem:
         tokens = tuple(token(i) for i in range(start, leg.at))
         first = start == len(leg.submit.emitted)
-        knows = first and (leg.submit.leg is not RequestStage.DECODE or self.forwards)
+        knows = first and (leg.submit.stage is not RequestStage.DECODE or self.forwards)
         asked = leg.submit.sampling.prompt_logprobs is not None
         return TokenItem(
             request=self.request.id,
@@ -295,7 +295,7 @@ class AnyOrder(RuleBasedStateMachine):
                 names = [WORKERS[2], WORKERS[0]] if self.split else [WORKERS[0]]
                 kinds = [RequestStage.DECODE, RequestStage.PREFILL] if self.split else [RequestStage.WHOLE]
                 legs = tuple(self.chosen(kind, name) for kind, name in zip(kinds, names, strict=True))
-                decision = Decision(at=self.now, policy="none", identity=IDENTITY, legs=legs)
+                decision = Decision(at=self.now, policy="none", identity=IDENTITY, stages=legs)
                 self.apply(self.flight.on_placed(decision, ROOT, self.now))
             for leg in self.running():
                 if not leg.over:

@@ -136,13 +136,13 @@ def test_whoever_writes_and_is_not_the_same_may_go_on(policy: str):
     ask = PlacementRequest(request=request(), emitted=3, identity=IDENTITY, avoid=frozenset({(D0, 1)}))
     how = PlacementRules(policy=make_policy(policy))
     decision = choose_migration_target(ask, fleet, PrefixIndex(64, 8), 0.0, how, write=8)
-    (leg,) = decision.legs
-    assert leg.leg is RequestStage.DECODE
+    (leg,) = decision.stages
+    assert leg.stage is RequestStage.DECODE
     assert leg.worker in ("decode-1", "both-0")
     assert decision.reasons()
     for name in ("decode-1", "both-0"):
         assert fleet.on_report(report(name, hands_over=False), 0.0)
-    assert choose_migration_target(ask, fleet, PrefixIndex(64, 8), 0.0, how, write=8).legs == ()
+    assert choose_migration_target(ask, fleet, PrefixIndex(64, 8), 0.0, how, write=8).stages == ()
 
 
 def test_who_has_a_leg_already_is_not_asked_to_join():
@@ -153,7 +153,7 @@ def test_who_has_a_leg_already_is_not_asked_to_join():
     flight = started(flying())
     assert flight.can_migrate(D0, 1, 1)
     decision, _ = placement.choose_migration_target(flight, D0, 1, 1.0)
-    assert decision.legs == ()
+    assert decision.stages == ()
     assert said(flight.on_tokens(item(1, 2), D0, 1, 1.0)) == ["deliver 2", "cancel prefill-0 e1"]
     decision, _ = placement.choose_migration_target(flight, D0, 1, 1.0)
-    assert [leg.worker for leg in decision.legs] == [P0]
+    assert [leg.worker for leg in decision.stages] == [P0]

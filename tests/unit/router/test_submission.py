@@ -46,8 +46,8 @@ ENCODER = PageSource(worker=WorkerId("encode-0"), incarnation=2, endpoint="ipc:/
 
 
 def chosen(leg: RequestStage) -> Decision:
-    one = ChosenWorker(leg=leg, worker=WorkerId(leg.value), incarnation=1, endpoint="ipc://@x", slot=0, tokens=0)
-    return Decision(at=0.0, policy="none", identity=PLAIN, legs=(one,), encoders=(ENCODER,))
+    one = ChosenWorker(stage=leg, worker=WorkerId(leg.value), incarnation=1, endpoint="ipc://@x", slot=0, tokens=0)
+    return Decision(at=0.0, policy="none", identity=PLAIN, stages=(one,), encoders=(ENCODER,))
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_pixels_go_where_the_prompt_is_read(leg: RequestStage, reads: bool):
 
 
 def both(identity: ModelIdentity) -> Decision:
-    legs = [one for leg in (RequestStage.PREFILL, RequestStage.DECODE) for one in chosen(leg).legs]
-    return Decision(at=0.0, policy="none", identity=identity, legs=tuple(legs))
+    legs = [one for leg in (RequestStage.PREFILL, RequestStage.DECODE) for one in chosen(leg).stages]
+    return Decision(at=0.0, policy="none", identity=identity, stages=tuple(legs))
 
 
 def test_who_reads_the_prompt_of_an_answer_again_cannot_end_it():

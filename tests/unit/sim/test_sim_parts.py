@@ -95,7 +95,7 @@ def _handed_over(skip_tokens: int, page_bytes: int = 64) -> tuple[SimTransfers, 
     source: Any = SimpleNamespace(name=WorkerId("p"), out=SimLink(64.0), add_event=lambda _: None)
     receiver: Any = SimpleNamespace(into=SimLink(64.0), page_bytes=page_bytes, config=config, add_event=tell)
     wanted: Any = SimpleNamespace(id=RequestId("1"), epoch=1, computed=skip_tokens)
-    sent: Any = SimpleNamespace(id=RequestId("1"), epoch=1, leg=RequestStage.PREFILL)
+    sent: Any = SimpleNamespace(id=RequestId("1"), epoch=1, stage=RequestStage.PREFILL)
     hand_overs.expect_transfer((RequestId("1"), 1), source.name)
     hand_overs.on_reserved(receiver, wanted, {source.name: source})
     outcome: Any = SimpleNamespace(

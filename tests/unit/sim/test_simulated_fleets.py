@@ -83,7 +83,7 @@ def test_a_tiny_run_has_the_schedule_of_the_real_scheduler() -> None:
                 AddRequest(
                     id=request.id,
                     epoch=1,
-                    leg=RequestStage.WHOLE,
+                    stage=RequestStage.WHOLE,
                     prompt=request.prompt,
                     sampling=request.sampling,
                     arrival=at,
@@ -123,7 +123,7 @@ def test_decisions_are_those_of_the_real_router(policy: str, monkeypatch: pytest
         how = PlacementRules(policy=make_policy(policy), page_tokens=512)
         again = choose_workers(flight.placement_request(now), self._fleet, self.prefixes, now, how, write=self._length)
         made = real(self, flight, now)
-        compared.append(made[0].legs == again.legs)
+        compared.append(made[0].stages == again.stages)
         return made
 
     monkeypatch.setattr(Placement, "decide", both)

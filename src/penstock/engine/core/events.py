@@ -40,14 +40,14 @@ class AddRequest:
 
     id: RequestId
     epoch: int
-    leg: RequestStage
+    stage: RequestStage
     prompt: Sequence[int]
     sampling: SamplingParams
     arrival: float  # order of service among the requests of one tenant and class
     root: BlockHash
     hashes: Sequence[BlockHash] = ()  # ready-made, of as many full pages of prompt + emitted as the caller has
     emitted: Sequence[int] = ()  # output tokens that the client has already
-    claim: Qos = DEFAULT_QOS
+    qos: Qos = DEFAULT_QOS
     open_ended: bool = False  # without a length: returned where it becomes too long for this worker
     expected_tokens: int = 0  # of one that is open-ended: tokens that will probably be sampled
     images: Sequence[PlacedImage] = ()
@@ -55,14 +55,14 @@ class AddRequest:
     encoders: Sequence[PageSource] = ()  # workers that may be asked for the images' rows
     pooling: PoolingParams | None = None
     adapter: AdapterRef | None = None  # it must be ready before the scheduler hears of the request
-    extra_tokens: int = 0  # leg=decode: tokens that may still be written at the source while the pages come
+    extra_tokens: int = 0  # stage=decode: tokens that may still be written at the source while the pages come
     grammar: MatcherFactory | None = field(default=None, compare=False, repr=False)  # its grammar, once it is compiled
     prompt_pages_only: bool = False  # pages of the prompt alone are shared or handed over, never of the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditGranted:
-    """leg=prefill: the decode worker has room for all pages; the request may be admitted now."""
+    """stage=prefill: the decode worker has room for all pages; the request may be admitted now."""
 
     id: RequestId
     epoch: int
@@ -70,7 +70,7 @@ class CreditGranted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagesArrived:
-    """leg=decode: ``computed`` tokens now stand in this worker's own, verified pages (never decreases)."""
+    """stage=decode: ``computed`` tokens now stand in this worker's own, verified pages (never decreases)."""
 
     id: RequestId
     epoch: int
@@ -79,7 +79,7 @@ class PagesArrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstTokenArrived:
-    """leg=decode: the prefill worker's token; with it and all pages, decoding goes on here.
+    """stage=decode: the prefill worker's token; with it and all pages, decoding goes on here.
 
     ``finish`` is set when that token was also the last: the request ends without a word to the gateway.
     """
@@ -92,7 +92,7 @@ class FirstTokenArrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeLocally:
-    """leg=decode: what another worker computed is too slow to come.  What has not come is computed here, like any
+    """stage=decode: what another worker computed is too slow to come.  What has not come is computed here, like any
     prompt; the answer goes on behind ``token``, which that worker drew."""
 
     id: RequestId
@@ -102,7 +102,7 @@ class RecomputeLocally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagesReleased:
-    """leg=prefill: the receiver has the pages (or its lease ended); free what was held for it."""
+    """stage=prefill: the receiver has the pages (or its lease ended); free what was held for it."""
 
     id: RequestId
     epoch: int
@@ -135,7 +135,7 @@ class Migrate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationDone:
-    """leg=decode: everything of an answer that moved is here; ``tokens`` are those of it from ``index`` on."""
+    """stage=decode: everything of an answer that moved is here; ``tokens`` are those of it from ``index`` on."""
 
     id: RequestId
     epoch: int

@@ -175,7 +175,11 @@ class KvCacheManager:
         found = match.blocks
         with match.lease as shared:
             last = found + self._stride - 1  # the next block that could be shared with those before it
-            if last < limit and request.leg is not RequestStage.DECODE and request.hashes[last] in self._being_computed:
+            if (
+                last < limit
+                and request.stage is not RequestStage.DECODE
+                and request.hashes[last] in self._being_computed
+            ):
                 request.awaited_block = request.hashes[last]
                 return AdmissionRefusal.BEING_COMPUTED
             sound = self._sound(request, shared.pages)
@@ -308,7 +312,7 @@ class KvCacheManager:
 
     def _next(self, request: Request) -> int:
         """The position that is computed next after those that are computed elsewhere; 0 when there are none."""
-        if request.leg is not RequestStage.DECODE:
+        if request.stage is not RequestStage.DECODE:
             return 0
         return request.known - 1 if request.extra_tokens else request.remote_tokens
 
@@ -352,7 +356,7 @@ class KvCacheManager:
 
     def _shareable(self, request: Request) -> int:
         """Pages that may come from the cache: at least one token stays to be computed where a token will be drawn."""
-        if request.leg is RequestStage.DECODE:
+        if request.stage is RequestStage.DECODE:
             return self._nameable(request, self._next(request))
         alone = request.wants_prompt_logprobs or not self._shares_prefixes
         return 0 if alone else (request.known - 1) // self.page_tokens
@@ -369,7 +373,7 @@ class KvCacheManager:
         self.hit_tokens += request.computed
         if not request.preemptions:
             request.cached_tokens = min(request.computed, len(request.prompt))
-        if request.leg is not RequestStage.DECODE and self._shares_prefixes:
+        if request.stage is not RequestStage.DECODE and self._shares_prefixes:
             for name in request.hashes[found : self._nameable(request, request.known)]:
                 if name not in self.prefix:
                     self._being_computed.setdefault(name, request)

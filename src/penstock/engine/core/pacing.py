@@ -135,4 +135,4 @@ class StarvationGuard:
 
 def _order(request: Request) -> tuple[bool, tuple[int, float, int]]:
     """Who holds a receiver's pages, too, first: two workers' memory waits for it."""
-    return request.leg is not RequestStage.PREFILL, request.order
+    return request.stage is not RequestStage.PREFILL, request.order

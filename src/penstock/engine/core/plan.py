@@ -57,7 +57,7 @@ class StepPlan:
     rows: tuple[ScheduledTokens, ...] = ()
     steps: int = 1  # how often each row is repeated, one token further each time
     predicted_s: float = 0.0
-    reserved: tuple[Request, ...] = ()  # leg=decode: admitted now, all pages reserved: pull from ``request.computed``
+    reserved: tuple[Request, ...] = ()  # stage=decode: admitted now, all pages reserved: pull from ``request.computed``
     returned: tuple[ReturnedRequest, ...] = ()  # could not stay or could not be taken
     preempted: int = 0  # requests whose pages were taken back in making this plan
     removed: tuple[
@@ -99,7 +99,7 @@ class NewTokens(msgspec.Struct, frozen=True, gc=False):
 
 
 class CompletedPage(msgspec.Struct, frozen=True, gc=False):
-    """leg=prefill: one page is final with ``tokens`` tokens in it, and may be sent as ``piece`` (``reach.Pieces``)."""
+    """stage=prefill: one page is final with ``tokens`` tokens in it and may be sent as ``piece`` of the transfer."""
 
     request: Request
     piece: int

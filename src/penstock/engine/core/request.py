@@ -87,7 +87,6 @@ class Request:
         "awaited_block",
         "cached_tokens",
         "capacity",
-        "claim",
         "computed",
         "deadline",
         "emitted",
@@ -103,7 +102,6 @@ class Request:
         "images",
         "in_flight",
         "known",
-        "leg",
         "local_end",
         "media",
         "open_ended",
@@ -116,11 +114,13 @@ class Request:
         "prompt",
         "prompt_logprobs",
         "prompt_pages_only",
+        "qos",
         "rank",
         "retains_pages",
         "root",
         "sampling",
         "settled",
+        "stage",
         "status",
         "stop_tokens",
         "verified_since",
@@ -130,20 +130,20 @@ class Request:
         """Holds no page yet."""
         self.id = event.id
         self.epoch = event.epoch
-        self.leg = event.leg
+        self.stage = event.stage
         self.prompt: Sequence[int] = event.prompt
         self.images = event.images  # that tokens of the prompt stand for, from left to right
-        self.media = event.media  # one an image; none with leg=decode
+        self.media = event.media  # one an image; none with stage=decode
         self.output: list[int] = list(event.emitted)  # emitted elsewhere, then drawn here
         self.emitted = len(self.output)
         self.sampling = event.sampling
         self.grammar = event.grammar  # held as long as the request is here
         self.pooling = event.pooling
         self.arrival = event.arrival
-        self.claim = event.claim
-        self.rank = int(event.claim.service)
-        self.fairness_key: FairnessKey = (self.rank, event.claim.tenant)
-        wait_s = event.claim.max_wait_s
+        self.qos = event.qos
+        self.rank = int(event.qos.service)
+        self.fairness_key: FairnessKey = (self.rank, event.qos.tenant)
+        wait_s = event.qos.max_wait_s
         self.deadline = None if wait_s is None else now + wait_s  # for the next token; there is none once it came
         self.adapter = event.adapter.fingerprint if event.adapter is not None else ""
         self.root = event.root
@@ -165,16 +165,16 @@ class Request:
         self.capacity = 0
         self.hashes: list[BlockHash] = list(event.hashes)
         self.settled = 0  # blocks whose content is final and was offered to the prefix cache
-        self.announced_pieces = 0  # leg=prefill: pieces (reach.Pieces) that were announced to the receiver
+        self.announced_pieces = 0  # stage=prefill: pieces that were announced to the receiver
         self.cached_tokens = 0  # prompt tokens found in the prefix cache at the first admission
         self.verified_since: int | None = None  # the turn in which it first asked for cached pages
         self.preemptions = 0  # how often its pages were taken back
         self.paced_until: float | None = None  # a long prompt is not processed before then (``core.pacing``)
-        self.has_first_token = False  # leg=decode: the prefill worker's token is here
+        self.has_first_token = False  # stage=decode: the prefill worker's token is here
         self.prompt_logprobs: list[TokenLogprob] = []
         self.awaited_block: BlockHash | None = None  # a block that another request is computing
         self.in_flight = False  # a micro-batch computes tokens of it now; always False where there is one only
-        self.status = RequestStatus.UNGRANTED if event.leg is RequestStage.PREFILL else RequestStatus.WAITING
+        self.status = RequestStatus.UNGRANTED if event.stage is RequestStage.PREFILL else RequestStatus.WAITING
 
     @property
     def may_outgrow(self) -> bool:
@@ -199,7 +199,7 @@ class Request:
 
     @property
     def remote_tokens(self) -> int:
-        """leg=decode: tokens that others computed, once all their pages are here.  Of two numerics classes the prompt
+        """stage=decode: tokens that others computed, once all their pages are here.  Of two numerics classes the prompt
         comes from elsewhere, and what was emitted of the answer is computed anew, here."""
         return len(self.prompt) + (0 if self.prompt_pages_only and not self.extra_tokens else self.emitted)
 
@@ -211,12 +211,12 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Every prompt position must be computed here; they go out with the answer's first token."""
-        return self.sampling.prompt_logprobs is not None and not self.output and self.leg is not RequestStage.DECODE
+        return self.sampling.prompt_logprobs is not None and not self.output and self.stage is not RequestStage.DECODE
 
     def promote(self) -> None:
         """From now on it is one of the first class: those below it waited for long enough."""
         self.rank = 0
-        self.fairness_key = (0, self.claim.tenant)
+        self.fairness_key = (0, self.qos.tenant)
         self.order = (0, *self.order[1:])
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:

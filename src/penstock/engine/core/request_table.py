@@ -58,39 +58,39 @@ class RequestTable:
             self.queue.push(request)
 
     def enqueue_granted(self, request: Request) -> None:
-        """leg=prefill: the receiver has room, so the request may line up."""
+        """stage=prefill: the receiver has room, so the request may line up."""
         if request.status is RequestStatus.UNGRANTED:
             self.ungranted -= 1
             self.queue.push(request)
 
     def admit(self, request: Request) -> None:
         """The first of a line has got its pages.  What a preempted one computes anew is not its tenant's debt."""
-        elsewhere = request.leg is RequestStage.DECODE
+        elsewhere = request.stage is RequestStage.DECODE
         self.queue.pop(request, RequestStatus.RESERVED if elsewhere else RequestStatus.RUNNING)
         (self.reserved if elsewhere else self.running)[request.id] = request
         self.fair.charge_prompt(
-            request.fairness_key, 0 if request.preemptions else request.uncomputed, request.claim.weight
+            request.fairness_key, 0 if request.preemptions else request.uncomputed, request.qos.weight
         )
 
     def start_running(self, request: Request) -> None:
-        """leg=decode: everything has arrived."""
+        """stage=decode: everything has arrived."""
         del self.reserved[request.id]
         request.status = RequestStatus.RUNNING
         self.running[request.id] = request
 
     def recompute_locally(self, request: Request) -> None:
-        """leg=decode: what has not arrived is computed here.  Full pages that have are found again in the cache.
+        """stage=decode: what has not arrived is computed here.  Full pages that have are found again in the cache.
 
         It is admitted once more, and counts as preempted then: its tenant was charged for the prompt already.
         """
         del self.reserved[request.id]
         request.preemptions += 1
         self.memory.release(request)
-        request.leg = RequestStage.WHOLE
+        request.stage = RequestStage.WHOLE
         self.queue.push(request)
 
     def hand_over(self, request: Request) -> None:
-        """leg=prefill: everything is computed; the pages are held for the receiver."""
+        """stage=prefill: everything is computed; the pages are held for the receiver."""
         del self.running[request.id]
         request.status = RequestStatus.HANDOVER
 
@@ -114,7 +114,7 @@ class RequestTable:
         self.preemptions += 1
         self.yield_count += yielding
         victim.preemptions += 1
-        if victim.leg is RequestStage.WHOLE:
+        if victim.stage is RequestStage.WHOLE:
             del self.running[victim.id]
             self.memory.release(victim)
             self.queue.push(victim)

@@ -63,7 +63,7 @@ from penstock.wire.gateway_messages import ReturnReason
 
 def apply_migration(table: RequestTable, request: Request, how: MigrationStep) -> None:
     """Do as an event ``Migrate`` says.  What does not fit the request's state is late, and no error."""
-    if request.leg is RequestStage.PREFILL:
+    if request.stage is RequestStage.PREFILL:
         return
     match how:
         case MigrationStep.KEEP:
@@ -108,7 +108,7 @@ class EngineLoad:
     """How busy this engine is."""
 
     running: int  # take part in steps
-    awaiting: int  # leg=decode: have pages, wait for what the prefill worker computes
+    awaiting: int  # stage=decode: have pages, wait for what the prefill worker computes
     handing_over: int  # computed, or stopped to go on elsewhere: wait for the receiver
     queued: int  # have no pages yet
     tokens_in_flight: int  # known tokens still to compute, and output tokens asked for or expected
@@ -130,11 +130,11 @@ def engine_load(table: RequestTable) -> EngineLoad:
     for request in table.requests.values():
         missing = request.uncomputed
         in_flight += missing
-        if request.leg is not RequestStage.PREFILL:
+        if request.stage is not RequestStage.PREFILL:
             in_flight += request.remaining
             answers += 1
             context_tokens += request.known
-        if missing > 1 and request.leg is not RequestStage.DECODE:
+        if missing > 1 and request.stage is not RequestStage.DECODE:
             tokens[request.rank > 0] += missing
             pairs[request.rank > 0] += missing * request.computed + missing * (missing + 1) // 2
     return EngineLoad(
@@ -222,7 +222,7 @@ class Scheduler:
             case CreditGranted():
                 self._table.enqueue_granted(request)
             case PagesReleased():
-                if request.leg is RequestStage.PREFILL:
+                if request.stage is RequestStage.PREFILL:
                     self._table.remove(request)
             case PagesArrived():
                 self._pages_arrived(request, event.computed)
@@ -258,9 +258,9 @@ class Scheduler:
         if only_read != (config.pooling is not None):
             return "wrong_task"
         most = request.local_end if request.open_ended else request.end
-        if only_read or request.leg is RequestStage.PREFILL:
+        if only_read or request.stage is RequestStage.PREFILL:
             most = request.known
-        elif request.leg is RequestStage.DECODE and request.may_outgrow:
+        elif request.stage is RequestStage.DECODE and request.may_outgrow:
             most = max(most, request.known + 2)  # the first token comes from elsewhere, and the next is computed here
         if max(most, request.known + (not only_read)) > config.max_model_len:
             return ReturnReason.TOO_LONG
@@ -342,7 +342,7 @@ class Scheduler:
         self._planner.build(draft, max_steps, now, resting=resting)
         self.rows_skipped += draft.skipped
         for request in draft.admitted:
-            if request.leg is RequestStage.PREFILL:
+            if request.stage is RequestStage.PREFILL:
                 self._announce(request, self._pending)
         table = self._table
         plan = StepPlan(
@@ -350,7 +350,7 @@ class Scheduler:
             steps=draft.steps,
             predicted_s=self.cost.predict(draft.work) * draft.steps + self._checking_s if draft.rows else 0.0,
             verified_pages=self.memory.verified_now,
-            reserved=tuple(request for request in draft.admitted if request.leg is RequestStage.DECODE),
+            reserved=tuple(request for request in draft.admitted if request.stage is RequestStage.DECODE),
             returned=tuple(table.returned),
             preempted=draft.preempted + draft.yielded,
             removed=tuple(table.removed),
@@ -406,7 +406,7 @@ class Scheduler:
         request.prompt_logprobs.extend(new.prompt_logprobs)
         self.memory.cache_full_pages(request)
         self.memory.extend_windows(request)
-        if request.leg is RequestStage.PREFILL:
+        if request.stage is RequestStage.PREFILL:
             self._announce(request, outcome)
 
     def _draw(self, row: ScheduledTokens, new: SampledTokens, outcome: StepOutcome) -> None:
@@ -428,7 +428,7 @@ class Scheduler:
         if index == 0 and request.sampling.prompt_logprobs is not None:
             prompt_logprobs = (*request.prompt_logprobs, *new.prompt_logprobs)
         outcome.new_tokens.append(NewTokens(request, index, tokens, logprobs, finish, prompt_logprobs, new.pooled))
-        if request.leg is RequestStage.PREFILL:
+        if request.stage is RequestStage.PREFILL:
             self._table.hand_over(request)
             self._announce(request, outcome)
         elif finish is not None:

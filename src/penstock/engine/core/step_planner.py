@@ -144,7 +144,7 @@ class StepBuilder:
         if not bounds.target_s or not self.rows or self._cost.measured_steps < WARMUP_STEPS:
             return math.inf
         if self._beside is None:
-            answers = sum(row.count == 1 and row.request.leg is not RequestStage.PREFILL for row in self.rows)
+            answers = sum(row.count == 1 and row.request.stage is not RequestStage.PREFILL for row in self.rows)
             self._beside = StepSoFar(answers, self._cost.predict(self.work), self._now)
         rest = StepWork()
         rest.add(request.computed, request.uncomputed, 1)
@@ -208,7 +208,7 @@ def service_order(request: Request) -> OrderKey:
 
 def needs_more_pages(request: Request) -> bool:
     """Will need more pages than it has."""
-    return request.capacity < request.local_end and request.leg is not RequestStage.PREFILL
+    return request.capacity < request.local_end and request.stage is not RequestStage.PREFILL
 
 
 class StepPlanner:
@@ -233,7 +233,7 @@ class StepPlanner:
     def may_rest(self) -> bool:
         """Whether there is nothing to compute but running answers."""
         head = self._table.queue.head()
-        return (head is None or head.leg is RequestStage.DECODE) and all(
+        return (head is None or head.stage is RequestStage.DECODE) and all(
             r.uncomputed == 1 for r in self._table.running.values()
         )
 
@@ -284,7 +284,7 @@ class StepPlanner:
         if self._table.queue:
             for row in draft.rows:
                 if row.count == 1 and row.samples:
-                    self._table.fair.charge_output(row.request.fairness_key, draft.steps, row.request.claim.weight)
+                    self._table.fair.charge_output(row.request.fairness_key, draft.steps, row.request.qos.weight)
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
@@ -331,12 +331,12 @@ class StepPlanner:
         """Whose pages can be taken, of classes after ``above``."""
         table = self._table
         active = (*table.running.values(), *table.reserved.values())
-        return [request for request in active if request.leg is not RequestStage.PREFILL and request.rank > above]
+        return [request for request in active if request.stage is not RequestStage.PREFILL and request.rank > above]
 
     def _add_drafts(self, draft: StepBuilder, speculator: DraftProposer) -> None:
         """Draft tokens behind the rows, within the step's tokens and without taking a page from anybody."""
         rows = draft.rows
-        if any(row.request.leg is RequestStage.PREFILL for row in rows):
+        if any(row.request.stage is RequestStage.PREFILL for row in rows):
             return  # the first token is all that is drawn there
         left = self._config.max_step_tokens - len(rows)
         for index, tokens in enumerate(speculator.propose(rows)):
@@ -352,7 +352,7 @@ class StepPlanner:
     def _repeat_rows(self, draft: StepBuilder, limit: int) -> None:
         """Repeat the rows: until the first could end by its length, as time allows, while pages last."""
         if any(
-            row.request.leg is RequestStage.PREFILL or row.request.sampling.grammar is not None for row in draft.rows
+            row.request.stage is RequestStage.PREFILL or row.request.sampling.grammar is not None for row in draft.rows
         ):
             return  # the first token is all that is drawn there, and a mask follows from the token before
         limit = min(limit, *(row.request.local_end - row.request.known for row in draft.rows))
@@ -388,7 +388,7 @@ class StepPlanner:
                 if admitting:
                     growing += needs_more_pages(head)
                     waiting = [head for head in queue.heads() if head.rank in ranks]
-                    admitting = head.leg is RequestStage.DECODE or draft.add_chunk(head)
+                    admitting = head.stage is RequestStage.DECODE or draft.add_chunk(head)
             elif pending:
                 admitting = draft.add_chunk(pending.pop()) and admitting
             else:
@@ -398,7 +398,7 @@ class StepPlanner:
         """In a step that computes nothing, admit requests whose pages come from elsewhere, up to the first other."""
         queue, growing = self._table.queue, self._growing()
         waiting = queue.heads() if queue else []
-        while waiting and waiting[0].leg is RequestStage.DECODE:
+        while waiting and waiting[0].stage is RequestStage.DECODE:
             head = waiting[0]
             refusal = self._admit(draft, head, growing)
             if refusal in (AdmissionRefusal.BEING_COMPUTED, AdmissionRefusal.BEING_CHECKED):
@@ -419,7 +419,7 @@ class StepPlanner:
         A block for each request that still grows stays free: who is admitted into the last one is preempted at once.
         """
         table, groups = self._table, self._memory.groups
-        if request.leg is not RequestStage.DECODE and not draft.has_room_for_chunk(request):
+        if request.stage is not RequestStage.DECODE and not draft.has_room_for_chunk(request):
             return AdmissionRefusal.NO_ROOM
         spare = growing * groups
         refusal: AdmissionRefusal | None = AdmissionRefusal.NO_ROOM

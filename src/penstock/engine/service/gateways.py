@@ -44,16 +44,16 @@ class GatewayRequest:
 
     request: RequestId
     epoch: int
-    leg: RequestStage
+    stage: RequestStage
     gateway: ConnectedGateway
     pages_from: PageSource | None
     arrived_at: float  # monotonic seconds, here
-    migrates: bool = False  # leg=decode: it is being written where its pages are
+    migrates: bool = False  # stage=decode: it is being written where its pages are
     started_at: float | None = None  # when its first token was computed here
-    first_item: TokenItem | None = None  # leg=decode: the prefill worker's token, with its facts
+    first_item: TokenItem | None = None  # stage=decode: the prefill worker's token, with its facts
     confirmed_at: float = 0.0  # when it came, or its gateway was last asked whether it is still wanted
     phases: list[PhaseTiming] | None = None  # that have ended and were not sent yet; None: the request is not traced
-    pulled: tuple[float, int] = (0.0, 0)  # leg=decode: when it asked for its pages, and of how many tokens
+    pulled: tuple[float, int] = (0.0, 0)  # stage=decode: when it asked for its pages, and of how many tokens
 
     def end_phase(self, name: str, begin: float, now: float, **facts: float) -> None:
         """A phase of this leg is over, if somebody records it."""
@@ -77,14 +77,14 @@ def add_request_of(message: Submit, now: float, *, ahead: int) -> AddRequest:
     return AddRequest(
         id=message.request,
         epoch=message.epoch,
-        leg=message.leg,
+        stage=message.stage,
         prompt=read_token_ids(message.prompt),
         sampling=message.sampling,
         arrival=now - message.age_s,
         root=message.root,
         hashes=message.block_hashes,
         emitted=message.emitted,
-        claim=message.claim,
+        qos=message.qos,
         open_ended=message.open_ended,
         expected_tokens=message.expected_tokens,
         images=message.images,
@@ -130,7 +130,7 @@ class GatewayRequests:
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
-        self._asks: dict[RequestId, GatewayRequest] = {}
+        self._requests: dict[RequestId, GatewayRequest] = {}
         self._gateways: dict[str, ConnectedGateway] = {}
         self._by_peer: dict[bytes, ConnectedGateway] = {}
 
@@ -173,7 +173,7 @@ class GatewayRequests:
 
     def may_cancel(self, peer: bytes, request: RequestId) -> bool:
         """Whether this connection has said Hello, and no other gateway submitted this request."""
-        gateway, ask = self._by_peer.get(peer), self._asks.get(request)
+        gateway, ask = self._by_peer.get(peer), self._requests.get(request)
         return gateway is not None and (ask is None or ask.gateway is gateway)
 
     def is_connected(self, peer: bytes) -> bool:
@@ -184,28 +184,28 @@ class GatewayRequests:
         """Take a request on.  None when it is here in this epoch or a later one.  KeyError for a peer not known."""
         gateway = self._by_peer[peer]
         gateway.serial = max(gateway.serial, message.serial)
-        present = self._asks.get(message.request)
+        present = self._requests.get(message.request)
         if present is not None and present.epoch >= message.epoch:
             return None
         gateway.last_seen = now
         ask = GatewayRequest(
-            message.request, message.epoch, message.leg, gateway, message.pages_from, now, message.joins
+            message.request, message.epoch, message.stage, gateway, message.pages_from, now, message.joins
         )
         ask.confirmed_at = now
         ask.phases = [] if message.traced else None
-        self._asks[message.request] = ask
+        self._requests[message.request] = ask
         return ask
 
     def get(self, request: RequestId) -> GatewayRequest | None:
         """The ask for this request, if it is still wanted."""
-        return self._asks.get(request)
+        return self._requests.get(request)
 
     def remove(self, request: RequestId, epoch: int) -> GatewayRequest | None:
         """Remove this request, unless a later epoch of it is here."""
-        ask = self._asks.get(request)
+        ask = self._requests.get(request)
         if ask is None or ask.epoch > epoch:
             return None
-        return self._asks.pop(request)
+        return self._requests.pop(request)
 
     def orphans_of_silent(self, now: float) -> list[GatewayRequest]:
         """Requests of gateways that have said nothing for too long.  Those that stay away are forgotten in the end."""
@@ -234,7 +234,7 @@ class GatewayRequests:
     def confirmations_due(self, now: float) -> list[tuple[ConnectedGateway, ConfirmRequests]]:
         """What gateways are to be asked about what they asked for long ago."""
         asked: dict[str, tuple[ConnectedGateway, list[tuple[RequestId, int]]]] = {}
-        for ask in self._asks.values():
+        for ask in self._requests.values():
             if now - ask.confirmed_at >= CONFIRM_INTERVAL_S and not ask.gateway.away:
                 ask.confirmed_at = now
                 asked.setdefault(ask.gateway.name, (ask.gateway, []))[1].append((ask.request, ask.epoch))
@@ -246,13 +246,13 @@ class GatewayRequests:
 
     def all(self) -> list[GatewayRequest]:
         """Every request that somebody waits for."""
-        return list(self._asks.values())
+        return list(self._requests.values())
 
     def __len__(self) -> int:
-        return len(self._asks)
+        return len(self._requests)
 
     def _of(self, gateway: ConnectedGateway) -> list[GatewayRequest]:
-        return [ask for ask in self._asks.values() if ask.gateway is gateway]
+        return [ask for ask in self._requests.values() if ask.gateway is gateway]
 
 
 MAX_LOGPROBS_PER_MESSAGE = 8192

@@ -218,10 +218,10 @@ class KvEventPublisher:
         else:
             self._log = KvEventLog(*self._name, prefix.known_blocks, self._demoted.tiers, lower.count if lower else 0)
             prefix.on_change = self._cache_changed
-        self._gone: dict[BlockHash, None] = {}  # given up by the cache; no tier was asked for them yet
-        self._wanted: list[ConnectedGateway] = []  # who have asked for all that is cached
+        self._evicted: dict[BlockHash, None] = {}  # given up by the cache; no tier was asked for them yet
+        self._snapshot_requests: list[ConnectedGateway] = []  # who have asked for all that is cached
         self._snapshot: _Snapshot | None = None  # that is being sent
-        self._strangers: dict[bytes, None] = {}  # peers that only ask who listens here
+        self._unknown_peers: dict[bytes, None] = {}  # peers that only ask who listens here
         self._changed = True  # since the last report to all
         self._reported_at = -inf  # when that was
         self._step_s = 0.0  # the step time in it
@@ -229,11 +229,11 @@ class KvEventPublisher:
     def _cache_changed(self, block: BlockHash, known: bool) -> None:
         assert self._demoted is not None, "there are lower tiers"
         if known:
-            self._gone.pop(block, None)
+            self._evicted.pop(block, None)
             self._demoted.remove(block)
             self._log.set_cached(block, True)
         else:  # while a step is planned: no time to look for it below
-            self._gone[block] = None
+            self._evicted[block] = None
 
     def _log_all(self, changes: Iterable[tuple[BlockHash, int]]) -> None:
         for block, tier in changes:
@@ -247,9 +247,9 @@ class KvEventPublisher:
     def on_hello(self, gateway: ConnectedGateway, hello: Hello) -> None:
         """A gateway may ask for a snapshot; a second request while one is being sent to it is ignored."""
         receives = self._snapshot is not None and gateway in self._snapshot.to
-        if hello.kv_snapshot and not receives and gateway not in self._wanted:
+        if hello.kv_snapshot and not receives and gateway not in self._snapshot_requests:
             gateway.follows_cache = True
-            self._wanted.append(gateway)
+            self._snapshot_requests.append(gateway)
 
     @property
     def is_sending_snapshot(self) -> bool:
@@ -258,7 +258,7 @@ class KvEventPublisher:
 
     def on_discovery(self, peer: bytes) -> None:
         """Somebody wants to know who listens here."""
-        self._strangers[peer] = None
+        self._unknown_peers[peer] = None
 
     def mark_changed(self) -> None:
         """Something has happened of which gateways should know."""
@@ -268,8 +268,8 @@ class KvEventPublisher:
 
     def due_in(self, gateways: Sequence[ConnectedGateway], now: float, *, waiting: bool) -> float:
         """Seconds until a report is due; ``inf`` while none is due.  ``waiting``: requests wait here."""
-        due = 0.0 if self._strangers or (self._wanted and not self._log) else inf
-        if gateways and self._news:
+        due = 0.0 if self._unknown_peers or (self._snapshot_requests and not self._log) else inf
+        if gateways and self._has_news:
             due = min(due, self._reported_at + self._config.report_min_s - now)
         pause = self._pause(waiting)
         owed = (gateway.reported_at + pause - now for gateway in gateways if gateway.greeted)
@@ -277,12 +277,12 @@ class KvEventPublisher:
 
     def send_due(self, gateways: Sequence[ConnectedGateway], now: float, *, waiting: bool) -> None:
         """Called once a turn of the loop: sends what is due."""
-        if self._strangers:
-            strangers, self._strangers = self._strangers, {}
+        if self._unknown_peers:
+            strangers, self._unknown_peers = self._unknown_peers, {}
             report = self._make()
             for peer in strangers:
                 self._listener.send(peer, report)
-        if self._news and now - self._reported_at >= self._config.report_min_s:
+        if self._has_news and now - self._reported_at >= self._config.report_min_s:
             self.report(gateways, now)
         pause = self._pause(waiting)
         owed = [gateway for gateway in gateways if gateway.greeted and now - gateway.reported_at >= pause]
@@ -308,9 +308,9 @@ class KvEventPublisher:
     def _go_on(self) -> None:
         """Send one more part of the snapshot, or begin the next one when all changes have been sent."""
         if self._snapshot is None:
-            if not self._wanted or self._log:
+            if not self._snapshot_requests or self._log:
                 return
-            self._snapshot, self._wanted = _Snapshot(self._wanted, self._log.snapshot()), []
+            self._snapshot, self._snapshot_requests = _Snapshot(self._snapshot_requests, self._log.snapshot()), []
         snapshot = self._snapshot
         part = next(snapshot.parts)
         last = part.part + 1 == part.parts
@@ -324,8 +324,8 @@ class KvEventPublisher:
     # --- parts ------------------------------------------------------------------------------------------------------
 
     @property
-    def _news(self) -> bool:
-        return self._changed or bool(len(self._log)) or bool(self._gone)
+    def _has_news(self) -> bool:
+        return self._changed or bool(len(self._log)) or bool(self._evicted)
 
     def _pause(self, waiting: bool) -> float:
         return self._config.report_waiting_s if waiting else self._config.report_max_s
@@ -334,7 +334,7 @@ class KvEventPublisher:
         """Ask lower tiers for what the cache gave up, and for some of what they had."""
         if self._demoted is not None:
             self._log_all(self._demoted.recheck())
-            gone, self._gone = tuple(self._gone), {}
+            gone, self._evicted = tuple(self._evicted), {}
             self._log_all(self._demoted.on_evicted(gone))
 
     def _send(

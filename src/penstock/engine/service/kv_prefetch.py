@@ -121,7 +121,7 @@ class KvPrefetcher:
         self._passed: list[_Waiting] = []
         self._open: dict[StoreRequest, _Waiting] = {}  # those that something was asked for
         self._loading: dict[PageKey, StoreRequest] = {}
-        self._news_left = self._memory.verifier.pages_per_step  # of what tiers tell, in this turn
+        self._events_left = self._memory.verifier.pages_per_step  # of what tiers tell, in this turn
         self._loads_left = LOADS_PER_TURN
         self.counts = PrefetchCounts()
         self._watcher: Callable[[RequestId, PageWait], None] = lambda request, wait: None
@@ -136,7 +136,7 @@ class KvPrefetcher:
 
     def is_ready(self, event: AddRequest) -> bool:
         """Whether the request need not wait for pages."""
-        self._take_news()
+        self._handle_store_events()
         waiting = self._waiting.get(event.id)
         now = self._clock.now()
         if waiting is None:
@@ -170,9 +170,9 @@ class KvPrefetcher:
 
     def on_scheduled(self) -> None:
         """The scheduler has had its turn with every request that passed: it holds what it found, or waits for room."""
-        self._news_left = self._memory.verifier.pages_per_step
+        self._events_left = self._memory.verifier.pages_per_step
         self._loads_left = LOADS_PER_TURN
-        self._take_news()
+        self._handle_store_events()
         for waiting in self._passed:
             self._release(waiting)
         self._passed.clear()
@@ -218,7 +218,7 @@ class KvPrefetcher:
     def _begin(self, event: AddRequest, now: float) -> _Waiting | None:
         """None: there is nothing to be gained."""
         alone = event.sampling.prompt_logprobs is not None and not event.emitted
-        if event.leg is RequestStage.DECODE or event.pooling is not None or alone:
+        if event.stage is RequestStage.DECODE or event.pooling is not None or alone:
             return None
         limit = (len(event.prompt) + len(event.emitted) - 1) // self._size
         hashes = self._hashes(event, limit)
@@ -232,13 +232,13 @@ class KvPrefetcher:
         waiting = _Waiting(hashes, limit, had, now, now + most_s)
         self._bring(waiting, last=False)
         if waiting.phase is _Phase.ASKING and not waiting.behind:
-            self._ask(waiting)
+            self._request_tiers(waiting)
         if waiting.phase is _Phase.DONE:
             return None
         self.counts.waits += 1
         return waiting
 
-    def _ask(self, waiting: _Waiting) -> None:
+    def _request_tiers(self, waiting: _Waiting) -> None:
         """Remote tiers, as far as an answer of theirs can be worth more than computing."""
         lacking = self._seconds(waiting.had, waiting.limit)
         tiers = [tier for tier in self._store.remote_tiers if self._always or self._store.read_s(tier) < lacking]
@@ -323,9 +323,9 @@ class KvPrefetcher:
             behind.pop()  # each is looked at once
         return bool(behind)
 
-    def _take_news(self) -> None:
-        some = self._store.pop_events(self._news_left)  # each is a page to be sealed
-        self._news_left -= len(some)
+    def _handle_store_events(self) -> None:
+        some = self._store.pop_events(self._events_left)  # each is a page to be sealed
+        self._events_left -= len(some)
         for news in some:
             waiting = self._open.get(news.request)
             if waiting is None:
@@ -348,7 +348,7 @@ class KvPrefetcher:
         self._loading.pop(key, None)
         page = self._imports.on_filled(brought, news.place, news.good)
         if page is not None:
-            self._keep(key, page, waiting.places[news.place], (waiting.limit * self._size, False))
+            self._store_page(key, page, waiting.places[news.place], (waiting.limit * self._size, False))
 
     def _end(self, waiting: _Waiting, now: float) -> None:
         """It waits no longer."""
@@ -384,9 +384,9 @@ class KvPrefetcher:
         own = request.page_tables[group]
         block = (page + 1) * own.page_tokens // self._size - 1
         answer = block * self._size >= len(request.prompt)
-        self._keep(PageKey(request.hashes[block], group), own.pages[page], block, (request.known, answer))
+        self._store_page(PageKey(request.hashes[block], group), own.pages[page], block, (request.known, answer))
 
-    def _keep(self, key: PageKey, page: PageId, index: int, of: tuple[int, bool]) -> None:
+    def _store_page(self, key: PageKey, page: PageId, index: int, of: tuple[int, bool]) -> None:
         """``of``: tokens of the sequence that the block at ``index`` is of, and whether the block is of an answer."""
         known, answer = of
         chance = self._reuse.reuse_probability(self._reuse.on_block_computed(key.block, answer))

@@ -95,7 +95,7 @@ class KvTransfer:
         self._receiver = ends.receiver
         self._listener = listener
         self._clock = clock
-        self._tell = tell
+        self._emit = tell
         self._peers = peers
         self._layout = ends.receiver.layout
         self._beside_s = 0.0  # of the receiver's, that was counted
@@ -115,7 +115,7 @@ class KvTransfer:
         those of the processor that threads have spent on it since."""
         for source, received in self._peers.messages():
             if isinstance(received.message, _TOLD):
-                self._take(source, received.message, received.payload, now)
+                self._on_message(source, received.message, received.payload, now)
         if not self._receiver.has_work:
             return 0.0
         began = self._clock.now()
@@ -123,7 +123,7 @@ class KvTransfer:
         before, self._beside_s = self._beside_s, self._receiver.background_s
         return self._clock.now() - began + self._beside_s - before
 
-    def _take(self, source: PageSource, message: SenderMessage, payload: memoryview | None, now: float) -> None:
+    def _on_message(self, source: PageSource, message: SenderMessage, payload: memoryview | None, now: float) -> None:
         """Whatever another worker says: it must not end this one, with the requests of others."""
         reason = invalid_first_token(message.first, self._vocabulary) if isinstance(message, PrefillDone) else None
         if reason is None:
@@ -149,7 +149,7 @@ class KvTransfer:
     def request_pages(self, request: Request, source: PageSource, now: float) -> None:
         """Room is reserved for the whole prompt: ask for its pages.  That is the credit."""
         if not self._peers.connect(source, now):
-            self._tell(PullFailed(request.id, request.epoch, "no way to the source"))
+            self._emit(PullFailed(request.id, request.epoch, "no way to the source"))
             return
         tokens, ahead = request.remote_tokens, 0
         if request.extra_tokens:  # the worker that samples the next token computes the last known one
@@ -227,11 +227,11 @@ class KvTransfer:
     def _receiving(self, turn: ReceiverOutput) -> None:
         now = self._clock.now()
         for news in send_pulls(turn, lambda source, message: self._peers.send(source, message, now)):
-            self._tell(news)
+            self._emit(news)
 
     def _sending(self, turn: SenderOutput) -> None:
         for news in send_messages(turn, self._listener, self._sender, self._clock.now()):
-            self._tell(news)
+            self._emit(news)
 
 
 EXPORT_POLL_S = 0.001

@@ -48,7 +48,7 @@ class Lifecycle:
         self._config = config
         self._reporter = reporter
         self._scheduler = scheduler
-        self._asks = asks
+        self._requests = asks
         self._leaving_since: float | None = None
         self._settles = False  # a new role, and what it leaves behind is still here
         self._on_role = on_role
@@ -83,7 +83,7 @@ class Lifecycle:
             log_event(log, logging.INFO, "takes new requests again")
             self._reporter.state = WorkerState.READY
         elif duty in (Duty.DRAIN, Duty.RESTART) and not self.draining:
-            log_event(log, logging.INFO, "drains", requests=len(self._asks), restart=duty is Duty.RESTART)
+            log_event(log, logging.INFO, "drains", requests=len(self._requests), restart=duty is Duty.RESTART)
             self._reporter.state = WorkerState.DRAINING
             reason = ReturnReason.DRAINING
         return reason
@@ -91,7 +91,7 @@ class Lifecycle:
     def check_settled(self) -> None:
         """Called now and then; reports once all requests of an earlier role are over."""
         legs = STAGES_OF_ROLE[self._reporter.role]
-        if self._settles and all(ask.leg in legs for ask in self._asks.all()):
+        if self._settles and all(ask.stage in legs for ask in self._requests.all()):
             self._settles = False
             self._on_settled(self._reporter.role)
 
@@ -103,7 +103,7 @@ class Lifecycle:
     def is_over(self, now: float) -> bool:
         """Whether this worker may end."""
         since = self._leaving_since
-        return since is not None and (not len(self._asks) or now - since >= self._config.drain_s)
+        return since is not None and (not len(self._requests) or now - since >= self._config.drain_s)
 
     def misplaced_requests(self) -> list[GatewayRequest]:
         """Asks that have not begun and that this worker is not there for."""
@@ -111,6 +111,6 @@ class Lifecycle:
         legs = frozenset[RequestStage]() if self.draining else STAGES_OF_ROLE[self._reporter.role]
         return [
             ask
-            for ask in self._asks.all()
-            if ask.leg not in legs and (ask.request in waiting or self._scheduler.get_request(ask.request) is None)
+            for ask in self._requests.all()
+            if ask.stage not in legs and (ask.request in waiting or self._scheduler.get_request(ask.request) is None)
         ]

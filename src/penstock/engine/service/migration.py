@@ -74,8 +74,8 @@ class Migrations:
     ) -> None:
         """``budget_bytes``: of pages offered between two steps; ``ahead_tokens``: written while an answer moves."""
         self._scheduler = scheduler
-        self._hand_overs = hand_overs
-        self._asks = asks
+        self._transfer = hand_overs
+        self._requests = asks
         self._budget = budget_bytes
         self._spare = 1 + scheduler.config.max_draft_tokens  # tokens that one step may add
         self._ahead = min(ahead_tokens, scheduler.config.max_model_len // _ROOM_FOR_MOVING)
@@ -95,13 +95,13 @@ class Migrations:
         """Nothing is, any more; what a receiver has come for already goes all the same."""
         self._wanted = False
         for move in [m for m in self._moves.values() if m.pieces is None and not self._outgrows(m.request)]:
-            self._hand_overs.fail(move.request.id, move.request.epoch, "it stays", now)
+            self._transfer.fail(move.request.id, move.request.epoch, "it stays", now)
 
     def relief_requests(self, now: float) -> list[tuple[ConnectedGateway, MigrateRequests]]:
         """What to ask of gateways now.  Called between two steps, when all tokens so far were sent."""
         self.is_urgent = False
         asked: dict[int, tuple[ConnectedGateway, list[tuple[RequestId, int]]]] = {}
-        for ask in self._asks.all():
+        for ask in self._requests.all():
             if not self._wanted and not self._outgrows(self._scheduler.get_request(ask.request)):
                 continue
             move = self._moves.get(ask.request) or self._new(ask, now)
@@ -122,14 +122,14 @@ class Migrations:
         if request is None or request.epoch != ask.epoch or request.status is not RequestStatus.RUNNING:
             return None
         if (
-            request.leg is RequestStage.PREFILL
+            request.stage is RequestStage.PREFILL
             or request.pooling is not None
             or not request.output
             or request.uncomputed != 1
         ):
             return None
         self._moves[request.id] = move = _Move(request, len(request.output), now)
-        self._hand_overs.open_send(request.id, request.epoch, now)
+        self._transfer.open_send(request.id, request.epoch, now)
         return move
 
     # --- what is heard ------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Migrations:
             return False
         request = move.request
         if pull.ahead <= 0 or not len(request.prompt) + move.index <= pull.tokens + 1 <= request.known:
-            self._hand_overs.fail(request.id, request.epoch, "protocol: it is not written so far", now)
+            self._transfer.fail(request.id, request.epoch, "protocol: it is not written so far", now)
             return True
         memory = self._scheduler.memory
         move.pieces = TransferOrder(memory.reaches, pull.tokens, memory.page_tokens, ahead=pull.ahead)
@@ -191,7 +191,7 @@ class Migrations:
         request, pieces = move.request, move.pieces
         full = request.computed // self._scheduler.memory.page_tokens
         # The block that was filled last may still be on its way: it takes no longer than the one that is not full.
-        acknowledged = self._hand_overs.acknowledged_pages(request.id, request.epoch)
+        acknowledged = self._transfer.acknowledged_pages(request.id, request.epoch)
         return pieces is not None and acknowledged >= pieces.pages_before(max(0, full - 1))
 
     def _is_at_end(self, request: Request) -> bool:
@@ -208,15 +208,15 @@ class Migrations:
         for move in list(self._moves.values()):
             request = move.request
             if request.status not in (RequestStatus.RUNNING, RequestStatus.HANDOVER):
-                self._hand_overs.fail(request.id, request.epoch, "its pages were taken", now)
+                self._transfer.fail(request.id, request.epoch, "its pages were taken", now)
             elif request.status is RequestStatus.HANDOVER and not move.finished and move.pieces is not None:
                 if not request.in_flight and (not self._is_at_end(request) or self._has_what_is_full(move)):
                     # Else a step in flight still writes to the last page, or the receiver has come only now.
-                    self._tell(move, move.pieces, now)
+                    self._announce(move, move.pieces, now)
             elif move.stopping is not None and now - move.stopping > self._most_stopped_s(move):
-                self._hand_overs.fail(request.id, request.epoch, "it was not taken", now)
+                self._transfer.fail(request.id, request.epoch, "it was not taken", now)
 
-    def _tell(self, move: _Move, pieces: TransferOrder, now: float) -> None:
+    def _announce(self, move: _Move, pieces: TransferOrder, now: float) -> None:
         request = move.request
         move.finished = True
         blocks = pieces.pages_before(blocks_for(request.computed, self._scheduler.memory.page_tokens))
@@ -230,7 +230,7 @@ class Migrations:
             tokens=tuple(request.output[move.index :]),
             logprobs=tuple(move.logprobs) if wants_logprobs else None,
         )
-        self._hand_overs.finish_migration(last, blocks, now)
+        self._transfer.finish_migration(last, blocks, now)
 
     def on_step(self, outcome: StepOutcome, now: float) -> None:
         """A step was computed: note what is to be sent, offer pages that have become full, and drop what has ended."""
@@ -242,7 +242,7 @@ class Migrations:
                 continue
             move.logprobs.extend(progress.logprobs)
             if progress.finish is not None:
-                self._hand_overs.fail(progress.request.id, progress.request.epoch, "it is finished", now)
+                self._transfer.fail(progress.request.id, progress.request.epoch, "it is finished", now)
         left = self._budget
         for move in list(self._moves.values()):
             pieces, request = move.pieces, move.request
@@ -250,7 +250,7 @@ class Migrations:
                 continue
             full = pieces.pages_before(request.computed // self._scheduler.memory.page_tokens)
             while move.offered < full and left > 0:
-                left -= self._hand_overs.page_bytes
+                left -= self._transfer.page_bytes
                 self._offer(move, move.offered, pieces, now, more=move.offered + 1 < full and left > 0)
 
     def _offer(self, move: _Move, piece: int, pieces: TransferOrder, now: float, *, more: bool = False) -> None:
@@ -265,7 +265,7 @@ class Migrations:
             tokens=min(memory.page_tokens, request.computed - block * memory.page_tokens),
             generation=memory.pool.generation(page),
         )
-        self._hand_overs.offer_page(offer, now, more=more)
+        self._transfer.offer_page(offer, now, more=more)
         move.offered = piece + 1
 
 

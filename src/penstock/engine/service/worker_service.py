@@ -88,7 +88,7 @@ class NewsOutputs:
     """Where words go."""
 
     event: Callable[[EngineEvent], None]  # to the scheduler
-    give_back: Callable[[RequestId, int, str], None]  # a request to its gateway, with the reason
+    return_request: Callable[[RequestId, int, str], None]  # a request to its gateway, with the reason
     tokens: Callable[[ConnectedGateway, tuple[TokenItem, ...]], object]
 
 
@@ -99,7 +99,7 @@ class TransferNewsHandler:
         self, scheduler: Scheduler, asks: GatewayRequests, moves: Migrations, reporter: LoadReporter, out: NewsOutputs
     ) -> None:
         self._scheduler = scheduler
-        self._asks = asks
+        self._requests = asks
         self._moves = moves
         self._reporter = reporter
         self._out = out
@@ -115,7 +115,7 @@ class TransferNewsHandler:
                 self._outrun(news, now)
             case PullFailed():
                 self._reporter.count("hand_overs_failed")
-                self._out.give_back(news.request, news.epoch, ReturnReason.PAGES_LOST.with_details(news.reason))
+                self._out.return_request(news.request, news.epoch, ReturnReason.PAGES_LOST.with_details(news.reason))
             case PullGranted():
                 if not self._moves.on_credit(news, now):
                     self._out.event(CreditGranted(id=news.request, epoch=news.epoch))
@@ -125,7 +125,7 @@ class TransferNewsHandler:
     def _complete(self, effect: TransferDone, now: float) -> None:
         """The scheduler puts tokens in their place; what else is known of them waits with the ask for ``publish``."""
         first = effect.first
-        ask = self._asks.get(effect.request)
+        ask = self._requests.get(effect.request)
         if ask is not None and ask.epoch != effect.epoch:
             ask = None
         if ask is not None:
@@ -146,7 +146,7 @@ class TransferNewsHandler:
 
     def _outrun(self, effect: HedgeWon, now: float) -> None:
         """All was computed elsewhere and its pages are too slow to come: this worker computes them, too."""
-        ask = self._asks.get(effect.request)
+        ask = self._requests.get(effect.request)
         if ask is not None and ask.epoch == effect.epoch:
             began, tokens = ask.pulled
             ask.end_phase("transfer", began, now, tokens=tokens)
@@ -170,13 +170,13 @@ class TransferNewsHandler:
             return
         if moved:
             self._reporter.count("answers_moved")
-            self._out.give_back(effect.request, effect.epoch, ReturnReason.HANDED_OVER)
+            self._out.return_request(effect.request, effect.epoch, ReturnReason.HANDED_OVER)
             return
         request = self._scheduler.get_request(effect.request)
         if request is not None and request.epoch == effect.epoch and request.status is not RequestStatus.HANDOVER:
             # The receiver went away before the prompt was processed: no worker will finish this answer.
             self._reporter.count("hand_overs_failed")
-            self._out.give_back(effect.request, effect.epoch, ReturnReason.PAGES_LOST.with_details(effect.reason))
+            self._out.return_request(effect.request, effect.epoch, ReturnReason.PAGES_LOST.with_details(effect.reason))
         self._out.event(PagesReleased(id=effect.request, epoch=effect.epoch))
 
 
@@ -220,12 +220,10 @@ class WorkerService:
         self._scheduler = scheduler
         self._clock = clock
         self._listener: Listener = transport.listen(config.endpoint)
-        self._hand_overs = KvTransfer(
-            hand_over, PeerLinks(transport, config.hand_over.peer_idle_s), self._listener, clock, self._on_news
-        )
-        ends = self._hand_overs
-        self._departures = PageExporter(scheduler.memory.pool, ends.offer_page, ends.finish_prefill, hand_over.writer)
-        self._asks = GatewayRequests(config.gateway_silence_s)
+        links, pool = PeerLinks(transport, config.hand_over.peer_idle_s), scheduler.memory.pool
+        ends = self._transfer = KvTransfer(hand_over, links, self._listener, clock, self._on_transfer_event)
+        self._page_exporter = PageExporter(pool, ends.offer_page, ends.finish_prefill, hand_over.writer)
+        requests = self._requests = GatewayRequests(config.gateway_silence_s)
         self._events: list[EngineEvent] = []
         ready = ready or ReadinessSources()
         self._images = ready.images
@@ -250,11 +248,10 @@ class WorkerService:
         )
         hand_over.receiver.hedge_policy.predict = RecomputeEstimate(scheduler).predict
         budget, ahead = config.hand_over.copy_budget_bytes, config.hand_over.ahead_tokens
-        self._moves = Migrations(scheduler, ends, self._asks, budget, ahead_tokens=ahead)
-        self.lifecycle = Lifecycle(config, self.reporter, scheduler, self._asks, on_role=on_role, on_settled=on_settled)
-        self._tidings = TransferNewsHandler(
-            scheduler, self._asks, self._moves, self.reporter, NewsOutputs(self._tell, self._return, self._send_tokens)
-        )
+        self._moves = Migrations(scheduler, ends, requests, budget, ahead_tokens=ahead)
+        self.lifecycle = Lifecycle(config, self.reporter, scheduler, requests, on_role=on_role, on_settled=on_settled)
+        outputs = NewsOutputs(self._post_event, self._return, self._send_tokens)
+        self._transfer_events = TransferNewsHandler(scheduler, requests, self._moves, self.reporter, outputs)
 
     def _queue_room(self) -> int:
         """Requests that the scheduler's queue still takes."""
@@ -269,11 +266,11 @@ class WorkerService:
             received = self._listener.recv()
             if received is None:
                 break
-            self._take(received, now)
+            self._on_message(received, now)
         for content, rows_ND in self._images.encoded_for_peers(self._served.contents):
             self._served.send_rows(content, rows_ND)
-        self._departures.send_written(now)
-        self.reporter.count("transfer_seconds", self._hand_overs.drain(now))
+        self._page_exporter.send_written(now)
+        self.reporter.count("transfer_seconds", self._transfer.drain(now))
         if now >= self._next_tick:
             self._tick(now)
         self._events += self._moves.next_events(now)
@@ -288,22 +285,22 @@ class WorkerService:
         for returned in plan.returned:
             self._return(returned.id, returned.epoch, returned.reason)
         for request in plan.reserved:
-            ask = self._asks.get(request.id)
+            ask = self._requests.get(request.id)
             if ask is not None and ask.pages_from is not None:
                 ask.end_phase("worker_queue", ask.arrived_at, now)
                 ask.pulled = (now, len(request.prompt) + request.emitted - request.computed)
-                self._hand_overs.request_pages(request, ask.pages_from, now)
+                self._transfer.request_pages(request, ask.pages_from, now)
         self._moves.on_plan(now)
         for row in plan.rows:
             if row.count > 1 or len(row.request.output) == row.request.emitted:
-                ask = self._asks.get(row.request.id)
+                ask = self._requests.get(row.request.id)
                 if ask is not None and ask.started_at is None:
                     ask.started_at = now
                     ask.end_phase("worker_queue", ask.arrived_at, now)
         for request_id in plan.removed:
-            ask = self._asks.get(request_id)
+            ask = self._requests.get(request_id)
             if ask is not None and self._scheduler.get_request(request_id) is None:
-                self._asks.remove(request_id, ask.epoch)
+                self._requests.remove(request_id, ask.epoch)
 
     def publish(self, outcome: StepOutcome, plan: StepPlan) -> None:
         """Send what came of a plan: pages to decode workers, tokens to gateways, and a report when it is due.
@@ -313,16 +310,16 @@ class WorkerService:
         """
         now = self._clock.now()
         self._count_step(plan, outcome, now)
-        self._departures.on_pages_completed(outcome.completed_pages, now)
+        self._page_exporter.on_pages_completed(outcome.completed_pages, now)
         self._moves.on_step(outcome, now)
         batches = self._token_batches(plan, outcome, now)
-        self._departures.send_written(now)
+        self._page_exporter.send_written(now)
         for gateway, items in batches.all():
             self._send_tokens(gateway, items)
         self._answer_awaited()
         if plan.rows or plan.reserved or plan.preempted or outcome.new_tokens or outcome.completed_pages:
             self.publisher.mark_changed()
-        self.publisher.send_due(self._asks.gateways(), now, waiting=len(self._asks) > 0)
+        self.publisher.send_due(self._requests.gateways(), now, waiting=len(self._requests) > 0)
         if self._moves.is_urgent:
             self._relieve(now)
 
@@ -338,7 +335,7 @@ class WorkerService:
         """One batch of items a gateway; the end of each prefill goes to the page exporter as well."""
         batches = TokenBatches()
         for new in outcome.new_tokens:
-            ask = self._asks.get(new.request.id)
+            ask = self._requests.get(new.request.id)
             if ask is None or ask.epoch != new.request.epoch:
                 continue
             item = token_item(new, ask, now)
@@ -349,8 +346,8 @@ class WorkerService:
                 if not all(self._send_tokens(ask.gateway, (part,)) for part in before):
                     continue
             batches.add(ask.gateway, item)
-            if ask.leg is RequestStage.PREFILL:
-                self._departures.on_prefill_end(item, len(new.request.prompt) + new.index, now)
+            if ask.stage is RequestStage.PREFILL:
+                self._page_exporter.on_prefill_end(item, len(new.request.prompt) + new.index, now)
         return batches
 
     def on_step_begin(self, predicted_s: float) -> None:
@@ -364,35 +361,35 @@ class WorkerService:
     @property
     def sources(self) -> list[Source]:
         """What to wait for when there is nothing to do."""
-        return [self._listener, *self._hand_overs.links()]
+        return [self._listener, *self._transfer.links()]
 
     @property
     def descriptors(self) -> Sequence[int]:
         """The same: readable when pages may have come that no message tells of."""
-        return self._hand_overs.descriptors
+        return self._transfer.descriptors
 
     @property
     def idle_timeout_s(self) -> float:
         """How long to sleep at most when there is nothing to do: a grammar or an image may be ready any moment, and
         a report may be due."""
-        due_s = self.publisher.due_in(self._asks.gateways(), self._clock.now(), waiting=len(self._asks) > 0)
+        due_s = self.publisher.due_in(self._requests.gateways(), self._clock.now(), waiting=len(self._requests) > 0)
         due_s = max(due_s, MIN_REPORT_WAIT_S)
-        return min(due_s, GRAMMAR_POLL_S if self._held else EXPORT_POLL_S if self._departures else inf)
+        return min(due_s, GRAMMAR_POLL_S if self._held else EXPORT_POLL_S if self._page_exporter else inf)
 
     @property
     def has_work(self) -> bool:
         """Are there pages to copy, words that the scheduler has not heard, or more of the cache to tell gateways?  Then
         there is no time to sleep."""
-        return self._hand_overs.has_work or bool(self._events) or self.publisher.is_sending_snapshot
+        return self._transfer.has_work or bool(self._events) or self.publisher.is_sending_snapshot
 
     def report(self, now: float) -> None:
         """Tell every gateway how this worker is."""
-        self.publisher.report(self._asks.gateways(), now)
+        self.publisher.report(self._requests.gateways(), now)
 
     def _report_now(self) -> WorkerReport:
         counters = self._listener.counters
         return self.reporter.report(
-            asked=len(self._asks), settled=not self._events, dropped_frames=counters.malformed + counters.unsent
+            asked=len(self._requests), settled=not self._events, dropped_frames=counters.malformed + counters.unsent
         )
 
     def begin_shutdown(self) -> None:
@@ -404,13 +401,13 @@ class WorkerService:
     def return_all(self) -> None:
         """This worker stops now: give everything that is left back to the gateways."""
         self.reporter.state = WorkerState.DRAINING
-        for ask in self._asks.all():
+        for ask in self._requests.all():
             self._return(ask.request, ask.epoch, ReturnReason.DRAINING)
         self.report(self._clock.now())
 
     # --- messages in -------------------------------------------------------------------------------------------------
 
-    def _take(self, received: Received, now: float) -> None:
+    def _on_message(self, received: Received, now: float) -> None:
         """Whatever it says: it must not end this process, and with it the requests of others."""
         try:
             self._from_mailbox(received, now)
@@ -427,18 +424,18 @@ class WorkerService:
             case Submit():
                 self._submit(peer, message, now)
             case Cancel():
-                if self._asks.may_cancel(peer, message.request):
+                if self._requests.may_cancel(peer, message.request):
                     self._cancel(message.request, message.epoch, now)
             case PullPages():
-                self._hand_overs.on_pull(peer, message, now)
+                self._transfer.on_pull(peer, message, now)
             case PagesReceived():
-                self._hand_overs.on_pages_received(message, now)
+                self._transfer.on_pages_received(message, now)
             case Hello():
                 self._hello(peer, message, now)
             case EncodeImage():
                 self._served.encode(peer, message, self._images)
             case AssignRole():
-                if self._asks.is_connected(peer):
+                if self._requests.is_connected(peer):
                     self._assign(message, now)
             case _:
                 pass  # well-formed, but not for a worker; the transport has counted it
@@ -447,7 +444,7 @@ class WorkerService:
         if message.discovery:
             self.publisher.on_discovery(peer)
             return
-        greeted = self._asks.on_hello(peer, message, now, self._is_connected)
+        greeted = self._requests.on_hello(peer, message, now, self._is_connected)
         for ask in greeted.orphans:
             self._cancel(ask.request, ask.epoch, now)
         for ask in greeted.cut_off:
@@ -468,9 +465,9 @@ class WorkerService:
         After the scheduler has heard of everything that came before the question, and after all tokens were sent.
         """
         for gateway, awaited in self._awaited:
-            ask, here = self._asks.get(awaited.request), self._scheduler.get_request(awaited.request)
+            ask, here = self._requests.get(awaited.request), self._scheduler.get_request(awaited.request)
             if ask is None or ask.epoch < awaited.epoch:
-                self._give_back(gateway, _given_back(awaited.request, awaited.epoch, ReturnReason.UNKNOWN))
+                self._send_return(gateway, _given_back(awaited.request, awaited.epoch, ReturnReason.UNKNOWN))
             elif (
                 ask.epoch == awaited.epoch
                 and (here is None or here.epoch != ask.epoch)
@@ -486,7 +483,7 @@ class WorkerService:
                 peer, RequestReturned(request=message.request, epoch=message.epoch, reason=ReturnReason.OTHER_PROCESS)
             )
             return
-        if not self._asks.is_connected(peer):
+        if not self._requests.is_connected(peer):
             # Its connection was made anew and its Hello is still to come; it must not wait for an answer in vain.
             self._listener.send(peer, _given_back(message.request, message.epoch, ReturnReason.NO_HELLO))
             return
@@ -497,21 +494,21 @@ class WorkerService:
         if reason is not None:
             self._listener.send(peer, _given_back(message.request, message.epoch, f"{UNFIT}: {reason}"))
             return
-        earlier = self._asks.get(message.request)
-        ask = self._asks.submit(peer, message, now)
+        earlier = self._requests.get(message.request)
+        ask = self._requests.submit(peer, message, now)
         if ask is None:
             return
         if earlier is not None:
-            self._hand_overs.cancel(message.request, earlier.epoch, now)
-        if message.leg is RequestStage.DECODE and message.pages_from is None:
+            self._transfer.cancel(message.request, earlier.epoch, now)
+        if message.stage is RequestStage.DECODE and message.pages_from is None:
             self._return(message.request, message.epoch, "no source of pages was named")
             return
-        if message.pages_from is not None and not self._hand_overs.connect(message.pages_from, now):
+        if message.pages_from is not None and not self._transfer.connect(message.pages_from, now):
             self._return(message.request, message.epoch, ReturnReason.PAGES_LOST.with_details("no way to the source"))
             return
         self._events.append(add_request_of(message, now, ahead=self._config.hand_over.ahead_tokens))
-        if message.leg is RequestStage.PREFILL:
-            self._hand_overs.open_send(message.request, message.epoch, now)
+        if message.stage is RequestStage.PREFILL:
+            self._transfer.open_send(message.request, message.epoch, now)
 
     def _assign(self, message: AssignRole, now: float) -> None:
         """Gateways hear of it first, so that what is given back does not come back."""
@@ -533,33 +530,33 @@ class WorkerService:
 
     def _cancel(self, request: RequestId, epoch: int, now: float) -> None:
         """From a gateway: stop at once and notify only the other end of a hand-over."""
-        if self._asks.remove(request, epoch) is not None:
+        if self._requests.remove(request, epoch) is not None:
             self.reporter.count("requests_cancelled")
-        self._hand_overs.cancel(request, epoch, now)
+        self._transfer.cancel(request, epoch, now)
         self._events.append(CancelRequest(id=request, epoch=epoch))
 
     def _tick(self, now: float) -> None:
         self._next_tick = now + TICK_S
         self._served.send_alive()
-        for ask in self._asks.orphans_of_silent(now):
+        for ask in self._requests.orphans_of_silent(now):
             self._return(ask.request, ask.epoch, ReturnReason.GATEWAY_SILENT)
-        for ask in self._asks.orphans_of_replaced(self._gateway_incarnations()):
+        for ask in self._requests.orphans_of_replaced(self._gateway_incarnations()):
             self._cancel(ask.request, ask.epoch, now)
-        for gateway, question in self._asks.confirmations_due(now):
+        for gateway, question in self._requests.confirmations_due(now):
             self._listener.send(gateway.peer, question)
         self._relieve(now)
         self.lifecycle.check_settled()
-        closed = self._hand_overs.tick(now)
+        closed = self._transfer.tick(now)
         if closed:
             self.reporter.count("peer_links_closed", closed)
 
-    def _on_news(self, news: TransferNews) -> None:
+    def _on_transfer_event(self, news: TransferNews) -> None:
         """An end of a hand-over has something to say."""
-        self._tidings.handle(news, self._clock.now())
+        self._transfer_events.handle(news, self._clock.now())
 
     # --- messages out ------------------------------------------------------------------------------------------------
 
-    def _tell(self, event: EngineEvent) -> None:
+    def _post_event(self, event: EngineEvent) -> None:
         """To the scheduler, with the next turn."""
         self._events.append(event)
 
@@ -584,18 +581,18 @@ class WorkerService:
 
         Those end before anything else happens: its pages may soon be, or be already, somebody else's.
         """
-        ask = self._asks.remove(request, epoch)
-        self._hand_overs.fail(request, epoch, reason, self._clock.now())
+        ask = self._requests.remove(request, epoch)
+        self._transfer.fail(request, epoch, reason, self._clock.now())
         self._events.append(CancelRequest(id=request, epoch=epoch))
         if ask is None:
             return
         if reason != ReturnReason.HANDED_OVER:
             self.reporter.count("requests_returned")
-        self._give_back(ask.gateway, _given_back(request, epoch, reason))
+        self._send_return(ask.gateway, _given_back(request, epoch, reason))
 
     def _waited(self, request: RequestId, wait: PageWait) -> None:
         """Pages of tiers were waited for."""
-        ask = self._asks.get(request)
+        ask = self._requests.get(request)
         if ask is not None:
             ask.end_phase("tiers", wait.began, wait.ended, **wait.facts)
 
@@ -603,7 +600,7 @@ class WorkerService:
         """It cannot be served here.  Another worker may be of another mind."""
         self._return(event.id, event.epoch, reason)
 
-    def _give_back(self, gateway: ConnectedGateway, message: RequestReturned) -> None:
+    def _send_return(self, gateway: ConnectedGateway, message: RequestReturned) -> None:
         if gateway.away or not self._listener.send(gateway.peer, message):
             gateway.unsent.append(message)
 

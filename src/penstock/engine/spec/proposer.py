@@ -182,24 +182,24 @@ class NgramProposer:
         self._most_each = most_each
         self._most = most
         self._clock = clock or MonotonicClock()
-        self._worth = SpeculationLedger()
+        self._ledger = SpeculationLedger()
         self._acceptance = AcceptanceByKind([match / (match + 2) for match in range(LONGEST_MATCH + 1)])
         self._lookups: dict[RequestId, tuple[Request, NgramIndex]] = {}
         self._matches: dict[RequestId, int] = {}  # of the guesses in flight
-        self._guessing_s = 0.0
+        self._drafting_s = 0.0
 
     def propose(self, rows: Sequence[ScheduledTokens]) -> list[tuple[int, ...]]:
         self._matches.clear()
-        self._guessing_s = 0.0
-        if not self._worth.budget.is_open:
+        self._drafting_s = 0.0
+        if not self._ledger.budget.is_open:
             return []
-        line = self._worth.times.fit()
+        line = self._ledger.times.fit()
         if line is None or not rows:
             return []
         if cannot_pay(len(rows), self._acceptance.best, line):
             return []
         begin = self._clock.now()
-        guesses = [self._guess(row.request) for row in rows]
+        guesses = [self._draft(row.request) for row in rows]
         drafts = []
         if any(guesses):
             chains = [tuple(self._acceptance.chain_rates(g.match, len(g.tokens))) if g else () for g in guesses]
@@ -208,7 +208,7 @@ class NgramProposer:
                 drafts.append(guess.tokens[:count] if guess else ())
                 if guess and count:
                     self._matches[row.request.id] = guess.match
-        self._guessing_s = self._clock.now() - begin
+        self._drafting_s = self._clock.now() - begin
         return drafts
 
     def on_step(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
@@ -217,17 +217,17 @@ class NgramProposer:
                 match = self._matches.get(row.request.id)
                 if match is not None and row.draft:
                     self._acceptance.record(match, len(row.draft), len(new.tokens) - 1)
-            self._worth.on_step(rows, drawn, seconds, self._guessing_s)
+            self._ledger.on_step(rows, drawn, seconds, self._drafting_s)
         else:
-            self._worth.on_plain_step(len(rows), seconds, self._guessing_s)
+            self._ledger.on_plain_step(len(rows), seconds, self._drafting_s)
 
     def remove_request(self, request: RequestId) -> None:
         self._lookups.pop(request, None)
         self._matches.pop(request, None)
 
-    def _guess(self, request: Request) -> NgramDraft | None:
+    def _draft(self, request: Request) -> NgramDraft | None:
         """Never so far that the answer would have ended: the token after the last draft token is drawn too."""
-        most = min(self._most_each, request.local_end - request.known - 1, 1 + self._worth.times.guessed)
+        most = min(self._most_each, request.local_end - request.known - 1, 1 + self._ledger.times.guessed)
         return self._lookup(request).propose(most) if most > 0 else None
 
     def _lookup(self, request: Request) -> NgramIndex:
@@ -251,23 +251,23 @@ class DraftModelProposer:
         self._drafter = drafter
         self._most_each = most_each
         self._most = most
-        self._worth = SpeculationLedger()
+        self._ledger = SpeculationLedger()
         self._acceptance = AcceptanceByDepth(FIRST_ACCEPTANCE, most_each)
         self._first, self._further = StepTimeModel(), StepTimeModel()  # of guessing
-        self._guessing_s = 0.0
+        self._drafting_s = 0.0
         self._since_plain = self._idle = self._rest = 0
         self._tries = RETRIES
         self._follows = False
 
     def propose(self, rows: Sequence[ScheduledTokens]) -> list[tuple[int, ...]]:
-        self._guessing_s = 0.0
-        wanted = self._worth.budget.is_open and self._rest <= 1
+        self._drafting_s = 0.0
+        wanted = self._ledger.budget.is_open and self._rest <= 1
         if wanted != self._follows:
             self._follows = wanted
             self._drafter.set_active(wanted)
-        if not self._worth.budget.is_open:
+        if not self._ledger.budget.is_open:
             self._tries = RETRIES  # for when it is
-        depth = self._depth(len(rows)) if self._worth.budget.is_open else 0
+        depth = self._depth(len(rows)) if self._ledger.budget.is_open else 0
         if depth == 0:
             return []
         drafts = self._drafter.draft(rows, depth)
@@ -279,17 +279,17 @@ class DraftModelProposer:
                 each = self._further.clipped(len(rows), further / (depth - 1))
                 self._further.record(len(rows), each)
                 further = each * (depth - 1)
-            self._guessing_s = first + further
+            self._drafting_s = first + further
         return drafts
 
     def on_step(self, rows: Sequence[ScheduledTokens], drawn: Sequence[SampledTokens], seconds: float) -> None:
-        if self._guessing_s == 0.0:
-            self._worth.on_plain_step(len(rows), seconds, 0.0)
+        if self._drafting_s == 0.0:
+            self._ledger.on_plain_step(len(rows), seconds, 0.0)
             return
         for row, new in zip(rows, drawn, strict=True):
             if row.draft:
                 self._acceptance.record(len(row.draft), len(new.tokens) - 1)
-        self._worth.on_step(rows, drawn, seconds, self._guessing_s)
+        self._ledger.on_step(rows, drawn, seconds, self._drafting_s)
 
     def remove_request(self, request: RequestId) -> None:
         self._drafter.remove_request(request)
@@ -299,13 +299,13 @@ class DraftModelProposer:
         if self._rest > 0:
             self._rest -= 1
             return 0
-        line = self._worth.times.fit()
+        line = self._ledger.times.fit()
         if line is None or not 0 < rows <= self._drafter.places:
             return 0
         if self._since_plain >= PLAIN_EVERY:
             self._since_plain = 0
             return 0
-        most = min(self._most_each, self._most // rows, 1 + self._worth.times.guessed)
+        most = min(self._most_each, self._most // rows, 1 + self._ledger.times.guessed)
         if most < 1:
             return 0
         passes = (_at(self._first, rows), _at(self._further, rows))

@@ -83,7 +83,7 @@ class _OutgoingTransfer:
     flying: dict[int, int] = field(default_factory=dict[int, int])  # block -> its part of the window
     done: PrefillDone | None = None
     done_sent: bool = False
-    door_said: bool = False  # the receiver knows where to fetch the pages
+    ticket_sent: bool = False  # the receiver knows where to fetch the pages
     lost: bool = False  # the peer could not be reached; a new pull brings it back
     owed_since: float | None = None  # since when the receiver owes a sign
     spoke: float = 0.0  # when something was last sent
@@ -96,7 +96,7 @@ class KvSender:
         self._config = config
         self._carrier = carrier
         self._incarnation = incarnation
-        self._legs: dict[RequestId, _OutgoingTransfer] = {}
+        self._transfers: dict[RequestId, _OutgoingTransfer] = {}
         self._pulls: dict[RequestId, _WaitingPull] = {}
         self._closed: dict[RequestId, tuple[int, str, float]] = {}  # epoch, reason, when: to refuse late pulls at once
         self._window: dict[bytes, int] = {}  # peer -> bytes under way
@@ -111,13 +111,13 @@ class KvSender:
     def open_transfer(self, request: RequestId, epoch: int, now: float) -> SenderOutput:
         """Open the transfer of a prefill request.  Replaces one of an earlier epoch; an equal or later epoch stays."""
         turn = SenderOutput()
-        leg = self._legs.get(request)
-        if leg is not None:
-            if leg.epoch >= epoch:
+        transfer = self._transfers.get(request)
+        if transfer is not None:
+            if transfer.epoch >= epoch:
                 return turn
-            self._close(leg, "replaced by a later epoch", now, turn)
+            self._close(transfer, "replaced by a later epoch", now, turn)
         self._closed.pop(request, None)
-        self._legs[request] = _OutgoingTransfer(request, epoch)
+        self._transfers[request] = _OutgoingTransfer(request, epoch)
         waiting = self._pulls.pop(request, None)
         if waiting is not None:
             self._pulled(waiting.peer, waiting.pull, now, turn)
@@ -129,12 +129,12 @@ class KvSender:
         ``more``: another page or ``finish_prefill`` follows at once, so the announcement may be batched with it.
         """
         turn = SenderOutput()
-        leg = self._legs.get(offer.request)
-        if leg is None or leg.epoch != offer.epoch:
+        transfer = self._transfers.get(offer.request)
+        if transfer is None or transfer.epoch != offer.epoch:
             return turn
-        if offer.index not in leg.frames:
+        if offer.index not in transfer.frames:
             page = self._carrier.own.view(offer.page)
-            leg.frames[offer.index] = PageReady(
+            transfer.frames[offer.index] = PageReady(
                 request=offer.request,
                 epoch=offer.epoch,
                 index=offer.index,
@@ -143,45 +143,45 @@ class KvSender:
                 generation=offer.generation,
                 checksum=self._carrier.seal.checksum(page, offer.generation),
             )
-            leg.waiting.append(offer.index)
-            leg.gathered += page.nbytes
-        if not more or leg.gathered >= leg.enough:
-            leg.enough = min(2 * leg.enough, ANNOUNCED_BYTES) if more else FIRST_ANNOUNCED_BYTES
-            self._pump(leg, now, turn)
+            transfer.waiting.append(offer.index)
+            transfer.gathered += page.nbytes
+        if not more or transfer.gathered >= transfer.enough:
+            transfer.enough = min(2 * transfer.enough, ANNOUNCED_BYTES) if more else FIRST_ANNOUNCED_BYTES
+            self._pump(transfer, now, turn)
         return turn
 
     def finish_prefill(self, first: TokenItem, blocks: int, now: float) -> SenderOutput:
         """All pages were offered; ``first`` is the first sampled token.  Fails the transfer if a page is missing."""
         turn = SenderOutput()
-        leg = self._legs.get(first.request)
-        if leg is None or leg.epoch != first.epoch:
+        transfer = self._transfers.get(first.request)
+        if transfer is None or transfer.epoch != first.epoch:
             return turn
-        if first.finish is None and any(block not in leg.frames for block in range(leg.acknowledged, blocks)):
-            self._close(leg, "pages missing", now, turn)
+        if first.finish is None and any(block not in transfer.frames for block in range(transfer.acknowledged, blocks)):
+            self._close(transfer, "pages missing", now, turn)
             return turn
-        leg.done = PrefillDone(request=first.request, epoch=first.epoch, blocks=blocks, first=first)
-        self._pump(leg, now, turn)
+        transfer.done = PrefillDone(request=first.request, epoch=first.epoch, blocks=blocks, first=first)
+        self._pump(transfer, now, turn)
         return turn
 
     def fail_transfer(self, request: RequestId, epoch: int, reason: str, now: float) -> SenderOutput:
         """Fail a transfer and notify its receiver."""
         turn = SenderOutput()
-        leg = self._legs.get(request)
-        if leg is not None and leg.epoch == epoch:
-            self._close(leg, reason, now, turn)
+        transfer = self._transfers.get(request)
+        if transfer is not None and transfer.epoch == epoch:
+            self._close(transfer, reason, now, turn)
         return turn
 
     def cancel_transfer(self, request: RequestId, epoch: int, now: float) -> SenderOutput:
         """Cancel a request in any state, unless a later epoch is open."""
         turn = SenderOutput()
-        leg = self._legs.get(request)
-        if leg is not None and leg.epoch <= epoch:
-            self._close(leg, "cancelled", now, turn)
+        transfer = self._transfers.get(request)
+        if transfer is not None and transfer.epoch <= epoch:
+            self._close(transfer, "cancelled", now, turn)
         waiting = self._pulls.get(request)
         if waiting is not None and waiting.pull.epoch <= epoch:
             del self._pulls[request]
             turn.sends.append(SendToReceiver(waiting.peer, _failed(waiting.pull, "cancelled")))
-        if leg is None or leg.epoch <= epoch:
+        if transfer is None or transfer.epoch <= epoch:
             self._closed[request] = (epoch, "cancelled", now)
         return turn
 
@@ -200,31 +200,33 @@ class KvSender:
         waiting = self._pulls.get(message.request)
         if waiting is not None and waiting.pull.epoch <= message.epoch:
             del self._pulls[message.request]
-        leg = self._legs.get(message.request)
-        if leg is not None and leg.epoch == message.epoch and leg.peer is not None:
-            self._close(leg, TAKEN if message.moved else "received", now, turn)
+        transfer = self._transfers.get(message.request)
+        if transfer is not None and transfer.epoch == message.epoch and transfer.peer is not None:
+            self._close(transfer, TAKEN if message.moved else "received", now, turn)
         return turn
 
     # --- what the transport and the clock say ------------------------------------------------------------------------
 
     def on_send_failed(self, peer: bytes, now: float) -> None:
         """The listener could not reach this peer: hold messages back until it pulls again or its leases expire."""
-        for leg in self._legs.values():
-            if leg.peer == peer:
-                leg.lost = True
-                if leg.owed_since is None:
-                    leg.owed_since = now
-                self._take_back(leg)
+        for transfer in self._transfers.values():
+            if transfer.peer == peer:
+                transfer.lost = True
+                if transfer.owed_since is None:
+                    transfer.owed_since = now
+                self._mark_unsent(transfer)
 
     def tick(self, now: float) -> SenderOutput:
         """Expire leases and send heartbeats.  To be called several times a second."""
         turn = SenderOutput()
         lease = self._config.lease_s
-        for leg in list(self._legs.values()):
-            if leg.owed_since is not None and now - leg.owed_since >= lease:
-                self._close(leg, "lease ended", now, turn)
-            elif leg.peer is not None and not leg.lost and now - leg.spoke >= lease / HEARTBEATS_PER_LEASE:
-                self._say(leg, HandOverAlive(request=leg.request, epoch=leg.epoch), now, turn)
+        for transfer in list(self._transfers.values()):
+            if transfer.owed_since is not None and now - transfer.owed_since >= lease:
+                self._close(transfer, "lease ended", now, turn)
+            elif (
+                transfer.peer is not None and not transfer.lost and now - transfer.spoke >= lease / HEARTBEATS_PER_LEASE
+            ):
+                self._send(transfer, HandOverAlive(request=transfer.request, epoch=transfer.epoch), now, turn)
         for request, waiting in list(self._pulls.items()):
             if now - waiting.since >= lease:
                 del self._pulls[request]
@@ -234,13 +236,13 @@ class KvSender:
 
     def acknowledged_pages(self, request: RequestId, epoch: int) -> int:
         """Number of pages, from the first on, that the receiver is known to have."""
-        leg = self._legs.get(request)
-        return leg.acknowledged if leg is not None and leg.epoch == epoch else 0
+        transfer = self._transfers.get(request)
+        return transfer.acknowledged if transfer is not None and transfer.epoch == epoch else 0
 
     @property
     def open_transfers(self) -> frozenset[tuple[RequestId, int]]:
         """Transfers whose pages are held, as (request, epoch): for integrity checks."""
-        return frozenset((leg.request, leg.epoch) for leg in self._legs.values())
+        return frozenset((transfer.request, transfer.epoch) for transfer in self._transfers.values())
 
     @property
     def waiting_pulls(self) -> frozenset[tuple[RequestId, int]]:
@@ -250,9 +252,9 @@ class KvSender:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _pulled(self, peer: bytes, pull: PullPages, now: float, turn: SenderOutput) -> None:
-        leg = self._legs.get(pull.request)
-        mine = leg if leg is not None and leg.epoch == pull.epoch else None
-        refusal = self._refusal(pull, leg)
+        transfer = self._transfers.get(pull.request)
+        mine = transfer if transfer is not None and transfer.epoch == pull.epoch else None
+        refusal = self._refusal(pull, transfer)
         if refusal is not None:
             turn.sends.append(SendToReceiver(peer, _failed(pull, refusal)))
             if mine is not None and mine.peer is None:
@@ -270,7 +272,7 @@ class KvSender:
         else:
             self._acknowledged(mine, peer, pull, now, turn)
 
-    def _refusal(self, pull: PullPages, leg: _OutgoingTransfer | None) -> str | None:
+    def _refusal(self, pull: PullPages, transfer: _OutgoingTransfer | None) -> str | None:
         seal = self._carrier.seal
         checks = (
             ("model", pull.identity.fingerprint, seal.identity.fingerprint),
@@ -282,107 +284,107 @@ class KvSender:
         for what, theirs, ours in checks:
             if theirs != ours:
                 return f"refused: {what} {theirs} does not fit {ours}"
-        if leg is not None and pull.epoch < leg.epoch:
+        if transfer is not None and pull.epoch < transfer.epoch:
             return "replaced by a later epoch"
         closed = self._closed.get(pull.request)
         if closed is not None and pull.epoch <= closed[0]:
             return closed[1]
-        if leg is None and pull.request not in self._pulls and len(self._pulls) >= MAX_WAITING_PULLS:
+        if transfer is None and pull.request not in self._pulls and len(self._pulls) >= MAX_WAITING_PULLS:
             return "too many pulls wait"
         return None
 
     def _acknowledged(
-        self, leg: _OutgoingTransfer, peer: bytes, pull: PullPages, now: float, turn: SenderOutput
+        self, transfer: _OutgoingTransfer, peer: bytes, pull: PullPages, now: float, turn: SenderOutput
     ) -> None:
-        leg.acknowledged = max(leg.acknowledged, pull.skip_blocks)
-        if peer != leg.peer or leg.lost or pull.resend:
-            self._take_back(leg)
-            leg.peer, leg.lost, leg.done_sent = peer, False, False
-        for block in [block for block in leg.flying if block < leg.acknowledged]:
-            self._land(leg, block)
-        leg.owed_since = now if leg.flying or leg.done_sent else None
+        transfer.acknowledged = max(transfer.acknowledged, pull.skip_blocks)
+        if peer != transfer.peer or transfer.lost or pull.resend:
+            self._mark_unsent(transfer)
+            transfer.peer, transfer.lost, transfer.done_sent = peer, False, False
+        for block in [block for block in transfer.flying if block < transfer.acknowledged]:
+            self._land(transfer, block)
+        transfer.owed_since = now if transfer.flying or transfer.done_sent else None
         self._pump_all(peer, now, turn)
 
     def _pump_all(self, peer: bytes, now: float, turn: SenderOutput) -> None:
-        for leg in self._legs.values():
-            if leg.peer == peer:
-                self._pump(leg, now, turn)
+        for transfer in self._transfers.values():
+            if transfer.peer == peer:
+                self._pump(transfer, now, turn)
 
-    def _pump(self, leg: _OutgoingTransfer, now: float, turn: SenderOutput) -> None:
+    def _pump(self, transfer: _OutgoingTransfer, now: float, turn: SenderOutput) -> None:
         """Send announcements as far as the window allows."""
-        if leg.peer is None or leg.lost:
+        if transfer.peer is None or transfer.lost:
             return
-        if not leg.door_said:
-            leg.door_said = True
-            door = self._carrier.grant_access(leg.request, leg.epoch)
+        if not transfer.ticket_sent:
+            transfer.ticket_sent = True
+            door = self._carrier.grant_access(transfer.request, transfer.epoch)
             if door is not None:
-                self._say(leg, door, now, turn)
-        leg.gathered, ready = 0, list[PageReady]()
-        while leg.waiting:
-            block = leg.waiting[0]
-            if block >= leg.acknowledged:
-                frame = leg.frames[block]
+                self._send(transfer, door, now, turn)
+        transfer.gathered, ready = 0, list[PageReady]()
+        while transfer.waiting:
+            block = transfer.waiting[0]
+            if block >= transfer.acknowledged:
+                frame = transfer.frames[block]
                 self._carrier.publish_page(frame)
                 payload = self._carrier.inline_payload(frame.page)
                 cost = max(MIN_WINDOW_COST_BYTES, 0 if payload is None else payload.nbytes)
-                used = self._window.get(leg.peer, 0)
+                used = self._window.get(transfer.peer, 0)
                 if used > 0 and used + cost > self._config.window_bytes:
                     break
-                self._window[leg.peer] = used + cost
-                leg.flying[block] = cost
+                self._window[transfer.peer] = used + cost
+                transfer.flying[block] = cost
                 if payload is None:
                     ready.append(frame)
                 else:
-                    self._say(leg, frame, now, turn, payload)
-            leg.waiting.popleft()
+                    self._send(transfer, frame, now, turn, payload)
+            transfer.waiting.popleft()
         for first in range(0, len(ready), MAX_READY_PAGES):
-            self._say(leg, _announced(ready[first : first + MAX_READY_PAGES]), now, turn)
-        if leg.done is not None and not leg.done_sent and not leg.waiting:
-            leg.done_sent = True
-            self._say(leg, leg.done, now, turn)
+            self._send(transfer, _announced(ready[first : first + MAX_READY_PAGES]), now, turn)
+        if transfer.done is not None and not transfer.done_sent and not transfer.waiting:
+            transfer.done_sent = True
+            self._send(transfer, transfer.done, now, turn)
 
-    def _say(
+    def _send(
         self,
-        leg: _OutgoingTransfer,
+        transfer: _OutgoingTransfer,
         message: FetchTicket | PageReady | PagesReady | PrefillDone | HandOverAlive,
         now: float,
         turn: SenderOutput,
         payload: memoryview | None = None,
     ) -> None:
-        assert leg.peer is not None
-        leg.spoke = now
-        if leg.owed_since is None and not isinstance(message, HandOverAlive | FetchTicket):
-            leg.owed_since = now
-        turn.sends.append(SendToReceiver(leg.peer, message, payload))
+        assert transfer.peer is not None
+        transfer.spoke = now
+        if transfer.owed_since is None and not isinstance(message, HandOverAlive | FetchTicket):
+            transfer.owed_since = now
+        turn.sends.append(SendToReceiver(transfer.peer, message, payload))
 
-    def _take_back(self, leg: _OutgoingTransfer) -> None:
+    def _mark_unsent(self, transfer: _OutgoingTransfer) -> None:
         """Count pages in flight as not sent."""
-        again = sorted(leg.flying)
+        again = sorted(transfer.flying)
         for block in again:
-            self._land(leg, block)
-        leg.waiting.extendleft(reversed(again))
-        leg.done_sent = leg.door_said = False
+            self._land(transfer, block)
+        transfer.waiting.extendleft(reversed(again))
+        transfer.done_sent = transfer.ticket_sent = False
 
-    def _land(self, leg: _OutgoingTransfer, block: int) -> None:
-        assert leg.peer is not None
-        left = self._window[leg.peer] - leg.flying.pop(block)
+    def _land(self, transfer: _OutgoingTransfer, block: int) -> None:
+        assert transfer.peer is not None
+        left = self._window[transfer.peer] - transfer.flying.pop(block)
         if left > 0:
-            self._window[leg.peer] = left
+            self._window[transfer.peer] = left
         else:
-            del self._window[leg.peer]
+            del self._window[transfer.peer]
 
-    def _close(self, leg: _OutgoingTransfer, reason: str, now: float, turn: SenderOutput) -> None:
-        del self._legs[leg.request]
-        self._closed[leg.request] = (leg.epoch, reason, now)
-        turn.events.append(TransferReleased(leg.request, leg.epoch, reason))
-        if leg.peer is None:
+    def _close(self, transfer: _OutgoingTransfer, reason: str, now: float, turn: SenderOutput) -> None:
+        del self._transfers[transfer.request]
+        self._closed[transfer.request] = (transfer.epoch, reason, now)
+        turn.events.append(TransferReleased(transfer.request, transfer.epoch, reason))
+        if transfer.peer is None:
             return
-        self._carrier.revoke_access(leg.request, leg.epoch)
-        for block in list(leg.flying):
-            self._land(leg, block)
-        if reason not in ("received", TAKEN) and not leg.lost:
-            turn.sends.append(SendToReceiver(leg.peer, _told(leg.request, leg.epoch, reason)))
-        self._pump_all(leg.peer, now, turn)
+        self._carrier.revoke_access(transfer.request, transfer.epoch)
+        for block in list(transfer.flying):
+            self._land(transfer, block)
+        if reason not in ("received", TAKEN) and not transfer.lost:
+            turn.sends.append(SendToReceiver(transfer.peer, _told(transfer.request, transfer.epoch, reason)))
+        self._pump_all(transfer.peer, now, turn)
 
 
 def _failed(pull: PullPages, reason: str) -> HandOverFailed:

@@ -49,7 +49,7 @@ class PlacementView:
 class CandidateScores(NamedTuple):
     """The numbers of a leg's best candidates, best first: ``numbers[name, candidate]``."""
 
-    leg: RequestStage
+    stage: RequestStage
     slots: Slots
     names: tuple[str, ...]
     numbers: Numbers
@@ -59,7 +59,7 @@ class CandidateScores(NamedTuple):
 class PolicyChoice(NamedTuple):
     """Who is to do what: no leg, one whole leg, or a decode and a prefill leg."""
 
-    legs: tuple[tuple[RequestStage, int], ...] = ()
+    stages: tuple[tuple[RequestStage, int], ...] = ()
     scores: tuple[CandidateScores, ...] = ()
     explanation: str = ""  # why it is split, or is not
 

@@ -52,12 +52,12 @@ def event_of(world: World, leg: str, name: str, options: dict[str, str]) -> AddR
     event = AddRequest(
         id=RequestId(name),
         epoch=int(options.get("epoch", "0")),
-        leg=RequestStage(leg),
+        stage=RequestStage(leg),
         prompt=prompt,
         sampling=sampling,
         arrival=float(options.get("at", len(world.clients))),
         root=ROOT,
-        claim=claim_of(options),
+        qos=claim_of(options),
         open_ended="expected" in options,
         expected_tokens=int(options.get("expected", "0")),
     )

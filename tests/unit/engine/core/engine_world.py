@@ -232,7 +232,7 @@ class World:
             assert len(item.logprobs) in (0, len(item.tokens))
             client.tokens.extend(item.tokens)
             client.finish = item.finish
-            if item.index == 0 and client.event.leg is not RequestStage.DECODE:
+            if item.index == 0 and client.event.stage is not RequestStage.DECODE:
                 client.prompt_logprobs = len(item.prompt_logprobs)
             else:
                 assert not item.prompt_logprobs
@@ -254,7 +254,7 @@ class World:
     def finished(self, name: str) -> bool:
         """This worker has nothing more to do for the client."""
         client = self.clients[name]
-        if client.gone or client.event.leg is not RequestStage.PREFILL:
+        if client.gone or client.event.stage is not RequestStage.PREFILL:
             return client.gone or client.finish is not None
         return False
 

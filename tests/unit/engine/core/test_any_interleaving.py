@@ -109,14 +109,14 @@ def arrival(name: str, epoch: int, a: int, b: int, *, size: int) -> AddRequest:
     return AddRequest(
         id=RequestId(name),
         epoch=epoch,
-        leg=LEGS[b % 6],
+        stage=LEGS[b % 6],
         prompt=prompt,
         sampling=sampling,
         arrival=a % 7,
         root=ROOT,
         hashes=tuple(block_hashes(ROOT, prompt, page_tokens=size)) if a % 2 else (),
         emitted=tuple(whole[: b % len(whole)]) if b % 5 == 0 else (),
-        claim=Qos(tenant="xyz"[b % 3], weight=1 + b % 2, service=ServiceClass(int(a % 4 == 0))),
+        qos=Qos(tenant="xyz"[b % 3], weight=1 + b % 2, service=ServiceClass(int(a % 4 == 0))),
     )
 
 

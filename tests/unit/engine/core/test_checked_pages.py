@@ -46,7 +46,7 @@ class Engine:
             AddRequest(
                 id=RequestId(name),
                 epoch=1,
-                leg=RequestStage.WHOLE,
+                stage=RequestStage.WHOLE,
                 prompt=prompt,
                 sampling=sampling,
                 arrival=0.0,

@@ -26,12 +26,12 @@ def of(name: str, claim: Qos, *, prompt: int = 8, answer: int = 2, at: float = 0
     return AddRequest(
         id=RequestId(name),
         epoch=0,
-        leg=RequestStage.WHOLE,
+        stage=RequestStage.WHOLE,
         prompt=tuple(random.randrange(1, 10_000) for _ in range(prompt)),
         sampling=SamplingParams(seed=0, max_tokens=answer),
         arrival=at,
         root=ROOT,
-        claim=claim,
+        qos=claim,
     )
 
 
@@ -51,7 +51,7 @@ class Machine:
         drawn = [SampledTokens((7,)) if row.samples else SampledTokens() for row in plan.rows]
         for row in plan.rows:
             if row.start < len(row.request.prompt):
-                self.prompt_tokens[row.request.claim.tenant] += row.count
+                self.prompt_tokens[row.request.qos.tenant] += row.count
         self.now += 0.01
         for progress in self.scheduler.commit(plan, drawn, self.now).new_tokens:
             if progress.index == 0:
@@ -271,7 +271,7 @@ def test_the_queue_is_what_a_list_would_be(moves: list[tuple[str, Qos]], seed: i
         elif move == "take" and (head := queue.head()) is not None:
             assert head is min(model, key=queue.position)
             queue.pop(head, RequestStatus.RUNNING)
-            clock.charge_prompt(head.fairness_key, 8, head.claim.weight)
+            clock.charge_prompt(head.fairness_key, 8, head.qos.weight)
             model.remove(head)
         elif move == "leave" and model:
             gone = model.pop(random.randrange(len(model)))

@@ -29,12 +29,12 @@ def asked(name: str, prompt: int, answer: int, claim: Qos = ANYBODY) -> AddReque
     return AddRequest(
         id=RequestId(name),
         epoch=0,
-        leg=RequestStage.WHOLE,
+        stage=RequestStage.WHOLE,
         prompt=tuple(random.randrange(1 << 20) for _ in range(prompt)),
         sampling=SamplingParams(seed=0, max_tokens=answer),
         arrival=0.0,
         root=BlockHash(bytes(32)),
-        claim=claim,
+        qos=claim,
     )
 
 

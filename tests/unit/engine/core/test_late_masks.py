@@ -15,7 +15,7 @@ def arrive(name: str, prompt: int, grammar: Grammar | None = None) -> AddRequest
     return AddRequest(
         id=RequestId(name),
         epoch=1,
-        leg=RequestStage.WHOLE,
+        stage=RequestStage.WHOLE,
         prompt=tuple(range(100, 100 + prompt)),
         sampling=SamplingParams(seed=1, max_tokens=8, grammar=grammar),
         arrival=0.0,

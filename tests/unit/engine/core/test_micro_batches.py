@@ -68,12 +68,12 @@ def request(name: str, tokens: int, *, answer: int = 8, rank: int = 0, family: i
     return AddRequest(
         id=RequestId(name),
         epoch=0,
-        leg=RequestStage.WHOLE,
+        stage=RequestStage.WHOLE,
         prompt=prompt_of(family, tokens),
         sampling=SamplingParams(seed=1, max_tokens=answer),
         arrival=float(rank),
         root=ROOT,
-        claim=Qos(service=ServiceClass(rank)),
+        qos=Qos(service=ServiceClass(rank)),
     )
 
 

@@ -84,7 +84,7 @@ class Decoding:
             AddRequest(
                 id=RequestId(name),
                 epoch=0,
-                leg=leg,
+                stage=leg,
                 prompt=prompt_of(0, 6),
                 sampling=SamplingParams(seed=0, max_tokens=40),
                 arrival=self.now,

@@ -28,7 +28,7 @@ def arrive(engine: Scheduler, name: str, tokens: int, *, family: int = 0, pooled
         AddRequest(
             id=RequestId(name),
             epoch=0,
-            leg=RequestStage.WHOLE,
+            stage=RequestStage.WHOLE,
             prompt=prompt_of(family, tokens),
             sampling=SamplingParams(seed=0, max_tokens=1),
             arrival=0.0,

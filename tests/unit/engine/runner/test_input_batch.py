@@ -22,7 +22,7 @@ def request_of(known: int, first_page: int = 0, sampling: SamplingParams = SAMPL
     arrive = AddRequest(
         id=RequestId("r"),
         epoch=0,
-        leg=RequestStage.WHOLE,
+        stage=RequestStage.WHOLE,
         prompt=tokens[: known - emitted],
         sampling=sampling,
         arrival=0.0,

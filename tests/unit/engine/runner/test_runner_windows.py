@@ -87,7 +87,7 @@ class Engine:
         root = BlockHash(bytes([seed]) * 32)
         self.events.append(
             AddRequest(
-                id=request, epoch=0, leg=RequestStage.WHOLE, prompt=prompt, sampling=sampling, arrival=0.0, root=root
+                id=request, epoch=0, stage=RequestStage.WHOLE, prompt=prompt, sampling=sampling, arrival=0.0, root=root
             )
         )
         return request

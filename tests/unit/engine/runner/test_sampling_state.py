@@ -23,7 +23,7 @@ def request_of(
     arrive = AddRequest(
         id=RequestId(name),
         epoch=0,
-        leg=RequestStage.WHOLE,
+        stage=RequestStage.WHOLE,
         prompt=prompt,
         sampling=sampling,
         arrival=0.0,

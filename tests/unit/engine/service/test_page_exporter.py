@@ -53,7 +53,7 @@ class World:
         event = AddRequest(
             id=RequestId("r"),
             epoch=1,
-            leg=RequestStage.PREFILL,
+            stage=RequestStage.PREFILL,
             prompt=tuple(range(40)),
             sampling=SamplingParams(seed=1, max_tokens=4),
             arrival=0.0,

@@ -61,7 +61,7 @@ class Compiler:
 def arrive(name: str, grammar: Grammar | None = None, epoch: int = 0, adapter: AdapterRef | None = None) -> AddRequest:
     sampling = SamplingParams(seed=1, max_tokens=4, grammar=grammar)
     return AddRequest(
-        id=RequestId(name), epoch=epoch, leg=RequestStage.PREFILL, prompt=(1,), sampling=sampling, arrival=0.0,
+        id=RequestId(name), epoch=epoch, stage=RequestStage.PREFILL, prompt=(1,), sampling=sampling, arrival=0.0,
         root=BlockHash(bytes(32)), adapter=adapter,
     )  # fmt: skip
 

@@ -142,7 +142,7 @@ def run(
             AddRequest(
                 id=RequestId(f"r{number}"),
                 epoch=0,
-                leg=RequestStage.WHOLE,
+                stage=RequestStage.WHOLE,
                 prompt=prompt,
                 sampling=sampling,
                 arrival=number,

@@ -45,7 +45,7 @@ def request(tokens: list[int]) -> Request:
     arrive = AddRequest(
         id=RequestId("r"),
         epoch=0,
-        leg=RequestStage.WHOLE,
+        stage=RequestStage.WHOLE,
         prompt=tokens,
         sampling=sampling,
         arrival=0,

@@ -217,7 +217,7 @@ class _FetchSession:
 
     def ask(self, batch: FetchBatch) -> None:
         """Request all pages of a batch."""
-        leg, token = batch.ticket.leg, batch.ticket.token
+        leg, token = batch.ticket.grant_id, batch.ticket.token
         parts: list[bytes] = []
         self._number = number = (self._number + 1) & 0xFFFF_FFFF
         if leg not in self._attached:
@@ -232,7 +232,7 @@ class _FetchSession:
 
     def receive(self, batch: FetchBatch) -> float | None:
         """Receive the oldest requested batch.  Returns seconds, or None if it was refused."""
-        leg, count = batch.ticket.leg, len(batch.fetches)
+        leg, count = batch.ticket.grant_id, len(batch.fetches)
         self._expected = (self._expected + 1) & 0xFFFF_FFFF
         refused = self._expected in self._attaching and not self._is_attached(batch.ticket)
         self._attaching.discard(self._expected)
@@ -253,12 +253,12 @@ class _FetchSession:
     def _is_attached(self, door: FetchTicket) -> bool:
         """Whether the sender has proved that it has the token."""
         kind, _, _, leg = frames.parse_head(self._wire.receive_exactly(frames.HEAD_BYTES))
-        if (kind, leg) == (frames.REFUSED, door.leg):
+        if (kind, leg) == (frames.REFUSED, door.grant_id):
             return False
-        if (kind, leg) != (frames.ATTACHED, door.leg):
+        if (kind, leg) != (frames.ATTACHED, door.grant_id):
             raise ProtocolError("no answer to a greeting")
         proof = self._wire.receive_exactly(frames.PROOF_BYTES)
-        if not compare_digest(proof, self._pair.sender_proof(door.token, door.leg)):
+        if not compare_digest(proof, self._pair.sender_proof(door.token, door.grant_id)):
             raise ProtocolError("the peer that answers there is not the sender")
         return True
 
@@ -295,7 +295,7 @@ class _FetchSession:
         self._wire.receive_into(self._scratch)
         nonce = frames.page_nonce(self._sealed_pages)
         self._sealed_pages += 1
-        names = frames.page_associated_data(batch.ticket.leg, wanted.frame.page)
+        names = frames.page_associated_data(batch.ticket.grant_id, wanted.frame.page)
         with self._writing:
             if not batch.stopped:
                 self._open(nonce, names, wanted.into)

@@ -37,7 +37,7 @@ _IDLE_LEASES = 4  # times ``peer_idle_s``: its receiver closes a connection that
 class _Grant:
     """A transfer that may be fetched."""
 
-    leg: int
+    grant_id: int
     token: bytes = field(repr=False)
     pages: set[int] = field(default_factory=set[int])  # that may be fetched
     callers: set[_ServerConnection] = field(default_factory=set)  # that have proved that they have the token
@@ -54,7 +54,7 @@ class PageServer:
         self.rejected_connections = 0  # connections that proved nothing in time, or something wrong, or found no room
         self._warned = False  # that there are as many as may be
         self._grants: dict[int, _Grant] = {}
-        self._legs: dict[tuple[RequestId, int], _Grant] = {}
+        self._grants_by_request: dict[tuple[RequestId, int], _Grant] = {}
         self._lock = threading.Lock()  # of the two below
         self._callers: set[_ServerConnection] = set()
         self._closed = False
@@ -69,23 +69,23 @@ class PageServer:
     # --- for the worker's loop ---------------------------------------------------------------------------------------
 
     def grant_access(self, request: RequestId, epoch: int) -> FetchTicket:
-        grant = self._legs.get((request, epoch))
+        grant = self._grants_by_request.get((request, epoch))
         if grant is None:
             grant = _Grant(secrets.randbits(63), secrets.token_bytes(FETCH_TOKEN_BYTES))
-            self._legs[request, epoch] = self._grants[grant.leg] = grant
+            self._grants_by_request[request, epoch] = self._grants[grant.grant_id] = grant
         return FetchTicket(
-            request=request, epoch=epoch, port=self.port, leg=grant.leg, token=grant.token, sealed=self.sealed
+            request=request, epoch=epoch, port=self.port, grant_id=grant.grant_id, token=grant.token, sealed=self.sealed
         )
 
     def publish_page(self, frame: PageReady) -> None:
-        grant = self._legs.get((frame.request, frame.epoch))
+        grant = self._grants_by_request.get((frame.request, frame.epoch))
         if grant is not None:
             grant.pages.add(frame.page)
 
     def revoke_access(self, request: RequestId, epoch: int) -> None:
-        grant = self._legs.pop((request, epoch), None)
+        grant = self._grants_by_request.pop((request, epoch), None)
         if grant is not None:
-            del self._grants[grant.leg]
+            del self._grants[grant.grant_id]
 
     def close(self) -> None:
         """Stop listening and close all connections."""
