@@ -120,7 +120,8 @@ def test_rows_are_shared_evenly_and_none_is_in_two_plans() -> None:
 
 def test_a_request_without_a_page_leaves_its_place_to_the_one_that_has_them() -> None:
     own = scheduler(pages=8, page_tokens=1, max_chunk_tokens=1, max_model_len=8)
-    decode, prefill = request("decode", 2, answer=4), replace(request("prefill", 5, family=1), leg=RequestStage.PREFILL)
+    decode = request("decode", 2, answer=4)
+    prefill = replace(request("prefill", 5, family=1), stage=RequestStage.PREFILL)
     arrive(own, decode, prefill, CreditGranted(id=prefill.id, epoch=0))
     plans = run(own, [0, 1] * 2)
     assert own.memory.pool.available == 0
