@@ -60,7 +60,7 @@ def test_a_worker_dies(tmp_path: Path) -> None:
         pids, supervisor = server.processes(), {server.pid}
         server.wait_for(lambda: "curl -N" in server.read_log(), PATIENCE_S, "the last line of the start")
         with recording.phase():
-            look = ("launch/supervisor.py", "Supervisor._look")
+            look = ("launch/supervisor.py", "Supervisor._read_heartbeats")
             server.wait_for(lambda: look in recording.calls(supervisor), PATIENCE_S, "a look at the heartbeats")
         idle = recording.calls(supervisor)
         with recording.phase():

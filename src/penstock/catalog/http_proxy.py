@@ -137,7 +137,7 @@ class _Service:
     def __init__(self, store: FrontServices) -> None:
         self._models = store.models
         self._limits = store.limits
-        self._door = EndpointFactory(store.limits, Admission(store.limits, store.clock))
+        self._endpoints = EndpointFactory(store.limits, Admission(store.limits, store.clock))
 
     def passing(self, path: str) -> ASGIApp:
         """Proxy a JSON request to the model that it names."""
@@ -152,7 +152,7 @@ class _Service:
             ):
                 await _relay(exchange, answer)
 
-        return self._door.json_endpoint(work)
+        return self._endpoints.json_endpoint(work)
 
     def passing_form(self, path: str) -> ASGIApp:
         """Proxy a form with an audio file."""
@@ -171,7 +171,7 @@ class _Service:
             ):
                 await _relay(exchange, answer)
 
-        return self._door.form_endpoint(work, self._limits.max_audio_bytes + FORM_BYTES)
+        return self._endpoints.form_endpoint(work, self._limits.max_audio_bytes + FORM_BYTES)
 
     def asking(self, ask: Callable[[str], Awaitable[None]]) -> ASGIApp:
         """Apply ``ask`` to a model; responds with its row afterwards."""
@@ -182,7 +182,7 @@ class _Service:
             row = next(row for row in self._models.rows() if row["name"] == entry)
             await exchange.send_response(200, _encode(row))
 
-        return self._door.json_endpoint(work)
+        return self._endpoints.json_endpoint(work)
 
     def _addressed(self, asked: JsonBody, *, required: bool) -> tuple[str, bytes]:
         """The entry, and the body with the entry's own name."""

@@ -41,14 +41,14 @@ class ModelManager(CatalogModels):
     def __init__(self, config: FrontConfig, tell: Callable[[SupervisorMessage], None], clock: Clock) -> None:
         self._limits = config.limits
         self._key = config.upstream_key
-        self._tell = tell
+        self._send = tell
         self._clock = clock
         self._places: Mapping[str, CatalogModel] = {place.name: place for place in config.models}
         self._entries = {name: place.name for place in config.models for name in place.names}
         residents = [
             ResidentModel(name=place.name, nbytes=place.nbytes, pinned=place.pinned) for place in config.models
         ]
-        self._residents = ModelResidency.of(residents, config.model_memory)
+        self._residency = ModelResidency.of(residents, config.model_memory)
         self._at: dict[str, tuple[int, Upstream]] = {}  # incarnation and address of running processes
         self._changed = asyncio.Condition()
         self._failed: Counter[str] = Counter()  # failed loads and deaths, by model
@@ -61,7 +61,7 @@ class ModelManager(CatalogModels):
         """Load the pinned models, in order."""
         for place in self._places.values():
             if place.pinned:
-                self._carry_out(self._residents.request_model(place.name))
+                self._carry_out(self._residency.request_model(place.name))
 
     async def close(self) -> None:
         """Cancel all readiness checks."""
@@ -78,7 +78,7 @@ class ModelManager(CatalogModels):
         return tuple(self._places)
 
     def rows(self) -> Sequence[dict[str, Any]]:
-        rows = self._residents.rows()
+        rows = self._residency.rows()
         places = [self._places[row["name"]] for row in rows]
         return [
             row | {"aliases": list(place.aliases), "adapters": list(place.adapters)}
@@ -86,18 +86,18 @@ class ModelManager(CatalogModels):
         ]
 
     def loaded_upstream(self, entry: str) -> Upstream | None:
-        loaded = self._residents.state(entry) in (ModelState.LOADED, ModelState.CLOSING)
+        loaded = self._residency.state(entry) in (ModelState.LOADED, ModelState.CLOSING)
         return self._at[entry][1] if loaded and entry in self._at else None
 
     @asynccontextmanager
     async def use(self, entry: str) -> AsyncIterator[Upstream]:
         await self._wait(entry)
         # No other task ran since the model was found loaded; from here on it is in use.
-        self._carry_out(self._residents.on_request_started(entry, self._clock.now()))
+        self._carry_out(self._residency.on_request_started(entry, self._clock.now()))
         try:
             yield self._at[entry][1]
         finally:
-            self._carry_out(self._residents.on_request_ended(entry, self._clock.now()))
+            self._carry_out(self._residency.on_request_ended(entry, self._clock.now()))
 
     async def load(self, entry: str) -> None:
         await self._wait(entry)
@@ -105,7 +105,7 @@ class ModelManager(CatalogModels):
 
     async def _wait(self, entry: str) -> None:
         """Wait until the model is loaded.  Raises NoWorkers, QueueFull."""
-        if self._residents.state(entry) is ModelState.LOADED:
+        if self._residency.state(entry) is ModelState.LOADED:
             return
         waiting = self._waiting.total()
         if waiting >= self._limits.max_queued_loads:
@@ -120,7 +120,7 @@ class ModelManager(CatalogModels):
         except TimeoutError:
             self._leave(entry)
             raise NoWorkers(
-                f"The model '{entry}' is {self._residents.state(entry).value}: "
+                f"The model '{entry}' is {self._residency.state(entry).value}: "
                 f"it was not loaded within load_s = {self._limits.load_s:g} s."
             ) from None
         except BaseException:
@@ -131,24 +131,24 @@ class ModelManager(CatalogModels):
 
     def _leave(self, entry: str) -> None:
         """A request no longer waits for the model."""
-        self._carry_out(self._residents.drop_request(entry, last=self._waiting[entry] <= 1))
+        self._carry_out(self._residency.drop_request(entry, last=self._waiting[entry] <= 1))
 
     async def unload(self, entry: str) -> None:
         """As ``CatalogModels``.  Raises NoWorkers if the model's requests do not end in time."""
         try:
             async with asyncio.timeout(self._limits.load_s), self._changed:
-                self._carry_out(self._residents.request_unload(entry))
-                await self._changed.wait_for(lambda: self._residents.state(entry) is ModelState.UNLOADED)
+                self._carry_out(self._residency.request_unload(entry))
+                await self._changed.wait_for(lambda: self._residency.state(entry) is ModelState.UNLOADED)
         except TimeoutError:
             raise NoWorkers(f"The model '{entry}' still has requests to finish; it is unloaded after them.") from None
 
     async def _until_loaded(self, entry: str, failures: int) -> None:
         async with self._changed:
-            while self._residents.state(entry) is not ModelState.LOADED:
+            while self._residency.state(entry) is not ModelState.LOADED:
                 if self._failed[entry] > failures:
-                    row = next(row for row in self._residents.rows() if row["name"] == entry)
+                    row = next(row for row in self._residency.rows() if row["name"] == entry)
                     raise NoWorkers(f"The model '{entry}' could not be loaded: {row['reason']}.")
-                self._carry_out(self._residents.request_model(entry))
+                self._carry_out(self._residency.request_model(entry))
                 await self._changed.wait()
 
     # --- the supervisor ----------------------------------------------------------------------------------------------
@@ -159,20 +159,20 @@ class ModelManager(CatalogModels):
             host, _, port = message.endpoint.rpartition(":")
             at = Upstream(host, int(port), self._key)
             self._at[message.worker] = (message.incarnation, at)
-            self._residents.on_process_running(message.worker)
-            self._spawn(self._ask(message.worker, message.incarnation, at))
+            self._residency.on_process_running(message.worker)
+            self._spawn(self._poll_until_ready(message.worker, message.incarnation, at))
         elif isinstance(message, WorkerDown) and message.state is WorkerState.DEAD:
             self._at.pop(message.worker, None)
             self._down(message.worker, message.reason)
 
     def _down(self, entry: str, reason: str) -> None:
-        if self._residents.state(entry) is not ModelState.UNLOADING:
+        if self._residency.state(entry) is not ModelState.UNLOADING:
             log.warning("model %s: %s", entry, reason)
             self._failed[entry] += 1
-        self._carry_out(self._residents.on_exited(entry, reason))
+        self._carry_out(self._residency.on_exited(entry, reason))
         self._spawn(self._notify())
 
-    async def _ask(self, entry: str, incarnation: int, at: Upstream) -> None:
+    async def _poll_until_ready(self, entry: str, incarnation: int, at: Upstream) -> None:
         """Poll the model's gateway until it is ready or its process has ended."""
         while self._at.get(entry, (0, None))[0] == incarnation:
             try:
@@ -181,7 +181,7 @@ class ModelManager(CatalogModels):
             except NoWorkers:
                 ready = False
             if ready:
-                self._carry_out(self._residents.on_loaded(entry, self._clock.now(), self._waiting[entry]))
+                self._carry_out(self._residency.on_loaded(entry, self._clock.now(), self._waiting[entry]))
                 await self._notify()
                 return
             await asyncio.sleep(ASK_S)
@@ -191,7 +191,7 @@ class ModelManager(CatalogModels):
     def _carry_out(self, effects: ResidencyEffects) -> None:
         for effect in effects:
             worker = WorkerId(effect.name)
-            self._tell(LoadModel(worker=worker) if isinstance(effect, StartModel) else UnloadModel(worker=worker))
+            self._send(LoadModel(worker=worker) if isinstance(effect, StartModel) else UnloadModel(worker=worker))
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -190,7 +190,7 @@ class SuperviseConfig(Config, frozen=True, kw_only=True):
     start_s: float = 120.0  # from the fork, or the last sign of progress, to ready; longer counts as hung
     drain_s: float = 30.0  # to finish running requests after SIGTERM
     grace_s: float = 2.0  # between SIGTERM and SIGKILL of a child
-    look_s: float = 0.1  # between two readings of the heartbeat board
+    look_s: float = 0.1  # between two readings of the heartbeat table
 
 
 class TraceLimits(Config, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@
       |-- gateway-0                          |-- gateway-0                    |-- one worker, TCP mailbox
       |-- prefill-0, decode-0, ...
 
-The supervisor binds the port, makes keys, KV memory and the heartbeat board, and loads the weights.  The gateway is
+The supervisor binds the port, makes keys, KV memory and the heartbeat table, and loads the weights.  The gateway is
 forked first, so that it starts meanwhile, the workers once the weights are loaded; each is forked again when it ends.
 """
 
@@ -111,7 +111,7 @@ class ParentLink:
     buckets: SharedTokenBuckets
 
     def beat(self) -> None:
-        """Beat on the heartbeat board of the catalog's supervisor."""
+        """Write a heartbeat to the table of the catalog's supervisor."""
         now = time.monotonic_ns()
         self.slot.beat(now, now, 0)
 
@@ -323,7 +323,7 @@ def _names(plan: ServePlan | None) -> tuple[WorkerId, ...]:
 
 
 def heartbeat_slots(names: tuple[str, ...]) -> dict[str, HeartbeatSlot]:
-    """A new heartbeat board with a slot for each name."""
+    """A new heartbeat table with a slot for each name."""
     return dict(zip(names, HeartbeatTable(len(names)).slots, strict=True))
 
 

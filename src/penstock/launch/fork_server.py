@@ -246,18 +246,18 @@ class OomKillLog:
     def __init__(self, now: float, count: Callable[[], int] = oom_kills) -> None:
         self._count = count
         # When, and how many by then; those that explained a death since are among them.
-        self._looks = deque([(now, count())])
+        self._readings = deque([(now, count())])
 
     def sample(self, now: float) -> None:
         """To be called every now and then."""
-        self._looks.append((now, self._count()))
-        while self._looks[0][0] < now - OOM_KILL_WINDOW_S:
-            self._looks.popleft()
+        self._readings.append((now, self._count()))
+        while self._readings[0][0] < now - OOM_KILL_WINDOW_S:
+            self._readings.popleft()
 
     def claim_kill(self) -> bool:
         """Somebody was killed: was it by one of these?"""
         kills = self._count()
-        if kills <= self._looks[0][1]:
+        if kills <= self._readings[0][1]:
             return False
-        self._looks = deque((at, min(before + 1, kills)) for at, before in self._looks)
+        self._readings = deque((at, min(before + 1, kills)) for at, before in self._readings)
         return True

@@ -1,8 +1,8 @@
 """The gateway process: the HTTP application in front of the router, on one event loop.
 
-The supervisor tells it which workers there are; it beats on the heartbeat board like a worker.  Draining means that the
-router takes no new requests, running ones finish, and the process exits with code 0.  Only this process imports the
-HTTP application and the tokenizer.
+The supervisor sends it which workers there are; it writes heartbeats like a worker.  Draining means that the router
+takes no new requests, running ones finish, and the process exits with code 0.  Only this process imports the HTTP
+application and the tokenizer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Anonymous shared memory of a host's processes: the heartbeat board, and the board of lent cores.
+"""Anonymous shared memory of a host's processes: the table of heartbeats, and that of lent cores.
 
-The heartbeat board has one slot per child, written by the child and read by the supervisor.
+The heartbeat table has one slot per child, written by the child and read by the supervisor.
 
 Each slot has one writer and each field is one aligned 8-byte word, so a field is never torn and no lock is needed.  Two
 fields may be of different beats; ``restart_policy`` judges by several readings in a row.  The memory is freed with the
@@ -60,7 +60,7 @@ class Heartbeat:
 
 
 class HeartbeatSlot:
-    """One child's slot on the board."""
+    """One child's slot of the table."""
 
     def __init__(self, memory: memoryview) -> None:
         self._words = memory[: 8 * _WORDS].cast("Q")
@@ -142,7 +142,7 @@ class HeartbeatTable:
 
 
 class CoreLendingTable:
-    """The board of lent cores: for each worker a cache line that says whether it is busy, and one per lent core.
+    """The table of lent cores: for each worker a cache line that says whether it is busy, and one per lent core.
 
     ``lends``: the number of cores that each worker lends.  A worker that does not run lends nothing.
     """
@@ -168,7 +168,7 @@ class CoreLendingTable:
                     self._words[self._line(line)] = 0
 
     def cores_of(self, worker: WorkerId, loans: Iterable[CoreLoan]) -> SharedCores:
-        """The worker's view of the board; to be called in its process."""
+        """The worker's view of the table; to be called in its process."""
         borrowed = [
             CoreSeats(seats.owner, seats.first, min(loan.cores, seats.count), loan.cpus)
             for loan in loans

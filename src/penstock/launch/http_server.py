@@ -1,4 +1,4 @@
-"""The HTTP side of a gateway process: a uvicorn server that accepts connections fairly, beats on the heartbeat board,
+"""The HTTP side of a gateway process: a uvicorn server that accepts connections fairly, writes to the heartbeat table,
 listens to the supervisor and drains.  Draining means that running requests finish, then the process ends by itself.
 
 Several processes share one listening socket, so that queued connections survive the death of a process.  Each accepts
@@ -84,7 +84,7 @@ class Acceptor:
         """``slots``: this process' own, and its siblings'."""
         self._listener = listener
         self._slot, self._siblings = slots
-        self._take = take
+        self._on_connection = take
         self._opened = opened
         self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -151,7 +151,7 @@ class Acceptor:
             return False
         connection.setblocking(False)
         self._latest.append(now)
-        self._take(connection)
+        self._on_connection(connection)
         self.update_count()
         return True
 
@@ -219,9 +219,9 @@ class HttpServer:
         self._siblings = rim.siblings
         self._limits = limits
         self._turns = turns
-        self._hear = hear
+        self._on_message = hear
         self._draining = asyncio.Event()
-        self._beats = 0
+        self._heartbeats = 0
 
     async def serve(self, app: App, known: Callable[[], bool] = lambda: True) -> None:
         """Until drained or stopped.  Connections are accepted once ``known`` returns True, or after ``KNOWN_S``; until
@@ -231,7 +231,7 @@ class HttpServer:
         loop.add_reader(self._channel.fileno(), self._on_channel)
         loop.add_signal_handler(signal.SIGTERM, _stop_now, server)
         watch = [] if self._tls is None else [self._tls.watch_files()]
-        side = [loop.create_task(work) for work in (self._beat(server), self._drain(server), *watch)]
+        side = [loop.create_task(work) for work in (self._write_heartbeats(server), self._drain(server), *watch)]
         try:
             deadline = loop.time() + KNOWN_S
             while not known() and not server.should_exit and loop.time() < deadline:  # noqa: ASYNC110 - no event for it
@@ -264,7 +264,7 @@ class HttpServer:
     def _on_channel(self) -> None:
         try:
             while (message := self._channel.receive()) is not None:
-                self._hear(message)
+                self._on_message(message)
                 if isinstance(message, ServiceDraining):
                     self._draining.set()
         except ProtocolError as error:
@@ -272,11 +272,11 @@ class HttpServer:
         except EOFError:  # the supervisor has ended, and we with it (see zygote)
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
 
-    async def _beat(self, server: _Server) -> None:
+    async def _write_heartbeats(self, server: _Server) -> None:
         while True:
             now = time.monotonic_ns()
-            self._beats += 1
-            self._slot.beat(now, now + int(STALL_ALLOWED_S * 1e9), self._beats)
+            self._heartbeats += 1
+            self._slot.beat(now, now + int(STALL_ALLOWED_S * 1e9), self._heartbeats)
             if server.started:
                 self._slot.set_state(WorkerState.DRAINING if self._draining.is_set() else WorkerState.READY)
             server.acceptor.update_count()

@@ -57,11 +57,11 @@ class _Mailbox:
     listener: asyncio.Task[None] | None = None  # of that link
     worker: WorkerId | None = None  # that reported last
     incarnation: int = 0
-    heard: float = 0.0
+    last_report_at: float = 0.0
     lost: bool = True
     replaced: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED_RUNS))  # the latest ended runs
     strange: bool = False  # logged already
-    asked: float = float("-inf")
+    probed_at: float = float("-inf")
     noted: float = 0.0  # time of the last log line about it
     reason: str = "no answer yet"  # why no worker has joined
 
@@ -95,7 +95,7 @@ class RemoteWorkers:
         probe: Callable[[str], Awaitable[str]] = why_unreachable,
     ) -> None:
         """``hello`` requests discovery; ``probe`` finds out why an endpoint does not respond."""
-        self._tell = tell
+        self._send = tell
         self._connect = connect
         self.uses_mixed = False  # use workers of fleets with mixed numerics
         self._hello = hello
@@ -125,7 +125,7 @@ class RemoteWorkers:
     def start(self) -> None:
         """Begin to poll.  Needs a running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._asking = self._loop.create_task(self._ask())
+        self._asking = self._loop.create_task(self._poll())
 
     async def close(self) -> None:
         """Close all links."""
@@ -144,7 +144,7 @@ class RemoteWorkers:
                 except Exception:
                     log.exception("a report from %s could not be handled", endpoint)
 
-    async def _ask(self) -> None:
+    async def _poll(self) -> None:
         while True:
             try:
                 self.tick()
@@ -174,12 +174,12 @@ class RemoteWorkers:
             return
         if self._is_late(mailbox, report):
             return
-        mailbox.heard = self._clock.now()
+        mailbox.last_report_at = self._clock.now()
         if mailbox.lost or (report.worker, report.incarnation) != (mailbox.worker, mailbox.incarnation):
             self._leave(endpoint, mailbox, "replaced")
             if mailbox.worker is not None and not same_run(report.incarnation, mailbox.incarnation):
                 mailbox.replaced.append(mailbox.incarnation)
-            self._tell(
+            self._send(
                 WorkerUp(
                     worker=report.worker,
                     incarnation=report.incarnation,
@@ -209,11 +209,13 @@ class RemoteWorkers:
         late = max(0.0, now - self._ticked - 2 * self._beat_s)  # this process did not run, so silence proves nothing
         self._ticked = now
         for endpoint in self._found.values():
-            self._mailboxes[endpoint].heard += late
-        silent = [endpoint for endpoint in self._found.values() if now - self._mailboxes[endpoint].heard > LOST_S]
+            self._mailboxes[endpoint].last_report_at += late
+        silent = [
+            endpoint for endpoint in self._found.values() if now - self._mailboxes[endpoint].last_report_at > LOST_S
+        ]
         for endpoint in silent:
             mailbox = self._mailboxes[endpoint]
-            self._leave(endpoint, mailbox, f"silent for {now - mailbox.heard:.1f} s")
+            self._leave(endpoint, mailbox, f"silent for {now - mailbox.last_report_at:.1f} s")
         for endpoint in self._lost:
             self._discover(endpoint, now)
         due = [endpoint for endpoint in self._lost if now - self._mailboxes[endpoint].noted >= WAITING_NOTE_S]
@@ -233,9 +235,9 @@ class RemoteWorkers:
 
     def _discover(self, endpoint: str, now: float) -> None:
         mailbox = self._mailboxes[endpoint]
-        if now - mailbox.asked < (STRANGE_PAUSE_S if mailbox.strange else 0.0):
+        if now - mailbox.probed_at < (STRANGE_PAUSE_S if mailbox.strange else 0.0):
             return
-        mailbox.asked = now
+        mailbox.probed_at = now
         if mailbox.link is None:
             mailbox.link = self._connect(endpoint)
             if self._loop is not None:
@@ -257,6 +259,6 @@ class RemoteWorkers:
         mailbox.lost = True
         self._found.pop(mailbox.worker, None)
         self._lost.add(endpoint)
-        self._tell(
+        self._send(
             WorkerDown(worker=mailbox.worker, incarnation=mailbox.incarnation, state=WorkerState.DEAD, reason=reason)
         )

@@ -2,7 +2,7 @@
 
 ::
 
-               Fork                  board says ready                 Died
+               Fork                  slot says ready                  Died
     waiting ----------> starting -----------------------> ready ---------------> waiting (after a backoff)
                            |                                |
                            | silent beyond its prediction   | or reported by the gateway
@@ -13,7 +13,7 @@ Stopping goes running -> draining (the gateway finishes its streams) -> ending (
 A child that is stopped or sleeps beyond its prediction counts as hung after ``wedge_s``; one that computes, or is ready
 to run without a processor, after ``busy_s``.  Its last ``wedge_s`` of silence decide: the CPU time that Linux counted,
 or the number of readings at which it was runnable.  (Linux counts a wait for a processor when the wait ends, so a
-process that has waited for seconds shows only the latter.)  Silence is summed over readings of the heartbeat board, and
+process that has waited for seconds shows only the latter.)  Silence is summed over readings of the heartbeat table, and
 each counts for two intervals at most, so time in which the supervisor itself did not run does not count.
 An on-demand child (a model of a catalog) is forked once, when it is requested; when it has ended, the gateway is
 notified and the child removed.
@@ -94,7 +94,7 @@ class ProcessStats:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatsRead:
-    """The heartbeat board was read, with the statistics of its processes."""
+    """The heartbeat table was read, with the statistics of its processes."""
 
     heartbeats: dict[str, Heartbeat]
     stats: dict[str, ProcessStats] = field(default_factory=dict)
@@ -248,7 +248,7 @@ class RestartPolicy:
     _children: dict[str, _Child] = field(default_factory=dict)
     _stage: SupervisorState = SupervisorState.RUNNING
     _deadline: float = 0.0  # of the stage
-    _last_look: float | None = None
+    _last_reading: float | None = None
     _killed_all: bool = False
     _complaint: str | None = None
     _passed: int = 0  # the highest incarnation of an on-demand child so far
@@ -294,7 +294,7 @@ class RestartPolicy:
             case ProcessExited():
                 self._on_death(event, now, effects)
             case HeartbeatsRead():
-                self._on_look(event, now, effects)
+                self._on_heartbeats(event, now, effects)
             case WorkerSuspected():
                 self._on_suspicion(event, now, effects)
             case LoadRequested():
@@ -366,20 +366,20 @@ class RestartPolicy:
             return 0.0
         return min(self.config.backoff_max_s, self.config.backoff_first_s * 2.0 ** min(deaths - 2, 32))
 
-    def _on_look(self, event: HeartbeatsRead, now: float, effects: list[RestartEffect]) -> None:
-        look = 0.0 if self._last_look is None else min(now - self._last_look, 2 * self.config.look_s)
-        self._last_look = now
+    def _on_heartbeats(self, event: HeartbeatsRead, now: float, effects: list[RestartEffect]) -> None:
+        look = 0.0 if self._last_reading is None else min(now - self._last_reading, 2 * self.config.look_s)
+        self._last_reading = now
         for name, heartbeat in event.heartbeats.items():
             child = self._children[name]
             if child.phase not in _RUNS or heartbeat.incarnation != child.incarnation:
                 continue
-            self._note_beat(child, heartbeat, now)
+            self._record_heartbeat(child, heartbeat, now)
             vitals = event.stats.get(name, ProcessStats())
             child.stopped = vitals.stopped
             if self._silent_beyond_limit(child, heartbeat, vitals, look, now):
                 self._kill_wedged(child, f"no progress for {child.silence:.1f} s", effects)
 
-    def _note_beat(self, child: _Child, heartbeat: Heartbeat, now: float) -> None:
+    def _record_heartbeat(self, child: _Child, heartbeat: Heartbeat, now: float) -> None:
         if child.phase is ChildState.STARTING and heartbeat.state in (WorkerState.READY, WorkerState.DRAINING):
             child.phase = ChildState.READY
             child.ready_since = now

@@ -3,7 +3,7 @@
     pidfd readable      a child has ended          -> ProcessExited
     channel readable    the gateway says something -> WorkerSuspected
     wake-up pipe        SIGTERM, SIGINT, SIGHUP    -> StopRequested
-    time                read the heartbeat board   -> HeartbeatsRead
+    time                read the heartbeat table   -> HeartbeatsRead
 
 ``restart_policy.RestartPolicy`` decides, a ``ChildSpec`` says what a child runs.  However this loop ends, by an
 exception too, no child outlives it.
@@ -104,7 +104,7 @@ class Supervisor:
         *,
         gateways: Sequence[str] = (GATEWAY,),
     ) -> None:
-        """``pulse``: called at every reading of the board, and while weights are loaded."""
+        """``pulse``: called at every reading of heartbeats, and while weights are loaded."""
         self._pulse = pulse
         self._config = config
         self._jobs = jobs
@@ -115,7 +115,7 @@ class Supervisor:
         self._running: dict[str, _Running] = {}
         self._channels: dict[str, Channel] = {}  # to each gateway that listens
         self._memory_kills = OomKillLog(time.monotonic())
-        self._next_look = 0.0
+        self._next_reading = 0.0
         self._done: AllExited | None = None
         self._stoppers: list[Callable[[], None]] = []
         self._handlers: dict[int, object] = {}
@@ -156,7 +156,7 @@ class Supervisor:
 
     def start(self) -> None:
         """Fork the gateways."""
-        self._look()
+        self._read_heartbeats()
 
     def poll(self) -> None:
         """Check for a stop request; to be called often while weights are loaded.
@@ -182,7 +182,7 @@ class Supervisor:
         """
         self._roles.update(roles)
         self._machine.add_workers(roles)
-        self._next_look = 0.0
+        self._next_reading = 0.0
         announced = False
         while self._done is None:
             self._turn(None)
@@ -212,7 +212,7 @@ class Supervisor:
         """Wait until something happens or is due (at most ``timeout_s``), and handle it."""
         now = time.monotonic()
         if timeout_s is None:
-            timeout_s = max(0.0, min(self._machine.next_deadline(now), self._next_look) - now)
+            timeout_s = max(0.0, min(self._machine.next_deadline(now), self._next_reading) - now)
         poller = select.poll()
         poller.register(self._wake_r, select.POLLIN)
         by_fd = {child.process.pidfd: name for name, child in self._running.items()}
@@ -228,7 +228,7 @@ class Supervisor:
                 self._on_channel(name, channel)
         for fd in ready & by_fd.keys():
             self._on_death(by_fd[fd])
-        self._look()
+        self._read_heartbeats()
 
     def _on_signals(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -261,7 +261,7 @@ class Supervisor:
             log.warning("from %s: %s", name, error)
 
     def _want(self, name: str) -> None:
-        """Request a model; only those with a slot on the board are known."""
+        """Request a model; only those with a heartbeat slot are known."""
         if name in self._slots and name not in self._gateways:
             self._handle(LoadRequested(name))
 
@@ -276,10 +276,10 @@ class Supervisor:
         killed = signum == signal.SIGKILL and self._memory_kills.claim_kill()
         self._handle(ProcessExited(name, child.incarnation, ProcessExit(code, signum, words, out_of_memory=killed)))
 
-    def _look(self) -> None:
+    def _read_heartbeats(self) -> None:
         now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + self._config.look_s
+        if now >= self._next_reading:
+            self._next_reading = now + self._config.look_s
             if self._pulse is not None:
                 self._pulse()
             self._memory_kills.sample(now)
@@ -349,7 +349,7 @@ class Supervisor:
                 ChildState.STARTING,
                 ChildState.READY,
             ):
-                self._tell_up(WorkerId(worker), (ours,))
+                self._announce(WorkerId(worker), (ours,))
         if self._machine.state is SupervisorState.DRAINING:
             ours.send(ServiceDraining())
 
@@ -360,9 +360,9 @@ class Supervisor:
         finally:
             job.on_forked()
         self._running[name] = _Running(process, incarnation, job.endpoint)
-        self._tell_up(name, self._channels.values())
+        self._announce(name, self._channels.values())
 
-    def _tell_up(self, name: WorkerId, channels: Iterable[Channel]) -> None:
+    def _announce(self, name: WorkerId, channels: Iterable[Channel]) -> None:
         running = self._running.get(name)
         if running is None:
             return

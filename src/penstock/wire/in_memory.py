@@ -161,7 +161,7 @@ class _MemoryAsyncLink:
         self._link = link
         self._signal = asyncio.Event()
         self._closed = False
-        self._given = 0
+        self._received = 0
         self.endpoint = link.endpoint
         self.counters = link.counters
         link.box.on_arrival = self._signal.set
@@ -170,8 +170,8 @@ class _MemoryAsyncLink:
         return self
 
     async def __anext__(self) -> Received:
-        self._given += 1
-        if self._given % YIELD_EVERY == 0:
+        self._received += 1
+        if self._received % YIELD_EVERY == 0:
             await asyncio.sleep(0)
         while not self._closed:
             received = self._link.recv()

@@ -96,10 +96,10 @@ class ZmqTransport:
         if self._gate is None:
             self._gate = self._make_gate()
         made = self._socket(zmq.ROUTER, endpoint)
-        door: _Door | None = None
+        limit: _ConnectionLimit | None = None
         try:
             if endpoint.startswith("tcp://"):
-                door = _Door(made)
+                limit = _ConnectionLimit(made)
             made.setsockopt(zmq.ROUTER_MANDATORY, 1)
             made.setsockopt(zmq.BACKLOG, CONNECTIONS_WAITING)
             if endpoint.startswith("ipc://"):
@@ -113,11 +113,11 @@ class ZmqTransport:
             made.bind(endpoint)
             bound = made.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         except zmq.ZMQError as error:
-            if door is not None:
-                door.close()
+            if limit is not None:
+                limit.close()
             made.close(linger=0)
             raise ConfigError(f"cannot listen at {endpoint}: {error.strerror}") from error
-        listener = _ZmqListener(made, bound, self._gate, door)
+        listener = _ZmqListener(made, bound, self._gate, limit)
         self._open.append(listener)
         return listener
 
@@ -156,7 +156,7 @@ class ZmqTransport:
             return
         for source in self._open:
             if isinstance(source, _ZmqListener):
-                source.close_door()
+                source.close_limit()
             if isinstance(source, _ZmqAsyncLink):
                 source.close()
             else:
@@ -233,7 +233,7 @@ class _Gate:
         self.refused = 0
 
     def serve(self) -> None:
-        """Answer everybody who stands at the door now."""
+        """Answer all authentication requests that are pending."""
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -248,7 +248,7 @@ class _Gate:
             self.socket.send_multipart([_ZAP_VERSION, request, *status, b"", b""])
 
 
-class _Door:
+class _ConnectionLimit:
     """Limits connections over the network, so that other sockets do not run out of descriptors.
 
     The library accepts every connection, so the kernel refuses them: a filter on the listening socket drops what begins
@@ -265,7 +265,7 @@ class _Door:
         self._events = zmq_socket.get_monitor_socket(_LISTENING | _ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._events.setsockopt(zmq.LINGER, 0)
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Count connections that came and went."""
         with contextlib.suppress(zmq.Again):
             while True:
@@ -303,12 +303,12 @@ def most_connections() -> int:
 
 
 class _ZmqListener:
-    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, gate: _Gate, door: _Door | None) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, gate: _Gate, limit: _ConnectionLimit | None) -> None:
         self.socket = socket
         self.endpoint = endpoint
         self.counters = WireCounters()
         self._gate = gate
-        self._door = door
+        self._limit = limit
         self._refused_versions: set[int] = set()
 
     @property
@@ -321,8 +321,8 @@ class _ZmqListener:
                 peer = self.socket.recv(_NOBLOCK)
             except zmq.Again:
                 self._gate.serve()
-                if self._door is not None:
-                    self._door.look()
+                if self._limit is not None:
+                    self._limit.update()
                 return None
             header = self.socket.recv(_NOBLOCK)
             received = _received(self.socket, peer, header, self.counters)
@@ -344,13 +344,13 @@ class _ZmqListener:
         return _send(self.socket, [peer], message, payload, self.counters)
 
     def close(self) -> None:
-        self.close_door()
+        self.close_limit()
         self.socket.close(linger=0)
 
-    def close_door(self) -> None:
+    def close_limit(self) -> None:
         """Before the socket is closed."""
-        if self._door is not None:
-            self._door.close()
+        if self._limit is not None:
+            self._limit.close()
 
 
 class _ZmqLink:
@@ -358,7 +358,7 @@ class _ZmqLink:
         self.socket = socket
         self.endpoint = endpoint
         self.counters = WireCounters()
-        self.given_bytes = 0  # of messages, without payloads
+        self.received_bytes = 0  # of messages, without payloads
 
     @property
     def closed(self) -> bool:
@@ -372,7 +372,7 @@ class _ZmqLink:
                 return None
             received = _received(self.socket, b"", header, self.counters)
             if received is not None:
-                self.given_bytes += len(header)
+                self.received_bytes += len(header)
                 return received
         return None
 
@@ -400,11 +400,11 @@ class _ZmqAsyncLink:
         self._link = link
         self._loop = loop
         self._signal = asyncio.Event()
-        self._given = 0
+        self._received = 0
         self._descriptor = _number(link.socket, zmq.FD)
         self.endpoint = link.endpoint
         self.counters = link.counters
-        loop.add_reader(self._descriptor, self._look)
+        loop.add_reader(self._descriptor, self._check_readable)
 
     @property
     def closed(self) -> bool:
@@ -414,23 +414,23 @@ class _ZmqAsyncLink:
         return self
 
     async def __anext__(self) -> Received:
-        self._given += 1
-        if self._given % YIELD_EVERY == 0 or self._link.given_bytes >= YIELD_BYTES:
-            self._link.given_bytes = 0
+        self._received += 1
+        if self._received % YIELD_EVERY == 0 or self._link.received_bytes >= YIELD_BYTES:
+            self._link.received_bytes = 0
             await asyncio.sleep(0)
         while not self.closed:
             received = self._link.recv()
             if received is not None:
                 return received
             self._signal.clear()
-            self._look()
+            self._check_readable()
             await self._signal.wait()
         raise StopAsyncIteration
 
     def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:
         sent = self._link.send(message, payload)
         # Sending may swallow the edge that announced a message.
-        self._look()
+        self._check_readable()
         return sent
 
     def probe_version(self) -> bool:
@@ -443,7 +443,7 @@ class _ZmqAsyncLink:
             self._link.close()
             self._signal.set()
 
-    def _look(self) -> None:
+    def _check_readable(self) -> None:
         if self._link.readable():
             self._signal.set()
 

@@ -66,10 +66,10 @@ class OpenPull:
     missing: set[int]  # blocks that are not here
     queued: set[int]  # blocks whose frame is here
     contiguous: int  # blocks from 0 that are here
-    heard: float  # when the sender last gave a sign
-    moved: float  # when it last gave a frame
-    spoke: float  # when we last gave a sign
-    patience: float  # silence before asking again; doubles each time
+    last_message_at: float  # when the sender last gave a sign
+    last_frame_at: float  # when it last gave a frame
+    last_sent_at: float  # when we last gave a sign
+    resend_after_s: float  # silence before asking again; doubles each time
     first: TokenItem | None = None
     waiting: PendingPages | None = None  # since ``first`` came, for bytes alone
     reported: int = -1  # tokens reported as computed
@@ -181,7 +181,9 @@ class KvReceiver:
         self._layout = carrier.seal.layout
         self._pulls: dict[RequestId, OpenPull] = {}
         self._queue: deque[QueuedPage] = deque()
-        self._told: dict[tuple[PageSource, RequestId, int], float] = {}  # who knows that we want no more, since when
+        self._answered_strays: dict[
+            tuple[PageSource, RequestId, int], float
+        ] = {}  # who knows that we want no more, since when
 
     @property
     def layout(self) -> KvLayout:
@@ -214,20 +216,20 @@ class KvReceiver:
         if earlier is not None:
             if earlier.pull.epoch >= pull.epoch:
                 raise ValueError(f"{pull.request} is pulled already, in epoch {earlier.pull.epoch}")
-            self._forget(earlier, turn)
+            self._drop(earlier, turn)
         pulling = OpenPull(
             pull=pull,
             pieces=pieces,
             missing=set(range(pull.skip_blocks, blocks)),
             queued=set(),
             contiguous=pull.skip_blocks,
-            heard=now,
-            moved=now,
-            spoke=now,
-            patience=self._config.lease_s / HEARTBEATS_PER_LEASE,
+            last_message_at=now,
+            last_frame_at=now,
+            last_sent_at=now,
+            resend_after_s=self._config.lease_s / HEARTBEATS_PER_LEASE,
         )
         self._pulls[pull.request] = pulling
-        self._ask(pulling, now, turn)
+        self._send_pull(pulling, now, turn)
         return turn
 
     def cancel_pull(self, request: RequestId, epoch: int) -> ReceiverOutput:
@@ -235,7 +237,7 @@ class KvReceiver:
         turn = ReceiverOutput()
         pulling = self._pulls.get(request)
         if pulling is not None and pulling.pull.epoch <= epoch:
-            self._forget(pulling, turn)
+            self._drop(pulling, turn)
         return turn
 
     # --- what senders say --------------------------------------------------------------------------------------------
@@ -249,7 +251,7 @@ class KvReceiver:
         if pulling is None or pulling.pull.epoch != message.epoch or pulling.pull.source != source:
             self._stray(source, message, now, turn)
             return turn
-        pulling.heard = now
+        pulling.last_message_at = now
         match message:
             case FetchTicket():
                 self._carrier.add_ticket(source, message)
@@ -311,19 +313,19 @@ class KvReceiver:
         lease = self._config.lease_s
         outran = False  # one a turn: the next is predicted with what this one adds to the work here
         for pulling in list(self._pulls.values()):
-            if now - pulling.heard >= lease:
+            if now - pulling.last_message_at >= lease:
                 self.counters.expired += 1
                 self._fail(pulling, "silent", turn)
             elif not outran and pulling.waiting is not None and self._outrun(pulling, pulling.waiting, now):
                 outran = True
                 self._give_up(pulling, now, turn)
-            elif not pulling.queued and now - pulling.moved >= pulling.patience:
-                pulling.moved = now
-                pulling.patience *= 2
-                self._ask(pulling, now, turn, resend=True)
-            elif now - pulling.spoke >= lease / HEARTBEATS_PER_LEASE:
-                self._ask(pulling, now, turn)
-        self._told = {key: since for key, since in self._told.items() if now - since < lease}
+            elif not pulling.queued and now - pulling.last_frame_at >= pulling.resend_after_s:
+                pulling.last_frame_at = now
+                pulling.resend_after_s *= 2
+                self._send_pull(pulling, now, turn, resend=True)
+            elif now - pulling.last_sent_at >= lease / HEARTBEATS_PER_LEASE:
+                self._send_pull(pulling, now, turn)
+        self._answered_strays = {key: since for key, since in self._answered_strays.items() if now - since < lease}
         return turn
 
     def on_sender_gone(self, worker: WorkerId, incarnation: int) -> ReceiverOutput:
@@ -353,8 +355,8 @@ class KvReceiver:
         elif frame.index not in pulling.missing or frame.index in pulling.queued:
             self.counters.duplicates += 1
         else:
-            pulling.moved = now
-            pulling.patience = self._config.lease_s / HEARTBEATS_PER_LEASE
+            pulling.last_frame_at = now
+            pulling.resend_after_s = self._config.lease_s / HEARTBEATS_PER_LEASE
             pulling.queued.add(frame.index)
             self._queue.append(QueuedPage(pulling, frame, payload))
 
@@ -406,7 +408,7 @@ class KvReceiver:
     def _missed(self, pulling: OpenPull, now: float) -> None:
         """Count the pages that had not arrived when a pull was given up, and the time spent waiting."""
         waiting = pulling.waiting
-        self.counters.waited_s += now - (pulling.moved if waiting is None else waiting.since)
+        self.counters.waited_s += now - (pulling.last_frame_at if waiting is None else waiting.since)
         self.counters.missed += len(pulling.queued if waiting is None else pulling.missing)
 
     def _came(self, pulling: OpenPull, frame: PageReady) -> None:
@@ -426,11 +428,11 @@ class KvReceiver:
             if computed > pulling.reported:
                 pulling.reported = computed
                 turn.events.append(PagesAdvanced(pull.request, pull.epoch, computed))
-            if (pulling.missing or pulling.first is None) and self._is_worth_telling(pulling):
-                self._ask(pulling, now, turn)
+            if (pulling.missing or pulling.first is None) and self._should_acknowledge(pulling):
+                self._send_pull(pulling, now, turn)
         self._complete(pulling, now, turn)
 
-    def _is_worth_telling(self, pulling: OpenPull) -> bool:
+    def _should_acknowledge(self, pulling: OpenPull) -> bool:
         """Whether to acknowledge now: always when idle, otherwise once per part of the source's window."""
         if self._queue or not pulling.queued:
             return True
@@ -439,7 +441,7 @@ class KvReceiver:
 
     def _finish(self, pulling: OpenPull, done: PrefillDone, now: float, turn: ReceiverOutput) -> None:
         pull = pulling.pull
-        pulling.moved = now
+        pulling.last_frame_at = now
         first, most = done.first, len(pull.pages)
         fits = 0 <= done.blocks <= most if pull.ahead else done.blocks == most
         if not fits or (first.request, first.epoch) != (pull.request, pull.epoch):
@@ -459,7 +461,7 @@ class KvReceiver:
             return
         if pulling.waiting is not None:
             self.counters.waited_s += now - pulling.waiting.since
-        self._forget(pulling, turn, taken=pulling.pull.ahead > 0)
+        self._drop(pulling, turn, taken=pulling.pull.ahead > 0)
         turn.events.append(TransferDone(pulling.pull.request, pulling.pull.epoch, first))
 
     def _outrun(self, pulling: OpenPull, waiting: PendingPages, now: float) -> bool:
@@ -477,14 +479,14 @@ class KvReceiver:
         assert pulling.first is not None
         self.counters.outrun += 1
         self._missed(pulling, now)
-        self._forget(pulling, turn)
+        self._drop(pulling, turn)
         turn.events.append(HedgeWon(pulling.pull.request, pulling.pull.epoch, pulling.first))
 
     def _fail(self, pulling: OpenPull, reason: str, turn: ReceiverOutput, *, tell: bool = True) -> None:
-        self._forget(pulling, turn, tell=tell)
+        self._drop(pulling, turn, tell=tell)
         turn.events.append(PullFailed(pulling.pull.request, pulling.pull.epoch, reason))
 
-    def _forget(self, pulling: OpenPull, turn: ReceiverOutput, *, tell: bool = True, taken: bool = False) -> None:
+    def _drop(self, pulling: OpenPull, turn: ReceiverOutput, *, tell: bool = True, taken: bool = False) -> None:
         """Drop a pull: no page of it is written from here on, and its queued payloads are released."""
         pull = pulling.pull
         del self._pulls[pull.request]
@@ -499,14 +501,14 @@ class KvReceiver:
         """Answer a message for an unknown pull, at most once per lease."""
         self.counters.strays += 1
         key = (source, message.request, message.epoch)
-        if isinstance(message, HandOverFailed) or key in self._told:
+        if isinstance(message, HandOverFailed) or key in self._answered_strays:
             return
-        self._told[key] = now
+        self._answered_strays[key] = now
         turn.sends.append(SendToSource(source, PagesReceived(request=message.request, epoch=message.epoch)))
 
-    def _ask(self, pulling: OpenPull, now: float, turn: ReceiverOutput, *, resend: bool = False) -> None:
+    def _send_pull(self, pulling: OpenPull, now: float, turn: ReceiverOutput, *, resend: bool = False) -> None:
         pull, seal = pulling.pull, self._carrier.seal
-        pulling.spoke, pulling.acknowledged = now, pulling.contiguous
+        pulling.last_sent_at, pulling.acknowledged = now, pulling.contiguous
         message = PullPages(
             request=pull.request,
             epoch=pull.epoch,

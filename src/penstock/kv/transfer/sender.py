@@ -86,7 +86,7 @@ class _OutgoingTransfer:
     ticket_sent: bool = False  # the receiver knows where to fetch the pages
     lost: bool = False  # the peer could not be reached; a new pull brings it back
     owed_since: float | None = None  # since when the receiver owes a sign
-    spoke: float = 0.0  # when something was last sent
+    last_sent_at: float = 0.0  # when something was last sent
 
 
 class KvSender:
@@ -224,7 +224,9 @@ class KvSender:
             if transfer.owed_since is not None and now - transfer.owed_since >= lease:
                 self._close(transfer, "lease ended", now, turn)
             elif (
-                transfer.peer is not None and not transfer.lost and now - transfer.spoke >= lease / HEARTBEATS_PER_LEASE
+                transfer.peer is not None
+                and not transfer.lost
+                and now - transfer.last_sent_at >= lease / HEARTBEATS_PER_LEASE
             ):
                 self._send(transfer, HandOverAlive(request=transfer.request, epoch=transfer.epoch), now, turn)
         for request, waiting in list(self._pulls.items()):
@@ -264,7 +266,7 @@ class KvSender:
         elif mine.peer is None:
             mine.peer, mine.room = peer, (pull.tokens, pull.ahead)
             mine.acknowledged = pull.skip_blocks
-            mine.spoke = now
+            mine.last_sent_at = now
             turn.events.append(PullGranted(mine.request, mine.epoch, pull))
             self._pump(mine, now, turn)
         elif mine.room != (pull.tokens, pull.ahead):  # another receiver, which would number the pages otherwise
@@ -316,9 +318,9 @@ class KvSender:
             return
         if not transfer.ticket_sent:
             transfer.ticket_sent = True
-            door = self._carrier.grant_access(transfer.request, transfer.epoch)
-            if door is not None:
-                self._send(transfer, door, now, turn)
+            ticket = self._carrier.grant_access(transfer.request, transfer.epoch)
+            if ticket is not None:
+                self._send(transfer, ticket, now, turn)
         transfer.gathered, ready = 0, list[PageReady]()
         while transfer.waiting:
             block = transfer.waiting[0]
@@ -352,7 +354,7 @@ class KvSender:
         payload: memoryview | None = None,
     ) -> None:
         assert transfer.peer is not None
-        transfer.spoke = now
+        transfer.last_sent_at = now
         if transfer.owed_since is None and not isinstance(message, HandOverAlive | FetchTicket):
             transfer.owed_since = now
         turn.sends.append(SendToReceiver(transfer.peer, message, payload))

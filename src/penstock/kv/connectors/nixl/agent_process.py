@@ -127,14 +127,14 @@ class AgentLoop:
     def _begin(self, read: ReadPages) -> None:
         peer = self._peers.get(read.peer)
         if peer is None:
-            return self._tell(read.number, "that agent cannot be reached")
+            return self._report(read.number, "that agent cannot be reached")
         try:
             here = self._agent.get_xfer_descs([(self._base + at, read.nbytes, 0) for at in read.offsets], _MEMORY)
             there = self._agent.get_xfer_descs([(at, read.nbytes, 0) for at in read.addresses], _MEMORY)
             handle = self._agent.initialize_xfer("READ", here, there, peer)
             self._agent.transfer(handle)
         except Exception as error:  # noqa: BLE001 - said to the worker
-            return self._tell(read.number, f"{type(error).__name__}: {error}"[:200])
+            return self._report(read.number, f"{type(error).__name__}: {error}"[:200])
         self._flying[read.number] = handle
         return None
 
@@ -151,10 +151,10 @@ class AgentLoop:
                 continue
             ended = True
             del self._flying[number]
-            self._tell(number, failure)
+            self._report(number, failure)
         return ended
 
-    def _tell(self, number: int, failure: str | None) -> None:
+    def _report(self, number: int, failure: str | None) -> None:
         self._said.send(msgspec.msgpack.encode(ReadDone(number, failure)))
 
 

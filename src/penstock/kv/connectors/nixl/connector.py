@@ -38,48 +38,48 @@ class NixlExporter:
         self.settled = threading.Event()  # the process has come up, or has not
         self._begin = begin
         self._memory = memory
-        self._house: AgentClient | None = None
+        self._agent: AgentClient | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def pid(self) -> int | None:
         """Of its process."""
-        return None if self._house is None else self._house.pid
+        return None if self._agent is None else self._agent.pid
 
     def start(self) -> None:
         """Starts the process unless it has been started."""
         if self.settled.is_set() or self._thread is not None:
             return
-        house: AgentClient | None = None
+        agent: AgentClient | None = None
         try:
-            house = AgentClient(self._begin, self._memory)
-            thread = threading.Thread(target=self._listen, args=(house,), name="kv-nixl-give", daemon=True)
+            agent = AgentClient(self._begin, self._memory)
+            thread = threading.Thread(target=self._listen, args=(agent,), name="kv-nixl-give", daemon=True)
             thread.start()
         except (OSError, RuntimeError) as error:  # no more descriptors or threads
-            if house is not None:
-                house.close()
+            if agent is not None:
+                agent.close()
             log.warning("pages are given by sockets, NIXL cannot be had: %s", error)
             self.settled.set()
             return
-        self._house, self._thread = house, thread
+        self._agent, self._thread = agent, thread
 
     def close(self) -> None:
         """No page can be read any more.  Idempotent."""
-        if self._house is not None and self._thread is not None:
-            self._house.kill()
+        if self._agent is not None and self._thread is not None:
+            self._agent.kill()
             self._thread.join()
-            self._house.close()
+            self._agent.close()
 
-    def _listen(self, house: AgentClient) -> None:
+    def _listen(self, agent: AgentClient) -> None:
         try:
-            first = house.receive(None)
+            first = agent.receive(None)
             if not isinstance(first, AgentReady) or len(first.agent) > MAX_AGENT_BYTES:
                 reason = getattr(first, "reason", "it says too much")
                 log.warning("pages are given by sockets, NIXL cannot be had: %s", reason)
                 return
             self.ready = first
             self.settled.set()
-            house.receive(None)
+            agent.receive(None)
         except AgentGoneError:
             if self.ready is not None:
                 log.warning("pages are given by sockets from now on: the process of NIXL has ended")

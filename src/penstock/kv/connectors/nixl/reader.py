@@ -110,7 +110,7 @@ class NixlReader:
             int, tuple[int, list[NixlFetch]]
         ] = {}  # number -> half of the memory, what is to stand there
         self._closed = False
-        self._house: AgentClient | None = None
+        self._agent: AgentClient | None = None
         self.resting_until = 0.0
         self.last_error = ""  # it rests
         self.pages = 0  # that it brought
@@ -149,8 +149,8 @@ class NixlReader:
     @property
     def pid(self) -> int | None:
         """Of its process."""
-        house = self._house
-        return None if house is None else house.pid
+        agent = self._agent
+        return None if agent is None else agent.pid
 
     def queue_page(self, errand: NixlFetch) -> None:
         """Asynchronous."""
@@ -171,9 +171,9 @@ class NixlReader:
             self._closed = True
             self._pending.clear()
             self._changed.notify()
-            house = self._house
-        if house is not None:
-            house.kill()
+            agent = self._agent
+        if agent is not None:
+            agent.kill()
         if self._thread is not None:
             self._thread.join()
 
@@ -192,7 +192,7 @@ class NixlReader:
                 self._give_up(error)
                 if life is not None:
                     life.close()
-                life = self._house = None
+                life = self._agent = None
                 self.settled.set()
             self.busy_s = time.thread_time()
             with self._changed:
@@ -216,7 +216,7 @@ class NixlReader:
     def _born(self) -> _AgentRun:
         life = _AgentRun(self._begin)
         with self._changed:
-            self._house = life.client
+            self._agent = life.client
             closed = self._closed
         if closed:
             life.client.kill()

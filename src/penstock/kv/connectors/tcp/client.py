@@ -204,7 +204,7 @@ class _FetchSession:
             frames.parse_hello(wire.receive_exactly(frames.HELLO_BYTES), sealed=self._sealed), self._nonce
         )
         wire.timeout_s = errands.config.fetch_stall_s
-        self._attached: set[int] = set()  # legs that the sender knows us to have the token of, or is about to
+        self._attached: set[int] = set()  # grants that the sender knows us to have the token of, or is about to
         self._attaching: set[int] = set()  # numbers of the batches asked for with an ATTACH that is not answered yet
         self._cipher: Any = None
         self._number = 0  # of the last batch that was asked for
@@ -217,30 +217,30 @@ class _FetchSession:
 
     def ask(self, batch: FetchBatch) -> None:
         """Request all pages of a batch."""
-        leg, token = batch.ticket.grant_id, batch.ticket.token
+        grant_id, token = batch.ticket.grant_id, batch.ticket.token
         parts: list[bytes] = []
         self._number = number = (self._number + 1) & 0xFFFF_FFFF
-        if leg not in self._attached:
+        if grant_id not in self._attached:
             if self._sealed and self._cipher is None:
-                self._cipher = self._pair.cipher(token, leg)
-            self._attached.add(leg)
+                self._cipher = self._pair.cipher(token, grant_id)
+            self._attached.add(grant_id)
             self._attaching.add(number)
-            parts = [frames.pack_head(frames.ATTACH, leg), self._nonce, self._pair.receiver_proof(token, leg)]
+            parts = [frames.pack_head(frames.ATTACH, grant_id), self._nonce, self._pair.receiver_proof(token, grant_id)]
         pages = [order.request.frame.page for order in batch.fetches]
         self._asked = time.monotonic()
-        self._wire.send([b"".join((*parts, frames.pack_fetch(leg, number, pages)))])
+        self._wire.send([b"".join((*parts, frames.pack_fetch(grant_id, number, pages)))])
 
     def receive(self, batch: FetchBatch) -> float | None:
         """Receive the oldest requested batch.  Returns seconds, or None if it was refused."""
-        leg, count = batch.ticket.grant_id, len(batch.fetches)
+        grant_id, count = batch.ticket.grant_id, len(batch.fetches)
         self._expected = (self._expected + 1) & 0xFFFF_FFFF
         refused = self._expected in self._attaching and not self._is_attached(batch.ticket)
         self._attaching.discard(self._expected)
         answer = frames.parse_head(self._wire.receive_exactly(frames.HEAD_BYTES))
-        if answer == (frames.REFUSED, 0, self._expected, leg):
-            self._attached.discard(leg)
+        if answer == (frames.REFUSED, 0, self._expected, grant_id):
+            self._attached.discard(grant_id)
             return None
-        if refused or answer != (frames.PAGES, count, self._expected, leg):
+        if refused or answer != (frames.PAGES, count, self._expected, grant_id):
             raise ProtocolError("an answer to another question")
         if self._sealed:
             for _ in range(count):
@@ -250,15 +250,15 @@ class _FetchSession:
         began, self._came = max(self._came, self._asked), time.monotonic()
         return self._came - began
 
-    def _is_attached(self, door: FetchTicket) -> bool:
+    def _is_attached(self, ticket: FetchTicket) -> bool:
         """Whether the sender has proved that it has the token."""
-        kind, _, _, leg = frames.parse_head(self._wire.receive_exactly(frames.HEAD_BYTES))
-        if (kind, leg) == (frames.REFUSED, door.grant_id):
+        kind, _, _, grant_id = frames.parse_head(self._wire.receive_exactly(frames.HEAD_BYTES))
+        if (kind, grant_id) == (frames.REFUSED, ticket.grant_id):
             return False
-        if (kind, leg) != (frames.ATTACHED, door.grant_id):
+        if (kind, grant_id) != (frames.ATTACHED, ticket.grant_id):
             raise ProtocolError("no answer to a greeting")
         proof = self._wire.receive_exactly(frames.PROOF_BYTES)
-        if not compare_digest(proof, self._pair.sender_proof(door.token, door.grant_id)):
+        if not compare_digest(proof, self._pair.sender_proof(ticket.token, ticket.grant_id)):
             raise ProtocolError("the peer that answers there is not the sender")
         return True
 
@@ -272,14 +272,14 @@ class _FetchSession:
             got = arrivals.receive(self._wire.sock.fileno(), self._wire.timeout_s)
             if got < 0:
                 raise ConnectionError(HUNG_UP)
-            self._tell(batch, arrivals)
+            self._report_pages(batch, arrivals)
             if got == 0 and not batch.stopped:
                 raise self._wire.stall_error()
         left = arrivals.left
         while left:
             left -= self._wire.receive_some(self._scratch[:left])
 
-    def _tell(self, batch: FetchBatch, arrivals: Arrivals) -> None:
+    def _report_pages(self, batch: FetchBatch, arrivals: Arrivals) -> None:
         """Report pages that are complete now."""
         suffix, failures = self._errands.seal.suffix, list[str | None]()
         for page in range(batch.fetched, arrivals.done):

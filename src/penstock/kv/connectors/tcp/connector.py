@@ -36,74 +36,74 @@ class FetchClient:
         self._config = config
         self._seal = seal
         self._sealed = sealed
-        self._roads: dict[PageSource, SourcePool] = {}
+        self._pools: dict[PageSource, SourcePool] = {}
         # Announced before anybody said where they are, where messages overtake each other.
         self._early: dict[tuple[PageSource, RequestId, int], list[FetchRequest]] = {}
-        self._asked: dict[SourcePool, list[FetchRequest]] = {}  # in this turn of the loop
-        self._gone_s = 0.0  # processor time of roads that are no more
+        self._requested: dict[SourcePool, list[FetchRequest]] = {}  # in this turn of the loop
+        self._closed_pools_s = 0.0  # processor time of pools that are no more
         self._lock = threading.Lock()  # of the two below, and of whether the descriptor is readable
         self._landed: deque[FetchResult] = deque()
-        self._told = False
+        self._signaled = False
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def add_ticket(self, source: PageSource, at: FetchTicket) -> None:
-        road = self._roads.get(source)
-        if road is None:
-            for other in [other for other, known in self._roads.items() if known.is_idle]:
-                self._gone_s += self._roads.pop(other).busy_s
-            road = self._roads[source] = SourcePool(source, self._config, self._seal, self._sealed, self._land)
-        road.add_ticket(at)
+        pool = self._pools.get(source)
+        if pool is None:
+            for other in [other for other, known in self._pools.items() if known.is_idle]:
+                self._closed_pools_s += self._pools.pop(other).busy_s
+            pool = self._pools[source] = SourcePool(source, self._config, self._seal, self._sealed, self._land)
+        pool.add_ticket(at)
         early = self._early.pop((source, at.request, at.epoch), None)
         if early:
-            road.queue_pages(early)
+            pool.queue_pages(early)
 
     def fetch_page(self, wanted: FetchRequest) -> None:
-        road, frame = self._roads.get(wanted.source), wanted.frame
-        if road is None or not road.has_ticket((frame.request, frame.epoch)):
+        pool, frame = self._pools.get(wanted.source), wanted.frame
+        if pool is None or not pool.has_ticket((frame.request, frame.epoch)):
             self._early.setdefault((wanted.source, frame.request, frame.epoch), []).append(wanted)
         else:
-            self._asked.setdefault(road, []).append(wanted)
+            self._requested.setdefault(pool, []).append(wanted)
 
     def start_fetches(self) -> None:
-        asked, self._asked = self._asked, {}
-        for road, pages in asked.items():
-            road.queue_pages(pages)
+        requested, self._requested = self._requested, {}
+        for pool, pages in requested.items():
+            pool.queue_pages(pages)
 
     @property
     def busy_s(self) -> float:
-        return self._gone_s + sum(road.busy_s for road in self._roads.values())
+        return self._closed_pools_s + sum(pool.busy_s for pool in self._pools.values())
 
     @property
     def has_results(self) -> bool:
-        return self._told
+        return self._signaled
 
     def fetch_results(self) -> Sequence[FetchResult]:
         with self._lock:
-            if not self._told:
+            if not self._signaled:
                 return ()
-            self._told = False
+            self._signaled = False
             os.eventfd_read(self.descriptor)
             landed, self._landed = self._landed, deque()
         return landed
 
     def stop_transfer(self, source: PageSource, request: RequestId, epoch: int) -> None:
         self._early.pop((source, request, epoch), None)
-        road = self._roads.get(source)
-        if road is None:
+        pool = self._pools.get(source)
+        if pool is None:
             return
-        if road in self._asked:
-            self._asked[road] = [each for each in self._asked[road] if _key_of(each) != (request, epoch)]
-        road.stop_transfer((request, epoch))
+        if pool in self._requested:
+            self._requested[pool] = [each for each in self._requested[pool] if _key_of(each) != (request, epoch)]
+        pool.stop_transfer((request, epoch))
         with self._lock:
             self._landed = deque(each for each in self._landed if _key_of(each.request) != (request, epoch))
-            if self._told and not self._landed:
-                self._told = False
+            if self._signaled and not self._landed:
+                self._signaled = False
                 os.eventfd_read(self.descriptor)
 
     def close(self) -> None:
-        for road in self._roads.values():
-            road.close()
-        self._roads.clear()
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
         with self._lock:
             descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
@@ -115,8 +115,8 @@ class FetchClient:
             if self.descriptor < 0 or not landed:
                 return
             self._landed.extend(landed)
-            if not self._told:
-                self._told = True
+            if not self._signaled:
+                self._signaled = True
                 os.eventfd_write(self.descriptor, 1)
 
 
@@ -152,7 +152,7 @@ class TcpConnector(KvConnector):
         self.own = own
         self.seal = seal
         self.server = PageServer(own, "" if host == "*" else host, port, config, sealed=sealed)
-        self._courier = FetchClient(config, seal, sealed=sealed)
+        self._client = FetchClient(config, seal, sealed=sealed)
 
     def grant_access(self, request: RequestId, epoch: int) -> FetchTicket | None:
         return self.server.grant_access(request, epoch)
@@ -168,38 +168,38 @@ class TcpConnector(KvConnector):
         return self.server.rejected_connections
 
     def add_ticket(self, source: PageSource, at: FetchTicket) -> None:
-        self._courier.add_ticket(source, at)
+        self._client.add_ticket(source, at)
 
     def fetch_page(self, wanted: FetchRequest) -> bool:
         """Asynchronous."""
         frame = wanted.frame
         if not (0 <= frame.page < 1 << 64 and 0 <= frame.generation < 1 << 64):
             raise PageCorrupt(f"page {frame.page} of generation {frame.generation}")
-        self._courier.fetch_page(wanted)
+        self._client.fetch_page(wanted)
         return False
 
     def start_fetches(self) -> None:
-        self._courier.start_fetches()
+        self._client.start_fetches()
 
     @property
     def busy_s(self) -> float:
-        return self._courier.busy_s
+        return self._client.busy_s
 
     @property
     def has_results(self) -> bool:
-        return self._courier.has_results
+        return self._client.has_results
 
     def fetch_results(self) -> Sequence[FetchResult]:
-        return self._courier.fetch_results()
+        return self._client.fetch_results()
 
     def stop_transfer(self, source: PageSource, request: RequestId, epoch: int) -> None:
-        self._courier.stop_transfer(source, request, epoch)
+        self._client.stop_transfer(source, request, epoch)
 
     @property
     def descriptors(self) -> Sequence[int]:
-        return (self._courier.descriptor,)
+        return (self._client.descriptor,)
 
     def close(self) -> None:
         """Closes all connections.  Idempotent."""
         self.server.close()
-        self._courier.close()
+        self._client.close()

@@ -4,9 +4,9 @@
 
     sender                                              receiver
     HELLO nonce -------------------------------------->
-        <------------------------ ATTACH leg, nonce, proof      once per transfer and connection
+        <------------------------ ATTACH grant, nonce, proof      once per transfer and connection
     ATTACHED proof ----------------------------------->         the sender authenticates, too
-        <------------------------ FETCH leg, number, pages
+        <------------------------ FETCH grant, number, pages
     PAGES number; page, page, … ---------------------->         or REFUSED number
 
 Both ends prove that they have the transfer's token, which only the authenticated control channel carries
@@ -38,7 +38,7 @@ MAX_PAGES = 256
 ATTACH, ATTACHED, FETCH, PAGES, REFUSED = range(1, 6)
 
 _HELLO = struct.Struct("<4sHH32s")  # magic, version, sealed, nonce
-_HEAD = struct.Struct("<BxHIQ")  # kind, pages, number, leg
+_HEAD = struct.Struct("<BxHIQ")  # kind, pages, number, grant_id
 HELLO_BYTES, HEAD_BYTES = _HELLO.size, _HEAD.size
 
 
@@ -56,20 +56,20 @@ def parse_hello(raw: bytes | bytearray, *, sealed: bool) -> bytes:
     return nonce
 
 
-def pack_head(kind: int, leg: int, *, count: int = 0, number: int = 0) -> bytes:
+def pack_head(kind: int, grant_id: int, *, count: int = 0, number: int = 0) -> bytes:
     """The fixed part of every other frame."""
-    return _HEAD.pack(kind, count, number, leg)
+    return _HEAD.pack(kind, count, number, grant_id)
 
 
 def parse_head(raw: bytes | bytearray) -> tuple[int, int, int, int]:
-    """(kind, pages, number, leg)."""
-    kind, count, number, leg = _HEAD.unpack(raw)
-    return kind, count, number, leg
+    """(kind, pages, number, grant_id)."""
+    kind, count, number, grant_id = _HEAD.unpack(raw)
+    return kind, count, number, grant_id
 
 
-def pack_fetch(leg: int, number: int, pages: Sequence[int]) -> bytes:
+def pack_fetch(grant_id: int, number: int, pages: Sequence[int]) -> bytes:
     """A request for these pages of the sender's memory."""
-    return pack_head(FETCH, leg, count=len(pages), number=number) + struct.pack(f"<{len(pages)}Q", *pages)
+    return pack_head(FETCH, grant_id, count=len(pages), number=number) + struct.pack(f"<{len(pages)}Q", *pages)
 
 
 def parse_pages(raw: bytes | bytearray) -> tuple[int, ...]:
@@ -83,21 +83,21 @@ class Handshake:
     def __init__(self, sender: bytes, receiver: bytes) -> None:
         self._both = sender + receiver
 
-    def receiver_proof(self, token: bytes, leg: int) -> bytes:
+    def receiver_proof(self, token: bytes, grant_id: int) -> bytes:
         """Proof that the receiver has the transfer's token."""
-        return self._keyed(token, b"receiver", leg)
+        return self._keyed(token, b"receiver", grant_id)
 
-    def sender_proof(self, token: bytes, leg: int) -> bytes:
+    def sender_proof(self, token: bytes, grant_id: int) -> bytes:
         """Proof that the sender has it."""
-        return self._keyed(token, b"sender", leg)
+        return self._keyed(token, b"sender", grant_id)
 
-    def cipher(self, token: bytes, leg: int) -> Any:
+    def cipher(self, token: bytes, grant_id: int) -> Any:
         """The cipher for pages on this connection, whose first transfer this is."""
-        return aes_gcm()(self._keyed(token, b"pages", leg))
+        return aes_gcm()(self._keyed(token, b"pages", grant_id))
 
-    def _keyed(self, token: bytes, what: bytes, leg: int) -> bytes:
+    def _keyed(self, token: bytes, what: bytes, grant_id: int) -> bytes:
         mac = blake2b(key=token, digest_size=PROOF_BYTES, person=b"penstock-pages")
-        mac.update(self._both + leg.to_bytes(8, "little") + what)
+        mac.update(self._both + grant_id.to_bytes(8, "little") + what)
         return mac.digest()
 
 
@@ -106,9 +106,9 @@ def page_nonce(count: int) -> bytes:
     return count.to_bytes(12, "little")
 
 
-def page_associated_data(leg: int, page: int) -> bytes:
+def page_associated_data(grant_id: int, page: int) -> bytes:
     """Additional data that an encrypted page is bound to."""
-    return struct.pack("<QQ", leg, page)
+    return struct.pack("<QQ", grant_id, page)
 
 
 def aes_gcm() -> Callable[[bytes], Any]:

@@ -64,7 +64,7 @@ class PageServer:
         except OSError as error:
             raise ConfigError(f"cannot listen for fetches of pages at {host}:{port}: {error.strerror}") from None
         self.port: int = self._listening.getsockname()[1]
-        threading.Thread(target=self._accept, name="pages-desk", daemon=True).start()
+        threading.Thread(target=self._accept, name="pages-accept", daemon=True).start()
 
     # --- for the worker's loop ---------------------------------------------------------------------------------------
 
@@ -100,9 +100,9 @@ class PageServer:
 
     # --- for the threads ---------------------------------------------------------------------------------------------
 
-    def find_grant(self, leg: int) -> _Grant | None:
+    def find_grant(self, grant_id: int) -> _Grant | None:
         """The transfer that may be fetched now; None if there is none."""
-        return self._grants.get(leg)
+        return self._grants.get(grant_id)
 
     def on_connection_closed(self, caller: _ServerConnection) -> None:
         """A connection has ended."""
@@ -162,65 +162,65 @@ class PageServer:
 class _ServerConnection:
     """One connection of a receiver, and the thread that serves it."""
 
-    def __init__(self, desk: PageServer, wire: TimedSocket) -> None:
+    def __init__(self, server: PageServer, wire: TimedSocket) -> None:
         self.wire = wire
         self.authenticated = False  # it has proved itself
         self.opened_at = time.monotonic()
-        self._desk = desk
+        self._server = server
         self._nonce = secrets.token_bytes(frames.NONCE_BYTES)
         self._cipher: Any = None
         self._sealed_pages = 0
-        self._scratch = bytearray(desk.own.layout.page_bytes + frames.TAG_BYTES if desk.sealed else 0)
+        self._scratch = bytearray(server.own.layout.page_bytes + frames.TAG_BYTES if server.sealed else 0)
 
     def run(self) -> None:
         """Serve until the receiver disconnects, times out or violates the protocol."""
         try:
-            self.wire.send([frames.pack_hello(self._nonce, sealed=self._desk.sealed)])
+            self.wire.send([frames.pack_hello(self._nonce, sealed=self._server.sealed)])
             while True:
                 self._answer()
         except (OSError, ProtocolError) as error:
             log.debug("a connection for pages ended: %s", error)
         finally:
             self.wire.close()
-            self._desk.on_connection_closed(self)
+            self._server.on_connection_closed(self)
 
     def _answer(self) -> None:
-        config = self._desk.config
+        config = self._server.config
         self.wire.timeout_s = _IDLE_LEASES * config.peer_idle_s if self.authenticated else config.greeting_s
-        kind, count, number, leg = frames.parse_head(self.wire.receive_exactly(frames.HEAD_BYTES))
+        kind, count, number, grant_id = frames.parse_head(self.wire.receive_exactly(frames.HEAD_BYTES))
         self.wire.timeout_s = config.fetch_stall_s
         if kind == frames.ATTACH:
-            self._attach(leg)
+            self._attach(grant_id)
         elif kind == frames.FETCH and self.authenticated and 0 < count <= frames.MAX_PAGES:
-            self._fetch(leg, number, frames.parse_pages(self.wire.receive_exactly(8 * count)))
+            self._fetch(grant_id, number, frames.parse_pages(self.wire.receive_exactly(8 * count)))
         else:
             raise ProtocolError(f"a frame of kind {kind} with {count} pages")
 
-    def _attach(self, leg: int) -> None:
+    def _attach(self, grant_id: int) -> None:
         raw = self.wire.receive_exactly(frames.NONCE_BYTES + frames.PROOF_BYTES)
         pair = frames.Handshake(self._nonce, bytes(raw[: frames.NONCE_BYTES]))
-        grant = self._desk.find_grant(leg)
+        grant = self._server.find_grant(grant_id)
         token = _NO_TOKEN if grant is None else grant.token
-        proved = compare_digest(raw[frames.NONCE_BYTES :], pair.receiver_proof(token, leg))
+        proved = compare_digest(raw[frames.NONCE_BYTES :], pair.receiver_proof(token, grant_id))
         if grant is None or not proved:
             if not self.authenticated:
                 raise ProtocolError("a stranger")
-            self.wire.send([frames.pack_head(frames.REFUSED, leg)])
+            self.wire.send([frames.pack_head(frames.REFUSED, grant_id)])
             return
         if not self.authenticated:
             self.authenticated = True
-            if self._desk.sealed:
-                self._cipher = pair.cipher(token, leg)
+            if self._server.sealed:
+                self._cipher = pair.cipher(token, grant_id)
         grant.callers.add(self)
-        self.wire.send([frames.pack_head(frames.ATTACHED, leg), pair.sender_proof(token, leg)])
+        self.wire.send([frames.pack_head(frames.ATTACHED, grant_id), pair.sender_proof(token, grant_id)])
 
-    def _fetch(self, leg: int, number: int, pages: tuple[int, ...]) -> None:
-        grant = self._desk.find_grant(leg)
+    def _fetch(self, grant_id: int, number: int, pages: tuple[int, ...]) -> None:
+        grant = self._server.find_grant(grant_id)
         if grant is None or self not in grant.callers or not grant.pages.issuperset(pages):
-            self.wire.send([frames.pack_head(frames.REFUSED, leg, number=number)])
+            self.wire.send([frames.pack_head(frames.REFUSED, grant_id, number=number)])
             return
-        own = self._desk.own
-        first = frames.pack_head(frames.PAGES, leg, count=len(pages), number=number)
+        own = self._server.own
+        first = frames.pack_head(frames.PAGES, grant_id, count=len(pages), number=number)
         if self._cipher is None:
             self.wire.send([first, *(own.view(PageId(page)) for page in pages)])
             return
@@ -229,6 +229,6 @@ class _ServerConnection:
             nonce = frames.page_nonce(self._sealed_pages)
             self._sealed_pages += 1
             self._cipher.encrypt_into(
-                nonce, own.view(PageId(page)), frames.page_associated_data(leg, page), self._scratch
+                nonce, own.view(PageId(page)), frames.page_associated_data(grant_id, page), self._scratch
             )
             self.wire.send([self._scratch])
