@@ -1,4 +1,4 @@
-"""The gateway as ``penstock serve`` runs it (``launch.jobs.Front``), before workers that need no model."""
+"""The gateway as ``penstock serve`` runs it (``launch.processes.GatewayProcesses``), with workers without a model."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A page's hash covers its tokens, the images that they stand for, all tokens before it, and everything else that its bits
 depend on or that must keep tenants apart (the root).  Two pages with one hash hold the same bits.  BLAKE3
 (https://github.com/BLAKE3-team) in its keyed mode, the parent's hash as the key: 16 token ids are one block of 64
-bytes, so a page of text costs one compression.  ``kernels.blocks`` hashes long texts, and gives the same.
+bytes, so a page of text costs one compression.  ``kernels.host_ops`` hashes long texts, and gives the same.
 """
 
 from __future__ import annotations

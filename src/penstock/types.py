@@ -206,7 +206,7 @@ MAX_IMAGE_SIDE = 1 << 12
 
 
 ImageHash = Annotated[bytes, msgspec.Meta(min_length=IMAGE_HASH_BYTES, max_length=IMAGE_HASH_BYTES)]
-"""``hashing.picture_hash`` of a picture, or of a sound."""
+"""``hashing.media_hash`` of a picture, or of a sound."""
 
 
 class PlacedImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

@@ -100,7 +100,7 @@ async def stage(
     posts: WorkerAdmin | None = None,
     **behind: Any,
 ) -> AsyncIterator[Stage]:
-    """Use: ``async with stage() as on: await on.chat()``; ``behind``: more of ``edge.app.Behind``."""
+    """Use: ``async with stage() as on: await on.chat()``; ``behind``: more of ``api.endpoints.AppServices``."""
     streams = streams or NullStreams()
     application = app_of(streams, limits, *keys, intake=intake, ring=ring, levels=levels, posts=posts, **behind)
     transport = httpx.ASGITransport(application, raise_app_exceptions=False)

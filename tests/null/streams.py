@@ -1,4 +1,4 @@
-"""Token streams without workers: the in-memory double of ``wire.ports.TokenStreams``.
+"""Token streams without workers: the in-memory double of ``interfaces.TokenStreams``.
 
 Tokens are a hash of prompt, seed, choice and position, so an answer is known before it is asked for, whatever batches
 it comes in.  Tests say how it is cut into batches, where it fails, and where it waits.
@@ -94,7 +94,7 @@ class NullStreams:
             await self.changed.wait()
 
     async def stream(self, request: ValidRequest) -> AsyncGenerator[TokenBatch, None]:
-        """See ``wire.ports.TokenStreams``."""
+        """See ``interfaces.TokenStreams``."""
         self.opened.append(request)
         self.changed.set()
         try:
@@ -147,31 +147,31 @@ class NullStreams:
         return None if top is None else self._logprobs(request.prompt[1:], 1, top)
 
     def mark_stopped(self, request: RequestId) -> None:
-        """See ``wire.ports.TokenStreams``."""
+        """See ``interfaces.TokenStreams``."""
         self.ended_by_caller.add(request)
 
     def serving_identity(self, request: RequestId) -> ModelIdentity | None:
-        """See ``wire.ports.TokenStreams``."""
+        """See ``interfaces.TokenStreams``."""
         return self.served if request in self.open else None
 
     def identity(self) -> ModelIdentity | None:
-        """See ``wire.ports.TokenStreams``."""
+        """See ``interfaces.TokenStreams``."""
         return self.served
 
     def ready(self) -> bool:
-        """See ``wire.ports.TokenStreams``."""
+        """See ``interfaces.TokenStreams``."""
         return self.is_ready
 
     def stall_reason(self) -> str | None:
-        """See ``wire.ports.TokenStreams``."""
+        """See ``interfaces.TokenStreams``."""
         return self.stuck
 
     def prefill_workers(self) -> int:
-        """See ``wire.ports.TokenStreams``."""
+        """See ``interfaces.TokenStreams``."""
         return self.read_by
 
     def predict_ttft(self, tokens: int, service: ServiceClass) -> TtftForecast | None:
-        """See ``wire.ports.TokenStreams``."""
+        """See ``interfaces.TokenStreams``."""
         return self.foreseen
 
     def routing_decisions(self, request: RequestId) -> Sequence[dict[str, Any]]:
@@ -181,5 +181,5 @@ class NullStreams:
         return "whole=\u2603\r\n" if self.explains else None
 
     def workers(self) -> Sequence[dict[str, Any]]:
-        """See ``wire.ports.TokenStreams``."""
+        """See ``interfaces.TokenStreams``."""
         return self.rows

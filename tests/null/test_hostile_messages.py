@@ -145,7 +145,7 @@ def stage() -> Stage:
 
 
 def step(stage: Stage, turns: int = 2) -> None:
-    """As ``SupervisorState.turn``, for workers that are told things which no gateway would be."""
+    """As ``Stage.turn``, for workers that get messages which no gateway sends."""
     for _ in range(turns):
         for worker in stage.workers:
             worker.loop.step()

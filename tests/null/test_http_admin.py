@@ -16,7 +16,7 @@ from .http_stage import Stage, stage
 
 @dataclass
 class ScriptedPosts:
-    """``wire.ports.Posts``: writes down what it is told, and says what the test wants."""
+    """``interfaces.WorkerAdmin``: writes down what it is told, and says what the test wants."""
 
     told: list[dict[str, Any]] = field(default_factory=list)
     error: Exception | None = None

@@ -1,4 +1,4 @@
-"""The contract of ``wire.ports.TokenStreams``, which the edge relies on: the router before workers, and the double.
+"""The contract of ``interfaces.TokenStreams``, which the edge relies on: the router before workers, and the double.
 
 It stands here and not in ``tests/contract`` because the real thing needs a whole town.
 """

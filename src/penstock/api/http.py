@@ -175,7 +175,8 @@ class HttpExchange:
     async def read_json_body(self, limits: RequestLimits, hold: BodyReservation) -> bytes:
         """The raw body of a request that says it is JSON.
 
-        Raises WrongMediaType, BodyTooLarge, SlowBody, QueueFull (all before more is read than must be), ClientGone.
+        Raises WrongMediaType, BodyTooLarge, BodyTimeout, QueueFull (all before more is read than must be) and
+        ClientDisconnected.
         """
         self._check_type()
         return await self.read_body(limits, hold, limits.max_body_bytes)

@@ -148,7 +148,7 @@ class PredictedTtft(NamedTuple):
     """A predicted time to first token."""
 
     seconds: float
-    long: bool  # of a very long prompt (``config.scheduling.LONG_PROMPT``)
+    long: bool  # of a very long prompt (``config.limits.VERY_LONG_PROMPT_TARGETS``)
 
 
 class LoadShedder:

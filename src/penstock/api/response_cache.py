@@ -222,7 +222,7 @@ class ResponseCache:
 
 
 def is_cacheable(requests: Sequence[ValidRequest], *, seeded: bool, control: bytes | None) -> bool:
-    """Would the same tokens be drawn again, and may they be stored?  ``control``: the header ``CACHE_CONTROL``."""
+    """Whether the same tokens would be sampled again and may be stored.  ``control``: the header ``CACHE_CONTROL``."""
     if control is not None and b"no-store" in control.lower():
         return False
     return seeded or all(request.sampling.temperature == GREEDY for request in requests)
@@ -235,7 +235,7 @@ class _Found:
 
 
 class CachedResponseStreams:
-    """``kept.Answers`` of one HTTP request.  ``look`` before the first stream."""
+    """A ``TokenStreamSource`` of one HTTP request, with stored responses.  Call ``lookup`` before the first stream."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class CachedResponseStreams:
         self.lookup_result = ""  # what was found of all choices together, once it was looked for
 
     def lookup(self) -> None:
-        """What is stored of the choices?  Once."""
+        """Find what is stored of the choices; called once."""
         words: set[str] = set()
         requests, self._requests = self._requests, ()  # who keeps this answer keeps no prompts
         for request in requests:

@@ -66,7 +66,7 @@ class LoopTurns:
 
 
 TextOnlyPath = Callable[[tuple[int, ...]], bool | None]
-"""Takes tokens amid a choice that are nothing but text; is it paused now?  None: they are for ``take``."""
+"""Consumes tokens within a choice that are nothing but text.  Whether the sink is paused now; None: call ``push``."""
 
 
 class SinkState(Enum):
@@ -233,7 +233,7 @@ class StreamPump:
 
 
 async def _opened(sink: TokenSink) -> None:
-    """Waits until ``taker`` is writable."""
+    """Waits until ``sink`` is writable."""
     opened = asyncio.get_running_loop().create_future()
     sink.on_writable(lambda: None if opened.done() else opened.set_result(None))
     await opened

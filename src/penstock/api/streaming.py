@@ -28,7 +28,7 @@ _MARK = "\uf8ff text \uf8ff"
 _MARK_BYTES = msgspec.json.encode(_MARK)[1:-1]
 
 TEMPLATE_DELTA = OutputDelta(text=_MARK, tokens=1)
-"""To be written by a shape for ``TextEventTemplate.of``."""
+"""To be written by a shape for ``TextEventTemplate.from_sample``."""
 
 
 @dataclass(frozen=True, slots=True)

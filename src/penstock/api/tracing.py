@@ -76,7 +76,7 @@ class RequestTracing:
 
 
 class _TracedStreams:
-    """``kept.Answers`` whose requests are parts of a span."""
+    """A ``TokenStreamSource`` whose requests are parts of a span."""
 
     def __init__(self, streams: TokenStreamSource, context: str) -> None:
         self._streams = streams

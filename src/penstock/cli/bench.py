@@ -45,7 +45,7 @@ def latency_table(rows: Mapping[str, Mapping[str, float] | None]) -> str:
 
 
 def print_measures(paint: TextStyle, title: str, found: Mapping[str, Any]) -> None:
-    """One ``measures.measure``: latencies, then rates, then failures."""
+    """One ``metrics.measure``: latencies, then rates, then failures."""
     print(paint(title, "bold"))
     print(latency_table({text: found[key] for key, text in LATENCIES.items()}))
     print(
@@ -74,7 +74,7 @@ def print_errors(paint: TextStyle, errors: Mapping[str, int]) -> None:
 
 
 def print_interference(paint: TextStyle, found: Mapping[str, Any]) -> None:
-    """The report of ``stutter.StutterResult``."""
+    """The report of ``interference.InterferenceResult``."""
     running = found["running"]
     rows = {"before the long prompts": running["itl_before_s"], "while they arrived": running["itl_s"]}
     print(paint("Inter-token latency of the running answers", "bold"))

@@ -145,7 +145,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until stopped.  0 after an orderly end; raises ConfigError, ModelError, GaveUp."""
+    """Serve until stopped.  0 after an orderly end; raises ConfigError, ModelError, RestartLimitReached."""
     config = load_serve(settings_of(args), config_file=getattr(args, "config", None))
     if getattr(args, "print_config", False):
         print(dump_toml(config, "penstock serve"), end="")

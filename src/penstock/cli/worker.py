@@ -57,7 +57,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the worker until stopped.  0 after an orderly end; raises ConfigError, ModelError, KernelError, GaveUp."""
+    """Run the worker until stopped.  0 after an orderly end.
+
+    Raises ConfigError, ModelError, KernelError, RestartLimitReached.
+    """
     config = load_worker(settings_of(args), config_file=getattr(args, "config", None))
     if getattr(args, "print_config", False):
         print(dump_toml(config, "penstock worker"), end="")

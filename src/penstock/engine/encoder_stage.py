@@ -85,7 +85,7 @@ PlacedMedia = tuple[tuple[PlacedImage, MediaInput], ...]
 
 
 class RemoteEncoder(Protocol):
-    """Encoders on other workers (``engine.service.encoders.Encoders``)."""
+    """Encoders on other workers (``engine.service.remote_encoder.RemoteEncoders``)."""
 
     def request_rows(self, sources: Sequence[PageSource], image: PlacedImage, picture: MediaInput, width: int) -> bool:
         """Have one of them encode this image into rows of ``width`` numbers; False if none can be reached."""

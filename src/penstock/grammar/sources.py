@@ -69,7 +69,7 @@ def from_ebnf(text: str) -> str:
 
 
 def json_rule(schema: object, *, compact: bool = False, closed: bool = False) -> str:
-    """What stands for JSON of this schema in a Lark rule, its objects ``closed`` or not (``closing``).
+    """What stands for JSON of this schema in a Lark rule, its objects ``closed`` or not (``close_objects``).
 
     Raises ValueError for what it cannot hold.
     """
@@ -139,7 +139,7 @@ def tool_call_grammar(
 ) -> Grammar:
     """Calls of these tools and nothing else; one, or with ``several`` one and more.
 
-    ``closed``: objects of their arguments are (``closing``).
+    ``closed``: the objects of their arguments are (``close_objects``).
 
     Raises ValueError, with the tool's name, for a schema that cannot be followed to the letter.
     """

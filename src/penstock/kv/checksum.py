@@ -20,7 +20,7 @@ BYTES_PER_S = 10e9
 
 
 class PageChecksums:
-    """Checksums of the pages in this worker's prefix cache (``PageGuard`` of the engine's core).
+    """Checksums of the pages in this worker's prefix cache (``engine.core.kv_cache_manager.PageVerifier``).
 
     A page is recorded once, when it is full and final, and verified each time a request adopts it, so a bit that flips
     in between is found before use.  Each call reads the page once; verification is spread over steps.

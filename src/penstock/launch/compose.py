@@ -119,7 +119,8 @@ class ParentLink:
 def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
     """Run ``penstock serve`` until it ends; returns the exit code.
 
-    Raises ConfigError, ModelError or KernelError before any process starts, GaveUp when one cannot be kept running.
+    Raises ConfigError, ModelError or KernelError before any process starts, RestartLimitReached when one cannot be
+    kept running.
     """
     phases = begin_service(config, nested.name if nested else "supervisor")
     tls = None if nested else checked_tls(config)  # the front of a catalog has its own, and asks over the loopback

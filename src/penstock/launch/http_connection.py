@@ -123,9 +123,9 @@ def guarded_protocol(limits: RequestLimits, turns: TurnLimits | None = None) -> 
 
 
 class ConnectionWriter:
-    """``edge.body_writer.BodyWriter`` of one answer: what uvicorn's ``send`` does with a part of a body, no more.
+    """``api.http.BodyWriter`` of one answer: what uvicorn's ``send`` does with a part of a body, no more.
 
-    And ``edge.hang_up.HangUp`` of its request.
+    And ``api.http.DisconnectSignal`` of its request.
     """
 
     __slots__ = ("_connection", "_cycle", "_flow", "_when_gone", "_write")

@@ -178,7 +178,7 @@ class Supervisor:
     def run(self, roles: Mapping[WorkerId, Role], ready: Callable[[], None]) -> int:
         """Fork the workers and supervise until all children have ended; returns the exit code.
 
-        ``ready`` is called once, when all children are ready.  Raises GaveUp.
+        ``ready`` is called once, when all children are ready.  Raises RestartLimitReached.
         """
         self._roles.update(roles)
         self._machine.add_workers(roles)

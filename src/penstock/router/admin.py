@@ -36,7 +36,7 @@ class _Waiting:
 
 
 class RouterAdmin:
-    """``wire.ports.Posts`` of a gateway."""
+    """``interfaces.WorkerAdmin`` of a gateway."""
 
     def __init__(self, fleet: Fleet, links: WorkerLinks) -> None:
         self._fleet = fleet

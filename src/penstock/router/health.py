@@ -79,15 +79,11 @@ class PinnedModel:
         return self.fingerprint is not None and identity.fingerprint != self.fingerprint
 
 
-"""After this many suspicions a supervisor ends the worker (``launch.restart_policy``)."""
-
-
 log = logging.getLogger("penstock.router")
 
 EXITED_CLEANLY = "exit code 0"
-"""Why a worker is down that was asked to end (``launch.events.Exit``)."""
+"""Why a worker is down that was asked to end (``launch.restart_policy.ProcessExit``)."""
 
-"""Between two looks at time: retries are at most so late."""
 
 _LATE_S = 0.25  # a tick later than this means that we did not listen, not that workers did not speak
 

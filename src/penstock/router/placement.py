@@ -107,7 +107,7 @@ class Placement:
         self, flight: RoutedRequest, worker: WorkerId, incarnation: int, now: float, *, beyond: int = 0
     ) -> tuple[Decision, BlockHash]:
         """The worker that continues a request which ``worker`` decodes.  Never one that has a stage of it: a
-        worker takes a request on once in an epoch.  ``beyond``: as in ``Ask``."""
+        worker takes a request on once in an epoch.  ``beyond``: ``PlacementRequest.min_context``."""
         ask, fleet = flight.placement_request(now), self._fleet
         taken = {who for who in zip(fleet.ids, fleet.incarnations, strict=True) if flight.runs_on(*who)}
         ask = replace(ask, avoid=ask.avoid | taken | {(worker, incarnation)}, min_context=beyond)

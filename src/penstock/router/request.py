@@ -133,11 +133,11 @@ def implied_finish(sampling: SamplingParams, emitted: Sequence[int]) -> FinishRe
 
 
 LOST_PART_S = 1.0
-"""After the last part the others are waited for so long."""
+"""How long missing parts are awaited after the last one that came."""
 
 
 class PromptLogprobs:
-    """What one epoch of a request has brought so far."""
+    """Collects the prompt's log-probabilities of one epoch, which arrive in parts."""
 
     __slots__ = ("_kept", "_last", "_most", "_parts", "_since")
 
@@ -391,8 +391,7 @@ class RoutedRequest:
     def accept_continuation(self, item: TokenItem, worker: WorkerId, incarnation: int, now: float) -> bool:
         """Takes tokens that merely follow those that the client has, all of which it is to get.
 
-        False: nothing was taken, and they are for ``tokens``.  Most tokens are of this kind, so this is all that they
-        cost here.
+        False: nothing was taken; pass the item to ``on_tokens``.  This is the fast path for most tokens.
         """
         sampling = self.request.sampling
         if (

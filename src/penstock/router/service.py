@@ -79,7 +79,7 @@ ReportListener: TypeAlias = Callable[[str, WorkerReport], None]
 
 
 class RouterService:
-    """``wire.ports.TokenStreams`` over workers that come and go.
+    """``interfaces.TokenStreams`` over workers that come and go.
 
     Use: ``start()`` on the running loop, ``on_supervisor`` for each message of the supervisor, ``await close()``.
     """
@@ -214,7 +214,7 @@ class RouterService:
             except Exception:
                 log.exception("a look at the time failed")
 
-    # --- wire.ports.TokenStreams ------------------------------------------------------------------------------------
+    # --- interfaces.TokenStreams ------------------------------------------------------------------------------------
 
     def stream(self, request: ValidRequest) -> RoutedTokens:
         """As ``TokenStreams.stream``.  Raises NoWorkers at once while draining, RequestError for what can never fit."""

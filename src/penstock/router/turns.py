@@ -141,3 +141,4 @@ class StreamChecks:
 
 
 TICK_S = 0.05
+"""Between two ticks: retries are at most this late."""

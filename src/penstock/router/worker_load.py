@@ -29,7 +29,7 @@ Slots: TypeAlias = NDArray[np.intp]
 
 RATE_TOLERANCE = 0.2
 """Workers whose rates differ by no more than this part are taken to be equally fast: steps of one worker vary by as
-much (``engine.core.cost.NOISE``), and what differs in what was learned only must not outweigh a cached prompt."""
+much (``engine.core.cost_model.NOISE``), and what differs in what was learned only must not outweigh a cached prompt."""
 
 IDLE_GRACE_S = 0.25
 """Longer silence of a worker that has nothing to do: it reports twice a second, others ten times."""

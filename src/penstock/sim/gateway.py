@@ -129,7 +129,7 @@ class _SimRequest:
 
 
 class SimGateway:
-    """See above.  Implements ``worker.Port``."""
+    """See above.  Implements ``sim.worker.WorkerObserver``."""
 
     def __init__(self, routing: RoutingConfig, agenda: EventQueue, links: LinkSpeeds, page_tokens: int) -> None:
         self._agenda = agenda

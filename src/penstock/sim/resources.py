@@ -96,7 +96,7 @@ def plan_duration(times: SimStepTimes, plan: StepPlan, slower: float = 1.0) -> P
 
 
 def prior_costs(times: SimStepTimes) -> CostVector:
-    """What a worker that has run for a while expects (``engine.core.cost.StepCost``'s prior)."""
+    """What a worker that has run for a while expects (``engine.core.cost_model.StepCostModel``'s prior)."""
     pair = max(times.pair_s, times.context_s, 1e-15)
     draw = max(times.row_s - times.token_s, times.row_s / 100, 1e-9)
     each = (max(times.step_s, 1e-6), max(times.token_s, 1e-9), pair, draw)

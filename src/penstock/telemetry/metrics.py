@@ -61,12 +61,12 @@ WORKER_COUNTERS: tuple[str, ...] = (
     "image_cache_queries",  # images that requests came with and that no prefix cache covered
     "image_cache_hits",  # of those, found encoded
 )
-"""Names in ``Report.counters`` that only grow within one incarnation; the gateway adds them over incarnations."""
+"""Names in ``WorkerReport.counters`` that only grow within one incarnation; the gateway adds them over incarnations."""
 
 WORKER_MAXIMA: tuple[str, ...] = (
     "batch_rows_max",  # most requests computed in one step
 )
-"""Names in ``Report.counters`` of which the largest value counts, over all incarnations."""
+"""Names in ``WorkerReport.counters`` of which the largest value counts, over all incarnations."""
 
 TIERS: tuple[str, ...] = ("peers", "host", "disk", "redis", "mooncake")
 """Of the KV store, nearest first."""
@@ -90,14 +90,14 @@ TIER_PAGES = "pages"
 
 
 def tier_counter(tier: str, figure: str) -> str:
-    """The name of a tier's figure in ``Report.counters``."""
+    """The name of a tier's figure in ``WorkerReport.counters``."""
     return f"kv_{tier}_{figure}"
 
 
 TIER_COUNTERS: dict[str, tuple[str, str]] = {
     tier_counter(tier, figure): (tier, figure) for tier in TIERS for figure in TIER_FIGURES
 }
-"""Name in ``Report.counters`` to (tier, figure)."""
+"""Name in ``WorkerReport.counters`` to (tier, figure)."""
 
 
 class MetricKind(Enum):

@@ -78,7 +78,7 @@ SPANS: tuple[SpanFamily, ...] = (
 )
 
 WORKER_SPANS: Mapping[str, SpanFamily] = {family.name: family for family in (WORKER_QUEUE, TIERS, PREFILL, TRANSFER)}
-"""Those that workers measure, by the names in ``wire.messages.Phase``."""
+"""Those that workers measure, by the names in ``wire.gateway_messages.PhaseTiming``."""
 
 OUTCOMES = ("ended", "exported", "failed")
 """What became of spans; those that ended and were neither exported nor failed wait, or were dropped."""

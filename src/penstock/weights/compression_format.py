@@ -4,7 +4,7 @@ Metadata: every tensor of the original has an entry with its type, shape and BLA
 bytes.  A compressed tensor is a tensor of bytes (``U8``) under its own name, and its entry has the exponent code too.
 
 Sections: a bf16 weight becomes a 3-bit code for its exponent (seven neighboring exponents; 0 is an escape) and a byte
-with sign and mantissa; the exponents of escapes follow as bytes.  The kernels (``kernels.compression``) code and
+with sign and mantissa; the exponents of escapes follow as bytes.  The kernels (``kernels.native.compression``) code and
 decode; ``encode_reference`` and ``decode_reference`` are the oracle in NumPy.  This is the CPU's layout;
 ``kernels.compressed`` codes that of GPUs.
 

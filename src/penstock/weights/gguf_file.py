@@ -460,7 +460,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 class GgufFile:
-    """``reader.TensorFile`` for one GGUF file."""
+    """The ``checkpoint_reader.TensorFile`` of one GGUF file."""
 
     is_compressed = False
 

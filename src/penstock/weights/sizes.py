@@ -124,7 +124,7 @@ def weight_bits(weight: Matrix | Vector, how: WeightEncoding) -> float:
 
 
 def model_size(spec: ModelSpec, layout: WeightLayout, how: WeightEncoding, kv_dtype: str = BF16.name) -> ModelSize:
-    """The model as numbers, its KV pages in a type of ``kv_types.KV_TYPES``.
+    """The model as numbers, its KV pages in a type of ``kernels.operands.KV_TYPES``.
 
     Raises ModelError if a weight belongs to no layer and is no table, or nothing is kept of what is read, so that there
     is nothing to plan.
@@ -224,7 +224,7 @@ def activation_bytes(spec: ModelSpec, layout: WeightLayout) -> int:
     The residual stream in fp32 and its norm in bf16; the widest product of a layer in fp32 and its result in
     bf16; logits of the rows that draw, once for steps as they are and once for recorded ones.  Experts' products count
     as often as a token chooses experts.  Partitions of attention that wait to be joined: those of ``PARTED_ROWS`` rows
-    (``kernels.triton.paged``), as many as the longest context has; no wider than the widest product.
+    (``kernels.triton.attention``), as many as the longest context has; no wider than the widest product.
     """
     widest = max(
         _rows(weight) for weight in layout.weights if _is_layer_matrix(weight) and not is_routed_expert(weight)

@@ -49,7 +49,7 @@ class FetchTicket(WireMessage, frozen=True, kw_only=True, tag="pages_at", rename
 
 
 class ReadyPage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """One page, with the fields of ``messages.PageReady``."""
+    """One page, with the fields of ``PageReady``."""
 
     index: Count
     tokens: Count

@@ -62,7 +62,7 @@ class Listener(Protocol):
         """Hand one message over for sending; the payload may be reused at once.
 
         False: the message will not be sent: the peer is gone or takes nothing more now, or message or payload are over
-        the size caps (``codec.fits`` tells).  Never raises because of what is sent.
+        the size caps (``codec.fits_in_frame``).  Never raises because of what is sent.
         """
         ...
 

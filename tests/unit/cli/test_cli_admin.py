@@ -100,7 +100,7 @@ def test_refusals_are_said_in_the_services_words(
 def test_the_last_worker_of_a_role_is_insisted_on_with_a_flag(
     service: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the words of ``router.orders``, whose request field is a flag here."""
+    """In the words of ``router.admin``, whose request field is a flag here."""
     text = 'Give another worker the role decode or both first, or insist with "force": true.'
     service.refusal = 409, {"error": {"message": text, "code": "last_of_its_role"}}
     assert main(["admin", "drain", "decode-0", "--url", service.url]) == 2

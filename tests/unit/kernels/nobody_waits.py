@@ -63,7 +63,7 @@ def nobody_waits() -> Iterator[None]:
 
 
 class Trapped:
-    """See ``graphs.Replays``: runs what would be captured, and nobody may wait.  ``runs``: how often."""
+    """A ``graphs.GraphRunner`` that runs what would be captured, and nobody may wait.  ``runs``: how often."""
 
     def __init__(self) -> None:
         self.runs = 0

@@ -1,6 +1,6 @@
 """Answers that move while they are written, at both ends, under any interleaving: losses, doubling, deaths, time.
 
-The sender's worker writes tokens into pages all the while, as ``engine.service.moves`` lets it; the wire is a bag of
+The sender's worker writes tokens into pages meanwhile, as ``engine.service.migration`` lets it; the wire is a bag of
 messages.  Whatever happened: a receiver that says that it has the answer has every token's place right, a sender that
 is told so may forget everything, and whoever is told nothing of the kind goes on writing.
 """

@@ -114,7 +114,7 @@ def test_groups_lists_and_skipped_modules() -> None:
 
 
 class Arrays:
-    """``coded.Stored`` over arrays."""
+    """``base.StoredTensors`` over arrays."""
 
     def __init__(self, arrays: Tensors) -> None:
         self.arrays = arrays

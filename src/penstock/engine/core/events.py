@@ -27,7 +27,7 @@ from penstock.wire.gateway_messages import PageSource
 
 
 class MatcherFactory(Protocol):
-    """A compiled grammar; it is there for as long as somebody holds this (``grammar.worker.GrammarHandle``)."""
+    """A compiled grammar; it is there for as long as somebody holds this (``grammar.manager.GrammarHandle``)."""
 
     def matcher(self) -> Any:
         """At the beginning of an answer."""

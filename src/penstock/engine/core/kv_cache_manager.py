@@ -9,10 +9,9 @@
     at end | -1 reference each; what has a name stays cached, the rest is free
 
 Layers that read equally far back are a group with pages of its own (``penstock.kv_spec``); all groups' pages come out
-of one pool.  What a group with a window does not read any more is given back while the request goes on.  While a prompt
-is being read such a group holds as many pages as it will ever need at once, and takes a new one for each that fell out:
-so a request that was admitted never waits for others' memory before its prompt is read.  Pages of states stand for a
-cell of many blocks; what is shared of them ends with a cell.
+of one pool.  A sliding-window group reserves its maximum for the prompt at admission, and swaps one page per page that
+leaves the window: so an admitted request never waits for memory before its prompt is computed.  Pages of states stand
+for a cell of many blocks; what is shared of them ends with a cell.
 
 Pages of a request that leaves while a micro-batch with it is in flight are held until that is committed: until then
 they may still be written to.
@@ -37,7 +36,7 @@ from penstock.types import BlockHash, PageId, RequestStage
 
 
 class PageVerifier(Protocol):
-    """Knows the content of full and final pages by a checksum (``kv.seals``)."""
+    """Knows the content of full and final pages by a checksum (``kv.checksum``)."""
 
     pages_per_step: int
     """Pages that may be looked at between two steps, one at least: everybody waits meanwhile."""

@@ -9,9 +9,8 @@ Knows page numbers only: not what stands in a page, nor where it lies in memory.
         cached    without a holder, its content has a name (a label): evictable, oldest first; counts as available
         leased    held by one or more owners (its reference count)
 
-A page that moves (of layers with a window) is given back while its owner goes on, which then takes another in its
-place.  So that this never fails, sharing one saves computing but no room: for each further owner a page is promised,
-which is not allocated otherwise.
+A request gives a windowed page back when its window has passed it, and allocates another one in exchange.  So that
+this never fails, each further owner of a shared windowed page reserves one free page, which ``available`` excludes.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class PagePool:
         self._references = [0] * pages
         self._generations = [0] * pages
         self._labels: list[PageLabel | None] = [None] * pages
-        self._promised = 0  # pages, for owners of shared ones that move
+        self._promised = 0  # reserved pages, one for each further owner of a shared windowed one
         self._free = [PageId(page) for page in range(pages - 1, -1, -1)]
         self._cached: OrderedDict[PageId, None] = OrderedDict()  # oldest first
 
@@ -131,7 +130,7 @@ class PagePool:
         return PageLease(self, [self._give_out() for _ in range(count)])
 
     def share(self, pages: Iterable[PageId]) -> PageLease:
-        """Hold labeled pages once more.  Ask ``reserve`` before going on: what is promised by it may be too much."""
+        """Hold labeled pages once more.  Call ``allocate`` before using them: ``available`` may be negative now."""
         held = list(pages)
         for page in held:
             if self._references[page] == 0:

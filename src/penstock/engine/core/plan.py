@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
-    """Compute ``count`` tokens of ``request`` from position ``start``; ``samples``: and draw the token after them.
+    """Compute ``count`` tokens of ``request`` from position ``start``; ``samples``: and sample the token after them.
 
-    ``draft``: guessed tokens that are computed after them, with a token drawn after each; see ``core.speculation``.
+    ``draft``: draft tokens that are computed after them, with a token sampled after each (``accepted_count``).
     """
 
     request: Request

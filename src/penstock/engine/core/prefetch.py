@@ -2,9 +2,9 @@
 
 ::
 
-    begin   -> what is known of the prefix is held, so that the rest does not push it out; fresh pages for what is not
-    filled  -> a page that is the right one gets its name and is in the prefix cache from then on; else it is free again
-    let_go  -> nothing is held any more: the cache has it, and the request finds it there like anybody else
+    begin      -> holds the cached pages of the prefix, so that they are not evicted, and fresh pages for the others
+    on_filled  -> a page with the right content gets its name and is in the prefix cache from then on; else it is free
+    release    -> holds nothing any more: the pages are in the prefix cache, where the request finds them
 
 A page that is being filled belongs to its writer until ``on_filled`` or ``on_withdrawn`` is called, whatever becomes of
 the request.
@@ -31,7 +31,7 @@ class Prefetch:
     """Pages on their way, in the order in which they were asked for."""
 
     requested: Sequence[tuple[BlockHash, int]]  # (block, group) of each
-    in_flight: dict[int, PageId]  # by place in ``wanted``: pages that somebody fills
+    in_flight: dict[int, PageId]  # by place in ``requested``: pages that are being filled
     known_pages: list[PageId]  # the part of the prefix that was there
     filled: dict[int, PageId] = field(default_factory=dict[int, PageId])  # those with a name, held until let go
     released: bool = False  # its request no longer waits

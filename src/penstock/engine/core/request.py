@@ -270,3 +270,4 @@ class Request:
 
 
 FairnessKey = tuple[int, str]
+"""(rank of the class, tenant)."""

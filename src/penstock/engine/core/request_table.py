@@ -5,10 +5,10 @@ A request that leaves gives everything back in the same call.  Knows nothing of 
 ::
 
     WHOLE    WAITING -> RUNNING -> GONE                          preempted: RUNNING -> WAITING
-    PREFILL  UNGRANTED -Granted-> WAITING -> RUNNING -> HANDOVER -Released-> GONE
+    PREFILL  UNGRANTED -CreditGranted-> WAITING -> RUNNING -> HANDOVER -PagesReleased-> GONE
     moving   RUNNING -> HANDOVER -> GONE, or back (``core.scheduler``)
-    DECODE   WAITING -> RESERVED -PagesArrived, FirstToken-> RUNNING -> GONE      preempted: -> returned, GONE
-                        RESERVED -ComputeHere-> WAITING, a WHOLE one from then on
+    DECODE   WAITING -> RESERVED -PagesArrived, FirstTokenArrived-> RUNNING -> GONE   preempted: -> returned, GONE
+                        RESERVED -RecomputeLocally-> WAITING, a WHOLE one from then on
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ An answer that moves to another worker while it is decoded::
                  ^                                                  |
                  +------------------------- GO_ON ------------------+        it continues here after all
 
-    there     RESERVED, with room for what is sampled meanwhile --Joined--> RUNNING
+    there     RESERVED, with room for what is sampled meanwhile --MigrationDone--> RUNNING
 
 The scheduler knows no roles, no peers and no messages: those belong to the worker's service.
 """

@@ -18,8 +18,6 @@ import heapq
 
 from penstock.engine.core.request import FairnessKey, OrderKey, Request, RequestStatus
 
-"""(rank of the class, tenant)."""
-
 MAX_FAIRNESS_KEYS = 1024
 """When there are more, the half that is least ahead of the present is forgotten, and begins there when it is back."""
 

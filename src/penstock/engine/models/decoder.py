@@ -1,4 +1,4 @@
-"""The decoder that most families are (first Llama, arXiv:2302.13971), as its ``weights.decoder.Decoder`` says.
+"""The decoder that most families are (first Llama, arXiv:2302.13971), built from a ``DecoderConfig``.
 
 Knows the order of operations and nothing about files, batching or sampling.
 """
@@ -45,7 +45,7 @@ from penstock.weights.architecture.vision import VisionDecoderConfig
 
 
 class LayerFactory:
-    """Building blocks of one model out of its packed weights, by the names of ``weights.decoder.layout``."""
+    """Building blocks of one model out of its packed weights, by the names of ``decoder_layout``."""
 
     def __init__(
         self,
@@ -284,7 +284,7 @@ class DecoderLayer:
 
 
 class DecoderModel:
-    """See ``engine.models.port.Model``.  ``vision``: what encodes the images of its prompts."""
+    """A ``Model``.  ``vision``: the encoder of its prompts' images."""
 
     def __init__(self, parts: LayerFactory, *, tied: bool, vision: ImageEncoder | None = None) -> None:
         decoder, weights = parts.decoder, parts.weights
@@ -361,7 +361,7 @@ def has_axes(attention: AttentionConfig) -> bool:
 
 
 class PoolingDecoder:
-    """See ``engine.models.port.Reader``."""
+    """A ``PoolingModel`` that is a decoder."""
 
     def __init__(self, decoder: Model, pooler: PoolerConfig, score: PackedLinear | None) -> None:
         """Raises ModelError for a model that is no decoder of ours."""

@@ -68,7 +68,7 @@ class EagleHead:
 
 @dataclass(frozen=True, slots=True)
 class HeadPass:
-    """See ``kernels.ops.Steps``; a batch brings features [T, width]."""
+    """A ``RecordableModel``; a batch brings features [T, width]."""
 
     head: EagleHead
     width: int

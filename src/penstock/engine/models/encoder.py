@@ -1,4 +1,4 @@
-"""The encoder that BERT and its relatives are (arXiv:1810.04805), as its ``weights.encoder.Encoder`` says.
+"""The encoder that BERT and its relatives are (arXiv:1810.04805), built from an ``EncoderConfig``.
 
 Knows the order of operations and nothing about files or batching.
 """
@@ -38,7 +38,7 @@ class EncoderLayer:
 
 
 class EncoderModel:
-    """See ``engine.models.port.Reader``."""
+    """A ``PoolingModel`` that is an encoder."""
 
     def __init__(self, encoder: EncoderConfig, pooler: PoolerConfig, weights: Mapping[str, Any]) -> None:
         self.pooler = pooler

@@ -1,4 +1,4 @@
-"""The reader of images that ``weights.vision.Vision`` describes: pixels to rows that take the place of tokens.
+"""The vision encoder that a ``VisionConfig`` describes: pixels to rows that take the place of tokens.
 
 One image at a time, half a layer after the other, so that others can be served in between.  What an image gives depends
 on nothing else.  Knows nothing about prompts.
@@ -55,7 +55,7 @@ class VisionLayer:
 
 
 class ImageEncoder:
-    """See ``engine.models.port.MediumEncoder``; pictures are checked before they are begun."""
+    """A ``MediaEncoder``; images are checked before their encoding begins."""
 
     leading_tokens = 0
 

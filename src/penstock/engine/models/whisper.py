@@ -1,4 +1,4 @@
-"""Whisper (arXiv:2212.04356), as its ``weights.whisper.Whisper`` says: an encoder, and a decoder that reads its rows.
+"""Whisper (arXiv:2212.04356), built from a ``WhisperConfig``: an encoder, and a decoder that reads its rows.
 
 ::
 
@@ -31,7 +31,7 @@ from penstock.weights.families.whisper import EPS, KERNEL, WhisperConfig, Whispe
 
 
 class WhisperLayerFactory:
-    """Building blocks out of packed weights, by the names of ``weights.whisper.layout``."""
+    """Building blocks out of packed weights, by the names of ``weights.families.whisper.whisper_layout``."""
 
     def __init__(self, spec: ModelSpec, weights: Mapping[str, Any], ops: Ops) -> None:
         self.whisper = spec.details_as(WhisperConfig)
@@ -89,7 +89,7 @@ class WhisperLayerFactory:
 
 
 class SoundEncoder:
-    """See ``engine.models.port.MediumEncoder``; sounds are checked before they are begun."""
+    """A ``MediaEncoder``; audio is checked before its encoding begins."""
 
     has_axes = False
 
@@ -222,7 +222,7 @@ class WhisperLayer:
 
 
 class WhisperModel:
-    """See ``engine.models.port.Model`` and ``SupportsCrossAttention``."""
+    """A ``Model`` that ``SupportsCrossAttention``."""
 
     def __init__(self, parts: WhisperLayerFactory) -> None:
         whisper, weights = parts.whisper, parts.weights
@@ -245,7 +245,7 @@ class WhisperModel:
             layer.cross.write(ops, rows_TD, batch, kv)
 
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
-        """See ``engine.models.port.Model``; all tokens are the decoder's own."""
+        """As ``Model.forward``; all tokens are the decoder's own."""
         hidden_TD = ops.embed(self.embed, batch.tokens_T)
         ops.embed_add(self.positions, batch.positions_T, hidden_TD)
         for layer in self.layers[:-1]:

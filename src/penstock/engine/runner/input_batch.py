@@ -17,24 +17,16 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.engine.core.plan import SampledTokens
+from penstock.engine.core.plan import SampledTokens, accepted_count
+from penstock.engine.runner.sampling_state import SamplingState
 from penstock.kernels.operands import Array, GivenRows, StepBatch
 from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
 from penstock.kv_spec import blocks_for
-from penstock.types import PAGE_TOKENS, MediaInput, PlacedImage, RequestId
+from penstock.types import PAGE_TOKENS, MediaInput, PlacedImage, RequestId, TokenLogprob
 
 if TYPE_CHECKING:
     from penstock.engine.core.plan import ScheduledTokens
     from penstock.engine.core.request import PageTable, Request
-
-from typing import TYPE_CHECKING
-
-from penstock.engine.core.plan import accepted_count
-from penstock.engine.runner.sampling_state import SamplingState
-from penstock.types import TokenLogprob
-
-if TYPE_CHECKING:
-    from penstock.engine.core.plan import ScheduledTokens
 
 
 def rope_axes(images: Sequence[PlacedImage], start: int, stop: int) -> NDArray[np.int32]:
@@ -129,7 +121,7 @@ SPARE_BLOCKS = 8
 
 
 class MediaRows(Protocol):
-    """Where the rows of images come from (``engine.images.stage.ImageStage``)."""
+    """Where the rows of images come from (``engine.encoder_stage.EncoderStage``)."""
 
     @property
     def axes(self) -> bool:
@@ -144,8 +136,7 @@ class MediaRows(Protocol):
 class InputBatch:
     """Owner of the arrays that ``batch`` and ``picks`` show, and of the spans that they stand for.
 
-    Wanted rows: first the ``scored`` ones, then those of the spans ``listed``, which draw from logits, then those of
-    the spans ``picked``.
+    Output rows: the scored ones, then those of ``logit_spans``, then those of ``gumbel_spans``.
     """
 
     def __init__(
@@ -261,7 +252,7 @@ class InputBatch:
         return np.array([slot_of(span.state.request.adapter) for span in spans], np.int32)
 
     def _want(self) -> NDArray[np.int32]:
-        """Which rows are wanted, and in which order; sets ``scored``, ``listed`` and ``picked``."""
+        """The output rows, in order; sets ``scored``, ``logit_spans`` and ``gumbel_spans``."""
         scored: list[int] = []
         listed: list[int] = []
         picked: list[int] = []
@@ -384,7 +375,7 @@ class InputBatch:
     # --- what came of it ----------------------------------------------------------------------------------------------
 
     def sample_rows(self) -> list[SampleRow]:
-        """How the spans ``listed`` draw, one row a token."""
+        """How the ``logit_spans`` sample, one row a token."""
         rows: list[SampleRow] = []
         for span in self.logit_spans:
             if span.draft:
@@ -394,7 +385,7 @@ class InputBatch:
         return rows
 
     def take_sampled(self, answers: Sequence[Sampled]) -> None:
-        """Hand out what was drawn: ``answers`` to the spans ``listed``, the picked tokens to the others."""
+        """Hand out the samples: ``answers`` to the ``logit_spans``, the picked tokens to the ``gumbel_spans``."""
         results = iter(answers)
         for span in self.logit_spans:
             wants = span.state.request.sampling.logprobs is not None

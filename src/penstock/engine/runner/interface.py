@@ -1,6 +1,6 @@
 """What the engine's loop needs of a runner.
 
-Two implementations: ``model_runner.ModelRunner`` (a model, kernels, KV memory) and ``null.NullRunner`` (a hash).
+Two implementations: ``model_runner.ModelRunner`` (a model, kernels, KV memory) and ``null_runner.NullRunner`` (a hash).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Runner(Protocol):
         """One ``SampledTokens`` per row, in the order of ``plan.rows``; ``late`` where a row must be computed again.
 
         A row that samples draws ``plan.steps`` tokens, the first for position ``start + count``; each is the input
-        of the next.  A row with a draft (then ``steps`` is 1) draws one more after each draft token, and answers with
-        those that stand (``core.speculation``).  The pages of ``row.request`` already reach as far as the last token
-        that is computed.
+        of the next.  A row with a draft (then ``steps`` is 1) samples one more after each draft token, and returns the
+        accepted ones (``accepted_count``) and the one after them.  The pages of ``row.request`` already reach as far as
+        the last token that is computed.
         """
         ...
 

@@ -33,7 +33,7 @@ from penstock.weights.lora import LoraAdapter, LoraFileLimits, lora_targets, rea
 
 
 class LoraModel:
-    """See ``engine.models.port.Model``.  ``products``: those of the model that ``table`` was made for, in its order."""
+    """A ``Model`` with LoRA adapters.  ``products``: those of the model that ``table`` was made for, in its order."""
 
     def __init__(self, model: Model, table: AdapterTable, products: Mapping[str, PackedLinear]) -> None:
         self._model = model

@@ -127,7 +127,7 @@ class RunnerServices:
 
 
 class ModelRunner:
-    """See ``engine.runner.port.Runner``."""
+    """The ``Runner`` of a model that generates."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ PooledVector = NDArray[np.float64]
 
 
 class PoolingRunner:
-    """See ``engine.runner.port.Runner``."""
+    """The ``Runner`` of a pooling model."""
 
     def __init__(self, model: PoolingModel, ops: Ops, kv: Array) -> None:
         """``kv``: memory made by ``ops.new_kv`` that holds the pages the plans speak of."""

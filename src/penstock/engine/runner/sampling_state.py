@@ -17,8 +17,14 @@ A request whose mask is late sits out steps until it is there, so that no other 
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,28 +32,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import GrammarRefused
-from penstock.grammar.matcher import GrammarMatcher
+from penstock.grammar.matcher import GrammarMatcher, mask_words
 from penstock.kernels.sampling import SampleRow
-from penstock.types import Grammar, SamplingParams
+from penstock.types import Grammar, RequestId, SamplingParams
 
 if TYPE_CHECKING:
     from penstock.engine.core.request import Request
-
-import contextlib
-import os
-import threading
-import time
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from penstock.grammar.matcher import mask_words
-from penstock.types import RequestId
-
-if TYPE_CHECKING:
-    from penstock.engine.core.request import Request
-
 
 SLOW_NICENESS = 10
 """Of the thread for answers whose masks are slow: it gives way to those who compute."""
@@ -111,7 +101,7 @@ class GrammarConstraint:
         self.masked_drafts: int | None = None  # tokens of the draft whose masks were worked out; None: all
 
     def mask(self, ahead: int = 0) -> NDArray[np.uint32]:
-        """[ceil(V / 32)] words for the token after the first ``ahead`` of a draft; written by ``show``."""
+        """[ceil(V / 32)] words for the token after the first ``ahead`` of a draft; written by ``apply_masks``."""
         while len(self._masks) <= ahead:
             self._masks.append(np.zeros(mask_words(self._matcher.vocabulary), np.uint32))
         return self._masks[ahead]

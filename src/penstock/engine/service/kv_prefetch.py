@@ -2,14 +2,14 @@
 
 ::
 
-    Arrive -> who has what is not here? -> room (core.imports) -> threads fill it -> named, in the prefix cache -> queue
-                 |                            |                      |
-                 no tier, or computing        none                   not within the time that computing takes
-                 is sooner: the queue         : the queue            : the queue; what comes later is there for others
+    AddRequest -> find tiers -> allocate (core.prefetch) -> threads fill the pages -> prefix cache -> queue
+                     |                |                          |
+                     none, or         no room:                   not within the time that computing takes:
+                     slower: queue    queue                      queue; pages that come later serve other requests
 
-A request is let go on as soon as nothing more is gained by waiting, so a tier that is slow, broken or wrong costs it no
-more time than computing the pages anew.  What is fetched counts like what was computed here: the scheduler finds it in
-the prefix cache, and knows nothing of tiers.
+A request leaves for the queue as soon as waiting gains nothing more, so a tier that is slow, broken or wrong costs it
+no more time than recomputing the pages.  Fetched pages count like computed ones: the scheduler finds them in the prefix
+cache, and knows nothing of tiers.
 """
 
 from __future__ import annotations

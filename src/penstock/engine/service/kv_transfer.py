@@ -4,7 +4,7 @@ Carries what the ends send to other workers and what those reply; news for the s
 callback.  Knows nothing of gateways, and nothing about when a request is given up.
 
 Pages in host memory are offered at once when they are final.  Pages of a device are first written to their twins in
-host memory (``kernels.page_writing``), while the next step is computed; messages of a request leave in order::
+host memory (``kernels.page_export``), while the next step is computed; messages of a request leave in order::
 
     final:  offers ------------------------------------> hand-over        in this worker's memory
             begin -> in flight -> turn: over, offers --> hand-over        on a device
@@ -239,7 +239,7 @@ EXPORT_POLL_S = 0.001
 
 
 class OfferPage(Protocol):
-    """Whom a page is offered to: ``hand_overs.HandOvers.offer``."""
+    """Whom a page is offered to: ``KvTransfer.offer_page``."""
 
     def __call__(self, offer: PageOffer, now: float, *, more: bool = False) -> None:
         """A page is final; ``more`` of the same leg follow in this turn."""

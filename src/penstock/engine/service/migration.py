@@ -3,14 +3,14 @@
 ::
 
     asked ---------> granted ------------------------------> stopped ------> gone
-    Relieve; pages   a receiver pulls; full pages are        the rest        the receiver has taken it
-    are kept         offered, a budget at a time             and the tokens
+    MigrateRequests; a receiver pulls; full pages are        the rest        the receiver has taken it
+    pages are kept   offered, a budget at a time             and the tokens
 
 All answers go when this worker is to stop, or is not to write any more.  An open-ended one goes, too,
 before it is as long as this worker's context: to one with more of it.
 
 An answer stops only when its receiver has every page that is full: what is left is one that is not, and a few tokens.
-Should the receiver go away, it goes on here, and another is asked for.  ``wire.duties`` has the messages.
+Should the receiver go away, it goes on here, and another is asked for.  The message is ``MigrateRequests``.
 
 Only reads requests; changes them by events for the scheduler.  Knows no sockets; decides nothing about receivers.
 """
@@ -61,7 +61,7 @@ class _Move:
 
 
 class Migrations:
-    """Of one worker.  Nothing moves until ``begin``."""
+    """The migrations of one worker's requests.  Nothing moves until ``start_all``."""
 
     def __init__(
         self,

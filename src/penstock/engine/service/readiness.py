@@ -32,7 +32,7 @@ log = logging.getLogger("penstock.worker")
 
 
 class PendingGrammar(MatcherFactory, Protocol):
-    """A grammar that is being compiled, for as long as somebody holds this (``grammar.worker.GrammarHandle``)."""
+    """A grammar that is being compiled, for as long as somebody holds this (``grammar.manager.GrammarHandle``)."""
 
     def ready(self) -> bool:
         """Whether it is compiled.  Raises GrammarRefused when it never will be."""
@@ -40,7 +40,7 @@ class PendingGrammar(MatcherFactory, Protocol):
 
 
 class GrammarCompiler(Protocol):
-    """What compiles grammars (``grammar.worker.Grammars``)."""
+    """What compiles grammars (``grammar.manager.GrammarManager``)."""
 
     def get_or_compile(self, grammar: Grammar) -> PendingGrammar:
         """Have it compiled.  Raises QueueFull where too many are."""
@@ -48,7 +48,7 @@ class GrammarCompiler(Protocol):
 
 
 class AdapterReadiness(Protocol):
-    """What reads adapters (``engine.runner.adapters.Adapters``)."""
+    """What reads adapters (``engine.runner.lora.LoraManager``)."""
 
     def is_ready(self, ref: AdapterRef, in_use: Callable[[], Set[str]]) -> bool:
         """Whether it is in memory; if not, it is being read.  ``in_use``: fingerprints that may not be evicted for it.
@@ -71,7 +71,7 @@ class PageWait(NamedTuple):
 
 
 class PageReadiness(Protocol):
-    """What brings pages of prompts from elsewhere (``engine.service.stored.StoredPages``)."""
+    """What brings pages of prompts from elsewhere (``engine.service.kv_prefetch.KvPrefetcher``)."""
 
     def watch(self, tell: Callable[[RequestId, PageWait], None]) -> None:
         """``tell`` hears how long each request waited that passes."""
@@ -131,7 +131,7 @@ class NoGrammars:
 
 
 class ImageReadiness(Protocol):
-    """What encodes images (``engine.images.stage.ImageStage``)."""
+    """What encodes images (``engine.encoder_stage.EncoderStage``)."""
 
     def is_ready(self, event: AddRequest) -> bool:
         """Can the request's images be read now?  If not, they are being encoded.  Raises ImageRefused when they never

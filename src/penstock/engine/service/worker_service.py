@@ -2,10 +2,10 @@
 
 ::
 
-    gateway --Submit, Cancel, Hello--> drain --Arrive, Cancelled-------> scheduler
-    peer    --pages, pulls-----------> drain --Granted, PagesArrived…--> scheduler
-    scheduler --Plan-----------------> planned --PullPages, Returned---> peers, gateways
-    scheduler --Outcome--------------> publish --Tokens, pages---------> gateways, peers
+    gateway --Submit, Cancel, Hello--> drain_events --AddRequest, CancelRequest-----> scheduler
+    peer    --pages, PullPages-------> drain_events --CreditGranted, PagesArrived --> scheduler
+    scheduler --StepPlan-------------> on_plan --PullPages, RequestReturned---------> peers, gateways
+    scheduler --StepOutcome----------> publish --Tokens, pages----------------------> gateways, peers
 
 Messages to other workers are ``kv_transfer``'s, messages to gateways are sent here.  Nothing here waits, and nothing
 that a peer sends raises.
@@ -393,7 +393,7 @@ class WorkerService:
         )
 
     def begin_shutdown(self) -> None:
-        """This worker is to stop: it takes nothing new, and lets others go on with what it writes (``duties.over``)."""
+        """This worker is to stop: it takes nothing new, and lets others go on with what it writes (``migration``)."""
         now = self._clock.now()
         self.lifecycle.begin_shutdown(now)
         self._assign(AssignRole(duty=Duty.DRAIN), now)

@@ -7,7 +7,7 @@
 
 Decode steps, one token a sequence, are padded to a few sizes and replayed as graphs (``graphs``); prompts
 and steps of recurrent layers run as they are.  Steps with images or taps go operation by operation over the host's
-arrays (``kernels.program``).  Padding changes no bit: see ``staging``.
+arrays (``kernels.ops.StepProgram``).  Padding changes no bit: see ``staging``.
 
 Knows which arrays a step has, not what its operations do.  This module imports torch.
 """

@@ -7,7 +7,7 @@ can spoil a copy but cannot make a spoiled copy pass.
 ::
 
     sender                                      receiver
-    grant_access -> PagesAt ------------------> add_ticket       where the pages are; not every connector needs it
+    grant_access -> FetchTicket --------------> add_ticket       where the pages are; not every connector needs it
     publish_page, PageReady ------------------> fetch_page       at once, or
                                                 fetch_results    later
     revoke_access: no more fetches              stop_transfer: no more writes

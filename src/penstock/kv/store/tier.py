@@ -38,10 +38,10 @@ class KvTier(Protocol):
     """"peers", "host", "disk", "redis" or "mooncake": as in metrics."""
 
     stores_copies: bool
-    """Does a page that is kept take room and more than a look at it?"""
+    """Whether storing a page copies it and takes space (not so for ``peers``)."""
 
     is_remote: bool
-    """Does ``has`` take a journey?"""
+    """Whether ``contains`` needs the network, and so must run on a thread."""
 
     @property
     def pages(self) -> int:

@@ -142,7 +142,7 @@ def _filtered(node: jinja2.nodes.Node, name: str) -> jinja2.nodes.Filter:
 
 
 class _Metered:
-    """An iterable that reads the meter; it keeps its length, which ``loop.length`` asks for."""
+    """An iterable that reads the meter; it keeps its length, which templates read as ``length`` of their loop."""
 
     def __init__(self, items: Iterable[Any], size: int, meter: RenderBudget) -> None:
         self._items, self._size, self._meter = items, size, meter

@@ -77,7 +77,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TemplateLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rendering may use (``config.schema.Limits``)."""
+    """What one rendering may use (``config.limits.RequestLimits``)."""
 
     max_output_bytes: int
     max_seconds: float

@@ -7,30 +7,26 @@ size is checked before any of it is decoded.  Knows nothing about the files' ori
 from __future__ import annotations
 
 import io
+import math
 import re
 import struct
 import zlib
-from importlib.util import find_spec
-from typing import TYPE_CHECKING
-
-from penstock.config.limits import RequestLimits
-from penstock.errors import RequestError
-from penstock.types import ImageInput
-
-if TYPE_CHECKING:
-    from PIL import Image
-
-import math
 from collections.abc import Mapping
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.errors import ModelError
+from penstock.config.limits import RequestLimits
+from penstock.errors import ModelError, RequestError
+from penstock.types import ImageInput
 from penstock.weights.architecture.vision import VisionDecoderConfig
 from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import BUILT_IN
 from penstock.weights.model_files import CONFIG, ModelFiles, load_json
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"  # where newer releases have it, under "image_processor"

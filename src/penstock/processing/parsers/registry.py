@@ -1,7 +1,7 @@
 """Which format a model's output has, by its chat template, and the syntax of tool calls in it.
 
 A table of families, of which the first match counts: a template writes earlier output in the model's format.  A
-template without tool calls gets Hermes' format, which is then explained to the model (``chat.template_capabilities``).
+template without tool calls gets Hermes' format, which ``TemplateAdapter`` then explains to the model.
 For a forced tool call, ``forced_tool_call`` gives the syntax to a grammar; formats whose arguments are not JSON use
 Hermes' syntax.
 """

@@ -111,7 +111,7 @@ def _parse_message(
     may_be_empty = calls or role == "tool" or (role == "assistant" and reasoning is not None)
     if content == [] and may_be_empty:
         content = None
-    # A template decides what an absent text looks like (``chat.template_capabilities``).
+    # A template decides what an absent text looks like (``TemplateAdapter``).
     message["content"] = (
         None
         if content is None and may_be_empty

@@ -1,7 +1,7 @@
 """The bodies of requests as JSON schemas, for OpenAPI: every field that the parsers know, with the limits they hold.
 
-The parsers decide (``validate``, ``pool_fields``, ``audio.fields``): which fields a body has is asked of them, and a
-test compares the bounds.  Knows nothing about routes beyond their bodies.
+The parsers decide which fields a body has (``processing.requests.generation`` and its neighbors), and a test compares
+the bounds.  Knows nothing about routes beyond their bodies.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class JsonOptions(msgspec.Struct, frozen=True):
     """How JSON is to be written, whatever field asks for it."""
 
     compact: bool = False  # without white space between its parts
-    closed: bool = False  # objects have no other properties than their schemas name (``grammar.closing``)
+    closed: bool = False  # objects have no other properties than their schemas name (``close_objects``)
     lenient: bool = False  # fields that are not known are passed over
 
 

@@ -1,6 +1,6 @@
 """The decoder that most families are: what its layers are, as data, and which tensors its weights are made of.
 
-A family (``weights.llama`` and its like) reads its ``config.json`` into a ``DecoderConfig`` and says by
+A family (a file of ``weights.families``) reads its ``config.json`` into a ``DecoderConfig`` and says by
 ``DecoderTensorNames`` how its tensors are called.  ``engine.models.decoder`` computes it.  Layers may differ in
 everything, one by one.
 """
@@ -129,10 +129,11 @@ def decoder_layout(spec: ModelSpec, names: DecoderTensorNames, *others: DecoderT
     """Weights ``embed``, ``positions``, ``norm``, ``head`` (unless tied), and of layer i, as far as it has them, the
     matrices ``i.qkv``, ``i.out``, ``i.gate_up`` and ``i.down``, each with a bias ``i.qkv_bias``, ..., and the vectors
     ``i.q_norm``, ``i.k_norm``, ``i.sinks``, ``i.attention_norm``, ``i.attention_norm_after``, ``i.mlp_norm``,
-    ``i.mlp_norm_after``; a norm of the kind "layer" has a bias too.  Gated attention has the matrix ``i.gate``.  Of
-    routed experts see ``moe.MoePlace``, of latent attention ``latent.LatentPlace``, of delta nets ``delta.DeltaPlace``.
+    ``i.mlp_norm_after``; a norm of the kind "layer" has a bias too.  Gated attention has the matrix ``i.gate``.
+    ``MoeTensors`` has the weights of routed experts, ``MlaTensors`` those of latent attention and
+    ``GatedDeltaNetTensors`` those of delta nets.
 
-    A model that only reads has no ``head``, and with labels the matrix ``score``.
+    A pooling model has no ``head``, and with labels the matrix ``score``.
     Where tensor parallelism will cut K, it has the 8 segments of the tree.  ``others``: names in other releases.
     """
     decoder = spec.details_as(DecoderConfig)

@@ -1,7 +1,7 @@
 """The encoder that BERT and its relatives are: what its layers are, as data, and which tensors its weights are made of.
 
 Every token reads all tokens of its text, and each block's sum is normed (arXiv:1810.04805).  ``engine.models.encoder``
-computes it; a family (``weights.bert``) reads its ``config.json`` into an ``EncoderConfig``.
+computes it; a family (``weights.families.bert``) reads its ``config.json`` into an ``EncoderConfig``.
 """
 
 from __future__ import annotations

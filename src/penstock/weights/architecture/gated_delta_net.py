@@ -1,6 +1,6 @@
 """A gated delta net (arXiv:2412.06464) as data, and which tensors its weights are made of.
 
-Beside ``weights.decoder``, which has it as one kind of a layer's first block.
+``weights.architecture.decoder`` has it as one kind of a layer's first block.
 """
 
 from __future__ import annotations

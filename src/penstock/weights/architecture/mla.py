@@ -1,6 +1,6 @@
 """Multi-head latent attention (MLA, arXiv:2405.04434) as data, and which tensors its weights are made of.
 
-Beside ``weights.decoder``, which has it as one kind of a layer's first block.
+``weights.architecture.decoder`` has it as one kind of a layer's first block.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A feed-forward block of routed experts as data, and which tensors its weights are made of.
 
-Beside ``weights.decoder``, which has it as one kind of a layer's second block.
+``weights.architecture.decoder`` has it as one kind of a layer's second block.
 """
 
 from __future__ import annotations

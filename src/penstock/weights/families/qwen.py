@@ -234,7 +234,7 @@ def parse_qwen25_vl(config: ConfigFields) -> ModelSpec:
 
 
 def qwen_vl_layout(spec: ModelSpec) -> WeightLayout:
-    """That of the decoder, see ``decoder.layout``, and of the reader of images, see ``vision.vision_layout``."""
+    """The weights of the decoder, see ``decoder_layout``, and of the vision encoder, see ``vision_layout``."""
     vision = spec.details_as(VisionDecoderConfig).vision
     names = _GATED if vision.gated else VisionTensorNames()
 

@@ -111,7 +111,7 @@ POOLING_DECODERS: Mapping[str, CheckpointFormat] = MappingProxyType(
         for end in ("ForSequenceClassification", "Model")
     }
 )
-"""Decoders that are only read with (``weights.pooling``): their specification's architecture is that of the writer."""
+"""Pooling decoders (``weights.pooling_config``): the architecture in their specification is the generating one's."""
 
 SYNONYMS: Mapping[str, CheckpointFormat] = MappingProxyType(
     {"Kimi_K25ForConditionalGeneration": DECODERS["KimiK25ForConditionalGeneration"]}

@@ -38,7 +38,7 @@ AnyScheme = EightBitScheme | PackedIntScheme | GptqScheme | AwqScheme | Mxfp4Sch
 
 
 class QuantizationGroup(msgspec.Struct, frozen=True):
-    """Modules that are stored alike: names and patterns, see ``modules.pattern_of``."""
+    """Modules that are stored alike: names and patterns, see ``base.module_pattern``."""
 
     targets: tuple[str, ...]
     scheme: AnyScheme

@@ -298,7 +298,7 @@ void linear_typed(const LinearArgs& args) {
 
 // --- several products at once ---------------------------------------------------------------------------------------
 
-// Calls side by side, their items one after another.  `GenerationFields` is trivial: it lies in the caller's scratch memory.
+// Calls side by side, their items one after another.  `Call` is trivially copyable: it lies in the caller's scratch memory.
 template <class Call>
 struct CallList {
   Call* calls;

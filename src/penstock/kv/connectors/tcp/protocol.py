@@ -10,7 +10,7 @@
     PAGES number; page, page, … ---------------------->         or REFUSED number
 
 Both ends prove that they have the transfer's token, which only the authenticated control channel carries
-(``wire.page_doors``): keyed BLAKE2b (RFC 7693) over both nonces, so an overheard proof is useless on another
+(``FetchTicket``): keyed BLAKE2b (RFC 7693) over both nonces, so an overheard proof is useless on another
 connection.  A page travels as it is or, where that was agreed, under AES-256-GCM (NIST SP 800-38D) with a key of the
 connection's own and the number of the page in its stream as nonce; transfer and page are additional data.
 
