@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,10 @@ BANNED_WORDS = frozenset(
     """.split()  # noqa: SIM905
 )
 BANNED_METHODS = frozenset("asked done forget heard hear keep kept say take taken tell told".split())  # noqa: SIM905
+# Dotted names in docstrings that are no Python: files, labels of tensors, fields of a GGUF file.
+NO_PYTHON = re.compile(
+    r".*\.(json|jinja|md|hpp|model|proto|py|safetensors|toml|txt)|(encoder|experts|vision|tokenizer)\..*"
+)
 
 
 def module_name(path: Path) -> str:
@@ -41,16 +46,24 @@ class Outline:
     classes: tuple[str, ...]  # at the top of the file
     functions: tuple[str, ...]  # the same
     methods: tuple[str, ...]  # as Class.name, of classes anywhere
+    names: frozenset[str]  # at the top of the file: defined, assigned or imported
+    members: Mapping[str, frozenset[str]]  # of each class anywhere: methods, fields, attributes of self, and its bases
+
+
+@cache
+def source(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 @cache
 def outline(path: Path) -> Outline:
-    top = ast.parse(path.read_text(encoding="utf-8"))
+    top = ast.parse(source(path))
     statements: list[ast.AST] = [top]
     for node in statements:  # grows meanwhile; expressions are left out, which is what makes this fast
         for block in ("body", "handlers", "orelse", "finalbody", "cases"):
             statements += getattr(node, block, ())
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    lines = source(path).splitlines()
     return Outline(
         imports=frozenset(imported(statements) & MODULES.keys()),
         classes=tuple(node.name for node in top.body if isinstance(node, ast.ClassDef)),
@@ -62,7 +75,34 @@ def outline(path: Path) -> Outline:
             for member in node.body
             if isinstance(member, functions)
         ),
+        names=frozenset(bound(top.body)),
+        members={
+            node.name: frozenset(
+                (
+                    *bound(node.body),
+                    *(ast.unparse(base).partition("[")[0] for base in node.bases),
+                    *re.findall(r"\bself\.(\w+)", "\n".join(lines[node.lineno : node.end_lineno])),
+                )
+            )
+            for node in statements
+            if isinstance(node, ast.ClassDef)
+        },
     )
+
+
+def bound(body: list[ast.stmt]) -> Iterator[str]:
+    """The names that statements define, assign or import, those in an `if` or a `try` too."""
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.If | ast.Try):
+            yield from bound([*node.body, *node.orelse])
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [element for target in targets for element in getattr(target, "elts", [target])]
+            yield from (name.id for name in names if isinstance(name, ast.Name))
 
 
 def imported(statements: list[ast.AST]) -> set[str]:
@@ -169,3 +209,74 @@ def test_prose_uses_plain_words():
     for path in texts:
         lines[str(path.relative_to(ROOT))] = len(list(filter(plain.search, path.read_text().splitlines())))
     assert lines.total() <= 110, lines.most_common(10)
+
+
+class References:
+    """Resolves dotted names in docstrings and comments.
+
+    ``kv.checksum.PageChecksums``, ``checksum.PageChecksums`` and ``PageChecksums.seal`` are one class and its method.
+    """
+
+    def __init__(self) -> None:
+        renamed = (ROOT / "docs/renamed.md").read_text(encoding="utf-8")
+        old_files = " ".join(line.split(" | ")[0] for line in renamed.splitlines() if ".py` |" in line)
+        self.modules: dict[str, set[str]] = defaultdict(set)  # by each end of a module's name, such as kv.checksum
+        self.members: dict[str, set[str]] = defaultdict(set)  # of the classes of a name
+        for module, path in MODULES.items():
+            parts = module.split(".")
+            for end in range(1, len(parts) + 1):
+                for begin in range(end):
+                    self.modules[".".join(parts[begin:end])].add(".".join(parts[:end]))
+            for name, members in outline(path).members.items():
+                self.members[name] |= members
+        self.attributes = set().union(*self.members.values())
+        self.first_parts = {name for name in self.modules if "." not in name}
+        self.first_parts |= set(re.findall(r"\w+", old_files.replace(".py", "")))  # files that there were
+
+    def has_member(self, name: str, rest: list[str]) -> bool:
+        """Whether the class has what `rest` begins with, or inherits it."""
+        members = self.members.get(name, set())
+        return not rest or rest[0] in members or any(self.has_member(base, rest) for base in members & self.bases)
+
+    @property
+    def bases(self) -> set[str]:
+        return {name for name in self.members if name[:1].isupper()}
+
+    def exists(self, name: str) -> bool:
+        parts = name.split(".")
+        for count in range(len(parts), 0, -1):
+            for module in self.modules.get(".".join(parts[:count]), ()):
+                rest = parts[count:]
+                if not rest:
+                    return True
+                names = outline(MODULES[module]).names if module in MODULES else ()
+                if rest[0] in names and self.has_member(rest[0], rest[1:]):
+                    return True
+        return False
+
+    def is_variable(self, name: str, text: str) -> bool:
+        """Whether it is a field of a variable or an argument in this file: ``request.computed``."""
+        first, *rest = name.split(".")
+        return rest[0] in self.attributes and re.search(rf"\b{first}\b *[:,=)]", text) is not None
+
+    def is_stale(self, name: str, text: str) -> bool:
+        first, *rest = name.split(".")
+        if NO_PYTHON.fullmatch(name):
+            return False
+        if first[0].isupper():
+            return not self.has_member(first, rest)
+        return first in self.first_parts and not self.exists(name) and not self.is_variable(name, text)
+
+
+def test_dotted_names_in_docstrings_exist():
+    references = References()
+    assert references.exists("kv.checksum.PageChecksums")
+    assert not references.exists("kv.seals.PageSeals")
+    stale = []
+    for module, path in MODULES.items():
+        text = source(path)
+        for quoted in re.findall(r"``([^`\n]+\.[^`\n]+)``", text):
+            for name in re.findall(r"(?<![\w./-])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+", quoted):
+                if references.is_stale(name.removeprefix("penstock."), text):
+                    stale.append(f"{module}: {name}")
+    assert stale == []
