@@ -297,7 +297,7 @@ def check_event_loop() -> Check:
 
 
 def check_bundled_model() -> Check:
-    """Is the model there that ``penstock serve`` serves without an argument?"""
+    """Checks that the model that ``penstock serve`` serves without an argument is there."""
     folder = storyteller()
     missing = [name for name in ("config.json", "model.safetensors", "tokenizer.json") if not (folder / name).is_file()]
     if missing:

@@ -255,7 +255,7 @@ class OomKillLog:
             self._readings.popleft()
 
     def claim_kill(self) -> bool:
-        """Somebody was killed: was it by one of these?"""
+        """Whether an out-of-memory kill explains a process that was killed; each kill explains one."""
         kills = self._count()
         if kills <= self._readings[0][1]:
             return False

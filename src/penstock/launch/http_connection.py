@@ -79,7 +79,7 @@ class ParseTurns:
         self._next_turn_is_due = False
 
     def try_parse(self) -> bool:
-        """May a piece be parsed now?  Else it is to wait."""
+        """Whether a piece may be parsed now; otherwise it waits."""
         if self._waiting or not self._left:
             return False
         self._left -= 1
@@ -158,12 +158,12 @@ class ConnectionWriter:
             self._connection.rest()
 
     def belongs_to(self, cycle: RequestResponseCycle) -> bool:
-        """Is it of this answer?"""
+        """Whether it writes this response."""
         return self._cycle is cycle
 
     @property
     def complete(self) -> bool:
-        """Is the answer complete?"""
+        """Whether the response is complete."""
         return self._cycle is not None and self._cycle.response_complete
 
     @property

@@ -132,7 +132,7 @@ class Acceptor:
             self._rest(RETRY_S)
 
     def _waited(self, now: float) -> bool:
-        """Was the connection left to others for long enough?"""
+        """Whether the connection was left to other processes for long enough."""
         if self._left_since is None or now - self._left > 3 * RETRY_S:
             self._left_since = now  # another one: somebody took the one before
         self._left = now

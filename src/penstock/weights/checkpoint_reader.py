@@ -160,7 +160,7 @@ class Checkpoint:
         return (name,) if coded is None else coded.sources
 
     def is_redundant(self, name: str) -> bool:
-        """May a stored tensor be left out: is it about what is not quantized here, or a bias of zeros?"""
+        """Whether a stored tensor may be left out: it concerns what is not quantized here, or is a bias of zeros."""
         if self._quantization is None:
             return False
         if UNUSED.fullmatch(name):
@@ -196,7 +196,7 @@ class Checkpoint:
         return SHORT_NAMES[dtype]
 
     def is_plain(self, name: str) -> bool:
-        """Does it lie as the model has it: rows in their order, compressed perhaps, but not quantized?"""
+        """Whether it is stored as the model has it: rows in order, perhaps compressed, not quantized."""
         if name in self._coded:
             return False
         file = self._file_of(name)

@@ -133,7 +133,7 @@ def verify_folder(source: Path, target: Path) -> int:
 
 
 def _is_intact(checkpoint: Checkpoint, name: str) -> bool:
-    """Has the tensor the checksum that its file promises, if it promises one?"""
+    """Whether the tensor has the checksum in its file, if the file has one."""
     original = checkpoint.original(name)
     if original is None or not original.checksum:
         return True
@@ -313,7 +313,7 @@ def _resume(partial: Path, journal: Path, started: JournalHeader, infos: list[Te
 
 
 def _is_written(file: int, data_start: int, one: ConvertedTensor) -> bool:
-    """Does the tensor in the file decode to the bytes that it was made of?"""
+    """Whether the tensor in the file decodes to the bytes of the original."""
     raw = memoryview(os.pread(file, one.nbytes, data_start + one.begin))
     if raw.nbytes != one.nbytes:
         return False

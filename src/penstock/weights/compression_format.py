@@ -136,7 +136,7 @@ def sections(matrix: AnyCompressed) -> list[memoryview]:
 
 
 def is_exponent_code(base: int, step: int) -> bool:
-    """Do codes 1 to 7 with this base and step mean exponents that there are?"""
+    """Whether codes 1 to 7 with this base and step are valid exponents."""
     return (step == 1 and base % 2 == 0 and 0 <= base <= 248) or (step == -1 and base % 2 == 1 and 7 <= base <= 255)
 
 
@@ -283,7 +283,7 @@ def _check(original: OriginalTensor, stored: TensorInfo, where: str) -> None:
 
 
 def has_valid_code(original: OriginalTensor) -> bool:
-    """Do its codes mean exponents that there are?"""
+    """Whether its codes are valid exponents."""
     base, step = original.code or (-1, 0)
     if original.layout == GPU:
         return step == 1 and 0 <= base <= MAX_BASE

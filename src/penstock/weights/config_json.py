@@ -40,7 +40,7 @@ class ConfigFields:
         )
 
     def has(self, name: str) -> bool:
-        """Is the field there and not null?"""
+        """Whether the field exists and is not null."""
         return self.values.get(name) is not None
 
     def get(self, name: str, kind: type[T], default: T | None = None) -> T:

@@ -75,7 +75,7 @@ class LoadedDraftHead:
 
 
 def is_draft_head(path: Path) -> bool:
-    """Does this folder hold a head, and no model?  Raises ModelError for a ``config.json`` that is none."""
+    """Whether this folder holds a draft head and no model.  Raises ModelError for a ``config.json`` that is none."""
     fields = _fields(path)
     return fields is not None and fields.get("architectures", list, []) == [ARCHITECTURE]
 

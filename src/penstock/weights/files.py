@@ -52,7 +52,7 @@ class MappedFile:
 
     @property
     def stamp(self) -> FileStamp:
-        """Of the open file, whatever stands under its name now."""
+        """The stamp of the open file, even if its path names another one now."""
         stat = os.fstat(self._descriptor)
         return FileStamp(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 

@@ -48,7 +48,7 @@ _NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 
 
 @dataclass(frozen=True, slots=True)
 class GgufQuant:
-    """One type: how many columns and bytes a block has, what it becomes, and how."""
+    """One quantized type: columns and bytes of a block, the format that it becomes, and the conversion."""
 
     columns: int
     nbytes: int
@@ -437,7 +437,7 @@ _LAYER_NAME = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
 
 
 def is_gguf(path: Path) -> bool:
-    """Is this the name of a GGUF file, and no folder?"""
+    """Whether this is the path of a GGUF file."""
     return path.suffix.lower() == SUFFIX and not path.is_dir()
 
 

@@ -66,7 +66,7 @@ class WeightPacker:
         self._dequantized: list[str] = []
 
     def pack_all(self, weights: Sequence[Matrix | Vector], threads: int, progress: ProgressCallback) -> dict[str, Any]:
-        """Weights by name.  Raises ModelError, and what ``progress`` raises; then the others are left undone."""
+        """All weights packed, by name.  Raises ModelError, and what ``progress`` raises; then packing stops."""
         packed: dict[str, Any] = {}
         small = [weight for weight in weights if _numbers(weight) < LARGE]
         if threads < 2:
@@ -86,7 +86,7 @@ class WeightPacker:
         return packed
 
     def pack_one(self, weight: Matrix | Vector, threads: int = 1) -> Any:
-        """A weight.  Raises ModelError."""
+        """One weight, packed.  Raises ModelError."""
         if isinstance(weight, Vector):
             return self._ops.vector(_aligned(weight.of([self._array(part) for part in weight.parts])))
         packed = self._quantized(weight, threads) or self._compressed(weight)
@@ -102,7 +102,7 @@ class WeightPacker:
         return self._ops.pack_linear(whole_NK, segments=weight.segments)
 
     def log_summary(self, quantization: Quantization | None) -> None:
-        """To the log: which weights were dequantized, and what is not done to activations."""
+        """Log which weights were dequantized, and which quantization of activations is ignored."""
         if self._dequantized:
             names = sorted(self._dequantized)
             named = names[:NAMED] + ["..."] * (len(names) > NAMED)
@@ -293,7 +293,7 @@ def load_model(
 
 
 class _ModelLoader:
-    """One load: ``found`` says afterwards what every tensor of the checkpoint is."""
+    """One load; afterwards ``found`` has the entry of every tensor of the checkpoint."""
 
     def __init__(
         self,
@@ -348,7 +348,7 @@ class _ModelLoader:
         return {weight.name: loaded[weight.name] for weight in self._weights}
 
     def log_summary(self, spec: ModelSpec) -> None:
-        """To the log: what was not taken as it is stored."""
+        """Log what was not loaded in its stored form."""
         self._packing.log_summary(spec.quantization)
 
     def _read(self, loading: WeightLoading, threads: int) -> dict[str, Any]:
@@ -390,7 +390,7 @@ class _ModelLoader:
     # --- backends that take arrays ------------------------------------------------------------------------------------
 
     def _one_by_one(self) -> dict[str, Any]:
-        """The peak is the packed weights plus the largest weight."""
+        """Packs weight after weight: peak memory is the packed weights plus the largest weight."""
         meter = _LoadMeter(self, self._checkpoint, self._progress)
         weights = {}
         for weight in self._weights:
@@ -400,12 +400,12 @@ class _ModelLoader:
         return weights
 
     def hash(self, name: str) -> None:
-        """The tensor has been packed: what is it?"""
+        """Hash a tensor that has been packed, and note its entry."""
         self.found[name] = self._entry(name, self._checkpoint.digest(name))
 
 
 class _LoadMeter:
-    """Hashes each tensor once, drops its pages, and reports how far the reading is."""
+    """Hashes each tensor once, drops its pages, and reports the progress of loading."""
 
     def __init__(self, load: _ModelLoader, checkpoint: Checkpoint, progress: ProgressCallback) -> None:
         self._load = load

@@ -70,7 +70,7 @@ class LoraTarget:
 
 
 class LoraFileLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of an adapter at most."""
+    """Limits on an adapter's files."""
 
     max_rank: int
     max_bytes: int  # of its file of tensors
@@ -78,7 +78,7 @@ class LoraFileLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """An adapter as it was read: by the names of the model's weights what it adds to each."""
+    """An adapter as read: what it adds to each of the model's weights, by name."""
 
     fingerprint: str  # of everything that the bits of its responses depend on, except the model
     rank: int  # the largest
@@ -87,7 +87,7 @@ class LoraAdapter:
 
 
 def named_adapter(name: str, folder: Path, adapter: LoraAdapter) -> NamedAdapter:
-    """What a gateway keeps of an adapter."""
+    """The adapter's name and identity for a gateway."""
     return NamedAdapter(
         name=name,
         folder=str(folder),
@@ -98,7 +98,7 @@ def named_adapter(name: str, folder: Path, adapter: LoraAdapter) -> NamedAdapter
 
 
 def lora_targets(spec: ModelSpec) -> dict[str, LoraTarget]:
-    """Those of a model.  Raises ModelError if its family is not known."""
+    """The LoRA targets of a model.  Raises ModelError if its family is not known."""
     return layout_lora_targets(checkpoint_format(spec.architecture, spec.architecture).layout(spec))
 
 
@@ -192,7 +192,7 @@ class _Scales:
         )
 
     def of_module(self, module: str, rank: int) -> float:
-        """What the product is multiplied by.  Raises ModelError if the file has another rank than it should."""
+        """The factor of the product.  Raises ModelError if the file has another rank than its configuration."""
         wanted = _matching(self.ranks, module, self.rank)
         if rank != wanted:
             raise ModelError(f"{self.where}: {module} has rank {rank} in its tensors, {wanted} by r and rank_pattern")
@@ -200,7 +200,7 @@ class _Scales:
         return alpha / (math.sqrt(rank) if self.root else rank)
 
     def canonical(self) -> tuple[object, ...]:
-        """What of the configuration changes the bits."""
+        """The part of the configuration that changes results."""
         return self.rank, self.alpha, self.root, sorted(self.ranks.items()), sorted(self.alphas.items())
 
 

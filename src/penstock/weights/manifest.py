@@ -1,12 +1,12 @@
-"""What is remembered of a folder's weights: the hash of every tensor, and the stamp of every file that was hashed.
+"""The record of a folder's weights: the hash of every tensor, and the stamp of every file that was hashed.
 
 As git's index: while a file's stamp (size, times, inode) is the same, its hashes are known without reading it.  When
-it is not, everything in the file is hashed again: the same tensors are taken, others are refused until somebody says
-that they are meant.  A file that was written so shortly before it was hashed that a later change could have left the
+it is not, everything in the file is hashed again: the same tensors are accepted, others are refused until the operator
+accepts them.  A file that was written so shortly before it was hashed that a later change could have left the
 stamp as it is, is not trusted (git's "racy" rule).
 
-Manifests live in a folder of caches, one file for each model folder.  A manifest that is damaged says nothing: the
-folder is as on its first load, with a warning.  Knows no kernels, and decides nothing about how weights are loaded.
+Manifests live in a folder of caches, one file for each model folder.  A damaged manifest is ignored with a
+warning: the folder is as on its first load.  Knows no kernels, and decides nothing about how weights are loaded.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ log = logging.getLogger(__name__)
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file: what the system said of it, and what was in it then."""
+    """One file: its stamp, and the tensors that it held then."""
 
     stamp: FileStamp
     hashed_ns: int  # when its hashing began
     tensors: dict[str, OriginalTensor]
 
     def is_of(self, stamp: FileStamp) -> bool:
-        """Is a file with this stamp surely the one that was hashed?"""
+        """Whether a file with this stamp is certainly the one that was hashed."""
         return stamp == self.stamp and max(stamp.mtime_ns, stamp.ctime_ns) + RACY_NS < self.hashed_ns
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One folder."""
+    """The record of one model folder."""
 
     version: int
     folder: str
@@ -63,16 +63,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ManifestStore:
-    """All manifests of one folder of caches."""
+    """All manifests in one cache folder."""
 
     def __init__(self, cache: Path, *, accept_new: bool = False, now_ns: Callable[[], int] = time.time_ns) -> None:
-        """``accept_new``: take weights that differ from those remembered, and remember them from now on."""
+        """``accept_new``: accept weights that differ from the record, and record them."""
         self._folder = cache / FOLDER
         self._accept_new = accept_new
         self._now_ns = now_ns
 
     def open(self, checkpoint: Checkpoint) -> FolderManifest:
-        """What is remembered of this checkpoint's folder.  To be called before anything is read of its tensors."""
+        """The record of this checkpoint's folder.  To be called before any of its tensors is read."""
         folder = str(checkpoint.folder.resolve())
         path = self._folder / f"{blake3(os.fsencode(folder)).hexdigest()[:32]}.json"
         old = _read(path, folder)
@@ -80,7 +80,7 @@ class ManifestStore:
 
 
 class FolderManifest:
-    """One load of one checkpoint: what was known before it, and what is to be remembered after it."""
+    """One load of one checkpoint: the record before it, and the one to save after it."""
 
     def __init__(
         self, checkpoint: Checkpoint, path: Path, old: Manifest | None, begun_ns: int, accept_new: bool
@@ -106,7 +106,7 @@ class FolderManifest:
         return known
 
     def verify_and_save(self, found: Mapping[str, OriginalTensor]) -> None:
-        """Everything has been read and hashed: compare with what was, and remember it.
+        """Compare the hashes of all tensors with the record, and save them.
 
         Raises ModelError if these are other weights than last time, unless they are to be accepted.
         """
@@ -142,7 +142,7 @@ class FolderManifest:
 def _difference(
     checkpoint: Checkpoint, old: Mapping[str, OriginalTensor], new: Mapping[str, OriginalTensor]
 ) -> str | None:
-    """The first tensor that is another one, in words."""
+    """A message about the first tensor that differs; None if none does."""
     for name in sorted(old.keys() | new.keys()):
         if name not in new:
             return f"{checkpoint.folder}: tensor {name!r} is missing, its BLAKE3 was {old[name].blake3}"

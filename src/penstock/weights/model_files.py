@@ -32,12 +32,12 @@ class ModelFiles(Protocol):
         ...
 
     def path_of(self, name: str) -> str:
-        """What error messages call it."""
+        """The file's name in error messages."""
         ...
 
 
 def model_files(model: Path) -> ModelFiles:
-    """Those of a folder or a GGUF file.  Raises ModelError."""
+    """The files of a model folder or a GGUF file.  Raises ModelError."""
     return _OfGguf(model) if is_gguf(model) else _OfFolder(model)
 
 
@@ -69,7 +69,7 @@ class _OfFolder:
 
 
 class _OfGguf:
-    """Made when asked for; the file is parsed once."""
+    """Files made from a GGUF file's metadata on demand; it is parsed once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -38,7 +38,7 @@ _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 def with_pooler(spec: ModelSpec, architecture: str, config: ConfigFields, files: ModelFiles | None) -> ModelSpec:
-    """The specification with its pooler, or as it is for a model that writes.
+    """The specification with its pooler; unchanged for a generative model.
 
     ``files``: those in the folder of the configuration, if there is one.  Raises ModelError for what cannot be served.
     """
@@ -72,7 +72,7 @@ def _lacks_head(architecture: str) -> bool:
 
 
 def _at_most(spec: ModelSpec, files: ModelFiles) -> ModelSpec:
-    """Texts are no longer than their makers cut them."""
+    """The specification with texts limited to the length that the model's files name."""
     values = load_json(files, SENTENCES)
     own = ConfigFields(values or {}, files.path_of(SENTENCES))
     if not own.has("max_seq_length"):

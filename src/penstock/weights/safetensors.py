@@ -47,7 +47,7 @@ class SafetensorsFile:
 
     @property
     def stamp(self) -> FileStamp:
-        """Of the open file, whatever stands under its name now."""
+        """The stamp of the open file, even if its path names another one now."""
         return self._file.stamp
 
     def file_range(self, info: TensorInfo) -> FileRange:
@@ -70,12 +70,12 @@ class SafetensorsFile:
 
     @property
     def is_compressed(self) -> bool:
-        """Was the file written by ``penstock compress``?"""
+        """Whether the file was written by ``penstock compress``."""
         return self._originals is not None
 
     @property
     def layouts(self) -> set[str]:
-        """Of its compressed tensors, as ``OriginalTensor.layout`` has it."""
+        """The layouts of its compressed tensors (``OriginalTensor.layout``)."""
         return {original.layout for original in (self._originals or {}).values() if original.code is not None}
 
     def stored(self, info: TensorInfo) -> memoryview:
@@ -93,7 +93,7 @@ class SafetensorsFile:
         return compression_format.sections_of(self.stored(info), (n, k), original.code, self._where(info))
 
     def original_bytes(self, info: TensorInfo) -> int:
-        """How many bytes ``raw`` gives."""
+        """The number of bytes that ``raw`` returns."""
         return math.prod(info.shape) * DTYPE_BYTES[info.dtype]
 
     def raw(self, info: TensorInfo) -> memoryview:
@@ -143,7 +143,7 @@ class SafetensorsFile:
         return
 
     def drop(self, info: TensorInfo) -> None:
-        """Take the tensor's pages out of this process's resident memory."""
+        """Drop the tensor's pages from this process's resident memory."""
         self._file.drop(info.start, info.stop)
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ UNBOUNDED = 1 << 40
 
 
 class WeightFormat(StrEnum):
-    """What matrices are kept in."""
+    """The format of matrices in memory."""
 
     STORED = "stored"
     BF16 = "bf16"
@@ -112,7 +112,7 @@ def stored_encoding(config: ConfigFields) -> WeightEncoding:
 
 
 def is_routed_expert(weight: Matrix | Vector) -> bool:
-    """Is it a routed expert's?"""
+    """Whether it belongs to a routed expert."""
     return ".experts." in weight.name
 
 
@@ -155,12 +155,12 @@ def model_size(spec: ModelSpec, layout: WeightLayout, how: WeightEncoding, kv_dt
 
 
 def weight_bytes(layout: WeightLayout, how: WeightEncoding) -> int:
-    """Of all weights, each once."""
+    """Bytes of all weights, each counted once."""
     return sum(_bytes(weight_bits(weight, how)) for weight in layout.weights)
 
 
 class _LayerBits:
-    """Bits of one layer by who must have them."""
+    """Bits of one layer's weights by how devices share them."""
 
     def __init__(self) -> None:
         self.divided = self.experts = self.whole = 0.0

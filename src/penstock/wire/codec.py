@@ -101,7 +101,7 @@ def encode_message(message: PeerMessage | SupervisorMessage) -> bytes:
 
 
 def fits_in_frame(message: PeerMessage | SupervisorMessage) -> bool:
-    """Can this be encoded?  To be asked when it could not be sent, to tell why."""
+    """Whether this can be encoded: the reason when a message could not be sent."""
     try:
         encode_message(message)
     except ProtocolError:

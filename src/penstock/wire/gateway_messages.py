@@ -447,7 +447,7 @@ class MigrateRequests(WireMessage, frozen=True, kw_only=True, tag="relieve"):
 
 
 class ConfirmRequests(WireMessage, frozen=True, kw_only=True, tag="still_wanted"):
-    """A worker to a gateway: are these old requests still wanted?  The gateway cancels the others again.
+    """A worker to a gateway: asks whether these old requests are still wanted.  The gateway cancels the others again.
 
     A Cancel can be lost, with or without its connection; a request has no lease before the first pull for its pages.
     """

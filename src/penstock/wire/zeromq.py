@@ -377,7 +377,7 @@ class _ZmqLink:
         return None
 
     def readable(self) -> bool:
-        """Is a message here?  Asking also re-arms the descriptor, which signals edges only."""
+        """Whether a message is here.  Also re-arms the descriptor, which signals edges only."""
         return not self.closed and bool(_number(self.socket, _EVENTS) & _POLLIN)
 
     def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:

@@ -342,7 +342,7 @@ def tile_rows(t: int, operand: Operand, dtype: torch.dtype) -> int:
 
 
 def keeps_apart(operand: Operand, tile: MatmulTile) -> bool:
-    """Are sums that wait to be joined kept in memory?  Narrow tiles have room for all of them in registers."""
+    """Whether sums that wait to be joined are spilled to memory.  Narrow tiles hold all of them in registers."""
     return operand.segments > 2 and tile.columns > 64
 
 

@@ -70,7 +70,7 @@ class MlpConfig(ModelDetails, frozen=True, kw_only=True, tag="Mlp"):
 
 
 class LayerConfig(ModelDetails, frozen=True, kw_only=True, tag="Layer"):
-    """One attention block, one feed-forward block."""
+    """One layer: an attention block and a feed-forward block."""
 
     attention: AttentionConfig | GatedAttentionConfig | MlaConfig | GatedDeltaNetConfig
     mlp: MlpConfig | MoeConfig | GatedSharedMoeConfig
@@ -101,7 +101,7 @@ class DecoderConfig(ModelDetails, frozen=True, kw_only=True, tag="Decoder"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderTensorNames:
-    """How a family calls its tensors.  A matrix that several tensors make is a tuple: their rows in this order."""
+    """A family's tensor names.  A matrix that several tensors make is a tuple: their rows in this order."""
 
     model: str = "model."
     embed: str = "embed_tokens"
@@ -175,7 +175,7 @@ class _LayerTensors:
         return Vector(self.weights + weight, parts, offset)
 
     def norm(self, norm: NormConfig, weight: str, name: str) -> list[Matrix | Vector]:
-        """Of the hidden state."""
+        """The norm of the hidden state."""
         vectors = [self.vector(weight, f"{name}.weight", sizes=(self.hidden,), offset=norm.offset)]
         if norm.kind == "layer" and norm.bias:
             vectors.append(self.vector(f"{weight}_bias", f"{name}.bias", sizes=(self.hidden,)))

@@ -19,7 +19,7 @@ taken on."""
 
 
 class EncoderConfig(ModelDetails, frozen=True, kw_only=True, tag="Encoder"):
-    """All layers are alike."""
+    """A bidirectional encoder, all of whose layers are alike."""
 
     layers: int
     heads: int
@@ -34,7 +34,7 @@ class EncoderConfig(ModelDetails, frozen=True, kw_only=True, tag="Encoder"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderTensorNames:
-    """How a family calls its tensors."""
+    """A family's tensor names."""
 
     model: str  # in front of all but the head
     dense: str = "pooler.dense"  # what stands before the head, where there is one; the model's, unless ``own_dense``
@@ -85,7 +85,7 @@ class _EncoderTensors:
     def product(
         self, weight: str, names: tuple[str, ...], rows: int, inputs: int, segments: tuple[int, ...] | None = None
     ) -> list[Matrix | Vector]:
-        """Of as many rows from each of ``names``."""
+        """A product with the same number of rows from each of ``names``."""
         return [
             Matrix(self.weights + weight, tuple(self.part(f"{n}.weight", rows, inputs) for n in names), segments),
             Vector(f"{self.weights}{weight}_bias", tuple(self.part(f"{n}.bias", rows) for n in names)),

@@ -26,12 +26,12 @@ class MoeConfig(ModelDetails, frozen=True, kw_only=True, tag="Moe"):
 
 
 class GatedSharedMoeConfig(MoeConfig, frozen=True, kw_only=True, tag="GatedSharedMoe"):
-    """The same, and the shared expert is multiplied by a logistic function of one number that a token makes."""
+    """``MoeConfig`` whose shared expert is multiplied by a logistic function of one number per token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeTensorNames:
-    """How a family calls the tensors, without the layer's prefix; ``{}`` is an expert's number.
+    """A family's tensor names without the layer's prefix; ``{}`` is an expert's number.
 
     ``stacked``: one tensor holds all experts, inputs first, and ``gate_up`` is one name.
     """

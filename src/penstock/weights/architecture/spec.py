@@ -26,7 +26,7 @@ class ModelDetails(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PoolingType(StrEnum):
-    """Which hidden states of a text count."""
+    """Which hidden states of a text are pooled."""
 
     CLS = "cls"  # the first token's
     MEAN = "mean"  # all of them, on average
@@ -34,7 +34,7 @@ class PoolingType(StrEnum):
 
 
 class ScoreFunction(StrEnum):
-    """What is made of a label's score."""
+    """The function applied to the scores of labels."""
 
     RAW = "raw"  # nothing
     SIGMOID = "sigmoid"  # a probability for each label by itself
@@ -42,7 +42,7 @@ class ScoreFunction(StrEnum):
 
 
 class PoolerConfig(ModelDetails, frozen=True, kw_only=True, tag="Pooler"):
-    """What becomes of a text that is only read: a vector, or scores of labels."""
+    """How a pooling model's hidden states become a vector, or scores of labels."""
 
     pooling: PoolingType
     causal: bool = True  # a token reads what stands before it; else all of its text
@@ -53,7 +53,7 @@ class PoolerConfig(ModelDetails, frozen=True, kw_only=True, tag="Pooler"):
 
     @property
     def task(self) -> Task:
-        """What a model with it is served for."""
+        """The task of a model with this pooler."""
         return Task.CLASSIFY if self.labels else Task.EMBED
 
 
@@ -80,7 +80,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def task(self) -> Task:
-        """What the model is served for."""
+        """The task that the model serves."""
         if self.audio_tokens:
             return Task.TRANSCRIBE
         return Task.GENERATE if self.pooler is None else self.pooler.task

@@ -71,13 +71,13 @@ class TensorPart:
 
     @property
     def is_whole(self) -> bool:
-        """Is it the tensor as it is stored?"""
+        """Whether the part is the tensor as it is stored."""
         changed = self.index is not None or self.transposed or self.rows is not None or self.groups is not None
         return not changed and len(self.shape) <= 2
 
     @property
     def numbers(self) -> int:
-        """How many it takes of its tensor."""
+        """How many numbers of its tensor it has."""
         shape = self.shape if self.index is None else self.shape[1:]
         if self.groups is not None:
             return math.prod(self.groups.share(shape))
@@ -156,7 +156,7 @@ class WeightLayout:
 
     @property
     def parts(self) -> Iterator[TensorPart]:
-        """Of all weights."""
+        """The parts of all weights."""
         return (part for weight in self.weights for part in weight.parts)
 
     @property

@@ -52,19 +52,19 @@ class VisionConfig(ModelDetails, frozen=True, kw_only=True, tag="Vision"):
         return self.patch * self.merge
 
     def windowed(self, layer: int) -> bool:
-        """Does this layer see windows only?"""
+        """Whether this layer attends within windows only."""
         return self.window is not None and layer not in self.full_layers
 
 
 class VisionDecoderConfig(DecoderConfig, frozen=True, kw_only=True, tag="SeeingDecoder"):
-    """A decoder some of whose prompt's rows are an image's."""
+    """A decoder whose prompts may have rows of images."""
 
     vision: VisionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionTensorNames:
-    """How a family calls the tensors of its reader of images."""
+    """A family's tensor names of the vision encoder."""
 
     prefix: str = "visual."
     inward: tuple[str, ...] = ("mlp.fc1",)
@@ -115,7 +115,7 @@ class _VisionTensors:
         return [Matrix(self.weights + weight, matrices), Vector(f"{self.weights}{weight}_bias", biases)]
 
     def norm(self, vision: VisionConfig, weight: str, name: str) -> list[Matrix | Vector]:
-        """Of the encoder's kind."""
+        """A norm of the encoder's kind."""
         kinds = (("", "weight"),) if vision.norm == "rms" else (("", "weight"), ("_bias", "bias"))
         return [
             Vector(f"{self.weights}{weight}{more}", (TensorPart(f"{self.tensors}{name}.{tensor}", (vision.width,)),))

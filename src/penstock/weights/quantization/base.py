@@ -71,11 +71,11 @@ class QuantizationScheme(msgspec.Struct, frozen=True, kw_only=True, tag=True, fo
     types: ClassVar[frozenset[str]]  # that this tensor may have
 
     def bits_per_weight(self) -> float:
-        """What a weight takes in the file, its share of the scales included."""
+        """Bits per weight in the file, scales included."""
         raise NotImplementedError
 
     def find_tensor(self, module: StoredModule) -> tuple[str, QuantizedTensor]:
-        """The tensor's name in the model, and what makes it.  No bytes are read; raises ModelError."""
+        """The tensor's name in the model, and its quantized form.  No bytes are read; raises ModelError."""
         raise NotImplementedError
 
 
@@ -88,11 +88,11 @@ class StoredModule:
     name: str
 
     def has(self, end: str) -> bool:
-        """Is there such a tensor?"""
+        """Whether the module has such a tensor."""
         return self.name + end in self.known
 
     def sources(self, *ends: str) -> tuple[str, ...]:
-        """Names of those that are there."""
+        """Names of those of these tensors that exist."""
         return tuple(self.name + end for end in ends if self.has(end))
 
     def info(self, end: str, *types: str) -> TensorInfo:
@@ -115,7 +115,7 @@ class StoredModule:
         return SCALES[self.info(end, *SCALES).dtype]
 
     def error(self, end: str, reason: str) -> ModelError:
-        """The error to raise."""
+        """A ModelError that names the tensor."""
         name = self.name + end
         return ModelError(f"{self.stored.path_of(name)}: tensor {name!r}: {reason}")
 

@@ -118,7 +118,7 @@ def parse_compressed_tensors(stored: ConfigFields) -> tuple[list[tuple[tuple[str
 
 
 def _refuse_more(stored: ConfigFields) -> None:
-    """What else the format can do to weights."""
+    """Raise ModelError for transformations of weights that are not supported."""
     sparsity = stored.section("sparsity_config")
     if sparsity is not None and sparsity.get("format", str, "dense") != "dense":
         raise stored.error(f"sparsity_config: format {sparsity.values['format']!r}; dense matrices can be served")

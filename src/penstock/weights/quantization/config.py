@@ -54,7 +54,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """For people: what the weights are in."""
+        """The format's name, for messages."""
         scheme = self.groups[0].scheme
         match scheme:
             case EightBitScheme():
@@ -69,13 +69,13 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
                 return "mxfp4"
 
     def scheme_of(self, module: str) -> AnyScheme | None:
-        """Of a module, by the configuration alone; None if it is left as it was."""
+        """A module's scheme, by the configuration alone; None if it is not quantized."""
         if self.is_ignored(module):
             return None
         return next((group.scheme for group in self.groups if _targets(group.targets, module)), None)
 
     def is_ignored(self, module: str) -> bool:
-        """Does the list of modules that are not converted name it?"""
+        """Whether the list of unconverted modules names it."""
         pattern = _pattern(self.ignored)
         return pattern is not None and pattern.match(module) is not None
 
