@@ -96,7 +96,7 @@ def test_a_dry_run_walks_every_step_without_the_extension(tmp_path: Path) -> Non
     found = json.loads((tmp_path / "findings.json").read_text(encoding="utf-8"))
     assert found["dry"]
     assert all(check["passed"] for check in found["checks"])
-    assert len(found["checks"]) == 29
+    assert len(found["checks"]) == 28
     missing = {bar.key for bar in BARS} - set(found["figures"])
     assert missing <= {"memory", "plan", "transformers", "compressed_64"}
     text = page.read_text(encoding="utf-8")
