@@ -90,7 +90,7 @@ class TokenStreams(Protocol):
         ...
 
     def ready(self) -> bool:
-        """Can a request be served now?"""
+        """Whether a request can be served now."""
         ...
 
     def stall_reason(self) -> str | None:

@@ -77,7 +77,7 @@ GREEDY = 0.0
 
 
 class Role(StrEnum):
-    """What the router sends to a worker.  Roles live in the router; the engine does not know them (law 2)."""
+    """What the router sends to a worker.  The engine knows no roles: it counts tokens."""
 
     PREFILL = "prefill"
     DECODE = "decode"

@@ -2,8 +2,8 @@
 
 Id, seed and event signatures follow from tenant, key, body and model, and from a secret of the service: every gateway
 derives the same ones and stores nothing for it.  What this gateway still has of a response (``IdempotencyCache``) is
-shared and replayed; anything else is recomputed, and by law 1 is the same.  A repeat joins a response that is still
-running; after a disconnect the response runs on for ``resume_grace_s``::
+shared and replayed; anything else is recomputed, with the same result (docs/determinism.md).  A repeat joins a response
+that is still running; after a disconnect the response runs on for ``resume_grace_s``::
 
     router --tokens--> one reader task per choice --> buffered so far --> any number of consumers
 

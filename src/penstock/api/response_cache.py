@@ -1,7 +1,7 @@
 """The response cache: finished responses, replayed to equal requests.
 
 A response is found by a hash over the tokenized request (everything that determines its tokens, without the length),
-the model's identity and the tenant, so by law 1 a hit is what would have been computed::
+the model's identity and the tenant, so a hit is what would have been computed (docs/determinism.md)::
 
     stored tokens ................. | computed after them (``ValidRequest.begun``: given, not sent again)
     all that the request asks for: no worker is involved

@@ -83,7 +83,7 @@ class CheckerProcess:
 
     @property
     def running(self) -> bool:
-        """Can it be asked?"""
+        """Whether the checker runs."""
         return self._process.poll() is None
 
     def kill(self) -> None:

@@ -167,7 +167,7 @@ def _moved(schema: object, fractions: set[int]) -> object:
 
 
 def _exclude_each_other(one: object, other: object, resolve: Resolve) -> bool:
-    """Can nothing satisfy both?  Seen only where a required property tells them apart, as discriminators do."""
+    """Whether nothing can satisfy both.  Seen only where a required property tells them apart, as discriminators do."""
     if not (isinstance(one, dict) and isinstance(other, dict) and one.get("type") == other.get("type") == "object"):
         return False
     for name in _required(one) & _required(other):

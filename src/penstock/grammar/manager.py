@@ -36,7 +36,7 @@ class GrammarHandle:
         self._keep = keep
 
     def ready(self) -> bool:
-        """Can ``matcher`` answer at once?  Otherwise it is being compiled.  Raises GrammarRefused if it cannot be."""
+        """Whether ``matcher`` returns at once; if not, it is being compiled.  Raises GrammarRefused if it cannot be."""
         if not self._future.done():
             return False
         try:

@@ -38,10 +38,10 @@ class KvType:
         layer in a page | keys [G, 16, C] | values [G, 16, value_dim] | exponents of keys [G, 16] | of values [G, 16] |
 
     An exponent e, 20 to 253, means that a code c is E4M3(c) * 2^(e - 135); 255 means that the row holds a NaN or a
-    number beyond 1.75 * 2^126, and reads as NaN.  Codes and scale follow from that row alone, as law 1 asks, and no
-    number is cut off.  Scales are powers of two, so a code's value is exact in the compute type, and it makes no
-    difference to any bit whether keys are scaled or their scores, values or their weights.  Where values are the first
-    columns of their keys (latent attention), one exponent serves both.
+    number beyond 1.75 * 2^126, and reads as NaN.  Codes and scale follow from that row alone, and no number is cut
+    off.  Scales are powers of two, so a code's value is exact in the compute type, and it makes no difference to any
+    bit whether keys are scaled or their scores, values or their weights.  Where values are the first columns of their
+    keys (latent attention), one exponent serves both.
     """
 
     number_bytes: int
@@ -391,7 +391,8 @@ class Sparse:
 
     Each token chooses for itself.  The choice follows from the token's queries, its position and the keys before it,
     and blocks are cut by absolute position: so it is the same however a prompt is cut, on any worker, for prompt and
-    output tokens alike (law 1).  Output tokens are treated like a prompt's: they are part of the next turn's prompt.
+    output tokens alike (docs/determinism.md).  Output tokens are treated like a prompt's: they are part of the next
+    turn's prompt.
 
     After MInference (arXiv:2407.02490), Quest (arXiv:2406.10774) and StreamingLLM (arXiv:2309.17453).
     """

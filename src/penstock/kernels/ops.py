@@ -6,10 +6,10 @@ D hidden size, H query heads, G key-value heads, C size of a head's keys, N outp
 V vocabulary, P pages in the longest table.  Types: *hidden* is fp32 (the residual stream and every accumulator),
 *compute* is the backend's compute type (bf16 or fp32: what a matrix product reads).
 
-Batch invariance (law 1) is part of every signature: one output row has the same bits whatever other rows are in the
-call, whatever their number, and however a prompt is cut into calls.  So the order of every sum depends on the model
-only: over K from low to high within a segment, segments joined by the fixed binary tree; attention over keys 64 at a
-time by absolute position, in partitions of 512 keys joined from low to high.
+Batch invariance (docs/determinism.md) is part of every signature: one output row has the same bits whatever other rows
+are in the call, whatever their number, and however a prompt is cut into calls.  So the order of every sum depends on
+the model only: over K from low to high within a segment, segments joined by the fixed binary tree; attention over keys
+64 at a time by absolute position, in partitions of 512 keys joined from low to high.
 
 A new operation goes here, into the three backends (``native.backend``, ``reference.backend`` and, where it is hot,
 ``triton.backend``), and into ``native.program`` in its recorded form.

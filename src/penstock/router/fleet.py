@@ -222,11 +222,11 @@ class Fleet:
         return [report.identity for report in self.reports if report is not None]
 
     def silent_slots(self, now: float, silence_s: float, overrun: float) -> Iterator[int]:
-        """Slots that have work of ours and have not said a word for ``silence_s`` and ``overrun`` predicted steps.
+        """Slots with requests of this gateway that were silent for ``silence_s`` plus ``overrun`` predicted steps.
 
-        A worker says before a long step how long that will be; one that had nothing to do need not have spoken before
-        it was given some work.  One that was suspected before and came back is only
-        slow: it gets twice the silence it came back from, up to ``_MOST_SILENCES`` times the usual.
+        A worker announces the length of a long step before it.  Silence counts from when it was given requests.  A
+        worker that was suspected before and came back is only slow: it gets twice the silence that it came back from,
+        up to ``_MOST_SILENCES`` times the usual.
         """
         for slot, heard in enumerate(self.last_seen):
             quiet = now - max(heard, self._begun[slot])

@@ -324,10 +324,10 @@ class WorkerHealth:
         return f"Every worker that could serve this has been out of reach for {gone:.1f} s."
 
     def stalled_since(self, flight: RoutedRequest, now: float) -> float | None:
-        """Since when nothing that this flight waits for has moved, if that is too long; its workers are suspected.
+        """When the workers of a request last made progress, if that is too long ago; they are suspected then.
 
-        A worker that waits for another one's pages or memory is no reason while that other one computes: somebody's
-        steps, or pages, must stand still at every end of it.
+        A request is stalled only if none of its workers has made a step or moved a page: a worker may wait for another
+        one's pages or memory.
         """
         fleet = self._fleet
         legs, since = flight.pending_stages

@@ -2,7 +2,7 @@
 
 A request is submitted in *epochs*.  Messages of an earlier epoch, or of a worker without a stage in the current one,
 are ignored, so a worker that was given up and wakes again does no harm.  Delivered tokens are kept; a new epoch submits
-prompt and delivered tokens, and by law 1 the output continues unchanged.
+prompt and delivered tokens, and the output continues unchanged: one prompt, one answer (docs/determinism.md).
 
 ::
 

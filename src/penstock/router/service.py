@@ -448,7 +448,7 @@ class RouterService:
             self._turns.add(self._desert(list(self._streams.values()), deserted))
 
     def _look(self) -> None:
-        """At requests whose turn it is: is anything of them late?  The rest of them follows in the next turns."""
+        """Check requests that are due for anything late.  The rest of them follows in the next turns."""
         now = self._clock.now()
         for stream in self._checks.pop_due(now):
             if stream.finished:

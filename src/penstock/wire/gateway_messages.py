@@ -91,8 +91,8 @@ class PhaseTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
 MAX_AGE_S = 86_400.0
 """The most that a request's age counts for.  Ages are compared, never the clocks of two hosts."""
 
-# Every field has a range: the codec refuses what no process can mean.  What depends on a model or on earlier
-# messages is checked where that is known.
+# Fields have ranges, which the codec checks.  What depends on a model or on earlier messages is checked where that is
+# known: tokens, those of ``Submit.emitted`` too, in ``engine.service.gateways.invalid_submit``.
 
 HASH_BYTES = 32
 CHECKSUM_BYTES = 16

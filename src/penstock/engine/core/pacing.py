@@ -6,10 +6,9 @@ same step would have taken longer with the requests that wait for their prompts,
 answer becomes slower than it is about to be anyway, nor than half its speed, nor than the step's budget.
 
 Long prompts: a prompt that fills steps up to their budget makes every answer that slow for as long as it is processed.
-A prompt that takes more than twice the target for a first token (``SchedulerConfig.long_prompt_ms``) even with the
-worker to itself takes longer instead: ``r ** 3`` times as long as alone when that is ``2 * r`` targets; no more than
-``MAX_STRETCH``, nor than one share of the step for it and one for each answer allow, nor than
-``SchedulerConfig.gentle_read_s``, or half of what is left of a deadline.  An answer that has begun is recomputed at
+So a prompt whose prefill takes ``2 * r`` targets for a first token (``SchedulerConfig.long_prompt_ms``) with r > 1,
+alone on the worker, is stretched.  The factor is the smallest of r^3, ``MAX_STRETCH`` and 1 + decode rows; the time is
+capped by ``SchedulerConfig.gentle_read_s`` and half the remaining deadline.  A response that has begun is recomputed at
 full speed.  Later requests are not delayed: the pieces of a long prompt leave most of each step to others.  If it
 falls behind, or no answer is decoded, it has as much of a step as there is.
 

@@ -135,7 +135,7 @@ class StepBuilder:
         return self._cost.affordable_tokens(self.work, budget_s, start, draws_each=draws_each)
 
     def _joins(self, request: Request) -> bool:
-        """Whether a chunk of it would delay a prompt of another fairness key that comes first in this step."""
+        """Whether a chunk of it would slow another tenant's prompt that is first in this step."""
         return self._brief_s < math.inf and self._line is not None and self._line != request.fairness_key
 
     def _piece_s(self, request: Request) -> float:
@@ -169,8 +169,9 @@ class StepBuilder:
 
         - All uncomputed tokens, when they fit the step's tokens and seconds.
         - A whole prompt is never cut: one that does not fit waits, unless it is alone in the step.
-        - A cut chunk of another fairness key than the first prompt's waits: it would delay that one, and end nothing.
-        - A cut chunk ends with a page when it can.
+        - A partial chunk of another tenant than the step's first prompt is postponed: it would slow that prompt and
+          complete nothing.
+        - A partial chunk ends with a page when it can.
         - The first chunk of a step gets the rest of a page, as far as tokens allow: no prompt starves behind a budget.
         """
         config, size, start, missing = self._config, self._config.page_tokens, request.computed, request.uncomputed

@@ -1,7 +1,8 @@
 """The runner of pooling models: plans of texts -> vectors, or scores of labels.
 
-Knows the model only as ``PoolingModel``, the backend only as ``Ops``.  A vector's bits depend on its own text: states
-are the model's (law 1), they are added up one after the other in float64, and a length is the root of an exact sum.
+Knows the model only as ``PoolingModel``, the backend only as ``Ops``.  A vector's bits depend on its own text alone
+(docs/determinism.md): so do the model's states, which are added up in order in float64; a norm is the root of an exact
+sum.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What this worker is there for: its role, whether it takes new work, and when it may end.
+"""The worker's role, whether it takes new requests, and when it may exit.
 
-A role is what gateways send here (law 2), so another role is another word in the reports; the engine goes on with
-whatever it has.  What waits and is not of the new role is given back, and goes where the role is now; answers that are
-written where prompts shall be read go on elsewhere (``migration``).  Draining is the same, for everything.
+A role only says what gateways send here, so a change of role changes the reports; the engine continues with what it
+has.  Queued requests that the new role does not serve are returned to their gateways, which resubmit them elsewhere;
+responses being decoded on a worker that becomes a prefill worker migrate (``migration``).  Draining is the same, for
+all requests.
 
-Says what is to be done; does none of it.  Pure but for its log.
+Decides what is to be done; others do it.  Pure but for its log.
 """
 
 from __future__ import annotations

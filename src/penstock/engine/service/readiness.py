@@ -134,8 +134,8 @@ class ImageReadiness(Protocol):
     """What encodes images (``engine.encoder_stage.EncoderStage``)."""
 
     def is_ready(self, event: AddRequest) -> bool:
-        """Can the request's images be read now?  If not, they are being encoded.  Raises ImageRefused when they never
-        can."""
+        """Whether the request's images are encoded; if not, they are being encoded.  Raises ImageRefused for images
+        that cannot be."""
         ...
 
     def remove_request(self, request: RequestId) -> None:

@@ -378,8 +378,8 @@ class WorkerService:
 
     @property
     def has_work(self) -> bool:
-        """Are there pages to copy, words that the scheduler has not heard, or more of the cache to tell gateways?  Then
-        there is no time to sleep."""
+        """Whether there are pages to copy, events for the scheduler, or more of the cache's snapshot to send; then the
+        loop must not sleep."""
         return self._transfer.has_work or bool(self._events) or self.publisher.is_sending_snapshot
 
     def report(self, now: float) -> None:
@@ -460,9 +460,9 @@ class WorkerService:
         return self._listener.send(peer, ConfirmRequests(requests=()))
 
     def _answer_awaited(self) -> None:
-        """Give back what a gateway waits for in vain: it never came, or has left without the gateway's hearing it.
+        """Return UNKNOWN for each stage that a gateway asked about and that is not, or no longer, here.
 
-        After the scheduler has heard of everything that came before the question, and after all tokens were sent.
+        Runs after the scheduler has all events that came before the question, and after all tokens were sent.
         """
         for gateway, awaited in self._awaited:
             ask, here = self._requests.get(awaited.request), self._scheduler.get_request(awaited.request)

@@ -14,8 +14,8 @@ in one program (*in turn*), or each in its own program and joined by a second ke
 operations: which of the two is a matter of speed alone.  A tile goes through the keys that any of its positions sees,
 with or without a token there, and what a row does not read changes nothing in it: weights are zero and rescaling is by
 one.  So the bits of a row follow from its query, its position and its keys, not from other rows, other sequences, the
-cut of the prompt or the number of tokens (law 1).  Contraction of products and sums is off, fused operations are
-written out, so both kernels compute alike.
+cut of the prompt or the number of tokens (docs/determinism.md).  Contraction of products and sums is off, fused
+operations are written out, so both kernels compute alike.
 
 The program of a tile is that of its first token in this step; programs of other tokens end at once.  Nothing about a
 step is known on the host but the sizes of its arrays: a captured graph can be given other tokens and lengths.

@@ -9,8 +9,8 @@ the addresses of its matrices, their rank, columns and scale.  So a captured gra
 other adapters; the grid follows from the number of rows and slots, and from what a slot may hold.
 
 A row's product is one of ``matmul``: steps of K from low to high within the product's segments, the same tree, tiles of
-one shape; its order follows from the adapter's shape and the product's segments.  A row's bits do not know who else has
-an adapter, or which (law 1); rows without one are not touched.
+one shape; its order follows from the adapter's shape and the product's segments.  A row's bits do not depend on the
+adapters of other rows (docs/determinism.md); rows without an adapter are not touched.
 
 This module imports torch and triton.
 """

@@ -12,8 +12,8 @@ message for an unknown pull is dropped, and its sender learns that the pull is o
 
 Once the source has sent its last message, only bytes are missing.  If they are predicted to take longer than
 recomputing (``HedgePolicy``), the pull is given up.  The estimate extrapolates the rate since then: missing pages
-divided by pages per second.  A stopped sender, a slow link and a congested one all look alike.  Both ways give the same
-content (law 1).
+divided by pages per second.  A stopped sender, a slow link and a congested one all look alike.  Received and recomputed
+pages have the same content (docs/determinism.md).
 
 A migrating request (``PagePull.ahead``) is decoded while its pages arrive: the number of pages is known with the
 source's last message only, and no token beyond ``PagePull.tokens`` counts as computed before it.

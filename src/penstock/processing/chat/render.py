@@ -54,7 +54,7 @@ class RenderOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def direct(self) -> bool:
-        """Must the answer begin at once, without reasoning?  A grammar knows none."""
+        """Whether the answer must begin at once, without reasoning: a grammar has none."""
         return self.constrained or self.tooling.required
 
 
@@ -131,7 +131,7 @@ def _skipped(form: OutputFormat, rendered: str, wish: RenderOptions) -> str:
 
 
 def _thinks(form: OutputFormat, rendered: str) -> bool:
-    """Does the prompt end within reasoning?"""
+    """Whether the prompt ends within reasoning."""
     return form.reasoning is not None and rendered.rstrip().endswith(form.reasoning.begin)
 
 

@@ -8,8 +8,9 @@ in tokenizer_config.json, one template or a list of named ones.  The environment
 
 Templates differ in what they can render: arguments of tool calls as an object or as text, ``content`` null or empty in
 a message with calls, ids of nine characters, one call per message, text as a list of parts, no tools at all.
-``probe_template`` finds out once, by rendering small chats; ``TemplateAdapter`` then rewrites every chat so that
-nothing fails and nothing is lost.  Knows nothing about tokens, and no family by name.
+``probe_template`` finds out once, by rendering small chats; ``TemplateAdapter`` then rewrites every chat so that it
+renders.  One thing is lost: text beside tool calls is dropped where the template cannot show both.  Knows nothing about
+tokens, and no family by name.
 """
 
 from __future__ import annotations
@@ -353,11 +354,11 @@ class _Probe:
         self._arguments = default_arguments(template, [_TOOL] if tools else [])
 
     def shows(self, word: str, *more: Message) -> bool:
-        """Is ``word`` in what the template writes of the user's message and ``more``?"""
+        """Whether ``word`` is in what the template writes of the user's message and ``more``."""
         return word in self._rendered([self._user, *more])
 
     def shows_system(self) -> bool:
-        """Is a system message there?"""
+        """Whether a system message is rendered."""
         return "probe_system" in self._rendered([{"role": "system", "content": "probe_system"}, self._user])
 
     def shows_calls(self, traits: TemplateCapabilities, count: int, *, words: str = "") -> bool:

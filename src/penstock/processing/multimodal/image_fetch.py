@@ -51,7 +51,7 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 def is_public(address: str) -> bool:
-    """Is this an address of the public Internet?  One that cannot be read is not."""
+    """Whether this is an address of the public Internet.  One that cannot be parsed is not."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -147,7 +147,7 @@ _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, Typ
 
 
 def pillow_installed() -> bool:
-    """Is there a decoder?"""
+    """Whether Pillow is installed."""
     return find_spec("PIL") is not None
 
 
@@ -171,7 +171,7 @@ def decoding_bytes(raw: bytes, where: str, limits: RequestLimits) -> int:
 
 
 def has_more_scans(raw: bytes, most: int) -> bool:
-    """Has a JPEG file more than ``most`` start-of-scan markers (ITU-T T.81, B.1.1)?
+    """Whether a JPEG file has more than ``most`` start-of-scan markers (ITU-T T.81, B.1.1).
 
     Each is a pass over all its pixels.  Those of a small picture inside it do not count, nor what comes behind its end.
     A file of more than ``_MAX_MARKERS`` markers is taken for one that has.
@@ -241,7 +241,7 @@ def _checked_size(
 
 
 def _turned(image: Image.Image) -> bool:
-    """Does the camera's note about how it was held exchange width and height?"""
+    """Whether the EXIF orientation exchanges width and height."""
     from PIL import ExifTags
 
     return image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)

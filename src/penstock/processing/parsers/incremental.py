@@ -96,21 +96,21 @@ class IncrementalReader:
         self._ended = True
 
     def set_mark(self) -> None:
-        """From here on the text can be gone back to."""
+        """Mark this place for ``rewind``."""
         self._kept = self._at
 
     def clear_mark(self) -> None:
-        """It need not."""
+        """Remove the mark."""
         self._kept = None
 
     def rewind(self) -> None:
-        """To where ``keep`` was."""
+        """Go back to the mark, and clear it."""
         assert self._kept is not None
         self._at, self._kept = self._kept, None
 
     @property
     def holds_too_much(self) -> bool:
-        """Is more than ``MAX_HELD`` read since ``keep``?"""
+        """Whether more than ``MAX_HELD`` was read since ``set_mark``."""
         return self._kept is not None and self._at - self._kept > MAX_HELD
 
     def _wait(self) -> ParserSteps[None]:
@@ -294,7 +294,7 @@ class ToolCallFormat(Protocol):
 
     @property
     def alone(self) -> bool:
-        """May a message begin with a call that has no mark?"""
+        """Whether a message may begin with a call that has no marker."""
         ...
 
     def inner_marks(self) -> tuple[str, ...]:

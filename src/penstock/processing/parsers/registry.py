@@ -30,7 +30,7 @@ Sees = Callable[[str], bool]
 
 
 def _contains(*words: str) -> Sees:
-    """Are all of ``words`` in the template?"""
+    """Whether all of ``words`` are in the template."""
     return lambda source: all(word in source for word in words)
 
 

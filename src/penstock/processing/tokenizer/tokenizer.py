@@ -61,7 +61,7 @@ class WordMatcher:
             end = max(end, at) if at < end else at + PIECE
 
     def found_in(self, text: str) -> bool:
-        """Is there any?"""
+        """Whether ``text`` has a match."""
         return next(self.matches(text), None) is not None
 
 
@@ -111,7 +111,7 @@ class ControlTokenGuard:
         return f"{self._guard[0]}{spelling}{self._guard[1]}"
 
     def suspicious(self, value: Any) -> bool:
-        """Does any text in ``value`` (strings, lists, dicts, keys) spell a control token, or part of one at an end?"""
+        """Whether any text in ``value`` (strings, lists, dicts, keys) has a control token, or part of one at an end."""
         if isinstance(value, str):
             return any(self._partial(value)) or self._words.found_in(value)
         if isinstance(value, dict):

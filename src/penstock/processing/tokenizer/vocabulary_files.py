@@ -71,7 +71,7 @@ _TO_ALPHABET = {byte: _ALPHABET[byte] for byte in range(256)}
 
 
 def is_tiktoken(path: Path) -> bool:
-    """Does the file begin with a line of base64 and a rank?"""
+    """Whether the file begins with a line of base64 and a rank."""
     with path.open("rb") as file:
         line = file.readline(MAX_TOKEN_BYTES * 2)
     fields = line.split()

@@ -22,9 +22,8 @@ Prefill and decode are weighed separately, so that all pairs of workers are comp
   transferred.
 - **A hot prefix is copied.**  Open requests that begin alike share the price of recomputing it on another worker, since
   with the copy they need not queue at the one that has it.
-- **Several gateways** act on reports of the same age.  Each considers a part of the fleet only, another one for every
-  request, of a size such that one of them considers each worker on average; the workers with most of the prompt; and
-  the one that the request's key maps to.
+- **Several gateways** act on reports of the same age.  For each request a gateway scores a random 1/N of the fleet (N
+  gateways), plus the workers with the longest cached prefix and the key's own worker.
 - **Ties.**  Among costs within ``SLACK``, and no less of the prompt cached, the worker is taken that the session (or
   the beginning of the prompt) maps to, the same for all gateways.  A session's own worker may also cost more by the
   time to prefill the whole prompt, but never hold less of it.
