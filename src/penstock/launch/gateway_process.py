@@ -116,11 +116,13 @@ def run_gateway(config: GatewayConfig, inherited: GatewayResources) -> int:
 
 async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
     transport = ZmqTransport(inherited.keys)
-    metrics = Metrics(model_name=config.model_name, max_tenants=config.scheduling.metric_tenants)
     suspect = inherited.rim.channel.send
     spans = open_tracer(config.trace, model=config.model_name, process=f"{config.name}-{config.incarnation}")
-    if spans is not None:
-        metrics.spans = spans.figures
+    metrics = Metrics(
+        model_name=config.model_name,
+        max_tenants=config.scheduling.metric_tenants,
+        spans=spans.figures if spans is not None else None,
+    )
     tracer = spans or NoTracer()
     router = RouterService(
         config,
@@ -132,7 +134,6 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
     )
     http = HttpServer(inherited.rim, config.limits, router.on_supervisor, config.tls, config.turns)
     joined = _join(config, transport, router)
-    joined.uses_mixed = config.allow_mixed_numerics
     app = inherited.make_app(config, router, metrics, tracer, joined.unjoined)
     router.start()
     joined.start()
@@ -173,6 +174,7 @@ def _join(config: GatewayConfig, transport: ZmqTransport, router: RouterService)
         hello,
         clock=MonotonicClock(),
         beat_s=config.failover.beat_s,
+        uses_mixed=config.allow_mixed_numerics,
     )
     router.add_report_listener(joined.on_report)
     return joined
@@ -192,7 +194,7 @@ def make_http_app(
     intake, pools, hears = _intakes(config, created)
     stored = ResponseCache(config.response_cache) if config.response_cache else None
     if stored is not None:
-        metrics.responses = stored.stats
+        metrics.register_response_cache(stored.stats)
     ring = load_api_keys(config.api_key, config.api_keys, config.scheduling, fronted=config.fronted)
     return make_app(
         AppServices(

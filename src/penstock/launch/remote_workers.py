@@ -92,12 +92,14 @@ class RemoteWorkers:
         *,
         clock: Clock,
         beat_s: float,
+        uses_mixed: bool = False,
         probe: Callable[[str], Awaitable[str]] = why_unreachable,
     ) -> None:
-        """``hello`` requests discovery; ``probe`` finds out why an endpoint does not respond."""
+        """``hello`` requests discovery; ``uses_mixed``: also workers of fleets with mixed numerics are used; ``probe``
+        finds out why an endpoint does not respond."""
         self._send = tell
         self._connect = connect
-        self.uses_mixed = False  # use workers of fleets with mixed numerics
+        self._uses_mixed = uses_mixed
         self._hello = hello
         self._clock = clock
         self._began = clock.now()
@@ -157,7 +159,7 @@ class RemoteWorkers:
         mailbox = self._mailboxes.get(endpoint)
         if mailbox is None:
             return
-        if report.identity.mixed and not self.uses_mixed:
+        if report.identity.mixed and not self._uses_mixed:
             if not mailbox.strange:
                 log.warning(
                     "%s is not used: its fleet has two numerics classes for prefill and decode, %s; "

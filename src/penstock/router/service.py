@@ -174,11 +174,13 @@ class RouterService:
 
     def _register_metrics(self) -> None:
         prefixes = self._placement.prefixes
-        self.metrics.worker_rows = self.fleet.status_rows
-        self.metrics.open_requests = lambda: self._stats.open_requests
-        self.metrics.dropped_frames = lambda: self._links.dropped
-        self.metrics.prefix_index = lambda: PrefixIndexStats(
-            len(prefixes), prefixes.memory_bytes, prefixes.gaps, prefixes.refused
+        self.metrics.register_router(
+            worker_rows=self.fleet.status_rows,
+            open_requests=lambda: self._stats.open_requests,
+            dropped_frames=lambda: self._links.dropped,
+            prefix_index=lambda: PrefixIndexStats(
+                len(prefixes), prefixes.memory_bytes, prefixes.gaps, prefixes.refused
+            ),
         )
 
     def add_report_listener(self, listener: ReportListener) -> None:

@@ -136,22 +136,21 @@ class ResponseCacheStats(NamedTuple):
 
 
 class Metrics:
-    """Everything that is counted in the gateway.
+    """Everything that is counted in the gateway.  What others hold is asked for when the metrics are read."""
 
-    ``rows`` (``Fleet.status_rows``), ``open_requests``, ``dropped_frames``, ``prefix_index``, ``responses`` and
-    ``spans`` are asked when somebody looks.
-    """
-
-    def __init__(self, *, model_name: str = "", max_tenants: int = 64) -> None:
+    def __init__(
+        self, *, model_name: str = "", max_tenants: int = 64, spans: Callable[[], Mapping[str, int]] | None = None
+    ) -> None:
+        """``spans``: counts of spans by outcome."""
         self._registry = CollectorRegistry(auto_describe=False)
         self.levels = ServiceLevels(self._registry, model_name=model_name, max_tenants=max_tenants)
         self._model = model_name
         self.worker_rows: Callable[[], Sequence[Mapping[str, Any]]] = tuple
         self.open_requests: Callable[[], int] = int
-        self.dropped_frames: Callable[[], int] = int
-        self.prefix_index: Callable[[], PrefixIndexStats] = PrefixIndexStats
-        self.responses: Callable[[], ResponseCacheStats] = lambda: ResponseCacheStats({})
-        self.spans: Callable[[], Mapping[str, int]] = dict[str, int]  # by what became of them
+        self._dropped_frames: Callable[[], int] = int
+        self._prefix_index: Callable[[], PrefixIndexStats] = PrefixIndexStats
+        self._responses: Callable[[], ResponseCacheStats] = lambda: ResponseCacheStats({})
+        self._spans: Callable[[], Mapping[str, int]] = spans or dict[str, int]
         self.totals = WorkerTotals()
         self._prompt_tokens = self._counter(names.PROMPT_TOKENS).labels(model_name)
         self._prompts = 0  # their tokens
@@ -277,6 +276,24 @@ class Metrics:
         """All families in Prometheus' text format, of type ``CONTENT_TYPE``."""
         return self.snapshot()()
 
+    def register_router(
+        self,
+        *,
+        worker_rows: Callable[[], Sequence[Mapping[str, Any]]],
+        open_requests: Callable[[], int],
+        dropped_frames: Callable[[], int],
+        prefix_index: Callable[[], PrefixIndexStats],
+    ) -> None:
+        """What a router holds; ``worker_rows`` as ``Fleet.status_rows``."""
+        self.worker_rows = worker_rows
+        self.open_requests = open_requests
+        self._dropped_frames = dropped_frames
+        self._prefix_index = prefix_index
+
+    def register_response_cache(self, stats: Callable[[], ResponseCacheStats]) -> None:
+        """What a response cache holds."""
+        self._responses = stats
+
     def snapshot(self) -> Callable[[], bytes]:
         """Looks at what is not counted in the registry, and returns what makes the page of it.
 
@@ -288,10 +305,10 @@ class Metrics:
             generation_tokens=self._generation_tokens,
             itl=self._itl.metric(names.PREFIX + names.ITL.name, names.ITL.help, {"model_name": self._model}),
             open_requests=self.open_requests(),
-            dropped_frames=self.dropped_frames(),
-            prefix_index=self.prefix_index(),
-            responses=self.responses(),
-            spans=dict(self.spans()),
+            dropped_frames=self._dropped_frames(),
+            prefix_index=self._prefix_index(),
+            responses=self._responses(),
+            spans=dict(self._spans()),
         )
         return lambda: generate_latest(_Page(self._registry, self._looked_up(seen)))
 

@@ -73,8 +73,9 @@ class Town:
         self.fleet = Fleet()
         self.lines: list[Line] = []
         hello = Hello(gateway="gateway-0-join", incarnation=1)
-        self.joined = RemoteWorkers([A, B], self._connect, self._tell, hello, clock=self.clock, beat_s=BEAT_S)
-        self.joined.uses_mixed = mixed
+        self.joined = RemoteWorkers(
+            [A, B], self._connect, self._tell, hello, clock=self.clock, beat_s=BEAT_S, uses_mixed=mixed
+        )
 
     def _connect(self, endpoint: str) -> Line:
         self.lines.append(Line(endpoint))

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.telemetry import metrics as names
 from penstock.telemetry.metrics import MetricFamily, MetricKind
-from penstock.telemetry.registry import Metrics, ResponseCacheStats, WorkerTotals
+from penstock.telemetry.registry import Metrics, PrefixIndexStats, ResponseCacheStats, WorkerTotals
 
 DASHBOARD = {  # vLLM's names, as its dashboards ask for them
     "num_requests_running",
@@ -92,7 +92,7 @@ def test_workers_need_no_metrics_library_to_count():
 
 
 def test_all_declared_families_are_shown():
-    metrics = Metrics(model_name="m")
+    metrics = Metrics(model_name="m", spans=lambda: {"ended": 1})
     metrics.worker_rows = lambda: [ROW]
     counters = (*names.WORKER_COUNTERS, *names.WORKER_MAXIMA, *names.TIER_COUNTERS)
     metrics.on_worker_report("decode-0", 1, dict.fromkeys(counters, 1.0))
@@ -103,8 +103,7 @@ def test_all_declared_families_are_shown():
     metrics.on_returned("preempted")
     metrics.on_fenced("epoch")
     metrics.on_idempotency_key("new")
-    metrics.responses = lambda: ResponseCacheStats({"hit": 1})
-    metrics.spans = lambda: {"ended": 1}
+    metrics.register_response_cache(lambda: ResponseCacheStats({"hit": 1}))
     shown = scrape(metrics)
     for family in declared():
         suffix = {MetricKind.COUNTER: "_total", MetricKind.GAUGE: "", MetricKind.HISTOGRAM: "_bucket"}[family.kind]
@@ -116,9 +115,9 @@ def test_all_declared_families_are_shown():
 def test_what_workers_are_is_looked_up_when_somebody_asks():
     metrics = Metrics(model_name="m")
     rows = [ROW]
-    metrics.worker_rows = lambda: rows
-    metrics.open_requests = lambda: 5
-    metrics.dropped_frames = lambda: 2
+    metrics.register_router(
+        worker_rows=lambda: rows, open_requests=lambda: 5, dropped_frames=lambda: 2, prefix_index=PrefixIndexStats
+    )
     shown = scrape(metrics)
     assert shown["penstock:num_requests_running"] == {("decode", "decode-0"): 3.0}
     assert shown["penstock:num_requests_waiting"] == {("decode", "decode-0"): 2.0}
