@@ -280,3 +280,18 @@ def test_dotted_names_in_docstrings_exist():
                 if references.is_stale(name.removeprefix("penstock."), text):
                     stale.append(f"{module}: {name}")
     assert stale == []
+
+
+def test_the_answers_to_where_is_exist():
+    """CONTRIBUTING.md: `file: name` of a function, a class, a constant or a member of a class."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Where is")[2].partition("\n## ")[0]
+    places = re.findall(r"`([\w/.]+\.(?:py|cpp|hpp))(?:: ([\w.]+))?`", page)
+    assert len(places) > 80
+    wrong = []
+    for path, name in places:
+        first, _, member = name.partition(".")
+        file = SRC / path
+        known = file.is_file() and (not name or first in outline(file).names)
+        if not known or (member and member not in outline(file).members[first]):
+            wrong.append(f"{path}: {name}")
+    assert wrong == []
