@@ -344,7 +344,7 @@ class PreparedTranscription(Protocol):
         ...
 
     async def language_request(self) -> ValidRequest | None:
-        """What to ask first; its one token is for ``tell_language``.  None where the language is known."""
+        """The request that detects the language; its token is for ``set_language``.  None for a known language."""
         ...
 
     def set_language(self, token: int) -> None:

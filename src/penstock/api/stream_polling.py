@@ -2,7 +2,7 @@
 
 ::
 
-    router: tokens wait --notify--> ``LoopTurns`` --so much a turn--> ``poll`` --> text --> event --> connection
+    router: tokens wait --notify--> ``LoopTurns`` --bounded work a turn--> batch --> text --> event --> connection
 
 A stream that can be polled (``PollableTokenStream``) needs no task switch per token, and all its waiting tokens come as
 one batch.  Any other stream, such as one that other requests may join, is read by its own task.  Knows nothing about

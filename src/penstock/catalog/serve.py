@@ -61,7 +61,7 @@ WEIGHTS = ("*.safetensors", "*.gguf")
 
 
 def serve_catalog(config: ServeConfig) -> int:
-    """Run until it ends; returns the exit code.  Raises as ``compose.serve``, but never for one of the models."""
+    """Run until it ends; returns the exit code.  Raises as ``launch.compose.serve``, but not for one of the models."""
     if config.gateways > 1:
         raise ConfigError("--gateways: the front of a catalogue is one process; leave it out")
     phases = begin_service(config)

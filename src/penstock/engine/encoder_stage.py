@@ -49,7 +49,7 @@ class EncoderCache:
         self._shrink()
 
     def pin(self, request: RequestId, contents: Iterable[bytes]) -> None:
-        """Nothing of ``contents`` leaves until ``release``, also what is yet to come."""
+        """Keep rows of ``contents`` until ``unpin``, those too that are yet to come."""
         self._held[request] = frozenset(contents)
 
     def unpin(self, request: RequestId) -> None:
@@ -191,7 +191,7 @@ class EncoderStage:
         return PendingMedia(pairs, event.encoders)
 
     def encode_for_peer(self, content: bytes, picture: MediaInput) -> NDArray[np.float32] | None:
-        """Encode this image for another worker; its rows if they are here already, else ``served`` has them later.
+        """Encode this image for another worker; its rows if they are here, else ``encoded_for_peers`` has them later.
 
         Raises ImageRefused.
         """

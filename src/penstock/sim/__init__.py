@@ -1,5 +1,5 @@
 """The simulator: the real scheduler, memory, router and prefix index under a virtual clock (``cluster``).
 
-Only what needs a machine is replaced: a step takes what a fleet file says (``fleet``, ``costs``), pages travel over
-modeled links (``network``), and lower tiers of the KV cache are counted by capacity (``tiers``).
+Only what needs a machine is replaced, in ``resources``: a step takes what a fleet file says (``fleet``), pages travel
+over modeled links, and lower tiers of the KV cache are counted by capacity.
 """

@@ -1,5 +1,5 @@
 """One simulated worker: the real scheduler, its memory and its log of cache events, driven as ``engine.loop`` drives
-them, with a step that takes the time that ``costs`` says.
+them, with a step that takes the time of ``resources.plan_duration``.
 
 Equal steps are granted at once (``SchedulerConfig.stoppable``) and stopped at the end of the one in which something
 happens, so a worker costs the simulator one turn an event, not one a token.  Knows no other worker and no router: what

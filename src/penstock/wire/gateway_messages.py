@@ -142,7 +142,7 @@ class AwaitedStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arra
 
 
 class Hello(WireMessage, frozen=True, kw_only=True, tag="hello"):
-    """A gateway introduces itself, and again every ``GATEWAY_BEAT_S``.
+    """A gateway introduces itself, and again every ``FailoverConfig.beat_s``.
 
     A worker cancels what belongs to a gateway's earlier incarnation, or to a gateway that fell silent.  A message can
     be lost with its connection, and neither end hear of it; so the gateway names the legs that have been silent for a

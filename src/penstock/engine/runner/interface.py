@@ -16,7 +16,7 @@ class Runner(Protocol):
     """Computes plans.  It never changes a request: what it drew is taken up by the scheduler's ``commit``."""
 
     def run(self, plan: StepPlan) -> Sequence[SampledTokens]:
-        """One ``SampledTokens`` per row, in the order of ``plan.rows``; ``late`` where a row must be computed again.
+        """One ``SampledTokens`` per row, in the order of ``plan.rows``; ``mask_late``: the row must be computed again.
 
         A row that samples draws ``plan.steps`` tokens, the first for position ``start + count``; each is the input
         of the next.  A row with a draft (then ``steps`` is 1) samples one more after each draft token, and returns the

@@ -66,7 +66,7 @@ class Lifecycle:
         return self._config.transfers_pages and (self.draining or self._reporter.role is Role.PREFILL)
 
     def assign(self, message: AssignRole, now: float) -> str | None:
-        """Take a gateway's word.  The reason why what is ``unfit`` now goes back; None: nothing has changed."""
+        """Take over the role and duty.  Returns why requests that no longer fit go back; None: nothing has changed."""
         role, duty, reason = message.role, message.duty, None
         if role is not None and role is not self._reporter.role:
             if not self._config.transfers_pages or self._config.fixed_role or role is Role.ENCODE:

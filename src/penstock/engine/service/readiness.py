@@ -143,7 +143,7 @@ class ImageReadiness(Protocol):
         ...
 
     def encode_for_peer(self, content: bytes, picture: MediaInput) -> NDArray[np.float32] | None:
-        """Encode an image for another worker; None: ``served`` has its rows later.  Raises ImageRefused."""
+        """Encode an image for another worker; None: ``encoded_for_peers`` has its rows later.  Raises ImageRefused."""
         ...
 
     def encoded_for_peers(self, contents: Iterable[bytes]) -> Iterable[tuple[bytes, NDArray[np.float32]]]:

@@ -90,7 +90,7 @@ class PeerTier(KvTier):
         _, proof = self._seal.seal(final.key, content)
         place = self._own.start + final.page
         self._directory.write_entry(place, IndexEntry(final.key, final.saves_s, proof))
-        self._places[final.key] = place  # last: ``evicted``, from another thread, takes back what is there
+        self._places[final.key] = place  # last: ``on_evicted``, on another thread, removes what is there
         return True
 
     def on_evicted(self, key: PageKey) -> None:

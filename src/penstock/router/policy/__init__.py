@@ -1,1 +1,1 @@
-"""Ways to choose among workers, one file each; ``port.py`` says what they are given and what they answer."""
+"""Ways to choose among workers, one file each; ``base.py`` says what they are given and what they return."""
