@@ -81,7 +81,7 @@ class PullPages(WireMessage, frozen=True, kw_only=True, tag="pull"):
     epoch: Count
     skip_blocks: Count
     identity: ModelIdentity
-    layout: Name  # kv.layout.KvLayout.name
+    layout: Name  # kv.page_memory.KvLayout.name
     carrier: Name  # KvConnector.name
     incarnation: Incarnation  # of the sender that is meant
     resend: bool = False  # nothing came for a while: send what was sent from block ``skip_blocks`` on once more
