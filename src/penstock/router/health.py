@@ -53,7 +53,7 @@ from penstock.wire.supervisor_messages import SuspectWorker, WorkerDown, WorkerU
 
 
 class PinnedModel:
-    """Of one gateway.  Numerics classes of one model are no different models."""
+    """The model of one gateway.  Numerics classes of one model are one model."""
 
     def __init__(self, pin_s: float, *, follows_upgrades: bool) -> None:
         """Decided ``pin_s`` after the first worker was ready; never, if it ``follows_upgrades``."""
@@ -82,16 +82,16 @@ class PinnedModel:
 log = logging.getLogger("penstock.router")
 
 EXITED_CLEANLY = "exit code 0"
-"""Why a worker is down that was asked to end (``launch.restart_policy.ProcessExit``)."""
+"""The reason of a worker that exited on request (``launch.restart_policy.ProcessExit``)."""
 
 
 _LATE_S = 0.25  # a tick later than this means that we did not listen, not that workers did not speak
 
 REMOVAL_INTERVAL_S = 10.0
-"""Between two looks for workers that are to be forgotten."""
+"""Between two searches for lost workers to remove."""
 
 MAX_REFUSALS = 16
-"""Requests that a worker may give back in a row, for reasons of its own, before it is taken out of routing."""
+"""Requests that a worker may return in a row, for reasons of its own, before it is removed from routing."""
 
 STALLED_STEPS = 20
 """A worker that reports and has made no step for the time of 20 predicted ones is stalled."""
@@ -154,7 +154,7 @@ class WorkerHealth:
         )
 
     def _connect(self, message: WorkerUp) -> None:
-        """Have a link, now or with a later beat: a process may be out of sockets or descriptors for a while."""
+        """Open a link, now or with a later heartbeat: a process may be out of sockets or descriptors for a while."""
         try:
             link = self._links.open(message.worker, message.incarnation, message.endpoint)
         except ConfigError as error:
@@ -205,7 +205,7 @@ class WorkerHealth:
     # --- workers ----------------------------------------------------------------------------------------------------
 
     def on_report(self, report: WorkerReport, now: float) -> bool:
-        """A worker tells how it is.  True when it has become ready."""
+        """Apply a worker's report.  True when it has become ready."""
         slot = self._fleet.slot(report.worker)
         was = self._fleet.states[slot] if slot is not None else None
         if report.state is WorkerState.READY and self._quarantine.contains(report.worker, report.incarnation):
@@ -235,8 +235,8 @@ class WorkerHealth:
             log_event(log, logging.WARNING, "worker is foreign", worker=report.worker, reason=reason)
 
     def on_replaced(self, worker: WorkerId, incarnation: int, report: WorkerReport, now: float) -> None:
-        """Another process reports over the link to this one.  A later one of the same worker has taken its place, and
-        the supervisor is about to say so: the link is closed, and what it had goes on elsewhere."""
+        """A later incarnation of the worker reports over this link, before the supervisor's message about it: close the
+        link, and resubmit the earlier one's requests."""
         slot, link = self._fleet.slot(worker), self._links.link_to(worker, incarnation)
         if (
             slot is None
@@ -274,9 +274,9 @@ class WorkerHealth:
         return now - self._heartbeat_at >= self._failover.beat_s
 
     def send_heartbeats(self, awaited: Mapping[WorkerId, Sequence[AwaitedStage]], now: float) -> None:
-        """Greet everybody, ask about legs that are ``awaited``, and look for silent workers.
+        """Send a Hello to each worker, with the stages that are ``awaited`` there, and suspect silent workers.
 
-        Ready workers that have no work of ours are greeted with every second beat, one half of them with each.
+        Ready workers without requests of this gateway get every second Hello, half of them with each heartbeat.
         """
         self._heartbeat_at = now
         self._sent_heartbeats += 1
@@ -301,7 +301,7 @@ class WorkerHealth:
         self._probe(now)
 
     def _remove_gone_workers(self, now: float) -> None:
-        """Workers whose names never come back (those of pods, say) must not fill this process."""
+        """Remove workers that were lost long ago: names that never come back (of pods, say) must not pile up."""
         if now < self._next_removal:
             return
         self._next_removal = now + min(REMOVAL_INTERVAL_S, self._failover.forget_s)
@@ -315,7 +315,7 @@ class WorkerHealth:
             log.info("%s has been gone for %g s and is forgotten", worker, self._failover.forget_s)
 
     def no_workers_reason(self, now: float) -> str | None:
-        """Why waiting is useless, or None: all workers that could serve have been gone for ``no_path_s``."""
+        """Why waiting is useless: all workers that could serve have been gone for ``no_path_s``.  None: it is not."""
         if has_live_workers(self._fleet, self._quarantine.hopeless):
             self._served_at = now
         gone = now - self._served_at
@@ -349,7 +349,7 @@ class WorkerHealth:
         return since
 
     def on_unknown_tokens(self, request: RequestId, worker: WorkerId, incarnation: int) -> None:
-        """A token came that no stream waits for: it may be that of a probe."""
+        """A token came that no stream waits for; it may be a probe's."""
         if self._quarantine.on_probe_answered(request, worker, incarnation):
             self._metrics.on_worker_probed(worker, "answered")
             log_event(log, logging.INFO, "worker is let back", worker=worker)
@@ -359,7 +359,7 @@ class WorkerHealth:
         return self._quarantine.is_probe(request)
 
     def distrust(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> None:
-        """What this worker says cannot be, so its next words may be as wrong: it is taken for one that is silent."""
+        """Treat a worker whose messages cannot be right like a silent one: the next ones may be as wrong."""
         slot = self._fleet.slot(worker)
         if (
             slot is None
@@ -371,7 +371,7 @@ class WorkerHealth:
             self._suspect(slot, reason, now)
 
     def on_returned(self, worker: WorkerId, incarnation: int, reason: ReturnReason, now: float) -> None:
-        """A worker gives back a request.  One that gives back everything, and is not too busy for it, is of no use."""
+        """Count a returned request.  A worker that returns everything, and not because it is busy, is suspected."""
         if reason.harmless or reason.concerns_request:  # one client's requests must not exclude a worker
             return
         self.refusals[worker] = self.refusals.get(worker, 0) + 1
@@ -380,7 +380,7 @@ class WorkerHealth:
             self.distrust(worker, incarnation, f"gave back {MAX_REFUSALS} requests and wrote no token", now)
 
     def _probe(self, now: float) -> None:
-        """Ask workers that were given up and speak again for one token each."""
+        """Probe each worker that was given up and sends messages again with a request for one token."""
         if not len(self._quarantine):
             return
         fleet = self._fleet
@@ -417,7 +417,7 @@ class WorkerHealth:
 
 
 def _probe_submit(name: RequestId, report: WorkerReport, task: Task) -> Submit:
-    """The smallest request there is."""
+    """The smallest possible request, as a probe."""
     return Submit(
         recipient=Recipient(worker=report.worker, incarnation=report.incarnation, identity=report.identity),
         request=name,

@@ -71,7 +71,7 @@ from penstock.wire.gateway_messages import PageSource, ReturnReason, TokenItem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailoverLimits:
-    """When to give up."""
+    """When a request is given up."""
 
     max_attempts: int  # submissions without a new token in between
     first_byte_s: float  # to the first token, of a request that says nothing else
@@ -80,7 +80,7 @@ class FailoverLimits:
 
     @classmethod
     def from_config(cls, failover: FailoverConfig, limits: RequestLimits) -> FailoverLimits:
-        """As it is set."""
+        """The limits as configured."""
         return cls(
             max_attempts=failover.max_attempts,
             first_byte_s=limits.first_byte_s,
@@ -89,7 +89,7 @@ class FailoverLimits:
         )
 
     def first_token_s(self, qos: Qos) -> float:
-        """To the first token."""
+        """Seconds to the first token."""
         return self.first_byte_s if qos.max_wait_s is None else qos.max_wait_s
 
 
@@ -175,7 +175,7 @@ class PromptLogprobs:
 
 
 SILENT_STAGE_S = 1.0
-"""A run that has said nothing for so long is asked about: what was sent to it, or what it said, may have been lost."""
+"""How long a run may be silent until its worker is asked about it: a message of either side may have been lost."""
 
 
 @dataclass(slots=True)
@@ -197,24 +197,24 @@ class StageRun:
 
 
 PREFILL_TOKEN_WAIT_S = 0.25
-"""How long a decode worker's tokens wait for the word of the prefill worker, which alone knows the prompt's facts."""
+"""How long a decode worker's tokens wait for the prefill worker's message, which alone has the prompt's facts."""
 
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 1.0
-"""Between submissions without a new token; the first resubmission goes at once."""
+"""Between submissions without a new token; the first resubmission is immediate."""
 
 CHECK_INTERVAL_S = 0.25
-"""Between two looks at a flight that nothing is delivered of, yet or for a second; at least between any two."""
+"""Between two checks of a request without new tokens for a second, and at least between any two checks."""
 
 AVOID_S = 0.25
-"""How long a worker that returned a request because of a full queue, or drains, is not asked again for it."""
+"""How long a worker that returned a request because its queue is full, or it drains, is avoided for it."""
 
 DISTRUST_S = 5.0
-"""How long the other end of a failed hand-over is asked again for a request only where there is no other."""
+"""How long the other end of a failed transfer is avoided for a request, unless there is no other worker."""
 
 
 class RequestPhase(Enum):
-    """Where a flight is."""
+    """The state of a routed request."""
 
     WAITING = "waiting"
     FLYING = "flying"
@@ -279,11 +279,11 @@ class RoutedRequest:
     # --- placing ----------------------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> RequestEffects:
-        """The request is to be served."""
+        """Begin: ask for workers."""
         return (WaitForWorker(now),)
 
     def placement_request(self, now: float) -> PlacementRequest:
-        """What to decide about."""
+        """The request as the placement sees it."""
         return PlacementRequest(
             request=self.request,
             emitted=len(self.emitted),
@@ -319,7 +319,7 @@ class RoutedRequest:
 
     @property
     def fails_repeatedly(self) -> bool:
-        """Whether it has failed twice without a new token.  The first retry costs the retry budget nothing."""
+        """Whether it has failed twice without a new token.  The first retry is not charged to the retry budget."""
         return self._failures > 1
 
     def _unplaced(self, longest: float, longest_read: float, now: float) -> RequestEffects:
@@ -353,7 +353,7 @@ class RoutedRequest:
     def begin_migration(
         self, chosen: ChosenWorker, source: PageSource, root: BlockHash, now: float, *, expected: int = 0
     ) -> RequestEffects:
-        """This worker is to go on with the answer, which ``source`` writes meanwhile; ``expected``: ``Decision``'s."""
+        """Migrate: ``chosen`` is to continue what ``source`` decodes meanwhile; ``expected``: ``Decision``'s."""
         if self.identity is None:  # nothing was placed
             return ()
         self._runs = [run for run in self._runs if run.worker != chosen.worker]
@@ -429,18 +429,18 @@ class RoutedRequest:
         return True
 
     def decode_tokens_left(self, item: TokenItem) -> int:
-        """How many tokens the decode worker still computes after ``item``."""
+        """Tokens that the decode worker still computes after ``item``."""
         left = max(0, self.request.sampling.max_tokens - item.index - len(item.tokens))
         return min(left, self._expected) if self.request.open_ended else left
 
     def tokens_left(self, item: TokenItem, worker: WorkerId) -> int:
-        """How many tokens ``worker`` has still to compute once it has sent ``item``."""
+        """Tokens that ``worker`` still computes after ``item``."""
         if any(run.stage is RequestStage.PREFILL and run.worker == worker for run in self._runs):
             return 0
         return self.decode_tokens_left(item)
 
     def _find_run(self, worker: WorkerId, incarnation: int, epoch: int) -> StageRun | None:
-        """The run of this worker and epoch that is still to be heard, or None."""
+        """The run of this worker and epoch that may still send messages, or None."""
         if self.phase is not RequestPhase.FLYING or epoch != self.epoch:
             return None
         for run in self._runs:
@@ -479,16 +479,16 @@ class RoutedRequest:
         return (DeliverTokens(batch), *self._own_token(item, run))
 
     def _accept_early(self, now: float) -> RequestEffects:
-        """What was kept and has its turn now."""
+        """Deliver early items whose turn has come."""
         effects: RequestEffects = ()
         while self._early and self.phase is RequestPhase.FLYING and (index := min(self._early)) <= len(self.emitted):
             effects += self._accept(*self._early.pop(index), now)
         return effects
 
     def _own_token(self, item: TokenItem, run: StageRun) -> RequestEffects:
-        """A decode run that wrote a token of its own has all its pages: the prefill run is over, its death harmless.
+        """A decode run that sampled a token of its own has all its pages: the prefill run is over, its death harmless.
 
-        It is cancelled all the same: the receipt may die with the decode worker, and the pages would stay held.
+        It is cancelled all the same: the receipt may be lost with the decode worker, and the pages would stay held.
         """
         if run.stage is not RequestStage.DECODE or item.index + len(item.tokens) <= self._base + 1:
             return ()
@@ -497,7 +497,7 @@ class RoutedRequest:
         )
 
     def _finish(self, writer: StageRun) -> RequestEffects:
-        """The answer is complete: the run that said so is over, another may still wait for what will not come."""
+        """The response is complete: end its run, and cancel others, which may wait for what will not come."""
         self.phase = RequestPhase.DONE
         # A prefill run is cancelled even so: it holds pages until a decode run, which may be dead, says it wants none.
         ended = () if writer.ended or writer.stage is RequestStage.PREFILL else (self._end(writer),)
@@ -534,7 +534,7 @@ class RoutedRequest:
     # --- what happens to workers, clients and time -------------------------------------------------------------------
 
     def on_worker_lost(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> RequestEffects:
-        """A worker has died or is given up.  Its run is cancelled too, for the case that it only slept."""
+        """A worker has died or is given up.  Its run is cancelled too: the worker may only have been suspended."""
         run = self._find_run(worker, incarnation, self.epoch)
         if run is None or run.ended:
             return ()
@@ -552,19 +552,19 @@ class RoutedRequest:
         return self._fail(self.crashes.error(self.request.id, len(self.emitted)))
 
     def runs_on(self, worker: WorkerId, incarnation: int) -> bool:
-        """Whether it has an unfinished stage there."""
+        """Whether it has an unfinished stage on this worker."""
         run = self._find_run(worker, incarnation, self.epoch)
         return run is not None and not run.ended
 
     def silent_stages(self, now: float) -> list[StageRun]:
-        """Legs that have been silent for so long that their workers are to be asked whether they know them."""
+        """Stages that have been silent for so long that their workers are asked whether they still have them."""
         asked = [run for run in self._runs if run.awaits_response and now - run.last_seen >= SILENT_STAGE_S]
         for run in asked:
             run.last_seen = now
         return asked
 
     def next_check(self, now: float) -> float:
-        """When something of it can be late that is not by ``now``: a run's word, a deadline, a wait for a prefill."""
+        """When the next check of it is due: of a run's silence, a deadline, a wait for a prefill."""
         if not self._started or now - self._idle_since >= SILENT_STAGE_S:
             return now + CHECK_INTERVAL_S
         heard = [run.last_seen for run in self._runs if run.awaits_response]
@@ -573,18 +573,18 @@ class RoutedRequest:
     def on_stalled(self, now: float, since: float) -> RequestEffects:
         """No worker of this request has computed or copied anything since ``since``, though all of them report.
 
-        They are asked again only where there are no others.
+        They are chosen again only where there are no others.
         """
         self._distrusted_until |= {(run.worker, run.incarnation): now + DISTRUST_S for run in self._runs}
         return self._again(f"its workers have made no step for {now - since:.1f} s", ReturnReason.STALLED, now)
 
     @property
     def pending_stages(self) -> tuple[list[StageRun], float]:
-        """The legs that have still something to say, and since when none of this request's has said anything."""
+        """The stages of which messages are expected, and since when none of this request's sent any."""
         return [run for run in self._runs if run.awaits_response], self._idle_since
 
     def on_client_gone(self) -> RequestEffects:
-        """The client is gone."""
+        """The client has disconnected: cancel everything."""
         if self.phase is RequestPhase.DONE:
             return ()
         self.phase = RequestPhase.DONE
@@ -611,7 +611,7 @@ class RoutedRequest:
         return timed_out(limit_s, started=self._started, waiting=self.phase is RequestPhase.WAITING, bounded=bounded)
 
     def _writer(self, *, but: StageRun) -> StageRun | None:
-        """Another run that writes the answer, or is about to."""
+        """Another run that decodes, or is about to."""
         writers = (run for run in self._runs if run.stage is not RequestStage.PREFILL and not run.ended)
         return next((run for run in writers if run is not but), None)
 

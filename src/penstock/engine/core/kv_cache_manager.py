@@ -39,17 +39,17 @@ class PageVerifier(Protocol):
     """Knows the content of full and final pages by a checksum (``kv.checksum``)."""
 
     pages_per_step: int
-    """Pages that may be looked at between two steps, one at least: everybody waits meanwhile."""
+    """Pages that may be verified between two steps, at least one; all requests wait meanwhile."""
 
     page_s: float
-    """About how long one takes."""
+    """The estimated time to verify one."""
 
     def seal(self, page: PageId) -> None:
         """This page is full and final now."""
         ...
 
     def is_intact(self, page: PageId) -> bool:
-        """Whether it is what it was when it was sealed."""
+        """Whether its content is what it was when it was sealed."""
         ...
 
 
@@ -155,12 +155,12 @@ class KvCacheManager:
         return missing
 
     def pieces(self, request: Request) -> TransferOrder:
-        """The pages that are handed over with everything that is known of ``request`` elsewhere."""
+        """The pages in the order in which they are transferred with ``request``."""
         return TransferOrder(self.reaches, len(request.prompt) + request.emitted, self.page_tokens)
 
     def admit(self, request: Request, *, spare: int) -> AdmissionRefusal | None:
-        """Give ``request`` pages to read all its known tokens, as many as possible from the prefix cache, which count
-        as computed.  All or nothing; ``spare`` pages stay available for the growth of others.
+        """Allocate pages for all known tokens of ``request``, as many as possible from the prefix cache, which count as
+        computed.  All or nothing; ``spare`` pages stay available for the growth of others.
         """
         if request.awaited_block in self._being_computed:
             return AdmissionRefusal.BEING_COMPUTED
@@ -201,8 +201,8 @@ class KvCacheManager:
     def _sound(self, request: Request, pages: Sequence[PageId]) -> bool | None:
         """Whether these cached pages are intact.  Those that are not leave the cache and are recomputed.
 
-        None: that is not known yet of all of them.  So many are looked at in a turn, all requests together; what was
-        found sound since the request first asked needs not be looked at again.
+        None: some are not verified yet.  The number of pages verified per step is limited; a page that was intact since
+        the request's first call is not verified again.
         """
         if request.verified_since is None:
             request.verified_since = self._turn
@@ -221,7 +221,7 @@ class KvCacheManager:
         return True if len(now) == len(unknown) else None
 
     def extend(self, request: Request, tokens: int) -> bool:
-        """Have pages for the first ``tokens`` tokens.  False when there are not enough: nothing has changed."""
+        """Allocate pages for the first ``tokens`` tokens.  False when there are not enough: nothing has changed."""
         missing = self.missing_pages(request, tokens)
         if missing == 0:
             return True
@@ -232,7 +232,7 @@ class KvCacheManager:
         return True
 
     def extend_windows(self, request: Request) -> None:
-        """A piece of a prompt was read and settled: have pages for the next in place of those that fell out."""
+        """After a chunk: allocate windowed pages for the next one in place of those that left the window."""
         if not self._moving:
             return
         ends = [len(own.pages) for own in request.page_tables]
@@ -270,7 +270,7 @@ class KvCacheManager:
             )
 
     def release(self, request: Request) -> None:
-        """Take everything back; ``request`` has nothing computed any more."""
+        """Release all pages of ``request``; nothing of it is computed any more."""
         for name in request.hashes[request.settled :]:
             if self._being_computed.get(name) is request:
                 del self._being_computed[name]
@@ -282,7 +282,7 @@ class KvCacheManager:
                 self.pool.release(pages)
 
     def release_in_flight(self, requests: Iterable[Request]) -> None:
-        """Nothing of these is in flight any more: pages that they gave up meanwhile are free now."""
+        """Release pages that these requests gave up while they were in flight; they no longer are."""
         for request in requests:
             request.in_flight = False
             self.pool.release(self._written.pop(request, ()))
@@ -301,12 +301,12 @@ class KvCacheManager:
 
     @property
     def has_foreign_pages(self) -> bool:
-        """Whether pages have owners that are no requests."""
+        """Whether pages have owners other than requests."""
         return self.foreign_pages > 0
 
     @property
     def foreign_pages(self) -> int:
-        """Pages whose owners are no requests: a tier, or a step in flight, still writes into them."""
+        """Pages whose owners are not requests: a tier, or a step in flight, still writes into them."""
         return len({page for own in self.foreign_owners for page in own()})
 
     def _next(self, request: Request) -> int:

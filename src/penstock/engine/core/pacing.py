@@ -31,14 +31,14 @@ from penstock.engine.core.request_table import RequestTable
 from penstock.types import RequestStage
 
 MAX_REST_RATIO = 2.0
-"""A step and its rest together, by the step."""
+"""The longest step and rest together, in lengths of the step."""
 
 MIN_REST_S = 0.002
-"""A shorter rest is not worth waking others for."""
+"""A shorter rest is not worth waking other workers for."""
 
 
 class EvenPacing:
-    """When the next step of answers may begin."""
+    """Decides when the next step of decode rows may begin."""
 
     def __init__(self, cost: StepCostModel, budget_s: float) -> None:
         self._cost = cost
@@ -59,11 +59,11 @@ class EvenPacing:
 
 
 MAX_STRETCH = 8.0
-"""As long as alone at most: answers then take a seventh longer meanwhile."""
+"""The largest factor by which a prompt is stretched; responses then take a seventh longer meanwhile."""
 
 
 class StepSoFar(NamedTuple):
-    """What is in the step already, and when it begins."""
+    """The step so far, and when it begins."""
 
     decode_rows: int
     decode_s: float  # predicted seconds of a step with them alone
@@ -71,16 +71,16 @@ class StepSoFar(NamedTuple):
 
 
 class LongPromptLimits(NamedTuple):
-    """What is long, and how long that may take."""
+    """Which prompts are long, and how long they may take."""
 
     target_s: float  # for a first token
     most_s: float  # nothing takes longer for being read gently
 
 
 def long_prompt_share_s(request: Request, left_s: float, so_far: StepSoFar, bounds: LongPromptLimits) -> float:
-    """Seconds of a step that may go to this prompt; ``left_s``: what reading the rest of it takes.  May be inf.
+    """Seconds of a step that may go to this prompt; ``left_s``: the time of the rest of its prefill.  May be inf.
 
-    Notes in the request when it is to be read, the first time that this is asked with answers in the step.
+    The first call with decode rows in the step sets ``Request.paced_until``.
     """
     if not so_far.decode_rows or not bounds.target_s or request.rank or request.output:
         return math.inf
@@ -95,7 +95,7 @@ def long_prompt_share_s(request: Request, left_s: float, so_far: StepSoFar, boun
 
 
 class StarvationGuard:
-    """Since when each class was left out."""
+    """Promotes requests of classes that were left out for too long."""
 
     def __init__(self, table: RequestTable, patience_s: float) -> None:
         self._table = table
@@ -119,7 +119,7 @@ class StarvationGuard:
         return first
 
     def on_served(self, ranks: set[int], now: float) -> None:
-        """Something of these classes is computed now."""
+        """Requests of these classes are computed now."""
         for rank in ranks & self._since.keys():
             self._since[rank] = now
 
@@ -133,5 +133,5 @@ class StarvationGuard:
 
 
 def _order(request: Request) -> tuple[bool, tuple[int, float, int]]:
-    """Who holds a receiver's pages, too, first: two workers' memory waits for it."""
+    """Requests for which a receiver holds pages come first: two workers' memory waits for them."""
     return request.stage is not RequestStage.PREFILL, request.order

@@ -106,7 +106,7 @@ class PagePool:
 
     @property
     def leased(self) -> int:
-        """Pages that somebody holds."""
+        """Pages with an owner."""
         return self.pages - len(self._free) - len(self._cached)
 
     @property
@@ -141,7 +141,7 @@ class PagePool:
         return PageLease(self, held)
 
     def release(self, pages: Sequence[PageId]) -> None:
-        """Give one reference of each back.  In reverse, so that a chain is evicted from its leaf."""
+        """Release one reference of each.  In reverse, so that a chain is evicted from its leaf."""
         if not pages:
             return
         self.release_count += 1
@@ -164,7 +164,7 @@ class PagePool:
         self._labels[page] = label
 
     def check_leaks(self, owners: Iterable[Sequence[PageId]]) -> LeakCheck:
-        """Compare what is held with what ``owners`` say they hold.  O(pages + owned); changes nothing."""
+        """Compare the reference counts with what ``owners`` hold.  O(pages + owned); changes nothing."""
         owned = [0] * self.pages
         for pages in owners:
             for page in pages:

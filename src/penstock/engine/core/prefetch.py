@@ -38,7 +38,7 @@ class Prefetch:
 
 
 class Prefetches:
-    """Those of one worker."""
+    """The prefetches of one worker."""
 
     def __init__(self, memory: KvCacheManager) -> None:
         self._memory = memory
@@ -48,8 +48,8 @@ class Prefetches:
     # --- what to bring ----------------------------------------------------------------------------------------------
 
     def reachable_blocks(self, hashes: Sequence[BlockHash], limit: int, there: Callable[[BlockHash, int], bool]) -> int:
-        """The longest prefix of ``hashes``, of at most ``limit`` blocks, that could be gone on with if every page of
-        which ``there`` is true were in the cache, too."""
+        """Blocks of the longest prefix of ``hashes``, at most ``limit``, that could be reused if every page for which
+        ``there`` is true were in the cache, too."""
         prefix = self._memory.prefix
         either = [_Either(prefix, there, group) for group in range(self._memory.groups)]
         return prefix.longest_prefix(hashes, limit, known_in=either)
@@ -69,7 +69,7 @@ class Prefetches:
     def begin(
         self, hashes: Sequence[BlockHash], limit: int, wanted: Sequence[tuple[BlockHash, int]]
     ) -> Prefetch | None:
-        """Allocate these pages, and hold what is known of the prefix.  None: others need the room."""
+        """Allocate these pages, and hold the cached ones of the prefix.  None: too few pages are available."""
         pool = self._memory.pool
         with self._memory.prefix.match(hashes, limit).lease as known:
             fresh = pool.allocate(len(wanted), spare=pool.pages // SPARE_SHARE)
@@ -80,7 +80,7 @@ class Prefetches:
         return brought
 
     def on_filled(self, brought: Prefetch, place: int, good: bool) -> PageId | None:
-        """This page was written.  Returned if it is new in the prefix cache."""
+        """A page was filled.  It is returned if it is new in the prefix cache."""
         page = brought.in_flight.pop(place)
         block, group = brought.requested[place]
         new = good and self._memory.prefix.insert(block, page, group)
@@ -94,7 +94,7 @@ class Prefetches:
         return page if new else None
 
     def on_withdrawn(self, brought: Prefetch, places: Sequence[int]) -> None:
-        """These pages will not be written."""
+        """These pages will not be filled."""
         self._memory.pool.release([brought.in_flight.pop(place) for place in places])
         self._forget_if_done(brought)
 
@@ -108,7 +108,7 @@ class Prefetches:
         self._forget_if_done(brought)
 
     def owned_pages(self) -> list[PageId]:
-        """All that is held here, for integrity checks."""
+        """All pages that are held here, for integrity checks."""
         return [
             page for own in self._open for page in (*own.known_pages, *own.filled.values(), *own.in_flight.values())
         ]

@@ -23,7 +23,7 @@ from penstock.engine.core.request_table import RequestTable
 from penstock.types import RequestId, RequestStage, ServiceClass
 
 MIN_CHUNK_STEPS = 2.0
-"""A chunk is kept brief for others' sake, but takes at least this many times an empty step."""
+"""A chunk that is kept brief for other tenants takes at least this many times an empty step."""
 
 LAST_CHUNK_STRETCH = 2.0
 """The last chunk of a prompt may take this many times as long as a brief one."""
@@ -71,9 +71,10 @@ class StepBuilder:
         self.admitted: list[Request] = []
 
     def close_decodes(self, *, batch: bool = False, contended: bool = False) -> None:
-        """All rows with a single missing token are in; the rest of the budget is for chunks.
+        """All decode rows are in; the rest of the budget is for chunks.
 
-        ``batch``: of batch work alone; ``contended``: somebody else may come any moment and should not wait for long.
+        ``batch``: only batch requests are in; ``contended``: another tenant's request may come any moment and should
+        not wait for long.
         """
         work, count = self.work, len(self.rows)
         for row in self.rows:
@@ -126,7 +127,7 @@ class StepBuilder:
         return tokens < self._config.max_step_tokens and self._affordable(request.computed, draws_each=True) >= 1
 
     def add_decode(self, request: Request) -> None:
-        """Grant ``request`` the one token that it misses."""
+        """Grant ``request`` its one uncomputed token."""
         self.rows.append(ScheduledTokens(request, request.computed, 1, True))
         self.work.add(request.computed, 1, 1)
 
@@ -139,7 +140,7 @@ class StepBuilder:
         return self._brief_s < math.inf and self._line is not None and self._line != request.fairness_key
 
     def _piece_s(self, request: Request) -> float:
-        """How long the step may be with a piece of this prompt."""
+        """Seconds that the step may take with a chunk of this prompt."""
         bounds = LongPromptLimits(self._config.long_prompt_ms / 1000, self._config.gentle_read_s)
         if not bounds.target_s or not self.rows or self._cost.measured_steps < WARMUP_STEPS:
             return math.inf
@@ -203,12 +204,12 @@ ALL_RANKS = range(len(ServiceClass))
 
 
 def service_order(request: Request) -> OrderKey:
-    """First served first."""
+    """The order of service."""
     return request.order
 
 
 def needs_more_pages(request: Request) -> bool:
-    """Will need more pages than it has."""
+    """Whether it will need more pages than it has."""
     return request.capacity < request.local_end and request.stage is not RequestStage.PREFILL
 
 
@@ -241,8 +242,8 @@ class StepPlanner:
     def build(self, draft: StepBuilder, max_steps: int, now: float, *, resting: bool = False) -> None:
         """The next step, or up to ``max_steps`` equal ones when there are only decode rows and no request waits.
 
-        No one is admitted in a step that preempted for growth: the room is for those who needed it.  ``resting``:
-        nothing is computed, but room is given to those who wait for pages from elsewhere.
+        A step that preempted a request for the growth of others admits none.  ``resting``: nothing is computed, but
+        requests whose pages are received from elsewhere are admitted.
         """
         first = self._yielding.promote_overdue(now)
         if resting or first is None:
@@ -256,7 +257,7 @@ class StepPlanner:
         self._charge(draft, now)
 
     def _add_rows(self, draft: StepBuilder, first: int, max_steps: int, now: float) -> None:
-        """Rows of the class ``first`` and, with what it leaves, of the classes after it."""
+        """Add rows of the class ``first`` and, with what it leaves, of the classes after it."""
         table = self._table
         mine = [request for request in self._eligible(draft) if request.rank == first]
         chunked = self._add_decodes(draft, mine)
@@ -290,7 +291,7 @@ class StepPlanner:
     # --- answers -----------------------------------------------------------------------------------------------------
 
     def _add_decodes(self, draft: StepBuilder, requests: Iterable[Request]) -> list[Request]:
-        """A row for every one with one missing token, and a page if it needs one; returns the others."""
+        """Add a row, and a page if needed, for each request with one uncomputed token; returns the others."""
         rows, others, needy = draft.rows, list[Request](), list[Request]()
         for request in requests:
             computed = request.computed
@@ -306,11 +307,11 @@ class StepPlanner:
         return others
 
     def _make_room(self, needy: list[Request], draft: StepBuilder) -> bool:
-        """A block for each of ``needy``, oldest first, taken from the youngest of the last class when none is left.
+        """Allocate a block for each of ``needy``, oldest first; if none is left, preempt from the last class.
 
-        True when a request lost its row by it.  Prefill legs never give way: a receiver may be copying from them, they
-        need no further page, and end by themselves.  A request that could only preempt itself, or one that is in
-        flight, misses a step.
+        True when a request lost its row by it.  Prefill stages are never preempted: a receiver may be copying from
+        them, they need no further page, and end by themselves.  A request that could only preempt itself, or one that
+        is in flight, misses a step.
         """
         disturbed = False
         table = self._table
@@ -329,13 +330,13 @@ class StepPlanner:
         return disturbed
 
     def _victims(self, above: int = -1) -> list[Request]:
-        """Whose pages can be taken, of classes after ``above``."""
+        """Requests that may be preempted, of classes after ``above``."""
         table = self._table
         active = (*table.running.values(), *table.reserved.values())
         return [request for request in active if request.stage is not RequestStage.PREFILL and request.rank > above]
 
     def _add_drafts(self, draft: StepBuilder, speculator: DraftProposer) -> None:
-        """Draft tokens behind the rows, within the step's tokens and without taking a page from anybody."""
+        """Add draft tokens to the rows, within the step's tokens and without preempting a request."""
         rows = draft.rows
         if any(row.request.stage is RequestStage.PREFILL for row in rows):
             return  # the first token is all that is drawn there
@@ -367,10 +368,10 @@ class StepPlanner:
     # --- prompts -----------------------------------------------------------------------------------------------------
 
     def _add_prompts(self, draft: StepBuilder, chunked: list[Request], ranks: range) -> None:
-        """Chunks of prompts, and new requests of these classes, in turn: the fair clock says whose it is.
+        """Add chunks of prompts, and admit requests of these classes, in the order of the fair clock.
 
         At equal times running requests go first.  None is admitted after a chunk that did not fit.  An admission may
-        take from classes after its own, so rows of those are granted later.
+        preempt requests of later classes, so their rows are granted later.
         """
         queue = self._table.queue
         pending = sorted(chunked, key=queue.position, reverse=True)
@@ -396,7 +397,7 @@ class StepPlanner:
                 return
 
     def _admit_remote(self, draft: StepBuilder) -> None:
-        """In a step that computes nothing, admit requests whose pages come from elsewhere, up to the first other."""
+        """In a step that computes nothing, admit requests whose pages are received, up to the first other request."""
         queue, growing = self._table.queue, self._growing()
         waiting = queue.heads() if queue else []
         while waiting and waiting[0].stage is RequestStage.DECODE:
@@ -415,9 +416,10 @@ class StepPlanner:
         return sum(map(needs_more_pages, table.running.values())) + sum(map(needs_more_pages, table.reserved.values()))
 
     def _admit(self, draft: StepBuilder, request: Request, growing: int) -> AdmissionRefusal | None:
-        """Let ``request`` in, if there is room, and work left to grant in this step; else why not.
+        """Admit ``request`` if there is room, and budget left in this step; else why not.
 
-        A block for each request that still grows stays free: who is admitted into the last one is preempted at once.
+        A block for each request that still grows stays free: a request admitted into the last one would be preempted at
+        once.
         """
         table, groups = self._table, self._memory.groups
         if request.stage is not RequestStage.DECODE and not draft.has_room_for_chunk(request):
@@ -444,7 +446,7 @@ class StepPlanner:
         return refusal
 
     def _can_be_had(self, request: Request, spare: int, victims: list[Request]) -> bool:
-        """Whether there would be room, at best, if all ``victims`` gave way."""
+        """Whether there would be room if all ``victims`` were preempted."""
         theirs = sum(len(own.pages) - own.first for victim in victims for own in victim.page_tables)
         spare -= self._memory.groups * sum(map(needs_more_pages, victims))
         known = self._memory.prefix.longest_prefix(request.hashes, len(request.hashes)) * self._memory.groups
@@ -454,7 +456,7 @@ class StepPlanner:
     # --- lower classes -----------------------------------------------------------------------------------------------
 
     def _add_lower_classes(self, draft: StepBuilder, first: int) -> None:
-        """What the first class has left of the step's time is for those after it, class by class."""
+        """Give what the first class leaves of the step's time to the classes after it, one by one."""
         for rank in sorted({r.rank for r in self._eligible(draft)} | self._table.queue.ranks()):
             if rank <= first:
                 continue

@@ -50,9 +50,9 @@ def rope_axes(images: Sequence[PlacedImage], start: int, stop: int) -> NDArray[n
 
 
 class TokenSpan:
-    """Consecutive tokens of one request that are computed in one step, and what a run has brought it so far.
+    """Consecutive tokens of one request that are computed in one step, and the results so far.
 
-    ``draft``: the last of them are guessed; a token is drawn before each of these and after the last.
+    ``draft``: the last of them are draft tokens; a token is sampled before each of these and after the last.
     """
 
     __slots__ = ("draft", "logprobs", "prompt_logprobs", "sampled", "samples", "start", "state", "tokens")
@@ -64,7 +64,7 @@ class TokenSpan:
         self.restart(row.start, (*row.request.tokens(row.start, row.start + row.count), *row.draft))
 
     def restart(self, start: int, tokens: Sequence[int]) -> None:
-        """These tokens from ``start`` on; nothing is brought yet."""
+        """These tokens from ``start`` on; nothing is computed yet."""
         self.start = start
         self.tokens = tokens
         self.sampled: list[int] = []
@@ -78,7 +78,7 @@ class TokenSpan:
 
     @property
     def sampled_positions(self) -> range:
-        """Positions that tokens are drawn for."""
+        """Positions that tokens are sampled for."""
         return range(self.stop - len(self.draft), self.stop + 1) if self.samples else range(0)
 
     @property
@@ -89,12 +89,12 @@ class TokenSpan:
         return self.state.request.prompt[self.start + 1 : self.stop + 1]
 
     def advance(self) -> None:
-        """Go on with the token just drawn."""
+        """Continue with the token just sampled."""
         self.start = self.stop
         self.tokens = self.sampled[-1:]
 
     def result(self) -> SampledTokens:
-        """What the span has brought: of the tokens after a draft, those that stand; none after a cut."""
+        """The results of the span: of the tokens after a draft, the accepted ones; none after a cut."""
         constraint = self.state.constraint if self.samples else None
         if constraint is not None and constraint.late:
             return SampledTokens(prompt_logprobs=tuple(self.prompt_logprobs), mask_late=True)
@@ -307,7 +307,7 @@ class InputBatch:
         return len(self.gumbel_spans) == len(self._at) == len(self.spans)
 
     def advance_in_place(self, rows: Sequence[ScheduledTokens], *, spans: bool) -> bool:
-        """Move on to these rows, if they are the last step's, each with the one token that was drawn since.
+        """Continue with these rows, if they are the last step's, each with the one token that was sampled since.
 
         False when they are others: then nothing was changed.  ``spans``: keep the spans up to date too.
         """
@@ -330,7 +330,7 @@ class InputBatch:
         return True
 
     def advance(self) -> None:
-        """Every span goes on with the token that it has drawn."""
+        """Continue each span with its sampled token."""
         for span in self.spans:
             span.advance()
         if not (self._at and self._move()):
@@ -343,14 +343,14 @@ class InputBatch:
         return self.batch if step == 0 or self._move() else None
 
     def take_sampled_ahead(self, tokens_NF: NDArray[np.int32]) -> None:
-        """What such steps drew; the spans stand behind the last of them."""
+        """The tokens that such steps sampled; the spans then continue after the last of them."""
         for span, at, tokens_N in zip(self.spans, self._at, tokens_NF.T.tolist(), strict=True):
             span.sampled += tokens_N
             span.start, span.tokens = at, (tokens_N[-2] if len(tokens_N) > 1 else span.tokens[-1],)
 
     def _move(self) -> bool:
-        """One position further, but for the tokens.  False, and nothing changed, when the table is too narrow, or
-        states stand in other pages."""
+        """Advance all positions by one, but not the tokens.  False, and nothing changed, when the table is too narrow,
+        or states are in other pages."""
         table_SP = self.batch.table_SP
         at = [position + 1 for position in self._at]
         blocks = table_SP.shape[1] // self._keyed
@@ -398,7 +398,7 @@ class InputBatch:
             span.sampled += islice(tokens, len(span.sampled_positions))
 
     def record_hidden_states(self, tapped: tuple[int, ...], hidden: int) -> None:
-        """Steps can export hidden states of ``hidden`` numbers behind these layers."""
+        """Let steps export hidden states, of ``hidden`` numbers each, after these layers."""
         self._tapped = tapped
         self._taps = np.empty((0, len(tapped) * hidden), np.float32)
 
@@ -416,12 +416,12 @@ class InputBatch:
         return found
 
     def sampled_tokens(self) -> list[SampledTokens]:
-        """What the spans have brought."""
+        """The results of the spans."""
         return [span.result() for span in self.spans]
 
 
 def keyed_groups(held: Sequence[PageTable]) -> int:
-    """Groups of layers with keys and values; those behind them hold states."""
+    """The number of groups with keys and values; the groups after them hold states."""
     return sum(own.page_tokens == PAGE_TOKENS for own in held)
 
 
@@ -438,5 +438,5 @@ def state_pages(spans: Sequence[TokenSpan]) -> NDArray[np.int32] | None:
 
 
 def _room(wanted: int) -> int:
-    """The next power of two, so that growing is rare."""
+    """The next power of two, so that arrays seldom grow."""
     return 1 << (wanted - 1).bit_length()

@@ -1,18 +1,18 @@
-"""Answers that are written here and are to go on elsewhere: who goes, how far each is, and when it stops here.
+"""Responses that are decoded here and migrate to another worker: which, how far each is, and when it stops here.
 
 ::
 
-    asked ---------> granted ------------------------------> stopped ------> gone
+    requested -----> granted ------------------------------> stopped ------> gone
     MigrateRequests; a receiver pulls; full pages are        the rest        the receiver has taken it
     pages are kept   offered, a budget at a time             and the tokens
 
-All answers go when this worker is to stop, or is not to write any more.  An open-ended one goes, too,
-before it is as long as this worker's context: to one with more of it.
+All responses migrate when this worker is to stop, or becomes a prefill worker.  An open-ended one also migrates before
+it is as long as this worker's context: to a worker with a longer one.
 
-An answer stops only when its receiver has every page that is full: what is left is one that is not, and a few tokens.
-Should the receiver go away, it goes on here, and another is asked for.  The message is ``MigrateRequests``.
+A response stops only when its receiver has every full page: what is left is the last page and a few tokens.  If the
+receiver is lost, the response continues here, and another receiver is requested (``MigrateRequests``).
 
-Only reads requests; changes them by events for the scheduler.  Knows no sockets; decides nothing about receivers.
+Never changes requests but by events for the scheduler.  Knows no sockets; the gateway chooses receivers.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from penstock.types import RequestId, RequestStage, TokenLogprob
 from penstock.wire.gateway_messages import MigrateRequests, TokenItem
 
 ASK_INTERVAL_S = 0.5
-"""Between two messages to a gateway about an answer that no receiver has come for."""
+"""Between two messages to a gateway about a response that no receiver has asked for."""
 
 
 MAX_STOPPED_S = 1.0
-"""An answer that stopped goes on here when its receiver has not taken it within so long: it has probably died."""
+"""A stopped response continues here if its receiver has not taken it within this time: it has probably died."""
 
 
 UNCLAIMED_S, OUTGROWN_S = 0.25, 5.0
-"""The same of an answer that has no room left here: while no receiver has come for it, and once one has.  Here it could
-go on for no more than a token, and recomputing it elsewhere takes longer than copying it."""
+"""The same for a response that has no room left here: without a receiver, and with one.  Here it could continue for no
+more than a token, and recomputing it elsewhere takes longer than copying it."""
 
 
 _ROOM_FOR_MOVING = 8
-"""The last one in this many tokens of a context (or ``ahead_tokens``, if fewer) is left for the time of migration."""
+"""One in this many tokens of a context (at most ``ahead_tokens``) is reserved for the time of migration."""
 
 
 @dataclass(slots=True)
@@ -88,17 +88,17 @@ class Migrations:
         return len(self._moves)
 
     def start_all(self) -> None:
-        """Everything that is written here is to go on elsewhere."""
+        """Migrate every response that is decoded here."""
         self._wanted = True
 
     def stop_all(self, now: float) -> None:
-        """Nothing is, any more; what a receiver has come for already goes all the same."""
+        """Start no more migrations; those that have a receiver continue."""
         self._wanted = False
         for move in [m for m in self._moves.values() if m.pieces is None and not self._outgrows(m.request)]:
             self._transfer.fail(move.request.id, move.request.epoch, "it stays", now)
 
     def relief_requests(self, now: float) -> list[tuple[ConnectedGateway, MigrateRequests]]:
-        """What to ask of gateways now.  Called between two steps, when all tokens so far were sent."""
+        """Messages to gateways that are due.  Called between two steps, when all tokens so far were sent."""
         self.is_urgent = False
         asked: dict[int, tuple[ConnectedGateway, list[tuple[RequestId, int]]]] = {}
         for ask in self._requests.all():
@@ -115,7 +115,7 @@ class Migrations:
         return request is not None and request.may_outgrow and request.known + self._ahead >= request.local_end
 
     def _new(self, ask: GatewayRequest, now: float) -> _Move | None:
-        """This answer is to go; None: not now, or never."""
+        """Begin to migrate a response; None: not now, or never."""
         request = self._scheduler.get_request(ask.request)
         if not self._movable:
             return None
@@ -135,7 +135,7 @@ class Migrations:
     # --- what is heard ------------------------------------------------------------------------------------------------
 
     def on_credit(self, effect: PullGranted, now: float) -> bool:
-        """A receiver has come.  False: not for one of these."""
+        """A receiver asked for pages.  False: not those of a migration."""
         move, pull = self._moves.get(effect.request), effect.pull
         if move is None or pull is None or move.request.epoch != effect.epoch:
             return False
@@ -152,7 +152,7 @@ class Migrations:
         return True
 
     def on_released(self, effect: TransferReleased) -> Migrate | bool | None:
-        """A leg is over.  None: not one of these.  True: the receiver has the answer.  Else: it goes on here."""
+        """A transfer ended.  None: of no migration.  True: the receiver has the response.  Else: it continues here."""
         move = self._moves.get(effect.request)
         if move is None or move.request.epoch != effect.epoch:
             return None
@@ -164,7 +164,7 @@ class Migrations:
     # --- between two steps --------------------------------------------------------------------------------------------
 
     def next_events(self, now: float) -> list[Migrate]:
-        """Keep the pages of those that were asked for, and stop those whose receivers have all that is full."""
+        """Keep the pages of migrating responses, and stop those whose receivers have all full pages."""
         events: list[Migrate] = []
         for move in self._moves.values():
             request = move.request

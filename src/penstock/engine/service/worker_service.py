@@ -85,7 +85,7 @@ from penstock.wire.transport import Listener, Received, Source, Transport
 
 @dataclass(frozen=True, slots=True)
 class NewsOutputs:
-    """Where words go."""
+    """Where news goes."""
 
     event: Callable[[EngineEvent], None]  # to the scheduler
     return_request: Callable[[RequestId, int, str], None]  # a request to its gateway, with the reason
@@ -93,7 +93,7 @@ class NewsOutputs:
 
 
 class TransferNewsHandler:
-    """Of one worker."""
+    """Turns news of transfers into events and messages of one worker."""
 
     def __init__(
         self, scheduler: Scheduler, asks: GatewayRequests, moves: Migrations, reporter: LoadReporter, out: NewsOutputs
@@ -105,7 +105,7 @@ class TransferNewsHandler:
         self._out = out
 
     def handle(self, news: TransferNews, now: float) -> None:
-        """Take what an end says."""
+        """Handle one event of a transfer's receiver or sender."""
         match news:
             case PagesAdvanced():
                 self._out.event(PagesArrived(id=news.request, epoch=news.epoch, computed=news.computed))
@@ -123,7 +123,7 @@ class TransferNewsHandler:
                 self._released(news, now)
 
     def _complete(self, effect: TransferDone, now: float) -> None:
-        """The scheduler puts tokens in their place; what else is known of them waits with the ask for ``publish``."""
+        """All pages are here: the scheduler gets the tokens; the rest of the item is kept for ``publish``."""
         first = effect.first
         ask = self._requests.get(effect.request)
         if ask is not None and ask.epoch != effect.epoch:
@@ -145,7 +145,7 @@ class TransferNewsHandler:
         )
 
     def _outrun(self, effect: HedgeWon, now: float) -> None:
-        """All was computed elsewhere and its pages are too slow to come: this worker computes them, too."""
+        """The pages of a computed prompt are too slow to come: this worker recomputes them."""
         ask = self._requests.get(effect.request)
         if ask is not None and ask.epoch == effect.epoch:
             began, tokens = ask.pulled
@@ -154,7 +154,7 @@ class TransferNewsHandler:
         self._out.event(RecomputeLocally(id=effect.request, epoch=effect.epoch, token=effect.first.tokens[0]))
 
     def _joined(self, effect: TransferDone, ask: GatewayRequest) -> None:
-        """An answer that another worker wrote goes on here."""
+        """A migrated response continues here."""
         first, here = effect.first, self._scheduler.get_request(effect.request)
         self._reporter.count("answers_joined")
         if here is not None and 0 <= here.emitted - first.index <= len(first.tokens):
@@ -183,16 +183,16 @@ class TransferNewsHandler:
 log = logging.getLogger("penstock.worker")
 
 MESSAGES_PER_TURN = 512
-"""Messages taken from the mailbox between two steps; the rest waits for the next turn."""
+"""Messages handled between two steps; the rest waits for the next turn."""
 
 GRAMMAR_POLL_S = 0.001
-"""Between two looks whether a grammar is compiled."""
+"""Between two checks whether a grammar is compiled."""
 
 MIN_REPORT_WAIT_S = 0.005
 """The shortest sleep while a report is due."""
 
 TICK_S = 0.1
-"""Between two looks at leases and silent gateways."""
+"""Between two checks of leases and silent gateways."""
 
 
 class WorkerService:
@@ -260,7 +260,7 @@ class WorkerService:
     # --- for the loop ------------------------------------------------------------------------------------------------
 
     def drain_events(self) -> Iterable[EngineEvent]:
-        """Take what came, copy what can be copied within the budget, and say what the scheduler must know."""
+        """Handle received messages, copy pages within the budget, and return the events for the scheduler."""
         now = self._clock.now()
         for _ in range(MESSAGES_PER_TURN):
             received = self._listener.recv()
@@ -280,7 +280,7 @@ class WorkerService:
         return self._held.release_ready(events)
 
     def on_plan(self, plan: StepPlan) -> None:
-        """A plan was made: credits and returns go out before the step is computed."""
+        """Send credits and returns of a plan, before its step is computed."""
         now = self._clock.now()
         for returned in plan.returned:
             self._return(returned.id, returned.epoch, returned.reason)
@@ -332,7 +332,7 @@ class WorkerService:
         self.reporter.count("pages_sent", len(outcome.completed_pages))
 
     def _token_batches(self, plan: StepPlan, outcome: StepOutcome, now: float) -> TokenBatches:
-        """One batch of items a gateway; the end of each prefill goes to the page exporter as well."""
+        """Send one batch of items to each gateway; the end of each prefill goes to the page exporter as well."""
         batches = TokenBatches()
         for new in outcome.new_tokens:
             ask = self._requests.get(new.request.id)
@@ -360,18 +360,17 @@ class WorkerService:
 
     @property
     def sources(self) -> list[Source]:
-        """What to wait for when there is nothing to do."""
+        """The sources to wait for when there is nothing to do."""
         return [self._listener, *self._transfer.links()]
 
     @property
     def descriptors(self) -> Sequence[int]:
-        """The same: readable when pages may have come that no message tells of."""
+        """More of them: readable when pages may have come that no message announces."""
         return self._transfer.descriptors
 
     @property
     def idle_timeout_s(self) -> float:
-        """How long to sleep at most when there is nothing to do: a grammar or an image may be ready any moment, and
-        a report may be due."""
+        """The longest sleep when there is nothing to do: a grammar or an image may be ready, or a report be due."""
         due_s = self.publisher.due_in(self._requests.gateways(), self._clock.now(), waiting=len(self._requests) > 0)
         due_s = max(due_s, MIN_REPORT_WAIT_S)
         return min(due_s, GRAMMAR_POLL_S if self._held else EXPORT_POLL_S if self._page_exporter else inf)
@@ -383,7 +382,7 @@ class WorkerService:
         return self._transfer.has_work or bool(self._events) or self.publisher.is_sending_snapshot
 
     def report(self, now: float) -> None:
-        """Tell every gateway how this worker is."""
+        """Send every gateway a report."""
         self.publisher.report(self._requests.gateways(), now)
 
     def _report_now(self) -> WorkerReport:
@@ -393,13 +392,13 @@ class WorkerService:
         )
 
     def begin_shutdown(self) -> None:
-        """This worker is to stop: it takes nothing new, and lets others go on with what it writes (``migration``)."""
+        """Begin to stop: take nothing new, and migrate the responses that are decoded here (``migration``)."""
         now = self._clock.now()
         self.lifecycle.begin_shutdown(now)
         self._assign(AssignRole(duty=Duty.DRAIN), now)
 
     def return_all(self) -> None:
-        """This worker stops now: give everything that is left back to the gateways."""
+        """This worker stops now: return all requests to their gateways."""
         self.reporter.state = WorkerState.DRAINING
         for ask in self._requests.all():
             self._return(ask.request, ask.epoch, ReturnReason.DRAINING)
@@ -408,7 +407,7 @@ class WorkerService:
     # --- messages in -------------------------------------------------------------------------------------------------
 
     def _on_message(self, received: Received, now: float) -> None:
-        """Whatever it says: it must not end this process, and with it the requests of others."""
+        """Handle a message; an exception must not end this process, and with it other requests."""
         try:
             self._from_mailbox(received, now)
         except Exception:
@@ -456,7 +455,7 @@ class WorkerService:
         self.publisher.on_hello(greeted.gateway, message)
 
     def _is_connected(self, peer: bytes) -> bool:
-        """Whether this connection still exists.  The message that is sent over it means nothing."""
+        """Whether this connection still exists.  The message sent to find out has no content."""
         return self._listener.send(peer, ConfirmRequests(requests=()))
 
     def _answer_awaited(self) -> None:
@@ -511,7 +510,7 @@ class WorkerService:
             self._transfer.open_send(message.request, message.epoch, now)
 
     def _assign(self, message: AssignRole, now: float) -> None:
-        """Gateways hear of it first, so that what is given back does not come back."""
+        """Change role or duty.  Gateways get the report first, so that returned requests do not come back."""
         reason = self.lifecycle.assign(message, now)
         self.report(now)
         if reason is not None:
@@ -520,7 +519,7 @@ class WorkerService:
         self._relieve(now)
 
     def _relieve(self, now: float) -> None:
-        """Have others go on with what is written here, or not any more; but for what becomes too long for here."""
+        """Start or stop migrating the responses decoded here; those that outgrow the context always migrate."""
         if self.lifecycle.moves_answers_away:
             self._moves.start_all()
         else:
@@ -529,7 +528,7 @@ class WorkerService:
             self._listener.send(gateway.peer, relieve)
 
     def _cancel(self, request: RequestId, epoch: int, now: float) -> None:
-        """From a gateway: stop at once and notify only the other end of a hand-over."""
+        """Cancel a request for its gateway: stop at once and notify only the other end of its transfer."""
         if self._requests.remove(request, epoch) is not None:
             self.reporter.count("requests_cancelled")
         self._transfer.cancel(request, epoch, now)
@@ -551,17 +550,17 @@ class WorkerService:
             self.reporter.count("peer_links_closed", closed)
 
     def _on_transfer_event(self, news: TransferNews) -> None:
-        """An end of a hand-over has something to say."""
+        """Handle one event of a transfer."""
         self._transfer_events.handle(news, self._clock.now())
 
     # --- messages out ------------------------------------------------------------------------------------------------
 
     def _post_event(self, event: EngineEvent) -> None:
-        """To the scheduler, with the next turn."""
+        """Queue an event for the scheduler's next turn."""
         self._events.append(event)
 
     def _send_tokens(self, gateway: ConnectedGateway, items: tuple[TokenItem, ...]) -> bool:
-        """False: some of them were not sent, and their requests have gone back."""
+        """Send tokens.  False: some of them were not sent, and their requests were returned."""
         message = Tokens(worker=self._self.worker, incarnation=self._self.incarnation, items=items)
         if self._listener.send(gateway.peer, message):
             return True
@@ -577,9 +576,9 @@ class WorkerService:
         return False
 
     def _return(self, request: RequestId, epoch: int, reason: str) -> None:
-        """Give a request back to its gateway and forget it here, with both ends of its hand-over.
+        """Return a request to its gateway and remove it here, with both ends of its transfer.
 
-        Those end before anything else happens: its pages may soon be, or be already, somebody else's.
+        Those end before anything else happens: its pages may be, or may soon be, another request's.
         """
         ask = self._requests.remove(request, epoch)
         self._transfer.fail(request, epoch, reason, self._clock.now())
@@ -591,13 +590,13 @@ class WorkerService:
         self._send_return(ask.gateway, _given_back(request, epoch, reason))
 
     def _waited(self, request: RequestId, wait: PageWait) -> None:
-        """Pages of tiers were waited for."""
+        """Note how long a request waited for pages of tiers."""
         ask = self._requests.get(request)
         if ask is not None:
             ask.end_phase("tiers", wait.began, wait.ended, **wait.facts)
 
     def _refuse(self, event: AddRequest, reason: str) -> None:
-        """It cannot be served here.  Another worker may be of another mind."""
+        """Return a request that this worker cannot serve; another worker may."""
         self._return(event.id, event.epoch, reason)
 
     def _send_return(self, gateway: ConnectedGateway, message: RequestReturned) -> None:

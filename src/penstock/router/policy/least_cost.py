@@ -51,7 +51,7 @@ from penstock.types import PAGE_TOKENS, RequestStage
 
 
 class PrefillCosts(NamedTuple):
-    """The cost of reading the prompt, at each candidate."""
+    """The cost of the prefill at each candidate."""
 
     cached: Numbers  # tokens, here
     fetch: Numbers  # seconds
@@ -62,7 +62,7 @@ class PrefillCosts(NamedTuple):
 
 
 class DecodeCosts(NamedTuple):
-    """The cost of writing the answer, at each candidate."""
+    """The cost of decoding at each candidate."""
 
     step: Numbers  # seconds of the next step without the request
     decode: Numbers
@@ -80,7 +80,7 @@ def attention_pairs(compute: Numbers, cached: Numbers) -> Numbers:
 
 
 def prefill_costs(view: PlacementView, slots: Slots, load: WorkerLoad, rates: WorkerRates) -> PrefillCosts:
-    """One token at least is computed, for the next one is drawn from it."""
+    """At least one token is computed: the next one is sampled from it."""
     cached = here = np.minimum(view.hits.take(slots) * float(view.page_tokens), view.known_tokens - 1)
     compute = view.known_tokens - cached
     work = rates.token * compute + rates.pair * attention_pairs(compute, cached)
@@ -119,7 +119,7 @@ def prefix_sources(
 
 
 def queue_wait(load: WorkerLoad, rates: WorkerRates, *, urgent: bool) -> Numbers:
-    """What lies before a request; batch work lies before other batch work alone."""
+    """The work queued before a request; batch requests wait for interactive ones, not the other way round."""
     seconds: Numbers = rates.token * load.tokens + rates.pair * load.pairs
     if urgent:
         seconds = np.maximum(seconds - rates.token * load.batch_tokens - rates.pair * load.batch_pairs, 0.0)
@@ -127,7 +127,7 @@ def queue_wait(load: WorkerLoad, rates: WorkerRates, *, urgent: bool) -> Numbers
 
 
 def decode_costs(view: PlacementView, load: WorkerLoad, rates: WorkerRates) -> DecodeCosts:
-    """Every answer is in every step, and the one that is added makes all of them longer."""
+    """The costs of one more response in every decode step, which makes each step longer."""
     row = rates.token + rates.sample
     step = rates.step + row * load.rows + rates.pair * load.context
     more = row + rates.pair * view.known_tokens
@@ -137,20 +137,20 @@ def decode_costs(view: PlacementView, load: WorkerLoad, rates: WorkerRates) -> D
 
 
 def transfer_costs(view: PlacementView, slots: Slots, load: WorkerLoad, rates: WorkerRates) -> Numbers:
-    """Copying what a decode worker lacks, between two of its steps, and what its link takes that nothing hides."""
+    """Seconds to copy the pages that a decode worker lacks, between its steps, and of waits for them."""
     lacking = np.maximum(pages_of(view.known_tokens, view.page_tokens) - view.hits.take(slots), 0)
     return lacking * (rates.page * (1 + load.rows) + rates.wait)
 
 
 def missing_pages(view: PlacementView, load: WorkerLoad) -> Numbers:
-    """Pages that a worker lacks to take the request at once."""
+    """Pages that a worker lacks to admit the request at once."""
     return np.maximum(pages_of(view.known_tokens, view.page_tokens) - load.pages, 0.0)
 
 
 def expected_work(
     known: int, hit: int, *, reads: bool, writes: bool, batch: bool = False, page_tokens: int = PAGE_TOKENS
 ) -> ExpectedWork:
-    """What a leg asks of a worker that has the first ``hit`` pages of ``known`` tokens."""
+    """The work of a stage on a worker that has the first ``hit`` pages of ``known`` tokens."""
     cached = min(hit * page_tokens, known - 1)
     compute = known - cached if reads else 0
     pairs = int(compute * (cached + 0.5 * (compute + 1)))
@@ -166,7 +166,7 @@ def expected_work(
 
 
 SLACK = 0.02
-"""Costs closer than this part of the lesser one are equal."""
+"""Costs that differ by less than this share of the lesser one are equal."""
 
 PREFILL_SCORES = ("cost_s", "wait_s", "read_s", "fetch_s", "disturb_s", "compute", "cached", "short")
 DECODE_SCORES = ("cost_s", "wait_s", "move_s", "write_s", "slow_s", "answers", "cached", "short")
@@ -185,7 +185,7 @@ AGGREGATED_SCORES = (
 
 
 class _Found(NamedTuple):
-    """The best candidate of a leg."""
+    """The best candidate of a stage."""
 
     slot: int
     cost: float
@@ -208,7 +208,7 @@ class _At(NamedTuple):
         return cls(slots, load, rates, missing_pages(view, load))
 
     def those(self, mask: NDArray[np.bool_]) -> _At:
-        """Some of them."""
+        """A subset of the candidates."""
         rates = self.rates.select(mask)
         return _At(self.slots[mask], WorkerLoad(*(column[mask] for column in self.load)), rates, self.short[mask])
 
@@ -280,7 +280,7 @@ def _whole(view: PlacementView, at: _At | None) -> _Found | None:
 
 
 def _quick(view: PlacementView, at: _At, step: Numbers) -> _At | None:
-    """Decode workers that have room, and know by experience that they read this prompt within one ``step``."""
+    """Decode workers that have room and, by measured rates, prefill this prompt within one ``step``."""
     deepest = max(float(depths.take(at.slots).max()) for depths in (view.reachable_hits, *view.tier_hits))
     least = view.known_tokens - view.page_tokens * deepest  # tokens that are to be read, at least
     if least * at.rates.token.min() > step.max():
@@ -292,7 +292,7 @@ def _quick(view: PlacementView, at: _At, step: Numbers) -> _At | None:
 
 
 def _looked_at(view: PlacementView, slots: Slots) -> Slots:
-    """All, or a part that luck decides on and those with most of the prompt."""
+    """All candidates; with several gateways a random part, those with the longest prefix, and the key's own."""
     gateways = view.loads.gateways(slots)
     count = max(2, -(-len(slots) // gateways))
     if gateways < 2 or count >= len(slots):
@@ -310,7 +310,7 @@ def _looked_at(view: PlacementView, slots: Slots) -> Slots:
 
 
 def _shared(view: PlacementView, read: Numbers) -> Numbers:
-    """What reading costs, when others who wait for the same beginning have a part in a copy's price."""
+    """The cost of the prefill when requests with the same prefix share the price of a copy."""
     if not view.prefix_sharers:
         return read
     least = float(read.min())
@@ -319,7 +319,7 @@ def _shared(view: PlacementView, read: Numbers) -> Numbers:
 
 
 def _best(view: PlacementView, leg: RequestStage, at: _At, table: tuple[tuple[str, ...], Numbers]) -> _Found:
-    """Room first, then cost, then who it belongs to."""
+    """The candidate with room, then of least cost, then by affinity."""
     slots, cost, cached = at.slots, table[1][0], table[1][-2]
     order = cost
     if at.short.any() and not at.short.all():
@@ -338,7 +338,7 @@ def _best(view: PlacementView, leg: RequestStage, at: _At, table: tuple[tuple[st
 
 
 def _home(view: PlacementView, at: _At, of: tuple[Numbers, Numbers], place: int) -> int:
-    """The worker that the session belongs to, if it costs little; ``of``: costs and cached tokens."""
+    """The session's own worker, if it costs little more; ``of``: costs and cached tokens."""
     home = rendezvous_pick(view, at.slots, view.affinity_key)
     order, cached = of
     alone = float(at.rates.step[home] + at.rates.token[home] * view.known_tokens)  # to read it all
