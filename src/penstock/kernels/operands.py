@@ -218,7 +218,7 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A weight matrix [N, K] in the backend's own layout.  Made once, in the zygote; read-only afterwards."""
+    """A weight matrix [N, K] in the backend's own layout.  Made before workers are forked; read-only afterwards."""
 
     n: int
     k: int

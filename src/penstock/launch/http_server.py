@@ -269,7 +269,7 @@ class HttpServer:
                     self._draining.set()
         except ProtocolError as error:
             log.warning("from the supervisor: %s", error)
-        except EOFError:  # the supervisor has ended, and we with it (see zygote)
+        except EOFError:  # the supervisor has ended, and this process ends with it (``launch.fork_server``)
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
 
     async def _write_heartbeats(self, server: _Server) -> None:

@@ -1,4 +1,4 @@
-"""Forking with real processes.  Each test runs in a fresh interpreter: a test runner has threads, a zygote has none."""
+"""Forking with real processes.  Each test has a fresh interpreter: test runners have threads, a fork server none."""
 
 from __future__ import annotations
 
