@@ -31,8 +31,9 @@ class Line:
         self.counters = WireCounters()
         self.sent: list[PeerMessage] = []
 
-    def __aiter__(self) -> AsyncIterator[Received]:
-        raise NotImplementedError
+    async def __aiter__(self) -> AsyncIterator[Received]:
+        for message in ():  # nothing comes
+            yield message
 
     def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:
         self.sent.append(message)
@@ -276,3 +277,4 @@ async def test_a_worker_of_another_version_is_named_with_both_versions(caplog: p
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert f"speaks protocol version 3, this one {PROTOCOL_VERSION}" in line
     assert joined.unjoined() == [(A, version_reason(3))]
+    await joined.close()
