@@ -57,7 +57,7 @@ class Moves(RuleBasedStateMachine):
         self.incarnation = 0
         self.peer = 0
         self.to_sender: deque[tuple[bytes, PullPages | PagesReceived]] = deque()
-        self.to_receiver: deque[SendToReceiver] = deque()
+        self.to_receiver: deque[tuple[PageSource, SendToReceiver]] = deque()  # with who sent it
         self.going: Going | None = None
         self.coming: Coming | None = None
         self.here = False  # the receiver has taken it
@@ -83,7 +83,7 @@ class Moves(RuleBasedStateMachine):
     # --- carrying out turns ---
 
     def sent(self, turn: SenderOutput) -> None:
-        self.to_receiver.extend(turn.sends)
+        self.to_receiver.extend((self.source, send) for send in turn.sends)
         for effect in turn.events:
             assert self.going is not None
             match effect:
@@ -247,9 +247,9 @@ class Moves(RuleBasedStateMachine):
             else:
                 self.sent(self.sender.on_received(message, self.now))
         for _ in range(min(count, len(self.to_receiver))):
-            send = self.to_receiver.popleft()
+            source, send = self.to_receiver.popleft()
             if send.peer == b"peer%d" % self.peer:
-                self.took(self.receiver.on_message(self.source, send.message, send.payload, self.now))
+                self.took(self.receiver.on_message(source, send.message, send.payload, self.now))
             elif not isinstance(send.message, HandOverFailed):
                 self.sender.on_send_failed(send.peer, self.now)
 
