@@ -34,7 +34,7 @@ class Trouble:
     answers: int = 200
 
 
-BRIEF = Trouble(seconds=7.0, kills=3, stops=1, pause_s=(0.5, 1.2), answers=60)
+BRIEF = Trouble(seconds=5.0, kills=3, stops=1, pause_s=(0.4, 0.9), answers=60)
 SHORT = Trouble(seconds=16.0, kills=6, stops=3, pause_s=(0.8, 2.0))
 LONG = Trouble(seconds=300.0, kills=10, stops=5, pause_s=(1.0, 3.0))
 

@@ -27,7 +27,7 @@ from .streams import Answer, all_answers, make_client, stream_completion
 from .varied import varied_requests
 
 FLEET = ["--prefill", "2", "--decode", "2"]
-TOKENS = 160
+TOKENS = 112
 SCENES = 20
 
 Stir = Callable[[PenstockServer, httpx.AsyncClient, random.Random], Awaitable[None]]

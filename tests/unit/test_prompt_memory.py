@@ -75,7 +75,7 @@ def test_a_worker_keeps_a_prompt_in_few_bytes_a_token():
     assert request.tokens(TOKENS - 2, TOKENS) == (TOKENS - 2, TOKENS - 1)
 
 
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_a_gateway_keeps_a_prompt_once_and_in_few_bytes_a_token(n: int):
     intake = GenerationProcessor(STORYTELLER, name="m", max_model_len=2 * TOKENS, limits=RequestLimits(), created=7)
     envelope = RequestContext(id=RequestId("x"), arrival=0.0, identity=IDENTITY)

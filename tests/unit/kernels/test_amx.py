@@ -156,6 +156,7 @@ def test_nobody_gets_it_unasked() -> None:
         assert make_ops(family=FAMILY, compute_dtype="bf16").numerics == f"cpp-{FAMILY}-{_native.VERSION}-bf16"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("objdump") is None, reason="nothing to look into")
 def test_the_build_has_the_instructions() -> None:
     """Sums in tiles 0 to 3, rows of x in 4 and 5, panels in 6 and 7; an emulation has none of them."""

@@ -340,7 +340,7 @@ class HandOvers(RuleBasedStateMachine):
 
 
 HandOvers.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=80, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=60, stateful_step_count=80, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestHandOvers = HandOvers.TestCase
 

@@ -58,7 +58,7 @@ def refused(frame: bytes) -> bool:
     return False
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(st.binary(max_size=300))
 def test_random_frames_give_a_protocol_error(frame: bytes) -> None:
     assert refused(frame)
@@ -87,7 +87,7 @@ def mutated(draw: st.DrawFn) -> bytes:
     return bytes(frame)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(mutated())
 def test_a_mutated_frame_is_a_message_or_a_protocol_error(frame: bytes) -> None:
     if not refused(frame):

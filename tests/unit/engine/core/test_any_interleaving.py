@@ -201,7 +201,7 @@ class Guesser:
     moves=moves,
 )
 @settings(
-    max_examples=int(os.environ.get("PENSTOCK_EXAMPLES", "150")),
+    max_examples=int(os.environ.get("PENSTOCK_EXAMPLES", "80")),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
