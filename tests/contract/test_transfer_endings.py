@@ -224,11 +224,15 @@ def test_a_prompt_that_waits_long_keeps_both_leases(rig: Rig) -> None:
 @pytest.mark.parametrize("rig", AT_ONCE, indirect=True)
 def test_a_receiver_that_copies_slowly_keeps_its_lease(rig: Rig) -> None:
     reach(rig, "queued")
+
+    def heard() -> list[int]:
+        return [end.counters.received for end in (rig.listener, *rig.links.values())]
+
     for pages in (1, 2, 3):
-        heard = rig.listener.counters.received
+        before = heard()
         rig.clock.advance(6)
         rig.receiver_listens()
-        rig.until(lambda: rig.listener.counters.received > heard, copying=False)  # noqa: B023
+        rig.until(lambda: all(now > then for now, then in zip(heard(), before, strict=True)), copying=False)  # noqa: B023
         rig.receiver_copies(budget=1)
         assert rig.receiver.counters.pages == pages
     assert not rig.released
