@@ -168,7 +168,7 @@ class Worker:
                     stage=RequestStage.WHOLE,
                     prompt=bytes(pack_token_ids(prompt)),
                     emitted=(),
-                    sampling=SamplingParams(seed=index, max_tokens=self.length, temperature=temperature),
+                    sampling=SamplingParams(seed=index, max_tokens=self.length - PROMPT, temperature=temperature),
                     root=chain_root(self.identity),
                 )
             )

@@ -234,11 +234,8 @@ class _Gate:
 
     def serve(self) -> None:
         """Answer all authentication requests that are pending."""
-        while True:
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        while _readable(self.socket):
+            frames = self.socket.recv_multipart(_NOBLOCK)
             # RFC 27: version, request, domain, address, identity, mechanism, credentials
             known = len(frames) == 7 and frames[0] == _ZAP_VERSION and frames[2] == _DOMAIN and frames[5] == b"CURVE"
             allowed = known and compare_digest(frames[6], self._allowed)
@@ -317,13 +314,12 @@ class _ZmqListener:
 
     def recv(self) -> Received | None:
         for _ in range(0 if self.closed else MALFORMED_PER_TURN):
-            try:
-                peer = self.socket.recv(_NOBLOCK)
-            except zmq.Again:
+            if not _readable(self.socket):
                 self._gate.serve()
                 if self._limit is not None:
                     self._limit.update()
                 return None
+            peer = self.socket.recv(_NOBLOCK)
             header = self.socket.recv(_NOBLOCK)
             received = _received(self.socket, peer, header, self.counters)
             if received is not None:
@@ -378,7 +374,7 @@ class _ZmqLink:
 
     def readable(self) -> bool:
         """Whether a message is here.  Also re-arms the descriptor, which signals edges only."""
-        return not self.closed and bool(_number(self.socket, _EVENTS) & _POLLIN)
+        return not self.closed and _readable(self.socket)
 
     def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:
         return _send(self.socket, [], message, payload, self.counters)
@@ -452,6 +448,11 @@ def _number(socket: zmq.Socket[bytes], option: int) -> int:
     value = socket.getsockopt(option)
     assert isinstance(value, int)
     return value
+
+
+def _readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message is here: in half the time of a ``recv`` that raises Again."""
+    return bool(_number(socket, _EVENTS) & _POLLIN)
 
 
 def _received(socket: zmq.Socket[bytes], peer: bytes, header: bytes, counters: WireCounters) -> Received | None:

@@ -125,14 +125,18 @@ class StepCostModel:
 
     def _learn_weights(self, x: list[float], ratio: float) -> None:
         """``x``: the features by the predicted seconds; the step took ``ratio`` of those."""
-        speed = 1.0 / sum(p * v for p, v in zip(self._prior, x, strict=True))
+        x0, x1, x2, x3 = x
+        p0, p1, p2, p3 = self._prior
+        speed = 1.0 / (p0 * x0 + p1 * x1 + p2 * x2 + p3 * x3)
         least = [MIN_WEIGHT_SHARE * speed * p for p in self._prior]
         self._drift([max(w, small) for w, small in zip(self._weights, least, strict=True)])
-        surprise = ratio - sum(w * v for w, v in zip(self._weights, x, strict=True))
-        px = [sum(p * v for p, v in zip(row, x, strict=True)) for row in self._spread]
+        w0, w1, w2, w3 = self._weights
+        surprise = ratio - (w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3)
+        px = [s0 * x0 + s1 * x1 + s2 * x2 + s3 * x3 for s0, s1, s2, s3 in self._spread]
+        px0, px1, px2, px3 = px
         odd = min(surprise * surprise, NOISE)  # one step that is unlike the others teaches no more than a noisy one
         self._noise += NOISE_SHARE * (odd - self._noise)
-        scale = max(self._noise, odd, MIN_NOISE) + sum(v * p for v, p in zip(x, px, strict=True))
+        scale = max(self._noise, odd, MIN_NOISE) + (x0 * px0 + x1 * px1 + x2 * px2 + x3 * px3)
         self._weights = [
             max(w + p / scale * surprise, small) for w, p, small in zip(self._weights, px, least, strict=True)
         ]

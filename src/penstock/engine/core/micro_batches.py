@@ -39,6 +39,8 @@ class MicroBatches:
 
     def excluded(self, micro_batch: int) -> Set[Request]:
         """Requests that ``micro_batch`` must not compute: others in flight will preempt them when planned next."""
+        if not self.several:
+            return frozenset()
         others = ((number, own) for number, own in self._preemption_targets.items() if number != micro_batch)
         return frozenset().union(*(own for number, own in others if number in self._in_flight))
 

@@ -308,19 +308,19 @@ class Scheduler:
         new = complete_migration(self._table, request, event)
         if new is not None:
             self._pending.new_tokens.append(new)
-        if request.id in self._table.running:
-            self._give_back_if_full(request)
+        if request.id in self._table.running and request.exceeds_context:
+            self._return_full(request)
 
     def _start_if_complete(self, request: Request) -> None:
         if request.has_first_token and request.computed == request.remote_tokens:
             self._table.start_running(request)
-            self._give_back_if_full(request)
+            if request.exceeds_context:
+                self._return_full(request)
 
-    def _give_back_if_full(self, request: Request) -> None:
+    def _return_full(self, request: Request) -> None:
         """An open-ended answer is never cut short: a worker with a longer context continues it."""
-        if request.exceeds_context:
-            self._table.return_request(request, ReturnReason.TOO_LONG)
-            self._table.remove(request)
+        self._table.return_request(request, ReturnReason.TOO_LONG)
+        self._table.remove(request)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -383,9 +383,9 @@ class Scheduler:
             self.cost.update(work, seconds / plan.steps)
             if self.config.even_pace and all(row.count == 1 for row in plan.rows):
                 self._pace.on_step(work, len(self._table.reserved), seconds, now)
-            whole = work.tokens == work.draws and not any(one.mask_late for one in drawn)
-            if self._speculator is not None and plan.rows and plan.steps == 1 and whole:
-                self._speculator.on_step(plan.rows, drawn, seconds)
+            if self._speculator is not None and plan.rows and plan.steps == 1 and work.tokens == work.draws:
+                if not any(one.mask_late for one in drawn):
+                    self._speculator.on_step(plan.rows, drawn, seconds)
         outcome = self._take_pending()
         for row, new in zip(plan.rows, drawn, strict=True):
             if row.request.status is RequestStatus.RUNNING:
@@ -433,8 +433,8 @@ class Scheduler:
             self._announce(request, outcome)
         elif finish is not None:
             self._table.remove(request)
-        else:
-            self._give_back_if_full(request)
+        elif request.exceeds_context:
+            self._return_full(request)
 
     def _announce(self, request: Request, outcome: StepOutcome) -> None:
         """Tell of pages that are final: full ones, and the partial ones when nothing more comes into them."""
