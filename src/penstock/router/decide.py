@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -217,8 +217,7 @@ def has_live_workers(fleet: Fleet, besides: frozenset[WorkerId] = frozenset()) -
     return Role.BOTH in there or (Role.PREFILL in there and Role.DECODE in there)
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
+class _Room(NamedTuple):
     """How much of a context workers must have."""
 
     reads: int  # of a prefill worker
@@ -272,13 +271,7 @@ class _Seen:
     ) -> PlacementView:
         """With the candidates of this identity."""
         slots = {
-            role: _candidates(
-                self.ask,
-                fleet,
-                _with_room(fleet, fleet.ready_slots(role, identity), role, room, set_aside),
-                now,
-                set_aside,
-            )
+            role: _candidates(self.ask, fleet, _with_room(fleet, role, identity, room, set_aside), now, set_aside)
             for role in SERVING
         }
         return PlacementView(
@@ -346,6 +339,8 @@ def _encoders(
 
 def _among(pairs: WorkerKeys, fleet: Fleet, slots: Slots) -> NDArray[np.bool_] | None:
     """Which of ``slots`` are workers of ``pairs``; None when no pair is a worker that is there now."""
+    if not pairs:
+        return None
     current = [
         slot
         for worker, incarnation in pairs
@@ -354,12 +349,15 @@ def _among(pairs: WorkerKeys, fleet: Fleet, slots: Slots) -> NDArray[np.bool_] |
     return np.isin(slots, current) if current else None
 
 
-def _with_room(fleet: Fleet, slots: Slots, role: Role, room: _Room, set_aside: dict[int, str]) -> Slots:
-    """Those whose contexts are long enough."""
-    if not len(slots):
+def _with_room(
+    fleet: Fleet, role: Role, identity: ModelIdentity | None, room: _Room, set_aside: dict[int, str]
+) -> Slots:
+    """The ready workers of this role whose contexts are long enough."""
+    slots = fleet.ready_slots(role, identity)
+    least: float = room.reads if role is Role.PREFILL else room.writes
+    if not len(slots) or (fleet.shortest_context(role, identity) >= least and not room.longest):
         return slots
     contexts = fleet.loads.contexts(slots)
-    least: float = room.reads if role is Role.PREFILL else room.writes
     if room.longest and role is not Role.PREFILL:
         least = max(least, contexts.max())
     small = contexts < least
@@ -375,7 +373,7 @@ def _aside(seen: _Seen, fleet: Fleet, now: float) -> dict[int, str]:
     set_aside: dict[int, str] = {}
     ask, room = seen.ask, seen.rooms()[-1]
     for role in SERVING:
-        slots = _with_room(fleet, fleet.ready_slots(role, ask.identity), role, room, set_aside)
+        slots = _with_room(fleet, role, ask.identity, room, set_aside)
         _candidates(ask, fleet, slots, now, set_aside)
     return set_aside
 

@@ -78,6 +78,7 @@ class Fleet:
         self._slots: dict[WorkerId, int] = {}
         self._vacant: list[int] = []  # of workers that were forgotten
         self._arrays: dict[tuple[Role, ModelIdentity | None], Slots] = {}  # until somebody changes
+        self._shortest: dict[tuple[Role, ModelIdentity | None], float] = {}  # the same
         self._standing: dict[ModelIdentity | None, bytes] = {}  # the same
         self._names: tuple[WorkerId, ...] = ()
         self._ready: dict[tuple[Role, ModelIdentity | None], tuple[int, ...]] = {}  # until somebody changes
@@ -160,8 +161,8 @@ class Fleet:
             return False
         slot = self._slots[report.worker]
         before, counters = self.reports[slot], self.counters[slot]
-        known = (self.states[slot], self.roles[slot], before and before.identity)
-        if known != (report.state, report.role, report.identity):
+        known = (self.states[slot], self.roles[slot], before and before.identity, before and before.max_model_len)
+        if known != (report.state, report.role, report.identity, report.max_model_len):
             self._changed()
         done = before and _work_done(before, counters)
         counters.update(report.counters)
@@ -349,6 +350,15 @@ class Fleet:
             slots = self._arrays[key] = np.array(self.ready(role, identity), dtype=np.intp)
         return slots
 
+    def shortest_context(self, role: Role, identity: ModelIdentity | None) -> float:
+        """Of those that are ready, in tokens; infinite where none is."""
+        key = (role, identity)
+        shortest = self._shortest.get(key)
+        if shortest is None:
+            contexts = self.loads.contexts(self.ready_slots(role, identity))
+            shortest = self._shortest[key] = float(contexts.min(initial=math.inf))
+        return shortest
+
     def worker_names(self) -> tuple[WorkerId, ...]:
         """``ids`` as they are now, whatever becomes of them; "" for a slot that is vacant."""
         if not self._names:
@@ -498,6 +508,7 @@ class Fleet:
     def _changed(self) -> None:
         self._ready.clear()
         self._arrays.clear()
+        self._shortest.clear()
         self._identities = None
         self._standing.clear()
 

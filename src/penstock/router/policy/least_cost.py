@@ -98,7 +98,7 @@ def prefill_costs(view: PlacementView, slots: Slots, load: WorkerLoad, rates: Wo
         compute=compute,
         wait=queue_wait(load, rates, urgent=view.interactive),
         prefill=rates.step + work + rates.sample,
-        interference=np.maximum(load.rows, load.rows.mean()) * work,
+        interference=np.maximum(load.rows, load.rows.sum() / len(load.rows)) * work,
     )
 
 
