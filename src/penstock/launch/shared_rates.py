@@ -5,8 +5,8 @@
     slot (32 bytes):  hash of tenant and unit, 16 | left, double | at, double     found by open addressing
 
 A gateway holds the file's lock while it reads and writes, for some microseconds.  Linux releases the lock of a process
-that dies; if one is stopped while it holds the lock, others go on without it, and a request may be miscounted.  The
-memory is anonymous: it is freed with the last process that maps it.
+that dies; if one is stopped while it holds the lock, each of the others waits once, ``LOCK_WAIT_S``, and goes on without
+it: a request may be miscounted.  The memory is anonymous: it is freed with the last process that maps it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import fcntl
 import mmap
 import os
 import struct
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,8 +29,8 @@ _LEVEL = struct.Struct("<dd")
 _HASH_BYTES = 16
 _FREE = b"\0" * _HASH_BYTES
 _PROBES = 64
-_LOCK_TRIES = 1000
-"""Some milliseconds: a thousand times as long as a running process holds the lock."""
+LOCK_WAIT_S = 0.02
+"""A running process holds the lock for microseconds; one that lost its core in the middle has one again by then."""
 
 
 class SharedTokenBuckets:
@@ -37,6 +38,7 @@ class SharedTokenBuckets:
 
     def __init__(self, max_tenants: int) -> None:
         """Allocates twice the buckets of ``max_tenants``."""
+        self._holder_stopped = False
         self._slots = 1 << (4 * max_tenants - 1).bit_length()
         self.descriptor = os.memfd_create("penstock-rates")
         weakref.finalize(self, os.close, self.descriptor)
@@ -62,13 +64,18 @@ class SharedTokenBuckets:
         _SLOT.pack_into(self._memory, self._find(name), name, *level)
 
     def _lock(self) -> bool:
-        for _ in range(_LOCK_TRIES):
+        until = 0.0 if self._holder_stopped else time.monotonic() + LOCK_WAIT_S
+        while True:
             try:
                 fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                if time.monotonic() >= until:
+                    self._holder_stopped = True
+                    return False
+                os.sched_yield()  # the holder may wait for this core
                 continue
+            self._holder_stopped = False
             return True
-        return False
 
     def _holds(self, at: int, name: bytes) -> bool:
         return self._memory[at : at + _HASH_BYTES] == name
