@@ -350,6 +350,7 @@ def test_it_can_be_ended_while_it_starts() -> None:
         server.kill()
 
 
+@pytest.mark.long
 def test_it_can_be_started_many_times_on_one_port() -> None:
     port = free_port()
     for _ in range(2):

@@ -133,6 +133,7 @@ def test_the_bodies_cross_every_threshold():
     assert {"logprobs", "stop", "repetition_penalty", "min_p", "logit_bias", "structured_outputs"} <= fields
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_chat_answer_is_the_same_split_and_aggregated():
     body = {

@@ -44,9 +44,9 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 
 
 def crowd() -> list[dict[str, Any]]:
-    """Two answers that each fill more than half of 128 pages: side by side, one of them must give way."""
-    long = {"model": "storyteller", "max_tokens": 1100, "ignore_eos": True, "temperature": 1.0, "logprobs": 1}
-    return [{**long, "prompt": [50 + index], "seed": index} for index in range(2)]
+    """Two requests that both find room and each come to more than half of 128 pages: one of them must give way."""
+    long = {"model": "storyteller", "max_tokens": 300, "ignore_eos": True, "temperature": 1.0, "logprobs": 1}
+    return [{**long, "prompt": [50 + index] * 800, "seed": index} for index in range(2)]
 
 
 def varied_requests(
