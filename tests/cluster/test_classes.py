@@ -31,7 +31,7 @@ def key_of(path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[
 
 def batch(index: int) -> dict[str, Any]:
     """Both have room; beside the first an interactive prompt of 1,700 tokens has none, however little is written."""
-    prompt, max_tokens = ([50] * 700, 900) if index == 0 else ([51], 400)
+    prompt, max_tokens = ([50] * 1300, 300) if index == 0 else ([51] * 200, 200)
     return {**LONG, "prompt": prompt, "max_tokens": max_tokens, "seed": index, "priority": "batch"}
 
 

@@ -299,8 +299,8 @@ def test_ctrl_c_ends_it(serve: Serve) -> None:
 
 def test_sigterm_lets_a_running_answer_finish(serve: Serve) -> None:
     server = serve()
-    undisturbed = ask(server, max_tokens=900)
-    with streaming(server, max_tokens=900) as stream:
+    undisturbed = ask(server, max_tokens=500)
+    with streaming(server, max_tokens=500) as stream:
         assert len(stream.read(20)) < len(undisturbed)
         server.process.send_signal(signal.SIGTERM)
         server.wait_for(lambda: "finishing what runs" in server.read_log(), PATIENCE_S, "draining")

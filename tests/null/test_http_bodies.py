@@ -43,8 +43,8 @@ def padded(body: dict[str, Any], size: int) -> bytes:
 )
 async def test_nothing_of_a_body_stays_while_its_answer_runs(path: str, asked: dict[str, Any]) -> None:
     streams = NullStreams(gate=asyncio.Event())
-    size = 8 << 20
-    body = asked | {"model": MODEL, "max_tokens": 8, "metadata": {"a": [[] for _ in range(80_000)]}}
+    size = 2 << 20
+    body = asked | {"model": MODEL, "max_tokens": 8, "metadata": {"a": [[] for _ in range(20_000)]}}
     raw = padded(body, size)
     async with stage(streams, RequestLimits(max_ignored_chars=1 << 20)) as on:
         tracemalloc.start()

@@ -20,8 +20,9 @@ CPU_BACKENDS = {(family, compute) for family in (*families(), REFERENCE) for com
 SANITIZED = "PENSTOCK_SANITIZED" in os.environ
 
 
-DEFAULT = {(families()[0], "bf16"), (families()[0], "fp32"), ("portable", "fp32"), (REFERENCE, "fp32")}
-"""The best family of this processor, which serves, in both types; and the one that every other is compared with."""
+DEFAULT = {(families()[0], "bf16"), (families()[0], "fp32"), (REFERENCE, "fp32")}
+"""The best family of this processor, which serves, in both types, and the reference.  ``scripts/other-families-tests`` and
+``--families`` have the others, in CI when the kernels have changed."""
 
 
 @pytest.hookimpl(tryfirst=True)

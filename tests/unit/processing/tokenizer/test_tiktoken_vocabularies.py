@@ -36,6 +36,7 @@ def test_a_small_rank_file_gives_tiktokens_ids(tmp_path: Path):
     check_kimi(write_ranks(tmp_path / "tiktoken.model", small_ranks()), small_ranks())
 
 
+@pytest.mark.long
 @real_files
 def test_kimis_tokenizer_gives_tiktokens_ids(tmp_path: Path):
     path = THEIRS / "tiktoken" / "o200k_base.tiktoken"
