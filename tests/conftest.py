@@ -5,6 +5,7 @@ The watchdog of each test is pytest-timeout (``timeout`` in pyproject.toml).
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -85,6 +86,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [items[place] for place in in_turn([item.nodeid for item in items], shard, left)]
         config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
         items[:] = chosen
+
+
+def pytest_collection_finish() -> None:
+    """Collections in tests pass over what was imported: a millisecond each instead of half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def read_left(config: pytest.Config) -> set[str]:

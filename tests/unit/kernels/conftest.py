@@ -21,8 +21,8 @@ SANITIZED = "PENSTOCK_SANITIZED" in os.environ
 
 
 DEFAULT = {(families()[0], "bf16"), (families()[0], "fp32"), (REFERENCE, "fp32")}
-"""The best family of this processor, which serves, in both types, and the reference.  ``scripts/other-families-tests`` and
-``--families`` have the others, in CI when the kernels have changed."""
+"""The best family of this processor, which serves, in both types, and the reference.  Others: ``--families``, which CI
+takes when the kernels have changed."""
 
 
 @pytest.hookimpl(tryfirst=True)
