@@ -1,0 +1,58 @@
+"""Every program of ``bench`` that a page names still runs, at its smallest: figures of so little mean nothing."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+QUICK = {
+    "closed_loop": "--clients 4 --requests 8 --prompt 64 --answer 8",
+    "compression": "--outputs 64 --inputs 256 --rows 1 --rounds 1",
+    "grammar": "--answers 1 --rounds 1",
+    "kernels": "--outputs 64 --inputs 256 --rows 1 --seconds 0.01",
+    "reports": "--scenes idle --rounds 1 --seconds 0.2",
+    "router": "--tokens 1000 --workers 4 --blocks 10000 --rounds 8 --prompts 2",
+    "scheduler": "--rows 1,4 --steps 8",
+    "sparse": "speed --tokens 512 --rounds 1",
+    "speculation": "quotes --tokens 8 --rounds 1",
+    "step": "--rows 1 2 --steps 9",
+    "transfer": "--carriers tcp,socket --sizes 1MiB --seconds 0.05",
+    "worker_turns": "--held 8 --tokens 512 --gateways 2",
+}
+"""What needs no service, and its arguments."""
+
+SERVED = {
+    "chats": "--clients 2 --chats 2 --turns 2 --policies penstock",
+    "drain": "--rounds 1 --answers 2 --tokens 32 --quiet 1 --kills",
+    "fairness": "--real --seconds 1 --clients 1",
+    "stutter": "--rounds 1 --duration 1 --setups split",
+    "store": "restart --tokens 200 --dir DIR",
+}
+"""What starts services."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [pytest.param(*item, id=" ".join(item)) for item in (*QUICK.items(), *SERVED.items())],
+)
+def test_it_runs(program: str, words: str, tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "bench" / f"{program}.py", *shlex.split(words.replace("DIR", str(tmp_path)))]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
+    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert any(character.isdigit() for character in ended.stdout)
+
+
+def test_no_program_is_left_out() -> None:
+    """``simulations`` takes traces, ``reality`` calibrates for minutes, ``heads`` trains: tried by hand."""
+    by_hand = {"simulations", "reality", "heads"}
+    programs = {path.stem for path in (ROOT / "bench").glob("*.py")}
+    assert programs == QUICK.keys() | SERVED.keys() | by_hand
