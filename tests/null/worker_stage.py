@@ -21,7 +21,7 @@ from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.loop import EngineLoop
 from penstock.engine.runner.null_runner import NullRunner, null_token
 from penstock.engine.service.kv_prefetch import KvPrefetcher
-from penstock.engine.service.kv_transfer import TransferEnds
+from penstock.engine.service.kv_transfer import RecomputeEstimate, TransferEnds
 from penstock.engine.service.readiness import NoPrefetch, ReadinessSources
 from penstock.engine.service.worker_service import WorkerService
 from penstock.hashing import chain_root
@@ -150,7 +150,8 @@ class StageWorker:
         self.carrier = carrier = stage.carrier(self.memory, stage.memories, PageChecksum(identity, stage.layout))
         self.scheduler = Scheduler(config.scheduler, stage.cost)
         self.sender = KvSender(config.hand_over, carrier, config.incarnation)
-        self.receiver = KvReceiver(config.hand_over, carrier)
+        estimate = RecomputeEstimate(self.scheduler)
+        self.receiver = KvReceiver(config.hand_over, carrier, predict=estimate.predict)
         self.hands: list[HandNow] = []
         self.stored: KvPrefetcher | None = None
         if stage.tiers is not None:

@@ -5,8 +5,8 @@
     slot (32 bytes):  hash of tenant and unit, 16 | left, double | at, double     found by open addressing
 
 A gateway holds the file's lock while it reads and writes, for some microseconds.  Linux releases the lock of a process
-that dies; if one is stopped while it holds the lock, each of the others waits once, ``LOCK_WAIT_S``, and goes on without
-it: a request may be miscounted.  The memory is anonymous: it is freed with the last process that maps it.
+that dies; if one is stopped while it holds the lock, each of the others waits once, ``LOCK_WAIT_S``, and goes on
+without it: a request may be miscounted.  The memory is anonymous: it is freed with the last process that maps it.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from penstock.engine.runner.model_runner import ModelRunner, RunnerServices
 from penstock.engine.runner.pooling_runner import PoolingRunner
 from penstock.engine.runner.sampling_state import MaskWait
 from penstock.engine.service.kv_prefetch import KvPrefetcher, NoPrefetcher
-from penstock.engine.service.kv_transfer import TransferEnds
+from penstock.engine.service.kv_transfer import RecomputeEstimate, TransferEnds
 from penstock.engine.service.load_report import ReportSources
 from penstock.engine.service.peer_links import PeerLinks
 from penstock.engine.service.readiness import ReadinessSources
@@ -120,7 +120,7 @@ def run_worker(config: WorkerConfig, inherited: WorkerResources) -> int:
         verifier=None if inherited.pages_on_device else PageChecksums(own),
         without_masks=runner.without_masks if isinstance(runner, ModelRunner) else frozenset,
     )
-    hand_over = _hand_over(config, inherited, (own, kv), peers)
+    hand_over = _hand_over(config, inherited, (own, kv), peers, scheduler)
     stored = _stored(config, inherited, own, peers, scheduler=scheduler, clock=clock)
     ready = ReadinessSources(grammars, images, inherited.adapters, stored)
     cores, gateways = inherited.cores, inherited.gateways
@@ -255,7 +255,11 @@ def _made_ready(program: StepProgram, inherited: WorkerResources) -> StepProgram
 
 
 def _hand_over(
-    config: WorkerConfig, inherited: WorkerResources, memory: tuple[KvMemory, Array], peers: Mapping[WorkerId, KvMemory]
+    config: WorkerConfig,
+    inherited: WorkerResources,
+    memory: tuple[KvMemory, Array],
+    peers: Mapping[WorkerId, KvMemory],
+    scheduler: Scheduler,
 ) -> TransferEnds:
     """``memory``: that others can read, and that is computed in."""
     (own, kv), identity, ops = memory, inherited.identity, inherited.ops
@@ -264,7 +268,8 @@ def _hand_over(
     writer = None
     if inherited.twins is not None:
         writer = cast(ExportsPages, ops).page_writer(kv, own.buffer, inherited.twins)
-    return TransferEnds(identity, sender, KvReceiver(config.hand_over, carrier), writer, inherited.vocab)
+    receiver = KvReceiver(config.hand_over, carrier, predict=RecomputeEstimate(scheduler).predict)
+    return TransferEnds(identity, sender, receiver, writer, inherited.vocab)
 
 
 def _stored(

@@ -384,8 +384,7 @@ class Scheduler:
             if self.config.even_pace and all(row.count == 1 for row in plan.rows):
                 self._pace.on_step(work, len(self._table.reserved), seconds, now)
             if self._speculator is not None and plan.rows and plan.steps == 1 and work.tokens == work.draws:
-                if not any(one.mask_late for one in drawn):
-                    self._speculator.on_step(plan.rows, drawn, seconds)
+                self._learn_drafts(self._speculator, plan, drawn, seconds)
         outcome = self._take_pending()
         for row, new in zip(plan.rows, drawn, strict=True):
             if row.request.status is RequestStatus.RUNNING:
@@ -398,6 +397,14 @@ class Scheduler:
                 else:
                     self._advance(row, new, outcome)
         return outcome
+
+    @staticmethod
+    def _learn_drafts(
+        speculator: DraftProposer, plan: StepPlan, drawn: Sequence[SampledTokens], seconds: float
+    ) -> None:
+        """From a step in which no row had to wait for its mask."""
+        if not any(one.mask_late for one in drawn):
+            speculator.on_step(plan.rows, drawn, seconds)
 
     def _advance(self, row: ScheduledTokens, new: SampledTokens, outcome: StepOutcome, *, without: int = 0) -> None:
         """A chunk that is not the last of its prompt, or one of which the last tokens are to be computed again."""

@@ -324,7 +324,7 @@ def page_offer(done: CompletedPage, pool: PagePool) -> PageOffer:
 
 
 class RecomputeEstimate:
-    """Of one worker."""
+    """How long one worker would take to recompute what it waits for (``KvReceiver``)."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

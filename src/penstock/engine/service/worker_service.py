@@ -51,7 +51,6 @@ from penstock.engine.service.kv_transfer import (
     EXPORT_POLL_S,
     KvTransfer,
     PageExporter,
-    RecomputeEstimate,
     TransferEnds,
     TransferNews,
 )
@@ -246,7 +245,6 @@ class WorkerService:
             figures or ReportSources(),
             turned_away=lambda: hand_over.sender.rejected_connections,
         )
-        hand_over.receiver.hedge_policy.predict = RecomputeEstimate(scheduler).predict
         budget, ahead = config.hand_over.copy_budget_bytes, config.hand_over.ahead_tokens
         self._moves = Migrations(scheduler, ends, requests, budget, ahead_tokens=ahead)
         self.lifecycle = Lifecycle(config, self.reporter, scheduler, requests, on_role=on_role, on_settled=on_settled)

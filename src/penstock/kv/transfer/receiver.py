@@ -130,8 +130,8 @@ def no_local_prefill(request: RequestId, start: int, stop: int) -> float | None:
 class HedgePolicy:
     """Decides when recomputing is faster than waiting for pages.  ``predict`` estimates the time to recompute."""
 
-    def __init__(self, config: KvTransferConfig) -> None:
-        self.predict: PredictCompute = no_local_prefill
+    def __init__(self, config: KvTransferConfig, predict: PredictCompute) -> None:
+        self.predict = predict
         self._after_s = config.hedge_after_s
         self._margin = config.hedge_margin
 
@@ -173,9 +173,12 @@ SenderMessage = FetchTicket | PageReady | PagesReady | PrefillDone | HandOverAli
 class KvReceiver:
     """All pulls into one worker's pages.  Every method returns messages to send and events for the scheduler."""
 
-    def __init__(self, config: KvTransferConfig, carrier: KvConnector) -> None:
+    def __init__(
+        self, config: KvTransferConfig, carrier: KvConnector, *, predict: PredictCompute = no_local_prefill
+    ) -> None:
+        """``predict``: how long computing tokens here would take."""
         self.counters = TransferCounters()
-        self.hedge_policy = HedgePolicy(config)  # the caller sets its ``predict``
+        self.hedge_policy = HedgePolicy(config, predict)
         self._config = config
         self._carrier = carrier
         self._layout = carrier.seal.layout
