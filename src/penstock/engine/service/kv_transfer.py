@@ -1,6 +1,6 @@
 """This worker's hand-overs: both ends of them (``kv.transfer``), and the connections to other workers.
 
-Carries what the ends send to other workers and what those reply; news for the scheduler and the gateways goes to a
+Carries what the ends send to other workers and what those reply; events for the scheduler and the gateways go to a
 callback.  Knows nothing of gateways, and nothing about when a request is given up.
 
 Pages in host memory are offered at once when they are final.  Pages of a device are first written to their twins in
@@ -60,7 +60,7 @@ from penstock.wire.transfer_messages import (
 )
 from penstock.wire.transport import Link, Listener
 
-TransferNews = PagesAdvanced | TransferDone | HedgeWon | PullFailed | PullGranted | TransferReleased
+TransferEvent = PagesAdvanced | TransferDone | HedgeWon | PullFailed | PullGranted | TransferReleased
 """What an end says that is not for another worker."""
 
 log = logging.getLogger("penstock.worker")
@@ -80,7 +80,7 @@ class TransferEnds:
 
 
 class KvTransfer:
-    """The ends, and a way to say what they want said.  ``tell`` hears their news, in order, and may call back."""
+    """The ends, and a way to say what they want said.  ``tell`` gets their events, in order, and may call back."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class KvTransfer:
         peers: PeerLinks,
         listener: Listener,
         clock: Clock,
-        tell: Callable[[TransferNews], None],
+        tell: Callable[[TransferEvent], None],
     ) -> None:
         self._vocabulary = ends.vocabulary
         self._sender = ends.sender
@@ -226,12 +226,12 @@ class KvTransfer:
 
     def _receiving(self, turn: ReceiverOutput) -> None:
         now = self._clock.now()
-        for news in send_pulls(turn, lambda source, message: self._peers.send(source, message, now)):
-            self._emit(news)
+        for event in send_pulls(turn, lambda source, message: self._peers.send(source, message, now)):
+            self._emit(event)
 
     def _sending(self, turn: SenderOutput) -> None:
-        for news in send_messages(turn, self._listener, self._sender, self._clock.now()):
-            self._emit(news)
+        for event in send_messages(turn, self._listener, self._sender, self._clock.now()):
+            self._emit(event)
 
 
 EXPORT_POLL_S = 0.001

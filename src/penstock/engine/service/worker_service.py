@@ -52,7 +52,7 @@ from penstock.engine.service.kv_transfer import (
     KvTransfer,
     PageExporter,
     TransferEnds,
-    TransferNews,
+    TransferEvent,
 )
 from penstock.engine.service.lifecycle import Lifecycle
 from penstock.engine.service.load_report import LoadReporter, ReportSources
@@ -83,55 +83,60 @@ from penstock.wire.transport import Listener, Received, Source, Transport
 
 
 @dataclass(frozen=True, slots=True)
-class NewsOutputs:
-    """Where news goes."""
+class TransferEventOutputs:
+    """Where it goes that a transfer has caused."""
 
     event: Callable[[EngineEvent], None]  # to the scheduler
     return_request: Callable[[RequestId, int, str], None]  # a request to its gateway, with the reason
     tokens: Callable[[ConnectedGateway, tuple[TokenItem, ...]], object]
 
 
-class TransferNewsHandler:
-    """Turns news of transfers into events and messages of one worker."""
+class TransferEventHandler:
+    """Turns events of transfers into events and messages of one worker."""
 
     def __init__(
-        self, scheduler: Scheduler, asks: GatewayRequests, moves: Migrations, reporter: LoadReporter, out: NewsOutputs
+        self,
+        scheduler: Scheduler,
+        requests: GatewayRequests,
+        moves: Migrations,
+        reporter: LoadReporter,
+        out: TransferEventOutputs,
     ) -> None:
         self._scheduler = scheduler
-        self._requests = asks
+        self._requests = requests
         self._moves = moves
         self._reporter = reporter
         self._out = out
 
-    def handle(self, news: TransferNews, now: float) -> None:
+    def handle(self, event: TransferEvent, now: float) -> None:
         """Handle one event of a transfer's receiver or sender."""
-        match news:
+        match event:
             case PagesAdvanced():
-                self._out.event(PagesArrived(id=news.request, epoch=news.epoch, computed=news.computed))
+                self._out.event(PagesArrived(id=event.request, epoch=event.epoch, computed=event.computed))
             case TransferDone():
-                self._complete(news, now)
+                self._complete(event, now)
             case HedgeWon():
-                self._outrun(news, now)
+                self._hedge_won(event, now)
             case PullFailed():
                 self._reporter.count("hand_overs_failed")
-                self._out.return_request(news.request, news.epoch, ReturnReason.PAGES_LOST.with_details(news.reason))
+                self._out.return_request(event.request, event.epoch, ReturnReason.PAGES_LOST.with_details(event.reason))
             case PullGranted():
-                if not self._moves.on_credit(news, now):
-                    self._out.event(CreditGranted(id=news.request, epoch=news.epoch))
+                if not self._moves.on_credit(event, now):
+                    self._out.event(CreditGranted(id=event.request, epoch=event.epoch))
             case TransferReleased():
-                self._released(news, now)
+                self._released(event, now)
 
-    def _complete(self, effect: TransferDone, now: float) -> None:
+    def _complete(self, event: TransferDone, now: float) -> None:
         """All pages are here: the scheduler gets the tokens; the rest of the item is kept for ``publish``."""
-        first = effect.first
-        ask = self._requests.get(effect.request)
-        if ask is not None and ask.epoch != effect.epoch:
+        first = event.first
+        ask = self._requests.get(event.request)
+        if ask is not None and ask.epoch != event.epoch:
             ask = None
         if ask is not None:
             began, tokens = ask.pulled
             ask.end_phase("transfer", began, now, tokens=tokens)
         if ask is not None and ask.migrates:
-            self._joined(effect, ask)
+            self._migrated(event, ask)
             return
         self._reporter.count("hand_overs")
         if ask is not None:
@@ -140,43 +145,43 @@ class TransferNewsHandler:
                 # The whole answer is this token.  The prefill worker sends it, too; if it died first, we do.
                 self._out.tokens(ask.gateway, (first,))
         self._out.event(
-            FirstTokenArrived(id=effect.request, epoch=effect.epoch, token=first.tokens[0], finish=first.finish)
+            FirstTokenArrived(id=event.request, epoch=event.epoch, token=first.tokens[0], finish=first.finish)
         )
 
-    def _outrun(self, effect: HedgeWon, now: float) -> None:
+    def _hedge_won(self, event: HedgeWon, now: float) -> None:
         """The pages of a computed prompt are too slow to come: this worker recomputes them."""
-        ask = self._requests.get(effect.request)
-        if ask is not None and ask.epoch == effect.epoch:
+        ask = self._requests.get(event.request)
+        if ask is not None and ask.epoch == event.epoch:
             began, tokens = ask.pulled
             ask.end_phase("transfer", began, now, tokens=tokens)
-            ask.first_item = effect.first
-        self._out.event(RecomputeLocally(id=effect.request, epoch=effect.epoch, token=effect.first.tokens[0]))
+            ask.first_item = event.first
+        self._out.event(RecomputeLocally(id=event.request, epoch=event.epoch, token=event.first.tokens[0]))
 
-    def _joined(self, effect: TransferDone, ask: GatewayRequest) -> None:
+    def _migrated(self, event: TransferDone, ask: GatewayRequest) -> None:
         """A migrated response continues here."""
-        first, here = effect.first, self._scheduler.get_request(effect.request)
+        first, here = event.first, self._scheduler.get_request(event.request)
         self._reporter.count("answers_joined")
         if here is not None and 0 <= here.emitted - first.index <= len(first.tokens):
             ask.first_item = migrated_item(first, here.emitted)
-        self._out.event(MigrationDone(id=effect.request, epoch=effect.epoch, index=first.index, tokens=first.tokens))
+        self._out.event(MigrationDone(id=event.request, epoch=event.epoch, index=first.index, tokens=first.tokens))
 
-    def _released(self, effect: TransferReleased, now: float) -> None:
-        if effect.reason == "lease ended":
+    def _released(self, event: TransferReleased, now: float) -> None:
+        if event.reason == "lease ended":
             self._reporter.count("leases_expired")
-        moved = self._moves.on_released(effect)
+        moved = self._moves.on_released(event)
         if isinstance(moved, Migrate):
             self._out.event(moved)
             return
         if moved:
             self._reporter.count("answers_moved")
-            self._out.return_request(effect.request, effect.epoch, ReturnReason.HANDED_OVER)
+            self._out.return_request(event.request, event.epoch, ReturnReason.HANDED_OVER)
             return
-        request = self._scheduler.get_request(effect.request)
-        if request is not None and request.epoch == effect.epoch and request.status is not RequestStatus.HANDOVER:
+        request = self._scheduler.get_request(event.request)
+        if request is not None and request.epoch == event.epoch and request.status is not RequestStatus.HANDOVER:
             # The receiver went away before the prompt was processed: no worker will finish this answer.
             self._reporter.count("hand_overs_failed")
-            self._out.return_request(effect.request, effect.epoch, ReturnReason.PAGES_LOST.with_details(effect.reason))
-        self._out.event(PagesReleased(id=effect.request, epoch=effect.epoch))
+            self._out.return_request(event.request, event.epoch, ReturnReason.PAGES_LOST.with_details(event.reason))
+        self._out.event(PagesReleased(id=event.request, epoch=event.epoch))
 
 
 log = logging.getLogger("penstock.worker")
@@ -248,8 +253,8 @@ class WorkerService:
         budget, ahead = config.hand_over.copy_budget_bytes, config.hand_over.ahead_tokens
         self._moves = Migrations(scheduler, ends, requests, budget, ahead_tokens=ahead)
         self.lifecycle = Lifecycle(config, self.reporter, scheduler, requests, on_role=on_role, on_settled=on_settled)
-        outputs = NewsOutputs(self._post_event, self._return, self._send_tokens)
-        self._transfer_events = TransferNewsHandler(scheduler, requests, self._moves, self.reporter, outputs)
+        outputs = TransferEventOutputs(self._post_event, self._return, self._send_tokens)
+        self._transfer_events = TransferEventHandler(scheduler, requests, self._moves, self.reporter, outputs)
 
     def _queue_room(self) -> int:
         """Requests that the scheduler's queue still takes."""
@@ -547,9 +552,9 @@ class WorkerService:
         if closed:
             self.reporter.count("peer_links_closed", closed)
 
-    def _on_transfer_event(self, news: TransferNews) -> None:
+    def _on_transfer_event(self, event: TransferEvent) -> None:
         """Handle one event of a transfer."""
-        self._transfer_events.handle(news, self._clock.now())
+        self._transfer_events.handle(event, self._clock.now())
 
     # --- messages out ------------------------------------------------------------------------------------------------
 
