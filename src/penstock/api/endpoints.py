@@ -273,10 +273,10 @@ class Endpoints:
         prepared = request.prepared
         head = _head(context.name, prepared, context.identity)
         cached = self._cached(exchange, request, context.identity)
-        claim = prepared.requests[0].qos
+        qos = prepared.requests[0].qos
         with (
             self._source(request.keyed, cached, head.id) as source,
-            self._shedder.admit(exchange, claim, _costs(prepared, cached, source.resume)) as admitted,
+            self._shedder.admit(exchange, qos, _costs(prepared, cached, source.resume)) as admitted,
         ):
             response = ResponseStream(source.streams, prepared, admitted, source.resume)
             more = [*trace_response_header(request.span), *([] if cached is None else cached.headers())]

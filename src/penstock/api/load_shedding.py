@@ -205,50 +205,50 @@ class LoadShedder:
             raise
 
     @contextmanager
-    def admit(self, exchange: HttpExchange, claim: Qos, costs: Sequence[int]) -> Iterator[AdmittedRequest]:
+    def admit(self, exchange: HttpExchange, qos: Qos, costs: Sequence[int]) -> Iterator[AdmittedRequest]:
         """The scope in which an HTTP request is served.
 
         ``costs``: prompt tokens of each engine request, 0 for those that share a prompt; none where workers are not
         asked at all.  Raises CapacityError, Forbidden.
         """
         tenant: Tenant = exchange.tenant or NO_TENANT
-        _check_class(tenant, claim.service)
+        _check_class(tenant, qos.service)
         try:
-            foreseen = self._look_ahead(claim, sum(costs)) if costs else None
-            party = QueueKey(int(claim.service), claim.tenant, claim.weight)
-            bounded = self._keys.tenant_count > 1 or claim.service is not ServiceClass.INTERACTIVE
+            foreseen = self._look_ahead(qos, sum(costs)) if costs else None
+            party = QueueKey(int(qos.service), qos.tenant, qos.weight)
+            bounded = self._keys.tenant_count > 1 or qos.service is not ServiceClass.INTERACTIVE
             with self._admission.admit(costs, party, bounded=bounded) as permit:
                 self._rates.charge(tenant, max(1, len(costs)), sum(costs))
-                admitted = AdmittedRequest(self, permit, claim, foreseen)
+                admitted = AdmittedRequest(self, permit, qos, foreseen)
                 try:
                     yield admitted
                 finally:
                     self._rates.charge_completion(tenant, admitted.completion_tokens)
         except DeadlineMissed as error:
-            foreseen = self._predict(claim, sum(costs))
+            foreseen = self._predict(qos, sum(costs))
             error.retry_after = self._retry_after(1.0 if foreseen is None else foreseen.seconds)
-            self._levels.on_deadline_missed(claim.service)
+            self._levels.on_deadline_missed(qos.service)
             raise
         except CapacityError as error:
-            self._levels.on_shed(claim.service, error.reason)
+            self._levels.on_shed(qos.service, error.reason)
             raise
 
     # --- how long it will take ---------------------------------------------------------------------------------------
 
-    def _predict(self, claim: Qos, tokens: int) -> PredictedTtft | None:
+    def _predict(self, qos: Qos, tokens: int) -> PredictedTtft | None:
         """The predicted time to first token; None without experience."""
-        forecast = self._streams.predict_ttft(tokens, claim.service)
+        forecast = self._streams.predict_ttft(tokens, qos.service)
         if forecast is None:
             return None
-        party = QueueKey(int(claim.service), claim.tenant, claim.weight)
+        party = QueueKey(int(qos.service), qos.tenant, qos.weight)
         wait_s = forecast.wait_s * self._admission.share_before(party, tokens)
-        long = forecast.prefill_s > VERY_LONG_PROMPT_TARGETS * self._targets[claim.service].ttft_s
-        return PredictedTtft((wait_s + forecast.prefill_s) * self._off.get((claim.service, long), 1.0), long)
+        long = forecast.prefill_s > VERY_LONG_PROMPT_TARGETS * self._targets[qos.service].ttft_s
+        return PredictedTtft((wait_s + forecast.prefill_s) * self._off.get((qos.service, long), 1.0), long)
 
-    def _look_ahead(self, claim: Qos, tokens: int) -> PredictedTtft | None:
+    def _look_ahead(self, qos: Qos, tokens: int) -> PredictedTtft | None:
         """The prediction.  Raises Overloaded if the request would wait longer than it may."""
-        foreseen = self._predict(claim, tokens)
-        may_s = self._limits.first_byte_s if claim.max_wait_s is None else claim.max_wait_s
+        foreseen = self._predict(qos, tokens)
+        may_s = self._limits.first_byte_s if qos.max_wait_s is None else qos.max_wait_s
         if foreseen is None or foreseen.seconds <= may_s:
             return foreseen
         retry_after = self._retry_after(foreseen.seconds - may_s)
@@ -263,33 +263,33 @@ class LoadShedder:
 
     # --- what came ---------------------------------------------------------------------------------------------------
 
-    def on_first_token(self, claim: Qos, waited_s: float) -> None:
+    def on_first_token(self, qos: Qos, waited_s: float) -> None:
         """A choice has its first token, computed or stored."""
-        self._levels.on_first_token(claim.service, waited_s)
+        self._levels.on_first_token(qos.service, waited_s)
 
-    def on_computed_token(self, claim: Qos, waited_s: float, foreseen: PredictedTtft | None) -> None:
+    def on_computed_token(self, qos: Qos, waited_s: float, foreseen: PredictedTtft | None) -> None:
         """A choice has its first token from a worker."""
         if foreseen is None:
             return
-        self._levels.on_prediction(claim.service, waited_s, foreseen.seconds)
+        self._levels.on_prediction(qos.service, waited_s, foreseen.seconds)
         if max(waited_s, foreseen.seconds) < _MIN_LEARNED_S:
             return
-        kind = (claim.service, foreseen.long)
+        kind = (qos.service, foreseen.long)
         before = self._off.get(kind, 1.0)
         came = waited_s / max(foreseen.seconds / before, 1e-6)
         self._off[kind] = min(_MAX_CORRECTION, max(1 / _MAX_CORRECTION, before * (came / before) ** _LEARNING))
 
-    def on_finished(self, claim: Qos, ttft_s: float, tpot_s: float | None) -> None:
+    def on_finished(self, qos: Qos, ttft_s: float, tpot_s: float | None) -> None:
         """A choice is complete; ``tpot_s`` is None for a single token."""
-        self._levels.on_finished(claim.service, self._targets[claim.service], ttft_s, tpot_s)
+        self._levels.on_finished(qos.service, self._targets[qos.service], ttft_s, tpot_s)
 
-    def on_usage(self, claim: Qos, usage: TokenUsage, part: UsageDelta) -> None:
+    def on_usage(self, qos: Qos, usage: TokenUsage, part: UsageDelta) -> None:
         """An HTTP request is finished; ``part`` of its usage is billed."""
         if part.first:
             cached = usage.prompt_tokens_details.cached_tokens
-            self._levels.add_usage(claim.tenant, (usage.prompt_tokens, part.tokens, cached, part.stored))
+            self._levels.add_usage(qos.tenant, (usage.prompt_tokens, part.tokens, cached, part.stored))
         elif part.tokens:
-            self._levels.add_usage(claim.tenant, (0, part.tokens, 0, part.stored), requests=0)
+            self._levels.add_usage(qos.tenant, (0, part.tokens, 0, part.stored), requests=0)
 
     def now(self) -> float:
         """Monotonic seconds."""
@@ -299,12 +299,12 @@ class LoadShedder:
 class AdmittedRequest:
     """One admitted HTTP request: records what becomes of its choices."""
 
-    __slots__ = ("_claim", "_first", "_foreseen", "_gate", "_permit", "_served", "_since", "completion_tokens")
+    __slots__ = ("_qos", "_first", "_foreseen", "_gate", "_permit", "_served", "_since", "completion_tokens")
 
-    def __init__(self, gate: LoadShedder, permit: Permit, claim: Qos, foreseen: PredictedTtft | None) -> None:
+    def __init__(self, gate: LoadShedder, permit: Permit, qos: Qos, foreseen: PredictedTtft | None) -> None:
         self._gate = gate
         self._permit = permit
-        self._claim = claim
+        self._qos = qos
         self._foreseen = foreseen
         self._since = gate.now()
         self._first: dict[int, float] = {}  # choice -> when its first token came
@@ -315,11 +315,11 @@ class AdmittedRequest:
         """This choice has a token; until one is ``computed``, it waits for a worker.  Idempotent."""
         if choice not in self._first:
             self._first[choice] = self._gate.now()
-            self._gate.on_first_token(self._claim, self._first[choice] - self._since)
+            self._gate.on_first_token(self._qos, self._first[choice] - self._since)
         if computed and choice not in self._served:
             self._served += (choice,)
             self._permit.on_first_token(choice)
-            self._gate.on_computed_token(self._claim, self._gate.now() - self._since, self._foreseen)
+            self._gate.on_computed_token(self._qos, self._gate.now() - self._since, self._foreseen)
 
     def on_finished(self, choice: int, tokens: int) -> None:
         """This choice is finished, with ``tokens`` tokens."""
@@ -327,7 +327,7 @@ class AdmittedRequest:
         first = self._first.get(choice)
         if first is not None:
             tpot_s = (self._gate.now() - first) / (tokens - 1) if tokens > 1 else None
-            self._gate.on_finished(self._claim, first - self._since, tpot_s)
+            self._gate.on_finished(self._qos, first - self._since, tpot_s)
 
     @property
     def first_token(self) -> float | None:
@@ -349,7 +349,7 @@ class AdmittedRequest:
         whole = UsageDelta(True, usage.completion_tokens, usage.stored_tokens)
         rated = rated or whole
         self.completion_tokens = rated.tokens - rated.stored
-        self._gate.on_usage(self._claim, usage, metered or whole)
+        self._gate.on_usage(self._qos, usage, metered or whole)
 
 
 def _class_of(value: bytes | None) -> ServiceClass | None:

@@ -203,13 +203,13 @@ class ModelManager(CatalogModels):
         task.add_done_callback(self._tasks.discard)
 
 
-def run_front(config: FrontConfig, rim: ProcessIo) -> int:
+def run_front(config: FrontConfig, io: ProcessIo) -> int:
     """Serve until drained or stopped; returns the exit code.  Runs in the forked child."""
     protect_memory()
     drop_secrets()
     sys.setswitchinterval(SWITCH_S)
     log.info("answers HTTP; event loop: %s", event_loop.event_loop_name(config.event_loop))
-    return event_loop.run(_run(config, rim), config.event_loop)
+    return event_loop.run(_run(config, io), config.event_loop)
 
 
 def _schemas(config: FrontConfig) -> Schemas:
@@ -218,9 +218,9 @@ def _schemas(config: FrontConfig) -> Schemas:
     return request_schemas(config.limits)
 
 
-async def _run(config: FrontConfig, rim: ProcessIo) -> int:
+async def _run(config: FrontConfig, io: ProcessIo) -> int:
     clock = MonotonicClock()
-    manager = ModelManager(config, rim.channel.send, clock)
+    manager = ModelManager(config, io.channel.send, clock)
     keys = load_api_keys(config.api_key, config.api_keys, config.scheduling)
     app = make_catalog_app(
         FrontServices(
@@ -236,7 +236,7 @@ async def _run(config: FrontConfig, rim: ProcessIo) -> int:
     )
     manager.start()
     try:
-        await HttpServer(rim, config.limits, manager.on_supervisor, config.tls).serve(app)
+        await HttpServer(io, config.limits, manager.on_supervisor, config.tls).serve(app)
     finally:
         await manager.close()
     return 0

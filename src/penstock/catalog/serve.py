@@ -118,8 +118,8 @@ class CatalogProcesses:
 
     def gateway_spec(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
         """The front."""
-        rim = ProcessIo(listener=self.listener, channel=channel, slot=self.slots[GATEWAY])
-        return ChildSpec(main=partial(self._front, rim), inherited_fds=(self.listener.fileno(), channel.fileno()))
+        io = ProcessIo(listener=self.listener, channel=channel, slot=self.slots[GATEWAY])
+        return ChildSpec(main=partial(self._front, io), inherited_fds=(self.listener.fileno(), channel.fileno()))
 
     def worker_spec(self, worker: WorkerId, incarnation: int) -> ChildSpec:
         """One model on its own port, whose listener this process closes once the child has it."""
@@ -132,11 +132,11 @@ class CatalogProcesses:
             on_forked=own.close,
         )
 
-    def _front(self, rim: ProcessIo) -> int:
+    def _front(self, io: ProcessIo) -> int:
         configure_logging(GATEWAY, as_json=self.log_json)
         from penstock.catalog.model_manager import run_front
 
-        return run_front(self.store, rim)
+        return run_front(self.store, io)
 
     def _model(self, entry: CatalogEntry, listener: socket.socket) -> int:
         """The model's whole service, in the forked child."""

@@ -102,7 +102,7 @@ UnjoinedWorkers = Callable[[], Sequence[tuple[str, str]]]
 class GatewayResources:
     """What a gateway gets from the process that forked it."""
 
-    rim: ProcessIo
+    io: ProcessIo
     keys: CurveKeys
     make_app: Callable[[GatewayConfig, RouterService, Metrics, Tracer, UnjoinedWorkers], App]
 
@@ -116,7 +116,7 @@ def run_gateway(config: GatewayConfig, inherited: GatewayResources) -> int:
 
 async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
     transport = ZmqTransport(inherited.keys)
-    suspect = inherited.rim.channel.send
+    suspect = inherited.io.channel.send
     spans = open_tracer(config.trace, model=config.model_name, process=f"{config.name}-{config.incarnation}")
     metrics = Metrics(
         model_name=config.model_name,
@@ -132,7 +132,7 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
         tracer=tracer,
         metrics=metrics,
     )
-    http = HttpServer(inherited.rim, config.limits, router.on_supervisor, config.tls, config.turns)
+    http = HttpServer(inherited.io, config.limits, router.on_supervisor, config.tls, config.turns)
     joined = _join(config, transport, router)
     app = inherited.make_app(config, router, metrics, tracer, joined.unjoined)
     router.start()

@@ -205,7 +205,7 @@ class HttpServer:
 
     def __init__(
         self,
-        rim: ProcessIo,
+        io: ProcessIo,
         limits: RequestLimits,
         hear: Callable[[SupervisorMessage], None],
         tls: TlsConfig | None = None,
@@ -213,10 +213,10 @@ class HttpServer:
     ) -> None:
         """Raises ConfigError for TLS files that cannot be used."""
         self._tls = None if tls is None else TlsCertificate(tls)
-        self._listener = rim.listener
-        self._channel = rim.channel
-        self._slot = rim.slot
-        self._siblings = rim.siblings
+        self._listener = io.listener
+        self._channel = io.channel
+        self._slot = io.slot
+        self._siblings = io.siblings
         self._limits = limits
         self._turns = turns
         self._on_message = hear

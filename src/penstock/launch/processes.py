@@ -329,7 +329,7 @@ class GatewayProcesses:
         from penstock.launch.http_server import ProcessIo
 
         inherited = GatewayResources(
-            rim=ProcessIo(
+            io=ProcessIo(
                 listener=self.listener,
                 channel=channel,
                 slot=self.slots[name],

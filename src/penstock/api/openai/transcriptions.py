@@ -154,11 +154,11 @@ class TranscriptionResponse:
         self._gate = gate
 
     async def send(
-        self, exchange: HttpExchange, source: PreparedTranscription, claim: Qos, headers: Sequence[Header]
+        self, exchange: HttpExchange, source: PreparedTranscription, qos: Qos, headers: Sequence[Header]
     ) -> None:
         """Transcribes the recording and sends the text, streamed or whole."""
         question = await source.language_request()
-        with self._gate.admit(exchange, claim, [source.tokens]) as visit:
+        with self._gate.admit(exchange, qos, [source.tokens]) as visit:
             if question is not None:
                 source.set_language(await self._one_token(question, visit))
             transcript = Transcript(source)

@@ -20,7 +20,7 @@ from penstock.engine.core.waiting_queue import MAX_FAIRNESS_KEYS, FairClock, Wai
 from penstock.types import Qos, RequestId, RequestStage, SamplingParams, ServiceClass
 
 
-def of(name: str, claim: Qos, *, prompt: int = 8, answer: int = 2, at: float = 0.0) -> AddRequest:
+def of(name: str, qos: Qos, *, prompt: int = 8, answer: int = 2, at: float = 0.0) -> AddRequest:
     """Prompts of their own, so that no cache saves anything."""
     random = Random(name)
     return AddRequest(
@@ -31,7 +31,7 @@ def of(name: str, claim: Qos, *, prompt: int = 8, answer: int = 2, at: float = 0
         sampling=SamplingParams(seed=0, max_tokens=answer),
         arrival=at,
         root=ROOT,
-        qos=claim,
+        qos=qos,
     )
 
 
@@ -69,8 +69,8 @@ def test_tenants_who_want_all_get_what_they_weigh(weights: tuple[int, int]) -> N
     machine = Machine()
     for tenant, weight in zip("xy", weights, strict=True):
         for number in range(120):
-            claim = Qos(tenant=tenant, weight=weight)
-            machine.scheduler.apply(of(f"{tenant}{number}", claim, at=number), 0.0)
+            qos = Qos(tenant=tenant, weight=weight)
+            machine.scheduler.apply(of(f"{tenant}{number}", qos, at=number), 0.0)
     for _ in range(60):
         machine.step()
     served = machine.prompt_tokens
@@ -213,8 +213,8 @@ def test_nothing_is_lost_nobody_starves_nothing_idles(
     given_arrivals: list[tuple[Qos, int, int, int]], pages: int, places: int
 ) -> None:
     events = [
-        (step, of(f"r{number}", claim, prompt=prompt, answer=answer, at=number))
-        for number, (claim, prompt, answer, step) in enumerate(given_arrivals)
+        (step, of(f"r{number}", qos, prompt=prompt, answer=answer, at=number))
+        for number, (qos, prompt, answer, step) in enumerate(given_arrivals)
     ]
     machine = play(events, pages=pages, max_running=places, batch_patience_s=0.05)
     assert set(machine.ended) == {event.id for _, event in events}
@@ -227,8 +227,8 @@ def test_the_order_of_what_is_said_at_one_time_decides_nothing(
     given_arrivals: list[tuple[Qos, int, int, int]], seed: int
 ) -> None:
     events = [
-        (step, of(f"r{number}", claim, prompt=prompt, answer=answer, at=number))
-        for number, (claim, prompt, answer, step) in enumerate(given_arrivals)
+        (step, of(f"r{number}", qos, prompt=prompt, answer=answer, at=number))
+        for number, (qos, prompt, answer, step) in enumerate(given_arrivals)
     ]
     shuffled = Random(seed).sample(events, len(events))
     one, other = play(events, max_running=3), play(shuffled, max_running=3)
@@ -262,9 +262,9 @@ def test_the_wait_of_each_class_is_bounded(batch: int, prompt: int) -> None:
 def test_the_queue_is_what_a_list_would_be(moves: list[tuple[str, Qos]], seed: int) -> None:
     clock = FairClock(output_weight=2.0, memory_s=10.0)
     queue, model, random = WaitingQueue(clock), list[Request](), Random(seed)
-    for number, (move, claim) in enumerate(moves):
+    for number, (move, qos) in enumerate(moves):
         if move == "push":
-            event = of(f"r{number}", claim, at=random.randrange(5))
+            event = of(f"r{number}", qos, at=random.randrange(5))
             request = Request(event, serial=number, max_model_len=64)
             model.append(request)
             queue.push(request)
