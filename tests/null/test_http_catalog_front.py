@@ -32,8 +32,8 @@ async def test_the_front_says_for_whom_it_asks():
     async with stage(ring=known) as on:
         for _ in range(2):
             assert (await on.post(TEXT, BODY, headers=asked_for(BATCH))).status_code == 200
-        claim = on.streams.opened[0].qos
-        assert (claim.tenant, claim.weight, claim.service) == ("t1", 2.0, ServiceClass.BATCH)
+        qos = on.streams.opened[0].qos
+        assert (qos.tenant, qos.weight, qos.service) == ("t1", 2.0, ServiceClass.BATCH)
         assert on.streams.opened[0].cache_salt == "t1"
         refused = await on.post(TEXT, BODY, headers=asked_for(BATCH))
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")

@@ -59,9 +59,9 @@ async def test_the_class_of_a_request(fields: dict[str, Any], header: str | None
         headers = {"x-penstock-class": header} if header else {}
         answer = await on.post(CHAT, body(**fields), headers=headers)
         assert answer.status_code == 200, answer.text
-        claim = on.streams.opened[0].qos
-        assert claim.service is service
-        assert claim.max_wait_s == (None if service is INTERACTIVE else 600.0)
+        qos = on.streams.opened[0].qos
+        assert qos.service is service
+        assert qos.max_wait_s == (None if service is INTERACTIVE else 600.0)
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,7 @@ class LoadShedder:
 class AdmittedRequest:
     """One admitted HTTP request: records what becomes of its choices."""
 
-    __slots__ = ("_qos", "_first", "_foreseen", "_gate", "_permit", "_served", "_since", "completion_tokens")
+    __slots__ = ("_first", "_foreseen", "_gate", "_permit", "_qos", "_served", "_since", "completion_tokens")
 
     def __init__(self, gate: LoadShedder, permit: Permit, qos: Qos, foreseen: PredictedTtft | None) -> None:
         self._gate = gate

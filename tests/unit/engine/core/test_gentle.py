@@ -23,7 +23,7 @@ BOUNDS = LongPromptLimits(TARGET_S, math.inf)
 ANYBODY = Qos()
 
 
-def asked(name: str, prompt: int, answer: int, claim: Qos = ANYBODY) -> AddRequest:
+def asked(name: str, prompt: int, answer: int, qos: Qos = ANYBODY) -> AddRequest:
     """A prompt that shares nothing."""
     random = Random(name)
     return AddRequest(
@@ -34,7 +34,7 @@ def asked(name: str, prompt: int, answer: int, claim: Qos = ANYBODY) -> AddReque
         sampling=SamplingParams(seed=0, max_tokens=answer),
         arrival=0.0,
         root=BlockHash(bytes(32)),
-        qos=claim,
+        qos=qos,
     )
 
 
@@ -54,8 +54,8 @@ class Clocked:
         self.now = 0.0
         self.tokens: dict[str, list[float]] = {}
 
-    def ask(self, name: str, prompt: int, answer: int, claim: Qos = ANYBODY) -> None:
-        self.scheduler.apply(asked(name, prompt, answer, claim), self.now)
+    def ask(self, name: str, prompt: int, answer: int, qos: Qos = ANYBODY) -> None:
+        self.scheduler.apply(asked(name, prompt, answer, qos), self.now)
 
     def step(self) -> None:
         plan = self.scheduler.plan(self.now)
@@ -118,8 +118,8 @@ def test_nothing_is_kept_back_where_few_or_none_would_notice(answers: int) -> No
     assert took[0] <= took[1] * (1.01 if not answers else 2.2)
 
 
-def of(claim: Qos = ANYBODY) -> Request:
-    return Request(asked("r", 4, 1, claim), serial=1, max_model_len=64)
+def of(qos: Qos = ANYBODY) -> Request:
+    return Request(asked("r", 4, 1, qos), serial=1, max_model_len=64)
 
 
 def test_how_long_a_piece_may_be() -> None:
