@@ -259,7 +259,7 @@ async def test_long_prompts_amid_running_answers():
         load = LoadGenerator(client, "/v1/completions", timeout=60)
         result = await run_interference(
             load,
-            InterferenceScenario(running=3, every=0.1, warmup=0.05),
+            InterferenceScenario(running=3, every=0.1, warmup=0.3),
             [b'{"prompt": "short"}'],
             [b'{"prompt": "long"}'] * 3,
         )

@@ -27,16 +27,13 @@ R = RequestId("r")
 def test_the_rest_takes_as_long_as_what_has_come(
     elapsed: float, missing: int, compute_s: float | None, sooner: bool
 ) -> None:
-    haste = HedgePolicy(KvTransferConfig())
     asked: list[tuple[RequestId, int, int]] = []
 
     def predict(request: RequestId, start: int, stop: int) -> float | None:
         asked.append((request, start, stop))
         return compute_s
 
-    haste.predict = predict
-    assert (
-        haste.should_recompute(R, PendingPages(100.0, 10), 100.0 + elapsed, missing=missing, computed=32, total=200)
-        is sooner
-    )
+    policy, pending = HedgePolicy(KvTransferConfig(), predict), PendingPages(100.0, 10)
+    recompute = policy.should_recompute(R, pending, 100.0 + elapsed, missing=missing, computed=32, total=200)
+    assert recompute is sooner
     assert set(asked) <= {(R, 32, 200)}
