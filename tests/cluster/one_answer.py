@@ -18,7 +18,7 @@ from typing import Any
 
 from .server import PenstockServer
 from .streams import Answer, all_answers, make_client, stream_completion
-from .varied import crowd, varied_requests
+from .varied import CROWD_PROMPT, crowd, varied_requests
 
 ROOMS = {"roomy": "128MiB", "tight": "4MiB"}
 """KV memory of the bundled model; tight: 128 pages, one full context, so that a batch cannot stay together."""
@@ -38,11 +38,18 @@ class Plain:
     """The answers of one worker, to one request at a time, from nothing, with whole prompts."""
 
     varied: list[dict[str, Any]]
+    crowd_bodies: list[dict[str, Any]]
     crowd: list[dict[str, Any]]
 
 
-def plain_answers(flags: Sequence[str], *, length: int = ANSWER, environ: Mapping[str, str] | None = None) -> Plain:
-    """Of a service of its own; ``length`` of the varied answers at most."""
+def plain_answers(
+    flags: Sequence[str],
+    *,
+    length: int = ANSWER,
+    crowd_prompt: int = CROWD_PROMPT,
+    environ: Mapping[str, str] | None = None,
+) -> Plain:
+    """Of a service of its own; ``length``: of the varied answers at most; ``crowd_prompt``: see ``crowd``."""
     flags = [*flags, "--aggregated", "--kv-memory", ROOMS["roomy"]]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -50,9 +57,10 @@ def plain_answers(flags: Sequence[str], *, length: int = ANSWER, environ: Mappin
     ):
         bodies = varied_requests(max_tokens=length, salt="plain", salt_each=True)
         answers = asyncio.run(all_answers(server.url, bodies, together=False))
-        crowded = asyncio.run(all_answers(server.url, crowd(), together=False))
+        bodies_of_crowd = crowd(crowd_prompt)
+        crowded = asyncio.run(all_answers(server.url, bodies_of_crowd, together=False))
     assert all(answer.cached_tokens == 0 for answer in answers if len(answer.choices) == 1)
-    return Plain([answer.identical for answer in answers], [answer.identical for answer in crowded])
+    return Plain([answer.identical for answer in answers], bodies_of_crowd, [answer.identical for answer in crowded])
 
 
 LEFT = 20
@@ -122,11 +130,11 @@ def compare(answers: list[Answer], plain: list[dict[str, Any]], where: str) -> N
         assert answer.identical == wanted, f"{where}: request {number} was answered differently"
 
 
-def crowd_until_somebody_gives_way(server: PenstockServer, wanted: list[dict[str, Any]], where: str) -> None:
+def crowd_until_somebody_gives_way(server: PenstockServer, plain: Plain, where: str) -> None:
     """The crowd's answers, again while none was preempted: on a busy machine one may have ended before the other
     begins."""
     for _ in range(CROWDS):
-        compare(asyncio.run(all_answers(server.url, crowd(), together=True)), wanted, where)
+        compare(asyncio.run(all_answers(server.url, plain.crowd_bodies, together=True)), plain.crowd, where)
         server.wait_idle()
         if server.metrics()["penstock:num_preemptions_total"] > 0:
             return
@@ -152,5 +160,5 @@ def assert_same_in_a_crowd(server: PenstockServer, plain: Plain, where: str, *, 
             answers = asyncio.run(answers_with_a_kill(server, bodies, plain.varied, together=True))
             compare(answers, plain.varied, f"{where}, with a kill")
         compare(asyncio.run(all_answers(server.url, bodies, together=True)), plain.varied, f"{where} kill={kill}")
-    crowd_until_somebody_gives_way(server, plain.crowd, f"{where}, crowded")
+    crowd_until_somebody_gives_way(server, plain, f"{where}, crowded")
     assert_it_took_place(server, split="--aggregated" not in server.flags, tight=True)

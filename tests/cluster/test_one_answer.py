@@ -34,7 +34,7 @@ from .one_answer import (
 )
 from .server import PATIENCE_S, PenstockServer, PenstockWorker
 from .streams import all_answers
-from .varied import crowd, varied_requests
+from .varied import varied_requests
 
 TOPOLOGIES = {
     "split-shm": ["--transfer", "shm"],
@@ -105,14 +105,15 @@ def test_one_prompt_one_answer(topology: str, chunk: str, room: str, rounds: Rou
                 if temperature == "cold" and not together and not kill and not asked_again:
                     assert cached <= 300, f"{where}: the first pass found {cached} tokens already"
         if room == "tight":
-            crowd_until_somebody_gives_way(server, plain.crowd, f"{topology}, crowded")
+            crowd_until_somebody_gives_way(server, plain, f"{topology}, crowded")
         assert_it_took_place(server, split=topology != "aggregated", tight=room == "tight")
 
 
 def guess_until_some_are_right(server: PenstockServer, plain: Plain) -> None:
     """First and alone: a full batch has no time for drafts, and guessing that was seldom right is switched off."""
     for number in range(GUESSES):
-        compare(asyncio.run(all_answers(server.url, crowd(), together=False)), plain.crowd, f"guess {number}")
+        answers = asyncio.run(all_answers(server.url, plain.crowd_bodies, together=False))
+        compare(answers, plain.crowd, f"guess {number}")
         metrics = server.metrics()
         drafts, right = (metrics[f"penstock:spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted"))
         if 0 < right < drafts:

@@ -75,7 +75,7 @@ def recurrent(plain_storyteller: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.timeout(600)
 def test_states_give_one_answer(recurrent: str) -> None:
     """Split and aggregated, in chunks, in too little memory, in a batch, with a kill, then from the cache."""
-    plain = plain_answers([recurrent, *CONTEXT], length=LENGTH)
+    plain = plain_answers([recurrent, *CONTEXT], length=LENGTH, crowd_prompt=1)
     assert len({str(answer["choices"]) for answer in plain.varied}) == len(plain.varied)
     for flags in WAYS:
         with PenstockServer([recurrent, *CONTEXT, *flags, "--kv-memory", TIGHT]) as server:

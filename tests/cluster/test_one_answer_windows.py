@@ -46,7 +46,7 @@ def windowed(plain_storyteller: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.timeout(600)
 def test_windows_give_one_answer(windowed: str) -> None:
     """Split and aggregated, in chunks, in too little memory, in a batch, with a kill, then from the cache."""
-    plain = plain_answers([windowed, *CONTEXT])
+    plain = plain_answers([windowed, *CONTEXT], crowd_prompt=1)
     for flags in WAYS:
         with PenstockServer([windowed, *CONTEXT, *flags, "--kv-memory", TIGHT]) as server:
             assert_same_in_a_crowd(server, plain, " ".join(flags))

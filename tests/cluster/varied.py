@@ -43,15 +43,22 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 )
 
 
-def crowd() -> list[dict[str, Any]]:
-    """Two requests that both find room and each come to more than half of 128 pages: one of them must give way.
+CROWDED = 1100
+"""Tokens of each request of a crowd: more than half of 128 pages."""
+
+CROWD_PROMPT = 800
+"""How many of them are the prompt's.  The fewer, the longer the requests stand beside each other."""
+
+
+def crowd(prompt: int = CROWD_PROMPT) -> list[dict[str, Any]]:
+    """Two requests that both find room, until one of them must give way.
 
     The greedy one soon repeats itself, so tokens that are looked up in it are right.
     """
-    long = {"model": "storyteller", "max_tokens": 300, "ignore_eos": True, "logprobs": 1}
+    long = {"model": "storyteller", "max_tokens": CROWDED - prompt, "ignore_eos": True, "logprobs": 1}
     return [
-        {**long, "prompt": random.Random(seed).choices(range(6, 4096), k=800), "seed": seed, "temperature": 1.0 - seed}
-        for seed in range(2)
+        {**long, "prompt": random.Random(seed).choices(range(6, 4096), k=prompt), "seed": seed, "temperature": heat}
+        for seed, heat in ((0, 1.0), (1, 0.0))
     ]
 
 
