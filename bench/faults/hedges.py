@@ -30,10 +30,12 @@ CLIENTS = 8
 PROMPT_TOKENS, ANSWER_TOKENS = 300, 60
 EXTRA = 0.05
 HEDGED_FROM = 0.95
-ROUNDS = 4  # at most, until a request is hedged: patience follows a machine that has become faster
 """Of the latest first tokens: who waits for longer than this share of them asks again."""
 
 LATEST = 100
+
+ROUNDS = 4
+"""At most, until a request is hedged: patience follows a machine that has become faster."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _FIRST = b'"text"'

@@ -19,6 +19,7 @@ BARS_OF_SPEED = {
     "F5": ("waited for", "others are harmed"),
     "L1": ("goodput",),
     "L6": ("others are slowed",),
+    "L7": ("hedges cost too much",),
 }
 """How the checks are called that a busy machine fails, and F4's a quick one, which loses more by a slow link."""
 
