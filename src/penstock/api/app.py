@@ -20,8 +20,8 @@ from penstock.api.admin import MetricsPage
 from penstock.api.auth import AuthFailureLog, AuthMiddleware
 from penstock.api.endpoints import AppServices, Endpoints
 from penstock.api.http import HttpExchange
-from penstock.api.openai.chat import ChatResponseFormat
-from penstock.api.openai.completions import CompletionResponseFormat
+from penstock.api.openai.chat import CHAT_API
+from penstock.api.openai.completions import COMPLETION_API
 from penstock.api.openai.pooling import (
     ClassifyResponseFormat,
     EmbeddingResponseFormat,
@@ -46,8 +46,8 @@ def make_app(behind: AppServices) -> ASGIApp:
     prepare, pools = behind.processor, behind.pooling
     embeddings, rerank, classify = (pools.embeddings, pools.rerank, pools.classify) if pools else (None, None, None)
     writing = [
-        _post("/v1/chat/completions", service.generation(prepare.chat, ChatResponseFormat())),
-        _post("/v1/completions", service.generation(prepare.completion, CompletionResponseFormat())),
+        _post("/v1/chat/completions", service.generation(prepare.chat, CHAT_API)),
+        _post("/v1/completions", service.generation(prepare.completion, COMPLETION_API)),
     ]
     routes = [
         *writing,

@@ -33,11 +33,11 @@ from penstock.api.idempotency import (
 from penstock.api.load_shedding import LoadShedder, RateBuckets
 from penstock.api.multipart import FORM_BYTES
 from penstock.api.openai.pooling import PoolingResponseFormat, PoolingResponseHead, encode_pooling_response, pool_all
-from penstock.api.openai.schema import ResponseFormat, ResponseHead, TokenUsage, UsageCharge
 from penstock.api.openai.transcriptions import TranscriptionResponse
 from penstock.api.openapi import Schemas
 from penstock.api.request_log import note_usage
 from penstock.api.response_cache import CACHE_CONTROL, HIT, CachedResponseStreams, ResponseCache, is_cacheable
+from penstock.api.response_format import GenerationApi, ResponseFormat, ResponseHead, TokenUsage, UsageCharge
 from penstock.api.sse import EventStreamWriter
 from penstock.api.stream_polling import LoopTurns
 from penstock.api.streaming import ResponseStream, ResumeState, complete_body, gather_choices, stream_events
@@ -147,33 +147,35 @@ class Endpoints:
         )
 
     def generation(
-        self, prepare: Callable[[JsonObject, RequestContext], Awaitable[PreparedGeneration]], shape: ResponseFormat
+        self, prepare: Callable[[JsonObject, RequestContext], Awaitable[PreparedGeneration]], api: GenerationApi
     ) -> ASGIApp:
-        """An endpoint that generates text."""
+        """An endpoint that generates text: ``prepare`` takes a body that ``api`` has translated."""
 
         async def work(exchange: HttpExchange, asked: JsonBody) -> None:
-            with self._tracing.span(exchange, shape.operation, asked.body.get("model")) as span:
+            with self._tracing.span(exchange, api.operation, asked.body.get("model")) as span:
                 answer = await accept(exchange, asked, span)
                 if answer is not None:
                     await answer
 
         async def accept(exchange: HttpExchange, asked: JsonBody, span: Span) -> Coroutine[None, None, None] | None:
             """The response, to be awaited after this has returned and freed what only parsing needs."""
-            context = self._context(exchange, shape.id_prefix)
-            body = asked.body
-            seeded = body.get("seed") is not None
-            keyed = self._keyed(exchange, body, context)
+            context = self._context(exchange, api.id_prefix)
+            keyed = self._keyed(exchange, asked.body, context)
+            body, shape = await api.translate(asked.body, context)
             if keyed is not None:
                 if keyed.resume_point.complete:
                     self._behind.count_key_outcome(KeyOutcome.RESUMED)
-                    await exchange.send_response(200, sse.DONE, *sse.HEADERS)
+                    await exchange.send_response(200, shape.terminator, *sse.HEADERS)
                     return None
-                context = msgspec.structs.replace(context, response_id=shape.id_prefix + keyed.name)
+                context = msgspec.structs.replace(context, response_id=api.id_prefix + keyed.name)
+            seeded = body.get("seed") is not None
+            if keyed is not None:
                 body = keyed.seeded_body(body)
             prepared = self._tracing.with_processing_span(span, await prepare(body, context), context.arrival)
             del body
             asked.release()
-            return self._generate(exchange, _PreparedGeneration(prepared, keyed, seeded, span), shape, context)
+            request = _PreparedGeneration(prepared, keyed, seeded, span)
+            return self._generate(exchange, request, shape, context)
 
         return self.factory.json_endpoint(work, self.factory.admission.check)
 
@@ -268,10 +270,14 @@ class Endpoints:
         await exchange.send_response(200, response, (b"x-request-id", head.id.encode()), *trace_response_header(span))
 
     async def _generate(
-        self, exchange: HttpExchange, request: _PreparedGeneration, shape: ResponseFormat, context: RequestContext
+        self,
+        exchange: HttpExchange,
+        request: _PreparedGeneration,
+        shape: ResponseFormat,
+        context: RequestContext,
     ) -> None:
         prepared = request.prepared
-        head = _head(context.name, prepared, context.identity)
+        head = _head(context.name, prepared, context.identity, request.keyed)
         cached = self._cached(exchange, request, context.identity)
         qos = prepared.requests[0].qos
         with (
@@ -283,10 +289,12 @@ class Endpoints:
             headers = partial(self._headers, context.id, more, explained=self._explains(exchange))
             try:
                 if prepared.reply.stream:
-                    await stream_events(response, self._turns, EventStreamWriter(exchange, headers), shape, head)
+                    out = EventStreamWriter(exchange, headers)
+                    await stream_events(response, self._turns, out, shape, head)
                 else:
                     choices = await gather_choices(response, self._turns, len(prepared.requests))
                     body = await complete_body(shape, head, choices, response.usage())
+                    await shape.persist()
                     await exchange.send_response(200, body, *headers())
             finally:
                 used = response.record_usage()
@@ -367,7 +375,9 @@ def _session(exchange: HttpExchange, max_chars: int) -> str:
     return name
 
 
-def _head(name: str, prepared: PreparedGeneration, identity: ModelIdentity) -> ResponseHead:
+def _head(
+    name: str, prepared: PreparedGeneration, identity: ModelIdentity, keyed: IdempotentRequest | None
+) -> ResponseHead:
     reply = prepared.reply
     return ResponseHead(
         id=name,
@@ -380,6 +390,8 @@ def _head(name: str, prepared: PreparedGeneration, identity: ModelIdentity) -> R
         n=reply.n,
         prompts=tuple(request.prompt for request in prepared.requests[:: reply.n]) if reply.token_ids else (),
         include_usage=reply.include_usage,
+        continuous_usage=reply.continuous_usage,
+        resumed=keyed is not None and bool(keyed.resume_point.positions),
     )
 
 

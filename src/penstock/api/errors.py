@@ -1,4 +1,4 @@
-"""The error tree as HTTP: status, headers, and OpenAI's envelope.
+"""The error tree as HTTP: status, headers, and the envelope of each API.
 
 Messages and codes are defined with each error in ``penstock.errors``.  Any other exception is an internal error, whose
 details are not sent.
@@ -7,6 +7,7 @@ details are not sent.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import msgspec
 
@@ -26,11 +27,33 @@ class ClientDisconnected(Exception):  # noqa: N818 - never sent
 
 
 class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """An error, ready to be sent."""
+    """An error as clients may see it."""
 
     status: int
-    body: bytes
+    message: str
+    type: str  # in OpenAI's words
+    param: str | None = None
+    code: str | None = None
     headers: tuple[Header, ...] = ()
+
+    @property
+    def body(self) -> bytes:
+        """OpenAI's ``{"error": {...}}``."""
+        return _encode({"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}})
+
+
+ErrorFormat = Callable[[ErrorResponse], bytes]
+"""How one API writes errors."""
+
+
+def openai_error(error: ErrorResponse) -> bytes:
+    """OpenAI's envelope."""
+    return error.body
+
+
+def error_format_of(path: str) -> ErrorFormat:
+    """The envelope in which clients of ``path`` expect errors, whoever raises them."""
+    return openai_error
 
 
 def error_response(error: BaseException) -> ErrorResponse:
@@ -38,27 +61,22 @@ def error_response(error: BaseException) -> ErrorResponse:
     if isinstance(error, RequestError):
         return ErrorResponse(
             status=error.status,
-            body=error_body(error.message, error.type, param=error.param, code=error.code),
+            message=error.message,
+            type=error.type,
+            param=error.param,
+            code=error.code,
             headers=_request_headers(error),
         )
-    if isinstance(error, CapacityError):
+    if isinstance(error, CapacityError | WorkerError):
+        wait = error.retry_after if isinstance(error, CapacityError) else 1
         return ErrorResponse(
             status=error.status,
-            body=error_body(error.message, error.type, code=error.code),
-            headers=((b"retry-after", str(error.retry_after).encode()),),
+            message=error.message,
+            type=error.type,
+            code=error.code,
+            headers=((b"retry-after", str(wait).encode()),),
         )
-    if isinstance(error, WorkerError):
-        return ErrorResponse(
-            status=error.status,
-            body=error_body(error.message, error.type, code=error.code),
-            headers=((b"retry-after", b"1"),),
-        )
-    return ErrorResponse(status=500, body=error_body("The server had an error.", "server_error", code="internal_error"))
-
-
-def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> bytes:
-    """OpenAI's ``{"error": {...}}``."""
-    return _encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    return ErrorResponse(status=500, message="The server had an error.", type="server_error", code="internal_error")
 
 
 def logged_error_response(error: BaseException) -> ErrorResponse:

@@ -20,7 +20,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.api import json_strict
 from penstock.api.admission import Admission, BodyReservation
-from penstock.api.errors import JSON_TYPE, ClientDisconnected, Header, error_code, logged_error_response
+from penstock.api.errors import (
+    JSON_TYPE,
+    ClientDisconnected,
+    Header,
+    error_code,
+    error_format_of,
+    logged_error_response,
+)
 from penstock.api.multipart import boundary_of, parse_multipart
 from penstock.api.request_log import LOG_ENTRY, RequestLogEntry
 from penstock.config.limits import RequestLimits
@@ -266,13 +273,14 @@ class HttpExchange:
         """Sends an error, after which at most a bounded rest of the body is read."""
         answer = logged_error_response(error)
         self.log_entry.code = error_code(error)
-        length = (b"content-length", str(len(answer.body)).encode())
+        body = error_format_of(self._scope["path"])(answer)
+        length = (b"content-length", str(len(body)).encode())
         if self._body_read or not self._has_body():
             await self.start(answer.status, JSON_TYPE, length, *answer.headers)
-            await self.finish(answer.body)
+            await self.finish(body)
             return
         await self.start(answer.status, JSON_TYPE, length, (b"connection", b"close"), *answer.headers)
-        await self.send(answer.body)
+        await self.send(body)
         await self._linger()
         await self.finish()
 

@@ -22,7 +22,7 @@ from penstock.api.admission import MAX_RETRY_AFTER_S, Admission, Permit, QueueKe
 from penstock.api.auth import NO_TENANT, ApiKeys, Tenant
 from penstock.api.http import HttpExchange
 from penstock.api.idempotency import UsageDelta
-from penstock.api.openai.schema import TokenUsage
+from penstock.api.response_format import TokenUsage
 from penstock.clock import Clock
 from penstock.config.limits import VERY_LONG_PROMPT_TARGETS, RequestLimits, SchedulingConfig
 from penstock.errors import BadField, CapacityError, DeadlineMissed, Forbidden, Overloaded, RateLimited

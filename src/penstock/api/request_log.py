@@ -10,7 +10,7 @@ import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.api.openai.schema import TokenUsage
+from penstock.api.response_format import TokenUsage
 from penstock.clock import Clock
 from penstock.telemetry.log import Field, log_event
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final
 
-from penstock.api.errors import Header, error_code, logged_error_response
+from penstock.api.errors import ErrorResponse, Header, error_code, logged_error_response
 from penstock.api.http import BodyWriter, HttpExchange
 from penstock.errors import KeyReused, RequestError
 
@@ -40,14 +40,19 @@ HEADERS = (
 )
 
 
-def sse_event(identity: str, data: bytes) -> bytes:
-    """One event.  ``data`` is JSON, which has no line breaks."""
-    return b"id: %b\ndata: %b\n\n" % (identity.encode(), data)
+def sse_event(identity: str, data: bytes, name: bytes = b"") -> bytes:
+    """One event.  ``data`` is JSON, which has no line breaks; ``name`` is its type."""
+    return b"id: %b\n%b" % (identity.encode(), sse_event_without_id(data, name))
 
 
-def sse_error(data: bytes) -> bytes:
-    """An error, the last event.  It has no id, so the client's last id stays valid."""
-    return b"data: %b\n\n" % data
+def sse_event_without_id(data: bytes, name: bytes = b"") -> bytes:
+    """An event behind which nobody can resume: the client's last id stays valid."""
+    return b"event: %b\ndata: %b\n\n" % (name, data) if name else b"data: %b\n\n" % data
+
+
+def openai_error_event(error: ErrorResponse) -> bytes:
+    """An error as the last event of OpenAI's streams."""
+    return sse_event_without_id(error.body)
 
 
 async def send_events(
@@ -153,10 +158,10 @@ class EventStreamWriter:
         await self._start()
         await self._exchange.finish(b"".join((*self._unsent, data)))
 
-    async def send_error(self, error: Exception) -> None:
-        """Sends an error as the last event."""
+    async def send_error(self, error: Exception, event: Callable[[ErrorResponse], bytes] = openai_error_event) -> None:
+        """Sends an error as the last event, which ``event`` writes."""
         self._exchange.log_entry.code = error_code(error)
-        await self.finish(sse_error(logged_error_response(error).body))
+        await self.finish(event(logged_error_response(error)))
 
     async def _start(self) -> None:
         if not self._exchange.started:

@@ -1,8 +1,8 @@
 """From prepared requests to a response: runs all choices at once, and gathers or streams them.
 
 However a response ends, by a stop string, an error or a disconnect, every token stream that it had open is closed.
-Text-only events are filled into a template (``TextEventTemplate``), which is learned from one event that the response
-format wrote.  Knows nothing about JSON bodies or the fields of an API (``ResponseFormat`` does).
+Text-only events are filled into a template (``TextEventTemplate``), which is learned from one event that the stream's
+encoder wrote.  Knows nothing about JSON bodies or the fields of an API (``ResponseFormat`` does).
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ from dataclasses import dataclass, field
 import msgspec
 
 from penstock.api import sse
+from penstock.api.errors import ErrorResponse
 from penstock.api.http import BodyWriter
 from penstock.api.idempotency import TokenStreamSource, UsageDedup
 from penstock.api.load_shedding import AdmittedRequest
-from penstock.api.openai.schema import CompletedChoice, ResponseFormat, ResponseHead, TokenUsage, UsageCharge
+from penstock.api.response_format import (
+    CompletedChoice,
+    ResponseFormat,
+    ResponseHead,
+    StreamEncoder,
+    StreamEvent,
+    TextEventParts,
+    TokenUsage,
+    UsageCharge,
+)
 from penstock.api.sse import ChoicePosition, EventIds, EventSigner, EventStreamWriter, ResumePoint
 from penstock.api.stream_polling import LoopTurns, SinkState, StreamPump, TextOnlyPath
 from penstock.errors import RequestError
 from penstock.interfaces import OutputDelta, OutputDetokenizer, PreparedGeneration, TokenStream, ToolCallDelta
-from penstock.types import FinishReason, TokenBatch
-
-_MARK = "\uf8ff text \uf8ff"
-_MARK_BYTES = msgspec.json.encode(_MARK)[1:-1]
-
-TEMPLATE_DELTA = OutputDelta(text=_MARK, tokens=1)
-"""To be written by a shape for ``TextEventTemplate.from_sample``."""
+from penstock.types import TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +45,19 @@ class TextOnlyChoice:
 
 
 class TextEventTemplate:
-    """Of one choice."""
+    """Writes the events of one choice while they are text alone."""
 
-    __slots__ = ("_before", "_behind", "_escaped", "_index", "_tokens", "_write")
+    __slots__ = ("_behind", "_escaped", "_head", "_index", "_tokens", "_write")
 
-    def __init__(self, text: TextOnlyChoice, before: bytes, behind: bytes, write: Callable[[bytes], bool]) -> None:
+    def __init__(self, text: TextOnlyChoice, parts: TextEventParts, write: Callable[[bytes], bool]) -> None:
+        """``write``: as ``BodyWriter``'s."""
         self._escaped = text.text.escaped
         self._index = text.index
         self._tokens = text.tokens
-        self._before = before
-        self._behind = behind
+        name = b"event: %b\n" % parts.name if parts.name else b""
+        self._head = b"%bdata: %b" % (name, parts.before)
+        self._behind = parts.behind
         self._write = write
-
-    @classmethod
-    def from_sample(
-        cls, text: TextOnlyChoice, marked: bytes, write: Callable[[bytes], bool]
-    ) -> TextEventTemplate | None:
-        """``marked``: the JSON of an event with ``TEMPLATE_DELTA``.  None where its text does not stand there, once.
-
-        ``write``: as ``BodyWriter``'s.
-        """
-        parts = marked.split(_MARK_BYTES)
-        return cls(text, parts[0], parts[1], write) if len(parts) == 2 else None
 
     def write(self, tokens: tuple[int, ...]) -> bool | None:
         """Write the event of these tokens, which do not end the answer; nothing if they show nothing yet.
@@ -75,7 +70,7 @@ class TextEventTemplate:
         sent = self._tokens[self._index] = self._tokens[self._index] + len(tokens)
         if not text:
             return False
-        return self._write(b"id: %d:%d\ndata: %b%b%b\n\n" % (self._index, sent, self._before, text, self._behind))
+        return self._write(b"id: %d:%d\n%b%b%b\n\n" % (self._index, sent, self._head, text, self._behind))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +105,6 @@ class ResponseStream:
         self._tokens = [0] * len(prepared.requests)
         self._stored = [0] * len(prepared.requests)
         self._served = [False] * len(prepared.requests)  # choices that have a token of a worker
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Whether every event has the usage."""
-        return self._prepared.reply.continuous_usage
 
     def usage(self) -> TokenUsage:
         """The usage so far; the choices of one prompt share its cached tokens."""
@@ -230,7 +220,7 @@ class _StreamSink:
 
     __slots__ = ("_answering", "_events", "_out")
 
-    def __init__(self, response: ResponseStream, events: _EventEncoder, out: EventStreamWriter) -> None:
+    def __init__(self, response: ResponseStream, events: _EventWriter, out: EventStreamWriter) -> None:
         self._answering = response
         self._events = events
         self._out = out
@@ -253,7 +243,7 @@ class _StreamSink:
         text, writer = self._answering.text_only_choice(index), self._out.writer
         if text is None or writer is None:
             return None
-        made = self._events.plain(index, text, writer)
+        made = self._events.text_only(index, text, writer)
         return None if made is None else made.write
 
     async def push_slowly(self, index: int, batch: TokenBatch) -> SinkState:
@@ -333,86 +323,85 @@ def _whole_calls(parts: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
 
 
 async def stream_events(
-    response: ResponseStream, turns: LoopTurns, out: EventStreamWriter, shape: ResponseFormat, head: ResponseHead
+    response: ResponseStream,
+    turns: LoopTurns,
+    out: EventStreamWriter,
+    shape: ResponseFormat,
+    head: ResponseHead,
 ) -> None:
     """Sends the response as events."""
-    used = response.usage if response.continuous_usage else None
-    events = _EventEncoder(shape, head, response.resume, used)
+    encoder = shape.stream(head, response.usage)
+    events = _EventWriter(encoder, response.resume)
     feeds = StreamPump(turns, _StreamSink(response, events, out))
     out.wake = feeds.wake
     try:
         await feeds.run(response.token_streams())
+        end = events.end()
+        await shape.persist()
     except Exception as error:
         if not out.started:
             raise
-        await out.send_error(error)
+        await out.send_error(error, events.error)
         return
-    usage = (
-        sse.sse_event(events.ids.usage_id(), shape.usage_chunk(head, response.usage())) if head.include_usage else b""
-    )
-    await out.finish(usage + sse.DONE)
+    await out.finish(end + shape.terminator)
 
 
-class _EventEncoder:
-    """Encodes deltas as events, in OpenAI's order, without what the client has already."""
+class _EventWriter:
+    """Frames what an encoder writes, in order, without what the client has already.
 
-    __slots__ = ("_begun", "_first", "_head", "_places", "_shape", "_used", "ids")
+    Of the events of one delta only the last has an id: behind the others nobody can resume.
+    """
 
-    def __init__(
-        self,
-        shape: ResponseFormat,
-        head: ResponseHead,
-        course: ResumeState,
-        used: Callable[[], TokenUsage] | None = None,
-    ) -> None:
-        """``used``: the usage so far, for every event."""
-        self._used = used
+    __slots__ = ("_begun", "_encoder", "_places", "ids")
+
+    def __init__(self, encoder: StreamEncoder, course: ResumeState) -> None:
         self.ids = EventIds(course.signer, course.resume_point)
-        self._shape = shape
-        self._head = head
+        self._encoder = encoder
         self._places = dict(course.resume_point.positions)
-        self._begun = tuple(self._places)
-        self._first = not self._places
+        self._begun: tuple[int, ...] = ()
 
     def of(self, index: int, piece: OutputDelta) -> bytes:
         """The events of one delta; empty if it shows nothing yet."""
-        if self._used is not None:
-            self._head = msgspec.structs.replace(self._head, used=self._used())
-        place = self._places.get(index)
-        if place is not None and _is_already_sent(place, piece):
-            return b"" if place.ended or piece.finish is None else self._end(index, piece.finish)
+        encoder, place = self._encoder, self._places.get(index)
+        is_sent = place is not None and _is_already_sent(place, piece)
         data = b""
         if index not in self._begun:
             self._begun += (index,)
-            data = self._begin(index)
+            begun = encoder.begin(index)
+            if place is None:
+                data = _framed(begun, lambda: self.ids.start_id(index))
         if piece.text or piece.reasoning or piece.calls or piece.logprobs or piece.token_ids:
-            more = self._shape.delta_chunk(self._head, index, piece, first=self._first)
-            self._first = False
-            data += sse.sse_event(self.ids.delta_id(index, piece.tokens, last=piece.finish is not None), more)
+            more = encoder.delta(index, piece)
+            if not is_sent:
+                data += _framed(more, lambda: self.ids.delta_id(index, piece.tokens, last=piece.finish is not None))
         if piece.finish is not None:
-            data += self._end(index, piece.finish)
+            end = encoder.finish(index, piece)
+            if place is None or not place.ended:
+                data += _framed(end, lambda: self.ids.finish_id(index))
         return data
 
-    def plain(self, index: int, text: TextOnlyChoice, writer: BodyWriter) -> TextEventTemplate | None:
+    def end(self) -> bytes:
+        """The events behind all choices."""
+        return _framed(self._encoder.end(), self.ids.usage_id)
+
+    def error(self, error: ErrorResponse) -> bytes:
+        """The last event of a stream that breaks off.  It has no id, so the client's last id stays valid."""
+        return _framed((self._encoder.error(error),), None)
+
+    def text_only(self, index: int, text: TextOnlyChoice, writer: BodyWriter) -> TextEventTemplate | None:
         """The template of this choice's events, while they are only text."""
-        head = self._head
-        if self._first or index not in self._begun or head.logprobs or head.token_ids or self._used is not None:
-            return None
-        return TextEventTemplate.from_sample(
-            text, self._shape.delta_chunk(self._head, index, TEMPLATE_DELTA, first=False), writer.write
-        )
+        parts = self._encoder.text_parts(index) if index in self._begun else None
+        return None if parts is None else TextEventTemplate(text, parts, writer.write)
 
-    def _begin(self, index: int) -> bytes:
-        begun = self._shape.first_chunk(self._head, index, first=self._first)
-        if begun is None:
-            return b""
-        self._first = False
-        return sse.sse_event(self.ids.start_id(index), begun)
 
-    def _end(self, index: int, finish: FinishReason) -> bytes:
-        end = self._shape.finish_chunk(self._head, index, finish, first=self._first)
-        self._first = False
-        return sse.sse_event(self.ids.finish_id(index), end)
+def _framed(events: Sequence[StreamEvent], identity: Callable[[], str] | None) -> bytes:
+    """The events as they are sent, of which the last has an id."""
+    if not events:
+        return b""
+    framed = [sse.sse_event_without_id(event.data, event.name) for event in events[: -1 if identity else None]]
+    if identity is not None:
+        framed.append(sse.sse_event(identity(), events[-1].data, events[-1].name))
+    return b"".join(framed)
 
 
 def _is_already_sent(place: ChoicePosition, piece: OutputDelta) -> bool:

@@ -10,7 +10,7 @@ import msgspec
 from penstock.api.errors import Header
 from penstock.api.http import HttpExchange
 from penstock.api.idempotency import TokenStreamSource
-from penstock.api.openai.schema import TokenUsage
+from penstock.api.response_format import TokenUsage
 from penstock.clock import Clock
 from penstock.interfaces import PreparedGeneration, TokenStream
 from penstock.telemetry.spans import INTAKE, NO_SPAN, NoTracer, Span, Tracer

@@ -231,7 +231,7 @@ async def _relay(exchange: HttpExchange, answer: http_client.StreamedResponse) -
         async for chunk in answer.chunks():
             await exchange.send(chunk)
     except NoWorkers as error:
-        await exchange.finish(sse.sse_error(logged_error_response(error).body))
+        await exchange.finish(sse.openai_error_event(logged_error_response(error)))
         return
     await exchange.finish()
 

@@ -7,15 +7,17 @@ import pytest
 from penstock.api import sse
 from penstock.api.openai.chat import ChatResponseFormat
 from penstock.api.openai.completions import CompletionResponseFormat
-from penstock.api.openai.schema import ResponseFormat, ResponseHead
+from penstock.api.response_format import ResponseFormat, ResponseHead, TokenUsage
 from penstock.api.sse import EventIds
-from penstock.api.streaming import TEMPLATE_DELTA, TextEventTemplate, TextOnlyChoice
+from penstock.api.streaming import TextEventTemplate, TextOnlyChoice
+from penstock.interfaces import OutputDelta
 from penstock.processing.detokenizer import IncrementalDetokenizer, OutputOptions
 from penstock.processing.tokenizer.token_bytes import TokenTable
 from penstock.types import TokenBatch
 
 WORDS = ["Once", ' upon "a"', "\n", "\\ / \x01", " time é", "ö", "</s>", "日本", " the"]
 HEAD = ResponseHead(id="chatcmpl-1", created=1, model="a model", system_fingerprint="ps-1", seed=3, include_usage=True)
+USAGE = TokenUsage.of(prompt=1, completion=1, cached=0)
 
 
 class Words:
@@ -37,16 +39,16 @@ def test_plain_events_are_those_of_the_shape(shape: ResponseFormat, stops: tuple
     piece = slow.push(TokenBatch(tokens=tokens))
     written: list[bytes] = []
     counts = [0]
-    plain = TextEventTemplate.from_sample(
-        TextOnlyChoice(0, fast, counts),
-        shape.delta_chunk(HEAD, 0, TEMPLATE_DELTA, first=False),
-        lambda data: bool(written.append(data)),
-    )
-    assert plain is not None
+    encoder = shape.stream(HEAD, lambda: USAGE)
+    assert encoder.text_parts(0) is None  # the first event has the seed
+    (begun,) = encoder.delta(0, OutputDelta(text="Once", tokens=1))
+    assert b"seed" in begun.data
+    parts = encoder.text_parts(0)
+    assert parts is not None
+    plain = TextEventTemplate(TextOnlyChoice(0, fast, counts), parts, lambda data: bool(written.append(data)))
     assert plain.write(tokens) is False
-    expected = sse.sse_event(
-        EventIds().delta_id(0, piece.tokens, last=False), shape.delta_chunk(HEAD, 0, piece, first=False)
-    )
+    (event,) = encoder.delta(0, piece)
+    expected = sse.sse_event(EventIds().delta_id(0, piece.tokens, last=False), event.data)
     assert written == ([expected] if piece.text else [])
     assert counts == [piece.tokens]
 

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions`` on the wire: answers, chunks and logprobs as OpenAI writes them.
+"""``/v1/chat/completions`` on the wire: answers, chunks and logprobs as OpenAI writes them; what completions share.
 
 Chunks of a choice: its role; reasoning, text and tool calls as they come; an empty delta with the reason of its end.
 Reasoning goes out under both names that clients read it by, ``reasoning`` and ``reasoning_content``.
@@ -6,14 +6,30 @@ Reasoning goes out under both names that clients read it by, ``reasoning`` and `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from penstock.api.openai.schema import CompletedChoice, ResponseHead, SeedExtension, TokenUsage, encode, unset_unless
-from penstock.interfaces import OutputDelta, TokenText, ToolCallDelta
+from penstock.api.errors import ErrorResponse
+from penstock.api.response_format import (
+    SAMPLE_DELTA,
+    CompletedChoice,
+    ResponseFormat,
+    ResponseHead,
+    SeedExtension,
+    StreamEvent,
+    TextEventParts,
+    TokenUsage,
+    TranslatedRequest,
+    encode,
+    unset_unless,
+)
+from penstock.api.sse import DONE
+from penstock.interfaces import JsonObject, OutputDelta, RequestContext, TokenText, ToolCallDelta
 from penstock.types import FinishReason
 
 
@@ -113,43 +129,63 @@ class _Whole(msgspec.Struct, frozen=True, kw_only=True):
 _EMPTY = _Delta()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAIGenerationApi:
+    """``GenerationApi`` of chats or completions, whose bodies are served as they come."""
+
+    id_prefix: str
+    operation: str
+    format: ResponseFormat
+
+    async def translate(self, body: JsonObject, context: RequestContext) -> TranslatedRequest:
+        """The body itself."""
+        return TranslatedRequest(body, self.format)
+
+
+class OpenAIStreamEncoder(ABC):
+    """The common part of their ``StreamEncoder``."""
+
+    def __init__(self, head: ResponseHead, usage: Callable[[], TokenUsage]) -> None:
+        self.head = head
+        self.usage = usage
+        self._seed_sent = head.resumed
+
+    @abstractmethod
+    def delta(self, choice: int, piece: OutputDelta) -> Sequence[StreamEvent]:
+        """As ``StreamEncoder``'s: one event."""
+
+    def error(self, error: ErrorResponse) -> StreamEvent:
+        """The envelope of other errors."""
+        return StreamEvent(error.body)
+
+    def text_parts(self, choice: int) -> TextEventParts | None:
+        """Once the seed is out, an event is text alone unless more is wanted."""
+        head = self.head
+        if not self._seed_sent or head.logprobs or head.token_ids or head.continuous_usage:
+            return None
+        return TextEventParts.of(self.delta(choice, SAMPLE_DELTA)[0])
+
+    def usage_so_far(self) -> TokenUsage | UnsetType | None:
+        """For an event that is not the last; null where only the last has it."""
+        if not self.head.include_usage:
+            return UNSET
+        return self.usage() if self.head.continuous_usage else None
+
+    def seed_once(self) -> SeedExtension | UnsetType:
+        """For the first event of a stream."""
+        if self._seed_sent:
+            return UNSET
+        self._seed_sent = True
+        return SeedExtension(self.head.seed)
+
+
 class ChatResponseFormat:
     """``ResponseFormat`` of chats."""
 
-    id_prefix = "chatcmpl-"
-    operation = "chat"
+    terminator = DONE
 
-    def first_chunk(self, head: ResponseHead, choice: int, *, first: bool) -> bytes:
-        """The role, before any text."""
-        started = _ChunkChoice(index=choice, delta=_Delta(role="assistant", content=""))
-        return _chunk(head, started, first=first, prompt_ids=head.prompt_ids(choice))
-
-    def delta_chunk(self, head: ResponseHead, choice: int, piece: OutputDelta, *, first: bool) -> bytes:
-        """Text, reasoning and calls, and the logprobs of the tokens they came from."""
-        more = _ChunkChoice(
-            index=choice,
-            delta=_delta(piece),
-            logprobs=_logprobs(piece.logprobs) if head.logprobs else None,
-            token_ids=unset_unless(piece.token_ids, head.token_ids),
-        )
-        return _chunk(head, more, first=first)
-
-    def finish_chunk(self, head: ResponseHead, choice: int, finish: FinishReason, *, first: bool) -> bytes:
-        """An empty delta with the reason."""
-        return _chunk(head, _ChunkChoice(index=choice, delta=_EMPTY, finish_reason=finish), first=first)
-
-    def usage_chunk(self, head: ResponseHead, usage: TokenUsage) -> bytes:
-        """No choices, only figures."""
-        return encode(
-            _Chunk(
-                id=head.id,
-                created=head.created,
-                model=head.model,
-                system_fingerprint=head.system_fingerprint,
-                choices=(),
-                usage=usage,
-            )
-        )
+    def stream(self, head: ResponseHead, usage: Callable[[], TokenUsage]) -> _ChatStreamEncoder:
+        return _ChatStreamEncoder(head, usage)
 
     def complete(self, head: ResponseHead, choices: Sequence[CompletedChoice], usage: TokenUsage) -> bytes:
         """All choices at once."""
@@ -174,6 +210,64 @@ class ChatResponseFormat:
                 prompt_token_ids=head.prompt_ids(0),
             )
         )
+
+    async def persist(self) -> None:
+        pass
+
+
+class _ChatStreamEncoder(OpenAIStreamEncoder):
+    """``StreamEncoder`` of chats."""
+
+    def begin(self, choice: int) -> Sequence[StreamEvent]:
+        """The role, before any text."""
+        started = _ChunkChoice(index=choice, delta=_Delta(role="assistant", content=""))
+        return (self._chunk(started, prompt_ids=self.head.prompt_ids(choice)),)
+
+    def delta(self, choice: int, piece: OutputDelta) -> Sequence[StreamEvent]:
+        """Text, reasoning and calls, and the logprobs of the tokens they came from."""
+        more = _ChunkChoice(
+            index=choice,
+            delta=_delta(piece),
+            logprobs=_logprobs(piece.logprobs) if self.head.logprobs else None,
+            token_ids=unset_unless(piece.token_ids, self.head.token_ids),
+        )
+        return (self._chunk(more),)
+
+    def finish(self, choice: int, last: OutputDelta) -> Sequence[StreamEvent]:
+        """An empty delta with the reason."""
+        return (self._chunk(_ChunkChoice(index=choice, delta=_EMPTY, finish_reason=last.finish)),)
+
+    def end(self) -> Sequence[StreamEvent]:
+        """The usage, if it is wanted: no choices, only figures."""
+        head = self.head
+        if not head.include_usage:
+            return ()
+        last = _Chunk(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            system_fingerprint=head.system_fingerprint,
+            choices=(),
+            usage=self.usage(),
+        )
+        return (StreamEvent(encode(last)),)
+
+    def _chunk(self, choice: _ChunkChoice, *, prompt_ids: list[int] | UnsetType = UNSET) -> StreamEvent:
+        head = self.head
+        chunk = _Chunk(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            system_fingerprint=head.system_fingerprint,
+            choices=(choice,),
+            usage=self.usage_so_far(),
+            penstock=self.seed_once(),
+            prompt_token_ids=prompt_ids,
+        )
+        return StreamEvent(encode(chunk))
+
+
+CHAT_API = OpenAIGenerationApi(id_prefix="chatcmpl-", operation="chat", format=ChatResponseFormat())
 
 
 def _delta(piece: OutputDelta) -> _Delta:
@@ -208,23 +302,6 @@ def _message(choice: CompletedChoice) -> _Message:
             for call in choice.calls
         ]
         or UNSET,
-    )
-
-
-def _chunk(
-    head: ResponseHead, choice: _ChunkChoice, *, first: bool, prompt_ids: list[int] | UnsetType = UNSET
-) -> bytes:
-    return encode(
-        _Chunk(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            system_fingerprint=head.system_fingerprint,
-            choices=(choice,),
-            usage=head.used if head.include_usage else UNSET,
-            penstock=SeedExtension(head.seed) if first else UNSET,
-            prompt_token_ids=prompt_ids,
-        )
     )
 
 

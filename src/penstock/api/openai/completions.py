@@ -5,13 +5,23 @@ Chunks of a choice: its text, then an empty text with the reason of its end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from penstock.api.openai.schema import CompletedChoice, ResponseHead, SeedExtension, TokenUsage, encode, unset_unless
+from penstock.api.openai.chat import OpenAIGenerationApi, OpenAIStreamEncoder
+from penstock.api.response_format import (
+    CompletedChoice,
+    ResponseHead,
+    SeedExtension,
+    StreamEvent,
+    TokenUsage,
+    encode,
+    unset_unless,
+)
+from penstock.api.sse import DONE
 from penstock.interfaces import OutputDelta, TokenText
 from penstock.types import FinishReason
 
@@ -46,32 +56,10 @@ class _Completion(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionResponseFormat:
     """``ResponseFormat`` of completions."""
 
-    id_prefix = "cmpl-"
-    operation = "text_completion"
+    terminator = DONE
 
-    def first_chunk(self, head: ResponseHead, choice: int, *, first: bool) -> bytes | None:
-        """Nothing, unless the prompt's token ids are wanted."""
-        if not head.token_ids:
-            return None
-        return _chunk(head, _Choice(index=choice, text="", prompt_token_ids=head.prompt_ids(choice)), first=first)
-
-    def delta_chunk(self, head: ResponseHead, choice: int, piece: OutputDelta, *, first: bool) -> bytes:
-        """Text, and the logprobs of the tokens it came from."""
-        more = _Choice(
-            index=choice,
-            text=piece.text,
-            logprobs=_logprobs(piece.logprobs) if head.logprobs else None,
-            token_ids=unset_unless(piece.token_ids, head.token_ids),
-        )
-        return _chunk(head, more, first=first)
-
-    def finish_chunk(self, head: ResponseHead, choice: int, finish: FinishReason, *, first: bool) -> bytes:
-        """An empty text with the reason."""
-        return _chunk(head, _Choice(index=choice, text="", finish_reason=finish), first=first)
-
-    def usage_chunk(self, head: ResponseHead, usage: TokenUsage) -> bytes:
-        """No choices, only figures."""
-        return _completion(head, (), usage=usage)
+    def stream(self, head: ResponseHead, usage: Callable[[], TokenUsage]) -> _CompletionStreamEncoder:
+        return _CompletionStreamEncoder(head, usage)
 
     def complete(self, head: ResponseHead, choices: Sequence[CompletedChoice], usage: TokenUsage) -> bytes:
         """All choices at once."""
@@ -88,14 +76,42 @@ class CompletionResponseFormat:
         ]
         return _completion(head, shown, usage=usage, seed=SeedExtension(head.seed))
 
+    async def persist(self) -> None:
+        pass
 
-def _chunk(head: ResponseHead, choice: _Choice, *, first: bool) -> bytes:
-    return _completion(
-        head,
-        (choice,),
-        usage=head.used if head.include_usage else UNSET,
-        seed=SeedExtension(head.seed) if first else UNSET,
-    )
+
+class _CompletionStreamEncoder(OpenAIStreamEncoder):
+    """``StreamEncoder`` of completions."""
+
+    def begin(self, choice: int) -> Sequence[StreamEvent]:
+        """Nothing, unless the prompt's token ids are wanted."""
+        if not self.head.token_ids:
+            return ()
+        return (self._chunk(_Choice(index=choice, text="", prompt_token_ids=self.head.prompt_ids(choice))),)
+
+    def delta(self, choice: int, piece: OutputDelta) -> Sequence[StreamEvent]:
+        """Text, and the logprobs of the tokens it came from."""
+        more = _Choice(
+            index=choice,
+            text=piece.text,
+            logprobs=_logprobs(piece.logprobs) if self.head.logprobs else None,
+            token_ids=unset_unless(piece.token_ids, self.head.token_ids),
+        )
+        return (self._chunk(more),)
+
+    def finish(self, choice: int, last: OutputDelta) -> Sequence[StreamEvent]:
+        """An empty text with the reason."""
+        return (self._chunk(_Choice(index=choice, text="", finish_reason=last.finish)),)
+
+    def end(self) -> Sequence[StreamEvent]:
+        """The usage, if it is wanted: no choices, only figures."""
+        return (StreamEvent(_completion(self.head, (), usage=self.usage())),) if self.head.include_usage else ()
+
+    def _chunk(self, choice: _Choice) -> StreamEvent:
+        return StreamEvent(_completion(self.head, (choice,), usage=self.usage_so_far(), seed=self.seed_once()))
+
+
+COMPLETION_API = OpenAIGenerationApi(id_prefix="cmpl-", operation="text_completion", format=CompletionResponseFormat())
 
 
 def _completion(

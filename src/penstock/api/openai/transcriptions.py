@@ -17,7 +17,7 @@ from penstock.api.errors import JSON_TYPE, Header
 from penstock.api.http import HttpExchange
 from penstock.api.idempotency import TokenStreamSource
 from penstock.api.load_shedding import AdmittedRequest, LoadShedder
-from penstock.api.openai.schema import SeedExtension, TokenUsage, encode
+from penstock.api.response_format import SeedExtension, TokenUsage, encode
 from penstock.api.sse import send_events
 from penstock.errors import WorkerLost
 from penstock.interfaces import OutputDelta, OutputDetokenizer, PreparedTranscription
