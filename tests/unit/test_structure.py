@@ -282,6 +282,24 @@ def test_dotted_names_in_docstrings_exist():
     assert stale == []
 
 
+def test_files_and_classes_in_the_documentation_exist():
+    """Files in code quotes, by the end of their path, and members of classes; not in pages about earlier versions."""
+    folders = ("src", "tests", "bench", "scripts", "examples")
+    files = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    elsewhere = {"llama.cpp", "utils.py"}  # another engine; a file that shall not be
+    references, wrong = References(), []
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if page.name in ("CHANGELOG.md", "renamed.md"):
+            continue
+        for quoted in re.findall(r"`([^`\n]+)`", text):
+            named = set(re.findall(r"[\w./-]+\.(?:py|cpp|hpp)\b", quoted)) - elsewhere
+            wrong += [f"{page.name}: {file}" for file in named if not any(path.endswith(f"/{file}") for path in files)]
+            members = re.findall(r"(?<![\w./-])(?:\w+\.)*[A-Z]+[a-z]\w*\.[A-Za-z_]\w*", quoted)
+            wrong += [f"{page.name}: {name}" for name in members if references.is_stale(name, text)]
+    assert wrong == []
+
+
 def test_the_answers_to_where_is_exist():
     """CONTRIBUTING.md: `file: name` of a function, a class, a constant or a member of a class."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Where is")[2].partition("\n## ")[0]
