@@ -11,7 +11,7 @@ CASES = (
         models="Llama 2",
         config="llama_2_7b",
         parameters=6_738_415_616,
-        features="a key-value head each",
+        features="as many key-value heads as query heads",
         small={"num_key_value_heads": 4},
     ),
     Case(
@@ -122,7 +122,7 @@ CASES = (
         models="Gemma 3 with images (text only)",
         config="gemma_3_27b",
         parameters=27_009_346_304,
-        features="the text model inside one that reads images; stretched positions in the upper recipe only",
+        features="the text model of one that takes images; scaled positions in the full-attention layers only",
         small={"num_hidden_layers": 6, "head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 40},
         inside="text_config",
     ),
@@ -252,7 +252,7 @@ CASES = (
         models="DeepSeek-V2 Lite",
         config="deepseek_v2_lite",
         parameters=15_706_484_224,
-        features="latent attention, experts and shared experts, YaRN with sharper scores",
+        features="latent attention, experts and shared experts, YaRN with scaled scores",
         small=MLA,
     ),
     Case(
@@ -280,7 +280,7 @@ CASES = (
         models="Kimi K2.5 (text only; weights in bf16)",
         config="kimi_k25_around_k2",
         parameters=1_026_408_232_448,
-        features="the text model of Kimi K2 inside one that reads images",
+        features="the text model is Kimi K2; images are not served",
         small=MLA | {"model_type": "deepseek_v3", "q_lora_rank": 24, "v_head_dim": 22},
         inside="text_config",
         around=NO_KIMI_IMAGES,
@@ -290,7 +290,7 @@ CASES = (
         models="Llama 4 Scout, Maverick (text only)",
         config="llama_4_scout",
         parameters=107_769_861_120,
-        features="chunks, layers without positions that grow sharper, one expert on a weighed input and a shared one",
+        features="chunked attention, layers without positions, whose scores are scaled; a shared expert",
         small=LLAMA4 | {"interleave_moe_layer_step": 2},
         inside="text_config",
     ),
@@ -312,7 +312,7 @@ CASES = (
         models="Qwen2.5-VL",
         config="qwen_2_5_vl_7b",
         parameters=8_292_166_656,
-        features="images; windows and gated units in their reader",
+        features="images; windows and gated units in the image encoder",
         small=AXES
         | {
             "vision_config": VISION
@@ -332,7 +332,7 @@ HEARD: tuple[Case, ...] = (
         models="Whisper tiny, base, small, medium, large to v2",
         config="whisper_tiny",
         parameters=37_760_640,
-        features="sounds ([audio.md](audio.md)): an encoder, and cross-attention whose keys and values are pages",
+        features="audio ([audio.md](audio.md)): an encoder, and cross-attention whose keys and values are pages",
     ),
     Case(
         models="Whisper large-v3, large-v3-turbo, distil",

@@ -16,7 +16,7 @@ def table() -> str:
     rows: dict[tuple[str, str], list[Case]] = {}
     for case in (*CASES, *HEARD):
         rows.setdefault((case.models, case.architecture), []).append(case)
-    lines = ["| models | `architectures` | tested with | its own |", "|---|---|---|---|"]
+    lines = ["| models | `architectures` | tested with | specifics |", "|---|---|---|---|"]
     for (models, architecture), cases in rows.items():
         tested = ", ".join(dict.fromkeys(f"`{case.config}`" for case in cases))
         lines.append(f"| {models} | {architecture} | {tested} | {'; '.join(case.features for case in cases)} |")
