@@ -228,14 +228,14 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     waits_s: tuple[float | None, ...] = ()  # what the requests of each class may wait; nothing said: any time
 
     def cache_salt(self, own: str) -> str:
-        """Of the cached pages of a request that names a salt of its ``own``, or none.
+        """The salt of a request's cached pages; ``own``: the salt that the request names, or none.
 
         No two pairs have the same, whatever is in them: a tenant's salt has no NUL.
         """
         return f"{self.salt}\0{own}" if own else self.salt
 
     def qos(self, said: ServiceClass | None = None) -> Qos:
-        """Of a request whose body says ``said``."""
+        """The quality of service of a request whose body says ``said``."""
         service = self.service if said is None else said
         service = service if self.requested_class is None else self.requested_class
         wait_s = self.waits_s[service] if self.waits_s else None
@@ -294,7 +294,7 @@ class PreparedPooling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """Of all texts."""
+        """Tokens of all texts."""
         return sum(len(request.prompt) for request in self.requests)
 
 

@@ -282,6 +282,19 @@ def test_dotted_names_in_docstrings_exist():
     assert stale == []
 
 
+def test_docstrings_begin_with_what_it_is():
+    """A noun or a verb, not a part of a sentence whose rest is the name: "Of one worker." says nothing by itself."""
+    fragment = re.compile(r"(Of|Who|Whom|Whose|Those|Nobody|Somebody|So many|As many)\b")
+    odd = []
+    for module, path in MODULES.items():
+        if re.search(rf'^ *"""{fragment.pattern}', source(path), re.MULTILINE):  # or not worth parsing
+            for node in ast.walk(ast.parse(source(path))):
+                if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    text = ast.get_docstring(node) or ""
+                    odd += [f"{module}.{node.name}: {text[:60]}"] if fragment.match(text) else []
+    assert odd == []
+
+
 def test_files_and_classes_in_the_documentation_exist():
     """Files in code quotes, by the end of their path, and members of classes; not in pages about earlier versions."""
     folders = ("src", "tests", "bench", "scripts", "examples")

@@ -186,7 +186,7 @@ def _explained(streams: TokenStreams, name: str) -> Response:
 
 
 def _decisions(streams: TokenStreams, name: str) -> list[dict[str, Any]]:
-    """Of one choice (``ID/0``), or of all choices of an answer's id."""
+    """The decisions for one choice (``ID/0``), or for all choices of a response."""
     decisions = streams.routing_decisions(RequestId(name))
     if decisions:
         return [{"id": name, "decisions": list(decisions)}]

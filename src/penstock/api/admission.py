@@ -162,7 +162,7 @@ class Admission:
         return self._wait_s.get(service, 1.0)
 
     def share_before(self, party: QueueKey, tokens: int) -> float:
-        """Of the prompt tokens that wait here and could go before ``tokens`` more of this party: which part will.
+        """The share, 0 to 1, of the prompt tokens waiting here that will go before ``tokens`` more of this party.
 
         By the fluid form of fair queueing (Parekh, Gallager 1993): until what the party has and these ``tokens`` are
         served, every other party of its class gets its weight's share, or all that it has.  1 when nothing waits here.

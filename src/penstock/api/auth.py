@@ -271,11 +271,11 @@ class FrontApiKey:
 
     @property
     def tenant_count(self) -> int:
-        """How many have asked so far."""
+        """The number of tenants seen so far."""
         return len(self._met)
 
     def find(self, key: bytes, said: bytes | None = None) -> Tenant | None:
-        """Who says nothing is the front itself.  Raises Unauthorized for what cannot be."""
+        """Without the header it is the front itself.  Raises Unauthorized if the header names no tenant."""
         if self._ring.find(key) is None:
             return None
         if said is None:

@@ -100,7 +100,7 @@ BODY_WRITER = "penstock.body_writer"
 
 
 class BodyWriter(Protocol):
-    """Of one answer."""
+    """Writes the body of one response."""
 
     @property
     def usable(self) -> bool:
@@ -125,7 +125,7 @@ DISCONNECT_SIGNAL = "penstock.hang_up"
 
 
 class DisconnectSignal(Protocol):
-    """Of one request."""
+    """Tells one request that its client has disconnected."""
 
     def when_gone(self, call: Callable[[], None] | None) -> None:
         """Calls ``call`` once, in the event loop, when the client has gone or if it has; None removes the listener."""

@@ -128,7 +128,7 @@ class _TenantResponses:
 
 
 class ResponseLru:
-    """Of one gateway, ``max_bytes`` at most."""
+    """The stored responses of one gateway, ``max_bytes`` at most; the least recently used go first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -180,7 +180,7 @@ class ResponseLru:
 
 
 def _is_more_complete(new: StoredResponse, old: PackedResponse) -> bool:
-    """Of one answer: more tokens, or that it ends."""
+    """Whether ``new`` has more tokens of the response than ``old``, or its end."""
     if old.finish is FinishReason.STOP:
         return False
     return len(new.tokens) > old.tokens or new.finish is FinishReason.STOP

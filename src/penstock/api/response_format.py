@@ -61,14 +61,14 @@ class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stored_tokens(self) -> int:
-        """Of the completion, those that come from a stored response."""
+        """Completion tokens that come from a stored response."""
         return 0 if self.penstock is UNSET or self.penstock.stored_tokens is UNSET else self.penstock.stored_tokens
 
     @classmethod
     def of(
         cls, *, prompt: int, completion: int, cached: int, stored: int = 0, charge: UsageCharge | None = None
     ) -> TokenUsage:
-        """Of all choices together, each prompt once."""
+        """The usage of all choices together, with each prompt counted once."""
         return cls(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -211,7 +211,7 @@ class GenerationApi(Protocol):
 
     @property
     def id_prefix(self) -> str:
-        """Of ids, as ``chatcmpl-``."""
+        """Prefix of ids, such as ``chatcmpl-``."""
         ...
 
     @property

@@ -37,7 +37,7 @@ def trace_headers(exchange: HttpExchange) -> list[Header]:
 
 
 class RequestTracing:
-    """Of one application.  Where there is no tracer it costs a call or two a request."""
+    """The request spans of one application.  Without a tracer it costs a call or two a request."""
 
     def __init__(self, tracer: Tracer, clock: Clock) -> None:
         self._tracer = tracer

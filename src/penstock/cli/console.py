@@ -80,7 +80,7 @@ class _ProgressLines:
         self._done = 0
 
     def add(self, count: int) -> None:
-        """So many more are done."""
+        """Add ``count`` finished items."""
         self._done += count
         now = self._now()
         if now - self._told >= self.EVERY_S:

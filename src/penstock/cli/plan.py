@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def planned_devices(asked: str | None) -> Devices:
-    """Those of ``--devices``; ``cpu`` alone is this host's memory.  Raises ConfigError."""
+    """The devices of ``--devices``; ``cpu`` alone is this host's memory.  Raises ConfigError."""
     if asked is None:
         return devices_here()
     if asked.strip().lower() == "cpu":
@@ -160,12 +160,12 @@ class PlanResult:
 
     @property
     def request_tokens(self) -> int:
-        """Of a request as long as is wanted, or as fits."""
+        """Tokens of the longest request: the requested length, or what fits."""
         return min(self.wanted, self.plan.kv_tokens)
 
     @property
     def requests(self) -> int:
-        """As many of them at the same time."""
+        """Requests of that length that fit at the same time."""
         return requests_at_once(self.size, self.plan, self.request_tokens) if self.plan.fits else 0
 
     @property
@@ -433,7 +433,7 @@ def picture(share: StageShare, memory: int, paint: TextStyle) -> str:
 
 
 def cell(paint: TextStyle, name: str, color: str, count: int) -> str:
-    """So many cells of a bar: colored blocks, or where there are no colors the part's first letter."""
+    """``count`` cells of a bar: colored blocks, or, without colors, the part's first letter."""
     return paint("█" * count, color) if paint.colored else name[0] * count
 
 

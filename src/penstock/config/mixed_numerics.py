@@ -160,7 +160,10 @@ def assign_fleet_cores(
 def plan_prefill(
     reader: PrefillDevice, memory: KvMemoryBudget, size: KvPageSize, pages: int, longest: int
 ) -> PrefillPlan:
-    """As many pages as the decode workers have, which hold their copies, or as fit on the GPU.  Raises ConfigError."""
+    """Plan as many pages as the decode workers have, which hold the copies, or as fit on the GPU.
+
+    Raises ConfigError.
+    """
     if reader.on_gpu:
         room = KvMemoryBudget(memory.model, 1, memory.number_bytes, memory.host_bytes, reader.choice)
         pages = min(pages, room.available_bytes() // size.page_bytes)

@@ -58,7 +58,7 @@ class EncoderCache:
             self._shrink()
 
     def pinned_bytes(self, requests: Iterable[RequestId] | None = None) -> int:
-        """Of rows that these requests (by default, any) hold."""
+        """Bytes of the rows that these requests (by default, any) hold."""
         owners = self._held if requests is None else requests
         held = frozenset[bytes]().union(*(self._held.get(owner, frozenset()) for owner in owners))
         return sum(self._rows[content].nbytes for content in held if content in self._rows)
@@ -206,7 +206,7 @@ class EncoderStage:
         return rows_ND
 
     def encoded_for_peers(self, contents: Iterable[bytes]) -> Iterator[tuple[bytes, NDArray[np.float32]]]:
-        """Those of them that are encoded now; they are held no longer."""
+        """The encoded ones of ``contents``, with their rows; they are no longer held."""
         for content in contents:
             rows_ND = self._store.get(content)
             if rows_ND is not None:

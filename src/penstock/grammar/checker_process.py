@@ -41,7 +41,7 @@ class CheckLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one grammar."""
+    """The verdict on one grammar."""
 
     refused: str | None = None  # why
     grammar: Grammar | None = None  # when not refused: the grammar as workers are to have it

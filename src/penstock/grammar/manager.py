@@ -77,7 +77,7 @@ class GrammarManager:
 
     @property
     def bytes(self) -> int:
-        """Of all grammars that are held or kept."""
+        """Bytes of all grammars, in use or cached."""
         while self._freed:
             self._bytes -= self._freed.popleft()
         return self._bytes
@@ -139,6 +139,6 @@ class GrammarManager:
 
 
 def _release_bytes(future: Future[CompiledGrammar], freed: deque[int], size: int) -> None:
-    """Nobody has this grammar any more.  May be called on any thread, at any moment."""
+    """Count the bytes of a grammar that is no longer in use as free.  May be called on any thread, at any moment."""
     future.cancel()
     freed.append(size)

@@ -141,12 +141,12 @@ def column_blocks(k: int) -> int:
 
 
 def table_bytes(n: int, k: int) -> int:
-    """Of the counts."""
+    """Bytes of the table of counts."""
     return 4 * panels_of(n) * stretches_of(k)
 
 
 def words_bytes(n: int, k: int) -> int:
-    """Of the words."""
+    """Bytes of the words."""
     return 4 * BLOCK_WORDS * panels_of(n) * column_blocks(k)
 
 
@@ -175,7 +175,7 @@ def compress_for_gpu(weight_NK: NDArray[np.uint16]) -> GpuCompressedMatrix | Non
 
 
 def _choose_base(weight_NK: NDArray[np.uint16]) -> int:
-    """Of the fifteen neighboring exponents that occur most, the one below the lowest; 0 at least."""
+    """The exponent below the fifteen adjacent ones that occur most; 0 at least."""
     counts = np.zeros(256, np.int64)
     for row in range(0, len(weight_NK), CHUNK_PANELS * PANEL_ROWS):
         part = weight_NK[row : row + CHUNK_PANELS * PANEL_ROWS]

@@ -117,7 +117,7 @@ class StateShape:
 
     @property
     def nbytes(self) -> int:
-        """Of all layers."""
+        """Bytes of the states of all layers."""
         return 4 * self.layers * self.layer_rows * self.value_dim
 
     @property
@@ -159,7 +159,7 @@ class KvShape:
 
     @property
     def reaches(self) -> tuple[KvSpec, ...]:
-        """Of every group, how far back its layers read; those of states come last."""
+        """How far back the layers of each group read; groups of states come last."""
         own = tuple(group.spec for group in self.groups) or (FULL_ATTENTION,)
         return own if self.states is None else own + (self.states.reach,) * self.state_parts
 
@@ -194,7 +194,7 @@ class KvShape:
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Of every layer: its group, and its place in that group's pages."""
+        """Each layer's group, and its place in that group's pages."""
         found = {
             layer: (group, place) for group, own in enumerate(self.groups) for place, layer in enumerate(own.layers)
         }
@@ -212,7 +212,7 @@ class KvShape:
         return sum(width * kind.number_bytes + kind.row_bytes for width in widths)
 
     def page_bytes(self, dtype: str, page_tokens: int = PAGE_TOKENS) -> int:
-        """Of one page of a group of layers."""
+        """Bytes of one page of a group of layers."""
         return self.page_layers * self.kv_heads * self.head_bytes(dtype) * page_tokens
 
 

@@ -113,7 +113,7 @@ def _any_thread_runnable(pid: int) -> bool:
 
 
 def _queued_s(pid: int) -> float:
-    """Of its first thread (run_delay in sched-stats.rst of the kernel); 0 where that is not counted.
+    """Seconds that its first thread waited for a processor (run_delay, sched-stats.rst); 0 where that is not counted.
 
     The kernel adds a wait when it ends: while a thread has waited for seconds, nothing is added.
     """

@@ -54,7 +54,7 @@ class SlimEvent:
                 each.set_result(None)
 
     def clear(self) -> None:
-        """Who comes now waits."""
+        """Make later callers wait."""
         self._is_set = False
 
     async def wait(self) -> bool:
@@ -70,7 +70,7 @@ class SlimEvent:
 
 
 class ParseTurns:
-    """So many pieces a turn; the others wait in the order in which they came."""
+    """Allows a number of pieces a turn; the others wait in order of arrival."""
 
     def __init__(self, per_turn: int) -> None:
         self._per_turn = per_turn

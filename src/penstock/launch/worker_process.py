@@ -208,7 +208,7 @@ class _StopFlag:
 
 
 class _Courtesy:
-    """Who reads prompts gives way, where cores are shared; not before the answers that it wrote are over."""
+    """Lowers the priority of prefill where cores are shared, once the requests that the worker decodes have ended."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._yields = config.prefill_niceness
@@ -221,7 +221,7 @@ class _Courtesy:
 
 
 def set_niceness(niceness: int) -> bool:
-    """Of all threads of this process.  False: the system does not let it become less nice."""
+    """Set the niceness of all threads of this process.  False: the system does not permit a lower one."""
     try:
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(ProcessLookupError):

@@ -205,7 +205,7 @@ class ParallelPlan:
 
     @property
     def missing_bytes(self) -> int:
-        """Of the fullest device; 0 when everything fits."""
+        """Bytes that the fullest device lacks; 0 when everything fits."""
         return max(0, *(-share.kv for share in self.stages))
 
 

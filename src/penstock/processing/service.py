@@ -499,7 +499,7 @@ class _OutputLength(NamedTuple):
 
 
 def _length(sampling: SamplingFields, room: int, default: int | None) -> _OutputLength:
-    """Of a chat: what it names, else the service's ``default_max_tokens``, else the ``room`` that the context has."""
+    """The length of a chat: its own, else the service's ``default_max_tokens``, else the ``room`` in the context."""
     if sampling.max_tokens is not None:
         return _OutputLength(sampling.max_tokens)
     most = room if default is None else min(room, default)

@@ -296,7 +296,7 @@ class _Seen:
 
 
 def _identities(ask: PlacementRequest, fleet: Fleet, mixed_numerics: bool) -> Sequence[ModelIdentity]:
-    """Whose workers may serve this, the preferred ones first."""
+    """Identities whose workers may serve the request, preferred ones first."""
     own = ask.identity
     if own is None:
         return fleet.identities()
@@ -306,7 +306,7 @@ def _identities(ask: PlacementRequest, fleet: Fleet, mixed_numerics: bool) -> Se
 
 
 def _candidates(ask: PlacementRequest, fleet: Fleet, slots: Slots, now: float, set_aside: dict[int, str]) -> Slots:
-    """Those who may be given the request, without the doubtful if others are left."""
+    """Workers that may get the request, without the doubtful ones if others are left."""
     if not len(slots):
         return slots
     avoided = _among(ask.avoid, fleet, slots)

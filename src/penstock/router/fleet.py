@@ -219,7 +219,7 @@ class Fleet:
         self.reasons[slot] = reason
 
     def reported_identities(self) -> list[ModelIdentity]:
-        """Of all workers that have reported and are not known to be dead."""
+        """Identities of all workers that have reported and are not known to be dead."""
         return [report.identity for report in self.reports if report is not None]
 
     def silent_slots(self, now: float, silence_s: float, overrun: float) -> Iterator[int]:
@@ -351,7 +351,7 @@ class Fleet:
         return slots
 
     def shortest_context(self, role: Role, identity: ModelIdentity | None) -> float:
-        """Of those that are ready, in tokens; infinite where none is."""
+        """The shortest context of the ready workers, in tokens; infinite if none is ready."""
         key = (role, identity)
         shortest = self._shortest.get(key)
         if shortest is None:
@@ -406,7 +406,7 @@ class Fleet:
         return 0 if report is None else report.max_model_len
 
     def longest_context(self, identity: ModelIdentity | None, roles: Collection[Role]) -> float:
-        """Of all workers of these roles (and this identity), also of those that are away: it may be back.
+        """The longest context of workers of these roles (and this identity), absent ones included: they may return.
 
         Infinite while one of them has not reported yet.
         """

@@ -73,7 +73,7 @@ class Placement:
         self._firm.discard(request)
 
     def due_requests(self, now: float, *, ready: bool) -> list[RequestId]:
-        """Who may ask again, in order of arrival.  ``ready``: a worker has become it."""
+        """Requests that may try again, in order of arrival.  ``ready``: a worker has become ready."""
         return [
             request
             for request, not_before in self._waiting.items()

@@ -71,7 +71,7 @@ class Quarantine:
         self._served.pop(worker, None)
 
     def expire_probes(self, now: float) -> list[tuple[WorkerId, int]]:
-        """Who has not answered in time: it is held for longer."""
+        """Workers that have not answered a probe in time; they stay in quarantine for longer."""
         late = [(worker, held) for worker, held in self._held.items() if held.probe and now >= held.probe_until]
         for worker, held in late:
             self._forget_probe(worker)
@@ -82,7 +82,7 @@ class Quarantine:
 
     @property
     def hopeless(self) -> frozenset[WorkerId]:
-        """Those that speak and never answer: their supervisor, if they have one, would have ended them by now."""
+        """Workers that report and never answer probes: a supervisor would have ended them by now."""
         return frozenset(worker for worker, held in self._held.items() if held.unanswered > MAX_UNANSWERED_PROBES)
 
     def due_for_probe(self, now: float, *, urgent: bool) -> list[tuple[WorkerId, int]]:

@@ -154,7 +154,7 @@ def _joined(batches: deque[TokenBatch | TokenItem]) -> TokenBatch:
 
 
 class RequestStats:
-    """Of one gateway."""
+    """Statistics of one gateway's requests."""
 
     def __init__(self, metrics: Metrics, placement: Placement) -> None:
         self._metrics = metrics

@@ -27,7 +27,7 @@ WorkerKey = tuple[WorkerId, int]
 
 
 class RequestSpans:
-    """Of one request, which is recorded.  Methods are what happened, in order."""
+    """The spans of one recorded request.  Methods are events, in order."""
 
     def __init__(self, tracer: Tracer, request: ValidRequest, now: float) -> None:
         self._tracer = tracer

@@ -94,7 +94,7 @@ class _Entry:
 
 
 class StreamChecks:
-    """Of one gateway's streams, by when they are to be looked at.  To take one costs the same, however many there are,
+    """The streams of one gateway, by the time of their next check.  Taking one costs the same, however many there are,
     but for the logarithm."""
 
     def __init__(self, per_turn: int) -> None:
@@ -125,7 +125,7 @@ class StreamChecks:
             heapify(self._heap)
 
     def pop_due(self, now: float) -> list[RequestStream]:
-        """Those whose time has come, as many as a turn may look at."""
+        """Streams that are due, as many as a turn may check."""
         due: list[RequestStream] = []
         heap = self._heap
         while heap and heap[0].at <= now and len(due) < self._per_turn:

@@ -84,7 +84,7 @@ class WorkerRates(NamedTuple):
     tiers: tuple[Numbers, ...] = ()  # to take one out of its own lower tiers, nearest first
 
     def select(self, mask: NDArray[np.bool_]) -> WorkerRates:
-        """Those of some of the workers."""
+        """The rates of some of the workers."""
         step, token, pair, draw, page, fetch, wait, tiers = self
         below = tuple(tier[mask] for tier in tiers)
         return WorkerRates(step[mask], token[mask], pair[mask], draw[mask], page[mask], fetch[mask], wait[mask], below)
@@ -435,10 +435,10 @@ class InFlightWork:
 
 
 def _read_of(due: ExpectedWork) -> ExpectedWork:
-    """Of what is due, the reading."""
+    """The prefill part of ``due``."""
     return ExpectedWork(tokens=due.tokens, pairs=due.pairs, batch_tokens=due.batch_tokens, batch_pairs=due.batch_pairs)
 
 
 def _unread(due: ExpectedWork) -> ExpectedWork:
-    """Of what is due, all but the reading."""
+    """All of ``due`` but the prefill part."""
     return due._replace(tokens=0, pairs=0, batch_tokens=0, batch_pairs=0)

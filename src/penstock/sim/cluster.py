@@ -143,7 +143,7 @@ def _page_tokens(trace: Trace, setup: SimulationSetup) -> int:
 
 
 def _share(run: SimulationRun, seconds: Sequence[float]) -> float:
-    """Of the run's time, on the average of the workers."""
+    """Share of the run's time, averaged over the workers."""
     return sum(seconds) / len(seconds) / run.end_s if run.end_s else 0.0
 
 

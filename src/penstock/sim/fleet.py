@@ -51,7 +51,7 @@ class SimStepTimes(Config, frozen=True, kw_only=True):
 
 
 class SimMemory(Config, frozen=True, kw_only=True):
-    """Of one worker."""
+    """Memory of one worker."""
 
     token_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
     device_bytes: Bytes

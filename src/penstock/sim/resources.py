@@ -55,7 +55,7 @@ class EventQueue:
 
 
 class PlanDuration(NamedTuple):
-    """Of the steps of a plan."""
+    """Durations of the steps of a plan."""
 
     first_s: float  # the first step
     growth_s: float  # each step takes so much longer than the one before
@@ -121,7 +121,7 @@ class BusyTime:
         return sum(end - begin for begin, end in self._spans)
 
     def between(self, edges: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of those, how many lie between each two of ``edges``."""
+        """Busy seconds between each two of ``edges``."""
         ends = np.array([(0.0, 0.0), *self._spans])
         reached = np.concatenate(([0.0], np.cumsum(ends[:, 1] - ends[:, 0])))
         place = np.searchsorted(ends[:, 0], edges, side="right") - 1
@@ -133,7 +133,7 @@ StopSteps = Callable[[], None]
 
 
 class SharedMachine:
-    """Who computes now."""
+    """A machine whose workers share its cores: which of them compute now."""
 
     def __init__(self, slowdown: float) -> None:
         self._slowdown = slowdown
@@ -229,7 +229,7 @@ class SimTiers:
         yield from ((block, 2) for block in disk if block not in host)
 
     def count_blocks(self, hashes: Sequence[BlockHash], start: int, limit: int) -> tuple[int, int]:
-        """Of the blocks from ``start`` on, up to the first that is nowhere here: how many are in host memory, and how
+        """Count the blocks from ``start`` on, up to the first that is in no tier: how many are in host memory, and how
         many on disk only."""
         host, disk = self._tiers
         counts = [0, 0]

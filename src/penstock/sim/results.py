@@ -82,12 +82,12 @@ class RunResults:
         return np.array(self._gaps, np.float64), np.array(self._counts, np.float64)
 
     def within_targets(self) -> list[RequestResult]:
-        """Those that were answered within the targets."""
+        """Requests that were answered within the targets."""
         ttft_s, itl_s = self.targets.ttft_s, self.targets.itl_s
         return [each for each in self.requests.values() if each.done and each.ttft_s <= ttft_s and each.itl_s <= itl_s]
 
     def smooth(self) -> list[RequestResult]:
-        """Those of them of which 99 of 100 intervals were within the target, each by itself."""
+        """Requests within the targets with 99 of 100 intervals within the target, each interval by itself."""
         return [each for each in self.within_targets() if each.late <= 0.01 * max(1, each.tokens - 1)]
 
     def ttfts(self) -> FloatArray:

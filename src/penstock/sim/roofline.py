@@ -53,7 +53,7 @@ HOST_BYTES = 256 << 30
 
 
 def fleet_of(outline: ModelOutline, devices: Devices) -> FleetFile:
-    """As many workers as the devices give, all of role ``both``.  Raises ConfigError, ModelError."""
+    """A fleet with the workers that the devices give, all of role ``both``.  Raises ConfigError, ModelError."""
     spec = outline.spec
     if not isinstance(spec.details, DecoderConfig):
         raise ConfigError(f"--model {outline.name}: only models that generate text can be simulated")
@@ -99,7 +99,7 @@ def _worker_plan(size: ModelSize, devices: Devices) -> ParallelPlan:
 
 
 def _bytes_read(size: ModelSize) -> tuple[int, int]:
-    """Of weights: by every step, and all routed experts, of which each token passes some.
+    """Bytes of weights: those that every step reads, and all routed experts, of which a token uses some.
 
     Of the embedding a step reads single rows, but for a model whose head it is.
     """
@@ -108,7 +108,7 @@ def _bytes_read(size: ModelSize) -> tuple[int, int]:
 
 
 def _share_of_experts(decoder: DecoderConfig) -> float:
-    """Of all routed experts, those that a token passes."""
+    """Share of the routed experts that a token uses."""
     routed = [layer.mlp.routing for layer in decoder.layers if isinstance(layer.mlp, MoeConfig)]
     return routed[0].top_k / routed[0].experts if routed else 0.0
 

@@ -54,7 +54,7 @@ class WorkerPlace(NamedTuple):
 
 
 class WorkerObserver(Protocol):
-    """Who hears what a worker says."""
+    """Receives what a worker reports."""
 
     def on_outcome(self, worker: SimWorker, outcome: StepOutcome, spacing_s: float) -> None:
         """A plan was committed; its steps ended ``spacing_s`` apart, the last one now."""
@@ -311,7 +311,7 @@ class SimWorker:
         return max(0, min(pool.available, int(pool.pages * MAX_PINNED) - kept))
 
     def _release_kept(self) -> None:
-        """Who has pages, or is gone, holds by itself what was kept for it.  Some are not even in the queue."""
+        """Release what was kept for requests that now hold their pages, or are gone, also for some outside of the queue."""
         coming = {event.id for event, _ in self._inbox} | self._fetching.keys()
         for request_id in [each for each in self._kept if each not in coming]:
             request = self.scheduler.get_request(request_id)

@@ -117,7 +117,7 @@ class WorkerTotals:
 
 
 class PrefixIndexStats(NamedTuple):
-    """Of the index of workers' prefix caches."""
+    """Figures of the index of workers' prefix caches."""
 
     blocks: int = 0
     memory_bytes: int = 0
@@ -126,7 +126,7 @@ class PrefixIndexStats(NamedTuple):
 
 
 class ResponseCacheStats(NamedTuple):
-    """Of stored responses."""
+    """Figures of stored responses."""
 
     found: Mapping[str, int]  # by outcome
     tokens: int = 0
@@ -201,7 +201,7 @@ class Metrics:
             self._itl.observe(gap_s / count, count * answers)
 
     def token_totals(self) -> tuple[int, int]:
-        """Of prompts and of answers, so far."""
+        """Tokens of prompts and of responses, so far."""
         return self._prompts, self._generation_tokens
 
     def on_finished(self, reason: str, e2e_s: float, decode_s: float | None) -> None:
@@ -352,7 +352,7 @@ class Metrics:
         yield self._by_outcome(names.TRACE_SPANS, seen.spans)
 
     def _tiers(self, seen: _Seen) -> Iterable[Metric]:
-        """Of the KV store: a sample a worker and tier that has ever counted something, or has pages."""
+        """Metrics of the KV store: a sample for each worker and tier that has counted something or has pages."""
         families = {
             figure: CounterMetricFamily(names.PREFIX + family.name, family.help, labels=("model_name", *family.labels))
             for figure, family in names.BY_TIER_FIGURE.items()

@@ -89,7 +89,7 @@ class Span(Protocol):
 
     @property
     def context(self) -> str:
-        """Of those that are a part of it; "" where nothing is recorded."""
+        """The context of this span's children; "" where nothing is recorded."""
         ...
 
     def set_attributes(self, **facts: SpanAttribute) -> None:

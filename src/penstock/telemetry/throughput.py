@@ -18,7 +18,7 @@ INTERVAL_S = 10.0
 
 
 class ThroughputLog:
-    """Of one gateway."""
+    """Logs the throughput of one gateway."""
 
     def __init__(self, metrics: Metrics, clock: Clock) -> None:
         self._metrics = metrics

@@ -150,7 +150,7 @@ class Checkpoint:
         return file.quantized_tensor(file.tensors[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor of the model.  Raises ModelError if it is missing."""
+        """The shape of a tensor of the model.  Raises ModelError if it is missing."""
         coded = self.quantized_tensor(name)
         return self.info(name).shape if coded is None else coded.shape
 

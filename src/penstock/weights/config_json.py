@@ -160,8 +160,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 def sampling_defaults(values: Mapping[str, Any]) -> SamplingDefaults:
-    """Of the file's content.  A value that no request may have is left out; a file that says ``do_sample: false``
-    suggests nothing to sample by."""
+    """The sampling defaults in the file.  A value that no request may have is left out; with
+    ``do_sample: false`` there are none."""
     if values.get("do_sample") is False:
         return SamplingDefaults()
     found: dict[str, Any] = {}

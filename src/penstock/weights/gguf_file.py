@@ -113,7 +113,7 @@ def _six_bits(packed: Blocks) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
 
 def _pairs(packed: Blocks) -> NDArray[np.uint8]:
-    """Of every 32 bytes the lower halves, then the upper ones: [rows, blocks, 8, 32]."""
+    """The lower halves of every 32 bytes, then the upper ones: [rows, blocks, 8, 32]."""
     rows, blocks, _ = packed.shape
     quads = packed.reshape(rows, blocks, 4, 32)
     return np.stack([quads & 15, quads >> 4], axis=3).reshape(rows, blocks, 8, 32)
@@ -390,7 +390,7 @@ class _Reader:
         return bool(value)
 
     def _length(self, what: str, *, least_bytes: int) -> int:
-        """Of an array.  Checked in sum before anything of it is read."""
+        """The length of an array.  Checked in sum before anything of it is read."""
         length = self.count(f"elements of {what}", MAX_ELEMENTS, least_bytes=least_bytes)
         self._elements += length
         if self._elements > MAX_ELEMENTS:

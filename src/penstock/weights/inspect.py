@@ -141,7 +141,7 @@ class ModelOutline:
 
 
 def read_outline(path: Path) -> ModelOutline:
-    """Of a folder or of a ``config.json``.  Raises ModelError if no family knows the architecture."""
+    """The outline of a folder or a ``config.json``.  Raises ModelError if no family knows the architecture."""
     file = path / CONFIG_FILE if path.is_dir() else path
     if not file.is_file():
         raise ModelError(f"{path}: has no {CONFIG_FILE}")

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightPacker:
-    """Of one checkpoint, for one backend."""
+    """Packs the weights of one checkpoint for one backend."""
 
     def __init__(self, checkpoint: Checkpoint, ops: Ops) -> None:
         self._checkpoint = checkpoint

@@ -34,7 +34,7 @@ class PoolingResponseFormat(Protocol):
     """How one API writes pooled outputs."""
 
     id_prefix: str
-    """Of ids, as ``embd-``."""
+    """Prefix of ids, such as ``embd-``."""
 
     operation: str
     """As OpenTelemetry calls it, or as the route is called."""

@@ -107,12 +107,12 @@ def gaps(requests: Sequence[RequestRecord]) -> list[float]:
 
 
 def gaps_during(requests: Sequence[RequestRecord], since: float, until: float) -> list[float]:
-    """Those that overlap [since, until], in full: a stall at either end counts."""
+    """Gaps that overlap [since, until], in full: a stall at either end counts."""
     return [b - a for request in requests for a, b in pairwise(request.events) if b >= since and a <= until]
 
 
 def gaps_before(requests: Sequence[RequestRecord], moment: float) -> list[float]:
-    """Those that were over by then."""
+    """Gaps that ended before ``moment``."""
     return [b - a for request in requests for a, b in pairwise(request.events) if b < moment]
 
 

@@ -99,7 +99,7 @@ def scale_request(wanted: RequestSpec, *, length: float = 1.0, time: float = 1.0
 
 
 def fitting(wanted: Sequence[RequestSpec], max_model_len: int | None) -> list[RequestSpec]:
-    """Those that fit the context; the caller says how many did not."""
+    """Requests that fit the context; the caller reports how many did not."""
     return [w for w in wanted if max_model_len is None or w.input_len + w.output_len <= max_model_len]
 
 

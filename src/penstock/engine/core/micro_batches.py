@@ -33,7 +33,7 @@ class MicroBatches:
 
     @property
     def free(self) -> Sequence[int]:
-        """Those to be planned now; first those that could not preempt a request that was in flight."""
+        """Micro-batches to plan now; first those that could not preempt a request in flight."""
         free = [number for number in range(self._count) if number not in self._in_flight]
         return sorted(free, key=lambda number: not self._preemption_targets.get(number))
 
@@ -52,7 +52,7 @@ class MicroBatches:
     def eligible(
         self, requests: Collection[Request], excluded: Set[Request], pageless: Set[Request]
     ) -> Collection[Request]:
-        """Those of ``requests`` that the next plan may compute: an even share of those that are not in flight.
+        """The ``requests`` that the next plan may compute: an even share of those that are not in flight.
 
         ``pageless``: they need a page, and none can be taken for them now.  Others have their places in the share, or
         it would compute nothing while those who hold the pages wait for their turn.

@@ -59,7 +59,7 @@ class PrefixCache:
 
     @property
     def full_attention_groups(self) -> Sequence[int]:
-        """Those whose layers read everything."""
+        """Groups whose layers read the whole context."""
         return self._whole
 
     def has(self, group: int, block: BlockHash) -> bool:
@@ -156,7 +156,7 @@ class PrefixCache:
         self._pool.set_label(page, PageLabel(label.group, NAMELESS, label.windowed))
 
     def known_blocks(self) -> Iterable[BlockHash]:
-        """Those that ``on_change`` has reported as known, known longest first."""
+        """Blocks that ``on_change`` has reported as known, oldest first."""
         return self._page_of[self.reported_group].keys()
 
     def _evicted(self, label: PageLabel) -> None:

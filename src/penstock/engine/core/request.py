@@ -57,7 +57,7 @@ OrderKey = tuple[int, float, int]
 
 
 class RequestStatus(Enum):
-    """Who owns the request now.  It says nothing about prefill or decode: that is a subtraction."""
+    """The owner of a request now.  Prefill or decode is no status: it follows from the counts."""
 
     UNGRANTED = "waits for the receiver's credit"
     WAITING = "in the queue"

@@ -468,7 +468,7 @@ class Scheduler:
         return {request.adapter for request in self._table.requests.values() if request.adapter}
 
     def not_started(self) -> list[Request]:
-        """Those that have not begun: without pages, or with none but those that another worker still computes."""
+        """Requests that have not started: without pages, or only with pages that another worker still computes."""
         waits = (RequestStatus.UNGRANTED, RequestStatus.WAITING, RequestStatus.RESERVED)
         return [r for r in self._table.requests.values() if r.status in waits and not r.has_first_token]
 

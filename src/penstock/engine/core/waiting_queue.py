@@ -60,7 +60,7 @@ class FairClock:
         self._times[line] = start + tokens / weight
 
     def charge_output(self, line: FairnessKey, tokens: int, weight: float) -> None:
-        """So many tokens of an answer are computed while others wait."""
+        """``tokens`` output tokens are computed while others wait."""
         self._times[line] = self.virtual_time(line) + self._output_weight * tokens / weight
 
     def is_contended(self, rank: int, now: float) -> bool:
@@ -115,7 +115,7 @@ class WaitingQueue:
         return sorted(map(self._head, self._counts), key=self.position)
 
     def head(self) -> Request | None:
-        """Who is served next."""
+        """The request that is served next."""
         if not self._counts:
             return None
         if len(self._counts) == 1:
@@ -123,7 +123,7 @@ class WaitingQueue:
         return min(map(self._head, self._counts), key=self.position)
 
     def ranks(self) -> set[int]:
-        """Of those who wait."""
+        """Ranks of the classes with waiting requests."""
         return {rank for rank, _ in self._counts}
 
     def pop(self, request: Request, status: RequestStatus) -> None:

@@ -346,7 +346,7 @@ def build_decoder(spec: ModelSpec, weights: Mapping[str, Any], ops: Ops, max_pos
 
 
 def layer_numbers(decoder: DecoderConfig) -> list[int]:
-    """Of every layer its number in the KV memory: among those with keys and values, or among the recurrent ones."""
+    """Each layer's number in the KV memory: among those with keys and values, or among the recurrent ones."""
     counts, numbers = {True: 0, False: 0}, []
     for layer in decoder.layers:
         recurrent = isinstance(layer.attention, GatedDeltaNetConfig)

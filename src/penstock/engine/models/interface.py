@@ -97,7 +97,7 @@ class SupportsCrossAttention(Protocol):
     keys and values of their own (cross-attention)."""
 
     source_tokens: int
-    """So many tokens; ``forward`` is given none of them."""
+    """Number of tokens; ``forward`` is given none of them."""
 
     def write_source(self, ops: Ops, rows_TD: Array, batch: StepBatch, kv: Array) -> None:
         """Keys and values of every layer to the pages of the batch's tokens, whose rows are compute [T, D]."""

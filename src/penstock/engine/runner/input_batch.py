@@ -403,7 +403,7 @@ class InputBatch:
         self._taps = np.empty((0, len(tapped) * hidden), np.float32)
 
     def hidden_states(self) -> dict[RequestId, tuple[int, NDArray[np.float32]]]:
-        """Of each span that drew in the last step: position of the first token drawn after, and hidden states of it
+        """For each span sampled in the last step: position of the first token sampled, and hidden states of it
         and of what follows in the span.  Valid until the next step."""
         begin, found = self.scored, dict[RequestId, tuple[int, NDArray[np.float32]]]()
         if not self._handed_out:

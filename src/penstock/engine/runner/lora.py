@@ -119,7 +119,7 @@ class LoraManager:
 
     @classmethod
     def for_model(cls, ops: Ops, loaded: LoadedModel, room: LoraLimits) -> LoraManager:
-        """Of a model in memory.  Raises ModelError if its family is not known."""
+        """The manager for a model in memory.  Raises ModelError if its family is not known."""
         targets = lora_targets(loaded.spec)
         limits = LoraFileLimits(max_rank=room.max_rank, max_bytes=room.nbytes)
         names = {target.weight for target in targets.values() if not target.refused}
@@ -128,7 +128,7 @@ class LoraManager:
 
     @classmethod
     def disabled(cls, ops: Ops, room: LoraLimits) -> LoraManager:
-        """Of a model that cannot have any."""
+        """The manager for a model that cannot have adapters."""
 
         def refuse(folder: Path) -> LoraAdapter:
             raise ModelError(f"{folder}: a model that only reads has no adapters")
@@ -174,11 +174,11 @@ class LoraManager:
         self._promised.clear()
 
     def slot_of(self, fingerprint: str) -> int:
-        """Of an adapter in memory, or of none.  Raises KeyError for one that was never ready."""
+        """The slot of an adapter in memory, or of none.  Raises KeyError for one that was never ready."""
         return self._resident[fingerprint].slot if fingerprint else NO_ADAPTER
 
     def fingerprints(self) -> tuple[str, ...]:
-        """Of the adapters in memory, the one used longest ago first."""
+        """Fingerprints of the adapters in memory, least recently used first."""
         return tuple(self._resident)
 
     def _begin(self, ref: AdapterRef) -> Future[PackedAdapter]:

@@ -61,7 +61,7 @@ class GatewayRequest:
             self.phases.append(PhaseTiming(name, begin - self.arrived_at, now - begin, facts))
 
     def take_phases(self) -> tuple[PhaseTiming, ...]:
-        """Those that were not sent yet."""
+        """The timings that have not been sent yet."""
         if not self.phases:
             return ()
         phases, self.phases = tuple(self.phases), []
@@ -241,7 +241,7 @@ class GatewayRequests:
         return [(gateway, ConfirmRequests(requests=tuple(requests))) for gateway, requests in asked.values()]
 
     def gateways(self) -> list[ConnectedGateway]:
-        """Those that are there now."""
+        """The gateways that are connected now."""
         return [gateway for gateway in self._gateways.values() if not gateway.away]
 
     def all(self) -> list[GatewayRequest]:

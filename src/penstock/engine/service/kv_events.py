@@ -257,7 +257,7 @@ class KvEventPublisher:
         return self._snapshot is not None
 
     def on_discovery(self, peer: bytes) -> None:
-        """Somebody wants to know who listens here."""
+        """A peer asks which worker listens here."""
         self._unknown_peers[peer] = None
 
     def mark_changed(self) -> None:

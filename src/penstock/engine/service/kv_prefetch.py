@@ -413,7 +413,7 @@ class KvPrefetcher:
         return token * count + pair * count * (first + 0.5 * (count + 1))
 
     def _hashes(self, event: AddRequest, blocks: int) -> Sequence[BlockHash]:
-        """Of the first ``blocks`` blocks; ready-made ones are not computed again."""
+        """Hashes of the first ``blocks`` blocks; those that came with the request are not computed again."""
         if len(event.hashes) >= blocks:
             return event.hashes
         hashes, size = list(event.hashes), self._size

@@ -239,7 +239,7 @@ EXPORT_POLL_S = 0.001
 
 
 class OfferPage(Protocol):
-    """Whom a page is offered to: ``KvTransfer.offer_page``."""
+    """Callback that takes a finished page: ``KvTransfer.offer_page``."""
 
     def __call__(self, offer: PageOffer, now: float, *, more: bool = False) -> None:
         """A page is final; ``more`` of the same leg follow in this turn."""
@@ -256,7 +256,7 @@ class _Batch:
 
 
 class PageExporter:
-    """Of one worker.  ``offer`` and ``done`` are the hand-over's."""
+    """Exports the pages of one worker.  ``offer`` and ``done`` are those of the transfer."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ STAGES_OF_ROLE = {
 
 
 class Lifecycle:
-    """Of one worker."""
+    """Start, drain and end of one worker."""
 
     def __init__(
         self,

@@ -147,7 +147,7 @@ class ImageReadiness(Protocol):
         ...
 
     def encoded_for_peers(self, contents: Iterable[bytes]) -> Iterable[tuple[bytes, NDArray[np.float32]]]:
-        """Those that are encoded now."""
+        """The encoded ones of ``contents``, with their rows."""
         ...
 
 

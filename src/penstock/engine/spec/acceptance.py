@@ -37,7 +37,7 @@ PRIOR_TRIES = 2.0
 
 
 class _Sums:
-    """Of measurements of one kind."""
+    """Sums over measurements of one kind."""
 
     __slots__ = ("product", "rows", "rows2", "seconds", "weight")
 
@@ -133,11 +133,11 @@ class AcceptanceByKind:
 
     @property
     def best(self) -> float:
-        """Of the kind that stands most often."""
+        """The rate of the kind that is accepted most often."""
         return max(stood / tries for stood, tries in zip(self._stood, self._tries, strict=True))
 
     def record(self, kind: int, guessed: int, stood: int) -> None:
-        """Of ``guessed`` tokens, the first of this kind, the first ``stood`` were right, and the next one, if any, was
+        """The first ``stood`` of ``guessed`` tokens, the first of this kind, were accepted; the next one, if any, was
         wrong."""
         last = len(self._tries) - 1
         for index in range(min(stood + 1, guessed)):
@@ -163,7 +163,7 @@ class AcceptanceByDepth:
         self._tries, self._stood = [0.0] * most, [0.0] * most
 
     def record(self, guessed: int, stood: int) -> None:
-        """Of ``guessed`` tokens the first ``stood`` were right, and the next one, if any, was wrong."""
+        """The first ``stood`` of ``guessed`` tokens were accepted; the next one, if any, was wrong."""
         for index in range(min(stood + 1, guessed, len(self._tries))):
             self._tries[index] = DECAY * self._tries[index] + 1
             self._stood[index] = DECAY * self._stood[index] + (index < stood)

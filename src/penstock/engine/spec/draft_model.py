@@ -97,7 +97,7 @@ class HiddenStateSource(Protocol):
         ...
 
     def hidden_states(self) -> HiddenStates:
-        """Those of the last step, if they were wanted."""
+        """Hidden states of the last step, if they were requested."""
         ...
 
 

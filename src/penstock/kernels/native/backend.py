@@ -339,7 +339,7 @@ class NativeOps(Ops):
         return ids.astype(np.int32), np.ascontiguousarray(weights).view(np.float32)
 
     def _kernels_of(self, weight: PackedLinear) -> Any:
-        """Those that read weights of this form."""
+        """The kernels that read weights of this form."""
         forms = {_native.CompressedWeights: self._compressed, _native.QuantWeights: self._quantized}
         return forms.get(type(weight.data), self._kernels)
 

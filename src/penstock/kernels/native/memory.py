@@ -32,7 +32,7 @@ class WeightArena:
         self._used = 0
 
     def reserve(self, nbytes: int) -> None:
-        """So many bytes will be asked for: one region for all of them wastes no huge page between them."""
+        """Reserve one region for ``nbytes`` of later requests, so that no huge page is wasted between them."""
         if self._used + nbytes > self._region.nbytes:
             self._region, self._used = _huge_region(nbytes), 0
 

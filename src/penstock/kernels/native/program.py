@@ -134,7 +134,7 @@ class RecordingOps:
         *,
         wanted: bool,
     ) -> None:
-        """Whose rows they are is known of ``x_TK``."""
+        """The adapters of the rows are those of ``x_TK``."""
         self._check(batch, self.kv)
         self.step.lora_add(x_TK.slot, adapters.data, site, out_TN.slot)
 

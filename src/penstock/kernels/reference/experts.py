@@ -90,7 +90,7 @@ def _best(values: Tensor, count: int) -> Tensor:
 
 
 def _dropped(choice_TE: Tensor, how: Routing) -> Tensor:
-    """Whose group is not kept."""
+    """True for experts whose group is not selected."""
     grouped = choice_TE.view(-1, how.groups, how.group_size)
     best_TG = grouped.topk(2 if how.pairs else 1, dim=2).values.sum(dim=2)
     dropped_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter(1, _best(best_TG, how.groups_kept), False)

@@ -53,7 +53,7 @@ def candidate_ids(scaled_V: NDArray[np.float64], row: SampleRow) -> NDArray[np.i
 
 
 def log_softmax(logits_V: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Of the unmodified logits, in nats."""
+    """Log-probabilities by the unmodified logits, in nats."""
     x_V = logits_V.astype(np.float64) - np.max(logits_V)
     return np.asarray(x_V - np.log(np.exp(x_V).sum()))
 

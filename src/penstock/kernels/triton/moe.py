@@ -159,7 +159,7 @@ def _stacks(weights: list[PackedLinear]) -> tuple[StackedOperand, ...]:
 
 
 def _stacks_of(weights: list[PackedLinear], own: list[int]) -> list[StackedOperand]:
-    """Of experts whose weights have one form: one stack, or, where it cannot be, one for each."""
+    """Stacks of experts whose weights have one form: one, or, where that cannot be, one for each expert."""
     forms: list[Stackable] = [weights[expert].data for expert in own]
     tall = type(forms[0]).stacked(forms) if len(forms[0].operands) == 1 else None
     count = len(weights)
@@ -219,7 +219,7 @@ class GroupedExperts:
         )  # fmt: skip
 
     def _product(self, x: Tensor, stacks: tuple[StackedOperand, ...], groups: ExpertGroups, share: int) -> Tensor:
-        """Of all pairs, each with its expert; x has a row for every ``share`` pairs."""
+        """The product of each pair with its expert; x has a row for every ``share`` pairs."""
         width = max(stack.first + stack.n for stack in stacks)
         out_PN = self._form.empty((len(groups.order), width))
         x = x if x.stride(1) == 1 else x.contiguous()

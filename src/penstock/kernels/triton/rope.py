@@ -224,14 +224,14 @@ class TokenPages:
 
 
 def places_of(form: TritonContext, kv: ReferenceKv, layer: int, batch: StepBatch) -> TokenPages:
-    """Of a layer's tokens; tensors of the batch are taken as they are."""
+    """Page places of a layer's tokens; tensors of the batch are used without a copy."""
     place, table_SP = kv.table(layer, batch)
     positions_T, starts_S1 = form.integers(batch.positions_T), form.integers(batch.starts_S1)
     return TokenPages(positions_T, starts_S1, form.integers(table_SP), place)
 
 
 def exponents_of(kv: ReferenceKv, layer: int) -> tuple[Tensor, Tensor]:
-    """Of keys and values of a layer's place, for kernels: pages are as far apart as those of the codes, heads ``PAGE``,
+    """Scales of a layer's keys and values, for kernels: pages are as far apart as those of the codes, heads ``PAGE``,
     tokens one.  Memory without codes has none, and anything stands for them."""
     if kv.key_exponents is None or kv.value_exponents is None:
         return kv.keys, kv.values
@@ -239,7 +239,7 @@ def exponents_of(kv: ReferenceKv, layer: int) -> tuple[Tensor, Tensor]:
 
 
 def strides_of(memory_PGSC: Tensor, name: str) -> dict[str, int]:
-    """Of a layer's keys ("K") or values ("V"): between pages, heads, tokens."""
+    """Strides of a layer's keys ("K") or values ("V"): between pages, heads, tokens."""
     return dict(zip((f"{name}_PAGE", f"{name}_HEAD", f"{name}_SLOT"), memory_PGSC.stride(), strict=False))
 
 

@@ -79,7 +79,7 @@ def _log_near_one(x, e):
 
 @triton.jit
 def _log(x):
-    """Of a normal number above 0."""
+    """Natural logarithm of a normal number above 0."""
     bits = x.to(tl.int32, bitcast=True)
     e = (bits >> 23) - 126
     m = ((bits & 0x007FFFFF) | 0x3F000000).to(tl.float32, bitcast=True)
@@ -103,7 +103,7 @@ def gumbel(seed, position, choice, ids):
 
 @triton.jit
 def noise(seeds, position, choice, ids_N, out_N, count, BLOCK: tl.constexpr):
-    """Of given ids (tests and tools)."""
+    """Noise of given ids, for tests and tools."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(ids_N + at, mask=at < count, other=0)
     drawn = gumbel(tl.load(seeds), tl.load(position), tl.load(choice), ids)

@@ -52,7 +52,7 @@ class StepShape:
 
     @classmethod
     def of(cls, batch: StepBatch) -> StepShape:
-        """Of a batch as it is."""
+        """The shape of a batch without padding."""
         return cls(
             len(batch.tokens_T),
             len(batch.starts_S1) - 1,
@@ -64,7 +64,7 @@ class StepShape:
 
     @property
     def words(self) -> int:
-        """Of the whole buffer."""
+        """Words of the whole buffer."""
         return _places(self)[1]
 
 

@@ -66,11 +66,11 @@ class _Source:
 
     @property
     def dtype(self) -> _Type:
-        """Of the numbers in the file."""
+        """Type of the numbers in the file."""
         return _DTYPES[self.stored.dtype]
 
     def chunks(self) -> Iterator[_Chunk]:
-        """Of whole pieces."""
+        """The file's bytes, in whole pieces."""
         step = max(1, CHUNK_BYTES // self.piece) * self.piece
         for begin in range(0, self.size, step):
             yield _Chunk(self, begin, min(begin + step, self.size))

@@ -40,7 +40,7 @@ class PageEnvelope:
 
     encrypts = False
     kind = "p"
-    """Who may read each other's pages has the same: it is part of their names where all are kept together."""
+    """Equal for workers that may read each other's pages: part of the names of pages in a shared store."""
 
     def __init__(self, identity: ModelIdentity, layout: KvLayout) -> None:
         self.identity = identity

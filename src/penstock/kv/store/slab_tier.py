@@ -271,7 +271,7 @@ class SlabTier(KvTier):
 
     @property
     def pages(self) -> int:
-        """Of all processes."""
+        """Stored pages, of all processes."""
         return len(self._directory)
 
     @property

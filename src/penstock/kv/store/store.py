@@ -141,7 +141,7 @@ class PageStore:
         return news
 
     def counters(self) -> dict[str, float]:
-        """Of all tiers, by ``telemetry.metrics.tier_counter``."""
+        """Counters of all tiers, by ``telemetry.metrics.tier_counter``."""
         return {
             tier_counter(work.tier.name, figure): value
             for work in self._tiers

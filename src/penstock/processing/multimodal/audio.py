@@ -55,12 +55,12 @@ class AudioFeatureConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def samples(self) -> int:
-        """Of a window."""
+        """Samples of a window."""
         return self.rate * self.seconds
 
     @property
     def frames(self) -> int:
-        """Of a window."""
+        """Frames of a window."""
         return self.samples // self.hop
 
 

@@ -52,7 +52,7 @@ class JsonOptions(msgspec.Struct, frozen=True):
 
 
 def parse_json_form(fields: BodyFields, config: RequestConfig) -> JsonOptions:
-    """Of ``structured_outputs``, and of the service for what it does not say.  Raises RequestError."""
+    """Options of ``structured_outputs``, or the service's where it sets none.  Raises RequestError."""
     value = fields.raw("structured_outputs")
     given = BodyFields({} if value is None else mapping("structured_outputs", value))
     compact, closed = (given.raw(name) for name in _OPTIONS)

@@ -57,7 +57,7 @@ class CandidateScores(NamedTuple):
 
 
 class PolicyChoice(NamedTuple):
-    """Who is to do what: no leg, one whole leg, or a decode and a prefill leg."""
+    """The chosen workers: none, one for both stages, or one for decode and one for prefill."""
 
     stages: tuple[tuple[RequestStage, int], ...] = ()
     scores: tuple[CandidateScores, ...] = ()
@@ -70,11 +70,11 @@ class Policy(Protocol):
     name: str
 
     def choose(self, view: PlacementView) -> PolicyChoice:
-        """Who is to do what; no legs when there are no workers for all parts."""
+        """Choose workers for a request; none if a stage has no worker."""
         ...
 
     def choose_decode(self, view: PlacementView) -> PolicyChoice:
-        """Who of ``view.decode``, which has somebody, goes on with an answer that is being written: a decode leg."""
+        """Choose the worker of ``view.decode``, which is not empty, that continues a response."""
         ...
 
 

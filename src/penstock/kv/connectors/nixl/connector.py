@@ -43,7 +43,7 @@ class NixlExporter:
 
     @property
     def pid(self) -> int | None:
-        """Of its process."""
+        """Process id of the agent."""
         return None if self._agent is None else self._agent.pid
 
     def start(self) -> None:

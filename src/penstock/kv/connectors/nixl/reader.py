@@ -148,7 +148,7 @@ class NixlReader:
 
     @property
     def pid(self) -> int | None:
-        """Of its process."""
+        """Process id of the agent."""
         agent = self._agent
         return None if agent is None else agent.pid
 

@@ -236,7 +236,7 @@ class MooncakeClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the running process."""
+        """Process id of the running client."""
         with self._lock:
             return None if self._life is None or self._life.over else self._life.pid
 

@@ -94,7 +94,7 @@ class MooncakeTier(KvTier):
 
     @property
     def pid(self) -> int | None:
-        """Of the running process."""
+        """Process id of the running client."""
         return self._keeper.pid
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
