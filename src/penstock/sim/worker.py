@@ -311,7 +311,7 @@ class SimWorker:
         return max(0, min(pool.available, int(pool.pages * MAX_PINNED) - kept))
 
     def _release_kept(self) -> None:
-        """Release what was kept for requests that now hold their pages, or are gone, also for some outside of the queue."""
+        """Release what was kept for requests that now hold their pages or are gone; some are not in the queue."""
         coming = {event.id for event, _ in self._inbox} | self._fetching.keys()
         for request_id in [each for each in self._kept if each not in coming]:
             request = self.scheduler.get_request(request_id)
