@@ -73,6 +73,7 @@ UNSOUND: dict[str, tuple[bytes, str]] = {
     "a pickle": (b"\x80\x02}q\x00(X\x05\x00\x00\x00modelq\x01", "not a safetensors file"),
     "header beyond the file": ((100).to_bytes(8, "little") + b"{}", "truncated, a header of 100"),
     "huge header": ((1 << 62).to_bytes(8, "little") + b"{}", "not a safetensors file"),
+    "header over 32 MiB": (((32 << 20) + 1).to_bytes(8, "little") + b"{}", "its header would have 33554433 bytes"),
     "not an object": (file_of(b"[]"), "does not begin with"),
     "not JSON": (file_of(b"{nonsense}"), "not valid JSON"),
     "not UTF-8": (file_of(b'{"\xff": 1}'), "not valid JSON"),
