@@ -34,6 +34,9 @@ COLLECTED_S = 4.0
 KEPT_BYTES, NOISE_BYTES = 1024, 4 << 20
 """Of a client that hung up, on the average of many; and what memory may grow by for other reasons."""
 
+NO_DECISIONS = "[routing]\nremembered_requests = 0\n"
+"""Decisions of the latest thousand requests are kept to be asked for: 3 KiB each that are no leak."""
+
 NOISE = 1.2
 ROUNDS = 4
 FEW = "[limits]\nmax_queued_requests = 40\n"
@@ -152,7 +155,7 @@ def l4(budget: Budget) -> Result:
     count = budget.count(1000, least=20)
     waits: list[float] = []
     left, amid = count, 0
-    with _configured(f"[turns]\nfull_collection_s = {COLLECTED_S / 2}\n") as server:
+    with _configured(f"{NO_DECISIONS}[turns]\nfull_collection_s = {COLLECTED_S / 2}\n") as server:
         gateway = server.gateway_pid()
         _hung_up(server, min(count, GROUP))  # what is loaded and made once
         before, descriptors = _rss(gateway), _descriptors(gateway)

@@ -1,10 +1,17 @@
-"""Workers with a new name each time they start, as those of pods, leave nothing behind in a gateway that lives long."""
+"""What came and went leaves nothing behind in a gateway that lives long: workers with new names, and requests."""
 
 from __future__ import annotations
 
-from penstock.config.limits import FailoverConfig
+import asyncio
+import gc
+import tracemalloc
+
+import msgspec
+import pytest
+
+from penstock.config.limits import FailoverConfig, RoutingConfig
 from penstock.config.schema import GatewayConfig
-from penstock.types import WorkerId, WorkerState
+from penstock.types import RequestId, WorkerId, WorkerState
 
 from .router_town import Town, rows
 
@@ -64,3 +71,40 @@ async def test_who_is_only_restarted_is_remembered() -> None:
         await town.wait(2 * FORGET_S, step=0.25)
         assert rows(town) == {"both-home": "ready"}
         assert town.router.fleet.incarnations == [2]
+
+
+@pytest.mark.parametrize(("remembered", "most"), [(0, 100), (1024, 4096)])
+async def test_of_a_request_whose_client_left_only_its_decisions_are_remembered(remembered: int, most: int) -> None:
+    """In bytes each; those of decisions are bounded by ``remembered_requests``."""
+    count = 300
+    async with Town("both-0", config=config_of(remembered)) as town:
+        router, first = town.router, town.ask("first")
+        await town.finish(first)
+
+        async def leave_early(number: int) -> None:
+            stream = router.stream(msgspec.structs.replace(first.request, id=RequestId(f"r{number}")))
+            reading = asyncio.ensure_future(anext(stream))
+            await town.settle()
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            await stream.aclose()
+            await town.turn()
+
+        for number in range(50):  # what is made once
+            await leave_early(number)
+        gc.collect()
+        tracemalloc.start()
+        try:
+            for number in range(50, 50 + count):
+                await leave_early(number)
+            await town.wait(1.0)
+            gc.collect()
+            kept = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+        assert kept / count < most
+        assert len(router.debug(RequestId("r349"))) == (1 if remembered else 0)
+
+
+def config_of(remembered: int) -> GatewayConfig:
+    return GatewayConfig(name="g", model_name="null", routing=RoutingConfig(remembered_requests=remembered))
