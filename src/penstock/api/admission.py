@@ -208,7 +208,7 @@ class Permit:
     def __init__(self, admission: Admission, costs: Sequence[int], party: QueueKey, prompt_bytes: int = 0) -> None:
         self._admission = admission
         self._party = party
-        self._waiting = dict(enumerate(costs))
+        self._waiting: dict[int, int] | None = dict(enumerate(costs))  # None: nothing waits, and nothing will
         self._since = admission.now()
         self._prompt_bytes = prompt_bytes
 
@@ -216,21 +216,23 @@ class Permit:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Releases everything of the request.  Idempotent."""
         self.release()
         self._admission.prompt_bytes -= self._prompt_bytes
         self._prompt_bytes = 0
 
     def on_first_token(self, choice: int) -> None:
         """This choice has its first token.  Idempotent."""
-        tokens = self._waiting.pop(choice, None)
+        tokens = self._dequeue(choice)
         if tokens is not None:
             self._admission.on_dequeued(tokens, self._admission.now() - self._since, self._party)
-            if not self._waiting:
-                self._waiting = {}  # one that was used keeps its room
 
     def on_finished(self, choice: int) -> None:
         """This choice is finished; it may never have waited."""
-        tokens = self._waiting.pop(choice, None)
+        tokens = self._dequeue(choice)
         if tokens is not None:
             self._admission.on_dequeued(tokens, None, self._party)
 
@@ -239,6 +241,15 @@ class Permit:
         while self._waiting:
             _, tokens = self._waiting.popitem()
             self._admission.on_dequeued(tokens, None, self._party)
+
+    def _dequeue(self, choice: int) -> int | None:
+        """The cost of a choice that waits no longer; None if it did not wait."""
+        if self._waiting is None:
+            return None
+        tokens = self._waiting.pop(choice, None)
+        if not self._waiting:
+            self._waiting = None
+        return tokens
 
 
 class BodyReservation:

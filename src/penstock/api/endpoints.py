@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,7 @@ from penstock.api.admin import MetricsSnapshot
 from penstock.api.admission import Admission
 from penstock.api.auth import NO_TENANT, ApiKeys, StaticApiKeys
 from penstock.api.errors import Header
-from penstock.api.http import EndpointFactory, FormBody, HttpExchange, JsonBody
+from penstock.api.http import EndpointFactory, FormBody, HttpExchange, JsonBody, RestOfResponse
 from penstock.api.idempotency import (
     IdempotencyCache,
     IdempotentRequest,
@@ -58,7 +58,7 @@ from penstock.interfaces import (
     WorkerAdmin,
 )
 from penstock.telemetry.service_levels import ServiceLevels
-from penstock.telemetry.spans import NoTracer, Span, Tracer
+from penstock.telemetry.spans import NO_SPAN, NoTracer, Span, Tracer
 from penstock.types import ModelIdentity, RequestId
 
 SESSION = b"x-session-affinity"
@@ -151,14 +151,16 @@ class Endpoints:
     ) -> ASGIApp:
         """An endpoint that generates text: ``prepare`` takes a body that ``api`` has translated."""
 
-        async def work(exchange: HttpExchange, asked: JsonBody) -> None:
+        async def work(exchange: HttpExchange, asked: JsonBody) -> RestOfResponse:
+            if not self._tracing.on:
+                return await accept(exchange, asked, NO_SPAN)
             with self._tracing.span(exchange, api.operation, asked.body.get("model")) as span:
                 answer = await accept(exchange, asked, span)
                 if answer is not None:
                     await answer
+            return None
 
-        async def accept(exchange: HttpExchange, asked: JsonBody, span: Span) -> Coroutine[None, None, None] | None:
-            """The response, to be awaited after this has returned and freed what only parsing needs."""
+        async def accept(exchange: HttpExchange, asked: JsonBody, span: Span) -> RestOfResponse:
             context = self._context(exchange, api.id_prefix)
             keyed = self._keyed(exchange, asked.body, context)
             body, shape = await api.translate(asked.body, context)
@@ -276,20 +278,22 @@ class Endpoints:
         shape: ResponseFormat,
         context: RequestContext,
     ) -> None:
-        prepared = request.prepared
+        prepared, span = request.prepared, request.span
         head = _head(context.name, prepared, context.identity, request.keyed)
         cached = self._cached(exchange, request, context.identity)
-        qos = prepared.requests[0].qos
+        keyed, name, qos = request.keyed, context.id, prepared.requests[0].qos
+        del context, request
         with (
-            self._source(request.keyed, cached, head.id) as source,
+            self._source(keyed, cached, head.id) as source,
             self._shedder.admit(exchange, qos, _costs(prepared, cached, source.resume)) as admitted,
         ):
             response = ResponseStream(source.streams, prepared, admitted, source.resume)
-            more = [*trace_response_header(request.span), *([] if cached is None else cached.headers())]
-            headers = partial(self._headers, context.id, more, explained=self._explains(exchange))
+            more = [*trace_response_header(span), *([] if cached is None else cached.headers())]
+            headers = partial(self._headers, name, more, explained=self._explains(exchange))
             try:
                 if prepared.reply.stream:
                     out = EventStreamWriter(exchange, headers)
+                    del headers, more  # forgotten when they are sent
                     await stream_events(response, self._turns, out, shape, head)
                 else:
                     choices = await gather_choices(response, self._turns, len(prepared.requests))
@@ -298,8 +302,8 @@ class Endpoints:
                     await exchange.send_response(200, body, *headers())
             finally:
                 used = response.record_usage()
-                note_usage(exchange.log_entry, context.id, used, admitted.first_token)
-                note_response(request.span, head.id, used, "" if cached is None else cached.lookup_result)
+                note_usage(exchange.log_entry, name, used, admitted.first_token)
+                note_response(span, head.id, used, "" if cached is None else cached.lookup_result)
 
     def _cached(
         self, exchange: HttpExchange, request: _PreparedGeneration, identity: ModelIdentity

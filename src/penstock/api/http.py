@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from types import TracebackType
@@ -244,6 +244,10 @@ class HttpExchange:
         """Whether a response of unknown length can be sent.  HTTP/1.0 has no chunks."""
         return bool(self._scope.get("http_version", "1.1") != "1.0")
 
+    def release_headers(self) -> None:
+        """Forgets the request's headers: a response that has begun needs them no more, and may take long."""
+        self._scope["headers"].clear()
+
     async def start(self, status: int, *headers: Header) -> None:
         """The status line and headers."""
         self.started = True
@@ -391,8 +395,12 @@ class FormBody:
 
 
 T = TypeVar("T")
-JsonHandler = Callable[[HttpExchange, JsonBody], Awaitable[None]]
-FormHandler = Callable[[HttpExchange, FormBody], Awaitable[None]]
+B = TypeVar("B")
+RestOfResponse = Coroutine[Any, Any, None] | None
+"""What is still to be awaited, once the handler has returned and freed what only parsing needs."""
+
+JsonHandler = Callable[[HttpExchange, JsonBody], Awaitable[RestOfResponse]]
+FormHandler = Callable[[HttpExchange, FormBody], Awaitable[RestOfResponse]]
 
 
 class EndpointFactory:
@@ -406,32 +414,36 @@ class EndpointFactory:
     def json_endpoint(self, work: JsonHandler, check: Callable[[], None] = lambda: None) -> ASGIApp:
         """An endpoint that runs ``work``; ``check`` may refuse a request before anything is read."""
 
-        async def read(exchange: HttpExchange, hold: BodyReservation) -> None:
-            asked = await self._asked(exchange, await exchange.read_json_body(self._limits, hold), hold)
-            async with exchange.watch_disconnect():
-                await work(exchange, asked)
+        async def read(exchange: HttpExchange, hold: BodyReservation) -> JsonBody:
+            return await self._asked(exchange, await exchange.read_json_body(self._limits, hold), hold)
 
-        return self._guarded(read, check)
+        return self._guarded(read, work, check)
 
     def form_endpoint(self, work: FormHandler, most: int) -> ASGIApp:
         """The same for a form with files, of at most ``most`` bytes."""
 
-        async def read(exchange: HttpExchange, hold: BodyReservation) -> None:
-            sent = await self._sent(exchange, hold, most)
-            async with exchange.watch_disconnect():
-                await work(exchange, sent)
+        async def read(exchange: HttpExchange, hold: BodyReservation) -> FormBody:
+            return await self._sent(exchange, hold, most)
 
-        return self._guarded(read, self.admission.check)
+        return self._guarded(read, work, self.admission.check)
 
     def _guarded(
-        self, read: Callable[[HttpExchange, BodyReservation], Awaitable[None]], check: Callable[[], None]
+        self,
+        read: Callable[[HttpExchange, BodyReservation], Awaitable[B]],
+        work: Callable[[HttpExchange, B], Awaitable[RestOfResponse]],
+        check: Callable[[], None],
     ) -> ASGIApp:
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
             exchange = HttpExchange(scope, receive, send)
             try:
                 check()
                 with self.admission.reserve_body() as hold:
-                    await read(exchange, hold)
+                    body = await read(exchange, hold)
+                    async with exchange.watch_disconnect():
+                        rest = await work(exchange, body)
+                        del body
+                        if rest is not None:
+                            await rest
             except ClientDisconnected:
                 exchange.log_entry.code = "client_gone"
                 return

@@ -50,7 +50,7 @@ class UsageDedup:
 
     def __init__(self) -> None:
         self._first = True
-        self._tokens: dict[int, int] = {}
+        self._tokens: dict[int, int] | None = None  # with the first: most are made for nothing
         self._over = _NONE  # choices of which all is
 
     @classmethod
@@ -69,13 +69,14 @@ class UsageDedup:
         """``sent``: for each choice its tokens, and how many of them came from the response cache."""
         first, self._first = self._first, False
         tokens = stored = 0
+        counted = self._tokens = self._tokens or {}
         for choice, (end, stored_end) in enumerate(sent):
-            begin = self._tokens.get(choice, 0)
+            begin = counted.get(choice, 0)
             if choice in self._over or end <= begin:
                 continue
             tokens += end - begin
             stored += max(0, stored_end - begin)
-            self._tokens[choice] = end
+            counted[choice] = end
         return UsageDelta(first, tokens, stored)
 
 

@@ -13,10 +13,10 @@ The buckets of all gateways of a host may be shared (``launch.shared_rates``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from penstock.api.admission import MAX_RETRY_AFTER_S, Admission, Permit, QueueKey
 from penstock.api.auth import NO_TENANT, ApiKeys, Tenant
@@ -204,34 +204,29 @@ class LoadShedder:
             self._levels.on_shed(tenant.classes[0], error.reason)
             raise
 
-    @contextmanager
-    def admit(self, exchange: HttpExchange, qos: Qos, costs: Sequence[int]) -> Iterator[AdmittedRequest]:
-        """The scope in which an HTTP request is served.
+    def admit(self, exchange: HttpExchange, qos: Qos, costs: Sequence[int]) -> AdmittedRequest:
+        """The scope in which an HTTP request is served, to be entered at once.
 
         ``costs``: prompt tokens of each engine request, 0 for those that share a prompt; none where workers are not
         asked at all.  Raises CapacityError, Forbidden.
         """
         tenant: Tenant = exchange.tenant or NO_TENANT
         _check_class(tenant, qos.service)
+        tokens = sum(costs)
         try:
-            foreseen = self._look_ahead(qos, sum(costs)) if costs else None
+            foreseen = self._look_ahead(qos, tokens) if costs else None
             party = QueueKey(int(qos.service), qos.tenant, qos.weight)
             bounded = self._keys.tenant_count > 1 or qos.service is not ServiceClass.INTERACTIVE
-            with self._admission.admit(costs, party, bounded=bounded) as permit:
-                self._rates.charge(tenant, max(1, len(costs)), sum(costs))
-                admitted = AdmittedRequest(self, permit, qos, foreseen)
-                try:
-                    yield admitted
-                finally:
-                    self._rates.charge_completion(tenant, admitted.completion_tokens)
-        except DeadlineMissed as error:
-            foreseen = self._predict(qos, sum(costs))
-            error.retry_after = self._retry_after(1.0 if foreseen is None else foreseen.seconds)
-            self._levels.on_deadline_missed(qos.service)
-            raise
+            permit = self._admission.admit(costs, party, bounded=bounded)
+            try:
+                self._rates.charge(tenant, max(1, len(costs)), tokens)
+            except BaseException:
+                permit.close()
+                raise
         except CapacityError as error:
             self._levels.on_shed(qos.service, error.reason)
             raise
+        return AdmittedRequest(self, permit, qos, foreseen, (tenant, tokens))
 
     # --- how long it will take ---------------------------------------------------------------------------------------
 
@@ -291,25 +286,67 @@ class LoadShedder:
         elif part.tokens:
             self._levels.add_usage(qos.tenant, (0, part.tokens, 0, part.stored), requests=0)
 
+    def on_request_ended(
+        self, qos: Qos, charged: tuple[Tenant, int], completion_tokens: int, error: BaseException | None
+    ) -> None:
+        """An HTTP request has ended, with this error.  ``charged``: whom, and its prompt tokens."""
+        tenant, prompt_tokens = charged
+        self._rates.charge_completion(tenant, completion_tokens)
+        if isinstance(error, DeadlineMissed):
+            foreseen = self._predict(qos, prompt_tokens)
+            error.retry_after = self._retry_after(1.0 if foreseen is None else foreseen.seconds)
+            self._levels.on_deadline_missed(qos.service)
+        elif isinstance(error, CapacityError):
+            self._levels.on_shed(qos.service, error.reason)
+
     def now(self) -> float:
         """Monotonic seconds."""
         return self._admission.now()
 
 
 class AdmittedRequest:
-    """One admitted HTTP request: records what becomes of its choices."""
+    """One admitted HTTP request: a scope that records what becomes of its choices.
 
-    __slots__ = ("_first", "_foreseen", "_gate", "_permit", "_qos", "_served", "_since", "completion_tokens")
+    A class, not a generator: it lasts as long as the response, and a generator's frame takes 0.5 KiB.
+    """
 
-    def __init__(self, gate: LoadShedder, permit: Permit, qos: Qos, foreseen: PredictedTtft | None) -> None:
+    __slots__ = (
+        "_charged",
+        "_first",
+        "_foreseen",
+        "_gate",
+        "_permit",
+        "_qos",
+        "_served",
+        "_since",
+        "completion_tokens",
+    )
+
+    def __init__(
+        self,
+        gate: LoadShedder,
+        permit: Permit,
+        qos: Qos,
+        foreseen: PredictedTtft | None,
+        charged: tuple[Tenant, int],
+    ) -> None:
+        """``charged``: the tenant, and the prompt tokens."""
         self._gate = gate
         self._permit = permit
+        self._charged = charged
         self._qos = qos
         self._foreseen = foreseen
         self._since = gate.now()
         self._first: dict[int, float] = {}  # choice -> when its first token came
         self._served: tuple[int, ...] = ()  # choices that have a token of a worker
         self.completion_tokens = 0  # tokens of answers that were computed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._permit.close()
+        self._gate.on_request_ended(self._qos, self._charged, self.completion_tokens, error)
 
     def on_token(self, choice: int, *, computed: bool = True) -> None:
         """This choice has a token; until one is ``computed``, it waits for a worker.  Idempotent."""

@@ -7,6 +7,7 @@ written when the response has ended, so it costs nothing per token.
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,13 +32,22 @@ CLIENT_CLOSED_REQUEST = 499
 class RequestLogEntry:
     """What is logged about a request, filled in while it is served."""
 
-    __slots__ = ("cached_tokens", "code", "completion_tokens", "first_token", "id", "prompt_tokens")
+    __slots__ = ("_send", "cached_tokens", "code", "completion_tokens", "first_token", "id", "prompt_tokens", "status")
 
-    def __init__(self) -> None:
+    def __init__(self, send: Send | None = None) -> None:
+        self._send = send
+        self.status = 0  # of the response, once it has one
         self.id = ""  # as x-request-id has it
         self.code = ""  # of the error that it ended with
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
         self.first_token: float | None = None  # monotonic seconds
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """The ASGI callable that the response is sent by."""
+        assert self._send is not None, "made by the middleware"
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        return self._send(message)
 
 
 def note_usage(note: RequestLogEntry, name: str, usage: TokenUsage, first_token: float | None) -> None:
@@ -67,25 +77,18 @@ class RequestLogMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, note, status = self._clock.now(), RequestLogEntry(), 0
-
-        async def noting(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        began, note = self._clock.now(), RequestLogEntry(send)
+        scope[LOG_ENTRY] = note
         try:
-            scope[LOG_ENTRY] = note
-            await self._app(scope, receive, noting)
+            await self._app(scope, receive, note.send)
         finally:
-            self._ended(scope, note, status, began)
+            self._ended(scope, note, began)
 
-    def _ended(self, scope: Scope, note: RequestLogEntry, status: int, began: float) -> None:
+    def _ended(self, scope: Scope, note: RequestLogEntry, began: float) -> None:
         if self._every and scope["path"] not in UNLOGGED_PATHS:
-            log_event(log, logging.INFO, "request", **self._fields(scope, note, status, began))
-        elif 400 <= status < 500 and (note.code or not self._passes_on) and self._has_room():
-            log_event(log, logging.INFO, "request refused", **self._fields(scope, note, status, began))
+            log_event(log, logging.INFO, "request", **self._fields(scope, note, began))
+        elif 400 <= note.status < 500 and (note.code or not self._passes_on) and self._has_room():
+            log_event(log, logging.INFO, "request refused", **self._fields(scope, note, began))
 
     def _has_room(self) -> bool:
         now = self._clock.now()
@@ -97,13 +100,13 @@ class RequestLogMiddleware:
         self._refusals += 1
         return self._refusals <= self._max_refusals
 
-    def _fields(self, scope: Scope, note: RequestLogEntry, status: int, began: float) -> dict[str, Field]:
+    def _fields(self, scope: Scope, note: RequestLogEntry, began: float) -> dict[str, Field]:
         now = self._clock.now()
         fields: dict[str, Field] = {"request_id": note.id} if note.id else {}
         fields |= {
             "method": scope["method"][:16],
             "route": scope["path"][:MAX_PATH_CHARS],
-            "status": status or CLIENT_CLOSED_REQUEST,
+            "status": note.status or CLIENT_CLOSED_REQUEST,
         }
         if note.code:
             fields["code"] = note.code

@@ -80,6 +80,11 @@ async def send_events(
     await out.finish(last())
 
 
+def _no_headers() -> Sequence[Header]:
+    """Of a response whose headers are sent."""
+    return ()
+
+
 class EventStreamWriter:
     """Writes the events of one response, in order.
 
@@ -93,9 +98,9 @@ class EventStreamWriter:
         self._exchange = exchange
         self._headers = headers
         self._kept: list[bytes] | None = None if exchange.chunked else []
-        self._unsent: list[bytes] = []
+        self._unsent = b""
         self._writer: BodyWriter | None = None
-        self._waiting: list[Callable[[], None]] = []  # for what is not sent yet
+        self._waiting: tuple[Callable[[], None], ...] = ()  # for what is not sent yet
         self.started = False
         self.wake: Callable[[], None] = lambda: None  # called when there is something to flush
 
@@ -117,7 +122,7 @@ class EventStreamWriter:
     def on_writable(self, ready: Callable[[], None]) -> None:
         """Calls ``ready`` once when it is no longer paused.  Only while paused."""
         if self._writer is None:
-            self._waiting.append(ready)
+            self._waiting += (ready,)
         else:
             self._writer.when_writable(ready)
 
@@ -129,7 +134,7 @@ class EventStreamWriter:
         if self._kept is not None:
             self._kept.append(data)
             return False
-        self._unsent.append(data)
+        self._unsent += data
         self.wake()
         return True
 
@@ -138,15 +143,16 @@ class EventStreamWriter:
         if not self._unsent:
             return
         await self._start()
-        data = b"".join(self._unsent)
-        self._unsent.clear()
+        data, self._unsent = self._unsent, b""
         writer = self._exchange.body_writer()
         if writer is not None:
             writer.write(data)
             self._writer = writer
+            self._exchange.release_headers()
+            self._headers = _no_headers
         else:
             await self._exchange.send(data)
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting = self._waiting, ()
         for ready in waiting:
             ready()
 
@@ -156,7 +162,7 @@ class EventStreamWriter:
             await self._exchange.send_response(200, b"".join((*self._kept, data)), *HEADERS, *self._headers())
             return
         await self._start()
-        await self._exchange.finish(b"".join((*self._unsent, data)))
+        await self._exchange.finish(self._unsent + data)
 
     async def send_error(self, error: Exception, event: Callable[[ErrorResponse], bytes] = openai_error_event) -> None:
         """Sends an error as the last event, which ``event`` writes."""
@@ -247,9 +253,11 @@ class EventIds:
 
     def __init__(self, marks: EventSigner | None = None, after: ResumePoint | None = None) -> None:
         self._marks = marks
-        self._told: dict[int, str] = {}
-        for choice, place in (after.positions if after is not None else {}).items():
-            self._told[choice] = "end" if place.ended else f"{place.tokens}{'+' if place.flushed else ''}"
+        self._told: dict[int, str] | None = None  # with ``marks`` only
+        if marks is not None:
+            self._told = {}
+            for choice, place in (after.positions if after is not None else {}).items():
+                self._told[choice] = "end" if place.ended else f"{place.tokens}{'+' if place.flushed else ''}"
 
     def start_id(self, choice: int) -> str:
         """The id of the event before a choice's first text."""
@@ -268,7 +276,7 @@ class EventIds:
         return "usage" if self._marks is None else f"usage/{self._marks.sign('usage')}"
 
     def _id(self, choice: int, place: str) -> str:
-        if self._marks is None:
+        if self._marks is None or self._told is None:
             return f"{choice}:{place}"
         self._told[choice] = place
         if len(self._told) > MAX_ID_CHOICES:

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from enum import Enum
-from functools import partial
 from typing import Protocol
 
 from penstock.errors import WorkerLost
@@ -109,6 +108,14 @@ class TokenSink(Protocol):
         """Sends what ``push`` has written, which may have to wait."""
         ...
 
+    async def finish(self) -> None:
+        """All choices are complete."""
+        ...
+
+    async def fail(self, error: Exception) -> None:
+        """A choice has failed.  Sends the error, or raises it for others to send."""
+        ...
+
 
 class StreamPump:
     """Pumps the token streams of one response into its sink."""
@@ -124,38 +131,47 @@ class StreamPump:
         self._tasks: set[asyncio.Task[None]] | None = None  # with the first: most answers have none
 
     async def run(self, streams: Sequence[TokenStream]) -> None:
-        """Runs until the sink is finished with all of them.  Raises what ends one; closes all in any case."""
+        """Runs until the sink is finished with all of them, or one fails; closes all in any case."""
         sink, polled = self._taker, list[_PolledStream]()
         self._open = len(streams)
         try:
-            for index, stream in enumerate(streams):
-                if isinstance(stream, PollableTokenStream):
-                    polled.append(_PolledStream(self, index, stream))
-                    self._turns.schedule(polled[-1].pull)
-                else:
-                    self._spawn(self._read(index, stream))
-            while True:
-                if sink.pending:
-                    await sink.flush()
-                elif self._error is not None:
-                    raise self._error
-                elif not self._open:
-                    return
-                else:
-                    await self._sleep()
-        finally:
-            for one in polled:
-                one.close()
-            reading = [task for task in self._tasks or () if not task.done()]
-            for task in reading:
-                task.cancel()
-            if reading:
-                # A cancellation now, as of all tasks when the process ends, must not replace the error that is on its
-                # way to the client.
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.gather(*reading, return_exceptions=True)
-            for stream in streams:
-                await stream.aclose()
+            try:
+                for index, stream in enumerate(streams):
+                    if isinstance(stream, PollableTokenStream):
+                        polled.append(_PolledStream(self, index, stream))
+                        self._turns.schedule(polled[-1].pull)
+                    else:
+                        self._spawn(self._read(index, stream))
+                while True:
+                    if sink.pending:
+                        await sink.flush()
+                    elif self._error is not None:
+                        raise self._error
+                    elif not self._open:
+                        break
+                    else:
+                        self._sleeper = asyncio.get_running_loop().create_future()
+                        await self._sleeper
+            finally:
+                await self._close(streams, polled)
+        except Exception as error:  # noqa: BLE001 - the sink sends it, or raises it
+            await sink.fail(error)
+        else:
+            await sink.finish()
+
+    async def _close(self, streams: Sequence[TokenStream], polled: Sequence[_PolledStream]) -> None:
+        for one in polled:
+            one.close()
+        reading = [task for task in self._tasks or () if not task.done()]
+        for task in reading:
+            task.cancel()
+        if reading:
+            # A cancellation now, as of all tasks when the process ends, must not replace the error that is on its
+            # way to the client.
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*reading, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
 
     def wake(self) -> None:
         """Wakes ``run``: there is something to flush, to raise or to return for."""
@@ -184,13 +200,6 @@ class StreamPump:
 
         task = self._spawn(take())
         task.add_done_callback(self._done)
-
-    async def _sleep(self) -> None:
-        self._sleeper = asyncio.get_running_loop().create_future()
-        try:
-            await self._sleeper
-        finally:
-            self._sleeper = None
 
     def _spawn(self, work: object) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
@@ -249,11 +258,14 @@ class _PolledStream:
         self._index = index
         self._tokens = tokens
         self._poll: Callable[[], TokenBatch | None] | None = None
-        self._ready: Callable[[], None] = partial(feeds.turns.schedule, self.pull)
+        self._ready: Callable[[], None] = self._schedule
         self._plain: TextOnlyPath | None = None
         self._asked = 0  # how often for it
         self._paused = False
         self._over = False
+
+    def _schedule(self) -> None:
+        self._feeds.turns.schedule(self.pull)
 
     def pull(self) -> int:
         """Pushes the waiting tokens to the sink.  Returns units."""

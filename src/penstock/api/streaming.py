@@ -8,7 +8,7 @@ encoder wrote.  Knows nothing about JSON bodies or the fields of an API (``Respo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,7 +22,6 @@ from penstock.api.response_format import (
     CompletedChoice,
     ResponseFormat,
     ResponseHead,
-    StreamEncoder,
     StreamEvent,
     TextEventParts,
     TokenUsage,
@@ -35,25 +34,35 @@ from penstock.interfaces import OutputDelta, OutputDetokenizer, PreparedGenerati
 from penstock.types import TokenBatch
 
 
+class ChoiceCounts:
+    """What is counted of one choice."""
+
+    __slots__ = ("cached", "served", "stored", "tokens")
+
+    def __init__(self) -> None:
+        self.cached = self.tokens = self.stored = 0
+        self.served = False  # it has a token of a worker
+
+
 @dataclass(frozen=True, slots=True)
 class TextOnlyChoice:
     """The text of one choice, and the counter of its tokens."""
 
     index: int
     text: OutputDetokenizer
-    tokens: list[int]  # of all choices
+    counts: ChoiceCounts
 
 
 class TextEventTemplate:
     """Writes the events of one choice while they are text alone."""
 
-    __slots__ = ("_behind", "_escaped", "_head", "_index", "_tokens", "_write")
+    __slots__ = ("_behind", "_counts", "_escaped", "_head", "_index", "_write")
 
     def __init__(self, text: TextOnlyChoice, parts: TextEventParts, write: Callable[[bytes], bool]) -> None:
         """``write``: as ``BodyWriter``'s."""
         self._escaped = text.text.escaped
         self._index = text.index
-        self._tokens = text.tokens
+        self._counts = text.counts
         name = b"event: %b\n" % parts.name if parts.name else b""
         self._head = b"%bdata: %b" % (name, parts.before)
         self._behind = parts.behind
@@ -67,7 +76,8 @@ class TextEventTemplate:
         text = self._escaped(tokens)
         if text is None:
             return None
-        sent = self._tokens[self._index] = self._tokens[self._index] + len(tokens)
+        counts = self._counts
+        counts.tokens = sent = counts.tokens + len(tokens)
         if not text:
             return False
         return self._write(b"id: %d:%d\n%b%b%b\n\n" % (self._index, sent, self._head, text, self._behind))
@@ -88,7 +98,7 @@ class ResumeState:
 class ResponseStream:
     """One response: its choices and their usage."""
 
-    __slots__ = ("_cached", "_prepared", "_served", "_stored", "_streams", "_tokens", "_visit", "resume")
+    __slots__ = ("_choices", "_prepared", "_streams", "_visit", "resume")
 
     def __init__(
         self,
@@ -101,18 +111,15 @@ class ResponseStream:
         self._prepared = prepared
         self._visit = visit
         self.resume = course or ResumeState()
-        self._cached = [0] * len(prepared.requests)
-        self._tokens = [0] * len(prepared.requests)
-        self._stored = [0] * len(prepared.requests)
-        self._served = [False] * len(prepared.requests)  # choices that have a token of a worker
+        self._choices = tuple([ChoiceCounts() for _ in prepared.requests])
 
     def usage(self) -> TokenUsage:
         """The usage so far; the choices of one prompt share its cached tokens."""
         return TokenUsage.of(
             prompt=self._prepared.prompt_tokens,
-            completion=sum(self._tokens),
-            cached=sum(self._cached[:: self._prepared.reply.n]),
-            stored=sum(self._stored),
+            completion=sum(choice.tokens for choice in self._choices),
+            cached=sum(choice.cached for choice in self._choices[:: self._prepared.reply.n]),
+            stored=sum(choice.stored for choice in self._choices),
             charge=self.resume.charge,
         )
 
@@ -120,7 +127,7 @@ class ResponseStream:
         """Records the usage that no other request recorded, at the end of the response; nothing without a token."""
         used = self.usage()
         if self._visit.has_started:
-            counted = list(zip(self._tokens, self._stored, strict=True))
+            counted = [(choice.tokens, choice.stored) for choice in self._choices]
             self._visit.record_usage(
                 used, rated=self.resume.rated.new_usage(counted), metered=self.resume.metered.new_usage(counted)
             )
@@ -150,27 +157,29 @@ class ResponseStream:
 
     def has_computed_token(self, index: int) -> bool:
         """Whether a worker has sent a token of this choice, or never will."""
-        return self._served[index] or not self.resume.computed
+        return self._choices[index].served or not self.resume.computed
 
     def text_only_choice(self, index: int) -> TextOnlyChoice | None:
         """The text-only path of a choice, while only its tokens must be counted; else None."""
         if not self.has_computed_token(index) or self.resume.resume_point.positions or self.resume.signer is not None:
             return None
-        return TextOnlyChoice(index, self._prepared.answers[index], self._tokens)
+        return TextOnlyChoice(index, self._prepared.answers[index], self._choices[index])
 
     def _parts(self, index: int, came: TokenBatch) -> Sequence[TokenBatch]:
-        if not self._served[index]:
-            self._served[index] = computed = self.resume.computed and not came.stored
+        choice = self._choices[index]
+        if not choice.served:
+            choice.served = computed = self.resume.computed and not came.stored
             self._visit.on_token(index, computed=computed)
-        self._cached[index] += came.cached_tokens
+        choice.cached += came.cached_tokens
         known = self.resume.resume_point.positions.get(index)
-        return _split_batch(came, known.tokens - self._tokens[index]) if known else (came,)
+        return _split_batch(came, known.tokens - choice.tokens) if known else (came,)
 
     def _counted(self, index: int, batch: TokenBatch, came: TokenBatch, piece: OutputDelta) -> bool:
         """Counts ``piece``.  Returns whether it is the choice's last."""
-        self._tokens[index] = piece.tokens
+        choice = self._choices[index]
+        choice.tokens = piece.tokens
         if batch.stored:
-            self._stored[index] = piece.tokens
+            choice.stored = piece.tokens
         if piece.finish is None:
             return False
         if came.finish is None:
@@ -213,6 +222,12 @@ class _GatherSink:
 
     async def flush(self) -> None:
         pass
+
+    async def finish(self) -> None:
+        pass
+
+    async def fail(self, error: Exception) -> None:
+        raise error
 
 
 class _StreamSink:
@@ -259,6 +274,19 @@ class _StreamSink:
 
     async def flush(self) -> None:
         await self._out.flush()
+
+    async def finish(self) -> None:
+        try:
+            end = await self._events.end()
+        except Exception as error:  # noqa: BLE001 - the client is sent it
+            await self.fail(error)
+        else:
+            await self._out.finish(end)
+
+    async def fail(self, error: Exception) -> None:
+        if not self._out.started:
+            raise error
+        await self._out.send_error(error, self._events.error)
 
 
 def _is_long(batch: TokenBatch) -> bool:
@@ -322,28 +350,14 @@ def _whole_calls(parts: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
     return calls
 
 
-async def stream_events(
-    response: ResponseStream,
-    turns: LoopTurns,
-    out: EventStreamWriter,
-    shape: ResponseFormat,
-    head: ResponseHead,
-) -> None:
-    """Sends the response as events."""
-    encoder = shape.stream(head, response.usage)
-    events = _EventWriter(encoder, response.resume)
+def stream_events(
+    response: ResponseStream, turns: LoopTurns, out: EventStreamWriter, shape: ResponseFormat, head: ResponseHead
+) -> Awaitable[None]:
+    """Sends the response as events.  No coroutine of its own: it would last as long as the response."""
+    events = _EventWriter(shape, head, response)
     feeds = StreamPump(turns, _StreamSink(response, events, out))
     out.wake = feeds.wake
-    try:
-        await feeds.run(response.token_streams())
-        end = events.end()
-        await shape.persist()
-    except Exception as error:
-        if not out.started:
-            raise
-        await out.send_error(error, events.error)
-        return
-    await out.finish(end + shape.terminator)
+    return feeds.run(response.token_streams())
 
 
 class _EventWriter:
@@ -352,12 +366,14 @@ class _EventWriter:
     Of the events of one delta only the last has an id: behind the others nobody can resume.
     """
 
-    __slots__ = ("_begun", "_encoder", "_places", "ids")
+    __slots__ = ("_begun", "_encoder", "_format", "_ids", "_places")
 
-    def __init__(self, encoder: StreamEncoder, course: ResumeState) -> None:
-        self.ids = EventIds(course.signer, course.resume_point)
-        self._encoder = encoder
-        self._places = dict(course.resume_point.positions)
+    def __init__(self, form: ResponseFormat, head: ResponseHead, response: ResponseStream) -> None:
+        resumed = response.resume.resume_point
+        self._ids = EventIds(response.resume.signer, resumed)
+        self._format = form
+        self._encoder = form.stream(head, response.usage)
+        self._places = resumed.positions
         self._begun: tuple[int, ...] = ()
 
     def of(self, index: int, piece: OutputDelta) -> bytes:
@@ -369,20 +385,22 @@ class _EventWriter:
             self._begun += (index,)
             begun = encoder.begin(index)
             if place is None:
-                data = _framed(begun, lambda: self.ids.start_id(index))
+                data = _framed(begun, lambda: self._ids.start_id(index))
         if piece.text or piece.reasoning or piece.calls or piece.logprobs or piece.token_ids:
             more = encoder.delta(index, piece)
             if not is_sent:
-                data += _framed(more, lambda: self.ids.delta_id(index, piece.tokens, last=piece.finish is not None))
+                data += _framed(more, lambda: self._ids.delta_id(index, piece.tokens, last=piece.finish is not None))
         if piece.finish is not None:
             end = encoder.finish(index, piece)
             if place is None or not place.ended:
-                data += _framed(end, lambda: self.ids.finish_id(index))
+                data += _framed(end, lambda: self._ids.finish_id(index))
         return data
 
-    def end(self) -> bytes:
-        """The events behind all choices."""
-        return _framed(self._encoder.end(), self.ids.usage_id)
+    async def end(self) -> bytes:
+        """The events behind all choices, once the response is kept where it must be."""
+        end = _framed(self._encoder.end(), self._ids.usage_id)
+        await self._format.persist()
+        return end + self._format.terminator
 
     def error(self, error: ErrorResponse) -> bytes:
         """The last event of a stream that breaks off.  It has no id, so the client's last id stays valid."""

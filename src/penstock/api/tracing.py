@@ -42,11 +42,11 @@ class RequestTracing:
     def __init__(self, tracer: Tracer, clock: Clock) -> None:
         self._tracer = tracer
         self._clock = clock
-        self._on = not isinstance(tracer, NoTracer)
+        self.on = not isinstance(tracer, NoTracer)
 
     def span(self, exchange: HttpExchange, operation: str, model: object) -> AbstractContextManager[Span]:
         """The scope of a request for ``model``, as its body says: an error that leaves it is the span's."""
-        return self._recorded(exchange, operation, model) if self._on else _UNRECORDED
+        return self._recorded(exchange, operation, model) if self.on else _UNRECORDED
 
     @contextmanager
     def _recorded(self, exchange: HttpExchange, operation: str, model: object) -> Iterator[Span]:

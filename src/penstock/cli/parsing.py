@@ -115,12 +115,18 @@ FOREIGN_COMMANDS: Mapping[str, str] = MappingProxyType(
 _UNKNOWN = re.compile(r"argument COMMAND: invalid choice: '(?P<name>[^']*)'")
 
 
+_FOREIGN_HELP = tuple(flag for flag in FOREIGN_FLAGS if re.fullmatch("-h[a-z]+", flag))
+
+
 class CommandParser(argparse.ArgumentParser):
     """argparse's parser, whose errors are one line and say what was meant."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> argparse.Namespace:  # type: ignore[override]
         """As argparse's.  Arguments that are not known end the process with 2 and a hint."""
-        found, unknown = self.parse_known_args(args, argparse.Namespace())
+        given = sys.argv[1:] if args is None else list(args)
+        hidden = [word for word in given if word in _FOREIGN_HELP]  # argparse would take -hf for -h
+        found, unknown = self.parse_known_args([word for word in given if word not in hidden], argparse.Namespace())
+        unknown = hidden + unknown
         if unknown:
             command = getattr(found, "command", None)
             self._command_parser(command).error(unknown_arguments(unknown, self._flags_of(command)))

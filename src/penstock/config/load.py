@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -186,7 +186,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
             continue
         if name == "PENSTOCK_PORT" and value.startswith("tcp://"):
             continue  # another of Kubernetes's
-        key = _known(name.removeprefix(ENV_PREFIX).lower(), name, _types(ServeConfig) | _types(WorkerServeConfig))
+        settings = _types(ServeConfig) | _types(WorkerServeConfig)
+        key = _known(name.removeprefix(ENV_PREFIX).lower(), name, settings, spelled=_variable)
         if key in _TABLES:
             raise ConfigError(f"{name}: [{key}] can be set in a configuration file only")
         given[key] = _Given(value, name)
@@ -198,11 +199,16 @@ def parse_setting(kind: type[EngineSettings], key: str, value: object, source: s
     return _parse(key, _types(kind)[key], _Given(value, source))
 
 
-def _known(key: str, source: str, names: Mapping[str, object]) -> str:
+def _variable(key: str) -> str:
+    return ENV_PREFIX + key.upper()
+
+
+def _known(key: str, source: str, names: Mapping[str, object], spelled: Callable[[str], str] = str) -> str:
+    """``key``, if it is one of ``names``.  ``spelled``: how a name is written in that source."""
     if key in names:
         return key
     near = difflib.get_close_matches(key, names, n=1)
-    raise ConfigError(f"{source}: no such setting" + (f"; did you mean {near[0]}?" if near else ""))
+    raise ConfigError(f"{source}: no such setting" + (f"; did you mean {spelled(near[0])}?" if near else ""))
 
 
 def _parse(key: str, kind: Any, given: _Given) -> Any:

@@ -20,6 +20,7 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 
@@ -199,6 +200,15 @@ class _Flow(FlowControl):
         self._is_writable_event = SlimEvent(is_set=True)  # type: ignore[assignment]
 
 
+_ASGI: Any = {"version": "3.0", "spec_version": "2.3"}
+
+
+@lru_cache(maxsize=64)
+def _shared_address(address: tuple[str, int | None] | None) -> Any:
+    """The same object for equal addresses: all connections have one of a few at this end."""
+    return address
+
+
 class _Pipeline(list[Any]):
     """What uvicorn uses of a deque, which takes 0.7 KiB while it is empty."""
 
@@ -243,7 +253,7 @@ class _GuardedConnection(HttpToolsProtocol):
         self._unparsed = b""  # received, and waits for its turn
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._wait_to_write: list[Callable[[], None]] = []
+        self._wait_to_write: tuple[Callable[[], None], ...] = ()
         self._writers: list[ConnectionWriter] = []  # of answers that are not over
 
     # --- the head ----------------------------------------------------------------------------------------------------
@@ -251,6 +261,7 @@ class _GuardedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport)
+        self.server = _shared_address(self.server)
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -345,6 +356,8 @@ class _GuardedConnection(HttpToolsProtocol):
         self._in_head = self._head_begun = True
         self._start_head_timer()
         super().on_message_begin()
+        self.scope["asgi"] = _ASGI  # uvicorn makes one a request
+        del self.scope["state"]  # an empty one a request: nothing here has a state
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # what the application reads as the head may not change afterwards
@@ -461,10 +474,10 @@ class _GuardedConnection(HttpToolsProtocol):
         self._watch_reader(self.transport.get_write_buffer_size())
 
     def when_writable(self, ready: Callable[[], None]) -> None:
-        self._wait_to_write.append(ready)
+        self._wait_to_write += (ready,)
 
     def _writable(self) -> None:
-        waiting, self._wait_to_write = self._wait_to_write, []
+        waiting, self._wait_to_write = self._wait_to_write, ()
         for ready in waiting:
             ready()
 

@@ -20,15 +20,17 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import uvicorn
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from penstock.clock import Clock, MonotonicClock
 from penstock.config.limits import RequestLimits, TurnLimits
@@ -248,8 +250,11 @@ class HttpServer:
     def _uvicorn(self, app: App) -> uvicorn.Config:
         _adopt_logs()
         tls = self._tls
+        trusted = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")  # uvicorn's own setting
         return uvicorn.Config(
-            app,
+            ForwardedHeaders(app, trusted),
+            interface="asgi3",
+            proxy_headers=False,
             http=guarded_protocol(self._limits, self._turns),
             ws="none",
             lifespan="auto",
@@ -289,6 +294,25 @@ class HttpServer:
         while server.server_state.tasks:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(BEAT_S / 2)
         server.should_exit = True
+
+
+class ForwardedHeaders:
+    """uvicorn's ``ProxyHeadersMiddleware`` for requests that have such headers.
+
+    Others pass it by: its coroutine would last as long as their responses, which takes 0.4 KiB.
+    """
+
+    _NAMES = (b"x-forwarded-for", b"x-forwarded-proto")
+
+    def __init__(self, app: App, trusted: str) -> None:
+        self._app = app
+        self._behind_proxy = ProxyHeadersMiddleware(app, trusted)
+
+    def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
+        if any(name in self._NAMES for name, _ in scope.get("headers", ())):
+            return self._behind_proxy(scope, receive, send)
+        passed: Awaitable[None] = self._app(scope, receive, send)
+        return passed
 
 
 class _Server(uvicorn.Server):

@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -386,7 +387,7 @@ class GenerationProcessor:
     def _wanted(self, call: GenerationFields) -> OutputOptions:
         return OutputOptions(
             stops=call.sampling.stops,
-            stop_token_ids=frozenset(call.sampling.stop_token_ids),
+            stop_token_ids=_shared_set(call.sampling.stop_token_ids),
             min_tokens=call.sampling.min_tokens,
             logprobs=call.logprobs is not None,
             token_ids=call.token_ids,
@@ -473,6 +474,12 @@ class GenerationProcessor:
             token_ids=call.token_ids,
         )
         return PreparedGeneration(requests=tuple(requests), answers=tuple(answers), reply=reply)
+
+
+@lru_cache(maxsize=256)
+def _shared_set(tokens: tuple[int, ...]) -> frozenset[int]:
+    """The same object for equal tokens: mostly the model's end tokens, and 216 bytes of each open stream."""
+    return frozenset(tokens)
 
 
 def _with_model_name(prepared: PreparedGeneration, model: str) -> PreparedGeneration:

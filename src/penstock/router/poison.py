@@ -35,17 +35,17 @@ class CrashRecord:
         """``tokens`` new ones clear it."""
         self._tokens = tokens
         self._cleared_at = 0
-        self.deaths: list[str] = []
+        self.deaths: tuple[str, ...] = ()
 
     def add_death(self, death: str, emitted: int) -> None:
         """A worker died by itself while it had this request, which stood at ``emitted`` tokens."""
-        self.deaths.append(death)
+        self.deaths += (death,)
         self._cleared_at = emitted + self._tokens
 
     def on_progress(self, emitted: int) -> None:
         """Note progress; enough new tokens clear the record."""
         if self.deaths and emitted >= self._cleared_at:
-            self.deaths = []
+            self.deaths = ()
 
     def error(self, request: RequestId, emitted: int) -> PoisonRequest:
         """The error that the client receives."""

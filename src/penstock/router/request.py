@@ -18,9 +18,11 @@ is over.  Each submitted stage ends exactly once, by ``CancelStage`` or ``StageE
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 
 import msgspec
 
@@ -149,10 +151,8 @@ class PromptLogprobs:
         self._since = 0.0  # when the last part came
 
     def assemble(self, item: TokenItem, now: float) -> TokenItem | None:
-        """The item to go on with: as it came, or with all that other parts have brought; None while some miss."""
+        """The item with all that other parts have brought; None while some miss."""
         last = self._last
-        if not item.prompt_more and not item.prompt_start:
-            return item
         received = item.prompt_logprobs or ()
         if item.prompt_start not in self._parts and self._kept + len(received) <= self._most:
             self._parts[item.prompt_start] = received
@@ -213,6 +213,10 @@ DISTRUST_S = 5.0
 """How long the other end of a failed transfer is avoided for a request, unless there is no other worker."""
 
 
+_NOBODY: Mapping[tuple[WorkerId, int], float] = MappingProxyType({})
+"""Shared by requests without any: a dictionary of its own would take 64 bytes of each stream."""
+
+
 class RequestPhase(Enum):
     """The state of a routed request."""
 
@@ -256,7 +260,8 @@ class RoutedRequest:
         self.request = request
         self.phase = RequestPhase.WAITING
         self.epoch = 1
-        self.emitted = list(request.begun.tokens)  # what the client has, in order; it was not all delivered here
+        # What the client has, in order, 4 bytes a token; it was not all delivered here.
+        self.emitted = array("I", request.begun.tokens)
         self.identity = request.begun.identity  # of all workers of this answer, once one of them spoke
         self._limits = limits
         self.progress_at = now  # when the last token was delivered, or it began
@@ -267,12 +272,12 @@ class RoutedRequest:
         self._expected = 0  # expected output of a request without a length
         self._runs: list[StageRun] = []
         self._base = 0  # tokens emitted when this epoch was submitted
-        self._early: dict[int, tuple[TokenItem, StageRun]] = {}  # index -> what came before its turn, and from whom
+        # index -> what came before its turn, and from whom
+        self._early: dict[int, tuple[TokenItem, StageRun]] | None = None
         self._first_held: float | None = None  # since when a decode run's tokens wait for the prefill run's word
-        self._avoid: dict[tuple[WorkerId, int], float] = {}  # -> until when
-        self._distrusted_until: dict[tuple[WorkerId, int], float] = {}  # -> until when
+        self._avoid = self._distrusted_until = _NOBODY  # (worker, incarnation) -> until when
         self._last_reason: ReturnReason | None = None
-        self._prompt_logprobs = PromptLogprobs(request)
+        self._prompt_logprobs: PromptLogprobs | None = None  # once a part of them came
         self._idle_since = now  # when this epoch was submitted, or a run of it said something last
         self.crashes = CrashRecord(limits.poison_tokens)
 
@@ -372,10 +377,14 @@ class RoutedRequest:
         if run is None:
             return ()
         run.last_seen = self._idle_since = now
-        whole = self._prompt_logprobs.assemble(item, now)
-        if whole is None:
-            return ()
-        item, run.responded = whole, True
+        if item.prompt_more or item.prompt_start:
+            if self._prompt_logprobs is None:
+                self._prompt_logprobs = PromptLogprobs(self.request)
+            whole = self._prompt_logprobs.assemble(item, now)
+            if whole is None:
+                return ()
+            item = whole
+        run.responded = True
         if not self._started and run.stage is RequestStage.DECODE and not self._may_begin(item):
             self._hold_early(item, run)
             if self._first_held is None:
@@ -454,6 +463,8 @@ class RoutedRequest:
         return item.index == self._base and (item.prompt_logprobs is not None or alone)
 
     def _hold_early(self, item: TokenItem, run: StageRun) -> None:
+        if self._early is None:
+            self._early = {}
         kept = self._early.get(item.index)
         if kept is None or len(item.tokens) > len(kept[0].tokens) or item.finish is not None:
             self._early[item.index] = (item, run)
@@ -509,24 +520,24 @@ class RoutedRequest:
         if run is None or run.ended or (reason is ReturnReason.UNKNOWN and not run.awaits_response):
             return ()
         if reason in (ReturnReason.TOO_LONG, ReturnReason.OTHER_PROCESS):
-            self._avoid[worker, incarnation] = math.inf
+            self._avoid = {**self._avoid, (worker, incarnation): math.inf}
         elif reason in (ReturnReason.QUEUE_FULL, ReturnReason.DRAINING):  # a draining worker may come back
-            self._avoid[worker, incarnation] = now + AVOID_S
+            self._avoid = {**self._avoid, (worker, incarnation): now + AVOID_S}
             self._turned_away += reason is ReturnReason.QUEUE_FULL
         elif reason is ReturnReason.PAGES_LOST:  # this worker is well; the other end may not be
             others = [other for other in self._runs if other is not run]
-            self._distrusted_until |= {(other.worker, other.incarnation): now + DISTRUST_S for other in others}
+            self._distrust(others, now)
         elif reason is ReturnReason.TOO_LARGE:
             return (self._end(run), *self._fail(message_too_large()))
         elif reason is ReturnReason.DEADLINE and not self._started:
             return (self._end(run), *self._fail(self._late(self._limits.first_token_s(self.request.qos))))
         elif not reason.harmless:
-            self._distrusted_until[worker, incarnation] = now + DISTRUST_S
+            self._distrust([run], now)
         if not reason.is_attempt:
             self._attempts = max(0, self._attempts - 1)
         ended = self._end(run)
         if run.migrating:
-            self._distrusted_until[worker, incarnation] = now + DISTRUST_S
+            self._distrust([run], now)
         if (run.migrating or reason is ReturnReason.HANDED_OVER) and self._writer(but=run) is not None:
             return (ended,)
         return (ended, *self._again(f"{worker} gave it back: {text}", reason, now))
@@ -575,7 +586,7 @@ class RoutedRequest:
 
         They are chosen again only where there are no others.
         """
-        self._distrusted_until |= {(run.worker, run.incarnation): now + DISTRUST_S for run in self._runs}
+        self._distrust(self._runs, now)
         return self._again(f"its workers have made no step for {now - since:.1f} s", ReturnReason.STALLED, now)
 
     @property
@@ -599,12 +610,16 @@ class RoutedRequest:
         limit = self._limits.stall_s if self._started else self._limits.first_token_s(self.request.qos)
         if now - self.progress_at > limit:
             return self._fail(self._late(limit))
-        if self._prompt_logprobs.is_incomplete(now):
+        if self._prompt_logprobs is not None and self._prompt_logprobs.is_incomplete(now):
             return self._again("log-probabilities of the prompt were lost on their way", ReturnReason.WORKER_LOST, now)
         held = self._first_held
         if held is not None and now - held >= PREFILL_TOKEN_WAIT_S and self.request.sampling.prompt_logprobs is None:
             return self._release_held(now)
         return ()
+
+    def _distrust(self, runs: Sequence[StageRun], now: float) -> None:
+        more = {(run.worker, run.incarnation): now + DISTRUST_S for run in runs}
+        self._distrusted_until = {**self._distrusted_until, **more}
 
     def _late(self, limit_s: float) -> PenstockError:
         bounded = self.request.qos.max_wait_s is not None
@@ -617,8 +632,9 @@ class RoutedRequest:
 
     def _can_do_without(self) -> bool:
         """Whether the decode stage's tokens suffice without the prefill stage's message."""
-        own = any(item.index + len(item.tokens) > self._base + 1 for item, _ in self._early.values())
-        return own and self._base in self._early and self.request.sampling.prompt_logprobs is None
+        early = self._early or {}
+        own = any(item.index + len(item.tokens) > self._base + 1 for item, _ in early.values())
+        return own and self._base in early and self.request.sampling.prompt_logprobs is None
 
     def _release_held(self, now: float) -> RequestEffects:
         self._first_held = None
@@ -630,8 +646,7 @@ class RoutedRequest:
         """Cancel what is left of this epoch and ask for new workers, if that can help."""
         cancels = self._cancel_runs()
         self.epoch += 1
-        self._prompt_logprobs = PromptLogprobs(self.request)
-        self._early.clear()
+        self._prompt_logprobs = self._early = None
         self._first_held = None
         self._last_reason = reason
         self._failures += reason.is_failure

@@ -68,6 +68,7 @@ class Taken:
         self.pause = False
         self.pending = False
         self.flushed = 0
+        self.ended = False
         self.opened: list[Callable[[], None]] = []
 
     def on_writable(self, ready: Callable[[], None]) -> None:
@@ -98,6 +99,12 @@ class Taken:
     async def flush(self) -> None:
         self.pending = False
         self.flushed += 1
+
+    async def finish(self) -> None:
+        self.ended = True
+
+    async def fail(self, error: Exception) -> None:
+        raise error
 
 
 async def turns_of_the_loop(count: int = 6) -> None:

@@ -9,7 +9,7 @@ from penstock.api.openai.chat import ChatResponseFormat
 from penstock.api.openai.completions import CompletionResponseFormat
 from penstock.api.response_format import ResponseFormat, ResponseHead, TokenUsage
 from penstock.api.sse import EventIds
-from penstock.api.streaming import TextEventTemplate, TextOnlyChoice
+from penstock.api.streaming import ChoiceCounts, TextEventTemplate, TextOnlyChoice
 from penstock.interfaces import OutputDelta
 from penstock.processing.detokenizer import IncrementalDetokenizer, OutputOptions
 from penstock.processing.tokenizer.token_bytes import TokenTable
@@ -38,7 +38,7 @@ def test_plain_events_are_those_of_the_shape(shape: ResponseFormat, stops: tuple
     slow, fast = (IncrementalDetokenizer(TABLE, OutputOptions(stops=stops)) for _ in range(2))
     piece = slow.push(TokenBatch(tokens=tokens))
     written: list[bytes] = []
-    counts = [0]
+    counts = ChoiceCounts()
     encoder = shape.stream(HEAD, lambda: USAGE)
     assert encoder.text_parts(0) is None  # the first event has the seed
     (begun,) = encoder.delta(0, OutputDelta(text="Once", tokens=1))
@@ -50,7 +50,7 @@ def test_plain_events_are_those_of_the_shape(shape: ResponseFormat, stops: tuple
     (event,) = encoder.delta(0, piece)
     expected = sse.sse_event(EventIds().delta_id(0, piece.tokens, last=False), event.data)
     assert written == ([expected] if piece.text else [])
-    assert counts == [piece.tokens]
+    assert counts.tokens == piece.tokens
 
 
 def test_what_is_more_than_text_is_not_taken_and_nothing_is_lost_by_it():

@@ -49,6 +49,7 @@ def test_the_whole_has_help_and_a_version(capsys: pytest.CaptureFixture[str]) ->
         (["serve", "--max-num-seqs", "8"], "--max-num-seqs: use --max-running"),
         (["serve", "--tensor-parallel-size=2"], "--tensor-parallel-size: one model on several GPUs cannot be served"),
         (["serve", "-m", "x.gguf", "-c", "8192"], "-m: MODEL is the first argument: penstock serve FILE.gguf; -c: use"),
+        (["serve", "-hf", "org/name"], "-hf: MODEL is the first argument: penstock serve ORG/NAME"),
         (["serve", "--pre", "2"], "ambiguous option: --pre could match --prefill"),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_key_is_never_shown() -> None:
 
 
 def test_unknown_keys_are_errors() -> None:
-    refused("PENSTOCK_PROT: no such setting; did you mean port?", env={"PENSTOCK_PROT": "1"})
+    refused("PENSTOCK_PROT: no such setting; did you mean PENSTOCK_PORT?", env={"PENSTOCK_PROT": "1"})
     refused("PENSTOCK_LIMITS: [limits] can be set in a configuration file only", env={"PENSTOCK_LIMITS": "1"})
 
 

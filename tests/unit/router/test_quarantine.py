@@ -91,9 +91,9 @@ def test_new_tokens_clear():
     guilt = CrashRecord(8)
     guilt.add_death("one", 10)
     guilt.on_progress(17)
-    assert guilt.deaths == ["one"]
+    assert guilt.deaths == ("one",)
     guilt.on_progress(18)
-    assert guilt.deaths == []
+    assert not guilt.deaths
 
 
 def test_suspects_are_kept_from_each_other_and_from_nobody_else():
