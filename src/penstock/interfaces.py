@@ -270,6 +270,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created: int  # Unix seconds
     max_model_len: int  # tokens, prompt and answer together
     parent: str | None = None  # of an adapter: the model that it adds to
+    vision: bool = False  # it reads images
     sampling: Mapping[str, float] = {}  # defaults of requests that differ from OpenAI's
 
 
@@ -280,6 +281,38 @@ class TokenizeResult(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
+
+
+class ResponseHistory(Protocol):
+    """Stored responses of one tenant, as far as requests of the Responses API go on from them."""
+
+    async def conversation(self, response: str) -> Sequence[Any]:
+        """The items up to the end of a response, its output included.  Raises RequestError where it is not stored."""
+        ...
+
+    async def items(self, names: Sequence[str]) -> Mapping[str, Any]:
+        """Output items by id; those that are not stored are absent.  Raises RequestError for too many."""
+        ...
+
+
+class ToolTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """The tool that a function of a chat stands for."""
+
+    name: str
+    namespace: str | None = None
+    text_argument: str | None = None  # of a custom tool, whose input is a text: the function's only argument
+
+
+class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A body of ``/v1/responses``, translated."""
+
+    chat: JsonObject  # the body of a chat
+    tools: Mapping[str, ToolTarget]  # by the name of the chat's function
+    items: Sequence[Any]  # the new items of the conversation, as they came
+    echo: JsonObject  # fields that the response repeats
+    store: bool
+    summary: bool  # reasoning is told as a summary
+    seal: Callable[[str], str] | None  # makes ``encrypted_content`` of reasoning, where that is wanted
 
 
 class PreparedPooling(msgspec.Struct, frozen=True, kw_only=True):
@@ -391,6 +424,10 @@ class RequestProcessor(Protocol):
 
     async def completion(self, body: JsonObject, envelope: RequestContext) -> PreparedGeneration:
         """A body of ``/v1/completions``."""
+        ...
+
+    async def responses(self, body: JsonObject, history: ResponseHistory) -> ResponsesRequest:
+        """A body of ``/v1/responses``, to be served by ``chat``."""
         ...
 
     async def tokenize(self, body: JsonObject) -> TokenizeResult:

@@ -19,6 +19,7 @@ from penstock.api import admin
 from penstock.api.admin import MetricsPage
 from penstock.api.auth import AuthFailureLog, AuthMiddleware
 from penstock.api.endpoints import AppServices, Endpoints
+from penstock.api.errors import RESPONSES_PATH
 from penstock.api.http import HttpExchange
 from penstock.api.openai.chat import CHAT_API
 from penstock.api.openai.completions import COMPLETION_API
@@ -27,6 +28,8 @@ from penstock.api.openai.pooling import (
     EmbeddingResponseFormat,
     RerankResponseFormat,
 )
+from penstock.api.openai.responses import ResponsesApi
+from penstock.api.openai.stored_responses import stored_response_routes
 from penstock.api.openapi import suggest_path, with_api_description
 from penstock.api.origins import HostCheckMiddleware, with_cors
 from penstock.api.request_log import RequestLogMiddleware
@@ -45,12 +48,15 @@ def make_app(behind: AppServices) -> ASGIApp:
     page = MetricsPage(behind.metrics, behind.clock, behind.limits.metrics_cache_s)
     prepare, pools = behind.processor, behind.pooling
     embeddings, rerank, classify = (pools.embeddings, pools.rerank, pools.classify) if pools else (None, None, None)
+    responses = ResponsesApi(prepare, behind.response_store, behind.limits)
     writing = [
         _post("/v1/chat/completions", service.generation(prepare.chat, CHAT_API)),
         _post("/v1/completions", service.generation(prepare.completion, COMPLETION_API)),
+        _post(RESPONSES_PATH, service.generation(prepare.chat, responses)),
     ]
     routes = [
         *writing,
+        *stored_response_routes(behind.response_store, service.factory),
         _post("/v1/embeddings", service.pooling(embeddings, EmbeddingResponseFormat())),
         *(_post(path, service.pooling(rerank, RerankResponseFormat())) for path in RERANK_PATHS),
         _post("/classify", service.pooling(classify, ClassifyResponseFormat())),

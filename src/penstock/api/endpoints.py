@@ -38,6 +38,7 @@ from penstock.api.openapi import Schemas
 from penstock.api.request_log import note_usage
 from penstock.api.response_cache import CACHE_CONTROL, HIT, CachedResponseStreams, ResponseCache, is_cacheable
 from penstock.api.response_format import GenerationApi, ResponseFormat, ResponseHead, TokenUsage, UsageCharge
+from penstock.api.response_store import ResponseStore
 from penstock.api.sse import EventStreamWriter
 from penstock.api.stream_polling import LoopTurns
 from penstock.api.streaming import ResponseStream, ResumeState, complete_body, gather_choices, stream_events
@@ -97,6 +98,7 @@ class AppServices:
     transcription: TranscriptionProcessor | None = None  # None: it hears nothing
     count_key_outcome: Callable[[str], None] = lambda how: None  # counts requests with an idempotency key
     count_auth_failure: Callable[[str], None] = lambda code: None  # counts requests without a valid key
+    response_store: ResponseStore | None = None  # None: responses are not kept for later requests
     response_cache: ResponseCache | None = None  # None: no response is stored
     tracer: Tracer = field(default_factory=NoTracer)
     schemas: Callable[[], Schemas] = dict  # of request bodies

@@ -51,9 +51,34 @@ def openai_error(error: ErrorResponse) -> bytes:
     return error.body
 
 
+RESPONSES_PATH = "/v1/responses"
+
+_RESPONSES_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Fields of chats, and what they are called in responses, whose bodies are translated before they are checked."""
+
+
+def responses_error(error: ErrorResponse) -> bytes:
+    """OpenAI's envelope, with the names that fields have in responses."""
+    given = error.param
+    if given is None:
+        return error.body
+    if given.startswith("messages"):
+        meant = "input"
+    else:
+        chat = next((name for name in _RESPONSES_NAMES if given == name or given.startswith(f"{name}.")), None)
+        meant = given if chat is None else _RESPONSES_NAMES[chat] + given[len(chat) :]
+    message = error.message.replace(f"'{given}'", f"'{meant}'")
+    return msgspec.structs.replace(error, param=meant, message=message).body
+
+
 def error_format_of(path: str) -> ErrorFormat:
     """The envelope in which clients of ``path`` expect errors, whoever raises them."""
-    return openai_error
+    return responses_error if path == RESPONSES_PATH else openai_error
 
 
 def error_response(error: BaseException) -> ErrorResponse:

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
+from urllib.parse import parse_qsl
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -140,6 +141,13 @@ _LINGER_BYTES = 32 << 20
 """For so long the rest of a refused body is read and thrown away, or the client might never see the refusal."""
 
 
+MAX_QUERY_FIELDS = 64
+"""Parameters of one URL."""
+
+MAX_UNUSED_BODY_BYTES = 64 << 10
+"""Of a body that means nothing to its endpoint."""
+
+
 class HttpExchange:
     """A request and its response.  The body is read at most once, the response started at most once."""
 
@@ -178,6 +186,14 @@ class HttpExchange:
     def path_parameter(self, name: str) -> str:
         """A part of the path that its route names.  Raises KeyError for one that it does not."""
         return str(self._scope["path_params"][name])
+
+    def query(self) -> dict[str, str]:
+        """The parameters behind the path, the last of each name.  Raises RequestError for too many."""
+        raw: bytes = self._scope.get("query_string", b"")
+        try:
+            return dict(parse_qsl(raw.decode("latin-1"), keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS))
+        except ValueError:
+            raise RequestError(f"The URL has more than {MAX_QUERY_FIELDS} parameters.", code="bad_query") from None
 
     async def read_json_body(self, limits: RequestLimits, hold: BodyReservation) -> bytes:
         """The raw body of a request that says it is JSON.
@@ -418,6 +434,17 @@ class EndpointFactory:
             return await self._asked(exchange, await exchange.read_json_body(self._limits, hold), hold)
 
         return self._guarded(read, work, check)
+
+    def bodiless_endpoint(self, work: Callable[[HttpExchange], Awaitable[None]]) -> ASGIApp:
+        """An endpoint that needs no body; a small one is read and ignored."""
+
+        async def read(exchange: HttpExchange, hold: BodyReservation) -> None:
+            await exchange.read_body(self._limits, hold, MAX_UNUSED_BODY_BYTES)
+            hold.release()
+            async with exchange.watch_disconnect():
+                await work(exchange)
+
+        return self._guarded(read, lambda: None)
 
     def form_endpoint(self, work: FormHandler, most: int) -> ASGIApp:
         """The same for a form with files, of at most ``most`` bytes."""

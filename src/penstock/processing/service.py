@@ -28,7 +28,9 @@ from penstock.interfaces import (
     ModelCard,
     PreparedGeneration,
     RequestContext,
+    ResponseHistory,
     ResponseOptions,
+    ResponsesRequest,
     TokenizeResult,
 )
 from penstock.kernels.host_ops import hash_blocks
@@ -50,6 +52,7 @@ from penstock.processing.requests.generation import (
     parse_tokenize,
 )
 from penstock.processing.requests.messages import content_chars
+from penstock.processing.requests.responses import SkippedKinds, translate_responses
 from penstock.processing.requests.sampling import ModelProperties, SamplingFields
 from penstock.processing.requests.tools_and_grammar import RequestedGrammar
 from penstock.processing.tokenizer.tokenizer import TextTokenizer
@@ -166,7 +169,10 @@ class GenerationProcessor:
         self._images = None if recipe is None else ImagePipeline(recipe, limits, _remote(limits, offers))
         self._adapters = LoraRegistry(offers.lora, folder, name)
         suggested = msgspec.to_builtins(self._facts.sampling)
-        self._card = ModelCard(name=name, created=created, max_model_len=max_model_len, sampling=suggested)
+        self._card = ModelCard(
+            name=name, created=created, max_model_len=max_model_len, sampling=suggested, vision=self._facts.sees
+        )
+        self._skipped = SkippedKinds()
         bounds = CheckLimits(cpu_s=limits.max_grammar_s, memory_bytes=limits.max_grammar_memory_bytes)
         self._grammars = GrammarChecker(
             self.vocabulary,
@@ -247,6 +253,9 @@ class GenerationProcessor:
             self._check_echo(checked.call, [len(prompt.tokens) for prompt, _ in prompts])
         prepared = await self._prepare(checked.call, prompts, _OutputLength(max(1, max_tokens)), envelope, adapter)
         return _with_model_name(prepared, facts.name)
+
+    async def responses(self, body: JsonObject, history: ResponseHistory) -> ResponsesRequest:
+        return await translate_responses(body, history, self._limits, sees=self._facts.sees, skipped=self._skipped)
 
     async def tokenize(self, body: JsonObject) -> TokenizeResult:
         request = parse_tokenize(body, self._limits, self._asked(body)[0])

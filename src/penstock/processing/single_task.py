@@ -10,7 +10,15 @@ import msgspec
 
 from penstock.config.limits import RequestLimits
 from penstock.errors import WrongTask
-from penstock.interfaces import JsonObject, ModelCard, PreparedGeneration, RequestContext, TokenizeResult
+from penstock.interfaces import (
+    JsonObject,
+    ModelCard,
+    PreparedGeneration,
+    RequestContext,
+    ResponseHistory,
+    ResponsesRequest,
+    TokenizeResult,
+)
 from penstock.processing.requests.generation import parse_detokenize, parse_tokenize
 from penstock.processing.requests.sampling import ModelProperties
 from penstock.processing.tokenizer.tokenizer import TextTokenizer
@@ -65,6 +73,10 @@ class SingleTaskProcessor(ABC):
         self.refuse(self._purpose.text)
 
     async def completion(self, body: JsonObject, envelope: RequestContext) -> PreparedGeneration:
+        """Always WrongTask."""
+        self.refuse(self._purpose.text)
+
+    async def responses(self, body: JsonObject, history: ResponseHistory) -> ResponsesRequest:
         """Always WrongTask."""
         self.refuse(self._purpose.text)
 
