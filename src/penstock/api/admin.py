@@ -101,6 +101,16 @@ def _nothing_else(body: JsonObject, known: set[str]) -> None:
             )
 
 
+CODEX_INSTRUCTIONS = (
+    "You are Codex, a coding agent that works in a terminal on the user's computer. Read the files that matter before "
+    "you change them, and make the smallest change that solves the task, in the style of the code around it. Use the "
+    "tools that you are given to run commands and to edit files; run the project's tests or the program itself to "
+    "check your work, and go on until the task is done. Never undo changes that you did not make, and do not commit "
+    "unless you are asked to. If a command fails, read its output and find the cause. Answer briefly: say what you did, "
+    "what you checked and what is left, and name files with their paths."
+)
+"""What Codex gives a model as its instructions when the model's server describes it."""
+
 MONOTONIC = MonotonicClock()
 MAX_ID_CHARS = 128
 """Of a request's id in a path; ours are shorter."""
@@ -119,7 +129,9 @@ def status_routes(
     began = clock.now()
 
     async def models(_: Request) -> Response:
-        return _json({"object": "list", "data": [model_object(card) for card in cards()]})
+        shown = cards()
+        described = [codex_model(card.name, card.max_model_len, vision=card.vision) for card in shown]
+        return _json({"object": "list", "data": [model_object(card) for card in shown], "models": described})
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
@@ -211,6 +223,31 @@ def model_object(card: ModelCard) -> dict[str, Any]:
     if card.parent is not None:
         shown["parent"] = card.parent
     return shown
+
+
+def codex_model(name: str, max_model_len: int | None, *, vision: bool) -> dict[str, Any]:
+    """A model as Codex wants it, in ``models`` beside ``data``; other clients do not read it."""
+    return {
+        "slug": name,
+        "display_name": name,
+        "description": None,
+        "supported_reasoning_levels": [],
+        "shell_type": "shell_command",
+        "visibility": "list",
+        "supported_in_api": True,
+        "priority": 0,
+        "upgrade": None,
+        "base_instructions": CODEX_INSTRUCTIONS,
+        "supports_reasoning_summaries": True,
+        "support_verbosity": False,
+        "default_verbosity": None,
+        "apply_patch_tool_type": "freeform",
+        "truncation_policy": {"mode": "bytes", "limit": 10_000},
+        "supports_parallel_tool_calls": True,
+        "context_window": max_model_len,
+        "experimental_supported_tools": [],
+        "input_modalities": ["text", "image"] if vision else ["text"],
+    }
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -34,9 +34,9 @@ from penstock.telemetry.log import log_event
 
 log = logging.getLogger("penstock.api")
 
-FILE_NAME = "responses.sqlite3"
-FILE_NAMES = (FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm")
-"""All files that a store may consist of."""
+_FILE = "responses.sqlite3"
+RESPONSE_STORE_FILES = (_FILE, f"{_FILE}-wal", f"{_FILE}-shm")
+"""Names of all files that a store may consist of."""
 
 _VERSION = 1
 _PAGE_BYTES = 8192
@@ -236,7 +236,7 @@ def create_response_store(folder: Path, limits: RequestLimits) -> Path:
 
     Returns its path.  Raises ConfigError for a folder or file that cannot be used.
     """
-    path = folder / FILE_NAME
+    path = folder / _FILE
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))

@@ -158,3 +158,4 @@ class FrontConfig(Config, frozen=True, kw_only=True):
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     tls: TlsConfig | None = None
+    response_store: str | None = None  # file of responses that later requests continue; None: none are kept

@@ -27,15 +27,18 @@ from penstock.api.admission import Admission
 from penstock.api.app import RERANK_PATHS, http_error, internal_error
 from penstock.api.auth import NO_TENANT, ON_BEHALF_OF, ApiKeys, AuthFailureLog, AuthMiddleware, tenant_header
 from penstock.api.endpoints import EXPLAIN, ROUTE, SESSION
-from penstock.api.errors import Header, error_response, logged_error_response
+from penstock.api.errors import RESPONSES_PATH, Header, error_response, logged_error_response
 from penstock.api.http import EndpointFactory, FormBody, HttpExchange, JsonBody
 from penstock.api.idempotency import IDEMPOTENCY_KEY, LAST_EVENT_ID
 from penstock.api.load_shedding import CLASS_HEADER, MAX_WAIT_HEADER
 from penstock.api.multipart import FORM_BYTES, encode_form
+from penstock.api.openai.response_events import responses_error_event
+from penstock.api.openai.stored_responses import stored_response_routes
 from penstock.api.openapi import Schemas, with_api_description
 from penstock.api.origins import HostCheckMiddleware, with_cors
 from penstock.api.request_log import RequestLogMiddleware
 from penstock.api.response_cache import CACHE_CONTROL, RESPONSE_CACHE
+from penstock.api.response_store import ResponseStore
 from penstock.api.tracing import TRACE_RESPONSE, trace_headers
 from penstock.clock import Clock
 from penstock.config.limits import RequestLimits
@@ -44,7 +47,7 @@ from penstock.http_client import Upstream
 from penstock.interfaces import MultipartForm
 
 PASSED = (
-    *("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
+    *("/v1/chat/completions", "/v1/completions", RESPONSES_PATH, "/tokenize", "/detokenize"),
     *("/v1/embeddings", *RERANK_PATHS, "/classify"),
 )
 """Paths with the model's name in a JSON body."""
@@ -106,6 +109,7 @@ class FrontServices:
     schemas: Callable[[], Schemas] = dict  # of request bodies
     allowed_origins: tuple[str, ...] = ()  # web origins that may use it
     allowed_hosts: tuple[str, ...] | None = None  # accepted Host names besides this host's; None: any
+    response_store: ResponseStore | None = None  # of all models; None: they keep no responses
 
 
 def make_catalog_app(store: FrontServices) -> ASGIApp:
@@ -120,7 +124,10 @@ def make_catalog_app(store: FrontServices) -> ASGIApp:
         Route("/admin/unload_model", service.asking(store.models.unload), methods=["POST"]),
     ]
     app = Starlette(
-        routes=with_api_description([*posts, *admin, *_questions(store)], store.schemas),
+        routes=with_api_description(
+            [*posts, *stored_response_routes(store.response_store, service.endpoints), *admin, *_questions(store)],
+            store.schemas,
+        ),
         exception_handlers={HTTPException: http_error, Exception: internal_error},
     )
     app.router.redirect_slashes = False
@@ -137,7 +144,7 @@ class _Service:
     def __init__(self, store: FrontServices) -> None:
         self._models = store.models
         self._limits = store.limits
-        self._endpoints = EndpointFactory(store.limits, Admission(store.limits, store.clock))
+        self.endpoints = EndpointFactory(store.limits, Admission(store.limits, store.clock))
 
     def passing(self, path: str) -> ASGIApp:
         """Proxy a JSON request to the model that it names."""
@@ -150,9 +157,9 @@ class _Service:
                 self._models.use(entry) as to,
                 http_client.open_request(to, "POST", path, raw, more=passed) as answer,
             ):
-                await _relay(exchange, answer)
+                await _relay(exchange, answer, path)
 
-        return self._endpoints.json_endpoint(work)
+        return self.endpoints.json_endpoint(work)
 
     def passing_form(self, path: str) -> ASGIApp:
         """Proxy a form with an audio file."""
@@ -169,9 +176,9 @@ class _Service:
                 self._models.use(entry) as to,
                 http_client.open_request(to, "POST", path, raw, kind, more=passed) as answer,
             ):
-                await _relay(exchange, answer)
+                await _relay(exchange, answer, path)
 
-        return self._endpoints.form_endpoint(work, self._limits.max_audio_bytes + FORM_BYTES)
+        return self.endpoints.form_endpoint(work, self._limits.max_audio_bytes + FORM_BYTES)
 
     def asking(self, ask: Callable[[str], Awaitable[None]]) -> ASGIApp:
         """Apply ``ask`` to a model; responds with its row afterwards."""
@@ -182,7 +189,7 @@ class _Service:
             row = next(row for row in self._models.rows() if row["name"] == entry)
             await exchange.send_response(200, _encode(row))
 
-        return self._endpoints.json_endpoint(work)
+        return self.endpoints.json_endpoint(work)
 
     def _addressed(self, asked: JsonBody, *, required: bool) -> tuple[str, bytes]:
         """The entry, and the body with the entry's own name."""
@@ -218,7 +225,7 @@ def _missing() -> RequestError:
     return RequestError("Missing required parameter: 'model'.", param="model", code="missing_required_parameter")
 
 
-async def _relay(exchange: HttpExchange, answer: http_client.StreamedResponse) -> None:
+async def _relay(exchange: HttpExchange, answer: http_client.StreamedResponse, path: str) -> None:
     """Stream the response back; if the model's gateway dies in mid-stream, an error event ends it."""
     headers: list[Header] = [header for header in answer.headers if header[0] in _KEPT]
     streams = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
@@ -231,7 +238,8 @@ async def _relay(exchange: HttpExchange, answer: http_client.StreamedResponse) -
         async for chunk in answer.chunks():
             await exchange.send(chunk)
     except NoWorkers as error:
-        await exchange.finish(sse.openai_error_event(logged_error_response(error)))
+        broken = responses_error_event if path == RESPONSES_PATH else sse.openai_error_event
+        await exchange.finish(broken(logged_error_response(error)))
         return
     await exchange.finish()
 

@@ -12,11 +12,13 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from penstock import http_client
 from penstock.api.auth import load_api_keys
 from penstock.api.openapi import Schemas
+from penstock.api.response_store import SqliteResponseStore
 from penstock.catalog.config import CatalogModel, FrontConfig
 from penstock.catalog.http_proxy import CatalogModels, FrontServices, make_catalog_app
 from penstock.catalog.residency import ModelResidency, ModelState, ResidencyEffects, ResidentModel, StartModel
@@ -222,6 +224,7 @@ async def _run(config: FrontConfig, io: ProcessIo) -> int:
     clock = MonotonicClock()
     manager = ModelManager(config, io.channel.send, clock)
     keys = load_api_keys(config.api_key, config.api_keys, config.scheduling)
+    kept = None if config.response_store is None else SqliteResponseStore(Path(config.response_store), config.limits)
     app = make_catalog_app(
         FrontServices(
             models=manager,
@@ -232,6 +235,7 @@ async def _run(config: FrontConfig, io: ProcessIo) -> int:
             schemas=lambda: _schemas(config),
             allowed_origins=config.allowed_origins,
             allowed_hosts=config.allowed_hosts if keys.is_open else None,
+            response_store=kept,
         )
     )
     manager.start()

@@ -19,7 +19,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from penstock.launch.compose import (
     event_key,
     heartbeat_slots,
     log_lines,
+    prepare_response_store,
     run_supervised,
     serve,
     service_url,
@@ -51,6 +52,7 @@ from penstock.launch.heartbeat import HeartbeatSlot
 from penstock.launch.http_server import ProcessIo
 from penstock.launch.model_path import locate_model
 from penstock.launch.restart_policy import GATEWAY
+from penstock.launch.run_folder import RunFolder
 from penstock.launch.shared_rates import SharedTokenBuckets
 from penstock.launch.supervisor import ChildSpec, Supervisor
 from penstock.launch.tls import checked_tls
@@ -88,6 +90,7 @@ def serve_catalog(config: ServeConfig) -> int:
             allowed_origins=config.allowed_origin,
             allowed_hosts=config.allowed_host,
             tls=checked_tls(config),
+            response_store=prepare_response_store(config, stack.enter_context(closing(RunFolder()))),
         )
         buckets = SharedTokenBuckets(config.scheduling.max_tenants)
         jobs = CatalogProcesses(
@@ -156,6 +159,7 @@ class CatalogProcesses:
                 slot=self.slots[entry.name],
                 event_key=event_key(self.store.api_key, self.store.api_keys, self.store.scheduling.max_tenants),
                 buckets=self.buckets,
+                response_store=self.store.response_store,
             ),
         )
 

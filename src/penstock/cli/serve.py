@@ -82,6 +82,7 @@ HTTP_FLAGS = (
     Flag("lora", "NAME=DIR", "a LoRA adapter, as NAME (repeat for more)", Kind.LIST),
     Flag("allow-lora-updating", "", "clients may load and unload adapters", Kind.ON),
     Flag("response-cache", "SIZE", "answer repeated requests (seed given, or temperature 0) from stored responses"),
+    Flag("response-store", "DIR", "keep stored responses here, beyond this run (default: until the service ends)"),
     Flag("trace-endpoint", "URL", "send spans of requests to this OpenTelemetry collector"),
     Flag("trace-file", "FILE", "write spans to this file, as JSON lines"),
     Flag("trace-sample", "RATIO", "share of requests to trace when the caller makes no sampling decision (default: 1)"),

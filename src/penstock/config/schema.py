@@ -212,6 +212,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     remote_image_hosts: tuple[str, ...] = ()  # the only ones; empty: any
     lora: LoraConfig = LoraConfig()
     response_cache: int = 0  # bytes of stored responses; 0: none
+    response_store: str | None = None  # file of responses that later requests continue; None: none are kept
     trace: TraceConfig = TraceConfig()
     event_loop: EventLoop = "auto"
     allowed_origins: tuple[str, ...] = ()  # of web pages that may use the service from a browser
@@ -305,6 +306,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     remote_images: bool = False  # images may be fetched from public addresses; else they come within the request only
     remote_image_host: tuple[str, ...] = ()  # the only hosts that they are fetched from; empty: any
     response_cache: Positive | None = None  # bytes of stored responses, all gateways together; None: none are stored
+    response_store: str | None = None  # folder of responses that later requests continue; None: that of this run
     trace_endpoint: str | None = None  # URL of an OpenTelemetry collector that spans of requests are sent to
     trace_file: str | None = None  # that they are written to
     trace_sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # of requests, where the caller does not say

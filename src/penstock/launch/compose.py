@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import structs
 
+from penstock.api.response_store import create_response_store
 from penstock.config.api_keys import check_key_file, load_keys
 from penstock.config.device import excludes_gpu
 from penstock.config.facts import ExtraWeights, GpuReport, MachineFacts, ModelFacts
@@ -109,6 +110,7 @@ class ParentLink:
     slot: HeartbeatSlot
     event_key: str
     buckets: SharedTokenBuckets
+    response_store: str | None  # file of stored responses, of all models
 
     def beat(self) -> None:
         """Write a heartbeat to the table of the catalog's supervisor."""
@@ -139,12 +141,15 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
         port = listener.getsockname()[1]
         slots = heartbeat_slots((*gateways, *_names(plan)))
         shared = keys if config.join else None
+        run_folder = stack.enter_context(closing(RunFolder()))
+        stored = nested.response_store if nested else prepare_response_store(config, run_folder)
         gateway_config = structs.replace(
             _gateway_config(config, located, spec, name=name, lora=lora, plan=plan),
             port=port,
             tls=tls,
             fronted=nested is not None,
             event_key=nested.event_key if nested else _event_key(config, shared),
+            response_store=stored if spec.task.writes else None,
         )
         front = GatewayProcesses(
             config=gateway_config,
@@ -157,7 +162,7 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
         )
         workers = None
         if plan is not None:
-            mailboxes = WorkerEndpoints(keys, stack.enter_context(closing(RunFolder())).endpoint)
+            mailboxes = WorkerEndpoints(keys, run_folder.endpoint)
             workers = WorkerProcesses(config, plan, model, mailboxes, slots)
             stack.callback(workers.close)
         length, notes = gateway_config.max_model_len, plan.notes if plan else ()
@@ -383,6 +388,18 @@ def _gateway_config(
         log_requests=config.log_requests,
         allowed_hosts=config.allowed_host,
     )
+
+
+def prepare_response_store(config: ServeConfig, run_folder: RunFolder) -> str | None:
+    """The file in which gateways keep responses: in the folder of this run, unless another is given.
+
+    None: they keep none.  Raises ConfigError.
+    """
+    if not config.limits.max_stored_responses_bytes:
+        return None
+    given = config.response_store
+    folder = run_folder.path if given is None else Path(given).expanduser().absolute()
+    return str(create_response_store(folder, config.limits))
 
 
 def listed_adapters(config: ServeConfig, model: str, spec: ModelSpec) -> LoraConfig:

@@ -21,6 +21,7 @@ from penstock.api.app import make_app
 from penstock.api.auth import load_api_keys
 from penstock.api.endpoints import AppServices
 from penstock.api.response_cache import ResponseCache
+from penstock.api.response_store import SqliteResponseStore
 from penstock.clock import MonotonicClock
 from penstock.config.limits import TraceConfig, TurnLimits
 from penstock.config.schema import GatewayConfig, InputFeatures
@@ -195,6 +196,7 @@ def make_http_app(
     stored = ResponseCache(config.response_cache) if config.response_cache else None
     if stored is not None:
         metrics.register_response_cache(stored.stats)
+    kept = None if config.response_store is None else SqliteResponseStore(Path(config.response_store), config.limits)
     ring = load_api_keys(config.api_key, config.api_keys, config.scheduling, fronted=config.fronted)
     return make_app(
         AppServices(
@@ -214,6 +216,7 @@ def make_http_app(
             scheduling=config.scheduling,
             turns=config.turns,
             levels=metrics.levels,
+            response_store=kept,
             response_cache=stored,
             tracer=tracer,
             log_requests=config.log_requests,

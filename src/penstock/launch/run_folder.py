@@ -1,4 +1,4 @@
-"""The folder of one run's worker sockets, accessible to its user only.
+"""The folder of one run's worker sockets and stored responses, accessible to its user only.
 
 ::
 
@@ -6,6 +6,7 @@
       penstock-4f1c09a2b7d3/       mode 0700
         lock                       held (flock(2)) as long as the run lasts
         decode-0-2                 the mailbox of a worker's second incarnation
+        responses.sqlite3          stored responses, unless --response-store names a folder
 
 The folder of a killed run stays; the next run of the same user on this host removes it.
 """
@@ -24,6 +25,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from penstock.api.response_store import RESPONSE_STORE_FILES
 from penstock.errors import ConfigError
 from penstock.types import WorkerId
 
@@ -128,10 +130,11 @@ def _is_left(entry: os.DirEntry[str], found: os.stat_result) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove the folder with its sockets and lock; a folder with anything else stays."""
+    """Remove the folder with its sockets, stored responses and lock; a folder with anything else stays."""
+    known = (_LOCK, *RESPONSE_STORE_FILES)
     try:
         for entry in list(os.scandir(path)):
-            if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode) or entry.name == _LOCK:
+            if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode) or entry.name in known:
                 os.unlink(entry.path)
         path.rmdir()
     except FileNotFoundError:

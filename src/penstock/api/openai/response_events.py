@@ -19,7 +19,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from penstock.api.errors import ErrorResponse
 from penstock.api.response_format import StreamEvent, encode
+from penstock.api.sse import sse_event_without_id
 from penstock.interfaces import ToolTarget
 
 _IDS = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_", "custom_tool_call": "ctc_"}
@@ -35,6 +37,15 @@ def response_of_item(name: str) -> str | None:
     kind, _, rest = name.partition("_")
     response, _, index = rest.rpartition("_")
     return f"resp_{response}" if f"{kind}_" in _IDS.values() and response and index.isdigit() else None
+
+
+LAST_NUMBER = (1 << 53) - 1
+
+
+def responses_error_event(error: ErrorResponse) -> bytes:
+    """The last event of a stream whose earlier events were not read here; its number is above theirs."""
+    fields = {"code": error.code, "message": error.message, "param": error.param}
+    return sse_event_without_id(encode({"type": "error", "sequence_number": LAST_NUMBER, **fields}), b"error")
 
 
 class OutputItem:
@@ -174,7 +185,7 @@ class ResponseEvents:
         assert self.item is not None
         return {"item_id": self.item.id, **_names(self.item).place}
 
-    def _place(self, name: str, **fields: Any) -> None:
+    def _place(self, name: str, /, **fields: Any) -> None:
         assert self.item is not None
         self._write(name, encode({"output_index": self.item.index, **fields})[1:-1])
 
