@@ -187,15 +187,15 @@ class SqliteResponseStore:
     def _make_room(self, connection: sqlite3.Connection, nbytes: int) -> None:
         """Remove the oldest of the tenants with the most, until so many bytes more may be stored."""
         most = self._limits.max_stored_responses_bytes - nbytes
-        while (connection.execute("SELECT total(bytes) FROM tenant_bytes").fetchone()[0]) > max(0, most):
+        if most < 0:
+            raise sqlite3.DataError(f"a response of {nbytes} bytes is larger than max_stored_responses_bytes")
+        while connection.execute("SELECT total(bytes) FROM tenant_bytes").fetchone()[0] > most:
             largest = connection.execute("SELECT tenant FROM tenant_bytes ORDER BY bytes DESC LIMIT 1").fetchone()
             connection.execute(
                 "DELETE FROM responses WHERE rowid ="
                 " (SELECT rowid FROM responses WHERE tenant = ? ORDER BY stored_at LIMIT 1)",
                 largest,
             )
-        if most < 0:
-            raise sqlite3.DataError(f"a response of {nbytes} bytes is larger than max_stored_responses_bytes")
 
     def _load(self, tenant: str, name: str) -> StoredResponse | None:
         found = self._connect().execute(

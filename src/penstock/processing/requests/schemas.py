@@ -20,6 +20,7 @@ from penstock.processing.requests.generation import (
     STREAM_OPTIONS,
     TOKENIZE_FIELDS,
 )
+from penstock.processing.requests.responses import RESPONSES_FIELDS
 from penstock.processing.transcription import TRANSCRIPTION_FIELDS
 
 Schema = dict[str, Any]
@@ -50,6 +51,7 @@ def request_schemas(limits: RequestLimits, *, unknown_fields: str = "refuse") ->
     return {
         "/v1/chat/completions": chat,
         "/v1/completions": completion,
+        "/v1/responses": _responses_body(known, limits),
         "/v1/embeddings": body(EMBEDDINGS_FIELDS, ("model", "input")),
         **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
         "/classify": body(CLASSIFY_FIELDS, ("input",), input={}),
@@ -59,6 +61,22 @@ def request_schemas(limits: RequestLimits, *, unknown_fields: str = "refuse") ->
         "/v1/load_lora_adapter": body(LOAD_FIELDS, ("lora_name", "lora_path")),
         "/v1/unload_lora_adapter": body(UNLOAD_FIELDS, ("lora_name",)),
     }
+
+
+def _responses_body(known: Mapping[str, Schema], limits: RequestLimits) -> Schema:
+    """Open to more: fields that are not known are skipped."""
+    own: dict[str, Schema] = {
+        **dict.fromkeys(("store", "background"), _SWITCH),
+        **dict.fromkeys(("metadata", "reasoning", "text", "stream_options"), _ANY),
+        **dict.fromkeys(("instructions", "previous_response_id", "service_tier", "safety_identifier", "user"), _TEXT),
+        "input": {"anyOf": [_TEXT, {"type": "array", "items": _ANY, "maxItems": limits.max_messages}]},
+        "max_output_tokens": _integer(1),
+        "max_tool_calls": _integer(0),
+        "include": _TEXTS,
+        "truncation": _one_of("auto", "disabled"),
+    }
+    fields = {name: own.get(name) or known.get(name, {}) for name in sorted(RESPONSES_FIELDS)}
+    return {"type": "object", "required": ["model"], "properties": fields, "additionalProperties": True}
 
 
 def _number(low: float, high: float) -> Schema:
