@@ -17,6 +17,7 @@
         Forbidden           403
         UnknownPath         404
         UnknownRequest      404, unknown request id
+        UnknownResponse     404, no stored response of this tenant
         UnknownWorker       404
         Conflict            409, not possible in the current state
         MethodNotAllowed    405
@@ -31,6 +32,7 @@
         NoWorkers           no worker can serve now
         WorkerLost          resubmissions used up
         StalledRequest      no progress within the limit
+        StoreUnavailable    the stored responses cannot be read or changed now
         AssignmentTimeout   a worker has not taken on a role or duty in time
       PageCorrupt       a page failed verification: recomputed, never shown to a client
       TierError         a tier of the KV store failed: its pages are recomputed
@@ -169,6 +171,15 @@ class UnknownRequest(RequestError):
     status = 404
 
 
+class UnknownResponse(RequestError):
+    """No response of this id is stored for its asker."""
+
+    status = 404
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"Response with id '{name}' not found.", param="response_id", code="response_not_found")
+
+
 class UnknownWorker(RequestError):
     """No worker of this name was ever seen."""
 
@@ -276,6 +287,10 @@ class WorkerLost(WorkerError):
 
 class StalledRequest(WorkerError):
     """No progress within the limit."""
+
+
+class StoreUnavailable(WorkerError):
+    """The stored responses cannot be read or changed now."""
 
 
 class AssignmentTimeout(WorkerError):

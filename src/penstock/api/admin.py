@@ -106,8 +106,8 @@ CODEX_INSTRUCTIONS = (
     "you change them, and make the smallest change that solves the task, in the style of the code around it. Use the "
     "tools that you are given to run commands and to edit files; run the project's tests or the program itself to "
     "check your work, and go on until the task is done. Never undo changes that you did not make, and do not commit "
-    "unless you are asked to. If a command fails, read its output and find the cause. Answer briefly: say what you did, "
-    "what you checked and what is left, and name files with their paths."
+    "unless you are asked to. If a command fails, read its output and find the cause. Answer briefly: say what you "
+    "did, what you checked and what is left, and name files with their paths."
 )
 """What Codex gives a model as its instructions when the model's server describes it."""
 

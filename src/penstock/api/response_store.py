@@ -29,7 +29,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from penstock.config.limits import RequestLimits
-from penstock.errors import ConfigError, WorkerError
+from penstock.errors import ConfigError, StoreUnavailable
 from penstock.telemetry.log import log_event
 
 log = logging.getLogger("penstock.api")
@@ -80,10 +80,6 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     def nbytes(self) -> int:
         """What it counts among all that is stored."""
         return len(self.response) + len(self.items) + len(self.deltas) + _OVERHEAD_BYTES
-
-
-class StoreUnavailable(WorkerError):
-    """The stored responses cannot be read or changed now."""
 
 
 class ResponseStore(Protocol):

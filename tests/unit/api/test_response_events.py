@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def check_order(events: Sequence[StreamEvent], *, contiguous: bool = True) -> di
             assert item is None
             item, part, text, done = data["item"], None, "", False
             assert item["status"] == "in_progress"
-            assert not (item.get("content") or item.get("summary") or item.get("arguments") or item.get("input"))
+            assert text_of(item) == ""
             continue
         assert item is not None
         if kind == "output_item.done":
@@ -224,16 +225,16 @@ def split(pieces: Sequence[OutputDelta]) -> list[OutputDelta]:
     parts: list[OutputDelta] = []
     for piece in pieces:
         parts += [OutputDelta(reasoning=char, tokens=piece.tokens) for char in piece.reasoning]
-        calls = [part for part in piece.calls if part.name is None]
+        text, calls = piece.text, [part for part in piece.calls if part.name is None]
         for part in [*calls, *(part for part in piece.calls if part.name is not None)]:
             if part.name is not None:
-                parts += [OutputDelta(text=char, tokens=piece.tokens) for char in piece.text]
-                piece = OutputDelta(tokens=piece.tokens)
+                parts += [OutputDelta(text=char, tokens=piece.tokens) for char in text]
+                text = ""
                 parts.append(OutputDelta(calls=(call(part.index, part.name),), tokens=piece.tokens))
             parts += [
                 OutputDelta(calls=(call(part.index, None, char),), tokens=piece.tokens) for char in part.arguments
             ]
-        parts += [OutputDelta(text=char, tokens=piece.tokens) for char in piece.text]
+        parts += [OutputDelta(text=char, tokens=piece.tokens) for char in text]
     return [*parts, pieces[-1]]
 
 
@@ -295,7 +296,7 @@ def test_item_ids_lead_to_their_response():
 def decoded(arguments: str, cuts: Sequence[int] = ()) -> str:
     decoder = CustomInputDecoder("input")
     places = [0, *sorted(min(cut, len(arguments)) for cut in cuts), len(arguments)]
-    parts = [decoder.push(arguments[begin:end]) for begin, end in zip(places, places[1:], strict=False)]
+    parts = [decoder.push(arguments[begin:end]) for begin, end in pairwise(places)]
     return "".join(parts) + decoder.finish()
 
 

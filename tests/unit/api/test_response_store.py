@@ -21,11 +21,10 @@ from penstock.api.response_store import (
     PendingResponses,
     SqliteResponseStore,
     StoredResponse,
-    StoreUnavailable,
     create_response_store,
 )
 from penstock.config.limits import RequestLimits
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, StoreUnavailable
 
 LIMITS = RequestLimits(stored_responses_s=100, max_stored_responses_bytes=1 << 20)
 
@@ -149,9 +148,8 @@ async def test_two_gateways_see_the_same_and_write_at_once(tmp_path: Path):
             assert await two.load("a", f"r{i}") == await one.load("a", f"r{i}") == response(f"r{i}")
 
 
-async def test_responses_survive_a_process_that_is_killed_while_it_writes(tmp_path: Path):
-    """What ``save`` has returned for is there, whole; the next process writes at once."""
-    create_response_store(tmp_path, LIMITS)
+def killed_writer(path: Path) -> list[int]:
+    """Numbers of the responses that a process has stored when it is killed in the middle of storing more."""
     script = (
         "import asyncio, sys; from pathlib import Path\n"
         "from penstock.api.response_store import *; from penstock.config.limits import RequestLimits\n"
@@ -162,12 +160,16 @@ async def test_responses_survive_a_process_that_is_killed_while_it_writes(tmp_pa
         "        print(number, flush=True); number += 1\n"
         "asyncio.run(main())\n"
     )
-    command = [sys.executable, "-c", script, str(tmp_path / RESPONSE_STORE_FILES[0])]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+    with subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         seen = [int(writer.stdout.readline()) for _ in range(30)]
         writer.send_signal(signal.SIGKILL)
-        seen += [int(line) for line in writer.stdout.read().split()]
+        return seen + [int(line) for line in writer.stdout.read().split()]
+
+
+async def test_responses_survive_a_process_that_is_killed_while_it_writes(tmp_path: Path):
+    """What ``save`` has returned for is there, whole; the next process writes at once."""
+    seen = killed_writer(create_response_store(tmp_path, LIMITS))
     async with store_in(tmp_path, RequestLimits()) as store:
         began = time.monotonic()
         for number in seen:

@@ -140,7 +140,12 @@ def test_images_of_tools_follow_all_results():
 
 def test_earlier_items_and_references():
     earlier = [said("user", "one"), said("assistant", "two")]
-    stored = {"id": "msg_x_0", "type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "R"}]}
+    stored = {
+        "id": "msg_x_0",
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "R"}],
+    }
     request = translated(
         [{"type": "item_reference", "id": "msg_x_0"}, {"role": "user", "content": "three"}],
         earlier=earlier,
@@ -289,7 +294,11 @@ def test_what_is_not_known_is_skipped_and_logged_once(caplog: pytest.LogCaptureF
             {"type": "web_search_call", "id": "ws_1", "status": "completed"},
             {"type": ["odd"]},
             {"type": "compaction", "encrypted_content": "x"},
-            {"type": "message", "role": "user", "content": [{"type": "hologram"}, {"type": "input_text", "text": "Hi"}]},
+            {
+                "type": "message",
+                "role": "user",
+                "content": [{"type": "hologram"}, {"type": "input_text", "text": "Hi"}],
+            },
         ],
     }
     for _ in range(2):
@@ -371,7 +380,7 @@ BAD = [
 
 @pytest.mark.parametrize(("fields", "param", "words"), BAD, ids=[json.dumps(fields)[:60] for fields, _, _ in BAD])
 def test_a_known_field_of_a_wrong_type_is_refused_by_its_own_name(fields: Any, param: str | None, words: str):
-    with pytest.raises(RequestError, match=".") as refused:
+    with pytest.raises(RequestError) as refused:
         translated(**({"given": fields.pop("input")} if "input" in fields else {}), **fields)
     assert words in refused.value.message
     assert param is None or refused.value.param == param
@@ -391,14 +400,54 @@ def test_limits():
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
-        ["type", "role", "content", "text", "name", "id", "call_id", "arguments", "output", "input", "summary",
-         "namespace", "tools", "format", "function", "mode", "image_url", "encrypted_content"]), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "type",
+                    "role",
+                    "content",
+                    "text",
+                    "name",
+                    "id",
+                    "call_id",
+                    "arguments",
+                    "output",
+                    "input",
+                    "summary",
+                    "namespace",
+                    "tools",
+                    "format",
+                    "function",
+                    "mode",
+                    "image_url",
+                    "encrypted_content",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
     max_leaves=12,
 )
 KINDS = st.sampled_from(
-    ["message", "reasoning", "function_call", "custom_tool_call", "function_call_output", "item_reference", "function",
-     "custom", "namespace", "allowed_tools", "input_text", "input_image", "grammar", "json_schema"]
+    [
+        "message",
+        "reasoning",
+        "function_call",
+        "custom_tool_call",
+        "function_call_output",
+        "item_reference",
+        "function",
+        "custom",
+        "namespace",
+        "allowed_tools",
+        "input_text",
+        "input_image",
+        "grammar",
+        "json_schema",
+    ]
 )
 
 

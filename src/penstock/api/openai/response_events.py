@@ -99,7 +99,7 @@ class OutputItem:
 class _DeltaTemplate:
     """The constant bytes of an item's delta events."""
 
-    __slots__ = ("_behind", "_before", "_name")
+    __slots__ = ("_before", "_behind", "_name")
 
     def __init__(self, name: str, item: OutputItem, place: Mapping[str, int]) -> None:
         fixed = {"item_id": item.id, "output_index": item.index, **place}
@@ -156,7 +156,8 @@ class ResponseEvents:
     def grow(self, text: str, logprobs: list[Any] | None = None) -> None:
         """More of the open item."""
         item, template = self.item, self._template
-        assert item is not None and template is not None
+        assert item is not None
+        assert template is not None
         item.add(text)
         item.logprobs += logprobs or ()
         self.deltas[-1].append(len(text))

@@ -89,7 +89,11 @@ class StoredHistory:
     async def conversation(self, response: str) -> Sequence[Any]:
         found = None if self._store is None else await self._store.load(self._tenant, response)
         if found is None:
-            kept = "stores no responses" if self._store is None else f"keeps them for {self._limits.stored_responses_s:g} s"
+            kept = (
+                "stores no responses"
+                if self._store is None
+                else f"keeps them for {self._limits.stored_responses_s:g} s"
+            )
             raise RequestError(
                 f"Previous response with id '{response[:64]}' not found. This server {kept}; send the whole input.",
                 param="previous_response_id",
@@ -210,9 +214,7 @@ class ResponsesFormat:
             await saving.save(completed.id, completed.response, completed.deltas)
         self._completed = self._saving = self._history = None
 
-    def completed(
-        self, writer: _OutputWriter, head: ResponseHead, finish: FinishReason, usage: TokenUsage
-    ) -> bytes:
+    def completed(self, writer: _OutputWriter, head: ResponseHead, finish: FinishReason, usage: TokenUsage) -> bytes:
         """The last event is written; the response that it has, which ``persist`` stores."""
         cut = finish is FinishReason.LENGTH
         status = "incomplete" if cut else "completed"
@@ -395,9 +397,7 @@ def _logprobs(tokens: Iterable[TokenText]) -> list[dict[str, Any]]:
             "token": token.shown,
             "logprob": token.logprob,
             "bytes": list(token.raw),
-            "top_logprobs": [
-                {"token": top.shown, "logprob": top.logprob, "bytes": list(top.raw)} for top in token.top
-            ],
+            "top_logprobs": [{"token": top.shown, "logprob": top.logprob, "bytes": list(top.raw)} for top in token.top],
         }
         for token in tokens
     ]

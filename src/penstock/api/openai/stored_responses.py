@@ -14,7 +14,7 @@ from penstock.api.http import EndpointFactory, HttpExchange
 from penstock.api.openai.response_events import ResponseEvents
 from penstock.api.response_format import StreamEvent, encode
 from penstock.api.response_store import ResponseStore, StoredResponse
-from penstock.errors import BadField, RequestError
+from penstock.errors import BadField, RequestError, UnknownResponse
 from penstock.interfaces import ToolTarget
 
 PATH = "/v1/responses/{name}"
@@ -24,17 +24,6 @@ _MAX_ID_CHARS = 256
 _MAX_NUMBER = 1 << 53
 
 _decode = msgspec.json.decode
-
-
-class UnknownResponse(RequestError):
-    """No response of this id is stored for the tenant."""
-
-    status = 404
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"Response with id '{name[:_MAX_ID_CHARS]}' not found.", param="response_id", code="response_not_found"
-        )
 
 
 def stored_response_routes(store: ResponseStore | None, factory: EndpointFactory) -> list[Route]:

@@ -155,7 +155,11 @@ def translate_with_history(
     conversation.end()
     include = _include(fields)
     chat = {name: body[name] for name in PASSED_FIELDS if body.get(name) is not None}
-    chat |= {"messages": conversation.messages, **tools.chat_fields(fields), **_generation_fields(fields, include, limits)}
+    chat |= {
+        "messages": conversation.messages,
+        **tools.chat_fields(fields),
+        **_generation_fields(fields, include, limits),
+    }
     if (tier := _tier(fields, skipped)) is not None:
         chat["service_tier"] = tier
     return ResponsesRequest(
@@ -576,9 +580,7 @@ class _ToolTranslator:
         function = {"description": description.strip(), "parameters": parameters}
         self._add(where, tool.get("name"), namespace, function, custom=True)
 
-    def _add(
-        self, where: str, given: Any, namespace: str | None, function: dict[str, Any], *, custom: bool
-    ) -> None:
+    def _add(self, where: str, given: Any, namespace: str | None, function: dict[str, Any], *, custom: bool) -> None:
         name = string(f"{where}.name", given, max_chars=1 << 10)
         if _NOT_IN_NAMES.search(name) or not 0 < len(name) <= _MOST_NAME_CHARS:
             raise BadField(f"{where}.name", got=name, want="1 to 128 letters, digits, or any of '_-.:/'")
@@ -586,9 +588,7 @@ class _ToolTranslator:
             return  # said twice
         flat = _free(_joined_name(namespace, name), self.targets)
         self._names[namespace, name] = flat
-        self.targets[flat] = ToolTarget(
-            name=name, namespace=namespace, text_argument=CUSTOM_INPUT if custom else None
-        )
+        self.targets[flat] = ToolTarget(name=name, namespace=namespace, text_argument=CUSTOM_INPUT if custom else None)
         self._functions.append({"type": "function", "function": {"name": flat, **function}})
         if len(self._functions) > self._limits.max_tools:
             want = f"at most {self._limits.max_tools} tools, those of namespaces included (max_tools)"
