@@ -68,7 +68,7 @@ END;
 T = TypeVar("T")
 
 
-class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
+class StoredConversation(msgspec.Struct, frozen=True, kw_only=True):
     """One response, and the conversation that it belongs to."""
 
     id: str
@@ -85,11 +85,11 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 class ResponseStore(Protocol):
     """Stored responses.  ``tenant`` is who asks: nobody finds another's."""
 
-    async def save(self, tenant: str, response: StoredResponse) -> bool:
+    async def save(self, tenant: str, response: StoredConversation) -> bool:
         """Keep a response, instead of one with its id.  Returns whether it is kept; never raises."""
         ...
 
-    async def load(self, tenant: str, name: str) -> StoredResponse | None:
+    async def load(self, tenant: str, name: str) -> StoredConversation | None:
         """None: not stored.  Raises StoreUnavailable."""
         ...
 
@@ -118,14 +118,14 @@ class SqliteResponseStore:
         self._thread.submit(self._disconnect)
         self._thread.shutdown()
 
-    async def save(self, tenant: str, response: StoredResponse) -> bool:
+    async def save(self, tenant: str, response: StoredConversation) -> bool:
         try:
             await self._run(lambda: self._save(tenant, response))
         except StoreUnavailable:
             return False
         return True
 
-    async def load(self, tenant: str, name: str) -> StoredResponse | None:
+    async def load(self, tenant: str, name: str) -> StoredConversation | None:
         return await self._run(lambda: self._load(tenant, name))
 
     async def load_responses(self, tenant: str, names: Sequence[str]) -> dict[str, bytes]:
@@ -162,7 +162,7 @@ class SqliteResponseStore:
         """What was stored before this has expired."""
         return self._now() - self._limits.stored_responses_s
 
-    def _save(self, tenant: str, response: StoredResponse) -> None:
+    def _save(self, tenant: str, response: StoredConversation) -> None:
         connection = self._connect()
         row = (response.id, tenant, self._now(), int(time.time()), response.nbytes)
         with _transaction(connection):
@@ -193,13 +193,13 @@ class SqliteResponseStore:
                 largest,
             )
 
-    def _load(self, tenant: str, name: str) -> StoredResponse | None:
+    def _load(self, tenant: str, name: str) -> StoredConversation | None:
         found = self._connect().execute(
             "SELECT response, items, deltas FROM responses WHERE id = ? AND tenant = ? AND stored_at >= ?",
             (name, tenant, self._oldest()),
         )
         row = found.fetchone()
-        return None if row is None else StoredResponse(id=name, response=row[0], items=row[1], deltas=row[2])
+        return None if row is None else StoredConversation(id=name, response=row[0], items=row[1], deltas=row[2])
 
     def _load_responses(self, tenant: str, names: Sequence[str]) -> dict[str, bytes]:
         loaded: dict[str, bytes] = {}

@@ -16,7 +16,7 @@ from penstock.api.openai.response_events import CustomInputDecoder, item_id, res
 from penstock.api.openai.responses import EVENTS_PER_TOKEN, ResponsesFormat
 from penstock.api.openai.stored_responses import replayed_events
 from penstock.api.response_format import CompletedChoice, ResponseHead, StreamEvent, TokenUsage
-from penstock.api.response_store import StoredResponse
+from penstock.api.response_store import StoredConversation
 from penstock.interfaces import OutputDelta, ResponsesRequest, ToolCallDelta, ToolTarget
 from penstock.types import FinishReason
 
@@ -38,10 +38,10 @@ class Saved:
     """Keeps what a format stores."""
 
     def __init__(self) -> None:
-        self.stored: StoredResponse | None = None
+        self.stored: StoredConversation | None = None
 
     async def save(self, name: str, response: bytes, deltas: list[list[int]]) -> None:
-        self.stored = StoredResponse(id=name, response=response, items=b"[]", deltas=json.dumps(deltas).encode())
+        self.stored = StoredConversation(id=name, response=response, items=b"[]", deltas=json.dumps(deltas).encode())
 
 
 def format_of(saved: Any = None, *, summary: bool = False, seals: bool = False) -> ResponsesFormat:

@@ -20,7 +20,7 @@ from penstock.api.response_store import (
     RESPONSE_STORE_FILES,
     PendingResponses,
     SqliteResponseStore,
-    StoredResponse,
+    StoredConversation,
     create_response_store,
 )
 from penstock.config.limits import RequestLimits
@@ -29,8 +29,8 @@ from penstock.errors import ConfigError, StoreUnavailable
 LIMITS = RequestLimits(stored_responses_s=100, max_stored_responses_bytes=1 << 20)
 
 
-def response(name: str, text: str = "x", items: int = 10) -> StoredResponse:
-    return StoredResponse(id=name, response=f'{{"text":"{text}"}}'.encode(), items=b"i" * items, deltas=b"[[1]]")
+def response(name: str, text: str = "x", items: int = 10) -> StoredConversation:
+    return StoredConversation(id=name, response=f'{{"text":"{text}"}}'.encode(), items=b"i" * items, deltas=b"[[1]]")
 
 
 class FakeUptime:
@@ -156,7 +156,7 @@ def killed_writer(path: Path) -> list[int]:
         "async def main():\n"
         "    store = SqliteResponseStore(Path(sys.argv[1]), RequestLimits())\n"
         "    number = 0\n"
-        "    while await store.save('a', StoredResponse(id=f'r{number}', response=b'x' * 50_000, items=b'[]')):\n"
+        "    while await store.save('a', StoredConversation(id=f'r{number}', response=b'x' * 50_000, items=b'[]')):\n"
         "        print(number, flush=True); number += 1\n"
         "asyncio.run(main())\n"
     )

@@ -23,7 +23,7 @@ from penstock.api.response_format import (
     TranslatedRequest,
     encode,
 )
-from penstock.api.response_store import PendingResponses, ResponseStore, StoredResponse
+from penstock.api.response_store import PendingResponses, ResponseStore, StoredConversation
 from penstock.config.limits import RequestLimits
 from penstock.errors import QueueFull, RequestError
 from penstock.interfaces import (
@@ -70,7 +70,7 @@ class ResponsesApi:
 
 
 class StoredHistory:
-    """``ResponseHistory`` of one request, and the conversation up to its end.  Its bytes are reserved while it lives."""
+    """``ResponseHistory`` of one request, and the conversation up to it.  Its bytes are reserved while it lives."""
 
     def __init__(
         self, store: ResponseStore | None, tenant: str, limits: RequestLimits, pending: PendingResponses
@@ -162,7 +162,7 @@ class _Saving:
 
     async def save(self, name: str, response: bytes, deltas: list[list[int]]) -> None:
         """Keeps it; what cannot be kept is logged by the store."""
-        kept = StoredResponse(id=name, response=response, items=self._history.json, deltas=encode(deltas))
+        kept = StoredConversation(id=name, response=response, items=self._history.json, deltas=encode(deltas))
         await self._store.save(self._tenant, kept)
 
 

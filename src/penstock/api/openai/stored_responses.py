@@ -13,7 +13,7 @@ from penstock.api.auth import NO_TENANT
 from penstock.api.http import EndpointFactory, HttpExchange
 from penstock.api.openai.response_events import ResponseEvents
 from penstock.api.response_format import StreamEvent, encode
-from penstock.api.response_store import ResponseStore, StoredResponse
+from penstock.api.response_store import ResponseStore, StoredConversation
 from penstock.errors import BadField, RequestError, UnknownResponse
 from penstock.interfaces import ToolTarget
 
@@ -100,7 +100,7 @@ class _StoredResponses:
             code="response_not_cancellable",
         )
 
-    async def _load(self, exchange: HttpExchange) -> StoredResponse:
+    async def _load(self, exchange: HttpExchange) -> StoredConversation:
         name = _name(exchange)
         found = None if self._store is None else await self._store.load(_tenant(exchange), name)
         if found is None:
@@ -135,7 +135,7 @@ def _with_ids(items: Sequence[Any], response: str) -> list[dict[str, Any]]:
     ]
 
 
-def replayed_events(stored: StoredResponse) -> list[StreamEvent]:
+def replayed_events(stored: StoredConversation) -> list[StreamEvent]:
     """The events of the stream that the response came in, numbered as there.
 
     Log-probabilities of deltas come with the events of their text's end.
