@@ -129,9 +129,7 @@ def status_routes(
     began = clock.now()
 
     async def models(_: Request) -> Response:
-        shown = cards()
-        described = [codex_model(card.name, card.max_model_len, vision=card.vision) for card in shown]
-        return _json({"object": "list", "data": [model_object(card) for card in shown], "models": described})
+        return _json(model_list(cards()))
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
@@ -206,6 +204,12 @@ def _decisions(streams: TokenStreams, name: str) -> list[dict[str, Any]]:
     while decisions := streams.routing_decisions(RequestId(f"{name}/{len(choices)}")):
         choices.append({"id": f"{name}/{len(choices)}", "decisions": list(decisions)})
     return choices
+
+
+def model_list(cards: Sequence[ModelCard]) -> dict[str, Any]:
+    """OpenAI's list, with what Codex wants beside ``data``."""
+    described = [codex_model(card.name, card.max_model_len, vision=card.vision) for card in cards]
+    return {"object": "list", "data": [model_object(card) for card in cards], "models": described}
 
 
 def model_object(card: ModelCard) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class ResponseEvents:
         self._events: list[StreamEvent] = []
         self._template: _DeltaTemplate | None = None
 
-    def take(self) -> list[StreamEvent]:
+    def pop_events(self) -> list[StreamEvent]:
         """The events since it was called last."""
         events, self._events = self._events, []
         return events

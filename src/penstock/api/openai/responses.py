@@ -355,30 +355,30 @@ class _ResponsesStreamEncoder:
     def begin(self, choice: int) -> Sequence[StreamEvent]:
         self._events.lifecycle("response.created", "in_progress")
         self._events.lifecycle("response.in_progress", "in_progress")
-        return self._events.take()
+        return self._events.pop_events()
 
     def delta(self, choice: int, piece: OutputDelta) -> Sequence[StreamEvent]:
         self._number_after(piece.tokens)
         self._writer.add(piece)
-        return self._events.take()
+        return self._events.pop_events()
 
     def finish(self, choice: int, last: OutputDelta) -> Sequence[StreamEvent]:
         self._number_after(last.tokens + 1)
         self._finish = last.finish or FinishReason.STOP
         self._writer.finish(self._finish)
-        return self._events.take()
+        return self._events.pop_events()
 
     def end(self) -> Sequence[StreamEvent]:
         self._form.completed(self._writer, self._head, self._finish, self._usage())
-        return self._events.take()
+        return self._events.pop_events()
 
     def error(self, error: ErrorResponse) -> StreamEvent:
         """``response.failed``, with what there is of the output."""
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         shown = {"code": code, "message": error.message, "type": error.type, "param": error.param}
-        self._events.take()
+        self._events.pop_events()
         self._events.lifecycle("response.failed", "failed", error=shown, usage=_usage(self._usage()))
-        return self._events.take()[-1]
+        return self._events.pop_events()[-1]
 
     def text_parts(self, choice: int) -> TextEventParts | None:
         """Every event has a number of its own."""

@@ -162,7 +162,7 @@ def replayed_events(stored: StoredConversation) -> list[StreamEvent]:
             events.item.logprobs = item["content"][0]["logprobs"]
         events.close(item["status"])
     events.lifecycle(f"response.{response['status']}", response["status"])
-    return events.take()
+    return events.pop_events()
 
 
 def _open_again(events: ResponseEvents, item: dict[str, Any]) -> str:
