@@ -438,6 +438,32 @@ async def test_limits_of_what_is_stored(tmp_path: Path):
         )
 
 
+async def test_long_conversations_are_stored_and_parsed_on_threads(served: Any):
+    """Also with numbers that no machine word holds, which come back as they were."""
+    on, _ = served
+    odd = {"type": "of_tomorrow", "number": 10**30, "nested": [[{"a": [1.5, None]}]]}
+    items = [odd, *({"role": "user", "content": "a"} for _ in range(200))]
+    first = (await on.post(PATH, asked(items, metadata={"k": "v"}))).json()
+    second = await on.post(PATH, asked("And?", previous_response_id=first["id"]))
+    assert second.status_code == 200, second.text
+    listed = (await on.client.get(f"{PATH}/{second.json()['id']}/input_items?order=asc&limit=1")).json()
+    assert {key: listed["data"][0][key] for key in odd} == odd
+    whole = [*items, *first["output"], {"role": "user", "content": "And?"}]
+    assert (await on.post(PATH, asked(whole, store=False))).status_code == 200
+    assert on.streams.opened[-1].prompt == on.streams.opened[-2].prompt
+    nested = [{"type": "of_tomorrow", "a": [[]] * 200_000}, {"role": "user", "content": "Hi"}]
+    check(await on.post(PATH, asked(nested)), 400, None, "max_json_containers")
+
+
+async def test_stored_conversations_have_no_more_values_than_bodies(tmp_path: Path):
+    """A conversation that many bodies have made together is not larger than one may be."""
+    async with serving(tmp_path, limits=RequestLimits(max_json_containers=4000)) as (on, _):
+        nested = [{"type": "of_tomorrow", "a": ["x" * 9, *([[]] * 3000)]}, {"role": "user", "content": "Hi"}]
+        first = (await on.post(PATH, asked(nested))).json()
+        refused = await on.post(PATH, asked(nested, previous_response_id=first["id"]))
+        check(refused, 400, None, "max_json_containers")
+
+
 async def test_logprobs_and_structured_output(served: Any):
     on, _ = served
     fields = asked(include=["message.output_text.logprobs"], top_logprobs=2)

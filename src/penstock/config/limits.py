@@ -89,7 +89,7 @@ class RequestLimits(Config, frozen=True, kw_only=True):
     max_kept_tokens: int = 1 << 20  # of finished responses with a key, which are replayed without being computed
     stored_responses_s: float = 14_400.0  # for which a response with "store" is kept, 4 h
     max_stored_responses_bytes: int = 256 << 20  # of all of a host's; 0: none is kept
-    max_stored_response_bytes: int = 8 << 20  # of the conversation that is kept with one, its input
+    max_stored_response_bytes: int = 4 << 20  # of the conversation that is kept with one, its input
     max_pending_response_bytes: int = 256 << 20  # of such conversations of open requests, in a gateway
     max_referenced_responses: int = 1024  # responses whose items one input refers to
     response_store_wait_s: float = 2.0  # for another process that writes to the store

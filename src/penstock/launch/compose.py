@@ -140,7 +140,6 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
         listener = nested.listener if nested else stack.enter_context(bind_socket(config.host, config.port))
         port = listener.getsockname()[1]
         slots = heartbeat_slots((*gateways, *_names(plan)))
-        shared = keys if config.join else None
         run_folder = stack.enter_context(closing(RunFolder()))
         stored = nested.response_store if nested else prepare_response_store(config, run_folder)
         gateway_config = structs.replace(
@@ -148,7 +147,7 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
             port=port,
             tls=tls,
             fronted=nested is not None,
-            event_key=nested.event_key if nested else _event_key(config, shared),
+            event_key=nested.event_key if nested else _event_key(config, keys if config.join else None),
             response_store=stored if spec.task.writes else None,
         )
         front = GatewayProcesses(

@@ -5,6 +5,7 @@ A body becomes that of a chat (``RequestProcessor.responses``); here is how its 
 
 from __future__ import annotations
 
+import asyncio
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,9 @@ from typing import Any
 
 import msgspec
 
+from penstock.api import json_strict
 from penstock.api.errors import ErrorResponse
+from penstock.api.http import INLINE_BODY_BYTES
 from penstock.api.openai.response_events import CustomInputDecoder, ResponseEvents, response_of_item
 from penstock.api.response_format import (
     CompletedChoice,
@@ -63,10 +66,16 @@ class ResponsesApi:
         request = await self._processor.responses(body, history)
         saving = None
         if self._store is not None and request.store:
-            history.extend(request.items)
+            await history.extend(request.items)
             saving = _Saving(self._store, context.caller.tenant, history)
         echo = {**request.echo, "store": saving is not None}
         return TranslatedRequest(request.chat, ResponsesFormat(request, echo, saving, history))
+
+
+class _StoredOutput(msgspec.Struct):
+    """The output of a stored response, not decoded."""
+
+    output: msgspec.Raw
 
 
 class StoredHistory:
@@ -100,10 +109,8 @@ class StoredHistory:
                 code="previous_response_not_found",
             )
         self._hold(len(found.items) + len(found.response))
-        self._json = found.items
-        output = _decode(found.response)["output"]
-        self._json = _joined(self._json, encode(output))
-        items: list[Any] = _decode(self._json)
+        self._json = _joined(found.items, bytes(_decode(found.response, type=_StoredOutput).output))
+        items: list[Any] = await self._parsed(self._json)
         return items
 
     async def items(self, names: Sequence[str]) -> Mapping[str, Any]:
@@ -119,11 +126,14 @@ class StoredHistory:
             )
         loaded = await self._store.load_responses(self._tenant, responses) if self._store and responses else {}
         self._hold(sum(map(len, loaded.values())))
-        found = (item for response in loaded.values() for item in _decode(response)["output"])
-        return {item["id"]: item for item in found if item["id"] in owners}
+        found: dict[str, Any] = {}
+        for response in loaded.values():
+            output = await self._parsed(bytes(_decode(response, type=_StoredOutput).output))
+            found |= {item["id"]: item for item in output if item["id"] in owners}
+        return found
 
-    def extend(self, items: Sequence[Any]) -> None:
-        """The request's own items, where the conversation is to be stored."""
+    async def extend(self, items: Sequence[Any]) -> None:
+        """The request's own items, where the conversation is to be stored.  Raises RequestError for too many."""
         added = encode(items)
         self._hold(len(added))
         self._json = _joined(self._json, added)
@@ -135,6 +145,22 @@ class StoredHistory:
                 param="store",
                 code="response_too_large",
             )
+        if len(self._json) > INLINE_BODY_BYTES:  # what is stored can be parsed later
+            await asyncio.to_thread(self._weighed, self._json)
+
+    async def _parsed(self, raw: bytes) -> Any:
+        """As bodies are parsed: memory is reserved first, and others get turns."""
+        if len(raw) <= INLINE_BODY_BYTES:
+            return _decode(raw)
+        self._hold(await asyncio.to_thread(self._weighed, raw))
+        return await asyncio.to_thread(json_strict.parse_json, raw, max_depth=self._limits.max_json_depth + 2)
+
+    def _weighed(self, raw: bytes) -> int:
+        """Bytes that its values will take.  Raises RequestError for too many values."""
+        limits = self._limits
+        return json_strict.estimated_bytes(
+            raw, max_values=limits.max_json_values, max_containers=limits.max_json_containers
+        )
 
     def _hold(self, nbytes: int) -> None:
         if not self._pending.reserve(nbytes):

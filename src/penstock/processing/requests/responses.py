@@ -9,6 +9,7 @@ a wrong type is refused.  Knows nothing about stored responses beyond their item
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import json
@@ -64,6 +65,8 @@ LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
 _TIERS = frozenset({"auto", "default", "standard", "scale", "priority", "flex", "batch"})
+_ITEMS_INLINE = 128
+"""More are translated on a thread: each takes some 10 us."""
 _MOST_NAME_CHARS = 128
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.:/\-]")
 _SEALED = "penstock-1."
@@ -124,7 +127,13 @@ async def translate_responses(
     earlier = await history.conversation(previous) if previous else ()
     names = referenced_ids(body)
     referenced = await history.items(names) if names else {}
-    return translate_with_history(body, limits, earlier, referenced, sees=sees, skipped=skipped)
+    given = body.get("input")
+
+    def translate() -> ResponsesRequest:
+        return translate_with_history(body, limits, earlier, referenced, sees=sees, skipped=skipped)
+
+    many = len(earlier) + (len(given) if isinstance(given, list) else 0) > _ITEMS_INLINE
+    return await asyncio.to_thread(translate) if many else translate()
 
 
 def translate_with_history(
