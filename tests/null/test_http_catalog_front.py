@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 
 from penstock.api.auth import ON_BEHALF_OF, FrontApiKey, StaticApiKeys, Tenant, tenant_header
+from penstock.api.response_store import SqliteResponseStore, create_response_store
 from penstock.catalog.http_proxy import FrontServices, make_catalog_app
 from penstock.clock import MonotonicClock
 from penstock.config.limits import RequestLimits
@@ -143,3 +146,53 @@ async def test_the_front_passes_on_what_means_something_behind_it():
     assert {name: head.get(name) for name in sent} == sent
     assert head["tracestate"] == "a=1, b=2"
     assert "x-mine" not in head
+
+
+async def test_a_stream_of_responses_that_breaks_off_behind_the_front_ends_with_its_own_kind_of_event():
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"a\r\ndata: {}\n\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    models = OneModel(Upstream("127.0.0.1", server.sockets[0].getsockname()[1], "front"))
+    app = make_catalog_app(
+        FrontServices(models=models, limits=RequestLimits(), clock=MonotonicClock(), keys=ring(), created=1)
+    )
+    async with server, httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
+        got = await client.post("/v1/responses", json={"model": MODEL, "input": "Hi", "stream": True})
+        listed = (await client.get("/v1/models")).json()
+    name, data = got.text.strip().split("\n")[-2:]
+    assert name == "event: error"
+    event = json.loads(data.removeprefix("data: "))
+    assert (event["type"], event["code"]) == ("error", "service_unavailable")
+    assert event["sequence_number"] > 1 << 32
+    assert [model["slug"] for model in listed["models"]] == [MODEL]
+
+
+async def test_the_front_finds_what_any_model_has_stored_for_its_tenant(tmp_path: Path):
+    limits = RequestLimits()
+    path = create_response_store(tmp_path, limits)
+    behind, front = (SqliteResponseStore(path, limits) for _ in range(2))
+    try:
+        async with stage(ring=FrontApiKey("front"), response_store=behind) as on:
+            body = {"model": MODEL, "input": "Hi", "max_output_tokens": 4}
+            one = (await on.post("/v1/responses", body, headers=asked_for(Tenant(id="a")))).json()
+        models = OneModel(Upstream("127.0.0.1", 9, "front"))
+        keys = ring(ann=Tenant(id="a"), bob=Tenant(id="b"))
+        app = make_catalog_app(
+            FrontServices(
+                models=models, limits=limits, clock=MonotonicClock(), keys=keys, created=1, response_store=front
+            )
+        )
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
+            url = f"/v1/responses/{one['id']}"
+            assert (await client.get(url, headers={"authorization": "Bearer ann"})).json() == one
+            assert (await client.get(url, headers={"authorization": "Bearer bob"})).status_code == 404
+            assert (await client.delete(url, headers={"authorization": "Bearer ann"})).status_code == 200
+            assert (await client.get(url, headers={"authorization": "Bearer ann"})).status_code == 404
+    finally:
+        behind.close()
+        front.close()

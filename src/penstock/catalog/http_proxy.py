@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 
 from penstock import __version__, http_client
 from penstock.api import sse
+from penstock.api.admin import codex_model
 from penstock.api.admission import Admission
 from penstock.api.app import RERANK_PATHS, http_error, internal_error
 from penstock.api.auth import NO_TENANT, ON_BEHALF_OF, ApiKeys, AuthFailureLog, AuthMiddleware, tenant_header
@@ -257,7 +258,9 @@ def _questions(store: FrontServices) -> list[Route]:
 
     async def all_models(_: Request) -> Response:
         cards = [[card(row), *(adapter(row, name) for name in row["adapters"])] for row in models.rows()]
-        return _json({"object": "list", "data": [one for own in cards for one in own]})
+        shown = [one for own in cards for one in own]
+        described = [codex_model(one["id"], None, vision=False) for one in shown]
+        return _json({"object": "list", "data": shown, "models": described})
 
     async def one_model(request: Request) -> Response:
         name = request.path_params["name"]
