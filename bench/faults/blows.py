@@ -22,7 +22,7 @@ import httpx
 from bench.faults.toll import NO_BLOW, Stall, Toll
 
 from cluster.server import PenstockServer
-from cluster.streams import Answer, keyed_completion
+from cluster.streams import Answer, keyed_completion, max_tokens_of
 
 POINTS = ("queued", "mid-prefill", "mid-transfer", "first token", "mid-decode", "last token")
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
@@ -183,7 +183,7 @@ class Striker:
             if mine.answer is None:
                 self.ttft_s += 0.1 * (time.monotonic() - mine.began - self.ttft_s)
             mine.answer = answer
-            if late is not None and _at(late.point, answer, body["max_tokens"]):
+            if late is not None and _at(late.point, answer, max_tokens_of(body)):
                 fallen, late = late, None
                 self.strike(fallen, answer.route)
 

@@ -19,7 +19,7 @@ from bench.faults.toll import NO_BLOW, Parts, Stall, Toll, histogram, together
 from cluster.chaos import Record, client_loop
 from cluster.server import PenstockServer
 from cluster.streams import Answer, all_answers, make_client
-from cluster.varied import varied_requests
+from cluster.varied import in_every_api, varied_conversations, varied_requests
 from vision_models import image_part, write_vision_model
 
 CLIENTS = 16
@@ -140,7 +140,7 @@ def _hurt(stall: Stall, target: str) -> bool:
 
 async def _struck(server: PenstockServer, toll: Toll, blows: list[Blow], dice: random.Random) -> None:
     """The undisturbed answers first, then clients and blows together until all blows have fallen."""
-    bodies = varied_requests(max_tokens=40)
+    bodies = varied_requests(max_tokens=40) + in_every_api(varied_conversations(max_tokens=40), salt="")
     undisturbed = await all_answers(server.url, bodies, together=False)
     work: Work = list(zip(bodies, undisturbed, strict=True))
     record = Record()

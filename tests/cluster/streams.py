@@ -1,6 +1,7 @@
-"""A client that takes an answer apart: every streamed token with its logprob, when it came, how it ended.
+"""A client of every generation API that takes an answer apart: each text with its logprobs, when it came, how it ended.
 
-It never retries: what a test sees is what one connection saw.
+A body tells which API it is for (``api_of``), and what comes back has one form whichever that was.  It never retries:
+what a test sees is what one connection saw.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ class Answer:
     id: str = ""
     route: str = ""  # which workers serve it, as a header tells
     resumed: int = 0  # how often it was asked for again
+    sequence: int = -1  # the last event's number, where events have numbers
 
     @property
     def identical(self) -> dict[str, Any]:
@@ -72,10 +74,38 @@ class BrokenAnswerError(AssertionError):
     """The server said or did something that a client must never see."""
 
 
-def _take(answer: Answer, chunk: dict[str, Any]) -> None:
-    if "error" in chunk:
-        raise BrokenAnswerError(f"error in the stream: {chunk['error']}")
-    answer.id = answer.id or chunk["id"]
+@dataclass(frozen=True)
+class Api:
+    """One generation API: where it is, what asks it for a stream, and how its events are read."""
+
+    name: str
+    path: str
+    asks: Mapping[str, Any]
+    take: Callable[[Answer, dict[str, Any]], None]
+
+
+def api_of(body: Mapping[str, Any]) -> Api:
+    """The API that a body is for, by the field that only this one has; Messages always with its ``system``."""
+    return next(
+        (api for field, api in (("prompt", COMPLETIONS), ("input", RESPONSES), ("system", MESSAGES)) if field in body),
+        CHATS,
+    )
+
+
+def max_tokens_of(body: Mapping[str, Any]) -> int:
+    """Of the answer, whatever the API calls it."""
+    return int(body["max_output_tokens"] if "max_output_tokens" in body else body["max_tokens"])
+
+
+def _begin(answer: Answer, identity: str) -> None:
+    if answer.id and answer.id != identity:
+        raise BrokenAnswerError(f"the answer was {answer.id} and is {identity} now")
+    answer.id = identity
+
+
+def _take_chunk(answer: Answer, chunk: dict[str, Any]) -> None:
+    """Of completions and chats."""
+    _begin(answer, chunk["id"])
     if "penstock" in chunk:
         answer.seed = chunk["penstock"]["seed"]
     if chunk.get("usage"):
@@ -84,14 +114,109 @@ def _take(answer: Answer, chunk: dict[str, Any]) -> None:
         choice = answer.choices.setdefault(part["index"], Choice())
         if choice.finish is not None:
             raise BrokenAnswerError(f"choice {part['index']} went on after its end: {part}")
-        choice.text += part["text"]
+        text = part["text"] if "text" in part else part["delta"].get("content", "")
         choice.finish = part["finish_reason"]
         if part.get("logprobs"):
             choice.tokens += part["logprobs"]["tokens"]
             choice.logprobs += part["logprobs"]["token_logprobs"]
             choice.top += part["logprobs"].get("top_logprobs") or []
-        if part["text"]:
-            answer.times.append(time.monotonic())
+        _add(answer, choice, text)
+
+
+def _add(answer: Answer, choice: Choice, text: str) -> None:
+    choice.text += text
+    if text:
+        answer.times.append(time.monotonic())
+
+
+_STOP_REASONS = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
+
+
+def _take_message_event(answer: Answer, event: dict[str, Any]) -> None:
+    """Of Anthropic's Messages."""
+    choice = answer.choices.setdefault(0, Choice())
+    match event["type"]:
+        case "message_start":
+            _begin(answer, event["message"]["id"])
+            _count_message(answer, event["message"]["usage"])
+        case "content_block_delta":
+            if choice.finish is not None:
+                raise BrokenAnswerError(f"it went on after its end: {event}")
+            _add(answer, choice, event["delta"].get("text", ""))
+        case "message_delta":
+            choice.finish = _STOP_REASONS[event["delta"]["stop_reason"]]
+            _count_message(answer, event["usage"])
+        case "message_stop":
+            answer.done = True
+
+
+def _count_message(answer: Answer, usage: dict[str, Any]) -> None:
+    known = answer.usage
+    cached = usage.get("cache_read_input_tokens", known.get("prompt_tokens_details", {}).get("cached_tokens", 0))
+    if "input_tokens" in usage:
+        known["prompt_tokens"] = usage["input_tokens"] + cached
+    known["prompt_tokens_details"] = {"cached_tokens": cached}
+    known["completion_tokens"] = usage["output_tokens"]
+
+
+def _take_response_event(answer: Answer, event: dict[str, Any]) -> None:
+    """Of OpenAI's Responses.  The last event must have all that was told before it."""
+    choice = answer.choices.setdefault(0, Choice())
+    if event["sequence_number"] <= answer.sequence:
+        raise BrokenAnswerError(f"event {event['sequence_number']} behind {answer.sequence}: {event}")
+    answer.sequence = event["sequence_number"]
+    match event["type"]:
+        case "response.created":
+            _begin(answer, event["response"]["id"])
+        case "response.output_text.delta":
+            _add(answer, choice, event["delta"])
+        case "response.completed" | "response.incomplete":
+            whole = event["response"]
+            text = "".join(
+                part["text"] for item in whole["output"] if item["type"] == "message" for part in item["content"]
+            )
+            if text != choice.text:
+                raise BrokenAnswerError(f"the whole response has {text!r}, its deltas {choice.text!r}")
+            choice.finish = "stop" if whole["status"] == "completed" else "length"
+            usage = whole["usage"]
+            answer.usage = {
+                "prompt_tokens": usage["input_tokens"],
+                "prompt_tokens_details": usage["input_tokens_details"],
+                "completion_tokens": usage["output_tokens"],
+            }
+            answer.done = True
+
+
+_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+COMPLETIONS = Api("completions", "/v1/completions", _USAGE, _take_chunk)
+CHATS = Api("chats", "/v1/chat/completions", _USAGE, _take_chunk)
+MESSAGES = Api("messages", "/v1/messages", {"stream": True}, _take_message_event)
+RESPONSES = Api("responses", "/v1/responses", {"stream": True}, _take_response_event)
+
+
+def _error_of(event: dict[str, Any]) -> dict[str, Any] | None:
+    """What an event says of an error; None: it is none."""
+    if event.get("type") == "response.failed":
+        event = event["response"]
+    error: dict[str, Any] | None = event.get("error")
+    return error
+
+
+def _gateway_ends(error: dict[str, Any]) -> bool:
+    """Whether another gateway has the rest.  Messages have no codes but types."""
+    return error.get("code") == "service_unavailable" or error.get("type") in ("api_error", "overloaded_error")
+
+
+def _take(answer: Answer, data: str, api: Api) -> None:
+    """One event."""
+    if data == "[DONE]":
+        answer.done = True
+        return
+    event = json.loads(data)
+    error = _error_of(event)
+    if error is not None:
+        raise BrokenAnswerError(f"error in the stream: {error}")
+    api.take(answer, event)
 
 
 async def stream_completion(
@@ -102,36 +227,29 @@ async def stream_completion(
     on_chunk: Callable[[Answer], None] | None = None,
     hang_up_after: int | None = None,
 ) -> Answer:
-    """Stream one ``/v1/completions`` answer to its end.
+    """Stream the answer to a body of any API to its end.
 
     ``on_chunk`` is called after each event.  With ``hang_up_after`` the connection is closed after so many events, and
     the answer's ``done`` stays False.  Raises BrokenAnswerError for any status but 200, an error event, or a stream
-    that ends without ``[DONE]``.
+    that ends too early.
     """
-    answer = Answer()
-    payload = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    async with client.stream("POST", f"{url}/v1/completions", json=payload) as response:
+    answer, api = Answer(), api_of(body)
+    events = 0
+    async with client.stream("POST", f"{url}{api.path}", json={**body, **api.asks}) as response:
         if response.status_code != 200:
             await response.aread()
             raise BrokenAnswerError(f"status {response.status_code}: {response.text}")
-        events = 0
-        async for line in response.aiter_lines():
-            if not line.startswith("data: "):
-                continue
-            if line == "data: [DONE]":
-                answer.done = True
-                break
-            _take(answer, json.loads(line[6:]))
-            events += 1
-            if on_chunk:
-                on_chunk(answer)
-            if hang_up_after is not None and events >= hang_up_after:
+        async for _, parts in _events(response):
+            for data in parts:
+                _take(answer, data, api)
+                if answer.done:
+                    break
+                events += 1
+                if on_chunk:
+                    on_chunk(answer)
+            if not answer.done and hang_up_after is not None and events >= hang_up_after:
                 return answer
-    if not answer.done:
-        raise BrokenAnswerError(f"the stream ended without [DONE] after {events} events")
-    if any(choice.finish is None for choice in answer.choices.values()):
-        raise BrokenAnswerError("a choice has no finish_reason")
-    return answer
+    return _whole(answer, events)
 
 
 async def keyed_completion(
@@ -148,30 +266,35 @@ async def keyed_completion(
     Waits and asks again while nobody answers, or with 503, be it in the stream.  Raises BrokenAnswerError for any other
     refusal.
     """
-    answer, last = Answer(), ""
-    payload = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    events = 0
+    answer, api, last, events = Answer(), api_of(body), "", 0
     while not answer.done:
         headers = {"Idempotency-Key": key, "x-penstock-explain": "1"} | ({"Last-Event-ID": last} if last else {})
+        asked = client.stream("POST", f"{url}{api.path}", json={**body, **api.asks}, headers=headers)
         try:
-            async with client.stream("POST", f"{url}/v1/completions", json=payload, headers=headers) as response:
+            async with asked as response:
                 if response.status_code != 200:
                     await response.aread()
-                    if response.status_code != 503:
+                    if response.status_code not in (503, 529):
                         raise BrokenAnswerError(f"status {response.status_code}: {response.text}")
                     await asyncio.sleep(AGAIN_S)
                     continue
                 answer.route = response.headers.get("x-penstock-route", answer.route)
-                async for name, data in _events(response):
-                    if data == "[DONE]":
-                        answer.done = True
-                        break
-                    chunk = json.loads(data)
-                    if chunk.get("error", {}).get("code") == "service_unavailable":
-                        break  # this gateway ends; another has the answer
+                async for name, parts in _events(response):
+                    if name is None:
+                        broken = [
+                            error for data in parts if data != "[DONE]" and (error := _error_of(json.loads(data)))
+                        ]
+                        if broken and _gateway_ends(broken[0]):
+                            break
+                        if broken:
+                            raise BrokenAnswerError(f"error in the stream: {broken[0]}")
+                        continue  # what broke off before its id comes again
                     last = name
-                    _take(answer, chunk)
-                    events += 1
+                    for data in parts:
+                        _take(answer, data, api)
+                    if answer.done:
+                        break
+                    events += len(parts)
                     if on_chunk:
                         on_chunk(answer)
                     if hang_up_after is not None and events >= hang_up_after:
@@ -181,22 +304,43 @@ async def keyed_completion(
         if not answer.done:
             answer.resumed += 1
             await asyncio.sleep(AGAIN_S)
+    return _whole(answer, events)
+
+
+def _check_broken_off(parts: Sequence[str]) -> None:
+    """What a stream ends with behind its last id comes again, unless it is an error that is final."""
+    for error in filter(None, map(_error_of, map(json.loads, parts))):
+        if not _gateway_ends(error):
+            raise BrokenAnswerError(f"error in the stream: {error}")
+
+
+def _whole(answer: Answer, events: int) -> Answer:
+    if not answer.done:
+        raise BrokenAnswerError(f"the stream ended too early, after {events} events")
     if any(choice.finish is None for choice in answer.choices.values()):
         raise BrokenAnswerError("a choice has no finish_reason")
     return answer
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[tuple[str, str]]:
-    """(id, data) of each event that came whole."""
-    name = data = ""
+async def _events(response: httpx.Response) -> AsyncIterator[tuple[str | None, list[str]]]:
+    """An event's id, and its data behind that of all events without an id before it: only where there is an id a stream
+    can be resumed.  At the end, what came whole behind the last id, with None."""
+    name: str | None = None
+    parts: list[str] = []
+    data = ""
     async for line in response.aiter_lines():
         if line.startswith("id: "):
             name = line[4:]
         elif line.startswith("data: "):
             data = line[6:]
         elif not line and data:
-            yield name, data
+            parts.append(data)
             data = ""
+            if name is not None:
+                yield name, parts
+                name, parts = None, []
+    if parts:
+        yield None, parts
 
 
 def make_client() -> httpx.AsyncClient:

@@ -86,3 +86,51 @@ def varied_requests(
             }
         )
     return bodies
+
+
+def varied_conversations(*, max_tokens: int = 60) -> list[dict[str, Any]]:
+    """Bodies for ``/v1/chat/completions``, of what Messages and Responses can say, too."""
+    words = ("fox", "bear", "bird", "frog", "dog", "duck")
+    bodies: list[dict[str, Any]] = []
+    for number, who in enumerate(words):
+        turns = [{"role": "user", "content": f"Tell me a story about a little {who}."}]
+        for turn in range(number % 3):
+            turns += [
+                {"role": "assistant", "content": f"Once there was a {who}. " * (turn + 1)},
+                {"role": "user", "content": f"And then the {words[turn]} came? \u00e9 \U0001f98a" * (1 + 8 * turn)},
+            ]
+        sampling = {"temperature": 0} if number % 2 else {"temperature": 0.8, "top_p": 0.9, "seed": number}
+        bodies.append(
+            {
+                "model": "storyteller",
+                "messages": [{"role": "system", "content": f"You tell short stories. {number}"}, *turns],
+                "max_tokens": max_tokens,
+                **sampling,
+            }
+        )
+    return bodies
+
+
+def as_messages(chat: dict[str, Any]) -> dict[str, Any]:
+    """The same for Anthropic's ``/v1/messages``."""
+    system, *turns = chat["messages"]
+    return {**chat, "system": system["content"], "messages": turns}
+
+
+def as_response(chat: dict[str, Any]) -> dict[str, Any]:
+    """The same for OpenAI's ``/v1/responses``, not to be stored."""
+    system, *turns = chat["messages"]
+    kept = {key: value for key, value in chat.items() if key not in ("messages", "max_tokens")}
+    return {
+        **kept,
+        "instructions": system["content"],
+        "input": turns,
+        "max_output_tokens": chat["max_tokens"],
+        "store": False,
+    }
+
+
+def in_every_api(chats: list[dict[str, Any]], *, salt: str) -> list[dict[str, Any]]:
+    """Each conversation as a chat, a message and a response; ``salt`` keeps the caches of two rounds apart."""
+    salted = [{**chat, "cache_salt": salt} if salt else chat for chat in chats]
+    return [body for chat in salted for body in (chat, as_messages(chat), as_response(chat))]
