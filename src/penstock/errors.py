@@ -93,6 +93,8 @@ class PromptTooLong(RequestError):
             param=param,
             code="context_length_exceeded",
         )
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
 
 
 class InputTooLong(RequestError):

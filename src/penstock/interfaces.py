@@ -164,6 +164,8 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tokens: int  # tokens of the answer so far, those that show no text included
     logprobs: tuple[TokenText, ...] = ()  # of tokens whose text is now out, when asked for
     token_ids: tuple[int, ...] = ()  # when asked for
+    reasoning_tokens: int = 0  # of ``tokens``
+    stop_text: str | None = None  # the stop string that ended the answer
     finish: FinishReason | None = None  # set on the last piece, which a stop string may bring before the engine does
 
 
@@ -191,6 +193,7 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage: bool = False  # in every event
     logprobs: bool = False
     token_ids: bool = False
+    length_clamped: bool = False  # the output may be as long as the context allows, less than was asked for
 
 
 class PreparedGeneration(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,6 +258,7 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     identity: ModelIdentity  # of the model as it is served now; goes into the block hashes
     session: str = ""  # that the client says the request belongs to
     caller: Caller = Caller()
+    clamps_length: bool = False  # a length beyond what the context leaves is cut to that
     response_id: str = ""  # the answer's id for the client, when it is another one: a repeat has the same
 
     @property
@@ -424,6 +428,14 @@ class RequestProcessor(Protocol):
 
     async def completion(self, body: JsonObject, envelope: RequestContext) -> PreparedGeneration:
         """A body of ``/v1/completions``."""
+        ...
+
+    def messages(self, body: JsonObject) -> JsonObject:
+        """A body of ``/v1/messages`` as one of ``chat``."""
+        ...
+
+    async def count_message_tokens(self, body: JsonObject) -> int:
+        """The tokens of the prompt that a body of ``/v1/messages/count_tokens`` asks for."""
         ...
 
     async def responses(self, body: JsonObject, history: ResponseHistory) -> ResponsesRequest:

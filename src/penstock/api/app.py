@@ -17,9 +17,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.api import admin
 from penstock.api.admin import MetricsPage
+from penstock.api.anthropic.messages import MessagesApi
 from penstock.api.auth import AuthFailureLog, AuthMiddleware
 from penstock.api.endpoints import AppServices, Endpoints
-from penstock.api.errors import RESPONSES_PATH
+from penstock.api.errors import MESSAGES_PATH, RESPONSES_PATH
 from penstock.api.http import HttpExchange
 from penstock.api.openai.chat import CHAT_API
 from penstock.api.openai.completions import COMPLETION_API
@@ -53,6 +54,7 @@ def make_app(behind: AppServices) -> ASGIApp:
         _post("/v1/chat/completions", service.generation(prepare.chat, CHAT_API)),
         _post("/v1/completions", service.generation(prepare.completion, COMPLETION_API)),
         _post(RESPONSES_PATH, service.generation(prepare.chat, responses)),
+        _post(MESSAGES_PATH, service.generation(prepare.chat, MessagesApi(prepare))),
     ]
     routes = [
         *writing,
@@ -62,6 +64,7 @@ def make_app(behind: AppServices) -> ASGIApp:
         _post("/classify", service.pooling(classify, ClassifyResponseFormat())),
         _post("/v1/audio/transcriptions", service.transcription(translates=False)),
         _post("/v1/audio/translations", service.transcription(translates=True)),
+        _post(f"{MESSAGES_PATH}/count_tokens", service.json_call(_count_message_tokens(prepare), counted=True)),
         _post("/tokenize", service.json_call(_tokenize(prepare), counted=True)),
         _post("/detokenize", service.json_call(_detokenize(prepare), counted=True)),
         _post("/v1/load_lora_adapter", service.json_call(prepare.load_adapter)),
@@ -113,6 +116,13 @@ def _post(path: str, endpoint: ASGIApp) -> Route:
 
 def _tokenize(processor: RequestProcessor) -> Callable[[JsonObject], Awaitable[Any]]:
     return processor.tokenize
+
+
+def _count_message_tokens(processor: RequestProcessor) -> Callable[[JsonObject], Awaitable[Any]]:
+    async def ask(body: JsonObject) -> dict[str, int]:
+        return {"input_tokens": await processor.count_message_tokens(body)}
+
+    return ask
 
 
 def _detokenize(processor: RequestProcessor) -> Callable[[JsonObject], Awaitable[Any]]:

@@ -35,6 +35,9 @@ OPEN_PATHS = frozenset({"/", "/health", "/openapi.json", "/ready", "/version"})
 OPERATOR_PATHS = ("/admin/", "/debug/", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Paths that reveal all tenants' requests, or change what all tenants use."""
 
+API_KEY = b"x-api-key"
+"""Where Anthropic's clients have their key."""
+
 ON_BEHALF_OF = b"x-penstock-for"
 """Names the tenant for whom a catalogue's front asks; ignored without the front's key."""
 
@@ -237,9 +240,13 @@ class AuthMiddleware:
 
     def _check(self, scope: Scope) -> Tenant | Unauthorized:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
+        given += [b"Bearer " + value for name, value in scope["headers"] if name == API_KEY]
+        if len(given) == 2 and given[0] == given[1]:
+            del given[1]  # some clients send the same key in both
         if not given:
             return Unauthorized(
-                "You didn't provide an API key. Send it in a header: Authorization: Bearer YOUR_KEY.",
+                "You didn't provide an API key. Send it in a header: Authorization: Bearer YOUR_KEY, or x-api-key: "
+                "YOUR_KEY.",
                 code=MISSING_API_KEY,
             )
         kind, _, key = given[0].partition(b" ")

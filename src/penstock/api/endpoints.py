@@ -163,7 +163,7 @@ class Endpoints:
             return None
 
         async def accept(exchange: HttpExchange, asked: JsonBody, span: Span) -> RestOfResponse:
-            context = self._context(exchange, api.id_prefix)
+            context = self._context(exchange, api.id_prefix, clamps_length=api.clamps_length)
             keyed = self._keyed(exchange, asked.body, context)
             body, shape = await api.translate(asked.body, context)
             if keyed is not None:
@@ -179,7 +179,7 @@ class Endpoints:
             del body
             asked.release()
             request = _PreparedGeneration(prepared, keyed, seeded, span)
-            return self._generate(exchange, request, shape, context)
+            return self._generate(exchange, request, shape, context, api.id_headers)
 
         return self.factory.json_endpoint(work, self.factory.admission.check)
 
@@ -239,7 +239,7 @@ class Endpoints:
             self._behind.count_key_outcome(KeyOutcome.REFUSED)
             raise
 
-    def _context(self, exchange: HttpExchange, prefix: str) -> RequestContext:
+    def _context(self, exchange: HttpExchange, prefix: str, *, clamps_length: bool = False) -> RequestContext:
         identity = self._behind.streams.identity()
         if identity is None:
             raise NoWorkers("The server is starting: no worker is ready yet.")
@@ -249,6 +249,7 @@ class Endpoints:
             identity=identity,
             session=_session(exchange, self._behind.limits.max_session_chars),
             caller=self._shedder.caller(exchange),
+            clamps_length=clamps_length,
         )
 
     async def _pool(
@@ -279,6 +280,7 @@ class Endpoints:
         request: _PreparedGeneration,
         shape: ResponseFormat,
         context: RequestContext,
+        id_headers: Sequence[bytes],
     ) -> None:
         prepared, span = request.prepared, request.span
         head = _head(context.name, prepared, context.identity, request.keyed)
@@ -290,7 +292,8 @@ class Endpoints:
             self._shedder.admit(exchange, qos, _costs(prepared, cached, source.resume)) as admitted,
         ):
             response = ResponseStream(source.streams, prepared, admitted, source.resume)
-            more = [*trace_response_header(span), *([] if cached is None else cached.headers())]
+            more = [(header, name.encode()) for header in id_headers]
+            more += [*trace_response_header(span), *([] if cached is None else cached.headers())]
             headers = partial(self._headers, name, more, explained=self._explains(exchange))
             try:
                 if prepared.reply.stream:
@@ -363,7 +366,7 @@ class Endpoints:
 
     def _headers(self, name: str, more: Sequence[Header], *, explained: bool) -> list[Header]:
         """The response's headers, once its first choice has a worker."""
-        headers = [(b"x-request-id", name.encode()), *more]
+        headers = list(more)
         line = self._behind.streams.routing_decision_line(RequestId(f"{name}/0")) if explained else None
         if line is not None:
             headers.append((ROUTE, bytes(char if 32 <= char < 127 else 63 for char in line.encode("ascii", "replace"))))
@@ -398,6 +401,7 @@ def _head(
         include_usage=reply.include_usage,
         continuous_usage=reply.continuous_usage,
         resumed=keyed is not None and bool(keyed.resume_point.positions),
+        length_clamped=reply.length_clamped,
     )
 
 

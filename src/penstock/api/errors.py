@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
-from penstock.errors import CapacityError, MethodNotAllowed, PenstockError, RequestError, Unauthorized, WorkerError
+from penstock.errors import (
+    CapacityError,
+    MethodNotAllowed,
+    PenstockError,
+    PromptTooLong,
+    RequestError,
+    Unauthorized,
+    WorkerError,
+)
 from penstock.telemetry.log import log_event
 
 log = logging.getLogger("penstock.api")
@@ -26,6 +35,13 @@ class ClientDisconnected(Exception):  # noqa: N818 - never sent
     """The client has closed the connection."""
 
 
+class ContextSize(NamedTuple):
+    """A prompt, and the context that does not hold it."""
+
+    prompt_tokens: int
+    limit: int
+
+
 class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
     """An error as clients may see it."""
 
@@ -35,6 +51,7 @@ class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
     param: str | None = None
     code: str | None = None
     headers: tuple[Header, ...] = ()
+    context: ContextSize | None = None  # of a prompt that is too long
 
     @property
     def body(self) -> bytes:
@@ -51,7 +68,30 @@ def openai_error(error: ErrorResponse) -> bytes:
     return error.body
 
 
+MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(error: ErrorResponse) -> bytes:
+    """Anthropic's envelope.  ``code`` is ours; prompts that are too long are told in the words that agents look for."""
+    message = error.message
+    if error.context is not None:
+        message = f"prompt is too long: {error.context.prompt_tokens} tokens > {error.context.limit} maximum. {message}"
+    default = "invalid_request_error" if error.status < 500 else "api_error"
+    told = {"type": _ANTHROPIC_TYPES.get(error.status, default), "message": message, "code": error.code}
+    return _encode({"type": "error", "error": told, "request_id": None})
+
 
 _RESPONSES_NAMES = {
     "max_completion_tokens": "max_output_tokens",
@@ -78,6 +118,8 @@ def responses_error(error: ErrorResponse) -> bytes:
 
 def error_format_of(path: str) -> ErrorFormat:
     """The envelope in which clients of ``path`` expect errors, whoever raises them."""
+    if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
+        return anthropic_error
     return responses_error if path == RESPONSES_PATH else openai_error
 
 
@@ -91,6 +133,7 @@ def error_response(error: BaseException) -> ErrorResponse:
             param=error.param,
             code=error.code,
             headers=_request_headers(error),
+            context=ContextSize(error.prompt_tokens, error.limit) if isinstance(error, PromptTooLong) else None,
         )
     if isinstance(error, CapacityError | WorkerError):
         wait = error.retry_after if isinstance(error, CapacityError) else 1

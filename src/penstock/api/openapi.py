@@ -28,6 +28,8 @@ SUMMARIES = {
     "/v1/responses/{name}": "A stored response",
     "/v1/responses/{name}/input_items": "The items that a stored response was made from",
     "/v1/responses/{name}/cancel": "Always refused: responses end when their clients disconnect",
+    "/v1/messages": "A chat in Anthropic's Messages API, streamed or not",
+    "/v1/messages/count_tokens": "How many tokens the prompt of a message has",
     "/v1/embeddings": "Texts to vectors",
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "Documents by how well they fit a query"),
     "/classify": "Labels of texts",
@@ -148,8 +150,6 @@ def _operation(path: str, method: str, schemas: Schemas) -> dict[str, Any]:
 _CHAT, _TEXT, _MODELS, _VECTORS = "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/embeddings"
 
 FOREIGN_PATHS = {
-    "/v1/messages": _CHAT,  # Anthropic
-    "/v1/messages/count_tokens": "/tokenize",
     "/v1/complete": _TEXT,
     "/api/chat": _CHAT,  # Ollama
     "/api/generate": _TEXT,

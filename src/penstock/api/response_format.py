@@ -25,6 +25,12 @@ class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct, frozen=True):
+    """Output tokens by what they are."""
+
+    reasoning_tokens: int
+
+
 class UsageCharge(msgspec.Struct, frozen=True):
     """Usages with one ``charge_id`` are of one request with an idempotency key, and count once."""
 
@@ -57,6 +63,7 @@ class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: CompletionDetails
     penstock: UsageExtension | UnsetType = UNSET
 
     @property
@@ -66,7 +73,14 @@ class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(
-        cls, *, prompt: int, completion: int, cached: int, stored: int = 0, charge: UsageCharge | None = None
+        cls,
+        *,
+        prompt: int,
+        completion: int,
+        cached: int,
+        reasoning: int = 0,
+        stored: int = 0,
+        charge: UsageCharge | None = None,
     ) -> TokenUsage:
         """The usage of all choices together, with each prompt counted once."""
         return cls(
@@ -74,6 +88,7 @@ class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=CachedTokens(min(cached, prompt)),
+            completion_tokens_details=CompletionDetails(reasoning),
             penstock=UsageExtension.of(charge, stored),
         )
 
@@ -99,6 +114,7 @@ class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     continuous_usage: bool = False  # in every event
     resumed: bool = False  # the client has a part of the stream already
+    length_clamped: bool = False  # the response may be as long as the context allows, which is less than was asked for
 
     def prompt_ids(self, choice: int) -> list[int] | UnsetType:
         """The prompt of a choice, if wanted."""
@@ -114,6 +130,7 @@ class CompletedChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Sequence[TokenText]
     token_ids: Sequence[int]
     finish: FinishReason
+    stop_text: str | None = None  # the stop string that ended it
 
 
 class StreamEvent(NamedTuple):
@@ -217,6 +234,16 @@ class GenerationApi(Protocol):
     @property
     def operation(self) -> str:
         """As OpenTelemetry calls it (``gen_ai.operation.name``)."""
+        ...
+
+    @property
+    def clamps_length(self) -> bool:
+        """Whether a length beyond what the context leaves is cut to that, instead of refused."""
+        ...
+
+    @property
+    def id_headers(self) -> tuple[bytes, ...]:
+        """Headers that name the request."""
         ...
 
     async def translate(self, body: JsonObject, context: RequestContext) -> TranslatedRequest:

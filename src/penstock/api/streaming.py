@@ -37,10 +37,10 @@ from penstock.types import TokenBatch
 class ChoiceCounts:
     """What is counted of one choice."""
 
-    __slots__ = ("cached", "served", "stored", "tokens")
+    __slots__ = ("cached", "reasoning", "served", "stored", "tokens")
 
     def __init__(self) -> None:
-        self.cached = self.tokens = self.stored = 0
+        self.cached = self.tokens = self.reasoning = self.stored = 0
         self.served = False  # it has a token of a worker
 
 
@@ -119,6 +119,7 @@ class ResponseStream:
             prompt=self._prepared.prompt_tokens,
             completion=sum(choice.tokens for choice in self._choices),
             cached=sum(choice.cached for choice in self._choices[:: self._prepared.reply.n]),
+            reasoning=sum(choice.reasoning for choice in self._choices),
             stored=sum(choice.stored for choice in self._choices),
             charge=self.resume.charge,
         )
@@ -178,6 +179,7 @@ class ResponseStream:
         """Counts ``piece``.  Returns whether it is the choice's last."""
         choice = self._choices[index]
         choice.tokens = piece.tokens
+        choice.reasoning = piece.reasoning_tokens
         if batch.stored:
             choice.stored = piece.tokens
         if piece.finish is None:
@@ -336,6 +338,7 @@ def _joined(pieces: Sequence[OutputDelta]) -> CompletedChoice:
         logprobs=[token for piece in pieces for token in piece.logprobs],
         token_ids=[token for piece in pieces for token in piece.token_ids],
         finish=finish,
+        stop_text=pieces[-1].stop_text,
     )
 
 

@@ -25,10 +25,11 @@ from penstock import __version__, http_client
 from penstock.api import sse
 from penstock.api.admin import codex_model
 from penstock.api.admission import Admission
+from penstock.api.anthropic.messages import messages_error_event
 from penstock.api.app import RERANK_PATHS, http_error, internal_error
 from penstock.api.auth import NO_TENANT, ON_BEHALF_OF, ApiKeys, AuthFailureLog, AuthMiddleware, tenant_header
 from penstock.api.endpoints import EXPLAIN, ROUTE, SESSION
-from penstock.api.errors import RESPONSES_PATH, Header, error_response, logged_error_response
+from penstock.api.errors import MESSAGES_PATH, RESPONSES_PATH, Header, error_response, logged_error_response
 from penstock.api.http import EndpointFactory, FormBody, HttpExchange, JsonBody
 from penstock.api.idempotency import IDEMPOTENCY_KEY, LAST_EVENT_ID
 from penstock.api.load_shedding import CLASS_HEADER, MAX_WAIT_HEADER
@@ -48,7 +49,8 @@ from penstock.http_client import Upstream
 from penstock.interfaces import MultipartForm
 
 PASSED = (
-    *("/v1/chat/completions", "/v1/completions", RESPONSES_PATH, "/tokenize", "/detokenize"),
+    *("/v1/chat/completions", "/v1/completions", RESPONSES_PATH, MESSAGES_PATH, f"{MESSAGES_PATH}/count_tokens"),
+    *("/tokenize", "/detokenize"),
     *("/v1/embeddings", *RERANK_PATHS, "/classify"),
 )
 """Paths with the model's name in a JSON body."""
@@ -59,7 +61,15 @@ PASSED_FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 _PASSED = (IDEMPOTENCY_KEY, LAST_EVENT_ID, CLASS_HEADER, MAX_WAIT_HEADER, SESSION, EXPLAIN)
 _KEPT = frozenset(
     {
-        *(b"content-type", b"cache-control", b"x-accel-buffering", b"x-request-id", b"retry-after", b"allow"),
+        *(
+            b"content-type",
+            b"cache-control",
+            b"x-accel-buffering",
+            b"x-request-id",
+            b"request-id",
+            b"retry-after",
+            b"allow",
+        ),
         *(ROUTE, RESPONSE_CACHE, TRACE_RESPONSE),
     }
 )
@@ -239,8 +249,8 @@ async def _relay(exchange: HttpExchange, answer: http_client.StreamedResponse, p
         async for chunk in answer.chunks():
             await exchange.send(chunk)
     except NoWorkers as error:
-        broken = responses_error_event if path == RESPONSES_PATH else sse.openai_error_event
-        await exchange.finish(broken(logged_error_response(error)))
+        broken = {RESPONSES_PATH: responses_error_event, MESSAGES_PATH: messages_error_event}
+        await exchange.finish(broken.get(path, sse.openai_error_event)(logged_error_response(error)))
         return
     await exchange.finish()
 

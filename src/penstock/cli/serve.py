@@ -66,6 +66,12 @@ HTTP_FLAGS = (
         Kind.ON_OFF,
     ),
     Flag(
+        "strip-billing-header",
+        "",
+        "leave the line x-anthropic-billing-header out of system prompts; it changes with each request (default: yes)",
+        Kind.ON_OFF,
+    ),
+    Flag(
         "remote-images",
         "",
         "fetch images of chats from public addresses (default: only images in the request)",

@@ -362,6 +362,7 @@ def _gateway_config(
             generation_config=config.generation_config,
             unknown_fields=config.unknown_fields,
             disable_additional_properties=config.disable_additional_properties,
+            strip_billing_header=config.strip_billing_header,
         ),
         split=split and (plan is None or plan.split),
         task=spec.task,

@@ -23,7 +23,7 @@ import msgspec
 
 from penstock.interfaces import OutputDelta, TokenText
 from penstock.processing.chat.render import OutputParserFactory
-from penstock.processing.parsers.parser import ParsedDelta
+from penstock.processing.parsers.parser import OutputParser, ParsedDelta, joined_deltas
 from penstock.processing.tokenizer.token_bytes import TokenTable
 from penstock.types import FinishReason, TokenBatch, TokenLogprob
 
@@ -77,6 +77,7 @@ class StopStringScanner:
         self._matched = [0] * len(self._words)
         self._first = frozenset(word[0] for word in self._words)
         self._seen = 0
+        self.found: str | None = None  # the stop string that ended the text
 
     @property
     def held(self) -> int:
@@ -100,12 +101,13 @@ class StopStringScanner:
             return None
         for char in text:
             self._seen += 1
-            longest = 0
+            longest = ""
             for i, word in enumerate(self._words):
-                if self._step(i, word, char):
-                    longest = max(longest, len(word))
+                if self._step(i, word, char) and len(word) > len(longest):
+                    longest = word
             if longest and counts:
-                return self._seen if self._shown else self._seen - longest
+                self.found = longest
+                return self._seen if self._shown else self._seen - len(longest)
         return None
 
     def _step(self, i: int, word: str, char: str) -> bool:
@@ -171,6 +173,7 @@ class IncrementalDetokenizer:
         "_only_text",
         "_open",
         "_parser",
+        "_reasoning_tokens",
         "_scanner",
         "_seen",
         "_table",
@@ -193,6 +196,7 @@ class IncrementalDetokenizer:
             wanted.logprobs or wanted.token_ids or wanted.special or wanted.reply or wanted.prompt_only
         )
         self._tokens = 0
+        self._reasoning_tokens = 0
         self._seen = 0  # characters decoded
         self._given = 0  # of those, given out
         self._held: list[str] = []  # the difference
@@ -207,6 +211,7 @@ class IncrementalDetokenizer:
             return self._with_echo(OutputDelta(tokens=0, finish=FinishReason.LENGTH), echoed)
         cut = None
         used = 0
+        parts: list[ParsedDelta] = []  # of each token, since which of them are reasoning must not depend on the batch
         last = len(batch.tokens) - 1 if batch.finish is FinishReason.STOP else -1
         for i, token in enumerate(batch.tokens):
             ends = i == last and token in self._wanted.stop_token_ids and not self._wanted.stop_shown
@@ -215,12 +220,23 @@ class IncrementalDetokenizer:
             used += 1
             if cut is not None:
                 break
+            if self._parser is not None:
+                parts.append(self._parsed(self._parser, self._release(None, last=False), last=False))
+                if self._parser.done:
+                    break
         finish = FinishReason.STOP if cut is not None else batch.finish
+        if self._parser is not None and self._parser.done:
+            finish = None  # what follows does not count, its end included
         if finish is not None and cut is None:
             cut = self._decoded(self._utf8.finish())
             finish = FinishReason.STOP if cut is not None else finish
         text = self._release(cut, last=finish is not None)
-        reply = ParsedDelta(text) if self._parser is None else self._parser.push(text, last=finish is not None)
+        if self._parser is None:
+            reply = ParsedDelta(text)
+        else:
+            if text or finish is not None:
+                parts.append(self._parsed(self._parser, text, last=finish is not None, whole_token=cut is not None))
+            reply = joined_deltas(parts)
         finish = self._with_calls(finish)
         piece = OutputDelta(
             text=reply.content,
@@ -229,9 +245,19 @@ class IncrementalDetokenizer:
             tokens=self._tokens,
             logprobs=self._release_logprobs(cut, last=finish is not None) if self._wanted.logprobs else (),
             token_ids=batch.tokens[:used] if self._wanted.token_ids else (),
+            reasoning_tokens=self._reasoning_tokens,
+            stop_text=None if self._scanner is None else self._scanner.found,
             finish=finish,
         )
         return self._with_echo(piece, echoed)
+
+    def _parsed(self, parser: OutputParser, text: str, *, last: bool, whole_token: bool = True) -> ParsedDelta:
+        """What ``text`` says; the token it comes from counts as reasoning if that is where it begins or ends."""
+        before = parser.in_reasoning
+        part = parser.push(text, last=last)
+        if whole_token and (before or parser.in_reasoning):
+            self._reasoning_tokens += 1
+        return part
 
     def escaped(self, tokens: tuple[int, ...]) -> bytes | None:
         if not self._only_text or self._echo is not None or self._utf8.pending:

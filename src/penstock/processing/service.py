@@ -41,6 +41,7 @@ from penstock.processing.lora import LoraRegistry
 from penstock.processing.multimodal.image_fetch import ImageFetcher
 from penstock.processing.multimodal.image_preprocessing import pillow_installed, read_image_config
 from penstock.processing.multimodal.images import ImagePipeline, MultimodalPrompt
+from penstock.processing.requests.anthropic import MessagesOptions, messages_chat, messages_prompt
 from penstock.processing.requests.fields import unsupported, weights
 from penstock.processing.requests.generation import (
     ChatInput,
@@ -52,8 +53,9 @@ from penstock.processing.requests.generation import (
     parse_tokenize,
 )
 from penstock.processing.requests.messages import content_chars
-from penstock.processing.requests.responses import SkippedKinds, translate_responses
+from penstock.processing.requests.responses import translate_responses
 from penstock.processing.requests.sampling import ModelProperties, SamplingFields
+from penstock.processing.requests.skipped import SkippedKinds
 from penstock.processing.requests.tools_and_grammar import RequestedGrammar
 from penstock.processing.tokenizer.tokenizer import TextTokenizer
 from penstock.types import (
@@ -172,7 +174,10 @@ class GenerationProcessor:
         self._card = ModelCard(
             name=name, created=created, max_model_len=max_model_len, sampling=suggested, vision=self._facts.sees
         )
-        self._skipped = SkippedKinds()
+        self._skipped = SkippedKinds("/v1/responses")
+        self._messages = MessagesOptions(
+            SkippedKinds("/v1/messages"), strip_billing_header=requests.strip_billing_header
+        )
         bounds = CheckLimits(cpu_s=limits.max_grammar_s, memory_bytes=limits.max_grammar_memory_bytes)
         self._grammars = GrammarChecker(
             self.vocabulary,
@@ -224,10 +229,17 @@ class GenerationProcessor:
         prompt = await self._see(_last_tokens(written.tokens, keep), checked.text, salt)
         wanted = msgspec.structs.replace(self._wanted(call), reply=written.reply)
         room = self._facts.max_model_len - len(prompt.tokens)
-        length = _length(call.sampling, room, self._limits.default_max_tokens)
+        length = _length(call.sampling, room, self._limits.default_max_tokens, clamp=envelope.clamps_length)
         self._check_room(len(prompt.tokens), length.max_tokens, param="messages")
         prepared = await self._prepare(call, [(prompt, wanted)], length, envelope, adapter)
         return _with_model_name(prepared, facts.name)
+
+    def messages(self, body: JsonObject) -> JsonObject:
+        return messages_chat(body, self._limits, sees=self._facts.sees, options=self._messages)
+
+    async def count_message_tokens(self, body: JsonObject) -> int:
+        prompt = messages_prompt(body, self._limits, sees=self._facts.sees, options=self._messages)
+        return (await self.tokenize({"model": body.get("model"), **prompt})).count
 
     async def completion(self, body: JsonObject, envelope: RequestContext) -> PreparedGeneration:
         facts, adapter = self._asked(body)
@@ -481,6 +493,7 @@ class GenerationProcessor:
             continuous_usage=call.options.continuous_usage,
             logprobs=call.logprobs is not None,
             token_ids=call.token_ids,
+            length_clamped=length.clamped,
         )
         return PreparedGeneration(requests=tuple(requests), answers=tuple(answers), reply=reply)
 
@@ -512,12 +525,16 @@ class _OutputLength(NamedTuple):
 
     max_tokens: int
     open_ended: bool = False  # the request names no length
+    clamped: bool = False  # it names more than the context has
 
 
-def _length(sampling: SamplingFields, room: int, default: int | None) -> _OutputLength:
+def _length(sampling: SamplingFields, room: int, default: int | None, *, clamp: bool) -> _OutputLength:
     """The length of a chat: its own, else the service's ``default_max_tokens``, else the ``room`` in the context."""
-    if sampling.max_tokens is not None:
-        return _OutputLength(sampling.max_tokens)
+    named = sampling.max_tokens
+    if named is not None and clamp and named > room:
+        return _OutputLength(max(1, room), clamped=True)
+    if named is not None:
+        return _OutputLength(named)
     most = room if default is None else min(room, default)
     return _OutputLength(max(1, most, sampling.min_tokens), default is None)
 

@@ -76,6 +76,14 @@ class SingleTaskProcessor(ABC):
         """Always WrongTask."""
         self.refuse(self._purpose.text)
 
+    def messages(self, body: JsonObject) -> JsonObject:
+        """Always WrongTask."""
+        self.refuse(self._purpose.text)
+
+    async def count_message_tokens(self, body: JsonObject) -> int:
+        """Always WrongTask."""
+        self.refuse(self._purpose.text)
+
     async def responses(self, body: JsonObject, history: ResponseHistory) -> ResponsesRequest:
         """Always WrongTask."""
         self.refuse(self._purpose.text)

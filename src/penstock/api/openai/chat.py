@@ -136,6 +136,8 @@ class OpenAIGenerationApi:
     id_prefix: str
     operation: str
     format: ResponseFormat
+    clamps_length: bool = False
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)
 
     async def translate(self, body: JsonObject, context: RequestContext) -> TranslatedRequest:
         """The body itself."""

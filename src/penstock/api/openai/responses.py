@@ -52,6 +52,8 @@ class ResponsesApi:
 
     id_prefix = "resp_"
     operation = "chat"
+    clamps_length = False
+    id_headers = (b"x-request-id",)
 
     def __init__(self, processor: RequestProcessor, store: ResponseStore | None, limits: RequestLimits) -> None:
         """``store`` None: nothing is stored."""
@@ -284,7 +286,7 @@ def _usage(used: TokenUsage) -> dict[str, Any]:
         "input_tokens": used.prompt_tokens,
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": used.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": used.completion_tokens_details.reasoning_tokens},
         "total_tokens": used.total_tokens,
     }
     return shown if used.penstock is msgspec.UNSET else shown | {"penstock": used.penstock}

@@ -83,6 +83,7 @@ class IncrementalReader:
         self._at = 0
         self._kept: int | None = None
         self._ended = False
+        self.in_reasoning = False  # what is being read is reasoning
 
     def feed(self, text: str) -> None:
         """More text."""
@@ -388,7 +389,9 @@ class MessageParser:
             kept = edges.push(text)
             return (ReasoningDelta(kept),) if kept else ()
 
+        self._reader.in_reasoning = True
         mark = yield from self._reader.copy_until(MarkSet((self._reasoning.end,)), think)
+        self._reader.in_reasoning = False
         if mark is None and (rest := edges.rest()):
             yield ReasoningDelta(rest)
         self._between()

@@ -8,7 +8,7 @@ format").  The prompt ends before the first header.  Knows nothing about tokens 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from hashlib import blake2b
 
@@ -56,7 +56,9 @@ def read_harmony(reader: IncrementalReader) -> ParserSteps[None]:
         else:
             chosen = thoughts if channel is not None and channel[1] == "analysis" else contents
             chosen.next_message()
+            reader.in_reasoning = chosen is thoughts
             yield from reader.copy_until(body_marks, chosen.give)
+            reader.in_reasoning = False
 
 
 class _Channel:
@@ -119,12 +121,18 @@ class OutputParser:
     ) -> None:
         """``tools`` is None when calls are not looked for; ``identity`` is what ids of calls are made of."""
         self._reader = IncrementalReader()
+        self._reader.in_reasoning = thinking and form.reasoning is not None
         self._steps = _steps(form, self._reader, tools, thinking=thinking)
         self._ids = form.ids
         self._identity = identity
         self._parallel = parallel
         self.calls = 0
         self.done = False  # a second call began where only one is wanted: nothing more counts
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text so far ends within reasoning."""
+        return self._reader.in_reasoning
 
     def push(self, text: str, *, last: bool = False) -> ParsedDelta:
         """The next text, and with ``last`` the end."""
@@ -153,6 +161,21 @@ class OutputParser:
         digest = blake2b(f"{self._identity}/{index}".encode(), digest_size=12).hexdigest()
         made = digest[:9] if self._ids is ToolCallIds.SHORT else f"call_{digest}"
         return ToolCallDelta(index=index, id=event.id or made, name=event.name)
+
+
+def joined_deltas(parts: Sequence[ParsedDelta]) -> ParsedDelta:
+    """What several texts added, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    calls: list[ToolCallDelta] = []
+    for call in (call for part in parts for call in part.calls):
+        if call.id is not None:
+            calls.append(call)
+        else:
+            _append(calls, call.index, call.arguments)
+    return ParsedDelta(
+        "".join([part.content for part in parts]), "".join([part.reasoning for part in parts]), tuple(calls)
+    )
 
 
 def _append(calls: list[ToolCallDelta], index: int, text: str) -> None:

@@ -13,7 +13,6 @@ import asyncio
 import base64
 import binascii
 import json
-import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -33,8 +32,7 @@ from penstock.processing.requests.fields import (
     unsupported,
     weight,
 )
-
-log = logging.getLogger(__name__)
+from penstock.processing.requests.skipped import SkippedKinds
 
 PASSED_FIELDS = frozenset(
     {
@@ -70,22 +68,7 @@ _ITEMS_INLINE = 128
 _MOST_NAME_CHARS = 128
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.:/\-]")
 _SEALED = "penstock-1."
-_MAX_SKIPPED = 1024
 _OMITTED_IMAGE = "[An image was omitted: this model reads text only.]"
-
-
-class SkippedKinds:
-    """Logs each kind of thing that is skipped once, at most ``_MAX_SKIPPED`` of them."""
-
-    def __init__(self) -> None:
-        self._seen: set[tuple[str, str]] = set()
-
-    def note(self, what: str, kind: object) -> None:
-        """``what``: a constant, as "tool"; ``kind``: the client's word for it."""
-        name = str(kind)[:64]
-        if (what, name) not in self._seen and len(self._seen) < _MAX_SKIPPED:
-            self._seen.add((what, name))
-            log.info("skipped in /v1/responses: %s %r (logged once)", what, name)
 
 
 def sealed_reasoning(text: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from penstock.config.limits import RequestLimits
 from penstock.processing.lora import LOAD_FIELDS, UNLOAD_FIELDS
 from penstock.processing.pooling import CLASSIFY_FIELDS, EMBEDDINGS_FIELDS, RERANK_FIELDS
+from penstock.processing.requests.anthropic import MESSAGES_FIELDS, PROMPT_FIELDS
 from penstock.processing.requests.generation import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
@@ -46,12 +47,16 @@ def request_schemas(limits: RequestLimits, *, unknown_fields: str = "refuse") ->
     chat = body(CHAT_FIELDS, ("model", "messages"), logprobs=_SWITCH)
     top = limits.max_top_logprobs
     completion = body(COMPLETION_FIELDS, ("model", "prompt"), logprobs=_integer(0, top), max_tokens=_integer(0))
+    message = body(MESSAGES_FIELDS, ("model", "messages", "max_tokens"), tool_choice=_ANY, output_config=_ANY)
+    counted = body(PROMPT_FIELDS | {"model"}, ("model", "messages"), tool_choice=_ANY, output_config=_ANY)
     rerank = body(RERANK_FIELDS, ("query", "documents"))
     sound = body(TRANSCRIPTION_FIELDS, ("model", "file"), file={"type": "string", "format": "binary"}, prompt=_TEXT)
     return {
         "/v1/chat/completions": chat,
         "/v1/completions": completion,
         "/v1/responses": _responses_body(known, limits),
+        "/v1/messages": message | {"additionalProperties": True},
+        "/v1/messages/count_tokens": counted | {"additionalProperties": True},
         "/v1/embeddings": body(EMBEDDINGS_FIELDS, ("model", "input")),
         **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
         "/classify": body(CLASSIFY_FIELDS, ("input",), input={}),
