@@ -4,8 +4,8 @@ Sends the recorded turns of a session one after the other, as an agent does: eac
 some new tokens.  Beside each warm turn, in the same run, a *bare prefill* of as many new tokens behind as many cached
 ones is measured: a completion of token ids, without a template, a tokenizer, tools or parsers.
 
-    python bench/agents.py                                   # 100 M shape, random weights, made-up turns up to 28 k tokens
-    python bench/agents.py --session turns.jsonl.gz          # recorded: a line has "path", "headers" and "body"
+    python bench/agents.py                              # 100 M shape, random weights, made-up turns up to 28 k tokens
+    python bench/agents.py --session turns.jsonl.gz     # recorded: a line has "path", "headers" and "body"
     python bench/agents.py --serve="--aggregated" --json agents.json
 
 Exits with 1 when a bar is missed: from turn 2 on at least 99 % of the tokens that an earlier turn had, in whole pages,
@@ -40,6 +40,7 @@ from penstock.cli.benchmark.workload import WORDS
 PAGE = 16
 CONTEXT = 32_768
 LEAST_OF_EARLIER, LEAST_OF_ALL, MOST_TTFT = 0.99, 0.95, 1.2
+PATIENT = {"x-penstock-max-wait-s": "600"}
 ANSWER = 8
 """Tokens of each response: what an agent goes on with stands in the recording."""
 
@@ -141,7 +142,7 @@ def adapted(request: Request, model: str) -> Request:
     body |= {"model": model, "stream": True, LENGTH_FIELD.get(path, "max_tokens"): ANSWER}
     if path == "/v1/chat/completions":
         body["stream_options"] = {"include_usage": True}
-    return replace(request, body=body)
+    return replace(request, body=body, headers=request.headers | PATIENT)
 
 
 def measured(port: int, model: str, requests: list[Request], announce: Callable[[str], None]) -> Iterator[Turn]:
@@ -156,7 +157,9 @@ def measured(port: int, model: str, requests: list[Request], announce: Callable[
         context = context[:cached]
         context += dice.choices(range(1000, 20_000), k=prompt - len(context))
         body = {"model": model, "prompt": context, "max_tokens": ANSWER, "temperature": 0, "stream": True}
-        bare = Request("/v1/completions", body | {"stream_options": {"include_usage": True}}, {"x-session-affinity": "bare"})
+        bare = Request(
+            "/v1/completions", body | {"stream_options": {"include_usage": True}}, {"x-session-affinity": "bare"}
+        )
         bare_s, usage = first_token(port, bare)
         announce(
             f"turn {number + 1}: {prompt} tokens, {cached} cached, {1e3 * ttft_s:.0f} ms; bare "

@@ -296,9 +296,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     generation_config: Literal["auto", "none"] = "auto"  # whose sampling defaults: the model's own file's, or OpenAI's
     unknown_fields: Literal["refuse", "ignore"] = "refuse"  # fields of requests that are not known
     disable_additional_properties: bool = True  # objects of JSON schemas are closed where the schema says nothing
-    strip_billing_header: bool = (
-        True  # Claude Code's changing line is left out of system prompts
-    )
+    strip_billing_header: bool = True  # Claude Code's changing line is left out of system prompts
     catalogue: str | None = None  # file that names several models, loaded on demand
     model_memory: Positive | None = None  # bytes of all loaded models of the catalogue; None: no limit
     lora: tuple[str, ...] = ()  # adapters, each NAME=FOLDER

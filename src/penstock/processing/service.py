@@ -176,7 +176,7 @@ class GenerationProcessor:
         )
         self._skipped = SkippedKinds("/v1/responses")
         self._messages = MessagesOptions(
-            SkippedKinds("/v1/messages"), strip_billing_header=requests.strip_billing_header
+            SkippedKinds("/v1/messages"), max_model_len, strip_billing_header=requests.strip_billing_header
         )
         bounds = CheckLimits(cpu_s=limits.max_grammar_s, memory_bytes=limits.max_grammar_memory_bytes)
         self._grammars = GrammarChecker(

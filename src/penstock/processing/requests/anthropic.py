@@ -56,6 +56,7 @@ class MessagesOptions(msgspec.Struct, frozen=True):
     """How the bodies of one service are translated."""
 
     skipped: SkippedKinds
+    max_model_len: int  # tokens; a longer response is not asked for, and what fits is known with the prompt
     strip_billing_header: bool = True  # ``BILLING_HEADER`` would break the prefix cache with each request
 
 
@@ -67,7 +68,8 @@ def messages_chat(body: JsonObject, limits: RequestLimits, *, sees: bool, option
             options.skipped.note("field", name)
     chat = {name: body[name] for name in _PASSED_FIELDS if body.get(name) is not None}
     chat |= messages_prompt(body, limits, sees=sees, options=options)
-    chat["max_tokens"] = integer("max_tokens", fields.required("max_tokens"), low=1, high=_MOST)
+    length = integer("max_tokens", fields.required("max_tokens"), low=1, high=_MOST)
+    chat["max_tokens"] = min(length, options.max_model_len)
     chat["stream"] = fields.boolean("stream")
     if fields.raw("temperature") is not None:
         number("temperature", fields.raw("temperature"), low=0, high=2)
