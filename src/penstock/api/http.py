@@ -441,10 +441,11 @@ class EndpointFactory:
         async def read(exchange: HttpExchange, hold: BodyReservation) -> None:
             await exchange.read_body(self._limits, hold, MAX_UNUSED_BODY_BYTES)
             hold.release()
-            async with exchange.watch_disconnect():
-                await work(exchange)
 
-        return self._guarded(read, lambda: None)
+        async def respond(exchange: HttpExchange, body: None) -> None:
+            await work(exchange)
+
+        return self._guarded(read, respond, lambda: None)
 
     def form_endpoint(self, work: FormHandler, most: int) -> ASGIApp:
         """The same for a form with files, of at most ``most`` bytes."""
