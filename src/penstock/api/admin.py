@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -207,9 +208,10 @@ def _decisions(streams: TokenStreams, name: str) -> list[dict[str, Any]]:
 
 
 def model_list(cards: Sequence[ModelCard]) -> dict[str, Any]:
-    """OpenAI's list, with what Codex wants beside ``data``."""
+    """OpenAI's list, with what Codex and Anthropic's clients want beside ``data``."""
     described = [codex_model(card.name, card.max_model_len, vision=card.vision) for card in cards]
-    return {"object": "list", "data": [model_object(card) for card in cards], "models": described}
+    page = {"has_more": False, "first_id": cards[0].name, "last_id": cards[-1].name}
+    return {"object": "list", "data": [model_object(card) for card in cards], "models": described, **page}
 
 
 def model_object(card: ModelCard) -> dict[str, Any]:
@@ -221,12 +223,20 @@ def model_object(card: ModelCard) -> dict[str, Any]:
         "owned_by": "penstock",
         "max_model_len": card.max_model_len,
         "context_length": card.max_model_len,
+        "meta": {"n_ctx_train": card.max_model_len},
+        **anthropic_model(card.name, card.created),
     }
     if card.sampling:
         shown["default_sampling_params"] = card.sampling
     if card.parent is not None:
         shown["parent"] = card.parent
     return shown
+
+
+def anthropic_model(name: str, created: int) -> dict[str, Any]:
+    """What Anthropic's clients read of a model, beside OpenAI's fields."""
+    moment = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "display_name": name, "created_at": moment}
 
 
 def codex_model(name: str, max_model_len: int | None, *, vision: bool) -> dict[str, Any]:
