@@ -21,9 +21,10 @@ from starlette.types import ASGIApp
 from penstock import __version__
 from penstock.api.errors import error_response
 from penstock.api.http import EndpointFactory, HttpExchange, JsonBody
+from penstock.api.session_prefixes import PrefixBreak, SessionPrefixes
 from penstock.clock import Clock, MonotonicClock
 from penstock.errors import BadField, RequestError, UnknownModel, UnknownRequest
-from penstock.interfaces import JsonObject, ModelCard, TokenStreams, WorkerAdmin
+from penstock.interfaces import JsonObject, ModelCard, RequestProcessor, TokenStreams, WorkerAdmin
 from penstock.types import Duty, RequestId, Role
 
 MetricsSnapshot = Callable[[], Callable[[], bytes]]
@@ -115,6 +116,44 @@ CODEX_INSTRUCTIONS = (
 MONOTONIC = MonotonicClock()
 MAX_ID_CHARS = 128
 """Of a request's id in a path; ours are shorter."""
+
+
+def session_route(sessions: SessionPrefixes, processor: RequestProcessor, clock: Clock) -> Route:
+    """Where the prompts of a session broke, with the text on both sides: for operators."""
+
+    async def texts(found: PrefixBreak) -> dict[str, Any]:
+        earlier, later = [
+            await processor.detokenize({"tokens": list(tokens)}) for tokens in (found.earlier, found.later)
+        ]
+        return {
+            "seconds_ago": round(clock.now() - found.at, 3),
+            "token": found.token,
+            "lost_tokens": found.lost_tokens,
+            "earlier_tokens": found.earlier_tokens,
+            "shown_from_token": found.shown_from,
+            "earlier": earlier,
+            "later": later,
+        }
+
+    async def session(request: Request) -> Response:
+        name = request.path_params["name"]
+        shown = [
+            {
+                "tenant": tenant,
+                "turns": record.turns,
+                "prompt_tokens": [len(prompt) for prompt in record.prompts],
+                "broken": record.broken,
+                "breaks": [await texts(found) for found in record.breaks],
+            }
+            for tenant, record in sessions.find(name)
+        ]
+        if shown:
+            return _json({"session": name, "records": shown})
+        error = UnknownRequest(f"Nothing is remembered of a session {name[:128]!r}.", code="session_not_found")
+        answer = error_response(error)
+        return Response(answer.body, answer.status, media_type="application/json")
+
+    return Route("/debug/sessions/{name:path}", session)
 
 
 def status_routes(

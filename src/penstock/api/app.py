@@ -70,6 +70,7 @@ def make_app(behind: AppServices) -> ASGIApp:
         _post("/v1/load_lora_adapter", service.json_call(prepare.load_adapter)),
         _post("/v1/unload_lora_adapter", service.json_call(prepare.unload_adapter)),
         *(admin.admin_routes(behind.admin, service.factory) if behind.admin else ()),
+        admin.session_route(service.sessions, prepare, behind.clock),
         *admin.status_routes(
             behind.streams,
             prepare.cards,

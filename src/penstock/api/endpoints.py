@@ -39,6 +39,7 @@ from penstock.api.request_log import note_usage
 from penstock.api.response_cache import CACHE_CONTROL, HIT, CachedResponseStreams, ResponseCache, is_cacheable
 from penstock.api.response_format import GenerationApi, ResponseFormat, ResponseHead, TokenUsage, UsageCharge
 from penstock.api.response_store import ResponseStore
+from penstock.api.session_prefixes import SessionPrefixes
 from penstock.api.sse import EventStreamWriter
 from penstock.api.stream_polling import LoopTurns
 from penstock.api.streaming import ResponseStream, ResumeState, complete_body, gather_choices, stream_events
@@ -62,8 +63,8 @@ from penstock.telemetry.service_levels import ServiceLevels
 from penstock.telemetry.spans import NO_SPAN, NoTracer, Span, Tracer
 from penstock.types import ModelIdentity, RequestId
 
-SESSION = b"x-session-affinity"
-"""Names the session that a request belongs to."""
+SESSIONS = (b"x-session-affinity", b"x-claude-code-session-id", b"session_id", b"session-id")
+"""Headers that name the session that a request belongs to; the first of these counts.  The last two are Codex'."""
 
 EXPLAIN = b"x-penstock-explain"
 """Asks, with any value, for ``ROUTE``."""
@@ -98,6 +99,7 @@ class AppServices:
     transcription: TranscriptionProcessor | None = None  # None: it hears nothing
     count_key_outcome: Callable[[str], None] = lambda how: None  # counts requests with an idempotency key
     count_auth_failure: Callable[[str], None] = lambda code: None  # counts requests without a valid key
+    count_prefix_break: Callable[[int], None] = lambda lost: None  # counts tokens that a session's changed prompt lost
     response_store: ResponseStore | None = None  # None: responses are not kept for later requests
     response_cache: ResponseCache | None = None  # None: no response is stored
     tracer: Tracer = field(default_factory=NoTracer)
@@ -138,6 +140,7 @@ class Endpoints:
         self._event_key = event_key_with_defaults(behind.event_key, behind.processor.cards()[0])
         self._idempotency = IdempotencyCache(behind.limits, behind.clock)
         self._tracing = RequestTracing(behind.tracer, behind.clock)
+        self.sessions = SessionPrefixes(behind.limits, behind.clock, behind.count_prefix_break)
         self._shedder = LoadShedder(
             admission,
             behind.streams,
@@ -178,6 +181,8 @@ class Endpoints:
             prepared = self._tracing.with_processing_span(span, await prepare(body, context), context.arrival)
             del body
             asked.release()
+            first = prepared.requests[0]
+            self.sessions.observe(context.caller.tenant, first.session, first.prompt)
             request = _PreparedGeneration(prepared, keyed, seeded, span)
             return self._generate(exchange, request, shape, context, api.id_headers)
 
@@ -375,13 +380,16 @@ class Endpoints:
 
 def _session(exchange: HttpExchange, max_chars: int) -> str:
     """The session header; a name that is too long is refused, not truncated."""
-    name = (exchange.header(SESSION) or b"").strip().decode("latin-1")
-    if len(name) > max_chars:
-        raise RequestError(
-            f"The header {SESSION.decode()} has {len(name)} characters; at most {max_chars} are allowed.",
-            code="session_too_long",
-        )
-    return name
+    for header in SESSIONS:
+        name = (exchange.header(header) or b"").strip().decode("latin-1")
+        if len(name) > max_chars:
+            raise RequestError(
+                f"The header {header.decode()} has {len(name)} characters; at most {max_chars} are allowed.",
+                code="session_too_long",
+            )
+        if name:
+            return name
+    return ""
 
 
 def _head(

@@ -47,6 +47,7 @@ SUMMARIES = {
     "/version": "The version",
     "/admin/workers": "The workers",
     "/debug/requests/{name}": "Why the workers of a request were chosen",
+    "/debug/sessions/{name}": "Where the prompts of a session differ, and the prefix cache broke",
     "/openapi.json": "This document",
     "/": "What there is, as plain text",
 }

@@ -28,7 +28,7 @@ from penstock.api.admission import Admission
 from penstock.api.anthropic.messages import messages_error_event
 from penstock.api.app import RERANK_PATHS, http_error, internal_error
 from penstock.api.auth import NO_TENANT, ON_BEHALF_OF, ApiKeys, AuthFailureLog, AuthMiddleware, tenant_header
-from penstock.api.endpoints import EXPLAIN, ROUTE, SESSION
+from penstock.api.endpoints import EXPLAIN, ROUTE, SESSIONS
 from penstock.api.errors import MESSAGES_PATH, RESPONSES_PATH, Header, error_response, logged_error_response
 from penstock.api.http import EndpointFactory, FormBody, HttpExchange, JsonBody
 from penstock.api.idempotency import IDEMPOTENCY_KEY, LAST_EVENT_ID
@@ -58,7 +58,7 @@ PASSED = (
 PASSED_FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 """Paths with the model's name in a form."""
 
-_PASSED = (IDEMPOTENCY_KEY, LAST_EVENT_ID, CLASS_HEADER, MAX_WAIT_HEADER, SESSION, EXPLAIN)
+_PASSED = (IDEMPOTENCY_KEY, LAST_EVENT_ID, CLASS_HEADER, MAX_WAIT_HEADER, *SESSIONS, EXPLAIN)
 _KEPT = frozenset(
     {
         *(

@@ -210,6 +210,7 @@ def make_http_app(
             metrics=metrics.snapshot,
             count_key_outcome=metrics.on_idempotency_key,
             count_auth_failure=metrics.on_unauthorized,
+            count_prefix_break=metrics.on_prefix_break,
             keys=ring,
             buckets=buckets,
             event_key=bytes.fromhex(config.event_key),
