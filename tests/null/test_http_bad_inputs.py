@@ -209,7 +209,7 @@ WRONG_KEYS = [
     ({"authorization": f"Bearer {KEY}x"}, "invalid_api_key"),
     ({"authorization": KEY}, "invalid_api_key"),
     ({"authorization": f"Basic {KEY}"}, "invalid_api_key"),
-    ({"x-api-key": KEY}, "missing_api_key"),
+    ({"x-api-key": "another"}, "invalid_api_key"),
 ]
 
 

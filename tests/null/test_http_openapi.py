@@ -82,7 +82,6 @@ def test_the_document_allows_unknown_fields_where_they_are_passed_over():
 
 UNKNOWN = [
     ("POST", "/v1/response", "There is no /v1/response here; /v1/responses is."),
-    ("POST", "/v1/messages", "There is no /v1/messages here; /v1/chat/completions is."),
     ("GET", "/api/tags", "There is no /api/tags here; /v1/models is."),
     ("POST", "/chat/completions", "There is no /chat/completions here; /v1/chat/completions is."),
     ("GET", "/v1/v1/models", "There is no /v1/v1/models here; /v1/models is."),

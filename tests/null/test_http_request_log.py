@@ -47,12 +47,12 @@ async def test_what_is_refused_has_a_line_and_what_is_served_has_none(lines: Wri
         key = {"authorization": "Bearer secret"}
         assert (await on.post(CHAT, {"model": MODEL, "messages": HELLO, "max_tokens": 2}, headers=key)).is_success
         await on.post(CHAT, {})
-        await on.post("/v1/responses?secret=1", {}, headers=key)
+        await on.post("/v1/assistants?secret=1", {}, headers=key)
         await on.post(CHAT, {"model": MODEL, "messages": HELLO, "temperature": "my secret"}, headers=key)
     told = [(message, fields["route"], fields["status"], fields["code"]) for message, fields in lines]
     assert told == [
         ("request refused", CHAT, 401, "missing_api_key"),
-        ("request refused", "/v1/responses", 404, "unknown_url"),
+        ("request refused", "/v1/assistants", 404, "unknown_url"),
         ("request refused", CHAT, 400, "invalid_type"),
     ]
     assert "secret" not in str(lines)

@@ -157,6 +157,7 @@ async def test_a_chat_answer_to_the_letter():
                 "completion_tokens": 2,
                 "total_tokens": 12,
                 "prompt_tokens_details": {"cached_tokens": 5},
+                "completion_tokens_details": {"reasoning_tokens": 0},
             },
             "penstock": {"seed": 7},
         }

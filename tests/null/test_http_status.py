@@ -21,6 +21,10 @@ async def test_models_tell_the_context():
             "owned_by": "penstock",
             "max_model_len": 2048,
             "context_length": 2048,
+            "meta": {"n_ctx_train": 2048},
+            "type": "model",
+            "display_name": MODEL,
+            "created_at": "1970-01-01T00:00:01Z",
             "default_sampling_params": {"temperature": 0.7, "top_p": 0.9},
         }
         assert (await on.client.get(f"/v1/models/{MODEL}")).json() == model

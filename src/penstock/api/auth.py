@@ -240,9 +240,9 @@ class AuthMiddleware:
 
     def _check(self, scope: Scope) -> Tenant | Unauthorized:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        given += [b"Bearer " + value for name, value in scope["headers"] if name == API_KEY]
-        if len(given) == 2 and given[0] == given[1]:
-            del given[1]  # some clients send the same key in both
+        other = [b"Bearer " + value for name, value in scope["headers"] if name == API_KEY]
+        if other != given:  # some clients send the same key in both
+            given += other
         if not given:
             return Unauthorized(
                 "You didn't provide an API key. Send it in a header: Authorization: Bearer YOUR_KEY, or x-api-key: "

@@ -81,7 +81,7 @@ async def send_events(
 
 
 def _no_headers() -> Sequence[Header]:
-    """Of a response whose headers are sent."""
+    """The headers of a response that has sent its own."""
     return ()
 
 

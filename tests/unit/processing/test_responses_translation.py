@@ -15,8 +15,9 @@ from penstock.config.schema import RequestConfig
 from penstock.errors import RequestError
 from penstock.interfaces import ResponsesRequest, ToolTarget
 from penstock.processing.requests.generation import parse_chat
-from penstock.processing.requests.responses import SkippedKinds, sealed_reasoning, translate_with_history
+from penstock.processing.requests.responses import sealed_reasoning, translate_with_history
 from penstock.processing.requests.sampling import ModelProperties
+from penstock.processing.requests.skipped import SkippedKinds
 from penstock.weights.config_json import SamplingDefaults
 
 LIMITS = RequestLimits()
@@ -42,7 +43,9 @@ def translated(
 ) -> ResponsesRequest:
     """The translation of a body, which is one that chats accept."""
     body = {"model": "m", "input": given} | fields
-    request = translate_with_history(body, limits, earlier, referenced or {}, sees=sees, skipped=SkippedKinds())
+    request = translate_with_history(
+        body, limits, earlier, referenced or {}, sees=sees, skipped=SkippedKinds("/v1/responses")
+    )
     parse_chat(request.chat, limits, FACTS)
     return request
 
@@ -285,7 +288,7 @@ def test_other_fields():
 
 def test_what_is_not_known_is_skipped_and_logged_once(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
-    skipped = SkippedKinds()
+    skipped = SkippedKinds("/v1/responses")
     body = {
         "model": "m",
         "client_metadata": {"x": [1]},
@@ -473,7 +476,7 @@ def test_any_json_is_translated_or_refused(items: Any, tools: Any, choice: Any, 
         "instructions": other,
     }
     try:
-        request = translate_with_history(body, LIMITS, (), {}, sees=True, skipped=SkippedKinds())
+        request = translate_with_history(body, LIMITS, (), {}, sees=True, skipped=SkippedKinds("/v1/responses"))
         parse_chat(request.chat, LIMITS, FACTS)
     except RequestError:
         return

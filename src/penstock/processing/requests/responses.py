@@ -587,7 +587,7 @@ class _ToolTranslator:
             raise BadField("tools", got=f"{len(self._functions)} tools", want=want, code="array_above_max_length")
 
     def function_name(self, namespace: str | None, name: str) -> str:
-        """Of a tool, also of one that is no longer among ``tools``."""
+        """The function's name of a tool, also of one that is no longer among ``tools``."""
         return self._names.get((namespace, name)) or _joined_name(namespace, name)
 
     def chat_fields(self, fields: BodyFields) -> dict[str, Any]:
