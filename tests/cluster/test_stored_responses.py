@@ -108,6 +108,7 @@ def test_a_stored_response_survives_the_death_of_every_gateway(server: PenstockS
         )
 
 
+@pytest.mark.long
 def test_with_a_folder_of_its_own_a_store_outlives_the_service(tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     flags = ["--aggregated", "--response-store", str(folder)]

@@ -564,9 +564,13 @@ async def test_what_the_client_of_tomorrow_sends_is_skipped(served: Any):
         include=["of.tomorrow"],
         stream_options={"include_obfuscation": False, "x": 1},
         reasoning={"context": "all_turns", "mode": "pro"},
+        prompt_cache_key="a session",
     )
     answer = await on.post(PATH, strange)
     assert answer.status_code == 200, answer.text
+    assert on.streams.opened[-1].session == "a session"
+    await on.post(PATH, strange, headers={"x-session-affinity": "another"})
+    assert on.streams.opened[-1].session == "another"
     assert answer.json()["output"][0]["content"] == plain.json()["output"][0]["content"]
 
 
