@@ -109,7 +109,7 @@ async def test_who_has_moved_on_since_is_not_blamed_for_a_worker_that_is_then_fo
         town.kill(leg.worker, WorkerState.WEDGED, fault=True)
         moved = len(client.tokens)
         await town.until(lambda: len(client.tokens) > moved)
-        assert flight.crashes.deaths == []
+        assert flight.crashes.deaths == ()
         await town.finish()
         client.assert_true_answer()
 

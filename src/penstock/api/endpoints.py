@@ -182,7 +182,8 @@ class Endpoints:
             del body
             asked.release()
             first = prepared.requests[0]
-            self.sessions.observe(context.caller.tenant, first.session, first.prompt)
+            if first.session:
+                self.sessions.observe(context.caller.tenant, first.session, first.prompt)
             request = _PreparedGeneration(prepared, keyed, seeded, span)
             return self._generate(exchange, request, shape, context, api.id_headers)
 
