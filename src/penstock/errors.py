@@ -89,7 +89,8 @@ class PromptTooLong(RequestError):
             f"This model's maximum context length is {limit} tokens. However, you requested "
             f"{'at least ' if at_least else ''}{prompt_tokens + max_tokens} tokens "
             f"({prompt_tokens} in the prompt, {max_tokens} in the answer). "
-            "Please reduce the length of the prompt or of the answer.",
+            "Please reduce the length of the prompt or of the answer: 'max_tokens' sets that of the answer, "
+            "'truncate_prompt_tokens' keeps the end of a prompt, and agents compact their conversation.",
             param=param,
             code="context_length_exceeded",
         )
@@ -123,7 +124,10 @@ class UnknownModel(RequestError):
 
     def __init__(self, name: str, served: str) -> None:
         super().__init__(
-            f"The model '{name}' does not exist. This server has '{served}'.", param="model", code="model_not_found"
+            f"The model '{name}' does not exist. This server has '{served}'. An operator can map names to it with "
+            "--model-alias 'PATTERN=NAME'.",
+            param="model",
+            code="model_not_found",
         )
 
 

@@ -41,6 +41,7 @@ SUMMARIES = {
     "/detokenize": "Token ids to text",
     "/v1/load_lora_adapter": "Load a LoRA adapter",
     "/v1/unload_lora_adapter": "Unload a LoRA adapter",
+    "/props": "The context and sampling defaults, as llama-server tells them",
     "/health": "Liveness: 503 when requests are open and nothing moves",
     "/ready": "Readiness: 200 when a request can be served",
     "/metrics": "Prometheus metrics",
@@ -161,7 +162,6 @@ FOREIGN_PATHS = {
     "/api/embeddings": _VECTORS,
     "/api/version": "/version",
     "/completion": _TEXT,  # llama.cpp
-    "/props": _MODELS,
     "/embedding": _VECTORS,
     "/generate": _TEXT,  # SGLang, TGI
     "/pooling": _VECTORS,

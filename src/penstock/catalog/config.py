@@ -93,7 +93,9 @@ def _entry(given: Any, where: str, base: ServeConfig) -> CatalogEntry:
     if not isinstance(pinned, bool):
         raise ConfigError(f"{where}: pinned must be true or false")
     settings = _settings(values, f"{where} ({name})", base)
-    served = msgspec.structs.replace(settings, model=path, served_model_name=name, catalogue=None, model_memory=None)
+    served = msgspec.structs.replace(
+        settings, model=path, served_model_name=name, catalogue=None, model_memory=None, model_alias=()
+    )
     return CatalogEntry(name=name, path=path, aliases=tuple(aliases), pinned=pinned, settings=served)
 
 
@@ -159,3 +161,4 @@ class FrontConfig(Config, frozen=True, kw_only=True):
     allowed_hosts: tuple[str, ...] = ()
     tls: TlsConfig | None = None
     response_store: str | None = None  # file of responses that later requests continue; None: none are kept
+    model_alias: tuple[str, ...] = ()  # PATTERN=NAME: names that clients may send for a model

@@ -47,6 +47,7 @@ from penstock.config.limits import RequestLimits
 from penstock.errors import BadField, NoWorkers, RequestError, UnknownModel
 from penstock.http_client import Upstream
 from penstock.interfaces import MultipartForm
+from penstock.processing.model_aliases import aliased_model
 
 PASSED = (
     *("/v1/chat/completions", "/v1/completions", RESPONSES_PATH, MESSAGES_PATH, f"{MESSAGES_PATH}/count_tokens"),
@@ -121,6 +122,7 @@ class FrontServices:
     allowed_origins: tuple[str, ...] = ()  # web origins that may use it
     allowed_hosts: tuple[str, ...] | None = None  # accepted Host names besides this host's; None: any
     response_store: ResponseStore | None = None  # of all models; None: they keep no responses
+    model_alias: tuple[str, ...] = ()  # PATTERN=NAME: names that clients may send for a model
 
 
 def make_catalog_app(store: FrontServices) -> ASGIApp:
@@ -155,6 +157,7 @@ class _Service:
     def __init__(self, store: FrontServices) -> None:
         self._models = store.models
         self._limits = store.limits
+        self._model_alias = store.model_alias
         self.endpoints = EndpointFactory(store.limits, Admission(store.limits, store.clock))
 
     def passing(self, path: str) -> ASGIApp:
@@ -212,9 +215,11 @@ class _Service:
             raise _missing()
         if not isinstance(name, str):
             raise BadField("model", got=name, want="a string", code="invalid_type")
-        entry = self._entry(name)
-        aliased = any(name in row["aliases"] for row in self._models.rows() if row["name"] == entry)
-        return entry, _encode({**body, "model": entry}) if aliased else raw
+        meant = name if self._models.find_entry(name) else aliased_model(name, self._model_alias)
+        entry = self._entry(meant)
+        aliased = any(meant in row["aliases"] for row in self._models.rows() if row["name"] == entry)
+        own = entry if aliased else meant
+        return entry, raw if own == name else _encode({**body, "model": own})
 
     def _entry(self, name: str) -> str:
         entry = self._models.find_entry(name)

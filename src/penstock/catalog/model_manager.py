@@ -236,6 +236,7 @@ async def _run(config: FrontConfig, io: ProcessIo) -> int:
             allowed_origins=config.allowed_origins,
             allowed_hosts=config.allowed_hosts if keys.is_open else None,
             response_store=kept,
+            model_alias=config.model_alias,
         )
     )
     manager.start()

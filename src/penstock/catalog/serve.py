@@ -56,6 +56,7 @@ from penstock.launch.run_folder import RunFolder
 from penstock.launch.shared_rates import SharedTokenBuckets
 from penstock.launch.supervisor import ChildSpec, Supervisor
 from penstock.launch.tls import checked_tls
+from penstock.processing.model_aliases import check_aliases
 from penstock.telemetry.log import configure_logging
 from penstock.types import WorkerId
 
@@ -73,6 +74,7 @@ def serve_catalog(config: ServeConfig) -> int:
     event_loop.event_loop_name(config.event_loop)
     entries = load_catalog(config)
     places = tuple(_place(entry, config.model_memory) for entry in entries)
+    check_aliases(config.model_alias, [name for place in places for name in place.names])
     with ExitStack() as stack:
         listener = stack.enter_context(bind_socket(config.host, config.port))
         port = listener.getsockname()[1]
@@ -90,6 +92,7 @@ def serve_catalog(config: ServeConfig) -> int:
             allowed_origins=config.allowed_origin,
             allowed_hosts=config.allowed_host,
             tls=checked_tls(config),
+            model_alias=config.model_alias,
             response_store=prepare_response_store(config, stack.enter_context(closing(RunFolder()))),
         )
         buckets = SharedTokenBuckets(config.scheduling.max_tenants)

@@ -66,6 +66,12 @@ HTTP_FLAGS = (
         Kind.ON_OFF,
     ),
     Flag(
+        "model-alias",
+        "PATTERN=NAME",
+        "a name that clients may send for model NAME, as 'claude-*=NAME' (repeat for more)",
+        Kind.LIST,
+    ),
+    Flag(
         "strip-billing-header",
         "",
         "leave the line x-anthropic-billing-header out of system prompts; it changes with each request (default: yes)",

@@ -171,6 +171,7 @@ class RequestConfig(Config, frozen=True, kw_only=True):
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
     disable_additional_properties: bool = True  # objects of JSON schemas have the properties that these name only
     strip_billing_header: bool = True  # the changing line in Claude Code's system prompts is left out
+    model_alias: tuple[str, ...] = ()  # PATTERN=NAME: names that clients may send for a model
 
 
 class TlsConfig(Config, frozen=True, kw_only=True):
@@ -297,6 +298,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     unknown_fields: Literal["refuse", "ignore"] = "refuse"  # fields of requests that are not known
     disable_additional_properties: bool = True  # objects of JSON schemas are closed where the schema says nothing
     strip_billing_header: bool = True  # Claude Code's changing line is left out of system prompts
+    model_alias: tuple[str, ...] = ()  # PATTERN=NAME: names that clients may send for a model, as claude-*=NAME
     catalogue: str | None = None  # file that names several models, loaded on demand
     model_memory: Positive | None = None  # bytes of all loaded models of the catalogue; None: no limit
     lora: tuple[str, ...] = ()  # adapters, each NAME=FOLDER

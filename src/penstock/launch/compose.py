@@ -74,6 +74,7 @@ from penstock.launch.sparse_attention import with_sparse_attention
 from penstock.launch.startup_log import StartupTimer, client_lines, fleet_lines, join_lines, model_lines, worker_lines
 from penstock.launch.supervisor import StoppedEarly, Supervisor
 from penstock.launch.tls import checked_tls
+from penstock.processing.model_aliases import check_aliases
 from penstock.sidecar import disable_core_dumps
 from penstock.telemetry.log import configure_logging
 from penstock.types import FP8_E4M3, Task, WorkerId, WorkerState
@@ -130,6 +131,7 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
     spec = with_sparse_attention(inspect_model(located.path), config)
     name = config.served_model_name or located.name
     lora = listed_adapters(config, name, spec)
+    check_aliases(config.model_alias, (name, *(own.name for own in lora.adapters)))
     model = _model_source(config, located, spec, loras=lora.adapters, drafts=not config.join)
     plan = None if config.join else resolve_here(config, name, spec, _beside(config, model))
     keys = _shared_keys(config) if config.join else CurveKeys.ephemeral()
@@ -363,6 +365,7 @@ def _gateway_config(
             unknown_fields=config.unknown_fields,
             disable_additional_properties=config.disable_additional_properties,
             strip_billing_header=config.strip_billing_header,
+            model_alias=config.model_alias,
         ),
         split=split and (plan is None or plan.split),
         task=spec.task,

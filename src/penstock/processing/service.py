@@ -38,6 +38,7 @@ from penstock.processing.chat.render import ChatRenderer, RenderedPrompt, Render
 from penstock.processing.chat.template import ChatTemplates, Conversation, TemplateLimits, load_template_sources
 from penstock.processing.detokenizer import IncrementalDetokenizer, OutputOptions, PromptEcho, decode_prompt
 from penstock.processing.lora import LoraRegistry
+from penstock.processing.model_aliases import aliased_model, plain_aliases
 from penstock.processing.multimodal.image_fetch import ImageFetcher
 from penstock.processing.multimodal.image_preprocessing import pillow_installed, read_image_config
 from penstock.processing.multimodal.images import ImagePipeline, MultimodalPrompt
@@ -205,7 +206,9 @@ class GenerationProcessor:
     def cards(self) -> Sequence[ModelCard]:
         own = self._card
         names = self._adapters.names()
-        return (own, *(msgspec.structs.replace(own, name=name, parent=own.name) for name in names))
+        aliases = plain_aliases(self._facts.requests.model_alias)
+        named = [*((name, own.name) for name in names), *aliases]
+        return (own, *(msgspec.structs.replace(own, name=name, parent=parent) for name, parent in named))
 
     async def load_adapter(self, body: JsonObject) -> JsonObject:
         return {"id": await self._adapters.load(body), "object": "lora_adapter", "loaded": True}
@@ -214,9 +217,19 @@ class GenerationProcessor:
         return {"id": await self._adapters.unload(body), "object": "lora_adapter", "loaded": False}
 
     def _asked(self, body: JsonObject) -> tuple[ModelProperties, AdapterRef | None]:
-        """What the body's model is: the model, or, by the name of an adapter, the model with that."""
-        adapter = self._adapters.find(body.get("model"))
-        return (self._facts if adapter is None else msgspec.structs.replace(self._facts, name=body["model"])), adapter
+        """What the body's model is: the model, or, by the name of an adapter, the model with that.
+
+        It bears the name that was asked for, which may be an alias.
+        """
+        given = body.get("model")
+        if not isinstance(given, str) or given == self._facts.name:
+            return self._facts, None
+        adapter = self._adapters.find(given)
+        name = given if adapter is not None else aliased_model(given, self._facts.requests.model_alias)
+        adapter = adapter or self._adapters.find(name)
+        if adapter is None and name != self._facts.name:
+            return self._facts, None
+        return msgspec.structs.replace(self._facts, name=given), adapter
 
     async def chat(self, body: JsonObject, envelope: RequestContext) -> PreparedGeneration:
         facts, adapter = self._asked(body)

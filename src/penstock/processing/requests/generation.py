@@ -17,6 +17,7 @@ from penstock.config.limits import RequestLimits
 from penstock.config.schema import RequestConfig
 from penstock.errors import BadField, PromptTooLong, RequestError, UnknownModel
 from penstock.processing.chat.template import RESERVED
+from penstock.processing.model_aliases import aliased_model
 from penstock.processing.requests.fields import (
     WRONG_TYPE,
     BodyFields,
@@ -338,7 +339,7 @@ def parse_model(fields: BodyFields, facts: ModelProperties, *, required: bool) -
         return
     if not isinstance(name, str):
         raise BadField("model", got=name, want="a string", code="invalid_type")
-    if name != facts.name:
+    if facts.name not in (name, aliased_model(name, facts.requests.model_alias)):
         raise UnknownModel(name[:128], facts.name)
 
 
