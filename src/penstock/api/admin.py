@@ -191,20 +191,6 @@ def status_routes(
         reason = "a worker that is needed is not ready" + (f" (waiting for {missing})" if missing else "")
         return _json({"status": "not ready", "reason": reason}, 503)
 
-    async def props(_: Request) -> Response:
-        """What llama-server's clients look for: the context above all."""
-        own = cards()[0]
-        return _json(
-            {
-                "default_generation_settings": {"n_ctx": own.max_model_len, "params": own.sampling},
-                "total_slots": 1,
-                "model_alias": own.name,
-                "model_path": own.name,
-                "modalities": {"vision": own.vision, "audio": False},
-                "build_info": f"penstock {__version__}",
-            }
-        )
-
     async def show_metrics(_: Request) -> Response:
         return Response(await page.get(), headers={"content-type": metrics_type})
 
@@ -222,7 +208,7 @@ def status_routes(
     return [
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
-        Route("/props", props),
+        Route("/props", lambda _: _json(llama_server_props(cards()[0]))),
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", show_metrics),
@@ -285,6 +271,18 @@ def model_object(card: ModelCard) -> dict[str, Any]:
     if card.parent is not None:
         shown["parent"] = card.parent
     return shown
+
+
+def llama_server_props(card: ModelCard) -> dict[str, Any]:
+    """What llama-server's clients look for: the context above all."""
+    return {
+        "default_generation_settings": {"n_ctx": card.max_model_len, "params": card.sampling},
+        "total_slots": 1,
+        "model_alias": card.name,
+        "model_path": card.name,
+        "modalities": {"vision": card.vision, "audio": False},
+        "build_info": f"penstock {__version__}",
+    }
 
 
 def anthropic_model(name: str, created: int) -> dict[str, Any]:
