@@ -18,7 +18,11 @@ EXIT_USAGE = 2
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "serve": "serve a model behind the OpenAI API",
+        "run": "serve a model and talk to it, in one",
+        "launch": "start a coding agent that uses a model served here",
+        "pull": "download a model from the Hugging Face Hub",
         "worker": "run one worker for a gateway on another host",
+        "ps": "list the services that run on this host",
         "status": "show a running service: its model, rates and workers",
         "admin": "change a worker's role, drain or restart it",
         "chat": "talk to a model in the terminal",
@@ -94,16 +98,12 @@ FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
 
 FOREIGN_COMMANDS: Mapping[str, str] = MappingProxyType(
     {
-        "run": "penstock serve MODEL, then penstock chat",
-        "ps": "penstock status",
-        "list": "penstock status",
-        "ls": "penstock status",
-        "pull": "penstock serve ORG/NAME, which downloads the model first",
+        "list": "penstock ps, for what runs; downloaded models are in ~/.cache/huggingface/hub",
+        "ls": "penstock ps, for what runs; downloaded models are in ~/.cache/huggingface/hub",
         "show": "penstock plan MODEL",
         "stop": "Ctrl-C or SIGTERM, where `penstock serve` runs",
         "start": "penstock serve",
         "server": "penstock serve",
-        "launch": "penstock serve",
         "benchmark": "penstock bench",
         "quantize": "penstock compress",
         "help": "penstock --help",

@@ -1,0 +1,143 @@
+"""A service for one command: one that runs on this host, or ``penstock serve`` as a child until the command ends.
+
+The child has a session of its own, so the terminal's signals do not reach it, and stops when this process ends, however
+that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from penstock.bundled import STORYTELLER
+from penstock.cli.console import StatusLine
+from penstock.errors import ConfigError, WorkerError
+from penstock.launch.run_folder import ServiceRecord, running_services
+from penstock.sidecar import python_command
+
+LOG_TAIL_BYTES = 16 << 10
+POLL_S = 0.05
+STOP_S = 40.0
+"""How long an orderly end may take before the service is killed."""
+
+_ERROR = "penstock: error: "
+_LOG_LINE = re.compile(r"^[\d:.]+ ([IWEC]) \S+ +(.*)$")
+
+
+def find_service(model: str | None) -> ServiceRecord | None:
+    """The latest service of this user on this host with this model (its name, folder or file; None: any model).
+
+    Not those that other commands started for themselves.
+    """
+    wanted = None if model is None else {model, str(Path(model).expanduser().resolve())}
+    services = [record for record in running_services() if record.model and record.generates]
+    shared = [record for record in services if not record.stops_with_parent]
+    return next((one for one in reversed(shared) if wanted is None or wanted & {one.model, one.path}), None)
+
+
+@contextlib.contextmanager
+def started_service(model: str | None, folder: Path, flags: Sequence[str] = ()) -> Iterator[ServiceRecord]:
+    """``penstock serve`` on any free port until the end of the block; its log is in ``folder``.
+
+    Shows how the start goes.  ``model`` as ``penstock serve`` takes it; None or storyteller: the bundled one.  Raises
+    ConfigError with the service's own last words if it cannot start.
+    """
+    model = None if model == STORYTELLER and not Path(model).exists() else model
+    words = [
+        "serve",
+        *([] if model is None else [model]),
+        "--port",
+        "0",
+        "--stop-with-parent",
+        str(os.getpid()),
+        *flags,
+    ]
+    log = folder / "service.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            python_command("penstock", *words),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,
+        )
+    try:
+        with StatusLine(f"starting {model or STORYTELLER}") as status:
+            record = _wait_ready(process, log, status)
+        yield record
+    finally:
+        _stop(process)
+
+
+def _wait_ready(process: subprocess.Popen[bytes], log: Path, status: StatusLine) -> ServiceRecord:
+    while True:
+        record = next((one for one in running_services() if one.pid == process.pid), None)
+        if record is not None:
+            return record
+        if process.poll() is not None:
+            _raise_last_words(process.returncode, log)
+        status.show(last_words(log))
+        time.sleep(POLL_S)
+
+
+def _raise_last_words(code: int, log: Path) -> NoReturn:
+    lines = _tail(log)
+    errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
+    if errors:
+        raise ConfigError(errors[-1])
+    raise WorkerError(f"the service ended with {code} before it was ready: {' / '.join(lines[-3:])}")
+
+
+def last_words(log: Path) -> str:
+    """The text of the last line of a service's log, without time and process."""
+    lines = _tail(log)
+    match = _LOG_LINE.match(lines[-1]) if lines else None
+    return match[2] if match else ""
+
+
+def service_failures(log: Path) -> list[str]:
+    """The warnings and errors at the end of a service's log."""
+    matches = filter(None, map(_LOG_LINE.match, _tail(log)))
+    return [match[2] for match in matches if match[1] in "WEC"]
+
+
+def _tail(log: Path) -> list[str]:
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """An orderly end; killed if that takes too long."""
+    if process.poll() is None:
+        process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """In the block, SIGTERM and SIGHUP raise SystemExit, so that what was started is stopped and removed."""
+
+    def leave(signum: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + signum)
+
+    caught = [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) != signal.SIG_IGN]
+    before = {signum: signal.signal(signum, leave) for signum in caught}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
