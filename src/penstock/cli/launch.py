@@ -13,13 +13,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from penstock.cli.agents import AGENTS, AgentCommand, AgentService, CodingAgent
-from penstock.cli.local_service import exit_on_signals, find_service, started_service
+from penstock.cli.local_service import exit_on_signals, find_service, started_service, temporary_folder
 from penstock.cli.openai_client import request_json
 from penstock.cli.parsing import COMMANDS
 from penstock.cli.pull import download_with_progress
@@ -77,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
     agent = AGENTS[args.agent]
     if not args.print and shutil.which(agent.executable) is None:
         raise ConfigError(f"{agent.title} is not installed ({agent.executable} is not on PATH): {agent.install}")
-    with exit_on_signals(), tempfile.TemporaryDirectory(prefix="penstock-launch-") as name:
-        folder = PRINTED_FOLDER if args.print else Path(name)
+    with exit_on_signals(), temporary_folder() as own_folder:
+        folder = PRINTED_FOLDER if args.print else own_folder
         with service_for(args, folder) as service:
             command = agent.command(service, folder, args.rest)
             if args.print:

@@ -7,11 +7,14 @@ that is.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +28,10 @@ from penstock.sidecar import python_command
 
 LOG_TAIL_BYTES = 16 << 10
 POLL_S = 0.05
+FOLDER_PREFIX = "penstock-own-"
+JUST_MADE_S = 60.0
+"""A folder younger than this may be about to be locked."""
+
 STOP_S = 40.0
 """How long an orderly end may take before the service is killed."""
 
@@ -41,6 +48,34 @@ def find_service(model: str | None) -> ServiceRecord | None:
     services = [record for record in running_services() if record.model and record.generates]
     shared = [record for record in services if not record.stops_with_parent]
     return next((one for one in reversed(shared) if wanted is None or wanted & {one.model, one.path}), None)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder that only this user can read, removed at the end of the block.
+
+    Those that killed processes left are removed, too: the lock in a folder is held as long as its process lives.
+    """
+    base = Path(tempfile.gettempdir())
+    for left in base.glob(f"{FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            found = left.lstat()
+            old = time.time() - found.st_mtime > JUST_MADE_S
+            if old and found.st_uid == os.geteuid() and _is_unlocked(left / "lock"):
+                shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name, (Path(name) / "lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield Path(name)
+
+
+def _is_unlocked(path: Path) -> bool:
+    """Raises OSError where there is none: a folder that is being made."""
+    with path.open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 @contextlib.contextmanager
@@ -74,6 +109,9 @@ def started_service(model: str | None, folder: Path, flags: Sequence[str] = ()) 
         with StatusLine(f"starting {model or STORYTELLER}") as status:
             record = _wait_ready(process, log, status)
         yield record
+        if process.poll() is not None:
+            last = "; ".join(service_failures(log)[-2:])
+            print(f"penstock: the service ended with {process.returncode} meanwhile: {last}", file=sys.stderr)
     finally:
         _stop(process)
 

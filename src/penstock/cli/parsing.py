@@ -112,6 +112,9 @@ FOREIGN_COMMANDS: Mapping[str, str] = MappingProxyType(
 )
 """What other servers call a command, and what to type here."""
 
+LATE_ARGUMENT = "late_argument"
+"""A command's default of this name names its optional last argument, which may stand behind flags."""
+
 _UNKNOWN = re.compile(r"argument COMMAND: invalid choice: '(?P<name>[^']*)'")
 
 
@@ -127,6 +130,9 @@ class CommandParser(argparse.ArgumentParser):
         hidden = [word for word in given if word in _FOREIGN_HELP]  # argparse would take -hf for -h
         found, unknown = self.parse_known_args([word for word in given if word not in hidden], argparse.Namespace())
         unknown = hidden + unknown
+        late = getattr(found, LATE_ARGUMENT, None)
+        if late is not None and getattr(found, late) is None and len(unknown) == 1 and unknown[0][:1] != "-":
+            setattr(found, late, unknown.pop())  # argparse takes a second argument before flags only
         if unknown:
             command = getattr(found, "command", None)
             self._command_parser(command).error(unknown_arguments(unknown, self._flags_of(command)))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from pathlib import Path
 
 from penstock.bundled import STORYTELLER
 from penstock.cli import chat
-from penstock.cli.local_service import exit_on_signals, find_service, started_service
-from penstock.cli.parsing import COMMANDS
+from penstock.cli.local_service import exit_on_signals, find_service, started_service, temporary_folder
+from penstock.cli.parsing import COMMANDS, LATE_ARGUMENT
 from penstock.cli.pull import download_with_progress
 from penstock.config.load import load_client
 from penstock.launch.model_path import is_hub_name
@@ -38,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=EPILOG + chat.HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run, wait=0.0)
+    parser.set_defaults(run=run, wait=0.0, **{LATE_ARGUMENT: "prompt"})
     parser.add_argument("model", metavar="MODEL", help=f"a folder, a .gguf file, org/name, or {STORYTELLER}")
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="ask this and end; none: a conversation")
     parser.add_argument("--api-key", metavar="KEY", help="of a service that runs already; default: PENSTOCK_API_KEY")
@@ -54,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
         download_with_progress(args.model)  # before the service starts quietly
     with (
         exit_on_signals(),
-        tempfile.TemporaryDirectory(prefix="penstock-run-") as folder,
-        started_service(args.model, Path(folder)) as own,
+        temporary_folder() as folder,
+        started_service(args.model, folder) as own,
     ):
         return _talk(args, own)
 

@@ -65,23 +65,23 @@ _decode_record = msgspec.json.Decoder(ServiceRecord).decode
 
 
 def running_services(bases: Iterable[Path] | None = None) -> list[ServiceRecord]:
-    """The services of this user on this host that are ready, ordered by process id."""
-    found: dict[int, ServiceRecord] = {}
+    """The services of this user on this host that are ready, the latest last."""
+    found: dict[int, tuple[int, ServiceRecord]] = {}  # by process: when it was ready, and what it serves
     for base in default_bases() if bases is None else bases:
         with contextlib.suppress(OSError):
             for entry in os.scandir(base):
                 if _is_own_folder(entry) and not entry.name.startswith(".") and not _is_left(entry, entry.stat()):
                     record = _read_record(Path(entry.path))
                     if record is not None:
-                        found[record.pid] = record
-    return [found[pid] for pid in sorted(found)]
+                        found[record[1].pid] = record
+    return [record for _, record in sorted(found.values(), key=lambda found: found[0])]
 
 
-def _read_record(folder: Path) -> ServiceRecord | None:
-    """None: the service is not ready, or is no service."""
+def _read_record(folder: Path) -> tuple[int, ServiceRecord] | None:
+    """When it was written (ns), and what it says.  None: the service is not ready, or is no service."""
     try:
         with (folder / _RECORD).open("rb") as file:
-            return _decode_record(file.read(_MAX_RECORD_BYTES))
+            return os.fstat(file.fileno()).st_mtime_ns, _decode_record(file.read(_MAX_RECORD_BYTES))
     except (OSError, msgspec.DecodeError):
         return None
 

@@ -220,13 +220,28 @@ def test_the_exit_status_is_the_agents(mode: str, status: int, launches: Launche
     assert launches.run("codex", FAKE_AGENT=mode).returncode == status
 
 
+def test_what_a_killed_one_left_is_removed_and_what_a_running_one_has_is_not(launches: Launches) -> None:
+    environ = launches.environ | {"FAKE_AGENT": "waits"}
+    with subprocess.Popen(launches.command("claude"), env=environ, start_new_session=True) as process:
+        launches.wait_for_agent()
+        (folder,) = launches.tmp.iterdir()
+        os.utime(folder, (0, 0))  # as if it had been made long ago
+        launches.run("codex")
+        assert (folder / "claude-settings.json").exists()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert folder.exists()
+    launches.run("codex")
+    assert list(launches.tmp.iterdir()) == []
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_agent_too_and_leaves_nothing(signum: signal.Signals, launches: Launches) -> None:
     before = launches.everything()
     environ = launches.environ | {"FAKE_AGENT": "waits"}
     with subprocess.Popen(launches.command("claude"), env=environ, start_new_session=True) as process:
         launches.wait_for_agent()
-        assert [path.name.startswith("penstock-launch-") for path in launches.tmp.iterdir()] == [True]
+        assert len(list(launches.tmp.iterdir())) == 1
         assert stat.S_IMODE(next(launches.tmp.iterdir()).stat().st_mode) == 0o700
         process.send_signal(signum)
         assert process.wait(30) == 128 + signum

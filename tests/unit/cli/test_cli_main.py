@@ -43,6 +43,7 @@ def test_the_whole_has_help_and_a_version(capsys: pytest.CaptureFixture[str]) ->
         (["serv"], "there is no command 'serv'; did you mean serve?"),
         (["ls"], "there is no command 'ls' here; try: penstock ps"),
         (["launch", "--model", "x"], "the following arguments are required: AGENT"),
+        (["run", "a", "--seed", "3", "b", "c"], "penstock run: error: unrecognized arguments: b c"),
         (["run"], "the following arguments are required: MODEL"),
         (["pull", "a/b", "c/d"], "penstock pull: error: unrecognized arguments: c/d"),
         (["serve", "--no-such-flag"], "penstock serve: error: unrecognized arguments: --no-such-flag"),
