@@ -76,6 +76,7 @@ def claude_command(service: AgentService, folder: Path, arguments: Sequence[str]
         "ANTHROPIC_DEFAULT_OPUS_MODEL": service.model,
         "ANTHROPIC_DEFAULT_SONNET_MODEL": service.model,
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": service.model,
+        "ANTHROPIC_DEFAULT_FABLE_MODEL": service.model,
         "CLAUDE_CODE_SUBAGENT_MODEL": service.model,
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # a line that changes each turn and breaks the prefix cache
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import penstock
 from penstock.bundled import STORYTELLER
 from penstock.cli.console import StatusLine
 from penstock.errors import ConfigError, WorkerError
@@ -96,13 +97,14 @@ def started_service(model: str | None, folder: Path, flags: Sequence[str] = ()) 
         *flags,
     ]
     log = folder / "service.log"
+    package = str(Path(penstock.__file__).parent.parent)
     with log.open("wb") as out:
         process = subprocess.Popen(
             python_command("penstock", *words),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))},
             start_new_session=True,
         )
     try:

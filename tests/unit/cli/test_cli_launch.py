@@ -151,7 +151,7 @@ def test_claude_code_is_led_here_and_nowhere_else(launches: Launches) -> None:
     assert found["words"] == ["--settings", settings, "--model", "org/coder", "-p", "say hello", "--", "x"]
     url, environ = launches.environ["PENSTOCK_URL"], found["environ"]
     assert given(environ, "ANTHROPIC_BASE_URL", "ANTHROPIC_AUTH_TOKEN") == [url, "secret-key"]
-    models = [f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")]
+    models = [f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU", "FABLE")]
     assert set(given(environ, "ANTHROPIC_MODEL", *models)) == {"org/coder"}
     assert given(environ, "ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK") == [None, None]
     assert given(environ, "CLAUDE_CODE_ATTRIBUTION_HEADER", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC") == ["0", "1"]
