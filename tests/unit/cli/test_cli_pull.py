@@ -108,13 +108,14 @@ def test_a_pull_that_was_killed_goes_on_in_the_next(repo: Path, tmp_path: Path) 
     assert not partial_file(home).exists()
 
 
+@pytest.mark.long
 def test_a_server_without_ranges_sends_the_whole_again(repo: Path, tmp_path: Path) -> None:
     with hub_server(repo, breaks={"model.safetensors": [400_000]}, no_ranges=True) as hub:
         assert pull(hub, tmp_path / "home").returncode == 0
     assert (snapshot(tmp_path / "home") / "model.safetensors").read_bytes() == WEIGHTS
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", pytest.param("tokenizer.json", marks=pytest.mark.long)])
 def test_a_damaged_file_is_refused_and_not_kept(name: str, repo: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     with hub_server(repo, damaged=[name]) as hub:
@@ -139,6 +140,7 @@ def test_a_gated_model_needs_its_token_which_goes_to_the_hub_alone(repo: Path, t
     assert not [path for path in sent if path.startswith("/cdn/")]
 
 
+@pytest.mark.long
 def test_a_revision(repo: Path, tmp_path: Path) -> None:
     with hub_server(repo) as hub:
         done = pull(hub, tmp_path / "home", "--revision", "nope")
