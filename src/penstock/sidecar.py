@@ -73,10 +73,10 @@ def start_child(module: str, word: str, descriptors: Sequence[int]) -> subproces
     )
 
 
-def end_with_parent() -> None:
-    """Called by a child: the kernel kills it when the thread that started it ends.  Raises OSError."""
+def end_with_parent(signum: int = signal.SIGKILL) -> None:
+    """Called by a child: the kernel sends it this signal when the thread that started it ends.  Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 

@@ -74,12 +74,13 @@ def streaming(server: PenstockServer, **more: Any) -> Iterator[Stream]:
         yield Stream(response)
 
 
-def penstock(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
+def penstock(*words: str, given: str | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; ``given`` is piped into it."""
     paths = os.pathsep.join(path for path in sys.path if path)
     return subprocess.run(
         [sys.executable, "-m", "penstock", *words],
         env=os.environ | {"PYTHONPATH": paths} | environ,
+        input=given,
         capture_output=True,
         text=True,
         timeout=110,

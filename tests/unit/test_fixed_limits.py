@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from penstock.cli.launch import AGENT_STOP_S
+from penstock.cli.local_service import STOP_S
 from penstock.engine.service.gateways import MAX_LOGPROBS_PER_MESSAGE
 from penstock.engine.service.kv_events import MAX_DEMOTED
 from penstock.grammar.matcher import (
@@ -21,6 +23,7 @@ from penstock.grammar.matcher import (
 from penstock.http_client import MAX_EVENT_BYTES
 from penstock.kv.transfer.sender import ANNOUNCED_BYTES, FIRST_ANNOUNCED_BYTES, MAX_WAITING_PULLS
 from penstock.launch.channel import MAX_WAITING
+from penstock.launch.hub_download import MAX_FRUITLESS_RETRIES, SPARE_BYTES
 from penstock.weights.manifest import MAX_BYTES, MAX_MANIFESTS
 from penstock.wire.codec import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES
 from penstock.wire.zeromq import QUEUE_MESSAGES, RECEIVED_MESSAGES
@@ -38,6 +41,10 @@ def test_fixed_limits_are_those_that_are_documented():
         "1,024 received messages": (RECEIVED_MESSAGES, 1024),
         "64 MiB a manifest": (MAX_BYTES, 64 * MIB),
         "the 1,000 most recently loaded": (MAX_MANIFESTS, 1000),
+        "gives up a download | 6": (MAX_FRUITLESS_RETRIES, 5),
+        "a download leaves free | 64 MiB": (SPARE_BYTES, 64 * MIB),
+        "before it is killed | 40 s": (STOP_S, 40.0),
+        "before it is killed | 10 s": (AGENT_STOP_S, 10.0),
     }
     assert {words for words, (is_, should_be) in documented.items() if words not in page or is_ != should_be} == set()
 

@@ -191,11 +191,11 @@ def status_routes(
         reason = "a worker that is needed is not ready" + (f" (waiting for {missing})" if missing else "")
         return _json({"status": "not ready", "reason": reason}, 503)
 
+    async def props(_: Request) -> Response:
+        return _json(llama_server_props(cards()[0]))
+
     async def show_metrics(_: Request) -> Response:
         return Response(await page.get(), headers={"content-type": metrics_type})
-
-    async def version(_: Request) -> Response:
-        return _json({"version": __version__})
 
     async def workers(_: Request) -> Response:
         shown = {"service": _service(cards()[0], clock.now() - began), "workers": list(streams.workers())}
@@ -208,14 +208,18 @@ def status_routes(
     return [
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
-        Route("/props", lambda _: _json(llama_server_props(cards()[0]))),
+        Route("/props", props),
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", show_metrics),
-        Route("/version", version),
+        Route("/version", _version),
         Route("/admin/workers", workers),
         Route("/debug/requests/{name:path}", decisions),
     ]
+
+
+async def _version(_: Request) -> Response:
+    return _json({"version": __version__})
 
 
 def _service(card: ModelCard, uptime_s: float) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from penstock.launch.compose import (
     heartbeat_slots,
     log_lines,
     prepare_response_store,
+    publish_service,
     run_supervised,
     serve,
     service_url,
@@ -79,6 +80,7 @@ def serve_catalog(config: ServeConfig) -> int:
         listener = stack.enter_context(bind_socket(config.host, config.port))
         port = listener.getsockname()[1]
         slots = heartbeat_slots((GATEWAY, *(entry.name for entry in entries)))
+        run_folder = stack.enter_context(closing(RunFolder()))
         store = FrontConfig(
             models=places,
             model_memory=config.model_memory,
@@ -93,7 +95,7 @@ def serve_catalog(config: ServeConfig) -> int:
             allowed_hosts=config.allowed_host,
             tls=checked_tls(config),
             model_alias=config.model_alias,
-            response_store=prepare_response_store(config, stack.enter_context(closing(RunFolder()))),
+            response_store=prepare_response_store(config, run_folder),
         )
         buckets = SharedTokenBuckets(config.scheduling.max_tenants)
         jobs = CatalogProcesses(
@@ -103,6 +105,7 @@ def serve_catalog(config: ServeConfig) -> int:
         supervisor.on_stopping(listener.close)
 
         def ready() -> None:
+            publish_service(config, port, run_folder)
             log_lines(_lines(places, config.model_memory))
             log_lines([f"ready after {phases}: {service_url(config, port)}"])
 

@@ -67,12 +67,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="ask this and end; none: a conversation")
     add_service_flags(parser)
     parser.add_argument("--model", metavar="NAME", help="default: the first that /v1/models names")
+    add_chat_flags(parser)
+    parser.add_argument("--wait", type=float, default=0.0, metavar="S", help="until the server is ready, at most")
+
+
+def add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the requests."""
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--temperature", type=float, metavar="T", help="default: the server's; 0 is greedy")
     parser.add_argument("--top-p", type=float, metavar="P", help="default: the server's")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="of one answer; default: the server's")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
-    parser.add_argument("--wait", type=float, default=0.0, metavar="S", help="until the server is ready, at most")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -90,6 +90,39 @@ class _ProgressLines:
             print(f"{self._what}: {done}, {now - self._begun:.0f} s", file=sys.stderr, flush=True)
 
 
+class StatusLine:
+    """What is being waited for: on a terminal one line of standard error, elsewhere a line every ten seconds."""
+
+    EVERY_S = 10.0
+    TERMINAL_EVERY_S = 0.2
+
+    def __init__(self, what: str, now: Callable[[], float] = time.monotonic) -> None:
+        self._what, self._now = what, now
+        self._terminal = sys.stderr.isatty()
+        self._begun = now()
+        self._last = self._begun - self.TERMINAL_EVERY_S
+
+    def __enter__(self) -> StatusLine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._terminal:
+            print(f"\r{_ERASE_TO_END}", end="", file=sys.stderr, flush=True)
+
+    def show(self, detail: str) -> None:
+        """The latest news, without line ends."""
+        now = self._now()
+        if now - self._last < (self.TERMINAL_EVERY_S if self._terminal else self.EVERY_S):
+            return
+        self._last = now
+        line = f"{self._what}, {now - self._begun:.0f} s" + (f": {detail}" if detail else "")
+        if self._terminal:
+            width = shutil.get_terminal_size().columns
+            print(f"\r{line[: width - 1]}{_ERASE_TO_END}", end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def _bar(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
     scaled = unit == "B"

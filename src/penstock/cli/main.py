@@ -28,6 +28,7 @@ EPILOG = """\
 examples:
   penstock serve                     serve the bundled storyteller on http://127.0.0.1:8000
   penstock serve ~/models/llama      serve a Hugging Face folder
+  penstock run ORG/NAME              serve a model of the Hub, and talk to it
   penstock chat                      talk to it
   penstock COMMAND --help            everything else
 """
@@ -36,9 +37,11 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit code."""
     os.environ.update(ONE_THREAD)
-    words = _as_of_today(sys.argv[1:] if argv is None else argv)
+    words, rest = _without_rest(_as_of_today(sys.argv[1:] if argv is None else argv))
     try:
         args = _parser(words).parse_args(words)
+        if rest:
+            args.rest = rest
         return int(args.run(args))
     except PenstockError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
@@ -57,6 +60,14 @@ def _as_of_today(words: Sequence[str]) -> list[str]:
             return ["host-keys", word]
         case whole:
             return whole
+
+
+def _without_rest(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """The words, and those behind ``--`` that are for another program: ``penstock launch AGENT -- ARGS``."""
+    if words[:1] != ["launch"] or "--" not in words:
+        return words, ()
+    end = words.index("--")
+    return words[:end], words[end + 1 :]
 
 
 def _parser(words: Sequence[str]) -> CommandParser:

@@ -18,7 +18,11 @@ EXIT_USAGE = 2
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "serve": "serve a model behind the OpenAI API",
+        "run": "serve a model and talk to it, in one",
+        "launch": "start a coding agent that uses a model served here",
+        "pull": "download a model from the Hugging Face Hub",
         "worker": "run one worker for a gateway on another host",
+        "ps": "list the services that run on this host",
         "status": "show a running service: its model, rates and workers",
         "admin": "change a worker's role, drain or restart it",
         "chat": "talk to a model in the terminal",
@@ -94,16 +98,12 @@ FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
 
 FOREIGN_COMMANDS: Mapping[str, str] = MappingProxyType(
     {
-        "run": "penstock serve MODEL, then penstock chat",
-        "ps": "penstock status",
-        "list": "penstock status",
-        "ls": "penstock status",
-        "pull": "penstock serve ORG/NAME, which downloads the model first",
+        "list": "penstock ps, for what runs; downloaded models are in ~/.cache/huggingface/hub",
+        "ls": "penstock ps, for what runs; downloaded models are in ~/.cache/huggingface/hub",
         "show": "penstock plan MODEL",
         "stop": "Ctrl-C or SIGTERM, where `penstock serve` runs",
         "start": "penstock serve",
         "server": "penstock serve",
-        "launch": "penstock serve",
         "benchmark": "penstock bench",
         "quantize": "penstock compress",
         "help": "penstock --help",
@@ -111,6 +111,9 @@ FOREIGN_COMMANDS: Mapping[str, str] = MappingProxyType(
     }
 )
 """What other servers call a command, and what to type here."""
+
+LATE_ARGUMENT = "late_argument"
+"""A command's default of this name names its optional last argument, which may stand behind flags."""
 
 _UNKNOWN = re.compile(r"argument COMMAND: invalid choice: '(?P<name>[^']*)'")
 
@@ -127,6 +130,9 @@ class CommandParser(argparse.ArgumentParser):
         hidden = [word for word in given if word in _FOREIGN_HELP]  # argparse would take -hf for -h
         found, unknown = self.parse_known_args([word for word in given if word not in hidden], argparse.Namespace())
         unknown = hidden + unknown
+        late = getattr(found, LATE_ARGUMENT, None)
+        if late is not None and getattr(found, late) is None and len(unknown) == 1 and unknown[0][:1] != "-":
+            setattr(found, late, unknown.pop())  # argparse takes a second argument before flags only
         if unknown:
             command = getattr(found, "command", None)
             self._command_parser(command).error(unknown_arguments(unknown, self._flags_of(command)))

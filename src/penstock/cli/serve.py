@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 
 from penstock.cli.parsing import COMMANDS
 from penstock.cli.settings_flags import ENGINE_FLAGS, Flag, Kind, add_flags, add_model_and_config, settings_of
 from penstock.config.load import dump_toml, load_serve
+from penstock.errors import ConfigError
+from penstock.sidecar import end_with_parent
 
 EPILOG = """\
 examples:
@@ -98,6 +102,7 @@ HTTP_FLAGS = (
     Flag("trace-endpoint", "URL", "send spans of requests to this OpenTelemetry collector"),
     Flag("trace-file", "FILE", "write spans to this file, as JSON lines"),
     Flag("trace-sample", "RATIO", "share of requests to trace when the caller makes no sampling decision (default: 1)"),
+    Flag("stop-with-parent", "PID", "stop when this process ends, which started the service (a script's $$)"),
     Flag("log-requests", "", "log a line for each request, without its texts", Kind.ON),
     Flag("log-json", "", "log one JSON object per line", Kind.ON),
 )
@@ -163,6 +168,12 @@ def run(args: argparse.Namespace) -> int:
     if getattr(args, "print_config", False):
         print(dump_toml(config, "penstock serve"), end="")
         return 0
+    if config.stop_with_parent is not None:
+        end_with_parent(signal.SIGTERM)
+        if os.getppid() != config.stop_with_parent:
+            raise ConfigError(
+                f"--stop-with-parent {config.stop_with_parent}: the parent of this process is {os.getppid()}"
+            )
     if config.catalogue is not None:
         from penstock.catalog.serve import serve_catalog
 

@@ -291,6 +291,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     allowed_host: tuple[str, ...] = ()  # Host names accepted without a key; "*": all
     tls_cert: str | None = None  # file of the certificate for HTTPS, PEM; None: HTTP in clear
     tls_key: str | None = None  # file of its private key
+    stop_with_parent: Positive | None = None  # id of this process's parent; the service stops when that ends
     log_requests: bool = False  # log a line for each request, not only for refused ones
     allowed_origin: tuple[str, ...] = ()  # of web pages that may use the service from a browser; "*": all
     served_model_name: str | None = None

@@ -68,7 +68,7 @@ from penstock.launch.processes import (
     kv_layout,
 )
 from penstock.launch.restart_policy import GATEWAY
-from penstock.launch.run_folder import RunFolder
+from penstock.launch.run_folder import RunFolder, ServiceRecord
 from penstock.launch.shared_rates import SharedTokenBuckets
 from penstock.launch.sparse_attention import with_sparse_attention
 from penstock.launch.startup_log import StartupTimer, client_lines, fleet_lines, join_lines, model_lines, worker_lines
@@ -177,6 +177,7 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
             if nested:
                 nested.slot.set_state(WorkerState.READY)
             else:
+                publish_service(config, port, run_folder, model=name, located=located, task=spec.task)
                 log_lines(_talk_lines(config, name, spec, port, took=str(phases)))
 
         return run_supervised(supervisor, workers, plan, phases, ready)
@@ -209,6 +210,29 @@ def serve_worker(config: WorkerServeConfig) -> int:
             log_lines(worker_lines(config.listen, config.model, str(config.keys), took=str(phases)))
 
         return run_supervised(supervisor, workers, plan, phases, ready)
+
+
+def publish_service(
+    config: ServeConfig,
+    port: int,
+    folder: RunFolder,
+    *,
+    model: str = "",
+    located: ModelLocation | None = None,
+    task: Task = Task.GENERATE,
+) -> None:
+    """Tell other commands on this host what is served; a catalog has no one model."""
+    folder.publish(
+        ServiceRecord(
+            pid=os.getpid(),
+            url=service_url(config, port),
+            model=model,
+            path="" if located is None else str(located.path),
+            generates=task is Task.GENERATE,
+            needs_key=bool(config.api_key or config.api_keys),
+            stops_with_parent=config.stop_with_parent is not None,
+        )
+    )
 
 
 def _model_source(

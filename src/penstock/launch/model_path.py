@@ -16,12 +16,9 @@ from pathlib import Path
 from penstock.bundled import STORYTELLER, storyteller
 from penstock.errors import ModelError
 from penstock.launch.fork_server import fork
+from penstock.launch.hub_download import download_model
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_WANTED = (
-    *("*.json", "*.safetensors", "*.jinja", "LICENSE*", "README.md"),
-    *("*.model", "*.tiktoken", "merges.txt", "vocab.bpe"),  # vocabularies without tokenizer.json
-)
 GGUF = ".gguf"
 CONFIG = "config.json"
 _OK, _BAD = b"+", b"-"
@@ -50,12 +47,17 @@ def locate_model(model: str | None, download: Callable[[str], str] | None = None
         return ModelLocation(path.resolve(), path.stem)
     if path.exists():
         raise ModelError(f"{model} is a file; expected a .gguf file, or the folder with config.json and *.safetensors")
-    if not _HUB_NAME.fullmatch(model):
+    if not is_hub_name(model):
         raise ModelError(
             f"{model}: no such folder, and no Hub name (org/name) either; "
             "try penstock serve ORG/NAME, or penstock serve for the bundled model"
         )
     return ModelLocation(Path((download or download_in_child)(model)), model)
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether this may be the name of a model on the Hub."""
+    return _HUB_NAME.fullmatch(name) is not None
 
 
 def config_folder(model: str) -> Path:
@@ -66,9 +68,9 @@ def config_folder(model: str) -> Path:
     path = Path(model).expanduser()
     if path.exists():
         return path
-    if not _HUB_NAME.fullmatch(model):
+    if not is_hub_name(model):
         raise ModelError(f"{model}: no such file or folder, and no Hub name (org/name) either")
-    return Path(_download(model, (CONFIG,)))
+    return download_model(model, wanted=(CONFIG,)).folder
 
 
 def download_in_child(name: str) -> str:
@@ -77,7 +79,7 @@ def download_in_child(name: str) -> str:
 
     def body() -> int:
         try:
-            os.write(writer, _OK + _download(name).encode())
+            os.write(writer, _OK + os.fsencode(download_model(name).folder))
         except ModelError as error:
             os.write(writer, _BAD + str(error).encode())
         return 0
@@ -96,38 +98,3 @@ def download_in_child(name: str) -> str:
     if answer[:1] == _OK:
         return answer[1:].decode()
     raise ModelError(answer[1:].decode(errors="replace") or f"{name}: the download ended without a result")
-
-
-def _download(name: str, wanted: tuple[str, ...] = _WANTED) -> str:
-    import httpx2
-    from huggingface_hub import errors, snapshot_download
-
-    try:
-        return snapshot_download(name, allow_patterns=list(wanted))
-    except errors.GatedRepoError:
-        raise ModelError(
-            f"{name} is gated: accept its terms at https://huggingface.co/{name}, then log in with `hf auth login` "
-            "or set HF_TOKEN"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise ModelError(
-            f"{name}: the Hub has no such model, or it is private (then log in: `hf auth login`)"
-        ) from None
-    except errors.LocalEntryNotFoundError as error:
-        raise ModelError(_not_cached(name, offline=isinstance(error.__cause__, errors.OfflineModeIsEnabled))) from None
-    # ValueError: a name or an address that the Hub's library takes for none; RuntimeError: what fetches large files.
-    except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError, RuntimeError) as error:
-        first = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ModelError(f"{name}: cannot fetch it from the Hub: {first}") from None
-
-
-def _not_cached(name: str, *, offline: bool) -> str:
-    if offline:
-        return (
-            f"{name}: the model is not in the local cache, and HF_HUB_OFFLINE forbids to fetch it; "
-            "unset that once, or give the folder of a model instead of a name"
-        )
-    return (
-        f"{name}: the Hub cannot be reached and the model is not in the local cache; "
-        "connect once, or give the folder of a model instead of a name"
-    )

@@ -41,7 +41,11 @@ def test_the_whole_has_help_and_a_version(capsys: pytest.CaptureFixture[str]) ->
         ([], "penstock: error: the following arguments are required: COMMAND"),
         (["no-such-command"], "penstock: error: there is no command 'no-such-command'"),
         (["serv"], "there is no command 'serv'; did you mean serve?"),
-        (["ps"], "there is no command 'ps' here; try: penstock status"),
+        (["ls"], "there is no command 'ls' here; try: penstock ps"),
+        (["launch", "--model", "x"], "the following arguments are required: AGENT"),
+        (["run", "a", "--seed", "3", "b", "c"], "penstock run: error: unrecognized arguments: b c"),
+        (["run"], "the following arguments are required: MODEL"),
+        (["pull", "a/b", "c/d"], "penstock pull: error: unrecognized arguments: c/d"),
         (["serve", "--no-such-flag"], "penstock serve: error: unrecognized arguments: --no-such-flag"),
         (["serve", "a", "b"], "penstock serve: error: unrecognized arguments: b"),
         (["serve", "--maxmodel-len", "8"], "--maxmodel-len: did you mean --max-model-len?"),
@@ -79,6 +83,7 @@ def test_shells_complete_commands_and_flags(shell: str, capsys: pytest.CaptureFi
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert "host-keys" in script
+    assert all(word in script for word in ("launch", "opencode", "pull", "--revision"[2:], "stop-with-parent"))
     assert "max-model-len" in script
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)

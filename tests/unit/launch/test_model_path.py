@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import errors
 
 from penstock.errors import ModelError
-from penstock.launch import model_path as module
+from penstock.launch.hub_download import download_model
 from penstock.launch.model_path import ModelLocation, locate_model
 
 
@@ -77,6 +77,7 @@ RESPONSE = httpx2.Response(403, request=httpx2.Request("GET", "https://huggingfa
     [
         (errors.GatedRepoError("no", response=RESPONSE), "is gated: accept its terms at https://huggingface.co/org/m"),
         (errors.RepositoryNotFoundError("no", response=RESPONSE), "the Hub has no such model, or it is private"),
+        (errors.RevisionNotFoundError("no", response=RESPONSE), "has no revision None"),
         (errors.LocalEntryNotFoundError("no"), "the Hub cannot be reached and the model is not in the local cache"),
         (errors.HfHubHTTPError("503 at the Hub", response=RESPONSE), "cannot fetch it from the Hub: 503 at the Hub"),
         (errors.OfflineModeIsEnabled("no outgoing traffic"), "cannot fetch it from the Hub: no outgoing traffic"),
@@ -96,8 +97,9 @@ def test_what_goes_wrong_at_the_hub_is_one_line(
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fails)
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", fails)
     with pytest.raises(ModelError) as refusal:
-        module._download("org/m")
+        download_model("org/m")
     assert because in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
@@ -160,6 +162,8 @@ for words in (["plan", "org/away"], ["serve", "org/away", "--port", "0"], ["plan
 def test_a_download_runs_in_a_child_and_leaves_no_thread_and_no_process(download: str, outcome: str) -> None:
     script = f"""
 import os, threading
+from pathlib import Path
+from types import SimpleNamespace
 from penstock.errors import ModelError
 from penstock.launch import model_path
 from penstock.launch.fork_server import thread_count
@@ -167,8 +171,8 @@ def fail(text):
     raise ModelError(text)
 def in_a_thread(name):
     threading.Thread(target=threading.Event().wait, daemon=True).start()
-    return ({download})(name)
-model_path._download = in_a_thread
+    return SimpleNamespace(folder=Path(({download})(name)))
+model_path.download_model = in_a_thread
 before = os.listdir("/proc/self/fd")
 try:
     print(model_path.download_in_child("org/m"))

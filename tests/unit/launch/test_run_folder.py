@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.launch.run_folder import MOST_PATH_BYTES, RunFolder
+from penstock.launch.run_folder import MOST_PATH_BYTES, RunFolder, ServiceRecord, running_services
 from penstock.types import WorkerId
 
 D = WorkerId("decode-0")
@@ -88,3 +88,39 @@ def test_the_next_place_is_taken_where_one_cannot_be_written_or_is_too_long(base
     with pytest.raises(ConfigError, match="XDG_RUNTIME_DIR"):
         RunFolder([base / "missing"])
     assert os.listdir(deep) == []
+
+
+SERVICE = ServiceRecord(pid=os.getpid(), url="http://127.0.0.1:8000", model="storyteller", path="/models/storyteller")
+
+
+def test_what_a_run_serves_is_known_as_long_as_it_lasts(base: Path) -> None:
+    with closing(RunFolder([base])) as folder:
+        assert running_services([base]) == []  # it is not ready
+        folder.publish(SERVICE)
+        assert running_services([base / "missing", base, base]) == [SERVICE]
+        assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert running_services([base]) == []
+    assert list(base.iterdir()) == []
+
+
+def test_records_of_killed_runs_and_those_that_are_none_are_passed_over(base: Path) -> None:
+    script = """
+import os, sys
+from pathlib import Path
+from penstock.launch.run_folder import RunFolder, ServiceRecord
+RunFolder([Path(sys.argv[1])]).publish(ServiceRecord(pid=os.getpid(), url="http://127.0.0.1:1", model="gone"))
+os._exit(0)
+"""
+    environment = {"PYTHONPATH": ":".join(part for part in sys.path if part), "PATH": ""}
+    subprocess.run([sys.executable, "-c", script, str(base)], env=environment, check=True, timeout=60)
+    (left,) = base.iterdir()
+    assert (left / "service.json").exists()
+    assert running_services([base]) == []
+    with closing(RunFolder([base])) as folder:
+        assert not left.exists()  # swept with its record
+        (folder.path / "service.json").write_text('{"pid": "no number"}')
+        assert running_services([base]) == []
+        folder.publish(SERVICE)
+        folder.path.chmod(0o755)  # others could have written it
+        assert running_services([base]) == []
+        folder.path.chmod(0o700)
