@@ -131,7 +131,6 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
     spec = with_sparse_attention(inspect_model(located.path), config)
     name = config.served_model_name or located.name
     lora = listed_adapters(config, name, spec)
-    check_aliases(config.model_alias, (name, *(own.name for own in lora.adapters)))
     model = _model_source(config, located, spec, loras=lora.adapters, drafts=not config.join)
     plan = None if config.join else resolve_here(config, name, spec, _beside(config, model))
     keys = _shared_keys(config) if config.join else CurveKeys.ephemeral()
@@ -140,8 +139,7 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
     gateways = tuple(f"gateway-{number}" for number in range(config.gateways))
     with ExitStack() as stack:
         listener = nested.listener if nested else stack.enter_context(bind_socket(config.host, config.port))
-        port = listener.getsockname()[1]
-        slots = heartbeat_slots((*gateways, *_names(plan)))
+        port, slots = listener.getsockname()[1], heartbeat_slots((*gateways, *_names(plan)))
         run_folder = stack.enter_context(closing(RunFolder()))
         stored = nested.response_store if nested else prepare_response_store(config, run_folder)
         gateway_config = structs.replace(
@@ -377,6 +375,7 @@ def _gateway_config(
     warn_short_key(config.api_key)
     event_loop.event_loop_name(config.event_loop)
     split = not config.aggregated and spec.task.writes
+    check_aliases(config.model_alias, (name, *(own.name for own in lora.adapters)))
     length = context_length(config, _model_facts(name, spec)) if plan is None else plan.scheduler.max_model_len
     return GatewayConfig(
         name=f"{GATEWAY}-{secrets.token_hex(4)}" if config.join else GATEWAY,  # joined workers may have several
