@@ -165,7 +165,7 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logprobs: tuple[TokenText, ...] = ()  # of tokens whose text is now out, when asked for
     token_ids: tuple[int, ...] = ()  # when asked for
     reasoning_tokens: int = 0  # of ``tokens``
-    stop_text: str | None = None  # the stop string that ended the answer
+    stop_text: str | None = None  # the stop string that ended the answer; None with other finishes than STOP
     finish: FinishReason | None = None  # set on the last piece, which a stop string may bring before the engine does
 
 

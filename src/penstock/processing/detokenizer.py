@@ -224,6 +224,7 @@ class IncrementalDetokenizer:
                 parts.append(self._parsed(self._parser, self._release(None, last=False), last=False))
                 if self._parser.done:
                     break
+        parses_last = cut is not None  # its token is not parsed yet
         finish = FinishReason.STOP if cut is not None else batch.finish
         if self._parser is not None and self._parser.done:
             finish = None  # what follows does not count, its end included
@@ -235,7 +236,7 @@ class IncrementalDetokenizer:
             reply = ParsedDelta(text)
         else:
             if text or finish is not None:
-                parts.append(self._parsed(self._parser, text, last=finish is not None, whole_token=cut is not None))
+                parts.append(self._parsed(self._parser, text, last=finish is not None, whole_token=parses_last))
             reply = joined_deltas(parts)
         finish = self._with_calls(finish)
         piece = OutputDelta(
@@ -246,7 +247,7 @@ class IncrementalDetokenizer:
             logprobs=self._release_logprobs(cut, last=finish is not None) if self._wanted.logprobs else (),
             token_ids=batch.tokens[:used] if self._wanted.token_ids else (),
             reasoning_tokens=self._reasoning_tokens,
-            stop_text=None if self._scanner is None else self._scanner.found,
+            stop_text=self._scanner.found if self._scanner is not None and finish is FinishReason.STOP else None,
             finish=finish,
         )
         return self._with_echo(piece, echoed)
