@@ -256,7 +256,7 @@ class IncrementalDetokenizer:
         """What ``text`` says; the token it comes from counts as reasoning if that is where it begins or ends."""
         before = parser.in_reasoning
         part = parser.push(text, last=last)
-        if whole_token and (before or parser.in_reasoning):
+        if whole_token and (before or part.reasoning or parser.in_reasoning):
             self._reasoning_tokens += 1
         return part
 

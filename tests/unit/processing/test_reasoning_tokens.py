@@ -67,9 +67,7 @@ def options(form: OutputFormat, *stops: str, thinking: bool = False, parallel: b
 def test_they_are_the_same_however_tokens_are_batched(tokens, stops, form, flags, finish, data) -> None:
     wanted = options(form, *stops, thinking=flags[0], parallel=flags[1])
     edges = data.draw(st.sets(st.integers(1, len(tokens) - 1)) if len(tokens) > 1 else st.just(set()))
-    together, single, mixed = (
-        run(wanted, tokens, cuts, finish) for cuts in ((), range(1, len(tokens)), sorted(edges))
-    )
+    together, single, mixed = (run(wanted, tokens, cuts, finish) for cuts in ((), range(1, len(tokens)), sorted(edges)))
     for deltas in (single, mixed):
         for field in ("text", "reasoning"):
             assert "".join(getattr(d, field) for d in deltas) == "".join(getattr(d, field) for d in together)
