@@ -203,8 +203,9 @@ def _error_of(event: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _gateway_ends(error: dict[str, Any]) -> bool:
-    """Whether another gateway has the rest.  Messages have no codes but types."""
-    return error.get("code") == "service_unavailable" or error.get("type") in ("api_error", "overloaded_error")
+    """Whether another gateway has the rest.  Messages have types instead of codes, Responses one code for it."""
+    retryable = ("service_unavailable", "server_error")
+    return error.get("code") in retryable or error.get("type") in ("api_error", "overloaded_error")
 
 
 def _take(answer: Answer, data: str, api: Api) -> None:
