@@ -22,13 +22,14 @@ async def turn(on: Stage, first: str, headers: dict[str, str] | None = None, **f
 
 @pytest.mark.parametrize("header", ["x-session-affinity", "X-Claude-Code-Session-Id", "session_id", "session-id"])
 async def test_a_break_is_told_with_the_text_on_both_sides(header: str) -> None:
-    lost: list[int] = []
-    async with stage(count_prefix_break=lost.append) as on:
+    lost: list[tuple[str, int]] = []
+    async with stage(count_prefix_break=lambda *told: lost.append(told)) as on:
         for day in ("Monday", "Tuesday"):
             await turn(on, f"Today is {day}.", {header: "agent/7"})
         told = (await on.client.get("/debug/sessions/agent/7")).json()
         ((record,), (found,)) = told["records"], told["records"][0]["breaks"]
-        assert (record["turns"], record["broken"], lost) == (2, 1, [found["lost_tokens"]])
+        assert (record["turns"], record["broken"], lost) == (2, 1, [("tokens", found["lost_tokens"])])
+        assert found["reason"] == "tokens"
         assert "Monday" in found["earlier"]
         assert "Tuesday" in found["later"]
         assert found["earlier"].split("Monday")[0] == found["later"].split("Tuesday")[0]

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from penstock import __version__
 from penstock.api.errors import error_response
 from penstock.api.http import EndpointFactory, HttpExchange, JsonBody
-from penstock.api.session_prefixes import PrefixBreak, SessionPrefixes
+from penstock.api.session_prefixes import PrefixBreak, SessionPrefixes, shown_tokens
 from penstock.clock import Clock, MonotonicClock
 from penstock.errors import BadField, RequestError, UnknownModel, UnknownRequest
 from penstock.interfaces import JsonObject, ModelCard, RequestProcessor, TokenStreams, WorkerAdmin
@@ -123,10 +123,11 @@ def session_route(sessions: SessionPrefixes, processor: RequestProcessor, clock:
 
     async def texts(found: PrefixBreak) -> dict[str, Any]:
         earlier, later = [
-            await processor.detokenize({"tokens": list(tokens)}) for tokens in (found.earlier, found.later)
+            await processor.detokenize({"tokens": shown_tokens(side)}) for side in (found.earlier, found.later)
         ]
         return {
             "seconds_ago": round(clock.now() - found.at, 3),
+            "reason": found.reason.value,
             "token": found.token,
             "lost_tokens": found.lost_tokens,
             "earlier_tokens": found.earlier_tokens,
@@ -141,7 +142,7 @@ def session_route(sessions: SessionPrefixes, processor: RequestProcessor, clock:
             {
                 "tenant": tenant,
                 "turns": record.turns,
-                "prompt_tokens": [len(prompt) for prompt in record.prompts],
+                "prompt_tokens": [len(prompt.tokens) for prompt in record.prompts],
                 "broken": record.broken,
                 "breaks": [await texts(found) for found in record.breaks],
             }

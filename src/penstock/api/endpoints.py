@@ -99,7 +99,7 @@ class AppServices:
     transcription: TranscriptionProcessor | None = None  # None: it hears nothing
     count_key_outcome: Callable[[str], None] = lambda how: None  # counts requests with an idempotency key
     count_auth_failure: Callable[[str], None] = lambda code: None  # counts requests without a valid key
-    count_prefix_break: Callable[[int], None] = lambda lost: None  # counts tokens that a session's changed prompt lost
+    count_prefix_break: Callable[[str, int], None] = lambda reason, lost: None  # counts what a changed prompt lost
     response_store: ResponseStore | None = None  # None: responses are not kept for later requests
     response_cache: ResponseCache | None = None  # None: no response is stored
     tracer: Tracer = field(default_factory=NoTracer)
@@ -181,9 +181,7 @@ class Endpoints:
             prepared = self._tracing.with_processing_span(span, await prepare(body, context), context.arrival)
             del body
             asked.release()
-            first = prepared.requests[0]
-            if first.session:
-                self.sessions.observe(context.caller.tenant, first.session, first.prompt)
+            self.sessions.observe(prepared.requests[0])
             request = _PreparedGeneration(prepared, keyed, seeded, span)
             return self._generate(exchange, request, shape, context, api.id_headers)
 

@@ -67,8 +67,8 @@ class RequestLimits(Config, frozen=True, kw_only=True):
     max_queued_audio: int = 16  # recordings and windows waiting to be decoded, over all requests
     max_session_chars: int = 256  # of a session's name
     max_sessions: int = 4096  # whose latest prompts a gateway keeps, to find why a prefix cache broke
-    max_session_prefix_bytes: int = 64 << 20  # of all those prompts; 0: none is kept
-    session_prefix_s: float = 3600.0  # for which they are kept
+    max_session_prefix_bytes: int = 64 << 20  # of all that is kept of them; 0: nothing
+    session_prefix_s: float = 3600.0  # for which a session is kept behind its last turn
     default_max_tokens: Positive | None = None  # of a chat without max_tokens; None: what is left of the context
     max_inputs: int = 2048  # per /v1/embeddings, /rerank or /classify request
     max_input_tokens: int = 300_000  # of all inputs together

@@ -247,7 +247,9 @@ POISONED = _counter("poison_requests", "Requests failed because workers died of 
 UNAUTHORIZED = _counter("requests_unauthorized", "Requests that had no valid key.", "code")
 UNAUTHORIZED_CODES = ("missing_api_key", "invalid_api_key")
 KEYED = _counter("idempotent_requests", "Requests with an idempotency key, by how they were met.", "met")
-PREFIX_BREAKS = _counter("session_prefix_breaks", "Prompts that left their session's earlier prompt before its end.")
+PREFIX_BREAKS = _counter(
+    "session_prefix_breaks", "Prompts that left their session's earlier prompt before its end.", "reason"
+)
 PREFIX_LOST = _counter("session_prefix_lost_tokens", "Tokens of those earlier prompts that no cache could serve.")
 DROPPED_FRAMES = _counter("dropped_frames", "Frames the gateway dropped: malformed, or not to be sent.")
 REQUESTS_OPEN = _gauge("requests_open", "Requests that the gateway serves now.")

@@ -166,7 +166,7 @@ class Metrics:
         self._fenced = self._counter(names.FENCED)
         self._poisoned = self._counter(names.POISONED).labels(model_name)
         self._keyed = self._counter(names.KEYED)
-        self._prefix_breaks = self._counter(names.PREFIX_BREAKS).labels(model_name)
+        self._prefix_breaks = self._counter(names.PREFIX_BREAKS)
         self._prefix_lost = self._counter(names.PREFIX_LOST).labels(model_name)
         self._unauthorized = self._counter(names.UNAUTHORIZED)
         for code in names.UNAUTHORIZED_CODES:
@@ -254,9 +254,9 @@ class Metrics:
         """A request with an idempotency key came."""
         self._keyed.labels(self._model, how).inc()
 
-    def on_prefix_break(self, lost_tokens: int) -> None:
+    def on_prefix_break(self, reason: str, lost_tokens: int) -> None:
         """A session's prompt left an earlier one before its end."""
-        self._prefix_breaks.inc()
+        self._prefix_breaks.labels(self._model, reason).inc()
         self._prefix_lost.inc(lost_tokens)
 
     def on_unauthorized(self, code: str) -> None:

@@ -103,6 +103,7 @@ def test_all_declared_families_are_shown():
     metrics.on_returned("preempted")
     metrics.on_fenced("epoch")
     metrics.on_idempotency_key("new")
+    metrics.on_prefix_break("tokens", 16)
     metrics.register_response_cache(lambda: ResponseCacheStats({"hit": 1}))
     shown = scrape(metrics)
     for family in declared():
