@@ -83,6 +83,7 @@ class PenstockServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self.ready_after_s = 0.0
         self.launcher: list[str] = []  # words before the command, as ``ip netns exec there``
+        self.module = "penstock"
         self._environ = dict(environ or {})
         if config is not None:
             assert folder is not None, "a configuration file needs a folder"
@@ -122,7 +123,7 @@ class PenstockServer:
         """Start it and return at once."""
         self._log_fd = os.memfd_create("penstock-test-log")
         weakref.finalize(self, os.close, self._log_fd)
-        command = [*self.launcher, sys.executable, "-m", "penstock", *self._words()]
+        command = [*self.launcher, sys.executable, "-m", self.module, *self._words()]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
         paths = [path for path in sys.path if path]
         self._process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The scripted model's folder: a chat template in the manner of Qwen 3, a byte-level tokenizer made on the spot, a tiny random model."""
+"""The scripted model's folder: a chat template and a tokenizer in the manner of Qwen 3, tiny random weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .conversation import BEGIN, END
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "tests/fixtures/templates/hermes.jinja"
-TEXTS = sorted((ROOT / "src/penstock/api").glob("*.py")) + [ROOT / "README.md", ROOT / "docs/serve.md"]
+TEXTS = [*sorted((ROOT / "src/penstock/api").glob("*.py")), ROOT / "README.md", ROOT / "docs/serve.md"]
 """What the tokenizer is trained on: code and English, as agents send."""
 
 VOCAB = 4096

@@ -1,7 +1,7 @@
 """What the scripted model writes: a function of the conversation.
 
-Rules are asked in order, the first that has a reply gives it.  A rule looks at the user's last words, the tools that are
-offered and what these gave, as a model does; what it says of results is read from them.
+Rules are asked in order, the first that has a reply gives it.  A rule looks at the user's last words, the tools that
+are offered and what these gave, as a model does; what it says of results is read from them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _weather(conversation: Conversation) -> Reply | None:
     """Two calls at once, then one of another tool with what these gave, then an answer that tells all three."""
     if "weather" not in conversation.ask or "get_weather" not in conversation.tools:
         return None
-    cities = re.findall(r"\b(Paris|Oslo|Rome)\b", conversation.ask)
+    cities = list(dict.fromkeys(re.findall(r"\b(Paris|Oslo)\b", conversation.ask)))
     given = [result for round_ in conversation.results for result in round_]
     if not given:
         calls = tuple(Call("get_weather", {"city": city}) for city in cities)
@@ -60,7 +60,7 @@ def _weather(conversation: Conversation) -> Reply | None:
 
 def _greet(conversation: Conversation) -> Reply | None:
     """Anything else."""
-    return Reply("The user says something.", "Hello from Penstock! \N{WAVING HAND SIGN}")
+    return Reply("The user says something.", "Hello from Penstock! \N{WAVING HAND SIGN} What shall we build today, and where do we begin?")
 
 
 RULES: tuple[Callable[[Conversation], Reply | None], ...] = (edit_a_file, _count, _describe, _weather, _greet)
