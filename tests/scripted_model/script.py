@@ -46,12 +46,13 @@ def _describe(conversation: Conversation) -> Reply | None:
 
 def _weather(conversation: Conversation) -> Reply | None:
     """Two calls at once, then one of another tool with what these gave, then an answer that tells all three."""
-    if "weather" not in conversation.ask or "get_weather" not in conversation.tools:
+    weather = next((name for name in conversation.tools if "weather" in name.lower()), None)
+    if "weather" not in conversation.ask or weather is None:
         return None
     cities = list(dict.fromkeys(re.findall(r"\b(Paris|Oslo)\b", conversation.ask)))
     given = [result for round_ in conversation.results for result in round_]
     if not given:
-        calls = tuple(Call("get_weather", {"city": city}) for city in cities)
+        calls = tuple(Call(weather, {"city": city}) for city in cities)
         return Reply("I need the weather of each city.", "I look it up.", calls)
     if len(given) == len(cities) and "get_time" in conversation.tools:
         return Reply("Now the time.", "", (Call("get_time", {"city": cities[0], "format": "24h"}),))

@@ -20,8 +20,10 @@ from penstock.processing.requests.fields import WRONG_TYPE, array, mapping, numb
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _KNOWN = frozenset({"role", "content", "name", "refusal"})
+# Clients send messages back as they got them; LiteLLM adds ``provider_specific_fields`` to each of a response.
+_OF_RESPONSES = frozenset({"annotations", "provider_specific_fields"})
 _KNOWN_BY_ROLE = {
-    "assistant": _KNOWN | {"reasoning", "reasoning_content", "tool_calls", "function_call", "annotations"},
+    "assistant": _KNOWN | _OF_RESPONSES | {"reasoning", "reasoning_content", "tool_calls", "function_call"},
     "tool": _KNOWN | {"tool_call_id"},
 }
 _LATER = frozenset({"audio"})
