@@ -54,8 +54,9 @@ def stream() -> None:
     chunks = instructor.from_openai(plain).chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "Hello"}], response_model=None, stream=True
     )
-    check_joined([chunk.choices[0].delta.content for chunk in chunks if chunk.choices[0].delta.content],
-                 EXPECTED["greeting"])
+    check_joined(
+        [chunk.choices[0].delta.content for chunk in chunks if chunk.choices[0].delta.content], EXPECTED["greeting"]
+    )
 
 
 def tools() -> None:

@@ -93,5 +93,22 @@ def cancel() -> None:
     assert text.startswith(EXPECTED["endless_begins"])
 
 
+def responses() -> None:
+    answer = litellm.responses(input="Hello", **HERE)
+    assert answer.output_text == EXPECTED["greeting"]
+    pieces = [
+        event.delta
+        for event in litellm.responses(input="Hello", stream=True, **HERE)
+        if event.type == "response.output_text.delta"
+    ]
+    check_joined(pieces, EXPECTED["greeting"])
+
+
+def messages() -> None:
+    """Its Anthropic provider."""
+    there = HERE | {"model": f"anthropic/{MODEL}", "api_base": URL}
+    assert litellm.completion(messages=HELLO, **there).choices[0].message.content == EXPECTED["greeting"]
+
+
 if __name__ == "__main__":
-    run(chat, hosted_vllm, stream, tools, structured, error, retry, cancel)
+    run(responses, messages, chat, hosted_vllm, stream, tools, structured, error, retry, cancel)

@@ -57,7 +57,9 @@ def tools() -> None:
         history.append(answer.message)
         for call in llm.get_tool_calls_from_response(answer, error_on_no_tool_call=False):
             result = functions[call.tool_name].call(**call.tool_kwargs)
-            history.append(ChatMessage(role="tool", content=str(result), additional_kwargs={"tool_call_id": call.tool_id}))
+            history.append(
+                ChatMessage(role="tool", content=str(result), additional_kwargs={"tool_call_id": call.tool_id})
+            )
     town.check(answer.message.content)
 
 

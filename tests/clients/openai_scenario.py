@@ -34,8 +34,9 @@ def chat() -> None:
 def stream() -> None:
     asked = {"model": MODEL, "messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}
     chunks = list(client.chat.completions.create(**asked))
-    check_joined([c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content],
-                 EXPECTED["greeting"])
+    check_joined(
+        [c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content], EXPECTED["greeting"]
+    )
     assert chunks[-1].usage.completion_tokens > 0
 
 
@@ -108,5 +109,63 @@ def cancel() -> None:
     assert text.startswith(EXPECTED["endless_begins"])
 
 
+def responses() -> None:
+    answer = client.responses.create(model=MODEL, input="Hello")
+    assert answer.output_text == EXPECTED["greeting"]
+    assert answer.usage.output_tokens > 0
+    again = client.responses.create(model=MODEL, input="Hello", previous_response_id=answer.id)
+    assert again.usage.input_tokens > answer.usage.input_tokens
+    assert client.responses.retrieve(answer.id).output_text == EXPECTED["greeting"]
+    client.responses.delete(answer.id)
+
+
+def streamed_responses() -> None:
+    with client.responses.stream(model=MODEL, input="Hello") as events:
+        pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
+        final = events.get_final_response()
+    check_joined(pieces, EXPECTED["greeting"])
+    assert final.output_text == EXPECTED["greeting"]
+
+
+def tools_of_responses() -> None:
+    town = Town()
+    functions: list[Any] = [{"type": "function"} | tool["function"] for tool in OPENAI_TOOLS]
+    given: Any = EXPECTED["weather_question"]
+    previous: Any = openai.omit
+    for _ in range(3):
+        answer = client.responses.create(model=MODEL, input=given, tools=functions, previous_response_id=previous)
+        previous = answer.id
+        given = [
+            {
+                "type": "function_call_output",
+                "call_id": item.call_id,
+                "output": town.call(item.name, json.loads(item.arguments)),
+            }
+            for item in answer.output
+            if item.type == "function_call"
+        ]
+        if not given:
+            break
+    town.check(answer.output_text)
+
+
+def structured_responses() -> None:
+    answer = client.responses.parse(model=MODEL, input=EXPECTED["ada_question"], text_format=Person)
+    check_ada(answer.output_parsed.model_dump())
+
+
+def cancelled_responses() -> None:
+    with Cancelled():
+        events = client.responses.create(model=MODEL, input=EXPECTED["endless_question"], stream=True)
+        text = ""
+        for event in events:
+            text += event.delta if event.type == "response.output_text.delta" else ""
+            if len(text) > 20:
+                break
+        events.close()
+    assert text.startswith(EXPECTED["endless_begins"])
+
+
 if __name__ == "__main__":
     run(chat, stream, tools, streamed_tools, structured, error, retry, cancel)
+    run(responses, streamed_responses, tools_of_responses, structured_responses, cancelled_responses)

@@ -1,4 +1,4 @@
-"""``pydantic-ai-slim``: ``OpenAIChatModel``, ``OpenAIResponsesModel`` and ``AnthropicModel`` over the same agent."""
+"""``pydantic-ai-slim``: ``OpenAIChatModel`` and ``OpenAIResponsesModel``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 
 import openai
 import pydantic
+from pydantic_ai.models import Model
 from pydantic_ai import Agent, ModelHTTPError, NativeOutput
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from scenario import EXPECTED, MODEL, URL, Cancelled, Town, check_ada, check_joined, flaky, run
 
@@ -23,6 +24,11 @@ def model(name: str = MODEL) -> OpenAIChatModel:
     return OpenAIChatModel(name, provider=provider(URL))
 
 
+def models(name: str = MODEL) -> list[Model]:
+    """The same by each API."""
+    return [model(name), OpenAIResponsesModel(name, provider=provider(URL))]
+
+
 class Person(pydantic.BaseModel):
     """A person."""
 
@@ -32,38 +38,46 @@ class Person(pydantic.BaseModel):
 
 
 def chat() -> None:
-    result = Agent(model()).run_sync("Hello")
-    assert result.output == EXPECTED["greeting"]
-    assert result.usage.output_tokens > 0
+    for each in models():
+        result = Agent(each).run_sync("Hello")
+        assert result.output == EXPECTED["greeting"]
+        assert result.usage.output_tokens > 0
 
 
 def stream() -> None:
-    async def pieces() -> list[str]:
-        async with Agent(model()).run_stream("Hello") as result:
-            return [piece async for piece in result.stream_text(delta=True, debounce_by=None)]
+    async def pieces() -> list[list[str]]:
+        found = []
+        for each in models():
+            async with Agent(each).run_stream("Hello") as result:
+                found.append([piece async for piece in result.stream_text(delta=True, debounce_by=None)])
+        return found
 
-    check_joined(asyncio.run(pieces()), EXPECTED["greeting"])
+    for each in asyncio.run(pieces()):
+        check_joined(each, EXPECTED["greeting"])
 
 
 def tools() -> None:
-    town = Town()
-    agent = Agent(model(), tools=[town.get_weather, town.get_time])
-    town.check(agent.run_sync(EXPECTED["weather_question"]).output)
+    for each in models():
+        town = Town()
+        agent = Agent(each, tools=[town.get_weather, town.get_time])
+        town.check(agent.run_sync(EXPECTED["weather_question"]).output)
 
 
 def structured() -> None:
-    for form in (Person, NativeOutput(Person)):
-        found = Agent(model(), output_type=form).run_sync(EXPECTED["ada_question"]).output
-        check_ada(found.model_dump())
+    for each in models():
+        for form in (Person, NativeOutput(Person)):
+            found = Agent(each, output_type=form).run_sync(EXPECTED["ada_question"]).output
+            check_ada(found.model_dump())
 
 
 def error() -> None:
-    try:
-        Agent(model("nobody")).run_sync("Hello")
-    except ModelHTTPError as refused:
-        assert refused.status_code == 404
-    else:
-        raise AssertionError("a model that there is not was found")
+    for each in models("nobody"):
+        try:
+            Agent(each).run_sync("Hello")
+        except ModelHTTPError as refused:
+            assert refused.status_code == 404
+        else:
+            raise AssertionError("a model that there is not was found")
 
 
 def retry() -> None:

@@ -61,7 +61,10 @@ def _weather(conversation: Conversation) -> Reply | None:
 
 def _greet(conversation: Conversation) -> Reply | None:
     """Anything else."""
-    return Reply("The user says something.", "Hello from Penstock! \N{WAVING HAND SIGN} What shall we build today, and where do we begin?")
+    return Reply(
+        "The user says something.",
+        "Hello from Penstock! \N{WAVING HAND SIGN} What shall we build today, and where do we begin?",
+    )
 
 
 RULES: tuple[Callable[[Conversation], Reply | None], ...] = (edit_a_file, _count, _describe, _weather, _greet)
