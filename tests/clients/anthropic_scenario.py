@@ -137,13 +137,12 @@ def retry() -> None:
 
 def cancel() -> None:
     question: list[Any] = [{"role": "user", "content": EXPECTED["endless_question"]}]
-    with Cancelled():
-        with client.messages.stream(model=MODEL, max_tokens=60_000, messages=question) as events:
-            text = ""
-            for piece in events.text_stream:
-                text += piece
-                if len(text) > 20:
-                    break
+    with Cancelled(), client.messages.stream(model=MODEL, max_tokens=60_000, messages=question) as events:
+        text = ""
+        for piece in events.text_stream:
+            text += piece
+            if len(text) > 20:
+                break
     assert text.startswith(EXPECTED["endless_begins"])
 
 

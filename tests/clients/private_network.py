@@ -1,4 +1,4 @@
-"""A network namespace of its own with nothing but a loopback: who runs in it reaches this machine's processes in it only."""
+"""A network namespace with nothing but a loopback: who runs in it reaches only what else runs in it."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ import asyncio
 
 import openai
 import pydantic
-from pydantic_ai.models import Model
 from pydantic_ai import Agent, ModelHTTPError, NativeOutput
+from pydantic_ai.models import Model
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from scenario import EXPECTED, MODEL, URL, Cancelled, Town, check_ada, check_joined, flaky, run

@@ -1,4 +1,4 @@
-"""The packages that people talk to a service with, each in its own scenario (``tests/clients``), against a split service.
+"""Packages that people talk to a service with, each in its own scenario (``tests/clients``), and a split service.
 
 The model is scripted, for the bundled one calls no tools.  Service and clients run in a network namespace without a way
 out.  The packages are those of ``requirements-clients.txt`` and ``tests/clients/package.json``, installed by
