@@ -1,6 +1,6 @@
 """What the scenarios of all Python packages share: how steps are run and told, and what they expect.
 
-A scenario is a script: it is run by the Python of ``requirements-clients.txt`` with ``PENSTOCK_URL`` and
+A scenario is a script: it is run by the Python of ``tests/clients/requirements`` with ``PENSTOCK_URL`` and
 ``PENSTOCK_FLAKY_URL`` set, and prints one line of JSON for each step.  Needs the standard library only.
 """
 

@@ -1,7 +1,7 @@
 """Packages that people talk to a service with, each in its own scenario (``tests/clients``), and a split service.
 
-The model is scripted, for the bundled one calls no tools.  Service and clients run in a network namespace without a way
-out.  The packages are those of ``requirements-clients.txt`` and ``tests/clients/package.json``, installed by
+The model is scripted, for the bundled one calls no tools.  Service and clients run in a network namespace without a
+way out.  The packages are those of ``tests/clients/requirements`` and ``tests/clients/package.json``, installed by
 ``scripts/client-packages``; ``openai`` is in the test environment, too.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from clients.flaky_proxy import REFUSALS, FlakyProxy, flaky_proxy
-from clients.packages import need_node, need_python
+from clients.packages import FOLDER, need_node, need_python
 from clients.private_network import private_network
 
 from .scripted import ScriptedServer
@@ -56,6 +56,7 @@ def run_scenario(reached: Reached, command: list[str], folder: Path) -> dict[str
         "HOME": str(folder),
         "PENSTOCK_URL": reached.server.url,
         "PENSTOCK_FLAKY_URL": reached.proxy.url,
+        "PENSTOCK_NODE_MODULES": str(FOLDER / "npm"),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     run = subprocess.run(
@@ -80,12 +81,14 @@ def test_the_openai_package(reached: Reached, tmp_path: Path) -> None:
     check_scenario(reached, [sys.executable, str(SCENARIOS / "openai_scenario.py")], tmp_path, "openai")
 
 
+PACKAGES = ("openai", "anthropic", "litellm", "langchain", "llama_index", "instructor", "pydantic_ai", "openai_agents")
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", ["openai", "anthropic", "litellm", "langchain", "llama_index", "instructor", "pydantic_ai", "openai_agents"]
-)
+@pytest.mark.parametrize("name", PACKAGES)
 def test_a_package_of_python(name: str, reached: Reached, tmp_path: Path) -> None:
-    check_scenario(reached, [need_python(), str(SCENARIOS / f"{name}_scenario.py")], tmp_path, name)
+    python = need_python("llama_index" if name == "llama_index" else "python")
+    check_scenario(reached, [python, str(SCENARIOS / f"{name}_scenario.py")], tmp_path, name)
 
 
 @pytest.mark.long
