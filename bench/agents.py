@@ -192,6 +192,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=28_000, help="of their last prompt (default: 28000)")
     parser.add_argument("--serve", default="", metavar="FLAGS", help="more flags of penstock serve")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--figures-only", action="store_true", help="a missed bar is no failure")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -215,7 +216,7 @@ def main() -> int:
         and found["cached / prompt"] >= LEAST_OF_ALL
         and found["TTFT / bare p50"] <= MOST_TTFT
     )
-    return 0 if met else 1
+    return 0 if met or options.figures_only else 1
 
 
 if __name__ == "__main__":

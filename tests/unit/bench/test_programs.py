@@ -29,6 +29,7 @@ QUICK = {
 """What needs no service, and its arguments."""
 
 SERVED = {
+    "agents": "--turns 3 --tokens 400 --figures-only",
     "chats": "--clients 2 --chats 2 --turns 2 --policies penstock",
     "drain": "--rounds 1 --answers 2 --tokens 32 --quiet 1 --kills",
     "fairness": "--real --seconds 1 --clients 1",
