@@ -54,3 +54,61 @@ async def test_it_is_for_operators() -> None:
         check(await on.client.get("/debug/sessions/s", **key("ann")), 403, "not_an_operator", "operator")
         told = (await on.client.get("/debug/sessions/s", **key("root"))).json()
         assert [record["tenant"] for record in told["records"]] == ["a1"]
+
+
+async def test_a_session_name_belongs_to_its_tenant() -> None:
+    """Two tenants with one session name: neither is compared with the other, and an operator sees both apart."""
+    told: list[tuple[str, int]] = []
+    tenants = ring(ann=Tenant(id="a1", salt="a1"), bob=Tenant(id="b1", salt="b1"), root=Tenant(id="r0", operator=True))
+    async with stage(ring=tenants, count_prefix_break=lambda *one: told.append(one)) as on:
+        for name, first in (("ann", "Of Ann."), ("bob", "Of Bob."), ("ann", "Of Ann.")):
+            await turn(on, first, {"session-id": "same", **key(name)["headers"]})
+        assert told == []
+        await turn(on, "Other.", {"session-id": "same", **key("bob")["headers"]})
+        assert [reason for reason, _ in told] == ["tokens"]
+        shown = (await on.client.get("/debug/sessions/same", **key("root"))).json()["records"]
+        assert {record["tenant"]: (record["turns"], record["broken"]) for record in shown} == {
+            "a1": (2, 0),
+            "b1": (2, 1),
+        }
+        assert "Ann" not in str(shown)
+
+
+async def test_another_salt_is_told_as_the_reason() -> None:
+    async with stage() as on:
+        for salt in ("x", "y"):
+            await turn(on, "A", {"session-id": "s"}, cache_salt=salt)
+        (record,) = (await on.client.get("/debug/sessions/s")).json()["records"]
+        (found,) = record["breaks"]
+        assert (found["reason"], found["token"]) == ("cache_salt", 0)
+        assert found["earlier"] == found["later"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/messages", {"metadata": {"user_id": '{"device_id": "d", "session_id": "s1"}'}}, "s1"),
+        ("/v1/messages", {"metadata": {"user_id": "user_d_account_a_session_s2"}}, "s2"),
+        ("/v1/responses", {"prompt_cache_key": "s3"}, "s3"),
+    ],
+)
+async def test_other_apis_name_sessions_in_their_bodies(path: str, body: dict[str, Any], name: str) -> None:
+    asked = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": STORY}]}
+    asked = {"model": MODEL, "max_output_tokens": 1, "input": STORY} if path.endswith("responses") else asked
+    async with stage() as on:
+        assert (await on.post(path, asked | body)).status_code == 200
+        assert (await on.client.get(f"/debug/sessions/{name}")).json()["records"][0]["turns"] == 1
+        assert on.streams.opened[0].session == name
+        headers = {"x-claude-code-session-id": "header"}
+        assert (await on.post(path, asked | body, headers=headers)).status_code == 200
+        assert on.streams.opened[1].session == "header"
+
+
+async def test_long_names_are_refused_wherever_they_stand() -> None:
+    async with stage() as on:
+        for header in ("x-claude-code-session-id", "session_id"):
+            answer = await on.post(
+                "/v1/chat/completions", {"model": MODEL, "messages": []}, headers={header: "n" * 257}
+            )
+            check(answer, 400, "session_too_long", header)
+        check(await on.chat(prompt_cache_key="n" * 257), 400, "string_above_max_length", "256", "prompt_cache_key")

@@ -4,9 +4,8 @@ An agent sends its whole transcript with each turn, so the prompt of a turn shou
 A line that changes near the beginning makes a cache useless without any error; here the token is found at which it
 happens.  A few prompts of a session are kept, since agents hold small conversations of their own beside the main one: a
 prompt is compared with the one that it has the most pages in common with.  Pages are compared by their hashes, as in
-caches, so another image, adapter or salt is found as well.  Bounded in sessions, bytes and time; of one gateway; a
-tenant that has more than its share makes room first.  Knows nothing about text: ``GET /debug/sessions`` has tokens
-decoded.
+caches, so another image, adapter or salt is found as well.  Bounded in sessions, bytes and time; of one gateway.  Knows
+nothing about text: ``GET /debug/sessions`` has tokens decoded.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
 import pytest
 
 from penstock.config.limits import RequestLimits
-from penstock.errors import RequestError
+from penstock.errors import BadField, RequestError
 from penstock.processing.requests.anthropic import MessagesOptions, messages_chat, messages_prompt
 from penstock.processing.requests.skipped import SkippedKinds
 
@@ -201,11 +202,30 @@ def test_a_schema_of_the_output() -> None:
     assert chat(output_format={"type": "json_schema", "schema": schema})["response_format"] == wanted
 
 
-def test_the_user_names_the_session_and_a_long_name_is_hashed() -> None:
-    assert chat(metadata={"user_id": "user_a_session_b"})["prompt_cache_key"] == "user_a_session_b"
-    long = chat(metadata={"user_id": "u" * 5000})["prompt_cache_key"]
-    assert len(long) == 32
-    assert long != chat(metadata={"user_id": "v" * 5000})["prompt_cache_key"]
+ID = "5f0c2a52-6c3e-4a0e-9a53-0c5a4e3f9b11"
+
+
+@pytest.mark.parametrize(
+    ("user", "session"),
+    [
+        (json.dumps({"device_id": "d" * 64, "account_uuid": "", "session_id": ID}), ID),
+        (f"user_{'a' * 64}_account_{ID[::-1]}_session_{ID}", ID),
+        ("somebody", None),
+        ("u" * 5000, None),
+        ('{"device_id": "d"}', None),
+        ('{"session_id": 3}', None),
+        ("{not JSON", None),
+        ("user_a_session_", None),
+    ],
+)
+def test_the_user_id_names_a_session_where_it_is_that_of_claude_code(user: str, session: str | None) -> None:
+    assert chat(metadata={"user_id": user}).get("prompt_cache_key") == session
+    assert chat(metadata={"user_id": user}, prompt_cache_key="own")["prompt_cache_key"] == "own"
+
+
+def test_a_session_name_that_is_too_long_is_refused() -> None:
+    with pytest.raises(BadField, match="metadata"):
+        chat(metadata={"user_id": f"user_session_{'s' * 300}"})
 
 
 def test_counting_needs_no_length_and_has_the_prompt_of_the_message() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -122,15 +121,34 @@ def _items(where: str, value: Any, most: int, what: str = "items") -> Sequence[A
 
 
 def _session(fields: BodyFields, limits: RequestLimits) -> str:
-    """``metadata.user_id`` names a user and a session; long ones are hashed."""
+    """The session that ``metadata.user_id`` names beside its user, as Claude Code writes it; nothing where it does not.
+
+    A JSON object with ``session_id``, or, in older versions, ``user_…_account_…_session_ID``.
+    """
     value = fields.raw("metadata")
     user = None if value is None else mapping("metadata", value).get("user_id")
     if user is None:
         return ""
     text = string("metadata.user_id", user, max_chars=limits.max_ignored_chars)
-    if len(text) <= limits.max_session_chars:
-        return text
-    return blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+    if text.startswith("{"):
+        try:
+            name = _decode_user(text).session_id
+        except msgspec.DecodeError:
+            return ""
+    else:
+        _, marked, name = text.rpartition("_session_")
+        if not marked:
+            return ""
+    return string("metadata.user_id", name, max_chars=limits.max_session_chars)
+
+
+class _SessionUser(msgspec.Struct):
+    """The object that Claude Code writes into ``metadata.user_id``, as far as it is read."""
+
+    session_id: str = ""
+
+
+_decode_user = msgspec.json.Decoder(_SessionUser).decode
 
 
 def _thinking(fields: BodyFields) -> dict[str, Any]:
