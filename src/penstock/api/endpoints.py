@@ -181,7 +181,8 @@ class Endpoints:
             prepared = self._tracing.with_processing_span(span, await prepare(body, context), context.arrival)
             del body
             asked.release()
-            self.sessions.observe(prepared.requests[0])
+            if prepared.requests[0].session:
+                self.sessions.observe(prepared.requests[0])
             request = _PreparedGeneration(prepared, keyed, seeded, span)
             return self._generate(exchange, request, shape, context, api.id_headers)
 

@@ -339,7 +339,7 @@ def parse_model(fields: BodyFields, facts: ModelProperties, *, required: bool) -
         return
     if not isinstance(name, str):
         raise BadField("model", got=name, want="a string", code="invalid_type")
-    if facts.name not in (name, aliased_model(name, facts.requests.model_alias)):
+    if name != facts.name and aliased_model(name, facts.requests.model_alias) != facts.name:
         raise UnknownModel(name[:128], facts.name)
 
 
