@@ -51,6 +51,12 @@ Each error has its HTTP status, type and code, so the API maps it without a tabl
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
+MOST_NAMED = 20
+"""Names of models that an error lists."""
+
 
 class PenstockError(Exception):
     """Root of the tree."""
@@ -122,13 +128,16 @@ class UnknownModel(RequestError):
 
     status = 404
 
-    def __init__(self, name: str, served: str) -> None:
-        super().__init__(
-            f"The model '{name}' does not exist. This server has '{served}'. An operator can map names to it with "
-            "--model-alias 'PATTERN=NAME'.",
-            param="model",
-            code="model_not_found",
-        )
+    def __init__(self, name: str, served: Sequence[str], *, mappable: bool = True) -> None:
+        """``served``: all names that there are.  ``mappable``: an operator may map ``name`` to one of them."""
+        shown = ", ".join(f"'{one}'" for one in served[:MOST_NAMED]) or "none"
+        more = f" and {len(served) - MOST_NAMED} more" if len(served) > MOST_NAMED else ""
+        message = f"The model '{name}' does not exist. This server has {shown}{more}."
+        if mappable and served:
+            family, dash, _ = name.partition("-")
+            pattern = f"{family}{dash}*" if dash and re.fullmatch(r"\w+", family) else "claude-*"
+            message += f" Its operator can map names: --model-alias '{pattern}={served[0]}'."
+        super().__init__(message, param="model", code="model_not_found")
 
 
 class BadJson(RequestError):

@@ -411,7 +411,11 @@ class RequestProcessor(Protocol):
     """From parsed JSON to checked requests.  Every refusal is a RequestError; nothing here blocks the event loop."""
 
     def cards(self) -> Sequence[ModelCard]:
-        """The names that ``model`` may have: the model, then its adapters."""
+        """The names that ``model`` may have: the model, its adapters, and aliases without a wildcard."""
+        ...
+
+    def card(self, name: str) -> ModelCard | None:
+        """What a request for ``name`` is served by, which bears that name; None: nothing."""
         ...
 
     async def load_adapter(self, body: JsonObject) -> JsonObject:

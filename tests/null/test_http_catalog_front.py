@@ -15,11 +15,14 @@ from penstock.api.response_store import SqliteResponseStore, create_response_sto
 from penstock.catalog.http_proxy import FrontServices, make_catalog_app
 from penstock.clock import MonotonicClock
 from penstock.config.limits import RequestLimits
+from penstock.config.schema import RequestConfig
 from penstock.http_client import Upstream
+from penstock.processing.service import GenerationProcessor
 from penstock.types import ServiceClass
 
-from .http_stage import MODEL, TEXT, check, stage
+from .http_stage import MODEL, STORYTELLER, TEXT, check, stage
 from .test_http_classes import ring
+from .test_http_clients import listening
 
 BODY = {"model": MODEL, "prompt": "Once", "max_tokens": 4, "seed": 1}
 FRONT = {"authorization": "Bearer front"}
@@ -196,3 +199,52 @@ async def test_the_front_finds_what_any_model_has_stored_for_its_tenant(tmp_path
     finally:
         behind.close()
         front.close()
+
+
+class NamedModels(OneModel):
+    """``OneModel`` with an alias of its own, as a catalogue's file has it."""
+
+    def find_entry(self, name: str) -> str | None:
+        return MODEL if name in (MODEL, "tales") else None
+
+    def rows(self) -> list[dict[str, object]]:
+        row = {"name": MODEL, "aliases": ["tales"], "adapters": [], "state": "loaded", "pinned": True}
+        return [row | {"max_model_len": 2048}]
+
+
+async def test_a_response_behind_the_front_bears_the_name_that_was_asked_for():
+    """The front passes the body on as it is; the model's gateway, on a socket, knows the same names."""
+    given = (f"tales={MODEL}", f"claude-*={MODEL}", f"gpt={MODEL}")
+    requests = RequestConfig(model_alias=given)
+    intake = GenerationProcessor(
+        STORYTELLER, name=MODEL, max_model_len=2048, limits=RequestLimits(), created=1, requests=requests
+    )
+    async with (
+        stage(intake=intake, ring=FrontApiKey("front")) as on,
+        listening(on.application, RequestLimits()) as port,
+    ):
+        app = make_catalog_app(
+            FrontServices(
+                models=NamedModels(Upstream("127.0.0.1", port, "front")),
+                limits=RequestLimits(),
+                clock=MonotonicClock(),
+                keys=ring(),
+                created=1,
+                model_alias=given[1:],
+            )
+        )
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
+            for name in (MODEL, "tales", "gpt", "claude-opus-5"):
+                answer = await client.post(TEXT, json=BODY | {"model": name})
+                assert (answer.status_code, answer.json()["model"]) == (200, name)
+                message = {"model": name, "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
+                assert (await client.post("/v1/messages", json=message)).json()["model"] == name
+                told = (await client.get(f"/v1/models/{name}")).json()
+                assert (told["id"], told["context_length"]) == (name, 2048)
+                assert told.get("parent") == (None if name == MODEL else MODEL)
+            refused = await client.post(TEXT, json=BODY | {"model": "llama"})
+            check(refused, 404, "model_not_found", f"This server has '{MODEL}'.", "model")
+            listed = (await client.get("/v1/models")).json()
+            assert [one["id"] for one in listed["data"]] == [MODEL, "gpt"]
+            assert [one["context_window"] for one in listed["models"]] == [2048, 2048]
+    intake.close()

@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import uvicorn
@@ -65,14 +66,19 @@ class Server:
 
 
 @asynccontextmanager
+async def listening(application: Any, limits: RequestLimits) -> AsyncIterator[int]:
+    """The port of an application."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(application, http=guarded_protocol(limits), ws="none", lifespan="off", log_config=None)
+    async with _Server(config).running(listener):
+        yield listener.getsockname()[1]
+
+
+@asynccontextmanager
 async def serving(limits: RequestLimits) -> AsyncIterator[Server]:
     streams = NullStreams()
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        app_of(streams, limits), http=guarded_protocol(limits), ws="none", lifespan="off", log_config=None
-    )
-    async with _Server(config).running(listener):
-        yield Server(streams, listener.getsockname()[1])
+    async with listening(app_of(streams, limits), limits) as port:
+        yield Server(streams, port)
 
 
 @pytest.fixture

@@ -159,7 +159,7 @@ def session_route(sessions: SessionPrefixes, processor: RequestProcessor, clock:
 
 def status_routes(
     streams: TokenStreams,
-    cards: Callable[[], Sequence[ModelCard]],
+    processor: RequestProcessor,
     page: MetricsPage,
     metrics_type: str,
     *,
@@ -167,18 +167,17 @@ def status_routes(
     clock: Clock = MONOTONIC,
 ) -> list[Route]:
     """All ``GET`` paths (``HEAD`` comes with them).  ``waiting``: addresses of workers that are not joined yet."""
-    began = clock.now()
+    began, cards = clock.now(), processor.cards
 
     async def models(_: Request) -> Response:
         return _json(model_list(cards()))
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
-        all_cards = cards()
-        for card in all_cards:
-            if card.name == name:
-                return _json(model_object(card))
-        answer = error_response(UnknownModel(name[:128], all_cards[0].name))
+        card = processor.card(name)
+        if card is not None:
+            return _json(model_object(card))
+        answer = error_response(UnknownModel(name[:128], [card.name for card in cards()]))
         return Response(answer.body, answer.status, media_type="application/json")
 
     async def health(_: Request) -> Response:
@@ -266,9 +265,7 @@ def model_object(card: ModelCard) -> dict[str, Any]:
         "object": "model",
         "created": card.created,
         "owned_by": "penstock",
-        "max_model_len": card.max_model_len,
-        "context_length": card.max_model_len,
-        "meta": {"n_ctx_train": card.max_model_len},
+        **context_fields(card.max_model_len),
         **anthropic_model(card.name, card.created),
     }
     if card.sampling:
@@ -276,6 +273,15 @@ def model_object(card: ModelCard) -> dict[str, Any]:
     if card.parent is not None:
         shown["parent"] = card.parent
     return shown
+
+
+def context_fields(max_model_len: int | None) -> dict[str, Any]:
+    """The context of a model, where clients look for it: vLLM's, OpenRouter's, LM Studio's and Mistral's, Groq's,
+    Anthropic's and llama-server's names for it.  Empty where it is not known."""
+    if max_model_len is None:
+        return {}
+    names = ("max_model_len", "context_length", "max_context_length", "context_window", "max_input_tokens")
+    return dict.fromkeys(names, max_model_len) | {"meta": {"n_ctx_train": max_model_len, "n_ctx": max_model_len}}
 
 
 def llama_server_props(card: ModelCard) -> dict[str, Any]:

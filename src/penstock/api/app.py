@@ -73,7 +73,7 @@ def make_app(behind: AppServices) -> ASGIApp:
         admin.session_route(service.sessions, prepare, behind.clock),
         *admin.status_routes(
             behind.streams,
-            prepare.cards,
+            prepare,
             page,
             behind.metrics_type,
             waiting=behind.unjoined_workers,

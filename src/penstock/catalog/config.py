@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from penstock.config.limits import RequestLimits, SchedulingConfig
 from penstock.config.load import parse_setting
 from penstock.config.schema import EventLoop, ServeConfig, TlsConfig
 from penstock.errors import ConfigError
+from penstock.processing.model_aliases import check_aliases, parse_aliases
 
 MAX_BYTES = 1 << 20
 MAX_MODELS = 256
@@ -88,15 +90,30 @@ def _entry(given: Any, where: str, base: ServeConfig) -> CatalogEntry:
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{where}: name {name!r}: expected letters, digits and ./:_- only, 128 at most")
     aliases, pinned = values.pop("aliases", []), values.pop("pinned", False)
-    if not isinstance(aliases, list) or not all(isinstance(alias, str) and alias for alias in aliases):
+    if not isinstance(aliases, list) or not all(isinstance(alias, str) and alias.strip() for alias in aliases):
         raise ConfigError(f"{where}: aliases must be a list of texts")
     if not isinstance(pinned, bool):
         raise ConfigError(f"{where}: pinned must be true or false")
     settings = _settings(values, f"{where} ({name})", base)
     served = msgspec.structs.replace(
-        settings, model=path, served_model_name=name, catalogue=None, model_memory=None, model_alias=()
+        settings,
+        model=path,
+        served_model_name=name,
+        catalogue=None,
+        model_memory=None,
+        model_alias=_own_aliases(name, aliases, settings),
     )
     return CatalogEntry(name=name, path=path, aliases=tuple(aliases), pinned=pinned, settings=served)
+
+
+def _own_aliases(name: str, aliases: Sequence[str], settings: ServeConfig) -> tuple[str, ...]:
+    """What the model's own gateway is to know of names that clients send: its aliases, and patterns that mean it."""
+    adapters = [text.partition("=")[0] for text in settings.lora]
+    meant = {name: name} | dict.fromkeys(aliases, name) | {adapter: adapter for adapter in adapters}
+    patterns = [f"{pattern}={meant[to]}" for pattern, to in parse_aliases(settings.model_alias) if to in meant]
+    own = (*(f"{escape(alias)}={name}" for alias in aliases), *patterns)
+    check_aliases(own, (name, *adapters))
+    return own
 
 
 def _settings(values: Mapping[str, Any], where: str, base: ServeConfig) -> ServeConfig:
@@ -138,6 +155,7 @@ class CatalogModel(Config, frozen=True, kw_only=True):
     adapters: tuple[str, ...] = ()  # names of its LoRA adapters
     nbytes: int = 0  # of memory while it is loaded
     pinned: bool = False
+    max_model_len: int | None = None  # tokens, as set; None: known when it was loaded
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from penstock import __version__, http_client
 from penstock.api import sse
-from penstock.api.admin import codex_model
+from penstock.api.admin import anthropic_model, codex_model, context_fields
 from penstock.api.admission import Admission
 from penstock.api.anthropic.messages import messages_error_event
 from penstock.api.app import RERANK_PATHS, http_error, internal_error
@@ -46,8 +46,8 @@ from penstock.clock import Clock
 from penstock.config.limits import RequestLimits
 from penstock.errors import BadField, NoWorkers, RequestError, UnknownModel
 from penstock.http_client import Upstream
-from penstock.interfaces import MultipartForm
-from penstock.processing.model_aliases import aliased_model
+from penstock.interfaces import JsonObject
+from penstock.processing.model_aliases import aliased_model, plain_aliases
 
 PASSED = (
     *("/v1/chat/completions", "/v1/completions", RESPONSES_PATH, MESSAGES_PATH, f"{MESSAGES_PATH}/count_tokens"),
@@ -105,7 +105,7 @@ class CatalogModels(Protocol):
         ...
 
     def rows(self) -> Sequence[dict[str, Any]]:
-        """One mapping per model: state, aliases, adapters, bytes, requests."""
+        """One mapping per model: state, aliases, adapters, bytes, requests, ``max_model_len`` where that is known."""
         ...
 
 
@@ -164,7 +164,7 @@ class _Service:
         """Proxy a JSON request to the model that it names."""
 
         async def work(exchange: HttpExchange, asked: JsonBody) -> None:
-            entry, raw = self._addressed(asked, required=path.startswith("/v1/"))
+            entry, raw = self._addressed(asked.body, required=path.startswith("/v1/")), asked.raw
             asked.release_parsed()  # the raw bytes are proxied
             passed = _passed(exchange)
             async with (
@@ -181,10 +181,10 @@ class _Service:
         async def work(exchange: HttpExchange, sent: FormBody) -> None:
             form = sent.take_form()
             names = form.fields.get("model", [""])
-            entry = self._entry(names[0]) if len(names) == 1 and names[0] else None
-            if entry is None:
+            if len(names) != 1 or not names[0]:
                 raise _missing()
-            raw, kind = encode_form(MultipartForm(fields={**form.fields, "model": [entry]}, files=form.files))
+            entry = self._entry(names[0])
+            raw, kind = encode_form(form)
             passed = _passed(exchange)
             async with (
                 self._models.use(entry) as to,
@@ -198,34 +198,34 @@ class _Service:
         """Apply ``ask`` to a model; responds with its row afterwards."""
 
         async def work(exchange: HttpExchange, asked: JsonBody) -> None:
-            entry, _ = self._addressed(asked, required=True)
+            entry = self._addressed(asked.body, required=True)
             await ask(entry)
             row = next(row for row in self._models.rows() if row["name"] == entry)
             await exchange.send_response(200, _encode(row))
 
         return self.endpoints.json_endpoint(work)
 
-    def _addressed(self, asked: JsonBody, *, required: bool) -> tuple[str, bytes]:
-        """The entry, and the body with the entry's own name."""
-        body, raw = asked.body, asked.raw
+    def _addressed(self, body: JsonObject, *, required: bool) -> str:
+        """The entry that a body names.  Its gateway knows it by the same names."""
         name = body.get("model")
         if name is None:
             if not required and len(self._models.names()) == 1:
-                return self._models.names()[0], raw
+                return self._models.names()[0]
             raise _missing()
         if not isinstance(name, str):
             raise BadField("model", got=name, want="a string", code="invalid_type")
-        meant = name if self._models.find_entry(name) else aliased_model(name, self._model_alias)
-        entry = self._entry(meant)
-        aliased = any(meant in row["aliases"] for row in self._models.rows() if row["name"] == entry)
-        own = entry if aliased else meant
-        return entry, raw if own == name else _encode({**body, "model": own})
+        return self._entry(name)
 
     def _entry(self, name: str) -> str:
-        entry = self._models.find_entry(name)
+        entry = _meant_entry(self._models, name, self._model_alias)
         if entry is None:
-            raise UnknownModel(name[:128], ", ".join(self._models.names()))
+            raise UnknownModel(name[:128], self._models.names())
         return entry
+
+
+def _meant_entry(models: CatalogModels, name: str, given: tuple[str, ...]) -> str | None:
+    """The entry that a client means: by name, alias or adapter, else by the first pattern that matches."""
+    return models.find_entry(name) or models.find_entry(aliased_model(name, given))
 
 
 def _passed(exchange: HttpExchange) -> list[Header]:
@@ -260,30 +260,51 @@ async def _relay(exchange: HttpExchange, answer: http_client.StreamedResponse, p
     await exchange.finish()
 
 
+def _model_list(store: FrontServices) -> dict[str, Any]:
+    """All models, their adapters, and those aliases of the command line that can be listed."""
+    models = store.models
+    aliases = [alias for alias, _ in plain_aliases(store.model_alias) if models.find_entry(alias) is None]
+    shown: list[dict[str, Any]] = []
+    described: list[dict[str, Any]] = []
+    for row in models.rows():
+        own = [alias for alias in aliases if _meant_entry(models, alias, store.model_alias) == row["name"]]
+        for name in ("", *row["adapters"], *own):
+            shown.append(_model_object(row, store.created, name))
+            described.append(codex_model(name or row["name"], row.get("max_model_len"), vision=False))
+    return {"object": "list", "data": shown, "models": described}
+
+
+def _model_object(row: dict[str, Any], created: int, name: str = "") -> dict[str, Any]:
+    """A model, or, under another ``name``, its adapter or alias."""
+    shown = {
+        "id": name or row["name"],
+        "object": "model",
+        "created": created,
+        "owned_by": "penstock",
+        "aliases": [] if name else row["aliases"],
+        "state": row["state"],
+        "pinned": row["pinned"],
+        **context_fields(row.get("max_model_len")),
+        **anthropic_model(name or row["name"], created),
+    }
+    return shown | ({"parent": row["name"]} if name else {})
+
+
 def _questions(store: FrontServices) -> list[Route]:
     """The GET routes."""
     models = store.models
 
-    def card(row: dict[str, Any]) -> dict[str, Any]:
-        own = {"id": row["name"], "object": "model", "created": store.created, "owned_by": "penstock"}
-        return own | {"aliases": row["aliases"], "state": row["state"], "pinned": row["pinned"]}
-
-    def adapter(row: dict[str, Any], name: str) -> dict[str, Any]:
-        return card(row) | {"id": name, "aliases": [], "parent": row["name"]}
-
     async def all_models(_: Request) -> Response:
-        cards = [[card(row), *(adapter(row, name) for name in row["adapters"])] for row in models.rows()]
-        shown = [one for own in cards for one in own]
-        described = [codex_model(one["id"], None, vision=False) for one in shown]
-        return _json({"object": "list", "data": shown, "models": described})
+        return _json(_model_list(store))
 
     async def one_model(request: Request) -> Response:
         name = request.path_params["name"]
-        entry = models.find_entry(name)
+        entry = _meant_entry(models, name, store.model_alias)
         if entry is None:
-            answer = error_response(UnknownModel(name[:128], ", ".join(models.names())))
+            answer = error_response(UnknownModel(name[:128], models.names()))
             return Response(answer.body, answer.status, media_type="application/json")
-        return _json(next(card(row) for row in models.rows() if row["name"] == entry))
+        row = next(row for row in models.rows() if row["name"] == entry)
+        return _json(_model_object(row, store.created, "" if name == entry else name))
 
     async def ok(_: Request) -> Response:
         return _json({"status": "ok"})

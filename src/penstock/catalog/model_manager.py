@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from penstock import http_client
 from penstock.api.auth import load_api_keys
@@ -53,6 +55,7 @@ class ModelManager(CatalogModels):
         self._residency = ModelResidency.of(residents, config.model_memory)
         self._at: dict[str, tuple[int, Upstream]] = {}  # incarnation and address of running processes
         self._changed = asyncio.Condition()
+        self._lengths: dict[str, int] = {}  # context of models that were loaded
         self._failed: Counter[str] = Counter()  # failed loads and deaths, by model
         self._waiting: Counter[str] = Counter()  # waiting requests, by model
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,7 +86,9 @@ class ModelManager(CatalogModels):
         rows = self._residency.rows()
         places = [self._places[row["name"]] for row in rows]
         return [
-            row | {"aliases": list(place.aliases), "adapters": list(place.adapters)}
+            row
+            | {"aliases": list(place.aliases), "adapters": list(place.adapters)}
+            | {"max_model_len": self._lengths.get(place.name, place.max_model_len)}
             for row, place in zip(rows, places, strict=True)
         ]
 
@@ -183,6 +188,7 @@ class ModelManager(CatalogModels):
             except NoWorkers:
                 ready = False
             if ready:
+                self._lengths |= await _context_length(entry, at)
                 self._carry_out(self._residency.on_loaded(entry, self._clock.now(), self._waiting[entry]))
                 await self._notify()
                 return
@@ -203,6 +209,24 @@ class ModelManager(CatalogModels):
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _context_length(entry: str, at: Upstream) -> dict[str, int]:
+    """The context of a model, as its gateway tells it; empty if it does not respond."""
+    try:
+        async with (
+            asyncio.timeout(http_client.CONNECT_TIMEOUT_S),
+            http_client.open_request(at, "GET", f"/v1/models/{entry}") as answer,
+        ):
+            return {entry: msgspec.json.decode(await answer.read(), type=_ContextLength).max_model_len}
+    except (NoWorkers, TimeoutError, msgspec.DecodeError):
+        return {}
+
+
+class _ContextLength(msgspec.Struct):
+    """A model's card, as far as it is read."""
+
+    max_model_len: Annotated[int, msgspec.Meta(ge=1)]
 
 
 def run_front(config: FrontConfig, io: ProcessIo) -> int:

@@ -185,7 +185,14 @@ def _place(entry: CatalogEntry, budget: int | None) -> CatalogModel:
             f"{format_size(budget)}: give it a smaller kv_memory, or all of them more"
         )
     adapters = tuple(text.partition("=")[0] for text in own.lora)
-    return CatalogModel(name=entry.name, aliases=entry.aliases, adapters=adapters, nbytes=nbytes, pinned=entry.pinned)
+    return CatalogModel(
+        name=entry.name,
+        aliases=entry.aliases,
+        adapters=adapters,
+        nbytes=nbytes,
+        pinned=entry.pinned,
+        max_model_len=own.max_model_len,
+    )
 
 
 def _weight_bytes(path: Path) -> int:

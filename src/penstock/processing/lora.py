@@ -71,7 +71,7 @@ class LoraRegistry:
         name = _text(_parsed(body, UNLOAD_FIELDS), "lora_name", MAX_NAME_CHARS)
         async with self._alone:
             if name not in self._by_name:
-                raise UnknownModel(name, ", ".join(self._by_name) or "no adapter")
+                raise UnknownModel(name, list(self._by_name), mappable=False)
             del self._by_name[name]
         return name
 

@@ -6,11 +6,14 @@ is served is never mapped.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 
+import msgspec
+
 from penstock.errors import ConfigError
+from penstock.interfaces import ModelCard
 
 MAX_ALIASES = 256
 MAX_PATTERN_CHARS = 256
@@ -41,6 +44,33 @@ def check_aliases(given: tuple[str, ...], served: Collection[str]) -> None:
 def aliased_model(name: str, given: tuple[str, ...]) -> str:
     """The served model that ``name`` stands for by the first pattern that matches; else ``name`` itself."""
     return next((served for pattern, served in parse_aliases(given) if fnmatchcase(name, pattern)), name)
+
+
+def served_model(name: str, served: Collection[str], given: tuple[str, ...]) -> str | None:
+    """The one of ``served`` that a client means by ``name``; None: there is none."""
+    if name in served:
+        return name
+    meant = aliased_model(name, given)
+    return meant if meant in served else None
+
+
+def listed_cards(own: ModelCard, adapters: Sequence[str], given: tuple[str, ...]) -> tuple[ModelCard, ...]:
+    """The model, its adapters, and the aliases that can be listed, each name once."""
+    parents = dict.fromkeys(adapters, own.name)
+    served = (own.name, *adapters)
+    for alias, name in plain_aliases(given):
+        if alias not in served and name in served:
+            parents.setdefault(alias, name)
+    return (own, *(msgspec.structs.replace(own, name=name, parent=parent) for name, parent in parents.items()))
+
+
+def find_card(cards: Sequence[ModelCard], name: str, given: tuple[str, ...]) -> ModelCard | None:
+    """The card of a name that clients may send, also of an alias that cannot be listed."""
+    by_name = {card.name: card for card in cards}
+    meant = served_model(name, by_name, given)
+    if meant is None or meant == name:
+        return by_name.get(name)
+    return msgspec.structs.replace(by_name[meant], name=name, parent=meant)
 
 
 def plain_aliases(given: tuple[str, ...]) -> tuple[tuple[str, str], ...]:

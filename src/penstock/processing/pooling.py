@@ -235,7 +235,7 @@ class PoolingModelProcessor(SingleTaskProcessor):
         texts = self._with_prompt(call.inputs, call.prompt_name)
         tokens = await self._whole("input", texts, call.cut)
         wanted = PoolingParams(dimensions=call.dimensions, normalised=call.normalised)
-        return self._work(envelope, [(own, wanted) for own in tokens], base64=call.base64)
+        return self._work(envelope, [(own, wanted) for own in tokens], model=self.model_name(body), base64=call.base64)
 
     async def rerank(self, body: JsonObject, envelope: RequestContext) -> PreparedPooling:
         if self._served.task is not Task.CLASSIFY or self._served.width != 1:
@@ -250,6 +250,7 @@ class PoolingModelProcessor(SingleTaskProcessor):
         return self._work(
             envelope,
             [(tokens, PoolingParams(second=second)) for tokens, second in pairs],
+            model=self.model_name(body),
             documents=tuple(call.documents) if call.tell_documents else None,
             top_n=call.top,
         )
@@ -265,7 +266,10 @@ class PoolingModelProcessor(SingleTaskProcessor):
             singles: list[Any] = call.inputs
             read = [(tokens, None) for tokens in await self._whole("input", singles, call.cut)]
         return self._work(
-            envelope, [(tokens, PoolingParams(second=second)) for tokens, second in read], labels=self._labels
+            envelope,
+            [(tokens, PoolingParams(second=second)) for tokens, second in read],
+            model=self.model_name(body),
+            labels=self._labels,
         )
 
     async def encoded(self, text: str, *, special: bool) -> Sequence[int]:
@@ -336,7 +340,7 @@ class PoolingModelProcessor(SingleTaskProcessor):
         return framed
 
     def _work(
-        self, envelope: RequestContext, texts: Iterable[tuple[PromptTokens, PoolingParams]], **reply: Any
+        self, envelope: RequestContext, texts: Iterable[tuple[PromptTokens, PoolingParams]], *, model: str, **reply: Any
     ) -> PreparedPooling:
         requests = tuple(
             ValidRequest(
@@ -360,7 +364,7 @@ class PoolingModelProcessor(SingleTaskProcessor):
                 param="input",
                 code="max_tokens_per_request",
             )
-        return PreparedPooling(requests=requests, model=self.facts.name, **reply)
+        return PreparedPooling(requests=requests, model=model, **reply)
 
 
 def _paths(served: ServedPoolingModel) -> str:

@@ -38,7 +38,7 @@ from penstock.processing.chat.render import ChatRenderer, RenderedPrompt, Render
 from penstock.processing.chat.template import ChatTemplates, Conversation, TemplateLimits, load_template_sources
 from penstock.processing.detokenizer import IncrementalDetokenizer, OutputOptions, PromptEcho, decode_prompt
 from penstock.processing.lora import LoraRegistry
-from penstock.processing.model_aliases import aliased_model, plain_aliases
+from penstock.processing.model_aliases import find_card, listed_cards, served_model
 from penstock.processing.multimodal.image_fetch import ImageFetcher
 from penstock.processing.multimodal.image_preprocessing import pillow_installed, read_image_config
 from penstock.processing.multimodal.images import ImagePipeline, MultimodalPrompt
@@ -204,11 +204,10 @@ class GenerationProcessor:
         )
 
     def cards(self) -> Sequence[ModelCard]:
-        own = self._card
-        names = self._adapters.names()
-        aliases = plain_aliases(self._facts.requests.model_alias)
-        named = [*((name, own.name) for name in names), *aliases]
-        return (own, *(msgspec.structs.replace(own, name=name, parent=parent) for name, parent in named))
+        return listed_cards(self._card, self._adapters.names(), self._facts.requests.model_alias)
+
+    def card(self, name: str) -> ModelCard | None:
+        return find_card(self.cards(), name, self._facts.requests.model_alias)
 
     async def load_adapter(self, body: JsonObject) -> JsonObject:
         return {"id": await self._adapters.load(body), "object": "lora_adapter", "loaded": True}
@@ -224,12 +223,11 @@ class GenerationProcessor:
         given = body.get("model")
         if not isinstance(given, str) or given == self._facts.name:
             return self._facts, None
-        adapter = self._adapters.find(given)
-        name = given if adapter is not None else aliased_model(given, self._facts.requests.model_alias)
-        adapter = adapter or self._adapters.find(name)
-        if adapter is None and name != self._facts.name:
-            return self._facts, None
-        return msgspec.structs.replace(self._facts, name=given), adapter
+        adapters = self._adapters.names()
+        meant = served_model(given, (self._facts.name, *adapters), self._facts.requests.model_alias)
+        if meant is None:  # to be refused, with what there is
+            return msgspec.structs.replace(self._facts, adapters=tuple(adapters)), None
+        return msgspec.structs.replace(self._facts, name=given), self._adapters.find(meant)
 
     async def chat(self, body: JsonObject, envelope: RequestContext) -> PreparedGeneration:
         facts, adapter = self._asked(body)

@@ -19,6 +19,7 @@ from penstock.interfaces import (
     ResponsesRequest,
     TokenizeResult,
 )
+from penstock.processing.model_aliases import find_card, listed_cards
 from penstock.processing.requests.generation import parse_detokenize, parse_tokenize
 from penstock.processing.requests.sampling import ModelProperties
 from penstock.processing.tokenizer.tokenizer import TextTokenizer
@@ -58,7 +59,14 @@ class SingleTaskProcessor(ABC):
         self.tokenizer.close()
 
     def cards(self) -> Sequence[ModelCard]:
-        return (self._card,)
+        return listed_cards(self._card, (), self.facts.requests.model_alias)
+
+    def card(self, name: str) -> ModelCard | None:
+        return find_card(self.cards(), name, self.facts.requests.model_alias)
+
+    def model_name(self, body: JsonObject) -> str:
+        """The model's name as a checked body has it, which may be an alias."""
+        return str(body.get("model") or self.facts.name)
 
     async def load_adapter(self, body: JsonObject) -> JsonObject:
         """Always WrongTask."""

@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 from penstock.config.limits import RequestLimits
 from penstock.config.schema import RequestConfig
-from penstock.errors import BadField, ModelError, PromptTooLong, RequestError, UnknownModel
+from penstock.errors import BadField, ModelError, PromptTooLong, RequestError
 from penstock.hashing import block_hashes, chain_root
 from penstock.interfaces import ModelCard, MultipartForm, OutputDetokenizer, RequestContext
 from penstock.processing.detokenizer import IncrementalDetokenizer, OutputOptions
 from penstock.processing.multimodal.audio import AudioPipeline, SampleReservation, Span, read_audio_config
 from penstock.processing.multimodal.audio_decode import read_wav
 from penstock.processing.requests.fields import BodyFields, refuse_unknown, string, unsupported
+from penstock.processing.requests.generation import parse_model
 from penstock.processing.requests.sampling import ModelProperties, parse_seed, parse_temperature
 from penstock.processing.single_task import SingleTaskProcessor, TaskDescription
 from penstock.processing.tokenizer.tokenizer import TextTokenizer
@@ -129,6 +130,7 @@ MAX_SALT_CHARS = 256
 class TranscriptionFields(msgspec.Struct, frozen=True, kw_only=True):
     """A checked form."""
 
+    model: str  # as it is named
     raw: bytes  # the file
     language: str | None  # None: it is to be heard
     prompt: str
@@ -145,7 +147,7 @@ def parse_transcription(
     """Raises RequestError.  ``languages``: that can be named; of one alone none need be."""
     refuse_unknown({**form.fields, **form.files}, TRANSCRIPTION_FIELDS, facts.requests)
     single = {name: _single(name, values) for name, values in form.fields.items() if not name.endswith("[]")}
-    _parse_model(single.get("model"), facts.name)
+    parse_model(BodyFields(single), facts, required=True)
     if "file" not in form.files:
         raise RequestError(
             "Missing required parameter: 'file', as a part with a file name.",
@@ -160,6 +162,7 @@ def parse_transcription(
     _refuse_others(form, single)
     numbers = BodyFields({"temperature": _number(single.get("temperature", "0")), "seed": _whole(single.get("seed"))})
     return TranscriptionFields(
+        model=single["model"],
         raw=form.files["file"],
         language=_language(single.get("language"), languages),
         prompt=string("prompt", single.get("prompt", ""), max_chars=limits.max_audio_prompt_chars),
@@ -175,13 +178,6 @@ def _single(name: str, values: Sequence[str]) -> str:
     if len(values) > 1:
         raise BadField(name, got=f"{len(values)} values", want="one value")
     return values[0]
-
-
-def _parse_model(given: str | None, model: str) -> None:
-    if given is None:
-        raise RequestError("Missing required parameter: 'model'.", param="model", code="missing_required_parameter")
-    if given != model:
-        raise UnknownModel(given[:128], model)
 
 
 def _language(given: str | None, languages: Collection[str]) -> str | None:
@@ -328,7 +324,7 @@ class WindowedTranscription:
         self._room = room
         self._heard: tuple[int, WindowAudio] | None = None  # the latest window
         self.task = "translate" if translates else "transcribe"
-        self.model = processor.facts.name
+        self.model = self._fields.model
         self.language = self._fields.language or ""
         self.response_format, self.stream = self._fields.form, self._fields.stream
         self.temperature = self._fields.temperature

@@ -17,7 +17,7 @@ MADE = {
     errors.PromptTooLong: lambda: errors.PromptTooLong(prompt_tokens=1, max_tokens=2, limit=2),
     errors.InputTooLong: lambda: errors.InputTooLong("input", tokens=3, limit=2),
     errors.WrongTask: lambda: errors.WrongTask("a", "writes no text", "/b"),
-    errors.UnknownModel: lambda: errors.UnknownModel("a", "b"),
+    errors.UnknownModel: lambda: errors.UnknownModel("a", ["b"]),
     errors.UnknownWorker: lambda: errors.UnknownWorker("a", "b, c"),
     errors.ProtocolVersionError: lambda: errors.ProtocolVersionError(1, expected=2),
     errors.MethodNotAllowed: lambda: errors.MethodNotAllowed("GET", "/", allow="POST"),

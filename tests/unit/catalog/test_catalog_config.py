@@ -57,6 +57,23 @@ def test_one_model_may_have_the_gpu_with_all_that_is_free_there(tmp_path: Path) 
     assert (one.workers, two.workers) == (2, 1)
 
 
+def test_a_models_own_gateway_knows_the_names_that_mean_it(tmp_path: Path) -> None:
+    """Its aliases, which are no patterns, and those patterns of the front that mean it, or an adapter of it."""
+    text = """
+        [[model]]
+        name = "a"
+        path = "a"
+        aliases = ["gpt[4]", "big"]
+        lora = ["fox=/adapters/fox"]
+        [[model]]
+        name = "b"
+        path = "b"
+        """
+    one, two = entries(tmp_path, text, model_alias=["claude-*=b", "haiku=fox", "c*=big"])
+    assert one.settings.model_alias == ("gpt[[]4]=a", "big=a", "haiku=fox", "c*=a")
+    assert two.settings.model_alias == ("claude-*=b",)
+
+
 MODEL = '[[model]]\nname = "a"\npath = "b"\n'
 REFUSED = {
     "no table": ("", "expected 1 to"),

@@ -17,7 +17,7 @@ from penstock.config.limits import RequestLimits
 from penstock.config.schema import RequestConfig
 from penstock.errors import BadField, PromptTooLong, RequestError, UnknownModel
 from penstock.processing.chat.template import RESERVED
-from penstock.processing.model_aliases import aliased_model
+from penstock.processing.model_aliases import aliased_model, plain_aliases
 from penstock.processing.requests.fields import (
     WRONG_TYPE,
     BodyFields,
@@ -333,14 +333,15 @@ def parse_detokenize(body: Mapping[str, Any], facts: ModelProperties) -> tuple[i
 
 
 def parse_model(fields: BodyFields, facts: ModelProperties, *, required: bool) -> None:
-    """The one model there is."""
+    """The one model there is, by its name or an alias."""
     name = fields.required("model") if required else fields.raw("model")
     if name is None:
         return
     if not isinstance(name, str):
         raise BadField("model", got=name, want="a string", code="invalid_type")
-    if name != facts.name and aliased_model(name, facts.requests.model_alias) != facts.name:
-        raise UnknownModel(name[:128], facts.name)
+    given = facts.requests.model_alias
+    if name != facts.name and aliased_model(name, given) != facts.name:
+        raise UnknownModel(name[:128], [facts.name, *facts.adapters, *(alias for alias, _ in plain_aliases(given))])
 
 
 def parse_chat_text(

@@ -49,6 +49,7 @@ class ModelProperties(msgspec.Struct, frozen=True, kw_only=True):
     sees: bool = False  # images can be read into its chats
     sampling: SamplingDefaults = SamplingDefaults()  # of requests that do not say
     requests: RequestConfig = RequestConfig()
+    adapters: tuple[str, ...] = ()  # other names that are served, for a refusal
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
