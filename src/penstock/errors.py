@@ -89,19 +89,43 @@ class PromptTooLong(RequestError):
     """Prompt and response together exceed the context.  Never truncated; the message has both numbers."""
 
     def __init__(
-        self, *, prompt_tokens: int, max_tokens: int, limit: int, param: str = "messages", at_least: bool = False
+        self,
+        *,
+        prompt_tokens: int,
+        max_tokens: int,
+        limit: int,
+        param: str = "messages",
+        at_least: bool = False,
+        model_len: int | None = None,
+        cuts: bool = True,
     ) -> None:
-        super().__init__(
-            f"This model's maximum context length is {limit} tokens. However, you requested "
-            f"{'at least ' if at_least else ''}{prompt_tokens + max_tokens} tokens "
-            f"({prompt_tokens} in the prompt, {max_tokens} in the answer). "
-            "Please reduce the length of the prompt or of the answer: 'max_tokens' sets that of the answer, "
-            "'truncate_prompt_tokens' keeps the end of a prompt, and agents compact their conversation.",
-            param=param,
-            code="context_length_exceeded",
-        )
+        """``model_len``: the context that the model itself has.  ``cuts``: the request may have its prompt cut."""
         self.prompt_tokens = prompt_tokens
         self.limit = limit
+        self._sum = prompt_tokens + max_tokens
+        self.max_tokens = max_tokens
+        self._at_least = at_least
+        self._model_len = model_len
+        super().__init__(self.advice("max_tokens", cuts=cuts), param=param, code="context_length_exceeded")
+
+    def advice(self, length: str | None, *, cuts: bool) -> str:
+        """The message, with what helps.  ``length``: the field that limits the response; None: that is cut anyway."""
+        told = (
+            f"This model's maximum context length is {self.limit} tokens. However, you requested "
+            f"{'at least ' if self._at_least else ''}{self._sum} tokens "
+            f"({self.prompt_tokens} in the prompt, {self.max_tokens} in the answer)."
+        )
+        room = self.limit - self.prompt_tokens
+        ways = ["shorten the conversation (agents: /compact)"]
+        if cuts:
+            ways.insert(0, "keep the end of the prompt with 'truncate_prompt_tokens'")
+        if length is not None and room >= 1 and not self._at_least:
+            ways.insert(0, f"set '{length}' to {room} or less")
+        helps = ", or ".join((", ".join(ways[:-1]), ways[-1]) if ways[1:] else ways)
+        more = ""
+        if self._model_len is not None and self._model_len > self.limit:
+            more = f" The model itself has {self._model_len} tokens: its operator may allow more with --max-model-len."
+        return f"{told} {helps[0].upper()}{helps[1:]}.{more}"
 
 
 class InputTooLong(RequestError):

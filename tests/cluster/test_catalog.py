@@ -111,10 +111,15 @@ def add_key(ring: Path, tenant: str, *flags: str) -> str:
 
 
 def test_models_come_and_go(file: Path) -> None:
-    with PenstockServer(["--catalogue", str(file), "--model-memory", str(memory())]) as server:
+    flags = ["--catalogue", str(file), "--model-memory", str(memory()), "--model-alias", "claude-*=gpt-4o"]
+    with PenstockServer(flags) as server:
         assert states(server) == dict.fromkeys(("stories", "broken", "a", "b"), "unloaded")
         first = ask(server, "gpt-4o")
-        assert (first.status_code, first.json()["model"]) == (200, "stories")
+        assert (first.status_code, first.json()["model"]) == (200, "gpt-4o")
+        assert ask(server, "claude-opus-5").json()["model"] == "claude-opus-5"
+        told = server.get("/v1/models/claude-opus-5").json()
+        assert (told["parent"], told["state"], told["context_length"]) == ("stories", "loaded", told["max_model_len"])
+        assert "max_model_len" not in server.get("/v1/models/a").json()  # it was not loaded yet
         assert states(server)["stories"] == "loaded"
         failed = ask(server, "broken")
         assert failed.status_code == 503

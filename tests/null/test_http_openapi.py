@@ -86,6 +86,14 @@ UNKNOWN = [
     ("POST", "/chat/completions", "There is no /chat/completions here; /v1/chat/completions is."),
     ("GET", "/v1/v1/models", "There is no /v1/v1/models here; /v1/models is."),
     ("POST", "/v1/chat/completion", "There is no /v1/chat/completion here; /v1/chat/completions is."),
+    ("POST", "/v1/chat/completions/", "There is no /v1/chat/completions/ here; /v1/chat/completions is."),
+    ("POST", "/v1//messages", "There is no /v1//messages here; /v1/messages is."),
+    ("POST", "/v1/v1/messages", "There is no /v1/v1/messages here; /v1/messages is."),
+    ("POST", "/openai/v1/responses", "There is no /openai/v1/responses here; /v1/responses is."),
+    ("POST", "/api/v1/chat/completions", "There is no /api/v1/chat/completions here; /v1/chat/completions is."),
+    ("POST", "/v1/model", "There is no /v1/model here; GET /v1/models is."),
+    ("POST", "/api/show", "There is no /api/show here; GET /v1/models is."),
+    ("GET", "/v1/message", "There is no /v1/message here; POST /v1/messages is."),
     ("POST", "/v1/files", "GET / lists what there is."),
 ]
 

@@ -140,8 +140,8 @@ async def http_error(request: Request, error: Exception) -> Response:
         allow = (error.headers or {}).get("Allow", "")
         ours: RequestError = MethodNotAllowed(request.method[:32], path, allow=allow)
     elif isinstance(error, HTTPException) and error.status_code == 404:
-        served = [route.path for route in request.app.routes if isinstance(route, Route)]
-        message = f"Unknown request URL: {request.method[:32]} {path}. {suggest_path(path, served)}"
+        served = [route for route in request.app.routes if isinstance(route, Route)]
+        message = f"Unknown request URL: {request.method[:32]} {path}. {suggest_path(request.method, path, served)}"
         ours = UnknownPath(message, code="unknown_url")
     else:
         ours = RequestError("The request cannot be served.")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
 
 import msgspec
 
@@ -35,13 +34,6 @@ class ClientDisconnected(Exception):  # noqa: N818 - never sent
     """The client has closed the connection."""
 
 
-class ContextSize(NamedTuple):
-    """A prompt, and the context that does not hold it."""
-
-    prompt_tokens: int
-    limit: int
-
-
 class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
     """An error as clients may see it."""
 
@@ -51,7 +43,7 @@ class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
     param: str | None = None
     code: str | None = None
     headers: tuple[Header, ...] = ()
-    context: ContextSize | None = None  # of a prompt that is too long
+    too_long: PromptTooLong | None = None  # the error, where it is this one: each API has its own fields that help
 
     @property
     def body(self) -> bytes:
@@ -85,9 +77,10 @@ _ANTHROPIC_TYPES = {
 
 def anthropic_error(error: ErrorResponse) -> bytes:
     """Anthropic's envelope.  ``code`` is ours; prompts that are too long are told in the words that agents look for."""
-    message = error.message
-    if error.context is not None:
-        message = f"prompt is too long: {error.context.prompt_tokens} tokens > {error.context.limit} maximum. {message}"
+    message, long = error.message, error.too_long
+    if long is not None:
+        advice = long.advice(None, cuts=False)
+        message = f"prompt is too long: {long.prompt_tokens} tokens > {long.limit} maximum. {advice}"
     default = "invalid_request_error" if error.status < 500 else "api_error"
     told = {"type": _ANTHROPIC_TYPES.get(error.status, default), "message": message, "code": error.code}
     return _encode({"type": "error", "error": told, "request_id": None})
@@ -107,6 +100,9 @@ def responses_error(error: ErrorResponse) -> bytes:
     given = error.param
     if given is None:
         return error.body
+    if error.too_long is not None:
+        advice = error.too_long.advice("max_output_tokens", cuts=False)
+        return msgspec.structs.replace(error, param="input", message=advice).body
     if given.startswith("messages"):
         meant = "input"
     else:
@@ -133,7 +129,7 @@ def error_response(error: BaseException) -> ErrorResponse:
             param=error.param,
             code=error.code,
             headers=_request_headers(error),
-            context=ContextSize(error.prompt_tokens, error.limit) if isinstance(error, PromptTooLong) else None,
+            too_long=error if isinstance(error, PromptTooLong) else None,
         )
     if isinstance(error, CapacityError | WorkerError):
         wait = error.retry_after if isinstance(error, CapacityError) else 1

@@ -173,15 +173,27 @@ _NEAR = 0.75
 _MAX_CHARS = 256
 
 
-def suggest_path(path: str, served: Sequence[str]) -> str:
-    """A sentence: what there is instead.  ``served``: paths as their routes have them."""
-    path = path[:_MAX_CHARS].rstrip("/")
-    plain = [route for route in served if "{" not in route and route != "/"]
-    meant = FOREIGN_PATHS.get(path)
+def suggest_path(method: str, path: str, served: Sequence[Route]) -> str:
+    """A sentence: what there is instead, for this method where there is something."""
+    path = path[:_MAX_CHARS]
+    methods: dict[str, set[str]] = {}
+    for route in served:
+        methods.setdefault(route.path, set()).update(route.methods or ())
+    plain = [own for own in methods if "{" not in own and own != "/"]
+    callable_paths = [own for own in plain if method in methods[own]]
+    meant = _meant_path(path, callable_paths) or _meant_path(path, plain)
     if meant is None:
-        meant = next((candidate for candidate in (f"/v1{path}", path.removeprefix("/v1")) if candidate in plain), None)
-    if meant is None:
-        meant = next(iter(get_close_matches(path, plain, n=1, cutoff=_NEAR)), None)
-    if meant in plain:
-        return f"There is no {path} here; {meant} is."
-    return "GET / lists what there is." if "/" in served else f"There are {', '.join(plain)}."
+        return "GET / lists what there is." if "/" in methods else f"There are {', '.join(plain)}."
+    told = meant if meant in callable_paths else f"{' or '.join(sorted(methods[meant] - {'HEAD'}))} {meant}"
+    return f"There is no {path} here; {told} is."
+
+
+def _meant_path(path: str, served: Sequence[str]) -> str | None:
+    """The one of ``served`` that is most like ``path``: under another server's name, prefix or spelling."""
+    bare = "/" + "/".join(part for part in path.split("/") if part)
+    for prefix in ("/v1", "/openai", "/api"):
+        inner = bare.removeprefix(prefix)
+        for candidate in (bare, FOREIGN_PATHS.get(bare), f"/v1{bare}", inner, f"/v1{inner}"):
+            if candidate in served and candidate != path:
+                return candidate
+    return next(iter(get_close_matches(bare, served, n=1, cutoff=_NEAR)), None)

@@ -172,6 +172,7 @@ class RequestConfig(Config, frozen=True, kw_only=True):
     disable_additional_properties: bool = True  # objects of JSON schemas have the properties that these name only
     strip_billing_header: bool = True  # the changing line in Claude Code's system prompts is left out
     model_alias: tuple[str, ...] = ()  # PATTERN=NAME: names that clients may send for a model
+    max_positions: int | None = None  # tokens of the model's own context, of which max_model_len may be a part
 
 
 class TlsConfig(Config, frozen=True, kw_only=True):

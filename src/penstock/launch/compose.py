@@ -389,6 +389,7 @@ def _gateway_config(
             disable_additional_properties=config.disable_additional_properties,
             strip_billing_header=config.strip_billing_header,
             model_alias=config.model_alias,
+            max_positions=spec.max_positions,
         ),
         split=split and (plan is None or plan.split),
         task=spec.task,

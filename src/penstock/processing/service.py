@@ -383,7 +383,12 @@ class GenerationProcessor:
         least = self._tokenizer.min_tokens(chars, self._facts.max_model_len, self._limits.max_chars_per_token)
         if least is not None:
             raise PromptTooLong(
-                prompt_tokens=least, max_tokens=1, limit=self._facts.max_model_len, param=param, at_least=True
+                prompt_tokens=least,
+                max_tokens=1,
+                limit=self._facts.max_model_len,
+                param=param,
+                at_least=True,
+                model_len=self._facts.requests.max_positions,
             )
 
     def _check_known(self, tokens: tuple[int, ...], *, param: str) -> tuple[int, ...]:
@@ -399,7 +404,11 @@ class GenerationProcessor:
     def _check_room(self, prompt_tokens: int, max_tokens: int, *, param: str) -> None:
         if prompt_tokens + max_tokens > self._facts.max_model_len:
             raise PromptTooLong(
-                prompt_tokens=prompt_tokens, max_tokens=max_tokens, limit=self._facts.max_model_len, param=param
+                prompt_tokens=prompt_tokens,
+                max_tokens=max_tokens,
+                limit=self._facts.max_model_len,
+                param=param,
+                model_len=self._facts.requests.max_positions,
             )
 
     def _check_echo(self, call: GenerationFields, lengths: Sequence[int]) -> None:

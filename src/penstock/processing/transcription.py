@@ -358,7 +358,7 @@ class WindowedTranscription:
         own = (*self._before, *words.prompt(self.language or ENGLISH, self.task))
         room = processor.facts.max_model_len - processor.sounds.recipe.tokens - len(own)
         if room < 1:
-            raise PromptTooLong(prompt_tokens=len(own), max_tokens=1, limit=len(own) + room, param="prompt")
+            raise PromptTooLong(prompt_tokens=len(own), max_tokens=1, limit=len(own) + room, param="prompt", cuts=False)
         sampling = SamplingParams(
             seed=self.seed & _UINT64_MASK,
             max_tokens=room,

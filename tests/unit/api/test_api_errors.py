@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+from typing import Any
 
 import pytest
 
 from penstock import errors
-from penstock.api.errors import error_response, logged_error_response
+from penstock.api.errors import error_format_of, error_response, logged_error_response
 from penstock.errors import CapacityError, PenstockError, RequestError, WorkerError
 
 TREE = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, PenstockError)]
@@ -59,3 +60,46 @@ def test_what_clients_do_wrong_is_no_line_in_the_log(caplog: pytest.LogCaptureFi
     logged_error_response(errors.BadField("f", got="what they wrote", want="x"))
     logged_error_response(errors.QueueFull("full"))
     assert caplog.records == []
+
+
+OPERATOR = "The model itself has 4000 tokens: its operator may allow more with --max-model-len."
+
+
+def too_long(prompt: int, answer: int, **more: Any) -> errors.PromptTooLong:
+    return errors.PromptTooLong(prompt_tokens=prompt, max_tokens=answer, limit=100, **more)
+
+
+@pytest.mark.parametrize(
+    ("error", "chat", "responses", "messages"),
+    [
+        (
+            too_long(90, 20, model_len=100),
+            "Set 'max_tokens' to 10 or less, keep the end of the prompt with 'truncate_prompt_tokens', or shorten the "
+            "conversation (agents: /compact).",
+            "Set 'max_output_tokens' to 10 or less, or shorten the conversation (agents: /compact).",
+            "Shorten the conversation (agents: /compact).",
+        ),
+        (
+            too_long(120, 1, model_len=4000),
+            "Keep the end of the prompt with 'truncate_prompt_tokens', or shorten the conversation (agents: /compact). "
+            + OPERATOR,
+            f"Shorten the conversation (agents: /compact). {OPERATOR}",
+            f"Shorten the conversation (agents: /compact). {OPERATOR}",
+        ),
+        (too_long(90, 20, cuts=False, at_least=True), *["Shorten the conversation (agents: /compact)."] * 3),
+    ],
+    ids=["the response", "the prompt", "no way to cut it"],
+)
+def test_a_context_that_is_too_long_says_what_helps_in_each_api(
+    error: errors.PromptTooLong, chat: str, responses: str, messages: str
+) -> None:
+    for path, advice, param in (
+        ("/v1/chat/completions", chat, "messages"),
+        ("/v1/responses", responses, "input"),
+        ("/v1/messages", messages, None),
+    ):
+        told = json.loads(error_format_of(path)(error_response(error)))["error"]
+        numbers = f"({error.prompt_tokens} in the prompt, {error.max_tokens} in the answer)"
+        assert told["message"].endswith(f"{numbers}. {advice}")
+        assert told.get("param") == param
+    assert told["message"].startswith(f"prompt is too long: {error.prompt_tokens} tokens > 100 maximum. ")

@@ -93,7 +93,9 @@ async def test_hashes_are_those_of_the_prompts_full_pages(intake: GenerationProc
 
 async def test_what_does_not_fit_is_told_with_both_numbers(intake: GenerationProcessor):
     ids = [10] * 2000
-    with pytest.raises(PromptTooLong, match=r"2048 tokens.*2049 tokens \(2000 in the prompt, 49 in the answer\)"):
+    with pytest.raises(
+        PromptTooLong, match=r"2048 tokens.*2049 tokens \(2000 in the prompt, 49 in the answer\).*'max_tokens' to 48"
+    ):
         await complete(intake, ids, max_tokens=49)
     (fits,) = (await complete(intake, ids, max_tokens=48)).requests
     assert fits.sampling.max_tokens == 48

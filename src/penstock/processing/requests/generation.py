@@ -154,7 +154,13 @@ def parse_token_prompt(where: str, ids: Sequence[Any], facts: ModelProperties) -
     if not ids:
         raise BadField(where, got="an empty array", want="at least one token id", code="empty_array")
     if len(ids) > facts.max_model_len:  # before each id is looked at
-        raise PromptTooLong(prompt_tokens=len(ids), max_tokens=1, limit=facts.max_model_len, param="prompt")
+        raise PromptTooLong(
+            prompt_tokens=len(ids),
+            max_tokens=1,
+            limit=facts.max_model_len,
+            param="prompt",
+            model_len=facts.requests.max_positions,
+        )
     return token_ids(where, ids, vocabulary=facts.vocabulary)
 
 
