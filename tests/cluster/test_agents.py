@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.agents import AGENTS, DONE, RIGHT_FILE, TASK, make_project, need_agent, run_agent
+from clients.coding_agents import AGENTS, DONE, RIGHT_FILE, TASK, make_project, need_agent, run_agent
 from clients.private_network import private_network
 
 from .scripted import ScriptedServer

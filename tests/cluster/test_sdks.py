@@ -23,7 +23,7 @@ from clients.private_network import private_network
 
 from .scripted import ScriptedServer
 
-SCENARIOS = Path(__file__).resolve().parents[1] / "clients"
+SCENARIOS = Path(__file__).resolve().parents[1] / "clients/scenarios"
 SCENARIO_S = 240
 ALWAYS = {"chat", "stream", "tools", "error", "retry", "cancel"}
 """Steps that each scenario has."""
@@ -57,7 +57,6 @@ def run_scenario(reached: Reached, command: list[str], folder: Path) -> dict[str
         "PENSTOCK_URL": reached.server.url,
         "PENSTOCK_FLAKY_URL": reached.proxy.url,
         "PENSTOCK_NODE_MODULES": str(FOLDER / "npm"),
-        "PYTHONDONTWRITEBYTECODE": "1",
     }
     run = subprocess.run(
         command, env=environ, cwd=folder, capture_output=True, text=True, timeout=SCENARIO_S, check=False
@@ -69,6 +68,7 @@ def run_scenario(reached: Reached, command: list[str], folder: Path) -> dict[str
 
 
 def check_scenario(reached: Reached, command: list[str], folder: Path, name: str) -> None:
+    reached.proxy.seen.clear()
     steps = run_scenario(reached, command, folder)
     wrong = {step: error for step, error in steps.items() if error}
     assert not wrong, "\n\n".join(f"{step}: {error}" for step, error in wrong.items())
