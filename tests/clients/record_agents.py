@@ -1,9 +1,9 @@
-"""Records what agents ask of a service, for ``tests/fixtures/agents``: ``python -m clients.record_agents`` in ``tests``.
+"""Records what agents ask of a service, for ``tests/fixtures/agents``: ``python -m clients.record_agents``, in tests.
 
-Each agent does its task against a scripted service (``clients.coding_agents``), and Claude Code a session of 20 turns.  Kept is
-what a service reads: method, path, headers, body.  Keys are left out and ids are numbered.  Long texts that are an
-agent's own, its system prompt and the descriptions of its tools, are replaced by as many letters of other words: what
-matters of them is how long they are, and that they are the same in each turn.
+Each agent does its task against a scripted service (``clients.coding_agents``), and Claude Code a session of 20 turns.
+Kept is what a service reads: method, path, headers, body.  Keys are left out and ids are numbered.  Long texts that
+are an agent's own, its system prompt and the descriptions of its tools, are replaced by as many letters of other words:
+what matters of them is how long they are, and that they are the same in each turn.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ LEFT_OUT = frozenset({"authorization", "x-api-key", "host", "content-length", "c
 OWN = ("chapter_", "of chapter", "greeting.py", "def greet")
 UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 HEX = re.compile(r"\b[0-9a-f]{40,64}\b")
-WORDS = "the request response worker service token prompt model session stream message events tenant gateway and for".split()  # noqa: SIM905
+WORDS = (
+    *("the", "request", "response", "worker", "service", "token", "prompt", "model"),
+    *("session", "stream", "message", "events", "tenant", "gateway", "and", "for"),
+)
 
 
 def filler(text: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -66,6 +66,6 @@ def test_each_turn_takes_what_earlier_turns_had_from_the_cache(header: str, serv
     told = [ask(server, turn, body_of(turn, number, header), f"session {header}") for number, turn in enumerate(turns)]
     print(f"(prompt tokens, from the cache) of each turn: {told}")
     assert told[-1][0] >= 28_000
-    for (before, _), (_, cached) in zip(told, told[1:], strict=False):
+    for (before, _), (_, cached) in pairwise(told):
         assert cached >= OF_EARLIER_TURNS * (before - before % PAGE_TOKENS)
     assert sum(cached for _, cached in told[1:]) >= OF_ALL * sum(prompt for prompt, _ in told[1:])

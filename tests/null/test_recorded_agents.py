@@ -101,10 +101,15 @@ async def test_what_an_agent_asks_is_answered(name: str, scripted: GenerationPro
     async with stage(streams, intake=scripted) as on:
         for request in recording:
             answer = await on.client.request(
-                request.method, request.path, json=request.body, headers={**request.headers, "accept-encoding": "identity"}
+                request.method,
+                request.path,
+                json=request.body,
+                headers={**request.headers, "accept-encoding": "identity"},
             )
             assert answer.status_code == 200, f"{request.method} {request.path}: {answer.text}"
-            _check(request, answer.text, streamed=answer.headers.get("content-type", "").startswith("text/event-stream"))
+            _check(
+                request, answer.text, streamed=answer.headers.get("content-type", "").startswith("text/event-stream")
+            )
     assert streams.open == set()
 
 
