@@ -154,8 +154,9 @@ class SessionPrefixes:
         found = _compare(record, prompt, now)
         record.turns += 1
         record.seen_at = now
-        record.prompts.append(prompt)
-        del record.prompts[:-PROMPTS_KEPT]
+        if len(prompt.pages):  # else no cache has anything of it
+            record.prompts.append(prompt)
+            del record.prompts[:-PROMPTS_KEPT]
         if found is not None:
             record.breaks.append(found)
             record.broken += 1
@@ -235,15 +236,12 @@ class SessionPrefixes:
 
 def _compare(record: SessionPrefixRecord, prompt: SessionPrompt, now: float) -> PrefixBreak | None:
     """Where a prompt leaves the one that it has most in common with.  Takes out the one that it continues."""
-    if not record.prompts:
+    if not record.prompts or not len(prompt.pages):
         return None
-    best = pages = -1
-    for i in reversed(range(len(record.prompts))):
-        common = _common(record.prompts[i].pages, prompt.pages)
-        if common > pages:
-            best, pages = i, common
-        if common == len(record.prompts[i].pages):
-            break  # it goes on from this one
+    in_common = [_common(earlier.pages, prompt.pages) for earlier in record.prompts]
+    pages = max(in_common)
+    # Of several, the one that it goes on from, else the latest.
+    best = max((count, count == len(record.prompts[i].pages), i) for i, count in enumerate(in_common))[2]
     if pages == 0:  # no page decides, so the tokens do
         newest_first = reversed(range(len(record.prompts)))
         best = max(newest_first, key=lambda i: common_tokens(record.prompts[i].tokens, prompt.tokens))

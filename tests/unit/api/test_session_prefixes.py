@@ -229,6 +229,17 @@ def test_what_makes_pages_differ_under_the_same_tokens_is_a_break(change, reason
     assert on.turn([*LONG, 1, 2], **before | change) is None
 
 
+def test_a_prompt_is_compared_with_the_one_that_it_has_most_in_common_with_whatever_came_between() -> None:
+    on = Sessions()
+    side = list(range(PAGE_TOKENS))
+    assert on.turn(LONG) is None
+    assert on.turn(side) is not None  # a small conversation begins
+    assert on.turn([7]) is None  # a prompt without a page
+    assert on.turn(side) is None
+    assert on.turn([*LONG, 1]) is None
+    assert on.lost == [len(LONG)]
+
+
 def test_prompts_shorter_than_a_page_break_nothing() -> None:
     on = Sessions()
     assert [on.turn(tokens) for tokens in ([1, 2], [3], LONG, [4, 5])] == [None] * 4
@@ -271,13 +282,13 @@ def test_a_break_is_where_the_pages_in_common_end(prompts: list[tuple[int, ...]]
         found: PrefixBreak | None = on.turn(prompt)
         most = max([common_tokens(ids(one), ids(prompt)) // PAGE_TOKENS for one in kept], default=0)
         whole = len(prompt) // PAGE_TOKENS
+        assert all(len(one) >= PAGE_TOKENS for one in kept)
         left = [one for one in kept if common_tokens(ids(one), ids(prompt)) // PAGE_TOKENS == most]
         goes_on = any(len(one) // PAGE_TOKENS == most for one in left)
-        if not kept or most == whole:
+        if not kept or most == whole or goes_on:
             assert found is None
-        elif found is None:
-            assert goes_on
         else:
+            assert found is not None
             assert found.token // PAGE_TOKENS == most
             assert found.lost_tokens == (found.earlier_tokens // PAGE_TOKENS - most) * PAGE_TOKENS > 0
             side = shown_tokens(found.later)
