@@ -5,7 +5,7 @@ some new tokens.  Beside each warm turn, in the same run, a *bare prefill* of as
 ones is measured: a completion of token ids, without a template, a tokenizer, tools or parsers.
 
     python bench/agents.py                              # 100 M shape, random weights, made-up turns up to 28 k tokens
-    python bench/agents.py --session turns.jsonl.gz     # recorded: a line has "path", "headers" and "body"
+    python bench/agents.py --session turns.jsonl.xz     # recorded: a line has "path", "headers" and "body"
     python bench/agents.py --serve="--aggregated" --json agents.json
 
 Exits with 1 when a bar is missed: from turn 2 on at least 99 % of the tokens that an earlier turn had, in whole pages,
@@ -18,6 +18,7 @@ import argparse
 import gzip
 import http.client
 import json
+import lzma
 import random
 import shlex
 import statistics
@@ -78,10 +79,10 @@ class Turn:
 
 def recorded(path: Path) -> list[Request]:
     """The requests of a session with a transcript, in order."""
-    opener = gzip.open if path.suffix == ".gz" else open
+    opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     with opener(path, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines if line.strip()]
-    return [Request(row["path"], row["body"], row.get("headers", {})) for row in rows]
+    return [Request(row["path"], row["body"], row.get("headers", {})) for row in rows if "body" in row]
 
 
 def made_up(turns: int, tokens: int) -> list[Request]:

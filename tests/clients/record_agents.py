@@ -22,7 +22,7 @@ from typing import Any
 
 from cluster.scripted import ScriptedServer
 
-from .coding_agents import AGENTS, LONG_TASK, TASK, make_project, run_agent, version_of
+from .coding_agents import AGENTS, DONE, LONG_TASK, TASK, make_project, run_agent, version_of
 from .recorded import FIXTURES, SESSION
 from .recording_proxy import recording_server
 
@@ -88,6 +88,7 @@ def record(name: str, task: str, file: Path, *, chapters: int = 0) -> None:
             thread.join()
             proxy.server_close()
         assert run.code == 0, run.output
+        assert DONE in run.output, run.output
         lines = [json.dumps(told) + "\n" for told in normalized(raw.read_text(encoding="utf-8").splitlines(), folder)]
     file.write_bytes(lzma.compress("".join(lines).encode(), preset=9))
     print(f"{file}: {len(lines)} requests, {file.stat().st_size} bytes")

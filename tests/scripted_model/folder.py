@@ -20,7 +20,7 @@ TEXTS = [*sorted((ROOT / "src/penstock/api").glob("*.py")), ROOT / "README.md", 
 """What the tokenizer is trained on: code and English, as agents send."""
 
 VOCAB = 4096
-CONTEXT = 65_536
+CONTEXT = 131_072
 CONTROL = ("<|endoftext|>", BEGIN, END)
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 

@@ -67,7 +67,7 @@ def error() -> None:
     else:
         raise AssertionError("a model that there is not was found")
     try:
-        litellm.completion(messages=[{"role": "user", "content": "word " * 70_000}], **HERE)
+        litellm.completion(messages=[{"role": "user", "content": "word " * 140_000}], **HERE)
     except litellm.ContextWindowExceededError:
         pass
     else:
