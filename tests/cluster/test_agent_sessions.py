@@ -16,11 +16,15 @@ import pytest
 
 from clients.recorded import Recorded, session
 from penstock.types import PAGE_TOKENS
+from tiers import of_default
 
 from .scripted import MODEL, ScriptedServer
 from .server import PATIENCE_S
 
 TURNS = 20
+LEAST_TOKENS = 27_000
+"""Of the last prompt: 28 k, or a little less, for the tokenizer is trained on texts of this project, which change."""
+
 OF_EARLIER_TURNS = 0.99
 OF_ALL = 0.95
 
@@ -59,13 +63,13 @@ def ask(server: ScriptedServer, turn: Recorded, body: Any, session_id: str) -> t
     return usage["input_tokens"] + usage["cache_read_input_tokens"], usage["cache_read_input_tokens"]
 
 
-@pytest.mark.parametrize("header", ["without", "with"])
+@pytest.mark.parametrize("header", of_default("with", among=["without", "with"]))
 def test_each_turn_takes_what_earlier_turns_had_from_the_cache(header: str, server: ScriptedServer) -> None:
     turns = session()
     assert len(turns) == TURNS
     told = [ask(server, turn, body_of(turn, number, header), f"session {header}") for number, turn in enumerate(turns)]
     print(f"(prompt tokens, from the cache) of each turn: {told}")
-    assert told[-1][0] >= 28_000
+    assert told[-1][0] >= LEAST_TOKENS
     for (before, _), (_, cached) in pairwise(told):
         assert cached >= OF_EARLIER_TURNS * (before - before % PAGE_TOKENS)
     assert sum(cached for _, cached in told[1:]) >= OF_ALL * sum(prompt for prompt, _ in told[1:])
