@@ -123,7 +123,7 @@ def error() -> None:
     else:
         raise AssertionError("a model that there is not was found")
     try:
-        client.messages.create(messages=HELLO, temperature=-1, **ASKED)
+        client.messages.create(messages=HELLO, extra_body={"temperature": -1}, **ASKED)
     except anthropic.BadRequestError as refused:
         assert refused.body["error"]["type"] == "invalid_request_error"
     else:
