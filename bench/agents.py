@@ -5,7 +5,7 @@ some new tokens.  Beside each warm turn, in the same run, a *bare prefill* of as
 ones is measured: a completion of token ids, without a template, a tokenizer, tools or parsers.
 
     python bench/agents.py                              # 100 M shape, random weights, made-up turns up to 28 k tokens
-    python bench/agents.py --session turns.jsonl.xz     # recorded: a line has "path", "headers" and "body"
+    python bench/agents.py --session tests/fixtures/agents/claude-session-2.1.197.jsonl.xz     # recorded here
     python bench/agents.py --serve="--aggregated" --json agents.json
 
 Exits with 1 when a bar is missed: from turn 2 on at least 99 % of the tokens that an earlier turn had, in whole pages,
@@ -45,6 +45,9 @@ PATIENT = {"x-penstock-max-wait-s": "600"}
 ANSWER = 8
 """Tokens of each response: what an agent goes on with stands in the recording."""
 
+GENERATION = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|begin_of_text|>{{ message['role'] }}\n{{ message['content'] }}"
     "{% for call in message['tool_calls'] or [] %}{{ call | tojson }}{% endfor %}<|end_of_text|>{% endfor %}"
@@ -78,11 +81,12 @@ class Turn:
 
 
 def recorded(path: Path) -> list[Request]:
-    """The requests of a session with a transcript, in order."""
-    opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    """The requests for responses in a session, in order: JSON Lines with "path", "headers" and "body", or packed."""
+    opener = OPENERS.get(path.suffix, open)
     with opener(path, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines if line.strip()]
-    return [Request(row["path"], row["body"], row.get("headers", {})) for row in rows if "body" in row]
+    asked = [row for row in rows if row["path"].split("?")[0] in GENERATION]
+    return [Request(row["path"], row["body"], row.get("headers", {})) for row in asked]
 
 
 def made_up(turns: int, tokens: int) -> list[Request]:

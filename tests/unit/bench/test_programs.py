@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bench import agents
+
 ROOT = Path(__file__).resolve().parents[3]
 
 QUICK = {
@@ -50,6 +52,14 @@ def test_it_runs(program: str, words: str, tmp_path: Path) -> None:
     ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert any(character.isdigit() for character in ended.stdout)
+
+
+def test_the_benchmark_of_agents_reads_the_recorded_session() -> None:
+    (file,) = (ROOT / "tests/fixtures/agents").glob("claude-session-*.jsonl.xz")
+    turns = agents.recorded(file)
+    assert len(turns) == 20
+    assert {turn.path for turn in turns} == {"/v1/messages?beta=true"}
+    assert all(turn.body["messages"] for turn in turns)
 
 
 def test_no_program_is_left_out() -> None:
