@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from bench import agents
 
 ROOT = Path(__file__).resolve().parents[3]
