@@ -43,7 +43,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = 16
 CONTEXT = 32_768
 LEAST_OF_EARLIER, LEAST_OF_ALL, MOST_TTFT = 0.99, 0.95, 1.2
-PATIENT = {"x-penstock-max-wait-s": "600"}
+PATIENCE_S = 900.0
+PATIENT = {"x-penstock-max-wait-s": f"{PATIENCE_S:g}"}
 ANSWER = 8
 """Tokens of each response: what an agent goes on with stands in the recording."""
 
@@ -110,7 +111,7 @@ def made_up(turns: int, tokens: int) -> list[Request]:
 
 def first_token(port: int, request: Request) -> tuple[float, dict[str, Any]]:
     """Seconds to the first event that shows something, and the usage."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     raw = json.dumps(request.body)
     began = time.perf_counter()
     connection.request("POST", request.path, raw, {"Content-Type": "application/json", **request.headers})
