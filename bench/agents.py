@@ -166,7 +166,9 @@ def measured(port: int, model: str, requests: list[Request], announce: Callable[
         context += dice.choices(range(1000, 20_000), k=prompt - len(context))
         body = {"model": model, "prompt": context, "max_tokens": ANSWER, "temperature": 0, "stream": True}
         bare = Request(
-            "/v1/completions", body | {"stream_options": {"include_usage": True}}, {"x-session-affinity": "bare"}
+            "/v1/completions",
+            body | {"stream_options": {"include_usage": True}},
+            PATIENT | {"x-session-affinity": "bare"},
         )
         bare_s, usage = first_token(port, bare)
         announce(
