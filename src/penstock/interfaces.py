@@ -161,6 +161,7 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     text: str = ""
     reasoning: str = ""  # what the model thought before it answered
     calls: tuple[ToolCallDelta, ...] = ()
+    parts: tuple[OutputDelta, ...] = ()  # where it has more than one kind of these: each kind in its turn
     tokens: int  # tokens of the answer so far, those that show no text included
     logprobs: tuple[TokenText, ...] = ()  # of tokens whose text is now out, when asked for
     token_ids: tuple[int, ...] = ()  # when asked for

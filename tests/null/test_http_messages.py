@@ -146,6 +146,49 @@ async def test_streamed_is_not_streamed_and_both_are_the_chat(
         assert (reasoning > 0) == ("thinking" in kinds)
 
 
+PIECES = [
+    *("I shall look.", "\n", "\n\n", " ", "Done.", "<think>Hm.</think>", "</think>", "They ask."),
+    *(CALLS, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
+]
+RESPONSES_TOOLS = [{"type": "function", "name": tool["name"], "parameters": tool.get("input_schema")} for tool in TOOLS]
+
+
+def items(response: dict[str, Any]) -> list[tuple[str, str]]:
+    """The items of a response of the Responses API, each with its text."""
+    found: list[tuple[str, str]] = []
+    for item in response["output"]:
+        texts = [part["text"] for name in ("summary", "content") for part in item.get(name) or ()]
+        found.append((item["type"], "".join(texts) + item.get("arguments", "")))
+    return found
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+async def test_blocks_come_in_the_order_they_were_written_in_however_tokens_are_batched(
+    request: pytest.FixtureRequest, *, thinks: bool
+) -> None:
+    """Text behind calls, reasoning behind text: a model may write what it likes."""
+    options = {"intake": request.getfixturevalue("thinker")} if thinks else {}
+    mixed = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        async with saying("".join(rng.choices(PIECES, k=rng.randint(2, 6))), **options) as on:
+            body = asked(tools=TOOLS, max_tokens=800)
+            whole = (await on.post(MESSAGES, body)).json()
+            response = {"model": MODEL, "input": "Hi", "tools": RESPONSES_TOOLS, "store": False}
+            output = (await on.post("/v1/responses", response)).json()
+            for most in (1, 7, 400):  # tokens in a batch
+                on.streams.batch_sizes = lambda rng, most=most: rng.randint(1, most)
+                streamed = joined(parsed((await on.post(MESSAGES, body | {"stream": True})).text))
+                assert shown(streamed) == shown(whole)
+                assert shown((await on.post(MESSAGES, body)).json()) == shown(whole)
+                events = (await on.post("/v1/responses", response | {"stream": True})).text
+                last = json.loads(events.removesuffix("\n\n").split("\n\n")[-1].split("data: ")[1])
+                assert items(last["response"]) == items(output)
+            kinds = [block["type"] for block in whole["content"]]
+            mixed += kinds != sorted(kinds, key=["thinking", "text", "tool_use"].index)
+    assert mixed > 3, "outputs whose kinds alternate"
+
+
 @pytest.mark.parametrize(
     ("finish", "fields", "reason", "sequence"),
     [

@@ -6,7 +6,8 @@ request.  ``api.streaming`` asks that for bytes and never looks inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -131,6 +132,50 @@ class CompletedChoice(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: Sequence[int]
     finish: FinishReason
     stop_text: str | None = None  # the stop string that ended it
+    deltas: Sequence[OutputDelta] = ()  # that it was joined from
+
+    def ordered_parts(self) -> list[OutputDelta]:
+        """Text, reasoning and calls as they came, each a delta of one kind and as long as that kind went on.
+
+        However the tokens were batched, these are the same: formats that have an order of blocks show them.
+        """
+        single = [part for delta in self.deltas for part in _single_kinds(delta)]
+        return [
+            OutputDelta(
+                text="".join([part.text for part in run]),
+                reasoning="".join([part.reasoning for part in run]),
+                calls=tuple(whole_calls(call for part in run for call in part.calls)),
+                tokens=run[-1].tokens,
+                logprobs=tuple(token for part in run for token in part.logprobs),
+            )
+            for run in (list(run) for _, run in groupby(single, _output_kind))
+        ]
+
+
+def _single_kinds(delta: OutputDelta) -> Sequence[OutputDelta]:
+    """A delta as deltas of one kind; the first has its logprobs.  Empty if it shows nothing."""
+    if not delta.parts:
+        return (delta,) if delta.text or delta.reasoning or delta.calls or delta.logprobs else ()
+    first, *others = delta.parts
+    return (msgspec.structs.replace(first, logprobs=delta.logprobs), *others)
+
+
+def _output_kind(delta: OutputDelta) -> str:
+    return "calls" if delta.calls else "reasoning" if delta.reasoning else "text"
+
+
+def whole_calls(parts: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
+    """Each call with all of its arguments; ``parts`` begin with the beginning of one."""
+    calls: list[ToolCallDelta] = []
+    arguments: list[list[str]] = []
+    for part in parts:
+        if not calls or calls[-1].index != part.index:
+            calls.append(part)
+            arguments.append([])
+        arguments[-1].append(part.arguments)
+    return [
+        msgspec.structs.replace(call, arguments="".join(texts)) for call, texts in zip(calls, arguments, strict=True)
+    ]
 
 
 class StreamEvent(NamedTuple):

@@ -8,7 +8,7 @@ encoder wrote.  Knows nothing about JSON bodies or the fields of an API (``Respo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -26,11 +26,12 @@ from penstock.api.response_format import (
     TextEventParts,
     TokenUsage,
     UsageCharge,
+    whole_calls,
 )
 from penstock.api.sse import ChoicePosition, EventIds, EventSigner, EventStreamWriter, ResumePoint
 from penstock.api.stream_polling import LoopTurns, SinkState, StreamPump, TextOnlyPath
 from penstock.errors import RequestError
-from penstock.interfaces import OutputDelta, OutputDetokenizer, PreparedGeneration, TokenStream, ToolCallDelta
+from penstock.interfaces import OutputDelta, OutputDetokenizer, PreparedGeneration, TokenStream
 from penstock.types import TokenBatch
 
 
@@ -334,23 +335,13 @@ def _joined(pieces: Sequence[OutputDelta]) -> CompletedChoice:
     return CompletedChoice(
         text="".join(piece.text for piece in pieces),
         reasoning="".join(piece.reasoning for piece in pieces),
-        calls=_whole_calls(call for piece in pieces for call in piece.calls),
+        calls=whole_calls(call for piece in pieces for call in piece.calls),
         logprobs=[token for piece in pieces for token in piece.logprobs],
         token_ids=[token for piece in pieces for token in piece.token_ids],
         finish=finish,
         stop_text=pieces[-1].stop_text,
+        deltas=pieces,
     )
-
-
-def _whole_calls(parts: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
-    calls: list[ToolCallDelta] = []
-    for part in parts:
-        if part.index == len(calls):
-            calls.append(part)
-        else:
-            begun = calls[part.index]
-            calls[part.index] = msgspec.structs.replace(begun, arguments=begun.arguments + part.arguments)
-    return calls
 
 
 def stream_events(

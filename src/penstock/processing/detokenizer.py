@@ -243,6 +243,10 @@ class IncrementalDetokenizer:
             text=reply.content,
             reasoning=reply.reasoning,
             calls=reply.calls,
+            parts=tuple(
+                OutputDelta(text=part.content, reasoning=part.reasoning, calls=part.calls, tokens=self._tokens)
+                for part in reply.parts
+            ),
             tokens=self._tokens,
             logprobs=self._release_logprobs(cut, last=finish is not None) if self._wanted.logprobs else (),
             token_ids=batch.tokens[:used] if self._wanted.token_ids else (),

@@ -140,10 +140,21 @@ def call(index: int, name: str | None = None, arguments: str = "") -> ToolCallDe
     return ToolCallDelta(index=index, id=None if name is None else f"c{index}", name=name, arguments=arguments)
 
 
+def several(tokens: int, *parts: OutputDelta) -> OutputDelta:
+    """A delta of several kinds, as an output's text came."""
+    return OutputDelta(
+        text="".join(part.text for part in parts),
+        reasoning="".join(part.reasoning for part in parts),
+        calls=tuple(one for part in parts for one in part.calls),
+        parts=parts,
+        tokens=tokens,
+    )
+
+
 WHOLE = [
     OutputDelta(reasoning="I thi", tokens=1),
-    OutputDelta(reasoning="nk.", text="Let me", tokens=3),
-    OutputDelta(text=" look.", calls=(call(0, "now", "{"),), tokens=5),
+    several(3, OutputDelta(reasoning="nk.", tokens=3), OutputDelta(text="Let me", tokens=3)),
+    several(5, OutputDelta(text=" look.", tokens=5), OutputDelta(calls=(call(0, "now", "{"),), tokens=5)),
     OutputDelta(calls=(call(0, None, "}"), call(1, "patch", '{"input": "a\\')), tokens=9),
     OutputDelta(calls=(call(1, None, 'n\\"b'),), tokens=10),
     OutputDelta(calls=(call(1, None, '"}'), call(2, "docs__find", "{}"), call(3, "made_up", "")), tokens=14),
@@ -196,8 +207,8 @@ def test_reasoning_as_a_summary_and_sealed():
 
 def test_text_behind_a_call_is_another_message():
     pieces = [
-        OutputDelta(text="a", calls=(call(0, "now", "{"),), tokens=1),
-        OutputDelta(text="b", calls=(call(0, None, "}"),), tokens=2),
+        several(1, OutputDelta(text="a", tokens=1), OutputDelta(calls=(call(0, "now", "{"),), tokens=1)),
+        several(2, OutputDelta(calls=(call(0, None, "}"),), tokens=2), OutputDelta(text="b", tokens=2)),
         OutputDelta(tokens=3, finish=FinishReason.STOP),
     ]
     response = check_order(streamed(pieces))
@@ -258,6 +269,7 @@ async def test_however_an_answer_comes_its_response_is_the_same_and_its_stream_c
         logprobs=(),
         token_ids=(),
         finish=FinishReason.TOOL_CALLS,
+        deltas=WHOLE,
     )
     whole = json.loads((form := format_of(saved)).complete(HEAD, [choice], USED))
     assert without_times(whole) == without_times(check_order(events))

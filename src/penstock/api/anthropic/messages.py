@@ -70,17 +70,18 @@ class MessagesFormat:
         return MessagesEncoder(head, usage)
 
     def complete(self, head: ResponseHead, choices: Sequence[CompletedChoice], usage: TokenUsage) -> bytes:
-        """The one choice: thinking, then text, then calls."""
+        """The one choice: its blocks in the order of the events that a stream would have."""
         (choice,) = choices
         content: list[dict[str, Any]] = []
-        if choice.reasoning:
-            content.append({"type": "thinking", "thinking": choice.reasoning, "signature": SIGNATURE})
-        if choice.text.strip():
-            content.append({"type": "text", "text": choice.text})
-        content += [
-            {"type": "tool_use", "id": call.id or "", "name": call.name or "", "input": call_input(call.arguments)}
-            for call in choice.calls
-        ]
+        for part in choice.ordered_parts():
+            if part.reasoning:
+                content.append({"type": "thinking", "thinking": part.reasoning, "signature": SIGNATURE})
+            elif part.text.strip():
+                content.append({"type": "text", "text": part.text})
+            content += [
+                {"type": "tool_use", "id": call.id or "", "name": call.name or "", "input": call_input(call.arguments)}
+                for call in part.calls
+            ]
         ending = {
             "stop_reason": _stop_reason(head, choice.finish, choice.stop_text),
             "stop_sequence": choice.stop_text,
@@ -109,13 +110,14 @@ class MessagesEncoder:
     def delta(self, choice: int, piece: OutputDelta) -> Sequence[StreamEvent]:
         """What the piece adds, block by block."""
         events: list[StreamEvent] = []
-        if piece.reasoning:
-            self._continue("thinking", {"thinking": "", "signature": ""}, events)
-            events.append(self._delta("thinking_delta", thinking=piece.reasoning))
-        if piece.text:
-            self._add_text(piece.text, events)
-        for call in piece.calls:
-            self._add_call(call, events)
+        for part in piece.parts or (piece,):
+            if part.reasoning:
+                self._continue("thinking", {"thinking": "", "signature": ""}, events)
+                events.append(self._delta("thinking_delta", thinking=part.reasoning))
+            if part.text:
+                self._add_text(part.text, events)
+            for call in part.calls:
+                self._add_call(call, events)
         return events
 
     def finish(self, choice: int, last: OutputDelta) -> Sequence[StreamEvent]:

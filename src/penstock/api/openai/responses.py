@@ -225,14 +225,8 @@ class ResponsesFormat:
     def complete(self, head: ResponseHead, choices: Sequence[CompletedChoice], usage: TokenUsage) -> bytes:
         (choice,) = choices
         writer = self._writer(head)
-        piece = OutputDelta(
-            text=choice.text,
-            reasoning=choice.reasoning,
-            calls=tuple(choice.calls),
-            tokens=0,
-            logprobs=tuple(choice.logprobs),
-        )
-        writer.add(piece)
+        for part in choice.ordered_parts():
+            writer.add(part)
         writer.finish(choice.finish)
         return self.completed(writer, head, choice.finish, usage)
 
@@ -312,20 +306,20 @@ class _OutputWriter:
         self._logprobs: list[Any] = []  # of tokens that have shown no text yet
 
     def add(self, piece: OutputDelta) -> None:
-        """What one delta adds: the rest of the open call first, as text may follow it."""
+        """What one delta adds."""
         events, options = self.events, self._options
-        later = [part for part in piece.calls if not self._continue_call(part)]
-        if piece.reasoning:
-            self._open("reasoning", summary=options.summary, seal=options.seal)
-            events.grow(piece.reasoning)
         if options.logprobs:
             self._logprobs += _logprobs(piece.logprobs)
-        if piece.text:
-            self._open("message")
-            logprobs, self._logprobs = self._logprobs, []
-            events.grow(piece.text, logprobs)
-        for part in later:
-            self._begin_call(part)
+        for part in piece.parts or (piece,):
+            if part.reasoning:
+                self._open("reasoning", summary=options.summary, seal=options.seal)
+                events.grow(part.reasoning)
+            if part.text:
+                self._open("message")
+                logprobs, self._logprobs = self._logprobs, []
+                events.grow(part.text, logprobs)
+            for call in part.calls:
+                self._begin_call(call)
 
     def finish(self, finish: FinishReason) -> None:
         """Closes what is open; a response without any output has an empty message."""

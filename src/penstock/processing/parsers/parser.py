@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from hashlib import blake2b
+from itertools import groupby
 
 import msgspec
 
@@ -111,6 +112,7 @@ class ParsedDelta(msgspec.Struct, frozen=True):
     content: str = ""
     reasoning: str = ""
     calls: tuple[ToolCallDelta, ...] = ()
+    parts: tuple[ParsedDelta, ...] = ()  # where it has more than one kind of these: each kind in its turn
 
 
 class OutputParser:
@@ -139,22 +141,20 @@ class OutputParser:
         self._reader.feed(text)
         if last:
             self._reader.finish()
-        content: list[str] = []
-        reasoning: list[str] = []
-        calls: list[ToolCallDelta] = []
+        parts: list[ParsedDelta] = []
         while not self.done and (event := next(self._steps, None)) is not None:
             match event:
                 case ContentDelta():
-                    content.append(event.text)
+                    parts.append(ParsedDelta(content=event.text))
                 case ToolCallStart() if self.calls and not self._parallel:
                     self.done = True
                 case ToolCallStart():
-                    calls.append(self._begin(event))
+                    parts.append(ParsedDelta(calls=(self._begin(event),)))
                 case ToolCallArguments():
-                    _append(calls, self.calls - 1, event.text)
+                    parts.append(ParsedDelta(calls=(ToolCallDelta(index=self.calls - 1, arguments=event.text),)))
                 case _:
-                    reasoning.append(event.text)
-        return ParsedDelta("".join(content), "".join(reasoning), tuple(calls))
+                    parts.append(ParsedDelta(reasoning=event.text))
+        return joined_deltas(parts)
 
     def _begin(self, event: ToolCallStart) -> ToolCallDelta:
         index, self.calls = self.calls, self.calls + 1
@@ -167,6 +167,20 @@ def joined_deltas(parts: Sequence[ParsedDelta]) -> ParsedDelta:
     """What several texts added, one after the other."""
     if len(parts) == 1:
         return parts[0]
+    single = [kind for part in parts for kind in part.parts or (part,)]
+    runs = [_one_delta(list(run)) for kind, run in groupby(single, _kind) if kind]
+    if len(runs) < 2:
+        return runs[0] if runs else ParsedDelta()
+    return msgspec.structs.replace(_one_delta(runs), parts=tuple(runs))
+
+
+def _kind(part: ParsedDelta) -> str:
+    """Of a part of one kind; empty if there is nothing in it."""
+    return "calls" if part.calls else "reasoning" if part.reasoning else "content" if part.content else ""
+
+
+def _one_delta(parts: Sequence[ParsedDelta]) -> ParsedDelta:
+    """All of them, without their order."""
     calls: list[ToolCallDelta] = []
     for call in (call for part in parts for call in part.calls):
         if call.id is not None:
