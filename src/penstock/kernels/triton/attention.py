@@ -9,9 +9,10 @@ head, 64 rows together, as large a product as the matrix units take at once.
     a prompt's tokens   | 0 1 2 3   | 4 5 6 7   | 8 . . .   |      rows of which this step has no token are empty
     a decoded token     | . . . .   | . . . .   | . 9 . .   |      the same place in the same tile
 
-Keys are reduced 64 at a time by absolute position; partitions of 512 keys begin anew and are joined from low to high,
-in one program (*in turn*), or each in its own program and joined by a second kernel (*apart*), with the same
-operations: which of the two is a matter of speed alone.  A tile goes through the keys that any of its positions sees,
+Keys are reduced 64 at a time by absolute position; partitions of 512 keys begin anew.  Those of a class (partition mod
+8) are joined from low to high, classes by the tree of ``kernels.sum_tree``, in one program (*in turn*), or each
+partition has its own program and they are joined by a second kernel (*apart*), with the same operations: which of the
+two is a matter of speed alone.  A tile goes through the keys that any of its positions sees,
 with or without a token there, and what a row does not read changes nothing in it: weights are zero and rescaling is by
 one.  So the bits of a row follow from its query, its position and its keys, not from other rows, other sequences, the
 cut of the prompt or the number of tokens (docs/determinism.md).  Contraction of products and sums is off, fused
@@ -39,6 +40,7 @@ from torch import Tensor
 
 from penstock.kernels.operands import AttentionSpec, KvShape, StepBatch
 from penstock.kernels.reference.attention import ReferenceKv
+from penstock.kernels.sum_tree import KEY_CLASSES
 from penstock.kernels.triton.fp8_kv import numbers_of, scaled
 from penstock.kernels.triton.numerics import UNFUSED, TritonContext, dot, rounded, tanh
 from penstock.kernels.triton.rope import PAGE, exponents_of, places_of, sequence_of, strides_of
@@ -49,6 +51,7 @@ KEYS = tl.constexpr(64)
 
 PARTITION_KEYS: Final = 512
 PARTITION = tl.constexpr(PARTITION_KEYS)
+_CLASSES = tl.constexpr(KEY_CLASSES)
 
 LOG2_E: Final = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -141,6 +144,35 @@ def _joined(tops_R, sums_R, out_RV, more_tops_R, more_sums_R, more_RV):
 
 
 @triton.jit
+def _raised(node, following, here, left):
+    """A node of one level of the tree, ``following`` the next in which there are keys, or one behind the last: joined
+    with the neighbor that waits for it, if it is a right one, or waiting itself.  Each is whether it is there, and its
+    parts; nothing happens until all of a node's classes are there."""
+    if node != following:
+        if node % 2 == 1:
+            any_left, left_tops_R, left_sums_R, left_RV = left
+            if any_left:
+                any_here, tops_R, sums_R, out_RV = here
+                tops_R, sums_R, out_RV = _joined(left_tops_R, left_sums_R, left_RV, tops_R, sums_R, out_RV)
+                here = (any_here, tops_R, sums_R, out_RV)
+                left = (node < 0, left_tops_R, left_sums_R, left_RV)
+        elif node // 2 == following // 2:
+            left = here
+    return here, left
+
+
+@triton.jit
+def _class_of_keys(index, low, high):
+    """Whether a class has partitions between these keys, the first of them, and the next class that has any, or 8."""
+    first, behind = low // PARTITION, tl.cdiv(high, PARTITION)
+    start, count = first % _CLASSES, behind - first
+    place = (index + _CLASSES - start) % _CLASSES
+    later = tl.where(start > index, start, _CLASSES)
+    following = tl.where((place + 1) % _CLASSES < count, index + 1, later)
+    return place < count, first + place, following
+
+
+@triton.jit
 def _finished(tops_R, sums_R, out_RV, sinks, head_R, real_R, SINKS: tl.constexpr):
     """Sinks join last; no zero keeps a sign, as that would tell of keys that a row did not see."""
     if SINKS:
@@ -226,18 +258,27 @@ def _attend_keys(
             tl.store(part_sums + part_R, sums_R, mask=real_R)
             tl.store(part_out + part_R[:, None] * VALUE_DIM + value_columns[None, :], out_RV, mask=stored)
     else:
-        tops_R = tl.full((q_RC.shape[0],), float("-inf"), tl.float32)
-        sums_R = tl.zeros((q_RC.shape[0],), tl.float32)
-        out_RV = tl.zeros((q_RC.shape[0], value_columns.shape[0]), tl.float32)
-        for partition in range(low // PARTITION, (high + PARTITION - 1) // PARTITION):
-            begin = tl.maximum(low, partition * PARTITION)
-            end = tl.minimum(high, partition * PARTITION + PARTITION)
-            more_tops_R, more_sums_R, more_RV = _partition_sums(
-                q_RC, q_RE, keys, values, key_exponents, value_exponents, pages, begin, end, known_from, known_to,
-                first_R, end_R, scale, softcap, value_columns, K_PAGE, K_SLOT, V_PAGE, V_SLOT, KEY_DIM, KEY_MAIN,
-                KEY_REST, VALUE_DIM, CAPPED, SHARED, STAGES,
-            )  # fmt: skip
-            tops_R, sums_R, out_RV = _joined(tops_R, sums_R, out_RV, more_tops_R, more_sums_R, more_RV)
+        none_R = tl.full((q_RC.shape[0],), float("-inf"), tl.float32)
+        zero_R = tl.zeros((q_RC.shape[0],), tl.float32)
+        nothing = (low < 0, none_R, zero_R, tl.zeros((q_RC.shape[0], value_columns.shape[0]), tl.float32))
+        here, left_1, left_2, left_4 = nothing, nothing, nothing, nothing
+        for index in range(_CLASSES):
+            any_keys, first, following = _class_of_keys(index, low, high)
+            if any_keys:
+                _, tops_R, sums_R, out_RV = nothing
+                for partition in range(first, tl.cdiv(high, PARTITION), _CLASSES):
+                    begin = tl.maximum(low, partition * PARTITION)
+                    end = tl.minimum(high, partition * PARTITION + PARTITION)
+                    more_tops_R, more_sums_R, more_RV = _partition_sums(
+                        q_RC, q_RE, keys, values, key_exponents, value_exponents, pages, begin, end, known_from,
+                        known_to, first_R, end_R, scale, softcap, value_columns, K_PAGE, K_SLOT, V_PAGE, V_SLOT,
+                        KEY_DIM, KEY_MAIN, KEY_REST, VALUE_DIM, CAPPED, SHARED, STAGES,
+                    )  # fmt: skip
+                    tops_R, sums_R, out_RV = _joined(tops_R, sums_R, out_RV, more_tops_R, more_sums_R, more_RV)
+                here, left_1 = _raised(index, following, (any_keys, tops_R, sums_R, out_RV), left_1)
+                here, left_2 = _raised(index // 2, following // 2, here, left_2)
+                here, left_4 = _raised(index // 4, following // 4, here, left_4)
+        _, tops_R, sums_R, out_RV = here
         out_RV = _finished(tops_R, sums_R, out_RV, sinks, head_R, real_R, SINKS)
         out_at = out_THV + at_R[:, None] * VALUE_DIM + value_columns[None, :]
         tl.store(out_at, rounded(out_RV, out_THV.dtype.element_ty), mask=stored)
@@ -250,7 +291,7 @@ def join(
     QUERIES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, UNTIL: tl.constexpr, SINKS: tl.constexpr,
     S_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The partitions of some heads of one token, from low to high: those that its tile went through."""
+    """The partitions of some heads of one token: those that its tile went through."""
     token = tl.program_id(0)
     if sequence_of(starts_S1, token, sequences, S_BLOCK) >= sequences:
         return
@@ -259,16 +300,24 @@ def join(
     real_R = head_R < HEADS
     inside = real_R[:, None] & (columns < VALUE_DIM)[None, :]
     at_R = token.to(tl.int64) * HEADS + head_R
-    tops_R = tl.full((HEAD_BLOCK,), float("-inf"), tl.float32)
-    sums_R = tl.zeros((HEAD_BLOCK,), tl.float32)
-    out_RV = tl.zeros((HEAD_BLOCK, VALUE_BLOCK), tl.float32)
     low, high = _span(tl.load(positions_T + token), QUERIES, WINDOW, CHUNK, UNTIL)
-    for partition in range(low // PARTITION, (high + PARTITION - 1) // PARTITION):
-        part_R = at_R * partitions + partition
-        more_tops_R = tl.load(part_tops + part_R, mask=real_R, other=0.0)
-        more_sums_R = tl.load(part_sums + part_R, mask=real_R, other=0.0)
-        more_RV = tl.load(part_out + part_R[:, None] * VALUE_DIM + columns[None, :], mask=inside, other=0.0)
-        tops_R, sums_R, out_RV = _joined(tops_R, sums_R, out_RV, more_tops_R, more_sums_R, more_RV)
+    none_R, zero_R = tl.full((HEAD_BLOCK,), float("-inf"), tl.float32), tl.zeros((HEAD_BLOCK,), tl.float32)
+    nothing = (low < 0, none_R, zero_R, tl.zeros((HEAD_BLOCK, VALUE_BLOCK), tl.float32))
+    here, left_1, left_2, left_4 = nothing, nothing, nothing, nothing
+    for index in range(_CLASSES):
+        any_keys, first, following = _class_of_keys(index, low, high)
+        if any_keys:
+            _, tops_R, sums_R, out_RV = nothing
+            for partition in range(first, tl.cdiv(high, PARTITION), _CLASSES):
+                part_R = at_R * partitions + partition
+                more_tops_R = tl.load(part_tops + part_R, mask=real_R, other=0.0)
+                more_sums_R = tl.load(part_sums + part_R, mask=real_R, other=0.0)
+                more_RV = tl.load(part_out + part_R[:, None] * VALUE_DIM + columns[None, :], mask=inside, other=0.0)
+                tops_R, sums_R, out_RV = _joined(tops_R, sums_R, out_RV, more_tops_R, more_sums_R, more_RV)
+            here, left_1 = _raised(index, following, (any_keys, tops_R, sums_R, out_RV), left_1)
+            here, left_2 = _raised(index // 2, following // 2, here, left_2)
+            here, left_4 = _raised(index // 4, following // 4, here, left_4)
+    _, tops_R, sums_R, out_RV = here
     out_RV = _finished(tops_R, sums_R, out_RV, sinks, head_R, real_R, SINKS)
     out_at = out_THV + at_R[:, None] * VALUE_DIM + columns[None, :]
     tl.store(out_at, rounded(out_RV, out_THV.dtype.element_ty), mask=inside)
