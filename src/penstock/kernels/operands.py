@@ -7,11 +7,11 @@ Knows no operation; ``ops`` explains the letters in the names.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,7 @@ def numerics_with(numerics: str, kv_dtype: str | None) -> str:
     return numerics if kv_dtype is None else f"{numerics}-kv_{kv_dtype}"
 
 
+A = TypeVar("A")
 Array = Any
 """An array of the backend: never looked into above ``kernels``."""
 
@@ -75,6 +76,17 @@ def segment_ends(k: int, unit: int) -> tuple[int, ...]:
     """
     units = -(-k // unit)
     return tuple(min(k, (i + 1) * units // TREE_SEGMENTS * unit) for i in range(TREE_SEGMENTS))
+
+
+def join_parts(parts: Sequence[A], add: Callable[[A, A], A]) -> A:
+    """The sum of parts by the tree that joins the segments of K, neighbors first: what a rank made of its segments is
+    a node of it.  Raises ValueError unless there are 1, 2, 4 or 8 parts."""
+    if len(parts) not in (1, 2, 4, TREE_SEGMENTS):
+        raise ValueError(f"a tree joins 1, 2, 4 or 8 parts, not {len(parts)}")
+    sums = list(parts)
+    while len(sums) > 1:
+        sums = [add(left, right) for left, right in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
 
 
 STATE_CELL = 512
@@ -225,6 +237,42 @@ class PackedLinear:
     segments: tuple[int, ...]  # ends of the segments of K; (k,) for a plain sum
     data: Array
     nbytes: int
+    partial: bool = False
+    """K is only the segments of the sum that one rank has, so the product is a part of the sum (``Ops.join``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadColumns:
+    """Which columns of several ranks' arrays are which heads.  A head may be in several arrays, with the same values,
+    and more than once in one."""
+
+    size: int  # columns of a head
+    firsts: tuple[int, ...]  # column of the first head in each rank's array
+    heads: tuple[tuple[int, ...], ...]  # heads of each rank's array, in the order of its columns
+    rank: int  # whose part this is
+
+    def collect(self, parts: Sequence[Array], all_TN: Array) -> None:
+        """Copy the heads out of the ranks' arrays to their places among all heads."""
+        for part_TN, first, heads in zip(parts, self.firsts, self.heads, strict=True):
+            for place, head in enumerate(heads):
+                all_TN[:, self._columns(0, head)] = part_TN[:, self._columns(first, place)]
+
+    def put_own(self, all_TN: Array, x_TN: Array) -> None:
+        """Copy this rank's heads out of all heads to their places in its array."""
+        first = self.firsts[self.rank]
+        for place, head in enumerate(self.heads[self.rank]):
+            x_TN[:, self._columns(first, place)] = all_TN[:, self._columns(0, head)]
+
+    def _columns(self, first: int, head: int) -> slice:
+        return slice(first + head * self.size, first + (head + 1) * self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredNorm:
+    """The weight of a norm over all heads of a layer, of which each rank has some (``Ops.norm_gathered``)."""
+
+    weight: Array  # fp32, of all heads
+    heads: HeadColumns
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from penstock.kernels.operands import (
     Array,
     AttentionSpec,
     Gate,
+    HeadColumns,
     KvShape,
     PackedExperts,
     PackedLinear,
@@ -342,6 +343,19 @@ class Ops(Protocol):
 
     def linear_add(self, x_TK: Array, weight: PackedLinear, hidden_TN: Array) -> None:
         """hidden += x W^T, in place: the product is finished before it is added."""
+        ...
+
+    def join(self, parts: Sequence[Array]) -> Array:
+        """hidden [T, N] = the sum of 1, 2, 4 or 8 hidden [T, N], by the tree that joins the segments of K: neighbors
+        first.  So a product whose segments are divided over ranks (``PackedLinear.partial``) has the same bits as the
+        product of all of them.  The parts may be overwritten.  Raises ValueError for another number of parts."""
+        ...
+
+    def norm_gathered(
+        self, x_TN: Array, parts: Sequence[Array], weight_W: Array, eps: float, heads: HeadColumns
+    ) -> None:
+        """In place: ``norm_heads`` over all heads of a layer together, of which ``x`` has one rank's; ``parts`` are the
+        ranks' arrays before it, hidden [T, N] each with a rank's own N."""
         ...
 
     def lora_add(

@@ -45,12 +45,14 @@ from penstock.kernels.operands import (
     Array,
     AttentionSpec,
     Gate,
+    HeadColumns,
     KvShape,
     PackedExperts,
     PackedLinear,
     Routes,
     Routing,
     StepBatch,
+    join_parts,
 )
 from penstock.kernels.ops import DirectProgram, Ops, RecordableModel, RecordingError, StepProgram
 from penstock.kernels.quantization import QuantizedMatrix
@@ -314,6 +316,22 @@ class NativeOps(Ops):
 
     def linear_add(self, x_TK: Array, weight: PackedLinear, hidden_TN: Array) -> None:
         self._kernels_of(weight).linear(x_TK, weight.data, hidden_TN, True)
+
+    def join(self, parts: Sequence[Array]) -> Array:
+        return join_parts(parts, self._added)
+
+    def norm_gathered(
+        self, x_TN: Array, parts: Sequence[Array], weight_W: Array, eps: float, heads: HeadColumns
+    ) -> None:
+        all_TN = self._buffers.empty((len(x_TN), len(weight_W)), np.float32)
+        heads.collect(parts, all_TN)
+        self.norm_heads(all_TN, weight_W, eps, first=0, count=1)
+        heads.put_own(all_TN, x_TN)
+
+    def _added(self, left_TN: Array, right_TN: Array) -> Array:
+        """The sum, in the place of the left one."""
+        self._rows.add(right_TN, left_TN)
+        return left_TN
 
     def lora_add(
         self, x_TK: Array, batch: StepBatch, adapters: AdapterTable, site: int, out_TN: Array, *, wanted: bool

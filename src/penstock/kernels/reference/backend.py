@@ -28,12 +28,14 @@ from penstock.kernels.operands import (
     Activation,
     AttentionSpec,
     Gate,
+    HeadColumns,
     KvShape,
     PackedExperts,
     PackedLinear,
     Routes,
     Routing,
     StepBatch,
+    join_parts,
     numerics_with,
 )
 from penstock.kernels.ops import DirectProgram, Ops, RecordableModel, StepProgram
@@ -286,12 +288,21 @@ class ReferenceOps(Ops):
         for part, end in zip(weight.data, weight.segments, strict=True):
             sums.append(self.context.tiles.product(x_TK[:, begin:end].float(), part))
             begin = end
-        while len(sums) > 1:
-            sums = [sums[i] + sums[i + 1] for i in range(0, len(sums), 2)]
-        return sums[0]
+        return self.join(sums)
 
     def linear_add(self, x_TK: Tensor, weight: PackedLinear, hidden_TN: Tensor) -> None:
         hidden_TN += self.linear(x_TK, weight)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        return join_parts(parts, torch.add)
+
+    def norm_gathered(
+        self, x_TN: Tensor, parts: Sequence[Tensor], weight_W: Tensor, eps: float, heads: HeadColumns
+    ) -> None:
+        all_TN = x_TN.new_empty((len(x_TN), len(weight_W)))
+        heads.collect(parts, all_TN)
+        self.norm_heads(all_TN, weight_W, eps, first=0, count=1)
+        heads.put_own(all_TN, x_TN)
 
     def lora_add(
         self, x_TK: Tensor, batch: StepBatch, adapters: AdapterTable, site: int, out_TN: Tensor, *, wanted: bool

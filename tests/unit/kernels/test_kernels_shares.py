@@ -1,0 +1,63 @@
+"""What ranks compute of one operation is, put together, the whole operation, to the bit: sums and norms over heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from kernel_cases import SLOW_TRITONS, assert_same_bits, make, normal
+from ml_dtypes import bfloat16
+
+from penstock.kernels.operands import COLUMN_UNIT, HeadColumns, segment_ends
+
+ROWS = (1, 7, 40)
+SUMS = [(9 * 16, 16), (300, COLUMN_UNIT), (1024, COLUMN_UNIT), (72, COLUMN_UNIT)]
+SHARES = [(k, unit, ways) for k, unit in SUMS for ways in (1, 2, 4, 8) if ways <= -(-k // unit)]
+
+
+@pytest.fixture(params=SLOW_TRITONS, ids="-".join)
+def ops(request: pytest.FixtureRequest) -> Any:
+    return make(*request.param)
+
+
+@pytest.mark.parametrize(("k", "unit", "ways"), SHARES)
+def test_products_of_segments_are_joined_to_the_whole_product(ops: Any, k: int, unit: int, ways: int) -> None:
+    ends = segment_ends(k, unit)
+    weight_NK = normal(1, 50, k).astype(bfloat16)
+    whole = ops.pack_linear(weight_NK, segments=ends)
+    for rows in ROWS:
+        x_TK, parts = normal(rows, rows, k), []
+        for rank in range(ways):
+            own = ends[8 * rank // ways : 8 * (rank + 1) // ways]
+            columns = slice((0, *ends)[8 * rank // ways], own[-1])
+            segments = tuple(end - columns.start for end in own)
+            part = ops.pack_linear(np.ascontiguousarray(weight_NK[:, columns]), segments=segments)
+            parts.append(ops.linear(ops.compute(np.ascontiguousarray(x_TK[:, columns])), part))
+        want = ops.to_numpy(ops.linear(ops.compute(x_TK), whole))
+        assert_same_bits(ops.to_numpy(ops.join(parts)), want, f"{rows} rows")
+
+
+def test_a_tree_has_a_power_of_two_parts(ops: Any) -> None:
+    with pytest.raises(ValueError, match="1, 2, 4 or 8 parts, not 3"):
+        ops.join([ops.hidden(normal(1, 2, 16))] * 3)
+
+
+def test_a_norm_over_all_heads_has_the_heads_of_all_ranks(ops: Any) -> None:
+    """Ranks of 2 and 3 heads, behind other columns; the last one has one head twice, as ranks with slots may."""
+    size, all_heads = 12, ((0, 1), (2, 3, 4, 4))
+    whole_TN, weight = normal(3, 7, 5 * size), ops.vector(1 + normal(4, 5 * size) / 8)
+    want = ops.hidden(whole_TN)
+    ops.norm_heads(want, weight, 1e-5, first=0, count=1)
+    want_THC = ops.to_numpy(want).reshape(-1, 5, size)
+    parts = [
+        np.concatenate([normal(rank, 7, 8), whole_TN.reshape(-1, 5, size)[:, list(heads)].reshape(7, -1)], axis=1)
+        for rank, heads in enumerate(all_heads)
+    ]
+    for rank, heads in enumerate(all_heads):
+        own_TN = ops.hidden(parts[rank])
+        columns = HeadColumns(size, (8, 8), all_heads, rank)
+        ops.norm_gathered(own_TN, [ops.hidden(part) for part in parts], weight, 1e-5, columns)
+        got = ops.to_numpy(own_TN)
+        assert_same_bits(got[:, :8], parts[rank][:, :8])
+        assert_same_bits(got[:, 8:], want_THC[:, list(heads)].reshape(7, -1))
