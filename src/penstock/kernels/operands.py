@@ -7,11 +7,11 @@ Knows no operation; ``ops`` explains the letters in the names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +58,6 @@ def numerics_with(numerics: str, kv_dtype: str | None) -> str:
     return numerics if kv_dtype is None else f"{numerics}-kv_{kv_dtype}"
 
 
-A = TypeVar("A")
 Array = Any
 """An array of the backend: never looked into above ``kernels``."""
 
@@ -76,17 +75,6 @@ def segment_ends(k: int, unit: int) -> tuple[int, ...]:
     """
     units = -(-k // unit)
     return tuple(min(k, (i + 1) * units // TREE_SEGMENTS * unit) for i in range(TREE_SEGMENTS))
-
-
-def join_parts(parts: Sequence[A], add: Callable[[A, A], A]) -> A:
-    """The sum of parts by the tree that joins the segments of K, neighbors first: what a rank made of its segments is
-    a node of it.  Raises ValueError unless there are 1, 2, 4 or 8 parts."""
-    if len(parts) not in (1, 2, 4, TREE_SEGMENTS):
-        raise ValueError(f"a tree joins 1, 2, 4 or 8 parts, not {len(parts)}")
-    sums = list(parts)
-    while len(sums) > 1:
-        sums = [add(left, right) for left, right in zip(sums[::2], sums[1::2], strict=True)]
-    return sums[0]
 
 
 STATE_CELL = 512

@@ -346,9 +346,9 @@ class Ops(Protocol):
         ...
 
     def join(self, parts: Sequence[Array]) -> Array:
-        """hidden [T, N] = the sum of 1, 2, 4 or 8 hidden [T, N], by the tree that joins the segments of K: neighbors
-        first.  So a product whose segments are divided over ranks (``PackedLinear.partial``) has the same bits as the
-        product of all of them.  The parts may be overwritten.  Raises ValueError for another number of parts."""
+        """hidden [T, N] = the sum of 1, 2, 4 or 8 hidden [T, N], by the tree of ``kernels.sum_tree``.  So a product
+        whose segments are divided over ranks (``PackedLinear.partial``) has the bits of the whole product.  The parts
+        may be overwritten.  Raises ValueError for another number of parts."""
         ...
 
     def norm_gathered(

@@ -24,6 +24,7 @@ from msgspec import structs
 
 from penstock.errors import ConfigError
 from penstock.kernels.operands import COLUMN_UNIT, TREE_SEGMENTS, HeadColumns, KvShape, segment_ends
+from penstock.kernels.sum_tree import experts_of, leaves_of
 from penstock.kv_spec import LayerGroup
 from penstock.parallel.mesh import Mesh
 from penstock.parallel.plan import TENSOR_WAYS
@@ -50,7 +51,7 @@ def part_of(items: int, part: int, parts: int) -> range:
 
 def column_range(ends: Sequence[int], part: int, parts: int) -> range:
     """The columns of one rank's segments, of the ends of all eight."""
-    own = part_of(TREE_SEGMENTS, part, parts)
+    own = leaves_of(TREE_SEGMENTS, part, parts)
     return range((0, *ends)[own.start], ends[own.stop - 1])
 
 
@@ -253,7 +254,7 @@ def _layer_share(layer: LayerConfig, part: int, parts: int) -> LayerShare:
     return LayerShare(
         heads=tuple(HeadShare.of(attention.heads, attention.kv_heads, each, parts) for each in range(parts)),
         columns=range(0) if columns is None else column_range(segment_ends(columns, COLUMN_UNIT), part, parts),
-        experts=part_of(layer.mlp.routing.experts, part, parts) if isinstance(layer.mlp, MoeConfig) else range(0),
+        experts=experts_of(layer.mlp.routing.experts, part, parts) if isinstance(layer.mlp, MoeConfig) else range(0),
         tensor=part,
     )
 
@@ -334,7 +335,7 @@ def _merged(wanted: Sequence[range]) -> list[range]:
 def _with_columns(weight: Matrix, part: int, parts: int) -> Matrix:
     """The columns of one rank's segments."""
     assert weight.segments is not None, "what is cut along K has the segments of the tree"
-    columns, own = column_range(weight.segments, part, parts), part_of(TREE_SEGMENTS, part, parts)
+    columns, own = column_range(weight.segments, part, parts), leaves_of(TREE_SEGMENTS, part, parts)
     (whole,) = weight.parts
     cut = replace(whole, columns=(columns.start, columns.stop))
     ends = tuple(end - columns.start for end in weight.segments[own.start : own.stop])

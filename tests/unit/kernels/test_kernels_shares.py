@@ -39,7 +39,7 @@ def test_products_of_segments_are_joined_to_the_whole_product(ops: Any, k: int, 
 
 
 def test_a_tree_has_a_power_of_two_parts(ops: Any) -> None:
-    with pytest.raises(ValueError, match="1, 2, 4 or 8 parts, not 3"):
+    with pytest.raises(ValueError, match="not 3"):
         ops.join([ops.hidden(normal(1, 2, 16))] * 3)
 
 

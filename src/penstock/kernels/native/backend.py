@@ -52,11 +52,11 @@ from penstock.kernels.operands import (
     Routes,
     Routing,
     StepBatch,
-    join_parts,
 )
 from penstock.kernels.ops import DirectProgram, Ops, RecordableModel, RecordingError, StepProgram
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.kernels.sampling import Sampled, SampleRow
+from penstock.kernels.sum_tree import join
 
 _SOURCES = {np.dtype(bfloat16): "bf16", np.dtype(np.float16): "fp16", np.dtype(np.float32): "fp32"}
 
@@ -318,7 +318,7 @@ class NativeOps(Ops):
         self._kernels_of(weight).linear(x_TK, weight.data, hidden_TN, True)
 
     def join(self, parts: Sequence[Array]) -> Array:
-        return join_parts(parts, self._added)
+        return join(list(parts), self._added)
 
     def norm_gathered(
         self, x_TN: Array, parts: Sequence[Array], weight_W: Array, eps: float, heads: HeadColumns

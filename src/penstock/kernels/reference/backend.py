@@ -35,7 +35,6 @@ from penstock.kernels.operands import (
     Routes,
     Routing,
     StepBatch,
-    join_parts,
     numerics_with,
 )
 from penstock.kernels.ops import DirectProgram, Ops, RecordableModel, StepProgram
@@ -68,6 +67,7 @@ from penstock.kernels.reference.tiles import (
     softcapped,
 )
 from penstock.kernels.sampling import Sampled, SampleRow
+from penstock.kernels.sum_tree import join
 from penstock.kernels.weight_source import WeightLoading
 from penstock.kv_spec import blocks_for
 from penstock.types import FP8_E4M3, PAGE_TOKENS
@@ -294,7 +294,9 @@ class ReferenceOps(Ops):
         hidden_TN += self.linear(x_TK, weight)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        return join_parts(parts, torch.add)
+        joined = join(parts, torch.add)
+        assert joined is not None, "every part is there"
+        return joined
 
     def norm_gathered(
         self, x_TN: Tensor, parts: Sequence[Tensor], weight_W: Tensor, eps: float, heads: HeadColumns
