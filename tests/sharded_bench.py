@@ -112,7 +112,7 @@ class ShardedModel:
         loaded = load_model(folder, self.spec, ops, select=shard.layout)
         model = build_model(replace(loaded, spec=shard.spec), ops, self.spec.max_positions)
         model = TensorParallelModel(model, self._world.group(rank, mesh.tensor_group(rank)))
-        model = PipelineStage(model, self._world.group(rank, mesh.pipeline_group(rank)), self.spec.hidden)
+        model = PipelineStage(model, self._world.group(rank, mesh.pipeline_group(rank)), shard)
         return Rank(shard, loaded, model, ops.new_kv(shard.spec.kv, pages=page_count(self.spec)))
 
     def step(self, batch: StepBatch) -> Rows:

@@ -112,6 +112,12 @@ class ModelShard:
         """Whether it is of the last stage, which has the head."""
         return self.layers.stop == self.whole.layers
 
+    @property
+    def kv_groups(self) -> tuple[int, ...]:
+        """Which groups of layers of the whole model its pages hold, in order (``KvShape.groups``)."""
+        groups = self.whole.kv.groups
+        return tuple(index for index, group in enumerate(groups) if set(group.layers) & set(self.layers)) or (0,)
+
     def layout(self, whole: WeightLayout) -> WeightLayout:
         """The rank's weights, by the names that ``spec`` has them under, of a layout of the whole model."""
         return WeightLayout(tuple(self._weights(whole)), whole.ignored)
@@ -269,14 +275,15 @@ def _local_layer(layer: LayerConfig, share: LayerShare) -> LayerConfig:
 
 
 def _local_kv(spec: ModelSpec, layers: range, shares: Sequence[LayerShare]) -> KvShape:
-    """The same groups of layers as the whole model's, so that one table of pages serves all ranks."""
+    """Keys and values of these layers and of the rank's heads, in those groups of layers that the stage has a part of.
+
+    Page numbers are the same on all ranks, so groups are restricted and never formed anew.
+    """
     slots = {len(share.own_heads.kv) for share in shares}
     if len(slots) > 1:
         raise ConfigError(f"{spec.architecture}: layers with different numbers of heads cannot be divided over ranks")
-    groups = tuple(
-        LayerGroup(group.spec, tuple(layer - layers.start for layer in group.layers if layer in layers))
-        for group in spec.kv.groups
-    )
+    own = [(group.spec, tuple(la - layers.start for la in group.layers if la in layers)) for group in spec.kv.groups]
+    groups = tuple(LayerGroup(reach, local) for reach, local in own if local)
     return replace(spec.kv, layers=len(layers), kv_heads=slots.pop(), groups=groups)
 
 

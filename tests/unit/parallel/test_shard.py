@@ -196,13 +196,19 @@ def numbers_in_layers(layout: WeightLayout) -> int:
     return sum(part.numbers for weight in layout.weights if weight.name[0].isdigit() for part in weight.parts)
 
 
-def test_groups_of_layers_are_those_of_the_whole_model_in_every_stage() -> None:
-    spec, _ = published("gemma_2_2b")
-    for rank in range(3):
-        shard = shard_model(spec, Mesh(pipeline=3), rank)
-        assert shard.spec.kv.reaches == spec.kv.reaches
-        for layer, (group, _) in enumerate(shard.spec.kv.places):
-            assert group == spec.kv.places[shard.layers[layer]][0]
+def test_a_stage_keeps_the_groups_of_layers_that_it_has_a_part_of() -> None:
+    """Page tables are the whole model's, so its groups are not formed anew."""
+    spec, _ = published("gemma_3_1b")
+    assert spec.kv.layer_groups > 1
+    for rank in range(26):
+        shard = shard_model(spec, Mesh(pipeline=26), rank)
+        assert shard.kv_groups == (spec.kv.places[rank][0],)
+        assert shard.spec.kv.reaches == (spec.kv.reaches[shard.kv_groups[0]],)
+    shard = shard_model(spec, Mesh(pipeline=2), 1)
+    for layer, (group, _) in enumerate(shard.spec.kv.places):
+        assert shard.kv_groups[group] == spec.kv.places[shard.layers[layer]][0]
+    plain, _ = published("llama_3_2_1b")
+    assert shard_model(plain, Mesh(pipeline=2), 1).kv_groups == (0,)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from penstock.engine.models.interface import Model
 from penstock.kernels.operands import Array, GatheredNorm, PackedLinear, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.parallel.collectives.interface import Collectives
+from penstock.parallel.shard import ModelShard
 
 
 class TensorParallelModel:
@@ -66,20 +67,24 @@ class _JoiningOps:
 class PipelineStage:
     """A ``Model`` over the layers of one stage.  ``stages``: the ranks of all stages with the same part of a layer.
 
-    A stage before the last computes all tokens and returns no rows; it has no logits.
+    Batches are those of the whole model, with the page tables of all its groups of layers.  A stage before the last
+    computes all tokens and returns no rows; it has no logits.
     """
 
-    def __init__(self, model: Model, stages: Collectives, hidden: int) -> None:
-        """``hidden``: numbers of a token's hidden state."""
+    def __init__(self, model: Model, stages: Collectives, shard: ModelShard) -> None:
         self._model = model
         self._stages = stages
-        self._hidden = hidden
+        self._shard = shard
 
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
-        stages, tokens = self._stages, len(batch.tokens_T)
-        if stages.rank > 0:
-            batch = replace(batch, features_TW=stages.recv(stages.rank - 1, (tokens, self._hidden)))
-        if stages.rank == stages.size - 1:
+        stages, shard, tokens = self._stages, self._shard, len(batch.tokens_T)
+        groups = shard.whole.kv.layer_groups
+        if len(shard.kv_groups) < groups:
+            tables = [batch.table_of(group, groups) for group in shard.kv_groups]
+            batch = replace(batch, table_SP=np.concatenate(tables, axis=1))
+        if not shard.is_first:
+            batch = replace(batch, features_TW=stages.recv(stages.rank - 1, (tokens, shard.whole.hidden)))
+        if shard.is_last:
             return self._model.forward(ops, batch, kv)
         every = replace(batch, sample_rows_R=np.arange(tokens, dtype=np.int32))
         stages.send(ops.to_numpy(self._model.forward(ops, every, kv)), stages.rank + 1)
