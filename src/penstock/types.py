@@ -5,6 +5,7 @@ Knows nothing about processes, arrays or HTTP.  Everything here is immutable and
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterable
 from enum import IntEnum, StrEnum
@@ -357,6 +358,9 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stored: bool = False  # replayed from a stored response, not computed
 
 
+_KERNEL_VERSION = re.compile(r"-\d+(?=-)")
+
+
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """What the bits of KV pages and responses depend on."""
 
@@ -367,6 +371,11 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     def mixed(self) -> bool:
         """Whether prefill and decode run in different numerics classes."""
         return MIXED_CLASS_SEPARATOR in self.numerics
+
+    @property
+    def unversioned(self) -> tuple[str, str]:
+        """The same for all versions of the kernels: their bits differ, and later versions do not use earlier ones'."""
+        return self.fingerprint, _KERNEL_VERSION.sub("", self.numerics)
 
     @property
     def system_fingerprint(self) -> str:

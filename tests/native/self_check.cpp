@@ -133,6 +133,35 @@ class Run {
     ExpertRun run(family_, compressed_family(family_.name), compute_);
     run.run({x.data(), routes.data(), kRows, kTopK, view, Gate{}, hidden.data()});
     note("experts", hidden);
+    combined();
+  }
+
+  // Sums of nine of 200 experts a token: all slots in one call, and a few in each, or the program ends here.
+  void combined() {
+    constexpr long kExperts = 200, kTopK = 9, kSlots = kRows * kTopK;
+    const auto y = numbers(kSlots * kWidth, 33, 1), weights = numbers(kSlots, 34, 1);
+    std::vector<int32_t> slots(kSlots);
+    std::vector<uint8_t> groups(kSlots);
+    for (long row = 0; row < kRows; ++row)
+      for (long j = 0; j < kTopK; ++j) {
+        const long slot = j * kRows + row;
+        slots[row * kTopK + j] = static_cast<int32_t>(slot);
+        groups[slot] = static_cast<uint8_t>(group_of_expert(j * 22 + (j * row * 7 + row) % 22, kExperts));
+      }
+    std::vector<float> pending(kPendingSums * kRows * kWidth), whole;
+    for (const long window : {kSlots, 1L, 50L}) {
+      std::vector<float> hidden(kRows * kWidth);
+      for (long begin = 0; begin < kSlots; begin += window) {
+        const long end = begin + window < kSlots ? begin + window : kSlots;
+        family_.combine({y.data() + begin * kWidth, begin, end, slots.data(), groups.data(), weights.data(), kRows, kTopK,
+                         kWidth, pending.data(), hidden.data()});
+      }
+      if (whole.empty()) whole = hidden;
+      if (hidden == whole) continue;
+      std::printf("%s: experts were summed in another order in windows of %ld\n", family_.name, window);
+      std::exit(1);
+    }
+    note("combined", whole);
   }
 
   // Two sequences, the second longer than a partition of keys; once with partitions joined apart.
@@ -160,6 +189,31 @@ class Run {
     attend_with(q, kv, batch, {70, 256}, {0.125f, 20, sinks.data()}, "window, chunk, softcap, sinks");
     latent(batch, sequence);
     once(qkv, angles, starts);
+    far();
+  }
+
+  // The last tokens of a sequence with ten partitions of keys, so that some classes have two; apart if there are threads.
+  void far() {
+    constexpr long kKeys = 4700, kLast = 5, kPages = (kKeys + kPageTokens - 1) / kPageTokens;
+    constexpr long kRow = (kHeads + 2 * kKvHeads) * kHeadDim;
+    std::vector<int32_t> positions(kKeys), sequence(kKeys), table(kPages);
+    std::iota(positions.begin(), positions.end(), 0);
+    for (long i = 0; i < kPages; ++i) table[i] = static_cast<int32_t>(kPages - 1 - i);
+    KvView kv{nullptr, kPages, kLayers, kKvHeads, kHeadDim, kHeadDim, false, per_cell(compute_)};
+    std::vector<uint32_t> memory(static_cast<size_t>(kPages) * kv.page_cells());
+    kv.cells = memory.data();
+    const std::vector<int32_t> all = {0, kKeys}, last = {0, kLast};
+    const auto qkv = numbers(kKeys * kRow, 16, 0.5f), angles = numbers(kKeys * kHeadDim, 17, 0.25f);
+    const size_t token = kHeads * kHeadDim * size_of(compute_);
+    std::vector<char> q(kKeys * token);
+    const BatchView batch{positions.data(), all.data(), table.data(), kKeys, 1, kPages};
+    family_.rope_and_write({qkv.data(), {angles.data(), kHeadDim / 2, false}, positions.data(), nullptr, sequence.data(),
+                            batch, kv, 1, kHeads, q.data()},
+                           compute_);
+    q.erase(q.begin(), q.end() - static_cast<long>(kLast * token));
+    const BatchView tail{positions.data() + kKeys - kLast, last.data(), table.data(), kLast, 1, kPages};
+    attend_with(q, kv, tail, {0, 0}, {0.125f, 0, nullptr}, "attention to ten partitions");
+    attend_with(q, kv, tail, {1500, 0}, {0.125f, 0, nullptr}, "attention to four partitions");
   }
 
   // Both ways and without a cache: all, a window, near and far biases.
@@ -233,7 +287,7 @@ class Run {
     args.chunk_count = static_cast<long>(chunks.size());
     args.max_rows = kTokens * kGroup;
     args.work = 1e9;
-    std::vector<float> partial(static_cast<size_t>(args.part_count * kKvHeads * args.max_rows * (kHeadDim + 2)));
+    std::vector<float> partial(static_cast<size_t>(args.part_count * kKvHeads) * softmax_floats(args.max_rows, kHeadDim));
     args.partial = apart ? partial.data() : nullptr;
     std::vector<char> out(q.size());
     args.out = out.data();

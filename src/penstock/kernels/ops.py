@@ -8,8 +8,9 @@ V vocabulary, P pages in the longest table.  Types: *hidden* is fp32 (the residu
 
 Batch invariance (docs/determinism.md) is part of every signature: one output row has the same bits whatever other rows
 are in the call, whatever their number, and however a prompt is cut into calls.  So the order of every sum depends on
-the model only: over K from low to high within a segment, segments joined by the fixed binary tree; attention over keys
-64 at a time by absolute position, in partitions of 512 keys joined from low to high.
+the model only: over K from low to high within a segment, segments joined by the fixed binary tree (``sum_tree``);
+attention over keys 64 at a time by absolute position, in partitions of 512 keys, those of a class (partition mod 8)
+joined from low to high, classes by the tree; experts of a group by ascending id, groups by the tree.
 
 A new operation goes here, into the three backends (``native.backend``, ``reference.backend`` and, where it is hot,
 ``triton.backend``), and into ``native.program`` in its recorded form.
@@ -379,8 +380,9 @@ class Ops(Protocol):
     def experts_add(self, x_TK: Array, routes: Routes, experts: PackedExperts, kind: Gate, hidden_TD: Array) -> None:
         """hidden += sum over a token's experts of weight * (down(gated(gate_up(x) + bias)) + bias), in place.
 
-        Rows are grouped by expert; an expert without tokens is not read.  A token's experts are summed in fp32, by
-        ascending id, and the finished sum is added.
+        Rows are grouped by expert; an expert without tokens is not read.  A token's experts are summed in fp32: those
+        of each of 64 groups (``sum_tree.expert_group``) by ascending id, groups by the tree, in which groups that the
+        token did not choose are skipped.  The finished sum, in which no zero has a sign, is added.
         """
         ...
 
@@ -456,9 +458,11 @@ class Ops(Protocol):
         ``sparse``: of all keys up to p, those of the blocks that it names (``operands.Sparse``); with neither window,
         chunk nor ``until``.
 
-        Keys are reduced 64 at a time by absolute position, partitions of 512 keys are joined from low to high, the
-        sink last.  Codes (``operands.KvType``) are converted exactly to the compute type.  What a token does not read
-        is not multiplied: its pages may hold anything, but the table must name pages of the memory.
+        Keys are reduced 64 at a time by absolute position, in partitions of 512 keys that begin anew.  Partitions of
+        a class (partition mod 8) are joined from low to high, classes by the tree (``sum_tree``), where what a row does
+        not read is skipped, and the sink last.  Codes (``operands.KvType``) are converted exactly to the compute type.
+        What a token does not read is not multiplied: its pages may hold anything, but the table must name pages of the
+        memory.
         """
         ...
 

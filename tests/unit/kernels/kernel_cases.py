@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import ml_dtypes
@@ -20,6 +20,7 @@ from penstock.kernels.native.backend import NativeOps, families
 from penstock.kernels.operands import AttentionSpec, KvShape, StepBatch
 from penstock.kernels.reference.backend import ReferenceOps
 from penstock.kernels.select import REFERENCE, TRITON, TRITON_INTERPRETER, make_ops
+from penstock.kernels.sum_tree import EXPERT_GROUPS, expert_group, join
 from penstock.types import FP8_E4M3
 
 COMPUTE = ("bf16", "fp32")
@@ -51,6 +52,9 @@ CODED = [
 
 TOLERANCE = {"bf16": 1.2e-2, "fp32": 2e-5}
 """Relative to values around 1: two roundings to bf16 that fell apart, or sums of fp32 in another order."""
+
+
+Vector = NDArray[np.float32]
 
 
 @cache
@@ -121,6 +125,20 @@ def assert_close(got: NDArray[Any], wanted: NDArray[Any], tolerance: float) -> N
 def assert_same_bits(got: NDArray[np.float32], wanted: NDArray[np.float32], what: str = "") -> None:
     """Not closeness, and not ``==`` either: that takes -0 for 0."""
     np.testing.assert_array_equal(got.view(np.uint32), wanted.view(np.uint32), err_msg=what)
+
+
+def in_turn(parts: Sequence[Vector]) -> Vector:
+    """From low to high, from zero."""
+    return reduce(np.add, parts, np.zeros_like(parts[0]))
+
+
+def sum_of_experts(parts: Mapping[int, Vector], experts: int, groups: range = range(EXPERT_GROUPS)) -> Vector | None:
+    """The experts of a group one after another, groups by the tree: that of all, or the node over some."""
+    leaves: list[Vector | None] = []
+    for group in groups:
+        own = [parts[expert] for expert in sorted(parts) if expert_group(expert, experts) == group]
+        leaves.append(in_turn(own) if own else None)
+    return join(leaves, np.add)
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ SMALL = Shape(8, 40, 32, 44)
 
 
 def one_by_one(ops: Any, shape: Shape, x: Array, hidden: Array, how: Routing, logits: Array, gate: Gate) -> Array:
-    """The same by plain operations: each token through its experts by ascending id."""
+    """The same by plain operations, summed in float64."""
     ids, weights = ops.routes_to_numpy(ops.route(logits, how))
     before, sums = np.array(ops.to_numpy(hidden)), np.zeros(hidden.shape, np.float64)
     for row in range(len(ids)):
@@ -227,12 +227,15 @@ def test_a_row_alone_and_in_company(family: str, compute: str, one_and_two_threa
             assert_same_bits(added(ops, experts, x[start:end], how), alone[start:end], f"rows {start} to {end}")
 
 
+@pytest.mark.parametrize(("count", "chosen", "rows"), [(4, 3, 1500), (100, 12, 500)])
 @pytest.mark.parametrize(("family", "compute"), NATIVE)
-def test_large_enough_for_threads_and_windows(family: str, compute: str, one_and_two_threads: Any) -> None:
-    """More slots than one window holds, so that a token's experts are summed in two."""
-    ops, how = make(family, compute), Routing(experts=4, top_k=3)
-    experts, x = Shape(4, 64, 96, 48).packed(ops), normal(4, 1500, 64)
-    some = [0, 1, 700, 1000, 1499]
+def test_large_enough_for_threads_and_windows(
+    family: str, compute: str, count: int, chosen: int, rows: int, one_and_two_threads: Any
+) -> None:
+    """More slots than one window holds, so that sums of a token's experts wait for the next: of 12, several at once."""
+    ops, how = make(family, compute), Routing(experts=count, top_k=chosen)
+    experts, x = Shape(count, 128, 32, 140).packed(ops), normal(4, rows, 128)
+    some = [0, 1, rows // 2, rows - 1]
     alone = np.concatenate([added(ops, experts, x[row : row + 1], how) for row in some])
     for _ in one_and_two_threads():
         assert_same_bits(added(ops, experts, x, how)[some], alone)

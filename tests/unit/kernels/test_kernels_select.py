@@ -28,7 +28,7 @@ def test_the_best_family_is_taken() -> None:
 def test_a_named_family_is_honoured(family: str) -> None:
     ops = make_ops(family=family, compute_dtype="fp32")
     assert ops.compute_dtype == "fp32"
-    assert ops.numerics.startswith("torch-cpu" if family == "reference" else f"cpp-{family}-")
+    assert ops.numerics.startswith("torch-2-cpu" if family == "reference" else f"cpp-{family}-")
     assert ops.kv_layout.endswith("-fp32")
 
 

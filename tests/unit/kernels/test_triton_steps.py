@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from kernel_cases import TRITONS, assert_same_bits, make, normal
+from kernel_cases import TRITONS, assert_same_bits, make, normal, sum_of_experts
 from nobody_waits import Trapped, WaitedError, nobody_waits
 from quant_cases import FORMATS, matrix_of
 from torch import Tensor
@@ -79,10 +79,7 @@ def test_experts_of_several_forms_are_each_their_own_product(bf16: Any) -> None:
     each = [ops.to_numpy(ops.linear(ops.gated(ops.linear(x, a)), b)) for a, b in zip(gate_up, down, strict=True)]
     wanted = normal(8, rows, 128)
     for row in range(rows):
-        total = np.zeros(128, np.float32)
-        for slot in np.argsort(ids[row]):
-            total += each[ids[row, slot]][row] * weights[row, slot]
-        wanted[row] += total
+        wanted[row] += sum_of_experts({e: each[e][row] * w for e, w in zip(ids[row], weights[row], strict=True)}, 5)
     assert_same_bits(ops.to_numpy(hidden), wanted)
 
 

@@ -25,6 +25,7 @@ from penstock.kernels.operands import (
     Sparse,
     StepBatch,
 )
+from penstock.kernels.sum_tree import KEY_CLASSES, join, partition_class
 from penstock.types import PAGE_TOKENS
 
 _LARGEST = 448.0 / 512
@@ -54,6 +55,9 @@ def _power(biased: Tensor) -> Tensor:
 
 
 BLOCK_PAGES = BLOCK_KEYS // PAGE_TOKENS
+
+PARTITION_KEYS = 512
+"""Keys of one partition."""
 
 
 def block_scores(q_GMC: Tensor, k_GNC: Tensor, dtype: torch.dtype) -> Tensor:
@@ -205,17 +209,56 @@ def _gathered(
     return gathered_GNC
 
 
-def attention_weights(spec: AttentionSpec, products_GMN: Tensor, hidden_GMN: Tensor) -> Tensor:
-    """Weights of all keys for all rows of a tile; a group's rows are its heads, one after another."""
-    scores_GMN = products_GMN * spec.scale
+@dataclass(frozen=True, slots=True)
+class KeyPart:
+    """Attention of rows to some of their keys."""
+
+    logsums: Tensor  # [G, M, 1]: log of the sum of exponentials of scores; -infinity: the row sees none of these keys
+    out: Tensor  # [G, M, C]: weighted means of values, or zero
+
+    def joined(self, other: KeyPart) -> KeyPart:
+        """Attention to the keys of both."""
+        logsums_GM1 = torch.logaddexp(self.logsums, other.logsums)
+        first, second = (part.out * torch.exp(part.logsums - logsums_GM1) for part in (self, other))
+        out_GMC = first + second
+        for one, alone in ((other, self), (self, other)):
+            missing_GM1 = one.logsums == -torch.inf
+            logsums_GM1 = torch.where(missing_GM1, alone.logsums, logsums_GM1)
+            out_GMC = torch.where(missing_GM1, alone.out, out_GMC)
+        return KeyPart(logsums_GM1, out_GMC)
+
+
+def attend_partition(
+    q_GMC: Tensor, k_GNC: Tensor, v_GNC: Tensor, hidden_GMN: Tensor, spec: AttentionSpec
+) -> KeyPart | None:
+    """Attention to keys that are not hidden, None where all are; a group's rows are its heads, one after another."""
+    if hidden_GMN.all():
+        return None
+    scores_GMN = q_GMC @ k_GNC.transpose(1, 2) * spec.scale
     if spec.softcap is not None:
         scores_GMN = torch.tanh(scores_GMN / spec.softcap) * spec.softcap
     scores_GMN = scores_GMN.masked_fill(hidden_GMN, -torch.inf)
+    weights_GMN = torch.softmax(scores_GMN, dim=-1).masked_fill(hidden_GMN.all(dim=-1, keepdim=True), 0.0)
+    return KeyPart(torch.logsumexp(scores_GMN, dim=-1, keepdim=True), weights_GMN @ v_GNC)
+
+
+def attend_keys(q_GMC: Tensor, k_GNC: Tensor, v_GNC: Tensor, hidden_GMN: Tensor, spec: AttentionSpec) -> Tensor:
+    """Attention to all keys: partitions of a class from low to high, classes by the tree, the sinks last."""
+    classes: list[KeyPart | None] = [None] * KEY_CLASSES
+    for begin in range(0, k_GNC.shape[1], PARTITION_KEYS):
+        keys = slice(begin, begin + PARTITION_KEYS)
+        own = attend_partition(q_GMC, k_GNC[:, keys], v_GNC[:, keys], hidden_GMN[..., keys], spec)
+        place = partition_class(begin // PARTITION_KEYS)
+        before = classes[place]
+        classes[place] = before.joined(own) if before is not None and own is not None else own or before
+    whole = join(classes, KeyPart.joined)
+    assert whole is not None, "a row sees its own key at least"
     if spec.sinks_H is None:
-        return torch.softmax(scores_GMN, dim=-1)
-    groups, rows = scores_GMN.shape[:2]
-    sinks_GM = spec.sinks_H.view(groups, -1).repeat_interleave(PAGE_TOKENS, dim=1).view(groups, rows, 1)
-    return torch.softmax(torch.cat([scores_GMN, sinks_GM], dim=-1), dim=-1)[..., :-1]
+        return whole.out
+    groups, rows = q_GMC.shape[:2]
+    sinks_GM1 = spec.sinks_H.view(groups, -1).repeat_interleave(PAGE_TOKENS, dim=1).view(groups, rows, 1)
+    logsums_GM1 = torch.logaddexp(whole.logsums, sinks_GM1)
+    return whole.out * torch.exp(whole.logsums - logsums_GM1)
 
 
 def attend_tile(q_THC: Tensor, k_GNC: Tensor, v_GNC: Tensor, position: int, spec: AttentionSpec) -> Tensor:
@@ -234,8 +277,7 @@ def attend_tile(q_THC: Tensor, k_GNC: Tensor, v_GNC: Tensor, position: int, spec
     hidden_GMN = ~seen_SN.repeat(heads // groups, 1).expand(groups, -1, -1)
     if spec.sparse is not None:
         hidden_GMN = hidden_GMN | ~read_keys(q_GMC, k_GNC, first, spec.sparse, q_THC.dtype)
-    weights_GMN = attention_weights(spec, q_GMC.contiguous() @ k_GNC.transpose(1, 2), hidden_GMN)
-    out_GMC = weights_GMN @ v_GNC
+    out_GMC = attend_keys(q_GMC.contiguous(), k_GNC, v_GNC, hidden_GMN, spec)
     out_THC = out_GMC.view(groups, heads // groups, PAGE_TOKENS, -1).permute(2, 0, 1, 3).flatten(1, 2)
     return out_THC[slot : slot + count]
 

@@ -72,6 +72,9 @@ from penstock.kernels.weight_source import WeightLoading
 from penstock.kv_spec import blocks_for
 from penstock.types import FP8_E4M3, PAGE_TOKENS
 
+VERSION = 2
+"""Of the oracle's bits: part of the numerics class, raised with every change that a sum could notice."""
+
 COMPUTE_TYPES: Mapping[str, torch.dtype] = MappingProxyType({"bf16": torch.bfloat16, "fp32": torch.float32})
 
 
@@ -86,7 +89,7 @@ class ReferenceOps(Ops):
         _check(compute_dtype, device, kv_dtype)
         self.compute_dtype = compute_dtype
         self.device = torch.device(device)
-        numerics = f"torch-{arithmetic_of(self.device)}-{torch.__version__}-{compute_dtype}"
+        numerics = f"torch-{VERSION}-{arithmetic_of(self.device)}-{torch.__version__}-{compute_dtype}"
         self.numerics = numerics_with(numerics, kv_dtype)
         self.kv_dtype = kv_dtype or compute_dtype
         self.kv_layout = f"plain-1-{self.kv_dtype}"

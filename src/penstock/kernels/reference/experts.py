@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.operands import PackedExperts, PackedLinear, Routing, Score
+from penstock.kernels.sum_tree import EXPERT_GROUPS, expert_group, join
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +60,43 @@ def expert_sums(
     linear: Callable[[Tensor, PackedLinear], Tensor],
     gated: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """What ``Ops.experts_add`` adds, [T, D]."""
-    own: ReferenceExperts = experts.data
-    sums_TD = torch.zeros((len(x_TK), experts.n), device=x_TK.device)
+    """What ``Ops.experts_add`` adds, [T, D]: the experts of a group one after another, groups by the tree."""
+    groups: list[Tensor | None] = [None] * EXPERT_GROUPS
     for expert in range(experts.count):
         tokens, places = (chosen.ids == expert).nonzero(as_tuple=True)
         if not len(tokens):
             continue
         weights_R1 = chosen.weights[tokens, places].unsqueeze(1)
-        x_RK = x_TK[tokens]
-        if own.weighs_input:
-            x_RK = (x_RK.float() * weights_R1).to(x_TK.dtype)
-        wide_RN = linear(x_RK, own.gate_up[expert])
-        if own.gate_up_bias is not None:
-            wide_RN = wide_RN + own.gate_up_bias[expert]
-        y_RD = linear(gated(wide_RN), own.down[expert])
-        if own.down_bias is not None:
-            y_RD = y_RD + own.down_bias[expert]
-        sums_TD[tokens] += y_RD if own.weighs_input else y_RD * weights_R1
-    return sums_TD
+        y_RD = _products(x_TK[tokens], weights_R1, experts.data, expert, linear=linear, gated=gated)
+        group = expert_group(expert, experts.count)
+        sums_TD = groups[group]
+        if sums_TD is None:
+            sums_TD = groups[group] = torch.zeros((len(x_TK), experts.n), device=x_TK.device)
+        sums_TD[tokens] += y_RD
+    sums_TD = join(groups, torch.add)
+    # A zero has no sign: of another token's groups this one has zeros, which must be the same as nothing.
+    return torch.zeros((len(x_TK), experts.n), device=x_TK.device) if sums_TD is None else sums_TD + 0.0
+
+
+def _products(
+    x_RK: Tensor,
+    weights_R1: Tensor,
+    own: ReferenceExperts,
+    expert: int,
+    *,
+    linear: Callable[[Tensor, PackedLinear], Tensor],
+    gated: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """What one expert makes of its rows, times their weights."""
+    if own.weighs_input:
+        x_RK = (x_RK.float() * weights_R1).to(x_RK.dtype)
+    wide_RN = linear(x_RK, own.gate_up[expert])
+    if own.gate_up_bias is not None:
+        wide_RN = wide_RN + own.gate_up_bias[expert]
+    y_RD = linear(gated(wide_RN), own.down[expert])
+    if own.down_bias is not None:
+        y_RD = y_RD + own.down_bias[expert]
+    return y_RD if own.weighs_input else y_RD * weights_R1
 
 
 def _scores(logits_TE: Tensor, how: Routing) -> Tensor:

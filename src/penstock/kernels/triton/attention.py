@@ -9,9 +9,10 @@ head, 64 rows together, as large a product as the matrix units take at once.
     a prompt's tokens   | 0 1 2 3   | 4 5 6 7   | 8 . . .   |      rows of which this step has no token are empty
     a decoded token     | . . . .   | . . . .   | . 9 . .   |      the same place in the same tile
 
-Keys are reduced 64 at a time by absolute position; partitions of 512 keys begin anew and are joined from low to high,
-in one program (*in turn*), or each in its own program and joined by a second kernel (*apart*), with the same
-operations: which of the two is a matter of speed alone.  A tile goes through the keys that any of its positions sees,
+Keys are reduced 64 at a time by absolute position; partitions of 512 keys begin anew.  Those of a class (partition mod
+8) are joined from low to high, classes by the tree of ``kernels.sum_tree``, in one program (*in turn*), or each
+partition has its own program and they are joined by a second kernel (*apart*), with the same operations: which of the
+two is a matter of speed alone.  A tile goes through the keys that any of its positions sees,
 with or without a token there, and what a row does not read changes nothing in it: weights are zero and rescaling is by
 one.  So the bits of a row follow from its query, its position and its keys, not from other rows, other sequences, the
 cut of the prompt or the number of tokens (docs/determinism.md).  Contraction of products and sums is off, fused
@@ -39,6 +40,7 @@ from torch import Tensor
 
 from penstock.kernels.operands import AttentionSpec, KvShape, StepBatch
 from penstock.kernels.reference.attention import ReferenceKv
+from penstock.kernels.sum_tree import KEY_CLASSES
 from penstock.kernels.triton.fp8_kv import numbers_of, scaled
 from penstock.kernels.triton.numerics import UNFUSED, TritonContext, dot, rounded, tanh
 from penstock.kernels.triton.rope import PAGE, exponents_of, places_of, sequence_of, strides_of
@@ -49,6 +51,7 @@ KEYS = tl.constexpr(64)
 
 PARTITION_KEYS: Final = 512
 PARTITION = tl.constexpr(PARTITION_KEYS)
+_CLASSES = tl.constexpr(KEY_CLASSES)
 
 LOG2_E: Final = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -141,6 +144,46 @@ def _joined(tops_R, sums_R, out_RV, more_tops_R, more_sums_R, more_RV):
 
 
 @triton.jit
+def _both(left, here):
+    """Neighbors in the tree as one, or the one that there is.  Each is whether there is any, and its parts."""
+    any_left, left_tops_R, left_sums_R, left_RV = left
+    any_here, tops_R, sums_R, out_RV = here
+    if any_left:
+        if any_here:
+            tops_R, sums_R, out_RV = _joined(left_tops_R, left_sums_R, left_RV, tops_R, sums_R, out_RV)
+        else:
+            tops_R, sums_R, out_RV = left_tops_R, left_sums_R, left_RV
+    return any_left | any_here, tops_R, sums_R, out_RV
+
+
+@triton.jit
+def _raised(index, here, left_1, left_2, left_4):
+    """A class goes up the tree: to wait as the left neighbor of 1, 2 or 4 classes, or joined with the one that waits.
+
+    ``here`` of the last class is the whole."""
+    if index % 2 == 0:
+        left_1 = here
+    else:
+        here = _both(left_1, here)
+        if index % 4 == 1:
+            left_2 = here
+        else:
+            here = _both(left_2, here)
+            if index % 8 == 3:
+                left_4 = here
+            else:
+                here = _both(left_4, here)
+    return here, left_1, left_2, left_4
+
+
+@triton.jit
+def _first_of_class(index, low):
+    """The first partition of a class from that of key ``low`` on."""
+    first = low // PARTITION
+    return first + (index + _CLASSES - first % _CLASSES) % _CLASSES
+
+
+@triton.jit
 def _finished(tops_R, sums_R, out_RV, sinks, head_R, real_R, SINKS: tl.constexpr):
     """Sinks join last; no zero keeps a sign, as that would tell of keys that a row did not see."""
     if SINKS:
@@ -226,18 +269,27 @@ def _attend_keys(
             tl.store(part_sums + part_R, sums_R, mask=real_R)
             tl.store(part_out + part_R[:, None] * VALUE_DIM + value_columns[None, :], out_RV, mask=stored)
     else:
-        tops_R = tl.full((q_RC.shape[0],), float("-inf"), tl.float32)
-        sums_R = tl.zeros((q_RC.shape[0],), tl.float32)
-        out_RV = tl.zeros((q_RC.shape[0], value_columns.shape[0]), tl.float32)
-        for partition in range(low // PARTITION, (high + PARTITION - 1) // PARTITION):
-            begin = tl.maximum(low, partition * PARTITION)
-            end = tl.minimum(high, partition * PARTITION + PARTITION)
-            more_tops_R, more_sums_R, more_RV = _partition_sums(
-                q_RC, q_RE, keys, values, key_exponents, value_exponents, pages, begin, end, known_from, known_to,
-                first_R, end_R, scale, softcap, value_columns, K_PAGE, K_SLOT, V_PAGE, V_SLOT, KEY_DIM, KEY_MAIN,
-                KEY_REST, VALUE_DIM, CAPPED, SHARED, STAGES,
-            )  # fmt: skip
-            tops_R, sums_R, out_RV = _joined(tops_R, sums_R, out_RV, more_tops_R, more_sums_R, more_RV)
+        behind = tl.cdiv(high, PARTITION)
+        none_R = tl.full((q_RC.shape[0],), float("-inf"), tl.float32)
+        zero_R = tl.zeros((q_RC.shape[0],), tl.float32)
+        here = (low < 0, none_R, zero_R, tl.zeros((q_RC.shape[0], value_columns.shape[0]), tl.float32))
+        nothing = here
+        left_1, left_2, left_4 = nothing, nothing, nothing
+        for index in range(_CLASSES):
+            first = _first_of_class(index, low)
+            _, tops_R, sums_R, out_RV = nothing
+            for partition in range(first, behind, _CLASSES):
+                begin = tl.maximum(low, partition * PARTITION)
+                end = tl.minimum(high, partition * PARTITION + PARTITION)
+                more_tops_R, more_sums_R, more_RV = _partition_sums(
+                    q_RC, q_RE, keys, values, key_exponents, value_exponents, pages, begin, end, known_from, known_to,
+                    first_R, end_R, scale, softcap, value_columns, K_PAGE, K_SLOT, V_PAGE, V_SLOT, KEY_DIM, KEY_MAIN,
+                    KEY_REST, VALUE_DIM, CAPPED, SHARED, STAGES,
+                )  # fmt: skip
+                tops_R, sums_R, out_RV = _joined(tops_R, sums_R, out_RV, more_tops_R, more_sums_R, more_RV)
+            here = (first < behind, tops_R, sums_R, out_RV)
+            here, left_1, left_2, left_4 = _raised(index, here, left_1, left_2, left_4)
+        _, tops_R, sums_R, out_RV = here
         out_RV = _finished(tops_R, sums_R, out_RV, sinks, head_R, real_R, SINKS)
         out_at = out_THV + at_R[:, None] * VALUE_DIM + value_columns[None, :]
         tl.store(out_at, rounded(out_RV, out_THV.dtype.element_ty), mask=stored)
@@ -250,7 +302,7 @@ def join(
     QUERIES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, UNTIL: tl.constexpr, SINKS: tl.constexpr,
     S_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The partitions of some heads of one token, from low to high: those that its tile went through."""
+    """The partitions of some heads of one token: those that its tile went through."""
     token = tl.program_id(0)
     if sequence_of(starts_S1, token, sequences, S_BLOCK) >= sequences:
         return
@@ -259,16 +311,24 @@ def join(
     real_R = head_R < HEADS
     inside = real_R[:, None] & (columns < VALUE_DIM)[None, :]
     at_R = token.to(tl.int64) * HEADS + head_R
-    tops_R = tl.full((HEAD_BLOCK,), float("-inf"), tl.float32)
-    sums_R = tl.zeros((HEAD_BLOCK,), tl.float32)
-    out_RV = tl.zeros((HEAD_BLOCK, VALUE_BLOCK), tl.float32)
     low, high = _span(tl.load(positions_T + token), QUERIES, WINDOW, CHUNK, UNTIL)
-    for partition in range(low // PARTITION, (high + PARTITION - 1) // PARTITION):
-        part_R = at_R * partitions + partition
-        more_tops_R = tl.load(part_tops + part_R, mask=real_R, other=0.0)
-        more_sums_R = tl.load(part_sums + part_R, mask=real_R, other=0.0)
-        more_RV = tl.load(part_out + part_R[:, None] * VALUE_DIM + columns[None, :], mask=inside, other=0.0)
-        tops_R, sums_R, out_RV = _joined(tops_R, sums_R, out_RV, more_tops_R, more_sums_R, more_RV)
+    behind = tl.cdiv(high, PARTITION)
+    none_R, zero_R = tl.full((HEAD_BLOCK,), float("-inf"), tl.float32), tl.zeros((HEAD_BLOCK,), tl.float32)
+    here = (low < 0, none_R, zero_R, tl.zeros((HEAD_BLOCK, VALUE_BLOCK), tl.float32))
+    nothing = here
+    left_1, left_2, left_4 = nothing, nothing, nothing
+    for index in range(_CLASSES):
+        first = _first_of_class(index, low)
+        _, tops_R, sums_R, out_RV = nothing
+        for partition in range(first, behind, _CLASSES):
+            part_R = at_R * partitions + partition
+            more_tops_R = tl.load(part_tops + part_R, mask=real_R, other=0.0)
+            more_sums_R = tl.load(part_sums + part_R, mask=real_R, other=0.0)
+            more_RV = tl.load(part_out + part_R[:, None] * VALUE_DIM + columns[None, :], mask=inside, other=0.0)
+            tops_R, sums_R, out_RV = _joined(tops_R, sums_R, out_RV, more_tops_R, more_sums_R, more_RV)
+        here = (first < behind, tops_R, sums_R, out_RV)
+        here, left_1, left_2, left_4 = _raised(index, here, left_1, left_2, left_4)
+    _, tops_R, sums_R, out_RV = here
     out_RV = _finished(tops_R, sums_R, out_RV, sinks, head_R, real_R, SINKS)
     out_at = out_THV + at_R[:, None] * VALUE_DIM + columns[None, :]
     tl.store(out_at, rounded(out_RV, out_THV.dtype.element_ty), mask=inside)

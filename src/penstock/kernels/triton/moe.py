@@ -9,7 +9,7 @@ matrix, in which an expert is a band of outputs; where their weights have severa
 (``StackedOperand``), multiplied one after another.  The host does not learn which experts were chosen: the grid follows
 from the most that T, k and the number of experts allow, its programs share the tiles that exist, and an expert without
 tokens is not read.  A pair's product is a row of ``matmul``, with its tiles and its order; a token's experts are joined
-by ascending id.  So a row's bits do not depend on other tokens' experts.
+by ascending id within their groups, groups by a tree.  So a row's bits do not depend on other tokens' experts.
 
 This module imports torch and triton.
 """
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from penstock.kernels.operands import PackedExperts, PackedLinear, Routing, Score
 from penstock.kernels.reference.experts import ChosenExperts, ReferenceExperts
+from penstock.kernels.sum_tree import EXPERT_GROUPS
 from penstock.kernels.triton.matmul import FEW_ROWS, Operand, keeps_apart, multiprocessors, whole
 from penstock.kernels.triton.numerics import UNFUSED, TritonContext
 
@@ -86,23 +87,51 @@ def grouped_kernel(
 
 
 @triton.jit
-def mix_kernel(y, slots, weights, hidden, stride, n, TOP: tl.constexpr, WEIGHS: tl.constexpr, BLOCK: tl.constexpr):
-    """hidden [T, D] += sum over a token's slots, in the given order, of y [T, TOP, D], times weights if WEIGHS.
+def raised(sums_D, left_LD, group, following, levels_L1, LEVELS: tl.constexpr):
+    """The sum of a group goes up the tree until it has to wait for the group that follows: what begins that group's
+    sum, or the whole; and what waits at each level, zero where nothing does."""
+    for level in range(LEVELS):
+        node, parent = group >> level, group >> (level + 1)
+        if node != following >> level:  # all groups of the node are there
+            if node % 2 == 1:
+                sums_D += tl.sum(tl.where(levels_L1 == level, left_LD, 0.0), axis=0)
+                left_LD = tl.where(levels_L1 == level, 0.0, left_LD)
+            elif parent == following >> (level + 1):
+                left_LD = tl.where(levels_L1 == level, sums_D[None, :], left_LD)
+                sums_D = tl.zeros_like(sums_D)
+    return sums_D, left_LD
 
-    Grid: columns, tokens.
+
+@triton.jit
+def mix_kernel(
+    y, experts_TK, slots_TK, weights, hidden, stride, n, experts, TOP: tl.constexpr, WEIGHS: tl.constexpr,
+    BLOCK: tl.constexpr, GROUPS: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """hidden [T, D] += sum over a token's slots of y [T, TOP, D], times weights if WEIGHS.
+
+    ``experts_TK``: a token's experts, ascending, ``slots_TK``: where they are in y and weights.  Those of a group are
+    summed in this order, groups by the tree (``kernels.sum_tree``), in which zeros stand for what is not there: at the
+    end no zero has a sign, so that it makes no difference.  Grid: columns, tokens.
     """
     token = tl.program_id(1).to(tl.int64)
     columns_D = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live_D = columns_D < n
+    levels_L1 = tl.arange(0, 8)[:, None]
+    left_LD = tl.zeros((8, BLOCK), tl.float32)
     sums_D = tl.zeros((BLOCK,), tl.float32)
     for place in range(TOP):
-        slot = tl.load(slots + token * TOP + place)
+        slot = tl.load(slots_TK + token * TOP + place)
         y_D = tl.load(y + (token * TOP + slot) * n + columns_D, mask=live_D, other=0.0)
         if WEIGHS:
             y_D = y_D * tl.load(weights + token * TOP + slot)
         sums_D += y_D
+        group = ((tl.load(experts_TK + token * TOP + place) + 1) * GROUPS - 1) // experts
+        more = tl.load(experts_TK + token * TOP + place + 1, mask=place + 1 < TOP, other=0)
+        following = tl.where(place + 1 < TOP, ((more + 1) * GROUPS - 1) // experts, 2 * GROUPS)
+        if following != group:
+            sums_D, left_LD = raised(sums_D, left_LD, group, following, levels_L1, LEVELS)
     at_D = hidden + token * stride + columns_D
-    tl.store(at_D, tl.load(at_D, mask=live_D, other=0.0) + sums_D, mask=live_D)
+    tl.store(at_D, tl.load(at_D, mask=live_D, other=0.0) + (sums_D + 0.0), mask=live_D)
 
 
 class Stackable(Protocol):
@@ -212,10 +241,11 @@ class GroupedExperts:
         y_PD = self._product(self._gated(wide_PN), data.down, groups, 1)
         if own.down_bias is not None:
             y_PD = y_PD + own.down_bias[pairs_P.long()]
-        slots_TK = chosen.ids.sort(dim=1).indices.to(torch.int32)
+        by_id = chosen.ids.sort(dim=1)
         mix_kernel[(triton.cdiv(experts.n, 512), rows)](
-            y_PD, slots_TK, chosen.weights, hidden_TD, hidden_TD.stride(0), experts.n,
-            TOP=top, WEIGHS=not own.weighs_input, BLOCK=512, **UNFUSED,
+            y_PD, by_id.values, by_id.indices.to(torch.int32), chosen.weights, hidden_TD, hidden_TD.stride(0),
+            experts.n, experts.count, TOP=top, WEIGHS=not own.weighs_input, BLOCK=512, GROUPS=EXPERT_GROUPS,
+            LEVELS=EXPERT_GROUPS.bit_length() - 1, **UNFUSED,
         )  # fmt: skip
 
     def _product(self, x: Tensor, stacks: tuple[StackedOperand, ...], groups: ExpertGroups, share: int) -> Tensor:

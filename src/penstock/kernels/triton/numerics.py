@@ -25,7 +25,7 @@ from torch import Tensor
 from penstock.kernels.operands import Activation
 from penstock.kernels.reference.tiles import TorchContext
 
-VERSION = 2
+VERSION = 3
 """Of the kernels' bits: part of the numerics class, raised with every change that a sum could notice."""
 
 INTERPRETED = tl.constexpr(not isinstance(tl.cdiv, triton.runtime.JITFunction))

@@ -12,8 +12,8 @@ The same for a file on disk and for a memfd.  Several processes use one file: ea
 the kernel locks (open file description locks: they end with the process that holds them), and reads everywhere.
 
 A file is used only when its head fits this model, numerics class and layout.  One of another model is refused; a
-damaged one, or one of another size, is started afresh unless another process uses it.  Nothing in it is trusted: sizes
-come from our own head, entries and pages have checks of their own.
+damaged one, one of another size, or one of another version of the kernels is started afresh unless another process uses
+it.  Nothing in it is trusted: sizes come from our own head, entries and pages have checks of their own.
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ class SlabHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     slab_bytes: int
     places: int
     encrypted: bool
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """Whose pages it holds."""
+        return ModelIdentity(fingerprint=self.fingerprint, numerics=self.numerics)
 
 
 def slab_head(identity: ModelIdentity, layout: KvLayout, nbytes: int, *, encrypted: bool) -> SlabHead:
@@ -171,14 +176,17 @@ class SlabFile:
         try:
             size = self._slabs_at + head.places * head.slab_bytes
             found = _read_head(descriptor)
-            if found is not None and (found.fingerprint, found.numerics) != (head.fingerprint, head.numerics):
+            if found is not None and found.identity.unversioned != head.identity.unversioned:
                 raise ConfigError(
                     f"{self.what} has KV pages of another model ({found.fingerprint[:12]}, {found.numerics}): "
                     "delete it, or name another folder"
                 )
             if found != head or os.fstat(descriptor).st_size != size:
                 if found is not None or os.fstat(descriptor).st_size:
-                    log.warning("%s is damaged, or was made for another size or layout: it begins anew", self.what)
+                    log.warning(
+                        "%s is damaged, or was made for another size or layout or by other kernels: it begins anew",
+                        self.what,
+                    )
                 if not _lock(descriptor, _USERS_AT, 1):
                     raise ConfigError(f"{self.what} is used by another service with other settings")
                 self._write_head(size)

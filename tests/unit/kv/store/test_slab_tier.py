@@ -86,6 +86,19 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path):
     tier.close()
 
 
+def test_pages_of_an_older_version_of_the_kernels_are_dropped(tmp_path: Path):
+    """Their bits are another order's: the keys would never be asked for again, and the file may not refuse to serve."""
+    old, new = (ModelIdentity(fingerprint="a" * 64, numerics=f"cpp-avx2-{version}-bf16") for version in (1, 2))
+    other = ModelIdentity(fingerprint="a" * 64, numerics="cpp-avx512-2-bf16")
+    fill(tmp_path / "f", 3, identity=old)
+    with pytest.raises(ConfigError, match="another model"):
+        slab_tier(tmp_path / "f", identity=other)
+    tier = slab_tier(tmp_path / "f", identity=new)
+    assert tier.pages == 0
+    assert read(tier, 1) is None
+    tier.close()
+
+
 def test_what_is_damaged_or_of_another_size_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = tmp_path / "f"
     for damage in ("head", "short", "size", "text"):

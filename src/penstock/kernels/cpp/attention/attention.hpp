@@ -1,5 +1,7 @@
-// Attention over pages: online softmax over 64 keys at a time by absolute position, in partitions of 512 keys that are
-// computed apart and joined from low to high.
+// Attention over pages: online softmax over 64 keys at a time by absolute position, in partitions of 512 keys that begin
+// anew.  Partition p is in class p mod 8: those of a class are joined from low to high, then classes by a tree, so that
+// devices can have a part of the classes each (kernels/sum_tree.py).  Partitions are computed in that order, too: then at
+// most five softmaxes of a chunk's rows wait for one another, however long its keys are.
 //
 // A work item is one chunk of a sequence's tokens and one key-value head, with all query heads that share it; a row is
 // (token, query head).  What one row does depends on its own position only: it takes the blocks that have keys it sees,
@@ -39,7 +41,15 @@ struct Attend {
   Value* weights;  // [kAttentionRows][64]
   float* biases;   // [64]
   uint32_t* own_values;  // [64 / per_cell][max(16, value_dim)]: of heads narrower than a register, and shared ones
-  SoftmaxRows now, joined;
+  SoftmaxRows now;  // of the present partition
+
+  // Some partitions' softmax, if there is one: of a node of the tree that waits for its right neighbor.
+  struct Joined {
+    SoftmaxRows rows;
+    bool any;
+  };
+  static constexpr int kPending = 4;  // subtrees of 4, 2 and 1 classes, and the present class
+  Joined pending[kPending];
 
   static bool keeps_values(const KvView& kv) { return kv.shared || kv.value_dim < 16; }
   static size_t own_bytes(const KvView& kv) {
@@ -48,9 +58,10 @@ struct Attend {
 
   static size_t bytes(const AttentionArgs& a) {
     const auto rows = static_cast<size_t>(a.max_rows), lines = static_cast<size_t>(16);
-    const size_t softmax = rows * 8 + rows * 64 + rows * (static_cast<size_t>(a.kv.value_dim) + 15) * 4;
+    const size_t softmax = softmax_floats(a.max_rows, a.kv.value_dim) * 4 * (1 + kPending);
     const size_t queries = rows * static_cast<size_t>(a.kv.key_dim) * sizeof(Value);
-    return (kAttentionRows * (4 + sizeof(Value)) + 4) * kBlockKeys + own_bytes(a.kv) + 2 * softmax + queries + lines * 64;
+    return (kAttentionRows * (4 + sizeof(Value)) + 4) * kBlockKeys + own_bytes(a.kv) + softmax + rows * 8 + queries +
+           lines * 64;
   }
 
   Attend(const AttentionArgs& a, const Chunk& c, int g, int worker) : args(a), chunk(c), kv_head(g) {
@@ -74,13 +85,9 @@ struct Attend {
     weights = reinterpret_cast<Value*>(take(kAttentionRows * kBlockKeys * sizeof(Value)));
     biases = reinterpret_cast<float*>(take(kBlockKeys * 4));
     own_values = reinterpret_cast<uint32_t*>(take(own_bytes(a.kv)));
-    SoftmaxRows* const both[2] = {&now, &joined};
-    for (SoftmaxRows* own : both) {
-      own->top = reinterpret_cast<float*>(take(rows * 4));
-      own->sum = reinterpret_cast<float*>(take(rows * 64));
-      own->out = reinterpret_cast<float*>(take(rows * width * 4));
-      own->width = width;
-    }
+    const auto softmax = [&] { return SoftmaxRows(reinterpret_cast<float*>(take(softmax_floats(rows, width) * 4)), rows, width); };
+    now = softmax();
+    for (Joined& own : pending) own = {softmax(), false};
     first_key = reinterpret_cast<int32_t*>(take(rows * 4));
     end_key = reinterpret_cast<int32_t*>(take(rows * 4));
     q = reinterpret_cast<Value*>(take(rows * key_dim * sizeof(Value)));
@@ -105,14 +112,21 @@ struct Attend {
   // Column of the first lane of block c of the values.  The last block of an odd size overlaps the one before it.
   long column(long c) const { return c * 16 + 16 <= value_dim || value_dim < 16 ? c * 16 : value_dim - 16; }
 
-  // Partition by absolute position; `first` key that any row sees.
-  void partition(long index) {
+  // The softmax `now` of a partition, by absolute position; `next`: the one that is computed after it, or -1.
+  void partition(long index, long next) {
     const uint32_t wanted = begin_partition(index);
-    const long first = first_key[0] / kBlockKeys * kBlockKeys;
-    const long begin = first > index * kPartitionKeys ? first : index * kPartitionKeys;
     const long behind = min_of((index + 1) * kPartitionKeys, end);
-    for (long key = begin; key < behind; key += kBlockKeys)
-      if (wanted >> key / kBlockKeys % 8 & 1) block(key);
+    for (long key = begin_of(index); key < behind; key += kBlockKeys) {
+      if (!(wanted >> key / kBlockKeys % 8 & 1)) continue;
+      block(key, key + kBlockKeys < behind ? key + kBlockKeys : next < 0 ? key : begin_of(next));
+    }
+    now.close(rows);
+  }
+
+  // The first of a partition's blocks of keys that any row sees.
+  long begin_of(long index) const {
+    const long first = first_key[0] / kBlockKeys * kBlockKeys;
+    return first > index * kPartitionKeys ? first : index * kPartitionKeys;
   }
 
   // Clears the rows that have a part in it; which of its blocks any row takes, a bit each.
@@ -125,9 +139,45 @@ struct Attend {
     for (long token = 0; token < chunk.tokens; ++token) {
       const uint32_t own = taken(token)[index];
       if (own != 0) now.clear(token * group, group);
+      else now.leave_out(token * group, group);
       wanted |= own;
     }
     return wanted;
+  }
+
+  // All partitions of the chunk: `compute` (partition, the next one or -1) leaves one's softmax in `now`.
+  template <class Compute>
+  void join_partitions(const Compute& compute) {
+    int depth = 0;
+    for (long c = 0; c < kKeyClasses; ++c, ++depth) {
+      pending[depth].any = false;
+      for (long index = first_of(c); index < behind_last(); index += kKeyClasses) {
+        compute(index, after(index));
+        add(pending[depth], now);
+      }
+      for (long left = c; left & 1; left >>= 1, --depth)
+        if (pending[depth].any) add(pending[depth - 1], pending[depth].rows);
+    }
+  }
+
+  // The first to come is taken as it is; memory changes hands instead.
+  void add(Joined& to, SoftmaxRows& next) const {
+    if (to.any) return to.rows.join(next, rows);
+    const SoftmaxRows free = to.rows;
+    to = {next, true};
+    next = free;
+  }
+
+  long behind_last() const { return chunk.first_part + chunk.parts; }
+  // The first partition of a class, here or behind the last one.
+  long first_of(long c) const { return chunk.first_part + ((c - chunk.first_part) & (kKeyClasses - 1)); }
+
+  // The partition that is computed after another, or -1.
+  long after(long index) const {
+    if (index + kKeyClasses < behind_last()) return index + kKeyClasses;
+    for (long c = index % kKeyClasses + 1; c < kKeyClasses; ++c)
+      if (first_of(c) < behind_last()) return first_of(c);
+    return -1;
   }
 
   // Which blocks a token of the chunk takes, a byte a partition.
@@ -163,12 +213,12 @@ struct Attend {
     for (long j = 0; j < 4; ++j) own.values[j] = own_values + static_cast<size_t>(j) * kCellsAPage * own.value_stride;
   }
 
-  void block(long key) {
+  // `after`: the block that is computed after this one; the first tile of a block fetches it.
+  void block(long key, long after) {
     Block own = locate(key);
     if (keeps_values(args.kv)) make_values(own);
     if (args.sparse != nullptr) return runs(key, own);
-    // The first tile of a block fetches the next one.
-    const Block next = key + kBlockKeys < end ? locate(key + kBlockKeys) : own;
+    const Block next = after != key ? locate(after) : own;
     const long skipped = (args.rule.first_seer(key, first_position) - first_position) * group;
     const long last = args.rule.last_seer(key + kBlockKeys - 1, last_position());
     reduce(skipped, (last - first_position + 1) * group - skipped, own, &next);
@@ -318,33 +368,11 @@ struct Attend {
     }
   }
 
-  // Does the row see a key of this partition?
-  bool sees(long row, long index) const {
-    if (end_key[row] <= index * kPartitionKeys || first_part(row) > index) return false;
-    return args.sparse == nullptr || taken(row / group)[index] != 0;
-  }
-  long first_part(long row) const { return first_key[row] / kPartitionKeys; }
-
-  void join_partition(long index) {
-    for (long row = 0; row < rows; ++row)
-      if (sees(row, index))
-        joined.join(row, now.top[row], sum_lanes(load(now.sum + row * 16)), now.out + row * width,
-                    index == first_part(row));
-  }
-
-  void save_partition(float* to) const {
-    for (long row = 0; row < rows; ++row, to += width + 2) now.save(row, to);
-  }
-
-  void join_saved(long index, const float* from) {
-    for (long row = 0; row < rows; ++row, from += width + 2)
-      if (sees(row, index)) joined.join(row, from[0], from[1], from + 2, index == first_part(row));
-  }
-
   void finish() const {
     for (long row = 0; row < rows; ++row) {
       const long token = chunk.token + row / group, head = kv_head * group + row % group;
       const float* sinks = args.softmax.sinks;
+      const SoftmaxRows& joined = pending[0].rows;
       const F16 factor = splat(joined.normalizer(row, sinks == nullptr ? nullptr : sinks + head));
       Value* to = static_cast<Value*>(args.out) + (token * args.heads + head) * value_dim;
       for (long c = 0; c < blocks_c; ++c)
@@ -363,29 +391,29 @@ void attention_typed(const AttentionArgs& args) {
       // Late chunks see the most keys, so they go first.
       const Chunk& chunk = args.chunks[args.chunk_count - 1 - item / heads];
       Attend<D> attend(args, chunk, static_cast<int>(item % heads), worker);
-      for (long index = 0; index < chunk.parts; ++index) {
-        attend.partition(chunk.first_part + index);
-        attend.join_partition(chunk.first_part + index);
-      }
+      attend.join_partitions([&](long index, long next) { attend.partition(index, next); });
       attend.finish();
     });
     return;
   }
-  const size_t saved = static_cast<size_t>(args.max_rows) * ((args.kv.value_dim + 15) / 16 * 16 + 2);
+  const size_t apart = softmax_floats(args.max_rows, args.kv.value_dim);
+  const auto kept = [&](const Attend<D>& attend, long part, long head) {
+    return SoftmaxRows(args.partial + static_cast<size_t>(part * heads + head) * apart, attend.rows, attend.width);
+  };
   each_item(args.part_count * heads, args.work, [&](long item, int worker) {
     const long part = item / heads;
     const Chunk* chunk = args.chunks;
     while (part >= chunk->part + chunk->parts) ++chunk;
     Attend<D> attend(args, *chunk, static_cast<int>(item % heads), worker);
-    attend.partition(chunk->first_part + part - chunk->part);
-    attend.save_partition(args.partial + item * saved);
+    attend.now = kept(attend, part, item % heads);
+    attend.partition(chunk->first_part + part - chunk->part, -1);
   });
   each_item(args.chunk_count * heads, args.work / 64, [&](long item, int worker) {
     const Chunk& chunk = args.chunks[item / heads];
     Attend<D> attend(args, chunk, static_cast<int>(item % heads), worker);
-    for (long index = 0; index < chunk.parts; ++index)
-      attend.join_saved(chunk.first_part + index,
-                        args.partial + ((chunk.part + index) * heads + item % heads) * saved);
+    attend.join_partitions([&](long index, long) {
+      attend.now = kept(attend, chunk.part + index - chunk.first_part, item % heads);
+    });
     attend.finish();
   });
 }

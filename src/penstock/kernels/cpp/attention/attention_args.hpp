@@ -14,6 +14,7 @@ namespace penstock {
 constexpr int kPageTokens = 16;
 constexpr int kBlockKeys = 64;       // keys that attention reduces at a time
 constexpr int kPartitionKeys = 512;  // keys of one partition
+constexpr int kKeyClasses = 8;       // partition p is in class p mod 8; classes are leaves of a tree (kernels/sum_tree.py)
 constexpr int kMaxHeadDim = 1024;
 
 // KV memory: pages of [layers][K: kv_heads x key_dim / per_cell x 16 cells | V: kv_heads x 16 / per_cell x value_dim
@@ -202,6 +203,12 @@ struct SparseStep {
 };
 static_assert(kPartitionKeys == 8 * kBlockKeys);
 
+// Numbers of the softmax of some rows over some keys: values, sums of 16 lanes, and the largest score of each, rounded up to
+// whole lines of the cache.
+PS_EVERYWHERE size_t softmax_floats(long rows, long value_dim) {
+  return static_cast<size_t>(rows * ((value_dim + 15) / 16 * 16 + 16) + (rows + 15) / 16 * 16);
+}
+
 struct AttentionArgs {
   const void* q;  // [tokens, heads, key_dim]
   KvView kv;
@@ -215,7 +222,7 @@ struct AttentionArgs {
   long chunk_count;
   long part_count;
   long max_rows;   // of one chunk: tokens times heads a key-value head
-  float* partial;  // null, or [part_count * kv_heads, max_rows, ceil(value_dim / 16) * 16 + 2]: partitions apart
+  float* partial;  // null, or [part_count * kv_heads, softmax_floats(max_rows, value_dim)]: partitions apart
   double work;     // multiply-adds, roughly
   void* out;       // [tokens, heads * value_dim]
   const SparseStep* sparse;  // null: every token of the step reads all that it sees

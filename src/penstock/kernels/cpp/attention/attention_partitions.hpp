@@ -42,8 +42,8 @@ class AttentionCut {
     args.chunk_count = static_cast<long>(chunks_.size());
     // Partitions are computed apart when there are too few chunks for the threads.
     if (args.part_count > args.chunk_count && args.chunk_count * kv.kv_heads < 2 * hands()) {
-      const long row = (kv.value_dim + 15) / 16 * 16 + 2;
-      const auto wanted = static_cast<size_t>(args.part_count * kv.kv_heads * args.max_rows * row);
+      const size_t wanted =
+          static_cast<size_t>(args.part_count * kv.kv_heads) * softmax_floats(args.max_rows, kv.value_dim);
       if (partial_.size() < wanted) partial_.resize(wanted);
       args.partial = partial_.data();
     }

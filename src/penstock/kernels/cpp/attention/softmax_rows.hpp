@@ -1,4 +1,4 @@
-// Running softmax of attention's rows: over the blocks of a partition, then over partitions from low to high.
+// Softmax of attention's rows: running over the blocks of a partition; and the softmax of two parts of the keys as one.
 //
 // A row's sums depend on its own scores only, block by block.  Knows nothing about keys, values or heads.
 //
@@ -16,17 +16,29 @@ struct Seen {
   long begin, end;
 };
 
-// Running softmax of some rows over one partition, or over the partitions joined so far.
+// Softmax of some rows over some of their keys.  Its memory is laid out here, see attention_args.hpp: softmax_floats.
 struct SoftmaxRows {
   float* top;  // [rows]: largest score, in units of log 2
-  float* sum;  // [rows][16]: of the exponentials, lane by lane; joined sums use lane 0
+  float* sum;  // [rows][16]: of the exponentials, lane by lane, at last in lane 0; all zero: the row saw none of these keys
   float* out;  // [rows][width]: sum of exponential times value
   long width;
 
+  SoftmaxRows() = default;
+  SoftmaxRows(float* memory, long rows, long columns)
+      : top(memory + rows * (columns + 16)), sum(memory + rows * columns), out(memory), width(columns) {}
+
   void clear(long first, long rows) const {
     for (long row = first; row < first + rows; ++row) top[row] = -__builtin_inff();
-    __builtin_memset(sum + first * 16, 0, static_cast<size_t>(rows) * 64);
+    leave_out(first, rows);
     __builtin_memset(out + first * width, 0, static_cast<size_t>(rows * width) * 4);
+  }
+
+  // Rows that see none of the keys.
+  void leave_out(long first, long rows) const { __builtin_memset(sum + first * 16, 0, static_cast<size_t>(rows) * 64); }
+
+  // After the last block: the lanes of each sum as one.
+  void close(long rows) const {
+    for (long row = 0; row < rows; ++row) sum[row * 16] = sum_lanes(load(sum + row * 16));
   }
 
   // Scores of one block, and what is added to them unless null, to weights of row `row`; what was summed before is scaled
@@ -86,29 +98,27 @@ struct SoftmaxRows {
     for (int j = 0; j < 4; ++j) s[j] = tanh16(load(scores + j * 16) * scale) * cap;
   }
 
-  // Joins (top, sum, out) of one row's next partition to those before it.
-  void join(long row, float next_top, float next_sum, const float* next_out, bool first) const {
-    float* to = out + row * width;
-    if (first) {
-      top[row] = next_top;
-      sum[row * 16] = next_sum;
-      __builtin_memcpy(to, next_out, static_cast<size_t>(width) * 4);
-      return;
+  // Joins the same rows over other keys.  A row's sum is at least 1, or not a number, if it saw any; a row that saw none on
+  // one side has the bits of the other.
+  void join(const SoftmaxRows& next, long rows) const {
+    for (long row = 0; row < rows; ++row) {
+      if (next.sum[row * 16] == 0) continue;
+      const float* from = next.out + row * width;
+      float* to = out + row * width;
+      if (sum[row * 16] == 0) {
+        top[row] = next.top[row];
+        sum[row * 16] = next.sum[row * 16];
+        __builtin_memcpy(to, from, static_cast<size_t>(width) * 4);
+        continue;
+      }
+      const float before = top[row], highest = next.top[row] > before ? next.top[row] : before;
+      alignas(64) float factor[16] = {before - highest, next.top[row] - highest};
+      store(factor, exp2_nonpositive(load(factor)));
+      const F16 a = splat(factor[0]), b = splat(factor[1]);
+      top[row] = highest;
+      sum[row * 16] = sum[row * 16] * factor[0] + next.sum[row * 16] * factor[1];
+      for (long c = 0; c < width; c += 16) store(to + c, load(to + c) * a + load(from + c) * b);
     }
-    const float before = top[row], highest = next_top > before ? next_top : before;
-    alignas(64) float factor[16] = {before - highest, next_top - highest};
-    store(factor, exp2_nonpositive(load(factor)));
-    const F16 a = splat(factor[0]), b = splat(factor[1]);
-    top[row] = highest;
-    sum[row * 16] = sum[row * 16] * factor[0] + next_sum * factor[1];
-    for (long c = 0; c < width; c += 16) store(to + c, load(to + c) * a + load(next_out + c) * b);
-  }
-
-  // One partition's row, as `join` takes it, in width + 2 numbers.
-  void save(long row, float* to) const {
-    to[0] = top[row];
-    to[1] = sum_lanes(load(sum + row * 16));
-    __builtin_memcpy(to + 2, out + row * width, static_cast<size_t>(width) * 4);
   }
 
   // What a joined row's values are multiplied by; the sink, if there is one, is the last to join.

@@ -9,7 +9,7 @@
 namespace penstock {
 
 // Part of every numerics class: raised whenever the bits that any family produces change.
-constexpr int kKernelVersion = 1;
+constexpr int kKernelVersion = 2;
 
 constexpr int kMaxSegments = 8;
 

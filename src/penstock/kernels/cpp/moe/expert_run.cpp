@@ -17,6 +17,7 @@ void ExpertRun::sort(const ExpertsArgs& args) {
   experts_.resize(slots);
   slots_.resize(slots);
   weights_.resize(slots);
+  groups_.resize(slots);
   std::vector<long>& next = rows_;
   next.assign(begin_.begin(), begin_.end() - 1);
   for (long row = 0; row < args.rows; ++row) {
@@ -27,6 +28,7 @@ void ExpertRun::sort(const ExpertsArgs& args) {
       tokens_[slot] = static_cast<int32_t>(row);
       experts_[slot] = static_cast<int32_t>(id(row, j));
       weights_[slot] = weights[j];
+      groups_[slot] = static_cast<uint8_t>(group_of_expert(id(row, j), args.experts.count));
       own[j] = static_cast<int32_t>(slot);
     }
     std::sort(own, own + args.top_k);
@@ -90,9 +92,9 @@ void ExpertRun::window(const ExpertsArgs& args, long begin, long end) {
   multiply(own.down, first, active, y);
   if (own.down_bias != nullptr) family_.add_bias({y, own.down_bias, experts, count, own.outputs});
   const bool apart = begin > 0 || end < begin_.back();
-  float* sums = apart ? room<float>(sums_, args.rows, own.outputs, 4) : nullptr;
-  family_.combine({y, begin, end, slots_.data(), own.weighs_input ? nullptr : weights_.data(), args.rows, args.top_k,
-                   own.outputs, sums, args.hidden});
+  float* pending = apart ? room<float>(pending_, pending_sums(args.top_k) * args.rows, own.outputs, 4) : nullptr;
+  family_.combine({y, begin, end, slots_.data(), groups_.data(), own.weighs_input ? nullptr : weights_.data(), args.rows,
+                   args.top_k, own.outputs, pending, args.hidden});
 }
 
 void ExpertRun::run(const ExpertsArgs& args) {

@@ -3,10 +3,14 @@
 //     routes      token 0: experts 5, 2    token 1: experts 2, 7
 //     slots       (2, 0) (2, 1) (5, 0) (7, 1)         sorted by expert, then by token
 //     computed    up to kWindowRows slots at a time: rows gathered, one product for each expert, activation, down
-//     summed      each token's slots in this order, so by expert; then added to its hidden state
+//     summed      each token's slots in this order within a group of experts, groups by a tree (routing.hpp); then
+//                 added to its hidden state
 //
 // An expert without tokens is not read.  A row's bits depend on its own experts alone: products do not look at how many
-// rows there are, and the order of its sum is that of its experts' ids.
+// rows there are, and the order of its sum follows from its experts' ids and the number of experts.
+//
+// Of a step with more than kWindowRows slots, sums wait between windows: at most pending_sums(top_k) <= 7 rows of fp32 a
+// token, fewer than the products of its experts have.
 #pragma once
 
 #include <vector>
@@ -66,12 +70,13 @@ class ExpertRun {
   std::vector<int32_t> tokens_, experts_;  // of each slot
   std::vector<int32_t> slots_;             // of each token, ascending
   std::vector<float> weights_;             // of each slot
+  std::vector<uint8_t> groups_;            // of each slot
   std::vector<long> begin_;                // first slot of each expert, and of one more
   std::vector<long> rows_;                 // of the present window, of each expert from its first on
   std::vector<LinearArgs> plain_;
   std::vector<CompressedLinearArgs> compact_;
   std::vector<QuantLinearArgs> coded_;
-  Arena x_, wide_, active_, y_, sums_;
+  Arena x_, wide_, active_, y_, pending_;
 };
 
 }  // namespace penstock

@@ -116,6 +116,68 @@ void gather_typed(const GatherArgs& args) {
   });
 }
 
+// The sums of one token that wait for others, those of the lowest groups first; each joins the one before it as soon as
+// no group can come that belongs below either.  They lie wherever the caller says.
+struct PendingGroups {
+  int count = 0;
+  uint8_t group[kPendingSums] = {};  // one of those in each sum
+
+  // Joins, by `join` (index of the right one), what ends before `next`.
+  template <class Join>
+  PS_INLINE void join_before(int next, const Join& join) {
+    // Of two groups the highest bit in which they differ is the size of the smallest subtree with both.
+    while (count > 1 && (group[count - 2] ^ group[count - 1]) < (group[count - 1] ^ next)) join(--count);
+  }
+
+  // Makes `next` the last group; was it that already?
+  template <class Join>
+  PS_INLINE bool reach(int next, const Join& join) {
+    if (count > 0 && group[count - 1] == next) return true;
+    join_before(next, join);
+    group[count++] = static_cast<uint8_t>(next);
+    return false;
+  }
+};
+
+constexpr long kSumColumns = 128;  // that are summed at a time: their pending sums stay in the first-level cache
+
+// Some columns of one token.
+struct TokenSum {
+  const CombineArgs& args;
+  long first, count;  // columns
+  float* pending;     // [kPendingSums], `apart` numbers from one to the next
+  long apart;
+
+  template <class Fn>
+  PS_INLINE void each_sixteen(const Fn& fn) const {
+    for (long i = 0; i < count; i += 16) fn(i, static_cast<int>(min_of(16, count - i)));
+  }
+
+  PS_INLINE void join(int right) const {
+    const float* from = pending + right * apart;
+    float* to = pending + (right - 1) * apart;
+    each_sixteen([&](long i, int n) { store_part(to + i, load_part<F16>(to + i, n) + load_part<F16>(from + i, n), n); });
+  }
+
+  PS_INLINE void add_slot(long slot, int place, bool more) const {
+    const float* from = args.y + (slot - args.begin) * args.width + first;
+    float* to = pending + place * apart;
+    const F16 weight = splat(args.weights != nullptr ? args.weights[slot] : 1.0f);
+    each_sixteen([&](long i, int n) {
+      const F16 y = load_part<F16>(from + i, n), sum = more ? load_part<F16>(to + i, n) : splat(0.0f);
+      store_part(to + i, args.weights != nullptr ? fma16(y, weight, sum) : sum + y, n);
+    });
+  }
+
+  // No negative zero remains, so it makes no difference whether what is not there was skipped or added as zeros.
+  PS_INLINE void finish(float* hidden) const {
+    each_sixteen([&](long i, int n) {
+      const F16 sum = load_part<F16>(pending + i, n) + splat(0.0f);
+      store_part(hidden + first + i, load_part<F16>(hidden + first + i, n) + sum, n);
+    });
+  }
+};
+
 void combine_rows(const CombineArgs& args) {
   const double work = static_cast<double>(args.end - args.begin) * static_cast<double>(args.width);
   each_row(args.rows, args.width * args.top_k, work, [&](long row, int) {
@@ -124,20 +186,22 @@ void combine_rows(const CombineArgs& args) {
     while (from < to && slots[from] < args.begin) ++from;
     while (to > from && slots[to - 1] >= args.end) --to;
     if (from == to) return;
-    for (long i = 0; i < args.width; i += 16) {
-      const int count = static_cast<int>(min_of(16, args.width - i));
-      float* sums = args.sums + row * args.width + i;
-      F16 sum = from == 0 ? splat(0.0f) : load_part<F16>(sums, count);
+    PendingGroups before;
+    for (long j = 0; j < from; ++j) before.reach(args.groups[slots[j]], [](int) {});
+    const bool all = to - from == args.top_k;
+    alignas(64) float local[kPendingSums * kSumColumns];
+    for (long i = 0; i < args.width; i += kSumColumns) {
+      const TokenSum sum{args, i, min_of(kSumColumns, args.width - i), all ? local : args.pending + row * args.width + i,
+                         all ? kSumColumns : args.rows * args.width};
+      const auto join = [&](int right) { sum.join(right); };
+      PendingGroups groups = before;
       for (long j = from; j < to; ++j) {
-        const F16 y = load_part<F16>(args.y + (slots[j] - args.begin) * args.width + i, count);
-        sum = args.weights != nullptr ? fma16(y, splat(args.weights[slots[j]]), sum) : sum + y;
+        const bool more = groups.reach(args.groups[slots[j]], join);
+        sum.add_slot(slots[j], groups.count - 1, more);
       }
-      float* hidden = args.hidden + row * args.width + i;
-      if (to == args.top_k) {
-        store_part(hidden, load_part<F16>(hidden, count) + sum, count);
-      } else {
-        store_part(sums, sum, count);
-      }
+      if (to < args.top_k) continue;
+      groups.join_before(kExpertGroups, join);
+      sum.finish(args.hidden + row * args.width);
     }
   });
 }

@@ -6,6 +6,12 @@
 namespace penstock {
 
 constexpr int kMaxExperts = 4096;
+constexpr int kExpertGroups = 64;  // leaves of the tree by which a token's experts are summed (kernels/sum_tree.py)
+
+// Group i ends at floor((i + 1) * experts / 64); of fewer experts than groups each has one, and some are empty.
+PS_EVERYWHERE int group_of_expert(long expert, long experts) {
+  return static_cast<int>(((expert + 1) * kExpertGroups - 1) / experts);
+}
 
 enum class Score : int { kSoftmax = 0, kSigmoid = 1, kSoftmaxChosen = 2 };
 
@@ -41,19 +47,28 @@ struct GatherArgs {
   void* out;  // [count, width]
 };
 
+// Sums of one token that wait for their right neighbors in the tree, at most: one of each size of a subtree, 32, 16, ...
+// 1 groups, and that of the present group.
+constexpr int kPendingSums = 7;
+
+// The same for tokens of `top_k` experts.
+PS_EVERYWHERE long pending_sums(long top_k) { return top_k < kPendingSums ? top_k : kPendingSums; }
+
 // Adds up what experts made of each token.  Slots are (expert, token) pairs in this order; `y` holds slots
-// [begin, end), and each token's slots are summed from the first to the last.
+// [begin, end).  A token's slots are summed from the first to the last within each group of experts, and groups by the
+// tree; of a pair of neighbors without slots on one side the other side is the sum.
 struct CombineArgs {
   const float* y;  // [end - begin, width]
   long begin;
   long end;
-  const int32_t* slots;  // [rows, top_k], ascending in a row
-  const float* weights;  // of each slot; null: all are 1
+  const int32_t* slots;   // [rows, top_k], ascending in a row
+  const uint8_t* groups;  // of each slot
+  const float* weights;   // of each slot; null: all are 1
   long rows;
   long top_k;
   long width;
-  float* sums;    // [rows, width]: of tokens whose slots are not all computed
-  float* hidden;  // [rows, width], receives finished sums
+  float* pending;  // [pending_sums(top_k), rows, width]: of tokens whose slots are not all in one call; null: there are none
+  float* hidden;   // [rows, width], receives finished sums
 };
 
 }  // namespace penstock
