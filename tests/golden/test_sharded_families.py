@@ -16,12 +16,11 @@ from penstock.kernels.select import make_ops
 from penstock.parallel.mesh import Mesh
 from sharded_bench import ShardedModel, WholeModel, answers
 
-EXPERTS = ("mixtral", "qwen_3_30b", "glm_4_5", "gpt_oss", "llama_4")
-REFUSED = ("qwen_3_next", "deepseek", "kimi", "qwen_2_vl", "qwen_2_5_vl", *EXPERTS)
+REFUSED = ("qwen_3_next", "deepseek", "kimi", "qwen_2_vl", "qwen_2_5_vl")
 """Families with what cannot be divided yet (``penstock.parallel.shard.check_supported``)."""
 
-FIRST = ("olmo_2_1b", "gemma_2_2b")
-"""In the default tier: norms over all heads; windows in every other layer, norms around blocks."""
+FIRST = ("olmo_2_1b", "gemma_2_2b", "gpt_oss_20b_bf16")
+"""In the default tier: norms over all heads; norms around blocks; experts, sinks, windows and biases."""
 
 MESHES = [Mesh(tensor=tensor, pipeline=pipeline) for tensor, pipeline in product((1, 2, 4, 8), (1, 2, 3))]
 

@@ -405,7 +405,8 @@ class PackedExperts:
     inner: int
     n: int
     data: Any
-    nbytes: int
+    nbytes: int  # of the experts that are here
+    partial: bool = False  # other ranks have some of them
 
 
 BLOCK_KEYS = 64

@@ -167,15 +167,16 @@ class Ops(Protocol):
 
     def pack_experts(
         self,
-        gate_up: Sequence[PackedLinear],
-        down: Sequence[PackedLinear],
+        gate_up: Sequence[PackedLinear | None],
+        down: Sequence[PackedLinear | None],
         *,
-        gate_up_biases: Sequence[Array] | None = None,
-        down_biases: Sequence[Array] | None = None,
+        gate_up_biases: Sequence[Array | None] | None = None,
+        down_biases: Sequence[Array | None] | None = None,
         weighs_input: bool = False,
     ) -> PackedExperts:
         """The experts of one layer over packed matrices of any form, which are not copied; biases are vectors.
 
+        None: another rank has this expert, which adds nothing here; what is added is then a part of the sum (``join``).
         ``weighs_input``: a token is multiplied by its weight before its expert, not after it (Llama 4).
         Raises ValueError unless all have one shape.
         """

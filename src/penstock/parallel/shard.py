@@ -194,8 +194,7 @@ def check_supported(spec: ModelSpec, mesh: Mesh, *, lora: bool = False, speculat
     if mesh.ranks == 1:
         return
     decoder = spec.details if isinstance(spec.details, DecoderConfig) else None
-    layers = decoder.layers if decoder is not None else ()
-    attentions = [layer.attention for layer in layers]
+    attentions = [layer.attention for layer in decoder.layers] if decoder is not None else []
     reasons = {
         "a model that transcribes": spec.audio_tokens > 0,
         "a pooling model": spec.pooler is not None,
@@ -204,7 +203,6 @@ def check_supported(spec: ModelSpec, mesh: Mesh, *, lora: bool = False, speculat
         "latent attention (MLA)": any(isinstance(one, MlaConfig) for one in attentions),
         "recurrent layers": any(isinstance(one, GatedDeltaNetConfig) for one in attentions),
         "gated attention": any(isinstance(one, GatedAttentionConfig) for one in attentions),
-        "routed experts": mesh.tensor > 1 and any(isinstance(layer.mlp, MoeConfig) for layer in layers),
         "quantized weights": spec.quantization is not None,
         "sparse attention": spec.sparse is not None,
         "LoRA adapters": lora,

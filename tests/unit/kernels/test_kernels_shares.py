@@ -1,4 +1,4 @@
-"""What ranks compute of one operation is, put together, the whole operation, to the bit: sums and norms over heads."""
+"""What ranks compute of an operation is, put together, the whole of it, to the bit: sums, experts, norms over heads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 from kernel_cases import SLOW_TRITONS, assert_same_bits, make, normal
 from ml_dtypes import bfloat16
 
-from penstock.kernels.operands import COLUMN_UNIT, HeadColumns, segment_ends
+from penstock.errors import KernelError
+from penstock.kernels.operands import COLUMN_UNIT, SILU, HeadColumns, Routing, segment_ends
+from penstock.kernels.sum_tree import experts_of
 
 ROWS = (1, 7, 40)
 SUMS = [(9 * 16, 16), (300, COLUMN_UNIT), (1024, COLUMN_UNIT), (72, COLUMN_UNIT)]
@@ -61,3 +63,36 @@ def test_a_norm_over_all_heads_has_the_heads_of_all_ranks(ops: Any) -> None:
         got = ops.to_numpy(own_TN)
         assert_same_bits(got[:, :8], parts[rank][:, :8])
         assert_same_bits(got[:, 8:], want_THC[:, list(heads)].reshape(7, -1))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("experts", [8, 60])
+def test_experts_of_ranks_are_joined_to_the_sum_of_all(ops: Any, experts: int, biased: bool) -> None:
+    inner, width, rows = 32, 48, 40
+    routing = Routing(experts=experts, top_k=4)
+    gate_up = [ops.pack_linear(normal(expert, 2 * inner, width) / 4) for expert in range(experts)]
+    ends = segment_ends(inner, COLUMN_UNIT)
+    down = [ops.pack_linear(normal(99 + expert, width, inner) / 4, segments=ends) for expert in range(experts)]
+    biases = [
+        [ops.vector(normal(200 + expert, size)) for expert in range(experts)] if biased else [None] * experts
+        for size in (2 * inner, width)
+    ]
+    x_TK, routes = ops.compute(normal(5, rows, width)), ops.route(ops.hidden(normal(6, rows, experts)), routing)
+
+    def added(here: range) -> Any:
+        all_of = [[one if e in here else None for e, one in enumerate(own)] for own in (gate_up, down, *biases)]
+        own_biases = {"gate_up_biases": all_of[2], "down_biases": all_of[3]} if biased else {}
+        packed = ops.pack_experts(all_of[0], all_of[1], **own_biases)
+        assert packed.partial == (len(here) < experts)
+        hidden = ops.hidden(np.zeros((rows, width), np.float32))
+        ops.experts_add(x_TK, routes, packed, SILU, hidden)
+        return hidden
+
+    if ops.numerics.startswith("triton"):
+        with pytest.raises(KernelError, match="cannot be divided over ranks on a GPU yet"):
+            added(experts_of(experts, 0, 2))
+        return
+    want = ops.to_numpy(added(range(experts)))
+    for ways in (2, 4, 8):
+        parts = [added(experts_of(experts, rank, ways)) for rank in range(ways)]
+        assert_same_bits(ops.to_numpy(ops.join(parts)), want, f"{ways} ranks")

@@ -211,7 +211,7 @@ class LayerFactory:
         )
 
     def experts(self, index: int, moe: MoeConfig) -> RoutedExperts:
-        """The feed-forward block of a layer that chooses among experts."""
+        """The feed-forward block of a layer that chooses among experts; those without weights are on other ranks."""
         names = [f"{index}.experts.{expert}" for expert in range(moe.routing.experts)]
         weights, biased = self.weights, names if moe.bias else []
         return RoutedExperts(
@@ -220,10 +220,10 @@ class LayerFactory:
             choice_bias=weights.get(f"{index}.choice_bias"),
             routing=moe.routing,
             experts=self._ops.pack_experts(
-                [weights[f"{name}.gate_up"] for name in names],
-                [weights[f"{name}.down"] for name in names],
-                gate_up_biases=[weights[f"{name}.gate_up_bias"] for name in biased],
-                down_biases=[weights[f"{name}.down_bias"] for name in biased],
+                [weights.get(f"{name}.gate_up") for name in names],
+                [weights.get(f"{name}.down") for name in names],
+                gate_up_biases=[weights.get(f"{name}.gate_up_bias") for name in biased],
+                down_biases=[weights.get(f"{name}.down_bias") for name in biased],
                 weighs_input=moe.weighs_input,
             ),
             gate=moe.gate,

@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from penstock.engine.models.interface import Model
-from penstock.kernels.operands import Array, GatheredNorm, PackedLinear, StepBatch
+from penstock.kernels.operands import Array, Gate, GatheredNorm, PackedExperts, PackedLinear, Routes, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.parallel.collectives.interface import Collectives
 from penstock.parallel.shard import ModelShard
@@ -56,6 +56,14 @@ class _JoiningOps:
             self._ops.add(hidden_TN, self.linear(x_TK, weight))
         else:
             self._ops.linear_add(x_TK, weight, hidden_TN)
+
+    def experts_add(self, x_TK: Array, routes: Routes, experts: PackedExperts, kind: Gate, hidden_TD: Array) -> None:
+        if not experts.partial:
+            self._ops.experts_add(x_TK, routes, experts, kind, hidden_TD)
+            return
+        part_TD = self._ops.hidden(np.zeros((len(x_TK), experts.n), np.float32))
+        self._ops.experts_add(x_TK, routes, experts, kind, part_TD)
+        self._ops.add(hidden_TD, self._join(self._group.all_gather(part_TD)))
 
     def norm_heads(self, x_TN: Array, weight_C: Array | GatheredNorm, eps: float, *, first: int, count: int) -> None:
         if isinstance(weight_C, GatheredNorm):
