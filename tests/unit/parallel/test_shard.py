@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
-from penstock.kernels.operands import COLUMN_UNIT, segment_ends
+from penstock.kernels.operands import COLUMN_UNIT, Sparse, segment_ends
 from penstock.parallel.mesh import Mesh
 from penstock.parallel.shard import HeadShare, ModelShard, check_supported, column_range, part_of, shard_model
 from penstock.weights.architecture.decoder import AttentionConfig, DecoderConfig, MlpConfig
@@ -21,6 +22,7 @@ from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import Matrix, Vector, WeightLayout
 from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import checkpoint_format
+from penstock.weights.quantization.config import parse_quantization
 from tiny_models import llama_config
 
 CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
@@ -252,6 +254,14 @@ def test_what_cannot_be_divided_is_named(name: str, what: str) -> None:
 
 def test_what_rides_on_a_model_is_named_too() -> None:
     spec, _ = model_of(UNEVEN)
+    sparse = structs.replace(spec, sparse=Sparse(sinks=1, window=1, chosen=1, start=0))
+    with pytest.raises(ConfigError, match="plan pp2: sparse attention cannot"):
+        shard_model(sparse, Mesh(pipeline=2), 0)
+    stored = ConfigFields(
+        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}, "config.json"
+    )
+    with pytest.raises(ConfigError, match="quantized weights cannot"):
+        shard_model(structs.replace(spec, quantization=parse_quantization(stored)), Mesh(tensor=2), 0)
     with pytest.raises(ConfigError, match="LoRA adapters cannot"):
         check_supported(spec, Mesh(pipeline=2), lora=True)
     with pytest.raises(ConfigError, match="speculation cannot"):

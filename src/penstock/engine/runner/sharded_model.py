@@ -5,7 +5,8 @@
     tensor parallelism    product of a rank's columns -> all_gather -> join -> added to the hidden state, on every rank
     pipeline stages       hidden state of all tokens -> send ............ recv -> features of the next stage's batch
 
-Layers do not know which rank they are: a matrix says that it has a part of K (``PackedLinear.partial``).
+Layers do not know which rank they are: a matrix says that it has a part of K (``PackedLinear.partial``).  Both models
+are run operation by operation (``ops.DirectProgram``); exchanges cannot be recorded yet.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class PipelineStage:
         self._shard = shard
 
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
+        to_host = ops.to_numpy  # refused at once by a backend that records, before any rank waits for another
         stages, shard, tokens = self._stages, self._shard, len(batch.tokens_T)
         groups = shard.whole.kv.layer_groups
         if len(shard.kv_groups) < groups:
@@ -95,7 +97,7 @@ class PipelineStage:
         if shard.is_last:
             return self._model.forward(ops, batch, kv)
         every = replace(batch, sample_rows_R=np.arange(tokens, dtype=np.int32))
-        stages.send(ops.to_numpy(self._model.forward(ops, every, kv)), stages.rank + 1)
+        stages.send(to_host(self._model.forward(ops, every, kv)), stages.rank + 1)
         return None
 
     def logits(self, ops: Ops, hidden_RD: Array) -> Array:

@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
+from penstock.errors import ModelError
 from penstock.kernels.operands import PackedLinear
-from penstock.kernels.ops import Ops
+from penstock.kernels.ops import DirectProgram, Ops
 from penstock.kernels.select import make_ops
 from penstock.parallel.mesh import Mesh, parse_mesh
 from penstock.weights.families.registry import checkpoint_format
 from sharded_bench import ShardedModel, WholeModel, answers
+from tiny_gguf import write_gguf
 from tiny_models import DTYPES, Tensors, llama_config, random_tensors, write_model, write_weights
 
 MESHES = [Mesh(tensor=tensor, pipeline=pipeline) for tensor, pipeline in product((1, 2, 4, 8), (1, 2, 3))]
@@ -122,3 +125,20 @@ def test_a_rank_holds_its_share_of_the_bytes(mesh: str, folders: Callable[[str],
 
 def matrix_bytes(weight: PackedLinear | NDArray[np.float32]) -> int:
     return weight.nbytes if isinstance(weight, PackedLinear) else 0
+
+
+def test_a_gguf_file_is_divided_where_it_is_plain(tmp_path: Path) -> None:
+    ops, config = make_ops(compute_dtype="fp32"), GROUPED | {"hidden_size": 128}
+    write_gguf(tmp_path / "plain.gguf", config, random_tensors(config))
+    check(tmp_path / "plain.gguf", ops, Mesh(tensor=2, pipeline=2))
+    write_gguf(tmp_path / "codes.gguf", config, random_tensors(config), {"o_proj": GGMLQuantizationType.Q8_0})
+    with pytest.raises(ModelError, match="is quantized, and columns of codes cannot be divided over ranks yet"):
+        ShardedModel(tmp_path / "codes.gguf", ops, Mesh(tensor=2))
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
+def test_a_rank_is_run_operation_by_operation(mesh: str, folders: Callable[[str], Path]) -> None:
+    """No rank waits for another while a backend tries to record its steps."""
+    ops = make_ops(compute_dtype="fp32")
+    for rank in ShardedModel(folders("grouped queries"), ops, parse_mesh(mesh)).ranks:
+        assert isinstance(ops.record(rank.model, rank.kv), DirectProgram)
