@@ -45,6 +45,7 @@
       GrammarRefused    a grammar that cannot be compiled, or not within the limits
       AdapterRefused    an adapter that a worker cannot load
       KernelError       a kernel family that this machine or build does not have
+      GroupError        ranks of one worker disagree, or one of them has ended
 
 Each error has its HTTP status, type and code, so the API maps it without a table of its own.
 """
@@ -382,6 +383,10 @@ class AdapterRefused(PenstockError):
 
 class KernelError(PenstockError):
     """A kernel family that this machine or build does not have."""
+
+
+class GroupError(PenstockError):
+    """Ranks of one worker disagree on what they exchange, wait for one another, or one has ended; the group is over."""
 
 
 class RestartLimitReached(PenstockError):

@@ -24,6 +24,8 @@ from whole_rows import TOLERANCE, read_rows
 
 from penstock.kernels.native.backend import NativeOps, families
 from penstock.kernels.native.program import RecordedProgram
+from penstock.parallel.sizes import WeightFormat as PlanForm
+from penstock.parallel.sizes import model_size, weight_encoding
 from penstock.types import SamplingParams
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.config_json import ConfigFields
@@ -31,8 +33,6 @@ from penstock.weights.families.registry import checkpoint_format
 from penstock.weights.inspect import inspect_model, read_outline
 from penstock.weights.load import load_model
 from penstock.weights.quantization.config import parse_quantization
-from penstock.weights.sizes import WeightFormat as PlanForm
-from penstock.weights.sizes import model_size, weight_encoding
 from runner_bench import RunnerBench
 from tiny_adapters import write_adapter
 from tiny_models import Tensors, llama_config, write_tokenizer, write_weights

@@ -36,12 +36,12 @@ from penstock.parallel.plan import (
     why_not_servable,
     workers_of,
 )
+from penstock.parallel.sizes import BF16, WeightEncoding, WeightFormat, model_size, weight_bytes, weight_encoding
 from penstock.types import FP8_E4M3
 from penstock.weights.architecture.decoder import DecoderConfig
 from penstock.weights.eagle import FOLDER, inspect_draft_head
 from penstock.weights.inspect import CONFIG_FILE, ModelOutline, read_outline
 from penstock.weights.lora import LoraFileLimits, layout_lora_targets, read_lora_adapter
-from penstock.weights.sizes import BF16, WeightEncoding, WeightFormat, model_size, weight_bytes, weight_encoding
 
 BAR_CELLS = 64
 PARTS = (("weights", "blue"), ("activations", "yellow"), ("runtime", "magenta"), ("extra", "cyan"), ("kv", "green"))

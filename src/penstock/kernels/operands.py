@@ -225,6 +225,42 @@ class PackedLinear:
     segments: tuple[int, ...]  # ends of the segments of K; (k,) for a plain sum
     data: Array
     nbytes: int
+    partial: bool = False
+    """K is only the segments of the sum that one rank has, so the product is a part of the sum (``Ops.join``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadColumns:
+    """Which columns of several ranks' arrays are which heads.  A head may be in several arrays, with the same values,
+    and more than once in one."""
+
+    size: int  # columns of a head
+    firsts: tuple[int, ...]  # column of the first head in each rank's array
+    heads: tuple[tuple[int, ...], ...]  # heads of each rank's array, in the order of its columns
+    rank: int  # whose part this is
+
+    def collect(self, parts: Sequence[Array], all_TN: Array) -> None:
+        """Copy the heads out of the ranks' arrays to their places among all heads."""
+        for part_TN, first, heads in zip(parts, self.firsts, self.heads, strict=True):
+            for place, head in enumerate(heads):
+                all_TN[:, self._columns(0, head)] = part_TN[:, self._columns(first, place)]
+
+    def put_own(self, all_TN: Array, x_TN: Array) -> None:
+        """Copy this rank's heads out of all heads to their places in its array."""
+        first = self.firsts[self.rank]
+        for place, head in enumerate(self.heads[self.rank]):
+            x_TN[:, self._columns(first, place)] = all_TN[:, self._columns(0, head)]
+
+    def _columns(self, first: int, head: int) -> slice:
+        return slice(first + head * self.size, first + (head + 1) * self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredNorm:
+    """The weight of a norm over all heads of a layer, of which each rank has some (``Ops.norm_gathered``)."""
+
+    weight: Array  # fp32, of all heads
+    heads: HeadColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +405,8 @@ class PackedExperts:
     inner: int
     n: int
     data: Any
-    nbytes: int
+    nbytes: int  # of the experts that are here
+    partial: bool = False  # other ranks have some of them
 
 
 BLOCK_KEYS = 64

@@ -33,6 +33,7 @@ from penstock.kernels.operands import (
     Array,
     AttentionSpec,
     Gate,
+    HeadColumns,
     KvShape,
     PackedExperts,
     PackedLinear,
@@ -166,15 +167,16 @@ class Ops(Protocol):
 
     def pack_experts(
         self,
-        gate_up: Sequence[PackedLinear],
-        down: Sequence[PackedLinear],
+        gate_up: Sequence[PackedLinear | None],
+        down: Sequence[PackedLinear | None],
         *,
-        gate_up_biases: Sequence[Array] | None = None,
-        down_biases: Sequence[Array] | None = None,
+        gate_up_biases: Sequence[Array | None] | None = None,
+        down_biases: Sequence[Array | None] | None = None,
         weighs_input: bool = False,
     ) -> PackedExperts:
         """The experts of one layer over packed matrices of any form, which are not copied; biases are vectors.
 
+        None: another rank has this expert, which adds nothing here; what is added is then a part of the sum (``join``).
         ``weighs_input``: a token is multiplied by its weight before its expert, not after it (Llama 4).
         Raises ValueError unless all have one shape.
         """
@@ -343,6 +345,19 @@ class Ops(Protocol):
 
     def linear_add(self, x_TK: Array, weight: PackedLinear, hidden_TN: Array) -> None:
         """hidden += x W^T, in place: the product is finished before it is added."""
+        ...
+
+    def join(self, parts: Sequence[Array]) -> Array:
+        """hidden [T, N] = the sum of 1, 2, 4 or 8 hidden [T, N], by the tree of ``kernels.sum_tree``.  So a product
+        whose segments are divided over ranks (``PackedLinear.partial``) has the bits of the whole product.  The parts
+        may be overwritten.  Raises ValueError for another number of parts."""
+        ...
+
+    def norm_gathered(
+        self, x_TN: Array, parts: Sequence[Array], weight_W: Array, eps: float, heads: HeadColumns
+    ) -> None:
+        """In place: ``norm_heads`` over all heads of a layer together, of which ``x`` has one rank's; ``parts`` are the
+        ranks' arrays before it, hidden [T, N] each with a rank's own N."""
         ...
 
     def lora_add(

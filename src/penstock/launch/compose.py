@@ -74,6 +74,7 @@ from penstock.launch.sparse_attention import with_sparse_attention
 from penstock.launch.startup_log import StartupTimer, client_lines, fleet_lines, join_lines, model_lines, worker_lines
 from penstock.launch.supervisor import StoppedEarly, Supervisor
 from penstock.launch.tls import checked_tls
+from penstock.parallel.sizes import step_bytes
 from penstock.processing.model_aliases import check_aliases
 from penstock.sidecar import disable_core_dumps
 from penstock.telemetry.log import configure_logging
@@ -83,7 +84,6 @@ from penstock.weights.architecture.vision import VisionDecoderConfig
 from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.lora import LoraFileLimits, lora_targets, named_adapter, read_lora_adapter
 from penstock.weights.manifest import ManifestStore
-from penstock.weights.sizes import step_bytes
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.zeromq import check_endpoint
 

@@ -12,12 +12,12 @@ from types import MappingProxyType
 
 from penstock.errors import ConfigError
 from penstock.parallel.plan import TENSOR_WAYS, Devices, ModelSize, ParallelPlan, plan_for_tensor
+from penstock.parallel.sizes import BF16, WeightFormat, model_size, weight_encoding
 from penstock.sim.fleet import FleetFile, LinkSpeeds, SimMemory, SimSchedulerLimits, SimStepTimes, WorkerGroup
 from penstock.weights.architecture.decoder import AttentionConfig, DecoderConfig
 from penstock.weights.architecture.mla import MlaConfig
 from penstock.weights.architecture.moe import MoeConfig
 from penstock.weights.inspect import ModelOutline
-from penstock.weights.sizes import BF16, WeightFormat, model_size, weight_encoding
 
 TERA = 1e12
 PEAKS: Mapping[str, tuple[float, float]] = MappingProxyType(

@@ -22,7 +22,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import KernelError, ModelError
 from penstock.kernels.compressed import CompressedMatrix
-from penstock.kernels.operands import PackedLinear
+from penstock.kernels.operands import GatheredNorm, PackedLinear
 from penstock.kernels.ops import Ops
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.kernels.weight_source import LoadFailed, ProgressCallback, StoredTensor, WeightLoading
@@ -88,7 +88,12 @@ class WeightPacker:
     def pack_one(self, weight: Matrix | Vector, threads: int = 1) -> Any:
         """One weight, packed.  Raises ModelError."""
         if isinstance(weight, Vector):
-            return self._ops.vector(_aligned(weight.of([self._array(part) for part in weight.parts])))
+            vector = self._ops.vector(_aligned(weight.of([self._array(part) for part in weight.parts])))
+            return vector if weight.heads is None else GatheredNorm(vector, weight.heads)
+        packed = self._matrix(weight, threads)
+        return replace(packed, partial=True) if weight.partial else packed
+
+    def _matrix(self, weight: Matrix, threads: int) -> PackedLinear:
         packed = self._quantized(weight, threads) or self._compressed(weight)
         if packed is not None:
             return packed
@@ -266,16 +271,22 @@ def load_model(
     *,
     threads: int = 1,
     manifests: ManifestStore | None = None,
+    select: Callable[[WeightLayout], WeightLayout] | None = None,
 ) -> LoadedModel:
     """Read, check and pack every weight.  ``spec`` is what ``inspect_model`` said of the same folder.
 
     ``threads`` read at once; without ``manifests`` nothing is known of earlier loads, nor remembered of this one.
+    ``select``: the weights that this process holds of the model's (``parallel.shard.ModelShard.layout``); all files are
+    read and hashed all the same, as the fingerprint is the whole model's.
     Raises ModelError if the files are no longer what they were, or are damaged; and what ``progress`` raises.
     """
     family = checkpoint_format(spec.architecture, str(path))
     with Checkpoint(Path(path), spec.quantization) as checkpoint:
         layout = family.layout(spec).found_in(checkpoint)
         layout.check(checkpoint)
+        if select is not None:
+            layout = select(layout)
+            _refuse_cut_codes(checkpoint, layout)
         memory = manifests.open(checkpoint) if manifests is not None else None
         stamps = checkpoint.stamps()
         load = _ModelLoader(checkpoint, layout, ops, memory, progress or (lambda done, total: None))
@@ -290,6 +301,16 @@ def load_model(
             digest.add(checkpoint.info(name), bytes.fromhex(entry.blake3))
     packed = sum(weight.nbytes for weight in weights.values() if isinstance(weight, PackedLinear))
     return LoadedModel(spec, MappingProxyType(weights), digest.hexdigest(spec), packed, digest.weights_hexdigest())
+
+
+def _refuse_cut_codes(checkpoint: Checkpoint, layout: WeightLayout) -> None:
+    """Raises ModelError for a quantized matrix whose columns are divided."""
+    for part in layout.parts:
+        if part.columns is not None and checkpoint.quantized_tensor(part.tensor) is not None:
+            raise ModelError(
+                f"{checkpoint.path_of(part.tensor)}: tensor {part.tensor!r} is quantized, and columns of codes cannot "
+                "be divided over ranks yet; serve it without a plan"
+            )
 
 
 class _ModelLoader:
@@ -427,6 +448,8 @@ class _LoadMeter:
 def _begin(checkpoint: Checkpoint, weight: Matrix | Vector, loading: WeightLoading) -> bool:
     """Name the weight's parts to the backend; False if it must be made of arrays."""
     if not all(part.is_whole and checkpoint.is_plain(part.tensor) for part in weight.parts):
+        return False
+    if isinstance(weight, Vector) and weight.heads is not None:
         return False
     places = [_stored(checkpoint, part.tensor) for part in weight.parts]
     if isinstance(weight, Vector):

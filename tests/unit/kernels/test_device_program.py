@@ -22,8 +22,8 @@ from penstock.kernels.triton import attention
 from penstock.kernels.triton.graphs import MOST_REFUSALS, CapturedGraph, CudaGraphRunner, EagerRunner, Work
 from penstock.kernels.triton.program import TRIED_PROMPTS, DeviceProgram
 from penstock.kernels.triton.staging import DeviceArrays, DeviceGumbelRows, StepShape, buckets, by_group, fill
+from penstock.parallel import sizes as model_sizes
 from penstock.types import SamplingParams
-from penstock.weights import sizes as weights_sizes
 from runner_bench import RunnerBench
 from tiny_models import llama_config, write_model
 
@@ -177,8 +177,8 @@ def test_prompts_are_tried_in_one_page(folder: Path) -> None:
 
 
 def test_the_plan_of_memory_counts_what_attention_keeps() -> None:
-    assert (weights_sizes.PARTED_ROWS, weights_sizes.PARTED_BYTES) == (attention.APART_TOKENS, attention.APART_BYTES)
-    assert weights_sizes.PARTITION_KEYS == attention.PARTITION_KEYS
+    assert (model_sizes.PARTED_ROWS, model_sizes.PARTED_BYTES) == (attention.APART_TOKENS, attention.APART_BYTES)
+    assert model_sizes.PARTITION_KEYS == attention.PARTITION_KEYS
 
 
 class Counting(EagerRunner):

@@ -5,7 +5,7 @@ Knows the order of operations and nothing about files, batching or sampling.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from penstock.engine.layers.attention import (
     HeadNorms,
     SelfAttention,
 )
+from penstock.engine.layers.embedding import HiddenSource, OutputHead, ReceivedHidden, TokenEmbedding
 from penstock.engine.layers.gated_delta_net import GatedDeltaNet
 from penstock.engine.layers.mla import LatentAttention, QueryDown
 from penstock.engine.layers.mlp import FeedForward, GatedMlp, PlainMlp, RoutedExperts, SharedExpert
@@ -210,7 +211,7 @@ class LayerFactory:
         )
 
     def experts(self, index: int, moe: MoeConfig) -> RoutedExperts:
-        """The feed-forward block of a layer that chooses among experts."""
+        """The feed-forward block of a layer that chooses among experts; those without weights are on other ranks."""
         names = [f"{index}.experts.{expert}" for expert in range(moe.routing.experts)]
         weights, biased = self.weights, names if moe.bias else []
         return RoutedExperts(
@@ -219,10 +220,10 @@ class LayerFactory:
             choice_bias=weights.get(f"{index}.choice_bias"),
             routing=moe.routing,
             experts=self._ops.pack_experts(
-                [weights[f"{name}.gate_up"] for name in names],
-                [weights[f"{name}.down"] for name in names],
-                gate_up_biases=[weights[f"{name}.gate_up_bias"] for name in biased],
-                down_biases=[weights[f"{name}.down_bias"] for name in biased],
+                [weights.get(f"{name}.gate_up") for name in names],
+                [weights.get(f"{name}.down") for name in names],
+                gate_up_biases=[weights.get(f"{name}.gate_up_bias") for name in biased],
+                down_biases=[weights.get(f"{name}.down_bias") for name in biased],
                 weighs_input=moe.weighs_input,
             ),
             gate=moe.gate,
@@ -245,6 +246,20 @@ class LayerFactory:
         if mlp.gated:
             return GatedMlp(norm, inward, down, Gate(activation=mlp.activation))
         return PlainMlp(norm, inward, down, mlp.activation)
+
+    def source(self, *, given_rows: bool) -> HiddenSource:
+        """The embeddings that the first layer reads; ``given_rows``: rows of images take the place of some."""
+        weights = self.weights
+        return TokenEmbedding(weights["embed"], self.embed_scale(), weights.get("positions"), given_rows=given_rows)
+
+    def head(self, *, tied: bool) -> OutputHead:
+        """What follows the last layer."""
+        return OutputHead(
+            self.norm("norm"),
+            self.weights["embed" if tied else "head"],
+            scale=self.decoder.logit_scale,
+            softcap=self.decoder.logit_softcap,
+        )
 
 
 class DecoderLayer:
@@ -284,31 +299,23 @@ class DecoderLayer:
 
 
 class DecoderModel:
-    """A ``Model``.  ``vision``: the encoder of its prompts' images."""
+    """A ``Model``: a decoder, or one stage of it.  ``vision``: the encoder of its prompts' images."""
 
-    def __init__(self, parts: LayerFactory, *, tied: bool, vision: ImageEncoder | None = None) -> None:
-        decoder, weights = parts.decoder, parts.weights
+    def __init__(
+        self,
+        source: HiddenSource,
+        layers: Sequence[DecoderLayer],
+        head: OutputHead | None,
+        vision: ImageEncoder | None = None,
+    ) -> None:
+        """``head``: None in a stage before the last."""
         self.encoder = vision
-        self.embed = weights["embed"]
-        self.embed_scale = parts.embed_scale()
-        self.positions = weights.get("positions")
-        self.layers = [
-            DecoderLayer(
-                parts.attention(index, layer.attention), parts.mlp(index, layer.mlp), parallel=decoder.parallel
-            )
-            for index, layer in enumerate(decoder.layers)
-        ]
-        self.norm = parts.norm("norm")
-        self.head = self.embed if tied else weights["head"]
-        self.logit_scale = decoder.logit_scale
-        self.logit_softcap = decoder.logit_softcap
+        self.source = source
+        self.layers = layers
+        self.head = head
 
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
-        hidden_TD = ops.embed(self.embed, batch.tokens_T, self.embed_scale)
-        if self.encoder is not None:
-            ops.place_rows(hidden_TD, batch)
-        if self.positions is not None:
-            ops.embed_add(self.positions, batch.positions_T, hidden_TD)
+        hidden_TD = self.source(ops, batch)
         for depth, layer in enumerate(self.layers[:-1]):
             _hand_out(ops, hidden_TD, batch, depth)
             layer.add_to(ops, hidden_TD, batch, kv)
@@ -316,12 +323,14 @@ class DecoderModel:
         return self.layers[-1].wanted(ops, hidden_TD, batch, kv)
 
     def logits(self, ops: Ops, hidden_RD: Array) -> Array:
-        logits_RV = ops.linear(self.norm(ops, hidden_RD), self.head)
-        if self.logit_scale != 1.0:
-            ops.scale(logits_RV, self.logit_scale)
-        if self.logit_softcap is not None:
-            ops.softcap(logits_RV, self.logit_softcap)
-        return logits_RV
+        return self.last.logits(ops, hidden_RD)
+
+    @property
+    def last(self) -> OutputHead:
+        """What comes after the layers.  Raises ModelError in a stage before the last."""
+        if self.head is None:
+            raise ModelError("only the last stage of a pipeline has a head")
+        return self.head
 
 
 def _hand_out(ops: Ops, hidden_TD: Array, batch: StepBatch, depth: int) -> None:
@@ -331,7 +340,7 @@ def _hand_out(ops: Ops, hidden_TD: Array, batch: StepBatch, depth: int) -> None:
 
 
 def build_decoder(spec: ModelSpec, weights: Mapping[str, Any], ops: Ops, max_positions: int) -> DecoderModel:
-    """The model over packed weights, for positions below ``max_positions``."""
+    """The model over packed weights, for positions below ``max_positions``; of a stage's weights, that stage."""
     decoder = spec.details_as(DecoderConfig)
     vision = None
     if isinstance(decoder, VisionDecoderConfig):
@@ -342,7 +351,13 @@ def build_decoder(spec: ModelSpec, weights: Mapping[str, Any], ops: Ops, max_pos
     causal = spec.pooler is None or spec.pooler.causal
     headless = spec.pooler is not None  # nothing is written, so any table will do
     parts = LayerFactory(decoder, weights, ops, max_positions, causal=causal, sparse=spec.sparse)
-    return DecoderModel(parts, tied=spec.tied or headless, vision=vision)
+    layers = [
+        DecoderLayer(parts.attention(index, layer.attention), parts.mlp(index, layer.mlp), parallel=decoder.parallel)
+        for index, layer in enumerate(decoder.layers)
+    ]
+    source = parts.source(given_rows=vision is not None) if "embed" in weights else ReceivedHidden(spec.hidden)
+    head = parts.head(tied=spec.tied or headless) if "norm" in weights else None
+    return DecoderModel(source, layers, head, vision)
 
 
 def layer_numbers(decoder: DecoderConfig) -> list[int]:
@@ -374,7 +389,7 @@ class PoolingDecoder:
     def states(self, ops: Ops, batch: StepBatch, second_T: NDArray[np.int32], kv: Array) -> Array | None:
         """compute [R, D]; it knows no second text."""
         hidden_RD = self._decoder.forward(ops, batch, kv)
-        return None if hidden_RD is None else self._decoder.norm(ops, hidden_RD)
+        return None if hidden_RD is None else self._decoder.last.norm(ops, hidden_RD)
 
     def scores(self, ops: Ops, states_RD: Array) -> Array:
         assert self._score is not None, "a model without labels"

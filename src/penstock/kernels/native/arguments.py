@@ -70,6 +70,14 @@ def routing_words(how: Routing) -> _native.RoutingWords:
     return how.experts, how.top_k, _SCORES[how.score], how.normalised, *groups, how.factor
 
 
+def with_zero_vectors(vectors: Sequence[Array | None] | None) -> list[Array] | None:
+    """The vectors; in place of None, zeros."""
+    if not vectors:
+        return None
+    known = next(vector for vector in vectors if vector is not None)
+    return [np.zeros_like(known) if vector is None else vector for vector in vectors]
+
+
 def packed_experts(
     matrices: tuple[Sequence[PackedLinear], Sequence[PackedLinear]],
     biases: tuple[Sequence[Array] | None, Sequence[Array] | None],

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from penstock.kernels.native.arguments import (
     packed_experts,
     routing_words,
     sampled_tokens,
+    with_zero_vectors,
 )
 from penstock.kernels.native.compression import cpu_layout
 from penstock.kernels.native.lora import NativeAdapters
@@ -45,6 +47,7 @@ from penstock.kernels.operands import (
     Array,
     AttentionSpec,
     Gate,
+    HeadColumns,
     KvShape,
     PackedExperts,
     PackedLinear,
@@ -55,6 +58,7 @@ from penstock.kernels.operands import (
 from penstock.kernels.ops import DirectProgram, Ops, RecordableModel, RecordingError, StepProgram
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.kernels.sampling import Sampled, SampleRow
+from penstock.kernels.sum_tree import join
 
 _SOURCES = {np.dtype(bfloat16): "bf16", np.dtype(np.float16): "fp16", np.dtype(np.float32): "fp32"}
 
@@ -91,6 +95,7 @@ class NativeOps(Ops):
         self._per_cell = 2 if narrow else 1  # numbers of the compute type in 32 bits
         self._buffers = StepBuffers()
         self._arena = WeightArena()
+        self._zeros: dict[tuple[int, int, tuple[int, ...]], PackedLinear] = {}
         self._batch: tuple[StepBatch, _native.Batch] | None = None
         self._kernels = _native.Kernels(family, compute_dtype)
         self._rows = _native.RowKernels(family, compute_dtype)
@@ -141,14 +146,29 @@ class NativeOps(Ops):
 
     def pack_experts(
         self,
-        gate_up: Sequence[PackedLinear],
-        down: Sequence[PackedLinear],
+        gate_up: Sequence[PackedLinear | None],
+        down: Sequence[PackedLinear | None],
         *,
-        gate_up_biases: Sequence[Array] | None = None,
-        down_biases: Sequence[Array] | None = None,
+        gate_up_biases: Sequence[Array | None] | None = None,
+        down_biases: Sequence[Array | None] | None = None,
         weighs_input: bool = False,
     ) -> PackedExperts:
-        return packed_experts((gate_up, down), (gate_up_biases, down_biases), self._per_cell, weighs_input)
+        """An expert of another rank is one of zeros, one for all: its rows are computed, and add zeros."""
+        matrices = self._with_zeros(gate_up), self._with_zeros(down)
+        biases = with_zero_vectors(gate_up_biases), with_zero_vectors(down_biases)
+        packed = packed_experts(matrices, biases, self._per_cell, weighs_input)
+        nbytes = sum(weight.nbytes for weight in (*gate_up, *down) if weight is not None)
+        return replace(packed, nbytes=nbytes, partial=None in gate_up)
+
+    def _with_zeros(self, matrices: Sequence[PackedLinear | None]) -> list[PackedLinear]:
+        """The matrices; in place of None, a matrix of zeros."""
+        known = next(matrix for matrix in matrices if matrix is not None)
+        if None not in matrices:
+            return [matrix for matrix in matrices if matrix is not None]
+        shape = known.n, known.k, known.segments
+        if shape not in self._zeros:
+            self._zeros[shape] = self.pack_linear(np.zeros((known.n, known.k), bfloat16), segments=known.segments)
+        return [self._zeros[shape] if matrix is None else matrix for matrix in matrices]
 
     def pack_quantized(
         self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
@@ -314,6 +334,22 @@ class NativeOps(Ops):
 
     def linear_add(self, x_TK: Array, weight: PackedLinear, hidden_TN: Array) -> None:
         self._kernels_of(weight).linear(x_TK, weight.data, hidden_TN, True)
+
+    def join(self, parts: Sequence[Array]) -> Array:
+        return join(list(parts), self._added)
+
+    def norm_gathered(
+        self, x_TN: Array, parts: Sequence[Array], weight_W: Array, eps: float, heads: HeadColumns
+    ) -> None:
+        all_TN = self._buffers.empty((len(x_TN), len(weight_W)), np.float32)
+        heads.collect(parts, all_TN)
+        self.norm_heads(all_TN, weight_W, eps, first=0, count=1)
+        heads.put_own(all_TN, x_TN)
+
+    def _added(self, left_TN: Array, right_TN: Array) -> Array:
+        """The sum, in the place of the left one."""
+        self._rows.add(right_TN, left_TN)
+        return left_TN
 
     def lora_add(
         self, x_TK: Array, batch: StepBatch, adapters: AdapterTable, site: int, out_TN: Array, *, wanted: bool

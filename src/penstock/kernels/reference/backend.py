@@ -28,6 +28,7 @@ from penstock.kernels.operands import (
     Activation,
     AttentionSpec,
     Gate,
+    HeadColumns,
     KvShape,
     PackedExperts,
     PackedLinear,
@@ -47,7 +48,13 @@ from penstock.kernels.reference.attention import (
     kv_over,
     rotated,
 )
-from penstock.kernels.reference.experts import ChosenExperts, ReferenceExperts, choose_experts, expert_sums
+from penstock.kernels.reference.experts import (
+    ChosenExperts,
+    ReferenceExperts,
+    choose_experts,
+    expert_sums,
+    stacked_biases,
+)
 from penstock.kernels.reference.lora import ReferenceAdapters, lora_add
 from penstock.kernels.reference.page_writer import TorchPageWriter
 from penstock.kernels.reference.sampling import sample_row, with_logprobs
@@ -66,6 +73,7 @@ from penstock.kernels.reference.tiles import (
     softcapped,
 )
 from penstock.kernels.sampling import Sampled, SampleRow
+from penstock.kernels.sum_tree import join
 from penstock.kernels.weight_source import WeightLoading
 from penstock.kv_spec import blocks_for
 from penstock.types import FP8_E4M3, PAGE_TOKENS
@@ -119,19 +127,21 @@ class ReferenceOps(Ops):
 
     def pack_experts(
         self,
-        gate_up: Sequence[PackedLinear],
-        down: Sequence[PackedLinear],
+        gate_up: Sequence[PackedLinear | None],
+        down: Sequence[PackedLinear | None],
         *,
-        gate_up_biases: Sequence[Tensor] | None = None,
-        down_biases: Sequence[Tensor] | None = None,
+        gate_up_biases: Sequence[Tensor | None] | None = None,
+        down_biases: Sequence[Tensor | None] | None = None,
         weighs_input: bool = False,
     ) -> PackedExperts:
-        wide, narrow = (torch.stack(list(own)) if own else None for own in (gate_up_biases, down_biases))
+        wide, narrow = (stacked_biases(own) for own in (gate_up_biases, down_biases))
         data = ReferenceExperts(list(gate_up), list(down), wide, narrow, weighs_input)
-        if {(w.n, w.k) for w in gate_up} != {(2 * down[0].k, gate_up[0].k)} or len({(w.n, w.k) for w in down}) > 1:
+        inward, outward = ([weight for weight in own if weight is not None] for own in (gate_up, down))
+        k, inner, n = inward[0].k, outward[0].k, outward[0].n
+        if {(w.n, w.k) for w in inward} != {(2 * inner, k)} or {(w.n, w.k) for w in outward} != {(n, inner)}:
             raise ValueError("all experts of a layer have one shape")
-        nbytes = sum(weight.nbytes for weight in (*gate_up, *down))
-        return PackedExperts(len(down), gate_up[0].k, down[0].k, down[0].n, data, nbytes)
+        nbytes = sum(weight.nbytes for weight in (*inward, *outward))
+        return PackedExperts(len(down), k, inner, n, data, nbytes, partial=None in gate_up)
 
     def pack_quantized(
         self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
@@ -289,12 +299,23 @@ class ReferenceOps(Ops):
         for part, end in zip(weight.data, weight.segments, strict=True):
             sums.append(self.context.tiles.product(x_TK[:, begin:end].float(), part))
             begin = end
-        while len(sums) > 1:
-            sums = [sums[i] + sums[i + 1] for i in range(0, len(sums), 2)]
-        return sums[0]
+        return self.join(sums)
 
     def linear_add(self, x_TK: Tensor, weight: PackedLinear, hidden_TN: Tensor) -> None:
         hidden_TN += self.linear(x_TK, weight)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        joined = join(parts, torch.add)
+        assert joined is not None, "every part is there"
+        return joined
+
+    def norm_gathered(
+        self, x_TN: Tensor, parts: Sequence[Tensor], weight_W: Tensor, eps: float, heads: HeadColumns
+    ) -> None:
+        all_TN = x_TN.new_empty((len(x_TN), len(weight_W)))
+        heads.collect(parts, all_TN)
+        self.norm_heads(all_TN, weight_W, eps, first=0, count=1)
+        heads.put_own(all_TN, x_TN)
 
     def lora_add(
         self, x_TK: Tensor, batch: StepBatch, adapters: AdapterTable, site: int, out_TN: Tensor, *, wanted: bool

@@ -5,7 +5,7 @@ This module imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +17,10 @@ from penstock.kernels.sum_tree import EXPERT_GROUPS, expert_group, join
 
 @dataclass(frozen=True, slots=True)
 class ReferenceExperts:
-    """``PackedExperts.data``; biases [E, N]."""
+    """``PackedExperts.data``; biases [E, N].  None: another rank has this expert."""
 
-    gate_up: list[PackedLinear]
-    down: list[PackedLinear]
+    gate_up: list[PackedLinear | None]
+    down: list[PackedLinear | None]
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     weighs_input: bool
@@ -32,6 +32,14 @@ class ChosenExperts:
 
     ids: Tensor
     weights: Tensor
+
+
+def stacked_biases(vectors: Sequence[Tensor | None] | None) -> Tensor | None:
+    """[E, N], zeros for an expert of another rank; None where experts have no biases."""
+    known = [vector for vector in vectors or () if vector is not None]
+    if vectors is None or not known:
+        return None
+    return torch.stack([torch.zeros_like(known[0]) if vector is None else vector for vector in vectors])
 
 
 def choose_experts(logits_TE: Tensor, how: Routing, bias_E: Tensor | None) -> ChosenExperts:
@@ -64,7 +72,7 @@ def expert_sums(
     groups: list[Tensor | None] = [None] * EXPERT_GROUPS
     for expert in range(experts.count):
         tokens, places = (chosen.ids == expert).nonzero(as_tuple=True)
-        if not len(tokens):
+        if experts.data.gate_up[expert] is None or not len(tokens):
             continue
         weights_R1 = chosen.weights[tokens, places].unsqueeze(1)
         y_RD = _products(x_TK[tokens], weights_R1, experts.data, expert, linear=linear, gated=gated)
@@ -90,10 +98,12 @@ def _products(
     """What one expert makes of its rows, times their weights."""
     if own.weighs_input:
         x_RK = (x_RK.float() * weights_R1).to(x_RK.dtype)
-    wide_RN = linear(x_RK, own.gate_up[expert])
+    gate_up, down = own.gate_up[expert], own.down[expert]
+    assert gate_up is not None and down is not None, "an expert of this rank"  # noqa: PT018
+    wide_RN = linear(x_RK, gate_up)
     if own.gate_up_bias is not None:
         wide_RN = wide_RN + own.gate_up_bias[expert]
-    y_RD = linear(gated(wide_RN), own.down[expert])
+    y_RD = linear(gated(wide_RN), down)
     if own.down_bias is not None:
         y_RD = y_RD + own.down_bias[expert]
     return y_RD if own.weighs_input else y_RD * weights_R1

@@ -141,14 +141,16 @@ class TritonOps(ReferenceOps):
 
     def pack_experts(
         self,
-        gate_up: Sequence[PackedLinear],
-        down: Sequence[PackedLinear],
+        gate_up: Sequence[PackedLinear | None],
+        down: Sequence[PackedLinear | None],
         *,
-        gate_up_biases: Sequence[Tensor] | None = None,
-        down_biases: Sequence[Tensor] | None = None,
+        gate_up_biases: Sequence[Tensor | None] | None = None,
+        down_biases: Sequence[Tensor | None] | None = None,
         weighs_input: bool = False,
     ) -> PackedExperts:
-        """The matrices stay usable, their memory becomes part of one tall matrix."""
+        """The matrices stay usable, their memory becomes part of one tall matrix.  All experts must be here."""
+        if None in gate_up:
+            raise KernelError("experts cannot be divided over ranks on a GPU yet")
         packed = super().pack_experts(
             gate_up, down, gate_up_biases=gate_up_biases, down_biases=down_biases, weighs_input=weighs_input
         )

@@ -176,7 +176,8 @@ class TritonExperts:
 
 def stacked_experts(own: ReferenceExperts) -> TritonExperts:
     """The experts as few tall matrices: one for each form that their weights have, where the form allows it."""
-    return TritonExperts(own, _stacks(own.gate_up), _stacks(own.down))
+    gate_up, down = ([weight for weight in all_of if weight is not None] for all_of in (own.gate_up, own.down))
+    return TritonExperts(own, _stacks(gate_up), _stacks(down))
 
 
 def _stacks(weights: list[PackedLinear]) -> tuple[StackedOperand, ...]:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ModelError
+from penstock.kernels.operands import HeadColumns
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.quantization.base import QuantizedTensor
@@ -59,7 +60,8 @@ class HeadGroups:
 @dataclass(frozen=True, slots=True)
 class TensorPart:
     """A matrix or vector that one tensor of the checkpoint holds: all of it, or what is left after, in this order,
-    making it flat, taking one of a stack, turning inputs and outputs round, and picking rows, or rows of groups."""
+    making it flat, taking one of a stack, turning inputs and outputs round, picking rows, or rows of groups, and
+    picking columns."""
 
     tensor: str
     shape: tuple[int, ...]  # that the tensor must have
@@ -68,22 +70,45 @@ class TensorPart:
     rows: RowSlice | None = None
     groups: HeadGroups | None = None
     flat: bool = False  # stored as [N, ...]: all but its first axis is one
+    columns: tuple[int, int] | None = None  # [first, stop)
 
     @property
     def is_whole(self) -> bool:
         """Whether the part is the tensor as it is stored."""
-        changed = self.index is not None or self.transposed or self.rows is not None or self.groups is not None
-        return not changed and len(self.shape) <= 2
+        picked = self.rows is not None or self.groups is not None or self.columns is not None
+        return not picked and self.index is None and not self.transposed and len(self.shape) <= 2
 
     @property
     def numbers(self) -> int:
         """How many numbers of its tensor it has."""
+        shape, total = self._stored_shape, math.prod(self._stored_shape)
+        outputs, inputs = (1, 0) if self.transposed and len(shape) > 1 else (0, 1)
+        if self.rows is not None:
+            total = total // shape[outputs] * self.rows.count
+        if self.columns is not None:
+            total = total // shape[inputs] * (self.columns[1] - self.columns[0])
+        return total
+
+    @property
+    def outputs(self) -> int:
+        """Rows of the matrix; of a vector, numbers."""
+        shape = self._stored_shape
+        return self.rows.count if self.rows is not None else shape[1 if self.transposed and len(shape) > 1 else 0]
+
+    @property
+    def _stored_shape(self) -> tuple[int, ...]:
+        """The shape before rows and columns are picked, inputs first if ``transposed``."""
         shape = self.shape if self.index is None else self.shape[1:]
+        return shape if self.groups is None else self.groups.share(shape)
+
+    def row_range(self, first: int, stop: int) -> TensorPart:
+        """Its rows ``first`` to ``stop``.  Raises ValueError for rows of groups."""
         if self.groups is not None:
-            return math.prod(self.groups.share(shape))
-        if self.rows is None:
-            return math.prod(shape)
-        return math.prod(shape) // shape[1 if self.transposed and len(shape) > 1 else 0] * self.rows.count
+            raise ValueError(f"{self.tensor}: rows of groups have no ranges")
+        if (first, stop) == (0, self.outputs):
+            return self
+        own = self.rows or RowSlice(0, self.outputs)
+        return replace(self, rows=RowSlice(own.first + first * own.step, own.first + stop * own.step, own.step))
 
     def of(self, tensor: NDArray[Any]) -> NDArray[Any]:
         """The part of a tensor: a view where it can be one."""
@@ -97,11 +122,13 @@ class TensorPart:
             tensor = tensor[self.rows.first : self.rows.stop : self.rows.step]
         if self.groups is not None:
             tensor = self.groups.of(tensor)
+        if self.columns is not None:
+            tensor = tensor[:, self.columns[0] : self.columns[1]]
         return tensor
 
     def quantized(self, coded: QuantizedTensor) -> QuantizedMatrix | None:
         """The part as it is stored, None where it is not rows of the matrix.  Raises ModelError."""
-        if self.groups is not None or self.transposed != coded.transposed:
+        if self.groups is not None or self.columns is not None or self.transposed != coded.transposed:
             return None
         matrix = coded.matrix(self.index or 0)
         if self.rows is None:
@@ -122,6 +149,7 @@ class Matrix:
     name: str
     parts: tuple[TensorPart, ...]
     segments: tuple[int, ...] | None = None  # ends of the segments of K; None for a plain sum
+    partial: bool = False  # K is one rank's segments of the sum (``PackedLinear.partial``)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +159,7 @@ class Vector:
     name: str
     parts: tuple[TensorPart, ...]
     offset: float = 0.0
+    heads: HeadColumns | None = None  # of a norm over all heads of a layer that ranks divide (``GatheredNorm``)
 
     def of(self, parts: list[NDArray[Any]]) -> NDArray[Any]:
         """The vector, of its parts; fp32 unless it is just one tensor."""

@@ -13,11 +13,11 @@ from penstock.errors import ModelError
 from penstock.kv.page_memory import KvLayout
 from penstock.kv_spec import max_pages, tokens_that_fit
 from penstock.parallel.plan import Devices, ModelSize, plan_for_tensor
+from penstock.parallel.sizes import STEP_TOKENS, WeightFormat, model_size, stored_encoding, weight_encoding
 from penstock.weights.architecture.tensor_layout import Matrix
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.config_json import ConfigFields
 from penstock.weights.inspect import ModelOutline, read_outline
-from penstock.weights.sizes import STEP_TOKENS, WeightFormat, model_size, stored_encoding, weight_encoding
 from tiny_models import llama_config, write_model
 
 CONFIGS = Path(__file__).parents[2] / "fixtures/configs"

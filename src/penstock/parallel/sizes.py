@@ -249,13 +249,7 @@ def _is_layer_matrix(weight: Matrix | Vector) -> bool:
 
 def _rows(weight: Matrix | Vector) -> int:
     """Outputs of a matrix."""
-    total = 0
-    for part in weight.parts:
-        shape = part.shape if part.index is None else part.shape[1:]
-        shape = shape if part.groups is None else part.groups.share(shape)
-        rows = shape[1] if part.transposed else shape[0]
-        total += part.rows.count if part.rows is not None else rows
-    return total
+    return sum(part.outputs for part in weight.parts)
 
 
 def _experts_chosen(spec: ModelSpec) -> int:

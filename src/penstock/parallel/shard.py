@@ -1,0 +1,347 @@
+"""One rank's part of a model: its layers, heads, columns and experts as data, and the parts of tensors that hold them.
+
+::
+
+    tensor parallelism    rows of ``qkv``, ``gate_up`` and ``sinks`` by head or column; columns of ``out``, ``down``
+    pipeline stages       whole layers; ``embed`` in the first stage, ``norm`` and ``head`` in the last
+    on all of a stage     norms, routers, biases of ``out`` and ``down``; ``embed`` and ``head``
+
+Columns of K are cut at the ends of the segments that its sum has anyway, rank r of n having segments 8 r / n up to
+8 (r + 1) / n: so a rank's product is a node of the tree, and ``Ops.join`` gives the bits of the whole sum.  Shares may
+be unequal: 5 heads on two ranks are 2 and 3.  A key-value head is on every rank that has one of its query heads.
+
+Pure: knows no files, devices or processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from msgspec import structs
+
+from penstock.errors import ConfigError
+from penstock.kernels.operands import COLUMN_UNIT, TREE_SEGMENTS, HeadColumns, KvShape, segment_ends
+from penstock.kernels.sum_tree import experts_of, leaves_of
+from penstock.kv_spec import LayerGroup
+from penstock.parallel.mesh import Mesh
+from penstock.parallel.plan import TENSOR_WAYS
+from penstock.weights.architecture.decoder import (
+    AttentionConfig,
+    DecoderConfig,
+    GatedAttentionConfig,
+    LayerConfig,
+    MlpConfig,
+    QkNorm,
+)
+from penstock.weights.architecture.gated_delta_net import GatedDeltaNetConfig
+from penstock.weights.architecture.mla import MlaConfig
+from penstock.weights.architecture.moe import MoeConfig
+from penstock.weights.architecture.spec import ModelSpec
+from penstock.weights.architecture.tensor_layout import Matrix, TensorPart, Vector, WeightLayout
+from penstock.weights.architecture.vision import VisionDecoderConfig
+
+
+def part_of(items: int, part: int, parts: int) -> range:
+    """The items of one of ``parts`` parts, as equal as whole items allow: a rank's heads, a stage's layers."""
+    return range(items * part // parts, items * (part + 1) // parts)
+
+
+def column_range(ends: Sequence[int], part: int, parts: int) -> range:
+    """The columns of one rank's segments, of the ends of all eight."""
+    own = leaves_of(TREE_SEGMENTS, part, parts)
+    return range((0, *ends)[own.start], ends[own.stop - 1])
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """The heads of one rank.  ``kv``: the key-value head of each of its slots, which serve ``group`` consecutive query
+    heads each.  A head may have several slots: kernels want groups of one size, and a rank may have 3 query heads of
+    one key-value head and 1 of the next."""
+
+    queries: range
+    kv: tuple[int, ...]
+    group: int
+
+    @classmethod
+    def of(cls, heads: int, kv_heads: int, part: int, parts: int) -> HeadShare:
+        """The share of rank ``part`` of ``parts``, of ``heads`` query heads; ``kv_heads`` divides them."""
+        queries, whole = part_of(heads, part, parts), heads // kv_heads
+        read = range(queries.start // whole, -(-queries.stop // whole))
+        counts = {
+            kv: min(queries.stop, (kv + 1) * whole) - max(queries.start, kv * whole) for kv in read if len(queries)
+        }
+        group = math.gcd(*counts.values()) or 1
+        return cls(queries, tuple(kv for kv, count in counts.items() for _ in range(count // group)), group)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShare:
+    """What one rank has of a layer.  ``columns``: of the inner ones of its MLP, or of its shared expert."""
+
+    heads: tuple[HeadShare, ...]  # of every rank of the stage, as norms over all heads need them
+    columns: range
+    experts: range
+    tensor: int  # which rank of the stage
+
+    @property
+    def own_heads(self) -> HeadShare:
+        return self.heads[self.tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """One rank's part of a model.  ``spec``: its layers, heads and columns, as if they were a model of their own."""
+
+    whole: ModelSpec
+    spec: ModelSpec
+    mesh: Mesh
+    rank: int
+    layers: range  # of the whole model's
+    shares: tuple[LayerShare, ...]  # one for each of these layers
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is of the first stage, which embeds tokens."""
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is of the last stage, which has the head."""
+        return self.layers.stop == self.whole.layers
+
+    @property
+    def kv_groups(self) -> tuple[int, ...]:
+        """Which groups of layers of the whole model its pages hold, in order (``KvShape.groups``)."""
+        groups = self.whole.kv.groups
+        return tuple(index for index, group in enumerate(groups) if set(group.layers) & set(self.layers)) or (0,)
+
+    def layout(self, whole: WeightLayout) -> WeightLayout:
+        """The rank's weights, by the names that ``spec`` has them under, of a layout of the whole model."""
+        return WeightLayout(tuple(self._weights(whole)), whole.ignored)
+
+    def _weights(self, whole: WeightLayout) -> Iterator[Matrix | Vector]:
+        for weight in whole.weights:
+            first, _, rest = weight.name.partition(".")
+            if first.isdigit():
+                index = int(first)
+                if index in self.layers:
+                    yield from self._layer_weight(index, rest, weight)
+            elif first in ("embed", "positions"):
+                if self.is_first:
+                    yield weight
+                elif self.is_last and self.whole.tied and first == "embed":
+                    yield replace(weight, name="head")
+            elif self.is_last:
+                yield weight
+
+    def _layer_weight(self, index: int, kind: str, weight: Matrix | Vector) -> Iterator[Matrix | Vector]:
+        """The rank's part of a layer's weight, if it has one; ``kind``: its name without the layer."""
+        weight = replace(weight, name=f"{index - self.layers.start}.{kind}")
+        if self.mesh.tensor == 1:
+            yield weight
+            return
+        layer, share = self.whole.details_as(DecoderConfig).layers[index], self.shares[index - self.layers.start]
+        attention, mlp = layer.attention, layer.mlp
+        assert isinstance(attention, AttentionConfig), "refused by check_supported"
+        matrix = kind.removesuffix("_bias")
+        if matrix.startswith("experts."):
+            if int(matrix.split(".")[1]) in share.experts:
+                yield weight
+        elif matrix == "qkv":
+            yield _with_rows(weight, _qkv_rows(attention, share.own_heads))
+        elif matrix == "sinks":
+            yield _with_rows(weight, [share.own_heads.queries])
+        elif matrix in ("q_norm", "k_norm") and attention.qk_norm is QkNorm.ALL and isinstance(weight, Vector):
+            yield replace(weight, heads=_head_columns(attention, share, keys=matrix == "k_norm"))
+        elif matrix in ("gate_up", "shared_gate_up"):
+            yield _with_rows(weight, _gate_up_rows(mlp, share.columns))
+        elif kind in ("out", "down", "shared_down") and isinstance(weight, Matrix):
+            yield _with_columns(weight, share.tensor, self.mesh.tensor)
+        else:
+            yield weight
+
+
+def shard_model(spec: ModelSpec, mesh: Mesh, rank: int) -> ModelShard:
+    """One rank's part of a model: layers in stages of nearly equal length.
+
+    Raises ConfigError for a model that cannot be divided yet, or not over that number of ranks: one line, with the
+    numbers and a plan that would work.
+    """
+    check_supported(spec, mesh)
+    _check_shares(spec, mesh)
+    place = mesh.place(rank)
+    layers = part_of(spec.layers, place.stage, mesh.pipeline)
+    if mesh.ranks == 1:
+        return ModelShard(spec, spec, mesh, rank, layers, ())
+    decoder = spec.details_as(DecoderConfig)
+    own = decoder.layers[layers.start : layers.stop]
+    shares = tuple(_layer_share(layer, place.tensor, mesh.tensor) for layer in own)
+    local = structs.replace(
+        spec,
+        layers=len(layers),
+        kv=_local_kv(spec, layers, shares),
+        tied=spec.tied and mesh.pipeline == 1,
+        details=structs.replace(decoder, layers=tuple(map(_local_layer, own, shares))),
+    )
+    return ModelShard(spec, local, mesh, rank, layers, shares)
+
+
+def check_supported(spec: ModelSpec, mesh: Mesh, *, lora: bool = False, speculation: bool = False) -> None:
+    """Raises ConfigError for what cannot be divided over ranks yet.  ``lora``, ``speculation``: are to be used."""
+    if mesh.ranks == 1:
+        return
+    decoder = spec.details if isinstance(spec.details, DecoderConfig) else None
+    attentions = [layer.attention for layer in decoder.layers] if decoder is not None else []
+    reasons = {
+        "a model that transcribes": spec.audio_tokens > 0,
+        "a pooling model": spec.pooler is not None,
+        f"the architecture {spec.architecture}": decoder is None,
+        "images": isinstance(decoder, VisionDecoderConfig),
+        "latent attention (MLA)": any(isinstance(one, MlaConfig) for one in attentions),
+        "recurrent layers": any(isinstance(one, GatedDeltaNetConfig) for one in attentions),
+        "gated attention": any(isinstance(one, GatedAttentionConfig) for one in attentions),
+        "quantized weights": spec.quantization is not None,
+        "sparse attention": spec.sparse is not None,
+        "LoRA adapters": lora,
+        "speculation": speculation,
+    }
+    for what, found in reasons.items():
+        if found:
+            raise ConfigError(f"plan {mesh.name}: {what} cannot be divided over ranks yet; serve without a plan")
+
+
+def _check_shares(spec: ModelSpec, mesh: Mesh) -> None:
+    """Raises ConfigError if a rank would have nothing to compute."""
+    if mesh.ranks == 1:
+        return
+    if mesh.pipeline > spec.layers:
+        works = Mesh(tensor=_tensor_that_works(spec, mesh.tensor), pipeline=spec.layers)
+        raise ConfigError(
+            f"plan {mesh.name}: {spec.layers} layers make no {mesh.pipeline} stages; {works.name} would work"
+        )
+    works = Mesh(tensor=_tensor_that_works(spec, mesh.tensor), pipeline=mesh.pipeline)
+    if works != mesh:
+        count, what = min(_divided(spec))
+        raise ConfigError(
+            f"plan {mesh.name}: {count} {what} cannot be divided over {mesh.tensor} ranks; {works.name} would work"
+        )
+
+
+def _tensor_that_works(spec: ModelSpec, most: int) -> int:
+    fewest = min(count for count, _ in _divided(spec))
+    return max(ways for ways in TENSOR_WAYS if ways <= min(most, fewest))
+
+
+def _divided(spec: ModelSpec) -> Iterator[tuple[int, str]]:
+    """The number of what is divided over the ranks of a stage, and its name; a rank has at least one of each."""
+    for layer in spec.details_as(DecoderConfig).layers:
+        if isinstance(layer.attention, AttentionConfig):
+            yield layer.attention.heads, "heads"
+        if isinstance(layer.mlp, MoeConfig):
+            yield layer.mlp.routing.experts, "experts"
+        columns = _inner_columns(layer.mlp)
+        if columns is not None:
+            yield -(-columns // COLUMN_UNIT), f"units of {COLUMN_UNIT} columns ({columns} in an MLP)"
+
+
+def _inner_columns(mlp: MlpConfig | MoeConfig) -> int | None:
+    """Inner columns of what every token passes; None where there are only routed experts."""
+    return mlp.shared if isinstance(mlp, MoeConfig) else mlp.intermediate
+
+
+def _layer_share(layer: LayerConfig, part: int, parts: int) -> LayerShare:
+    attention, columns = layer.attention, _inner_columns(layer.mlp)
+    assert isinstance(attention, AttentionConfig), "refused by check_supported"
+    return LayerShare(
+        heads=tuple(HeadShare.of(attention.heads, attention.kv_heads, each, parts) for each in range(parts)),
+        columns=range(0) if columns is None else column_range(segment_ends(columns, COLUMN_UNIT), part, parts),
+        experts=experts_of(layer.mlp.routing.experts, part, parts) if isinstance(layer.mlp, MoeConfig) else range(0),
+        tensor=part,
+    )
+
+
+def _local_layer(layer: LayerConfig, share: LayerShare) -> LayerConfig:
+    own, mlp = share.own_heads, layer.mlp
+    attention = structs.replace(layer.attention, heads=len(own.queries), kv_heads=len(own.kv))
+    if isinstance(mlp, MoeConfig):
+        shared = None if mlp.shared is None else len(share.columns)
+        return structs.replace(layer, attention=attention, mlp=structs.replace(mlp, shared=shared))
+    return structs.replace(layer, attention=attention, mlp=structs.replace(mlp, intermediate=len(share.columns)))
+
+
+def _local_kv(spec: ModelSpec, layers: range, shares: Sequence[LayerShare]) -> KvShape:
+    """Keys and values of these layers and of the rank's heads, in those groups of layers that the stage has a part of.
+
+    Page numbers are the same on all ranks, so groups are restricted and never formed anew.
+    """
+    slots = {len(share.own_heads.kv) for share in shares}
+    if len(slots) > 1:
+        raise ConfigError(f"{spec.architecture}: layers with different numbers of heads cannot be divided over ranks")
+    own = [(group.spec, tuple(la - layers.start for la in group.layers if la in layers)) for group in spec.kv.groups]
+    groups = tuple(LayerGroup(reach, local) for reach, local in own if local)
+    return replace(spec.kv, layers=len(layers), kv_heads=slots.pop(), groups=groups)
+
+
+def _qkv_rows(attention: AttentionConfig, own: HeadShare) -> list[range]:
+    """Queries, then keys, then values."""
+    size = attention.head_dim
+    keys, values = attention.heads * size, (attention.heads + attention.kv_heads) * size
+    rows = [range(own.queries.start * size, own.queries.stop * size)]
+    return rows + [range(begin + kv * size, begin + (kv + 1) * size) for begin in (keys, values) for kv in own.kv]
+
+
+def _gate_up_rows(mlp: MlpConfig | MoeConfig, columns: range) -> list[range]:
+    """The rows that make these inner columns."""
+    if isinstance(mlp, MlpConfig) and not mlp.gated:
+        return [columns]
+    if isinstance(mlp, MoeConfig) and mlp.gate.interleaved:
+        return [range(2 * columns.start, 2 * columns.stop)]
+    inner = _inner_columns(mlp) or 0
+    return [columns, range(inner + columns.start, inner + columns.stop)]
+
+
+def _head_columns(attention: AttentionConfig, share: LayerShare, *, keys: bool) -> HeadColumns:
+    """Where queries, or keys, stand in what ``qkv`` makes on each rank."""
+    size = attention.head_dim
+    return HeadColumns(
+        size,
+        firsts=tuple(len(own.queries) * size if keys else 0 for own in share.heads),
+        heads=tuple(own.kv if keys else tuple(own.queries) for own in share.heads),
+        rank=share.tensor,
+    )
+
+
+def _with_rows(weight: Matrix | Vector, wanted: Sequence[range]) -> Matrix | Vector:
+    """These rows of a weight, in this order, whichever of its parts they are in."""
+    ends = (0, *accumulate(part.outputs for part in weight.parts))
+    parts: list[TensorPart] = []
+    for rows in _merged(wanted):
+        for part, (begin, end) in zip(weight.parts, pairwise(ends), strict=True):
+            first, stop = max(rows.start, begin), min(rows.stop, end)
+            if first < stop:
+                parts.append(part.row_range(first - begin, stop - begin))
+    return replace(weight, parts=tuple(parts))
+
+
+def _merged(wanted: Sequence[range]) -> list[range]:
+    """The same rows in as few ranges as they make."""
+    merged: list[range] = []
+    for rows in wanted:
+        if merged and merged[-1].stop == rows.start:
+            merged[-1] = range(merged[-1].start, rows.stop)
+        else:
+            merged.append(rows)
+    return merged
+
+
+def _with_columns(weight: Matrix, part: int, parts: int) -> Matrix:
+    """The columns of one rank's segments."""
+    assert weight.segments is not None, "what is cut along K has the segments of the tree"
+    columns, own = column_range(weight.segments, part, parts), leaves_of(TREE_SEGMENTS, part, parts)
+    (whole,) = weight.parts
+    cut = replace(whole, columns=(columns.start, columns.stop))
+    ends = tuple(end - columns.start for end in weight.segments[own.start : own.stop])
+    return replace(weight, parts=(cut,), segments=ends, partial=True)

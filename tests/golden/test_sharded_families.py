@@ -1,0 +1,74 @@
+"""Every family that can be divided over ranks has the bits of the undivided model, over any plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from family_cases import CASES
+from parity_oracle import write_random_model
+from shrunk_models import GPT2_SMALL, Case
+
+from penstock.kernels.select import make_ops
+from penstock.parallel.mesh import Mesh
+from sharded_bench import ShardedModel, WholeModel, answers
+
+REFUSED = ("qwen_3_next", "deepseek", "kimi", "qwen_2_vl", "qwen_2_5_vl")
+"""Families with what cannot be divided yet (``penstock.parallel.shard.check_supported``)."""
+
+FIRST = ("olmo_2_1b", "gemma_2_2b", "gpt_oss_20b_bf16")
+"""In the default tier: norms over all heads; norms around blocks; experts, sinks, windows and biases."""
+
+MESHES = [Mesh(tensor=tensor, pipeline=pipeline) for tensor, pipeline in product((1, 2, 4, 8), (1, 2, 3))]
+
+
+def wider(case: Case) -> Case:
+    """The same model with 8 heads, and inner columns for 8 ranks."""
+    if case.sizes is GPT2_SMALL:
+        return replace(case, small=case.small | {"n_embd": 128, "n_head": 8})
+    kv_heads = {1: 1, 2: 4, 4: 8}[case.small.get("num_key_value_heads", 2)]
+    changes: dict[str, Any] = {
+        "hidden_size": 128,
+        "num_attention_heads": 8,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": 272,
+    }
+    own = {"moe_intermediate_size": 272, "intermediate_size_mlp": 272}
+    return replace(case, small=case.small | changes | {name: own[name] for name in own.keys() & case.small.keys()})
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(case, id=case.name, marks=() if case.config in FIRST else pytest.mark.long)
+        for case in CASES
+        if not case.config.startswith(REFUSED)
+    ]
+
+
+def check(case: Case, folder: Path, family: str | None, dtype: str, meshes: list[Mesh]) -> None:
+    write_random_model(folder, wider(case).shrunk())
+    ops = make_ops(family=family, compute_dtype=dtype)
+    want = answers(WholeModel(folder, ops))
+    for mesh in meshes:
+        assert answers(ShardedModel(folder, ops, mesh)) == want, mesh.name
+
+
+@pytest.mark.parametrize("case", cases())
+def test_a_family_has_the_same_bits_over_two_times_two_ranks(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path, None, "bf16", [Mesh(tensor=2, pipeline=2)])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("case", [case for param in cases() for case in param.values], ids=lambda case: case.name)
+def test_a_family_has_the_same_bits_over_every_plan(case: Case, dtype: str, tmp_path: Path) -> None:
+    check(case, tmp_path, None, dtype, MESHES)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [case for param in cases() for case in param.values], ids=lambda case: case.name)
+def test_a_family_has_the_same_bits_on_the_reference(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path, "reference", "bf16", [Mesh(tensor=2, pipeline=2), Mesh(tensor=8)])

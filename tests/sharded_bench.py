@@ -1,0 +1,144 @@
+"""A model over the ranks of a mesh, all of them in this process, next to the same model undivided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.engine.models.interface import Model
+from penstock.engine.models.registry import build_model
+from penstock.engine.runner.sharded_model import PipelineStage, TensorParallelModel
+from penstock.kernels.operands import Array, StepBatch
+from penstock.kernels.ops import Ops
+from penstock.parallel.collectives.local import LocalWorld
+from penstock.parallel.mesh import Mesh
+from penstock.parallel.shard import ModelShard, shard_model
+from penstock.types import PAGE_TOKENS
+from penstock.weights.architecture.spec import ModelSpec
+from penstock.weights.inspect import inspect_model
+from penstock.weights.load import LoadedModel, load_model
+
+CHUNKS: Sequence[Sequence[tuple[int, int]]] = (
+    ((0, 64),),
+    ((0, 37), (1, 40)),
+    ((1, 1), (0, 60)),
+    ((0, 1), (1, 1), (2, 5)),
+    ((2, 1), (1, 1), (0, 1)),
+)
+"""Steps of some sequences: (sequence, tokens).  Prompts in chunks, alone and in company, then tokens one by one."""
+
+Rows = tuple[bytes, bytes] | None
+"""Hidden state and logits of a step's output rows."""
+
+
+def batches(spec: ModelSpec, seed: int = 0) -> Iterator[StepBatch]:
+    """The steps of ``CHUNKS`` with random tokens and pages.  The first one has no output rows."""
+    rng = np.random.default_rng(seed)
+    sequences = 1 + max(sequence for step in CHUNKS for sequence, _ in step)
+    blocks = page_count(spec) // sequences
+    table = rng.permutation(page_count(spec)).astype(np.int32).reshape(sequences, blocks)
+    known = [0] * sequences
+    for step in CHUNKS:
+        positions = [np.arange(known[sequence], known[sequence] + count) for sequence, count in step]
+        starts_S1 = np.cumsum([0, *(count for _, count in step)]).astype(np.int32)
+        yield StepBatch(
+            rng.integers(0, spec.vocab, starts_S1[-1]).astype(np.int32),
+            np.concatenate(positions).astype(np.int32),
+            starts_S1,
+            np.ascontiguousarray(table[[sequence for sequence, _ in step]]),
+            starts_S1[1:] - 1 if len(step) > 1 else np.empty(0, np.int32),
+        )
+        for sequence, count in step:
+            known[sequence] += count
+
+
+def page_count(spec: ModelSpec) -> int:
+    """Pages for all sequences of ``CHUNKS``, of every group of layers."""
+    tokens: dict[int, int] = {}
+    for step in CHUNKS:
+        for sequence, count in step:
+            tokens[sequence] = tokens.get(sequence, 0) + count
+    return len(tokens) * spec.kv.layer_groups * -(-max(tokens.values()) // PAGE_TOKENS)
+
+
+class Computes(Protocol):
+    """A model that computes steps."""
+
+    spec: ModelSpec
+
+    def step(self, batch: StepBatch) -> Rows: ...
+
+
+class WholeModel:
+    """A model as a worker without a plan has it."""
+
+    def __init__(self, folder: Path, ops: Ops) -> None:
+        self.spec = inspect_model(folder)
+        self.loaded = load_model(folder, self.spec, ops)
+        self._ops = ops
+        self._model = build_model(self.loaded, ops, self.spec.max_positions)
+        self._kv = ops.new_kv(self.spec.kv, pages=page_count(self.spec))
+
+    def step(self, batch: StepBatch) -> Rows:
+        return rows_of(self._model, self._ops, batch, self._kv)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a worker's process would have."""
+
+    shard: ModelShard
+    loaded: LoadedModel
+    model: Model
+    kv: Array
+
+
+class ShardedModel:
+    """The same model over a mesh."""
+
+    def __init__(self, folder: Path, ops: Ops, mesh: Mesh) -> None:
+        self.spec = inspect_model(folder)
+        self._ops = ops
+        self._world = LocalWorld(mesh.ranks)
+        self.ranks = [self._rank(folder, mesh, rank) for rank in range(mesh.ranks)]
+
+    def _rank(self, folder: Path, mesh: Mesh, rank: int) -> Rank:
+        ops, shard = self._ops, shard_model(self.spec, mesh, rank)
+        loaded = load_model(folder, self.spec, ops, select=shard.layout)
+        model = build_model(replace(loaded, spec=shard.spec), ops, self.spec.max_positions)
+        model = TensorParallelModel(model, self._world.group(rank, mesh.tensor_group(rank)))
+        model = PipelineStage(model, self._world.group(rank, mesh.pipeline_group(rank)), shard)
+        return Rank(shard, loaded, model, ops.new_kv(shard.spec.kv, pages=page_count(self.spec)))
+
+    def step(self, batch: StepBatch) -> Rows:
+        """What the ranks of the last stage have, all of them the same."""
+        rows = self._world.run(
+            [lambda rank=rank: rows_of(rank.model, self._ops, batch, rank.kv) for rank in self.ranks]
+        )
+        ends = {own for own, rank in zip(rows, self.ranks, strict=True) if rank.shard.is_last}
+        (end,) = ends
+        return end
+
+
+def rows_of(model: Model, ops: Ops, batch: StepBatch, kv: Array) -> Rows:
+    """One step of a model, or of one rank of it."""
+    hidden_RD = model.forward(ops, batch, kv)
+    if hidden_RD is None:
+        return None
+    return as_bytes(ops.to_numpy(hidden_RD)), as_bytes(ops.to_numpy(model.logits(ops, hidden_RD)))
+
+
+def as_bytes(array: NDArray[np.float32]) -> bytes:
+    assert np.isfinite(array).all()
+    assert len(np.unique(array)) > array.size / 2  # a model that computes nothing would prove nothing
+    return array.tobytes()
+
+
+def answers(model: Computes) -> list[Rows]:
+    """All steps."""
+    return [model.step(batch) for batch in batches(model.spec)]

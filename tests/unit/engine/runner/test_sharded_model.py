@@ -1,0 +1,144 @@
+"""Law 1 over plans: hidden states and logits have the bits of the undivided model, whatever the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
+
+from penstock.errors import ModelError
+from penstock.kernels.operands import PackedLinear
+from penstock.kernels.ops import DirectProgram, Ops
+from penstock.kernels.select import make_ops
+from penstock.parallel.mesh import Mesh, parse_mesh
+from penstock.weights.families.registry import checkpoint_format
+from sharded_bench import ShardedModel, WholeModel, answers
+from tiny_gguf import write_gguf
+from tiny_models import DTYPES, Tensors, llama_config, random_tensors, write_model, write_weights
+
+MESHES = [Mesh(tensor=tensor, pipeline=pipeline) for tensor, pipeline in product((1, 2, 4, 8), (1, 2, 3))]
+SIZES = {
+    "vocab_size": 113,
+    "num_attention_heads": 8,
+    "head_dim": 16,
+    "intermediate_size": 272,
+    "max_position_embeddings": 256,
+}
+GROUPED = llama_config(**SIZES, num_key_value_heads=2)
+MODELS: dict[str, dict[str, Any]] = {
+    "grouped queries": GROUPED,
+    "parts of groups": llama_config(**SIZES | {"num_attention_heads": 12}, num_key_value_heads=4),
+    "one key-value head, tied": llama_config(**SIZES, num_key_value_heads=1, tie_word_embeddings=True),
+    "biases": llama_config(**SIZES, num_key_value_heads=4, attention_bias=True, mlp_bias=True),
+}
+FIVE_HEADS = llama_config(**SIZES | {"num_attention_heads": 5}, num_key_value_heads=1)
+
+
+def write(folder: Path, config: dict[str, Any], dtype: str = "bf16") -> Path:
+    """A random model, its biases too."""
+    write_model(folder, config, dtype=dtype)
+    if config["attention_bias"]:
+        write_weights(folder, with_biases(random_tensors(config, dtype=dtype), DTYPES[dtype]))
+    return folder
+
+
+def with_biases(tensors: Tensors, dtype: np.dtype[Any]) -> Tensors:
+    rng = np.random.default_rng(7)
+    matrices = [name for name in tensors if "_proj" in name]
+    return tensors | {
+        name.replace("weight", "bias"): (rng.standard_normal(len(tensors[name])) / 4).astype(dtype) for name in matrices
+    }
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of one of ``MODELS``, written once."""
+    root, written = tmp_path_factory.mktemp("models"), dict[str, Path]()
+
+    def folder(name: str) -> Path:
+        if name not in written:
+            written[name] = write(root / name, MODELS[name])
+        return written[name]
+
+    return folder
+
+
+def check(folder: Path, ops: Ops, *meshes: Mesh) -> None:
+    """Every mesh computes what the undivided model does."""
+    want = answers(WholeModel(folder, ops))
+    assert want[0] is None
+    assert all(rows is not None for rows in want[1:])
+    for mesh in meshes:
+        assert answers(ShardedModel(folder, ops, mesh)) == want, mesh.name
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mesh", ["tp2", "tp8", "tp4,pp2"])
+def test_a_plan_changes_no_bit(name: str, mesh: str, folders: Callable[[str], Path]) -> None:
+    check(folders(name), make_ops(compute_dtype="bf16"), parse_mesh(mesh))
+
+
+def test_a_plan_changes_no_bit_of_the_reference(folders: Callable[[str], Path]) -> None:
+    check(folders("biases"), make_ops(family="reference", compute_dtype="fp32"), parse_mesh("tp2,pp3"))
+
+
+def test_five_heads_on_two_ranks_are_two_and_three(tmp_path: Path) -> None:
+    folder, ops = write(tmp_path, FIVE_HEADS), make_ops(compute_dtype="fp32")
+    check(folder, ops, Mesh(tensor=2))
+    ranks = ShardedModel(folder, ops, Mesh(tensor=2)).ranks
+    assert [rank.shard.shares[0].own_heads.queries for rank in ranks] == [range(2), range(2, 5)]
+    assert [rank.shard.spec.kv.kv_heads for rank in ranks] == [1, 1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "dtype"), list(product((None, "reference"), ("bf16", "fp32"))))
+@pytest.mark.parametrize("name", MODELS)
+def test_no_plan_changes_a_bit(name: str, family: str | None, dtype: str, folders: Callable[[str], Path]) -> None:
+    check(folders(name), make_ops(family=family, compute_dtype=dtype), *MESHES)
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "pp3", "tp4,pp2"])
+def test_a_rank_holds_its_share_of_the_bytes(mesh: str, folders: Callable[[str], Path]) -> None:
+    """And all of what every rank keeps.  The fingerprint is the whole model's."""
+    ops, plan = make_ops(compute_dtype="bf16"), parse_mesh(mesh)
+    whole = WholeModel(folders("grouped queries"), ops).loaded
+    for rank in ShardedModel(folders("grouped queries"), ops, plan).ranks:
+        assert rank.loaded.fingerprint == whole.fingerprint
+        layers = sum(matrix_bytes(rank.loaded.weights[name]) for name in rank.loaded.weights if name[0].isdigit())
+        numbers = sum(
+            part.numbers
+            for weight in rank.shard.layout(checkpoint_format(whole.spec.architecture, "").layout(whole.spec)).weights
+            if weight.name.endswith(("qkv", "out", "gate_up", "down"))
+            for part in weight.parts
+        )
+        assert layers == 2 * numbers
+        assert rank.loaded.nbytes - layers == sum(
+            matrix_bytes(whole.weights[name]) for name in ("embed", "head") if name in rank.loaded.weights
+        )
+
+
+def matrix_bytes(weight: PackedLinear | NDArray[np.float32]) -> int:
+    return weight.nbytes if isinstance(weight, PackedLinear) else 0
+
+
+def test_a_gguf_file_is_divided_where_it_is_plain(tmp_path: Path) -> None:
+    ops, config = make_ops(compute_dtype="fp32"), GROUPED | {"hidden_size": 128}
+    write_gguf(tmp_path / "plain.gguf", config, random_tensors(config))
+    check(tmp_path / "plain.gguf", ops, Mesh(tensor=2, pipeline=2))
+    write_gguf(tmp_path / "codes.gguf", config, random_tensors(config), {"o_proj": GGMLQuantizationType.Q8_0})
+    with pytest.raises(ModelError, match="is quantized, and columns of codes cannot be divided over ranks yet"):
+        ShardedModel(tmp_path / "codes.gguf", ops, Mesh(tensor=2))
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
+def test_a_rank_is_run_operation_by_operation(mesh: str, folders: Callable[[str], Path]) -> None:
+    """No rank waits for another while a backend tries to record its steps."""
+    ops = make_ops(compute_dtype="fp32")
+    for rank in ShardedModel(folders("grouped queries"), ops, parse_mesh(mesh)).ranks:
+        assert isinstance(ops.record(rank.model, rank.kv), DirectProgram)
