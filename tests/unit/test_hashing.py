@@ -65,3 +65,16 @@ def test_a_sound_is_named_by_all_that_a_model_hears_of_it():
     changes = ({"columns": 32}, {"bands": 4}, {"features": b"abce" * 8})
     names = {media_hash(one), *(media_hash(msgspec.structs.replace(one, **change)) for change in changes)}
     assert len(names) == 1 + len(changes)
+
+
+def test_versions_of_the_kernels_share_no_page():
+    """What is stored by another version is missed, but known to be this model's, by the same kernels otherwise."""
+    for name in (
+        "cpp-avx2-{}-bf16",
+        "triton-{}-sm90-3.9.0-torch2.11.0-bf16-kv_fp8_e4m3",
+        "torch-{}-cpu_avx2-2.11.0-fp32",
+    ):
+        old, new = (ModelIdentity(fingerprint="f", numerics=name.format(version)) for version in (1, 2))
+        assert chain_root(old) != chain_root(new)
+        assert old.unversioned == new.unversioned
+        assert old.unversioned != ModelIdentity(fingerprint="g", numerics=new.numerics).unversioned

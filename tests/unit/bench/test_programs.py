@@ -26,6 +26,7 @@ QUICK = {
     "speculation": "quotes --tokens 8 --rounds 1",
     "step": "--rows 1 2 --steps 9",
     "transfer": "--carriers tcp,socket --sizes 1MiB --seconds 0.05",
+    "two_builds": "src --experts 2 --keys 64 --turns 2",
     "worker_turns": "--held 8 --tokens 512 --gateways 2",
 }
 """What needs no service, and its arguments."""

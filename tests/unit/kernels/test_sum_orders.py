@@ -180,7 +180,7 @@ class FarKeys(Last):
         qkv = self.qkv[0]
         qkv[:, 64:] = 0
         firsts = qkv[::512, 96:]
-        firsts[:] = normal(1, *firsts.shape) * 2.0 ** np.random.default_rng(2).integers(-12, 12, firsts.shape)
+        firsts[:] = normal(1, *firsts.shape) * 2.0 ** np.random.default_rng(2).integers(-20, 20, firsts.shape)
 
     def write(self, s: int, start: int, end: int) -> Any:
         if "cpp" not in self.ops.numerics:

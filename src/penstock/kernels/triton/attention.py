@@ -144,43 +144,32 @@ def _joined(tops_R, sums_R, out_RV, more_tops_R, more_sums_R, more_RV):
 
 
 @triton.jit
-def _both(left, here):
-    """Neighbors in the tree as one, or the one that there is.  Each is whether there is any, and its parts."""
-    any_left, left_tops_R, left_sums_R, left_RV = left
-    any_here, tops_R, sums_R, out_RV = here
-    if any_left:
-        if any_here:
-            tops_R, sums_R, out_RV = _joined(left_tops_R, left_sums_R, left_RV, tops_R, sums_R, out_RV)
-        else:
-            tops_R, sums_R, out_RV = left_tops_R, left_sums_R, left_RV
-    return any_left | any_here, tops_R, sums_R, out_RV
+def _raised(node, following, here, left):
+    """A node of one level of the tree, ``following`` the next in which there are keys, or one behind the last: joined
+    with the neighbor that waits for it, if it is a right one, or waiting itself.  Each is whether it is there, and its
+    parts; nothing happens until all of a node's classes are there."""
+    if node != following:
+        if node % 2 == 1:
+            any_left, left_tops_R, left_sums_R, left_RV = left
+            if any_left:
+                any_here, tops_R, sums_R, out_RV = here
+                tops_R, sums_R, out_RV = _joined(left_tops_R, left_sums_R, left_RV, tops_R, sums_R, out_RV)
+                here = (any_here, tops_R, sums_R, out_RV)
+                left = (node < 0, left_tops_R, left_sums_R, left_RV)
+        elif node // 2 == following // 2:
+            left = here
+    return here, left
 
 
 @triton.jit
-def _raised(index, here, left_1, left_2, left_4):
-    """A class goes up the tree: to wait as the left neighbor of 1, 2 or 4 classes, or joined with the one that waits.
-
-    ``here`` of the last class is the whole."""
-    if index % 2 == 0:
-        left_1 = here
-    else:
-        here = _both(left_1, here)
-        if index % 4 == 1:
-            left_2 = here
-        else:
-            here = _both(left_2, here)
-            if index % 8 == 3:
-                left_4 = here
-            else:
-                here = _both(left_4, here)
-    return here, left_1, left_2, left_4
-
-
-@triton.jit
-def _first_of_class(index, low):
-    """The first partition of a class from that of key ``low`` on."""
-    first = low // PARTITION
-    return first + (index + _CLASSES - first % _CLASSES) % _CLASSES
+def _class_of_keys(index, low, high):
+    """Whether a class has partitions between these keys, the first of them, and the next class that has any, or 8."""
+    first, behind = low // PARTITION, tl.cdiv(high, PARTITION)
+    start, count = first % _CLASSES, behind - first
+    place = (index + _CLASSES - start) % _CLASSES
+    later = tl.where(start > index, start, _CLASSES)
+    following = tl.where((place + 1) % _CLASSES < count, index + 1, later)
+    return place < count, first + place, following
 
 
 @triton.jit
@@ -269,26 +258,26 @@ def _attend_keys(
             tl.store(part_sums + part_R, sums_R, mask=real_R)
             tl.store(part_out + part_R[:, None] * VALUE_DIM + value_columns[None, :], out_RV, mask=stored)
     else:
-        behind = tl.cdiv(high, PARTITION)
         none_R = tl.full((q_RC.shape[0],), float("-inf"), tl.float32)
         zero_R = tl.zeros((q_RC.shape[0],), tl.float32)
-        here = (low < 0, none_R, zero_R, tl.zeros((q_RC.shape[0], value_columns.shape[0]), tl.float32))
-        nothing = here
-        left_1, left_2, left_4 = nothing, nothing, nothing
+        nothing = (low < 0, none_R, zero_R, tl.zeros((q_RC.shape[0], value_columns.shape[0]), tl.float32))
+        here, left_1, left_2, left_4 = nothing, nothing, nothing, nothing
         for index in range(_CLASSES):
-            first = _first_of_class(index, low)
-            _, tops_R, sums_R, out_RV = nothing
-            for partition in range(first, behind, _CLASSES):
-                begin = tl.maximum(low, partition * PARTITION)
-                end = tl.minimum(high, partition * PARTITION + PARTITION)
-                more_tops_R, more_sums_R, more_RV = _partition_sums(
-                    q_RC, q_RE, keys, values, key_exponents, value_exponents, pages, begin, end, known_from, known_to,
-                    first_R, end_R, scale, softcap, value_columns, K_PAGE, K_SLOT, V_PAGE, V_SLOT, KEY_DIM, KEY_MAIN,
-                    KEY_REST, VALUE_DIM, CAPPED, SHARED, STAGES,
-                )  # fmt: skip
-                tops_R, sums_R, out_RV = _joined(tops_R, sums_R, out_RV, more_tops_R, more_sums_R, more_RV)
-            here = (first < behind, tops_R, sums_R, out_RV)
-            here, left_1, left_2, left_4 = _raised(index, here, left_1, left_2, left_4)
+            any_keys, first, following = _class_of_keys(index, low, high)
+            if any_keys:
+                _, tops_R, sums_R, out_RV = nothing
+                for partition in range(first, tl.cdiv(high, PARTITION), _CLASSES):
+                    begin = tl.maximum(low, partition * PARTITION)
+                    end = tl.minimum(high, partition * PARTITION + PARTITION)
+                    more_tops_R, more_sums_R, more_RV = _partition_sums(
+                        q_RC, q_RE, keys, values, key_exponents, value_exponents, pages, begin, end, known_from,
+                        known_to, first_R, end_R, scale, softcap, value_columns, K_PAGE, K_SLOT, V_PAGE, V_SLOT,
+                        KEY_DIM, KEY_MAIN, KEY_REST, VALUE_DIM, CAPPED, SHARED, STAGES,
+                    )  # fmt: skip
+                    tops_R, sums_R, out_RV = _joined(tops_R, sums_R, out_RV, more_tops_R, more_sums_R, more_RV)
+                here, left_1 = _raised(index, following, (any_keys, tops_R, sums_R, out_RV), left_1)
+                here, left_2 = _raised(index // 2, following // 2, here, left_2)
+                here, left_4 = _raised(index // 4, following // 4, here, left_4)
         _, tops_R, sums_R, out_RV = here
         out_RV = _finished(tops_R, sums_R, out_RV, sinks, head_R, real_R, SINKS)
         out_at = out_THV + at_R[:, None] * VALUE_DIM + value_columns[None, :]
@@ -312,22 +301,22 @@ def join(
     inside = real_R[:, None] & (columns < VALUE_DIM)[None, :]
     at_R = token.to(tl.int64) * HEADS + head_R
     low, high = _span(tl.load(positions_T + token), QUERIES, WINDOW, CHUNK, UNTIL)
-    behind = tl.cdiv(high, PARTITION)
     none_R, zero_R = tl.full((HEAD_BLOCK,), float("-inf"), tl.float32), tl.zeros((HEAD_BLOCK,), tl.float32)
-    here = (low < 0, none_R, zero_R, tl.zeros((HEAD_BLOCK, VALUE_BLOCK), tl.float32))
-    nothing = here
-    left_1, left_2, left_4 = nothing, nothing, nothing
+    nothing = (low < 0, none_R, zero_R, tl.zeros((HEAD_BLOCK, VALUE_BLOCK), tl.float32))
+    here, left_1, left_2, left_4 = nothing, nothing, nothing, nothing
     for index in range(_CLASSES):
-        first = _first_of_class(index, low)
-        _, tops_R, sums_R, out_RV = nothing
-        for partition in range(first, behind, _CLASSES):
-            part_R = at_R * partitions + partition
-            more_tops_R = tl.load(part_tops + part_R, mask=real_R, other=0.0)
-            more_sums_R = tl.load(part_sums + part_R, mask=real_R, other=0.0)
-            more_RV = tl.load(part_out + part_R[:, None] * VALUE_DIM + columns[None, :], mask=inside, other=0.0)
-            tops_R, sums_R, out_RV = _joined(tops_R, sums_R, out_RV, more_tops_R, more_sums_R, more_RV)
-        here = (first < behind, tops_R, sums_R, out_RV)
-        here, left_1, left_2, left_4 = _raised(index, here, left_1, left_2, left_4)
+        any_keys, first, following = _class_of_keys(index, low, high)
+        if any_keys:
+            _, tops_R, sums_R, out_RV = nothing
+            for partition in range(first, tl.cdiv(high, PARTITION), _CLASSES):
+                part_R = at_R * partitions + partition
+                more_tops_R = tl.load(part_tops + part_R, mask=real_R, other=0.0)
+                more_sums_R = tl.load(part_sums + part_R, mask=real_R, other=0.0)
+                more_RV = tl.load(part_out + part_R[:, None] * VALUE_DIM + columns[None, :], mask=inside, other=0.0)
+                tops_R, sums_R, out_RV = _joined(tops_R, sums_R, out_RV, more_tops_R, more_sums_R, more_RV)
+            here, left_1 = _raised(index, following, (any_keys, tops_R, sums_R, out_RV), left_1)
+            here, left_2 = _raised(index // 2, following // 2, here, left_2)
+            here, left_4 = _raised(index // 4, following // 4, here, left_4)
     _, tops_R, sums_R, out_RV = here
     out_RV = _finished(tops_R, sums_R, out_RV, sinks, head_R, real_R, SINKS)
     out_at = out_THV + at_R[:, None] * VALUE_DIM + columns[None, :]

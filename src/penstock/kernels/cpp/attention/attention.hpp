@@ -85,7 +85,9 @@ struct Attend {
     weights = reinterpret_cast<Value*>(take(kAttentionRows * kBlockKeys * sizeof(Value)));
     biases = reinterpret_cast<float*>(take(kBlockKeys * 4));
     own_values = reinterpret_cast<uint32_t*>(take(own_bytes(a.kv)));
-    const auto softmax = [&] { return SoftmaxRows(reinterpret_cast<float*>(take(softmax_floats(rows, width) * 4)), rows, width); };
+    const auto softmax = [&] {
+      return SoftmaxRows(reinterpret_cast<float*>(take(softmax_floats(rows, width) * 4)), rows, width);
+    };
     now = softmax();
     for (Joined& own : pending) own = {softmax(), false};
     first_key = reinterpret_cast<int32_t*>(take(rows * 4));
@@ -138,8 +140,11 @@ struct Attend {
     uint32_t wanted = 0;
     for (long token = 0; token < chunk.tokens; ++token) {
       const uint32_t own = taken(token)[index];
-      if (own != 0) now.clear(token * group, group);
-      else now.leave_out(token * group, group);
+      if (own != 0) {
+        now.clear(token * group, group);
+      } else {
+        now.leave_out(token * group, group);
+      }
       wanted |= own;
     }
     return wanted;
@@ -369,10 +374,10 @@ struct Attend {
   }
 
   void finish() const {
+    const SoftmaxRows& joined = pending[0].rows;
     for (long row = 0; row < rows; ++row) {
       const long token = chunk.token + row / group, head = kv_head * group + row % group;
       const float* sinks = args.softmax.sinks;
-      const SoftmaxRows& joined = pending[0].rows;
       const F16 factor = splat(joined.normalizer(row, sinks == nullptr ? nullptr : sinks + head));
       Value* to = static_cast<Value*>(args.out) + (token * args.heads + head) * value_dim;
       for (long c = 0; c < blocks_c; ++c)
