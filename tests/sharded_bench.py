@@ -15,6 +15,7 @@ from penstock.engine.models.registry import build_model
 from penstock.engine.runner.sharded_model import PipelineStage, TensorParallelModel
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops
+from penstock.parallel.collectives.interface import Collectives
 from penstock.parallel.collectives.local import LocalWorld
 from penstock.parallel.mesh import Mesh
 from penstock.parallel.shard import ModelShard, shard_model
@@ -98,6 +99,14 @@ class Rank:
     kv: Array
 
 
+def rank_of(folder: Path, ops: Ops, shard: ModelShard, tensor: Collectives, stages: Collectives) -> Rank:
+    """One rank, connected to the others of its stage and to those of other stages."""
+    loaded = load_model(folder, shard.whole, ops, select=shard.layout)
+    model = build_model(replace(loaded, spec=shard.spec), ops, shard.whole.max_positions)
+    model = PipelineStage(TensorParallelModel(model, tensor), stages, shard)
+    return Rank(shard, loaded, model, ops.new_kv(shard.spec.kv, pages=page_count(shard.whole)))
+
+
 class ShardedModel:
     """The same model over a mesh."""
 
@@ -108,12 +117,8 @@ class ShardedModel:
         self.ranks = [self._rank(folder, mesh, rank) for rank in range(mesh.ranks)]
 
     def _rank(self, folder: Path, mesh: Mesh, rank: int) -> Rank:
-        ops, shard = self._ops, shard_model(self.spec, mesh, rank)
-        loaded = load_model(folder, self.spec, ops, select=shard.layout)
-        model = build_model(replace(loaded, spec=shard.spec), ops, self.spec.max_positions)
-        model = TensorParallelModel(model, self._world.group(rank, mesh.tensor_group(rank)))
-        model = PipelineStage(model, self._world.group(rank, mesh.pipeline_group(rank)), shard)
-        return Rank(shard, loaded, model, ops.new_kv(shard.spec.kv, pages=page_count(self.spec)))
+        tensor, stages = (self._world.group(rank, own) for own in (mesh.tensor_group(rank), mesh.pipeline_group(rank)))
+        return rank_of(folder, self._ops, shard_model(self.spec, mesh, rank), tensor, stages)
 
     def step(self, batch: StepBatch) -> Rows:
         """What the ranks of the last stage have, all of them the same."""

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 QUICK = {
     "closed_loop": "--clients 4 --requests 8 --prompt 64 --answer 8",
+    "collectives": "--exchanges 20",
     "compression": "--outputs 64 --inputs 256 --rows 1 --rounds 1",
     "grammar": "--answers 1 --rounds 1",
     "kernels": "--outputs 64 --inputs 256 --rows 1 --seconds 0.01",

@@ -184,7 +184,7 @@ def test_a_plan_of_one_rank_is_the_model() -> None:
     assert shard.layout(layout) == layout
 
 
-@pytest.mark.parametrize("name", ["llama_3_2_1b", "phi_3_mini_128k", "mistral_7b"])
+@pytest.mark.parametrize("name", ["llama_3_2_1b", "phi_3_mini_128k", "mistral_7b", "mixtral_8x7b", "qwen_3_30b_a3b"])
 @pytest.mark.parametrize("mesh", [Mesh(tensor=8), Mesh(tensor=4, pipeline=2), Mesh(tensor=2, pipeline=3)])
 def test_no_rank_has_more_than_its_share(name: str, mesh: Mesh) -> None:
     spec, layout = published(name)

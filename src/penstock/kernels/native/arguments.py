@@ -79,17 +79,19 @@ def with_zero_vectors(vectors: Sequence[Array | None] | None) -> list[Array] | N
 
 
 def packed_experts(
-    matrices: tuple[Sequence[PackedLinear], Sequence[PackedLinear]],
+    matrices: tuple[Sequence[PackedLinear | None], Sequence[PackedLinear | None]],
     biases: tuple[Sequence[Array] | None, Sequence[Array] | None],
     per_cell: int,
     weighs_input: bool,
 ) -> PackedExperts:
-    """(gate_up, down) of a layer's experts, and their biases.  Raises ValueError unless all have one shape."""
-    gate_up, down = matrices
+    """(gate_up, down) of a layer's experts, None for one of another rank, and their biases.  Raises ValueError unless
+    all have one shape."""
     wide, narrow = (np.stack(list(own)) if own else None for own in biases)
-    data = _native.Experts([w.data for w in gate_up], [w.data for w in down], wide, narrow, per_cell, weighs_input)
-    nbytes = sum(weight.nbytes for weight in (*gate_up, *down))
-    return PackedExperts(len(down), gate_up[0].k, down[0].k, down[0].n, data, nbytes)
+    gate_ups, downs = ([None if weight is None else weight.data for weight in own] for own in matrices)
+    data = _native.Experts(gate_ups, downs, wide, narrow, per_cell, weighs_input)
+    inward, outward = ([weight for weight in own if weight is not None] for own in matrices)
+    nbytes, partial = sum(weight.nbytes for weight in (*inward, *outward)), len(outward) < len(downs)
+    return PackedExperts(len(downs), inward[0].k, outward[0].k, outward[0].n, data, nbytes, partial)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -95,7 +94,6 @@ class NativeOps(Ops):
         self._per_cell = 2 if narrow else 1  # numbers of the compute type in 32 bits
         self._buffers = StepBuffers()
         self._arena = WeightArena()
-        self._zeros: dict[tuple[int, int, tuple[int, ...]], PackedLinear] = {}
         self._batch: tuple[StepBatch, _native.Batch] | None = None
         self._kernels = _native.Kernels(family, compute_dtype)
         self._rows = _native.RowKernels(family, compute_dtype)
@@ -153,22 +151,8 @@ class NativeOps(Ops):
         down_biases: Sequence[Array | None] | None = None,
         weighs_input: bool = False,
     ) -> PackedExperts:
-        """An expert of another rank is one of zeros, one for all: its rows are computed, and add zeros."""
-        matrices = self._with_zeros(gate_up), self._with_zeros(down)
         biases = with_zero_vectors(gate_up_biases), with_zero_vectors(down_biases)
-        packed = packed_experts(matrices, biases, self._per_cell, weighs_input)
-        nbytes = sum(weight.nbytes for weight in (*gate_up, *down) if weight is not None)
-        return replace(packed, nbytes=nbytes, partial=None in gate_up)
-
-    def _with_zeros(self, matrices: Sequence[PackedLinear | None]) -> list[PackedLinear]:
-        """The matrices; in place of None, a matrix of zeros."""
-        known = next(matrix for matrix in matrices if matrix is not None)
-        if None not in matrices:
-            return [matrix for matrix in matrices if matrix is not None]
-        shape = known.n, known.k, known.segments
-        if shape not in self._zeros:
-            self._zeros[shape] = self.pack_linear(np.zeros((known.n, known.k), bfloat16), segments=known.segments)
-        return [self._zeros[shape] if matrix is None else matrix for matrix in matrices]
+        return packed_experts((gate_up, down), biases, self._per_cell, weighs_input)
 
     def pack_quantized(
         self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1

@@ -64,7 +64,7 @@ class SlabHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def identity(self) -> ModelIdentity:
-        """Whose pages it holds."""
+        """The model and kernels whose pages it holds."""
         return ModelIdentity(fingerprint=self.fingerprint, numerics=self.numerics)
 
 

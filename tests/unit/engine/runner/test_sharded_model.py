@@ -12,13 +12,16 @@ import pytest
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
+from forked_ranks import run_forked
 from penstock.errors import ModelError
 from penstock.kernels.operands import PackedLinear
 from penstock.kernels.ops import DirectProgram, Ops
 from penstock.kernels.select import make_ops
+from penstock.parallel.collectives.interface import Collectives
 from penstock.parallel.mesh import Mesh, parse_mesh
+from penstock.parallel.shard import shard_model
 from penstock.weights.families.registry import checkpoint_format
-from sharded_bench import ShardedModel, WholeModel, answers
+from sharded_bench import ShardedModel, WholeModel, answers, batches, rank_of, rows_of
 from tiny_gguf import write_gguf
 from tiny_models import DTYPES, Tensors, llama_config, random_tensors, write_model, write_weights
 
@@ -142,3 +145,21 @@ def test_a_rank_is_run_operation_by_operation(mesh: str, folders: Callable[[str]
     ops = make_ops(compute_dtype="fp32")
     for rank in ShardedModel(folders("grouped queries"), ops, parse_mesh(mesh)).ranks:
         assert isinstance(ops.record(rank.model, rank.kv), DirectProgram)
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
+def test_two_processes_over_shared_memory_have_the_bits_of_one(mesh: str, folders: Callable[[str], Path]) -> None:
+    folder, plan = folders("parts of groups"), parse_mesh(mesh)
+    whole = WholeModel(folder, make_ops(compute_dtype="bf16"))
+    steps = list(batches(whole.spec))
+
+    def rank(group: Collectives) -> list[str | None]:
+        ops = make_ops(compute_dtype="bf16")
+        own = rank_of(folder, ops, shard_model(whole.spec, plan, group.rank), group, group)
+        rows = [rows_of(own.model, ops, batch, own.kv) for batch in steps]
+        return [None if each is None else each[0].hex() + each[1].hex() for each in rows]
+
+    want = [None if each is None else each[0].hex() + each[1].hex() for each in answers(whole)]
+    found = run_forked([rank, rank])
+    assert found[1] == want
+    assert found[0] == (want if plan.tensor == 2 else [None] * len(want))

@@ -5,12 +5,13 @@
 
 namespace penstock {
 
-// Slots by expert, then by token: a counting sort, whose pass over the tokens keeps their order.
+// Slots by expert, then by token: a counting sort, whose pass over the tokens keeps their order.  Experts that are not here have
+// none.
 void ExpertRun::sort(const ExpertsArgs& args) {
   const auto id = [&](long row, long j) { return args.routes[row * 2 * args.top_k + j]; };
   begin_.assign(static_cast<size_t>(args.experts.count) + 1, 0);
   for (long row = 0; row < args.rows; ++row)
-    for (long j = 0; j < args.top_k; ++j) ++begin_[id(row, j) + 1];
+    for (long j = 0; j < args.top_k; ++j) begin_[id(row, j) + 1] += args.experts.has(id(row, j)) ? 1 : 0;
   std::partial_sum(begin_.begin(), begin_.end(), begin_.begin());
   const auto slots = static_cast<size_t>(args.rows * args.top_k);
   tokens_.resize(slots);
@@ -24,6 +25,8 @@ void ExpertRun::sort(const ExpertsArgs& args) {
     const auto* weights = reinterpret_cast<const float*>(args.routes + (row * 2 + 1) * args.top_k);
     int32_t* own = slots_.data() + row * args.top_k;
     for (long j = 0; j < args.top_k; ++j) {
+      own[j] = kNoSlot;
+      if (!args.experts.has(id(row, j))) continue;
       const auto slot = static_cast<size_t>(next[id(row, j)]++);
       tokens_[slot] = static_cast<int32_t>(row);
       experts_[slot] = static_cast<int32_t>(id(row, j));

@@ -6,7 +6,7 @@
 //     summed      each token's slots in this order within a group of experts, groups by a tree (routing.hpp); then
 //                 added to its hidden state
 //
-// An expert without tokens is not read.  A row's bits depend on its own experts alone: products do not look at how many
+// An expert without tokens is not read, one that another rank has is skipped.  A row's bits depend on its own experts alone: products do not look at how many
 // rows there are, and the order of its sum follows from its experts' ids and the number of experts.
 //
 // Of a step with more than kWindowRows slots, sums wait between windows: at most pending_sums(top_k) <= 7 rows of fp32 a
@@ -32,6 +32,9 @@ struct ExpertsView {
   const float* gate_up_bias;  // [count, 2 I] or null
   const float* down_bias;     // [count, D] or null
   bool weighs_input;  // a token is multiplied by its weight before its expert, else after it
+
+  // Another rank may have an expert: its matrices are not here, and it adds nothing.
+  bool has(long expert) const { return down[expert].layout().n > 0; }
 };
 
 struct ExpertsArgs {

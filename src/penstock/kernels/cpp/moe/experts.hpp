@@ -182,13 +182,15 @@ void combine_rows(const CombineArgs& args) {
   const double work = static_cast<double>(args.end - args.begin) * static_cast<double>(args.width);
   each_row(args.rows, args.width * args.top_k, work, [&](long row, int) {
     const int32_t* slots = args.slots + row * args.top_k;
-    long from = 0, to = args.top_k;
+    long last = args.top_k;  // slots of experts that are here
+    while (last > 0 && slots[last - 1] == kNoSlot) --last;
+    long from = 0, to = last;
     while (from < to && slots[from] < args.begin) ++from;
     while (to > from && slots[to - 1] >= args.end) --to;
     if (from == to) return;
     PendingGroups before;
     for (long j = 0; j < from; ++j) before.reach(args.groups[slots[j]], [](int) {});
-    const bool all = to - from == args.top_k;
+    const bool all = to - from == last;
     alignas(64) float local[kPendingSums * kSumColumns];
     for (long i = 0; i < args.width; i += kSumColumns) {
       const TokenSum sum{args, i, min_of(kSumColumns, args.width - i), all ? local : args.pending + row * args.width + i,
@@ -199,7 +201,7 @@ void combine_rows(const CombineArgs& args) {
         const bool more = groups.reach(args.groups[slots[j]], join);
         sum.add_slot(slots[j], groups.count - 1, more);
       }
-      if (to < args.top_k) continue;
+      if (to < last) continue;
       groups.join_before(kExpertGroups, join);
       sum.finish(args.hidden + row * args.width);
     }

@@ -13,6 +13,8 @@ PS_EVERYWHERE int group_of_expert(long expert, long experts) {
   return static_cast<int>(((expert + 1) * kExpertGroups - 1) / experts);
 }
 
+constexpr int32_t kNoSlot = 0x7FFFFFFF;  // of an expert that another rank has
+
 enum class Score : int { kSoftmax = 0, kSigmoid = 1, kSoftmaxChosen = 2 };
 
 // How experts are chosen, in the words of kernels/operands.py's Routing.
@@ -61,7 +63,7 @@ struct CombineArgs {
   const float* y;  // [end - begin, width]
   long begin;
   long end;
-  const int32_t* slots;   // [rows, top_k], ascending in a row
+  const int32_t* slots;   // [rows, top_k], ascending in a row; last come those of experts that are not here: kNoSlot
   const uint8_t* groups;  // of each slot
   const float* weights;   // of each slot; null: all are 1
   long rows;

@@ -44,6 +44,9 @@ void bind_program(nb::module_& m);
 // Declares the class that lends and borrows cores (python/module_cores.cpp).
 void bind_cores(nb::module_& m);
 
+// Declares what moves arrays between the ranks of one host (python/module_collectives.cpp).
+void bind_collectives(nb::module_& m);
+
 // Declares what fills weights from files (python/module_loading.cpp).
 void bind_loading(nb::module_& m);
 

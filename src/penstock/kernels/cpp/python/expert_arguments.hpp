@@ -57,22 +57,28 @@ struct Experts {
       : per_cell(cell) {
     require(!gate_ups.empty() && gate_ups.size() == downs.size() && gate_ups.size() <= kMaxExperts,
             "a layer has 1 to 4096 experts, each with two matrices");
+    size_t known = gate_ups.size();  // an expert that is here
     for (size_t e = 0; e < gate_ups.size(); ++e) {
-      gate_up.push_back(taken(gate_ups[e], gate_up));
-      down.push_back(taken(downs[e], down));
+      require(gate_ups[e].is_none() == downs[e].is_none(), "an expert has both matrices or none");
+      if (!gate_ups[e].is_none() && known == gate_ups.size()) known = e;
+      gate_up.push_back(taken(gate_ups[e], gate_up, known));
+      down.push_back(taken(downs[e], down, known));
     }
-    const long wide = outputs(gate_up[0]), inner = inputs(down[0]), out = outputs(down[0]);
+    require(known < gate_ups.size(), "no expert is here");
+    const long wide = outputs(gate_up[known]), inner = inputs(down[known]), out = outputs(down[known]);
     require(wide == 2 * inner, "gate_up must be [2 I, K] and down [D, I]");
     const auto count = static_cast<long>(gate_up.size());
-    view = {count, inputs(gate_up[0]), inner, out, gate_up.data(), down.data(), bias(gate_up_bias, count, wide),
+    view = {count, inputs(gate_up[known]), inner, out, gate_up.data(), down.data(), bias(gate_up_bias, count, wide),
             bias(down_bias, count, out), weighs_input};
   }
 
  private:
-  Matrix taken(const nb::object& weight, const std::vector<Matrix>& before) {
+  // None is a matrix without outputs.
+  Matrix taken(const nb::object& weight, const std::vector<Matrix>& before, size_t known) {
+    if (weight.is_none()) return {};
     held.push_back(weight);
     const Matrix own = matrix_from(weight, per_cell);
-    require(before.empty() || (outputs(own) == outputs(before[0]) && inputs(own) == inputs(before[0])),
+    require(known >= before.size() || (outputs(own) == outputs(before[known]) && inputs(own) == inputs(before[known])),
             "all experts of a layer have one shape");
     return own;
   }

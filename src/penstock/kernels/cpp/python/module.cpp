@@ -168,6 +168,7 @@ NB_MODULE(_native, m) {
   bind_adapters(m);
   bind_program(m);
   bind_cores(m);
+  bind_collectives(m);
   bind_loading(m);
   bind_pages(m);
   bind_blocks(m);

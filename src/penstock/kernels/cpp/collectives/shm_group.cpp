@@ -1,0 +1,138 @@
+#include "collectives/shm_group.hpp"
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#endif
+
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+
+namespace penstock {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kSpinsALook = 64;  // between two looks at the clock and at whether the group is over
+constexpr double kMostSleep = 0.05;
+
+void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Numbers go round: is `value` at or behind `wanted`?
+bool reached(uint32_t value, uint32_t wanted) { return static_cast<int32_t>(value - wanted) >= 0; }
+
+#if defined(__linux__)
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value, double seconds) {
+  timespec left{static_cast<time_t>(seconds), static_cast<long>((seconds - static_cast<double>(static_cast<time_t>(seconds))) * 1e9)};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &left, nullptr, 0);
+}
+void wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+}
+#else
+void sleep_while(std::atomic<uint32_t>&, uint32_t, double) { std::this_thread::sleep_for(std::chrono::microseconds(50)); }
+void wake_all(std::atomic<uint32_t>&) {}
+#endif
+
+void advance(ShmCounter& counter, uint32_t value) {
+  counter.value.store(value);
+  if (counter.sleepers.load() != 0) wake_all(counter.value);
+}
+
+size_t channel_bytes(size_t slot_bytes) { return sizeof(ShmChannel) + 2 * slot_bytes; }
+
+}  // namespace
+
+ShmGroup::ShmGroup(char* memory, int rank, int ranks, size_t slot_bytes, double spin_us)
+    : memory_(memory),
+      rank_(rank),
+      ranks_(ranks),
+      slot_bytes_(slot_bytes),
+      spin_us_(spin_us),
+      sent_(static_cast<size_t>(ranks)),
+      received_(static_cast<size_t>(ranks)) {
+  static_assert(std::atomic<uint32_t>::is_always_lock_free);
+  if (rank < 0 || rank >= ranks) throw std::invalid_argument("no such rank");
+  if (slot_bytes == 0 || slot_bytes % 64 != 0) throw std::invalid_argument("a slot has a multiple of 64 bytes");
+}
+
+size_t ShmGroup::bytes_needed(int ranks, size_t slot_bytes) {
+  const auto count = static_cast<size_t>(ranks);
+  return sizeof(ShmCounter) + (count + count * count) * channel_bytes(slot_bytes);
+}
+
+ShmChannel* ShmGroup::channel(long index) const {
+  return reinterpret_cast<ShmChannel*>(memory_ + sizeof(ShmCounter) + static_cast<size_t>(index) * channel_bytes(slot_bytes_));
+}
+
+const char* ShmGroup::buffer(const ShmChannel* channel, uint32_t sequence) const {
+  return reinterpret_cast<const char*>(channel + 1) + (sequence & 1) * slot_bytes_;
+}
+
+void ShmGroup::write(ShmChannel* channel, uint32_t sequence, const void* data, const ShmLabel& label) {
+  if (label.bytes > slot_bytes_) throw std::invalid_argument("a piece is larger than a slot");
+  if (over()) throw std::runtime_error("the group is over");
+  channel->labels[sequence & 1] = label;
+  std::memcpy(const_cast<char*>(buffer(channel, sequence)), data, label.bytes);
+  advance(channel->posted, sequence);
+}
+
+void ShmGroup::post(const void* data, const ShmLabel& label) { write(to_all(rank_), ++sequence_, data, label); }
+
+bool ShmGroup::await(int rank, double seconds) { return wait(to_all(rank)->posted, sequence_, seconds); }
+
+bool ShmGroup::send(int to, const void* data, const ShmLabel& label, double seconds) {
+  uint32_t& sent = sent_[static_cast<size_t>(to)];
+  if (!wait(pair(rank_, to)->taken, sent - 1, seconds)) return false;
+  write(pair(rank_, to), ++sent, data, label);
+  return true;
+}
+
+bool ShmGroup::await_sent(int from, double seconds) { return wait(pair(from, rank_)->posted, received(from), seconds); }
+
+void ShmGroup::release(int from) { advance(pair(from, rank_)->taken, ++received_[static_cast<size_t>(from)]); }
+
+void ShmGroup::end() {
+  header()->value.store(1);
+  for (long index = 0; index < ranks_ + static_cast<long>(ranks_) * ranks_; ++index) {
+    wake_all(channel(index)->posted.value);
+    wake_all(channel(index)->taken.value);
+  }
+}
+
+bool ShmGroup::wait(ShmCounter& counter, uint32_t wanted, double seconds) const {
+  uint32_t seen = counter.value.load(std::memory_order_acquire);
+  if (reached(seen, wanted)) return true;
+  const auto begun = Clock::now();
+  const auto spin = std::chrono::duration<double, std::micro>(spin_us_), most = std::chrono::duration<double, std::micro>(seconds * 1e6);
+  for (;;) {
+    if (over()) throw std::runtime_error("the group is over");
+    const auto waited = std::chrono::duration<double, std::micro>(Clock::now() - begun);
+    if (waited > most) return false;
+    if (waited < spin) {
+      for (int i = 0; i < kSpinsALook; ++i) {
+        if (reached(counter.value.load(std::memory_order_acquire), wanted)) return true;
+        pause_briefly();
+      }
+      continue;
+    }
+    const double left = (most - waited).count() / 1e6;
+    counter.sleepers.fetch_add(1);
+    seen = counter.value.load();
+    if (!reached(seen, wanted) && !over()) sleep_while(counter.value, seen, left < kMostSleep ? left : kMostSleep);
+    counter.sleepers.fetch_sub(1);
+    if (reached(counter.value.load(), wanted)) return true;
+  }
+}
+
+}  // namespace penstock
