@@ -251,15 +251,16 @@ def measured(port: int, keys: dict[str, str], args: argparse.Namespace, *, noisy
 def by_processes(args: argparse.Namespace) -> None:
     names = ("quiet0", "quiet1", "quiet2", "noisy")
     with tempfile.TemporaryDirectory() as folder:
-        path, port, keys = Path(folder) / "keys.json", free_port(), dict[str, str]()
+        path, keys, log_path = Path(folder) / "keys.json", dict[str, str](), Path(folder) / "log"
         for name in names:
             words = [*PENSTOCK, "keys", "add", str(path), "--tenant", name]
             keys[name] = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()[0]
+        port = free_port()  # last, so that few others can take it before the service does
         words = [*PENSTOCK, "serve", "--port", str(port), "--api-keys", str(path)]
-        with (Path(folder) / "log").open("wb") as log:
+        with log_path.open("wb") as log:
             process = subprocess.Popen(words, stdout=log, stderr=log)
         try:
-            wait_ready(port, process)
+            wait_ready(port, process, log_path)
             measured(port, keys, argparse.Namespace(**vars(args) | {"seconds": 3}), noisy=True)
             print(f"a noisy tenant, {args.clients} prompts of 1,500 tokens at a time (real processes): others' TTFT")
             alone = measured(port, keys, args, noisy=False)
@@ -274,7 +275,7 @@ def by_processes(args: argparse.Namespace) -> None:
             process.wait(60)
 
 
-def wait_ready(port: int, process: subprocess.Popen[bytes]) -> None:
+def wait_ready(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     until = time.monotonic() + 60
     while time.monotonic() < until and process.poll() is None:
         try:
@@ -285,7 +286,9 @@ def wait_ready(port: int, process: subprocess.Popen[bytes]) -> None:
         except OSError:
             pass
         time.sleep(0.1)
-    raise RuntimeError("the service was not ready in time")
+    ended = process.poll()
+    how = "was not ready in time" if ended is None else f"ended with status {ended}"
+    raise RuntimeError(f"the service {how}; its log:\n{log.read_text()[-4000:]}")
 
 
 def main() -> None:

@@ -68,9 +68,8 @@ class Layer:
 
     def attend(self, start: int, sparse: Sparse | None) -> NDArray[np.float32]:
         """[chunk, H C]"""
-        out = self.ops.paged_attention(
-            self.q[start // CHUNK], self.kv, 0, self.batch(start), scale=SCALE, sparse=sparse
-        )
+        spec = AttentionSpec(SCALE, sparse=sparse)
+        out = self.ops.paged_attention(self.q[start // CHUNK], self.kv, 0, self.batch(start), spec)
         return self.ops.to_numpy(out)
 
     def cpu_seconds(self, sparse: Sparse | None) -> float:

@@ -71,7 +71,7 @@ SUNK = 1 << 18
 class NeverCompiled:
     """A compiler that is never done."""
 
-    def request(self, grammar: Grammar) -> NeverCompiled:
+    def get_or_compile(self, grammar: Grammar) -> NeverCompiled:
         return self
 
     def ready(self) -> bool:

@@ -25,7 +25,7 @@ def transformers_step(place: Place, context: int) -> float | None:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(place.device):
-            model = LlamaForCausalLM(LlamaConfig(**given, attn_implementation="sdpa")).eval()
+            model = LlamaForCausalLM(LlamaConfig(**given | {"attn_implementation": "sdpa"})).eval()
     finally:
         torch.set_default_dtype(before)
     with torch.inference_mode():

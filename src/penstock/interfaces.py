@@ -25,6 +25,9 @@ from penstock.types import (
 JsonObject = Mapping[str, Any]
 """A JSON object out of the strict parser: str, int, float, bool, None, lists and dicts, nothing else."""
 
+HIDDEN_THINKING = "penstock-thinking:"
+"""How the signature of a thinking block begins whose text was not to be displayed; the text follows, in base64."""
+
 
 class TokenStream(Protocol):
     """The tokens of one request; an async generator is one."""
@@ -435,7 +438,7 @@ class RequestProcessor(Protocol):
         """A body of ``/v1/completions``."""
         ...
 
-    def messages(self, body: JsonObject) -> JsonObject:
+    async def messages(self, body: JsonObject) -> JsonObject:
         """A body of ``/v1/messages`` as one of ``chat``."""
         ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from base64 import b64decode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.config.limits import RequestLimits
+from penstock.interfaces import HIDDEN_THINKING
 from penstock.types import FinishReason
 
 from .http_stage import HELLO, MODEL, Stage, stage
@@ -141,7 +143,7 @@ async def test_streamed_is_not_streamed_and_both_are_the_chat(
         usage = whole["usage"]
         assert usage["output_tokens"] == chat["usage"]["completion_tokens"]
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
-        reasoning = usage["output_tokens_details"]["reasoning_tokens"]
+        reasoning = usage["output_tokens_details"]["thinking_tokens"]
         assert reasoning == chat["usage"]["completion_tokens_details"]["reasoning_tokens"]
         assert (reasoning > 0) == ("thinking" in kinds)
 
@@ -218,6 +220,46 @@ async def test_the_cached_part_of_a_prompt_is_no_input() -> None:
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"system": [{"type": "text", "text": "Be kind."}, {"type": "text", "text": "Be brief."}]},
+        {"tools": TOOLS, "tool_choice": {"type": "any"}},
+        {"tools": TOOLS, "tool_choice": {"type": "none"}},
+        {"thinking": {"type": "disabled"}},
+        {"thinking": {"type": "enabled", "budget_tokens": 2000}},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+        {"messages": [*HELLO, {"role": "assistant", "content": "Once"}]},
+        {"messages": [*HELLO, {"role": "system", "content": "Be kind."}], "stop_sequences": ["x"], "stream": False},
+    ],
+)
+async def test_tokens_are_counted_as_usage_counts_them(fields: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    async with stage(intake=request.getfixturevalue("thinker")) as on:
+        body = asked(**fields)
+        usage = (await on.post(MESSAGES, body)).json()["usage"]
+        del body["max_tokens"]
+        counted = (await on.post(f"{MESSAGES}/count_tokens", body)).json()
+        assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_thinking_whose_display_is_omitted_goes_back_within_its_signature(
+    seed: int, request: pytest.FixtureRequest
+) -> None:
+    async with saying("They ask.\n</think>\n\nIt rains.", intake=request.getfixturevalue("thinker")) as on:
+        on.streams.cuts = random.Random(seed)
+        hidden = asked(max_tokens=400, thinking={"type": "adaptive", "display": "omitted"})
+        whole = (await on.post(MESSAGES, hidden)).json()
+        text = (await on.post(MESSAGES, hidden | {"stream": True})).text
+        assert "They ask" not in text
+        assert "thinking_delta" not in text
+        assert shown(joined(parsed(text))) == shown(whole)
+        (thought, _) = whole["content"]
+        assert (thought["type"], thought["thinking"]) == ("thinking", "")
+        displayed = (await on.post(MESSAGES, asked(max_tokens=400))).json()["content"][0]["thinking"]
+        assert b64decode(thought["signature"].removeprefix(HIDDEN_THINKING)).decode() == displayed
+
+
+@pytest.mark.parametrize(
     ("path", "body", "status", "kind", "words"),
     [
         (MESSAGES, asked(model="gpt"), 404, "not_found_error", "gpt"),
@@ -236,6 +278,7 @@ async def test_errors_have_anthropics_envelope(path: str, body: Any, status: int
         told = answer.json()
         assert set(told) == {"type", "error", "request_id"}
         assert (told["type"], told["error"]["type"]) == ("error", kind)
+        assert told["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"] != ""
         assert words in told["error"]["message"]
 
 

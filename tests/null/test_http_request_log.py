@@ -74,6 +74,14 @@ async def test_each_request_has_a_line_with_its_figures_where_that_is_asked_for(
     assert fields["tokens_per_s"] > 0
 
 
+async def test_the_line_of_an_error_has_the_id_that_its_client_got(lines: Written):
+    async with stage() as on:
+        answers = [await on.post("/v1/assistants", {}), await on.post(CHAT, {"messages": 1})]
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    assert [fields["request_id"] for _, fields in lines] == ids
+    assert len(set(ids)) == 2
+
+
 async def test_a_stream_that_breaks_off_says_so(lines: Written):
     streams = NullStreams(fail_at={2: WorkerLost("gone")})
     async with stage(streams, log_requests=True) as on:

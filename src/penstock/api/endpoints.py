@@ -21,7 +21,7 @@ from penstock.api import sse
 from penstock.api.admin import MetricsSnapshot
 from penstock.api.admission import Admission
 from penstock.api.auth import NO_TENANT, ApiKeys, StaticApiKeys
-from penstock.api.errors import Header
+from penstock.api.errors import Header, request_id_headers
 from penstock.api.http import EndpointFactory, FormBody, HttpExchange, JsonBody, RestOfResponse
 from penstock.api.idempotency import (
     IdempotencyCache,
@@ -184,7 +184,7 @@ class Endpoints:
             if prepared.requests[0].session:
                 self.sessions.observe(prepared.requests[0])
             request = _PreparedGeneration(prepared, keyed, seeded, span)
-            return self._generate(exchange, request, shape, context, api.id_headers)
+            return self._generate(exchange, request, shape, context)
 
         return self.factory.json_endpoint(work, self.factory.admission.check)
 
@@ -221,7 +221,7 @@ class Endpoints:
             sent.reservation.release()
             traced = self._tracing.span(exchange, source.task, source.model)
             with closing(source), traced as span:
-                headers = [(b"x-request-id", context.id.encode()), *trace_response_header(span)]
+                headers = [*request_id_headers(exchange.path, context.id), *trace_response_header(span)]
                 response = TranscriptionResponse(with_span(span, behind.streams), self._shedder)
                 await response.send(exchange, source, context.caller.qos(), headers)
 
@@ -248,8 +248,10 @@ class Endpoints:
         identity = self._behind.streams.identity()
         if identity is None:
             raise NoWorkers("The server is starting: no worker is ready yet.")
+        request_id = RequestId(prefix + secrets.token_hex(12))
+        exchange.log_entry.id = request_id
         return RequestContext(
-            id=RequestId(prefix + secrets.token_hex(12)),
+            id=request_id,
             arrival=self._behind.clock.now(),
             identity=identity,
             session=_session(exchange, self._behind.limits.max_session_chars),
@@ -277,7 +279,8 @@ class Endpoints:
         )
         note_response(span, head.id, used, "")
         response = await encode_pooling_response(shape, head, prepared, pooled)
-        await exchange.send_response(200, response, (b"x-request-id", head.id.encode()), *trace_response_header(span))
+        headers = (*request_id_headers(exchange.path, head.id), *trace_response_header(span))
+        await exchange.send_response(200, response, *headers)
 
     async def _generate(
         self,
@@ -285,7 +288,6 @@ class Endpoints:
         request: _PreparedGeneration,
         shape: ResponseFormat,
         context: RequestContext,
-        id_headers: Sequence[bytes],
     ) -> None:
         prepared, span = request.prepared, request.span
         head = _head(context.name, prepared, context.identity, request.keyed)
@@ -297,8 +299,8 @@ class Endpoints:
             self._shedder.admit(exchange, qos, _costs(prepared, cached, source.resume)) as admitted,
         ):
             response = ResponseStream(source.streams, prepared, admitted, source.resume)
-            more = [(header, name.encode()) for header in id_headers]
-            more += [*trace_response_header(span), *([] if cached is None else cached.headers())]
+            more = [*request_id_headers(exchange.path, name), *trace_response_header(span)]
+            more += [] if cached is None else cached.headers()
             headers = partial(self._headers, name, more, explained=self._explains(exchange))
             try:
                 if prepared.reply.stream:

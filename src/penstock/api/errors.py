@@ -44,6 +44,7 @@ class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
     code: str | None = None
     headers: tuple[Header, ...] = ()
     too_long: PromptTooLong | None = None  # the error, where it is this one: each API has its own fields that help
+    request_id: str = ""  # as the headers have it
 
     @property
     def body(self) -> bytes:
@@ -83,7 +84,7 @@ def anthropic_error(error: ErrorResponse) -> bytes:
         message = f"prompt is too long: {long.prompt_tokens} tokens > {long.limit} maximum. {advice}"
     default = "invalid_request_error" if error.status < 500 else "api_error"
     told = {"type": _ANTHROPIC_TYPES.get(error.status, default), "message": message, "code": error.code}
-    return _encode({"type": "error", "error": told, "request_id": None})
+    return _encode({"type": "error", "error": told, "request_id": error.request_id or None})
 
 
 _RESPONSES_NAMES = {
@@ -114,9 +115,19 @@ def responses_error(error: ErrorResponse) -> bytes:
 
 def error_format_of(path: str) -> ErrorFormat:
     """The envelope in which clients of ``path`` expect errors, whoever raises them."""
-    if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
+    if _is_anthropic(path):
         return anthropic_error
     return responses_error if path == RESPONSES_PATH else openai_error
+
+
+def request_id_headers(path: str, request_id: str) -> tuple[Header, ...]:
+    """The headers in which clients of ``path`` look for the request's id."""
+    own = (b"x-request-id", request_id.encode())
+    return ((b"request-id", own[1]), own) if _is_anthropic(path) else (own,)
+
+
+def _is_anthropic(path: str) -> bool:
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def error_response(error: BaseException) -> ErrorResponse:
@@ -143,9 +154,9 @@ def error_response(error: BaseException) -> ErrorResponse:
     return ErrorResponse(status=500, message="The server had an error.", type="server_error", code="internal_error")
 
 
-def logged_error_response(error: BaseException) -> ErrorResponse:
+def logged_error_response(error: BaseException, request_id: str = "") -> ErrorResponse:
     """As ``error_response``, and logs errors of the server, unexpected ones with a traceback."""
-    answer = error_response(error)
+    answer = msgspec.structs.replace(error_response(error), request_id=request_id)
     if not isinstance(error, PenstockError):
         log.error("a request failed", exc_info=error)
     elif answer.status >= 500:

@@ -9,6 +9,7 @@ has gone.  Knows nothing about paths or the meaning of a body.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,7 @@ from penstock.api.errors import (
     error_code,
     error_format_of,
     logged_error_response,
+    request_id_headers,
 )
 from penstock.api.multipart import boundary_of, parse_multipart
 from penstock.api.request_log import LOG_ENTRY, RequestLogEntry
@@ -162,6 +164,11 @@ class HttpExchange:
         self.finished = False  # so is everything else
 
     @property
+    def path(self) -> str:
+        """The path that was asked for."""
+        return str(self._scope["path"])
+
+    @property
     def log_entry(self) -> RequestLogEntry:
         """The entry for the request log."""
         note: RequestLogEntry | None = self._scope.get(LOG_ENTRY)
@@ -291,15 +298,17 @@ class HttpExchange:
 
     async def send_error(self, error: BaseException) -> None:
         """Sends an error, after which at most a bounded rest of the body is read."""
-        answer = logged_error_response(error)
-        self.log_entry.code = error_code(error)
-        body = error_format_of(self._scope["path"])(answer)
-        length = (b"content-length", str(len(body)).encode())
+        note = self.log_entry
+        note.code, note.id = error_code(error), note.id or f"req_{secrets.token_hex(12)}"
+        answer = logged_error_response(error, note.id)
+        body = error_format_of(self.path)(answer)
+        headers = (JSON_TYPE, (b"content-length", str(len(body)).encode()), *answer.headers)
+        headers += request_id_headers(self.path, note.id)
         if self._body_read or not self._has_body():
-            await self.start(answer.status, JSON_TYPE, length, *answer.headers)
+            await self.start(answer.status, *headers)
             await self.finish(body)
             return
-        await self.start(answer.status, JSON_TYPE, length, (b"connection", b"close"), *answer.headers)
+        await self.start(answer.status, *headers, (b"connection", b"close"))
         await self.send(body)
         await self._linger()
         await self.finish()

@@ -86,7 +86,14 @@ class HostCheckMiddleware:
 _CHECKED_HEADERS = frozenset({b"host", b"origin", b"sec-fetch-mode", b"sec-fetch-site"})
 
 
-EXPOSED_HEADERS = ("retry-after", "traceresponse", "x-penstock-response-cache", "x-penstock-route", "x-request-id")
+EXPOSED_HEADERS = (
+    "request-id",
+    "retry-after",
+    "traceresponse",
+    "x-penstock-response-cache",
+    "x-penstock-route",
+    "x-request-id",
+)
 """Headers of answers that a page may read."""
 
 PREFLIGHT_S = 600

@@ -286,11 +286,6 @@ class GenerationApi(Protocol):
         """Whether a length beyond what the context leaves is cut to that, instead of refused."""
         ...
 
-    @property
-    def id_headers(self) -> tuple[bytes, ...]:
-        """Headers that name the request."""
-        ...
-
     async def translate(self, body: JsonObject, context: RequestContext) -> TranslatedRequest:
         """The request that ``body`` asks for.  Raises RequestError."""
         ...

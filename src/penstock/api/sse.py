@@ -166,8 +166,9 @@ class EventStreamWriter:
 
     async def send_error(self, error: Exception, event: Callable[[ErrorResponse], bytes] = openai_error_event) -> None:
         """Sends an error as the last event, which ``event`` writes."""
-        self._exchange.log_entry.code = error_code(error)
-        await self.finish(event(logged_error_response(error)))
+        note = self._exchange.log_entry
+        note.code = error_code(error)
+        await self.finish(event(logged_error_response(error, note.id)))
 
     async def _start(self) -> None:
         if not self._exchange.started:

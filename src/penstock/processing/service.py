@@ -42,10 +42,11 @@ from penstock.processing.model_aliases import find_card, listed_cards, served_mo
 from penstock.processing.multimodal.image_fetch import ImageFetcher
 from penstock.processing.multimodal.image_preprocessing import pillow_installed, read_image_config
 from penstock.processing.multimodal.images import ImagePipeline, MultimodalPrompt
-from penstock.processing.requests.anthropic import MessagesOptions, messages_chat, messages_prompt
+from penstock.processing.requests.anthropic import MessagesOptions, messages_chat
 from penstock.processing.requests.fields import unsupported, weights
 from penstock.processing.requests.generation import (
     ChatInput,
+    ChatRequest,
     GenerationFields,
     Prompt,
     parse_chat,
@@ -233,8 +234,7 @@ class GenerationProcessor:
         facts, adapter = self._asked(body)
         checked = parse_chat(body, self._limits, facts)
         call, keep = checked.call, checked.call.keep
-        wish = RenderOptions(tooling=checked.text.tooling, constrained=call.grammar is not None, closed=call.closed)
-        written = await self._write_chat(checked.text, wish, cut=keep is not None)
+        written = await self._write_chat(checked.text, _render_options(checked), cut=keep is not None)
         call = await self._with_calls_demanded(call, written.grammars, envelope.caller.tenant)
         salt = envelope.caller.cache_salt(call.cache_salt)
         prompt = await self._see(_last_tokens(written.tokens, keep), checked.text, salt)
@@ -245,12 +245,26 @@ class GenerationProcessor:
         prepared = await self._prepare(call, [(prompt, wanted)], length, envelope, adapter)
         return _with_model_name(prepared, facts.name)
 
-    def messages(self, body: JsonObject) -> JsonObject:
-        return messages_chat(body, self._limits, sees=self._facts.sees, options=self._messages)
+    async def messages(self, body: JsonObject) -> JsonObject:
+        return await self._messages_chat(body, counts=False)
 
     async def count_message_tokens(self, body: JsonObject) -> int:
-        prompt = messages_prompt(body, self._limits, sees=self._facts.sees, options=self._messages)
-        return (await self.tokenize({"model": body.get("model"), **prompt})).count
+        chat = await self._messages_chat(body, counts=True)
+        facts, _ = self._asked(chat)
+        checked = parse_chat(chat, self._limits, facts)
+        options = _render_options(checked)
+        written = await self._write_chat(checked.text, options)
+        return len((await self._see(written.tokens, checked.text)).tokens)
+
+    async def _messages_chat(self, body: JsonObject, *, counts: bool) -> JsonObject:
+        chars = 0
+        for turn, chars in enumerate(weights(body, self._limits.max_body_bytes)):  # noqa: B007
+            if turn:
+                await asyncio.sleep(0)
+        return await self._tokenizer.run_sized(
+            chars,
+            lambda: messages_chat(body, self._limits, sees=self._facts.sees, options=self._messages, counts=counts),
+        )
 
     async def completion(self, body: JsonObject, envelope: RequestContext) -> PreparedGeneration:
         facts, adapter = self._asked(body)
@@ -522,6 +536,11 @@ class GenerationProcessor:
 def _shared_set(tokens: tuple[int, ...]) -> frozenset[int]:
     """The same object for equal tokens: mostly the model's end tokens, and 216 bytes of each open stream."""
     return frozenset(tokens)
+
+
+def _render_options(chat: ChatRequest) -> RenderOptions:
+    call = chat.call
+    return RenderOptions(tooling=chat.text.tooling, constrained=call.grammar is not None, closed=call.closed)
 
 
 def _with_model_name(prepared: PreparedGeneration, model: str) -> PreparedGeneration:

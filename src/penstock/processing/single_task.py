@@ -84,7 +84,7 @@ class SingleTaskProcessor(ABC):
         """Always WrongTask."""
         self.refuse(self._purpose.text)
 
-    def messages(self, body: JsonObject) -> JsonObject:
+    async def messages(self, body: JsonObject) -> JsonObject:
         """Always WrongTask."""
         self.refuse(self._purpose.text)
 

@@ -51,7 +51,8 @@ def test_it_runs(program: str, words: str, tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "bench" / f"{program}.py", *shlex.split(words.replace("DIR", str(tmp_path)))]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
     ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    assert "Traceback" not in ended.stderr, ended.stderr[-6000:]
     assert any(character.isdigit() for character in ended.stdout)
 
 

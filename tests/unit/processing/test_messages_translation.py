@@ -10,7 +10,7 @@ import pytest
 
 from penstock.config.limits import RequestLimits
 from penstock.errors import BadField, RequestError
-from penstock.processing.requests.anthropic import MessagesOptions, messages_chat, messages_prompt
+from penstock.processing.requests.anthropic import MessagesOptions, messages_chat
 from penstock.processing.requests.skipped import SkippedKinds
 
 LIMITS = RequestLimits()
@@ -126,6 +126,64 @@ def test_images_are_parts_and_those_of_results_follow_in_the_users_message() -> 
     assert "An image was omitted" in blind["content"]
 
 
+def test_turns_of_one_role_that_follow_one_another_are_one() -> None:
+    """As Anthropic combines them; many templates take nothing else."""
+    text = [{"type": "text", "text": "b"}]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "r"}
+    call = {"type": "tool_use", "id": "c", "name": "read", "input": {}}
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "t", "signature": "s"}]},
+        {"role": "assistant", "content": "One, "},
+        {"role": "assistant", "content": [{"type": "text", "text": "two."}, call]},
+        {"role": "user", "content": "and"},
+        {"role": "user", "content": [result]},
+        {"role": "system", "content": "s1"},
+        {"role": "system", "content": "s2"},
+    ]
+    function = {"name": "read", "arguments": "{}"}
+    assert messages(messages=turns) == [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, *text]},
+        {
+            "role": "assistant",
+            "content": "One, two.",
+            "reasoning_content": "t",
+            "tool_calls": [{"type": "function", "function": function, "id": "c"}],
+        },
+        {"role": "tool", "content": "r", "tool_call_id": "c"},
+        {"role": "user", "content": "and"},
+        {"role": "system", "content": "s1\n\ns2"},
+    ]
+
+
+def test_thinking_that_was_not_displayed_is_read_from_its_signature() -> None:
+    signature = "penstock-thinking:SG0uw7w="
+    block = {"type": "thinking", "thinking": "", "signature": signature}
+    turns = [*HI, {"role": "assistant", "content": [block, {"type": "text", "text": "a"}]}, *HI]
+    assert messages(messages=turns)[1] == {"role": "assistant", "content": "a", "reasoning_content": "Hm.ü"}
+
+
+def test_a_tool_that_was_skipped_is_not_chosen_either() -> None:
+    search = {"type": "web_search_20260101", "name": "web_search"}
+    chosen = {"type": "tool", "name": "web_search"}
+    assert chat(tools=[search, READ], tool_choice=chosen) == chat(tools=[READ])
+    assert chat(tools=[search], tool_choice=chosen) == chat()
+
+
+def test_documents_that_are_not_read_leave_a_note() -> None:
+    pdf = {"type": "document", "title": "Plan", "source": {"type": "base64", "media_type": "application/pdf"}}
+    (told,) = messages(messages=[{"role": "user", "content": [pdf]}])
+    assert told["content"] == "Plan\n[A document was omitted: only documents of text are read here.]"
+
+
+def test_images_within_documents_are_seen() -> None:
+    inner = [{"type": "text", "text": "before"}, PICTURE, {"type": "text", "text": "behind"}]
+    document = {"type": "document", "title": "T", "source": {"type": "content", "content": inner}}
+    (told,) = messages(messages=[{"role": "user", "content": [document]}], sees=True)
+    assert [part.get("text", "image") for part in told["content"]] == ["T\nbefore", "image", "behind"]
+
+
 def test_documents_are_text() -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "Once."}
     turns = [{"role": "user", "content": [{"type": "document", "title": "Tale", "source": source}]}]
@@ -156,6 +214,7 @@ def test_what_is_not_known_is_skipped_logged_once_and_leaves_the_prompt_alone(ca
     assert sorted(record.getMessage().split(": ")[1] for record in caplog.records) == [
         "content 'smell' (logged once)",
         "field 'wormhole' (logged once)",
+        "field of a block of text 'y' (logged once)",
         "field of a message 'mood' (logged once)",
         "tool 'web_search_20260101' (logged once)",
     ]
@@ -181,7 +240,19 @@ def test_tools_and_their_choice(choice: Any, expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "arguments"),
     [
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, {"enable_thinking": True, "thinking": True}),
+        *(
+            (
+                {"thinking": {"type": "enabled", "budget_tokens": budget}},
+                {"enable_thinking": True, "thinking": True, "thinking_budget": budget, "reasoning_effort": effort},
+            )
+            for budget, effort in ((2000, "low"), (10_000, "medium"), (31_999, "high"))
+        ),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 31_999}, "output_config": {"effort": "medium"}},
+            {"enable_thinking": True, "thinking": True, "thinking_budget": 31_999, "reasoning_effort": "medium"},
+        ),
+        ({"thinking": {"type": "between_tools"}, "output_config": {"effort": "max"}}, {"reasoning_effort": "high"}),
+        ({"thinking": {"type": "of_tomorrow"}, "output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
         ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
         ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
     ],
@@ -231,9 +302,9 @@ def test_a_session_name_that_is_too_long_is_refused() -> None:
 def test_counting_needs_no_length_and_has_the_prompt_of_the_message() -> None:
     options = MessagesOptions(SkippedKinds("/v1/messages"), 2048)
     body = {"model": "m", "messages": HI, "system": "S", "tools": [READ], "thinking": {"type": "disabled"}}
-    prompt = messages_prompt(body, LIMITS, sees=False, options=options)
+    counted = messages_chat(body, LIMITS, sees=False, options=options, counts=True)
     whole = messages_chat(body | {"max_tokens": 1}, LIMITS, sees=False, options=options)
-    assert prompt == {name: whole[name] for name in prompt}
+    assert counted | {"max_tokens": 1} == whole
 
 
 @pytest.mark.parametrize(
@@ -258,7 +329,17 @@ def test_counting_needs_no_length_and_has_the_prompt_of_the_message() -> None:
         ({"tools": [READ], "tool_choice": {"type": "tool", "name": "write"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"tools": [{"name": 1}]}, "tools[0].name"),
-        ({"thinking": {"type": "deep"}}, "thinking.type"),
+        ({"thinking": {"type": 1}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": "many"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "adaptive", "display": 1}}, "thinking.display"),
+        ({"tools": [{"type": 1, "name": "a"}]}, "tools[0].type"),
+        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": 1}}]}]},
+         "messages[0].content[0].source.type"),
+        ({"messages": [{"role": "user", "content": [{"type": "of_tomorrow"}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "", "signature": "penstock-thinking:%"}]}]},
+         "messages[0].content[0].signature"),
         ({"metadata": {"user_id": 3}}, "metadata.user_id"),
     ],
 )  # fmt: skip

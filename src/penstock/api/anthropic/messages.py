@@ -14,6 +14,7 @@ One block is open at a time.  White space alone makes no block of text.  Knows n
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,14 @@ from penstock.api.response_format import (
     encode,
 )
 from penstock.api.sse import sse_event_without_id
-from penstock.interfaces import JsonObject, OutputDelta, RequestContext, RequestProcessor, ToolCallDelta
+from penstock.interfaces import (
+    HIDDEN_THINKING,
+    JsonObject,
+    OutputDelta,
+    RequestContext,
+    RequestProcessor,
+    ToolCallDelta,
+)
 from penstock.types import FinishReason
 
 SIGNATURE = "penstock"
@@ -50,15 +58,16 @@ class MessagesApi:
     id_prefix = "msg_"
     operation = "chat"
     clamps_length = True  # clients must name a length, and agents name one beyond what small contexts have
-    id_headers = (b"request-id", b"x-request-id")
 
     def __init__(self, processor: RequestProcessor) -> None:
         self._processor = processor
-        self._format = MessagesFormat()
+        self._shown, self._hidden = MessagesFormat(), MessagesFormat(hides_thinking=True)
 
     async def translate(self, body: JsonObject, context: RequestContext) -> TranslatedRequest:
         """The chat.  Raises RequestError."""
-        return TranslatedRequest(self._processor.messages(body), self._format)
+        chat = await self._processor.messages(body)
+        hides = (body.get("thinking") or {}).get("display") == "omitted"
+        return TranslatedRequest(chat, self._hidden if hides else self._shown)
 
 
 class MessagesFormat:
@@ -66,8 +75,12 @@ class MessagesFormat:
 
     terminator = b""
 
+    def __init__(self, *, hides_thinking: bool = False) -> None:
+        """``hides_thinking``: a response shows that there was some, and has its text in the signature."""
+        self._hides_thinking = hides_thinking
+
     def stream(self, head: ResponseHead, usage: Callable[[], TokenUsage]) -> MessagesEncoder:
-        return MessagesEncoder(head, usage)
+        return MessagesEncoder(head, usage, hides_thinking=self._hides_thinking)
 
     def complete(self, head: ResponseHead, choices: Sequence[CompletedChoice], usage: TokenUsage) -> bytes:
         """The one choice: its blocks in the order of the events that a stream would have."""
@@ -75,7 +88,10 @@ class MessagesFormat:
         content: list[dict[str, Any]] = []
         for part in choice.ordered_parts():
             if part.reasoning:
-                content.append({"type": "thinking", "thinking": part.reasoning, "signature": SIGNATURE})
+                hides = self._hides_thinking
+                signature = _hidden_signature(part.reasoning) if hides else SIGNATURE
+                shown = "" if hides else part.reasoning
+                content.append({"type": "thinking", "thinking": shown, "signature": signature})
             elif part.text.strip():
                 content.append({"type": "text", "text": part.text})
             content += [
@@ -95,9 +111,11 @@ class MessagesFormat:
 class MessagesEncoder:
     """``StreamEncoder`` of messages."""
 
-    def __init__(self, head: ResponseHead, usage: Callable[[], TokenUsage]) -> None:
+    def __init__(self, head: ResponseHead, usage: Callable[[], TokenUsage], *, hides_thinking: bool = False) -> None:
         self._head = head
         self._usage = usage
+        self._hides_thinking = hides_thinking
+        self._hidden: list[str] = []  # thinking of the open block
         self._open = ""  # the type of the open block
         self._index = -1  # of the latest block
         self._space = ""  # that text begins with, until there is more
@@ -113,7 +131,10 @@ class MessagesEncoder:
         for part in piece.parts or (piece,):
             if part.reasoning:
                 self._continue("thinking", {"thinking": "", "signature": ""}, events)
-                events.append(self._delta("thinking_delta", thinking=part.reasoning))
+                if self._hides_thinking:
+                    self._hidden.append(part.reasoning)
+                else:
+                    events.append(self._delta("thinking_delta", thinking=part.reasoning))
             if part.text:
                 self._add_text(part.text, events)
             for call in part.calls:
@@ -173,12 +194,18 @@ class MessagesEncoder:
         if not self._open:
             return
         if self._open == "thinking":
-            events.append(self._delta("signature_delta", signature=SIGNATURE))
+            signature = _hidden_signature("".join(self._hidden)) if self._hides_thinking else SIGNATURE
+            self._hidden.clear()
+            events.append(self._delta("signature_delta", signature=signature))
         self._open = ""
         events.append(_event("content_block_stop", index=self._index))
 
     def _delta(self, kind: str, **fields: str) -> StreamEvent:
         return _event("content_block_delta", index=self._index, delta={"type": kind, **fields})
+
+
+def _hidden_signature(thinking: str) -> str:
+    return HIDDEN_THINKING + b64encode(thinking.encode()).decode()
 
 
 def messages_error_event(error: ErrorResponse) -> bytes:
@@ -211,7 +238,7 @@ def message_usage(usage: TokenUsage) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.completion_tokens_details.reasoning_tokens},
+        "output_tokens_details": {"thinking_tokens": usage.completion_tokens_details.reasoning_tokens},
     }
     return shown if usage.penstock is msgspec.UNSET else shown | {"penstock": usage.penstock}
 

@@ -137,7 +137,6 @@ class OpenAIGenerationApi:
     operation: str
     format: ResponseFormat
     clamps_length: bool = False
-    id_headers: tuple[bytes, ...] = (b"x-request-id",)
 
     async def translate(self, body: JsonObject, context: RequestContext) -> TranslatedRequest:
         """The body itself."""

@@ -53,7 +53,6 @@ class ResponsesApi:
     id_prefix = "resp_"
     operation = "chat"
     clamps_length = False
-    id_headers = (b"x-request-id",)
 
     def __init__(self, processor: RequestProcessor, store: ResponseStore | None, limits: RequestLimits) -> None:
         """``store`` None: nothing is stored."""

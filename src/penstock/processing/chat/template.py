@@ -35,7 +35,7 @@ from penstock.processing.chat.sandbox import RENDER_BUDGET, LimitReached, Metere
 from penstock.processing.parsers.parser import OutputFormat
 from penstock.processing.parsers.registry import HERMES, detect_format
 from penstock.processing.parsers.tool_call_formats import JsonCalls
-from penstock.processing.requests.messages import Message, with_text_before
+from penstock.processing.requests.messages import Message, joined_contents, with_text_before
 
 MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_JSON_INDENT = 16
@@ -305,6 +305,7 @@ class TemplateCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     many: bool = True  # one message may have several calls
     words: bool = True  # and content with them
     system: bool = True  # it shows a system message
+    late_system: bool = True  # and one amid the chat
     parts: bool = False  # it shows text in a list of parts only
 
 
@@ -322,6 +323,7 @@ def probe_template(template: ChatTemplate) -> TemplateCapabilities:
         calls=False,
         results=tools and probe.shows("probe_result0", {"role": "assistant", "content": "x"}, *_results(_IDS[1][:1])),
         system=probe.shows_system(),
+        late_system=probe.shows_late_system(),
         parts=parts,
     )
     for null, objects, short in product((True, False), (True, False), (False, True)):
@@ -360,6 +362,11 @@ class _Probe:
     def shows_system(self) -> bool:
         """Whether a system message is rendered."""
         return "probe_system" in self._rendered([{"role": "system", "content": "probe_system"}, self._user])
+
+    def shows_late_system(self) -> bool:
+        """Whether a system message amid a chat is rendered."""
+        answer, system = {"role": "assistant", "content": "x"}, {"role": "system", "content": "probe_late"}
+        return "probe_late" in self._rendered([self._user, answer, system, self._user])
 
     def shows_calls(self, traits: TemplateCapabilities, count: int, *, words: str = "") -> bool:
         """Whether ``count`` calls, their results and the text with them are rendered.
@@ -422,7 +429,7 @@ class TemplateAdapter:
         """The same chat for this template.  Messages and tools are as ``message_fields`` and ``tool_fields`` parse."""
         traits = self.traits
         tools = list(conversation.tools or ())
-        messages: list[Message] = [dict(message) for message in conversation.messages]
+        messages: list[Message] = [dict(message) for message in _with_shown_systems(conversation.messages, traits)]
         if not traits.calls:
             messages = [_with_calls_as_text(message, self.format) for message in messages]
         elif not traits.many:
@@ -443,6 +450,25 @@ class TemplateAdapter:
             tools=tools or None,
             arguments={**default_arguments(self.template, conversation.tools or ()), **conversation.arguments},
         )
+
+
+def _with_shown_systems(
+    messages: Sequence[Mapping[str, Any]], traits: TemplateCapabilities
+) -> Sequence[Mapping[str, Any]]:
+    """System messages that the template does not show, or refuses, as text of the user's where they stand."""
+    shown: list[Mapping[str, Any]] = []
+    moved = False  # the message before was one of the system's, and is the user's now
+    begins = True  # only system messages came so far
+    for given in messages:
+        begins = begins and given["role"] == "system"
+        moves = given["role"] == "system" and not (traits.system if begins else traits.late_system)
+        message = {**given, "role": "user"} if moves else given
+        if (moves or moved) and message["role"] == "user" and shown and shown[-1]["role"] == "user":
+            shown[-1] = {**shown[-1], "content": joined_contents(shown[-1]["content"], message["content"])}
+        else:
+            shown.append(message)
+        moved = moves
+    return shown
 
 
 def _fitted(message: Message, traits: TemplateCapabilities) -> Message:

@@ -175,7 +175,7 @@ def joined_deltas(parts: Sequence[ParsedDelta]) -> ParsedDelta:
 
 
 def _kind(part: ParsedDelta) -> str:
-    """Of a part of one kind; empty if there is nothing in it."""
+    """The kind of a part that has one; empty if there is nothing in it."""
     return "calls" if part.calls else "reasoning" if part.reasoning else "content" if part.content else ""
 
 

@@ -2,14 +2,16 @@
 
 Only what a chat knows is translated; ``parse_chat`` checks it like any other.  Results of tools, which stand inside a
 message of the user, become messages of their own before the rest of that message; text, thinking and calls of one
-assistant turn are one message.  What is not known (fields, content types, tools that a vendor runs itself) is skipped
-and logged once, so that clients of tomorrow go on working; a known field of a wrong type is refused.
+assistant turn are one message, and so are turns of one role that follow one another.  What is not known (fields,
+content types, tools that a vendor runs itself) is skipped and logged once, so that clients of tomorrow go on working; a
+known field of a wrong type is refused.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ import msgspec
 
 from penstock.config.limits import RequestLimits
 from penstock.errors import BadField
-from penstock.interfaces import JsonObject
+from penstock.interfaces import HIDDEN_THINKING, JsonObject
 from penstock.processing.requests.fields import WRONG_TYPE, BodyFields, array, boolean, integer, mapping, number, string
 from penstock.processing.requests.skipped import SkippedKinds
 
@@ -49,6 +51,33 @@ BILLING_HEADER = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.IGNOREC
 """A line that Claude Code puts into its system prompt, with a part that differs in each request."""
 
 _OMITTED_IMAGE = "[An image was omitted: this model reads text only.]"
+_OMITTED_DOCUMENT = "[A document was omitted: only documents of text are read here.]"
+
+_EFFORTS = {"xhigh": "high", "max": "high"}
+"""Efforts of Anthropic's models that no template knows, and the nearest that templates do."""
+
+_LOW_BUDGET, _MEDIUM_BUDGET = 4096, 16_384
+"""Thinking tokens up to which a budget is low or medium effort, for templates that know efforts and no budgets."""
+
+_BLOCK_FIELDS = {
+    kind: frozenset({"type", "cache_control", *fields.split()})
+    for kind, fields in {
+        "text": "text citations",
+        "image": "source transformations",
+        "document": "source title context citations",
+        "search_result": "source title content citations",
+        "tool_result": "tool_use_id content is_error toolset_name",
+        "tool_use": "id name input caller toolset_name",
+        "thinking": "thinking signature",
+        "redacted_thinking": "data",
+    }.items()
+}
+_TOOL_FIELDS = frozenset(
+    {
+        *("type", "name", "description", "input_schema", "strict", "cache_control", "input_examples"),
+        *("allowed_callers", "defer_loading", "eager_input_streaming"),
+    }
+)
 
 
 class MessagesOptions(msgspec.Struct, frozen=True):
@@ -59,16 +88,22 @@ class MessagesOptions(msgspec.Struct, frozen=True):
     strip_billing_header: bool = True  # ``BILLING_HEADER`` would break the prefix cache with each request
 
 
-def messages_chat(body: JsonObject, limits: RequestLimits, *, sees: bool, options: MessagesOptions) -> JsonObject:
-    """The chat that a body asks for.  ``sees``: the model reads images.  Raises RequestError."""
+def messages_chat(
+    body: JsonObject, limits: RequestLimits, *, sees: bool, options: MessagesOptions, counts: bool = False
+) -> JsonObject:
+    """The chat that a body asks for.  Raises RequestError.
+
+    ``sees``: the model reads images.  ``counts``: only the prompt is wanted, so no length is needed.
+    """
     fields = BodyFields(body)
     for name in body:
         if name not in MESSAGES_FIELDS and name not in _IGNORED_FIELDS:
             options.skipped.note("field", name)
     chat = {name: body[name] for name in _PASSED_FIELDS if body.get(name) is not None}
     chat |= messages_prompt(body, limits, sees=sees, options=options)
-    length = integer("max_tokens", fields.required("max_tokens"), low=1, high=_MOST)
-    chat["max_tokens"] = min(length, options.max_model_len)
+    if not counts or fields.raw("max_tokens") is not None:
+        length = integer("max_tokens", fields.required("max_tokens"), low=1, high=_MOST)
+        chat["max_tokens"] = min(length, options.max_model_len)
     chat["stream"] = fields.boolean("stream")
     if fields.raw("temperature") is not None:
         number("temperature", fields.raw("temperature"), low=0, high=2)
@@ -93,20 +128,22 @@ def messages_chat(body: JsonObject, limits: RequestLimits, *, sees: bool, option
 def messages_prompt(body: JsonObject, limits: RequestLimits, *, sees: bool, options: MessagesOptions) -> JsonObject:
     """The fields of the chat that its prompt follows from: all that ``count_tokens`` knows.  Raises RequestError."""
     fields = BodyFields(body)
-    conversation = _Conversation(limits, options.skipped, sees=sees)
+    conversation = _Conversation(limits, options, sees=sees)
     system = fields.raw("system")
     if system is not None:
-        conversation.add_system("system", system, strip_billing_header=options.strip_billing_header)
+        conversation.add_system("system", system)
     given = fields.required("messages")
     items = _items("messages", given, limits.max_messages)
     if not items:
         raise BadField("messages", got="an empty array", want="at least one message", code="empty_array")
     for i, item in enumerate(items):
         conversation.add(f"messages[{i}]", mapping(f"messages[{i}]", item))
+    if not conversation.messages:
+        raise BadField("messages", got="nothing that is known here", want="at least one message", code="empty_array")
     prompt: dict[str, Any] = {"messages": conversation.messages, **_tool_fields(fields, limits, options.skipped)}
     if conversation.is_prefilled:
         prompt |= {"continue_final_message": True, "add_generation_prompt": False}
-    arguments = _thinking(fields)
+    arguments = _thinking(fields, options.skipped)
     if arguments:
         given_arguments = fields.raw("chat_template_kwargs")
         own = {} if given_arguments is None else mapping("chat_template_kwargs", given_arguments)
@@ -151,23 +188,30 @@ class _SessionUser(msgspec.Struct):
 _decode_user = msgspec.json.Decoder(_SessionUser).decode
 
 
-def _thinking(fields: BodyFields) -> dict[str, Any]:
+def _thinking(fields: BodyFields, skipped: SkippedKinds) -> dict[str, Any]:
     """What templates are told of ``thinking`` and ``output_config.effort``; nothing where the request says nothing."""
     arguments: dict[str, Any] = {}
     value = fields.raw("thinking")
     if value is not None:
-        kind = mapping("thinking", value).get("type")
-        if kind not in ("enabled", "disabled", "adaptive"):
-            raise BadField("thinking.type", got=kind, want="'enabled', 'disabled' or 'adaptive'")
-        budget = value.get("budget_tokens")
+        kind = string("thinking.type", mapping("thinking", value).get("type"), max_chars=_ANY_TEXT)
+        skipped.note_fields("field of thinking", value, frozenset({"type", "budget_tokens", "display"}))
+        budget, display = value.get("budget_tokens"), value.get("display")
+        if display is not None:
+            string("thinking.display", display, max_chars=_ANY_TEXT)
         if budget is not None:
-            integer("thinking.budget_tokens", budget, low=0, high=_MOST)
-        if kind != "adaptive":
+            budget = integer("thinking.budget_tokens", budget, low=0, high=_MOST)
+        if kind in ("enabled", "disabled"):
             arguments |= {"enable_thinking": kind == "enabled", "thinking": kind == "enabled"}
+        elif kind not in ("adaptive", "between_tools"):
+            skipped.note("thinking", kind)
+        if kind == "enabled" and budget is not None:
+            implied = "low" if budget <= _LOW_BUDGET else "medium" if budget <= _MEDIUM_BUDGET else "high"
+            arguments |= {"thinking_budget": budget, "reasoning_effort": implied}
     config = fields.raw("output_config")
     effort = None if config is None else mapping("output_config", config).get("effort")
     if effort is not None:
-        arguments["reasoning_effort"] = string("output_config.effort", effort, max_chars=32)
+        named = string("output_config.effort", effort, max_chars=32)
+        arguments["reasoning_effort"] = _EFFORTS.get(named, named)
     return arguments
 
 
@@ -193,10 +237,11 @@ def _output_format(fields: BodyFields) -> dict[str, Any] | None:
 class _Conversation:
     """Messages as chats have them."""
 
-    def __init__(self, limits: RequestLimits, skipped: SkippedKinds, *, sees: bool) -> None:
+    def __init__(self, limits: RequestLimits, options: MessagesOptions, *, sees: bool) -> None:
         self.messages: list[dict[str, Any]] = []
         self._limits = limits
-        self._skipped = skipped
+        self._skipped = options.skipped
+        self._strip_billing_header = options.strip_billing_header
         self._sees = sees
         self._parts = 0
 
@@ -206,21 +251,21 @@ class _Conversation:
         last = self.messages[-1]
         return last["role"] == "assistant" and bool(last.get("content")) and "tool_calls" not in last
 
-    def add_system(self, where: str, content: Any, *, strip_billing_header: bool = False) -> None:
+    def add_system(self, where: str, content: Any) -> None:
         """A system prompt, at the beginning or amid the chat."""
         texts = [content] if isinstance(content, str) else self._texts(where, content)
-        if strip_billing_header:
+        if self._strip_billing_header:
             texts = [BILLING_HEADER.sub("", text) for text in texts]
         text = "\n\n".join(text for text in texts if text)
-        if text:
+        if text and self.messages and self.messages[-1]["role"] == "system":
+            self.messages[-1]["content"] += f"\n\n{text}"
+        elif text:
             self.messages.append({"role": "system", "content": text})
 
     def add(self, where: str, item: Mapping[str, Any]) -> None:
         """The next message."""
         role, content = item.get("role"), item.get("content")
-        for name in item:
-            if name not in ("role", "content"):
-                self._skipped.note("field of a message", name)
+        self._skipped.note_fields("field of a message", item, frozenset({"role", "content", "cache_control"}))
         if role == "system":
             self.add_system(f"{where}.content", content)
         elif role == "user":
@@ -240,7 +285,12 @@ class _Conversation:
         if self._parts > self._limits.max_content_parts:
             want = f"at most {self._limits.max_content_parts} in one conversation (max_content_parts)"
             raise BadField("messages", got=f"{self._parts} content blocks", want=want, code="array_above_max_length")
-        return [(f"{where}[{i}]", mapping(f"{where}[{i}]", block)) for i, block in enumerate(content)]
+        blocks = [(f"{where}[{i}]", mapping(f"{where}[{i}]", block)) for i, block in enumerate(content)]
+        for at, block in blocks:
+            kind = string(f"{at}.type", block.get("type"), max_chars=_ANY_TEXT)
+            if kind in _BLOCK_FIELDS:
+                self._skipped.note_fields(f"field of a block of {kind}", block, _BLOCK_FIELDS[kind])
+        return blocks
 
     def _texts(self, where: str, content: Any) -> list[str]:
         """The texts of blocks; others are skipped."""
@@ -253,22 +303,27 @@ class _Conversation:
         return texts
 
     def _add_user(self, where: str, content: Any) -> None:
-        if isinstance(content, str):
-            self.messages.append({"role": "user", "content": content})
-            return
-        parts: list[dict[str, Any]] = []
+        if content == []:
+            raise BadField(where, got="an empty array", want="at least one content block", code="empty_array")
+        parts = self._pop_user_parts()
         images: list[dict[str, Any]] = []  # of results: templates have images in messages of the user only
+        before = len(parts)
         for at, block in self._blocks(where, content):
             if block.get("type") == "tool_result":
                 self._add_result(at, block, images)
             else:
                 parts += self._read_parts(at, block)
-        parts = images + parts
+        parts = parts[:before] + images + parts[before:]
         if parts:
             only = parts[0].get("text") if len(parts) == 1 else None
             self.messages.append({"role": "user", "content": parts if only is None else only})
-        elif not content:
-            raise BadField(where, got="an empty array", want="at least one content block", code="empty_array")
+
+    def _pop_user_parts(self) -> list[dict[str, Any]]:
+        """The parts of a message of the user that the next one continues."""
+        if not self.messages or self.messages[-1]["role"] != "user":
+            return []
+        content = self.messages.pop()["content"]
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
     def _add_result(self, where: str, block: Mapping[str, Any], images: list[dict[str, Any]]) -> None:
         content = block.get("content")
@@ -319,19 +374,26 @@ class _Conversation:
         return {"type": "image_url", "image_url": {"url": url}}
 
     def _read_document(self, where: str, block: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Documents of text; others are skipped."""
+        """Documents of text, with images in it; others leave a note, so that the model can say what it did not see."""
         source = mapping(f"{where}.source", block.get("source"))
-        kind = source.get("type")
+        kind = string(f"{where}.source.type", source.get("type"), max_chars=_ANY_TEXT)
+        head = [_string(f"{where}.{name}", block[name]) for name in ("title", "context") if block.get(name) is not None]
+        parts: list[dict[str, Any]] = []
         if kind == "text":
-            texts = [_string(f"{where}.source.data", source.get("data"))]
+            head.append(_string(f"{where}.source.data", source.get("data")))
         elif kind == "content":
-            texts = self._texts(f"{where}.source.content", source.get("content"))
+            for at, inner in self._blocks(f"{where}.source.content", source.get("content")):
+                if inner["type"] in ("text", "image"):
+                    parts += self._read_parts(at, inner)
+                else:
+                    self._skipped.note("content of a document", inner["type"])
         else:
             self._skipped.note("document", kind)
-            return []
-        title = block.get("title")
-        head = [] if title is None else [_string(f"{where}.title", title)]
-        return [{"type": "text", "text": "\n".join((*head, *texts))}]
+            head.append(_OMITTED_DOCUMENT)
+        texts: list[str] = list(head)
+        while parts and parts[0]["type"] == "text":
+            texts.append(parts.pop(0)["text"])
+        return [{"type": "text", "text": "\n".join(texts)}, *parts] if texts else parts
 
     def _add_assistant(self, where: str, content: Any) -> None:
         texts: list[str] = []
@@ -342,16 +404,22 @@ class _Conversation:
                 case "text":
                     texts.append(_string(f"{at}.text", block.get("text")))
                 case "thinking":
-                    thoughts.append(_string(f"{at}.thinking", block.get("thinking")))
+                    thoughts.append(_thought(at, block))
                 case "tool_use":
                     calls.append(_read_call(at, block))
                 case "redacted_thinking":
                     pass  # another server's, which nobody here can read
                 case kind:
                     self._skipped.note("content", kind)
+        continued = bool(self.messages) and self.messages[-1]["role"] == "assistant"
+        before = self.messages.pop() if continued else {}
+        texts.insert(0, before.get("content") or "")
+        if "reasoning_content" in before:
+            thoughts.insert(0, before["reasoning_content"])
+        calls = [*before.get("tool_calls", ()), *calls]
         message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) or None}
         if thoughts:
-            message["reasoning_content"] = "\n\n".join(thoughts)
+            message["reasoning_content"] = "".join(thoughts)
         if calls:
             message["tool_calls"] = calls
         if len(message) > 2 or message["content"] is not None:
@@ -373,6 +441,19 @@ def _read_call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
     return call
 
 
+def _thought(where: str, block: Mapping[str, Any]) -> str:
+    """The text of an earlier turn's thinking; of one whose display was omitted it is within the signature."""
+    text, signature = _string(f"{where}.thinking", block.get("thinking")), block.get("signature")
+    if signature is not None:
+        _string(f"{where}.signature", signature)
+    if text or signature is None or not signature.startswith(HIDDEN_THINKING):
+        return text
+    try:
+        return b64decode(signature.removeprefix(HIDDEN_THINKING), validate=True).decode()
+    except ValueError:
+        raise BadField(f"{where}.signature", got=signature, want="the signature that came with the block") from None
+
+
 def _string(where: str, value: Any) -> str:
     return string(where, value, max_chars=_ANY_TEXT)
 
@@ -384,12 +465,15 @@ def _tool_fields(fields: BodyFields, limits: RequestLimits, skipped: SkippedKind
     """``tools``, ``tool_choice`` and ``parallel_tool_calls`` of the chat."""
     given = fields.raw("tools")
     tools: dict[str, dict[str, Any]] = {}
+    unknown: set[Any] = set()  # names of tools that were skipped
     for i, item in enumerate(() if given is None else _items("tools", given, limits.max_tools, "tools")):
         tool = mapping(f"tools[{i}]", item)
-        kind = tool.get("type", "custom")
-        if kind not in ("custom", None):
-            skipped.note("tool", kind)
+        vendor = "custom" if tool.get("type") is None else string(f"tools[{i}].type", tool["type"], max_chars=_ANY_TEXT)
+        if vendor != "custom":
+            skipped.note("tool", vendor)
+            unknown |= {tool["name"]} if isinstance(tool.get("name"), str) else set()
             continue
+        skipped.note_fields("field of a tool", tool, _TOOL_FIELDS)
         function = _read_tool(f"tools[{i}]", tool)
         tools.setdefault(function["name"], {"type": "function", "function": function})
     chat: dict[str, Any] = {"tools": list(tools.values())} if tools else {}
@@ -397,6 +481,7 @@ def _tool_fields(fields: BodyFields, limits: RequestLimits, skipped: SkippedKind
     if value is None:
         return chat
     choice = mapping("tool_choice", value)
+    skipped.note_fields("field of tool_choice", choice, frozenset({"type", "name", "disable_parallel_tool_use"}))
     kind = choice.get("type")
     if kind not in ("auto", "any", "tool", "none"):
         raise BadField("tool_choice.type", got=kind, want="'auto', 'any', 'tool' or 'none'")
@@ -405,6 +490,8 @@ def _tool_fields(fields: BodyFields, limits: RequestLimits, skipped: SkippedKind
         chat["parallel_tool_calls"] = False
     if kind == "tool":
         name = choice.get("name")
+        if isinstance(name, str) and name in unknown and name not in tools:
+            return chat  # as it would be without that tool
         if not isinstance(name, str) or name not in tools:
             raise BadField("tool_choice.name", got=name, want="the name of one of 'tools'")
         chat["tool_choice"] = {"type": "function", "function": {"name": name}}

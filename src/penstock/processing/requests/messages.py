@@ -274,6 +274,17 @@ def with_text_before(text: str, between: str, content: str | list[dict[str, str]
     return [{"type": "text", "text": f"{text}{between}"}, *content]
 
 
+def joined_contents(
+    first: str | list[dict[str, str]], second: str | list[dict[str, str]]
+) -> str | list[dict[str, str]]:
+    """The contents of two messages as that of one, a blank line between texts."""
+    if isinstance(second, str):
+        if isinstance(first, str):
+            return f"{first}\n\n{second}"
+        return [*first, {"type": "text", "text": f"\n\n{second}"}]
+    return with_text_before(first, "\n\n", second) if isinstance(first, str) else [*first, *second]
+
+
 def _parse_part(where: str, part: Mapping[str, Any]) -> str:
     kind = part.get("type")
     if kind in ("image_url", "input_audio", "file", "refusal", "video_url", "audio_url"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 log = logging.getLogger(__name__)
 
@@ -24,3 +25,9 @@ class SkippedKinds:
         if (what, name) not in self._seen and len(self._seen) < MAX_SKIPPED_KINDS:
             self._seen.add((what, name))
             log.info("skipped in %s: %s %r (logged once)", self._path, what, name)
+
+    def note_fields(self, what: str, given: Iterable[str], known: frozenset[str]) -> None:
+        """The fields of an object that are not ``known``."""
+        for name in given:
+            if name not in known:
+                self.note(what, name)

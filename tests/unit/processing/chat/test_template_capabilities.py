@@ -117,6 +117,35 @@ def test_a_template_without_tools_or_system_messages():
     assert text.endswith("result 1\n</tool_response>\nAnd?")
 
 
+ALTERNATING = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('at the beginning') }}"
+    "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (ALTERNATING, "[system]S[user]A\n\nL1[assistant]B[user]L2\n\nC[assistant]D[user]L3"),
+        (
+            ALTERNATING.replace(" and not loop.first", ""),
+            "[user]S\n\nA\n\nL1[assistant]B[user]L2\n\nC[assistant]D[user]L3",
+        ),
+        (
+            ALTERNATING.replace(" and not loop.first", " and false"),
+            "[system]S[user]A[system]L1[assistant]B[system]L2[user]C[assistant]D[system]L3",
+        ),
+    ],
+)
+def test_a_system_message_that_a_template_refuses_is_text_of_the_users_where_it_stands(source: str, expected: str):
+    """The text is not lost, and what comes before it stays a prefix."""
+    kinds = {"S": "system", "A": "user", "B": "assistant", "C": "user", "D": "assistant"}
+    chat = [said(kinds.get(word, "system"), word) for word in ("S", "A", "L1", "B", "L2", "C", "D", "L3")]
+    assert rendered(adapter_of(source), chat, tools=False) == expected
+    shorter = rendered(adapter_of(source), chat[:4], tools=False)
+    assert expected.startswith(shorter)
+
+
 def test_one_call_a_message_where_a_template_takes_no_more():
     source = (
         "{{ tools | tojson if tools else '' }}{% for m in messages %}{% if m.tool_calls %}"
