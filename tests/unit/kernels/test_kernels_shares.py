@@ -68,7 +68,8 @@ def test_a_norm_over_all_heads_has_the_heads_of_all_ranks(ops: Any) -> None:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("experts", [8, 60])
 def test_experts_of_ranks_are_joined_to_the_sum_of_all(ops: Any, experts: int, biased: bool) -> None:
-    inner, width, rows = 32, 48, 40
+    inner, width = 32, 48
+    rows = 700 if ops.numerics.startswith("cpp") and experts == 60 else 40  # the CPU takes many in several windows
     routing = Routing(experts=experts, top_k=4)
     gate_up = [ops.pack_linear(normal(expert, 2 * inner, width) / 4) for expert in range(experts)]
     ends = segment_ends(inner, COLUMN_UNIT)
