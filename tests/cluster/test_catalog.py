@@ -137,6 +137,8 @@ def test_models_come_and_go(file: Path) -> None:
         assert text.count('"text"') > 100
         assert "[DONE]" in text
         assert '"error"' not in text
+        # Where a had answered before stories did, it was the idle one that made room for b; used again, it comes back.
+        assert [ask(server, name).status_code for name in "ab"] == [200, 200]
         assert states(server) == {"stories": "unloaded", "broken": "unloaded", "a": "loaded", "b": "loaded"}
         again = ask(server, "stories")
         assert again.json()["choices"] == first.json()["choices"]

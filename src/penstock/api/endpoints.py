@@ -21,7 +21,7 @@ from penstock.api import sse
 from penstock.api.admin import MetricsSnapshot
 from penstock.api.admission import Admission
 from penstock.api.auth import NO_TENANT, ApiKeys, StaticApiKeys
-from penstock.api.errors import Header, request_id_headers
+from penstock.api.errors import Header
 from penstock.api.http import EndpointFactory, FormBody, HttpExchange, JsonBody, RestOfResponse
 from penstock.api.idempotency import (
     IdempotencyCache,
@@ -221,7 +221,7 @@ class Endpoints:
             sent.reservation.release()
             traced = self._tracing.span(exchange, source.task, source.model)
             with closing(source), traced as span:
-                headers = [*request_id_headers(exchange.path, context.id), *trace_response_header(span)]
+                headers = [*exchange.request_id_headers(context.id), *trace_response_header(span)]
                 response = TranscriptionResponse(with_span(span, behind.streams), self._shedder)
                 await response.send(exchange, source, context.caller.qos(), headers)
 
@@ -279,7 +279,7 @@ class Endpoints:
         )
         note_response(span, head.id, used, "")
         response = await encode_pooling_response(shape, head, prepared, pooled)
-        headers = (*request_id_headers(exchange.path, head.id), *trace_response_header(span))
+        headers = (*exchange.request_id_headers(head.id), *trace_response_header(span))
         await exchange.send_response(200, response, *headers)
 
     async def _generate(
@@ -299,7 +299,7 @@ class Endpoints:
             self._shedder.admit(exchange, qos, _costs(prepared, cached, source.resume)) as admitted,
         ):
             response = ResponseStream(source.streams, prepared, admitted, source.resume)
-            more = [*request_id_headers(exchange.path, name), *trace_response_header(span)]
+            more = [*exchange.request_id_headers(name), *trace_response_header(span)]
             more += [] if cached is None else cached.headers()
             headers = partial(self._headers, name, more, explained=self._explains(exchange))
             try:

@@ -115,19 +115,9 @@ def responses_error(error: ErrorResponse) -> bytes:
 
 def error_format_of(path: str) -> ErrorFormat:
     """The envelope in which clients of ``path`` expect errors, whoever raises them."""
-    if _is_anthropic(path):
+    if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
         return anthropic_error
     return responses_error if path == RESPONSES_PATH else openai_error
-
-
-def request_id_headers(path: str, request_id: str) -> tuple[Header, ...]:
-    """The headers in which clients of ``path`` look for the request's id."""
-    own = (b"x-request-id", request_id.encode())
-    return ((b"request-id", own[1]), own) if _is_anthropic(path) else (own,)
-
-
-def _is_anthropic(path: str) -> bool:
-    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def error_response(error: BaseException) -> ErrorResponse:

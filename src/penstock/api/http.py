@@ -3,7 +3,7 @@
 ``EndpointFactory`` adds to every endpoint with a body what they share: reserved memory, limits, strict parsing,
 errors.  Large bodies are parsed on ``FairThreads``, where tenants take turns.  Two ASGI extensions avoid a message and
 a task switch per token: ``BodyWriter`` writes straight to the connection, ``DisconnectSignal`` reports that the client
-has gone.  Knows nothing about paths or the meaning of a body.
+has gone.  Knows nothing about routes or the meaning of a body.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from penstock.api import json_strict
 from penstock.api.admission import Admission, BodyReservation
 from penstock.api.errors import (
     JSON_TYPE,
+    MESSAGES_PATH,
     ClientDisconnected,
     Header,
     error_code,
     error_format_of,
     logged_error_response,
-    request_id_headers,
 )
 from penstock.api.multipart import boundary_of, parse_multipart
 from penstock.api.request_log import LOG_ENTRY, RequestLogEntry
@@ -168,6 +168,11 @@ class HttpExchange:
         """The path that was asked for."""
         return str(self._scope["path"])
 
+    def request_id_headers(self, request_id: str) -> tuple[Header, ...]:
+        """The headers in which clients look for the request's id: Anthropic's have a name of their own."""
+        own = (b"x-request-id", request_id.encode())
+        return ((b"request-id", own[1]), own) if self.path.startswith(MESSAGES_PATH) else (own,)
+
     @property
     def log_entry(self) -> RequestLogEntry:
         """The entry for the request log."""
@@ -303,7 +308,7 @@ class HttpExchange:
         answer = logged_error_response(error, note.id)
         body = error_format_of(self.path)(answer)
         headers = (JSON_TYPE, (b"content-length", str(len(body)).encode()), *answer.headers)
-        headers += request_id_headers(self.path, note.id)
+        headers += self.request_id_headers(note.id)
         if self._body_read or not self._has_body():
             await self.start(answer.status, *headers)
             await self.finish(body)

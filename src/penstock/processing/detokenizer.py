@@ -243,10 +243,7 @@ class IncrementalDetokenizer:
             text=reply.content,
             reasoning=reply.reasoning,
             calls=reply.calls,
-            parts=tuple(
-                OutputDelta(text=part.content, reasoning=part.reasoning, calls=part.calls, tokens=self._tokens)
-                for part in reply.parts
-            ),
+            parts=_output_parts(reply.parts, self._tokens) if reply.parts else (),
             tokens=self._tokens,
             logprobs=self._release_logprobs(cut, last=finish is not None) if self._wanted.logprobs else (),
             token_ids=batch.tokens[:used] if self._wanted.token_ids else (),
@@ -405,3 +402,9 @@ def prompt_offsets(table: TokenTable, tokens: Sequence[int], text: str, *, speci
 def decode_prompt(table: TokenTable, tokens: Iterable[int], *, special: bool = False) -> str:
     """The text of a whole prompt that came as token ids, with or without that of special tokens."""
     return b"".join(map(table.raw if special else table.text_bytes, tokens)).decode(errors="replace")
+
+
+def _output_parts(parts: Sequence[ParsedDelta], tokens: int) -> tuple[OutputDelta, ...]:
+    return tuple(
+        OutputDelta(text=part.content, reasoning=part.reasoning, calls=part.calls, tokens=tokens) for part in parts
+    )

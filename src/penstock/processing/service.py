@@ -252,17 +252,12 @@ class GenerationProcessor:
         chat = await self._messages_chat(body, counts=True)
         facts, _ = self._asked(chat)
         checked = parse_chat(chat, self._limits, facts)
-        options = _render_options(checked)
-        written = await self._write_chat(checked.text, options)
+        written = await self._write_chat(checked.text, _render_options(checked))
         return len((await self._see(written.tokens, checked.text)).tokens)
 
     async def _messages_chat(self, body: JsonObject, *, counts: bool) -> JsonObject:
-        chars = 0
-        for turn, chars in enumerate(weights(body, self._limits.max_body_bytes)):  # noqa: B007
-            if turn:
-                await asyncio.sleep(0)
         return await self._tokenizer.run_sized(
-            chars,
+            await _weigh(body, self._limits.max_body_bytes),
             lambda: messages_chat(body, self._limits, sees=self._facts.sees, options=self._messages, counts=counts),
         )
 
@@ -351,11 +346,7 @@ class GenerationProcessor:
         """
         limits = self._limits
         most = max(limits.max_tokenize_chars, self._facts.max_model_len * limits.max_chars_per_token)
-        chars = 0
-        given = (text.messages, text.tooling.tools, text.documents, text.arguments)
-        for turn, chars in enumerate(weights(given, most)):  # noqa: B007
-            if turn:
-                await asyncio.sleep(0)
+        chars = await _weigh((text.messages, text.tooling.tools, text.documents, text.arguments), most)
         if chars > most:
             raise RequestError(
                 f"The messages, tools and documents have more than {most} characters together, which no context of "
@@ -536,6 +527,15 @@ class GenerationProcessor:
 def _shared_set(tokens: tuple[int, ...]) -> frozenset[int]:
     """The same object for equal tokens: mostly the model's end tokens, and 216 bytes of each open stream."""
     return frozenset(tokens)
+
+
+async def _weigh(value: Any, most: int) -> int:
+    """Characters of a JSON value, as ``weights`` counts them, some in each turn of the event loop."""
+    chars = 0
+    for turn, chars in enumerate(weights(value, most)):  # noqa: B007
+        if turn:
+            await asyncio.sleep(0)
+    return chars
 
 
 def _render_options(chat: ChatRequest) -> RenderOptions:

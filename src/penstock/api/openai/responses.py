@@ -318,7 +318,7 @@ class _OutputWriter:
                 logprobs, self._logprobs = self._logprobs, []
                 events.grow(part.text, logprobs)
             for call in part.calls:
-                self._begin_call(call)
+                self._add_call(call)
 
     def finish(self, finish: FinishReason) -> None:
         """Closes what is open; a response without any output has an empty message."""
@@ -348,7 +348,8 @@ class _OutputWriter:
             self.events.grow(text)
         return True
 
-    def _begin_call(self, part: ToolCallDelta) -> None:
+    def _add_call(self, part: ToolCallDelta) -> None:
+        """More of the open call, or the beginning of the next."""
         if not self._continue_call(part):
             self._close()
             target = self._options.tools.get(part.name or "") or ToolTarget(name=part.name or "")

@@ -456,19 +456,22 @@ def _with_shown_systems(
     messages: Sequence[Mapping[str, Any]], traits: TemplateCapabilities
 ) -> Sequence[Mapping[str, Any]]:
     """System messages that the template does not show, or refuses, as text of the user's where they stand."""
-    shown: list[Mapping[str, Any]] = []
+    shown: list[tuple[Mapping[str, Any], list[Any]]] = []  # messages, and the contents of each
     moved = False  # the message before was one of the system's, and is the user's now
     begins = True  # only system messages came so far
     for given in messages:
         begins = begins and given["role"] == "system"
         moves = given["role"] == "system" and not (traits.system if begins else traits.late_system)
         message = {**given, "role": "user"} if moves else given
-        if (moves or moved) and message["role"] == "user" and shown and shown[-1]["role"] == "user":
-            shown[-1] = {**shown[-1], "content": joined_contents(shown[-1]["content"], message["content"])}
+        if (moves or moved) and message["role"] == "user" and shown and shown[-1][0]["role"] == "user":
+            shown[-1][1].append(message["content"])
         else:
-            shown.append(message)
+            shown.append((message, [message.get("content")]))
         moved = moves
-    return shown
+    return [
+        message if len(contents) == 1 else {**message, "content": joined_contents(contents)}
+        for message, contents in shown
+    ]
 
 
 def _fitted(message: Message, traits: TemplateCapabilities) -> Message:

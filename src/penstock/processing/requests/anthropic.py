@@ -100,7 +100,7 @@ def messages_chat(
         if name not in MESSAGES_FIELDS and name not in _IGNORED_FIELDS:
             options.skipped.note("field", name)
     chat = {name: body[name] for name in _PASSED_FIELDS if body.get(name) is not None}
-    chat |= messages_prompt(body, limits, sees=sees, options=options)
+    chat |= _prompt(body, limits, sees=sees, options=options)
     if not counts or fields.raw("max_tokens") is not None:
         length = integer("max_tokens", fields.required("max_tokens"), low=1, high=_MOST)
         chat["max_tokens"] = min(length, options.max_model_len)
@@ -125,8 +125,8 @@ def messages_chat(
     return chat
 
 
-def messages_prompt(body: JsonObject, limits: RequestLimits, *, sees: bool, options: MessagesOptions) -> JsonObject:
-    """The fields of the chat that its prompt follows from: all that ``count_tokens`` knows.  Raises RequestError."""
+def _prompt(body: JsonObject, limits: RequestLimits, *, sees: bool, options: MessagesOptions) -> JsonObject:
+    """The fields of the chat that its prompt follows from.  Raises RequestError."""
     fields = BodyFields(body)
     conversation = _Conversation(limits, options, sees=sees)
     system = fields.raw("system")
@@ -138,10 +138,12 @@ def messages_prompt(body: JsonObject, limits: RequestLimits, *, sees: bool, opti
         raise BadField("messages", got="an empty array", want="at least one message", code="empty_array")
     for i, item in enumerate(items):
         conversation.add(f"messages[{i}]", mapping(f"messages[{i}]", item))
-    if not conversation.messages:
+    messages = conversation.messages()
+    if not messages:
         raise BadField("messages", got="nothing that is known here", want="at least one message", code="empty_array")
-    prompt: dict[str, Any] = {"messages": conversation.messages, **_tool_fields(fields, limits, options.skipped)}
-    if conversation.is_prefilled:
+    prompt: dict[str, Any] = {"messages": messages, **_tool_fields(fields, limits, options.skipped)}
+    last = messages[-1]
+    if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:  # the response's beginning
         prompt |= {"continue_final_message": True, "add_generation_prompt": False}
     arguments = _thinking(fields, options.skipped)
     if arguments:
@@ -235,32 +237,31 @@ def _output_format(fields: BodyFields) -> dict[str, Any] | None:
 
 
 class _Conversation:
-    """Messages as chats have them."""
+    """Messages as chats have them.  Texts and parts are kept apart until all are known: any number of turns of one role
+    are joined once."""
 
     def __init__(self, limits: RequestLimits, options: MessagesOptions, *, sees: bool) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
         self._limits = limits
         self._skipped = options.skipped
         self._strip_billing_header = options.strip_billing_header
         self._sees = sees
         self._parts = 0
 
-    @property
-    def is_prefilled(self) -> bool:
-        """Whether the last message is the beginning of the response."""
-        last = self.messages[-1]
-        return last["role"] == "assistant" and bool(last.get("content")) and "tool_calls" not in last
+    def messages(self) -> list[dict[str, Any]]:
+        """All that was added."""
+        return [_joined(message) for message in self._messages]
 
     def add_system(self, where: str, content: Any) -> None:
         """A system prompt, at the beginning or amid the chat."""
         texts = [content] if isinstance(content, str) else self._texts(where, content)
         if self._strip_billing_header:
             texts = [BILLING_HEADER.sub("", text) for text in texts]
-        text = "\n\n".join(text for text in texts if text)
-        if text and self.messages and self.messages[-1]["role"] == "system":
-            self.messages[-1]["content"] += f"\n\n{text}"
-        elif text:
-            self.messages.append({"role": "system", "content": text})
+        texts = [text for text in texts if text]
+        if texts:
+            message = self._pop_or_begin("system")
+            message["content"] += texts
+            self._messages.append(message)
 
     def add(self, where: str, item: Mapping[str, Any]) -> None:
         """The next message."""
@@ -305,25 +306,23 @@ class _Conversation:
     def _add_user(self, where: str, content: Any) -> None:
         if content == []:
             raise BadField(where, got="an empty array", want="at least one content block", code="empty_array")
-        parts = self._pop_user_parts()
+        message = self._pop_or_begin("user")
         images: list[dict[str, Any]] = []  # of results: templates have images in messages of the user only
-        before = len(parts)
+        parts: list[dict[str, Any]] = []
         for at, block in self._blocks(where, content):
             if block.get("type") == "tool_result":
                 self._add_result(at, block, images)
             else:
                 parts += self._read_parts(at, block)
-        parts = parts[:before] + images + parts[before:]
-        if parts:
-            only = parts[0].get("text") if len(parts) == 1 else None
-            self.messages.append({"role": "user", "content": parts if only is None else only})
+        message["content"] += images + parts
+        if message["content"]:
+            self._messages.append(message)
 
-    def _pop_user_parts(self) -> list[dict[str, Any]]:
-        """The parts of a message of the user that the next one continues."""
-        if not self.messages or self.messages[-1]["role"] != "user":
-            return []
-        content = self.messages.pop()["content"]
-        return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    def _pop_or_begin(self, role: str) -> dict[str, Any]:
+        """The last message if it is of this role, which its next turn continues; else a new one."""
+        if self._messages and self._messages[-1]["role"] == role:
+            return self._messages.pop()
+        return {"role": role, "content": []}
 
     def _add_result(self, where: str, block: Mapping[str, Any], images: list[dict[str, Any]]) -> None:
         content = block.get("content")
@@ -343,7 +342,7 @@ class _Conversation:
         message: dict[str, Any] = {"role": "tool", "content": text}
         if block.get("tool_use_id") is not None:
             message["tool_call_id"] = string(f"{where}.tool_use_id", block["tool_use_id"], max_chars=1 << 12)
-        self.messages.append(message)
+        self._messages.append(message)
 
     def _read_parts(self, where: str, block: Mapping[str, Any]) -> list[dict[str, Any]]:
         """A block of the user's, or of a result, as parts of a chat."""
@@ -390,10 +389,9 @@ class _Conversation:
         else:
             self._skipped.note("document", kind)
             head.append(_OMITTED_DOCUMENT)
-        texts: list[str] = list(head)
-        while parts and parts[0]["type"] == "text":
-            texts.append(parts.pop(0)["text"])
-        return [{"type": "text", "text": "\n".join(texts)}, *parts] if texts else parts
+        lead = next((i for i, part in enumerate(parts) if part["type"] != "text"), len(parts))
+        texts = [*head, *(part["text"] for part in parts[:lead])]
+        return [{"type": "text", "text": "\n".join(texts)}, *parts[lead:]] if texts else parts
 
     def _add_assistant(self, where: str, content: Any) -> None:
         texts: list[str] = []
@@ -411,19 +409,32 @@ class _Conversation:
                     pass  # another server's, which nobody here can read
                 case kind:
                     self._skipped.note("content", kind)
-        continued = bool(self.messages) and self.messages[-1]["role"] == "assistant"
-        before = self.messages.pop() if continued else {}
-        texts.insert(0, before.get("content") or "")
-        if "reasoning_content" in before:
-            thoughts.insert(0, before["reasoning_content"])
-        calls = [*before.get("tool_calls", ()), *calls]
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) or None}
-        if thoughts:
-            message["reasoning_content"] = "".join(thoughts)
-        if calls:
-            message["tool_calls"] = calls
-        if len(message) > 2 or message["content"] is not None:
-            self.messages.append(message)
+        if not (thoughts or calls or any(texts)):
+            return
+        message = self._pop_or_begin("assistant")
+        message["content"] += texts
+        for name, more in (("reasoning_content", thoughts), ("tool_calls", calls)):
+            if more:
+                message.setdefault(name, []).extend(more)
+        self._messages.append(message)
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of ``_Conversation`` as chats have it."""
+    content = message["content"]
+    match message["role"]:
+        case "system":
+            return message | {"content": "\n\n".join(content)}
+        case "user":
+            only = content[0].get("text") if len(content) == 1 else None
+            return message | {"content": content if only is None else only}
+        case "assistant":
+            joined = message | {"content": "".join(content) or None}
+            if "reasoning_content" in message:
+                joined["reasoning_content"] = "".join(message["reasoning_content"])
+            return joined
+        case _:  # a result
+            return message
 
 
 def _read_call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:

@@ -274,15 +274,20 @@ def with_text_before(text: str, between: str, content: str | list[dict[str, str]
     return [{"type": "text", "text": f"{text}{between}"}, *content]
 
 
-def joined_contents(
-    first: str | list[dict[str, str]], second: str | list[dict[str, str]]
-) -> str | list[dict[str, str]]:
-    """The contents of two messages as that of one, a blank line between texts."""
-    if isinstance(second, str):
-        if isinstance(first, str):
-            return f"{first}\n\n{second}"
-        return [*first, {"type": "text", "text": f"\n\n{second}"}]
-    return with_text_before(first, "\n\n", second) if isinstance(first, str) else [*first, *second]
+def joined_contents(contents: Sequence[str | list[dict[str, str]]]) -> str | list[dict[str, str]]:
+    """The contents of several messages as that of one, a blank line between texts."""
+    texts: list[str] = []  # before the first message with parts
+    parts: list[dict[str, str]] = []
+    for content in contents:
+        if not isinstance(content, str):
+            if texts and not parts:
+                parts.append({"type": "text", "text": "\n\n".join([*texts, ""])})
+            parts += content
+        elif parts:
+            parts.append({"type": "text", "text": f"\n\n{content}"})
+        else:
+            texts.append(content)
+    return parts or "\n\n".join(texts)
 
 
 def _parse_part(where: str, part: Mapping[str, Any]) -> str:
