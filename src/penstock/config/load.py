@@ -27,7 +27,14 @@ ENV_PREFIX = "PENSTOCK_"
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 OTHER_VARIABLES = frozenset(
-    {"PENSTOCK_CONFIG", "PENSTOCK_URL", "PENSTOCK_VENV", "PENSTOCK_TEST_VENV", "PENSTOCK_SETUP_ONLY"}
+    {
+        "PENSTOCK_CLIENTS",
+        "PENSTOCK_CONFIG",
+        "PENSTOCK_SETUP_ONLY",
+        "PENSTOCK_TEST_VENV",
+        "PENSTOCK_URL",
+        "PENSTOCK_VENV",
+    }
 )
 """Variables that are not settings of ``serve``: of other commands and of the repository's scripts."""
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from msgspec.structs import fields
 
 from penstock.config.base import is_loopback
 from penstock.config.load import load_client, load_serve, load_worker, parse_size
 from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError
 from penstock.types import Role
+
+ROOT = Path(__file__).parents[3]
 
 
 def refused(because: str, *, flags: dict[str, object] | None = None, env: dict[str, str] | None = None) -> None:
@@ -133,6 +137,16 @@ def test_service_links_of_kubernetes_are_not_settings() -> None:
         "PENSTOCK_PORT_8000_TCP_ADDR": "10.0.0.7",
     }
     assert load_serve({}, links) == ServeConfig()
+
+
+def test_variables_of_the_repositorys_scripts_are_known() -> None:
+    scripts = [ROOT / "quickstart", ROOT / "run-tests", ROOT / "dev", ROOT / ".ci/run", *(ROOT / "scripts").iterdir()]
+    texts = [path.read_text(encoding="utf-8") for path in scripts if path.is_file()]
+    names = {name for text in texts for name in re.findall(r"\$\{?(PENSTOCK_[A-Z_]+)", text)}
+    assert {"PENSTOCK_CLIENTS", "PENSTOCK_VENV"} <= names
+    settings = {field.name for field in fields(ServeConfig)}
+    others = [name for name in names if name.removeprefix("PENSTOCK_").lower() not in settings]
+    assert load_serve({}, dict.fromkeys(others, "/some/folder")) == ServeConfig()
 
 
 def test_off_the_loopback_a_key_is_a_must() -> None:
