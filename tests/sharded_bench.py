@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.config.mesh import Mesh
 from penstock.engine.models.interface import Model
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner.sharded_model import PipelineStage, TensorParallelModel
@@ -17,7 +18,6 @@ from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops
 from penstock.parallel.collectives.interface import Collectives
 from penstock.parallel.collectives.local import LocalWorld
-from penstock.parallel.mesh import Mesh
 from penstock.parallel.shard import ModelShard, shard_model
 from penstock.types import PAGE_TOKENS
 from penstock.weights.architecture.spec import ModelSpec
@@ -71,6 +71,7 @@ class Computes(Protocol):
     """A model that computes steps."""
 
     spec: ModelSpec
+    pages: memoryview
 
     def step(self, batch: StepBatch) -> Rows: ...
 
@@ -83,7 +84,8 @@ class WholeModel:
         self.loaded = load_model(folder, self.spec, ops)
         self._ops = ops
         self._model = build_model(self.loaded, ops, self.spec.max_positions)
-        self._kv = ops.new_kv(self.spec.kv, pages=page_count(self.spec))
+        self.pages = memoryview(bytearray(page_count(self.spec) * ops.page_bytes(self.spec.kv)))
+        self._kv = ops.new_kv(self.spec.kv, pages=page_count(self.spec), memory=self.pages)
 
     def step(self, batch: StepBatch) -> Rows:
         return rows_of(self._model, self._ops, batch, self._kv)
@@ -99,12 +101,15 @@ class Rank:
     kv: Array
 
 
-def rank_of(folder: Path, ops: Ops, shard: ModelShard, tensor: Collectives, stages: Collectives) -> Rank:
-    """One rank, connected to the others of its stage and to those of other stages."""
+def rank_of(
+    folder: Path, ops: Ops, shard: ModelShard, groups: tuple[Collectives, Collectives], pages: memoryview
+) -> Rank:
+    """One rank, connected to the others of its stage and to those of other stages.  All have the same ``pages``."""
+    tensor, stages = groups
     loaded = load_model(folder, shard.whole, ops, select=shard.layout)
     model = build_model(replace(loaded, spec=shard.spec), ops, shard.whole.max_positions)
     model = PipelineStage(TensorParallelModel(model, tensor), stages, shard)
-    return Rank(shard, loaded, model, ops.new_kv(shard.spec.kv, pages=page_count(shard.whole)))
+    return Rank(shard, loaded, model, ops.new_kv(shard.spec.kv, pages=page_count(shard.whole), memory=pages))
 
 
 class ShardedModel:
@@ -114,11 +119,12 @@ class ShardedModel:
         self.spec = inspect_model(folder)
         self._ops = ops
         self._world = LocalWorld(mesh.ranks)
+        self.pages = memoryview(bytearray(page_count(self.spec) * ops.page_bytes(self.spec.kv)))
         self.ranks = [self._rank(folder, mesh, rank) for rank in range(mesh.ranks)]
 
     def _rank(self, folder: Path, mesh: Mesh, rank: int) -> Rank:
-        tensor, stages = (self._world.group(rank, own) for own in (mesh.tensor_group(rank), mesh.pipeline_group(rank)))
-        return rank_of(folder, self._ops, shard_model(self.spec, mesh, rank), tensor, stages)
+        groups = self._world.group(rank, mesh.tensor_group(rank)), self._world.group(rank, mesh.pipeline_group(rank))
+        return rank_of(folder, self._ops, shard_model(self.spec, mesh, rank), groups, self.pages)
 
     def step(self, batch: StepBatch) -> Rows:
         """What the ranks of the last stage have, all of them the same."""
@@ -144,6 +150,6 @@ def as_bytes(array: NDArray[np.float32]) -> bytes:
     return array.tobytes()
 
 
-def answers(model: Computes) -> list[Rows]:
-    """All steps."""
-    return [model.step(batch) for batch in batches(model.spec)]
+def answers(model: Computes) -> tuple[list[Rows], bytes]:
+    """All steps, and the pages that they leave."""
+    return [model.step(batch) for batch in batches(model.spec)], model.pages.tobytes()

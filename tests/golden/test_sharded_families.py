@@ -12,8 +12,8 @@ from family_cases import CASES
 from parity_oracle import write_random_model
 from shrunk_models import GPT2_SMALL, Case
 
+from penstock.config.mesh import Mesh
 from penstock.kernels.select import make_ops
-from penstock.parallel.mesh import Mesh
 from sharded_bench import ShardedModel, WholeModel, answers
 
 REFUSED = ("qwen_3_next", "deepseek", "kimi", "qwen_2_vl", "qwen_2_5_vl")

@@ -118,6 +118,8 @@ FLEET_FLAGS = (
         "device of the prefill workers; decode runs on CPUs (docs/gpu.md); needs --allow-mixed-numerics",
     ),
     Flag("prefill-kernels", "FAMILY", "kernels of the prefill workers; needs --allow-mixed-numerics"),
+    Flag("prefill-parallel", "PLAN", "--parallel of the prefill workers, if it differs"),
+    Flag("decode-parallel", "PLAN", "--parallel of the decode workers, if it differs"),
     Flag("prefill-cores", "CPUS", "CPUs of the prefill workers, as 0-3,8"),
     Flag("decode-cores", "CPUS", "CPUs of the decode workers; on shared ones decode has priority"),
     Flag("lend-cores", "", "an idle worker lends its cores to the others (default: yes)", Kind.ON_OFF),

@@ -31,6 +31,9 @@ class Flag(NamedTuple):
 
 ENGINE_FLAGS = (
     Flag("threads", "N", "kernel threads of each worker (default: cores / workers)"),
+    Flag("parallel", "PLAN", "ranks that divide the model in each worker: tp2, pp2, tp2,pp2, auto (docs/parallel.md)"),
+    Flag("tensor-parallel-size", "N", "the same as --parallel tpN"),
+    Flag("pipeline-parallel-size", "N", "the same as --parallel ppN"),
     Flag("device", "auto|cpu|cuda", "default: auto, a GPU if one suits the model"),
     Flag("gpu-lanes", "off", "removed; ignored with a line in the log (docs/gpu.md, Prompts and answers)"),
     Flag("max-model-len", "T", "longest prompt and output together (default: the model's)"),

@@ -6,8 +6,8 @@ are not lent; prefill workers that share them with decode workers run at a lower
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from penstock.config.facts import PhysicalCore
 from penstock.config.schema import CoreLoan
@@ -34,6 +34,15 @@ class CoreSettings:
     prefill_cpus: str | None = None  # list of processors, as "0-3,8"
     decode_cpus: str | None = None
     lend: bool = True
+    ranks: Mapping[WorkerId, int] = field(default_factory=dict[WorkerId, int])  # of workers with more than one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCores:
+    """The threads and cores of one rank of a worker."""
+
+    threads: int
+    cpus: tuple[int, ...]  # empty: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +55,7 @@ class CoreShare:
     prefill_niceness: int = 0  # its niceness in the prefill role
     lent_cores: int = 0
     loans: tuple[CoreLoan, ...] = ()
+    ranks: tuple[RankCores, ...] = ()  # of a worker with more than one
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +91,13 @@ def assign_cores(
                 for j in range(len(places))
                 if j != i and lends[j]
             ),
+            ranks=_rank_cores(owned[i], wishes.ranks.get(places[i][0], 1), threads[i], wishes.threads, pinned=pinned),
         )
         for i in range(len(places))
     )
     nodes = _nodes([core for own in owned for core in own] if pinned else cores)
-    return CoreAssignment(shares, nodes if len(nodes) > 1 else (), tuple(_notes(places, owned, shares, nodes)))
+    notes = [*_notes(places, owned, shares, nodes), *_crowded_ranks(places, threads, wishes.ranks)]
+    return CoreAssignment(shares, nodes if len(nodes) > 1 else (), tuple(notes))
 
 
 def parse_cpus(text: str, flag: str) -> frozenset[int]:
@@ -130,6 +142,24 @@ def _carved(cores: Sequence[PhysicalCore], count: int) -> list[CoreSet]:
             part += taken
         parts.append(tuple(part))
     return parts
+
+
+def _rank_cores(own: CoreSet, ranks: int, threads: int, asked: int | None, *, pinned: bool) -> tuple[RankCores, ...]:
+    """Equal parts of a worker's cores; with fewer cores than ranks, each rank has all.  ``threads``: of the worker."""
+    if ranks == 1:
+        return ()
+    each = asked or max(1, threads // ranks)
+    return tuple(RankCores(threads=each, cpus=_cpus(part) if pinned else ()) for part in _carved(own, ranks))
+
+
+def _crowded_ranks(places: WorkerRoles, threads: Sequence[int], ranks: Mapping[WorkerId, int]) -> Iterator[str]:
+    for (worker, _), cores in zip(places, threads, strict=True):
+        count = ranks.get(worker, 1)
+        if count > cores:
+            yield (
+                f"WARNING: {worker} has {count} ranks on {cores} {'core' if cores == 1 else 'cores'}: each exchange "
+                "waits until the system has given every rank a turn, so one process is faster"
+            )
 
 
 def _as_listed(places: WorkerRoles, cores: Sequence[PhysicalCore], wishes: CoreSettings) -> list[CoreSet]:

@@ -246,6 +246,7 @@ def _plain(error: msgspec.ValidationError) -> str:
 
 _HERE_ONLY = (
     *("prefill", "decode", "encode_workers", "prefill_cores", "decode_cores", "prefill_device", "prefill_kernels"),
+    *("parallel", "tensor_parallel_size", "pipeline_parallel_size", "prefill_parallel", "decode_parallel"),
     *("kv_memory", "threads", "max_chunk_tokens"),
 )
 
@@ -289,6 +290,8 @@ def _check_serve(config: ServeConfig) -> None:
         raise ConfigError("--aggregated is one worker for both phases: leave out --prefill and --decode")
     if config.aggregated and (config.prefill_cores is not None or config.decode_cores is not None):
         raise ConfigError("--aggregated is one worker on all cores: leave out --prefill-cores and --decode-cores")
+    if config.aggregated and (config.prefill_parallel is not None or config.decode_parallel is not None):
+        raise ConfigError("--aggregated is one worker for both phases: use --parallel for it")
     if config.api_key is not None and not config.api_key.strip():
         raise ConfigError("--api-key: an empty key would let all clients in; leave it out or give one")
     if not is_loopback(config.host) and config.api_key is None and config.api_keys is None:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from penstock.config.base import Config, is_loopback
-from penstock.config.cpu_cores import CoreSettings, CoreShare, WorkerRoles
+from penstock.config.cpu_cores import CoreSettings, CoreShare, RankCores, WorkerRoles
 from penstock.config.device import RUNTIME_BYTES, TRITON, DeviceChoice, choose_device
 from penstock.config.facts import KvPageSize, MachineFacts, ModelFacts, extra_weight_bytes
 from penstock.config.kv_memory import KV_CONTEXTS, KvMemoryBudget, format_size
 from penstock.config.limits import NIXL, RequestLimits
+from penstock.config.mesh import Mesh, parse_mesh
 from penstock.config.mixed_numerics import (
     REFERENCE,
     TORCH_FAMILIES,
@@ -52,6 +53,12 @@ NO_SPECULATION = (
     "are rejected"
 )
 
+PARALLEL_AUTO = "auto"
+PARALLEL_AUTO_NOTE = (
+    "--parallel auto: one process a worker, whose threads share the cores and memory of this machine; ranks exchange "
+    "more than threads do"
+)
+
 MIN_CONTEXT = 256
 """A shorter context is never chosen automatically."""
 
@@ -67,6 +74,13 @@ class WorkerPlan(Config, frozen=True, kw_only=True):
     prefill_niceness: int = 0  # its niceness in the prefill role
     lent_cores: int = 0  # cores that others may use while it is idle
     loans: tuple[CoreLoan, ...] = ()
+    mesh: Mesh = Mesh()  # how its ranks divide the model
+    ranks: tuple[RankCores, ...] = ()  # theirs, if there are several
+
+    @property
+    def crowded(self) -> bool:
+        """Whether its ranks have fewer cores than there are ranks."""
+        return len(self.ranks) > self.threads
 
 
 class ServePlan(Config, frozen=True, kw_only=True):
@@ -192,6 +206,22 @@ def _connector_between_hosts(config: WorkerServeConfig, machine: MachineFacts) -
     return "tcp-sealed"
 
 
+def worker_mesh(config: EngineSettings, role: Role) -> Mesh:
+    """How the ranks of workers of a role divide the model; a mesh of one rank unless it was asked for.
+
+    Raises ConfigError.
+    """
+    own = {Role.PREFILL: "prefill_parallel", Role.DECODE: "decode_parallel"}.get(role, "parallel")
+    text = getattr(config, own, None) or config.parallel
+    sizes = config.tensor_parallel_size, config.pipeline_parallel_size
+    if role is Role.ENCODE or text == PARALLEL_AUTO:
+        return Mesh()
+    if text is not None and any(sizes):
+        flag = "tensor" if sizes[0] else "pipeline"
+        raise ConfigError(f"--{flag}-parallel-size says what --parallel {text} says: leave one of them out")
+    return Mesh(tensor=sizes[0] or 1, pipeline=sizes[1] or 1) if text is None else parse_mesh(text)
+
+
 def context_length(config: EngineSettings, model: ModelFacts) -> int:
     """The longest prompt and output together, memory aside.  Raises ConfigError."""
     if config.max_model_len is not None and config.max_model_len > model.max_positions:
@@ -259,6 +289,11 @@ def _plan(
     if host_copies:
         kv = replace(kv, pages=limit_to_host_copies(machine, size, kv.pages, kv.max_model_len))
     prefill_plan = None if prefill is None else plan_prefill(prefill, memory, size, kv.pages, kv.max_model_len)
+    meshes = {worker: worker_mesh(config, role) for worker, role in roles}
+    ranks = {worker: mesh.ranks for worker, mesh in meshes.items() if mesh.ranks > 1}
+    if ranks:
+        _check_ranks_possible(choice, prefill)
+        cores = replace(cores, ranks=ranks, lend=False)
     assigned = assign_fleet_cores(roles, machine.physical_cores, machine.cores, cores, prefill)
     scheduler = msgspec.structs.replace(
         resolve_scheduler(config, model, kv),
@@ -266,7 +301,9 @@ def _plan(
         max_draft_tokens=config.max_draft_tokens if _speculates(config, model) and not model.recurrent else 0,
     )
     return ServePlan(
-        workers=tuple(_worker(*role, share) for role, share in zip(roles, assigned.shares, strict=True)),
+        workers=tuple(
+            _worker(*role, share, meshes[role[0]]) for role, share in zip(roles, assigned.shares, strict=True)
+        ),
         connector=connector,
         device=choice.device,
         family=family,
@@ -284,12 +321,25 @@ def _plan(
                     prefill.choice.note if prefill else "",
                     kv.note,
                     NO_GPU_LANES if config.gpu_lanes != "off" else "",
+                    PARALLEL_AUTO_NOTE if PARALLEL_AUTO in _parallel_settings(config) else "",
                     NO_SPECULATION if _speculates(config, model) and model.recurrent else "",
                     *assigned.notes,
                 ),
             )
         ),
     )
+
+
+def _check_ranks_possible(choice: DeviceChoice, prefill: PrefillDevice | None) -> None:
+    """Raises ConfigError where a model cannot be divided yet."""
+    if choice.device != "cpu":
+        raise ConfigError("--parallel divides a model over processes of a CPU; over GPUs it cannot yet: --device cpu")
+    if prefill is not None:
+        raise ConfigError("--parallel with another device or other kernels for prefill is not supported yet")
+
+
+def _parallel_settings(config: EngineSettings) -> tuple[str | None, ...]:
+    return tuple(getattr(config, name, None) for name in ("parallel", "prefill_parallel", "decode_parallel"))
 
 
 def _speculates(config: EngineSettings, model: ModelFacts) -> bool:
@@ -387,7 +437,7 @@ def _family(config: EngineSettings, machine: MachineFacts, device: str) -> str:
     return config.kernels
 
 
-def _worker(name: WorkerId, role: Role, share: CoreShare) -> WorkerPlan:
+def _worker(name: WorkerId, role: Role, share: CoreShare, mesh: Mesh) -> WorkerPlan:
     return WorkerPlan(
         worker=name,
         role=role,
@@ -397,6 +447,8 @@ def _worker(name: WorkerId, role: Role, share: CoreShare) -> WorkerPlan:
         prefill_niceness=share.prefill_niceness,
         lent_cores=share.lent_cores,
         loans=share.loans,
+        mesh=mesh,
+        ranks=share.ranks,
     )
 
 

@@ -235,7 +235,10 @@ class EngineSettings(Config, frozen=True, kw_only=True):
     image_cache: Positive = 256 << 20  # bytes of encoded images kept in each worker
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"  # type of KV pages; "auto": the compute type
-    threads: Positive | None = None  # kernel threads of each worker
+    threads: Positive | None = None  # kernel threads of each worker; of a worker of several ranks, of each rank
+    parallel: str | None = None  # how the ranks of each worker divide the model, as "tp2,pp2"; None: one process
+    tensor_parallel_size: Positive | None = None  # the same as parallel="tpN"
+    pipeline_parallel_size: Positive | None = None  # the same as parallel="ppN"
     max_chunk_tokens: Positive | None = None
     max_running: Positive = 256
     speculate: Literal["off", "auto", "lookup", "head", "draft"] = "off"  # speculative decoding
@@ -283,6 +286,8 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     aggregated: bool = False
     prefill_device: Literal["cpu", "cuda"] | None = None  # of prefill workers, if another than the others'
     prefill_kernels: str | None = None  # their kernel family, if not that of the decode workers
+    prefill_parallel: str | None = None  # of prefill workers, if not ``parallel``
+    decode_parallel: str | None = None
     prefill_cores: str | None = None  # processors of the prefill workers, as "0-3,8"
     decode_cores: str | None = None
     lend_cores: bool = True  # idle workers lend their cores

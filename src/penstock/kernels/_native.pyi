@@ -67,6 +67,9 @@ class KvMemory:
         shared: bool,
         per_cell: int,
         places: list[tuple[int, int]],
+        groups: int,
+        page_heads: int,
+        head_places: list[int],
         /,
     ) -> None: ...
     def keep_states(self, sizes: tuple[int, int, int, int, int, int, int, int], /) -> None: ...

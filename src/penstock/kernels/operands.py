@@ -137,7 +137,8 @@ class KvShape:
     ``shared``: a value is the first ``value_dim`` numbers of its key and stored only there (the latent cache of MLA,
     one head a layer).  ``groups``: layers that share pages; none: all layers stand in one page and read everything.
     ``states``: the states of recurrent layers; ``layers`` then counts only layers with keys and values.
-    A state is cut into parts of a page each, and every part is a group behind the others.
+    A state is cut into parts of a page each, and every part is a group behind the others.  ``share``: these layers and
+    heads are those of one rank, which finds them in pages of the whole model.
     """
 
     layers: int
@@ -147,6 +148,7 @@ class KvShape:
     shared: bool = False
     groups: tuple[LayerGroup, ...] = ()
     states: StateShape | None = None
+    share: PageShare | None = None
 
     @classmethod
     def plain(cls, *, layers: int, kv_heads: int, head_dim: int) -> KvShape:
@@ -158,15 +160,22 @@ class KvShape:
         return replace(self, groups=layer_groups(reaches))
 
     @property
+    def of_pages(self) -> KvShape:
+        """What the pages have: the whole model's, where ranks share them."""
+        return self if self.share is None else self.share.whole
+
+    @property
     def reaches(self) -> tuple[KvSpec, ...]:
         """How far back the layers of each group read; groups of states come last."""
+        if self.share is not None:
+            return self.share.whole.reaches
         own = tuple(group.spec for group in self.groups) or (FULL_ATTENTION,)
         return own if self.states is None else own + (self.states.reach,) * self.state_parts
 
     @property
     def layer_groups(self) -> int:
         """Groups of layers with keys and values."""
-        return len(self.groups) or 1
+        return len(self.of_pages.groups) or 1
 
     @property
     def kept_states(self) -> StateShape:
@@ -190,11 +199,15 @@ class KvShape:
     @property
     def page_layers(self) -> int:
         """Layers that a page has room for."""
-        return max((len(group.layers) for group in self.groups), default=self.layers)
+        whole = self.of_pages
+        return max((len(group.layers) for group in whole.groups), default=whole.layers)
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
         """Each layer's group, and its place in that group's pages."""
+        if self.share is not None:
+            whole = self.share.whole.places
+            return tuple(whole[layer] for layer in self.share.layers)
         found = {
             layer: (group, place) for group, own in enumerate(self.groups) for place, layer in enumerate(own.layers)
         }
@@ -203,7 +216,7 @@ class KvShape:
     @property
     def numbers(self) -> int:
         """That one token has room for in a page: in all layers of a group."""
-        return self.page_layers * self.kv_heads * (self.key_dim + (0 if self.shared else self.value_dim))
+        return self.page_layers * self.of_pages.kv_heads * (self.key_dim + (0 if self.shared else self.value_dim))
 
     def head_bytes(self, dtype: str) -> int:
         """What one token leaves of each key-value head of a layer, kept in a type of ``KV_TYPES``."""
@@ -213,7 +226,17 @@ class KvShape:
 
     def page_bytes(self, dtype: str, page_tokens: int = PAGE_TOKENS) -> int:
         """Bytes of one page of a group of layers."""
-        return self.page_layers * self.kv_heads * self.head_bytes(dtype) * page_tokens
+        return self.page_layers * self.of_pages.kv_heads * self.head_bytes(dtype) * page_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PageShare:
+    """What one rank has of pages that it shares with the others: some layers of the ``whole``, and in each of them some
+    key-value heads; ``heads`` has the number of each of its own heads, and may repeat one."""
+
+    whole: KvShape
+    layers: range
+    heads: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,15 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from msgspec import structs
 
 from penstock.config.limits import RequestLimits
+from penstock.config.mesh import Mesh
 from penstock.config.mixed_numerics import PrefillPlan, fleet_numerics
 from penstock.config.resolve import ServePlan, WorkerPlan, resolve_kv_store
 from penstock.config.schema import (
@@ -28,6 +29,7 @@ from penstock.config.schema import (
     KvStoreConfig,
     NamedAdapter,
     SchedulerConfig,
+    ServeConfig,
     WorkerConfig,
     WorkerServeConfig,
 )
@@ -46,11 +48,13 @@ from penstock.launch.fork_server import prefer_for_oom_kill
 from penstock.launch.heartbeat import CoreLendingTable, HeartbeatSlot
 from penstock.launch.machine import interleave_memory
 from penstock.launch.numerics_probe import NumericsProbe, handed_over_layout
+from penstock.launch.rank_process import RankGroup, RankResources, run_follower
 from penstock.launch.restart_policy import GATEWAY
 from penstock.launch.shared_rates import SharedTokenBuckets
 from penstock.launch.sparse_attention import sparse_numerics
 from penstock.launch.startup_log import LoadProgressLog
 from penstock.launch.supervisor import ChildSpec
+from penstock.parallel.shard import ModelShard, check_supported, shard_model
 from penstock.processing.service import GenerationProcessor
 from penstock.sidecar import drop_secrets, protect_memory
 from penstock.telemetry.log import configure_logging
@@ -107,7 +111,7 @@ class WorkerProcesses:
         mailboxes: WorkerEndpoints,
         slots: Mapping[str, HeartbeatSlot],
     ) -> None:
-        """Raises ConfigError if the KV memory cannot be allocated."""
+        """Raises ConfigError if the KV memory cannot be allocated, or the model cannot be divided as planned."""
         self._config = config
         self._plan = plan
         self._model = model
@@ -115,6 +119,7 @@ class WorkerProcesses:
         self._mailboxes = mailboxes
         self._slots = slots
         self._places = {worker.worker: worker for worker in plan.workers}
+        self._check_meshes()
         layout = kv_layout(self._spec, plan.kv_dtype)
         self._kv = {
             worker: KvMemoryFile.create(layout, worker_scheduler_config(place, plan).pages, label=worker)
@@ -126,7 +131,14 @@ class WorkerProcesses:
         holders = [own.worker for own in plan.workers if own.role is not Role.ENCODE and not plan.pages_on_device(own)]
         self._share = store.SharedStoreMemory(self._store, [(worker, self._kv[worker].pages) for worker in holders])
         self._cores = CoreLendingTable({worker.worker: worker.lent_cores for worker in plan.workers})
-        self._loaded: _Loaded | None = None
+        self._loaded: dict[tuple[Mesh, int], _Loaded] = {}  # by rank of each mesh
+
+    def _check_meshes(self) -> None:
+        lora = bool(self._model.loras) or (isinstance(self._config, ServeConfig) and self._config.allow_lora_updating)
+        for mesh in {worker.mesh for worker in self._plan.workers}:
+            check_supported(self._spec, mesh, lora=lora, speculation=self._plan.scheduler.max_draft_tokens > 0)
+            for rank in range(mesh.ranks):
+                shard_model(self._spec, mesh, rank)
 
     def close(self) -> None:
         """Free the KV memory."""
@@ -151,7 +163,10 @@ class WorkerProcesses:
             if reading is not None:
                 asked = stack.enter_context(closing(NumericsProbe(reading.family, dtype, reading.device)))
             with interleave_memory(self._plan.numa_nodes):
-                self._loaded = self._load(ops, LoadProgressLog(keep_watch), threads)
+                for mesh in dict.fromkeys(worker.mesh for worker in self._plan.workers):
+                    for rank in range(mesh.ranks):
+                        shard = shard_model(self._spec, mesh, rank)
+                        self._loaded[mesh, rank] = self._load(ops, LoadProgressLog(keep_watch), threads, shard)
             if asked is not None:
                 self._mixed = (asked.result(keep_watch), ops.numerics)
 
@@ -162,6 +177,8 @@ class WorkerProcesses:
         self._cores.reset(worker)
         role = self._slots[worker].assigned_role or place.role
         supervise = self._config.supervise
+        group = RankGroup(place.mesh, crowded=place.crowded) if place.ranks else None
+        own = place.ranks[group.leader] if group is not None else place
         config = WorkerConfig(
             worker=worker,
             incarnation=incarnation,
@@ -173,8 +190,8 @@ class WorkerProcesses:
             scheduler=worker_scheduler_config(place, self._plan),
             hand_over=self._config.hand_over,
             kv_store=KvStoreConfig(peers=False) if self._plan.pages_on_device(place) else self._store,
-            threads=place.threads,
-            cpus=place.cpus,
+            threads=own.threads,
+            cpus=own.cpus,
             niceness=place.niceness if role is place.role else place.prefill_niceness if role is Role.PREFILL else 0,
             prefill_niceness=place.prefill_niceness,
             transfers_pages=self._hands_over(place),
@@ -184,7 +201,11 @@ class WorkerProcesses:
             image_cache_bytes=self._config.image_cache,
         )
         return ChildSpec(
-            main=partial(self._run, config, place),
+            main=partial(self._run, config, place, group),
+            rank=0 if group is None else group.leader,
+            followers={}
+            if group is None
+            else {rank: partial(self._run_follower, config, place, group, rank) for rank in group.followers},
             inherited_fds=(*(file.descriptor for file in self._kv.values()), *self._share.descriptors),
             endpoint=config.endpoint,
         )
@@ -195,25 +216,26 @@ class WorkerProcesses:
         stay = self._plan.pages_on_device(place) and not self._plan.mixed_numerics
         return not stay and self._plan.scheduler.pooling is None and place.role is not Role.ENCODE
 
-    def _run(self, config: WorkerConfig, place: WorkerPlan) -> int:
+    def _run(self, config: WorkerConfig, place: WorkerPlan, group: RankGroup | None) -> int:
         from penstock.launch.worker_process import WorkerResources, run_worker
 
-        configure_logging(config.worker, as_json=self._config.log_json)
-        prefer_for_oom_kill()
-        protect_memory()
-        drop_secrets()
+        self._begin(config.worker)
         begun = time.monotonic()
         reading = self._plan.prefill_plan_of(place)
-        ops = self._ops(place.threads, reading)
-        loaded = self._loaded if reading is None else None
+        ops = self._ops(config.threads, reading)
+        rank = 0 if group is None else group.leader
+        loaded = self._loaded.get((place.mesh, rank)) if reading is None else None
         if loaded is None:
             log.info("kernels %s ready in %.2f s", ops.numerics, time.monotonic() - begun)
-            loaded = self._load(ops, LoadingHeartbeat(self._slots[config.worker]), place.threads)
+            shard = shard_model(self._spec, Mesh(), 0)
+            loaded = self._load(ops, LoadingHeartbeat(self._slots[config.worker]), config.threads, shard)
         if isinstance(self._config, WorkerServeConfig):
             log.info("numerics class %s", ops.numerics)  # for --mixed-with
         numerics, twins = self._numerics(ops, place)
+        own = None if group is None else self._rank(config.worker, group, loaded)
         inherited = WorkerResources(
-            model=loaded.model,
+            model=loaded.model if own is None else own.connected(),
+            rank=own,
             ops=ops,
             identity=ModelIdentity(fingerprint=loaded.fingerprint, numerics=sparse_numerics(self._spec, numerics)),
             parameters=self._spec.parameters,
@@ -233,6 +255,24 @@ class WorkerProcesses:
         )
         return run_worker(config, inherited)
 
+    def _run_follower(self, config: WorkerConfig, place: WorkerPlan, group: RankGroup, rank: int) -> int:
+        self._begin(f"{config.worker}/{rank}")
+        cores, own = place.ranks[rank], self._rank(config.worker, group, self._loaded[place.mesh, rank])
+        return run_follower(own, self._ops(cores.threads), cores, config.niceness, self.close)
+
+    def _rank(self, worker: WorkerId, group: RankGroup, loaded: _Loaded) -> RankResources:
+        model = cast(Model, loaded.model)  # pooling models are refused
+        return RankResources(
+            group=group, shard=loaded.shard, model=model, weight_bytes=loaded.nbytes, kv=self._kv[worker]
+        )
+
+    def _begin(self, name: str) -> None:
+        """Of the process of a worker, or of one of its ranks."""
+        configure_logging(name, as_json=self._config.log_json)
+        prefer_for_oom_kill()
+        protect_memory()
+        drop_secrets()
+
     def _numerics(self, ops: Ops, place: WorkerPlan) -> tuple[str, str]:
         """The fleet's numerics class, and the layout in which this worker's pages are transferred."""
         own, other = ops.numerics, self._plan.mixed_with
@@ -246,27 +286,36 @@ class WorkerProcesses:
             return NoLending()
         return self._cores.cores_of(config.worker, config.loans)
 
-    def _load(self, ops: Ops, progress: Callable[[int, int], None], threads: int) -> _Loaded:
+    def _load(self, ops: Ops, progress: Callable[[int, int], None], threads: int, shard: ModelShard) -> _Loaded:
         begun = time.monotonic()
+        divided = shard.mesh.ranks > 1
         loaded = load_model(
-            self._model.path, self._spec, ops, progress, threads=threads, manifests=self._model.manifests
+            self._model.path,
+            self._spec,
+            ops,
+            progress,
+            threads=threads,
+            manifests=self._model.manifests,
+            select=shard.layout if divided else None,
         )
+        loaded = replace(loaded, spec=shard.spec)
         build = build_model if self._plan.scheduler.pooling is None else build_pooling_model
         model = build(loaded, ops, self._plan.scheduler.max_model_len)
-        log.info("weights loaded in %.2f s: %.1f MiB", time.monotonic() - begun, loaded.nbytes / 2**20)
-        drafts, adapters = self._load_drafts(loaded, ops, threads), self._adapters(ops, loaded)
-        return _Loaded(model, loaded.fingerprint, drafts, adapters)
+        what = f"weights of rank {shard.rank} of {shard.mesh.name}" if divided else "weights"
+        log.info("%s loaded in %.2f s: %.1f MiB", what, time.monotonic() - begun, loaded.nbytes / 2**20)
+        drafts, adapters = self._load_drafts(loaded, ops, threads), self._adapters(ops, loaded, divided=divided)
+        return _Loaded(model, loaded.fingerprint, drafts, adapters, shard, loaded.nbytes)
 
     def _load_drafts(self, model: LoadedModel, ops: Ops, threads: int) -> speculation.LoadedDraft | None:
         from penstock.launch.speculation import load_draft
 
         return None if self._model.draft is None else load_draft(self._model.draft, model, ops, threads)
 
-    def _adapters(self, ops: Ops, loaded: LoadedModel) -> LoraManager:
+    def _adapters(self, ops: Ops, loaded: LoadedModel, *, divided: bool) -> LoraManager:
         """The loaded adapters of ``--lora``, with room for others.  Raises AdapterRefused."""
         config = self._config
         room = LoraLimits(slots=config.max_loras, nbytes=config.lora_memory, max_rank=config.max_lora_rank)
-        if self._plan.scheduler.pooling is not None:
+        if divided or self._plan.scheduler.pooling is not None:
             return LoraManager.disabled(ops, room)
         adapters = LoraManager.for_model(ops, loaded, room)
         for own in self._model.loras:
@@ -301,6 +350,8 @@ class _Loaded:
     fingerprint: str
     drafts: speculation.LoadedDraft | None
     adapters: LoraManager
+    shard: ModelShard
+    nbytes: int  # of its matrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

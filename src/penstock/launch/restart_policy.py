@@ -373,9 +373,9 @@ class RestartPolicy:
             child = self._children[name]
             if child.phase not in _RUNS or heartbeat.incarnation != child.incarnation:
                 continue
-            self._record_heartbeat(child, heartbeat, now)
             vitals = event.stats.get(name, ProcessStats())
             child.stopped = vitals.stopped
+            self._record_heartbeat(child, heartbeat, now)
             if self._silent_beyond_limit(child, heartbeat, vitals, look, now):
                 self._kill_wedged(child, f"no progress for {child.silence:.1f} s", effects)
 
@@ -385,7 +385,8 @@ class RestartPolicy:
             child.ready_since = now
         if heartbeat.beat_s != child.last_beat:
             child.last_beat = heartbeat.beat_s
-            child.silence = 0.0
+            if not child.stopped:  # another rank of the worker may beat
+                child.silence = 0.0
 
     def _silent_beyond_limit(
         self, child: _Child, heartbeat: Heartbeat, vitals: ProcessStats, look: float, now: float

@@ -18,7 +18,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, assert_never
 
@@ -38,6 +38,7 @@ from penstock.launch.restart_policy import (
     NotifyGateways,
     ProcessExit,
     ProcessExited,
+    ProcessStats,
     RestartEffect,
     RestartEvent,
     RestartPolicy,
@@ -62,9 +63,14 @@ class StoppedEarly(Exception):  # noqa: N818 - not an error: somebody asked for 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
-    """What a forked child runs: ``main`` returns its exit code; ``inherited_fds`` are the descriptors that it needs."""
+    """What a forked child runs: ``main`` returns its exit code; ``inherited_fds`` are the descriptors that it needs.
+
+    ``followers``: the other ranks of a worker that is a group of processes, by number; ``rank``: that of ``main``.
+    """
 
     main: Callable[[], int]
+    rank: int = 0
+    followers: Mapping[int, Callable[[], int]] = field(default_factory=dict[int, Callable[[], int]])
     inherited_fds: tuple[int, ...] = ()
     endpoint: str = ""  # a worker's mailbox
     on_forked: Callable[[], None] = lambda: None  # closes what only the child keeps; called in the parent
@@ -84,9 +90,29 @@ class ChildSpecs(Protocol):
 
 @dataclass(slots=True)
 class _Running:
-    process: ForkedProcess
+    """A child that runs: a process, or those of a worker's ranks, by number; ``leader`` answers for all."""
+
     incarnation: int
     endpoint: str
+    leader: ForkedProcess
+    processes: dict[int, ForkedProcess]  # that have not been reaped
+    exit: ProcessExit | None = None  # of the first that ended; the others are then killed
+
+    def kill(self, signum: int) -> None:
+        """Send a signal to the leader; SIGKILL goes to all."""
+        for process in self.processes.values():
+            if process is self.leader or signum == signal.SIGKILL:
+                process.kill(signum)
+
+    def stats(self, *, every_thread: bool) -> ProcessStats:
+        """Of all processes: stopped or runnable if one is; their times together."""
+        own = [read_process_stats(process.pid, every_thread=every_thread) for process in self.processes.values()]
+        return ProcessStats(
+            stopped=any(one.stopped for one in own),
+            cpu_s=sum(one.cpu_s for one in own),
+            queued_s=sum(one.queued_s for one in own),
+            runnable=any(one.runnable for one in own),
+        )
 
 
 class Supervisor:
@@ -137,10 +163,10 @@ class Supervisor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for child in self._running.values():
-            child.process.kill(signal.SIGKILL)
-        for child in self._running.values():
-            os.waitid(os.P_PIDFD, child.process.pidfd, os.WEXITED)
-            os.close(child.process.pidfd)
+            child.kill(signal.SIGKILL)
+        for process in (process for child in self._running.values() for process in child.processes.values()):
+            os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED)
+            os.close(process.pidfd)
         self._running.clear()
         for channel in self._channels.values():
             channel.close()
@@ -200,7 +226,7 @@ class Supervisor:
     def pid(self, child: str) -> int | None:
         """Process id of the running incarnation; None: it does not run."""
         running = self._running.get(child)
-        return running.process.pid if running else None
+        return running.leader.pid if running else None
 
     def _raise_complaint(self) -> None:
         if self._done is not None and self._done.complaint is not None:
@@ -215,7 +241,11 @@ class Supervisor:
             timeout_s = max(0.0, min(self._machine.next_deadline(now), self._next_reading) - now)
         poller = select.poll()
         poller.register(self._wake_r, select.POLLIN)
-        by_fd = {child.process.pidfd: name for name, child in self._running.items()}
+        by_fd = {
+            process.pidfd: (name, rank)
+            for name, child in self._running.items()
+            for rank, process in child.processes.items()
+        }
         for fd in by_fd:
             poller.register(fd, select.POLLIN)
         for channel in self._channels.values():
@@ -227,7 +257,7 @@ class Supervisor:
             if channel.fileno() in ready:
                 self._on_channel(name, channel)
         for fd in ready & by_fd.keys():
-            self._on_death(by_fd[fd])
+            self._on_death(*by_fd[fd])
         self._read_heartbeats()
 
     def _on_signals(self) -> None:
@@ -265,16 +295,23 @@ class Supervisor:
         if name in self._slots and name not in self._gateways:
             self._handle(LoadRequested(name))
 
-    def _on_death(self, name: str) -> None:
+    def _on_death(self, name: str, rank: int) -> None:
         child = self._running[name]
-        ended = child.process.reap()
+        ended = child.processes[rank].reap()
         if ended is None:
             return
-        del self._running[name]
-        code, signum = ended
-        words = self._slots[name].exit_reason()
-        killed = signum == signal.SIGKILL and self._memory_kills.claim_kill()
-        self._handle(ProcessExited(name, child.incarnation, ProcessExit(code, signum, words, out_of_memory=killed)))
+        process = child.processes.pop(rank)
+        if child.exit is None:
+            code, signum = ended
+            words = self._slots[name].exit_reason()
+            if process is not child.leader:
+                words = ": ".join(filter(None, (f"rank {rank}", words)))
+            killed = signum == signal.SIGKILL and self._memory_kills.claim_kill()
+            child.exit = ProcessExit(code, signum, words, out_of_memory=killed)
+            child.kill(signal.SIGKILL)
+        if not child.processes:  # nobody writes to the memory of this incarnation any more
+            del self._running[name]
+            self._handle(ProcessExited(name, child.incarnation, child.exit))
 
     def _read_heartbeats(self) -> None:
         now = time.monotonic()
@@ -284,8 +321,7 @@ class Supervisor:
                 self._pulse()
             self._memory_kills.sample(now)
             vitals = {
-                name: read_process_stats(child.process.pid, every_thread=self._machine.is_silent(name))
-                for name, child in self._running.items()
+                name: child.stats(every_thread=self._machine.is_silent(name)) for name, child in self._running.items()
             }
             self._handle(HeartbeatsRead({name: self._slots[name].read() for name in self._running}, vitals))
         elif now >= self._machine.next_deadline(now):
@@ -304,7 +340,7 @@ class Supervisor:
             case SendSignal():
                 child = self._running.get(effect.child)
                 if child is not None and child.incarnation == effect.incarnation:
-                    child.process.kill(effect.signal)
+                    child.kill(effect.signal)
             case NotifyGateways():
                 for channel in self._channels.values():
                     channel.send(effect.message)
@@ -343,7 +379,7 @@ class Supervisor:
         finally:
             theirs.close()
         self._channels[name] = ours
-        self._running[name] = _Running(process, incarnation, "")
+        self._running[name] = _Running(incarnation, "", process, {0: process})
         for worker in self._running:
             if worker not in self._gateways and self._machine.state_of(worker) in (
                 ChildState.STARTING,
@@ -355,11 +391,20 @@ class Supervisor:
 
     def _fork_worker(self, name: WorkerId, incarnation: int, slot: HeartbeatSlot) -> None:
         job = self._jobs.worker_spec(name, incarnation)
+        processes: dict[int, ForkedProcess] = {}
         try:
-            process = fork(name, job.main, keep=job.inherited_fds, last_words=slot.set_exit_reason)
+            for rank, main in {job.rank: job.main, **job.followers}.items():
+                label = f"{name}/{rank}" if job.followers else name
+                processes[rank] = fork(label, main, keep=job.inherited_fds, last_words=slot.set_exit_reason)
+        except BaseException:
+            for process in processes.values():
+                process.kill(signal.SIGKILL)
+                os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED)
+                os.close(process.pidfd)
+            raise
         finally:
             job.on_forked()
-        self._running[name] = _Running(process, incarnation, job.endpoint)
+        self._running[name] = _Running(incarnation, job.endpoint, processes[job.rank], processes)
         self._announce(name, self._channels.values())
 
     def _announce(self, name: WorkerId, channels: Iterable[Channel]) -> None:
@@ -370,7 +415,7 @@ class Supervisor:
             worker=name,
             incarnation=running.incarnation,
             role=self._slots[name].assigned_role or self._roles.get(name, Role.BOTH),
-            pid=running.process.pid,
+            pid=running.leader.pid,
             endpoint=running.endpoint,
         )
         for channel in channels:

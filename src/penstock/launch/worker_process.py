@@ -53,6 +53,7 @@ from penstock.kv.store.store import PageStore, SharedStoreMemory, StoreOwner, op
 from penstock.kv.transfer.receiver import KvReceiver
 from penstock.kv.transfer.sender import KvSender
 from penstock.launch.heartbeat import HeartbeatSlot, HeartbeatWriter
+from penstock.launch.rank_process import RankResources
 from penstock.launch.speculation import LoadedDraft, ProposerFactory, record_step
 from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
 from penstock.wire.curve_keys import CurveKeys
@@ -92,6 +93,7 @@ class WorkerResources:
     vocabulary: Callable[[], GrammarVocabulary]  # read when the first grammar comes
     gateways: Mapping[str, HeartbeatSlot]  # of this host: a process that was replaced is known before it says a word
     drafts: LoadedDraft | None = None  # the head or model that guesses tokens ahead
+    rank: RankResources | None = None  # of the leader of several ranks
     pages_on_device: bool = False  # the backend keeps KV pages where it computes
     twins: str | None = None  # the layout in which they are written to host memory and handed over; None: they are not
 
@@ -109,7 +111,7 @@ def run_worker(config: WorkerConfig, inherited: WorkerResources) -> int:
     )
     encoders = RemoteEncoders(PeerLinks(transport, config.hand_over.peer_idle_s), inherited.identity, clock)
     images = _encoder_stage(config, inherited, encoders, lambda event: scheduler.memory.cached_tokens(event.hashes))
-    kv = _kv_array(inherited.ops, own, inherited.pages_on_device)
+    kv = _kv_array(inherited, own)
     runner = _runner(config.scheduler, inherited, kv, grammars, images)
     proposers = ProposerFactory(inherited.drafts, inherited.ops, inherited.vocab, clock)
     proposer = proposers.build_proposer(config.scheduler, runner) if isinstance(runner, ModelRunner) else None
@@ -132,7 +134,10 @@ def run_worker(config: WorkerConfig, inherited: WorkerResources) -> int:
         clock,
         ready=ready,
         figures=ReportSources(
-            encoder=images.counters, borrowed_s=cores.borrowed_s, store=stored.figures(inherited.store.domain)
+            encoder=images.counters,
+            borrowed_s=cores.borrowed_s,
+            store=stored.figures(inherited.store.domain),
+            ranks=inherited.rank.group.reports if inherited.rank is not None else tuple,
         ),
         lower_tiers=stored.lower_tiers(),
         gateway_incarnations=lambda: {name: slot.read().incarnation for name, slot in gateways.items()},
@@ -240,6 +245,8 @@ def _runner(
     model = cast(Model, inherited.model)
     patience = MaskWait(wait_s=config.mask_wait_ms / 1000)
     program = _made_ready(record_step(model, ops, kv, inherited.drafts), inherited)
+    if inherited.rank is not None:
+        program = inherited.rank.lead(program)
     aids = RunnerServices(matcher_of=grammars.matcher, images=images, adapters=inherited.adapters, mask_wait=patience)
     return ModelRunner(model, ops, kv, program, aids)
 
@@ -316,5 +323,6 @@ def _lent(config: WorkerConfig) -> int | None:
     return os.O_RDWR if needs_writing(config.hand_over.nixl_transports) else os.O_RDONLY
 
 
-def _kv_array(ops: Ops, own: KvMemory, on_device: bool) -> Array:
-    return ops.new_kv(own.layout.shape, pages=own.pages, memory=None if on_device else own.buffer)
+def _kv_array(inherited: WorkerResources, own: KvMemory) -> Array:
+    shape = own.layout.shape if inherited.rank is None else inherited.rank.kv_shape
+    return inherited.ops.new_kv(shape, pages=own.pages, memory=None if inherited.pages_on_device else own.buffer)

@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 from penstock.config.device import RUNTIME_BYTES
 from penstock.config.facts import ExtraWeights, extra_weight_bytes
+from penstock.config.mesh import MAX_DEVICES, TENSOR_WAYS
 from penstock.errors import ConfigError
 
 GIB = 1 << 30
@@ -46,7 +47,6 @@ TOO_LITTLE_SHARED_MEMORY = ("L40S", "L4", "A10", "RTX5090", "RTX4090", "RTX3090"
 
 WITHOUT_CUDA = ("MI300X",)
 
-MAX_DEVICES = 1024
 _SPEC = re.compile(r"(?:(?P<count>\d{1,6})x)?(?P<name>[A-Za-z][\w-]*)?:?(?:(?P<size>\d+(?:\.\d+)?)(?P<unit>GiB|GB))?")
 
 
@@ -100,7 +100,6 @@ def _expected() -> str:
     return f"expected COUNTxNAME with one of {', '.join(DEVICE_MEMORY_GIB)}, or a size: 8xH100, 2x48GiB, cpu:64GiB"
 
 
-TENSOR_WAYS = (1, 2, 4, 8)
 CPU_RUNTIME_BYTES = 200 << 20
 """The same for processes on a CPU: interpreter, libraries and the tokenizer, all processes together."""
 CPU_WORKERS = 2

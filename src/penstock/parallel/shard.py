@@ -22,12 +22,10 @@ from itertools import accumulate, pairwise
 
 from msgspec import structs
 
+from penstock.config.mesh import TENSOR_WAYS, Mesh
 from penstock.errors import ConfigError
-from penstock.kernels.operands import COLUMN_UNIT, TREE_SEGMENTS, HeadColumns, KvShape, segment_ends
+from penstock.kernels.operands import COLUMN_UNIT, TREE_SEGMENTS, HeadColumns, KvShape, PageShare, segment_ends
 from penstock.kernels.sum_tree import experts_of, leaves_of
-from penstock.kv_spec import LayerGroup
-from penstock.parallel.mesh import Mesh
-from penstock.parallel.plan import TENSOR_WAYS
 from penstock.weights.architecture.decoder import (
     AttentionConfig,
     DecoderConfig,
@@ -111,12 +109,6 @@ class ModelShard:
     def is_last(self) -> bool:
         """Whether it is of the last stage, which has the head."""
         return self.layers.stop == self.whole.layers
-
-    @property
-    def kv_groups(self) -> tuple[int, ...]:
-        """Which groups of layers of the whole model its pages hold, in order (``KvShape.groups``)."""
-        groups = self.whole.kv.groups
-        return tuple(index for index, group in enumerate(groups) if set(group.layers) & set(self.layers)) or (0,)
 
     def layout(self, whole: WeightLayout) -> WeightLayout:
         """The rank's weights, by the names that ``spec`` has them under, of a layout of the whole model."""
@@ -273,16 +265,12 @@ def _local_layer(layer: LayerConfig, share: LayerShare) -> LayerConfig:
 
 
 def _local_kv(spec: ModelSpec, layers: range, shares: Sequence[LayerShare]) -> KvShape:
-    """Keys and values of these layers and of the rank's heads, in those groups of layers that the stage has a part of.
-
-    Page numbers are the same on all ranks, so groups are restricted and never formed anew.
-    """
-    slots = {len(share.own_heads.kv) for share in shares}
-    if len(slots) > 1:
+    """These layers and the rank's heads in pages of the whole model, which all ranks of a host share."""
+    kept = {share.own_heads.kv for share in shares}
+    if len(kept) > 1:
         raise ConfigError(f"{spec.architecture}: layers with different numbers of heads cannot be divided over ranks")
-    own = [(group.spec, tuple(la - layers.start for la in group.layers if la in layers)) for group in spec.kv.groups]
-    groups = tuple(LayerGroup(reach, local) for reach, local in own if local)
-    return replace(spec.kv, layers=len(layers), kv_heads=slots.pop(), groups=groups)
+    heads = kept.pop()
+    return replace(spec.kv, layers=len(layers), kv_heads=len(heads), groups=(), share=PageShare(spec.kv, layers, heads))
 
 
 def _qkv_rows(attention: AttentionConfig, own: HeadShare) -> list[range]:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from penstock.router.worker_load import ExpectedWork, InFlightWork, LoadTable, Slots
@@ -449,6 +450,7 @@ class Fleet:
         if report is not None:
             row["identity"] = report.identity.system_fingerprint
             row["kv_tiers"] = tier_rows(counters)
+            row["ranks"] = [msgspec.structs.asdict(rank) for rank in report.ranks]
         if self.reasons[slot]:
             row["reason"] = self.reasons[slot]
         return row

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from penstock.config.mesh import TENSOR_WAYS
 from penstock.errors import ConfigError
-from penstock.parallel.plan import TENSOR_WAYS, Devices, ModelSize, ParallelPlan, plan_for_tensor
+from penstock.parallel.plan import Devices, ModelSize, ParallelPlan, plan_for_tensor
 from penstock.parallel.sizes import BF16, WeightFormat, model_size, weight_encoding
 from penstock.sim.fleet import FleetFile, LinkSpeeds, SimMemory, SimSchedulerLimits, SimStepTimes, WorkerGroup
 from penstock.weights.architecture.decoder import AttentionConfig, DecoderConfig

@@ -97,6 +97,7 @@ MAX_AGE_S = 86_400.0
 HASH_BYTES = 32
 CHECKSUM_BYTES = 16
 MAX_COUNTERS = 1024
+MAX_RANKS = 1024
 MAX_REASON_CHARS = 4096
 MAX_POOLED_BYTES = 1 << 24
 
@@ -376,6 +377,16 @@ class StepRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     sample: Seconds = 0.0  # a position whose logits are needed
 
 
+class RankReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One rank of a worker whose ranks divide the model."""
+
+    rank: Count
+    pid: Count  # 0: it has not begun
+    weight_bytes: Count
+    kv_bytes: Count  # of all pages, those that it writes
+    step_cpu_s: Seconds  # of all its threads
+
+
 class WorkerReport(WireMessage, frozen=True, kw_only=True, tag="report"):
     """A worker as it is now.  At most every ``WorkerConfig.report_min_s`` while anything changes, to every gateway;
     otherwise as the answer to a Hello, to the gateway that said it, at most every ``report_max_s``.
@@ -419,6 +430,7 @@ class WorkerReport(WireMessage, frozen=True, kw_only=True, tag="report"):
     hands_over: bool = True  # its pages can pass to others and theirs to it, so it may have any part of an answer
     acked: Count = 0  # the latest ``Submit.serial`` of the receiving gateway
     gateways: Count = 1  # that give this worker work
+    ranks: Annotated[tuple[RankReport, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()  # of a worker that has several
 
 
 # --- worker <-> worker ---------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
     python fake_service.py '{"config": {"wedge_s": 0.4}, "decode-0": "crash"}'
 
 Behaviours of a child: "beat" (the default), "crash" (before it is ready), "deaf" (ignores SIGTERM); of the whole:
-"load_s" (how long loading takes), "thread" (the incarnations of decode-0 that this process has a second thread for).
+"load_s" (how long loading takes), "thread" (the incarnations of decode-0 that this process has a second thread for),
+"ranks" (processes of decode-0: those but the first only sleep).
 Everything that is heard or done goes to stdout, one line each.
 """
 
@@ -16,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 
 from penstock.config.limits import SuperviseConfig
 from penstock.errors import RestartLimitReached
@@ -53,7 +55,12 @@ class FakeJobs:
             elif incarnation > last and self._thread is not None:
                 self._over.set()
                 self._thread.join()
-        return ChildSpec(main=lambda: child(worker), endpoint=f"nowhere-{worker}-{incarnation}")
+        ranks = SCRIPT.get("ranks", 1) if worker == "decode-0" else 1
+        return ChildSpec(
+            main=lambda: child(worker),
+            followers={rank: partial(follower, worker, rank) for rank in range(1, ranks)},
+            endpoint=f"nowhere-{worker}-{incarnation}",
+        )
 
 
 def beat(name: str) -> None:
@@ -91,6 +98,14 @@ def child(name: str) -> int:
     while True:
         beat(name)
         time.sleep(0.02)
+
+
+def follower(name: str, rank: int) -> int:
+    say("worker", f"{name}/{rank}", "runs", os.getpid())
+    if SCRIPT.get("follower") == "crash":
+        raise ValueError("I was told to")
+    while True:
+        signal.pause()
 
 
 def main() -> int:

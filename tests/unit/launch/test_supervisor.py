@@ -124,6 +124,39 @@ def test_a_killed_worker_is_back_at_once_under_the_same_name(start) -> None:
     service.until(r"gateway 1 up decode-0 2 \d+ nowhere-decode-0-2")
 
 
+@pytest.mark.parametrize("rank", ["decode-0", "decode-0/2"])
+def test_a_rank_that_is_killed_ends_all_of_its_worker(start, rank: str) -> None:
+    """The worker is started anew when all of them have gone, and is told of as one."""
+    service = start(ranks=3)
+    ranks = [pid_of(service, name) for name in ("decode-0", "decode-0/1", "decode-0/2")]
+    os.kill(pid_of(service, rank), signal.SIGKILL)
+    service.until("gateway 1 down decode-0 1 dead")
+    for pid in ranks:
+        assert select.select([service.children[pid]], [], [], 0)[0], "it was told of before all had ended"
+    service.until(r"gateway 1 up decode-0 2 \d+ nowhere-decode-0-2")
+    assert sum(line.startswith("gateway 1 down decode-0") for line in service.lines) == 1
+
+
+def test_a_rank_that_is_stopped_is_found_and_all_are_replaced(start) -> None:
+    service = start(ranks=2, config={"wedge_s": 0.3, "look_s": 0.05})
+    os.kill(pid_of(service, "decode-0/1"), signal.SIGSTOP)
+    service.until("gateway 1 down decode-0 1 wedged")
+    service.until(r"gateway 1 up decode-0 2 \d+ nowhere-decode-0-2")
+
+
+def test_a_rank_that_cannot_start_ends_it_with_its_number(start) -> None:
+    service = start(ready=False, ranks=2, follower="crash", config={"backoff_first_s": 0.01, "rapid_deaths": 2})
+    service.until(r"gave up: decode-0 ended 2 times.*rank 1: ValueError: I was told to.*")
+    assert service.end() == 1
+
+
+def test_all_ranks_end_with_their_worker(start) -> None:
+    service = start(ranks=3)
+    service.signal(signal.SIGTERM)
+    service.until("no child left")
+    assert service.end() == 0
+
+
 def test_a_fork_that_a_thread_forbids_is_tried_again(start) -> None:
     """A thread that has just ended may be counted for a while yet, on a machine that is short of processor time."""
     service = start(config={"backoff_first_s": 0.01}, thread=[2, 3])

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.config.mesh import TENSOR_WAYS
 from penstock.errors import ConfigError
 from penstock.parallel.plan import (
     GIB,
-    TENSOR_WAYS,
     CacheSize,
     Devices,
     LayerSize,

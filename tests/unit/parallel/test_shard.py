@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 from numpy.typing import NDArray
 
+from penstock.config.mesh import Mesh
 from penstock.errors import ConfigError
 from penstock.kernels.operands import COLUMN_UNIT, Sparse, segment_ends
-from penstock.parallel.mesh import Mesh
 from penstock.parallel.shard import HeadShare, ModelShard, check_supported, column_range, part_of, shard_model
 from penstock.weights.architecture.decoder import AttentionConfig, DecoderConfig, MlpConfig
 from penstock.weights.architecture.spec import ModelSpec
@@ -198,19 +198,15 @@ def numbers_in_layers(layout: WeightLayout) -> int:
     return sum(part.numbers for weight in layout.weights if weight.name[0].isdigit() for part in weight.parts)
 
 
-def test_a_stage_keeps_the_groups_of_layers_that_it_has_a_part_of() -> None:
-    """Page tables are the whole model's, so its groups are not formed anew."""
-    spec, _ = published("gemma_3_1b")
-    assert spec.kv.layer_groups > 1
-    for rank in range(26):
-        shard = shard_model(spec, Mesh(pipeline=26), rank)
-        assert shard.kv_groups == (spec.kv.places[rank][0],)
-        assert shard.spec.kv.reaches == (spec.kv.reaches[shard.kv_groups[0]],)
-    shard = shard_model(spec, Mesh(pipeline=2), 1)
-    for layer, (group, _) in enumerate(shard.spec.kv.places):
-        assert shard.kv_groups[group] == spec.kv.places[shard.layers[layer]][0]
-    plain, _ = published("llama_3_2_1b")
-    assert shard_model(plain, Mesh(pipeline=2), 1).kv_groups == (0,)
+@pytest.mark.parametrize("name", ["gemma_3_1b", "llama_3_2_1b"])
+def test_a_rank_finds_its_layers_in_pages_of_the_whole_model(name: str) -> None:
+    spec, _ = published(name)
+    for mesh in (Mesh(pipeline=spec.layers), Mesh(pipeline=3)):
+        places = [place for rank in range(mesh.ranks) for place in shard_model(spec, mesh, rank).spec.kv.places]
+        assert tuple(places) == spec.kv.places
+        for kv in (shard_model(spec, mesh, rank).spec.kv for rank in range(mesh.ranks)):
+            assert (kv.reaches, kv.layer_groups) == (spec.kv.reaches, spec.kv.layer_groups)
+            assert kv.page_bytes("bf16") == spec.kv.page_bytes("bf16")
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

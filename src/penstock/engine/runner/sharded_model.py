@@ -76,8 +76,8 @@ class _JoiningOps:
 class PipelineStage:
     """A ``Model`` over the layers of one stage.  ``stages``: the ranks of all stages with the same part of a layer.
 
-    Batches are those of the whole model, with the page tables of all its groups of layers.  A stage before the last
-    computes all tokens and returns no rows; it has no logits.
+    Batches are those of the whole model.  A stage before the last computes all tokens and returns no rows; it has no
+    logits.
     """
 
     def __init__(self, model: Model, stages: Collectives, shard: ModelShard) -> None:
@@ -88,10 +88,6 @@ class PipelineStage:
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
         to_host = ops.to_numpy  # refused at once by a backend that records, before any rank waits for another
         stages, shard, tokens = self._stages, self._shard, len(batch.tokens_T)
-        groups = shard.whole.kv.layer_groups
-        if len(shard.kv_groups) < groups:
-            tables = [batch.table_of(group, groups) for group in shard.kv_groups]
-            batch = replace(batch, table_SP=np.concatenate(tables, axis=1))
         if not shard.is_first:
             batch = replace(batch, features_TW=stages.recv(stages.rank - 1, (tokens, shard.whole.hidden)))
         if shard.is_last:

@@ -13,7 +13,7 @@ from penstock.engine.encoder_stage import EncoderCounters
 from penstock.kv.transfer.receiver import KvReceiver
 from penstock.telemetry.metrics import WORKER_COUNTERS, WORKER_MAXIMA
 from penstock.types import ModelIdentity, WorkerState
-from penstock.wire.gateway_messages import StepRates, WorkerReport
+from penstock.wire.gateway_messages import RankReport, StepRates, WorkerReport
 
 LONG_STEP_S = 0.25
 """A step that is predicted to take this long is reported before it begins, so that it is not taken for silence."""
@@ -36,6 +36,7 @@ class ReportSources:
     encoder: EncoderCounters = field(default_factory=EncoderCounters)
     borrowed_s: Callable[[], float] = lambda: 0.0  # core-seconds computed on cores of other workers
     store: StoreFigures = field(default_factory=StoreFigures)
+    ranks: Callable[[], tuple[RankReport, ...]] = tuple  # of a worker that has several
 
 
 class LoadReporter:
@@ -151,6 +152,7 @@ class LoadReporter:
             rates=StepRates(*(max(0.0, rate) for rate in scheduler.cost.rates)),
             measured=scheduler.cost.measured_steps,
             hands_over=self._config.transfers_pages,
+            ranks=self._sources.ranks(),
         )
 
     def _count_others(self) -> None:

@@ -97,6 +97,10 @@ def read_keys(q_GMC: Tensor, k_GNC: Tensor, first: int, sparse: Sparse, dtype: t
     return read_GSN.repeat(1, q_GMC.shape[1] // PAGE_TOKENS, 1)
 
 
+_Numbers = tuple[Tensor, Tensor | None]
+"""Keys or values, and the exponents of codes."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReferenceKv:
     """A page holds of each of its layers keys, then values, a head's tokens one after another; all are views of it.
@@ -108,6 +112,7 @@ class ReferenceKv:
     keys: Tensor  # [P, L, G, 16, C], L layers a page; codes are uint8
     values: Tensor  # [P, L, G, 16, value_dim]
     states: Tensor  # [P, rows, value_dim of states], fp32; empty where none are kept
+    heads: Tensor  # [1, heads]: the place of each head of this model among those of a page, G
     key_exponents: Tensor | None = None  # uint8 [P, L, G, 16], of codes
     value_exponents: Tensor | None = None
 
@@ -118,16 +123,33 @@ class ReferenceKv:
 
     def put_keys(self, place: int, tokens: tuple[Tensor, Tensor], k_TGC: Tensor) -> None:
         """Write fp32 keys of tokens, given page and slot of each, as the memory keeps them."""
-        _put((self.keys, self.key_exponents), place, tokens, k_TGC)
+        self._put((self.keys, self.key_exponents), place, tokens, k_TGC)
 
     def put_values(self, place: int, tokens: tuple[Tensor, Tensor], v_TGC: Tensor) -> None:
         """The same for values."""
-        _put((self.values, self.value_exponents), place, tokens, v_TGC)
+        self._put((self.values, self.value_exponents), place, tokens, v_TGC)
 
     def gathered(self, place: int, pages: Tensor, seen: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Keys and values [G, N, C] of whole pages in fp32; zero outside of ``seen``, where there may be anything."""
-        keys = _gathered(self.keys[:, place], self.key_exponents, place, pages, seen)
-        return keys, _gathered(self.values[:, place], self.value_exponents, place, pages, seen)
+        keys = self._gathered((self.keys, self.key_exponents), place, pages, seen)
+        return keys, self._gathered((self.values, self.value_exponents), place, pages, seen)
+
+    def _put(self, memory: _Numbers, place: int, tokens: tuple[Tensor, Tensor], x_TGC: Tensor) -> None:
+        (numbers, exponents), (pages_T, slots_T) = memory, tokens
+        at = pages_T[:, None], place, self.heads, slots_T[:, None]
+        if exponents is None:
+            numbers[at] = x_TGC.to(numbers.dtype)
+        else:
+            numbers[at], exponents[at] = encoded(x_TGC)
+
+    def _gathered(self, memory: _Numbers, place: int, pages: Tensor, seen: tuple[int, int]) -> Tensor:
+        numbers, exponents = memory
+        at = (pages, place) if self.shape.share is None else (pages[:, None], place, self.heads)
+        wide_PGSC = numbers[at].float() if exponents is None else decoded(numbers[at], exponents[at])
+        gathered_GNC = wide_PGSC.transpose(0, 1).flatten(1, 2).contiguous()
+        gathered_GNC[:, : seen[0]] = 0
+        gathered_GNC[:, seen[1] :] = 0
+        return gathered_GNC
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,25 +175,20 @@ def kv_over(numbers: Tensor, shape: KvShape) -> ReferenceKv:
     coded = numbers.dtype == torch.uint8
     key_dim, value_dim = shape.key_dim, 0 if shape.shared else shape.value_dim
     widths = [key_dim, value_dim, int(coded), int(coded and not shape.shared)]
-    tokens = shape.kv_heads * PAGE_TOKENS
+    heads = shape.of_pages.kv_heads
+    tokens = heads * PAGE_TOKENS
     layers = numbers.view(-1, shape.page_layers, tokens * sum(widths))
-    places = (*layers.shape[:2], shape.kv_heads, PAGE_TOKENS)
+    places = (*layers.shape[:2], heads, PAGE_TOKENS)
     parts = layers.split_with_sizes([tokens * width for width in widths], dim=-1)
     keys, values, of_keys, of_values = (part.view(*places, width) for part, width in zip(parts, widths, strict=True))
     if shape.shared:
         values, of_values = keys[..., : shape.value_dim], of_keys
+    own = range(heads) if shape.share is None else shape.share.heads
+    at = torch.tensor(own, device=numbers.device)[None]
     states = _states(layers.flatten(1), shape)
     if not coded:
-        return ReferenceKv(shape, keys, values, states)
-    return ReferenceKv(shape, keys, values, states, of_keys[..., 0], of_values[..., 0])
-
-
-def _put(memory: tuple[Tensor, Tensor | None], place: int, tokens: tuple[Tensor, Tensor], x_TGC: Tensor) -> None:
-    (numbers, exponents), (pages_T, slots_T) = memory, tokens
-    if exponents is None:
-        numbers[pages_T, place, :, slots_T] = x_TGC.to(numbers.dtype)
-    else:
-        numbers[pages_T, place, :, slots_T], exponents[pages_T, place, :, slots_T] = encoded(x_TGC)
+        return ReferenceKv(shape, keys, values, states, at)
+    return ReferenceKv(shape, keys, values, states, at, of_keys[..., 0], of_values[..., 0])
 
 
 def _states(pages: Tensor, shape: KvShape) -> Tensor:
@@ -196,17 +213,6 @@ def rotated(x_THC: Tensor, rope: ReferenceRope | None, positions_T: Tensor, turn
     a, b = first * cos_T1C - second * sin_T1C, second * cos_T1C + first * sin_T1C
     pairs = torch.stack([a, b], dim=-1).flatten(-2) if rope.interleaved else torch.cat([a, b], dim=-1)
     return torch.cat([pairs, rest], dim=-1)
-
-
-def _gathered(
-    memory_PGSC: Tensor, exponents: Tensor | None, place: int, pages: Tensor, seen: tuple[int, int]
-) -> Tensor:
-    own_PGSC = memory_PGSC[pages]
-    wide_PGSC = own_PGSC.float() if exponents is None else decoded(own_PGSC, exponents[pages, place])
-    gathered_GNC = wide_PGSC.transpose(0, 1).flatten(1, 2).contiguous()
-    gathered_GNC[:, : seen[0]] = 0
-    gathered_GNC[:, seen[1] :] = 0
-    return gathered_GNC
 
 
 @dataclass(frozen=True, slots=True)

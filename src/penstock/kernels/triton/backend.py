@@ -24,6 +24,7 @@ from penstock.kernels.operands import (
     Activation,
     AttentionSpec,
     Gate,
+    KvShape,
     PackedExperts,
     PackedLinear,
     Routes,
@@ -83,6 +84,12 @@ class TritonOps(ReferenceOps):
         self.paged = TritonAttention(self.form)
         self.head = TritonSampler(self.form)
         self._workspace: Tensor | None = None
+
+    def new_kv(self, shape: KvShape, *, pages: int, memory: memoryview | None = None) -> ReferenceKv:
+        """Raises KernelError for pages that ranks share, too."""
+        if shape.share is not None:
+            raise KernelError("the kernels of GPUs read whole pages only: ranks cannot share them yet")
+        return super().new_kv(shape, pages=pages, memory=memory)
 
     def record(self, steps: RecordableModel, kv: ReferenceKv, *, tapped: tuple[int, ...] = ()) -> StepProgram:
         return DeviceProgram(

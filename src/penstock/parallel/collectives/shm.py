@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.config.mesh import Mesh
 from penstock.errors import GroupError
 from penstock.kernels import _native
 
@@ -26,8 +27,8 @@ SPIN_US = 20.0
 CHECK_S = 0.25
 """Between two calls of ``check``."""
 
-_GATHER, _EXCHANGE, _SENT = range(3)
-_NAMES = ("all_gather", "all_to_all", "send")
+_GATHER, _EXCHANGE, _SENT, _MESSAGE = range(4)
+_NAMES = ("all_gather", "all_to_all", "send", "send_message")
 
 
 def _nothing() -> None:
@@ -58,6 +59,31 @@ class ShmMemory:
     def native(self, rank: int, spin_us: float) -> _native.ShmGroup:
         """The same as the kernels have it."""
         return _native.ShmGroup(np.frombuffer(self._map, np.uint8), rank, self.ranks, self.slot_bytes, spin_us)
+
+
+class ShmMesh:
+    """The memory of all groups of a mesh.  Processes that are forked later have it too."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._all = ShmMemory(mesh.ranks)
+        ranks = range(mesh.ranks)
+        self._tensor = {group: ShmMemory(len(group)) for group in {mesh.tensor_group(rank) for rank in ranks}}
+        self._pipeline = {group: ShmMemory(len(group)) for group in {mesh.pipeline_group(rank) for rank in ranks}}
+
+    def everybody(self, rank: int) -> ShmCollectives:
+        """The group of all ranks."""
+        return self._all.group(rank)
+
+    def tensor(self, rank: int, *, spin_us: float = SPIN_US) -> ShmCollectives:
+        """The group of the rank's stage."""
+        group = self.mesh.tensor_group(rank)
+        return self._tensor[group].group(group.index(rank), spin_us=spin_us)
+
+    def pipeline(self, rank: int, *, spin_us: float = SPIN_US) -> ShmCollectives:
+        """The group of ranks with the same part of a layer."""
+        group = self.mesh.pipeline_group(rank)
+        return self._pipeline[group].group(group.index(rank), spin_us=spin_us)
 
 
 class ShmCollectives:
@@ -120,6 +146,23 @@ class ShmCollectives:
                 raise self._fail(f"rank {source} sent an array of another shape than {list(shape)}")
             self._native.receive(source, _piece(array, first, self._slot))
         return array
+
+    def send_message(self, message: bytes, to: int) -> None:
+        """Bytes to another rank, which receives what one rank sends it in this order."""
+        data = np.frombuffer(message, np.uint8)
+        for first in range(0, max(1, len(data)), self._slot):
+            self._send(to, data[first:], (_MESSAGE, 0, len(data)))
+
+    def recv_message(self, source: int) -> bytes:
+        """The next message of a rank."""
+        message, first = np.empty(0, np.uint8), 0
+        while first == 0 or first < len(message):
+            _, total = self._await_sent(source, _MESSAGE)
+            if first == 0:
+                message = np.empty(total, np.uint8)
+            self._native.receive(source, message[first : first + self._slot])
+            first += self._slot
+        return message.tobytes()
 
     def _send(self, to: int, data: NDArray[np.uint8], label: tuple[int, int, int]) -> None:
         """The first piece of the data."""

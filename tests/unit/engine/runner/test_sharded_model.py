@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -13,12 +14,12 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from forked_ranks import run_forked
+from penstock.config.mesh import Mesh, parse_mesh
 from penstock.errors import ModelError
 from penstock.kernels.operands import PackedLinear
 from penstock.kernels.ops import DirectProgram, Ops
 from penstock.kernels.select import make_ops
 from penstock.parallel.collectives.interface import Collectives
-from penstock.parallel.mesh import Mesh, parse_mesh
 from penstock.parallel.shard import shard_model
 from penstock.weights.families.registry import checkpoint_format
 from sharded_bench import ShardedModel, WholeModel, answers, batches, rank_of, rows_of
@@ -75,8 +76,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def check(folder: Path, ops: Ops, *meshes: Mesh) -> None:
     """Every mesh computes what the undivided model does."""
     want = answers(WholeModel(folder, ops))
-    assert want[0] is None
-    assert all(rows is not None for rows in want[1:])
+    (first, *others), pages = want
+    assert first is None
+    assert all(rows is not None for rows in others)
+    assert any(pages)
     for mesh in meshes:
         assert answers(ShardedModel(folder, ops, mesh)) == want, mesh.name
 
@@ -96,7 +99,7 @@ def test_five_heads_on_two_ranks_are_two_and_three(tmp_path: Path) -> None:
     check(folder, ops, Mesh(tensor=2))
     ranks = ShardedModel(folder, ops, Mesh(tensor=2)).ranks
     assert [rank.shard.shares[0].own_heads.queries for rank in ranks] == [range(2), range(2, 5)]
-    assert [rank.shard.spec.kv.kv_heads for rank in ranks] == [1, 1]
+    assert [rank.shard.spec.kv.share.heads for rank in ranks if rank.shard.spec.kv.share] == [(0,), (0,)]
 
 
 @pytest.mark.long
@@ -152,14 +155,16 @@ def test_two_processes_over_shared_memory_have_the_bits_of_one(mesh: str, folder
     folder, plan = folders("parts of groups"), parse_mesh(mesh)
     whole = WholeModel(folder, make_ops(compute_dtype="bf16"))
     steps = list(batches(whole.spec))
+    pages = memoryview(mmap.mmap(-1, len(whole.pages)))
 
     def rank(group: Collectives) -> list[str | None]:
         ops = make_ops(compute_dtype="bf16")
-        own = rank_of(folder, ops, shard_model(whole.spec, plan, group.rank), group, group)
+        own = rank_of(folder, ops, shard_model(whole.spec, plan, group.rank), (group, group), pages)
         rows = [rows_of(own.model, ops, batch, own.kv) for batch in steps]
         return [None if each is None else each[0].hex() + each[1].hex() for each in rows]
 
-    want = [None if each is None else each[0].hex() + each[1].hex() for each in answers(whole)]
+    want = [None if each is None else each[0].hex() + each[1].hex() for each in answers(whole)[0]]
     found = run_forked([rank, rank])
     assert found[1] == want
     assert found[0] == (want if plan.tensor == 2 else [None] * len(want))
+    assert pages == whole.pages

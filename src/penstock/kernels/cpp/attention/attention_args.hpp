@@ -17,8 +17,9 @@ constexpr int kPartitionKeys = 512;  // keys of one partition
 constexpr int kKeyClasses = 8;       // partition p is in class p mod 8; classes are leaves of a tree (kernels/sum_tree.py)
 constexpr int kMaxHeadDim = 1024;
 
-// KV memory: pages of [layers][K: kv_heads x key_dim / per_cell x 16 cells | V: kv_heads x 16 / per_cell x value_dim
-// cells].  Shared memory has no V: values are the first columns of K.
+// KV memory: pages of [layers][K: page_heads x key_dim / per_cell x 16 cells | V: page_heads x 16 / per_cell x value_dim
+// cells].  Shared memory has no V: values are the first columns of K.  A rank that has some heads of a model finds them
+// where pages of the whole model have them.
 struct KvView {
   uint32_t* cells;
   long pages;
@@ -28,18 +29,24 @@ struct KvView {
   int value_dim;
   bool shared;
   int per_cell;
+  int page_heads = kv_heads;             // that a layer of a page has room for
+  const int32_t* place_of = nullptr;     // [kv_heads]: each head's place among them; null: its own number
 
   PS_EVERYWHERE size_t key_cells() const { return static_cast<size_t>(kPageTokens) * key_dim / per_cell; }
   PS_EVERYWHERE size_t value_cells() const {
     return shared ? 0 : static_cast<size_t>(kPageTokens) * value_dim / per_cell;
   }
-  PS_EVERYWHERE size_t layer_cells() const { return kv_heads * (key_cells() + value_cells()); }
+  PS_EVERYWHERE size_t layer_cells() const { return page_heads * (key_cells() + value_cells()); }
   PS_EVERYWHERE size_t page_cells() const { return layers * layer_cells(); }
+  PS_EVERYWHERE int place(int head) const { return place_of == nullptr ? head : place_of[head]; }
+  PS_EVERYWHERE uint32_t* layer_of(long page, int layer) const {
+    return cells + page * page_cells() + layer * layer_cells();
+  }
   PS_EVERYWHERE uint32_t* keys(long page, int layer, int head) const {
-    return cells + page * page_cells() + layer * layer_cells() + head * key_cells();
+    return layer_of(page, layer) + place(head) * key_cells();
   }
   PS_EVERYWHERE uint32_t* values(long page, int layer, int head) const {
-    return keys(page, layer, kv_heads) + head * value_cells();
+    return layer_of(page, layer) + page_heads * key_cells() + place(head) * value_cells();
   }
 };
 

@@ -13,11 +13,12 @@ namespace penstock {
 
 class LayerPlaces {
  public:
-  // (group, place) of every layer; `page_layers` have room in a page.
-  LayerPlaces(std::vector<std::pair<int, int>> places, int page_layers) : places_(std::move(places)) {
+  // (group, place) of every layer, of `groups` groups; `page_layers` have room in a page.
+  LayerPlaces(std::vector<std::pair<int, int>> places, int page_layers, int groups)
+      : places_(std::move(places)), groups_(groups) {
     for (const auto& [group, place] : places_) {
-      if (group < 0 || place < 0 || place >= page_layers) throw std::invalid_argument("a layer has no place in its page");
-      if (group >= groups_) groups_ = group + 1;
+      if (group < 0 || group >= groups_ || place < 0 || place >= page_layers)
+        throw std::invalid_argument("a layer has no place in its page");
     }
   }
 
@@ -34,7 +35,7 @@ class LayerPlaces {
 
  private:
   std::vector<std::pair<int, int>> places_;
-  int groups_ = 1;
+  int groups_;
 };
 
 }  // namespace penstock

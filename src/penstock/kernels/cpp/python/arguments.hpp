@@ -104,24 +104,33 @@ inline Form form_of(float scale, float cap) {
   return {scale, cap};
 }
 
-// KV memory over a buffer that Python owns; a page has room for `layers` layers of one group.
+// KV memory over a buffer that Python owns; a page has room for `layers` layers of one of `groups` groups, and for
+// `page_heads` heads of a layer, of which `head_places` are this model's.
 struct KvMemory {
   Out<uint32_t, 1> memory;
+  std::vector<int32_t> head_places;
   KvView view;
   LayerPlaces places;
   StatesView states;
 
   KvMemory(Out<uint32_t, 1> cells, long pages, int layers, int kv_heads, int key_dim, int value_dim, bool shared,
-           int per_cell, std::vector<std::pair<int, int>> layer_places)
+           int per_cell, std::vector<std::pair<int, int>> layer_places, int groups, int page_heads,
+           std::vector<int32_t> places_of_heads)
       : memory(std::move(cells)),
-        view{memory.data(), pages, layers, kv_heads, key_dim, value_dim, shared, per_cell},
-        places(std::move(layer_places), layers) {
-    require(pages > 0 && layers > 0 && kv_heads > 0, "KV memory needs pages, layers and heads");
+        head_places(std::move(places_of_heads)),
+        view{memory.data(), pages,  layers,   kv_heads,   key_dim,
+             value_dim,     shared, per_cell, page_heads, head_places.empty() ? nullptr : head_places.data()},
+        places(std::move(layer_places), layers, groups) {
+    require(pages > 0 && layers > 0 && kv_heads > 0 && groups > 0, "KV memory needs pages, layers and heads");
+    require(head_places.empty() ? kv_heads == page_heads : head_places.size() == static_cast<size_t>(kv_heads),
+            "every head needs a place in its page");
+    for (const int32_t place : head_places) require(place >= 0 && place < page_heads, "a head has no place in its page");
     for (const int size : {key_dim, value_dim})
       require(size > 0 && size % 2 == 0 && size <= kMaxHeadDim, "head size must be even and at most 1024");
     require(!shared || value_dim <= key_dim, "shared values are columns of their keys");
     require(memory.size() == static_cast<size_t>(pages) * view.page_cells(), "memory does not fit the pages");
   }
+  KvMemory(const KvMemory&) = delete;  // the view points into it
 
   // Some pages hold states of recurrent layers, given their number, heads of keys and values, their sizes, taps of the convolution,
   // tokens of a cell, rows of a page.

@@ -135,7 +135,8 @@ NB_MODULE(_native, m) {
       .def("fill", &Weights::fill)
       .def("fill_turned", &Weights::fill_turned);
   nb::class_<KvMemory>(m, "KvMemory")
-      .def(nb::init<Out<uint32_t, 1>, long, int, int, int, int, bool, int, std::vector<std::pair<int, int>>>())
+      .def(nb::init<Out<uint32_t, 1>, long, int, int, int, int, bool, int, std::vector<std::pair<int, int>>, int, int,
+                    std::vector<int32_t>>())
       .def("keep_states", &KvMemory::keep_states);
   nb::class_<Batch>(m, "Batch")
       .def(nb::init<In<int32_t, 1>, In<int32_t, 1>, In<int32_t, 2>, std::optional<In<int32_t, 2>>>(), nb::arg(),

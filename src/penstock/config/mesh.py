@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from penstock.errors import ConfigError
-from penstock.parallel.plan import MAX_DEVICES, TENSOR_WAYS
+
+TENSOR_WAYS = (1, 2, 4, 8)
+MAX_DEVICES = 1024
 
 _AXIS = re.compile(r"([a-z]+)(\d{1,6})")
 _FIELDS: Final = {"tp": "tensor", "pp": "pipeline"}

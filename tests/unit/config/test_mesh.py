@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
+from penstock.config.mesh import Mesh, Place, parse_mesh
 from penstock.errors import ConfigError
-from penstock.parallel.mesh import Mesh, Place, parse_mesh
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), list(product((1, 2, 4, 8), (1, 2, 3))))

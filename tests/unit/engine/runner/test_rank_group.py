@@ -1,0 +1,95 @@
+"""Followers of a worker of several ranks have the leader's batches, step for step."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config.mesh import parse_mesh
+from penstock.engine.runner.rank_group import StepDecoder, StepEncoder, leader_of
+from penstock.errors import GroupError
+from penstock.kernels.operands import StepBatch
+from penstock.types import PAGE_TOKENS
+
+PARTS = ("tokens_T", "positions_T", "starts_S1", "table_SP", "sample_rows_R")
+
+
+def batch_of(counts: list[int], first: list[int], blocks: int, groups: int, seed: int) -> StepBatch:
+    """Sequences with so many tokens, from these positions on."""
+    rng = np.random.default_rng(seed)
+    starts_S1 = np.cumsum([0, *counts]).astype(np.int32)
+    positions = [np.arange(begin, begin + count) for begin, count in zip(first, counts, strict=True)]
+    return StepBatch(
+        rng.integers(0, 50_000, starts_S1[-1]).astype(np.int32),
+        np.concatenate(positions).astype(np.int32),
+        starts_S1,
+        rng.integers(0, 9000, (len(counts), groups * blocks)).astype(np.int32),
+        starts_S1[1:] - 1,
+    )
+
+
+def move_on(batch: StepBatch, groups: int, rng: np.random.Generator) -> None:
+    """As ``InputBatch`` does: one token further, with new pages where a block begins."""
+    batch.positions_T[:] += 1
+    batch.tokens_T[:] = rng.integers(0, 50_000, len(batch.tokens_T))
+    blocks = batch.table_SP.shape[1] // groups
+    for row, position in enumerate(batch.positions_T):
+        if position % PAGE_TOKENS == 0:
+            batch.table_SP[row, [group * blocks + position // PAGE_TOKENS for group in range(groups)]] = rng.integers(
+                0, 9000, groups
+            )
+
+
+def assert_same(one: StepBatch, other: StepBatch) -> None:
+    for part in PARTS:
+        np.testing.assert_array_equal(getattr(one, part), getattr(other, part))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90)), min_size=1, max_size=5),
+    st.integers(1, 3),
+    st.integers(0, 40),
+)
+def test_a_follower_has_the_leaders_batches(sequences: list[tuple[int, int]], groups: int, steps: int) -> None:
+    encoder, decoder, rng = StepEncoder(groups), StepDecoder(), np.random.default_rng(steps)
+    prompts = batch_of([count for count, _ in sequences], [first for _, first in sequences], 12, groups, steps)
+    assert_same(decoder.batch(encoder.record(prompts)), prompts)
+    answers = batch_of([1] * len(sequences), [first + count for count, first in sequences], 12, groups, steps + 1)
+    followed = decoder.batch(encoder.record(answers))
+    for _ in range(steps):
+        move_on(answers, groups, rng)
+        record = encoder.record(answers)
+        assert decoder.batch(record) is followed
+        assert len(record) <= 12 + 4 * len(sequences) * (1 + 2 * groups)
+        assert_same(followed, answers)
+
+
+def test_64_answers_go_on_in_512_bytes() -> None:
+    encoder, rng = StepEncoder(1), np.random.default_rng(0)
+    batch = batch_of([1] * 64, rng.integers(100, 4000, 64).tolist(), 512, 1, 0)
+    assert len(encoder.record(batch)) > 64 * 512 * 4
+    sizes = []
+    for _ in range(PAGE_TOKENS):
+        move_on(batch, 1, rng)
+        sizes.append(len(encoder.record(batch)))
+    assert np.mean(sizes) <= 512
+
+
+def test_a_record_that_does_not_follow_is_refused() -> None:
+    decoder = StepDecoder()
+    with pytest.raises(GroupError, match="kind 2"):
+        decoder.batch(struct.pack("<3I", 2, 1, 0))
+    record = StepEncoder(1).record(batch_of([3], [0], 2, 1, 0))
+    with pytest.raises(GroupError, match="were expected"):
+        decoder.batch(record[:-4])
+    decoder.batch(record)
+    with pytest.raises(GroupError, match="goes on from a step of 3"):
+        decoder.batch(struct.pack("<3I", 2, 1, 0) + bytes(4))
+
+
+def test_the_leader_has_the_logits() -> None:
+    assert [leader_of(parse_mesh(text)) for text in ("tp1", "tp4", "pp3", "tp2,pp2")] == [0, 0, 2, 2]
