@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from penstock.config.mesh import Mesh
 from penstock.engine.models.interface import Model
 from penstock.engine.models.registry import build_model
-from penstock.engine.runner.sharded_model import PipelineStage, TensorParallelModel
+from penstock.engine.runner import sharded_model as engine
 from penstock.kernels.operands import Array, StepBatch
-from penstock.kernels.ops import Ops
+from penstock.kernels.ops import Ops, StepProgram
+from penstock.kernels.sampling import GumbelRows
 from penstock.parallel.collectives.interface import Collectives
 from penstock.parallel.collectives.local import LocalWorld
 from penstock.parallel.shard import ModelShard, shard_model
@@ -99,6 +100,16 @@ class Rank:
     loaded: LoadedModel
     model: Model
     kv: Array
+    program: StepProgram
+
+    def step(self, ops: Ops, batch: StepBatch) -> Rows:
+        """What it has of a step; None before the last stage, and without output rows."""
+        wanted = batch.sample_rows_R
+        self.program.run(batch, len(wanted), [], GumbelRows.empty(0))
+        if not len(wanted) or not self.shard.is_last:
+            return None
+        hidden_RD = ops.hidden(ops.to_numpy(self.program.hidden()))
+        return as_bytes(ops.to_numpy(hidden_RD)), as_bytes(ops.to_numpy(self.model.logits(ops, hidden_RD)))
 
 
 def rank_of(
@@ -106,10 +117,11 @@ def rank_of(
 ) -> Rank:
     """One rank, connected to the others of its stage and to those of other stages.  All have the same ``pages``."""
     tensor, stages = groups
+    kv = ops.new_kv(shard.spec.kv, pages=page_count(shard.whole), memory=pages)
     loaded = load_model(folder, shard.whole, ops, select=shard.layout)
     model = build_model(replace(loaded, spec=shard.spec), ops, shard.whole.max_positions)
-    model = PipelineStage(TensorParallelModel(model, tensor), stages, shard)
-    return Rank(shard, loaded, model, ops.new_kv(shard.spec.kv, pages=page_count(shard.whole), memory=pages))
+    model = engine.ShardedModel(model, shard, tensor)
+    return Rank(shard, loaded, model, kv, engine.stage_program(ops.record(model, kv), ops, stages, shard))
 
 
 class ShardedModel:
@@ -128,9 +140,7 @@ class ShardedModel:
 
     def step(self, batch: StepBatch) -> Rows:
         """What the ranks of the last stage have, all of them the same."""
-        rows = self._world.run(
-            [lambda rank=rank: rows_of(rank.model, self._ops, batch, rank.kv) for rank in self.ranks]
-        )
+        rows = self._world.run([lambda rank=rank: rank.step(self._ops, batch) for rank in self.ranks])
         ends = {own for own, rank in zip(rows, self.ranks, strict=True) if rank.shard.is_last}
         (end,) = ends
         return end

@@ -58,6 +58,14 @@ class RecordableModel(Protocol):
         ...
 
 
+class GathersArrays(Protocol):
+    """One rank's connection to a group of ranks (``parallel.collectives``)."""
+
+    def all_gather(self, own: Array) -> list[Array]:
+        """The arrays that all ranks gave, by rank."""
+        ...
+
+
 class StepProgram(Protocol):
     """All operations of a model's step as a program that runs for any tokens and rows.
 
@@ -351,6 +359,15 @@ class Ops(Protocol):
         """hidden [T, N] = the sum of 1, 2, 4 or 8 hidden [T, N], by the tree of ``kernels.sum_tree``.  So a product
         whose segments are divided over ranks (``PackedLinear.partial``) has the bits of the whole product.  The parts
         may be overwritten.  Raises ValueError for another number of parts."""
+        ...
+
+    def all_reduce(self, x_TN: Array, group: GathersArrays) -> Array:
+        """hidden [T, N] = the sum of what all ranks of a group give, each its own hidden [T, N], which may be overwritten:
+        ``join`` of what the group gathers."""
+        ...
+
+    def zeros(self, x_TK: Array, n: int) -> Array:
+        """hidden [T, n] of zeros, with as many rows as x."""
         ...
 
     def norm_gathered(

@@ -26,7 +26,7 @@ from penstock.config.cpu_cores import RankCores
 from penstock.config.mesh import Mesh
 from penstock.engine.models.interface import Model
 from penstock.engine.runner.rank_group import LeaderProgram, follow, leader_of
-from penstock.engine.runner.sharded_model import PipelineStage, TensorParallelModel
+from penstock.engine.runner.sharded_model import ShardedModel, stage_program
 from penstock.kernels.operands import KvShape
 from penstock.kernels.ops import Ops, StepProgram
 from penstock.kv.page_memory import KvLayout, KvMemoryFile
@@ -98,21 +98,27 @@ class RankResources:
         return self.shard.spec.kv
 
     def connected(self) -> Model:
-        """The rank's part, connected to the other ranks; in its process only."""
-        group, spin_us = self.group.collectives, self.group.spin_us
-        model = TensorParallelModel(self.model, group.tensor(self.rank, spin_us=spin_us))
-        return PipelineStage(model, group.pipeline(self.rank, spin_us=spin_us), self.shard)
+        """The rank's part, connected to the other ranks of its stage; in its process only."""
+        return ShardedModel(
+            self.model, self.shard, self.group.collectives.tensor(self.rank, spin_us=self.group.spin_us)
+        )
+
+    def staged(self, program: StepProgram, ops: Ops) -> StepProgram:
+        """The program of that model, connected to the other stages; in its process only."""
+        stages = self.group.collectives.pipeline(self.rank, spin_us=self.group.spin_us)
+        return stage_program(program, ops, stages, self.shard)
 
     def begin(self) -> None:
         """This process is the rank."""
         kv_bytes = share_bytes(self.kv.layout, self.kv_shape) * self.kv.pages
         self.group.begin(self.rank, weight_bytes=self.weight_bytes, kv_bytes=kv_bytes)
 
-    def lead(self, program: StepProgram) -> StepProgram:
-        """The program of the leader's process."""
+    def lead(self, program: StepProgram, ops: Ops) -> StepProgram:
+        """The program of the leader's process, which all ranks run."""
         self.begin()
         channel, groups = self.group.collectives.everybody(self.rank), self.kv_shape.layer_groups
-        return LeaderProgram(program, channel, groups, on_step=lambda: self.group.count_step_cpu(self.rank))
+        own = self.staged(program, ops)
+        return LeaderProgram(own, channel, groups, on_step=lambda: self.group.count_step_cpu(self.rank))
 
 
 def share_bytes(layout: KvLayout, share: KvShape) -> int:
@@ -129,7 +135,7 @@ def run_follower(rank: RankResources, ops: Ops, cores: RankCores, niceness: int,
     memory = rank.kv.map_own()
     close()
     kv = ops.new_kv(rank.kv_shape, pages=memory.pages, memory=memory.buffer)
-    program = ops.record(rank.connected(), kv)
+    program = rank.staged(ops.record(rank.connected(), kv), ops)
     rank.begin()
     channel = rank.group.collectives.everybody(rank.rank)
     follow(program, channel, rank.group.leader, lambda: rank.group.count_step_cpu(rank.rank))

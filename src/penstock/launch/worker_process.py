@@ -246,7 +246,7 @@ def _runner(
     patience = MaskWait(wait_s=config.mask_wait_ms / 1000)
     program = _made_ready(record_step(model, ops, kv, inherited.drafts), inherited)
     if inherited.rank is not None:
-        program = inherited.rank.lead(program)
+        program = inherited.rank.lead(program, ops)
     aids = RunnerServices(matcher_of=grammars.matcher, images=images, adapters=inherited.adapters, mask_wait=patience)
     return ModelRunner(model, ops, kv, program, aids)
 

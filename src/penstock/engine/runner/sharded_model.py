@@ -1,16 +1,17 @@
-"""A rank's part of a model as a ``Model``: its sums are joined with those of its stage, its hidden state goes on.
+"""A rank's part of a model as a ``Model``, whose sums are added up with those of its stage, and its part of a step as a
+``StepProgram``, whose hidden states go on to the next stage.
 
 ::
 
-    tensor parallelism    product of a rank's columns -> all_gather -> join -> added to the hidden state, on every rank
+    tensor parallelism    product of a rank's columns -> all_reduce -> added to the hidden state, on every rank
     pipeline stages       hidden state of all tokens -> send ............ recv -> features of the next stage's batch
 
-Layers do not know which rank they are: a matrix says that it has a part of K (``PackedLinear.partial``).  Both models
-are run operation by operation (``ops.DirectProgram``); exchanges cannot be recorded yet.
+Layers do not know which rank they are: a matrix says that it has a part of K (``PackedLinear.partial``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,39 +19,44 @@ import numpy as np
 
 from penstock.engine.models.interface import Model
 from penstock.kernels.operands import Array, Gate, GatheredNorm, PackedExperts, PackedLinear, Routes, StepBatch
-from penstock.kernels.ops import Ops
+from penstock.kernels.ops import Ops, StepProgram
+from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
 from penstock.parallel.collectives.interface import Collectives
 from penstock.parallel.shard import ModelShard
 
 
-class TensorParallelModel:
+class ShardedModel:
     """A ``Model`` over the parts of layers that one rank has.  ``group``: the ranks that have the other parts."""
 
-    def __init__(self, model: Model, group: Collectives) -> None:
+    def __init__(self, model: Model, shard: ModelShard, group: Collectives) -> None:
         self._model = model
+        self._shard = shard
         self._group = group
 
     def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
-        return self._model.forward(cast(Ops, _JoiningOps(ops, self._group)), batch, kv)
+        return self._model.forward(self._ops(ops), batch, kv)
 
     def logits(self, ops: Ops, hidden_RD: Array) -> Array:
-        return self._model.logits(ops, hidden_RD)
+        """Before the last stage there is no head: the hidden states themselves."""
+        return self._model.logits(self._ops(ops), hidden_RD) if self._shard.is_last else hidden_RD
+
+    def _ops(self, ops: Ops) -> Ops:
+        return ops if self._shard.mesh.tensor == 1 else cast(Ops, _ReducingOps(ops, self._group))
 
 
-class _JoiningOps:
+class _ReducingOps:
     """The backend's operations; what has a rank's part of a sum or of a norm exchanges it with the other ranks."""
 
     def __init__(self, ops: Ops, group: Collectives) -> None:
         self._ops = ops
         self._group = group
-        self._join = ops.join  # refused at once by a backend that records, before any rank waits for another
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
     def linear(self, x_TK: Array, weight: PackedLinear) -> Array:
         out_TN = self._ops.linear(x_TK, weight)
-        return self._join(self._group.all_gather(out_TN)) if weight.partial else out_TN
+        return self._ops.all_reduce(out_TN, self._group) if weight.partial else out_TN
 
     def linear_add(self, x_TK: Array, weight: PackedLinear, hidden_TN: Array) -> None:
         if weight.partial:
@@ -62,39 +68,62 @@ class _JoiningOps:
         if not experts.partial:
             self._ops.experts_add(x_TK, routes, experts, kind, hidden_TD)
             return
-        part_TD = self._ops.hidden(np.zeros((len(x_TK), experts.n), np.float32))
+        part_TD = self._ops.zeros(x_TK, experts.n)
         self._ops.experts_add(x_TK, routes, experts, kind, part_TD)
-        self._ops.add(hidden_TD, self._join(self._group.all_gather(part_TD)))
+        self._ops.add(hidden_TD, self._ops.all_reduce(part_TD, self._group))
 
     def norm_heads(self, x_TN: Array, weight_C: Array | GatheredNorm, eps: float, *, first: int, count: int) -> None:
         if isinstance(weight_C, GatheredNorm):
-            self._ops.norm_gathered(x_TN, self._group.all_gather(x_TN), weight_C.weight, eps, weight_C.heads)
+            norm_gathered = self._ops.norm_gathered  # refused by a backend that records before a rank waits for another
+            norm_gathered(x_TN, self._group.all_gather(x_TN), weight_C.weight, eps, weight_C.heads)
         else:
             self._ops.norm_heads(x_TN, weight_C, eps, first=first, count=count)
 
 
-class PipelineStage:
-    """A ``Model`` over the layers of one stage.  ``stages``: the ranks of all stages with the same part of a layer.
+class StageProgram:
+    """A ``StepProgram`` of the layers of one stage.  ``stages``: the ranks of all stages with the same part of a layer.
 
-    Batches are those of the whole model.  A stage before the last computes all tokens and returns no rows; it has no
-    logits.
+    Batches are those of the whole model.  A stage before the last computes all tokens and samples none.
     """
 
-    def __init__(self, model: Model, stages: Collectives, shard: ModelShard) -> None:
-        self._model = model
+    def __init__(self, program: StepProgram, ops: Ops, stages: Collectives, shard: ModelShard) -> None:
+        self._program = program
+        self._ops = ops
         self._stages = stages
         self._shard = shard
+        self._given: StepBatch | None = None
+        self._own: StepBatch | None = None  # of the same arrays, so it changes with the given one
 
-    def forward(self, ops: Ops, batch: StepBatch, kv: Array) -> Array | None:
-        to_host = ops.to_numpy  # refused at once by a backend that records, before any rank waits for another
-        stages, shard, tokens = self._stages, self._shard, len(batch.tokens_T)
+    def run(
+        self,
+        batch: StepBatch,
+        scored: int,
+        rows: list[SampleRow],
+        picks: GumbelRows,
+        ready: Callable[[], None] | None = None,
+    ) -> list[Sampled]:
+        stages, tokens = self._stages, len(batch.tokens_T)
+        if batch is not self._given or self._own is None:
+            self._given, self._own = batch, self._stage_batch(batch)
+        own = self._own
+        if own.features_TW is not None:
+            own.features_TW[:] = stages.recv(stages.rank - 1, own.features_TW.shape)
+        if self._shard.is_last:
+            return self._program.run(own, scored, rows, picks, ready)
+        self._program.run(own, tokens, [], GumbelRows.empty(0))
+        stages.send(self._ops.to_numpy(self._program.hidden()), stages.rank + 1)
+        return []
+
+    def hidden(self) -> Array:
+        return self._program.hidden()
+
+    def _stage_batch(self, batch: StepBatch) -> StepBatch:
+        tokens, shard = len(batch.tokens_T), self._shard
         if not shard.is_first:
-            batch = replace(batch, features_TW=stages.recv(stages.rank - 1, (tokens, shard.whole.hidden)))
-        if shard.is_last:
-            return self._model.forward(ops, batch, kv)
-        every = replace(batch, sample_rows_R=np.arange(tokens, dtype=np.int32))
-        stages.send(to_host(self._model.forward(ops, every, kv)), stages.rank + 1)
-        return None
+            batch = replace(batch, features_TW=np.empty((tokens, shard.whole.hidden), np.float32))
+        return batch if shard.is_last else replace(batch, sample_rows_R=np.arange(tokens, dtype=np.int32))
 
-    def logits(self, ops: Ops, hidden_RD: Array) -> Array:
-        return self._model.logits(ops, hidden_RD)
+
+def stage_program(program: StepProgram, ops: Ops, stages: Collectives, shard: ModelShard) -> StepProgram:
+    """The program of a rank, whose model is a ``ShardedModel``."""
+    return program if shard.mesh.pipeline == 1 else StageProgram(program, ops, stages, shard)

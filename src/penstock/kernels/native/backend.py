@@ -54,7 +54,7 @@ from penstock.kernels.operands import (
     Routing,
     StepBatch,
 )
-from penstock.kernels.ops import DirectProgram, Ops, RecordableModel, RecordingError, StepProgram
+from penstock.kernels.ops import DirectProgram, GathersArrays, Ops, RecordableModel, RecordingError, StepProgram
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.kernels.sampling import Sampled, SampleRow
 from penstock.kernels.sum_tree import join
@@ -324,6 +324,12 @@ class NativeOps(Ops):
 
     def join(self, parts: Sequence[Array]) -> Array:
         return join(list(parts), self._added)
+
+    def all_reduce(self, x_TN: Array, group: GathersArrays) -> Array:
+        return self.join(group.all_gather(x_TN))
+
+    def zeros(self, x_TK: Array, n: int) -> Array:
+        return np.zeros((len(x_TK), n), np.float32)
 
     def norm_gathered(
         self, x_TN: Array, parts: Sequence[Array], weight_W: Array, eps: float, heads: HeadColumns

@@ -35,7 +35,7 @@ from penstock.kernels.operands import (
     Routing,
     StepBatch,
 )
-from penstock.kernels.ops import Ops, RecordableModel, RecordingError, StepProgram
+from penstock.kernels.ops import GathersArrays, Ops, RecordableModel, RecordingError, StepProgram
 from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
 
 
@@ -123,6 +123,16 @@ class RecordingOps:
 
     def linear_add(self, x_TK: SymbolicArray, weight: PackedLinear, hidden_TN: SymbolicArray) -> None:
         self.step.linear_add(x_TK.slot, weight.data, hidden_TN.slot)
+
+    def all_reduce(self, x_TN: SymbolicArray, group: GathersArrays) -> SymbolicArray:
+        native = getattr(group, "native", None)
+        if not isinstance(native, _native.ShmGroup):
+            raise RecordingError("only ranks that share memory exchange within a recorded step")
+        self.step.all_reduce(x_TN.slot, native)
+        return x_TN
+
+    def zeros(self, x_TK: SymbolicArray, n: int) -> SymbolicArray:
+        return SymbolicArray(self.step.zeros(x_TK.slot, n))
 
     def lora_add(
         self,

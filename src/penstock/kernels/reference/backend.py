@@ -37,7 +37,7 @@ from penstock.kernels.operands import (
     StepBatch,
     numerics_with,
 )
-from penstock.kernels.ops import DirectProgram, Ops, RecordableModel, StepProgram
+from penstock.kernels.ops import DirectProgram, GathersArrays, Ops, RecordableModel, StepProgram
 from penstock.kernels.page_export import PageWriter
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.kernels.reference.attention import (
@@ -308,6 +308,12 @@ class ReferenceOps(Ops):
         joined = join(parts, torch.add)
         assert joined is not None, "every part is there"
         return joined
+
+    def all_reduce(self, x_TN: Tensor, group: GathersArrays) -> Tensor:
+        return self.join(group.all_gather(x_TN))
+
+    def zeros(self, x_TK: Tensor, n: int) -> Tensor:
+        return torch.zeros((len(x_TK), n), device=self.context.device)
 
     def norm_gathered(
         self, x_TN: Tensor, parts: Sequence[Tensor], weight_W: Tensor, eps: float, heads: HeadColumns

@@ -87,10 +87,10 @@ class ShmMesh:
 
 
 class ShmCollectives:
-    """The ``Collectives`` of one rank; arrays are fp32, in NumPy."""
+    """The ``Collectives`` of one rank; arrays are fp32, in NumPy.  ``native``: the same as the kernels have it."""
 
     def __init__(self, native: _native.ShmGroup, rank: int, memory: ShmMemory, check: Callable[[], None]) -> None:
-        self._native = native
+        self.native = native
         self._slot = memory.slot_bytes
         self._check = check
         self.rank = rank
@@ -107,7 +107,7 @@ class ShmCollectives:
                 found = [np.empty((rows, total // 4 // max(1, rows)), np.float32) for total in totals]
                 most = max(totals)
             for rank, array in enumerate(found):
-                self._native.read(rank, _piece(array, first, self._slot))
+                self.native.read(rank, _piece(array, first, self._slot))
             first += self._slot
         return found
 
@@ -130,7 +130,7 @@ class ShmCollectives:
                     rows, total = self._await_sent(rank, _EXCHANGE)
                     totals[rank] = max(1, total)
                     array = found.setdefault(rank, np.empty((rows, total // 4 // max(1, rows)), np.float32))
-                    self._native.receive(rank, _piece(array, first, self._slot))
+                    self.native.receive(rank, _piece(array, first, self._slot))
             first += self._slot
         return [found[rank] for rank in range(self.size)]
 
@@ -144,7 +144,7 @@ class ShmCollectives:
         for first in range(0, max(1, array.nbytes), self._slot):
             if self._await_sent(source, _SENT) != (len(array), array.nbytes):
                 raise self._fail(f"rank {source} sent an array of another shape than {list(shape)}")
-            self._native.receive(source, _piece(array, first, self._slot))
+            self.native.receive(source, _piece(array, first, self._slot))
         return array
 
     def send_message(self, message: bytes, to: int) -> None:
@@ -160,19 +160,19 @@ class ShmCollectives:
             _, total = self._await_sent(source, _MESSAGE)
             if first == 0:
                 message = np.empty(total, np.uint8)
-            self._native.receive(source, message[first : first + self._slot])
+            self.native.receive(source, message[first : first + self._slot])
             first += self._slot
         return message.tobytes()
 
     def _send(self, to: int, data: NDArray[np.uint8], label: tuple[int, int, int]) -> None:
         """The first piece of the data."""
         piece = data[: self._slot]
-        self._until(lambda: self._native.send(to, piece, label, CHECK_S))
+        self._until(lambda: self.native.send(to, piece, label, CHECK_S))
 
     def _await_sent(self, source: int, operation: int) -> tuple[int, int]:
         """Rows and bytes of the array of which a piece has come."""
-        self._until(lambda: self._native.wait_sent(source, CHECK_S))
-        tag, rows, total = self._native.sent_label(source)
+        self._until(lambda: self.native.wait_sent(source, CHECK_S))
+        tag, rows, total = self.native.sent_label(source)
         if tag != operation:
             raise self._fail(f"rank {source} calls {_NAMES[tag]}, not {_NAMES[operation]}")
         return rows, total
@@ -180,13 +180,13 @@ class ShmCollectives:
     def _meet(self, operation: int, rows: int, piece: NDArray[np.uint8], total: int) -> list[int]:
         """Post a piece to all and wait for theirs; the bytes of each rank's whole array."""
         try:
-            self._native.post(piece, (operation, rows, total))
+            self.native.post(piece, (operation, rows, total))
         except RuntimeError as error:
             raise GroupError(str(error)) from error
         totals = []
         for rank in range(self.size):
-            self._until(lambda rank=rank: self._native.wait(rank, CHECK_S))  # type: ignore[misc]
-            tag, their_rows, their_total = self._native.label(rank)
+            self._until(lambda rank=rank: self.native.wait(rank, CHECK_S))  # type: ignore[misc]
+            tag, their_rows, their_total = self.native.label(rank)
             if (tag, their_rows) != (operation, rows):
                 theirs, ours = f"{_NAMES[tag]} of {their_rows} rows", f"{_NAMES[operation]} of {rows}"
                 raise self._fail(f"rank {rank} calls {theirs}, this one {ours}")
@@ -202,7 +202,7 @@ class ShmCollectives:
 
     def _fail(self, why: str) -> GroupError:
         """The error of a group that is over, for the other ranks too."""
-        self._native.end()
+        self.native.end()
         return GroupError(why)
 
 

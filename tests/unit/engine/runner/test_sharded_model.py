@@ -22,7 +22,7 @@ from penstock.kernels.select import make_ops
 from penstock.parallel.collectives.interface import Collectives
 from penstock.parallel.shard import shard_model
 from penstock.weights.families.registry import checkpoint_format
-from sharded_bench import ShardedModel, WholeModel, answers, batches, rank_of, rows_of
+from sharded_bench import ShardedModel, WholeModel, answers, batches, rank_of
 from tiny_gguf import write_gguf
 from tiny_models import DTYPES, Tensors, llama_config, random_tensors, write_model, write_weights
 
@@ -142,12 +142,11 @@ def test_a_gguf_file_is_divided_where_it_is_plain(tmp_path: Path) -> None:
         ShardedModel(tmp_path / "codes.gguf", ops, Mesh(tensor=2))
 
 
-@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
-def test_a_rank_is_run_operation_by_operation(mesh: str, folders: Callable[[str], Path]) -> None:
+def test_a_step_whose_ranks_do_not_share_memory_is_not_recorded(folders: Callable[[str], Path]) -> None:
     """No rank waits for another while a backend tries to record its steps."""
     ops = make_ops(compute_dtype="fp32")
-    for rank in ShardedModel(folders("grouped queries"), ops, parse_mesh(mesh)).ranks:
-        assert isinstance(ops.record(rank.model, rank.kv), DirectProgram)
+    for rank in ShardedModel(folders("grouped queries"), ops, parse_mesh("tp2")).ranks:
+        assert isinstance(rank.program, DirectProgram)
 
 
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
@@ -160,7 +159,8 @@ def test_two_processes_over_shared_memory_have_the_bits_of_one(mesh: str, folder
     def rank(group: Collectives) -> list[str | None]:
         ops = make_ops(compute_dtype="bf16")
         own = rank_of(folder, ops, shard_model(whole.spec, plan, group.rank), (group, group), pages)
-        rows = [rows_of(own.model, ops, batch, own.kv) for batch in steps]
+        assert not isinstance(own.program, DirectProgram)  # recorded
+        rows = [own.step(ops, batch) for batch in steps]
         return [None if each is None else each[0].hex() + each[1].hex() for each in rows]
 
     want = [None if each is None else each[0].hex() + each[1].hex() for each in answers(whole)[0]]

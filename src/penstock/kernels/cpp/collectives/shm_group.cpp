@@ -7,6 +7,7 @@
 #include <unistd.h>
 #endif
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
@@ -19,6 +20,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kSpinsALook = 64;  // between two looks at the clock and at whether the group is over
 constexpr double kMostSleep = 0.05;
+constexpr double kMostWait = 3600;
+constexpr uint32_t kAllReduce = 4;  // a label's tag; those below are of parallel/collectives/shm.py
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -47,6 +50,18 @@ void wake_all(std::atomic<uint32_t>&) {}
 void advance(ShmCounter& counter, uint32_t value) {
   counter.value.store(value);
   if (counter.sleepers.load() != 0) wake_all(counter.value);
+}
+
+// out[i] = the tree over parts[0][i], parts[1][i], ...
+template <int kRanks>
+void add_up(const float* const* parts, float* __restrict out, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    float sums[kRanks];
+    for (int rank = 0; rank < kRanks; ++rank) sums[rank] = parts[rank][i];
+    for (int width = kRanks / 2; width > 0; width /= 2)
+      for (int at = 0; at < width; ++at) sums[at] = sums[2 * at] + sums[2 * at + 1];
+    out[i] = sums[0];
+  }
 }
 
 size_t channel_bytes(size_t slot_bytes) { return sizeof(ShmChannel) + 2 * slot_bytes; }
@@ -101,6 +116,33 @@ bool ShmGroup::send(int to, const void* data, const ShmLabel& label, double seco
 bool ShmGroup::await_sent(int from, double seconds) { return wait(pair(from, rank_)->posted, received(from), seconds); }
 
 void ShmGroup::release(int from) { advance(pair(from, rank_)->taken, ++received_[static_cast<size_t>(from)]); }
+
+void ShmGroup::all_reduce(float* values, size_t count, uint32_t rows) {
+  const size_t most = slot_bytes_ / sizeof(float);
+  for (size_t first = 0; first < count; first += most) {
+    const size_t n = std::min(most, count - first);
+    const ShmLabel label{kAllReduce, rows, count * sizeof(float), n * sizeof(float)};
+    post(values + first, label);
+    const float* parts[8] = {};
+    for (int rank = 0; rank < ranks_; ++rank) {
+      while (!await(rank, kMostWait)) {
+      }
+      const ShmLabel& theirs = this->label(rank);
+      if (theirs.tag != label.tag || theirs.rows != rows || theirs.total != label.total) {
+        end();
+        throw std::runtime_error("ranks add up different values");
+      }
+      parts[rank] = static_cast<const float*>(data(rank));
+    }
+    switch (ranks_) {
+      case 1: break;
+      case 2: add_up<2>(parts, values + first, n); break;
+      case 4: add_up<4>(parts, values + first, n); break;
+      case 8: add_up<8>(parts, values + first, n); break;
+      default: throw std::invalid_argument("1, 2, 4 or 8 ranks add up their values");
+    }
+  }
+}
 
 void ShmGroup::end() {
   header()->value.store(1);

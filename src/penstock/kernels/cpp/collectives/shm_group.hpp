@@ -1,4 +1,5 @@
-// Ranks of one host that exchange bytes through memory that all of them map.  Nothing is computed here.
+// Ranks of one host that exchange bytes through memory that all of them map.  Only `all_reduce` computes, in the one order
+// that sums over ranks have.
 //
 //     header             over: the group has ended
 //     one channel a rank     to all others       posted | two labels, two buffers
@@ -65,6 +66,10 @@ class ShmGroup {
   // Ends the group for all ranks: who waits is woken.
   void end();
   bool over() const { return header()->value.load() != 0; }
+
+  // values [count], of `rows` rows = the sum of all ranks' values by the tree of kernels/sum_tree.py: neighbors, then pairs.
+  // Of 1, 2, 4 or 8 ranks.  Throws std::runtime_error when ranks exchange other values, or the group has ended.
+  void all_reduce(float* values, size_t count, uint32_t rows);
 
   int rank() const { return rank_; }
   int ranks() const { return ranks_; }

@@ -19,6 +19,8 @@
 
 namespace penstock {
 
+class ShmGroup;
+
 // What a slot has a row for.
 enum class RowsOf : uint8_t {
   kTokens,  // every token of the step
@@ -83,6 +85,8 @@ class Program {
   int gated_norm(int x, int gate, long first, const float* weight, long group, float eps);
   int sigmoid_gated(int x, int gate);
   void gated_add(int x, int gate, int hidden);
+  int zeros(int like, long width);             // hidden values, as many rows as `like`
+  void all_reduce(int x, ShmGroup& group);     // in place; the group must stay
   int wanted_rows(int x);
   int drawn_rows(int hidden);  // once: what comes after is the head; the slot before is `hidden()`
   void finish(int logits);     // once, as the last

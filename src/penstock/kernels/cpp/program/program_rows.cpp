@@ -26,7 +26,7 @@ void Program::place_rows(int hidden) {
 }
 
 int Program::features(long width) {
-  expect(!nodes_.empty() && !finished_, "a step begins with its tokens");
+  expect(!finished_, "the recording is finished");
   expect(width > 0 && features_width_ == 0, "features have a width and are read once");
   features_width_ = width;
   const auto run = [=, this, out = next_slot()](const StepView& step) {

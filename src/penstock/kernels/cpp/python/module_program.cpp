@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <limits>
 #include <memory>
 
 #include "families/dispatch.hpp"
@@ -13,6 +14,7 @@
 #include "python/binding.hpp"
 #include "python/expert_arguments.hpp"
 #include "python/sampling_results.hpp"
+#include "python/shm_group_binding.hpp"
 
 namespace penstock {
 namespace {
@@ -195,6 +197,11 @@ class RecordedStep {
     program_->experts_add(x, routes, own.view, gate_of(gate), hidden);
   }
   int features(long width) { return program_->features(width); }
+  int zeros(int like, long width) { return program_->zeros(like, width); }
+  void all_reduce(int x, const nb::object& group) {
+    held_.push_back(group);
+    program_->all_reduce(x, nb::cast<PyShmGroup&>(group).group());
+  }
   void tap(int hidden, long place) { program_->tap(hidden, place); }
   void lora_add(int x, const nb::object& adapters, long site, int out) {
     held_.push_back(adapters);
@@ -313,7 +320,7 @@ class RecordedStep {
   const Family* family_;
   const KvMemory& kv_;  // stays as long as this does
   int per_cell_;
-  long tokens_below_ = 0;
+  long tokens_below_ = std::numeric_limits<int32_t>::max();  // a step that begins with features looks none up
   long slots_ = 0;  // of the adapters that were recorded; 0: none were
   long positions_below_ = -1;  // rows of the shortest table by position
   long keys_until_ = 0;  // of sequences whose first keys all tokens see
@@ -362,6 +369,8 @@ void bind_program(nb::module_& m) {
       .def("route", &RecordedStep::route, nb::arg(), nb::arg(), nb::arg().none())
       .def("experts_add", &RecordedStep::experts_add)
       .def("features", &RecordedStep::features)
+      .def("zeros", &RecordedStep::zeros)
+      .def("all_reduce", &RecordedStep::all_reduce)
       .def("tap", &RecordedStep::tap)
       .def("lora_add", &RecordedStep::lora_add)
       .def("causal_conv", &RecordedStep::causal_conv)
