@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +77,7 @@ class Killer:
 
     victims: list[int]  # pids
     lengths: list[int]  # tokens of each undisturbed answer
+    signum: int = signal.SIGKILL
     after_tokens: int = 3
     killed_at: dict[int, int] = field(default_factory=dict)  # tokens that each stream had at that moment
     answers: dict[int, Answer] = field(default_factory=dict)
@@ -89,7 +90,7 @@ class Killer:
                 return
             for pid in self.victims:
                 with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, self.signum)
             self.killed_at = {n: len(a.times) for n, a in self.answers.items() if not _finished(a)}
 
         return on_chunk
@@ -104,8 +105,24 @@ def _finished(answer: Answer) -> bool:
     return any(choice.finish for choice in answer.choices.values())
 
 
+def the_worker(worker: dict[str, Any]) -> int:
+    """Its process, or the leader of its ranks."""
+    return int(worker["pid"])
+
+
+def a_follower(worker: dict[str, Any]) -> int:
+    """A rank of the worker that does not lead."""
+    return int(next(rank["pid"] for rank in worker["ranks"] if rank["pid"] != worker["pid"]))
+
+
 async def answers_with_a_kill(
-    server: PenstockServer, bodies: list[dict[str, Any]], plain: list[dict[str, Any]], *, together: bool
+    server: PenstockServer,
+    bodies: list[dict[str, Any]],
+    plain: list[dict[str, Any]],
+    *,
+    together: bool,
+    victim: Callable[[dict[str, Any]], int] = the_worker,
+    signum: int = signal.SIGKILL,
 ) -> list[Answer]:
     """All answers, while the worker that decodes dies once (alone: in the middle of the first long one)."""
     lengths = [answer["completion_tokens"] for answer in plain]
@@ -113,7 +130,8 @@ async def answers_with_a_kill(
     async with make_client() as client:
         for _ in range(KILLS):
             await asyncio.to_thread(server.wait_all_ready)
-            killer = Killer([worker["pid"] for worker in server.workers() if worker["role"] == role], lengths)
+            victims = [victim(worker) for worker in server.workers() if worker["role"] == role]
+            killer = Killer(victims, lengths, signum)
             streams = [
                 stream_completion(client, server.url, body, on_chunk=killer.watch(number))
                 for number, body in enumerate(bodies)

@@ -1,0 +1,82 @@
+"""Law 1 over plans: the same request gives the same tokens and logprobs, however ranks divide the model, also when one of
+them dies or stops in the middle.
+
+Prefill and decode may have different plans: pages do not know of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import Any
+
+import pytest
+
+from penstock.config.mesh import parse_mesh
+
+from .one_answer import (
+    ROOMS,
+    Plain,
+    a_follower,
+    answers_with_a_kill,
+    assert_it_took_place,
+    compare,
+    crowd_until_somebody_gives_way,
+    the_worker,
+)
+from .server import PenstockServer
+from .streams import all_answers
+from .varied import varied_requests
+
+PLANS = {
+    "tp2": ["--aggregated", "--parallel", "tp2"],
+    "pp2": ["--aggregated", "--parallel", "pp2"],
+    "tp2,pp2": ["--aggregated", "--parallel", "tp2,pp2"],
+    "pp3 as sizes": ["--aggregated", "--pipeline-parallel-size", "3"],
+    "tp2 to tp1, shm": ["--prefill-parallel", "tp2", "--transfer", "shm"],
+    "tp1 to tp2, tcp": ["--decode-parallel", "tp2", "--transfer", "tcp"],
+    "pp2 to tp2, tcp": ["--prefill-parallel", "pp2", "--decode-parallel", "tp2", "--transfer", "tcp"],
+    "tp2,pp2 to pp2, curve": ["--prefill-parallel", "tp2,pp2", "--decode-parallel", "pp2", "--transfer", "curve"],
+}
+
+BLOWS = {
+    "leader killed": (the_worker, signal.SIGKILL),
+    "follower killed": (a_follower, signal.SIGKILL),
+    "follower stopped": (a_follower, signal.SIGSTOP),
+}
+
+DEFAULT = {("tp2", "follower killed"), ("pp2 to tp2, tcp", "follower killed")}
+"""In the default tier."""
+
+
+def cells() -> list[Any]:
+    return [
+        pytest.param(plan, blow, id=f"{plan}-{blow}", marks=() if (plan, blow) in DEFAULT else pytest.mark.long)
+        for plan in PLANS
+        for blow in BLOWS
+        if not (plan == "tp2 to tp1, shm" and blow != "leader killed")  # the worker that decodes has one rank
+    ]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("plan", "blow"), cells())
+def test_a_plan_gives_one_answer(plan: str, blow: str, plain: Plain) -> None:
+    victim, signum = BLOWS[blow]
+    with PenstockServer([*PLANS[plan], "--kv-memory", ROOMS["tight"]]) as server:
+        bodies = varied_requests(salt=f"{plan} {blow}")
+        killed = answers_with_a_kill(server, bodies, plain.varied, together=True, victim=victim, signum=signum)
+        compare(asyncio.run(killed), plain.varied, f"{plan}, {blow}")
+        compare(asyncio.run(all_answers(server.url, bodies, together=True)), plain.varied, f"{plan}, cached")
+        crowd_until_somebody_gives_way(server, plain, f"{plan}, crowded")
+        assert_it_took_place(server, split="--aggregated" not in server.flags, tight=True)
+        assert_ranks_have_their_shares(server)
+
+
+def assert_ranks_have_their_shares(server: PenstockServer) -> None:
+    for worker in server.workers():
+        ranks = worker["ranks"]
+        role = {"prefill": "--prefill-parallel", "decode": "--decode-parallel"}.get(worker["role"], "--parallel")
+        if role in server.flags:
+            assert len(ranks) == parse_mesh(server.flags[server.flags.index(role) + 1]).ranks
+        assert len({rank["pid"] for rank in ranks}) == len(ranks)
+        assert all(rank["weight_bytes"] and rank["kv_bytes"] and rank["step_cpu_s"] for rank in ranks), ranks
