@@ -1,5 +1,5 @@
-"""Law 1 over plans: the same request gives the same tokens and logprobs, however ranks divide the model, also when one of
-them dies or stops in the middle.
+"""Law 1 over plans: the same request gives the same tokens and logprobs, however ranks divide the model, also when one
+of them dies or stops in the middle.
 
 Prefill and decode may have different plans: pages do not know of them.
 """

@@ -362,8 +362,8 @@ class Ops(Protocol):
         ...
 
     def all_reduce(self, x_TN: Array, group: GathersArrays) -> Array:
-        """hidden [T, N] = the sum of what all ranks of a group give, each its own hidden [T, N], which may be overwritten:
-        ``join`` of what the group gathers."""
+        """hidden [T, N] = the sum of what all ranks of a group give, each its own hidden [T, N]: ``join`` of what the
+        group gathers.  What was given may be overwritten."""
         ...
 
     def zeros(self, x_TK: Array, n: int) -> Array:

@@ -178,11 +178,11 @@ class NativeOps(Ops):
             if memory.nbytes < nbytes:
                 raise KernelError(f"{pages} pages need {nbytes} bytes of KV memory, given are {memory.nbytes}")
             cells = np.frombuffer(memory, np.uint32, count=nbytes // 4)
-        whole = shape.of_pages
         sizes = (shape.page_layers, shape.kv_heads, shape.key_dim, shape.value_dim)
-        heads = (whole.kv_heads, [] if shape.share is None else list(shape.share.heads))
-        places = (list(shape.places), shape.layer_groups)
-        handle = _native.KvMemory(cells, pages, *sizes, shape.shared, self._per_cell, *places, *heads)
+        layers = (list(shape.places), shape.layer_groups)
+        own_heads = [] if shape.share is None else list(shape.share.heads)
+        form = (shape.shared, self._per_cell)
+        handle = _native.KvMemory(cells, pages, *sizes, *form, *layers, shape.of_pages.kv_heads, own_heads)
         if shape.states is not None:
             own = shape.states
             heads = own.layers, own.key_heads, own.heads, own.key_dim, own.value_dim
