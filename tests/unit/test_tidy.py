@@ -99,7 +99,7 @@ def test_the_map_shows_the_order_of_imports():
 
 def test_the_map_is_a_map():
     lines = text(ROOT / "ARCHITECTURE.md").splitlines()
-    assert len(lines) <= 150
+    assert len(lines) <= 160
     terms = lines[lines.index("| term | meaning | elsewhere |") + 2 : lines.index("## Folders") - 1]
     assert 10 < len(terms) <= 25
 

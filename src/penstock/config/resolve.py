@@ -6,6 +6,7 @@ processes, weights or kernels.  What is less than the model offers (a shorter co
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -54,6 +55,7 @@ NO_SPECULATION = (
 )
 
 PARALLEL_AUTO = "auto"
+PARALLEL_SETTINGS = ("parallel", "prefill_parallel", "decode_parallel")
 PARALLEL_AUTO_NOTE = (
     "--parallel auto: one process a worker, whose threads share the cores and memory of this machine; ranks exchange "
     "more than threads do"
@@ -300,6 +302,7 @@ def _plan(
         even_pace=any(share.loans for share in assigned.shares),
         max_draft_tokens=config.max_draft_tokens if _speculates(config, model) and not model.recurrent else 0,
     )
+    notes = [choice.note, prefill.choice.note if prefill else "", kv.note, *_ignored_settings(config, model)]
     return ServePlan(
         workers=tuple(
             _worker(*role, share, meshes[role[0]]) for role, share in zip(roles, assigned.shares, strict=True)
@@ -313,21 +316,18 @@ def _plan(
         page_bytes=size.page_bytes,
         scheduler=scheduler,
         numa_nodes=assigned.numa_nodes,
-        notes=tuple(
-            filter(
-                None,
-                (
-                    choice.note,
-                    prefill.choice.note if prefill else "",
-                    kv.note,
-                    NO_GPU_LANES if config.gpu_lanes != "off" else "",
-                    PARALLEL_AUTO_NOTE if PARALLEL_AUTO in _parallel_settings(config) else "",
-                    NO_SPECULATION if _speculates(config, model) and model.recurrent else "",
-                    *assigned.notes,
-                ),
-            )
-        ),
+        notes=tuple(filter(None, (*notes, *assigned.notes))),
     )
+
+
+def _ignored_settings(config: EngineSettings, model: ModelFacts) -> Iterator[str]:
+    """A line for each setting that changes nothing here."""
+    if config.gpu_lanes != "off":
+        yield NO_GPU_LANES
+    if PARALLEL_AUTO in (getattr(config, name, None) for name in PARALLEL_SETTINGS):
+        yield PARALLEL_AUTO_NOTE
+    if _speculates(config, model) and model.recurrent:
+        yield NO_SPECULATION
 
 
 def _check_ranks_possible(choice: DeviceChoice, prefill: PrefillDevice | None) -> None:
@@ -336,10 +336,6 @@ def _check_ranks_possible(choice: DeviceChoice, prefill: PrefillDevice | None) -
         raise ConfigError("--parallel divides a model over processes of a CPU; over GPUs it cannot yet: --device cpu")
     if prefill is not None:
         raise ConfigError("--parallel with another device or other kernels for prefill is not supported yet")
-
-
-def _parallel_settings(config: EngineSettings) -> tuple[str | None, ...]:
-    return tuple(getattr(config, name, None) for name in ("parallel", "prefill_parallel", "decode_parallel"))
 
 
 def _speculates(config: EngineSettings, model: ModelFacts) -> bool:

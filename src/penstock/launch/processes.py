@@ -267,7 +267,7 @@ class WorkerProcesses:
         )
 
     def _begin(self, name: str) -> None:
-        """Of the process of a worker, or of one of its ranks."""
+        """Prepare the process of a worker, or of one of its ranks."""
         configure_logging(name, as_json=self._config.log_json)
         prefer_for_oom_kill()
         protect_memory()

@@ -38,7 +38,7 @@ log = logging.getLogger("penstock.rank")
 
 
 class _Word(IntEnum):
-    """Of a row of the table; 8 bytes each."""
+    """A column of the table; 8 bytes each."""
 
     PID = 0
     WEIGHT_BYTES = 1

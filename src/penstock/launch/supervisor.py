@@ -105,7 +105,7 @@ class _Running:
                 process.kill(signum)
 
     def stats(self, *, every_thread: bool) -> ProcessStats:
-        """Of all processes: stopped or runnable if one is; their times together."""
+        """The statistics of all processes: stopped or runnable if one is; their times together."""
         own = [read_process_stats(process.pid, every_thread=every_thread) for process in self.processes.values()]
         return ProcessStats(
             stopped=any(one.stopped for one in own),

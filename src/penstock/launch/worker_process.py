@@ -133,12 +133,7 @@ def run_worker(config: WorkerConfig, inherited: WorkerResources) -> int:
         transport,
         clock,
         ready=ready,
-        figures=ReportSources(
-            encoder=images.counters,
-            borrowed_s=cores.borrowed_s,
-            store=stored.figures(inherited.store.domain),
-            ranks=inherited.rank.group.reports if inherited.rank is not None else tuple,
-        ),
+        figures=_figures(inherited, images, stored),
         lower_tiers=stored.lower_tiers(),
         gateway_incarnations=lambda: {name: slot.read().incarnation for name, slot in gateways.items()},
         on_role=inherited.slot.assign_role,
@@ -173,6 +168,15 @@ def _encoder_stage(
         cache_bytes=config.image_cache_bytes,
         covered=covered,
         elsewhere=encoders,
+    )
+
+
+def _figures(inherited: WorkerResources, images: EncoderStage, stored: KvPrefetcher | NoPrefetcher) -> ReportSources:
+    return ReportSources(
+        encoder=images.counters,
+        borrowed_s=inherited.cores.borrowed_s,
+        store=stored.figures(inherited.store.domain),
+        ranks=inherited.rank.group.reports if inherited.rank is not None else tuple,
     )
 
 

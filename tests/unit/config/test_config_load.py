@@ -229,3 +229,11 @@ def test_the_base_url_of_openai_clients_is_taken(end: str) -> None:
     at = "http://127.0.0.1:8000"
     assert load_client(f"{at}{end}", None, {}) == (at, None)
     assert load_client(None, None, {"PENSTOCK_URL": f"{at}/prefix{end}"}) == (f"{at}/prefix", None)
+
+
+def test_ranks_are_of_workers_here_and_of_their_roles() -> None:
+    refused("use --parallel for it", flags={"aggregated": True, "decode_parallel": "tp2"})
+    refused(
+        "--join starts no workers here: --parallel belongs to them",
+        flags={"join": ("tcp://127.0.0.1:1",), "keys": "k", "parallel": "tp2"},
+    )

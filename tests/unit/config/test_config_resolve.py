@@ -368,3 +368,51 @@ def test_compiled_grammars_of_all_workers_have_their_part_of_the_memory() -> Non
     pages = plan(small, long).scheduler.pages * long.page_bytes_bf16
     weights = long.parameters * 2
     assert 2 * pages <= (2 * GIB - weights - 2 * COMPILED_GRAMMARS_BYTES) // 2
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_divide_the_cores_of_their_worker() -> None:
+    made = plan(SERVER, LLAMA, prefill_parallel="tp4", decode_parallel="tp2,pp2")
+    assert [worker.mesh.name for worker in made.workers] == ["tp4", "tp2,pp2"]
+    for worker in made.workers:
+        assert [rank.threads for rank in worker.ranks] == [4] * 4
+        assert sorted(cpu for rank in worker.ranks for cpu in rank.cpus) == list(worker.cpus)
+        assert all(len(rank.cpus) == 8 and {cpu % 32 for cpu in rank.cpus} < set(worker.cpus) for rank in worker.ranks)
+        assert not worker.crowded
+        assert (worker.lent_cores, worker.loans) == (0, ())
+    assert made.notes == ()
+    assert [rank.threads for rank in plan(SERVER, LLAMA, parallel="tp2", threads=3).workers[0].ranks] == [3, 3]
+
+
+def test_more_ranks_than_cores_are_carried_out_with_a_warning() -> None:
+    made = plan(aggregated=True, parallel="tp2,pp2")
+    (worker,) = made.workers
+    assert [(rank.threads, rank.cpus) for rank in worker.ranks] == [(1, ())] * 4
+    assert worker.crowded
+    (note,) = made.notes
+    assert note.startswith("WARNING: both-0 has 4 ranks on 2 cores")
+    assert plan(aggregated=True, parallel="tp2").notes == ()
+
+
+def test_one_rank_is_a_worker_as_ever() -> None:
+    assert plan(parallel="tp1").workers == plan().workers
+    made = plan(parallel="auto")
+    assert made.workers == plan().workers
+    assert "--parallel auto: one process" in made.notes[0]
+
+
+def test_sizes_say_what_parallel_says() -> None:
+    assert plan(tensor_parallel_size=2).workers == plan(parallel="tp2").workers
+    both = plan(aggregated=True, tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert both.workers == plan(aggregated=True, parallel="tp2,pp2").workers
+    refused("--pipeline-parallel-size says what --parallel tp2 says", parallel="tp2", pipeline_parallel_size=2)
+    refused("tensor parallelism takes 1, 2, 4 or 8 ranks", tensor_parallel_size=3)
+
+
+def test_plans_that_nothing_carries_out_are_refused() -> None:
+    refused("plan 'two' is not understood", parallel="two")
+    refused("expert parallelism is not supported yet", parallel="ep2")
+    gpu = GpuReport(gpu=GpuFacts(name="H100", capability=(9, 0), free_bytes=80 * GIB, total_bytes=80 * GIB))
+    refused("over GPUs it cannot yet", machine=msgspec.structs.replace(SERVER, gpu=gpu), device="cuda", parallel="tp2")
