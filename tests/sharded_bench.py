@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,8 @@ from penstock.engine.models.interface import Model
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner import sharded_model as engine
 from penstock.kernels.operands import Array, StepBatch
-from penstock.kernels.ops import Ops, StepProgram
-from penstock.kernels.sampling import GumbelRows
+from penstock.kernels.ops import Ops, SharedProgram, StepProgram
+from penstock.kernels.sampling import GumbelRows, SampleRow
 from penstock.parallel.collectives.interface import Collectives
 from penstock.parallel.collectives.local import LocalWorld
 from penstock.parallel.shard import ModelShard, shard_model
@@ -91,6 +91,10 @@ class WholeModel:
     def step(self, batch: StepBatch) -> Rows:
         return rows_of(self._model, self._ops, batch, self._kv)
 
+    def picked(self, batch: StepBatch, picks: GumbelRows) -> list[int]:
+        """The tokens of a step's rows, the last of which are picked."""
+        return sampled_tokens(self._ops.record(self._model, self._kv), batch, picks)
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -100,16 +104,23 @@ class Rank:
     loaded: LoadedModel
     model: Model
     kv: Array
-    program: StepProgram
+    program: SharedProgram
 
     def step(self, ops: Ops, batch: StepBatch) -> Rows:
         """What it has of a step; None before the last stage, and without output rows."""
         wanted = batch.sample_rows_R
-        self.program.run(batch, len(wanted), [], GumbelRows.empty(0))
+        self.program.compute(batch, len(wanted), GumbelRows.empty(0))
         if not len(wanted) or not self.shard.is_last:
             return None
         hidden_RD = ops.hidden(ops.to_numpy(self.program.hidden()))
         return as_bytes(ops.to_numpy(hidden_RD)), as_bytes(ops.to_numpy(self.model.logits(ops, hidden_RD)))
+
+    def picked(self, ops: Ops, batch: StepBatch, picks: GumbelRows) -> list[int] | None:
+        """The tokens of the last rows of a step, which all ranks of the last stage find together."""
+        if not self.shard.is_last or self.shard.mesh.place(self.shard.rank).tensor:
+            self.program.compute(batch, 0, picks)
+            return None
+        return sampled_tokens(self.program, batch, picks)
 
 
 def rank_of(
@@ -121,7 +132,8 @@ def rank_of(
     loaded = load_model(folder, shard.whole, ops, select=shard.layout)
     model = build_model(replace(loaded, spec=shard.spec), ops, shard.whole.max_positions)
     model = engine.ShardedModel(model, shard, tensor)
-    return Rank(shard, loaded, model, kv, engine.stage_program(ops.record(model, kv), ops, stages, shard))
+    program = engine.stage_program(cast(SharedProgram, ops.record(model, kv)), ops, stages, shard)
+    return Rank(shard, loaded, model, kv, program)
 
 
 class ShardedModel:
@@ -144,6 +156,13 @@ class ShardedModel:
         ends = {own for own, rank in zip(rows, self.ranks, strict=True) if rank.shard.is_last}
         (end,) = ends
         return end
+
+
+def sampled_tokens(program: StepProgram, batch: StepBatch, picks: GumbelRows) -> list[int]:
+    """The tokens of a step's rows, the last of which are picked."""
+    row = SampleRow(seed=5, position=9, choice=0, temperature=0.7, logprobs=3)
+    sampled = program.run(batch, 0, [row] * (len(batch.sample_rows_R) - len(picks.tokens_F)), picks)
+    return [*(one.token for one in sampled), *picks.tokens_F.tolist()]
 
 
 def rows_of(model: Model, ops: Ops, batch: StepBatch, kv: Array) -> Rows:

@@ -41,7 +41,7 @@ _PART = {"queued": 0.0, "mid-prefill": 0.5, "mid-transfer": 0.95}
 class Blow:
     """Whom, when, with what."""
 
-    target: str  # "prefill", "decode", "both", "encode" or "gateway"
+    target: str  # "prefill", "decode", "both", "encode", "gateway", or "rank": of a worker, not the one that leads
     point: str
     signum: int
 
@@ -143,7 +143,7 @@ class Striker:
             await asyncio.sleep(LOOK_S)
             with contextlib.suppress(AssertionError, httpx.HTTPError, ValueError, OSError):
                 rows, gateways = await asyncio.to_thread(self._look)
-                pids = {row["pid"] for row in rows} | gateways
+                pids = {row["pid"] for row in rows} | set(_followers(rows)) | gateways
                 if (
                     all(row["state"] == "ready" for row in rows)
                     and (not again or not before <= pids)
@@ -165,6 +165,7 @@ class Striker:
         self._pids = {"gateway": [("gateway", pid) for pid in gateways]}
         for row in rows:
             self._pids.setdefault(row["role"], []).append((row["id"], row["pid"]))
+            self._pids.setdefault("rank", []).extend((row["id"], pid) for pid in _followers([row]))
 
     # --- a client's side ---
 
@@ -210,6 +211,11 @@ class Striker:
             if after is not None:
                 served = answer.resumed > hit.resumed if hit.blow.target == "gateway" else hit.served
                 self.toll.stalls.append(Stall(after - hit.at, hit.blow.kind, hit.blow.target, served, hit.begun))
+
+
+def _followers(rows: list[dict[str, Any]]) -> list[int]:
+    """The processes of workers' ranks, but for those that lead."""
+    return [rank["pid"] for row in rows for rank in row.get("ranks", ()) if rank["pid"] != row["pid"]]
 
 
 def _serves(route: str, name: str) -> bool:

@@ -31,6 +31,7 @@ PART = 48
 
 SPLIT = ("--prefill", "2", "--decode", "2", "--gateways", "2")
 TOGETHER = ("--aggregated", "--gateways", "2")
+RANKS = ("--prefill-parallel", "pp2", "--decode", "2", "--decode-parallel", "tp2", "--gateways", "2")
 KINDS = ("SIGKILL", "SIGSTOP", "SIGTERM", NO_BLOW)
 
 Work = list[tuple[dict[str, Any], Answer]]
@@ -64,11 +65,12 @@ class Part:
 
 
 def parts(blows: int) -> list[Part]:
-    """Three quarters of the blows upon a split fleet, a tenth upon workers that encode, the others upon one worker of
-    both phases."""
-    split, images = round(0.75 * blows), max(1, round(0.1 * blows))
+    """Two thirds of the blows upon a split fleet, a tenth each upon one whose workers have ranks and upon workers that
+    encode, the others upon one worker of both phases."""
+    split, images, ranks = round(0.65 * blows), max(1, round(0.1 * blows)), max(1, round(0.1 * blows))
     told = [("split", SPLIT, ("prefill", "decode", "gateway"), min(PART, split - at)) for at in range(0, split, PART)]
-    told.append(("together", TOGETHER, ("both", "gateway"), max(1, blows - split - images)))
+    told.append(("ranks", RANKS, ("prefill", "decode", "rank"), ranks))
+    told.append(("together", TOGETHER, ("both", "gateway"), max(1, blows - split - ranks - images)))
     told.append(("images", (), ("encode",), images))
     return [Part(f"{number}: {name}", *rest) for number, (name, *rest) in enumerate(told)]
 

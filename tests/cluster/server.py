@@ -317,7 +317,8 @@ class PenstockServer:
 
     def gateway_pids(self, workers: list[dict[str, Any]]) -> set[int]:
         """All of them; ``workers`` are the rows of those."""
-        return {pid for pid in children(self.pid) if alive(pid)} - {row["pid"] for row in workers}
+        ranks = {rank["pid"] for row in workers for rank in row.get("ranks", ())}
+        return {pid for pid in children(self.pid) if alive(pid)} - {row["pid"] for row in workers} - ranks
 
     def children_of_workers(self, module: str) -> list[int]:
         """Their own processes that run this module of the package, such as ``kv.store.mooncake.process``."""

@@ -30,6 +30,7 @@ from penstock.parallel.plan import (
     ModelSize,
     ParallelPlan,
     StageShare,
+    all_plans,
     make_plan,
     parse_devices,
     requests_at_once,
@@ -37,6 +38,7 @@ from penstock.parallel.plan import (
     workers_of,
 )
 from penstock.parallel.sizes import BF16, WeightEncoding, WeightFormat, model_size, weight_bytes, weight_encoding
+from penstock.sim.roofline import token_s
 from penstock.types import FP8_E4M3
 from penstock.weights.architecture.decoder import DecoderConfig
 from penstock.weights.eagle import FOLDER, inspect_draft_head
@@ -157,6 +159,12 @@ class PlanResult:
     kept: str  # what KV pages are in
     remedies: tuple[str, ...]
     command: str = ""  # that would serve it; empty: none can
+
+    @property
+    def ladder(self) -> list[tuple[ParallelPlan, float | None]]:
+        """Every way to divide the model over the devices, with the predicted seconds of a token."""
+        plans = all_plans(self.size, self.plan.devices)
+        return [(plan, token_s(self.outline.spec, self.size, plan)) for plan in plans]
 
     @property
     def request_tokens(self) -> int:
@@ -355,6 +363,15 @@ def plan_as_json(answer: PlanResult) -> dict[str, Any]:
                 for share in plan.stages
             ],
         },
+        "plans": [
+            {
+                "plan": each.mesh.name,
+                "weight_bytes": max(share.weights for share in each.stages),
+                "kv_tokens": each.kv_tokens,
+                "token_ms": None if seconds is None else round(seconds * 1e3, 3),
+            }
+            for each, seconds in answer.ladder
+        ],
         "remedies": list(answer.remedies),
         **servability(plan.devices),
         "command": answer.command,
@@ -375,6 +392,9 @@ def print_plan(answer: PlanResult, paint: TextStyle) -> None:
     forms = f"weights in {answer.how.name}, KV pages in {answer.kept}"
     print(f"tensor parallel over {plan.tensor}, {_stages(plan)}; {forms}\n")
     print(f"{arithmetic(answer, paint)}\n")
+    if devices.count > 1:
+        print("plans, the chosen one with *; time of a lone request's token, computed from data sheets:")
+        print(f"{plans_table(answer)}\n")
     for share in plan.stages:
         print(f"stage {share.stage}, layers {share.layers.start}-{share.layers.stop - 1}, each device")
         print(picture(share, devices.memory_bytes, paint))
@@ -413,6 +433,17 @@ def arithmetic(answer: PlanResult, paint: TextStyle) -> str:
         ("KV tokens", f"{plan.kv_tokens:,}" if plan.fits else "none", note),
     )
     return text_table([(name, value, paint(why, "dim")) for name, value, why in lines], right=(1,))
+
+
+def plans_table(answer: PlanResult) -> str:
+    """Every way to divide the model over the devices; the chosen one is marked."""
+    rows = [("plan", "weights a device", "KV tokens", "ms a token")]
+    for plan, seconds in answer.ladder:
+        tokens = f"{plan.kv_tokens:,}" if plan.fits else f"{gib(plan.missing_bytes)} too much"
+        name = f"{plan.mesh.name}{' *' if plan.tensor == answer.plan.tensor else ''}"
+        time = "" if seconds is None else f"{seconds * 1e3:.2f}"
+        rows.append((name, gib(max(share.weights for share in plan.stages)), tokens, time))
+    return text_table(rows, right=(1, 2, 3))
 
 
 def picture(share: StageShare, memory: int, paint: TextStyle) -> str:

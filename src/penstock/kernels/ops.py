@@ -25,6 +25,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.errors import KernelError
 from penstock.kernels.compressed import AnyCompressed
 from penstock.kernels.lora import AdapterTable
 from penstock.kernels.operands import (
@@ -92,6 +93,14 @@ class StepProgram(Protocol):
 
     def hidden(self) -> Array:
         """hidden [R, D] of the last run's output rows, valid until the next run; for ``RecordableModel.logits``."""
+        ...
+
+
+class SharedProgram(StepProgram, Protocol):
+    """A program that several ranks run together."""
+
+    def compute(self, batch: StepBatch, scored: int, picks: GumbelRows) -> None:
+        """``run`` on a rank that does not lead: it has its part in the rows that are sampled, and samples none."""
         ...
 
 
@@ -366,6 +375,11 @@ class Ops(Protocol):
         group gathers.  What was given may be overwritten."""
         ...
 
+    def gather_columns(self, x_TN: Array, group: GathersArrays, widths: Sequence[int]) -> Array:
+        """hidden [T, sum of ``widths``]: what all ranks of a group give, side by side; rank r gives ``widths[r]``
+        columns.  In a recorded step only of the logits, as its last operation."""
+        ...
+
     def zeros(self, x_TK: Array, n: int) -> Array:
         """hidden [T, n] of zeros, with as many rows as x."""
         ...
@@ -563,6 +577,14 @@ class RecordingError(Exception):
     """The steps do something that cannot be recorded, such as looking into an array."""
 
 
+def checked_widths(parts: list[Array], widths: Sequence[int]) -> list[Array]:
+    """What ranks gave.  Raises KernelError unless they have these columns."""
+    found = [part.shape[1] for part in parts]
+    if found != list(widths):
+        raise KernelError(f"ranks gave {found} columns instead of {list(widths)}")
+    return parts
+
+
 class DirectProgram(StepProgram):
     """Runs the steps operation by operation; every row samples from stored logits."""
 
@@ -595,6 +617,13 @@ class DirectProgram(StepProgram):
         sampled = self._ops.sample(logits_RV, [*rows, *picks.rows()])
         picks.tokens_F[:] = [one.token for one in sampled[len(rows) :]]
         return sampled[: len(rows)]
+
+    def compute(self, batch: StepBatch, scored: int, picks: GumbelRows) -> None:
+        self._hidden = self._steps.forward(self._ops, replace(batch), self._kv)
+        wanted = len(batch.sample_rows_R)
+        if wanted > scored:
+            drawn_RD = self._ops.rows(self._hidden, np.arange(scored, wanted, dtype=np.int32))
+            self._steps.logits(self._ops, drawn_RD)
 
     def hidden(self) -> Array:
         return self._hidden

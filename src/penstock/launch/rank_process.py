@@ -19,16 +19,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import cast
 
 import numpy as np
 
 from penstock.config.cpu_cores import RankCores
 from penstock.config.mesh import Mesh
 from penstock.engine.models.interface import Model
-from penstock.engine.runner.rank_group import LeaderProgram, follow, leader_of
+from penstock.engine.runner.rank_group import Follower, LeaderProgram, leader_of
 from penstock.engine.runner.sharded_model import ShardedModel, stage_program
 from penstock.kernels.operands import KvShape
-from penstock.kernels.ops import Ops, StepProgram
+from penstock.kernels.ops import Ops, SharedProgram, StepProgram
 from penstock.kv.page_memory import KvLayout, KvMemoryFile
 from penstock.parallel.collectives.shm import SPIN_US, ShmMesh
 from penstock.parallel.shard import ModelShard
@@ -103,7 +104,7 @@ class RankResources:
             self.model, self.shard, self.group.collectives.tensor(self.rank, spin_us=self.group.spin_us)
         )
 
-    def staged(self, program: StepProgram, ops: Ops) -> StepProgram:
+    def staged(self, program: SharedProgram, ops: Ops) -> SharedProgram:
         """The program of that model, connected to the other stages; in its process only."""
         stages = self.group.collectives.pipeline(self.rank, spin_us=self.group.spin_us)
         return stage_program(program, ops, stages, self.shard)
@@ -113,7 +114,7 @@ class RankResources:
         kv_bytes = share_bytes(self.kv.layout, self.kv_shape) * self.kv.pages
         self.group.begin(self.rank, weight_bytes=self.weight_bytes, kv_bytes=kv_bytes)
 
-    def lead(self, program: StepProgram, ops: Ops) -> StepProgram:
+    def lead(self, program: SharedProgram, ops: Ops) -> StepProgram:
         """The program of the leader's process, which all ranks run."""
         self.begin()
         channel, groups = self.group.collectives.everybody(self.rank), self.kv_shape.layer_groups
@@ -135,8 +136,10 @@ def run_follower(rank: RankResources, ops: Ops, cores: RankCores, niceness: int,
     memory = rank.kv.map_own()
     close()
     kv = ops.new_kv(rank.kv_shape, pages=memory.pages, memory=memory.buffer)
-    program = rank.staged(ops.record(rank.connected(), kv), ops)
+    model = rank.connected()
+    program = rank.staged(cast(SharedProgram, ops.record(model, kv)), ops)
     rank.begin()
     channel = rank.group.collectives.everybody(rank.rank)
-    follow(program, channel, rank.group.leader, lambda: rank.group.count_step_cpu(rank.rank))
+    follower = Follower(model, ops, program, scores=rank.shard.is_last)
+    follower.run(channel, rank.group.leader, lambda: rank.group.count_step_cpu(rank.rank))
     return 0

@@ -40,7 +40,7 @@ from penstock.grammar.manager import GrammarManager
 from penstock.grammar.matcher import GrammarVocabulary
 from penstock.kernels.core_lending import CoreLending
 from penstock.kernels.operands import Array
-from penstock.kernels.ops import CAPTURE_S, CapturableProgram, Ops, StepProgram
+from penstock.kernels.ops import CAPTURE_S, CapturableProgram, Ops, SharedProgram, StepProgram
 from penstock.kernels.page_export import ExportsPages
 from penstock.kv.checksum import PageChecksum, PageChecksums
 from penstock.kv.connectors.base import KvConnector
@@ -250,7 +250,7 @@ def _runner(
     patience = MaskWait(wait_s=config.mask_wait_ms / 1000)
     program = _made_ready(record_step(model, ops, kv, inherited.drafts), inherited)
     if inherited.rank is not None:
-        program = inherited.rank.lead(program, ops)
+        program = inherited.rank.lead(cast(SharedProgram, program), ops)
     aids = RunnerServices(matcher_of=grammars.matcher, images=images, adapters=inherited.adapters, mask_wait=patience)
     return ModelRunner(model, ops, kv, program, aids)
 

@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from penstock.config.device import RUNTIME_BYTES
 from penstock.config.facts import ExtraWeights, extra_weight_bytes
-from penstock.config.mesh import MAX_DEVICES, TENSOR_WAYS
+from penstock.config.mesh import MAX_DEVICES, TENSOR_WAYS, Mesh
 from penstock.errors import ConfigError
 
 GIB = 1 << 30
@@ -182,6 +182,10 @@ class ParallelPlan:
         return self.kv_tokens > 0
 
     @property
+    def mesh(self) -> Mesh:
+        return Mesh(tensor=self.tensor, pipeline=len(self.stages))
+
+    @property
     def weight_bytes(self) -> int:
         """Over all devices; replicated weights count once per copy."""
         return self.tensor * sum(share.weights for share in self.stages)
@@ -215,11 +219,17 @@ def make_plan(model: ModelSize, devices: Devices, *, wanted_tokens: int | None =
     parallelism, which has the lowest latency; if none does, the one that holds most tokens.
     """
     wanted = model.max_positions if wanted_tokens is None else wanted_tokens
-    plans = [plan_for_tensor(model, devices, tensor) for tensor in TENSOR_WAYS if _possible(model, devices, tensor)]
+    plans = all_plans(model, devices)
     enough = [plan for plan in plans if plan.kv_tokens >= wanted]
     if enough:
         return max(enough, key=lambda plan: plan.tensor)
     return max(plans, key=lambda plan: (plan.kv_tokens, -plan.missing_bytes))
+
+
+def all_plans(model: ModelSize, devices: Devices) -> list[ParallelPlan]:
+    """Every way to divide a model over these devices, those with the most tensor parallelism first."""
+    ways = [tensor for tensor in reversed(TENSOR_WAYS) if _possible(model, devices, tensor)]
+    return [plan_for_tensor(model, devices, tensor) for tensor in ways]
 
 
 def requests_at_once(model: ModelSize, plan: ParallelPlan, tokens: int) -> int:

@@ -2,9 +2,9 @@
 
 ::
 
-    tensor parallelism    rows of ``qkv``, ``gate_up`` and ``sinks`` by head or column; columns of ``out``, ``down``
+    tensor parallelism    rows of ``qkv``, ``gate_up``, ``sinks`` and ``head``; columns of ``out``, ``down``
     pipeline stages       whole layers; ``embed`` in the first stage, ``norm`` and ``head`` in the last
-    on all of a stage     norms, routers, biases of ``out`` and ``down``; ``embed`` and ``head``
+    on all of a stage     norms, routers, biases of ``out`` and ``down``; ``embed``
 
 Columns of K are cut at the ends of the segments that its sum has anyway, rank r of n having segments 8 r / n up to
 8 (r + 1) / n: so a rank's product is a node of the tree, and ``Ops.join`` gives the bits of the whole sum.  Shares may
@@ -41,10 +41,19 @@ from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import Matrix, TensorPart, Vector, WeightLayout
 from penstock.weights.architecture.vision import VisionDecoderConfig
 
+HEAD_UNIT = 16
+"""Rows of the head that stay together."""
+
 
 def part_of(items: int, part: int, parts: int) -> range:
     """The items of one of ``parts`` parts, as equal as whole items allow: a rank's heads, a stage's layers."""
     return range(items * part // parts, items * (part + 1) // parts)
+
+
+def head_rows(vocab: int, part: int, parts: int) -> range:
+    """The rows of the head of one rank: whole panels of 16, as the kernels have them."""
+    panels = part_of(-(-vocab // HEAD_UNIT), part, parts)
+    return range(panels.start * HEAD_UNIT, min(vocab, panels.stop * HEAD_UNIT))
 
 
 def column_range(ends: Sequence[int], part: int, parts: int) -> range:
@@ -110,6 +119,11 @@ class ModelShard:
         """Whether it is of the last stage, which has the head."""
         return self.layers.stop == self.whole.layers
 
+    @property
+    def head_widths(self) -> tuple[int, ...]:
+        """How many rows of the head each rank of the last stage has, one after another: ids of tokens."""
+        return tuple(len(head_rows(self.whole.vocab, part, self.mesh.tensor)) for part in range(self.mesh.tensor))
+
     def layout(self, whole: WeightLayout) -> WeightLayout:
         """The rank's weights, by the names that ``spec`` has them under, of a layout of the whole model."""
         return WeightLayout(tuple(self._weights(whole)), whole.ignored)
@@ -124,10 +138,17 @@ class ModelShard:
             elif first in ("embed", "positions"):
                 if self.is_first:
                     yield weight
-                elif self.is_last and self.whole.tied and first == "embed":
-                    yield replace(weight, name="head")
+                if self.is_last and first == "embed" and self.whole.tied and not self.spec.tied:
+                    yield self._head(replace(weight, name="head"))
             elif self.is_last:
-                yield weight
+                yield self._head(weight) if first.startswith("head") else weight
+
+    def _head(self, weight: Matrix | Vector) -> Matrix | Vector:
+        """The rank's rows of the head."""
+        tensor = self.mesh.tensor
+        if tensor == 1:
+            return weight
+        return _with_rows(weight, [head_rows(self.whole.vocab, self.mesh.place(self.rank).tensor, tensor)])
 
     def _layer_weight(self, index: int, kind: str, weight: Matrix | Vector) -> Iterator[Matrix | Vector]:
         """The rank's part of a layer's weight, if it has one; ``kind``: its name without the layer."""
@@ -175,7 +196,7 @@ def shard_model(spec: ModelSpec, mesh: Mesh, rank: int) -> ModelShard:
         spec,
         layers=len(layers),
         kv=_local_kv(spec, layers, shares),
-        tied=spec.tied and mesh.pipeline == 1,
+        tied=False,
         details=structs.replace(decoder, layers=tuple(map(_local_layer, own, shares))),
     )
     return ModelShard(spec, local, mesh, rank, layers, shares)
@@ -229,6 +250,7 @@ def _tensor_that_works(spec: ModelSpec, most: int) -> int:
 
 def _divided(spec: ModelSpec) -> Iterator[tuple[int, str]]:
     """The number of what is divided over the ranks of a stage, and its name; a rank has at least one of each."""
+    yield -(-spec.vocab // HEAD_UNIT), f"units of {HEAD_UNIT} tokens ({spec.vocab} in the vocabulary)"
     for layer in spec.details_as(DecoderConfig).layers:
         if isinstance(layer.attention, AttentionConfig):
             yield layer.attention.heads, "heads"

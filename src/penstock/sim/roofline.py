@@ -18,6 +18,7 @@ from penstock.sim.fleet import FleetFile, LinkSpeeds, SimMemory, SimSchedulerLim
 from penstock.weights.architecture.decoder import AttentionConfig, DecoderConfig
 from penstock.weights.architecture.mla import MlaConfig
 from penstock.weights.architecture.moe import MoeConfig
+from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.inspect import ModelOutline
 
 TERA = 1e12
@@ -48,6 +49,9 @@ BANDWIDTH_SHARE = 0.75
 
 LAUNCH_S = 0.0004
 """The time of a step without its arithmetic: launches, sampling, scheduling."""
+
+EXCHANGE_S = 10e-6
+"""An exchange among the devices of a stage, few rows: one-shot over NVLink on 8 x H100, pytorch/helion#245."""
 
 LINKS = LinkSpeeds(worker_bytes_s=45e9, host_bytes_s=50e9, disk_bytes_s=6e9)
 HOST_BYTES = 256 << 30
@@ -86,6 +90,19 @@ def fleet_of(outline: ModelOutline, devices: Devices) -> FleetFile:
         links=LINKS,
         scheduler=SimSchedulerLimits(max_model_len=min(size.max_positions, plan.kv_tokens)),
     )
+
+
+def token_s(spec: ModelSpec, size: ModelSize, plan: ParallelPlan) -> float | None:
+    """Predicted seconds from one token of a lone request to its next, without reading its context; None where no data
+    sheet is known.  Every stage waits for the one before it."""
+    if plan.devices.name not in PEAKS or not isinstance(spec.details, DecoderConfig):
+        return None
+    bandwidth = PEAKS[plan.devices.name][1] * BANDWIDTH_SHARE
+    routed = _share_of_experts(spec.details)
+    read = sum((la.divided + la.experts * routed) / plan.tensor + la.whole for la in size.layers)
+    read += (size.head or size.embedding) / plan.tensor
+    exchanges = 2 * len(size.layers) * (plan.tensor > 1) + len(plan.stages) - 1
+    return read / bandwidth + exchanges * EXCHANGE_S + LAUNCH_S
 
 
 def _worker_plan(size: ModelSize, devices: Devices) -> ParallelPlan:

@@ -51,7 +51,7 @@ def test_the_whole_has_help_and_a_version(capsys: pytest.CaptureFixture[str]) ->
         (["serve", "--maxmodel-len", "8"], "--maxmodel-len: did you mean --max-model-len?"),
         (["serve", "--max_model_len=8"], "--max_model_len: did you mean --max-model-len?"),
         (["serve", "--max-num-seqs", "8"], "--max-num-seqs: use --max-running"),
-        (["serve", "--tensor-parallel-size=2"], "--tensor-parallel-size: one model on several GPUs cannot be served"),
+        (["serve", "--tp-size=2"], "--tp-size: use --parallel tpN"),
         (["serve", "-m", "x.gguf", "-c", "8192"], "-m: MODEL is the first argument: penstock serve FILE.gguf; -c: use"),
         (["serve", "-hf", "org/name"], "-hf: MODEL is the first argument: penstock serve ORG/NAME"),
         (["serve", "--pre", "2"], "ambiguous option: --pre could match --prefill"),

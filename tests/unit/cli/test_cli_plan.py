@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,19 @@ def test_two_devices_divide_layers_and_keep_norms_twice(model: str, capsys: pyte
     assert two["plan"]["tensor"] == 2
     assert one["weight_bytes"] < two["weight_bytes"] < 1.001 * one["weight_bytes"]
     assert two["kv_tokens"] > 2 * one["kv_tokens"]
+
+
+def test_all_plans_are_shown_with_their_tokens_and_their_speed(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", model, "--devices", "2xH100"]) == 0
+    shown = capsys.readouterr().out
+    rows = [line.split() for line in shown.splitlines() if re.match(r"(tp2|pp2) ", line)]
+    (_, found) = answer(capsys, model, "--devices", "2xH100")
+    assert [row[0] for row in rows] == [each["plan"] for each in found["plans"]] == ["tp2", "pp2"]
+    assert [row[1] == "*" for row in rows] == [True, False]
+    assert [row[-1] for row in rows] == [f"{each['token_ms']:.2f}" for each in found["plans"]]
+    assert f"{found['plans'][1]['kv_tokens']:,}" in rows[1]
+    (_, here) = answer(capsys, model, "--devices", "2x48GiB")
+    assert [each["token_ms"] for each in here["plans"]] == [None, None]  # no data sheet
 
 
 def test_what_does_not_fit_says_what_would_help(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,5 +299,8 @@ def test_kimi_on_eight_h100(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["kv_bytes"] > 30 << 30
     a_token = 61 * (512 + 64) * 2 * 8  # the latent vector is kept by every device
     assert found["kv_tokens"] == found["kv_bytes"] // a_token // 16 * 16
+    assert [each["plan"] for each in found["plans"]] == ["tp8", "tp4,pp2", "tp2,pp4", "pp8"]
+    assert [each["token_ms"] for each in found["plans"]] == sorted(each["token_ms"] for each in found["plans"])
+    assert found["plans"][0]["kv_tokens"] == found["kv_tokens"] < found["plans"][-1]["kv_tokens"]
     assert main(["plan", str(path), "--devices", "8xH100", "--weights", "bf16"]) == 1
     assert "--weights int4 (" in " ".join(capsys.readouterr().out.split())

@@ -111,9 +111,9 @@ def test_ranks_have_whole_segments_and_heads_end_where_they_do(units: int, unit:
         model_of(UNEVEN),
         model_of(llama_config(num_attention_heads=8, num_key_value_heads=8, intermediate_size=256)),
         published("phi_3_mini_128k", num_hidden_layers=1, hidden_size=256, num_attention_heads=8, num_key_value_heads=8,
-                  intermediate_size=256, vocab_size=40, rope_scaling=None),
-        published("gpt2", n_layer=1, n_embd=128, n_head=8, vocab_size=40, n_positions=20),
-        published("qwen_2_5_0_5b", num_hidden_layers=1, hidden_size=112, intermediate_size=256, vocab_size=40),
+                  intermediate_size=256, vocab_size=140, rope_scaling=None),
+        published("gpt2", n_layer=1, n_embd=128, n_head=8, vocab_size=140, n_positions=20),
+        published("qwen_2_5_0_5b", num_hidden_layers=1, hidden_size=112, intermediate_size=256, vocab_size=140),
     ],
     ids=["unequal", "own key-value heads", "fused", "stored inputs first, with biases", "biases of some"],
 )  # fmt: skip
@@ -132,6 +132,11 @@ def test_the_parts_of_all_ranks_are_the_weights_of_the_model(
     }:
         if name.startswith("0."):
             assert all(np.array_equal(own[name], whole[name]) for own in ranks), name
+    assert all(np.array_equal(own["embed"], whole["embed"]) for own in ranks)
+    heads = [own["embed" if tensor == 1 and spec.tied else "head"] for own in ranks]
+    assert np.array_equal(np.concatenate(heads), whole["embed" if spec.tied else "head"])
+    assert [len(rows) for rows in heads] == list(shards[0].head_widths)
+    assert all(len(rows) % 16 == 0 for rows in heads[:-1])
     for name in ("0.out", "0.down"):
         assert np.array_equal(np.concatenate([own[name] for own in ranks], axis=1), whole[name])
         assert all(np.array_equal(own.get(f"{name}_bias", 0), whole.get(f"{name}_bias", 0)) for own in ranks)

@@ -110,10 +110,10 @@ class TokenSpan:
         )
 
 
-def token_logprob(one: Sampled) -> TokenLogprob:
-    """A row that asked for log-probabilities has them."""
+def token_logprob(one: Sampled, top: int | None = None) -> TokenLogprob:
+    """The log-probability of a row that asked for it; ``top``: how many of the likeliest it asked for, if fewer."""
     assert one.logprob is not None
-    return TokenLogprob(one.token, one.logprob, one.top)
+    return TokenLogprob(one.token, one.logprob, one.top[:top])
 
 
 SPARE_BLOCKS = 8

@@ -17,6 +17,7 @@ from penstock.engine.encoder_stage import EncoderStage
 from penstock.engine.models.interface import Model, SupportsCrossAttention
 from penstock.engine.runner.input_batch import InputBatch, MediaRows, TokenSpan, token_logprob
 from penstock.engine.runner.lora import LoraManager
+from penstock.engine.runner.rank_group import scored_pieces
 from penstock.engine.runner.sampling_state import MaskThreads, MaskWait, SamplingStates, no_grammars
 from penstock.grammar.matcher import GrammarMatcher
 from penstock.kernels.operands import Array, StepBatch
@@ -76,10 +77,6 @@ def _batch(rows: Sequence[ScheduledTokens], ends: Sequence[int]) -> StepBatch:
     return StepBatch(np.zeros_like(positions_T), positions_T, starts_S1, table_SP, none)
 
 
-SCORED_ROWS = 64
-"""Prompt positions scored at once: bounds the logits held in memory to this many rows of the vocabulary."""
-
-
 def begin_masks(spans: Sequence[TokenSpan], masks: MaskThreads, *, may_sit_out: bool) -> Callable[[], None] | None:
     """Compute masks while the step runs that they are for.  Returns a function that waits for them, at most as long as
     ``MaskThreads.mask_wait`` allows if rows may sit the step out; None if no row has a grammar."""
@@ -97,18 +94,15 @@ def begin_next_masks(spans: Sequence[TokenSpan], masks: MaskThreads) -> None:
 
 
 def score_prompt_tokens(model: Model, ops: Ops, spans: Sequence[TokenSpan], hidden_RD: Array) -> None:
-    """Log-probabilities of prompt tokens, for the first rows of ``hidden_RD``: span by span, piece by piece."""
-    begin = 0
-    for span in spans:
-        targets_R = np.array(span.targets, np.int32)
-        top = span.state.request.sampling.prompt_logprobs or 0
-        for first in range(0, len(targets_R), SCORED_ROWS):
-            piece_R = targets_R[first : first + SCORED_ROWS]
-            rows_R = np.arange(begin + first, begin + first + len(piece_R), dtype=np.int32)
-            logits_RV = model.logits(ops, ops.rows(hidden_RD, rows_R))
-            scored = ops.token_logprobs(logits_RV, piece_R, top)
-            span.prompt_logprobs.extend(token_logprob(one) for one in scored)
-        begin += len(targets_R)
+    """Log-probabilities of prompt tokens, for the first rows of ``hidden_RD``, piece by piece."""
+    wanted = [(span, target) for span in spans for target in span.targets]
+    for rows_R in scored_pieces(len(wanted)):
+        logits_RV = model.logits(ops, ops.rows(hidden_RD, rows_R))
+        piece = wanted[rows_R[0] : rows_R[-1] + 1]
+        tops = [span.state.request.sampling.prompt_logprobs or 0 for span, _ in piece]
+        targets_R = np.array([target for _, target in piece], np.int32)
+        for (span, _), top, one in zip(piece, tops, ops.token_logprobs(logits_RV, targets_R, max(tops)), strict=True):
+            span.prompt_logprobs.append(token_logprob(one, top))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,40 +3,44 @@
 ::
 
     leader     plan -> StepBatch --record--> each follower          program.run -> tokens are drawn
-    follower             record -> the same StepBatch               program.run -> nothing is drawn
+    follower             record -> the same StepBatch               program.compute -> its part of them
 
 Page numbers are the leader's and the same on all ranks.  No follower decides anything: whatever a step depends on is in
-its record.  The leader is a rank of the last stage, which has the logits.
+its record.  The leader is the first rank of the last stage, where the logits come together.
 
-A record is little-endian::
+A record is little-endian, of words of 4 bytes::
 
-    begin    1, tokens T, sequences S, columns P, rows R     uint32 each
-             tokens [T], positions [T], starts [S + 1], table [S, P], rows [R]     int32
+    begin    1, tokens T, sequences S, columns P, rows R, scored, picks F
+             tokens [T], positions [T], starts [S + 1], table [S, P], rows [R]
+             of the picks: seeds [F] (8 bytes each), positions [F], choices [F], temperatures [F] (fp32)
     advance  2, tokens T, cells C                            every sequence has one token, one further than before
-             tokens [T], then of each new page: index in the table and page        int32
+             tokens [T], then of each new page: index in the table and page
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config.mesh import Mesh, Place
+from penstock.engine.models.interface import Model
 from penstock.errors import GroupError
 from penstock.kernels.operands import Array, StepBatch
-from penstock.kernels.ops import StepProgram
+from penstock.kernels.ops import Ops, SharedProgram, StepProgram
 from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
 from penstock.types import PAGE_TOKENS
 
 _BEGIN, _ADVANCE = 1, 2
-_BEGIN_HEAD = struct.Struct("<5I")
+_BEGIN_HEAD = struct.Struct("<7I")
 _ADVANCE_HEAD = struct.Struct("<3I")
 
-Ints = NDArray[np.int32]
+SCORED_ROWS = 64
+"""Prompt positions scored at once: bounds the logits held in memory to this many rows of the vocabulary."""
 
 
 def leader_of(mesh: Mesh) -> int:
@@ -44,25 +48,48 @@ def leader_of(mesh: Mesh) -> int:
     return mesh.rank(Place(tensor=0, stage=mesh.pipeline - 1))
 
 
+def scored_pieces(scored: int) -> Iterator[NDArray[np.int32]]:
+    """The output rows that are scored, a piece at a time: the same pieces on all ranks."""
+    for first in range(0, scored, SCORED_ROWS):
+        yield np.arange(first, min(first + SCORED_ROWS, scored), dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStep:
+    """What every rank knows of a step: its batch, how many rows are only scored, and how the last rows are picked."""
+
+    batch: StepBatch
+    scored: int
+    picks: GumbelRows
+
+
 class StepEncoder:
     """Makes the record of each step.  ``groups``: groups of layers, whose page tables stand side by side."""
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
-        self._last: StepBatch | None = None
+        self._last: SharedStep | None = None
         self._position = -1  # of its first token
 
-    def record(self, batch: StepBatch) -> bytes:
-        """The record of the next step.  A batch that was passed before has been moved on in place, by one token."""
-        last, position = self._last, int(batch.positions_T[0])
-        self._last, before, self._position = batch, self._position, position
-        if batch is last and position == before + 1:
-            return self._advance(batch)
+    def record(self, step: SharedStep) -> bytes:
+        """The record of the next step.  Arrays that were passed before have been moved on in place, by one token."""
+        last, before = self._last, self._position
+        self._last, self._position = step, int(step.batch.positions_T[0])
+        if last is not None and last.batch is step.batch and last.picks is step.picks and self._position == before + 1:
+            return self._advance(step.batch)
+        batch, picks = step.batch, step.picks
         if any(given is not None for given in (batch.turns_T3, batch.given, batch.states_SW, batch.adapters_S)):
             raise GroupError("a step has what ranks cannot be told")
+        sizes = len(batch.tokens_T), *batch.table_SP.shape, len(batch.sample_rows_R), step.scored, len(picks.tokens_F)
         parts = (batch.tokens_T, batch.positions_T, batch.starts_S1, batch.table_SP, batch.sample_rows_R)
-        sizes = len(batch.tokens_T), *batch.table_SP.shape, len(batch.sample_rows_R)
-        return b"".join((_BEGIN_HEAD.pack(_BEGIN, *sizes), *(_int_bytes(part) for part in parts)))
+        drawn = (
+            (picks.seeds_F, "<u8"),
+            (picks.positions_F, "<u4"),
+            (picks.choices_F, "<u4"),
+            (picks.temperatures_F, "<f4"),
+        )
+        head = _BEGIN_HEAD.pack(_BEGIN, *sizes)
+        return b"".join((head, *(_bytes(part, "<i4") for part in parts), *(_bytes(*part) for part in drawn)))
 
     def _advance(self, batch: StepBatch) -> bytes:
         positions_T, columns = batch.positions_T, batch.table_SP.shape[1]
@@ -71,43 +98,57 @@ class StepEncoder:
         at = (rows * columns + positions_T[rows] // PAGE_TOKENS)[:, None] + own * np.arange(self._groups)
         cells = np.stack((at.ravel(), batch.table_SP.ravel()[at.ravel()]), axis=1)
         head = _ADVANCE_HEAD.pack(_ADVANCE, len(positions_T), len(cells))
-        return b"".join((head, _int_bytes(batch.tokens_T), _int_bytes(cells)))
+        return b"".join((head, _bytes(batch.tokens_T, "<i4"), _bytes(cells, "<i4")))
 
 
 class StepDecoder:
-    """Makes the batch of each record.  A batch that goes on is the same object as before, moved on in place."""
+    """Makes the step of each record.  One that goes on is the same object as before, moved on in place."""
 
     def __init__(self) -> None:
-        self._batch: StepBatch | None = None
+        self._step: SharedStep | None = None
 
-    def batch(self, record: bytes) -> StepBatch:
-        """The step's batch.  Raises GroupError for a record that does not follow those before it."""
+    def step(self, record: bytes) -> SharedStep:
+        """The step.  Raises GroupError for a record that does not follow those before it."""
         kind = int.from_bytes(record[:4], "little")
-        if kind == _BEGIN:
-            self._batch = self._begun(record)
-        elif kind == _ADVANCE and self._batch is not None:
-            self._advance(self._batch, record)
+        if kind == _BEGIN and len(record) >= _BEGIN_HEAD.size:
+            self._step = _begun(record)
+        elif kind == _ADVANCE and self._step is not None and len(record) >= _ADVANCE_HEAD.size:
+            _advance(self._step, record)
         else:
             raise GroupError(f"a record of a step of kind {kind}")
-        assert self._batch is not None
-        return self._batch
+        assert self._step is not None
+        return self._step
 
-    def _begun(self, record: bytes) -> StepBatch:
-        _, tokens, sequences, columns, rows = _BEGIN_HEAD.unpack_from(record)
-        sizes = tokens, tokens, sequences + 1, sequences * columns, rows
-        values = _ints(record, _BEGIN_HEAD.size, sum(sizes)).copy()
-        tokens_T, positions_T, starts_S1, table, rows_R = np.split(values, np.cumsum(sizes[:-1]))
-        return StepBatch(tokens_T, positions_T, starts_S1, table.reshape(sequences, columns), rows_R)
 
-    def _advance(self, batch: StepBatch, record: bytes) -> None:
-        _, tokens, cells = _ADVANCE_HEAD.unpack_from(record)
-        if tokens != len(batch.tokens_T):
-            raise GroupError(f"a record of {tokens} tokens goes on from a step of {len(batch.tokens_T)}")
-        values = _ints(record, _ADVANCE_HEAD.size, tokens + 2 * cells)
-        batch.tokens_T[:] = values[:tokens]
-        batch.positions_T[:] += 1
-        at, pages = values[tokens:].reshape(cells, 2).T
-        batch.table_SP.reshape(-1)[at] = pages
+def _begun(record: bytes) -> SharedStep:
+    _, tokens, sequences, columns, rows, scored, picks = _BEGIN_HEAD.unpack_from(record)
+    sizes = np.cumsum((tokens, tokens, sequences + 1, sequences * columns, rows, 2 * picks, picks, picks, picks))
+    words = _words(record, _BEGIN_HEAD.size, int(sizes[-1]))
+    tokens_T, positions_T, starts_S1, table, rows_R, seeds, at, choices, temperatures = np.split(words, sizes[:-1])
+    batch = StepBatch(tokens_T, positions_T, starts_S1, table.reshape(sequences, columns), rows_R)
+    drawn = GumbelRows(
+        np.frombuffer(seeds.tobytes(), "<u8"),  # aligned
+        at.view("<u4"),
+        choices.view("<u4"),
+        temperatures.view("<f4"),
+        np.zeros(picks, np.int32),
+    )
+    return SharedStep(batch, scored, drawn)
+
+
+def _advance(step: SharedStep, record: bytes) -> None:
+    _, tokens, cells = _ADVANCE_HEAD.unpack_from(record)
+    batch, positions_F = step.batch, step.picks.positions_F
+    if tokens != len(batch.tokens_T):
+        raise GroupError(f"a record of {tokens} tokens goes on from a step of {len(batch.tokens_T)}")
+    words = _words(record, _ADVANCE_HEAD.size, tokens + 2 * cells)
+    at, pages = words[tokens:].reshape(cells, 2).T
+    if cells and not 0 <= at.min() <= at.max() < batch.table_SP.size:
+        raise GroupError("a new page is outside of the table")
+    batch.tokens_T[:] = words[:tokens]
+    batch.positions_T[:] += 1
+    batch.table_SP.reshape(-1)[at] = pages
+    positions_F += 1
 
 
 class StepChannel(Protocol):
@@ -149,7 +190,7 @@ class LeaderProgram:
         picks: GumbelRows,
         ready: Callable[[], None] | None = None,
     ) -> list[Sampled]:
-        record = self._encoder.record(batch)
+        record = self._encoder.record(SharedStep(batch, scored, picks))
         for rank in self._followers:
             self._channel.send_message(record, rank)
         sampled = self._program.run(batch, scored, rows, picks, ready)
@@ -160,20 +201,32 @@ class LeaderProgram:
         return self._program.hidden()
 
 
-def follow(program: StepProgram, channel: StepChannel, leader: int, on_step: Callable[[], None]) -> None:
-    """Compute the leader's steps until this process is ended.  ``on_step``: called after each of them."""
-    decoder, none = StepDecoder(), GumbelRows.empty(0)
-    while True:
-        batch = decoder.batch(channel.recv_message(leader))
-        program.run(batch, len(batch.sample_rows_R), [], none)
-        on_step()
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """A rank that computes the leader's steps.  ``scores``: it has a part of the head, as the leader."""
+
+    model: Model
+    ops: Ops
+    program: SharedProgram
+    scores: bool
+
+    def run(self, channel: StepChannel, leader: int, on_step: Callable[[], None]) -> None:
+        """Until this process is ended.  ``on_step``: called after each step."""
+        decoder = StepDecoder()
+        while True:
+            step = decoder.step(channel.recv_message(leader))
+            self.program.compute(step.batch, step.scored, step.picks)
+            if self.scores:
+                for rows_R in scored_pieces(step.scored):
+                    self.model.logits(self.ops, self.ops.rows(self.program.hidden(), rows_R))
+            on_step()
 
 
-def _int_bytes(array: NDArray[np.int32] | NDArray[np.int64]) -> bytes:
-    return np.ascontiguousarray(array, "<i4").tobytes()
+def _bytes(array: NDArray[Any], dtype: str) -> bytes:
+    return np.ascontiguousarray(array, dtype).tobytes()
 
 
-def _ints(record: bytes, begin: int, count: int) -> Ints:
+def _words(record: bytes, begin: int, count: int) -> NDArray[np.int32]:
     if len(record) != begin + 4 * count:
         raise GroupError(f"a record of {len(record)} bytes, {begin + 4 * count} were expected")
-    return np.frombuffer(record, "<i4", count, begin)
+    return np.frombuffer(record, "<i4", count, begin).copy()

@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.engine.models.interface import Model
 from penstock.kernels.operands import Array, Gate, GatheredNorm, PackedExperts, PackedLinear, Routes, StepBatch
-from penstock.kernels.ops import Ops, StepProgram
+from penstock.kernels.ops import Ops, SharedProgram
 from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
 from penstock.parallel.collectives.interface import Collectives
 from penstock.parallel.shard import ModelShard
@@ -37,8 +37,12 @@ class ShardedModel:
         return self._model.forward(self._ops(ops), batch, kv)
 
     def logits(self, ops: Ops, hidden_RD: Array) -> Array:
-        """Before the last stage there is no head: the hidden states themselves."""
-        return self._model.logits(self._ops(ops), hidden_RD) if self._shard.is_last else hidden_RD
+        """Those of all ranks.  Before the last stage there is no head: the hidden states themselves."""
+        shard = self._shard
+        if not shard.is_last:
+            return hidden_RD
+        logits_RV = self._model.logits(self._ops(ops), hidden_RD)
+        return logits_RV if shard.mesh.tensor == 1 else ops.gather_columns(logits_RV, self._group, shard.head_widths)
 
     def _ops(self, ops: Ops) -> Ops:
         return ops if self._shard.mesh.tensor == 1 else cast(Ops, _ReducingOps(ops, self._group))
@@ -81,12 +85,13 @@ class _ReducingOps:
 
 
 class StageProgram:
-    """A ``StepProgram`` of the layers of one stage.  ``stages``: the ranks of all stages with the same part of a layer.
+    """A ``SharedProgram`` of the layers of one stage.
 
-    Batches are those of the whole model.  A stage before the last computes all tokens and samples none.
+    ``stages``: the ranks of all stages with the same part of a layer.  Batches are those of the whole model.  A stage
+    before the last computes all tokens; only the last one is ``run``.
     """
 
-    def __init__(self, program: StepProgram, ops: Ops, stages: Collectives, shard: ModelShard) -> None:
+    def __init__(self, program: SharedProgram, ops: Ops, stages: Collectives, shard: ModelShard) -> None:
         self._program = program
         self._ops = ops
         self._stages = stages
@@ -102,17 +107,24 @@ class StageProgram:
         picks: GumbelRows,
         ready: Callable[[], None] | None = None,
     ) -> list[Sampled]:
-        stages, tokens = self._stages, len(batch.tokens_T)
+        return self._program.run(self._received(batch), scored, rows, picks, ready)
+
+    def compute(self, batch: StepBatch, scored: int, picks: GumbelRows) -> None:
+        own = self._received(batch)
+        if self._shard.is_last:
+            self._program.compute(own, scored, picks)
+        else:
+            self._program.compute(own, len(own.tokens_T), GumbelRows.empty(0))
+            self._stages.send(self._ops.to_numpy(self._program.hidden()), self._stages.rank + 1)
+
+    def _received(self, batch: StepBatch) -> StepBatch:
+        """The stage's batch, with what the stage before it has computed."""
         if batch is not self._given or self._own is None:
             self._given, self._own = batch, self._stage_batch(batch)
-        own = self._own
-        if own.features_TW is not None:
-            own.features_TW[:] = stages.recv(stages.rank - 1, own.features_TW.shape)
-        if self._shard.is_last:
-            return self._program.run(own, scored, rows, picks, ready)
-        self._program.run(own, tokens, [], GumbelRows.empty(0))
-        stages.send(self._ops.to_numpy(self._program.hidden()), stages.rank + 1)
-        return []
+        features_TW, stages = self._own.features_TW, self._stages
+        if features_TW is not None:
+            features_TW[:] = stages.recv(stages.rank - 1, features_TW.shape)
+        return self._own
 
     def hidden(self) -> Array:
         return self._program.hidden()
@@ -124,6 +136,6 @@ class StageProgram:
         return batch if shard.is_last else replace(batch, sample_rows_R=np.arange(tokens, dtype=np.int32))
 
 
-def stage_program(program: StepProgram, ops: Ops, stages: Collectives, shard: ModelShard) -> StepProgram:
+def stage_program(program: SharedProgram, ops: Ops, stages: Collectives, shard: ModelShard) -> SharedProgram:
     """The program of a rank, whose model is a ``ShardedModel``."""
     return program if shard.mesh.pipeline == 1 else StageProgram(program, ops, stages, shard)

@@ -54,7 +54,15 @@ from penstock.kernels.operands import (
     Routing,
     StepBatch,
 )
-from penstock.kernels.ops import DirectProgram, GathersArrays, Ops, RecordableModel, RecordingError, StepProgram
+from penstock.kernels.ops import (
+    DirectProgram,
+    GathersArrays,
+    Ops,
+    RecordableModel,
+    RecordingError,
+    StepProgram,
+    checked_widths,
+)
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.kernels.sampling import Sampled, SampleRow
 from penstock.kernels.sum_tree import join
@@ -327,6 +335,9 @@ class NativeOps(Ops):
 
     def all_reduce(self, x_TN: Array, group: GathersArrays) -> Array:
         return self.join(group.all_gather(x_TN))
+
+    def gather_columns(self, x_TN: Array, group: GathersArrays, widths: Sequence[int]) -> Array:
+        return np.concatenate(checked_widths(group.all_gather(x_TN), widths), axis=1)
 
     def zeros(self, x_TK: Array, n: int) -> Array:
         return np.zeros((len(x_TK), n), np.float32)

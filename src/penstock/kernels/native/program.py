@@ -6,7 +6,7 @@ its path by them does so inside.  Running it is one call, without the interprete
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -57,6 +57,13 @@ class SymbolicArray:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = _refuse
 
 
+def _shared(group: GathersArrays) -> _native.ShmGroup:
+    native = getattr(group, "native", None)
+    if not isinstance(native, _native.ShmGroup):
+        raise RecordingError("only ranks that share memory exchange within a recorded step")
+    return native
+
+
 class _Rows:
     """Tokens or output rows of any step, at least one: without output rows their operations are skipped."""
 
@@ -71,6 +78,7 @@ class RecordingOps:
         self.compute_dtype = compute_dtype
         self.step = _native.RecordedStep(family, compute_dtype, kv.handle)
         self.kv = kv
+        self.head: tuple[_native.ShmGroup, list[int]] | None = None  # ranks that have parts of it, and their rows
         self.tokens, self.wanted = _Rows(), _Rows()
         tokens, positions, starts, table, wanted = (
             cast(Any, name) for name in (self.tokens, _Rows(), _Rows(), _Rows(), self.wanted)
@@ -125,10 +133,11 @@ class RecordingOps:
         self.step.linear_add(x_TK.slot, weight.data, hidden_TN.slot)
 
     def all_reduce(self, x_TN: SymbolicArray, group: GathersArrays) -> SymbolicArray:
-        native = getattr(group, "native", None)
-        if not isinstance(native, _native.ShmGroup):
-            raise RecordingError("only ranks that share memory exchange within a recorded step")
-        self.step.all_reduce(x_TN.slot, native)
+        self.step.all_reduce(x_TN.slot, _shared(group))
+        return x_TN
+
+    def gather_columns(self, x_TN: SymbolicArray, group: GathersArrays, widths: Sequence[int]) -> SymbolicArray:
+        self.head = (_shared(group), list(widths))
         return x_TN
 
     def zeros(self, x_TK: SymbolicArray, n: int) -> SymbolicArray:
@@ -293,11 +302,17 @@ class RecordedProgram(StepProgram):
         picks: GumbelRows,
         ready: Callable[[], None] | None = None,
     ) -> list[Sampled]:
+        results = self.step.run(self._inputs_of(batch, picks), scored, [draw_row(row) for row in rows], ready)
+        return sampled_tokens(rows, results) if rows else []
+
+    def compute(self, batch: StepBatch, scored: int, picks: GumbelRows) -> None:
+        self.step.compute(self._inputs_of(batch, picks), scored)
+
+    def _inputs_of(self, batch: StepBatch, picks: GumbelRows) -> _native.StepInputs:
         known = self._inputs
         if known is None or known[0] is not batch or known[1] is not picks:
             known = self._inputs = (batch, picks, _inputs_of(batch, picks))
-        results = self.step.run(known[2], scored, [draw_row(row) for row in rows], ready)
-        return sampled_tokens(rows, results) if rows else []
+        return known[2]
 
     def hidden(self) -> NDArray[np.float32]:
         out_RD = np.empty(self.step.hidden_shape, np.float32)
@@ -322,7 +337,10 @@ def record_steps(
         if not isinstance(hidden_RD, SymbolicArray):
             raise RecordingError("forward gave no array for the wanted rows")
         logits_RV = steps.logits(ops, SymbolicArray(recorder.step.drawn_rows(hidden_RD.slot)))
-        recorder.step.finish(logits_RV.slot)
+        if recorder.head is None:
+            recorder.step.finish(logits_RV.slot)
+        else:
+            recorder.step.finish_part(logits_RV.slot, *recorder.head)
     except ValueError as error:  # operations in an order that is not kept
         raise RecordingError(str(error)) from error
     return RecordedProgram(recorder.step)

@@ -37,7 +37,7 @@ from penstock.kernels.operands import (
     StepBatch,
     numerics_with,
 )
-from penstock.kernels.ops import DirectProgram, GathersArrays, Ops, RecordableModel, StepProgram
+from penstock.kernels.ops import DirectProgram, GathersArrays, Ops, RecordableModel, StepProgram, checked_widths
 from penstock.kernels.page_export import PageWriter
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.kernels.reference.attention import (
@@ -311,6 +311,9 @@ class ReferenceOps(Ops):
 
     def all_reduce(self, x_TN: Tensor, group: GathersArrays) -> Tensor:
         return self.join(group.all_gather(x_TN))
+
+    def gather_columns(self, x_TN: Tensor, group: GathersArrays, widths: Sequence[int]) -> Tensor:
+        return torch.cat(checked_widths(group.all_gather(x_TN), widths), dim=1)
 
     def zeros(self, x_TK: Tensor, n: int) -> Tensor:
         return torch.zeros((len(x_TK), n), device=self.context.device)

@@ -10,13 +10,16 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config.mesh import Mesh
 from penstock.errors import GroupError
-from penstock.kernels import _native
+
+if TYPE_CHECKING:
+    from penstock.kernels import _native
 
 SLOT_BYTES = 1 << 18
 """A piece of an array that is written and read at once; larger arrays go piece by piece."""
@@ -31,6 +34,13 @@ _GATHER, _EXCHANGE, _SENT, _MESSAGE = range(4)
 _NAMES = ("all_gather", "all_to_all", "send", "send_message")
 
 
+def _group_class() -> type[_native.ShmGroup]:
+    """The kernels' class.  A service whose workers have one rank is put together without the extension."""
+    from penstock.kernels import _native
+
+    return _native.ShmGroup
+
+
 def _nothing() -> None:
     """The check of a group whose processes are watched by others."""
 
@@ -43,7 +53,7 @@ class ShmMemory:
         self.slot_bytes = slot_bytes
         file = os.memfd_create("penstock-group")
         try:
-            os.ftruncate(file, _native.ShmGroup.bytes_needed(ranks, slot_bytes))
+            os.ftruncate(file, _group_class().bytes_needed(ranks, slot_bytes))
             self._map = mmap.mmap(file, 0)
         finally:
             os.close(file)
@@ -58,7 +68,7 @@ class ShmMemory:
 
     def native(self, rank: int, spin_us: float) -> _native.ShmGroup:
         """The same as the kernels have it."""
-        return _native.ShmGroup(np.frombuffer(self._map, np.uint8), rank, self.ranks, self.slot_bytes, spin_us)
+        return _group_class()(np.frombuffer(self._map, np.uint8), rank, self.ranks, self.slot_bytes, spin_us)
 
 
 class ShmMesh:

@@ -10,30 +10,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.mesh import parse_mesh
-from penstock.engine.runner.rank_group import StepDecoder, StepEncoder, leader_of
+from penstock.engine.runner.rank_group import SharedStep, StepDecoder, StepEncoder, leader_of, scored_pieces
 from penstock.errors import GroupError
 from penstock.kernels.operands import StepBatch
+from penstock.kernels.sampling import GumbelRows
 from penstock.types import PAGE_TOKENS
 
 PARTS = ("tokens_T", "positions_T", "starts_S1", "table_SP", "sample_rows_R")
+PICKS = ("seeds_F", "positions_F", "choices_F", "temperatures_F", "tokens_F")
 
 
-def batch_of(counts: list[int], first: list[int], blocks: int, groups: int, seed: int) -> StepBatch:
-    """Sequences with so many tokens, from these positions on."""
+def step_of(counts: list[int], first: list[int], blocks: int, groups: int, seed: int) -> SharedStep:
+    """Sequences with so many tokens, from these positions on; all rows are picked."""
     rng = np.random.default_rng(seed)
     starts_S1 = np.cumsum([0, *counts]).astype(np.int32)
     positions = [np.arange(begin, begin + count) for begin, count in zip(first, counts, strict=True)]
-    return StepBatch(
+    batch = StepBatch(
         rng.integers(0, 50_000, starts_S1[-1]).astype(np.int32),
         np.concatenate(positions).astype(np.int32),
         starts_S1,
         rng.integers(0, 9000, (len(counts), groups * blocks)).astype(np.int32),
         starts_S1[1:] - 1,
     )
+    picks = GumbelRows.empty(len(counts))
+    picks.seeds_F[:] = rng.integers(0, 1 << 63, len(counts))
+    picks.positions_F[:] = batch.positions_T[batch.sample_rows_R] + 1
+    picks.temperatures_F[:] = rng.random(len(counts))
+    return SharedStep(batch, 0, picks)
 
 
-def move_on(batch: StepBatch, groups: int, rng: np.random.Generator) -> None:
+def move_on(step: SharedStep, groups: int, rng: np.random.Generator) -> None:
     """As ``InputBatch`` does: one token further, with new pages where a block begins."""
+    batch, positions_F = step.batch, step.picks.positions_F
+    positions_F += 1
     batch.positions_T[:] += 1
     batch.tokens_T[:] = rng.integers(0, 50_000, len(batch.tokens_T))
     blocks = batch.table_SP.shape[1] // groups
@@ -44,9 +53,12 @@ def move_on(batch: StepBatch, groups: int, rng: np.random.Generator) -> None:
             )
 
 
-def assert_same(one: StepBatch, other: StepBatch) -> None:
+def assert_same(one: SharedStep, other: SharedStep) -> None:
+    assert one.scored == other.scored
     for part in PARTS:
-        np.testing.assert_array_equal(getattr(one, part), getattr(other, part))
+        np.testing.assert_array_equal(getattr(one.batch, part), getattr(other.batch, part))
+    for part in PICKS:
+        np.testing.assert_array_equal(getattr(one.picks, part), getattr(other.picks, part))
 
 
 @given(
@@ -56,21 +68,21 @@ def assert_same(one: StepBatch, other: StepBatch) -> None:
 )
 def test_a_follower_has_the_leaders_batches(sequences: list[tuple[int, int]], groups: int, steps: int) -> None:
     encoder, decoder, rng = StepEncoder(groups), StepDecoder(), np.random.default_rng(steps)
-    prompts = batch_of([count for count, _ in sequences], [first for _, first in sequences], 12, groups, steps)
-    assert_same(decoder.batch(encoder.record(prompts)), prompts)
-    answers = batch_of([1] * len(sequences), [first + count for count, first in sequences], 12, groups, steps + 1)
-    followed = decoder.batch(encoder.record(answers))
+    prompts = step_of([count for count, _ in sequences], [first for _, first in sequences], 12, groups, steps)
+    assert_same(decoder.step(encoder.record(prompts)), prompts)
+    answers = step_of([1] * len(sequences), [first + count for count, first in sequences], 12, groups, steps + 1)
+    followed = decoder.step(encoder.record(answers))
     for _ in range(steps):
         move_on(answers, groups, rng)
         record = encoder.record(answers)
-        assert decoder.batch(record) is followed
+        assert decoder.step(record) is followed
         assert len(record) <= 12 + 4 * len(sequences) * (1 + 2 * groups)
         assert_same(followed, answers)
 
 
 def test_64_answers_go_on_in_512_bytes() -> None:
     encoder, rng = StepEncoder(1), np.random.default_rng(0)
-    batch = batch_of([1] * 64, rng.integers(100, 4000, 64).tolist(), 512, 1, 0)
+    batch = step_of([1] * 64, rng.integers(100, 4000, 64).tolist(), 512, 1, 0)
     assert len(encoder.record(batch)) > 64 * 512 * 4
     sizes = []
     for _ in range(PAGE_TOKENS):
@@ -81,14 +93,23 @@ def test_64_answers_go_on_in_512_bytes() -> None:
 
 def test_a_record_that_does_not_follow_is_refused() -> None:
     decoder = StepDecoder()
+    with pytest.raises(GroupError, match="kind 1"):
+        decoder.step(struct.pack("<2I", 1, 1))
     with pytest.raises(GroupError, match="kind 2"):
-        decoder.batch(struct.pack("<3I", 2, 1, 0))
-    record = StepEncoder(1).record(batch_of([3], [0], 2, 1, 0))
+        decoder.step(struct.pack("<3I", 2, 1, 0))
+    record = StepEncoder(1).record(step_of([3], [0], 2, 1, 0))
     with pytest.raises(GroupError, match="were expected"):
-        decoder.batch(record[:-4])
-    decoder.batch(record)
+        decoder.step(record[:-4])
+    decoder.step(record)
     with pytest.raises(GroupError, match="goes on from a step of 3"):
-        decoder.batch(struct.pack("<3I", 2, 1, 0) + bytes(4))
+        decoder.step(struct.pack("<3I", 2, 1, 0) + bytes(4))
+    with pytest.raises(GroupError, match="outside of the table"):
+        decoder.step(struct.pack("<8I", 2, 3, 1, 7, 7, 7, 2, 5))
+
+
+def test_scored_rows_come_in_the_same_pieces_everywhere() -> None:
+    assert [rows_R.tolist() for rows_R in scored_pieces(130)] == [[*range(64)], [*range(64, 128)], [128, 129]]
+    assert list(scored_pieces(0)) == []
 
 
 def test_the_leader_has_the_logits() -> None:

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from forked_ranks import run_forked
 from penstock.config.mesh import Mesh, parse_mesh
 from penstock.errors import ModelError
-from penstock.kernels.operands import PackedLinear
+from penstock.kernels.operands import PackedLinear, StepBatch
 from penstock.kernels.ops import DirectProgram, Ops
+from penstock.kernels.sampling import GumbelRows
 from penstock.kernels.select import make_ops
 from penstock.parallel.collectives.interface import Collectives
 from penstock.parallel.shard import shard_model
@@ -124,9 +125,9 @@ def test_a_rank_holds_its_share_of_the_bytes(mesh: str, folders: Callable[[str],
             for part in weight.parts
         )
         assert layers == 2 * numbers
-        assert rank.loaded.nbytes - layers == sum(
-            matrix_bytes(whole.weights[name]) for name in ("embed", "head") if name in rank.loaded.weights
-        )
+        embed = matrix_bytes(whole.weights["embed"]) if rank.shard.is_first else 0
+        rows = rank.shard.head_widths[plan.place(rank.shard.rank).tensor] if rank.shard.is_last else 0
+        assert rank.loaded.nbytes - layers == embed + -(-rows // 16) * 16 * whole.spec.hidden * 2
 
 
 def matrix_bytes(weight: PackedLinear | NDArray[np.float32]) -> int:
@@ -168,3 +169,31 @@ def test_two_processes_over_shared_memory_have_the_bits_of_one(mesh: str, folder
     assert found[1] == want
     assert found[0] == (want if plan.tensor == 2 else [None] * len(want))
     assert pages == whole.pages
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
+def test_ranks_find_tokens_together(mesh: str, folders: Callable[[str], Path]) -> None:
+    """Of the rows of a step, one is sampled from logits that come together, the others are the best of all ranks'."""
+    folder, plan = folders("one key-value head, tied"), parse_mesh(mesh)
+    whole = WholeModel(folder, make_ops(compute_dtype="bf16"))
+    pages = memoryview(mmap.mmap(-1, len(whole.pages)))
+    steps = list(batches(whole.spec))[1:]
+    want = [whole.picked(batch, picks_of(batch)) for batch in steps]
+
+    def rank(group: Collectives) -> list[list[int] | None]:
+        ops = make_ops(compute_dtype="bf16")
+        own = rank_of(folder, ops, shard_model(whole.spec, plan, group.rank), (group, group), pages)
+        return [own.picked(ops, batch, picks_of(batch)) for batch in steps]
+
+    found = run_forked([rank, rank])
+    leader = 0 if plan.tensor == 2 else 1
+    assert found[leader] == want
+    assert found[1 - leader] == [None] * len(steps)
+
+
+def picks_of(batch: StepBatch) -> GumbelRows:
+    """All rows of a step but the first, some of them without noise."""
+    picks = GumbelRows.empty(len(batch.sample_rows_R) - 1)
+    picks.seeds_F[:] = np.arange(len(picks.seeds_F)) + 11
+    picks.temperatures_F[:] = np.arange(len(picks.seeds_F)) % 2
+    return picks

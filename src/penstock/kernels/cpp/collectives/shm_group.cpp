@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <thread>
 
@@ -21,7 +22,8 @@ using Clock = std::chrono::steady_clock;
 constexpr int kSpinsALook = 64;  // between two looks at the clock and at whether the group is over
 constexpr double kMostSleep = 0.05;
 constexpr double kMostWait = 3600;
-constexpr uint32_t kAllReduce = 4;  // a label's tag; those below are of parallel/collectives/shm.py
+// Tags of labels; those below are of parallel/collectives/shm.py.
+constexpr uint32_t kAllReduce = 4, kMax = 5, kColumns = 6;
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -117,23 +119,62 @@ bool ShmGroup::await_sent(int from, double seconds) { return wait(pair(from, ran
 
 void ShmGroup::release(int from) { advance(pair(from, rank_)->taken, ++received_[static_cast<size_t>(from)]); }
 
+// Posts a piece and waits for those of all others, which must have the same label but for its length.
+void ShmGroup::exchange(const void* piece, const ShmLabel& label) {
+  post(piece, label);
+  for (int rank = 0; rank < ranks_; ++rank) {
+    while (!await(rank, kMostWait)) {
+    }
+    const ShmLabel& theirs = this->label(rank);
+    if (theirs.tag != label.tag || theirs.rows != label.rows || theirs.total != label.total) {
+      end();
+      throw std::runtime_error("ranks exchange different values");
+    }
+  }
+}
+
+void ShmGroup::all_reduce_max(uint64_t* values, size_t count) {
+  const size_t most = slot_bytes_ / sizeof(uint64_t);
+  for (size_t first = 0; first < count; first += most) {
+    const size_t n = std::min(most, count - first);
+    exchange(values + first, {kMax, 1, count * sizeof(uint64_t), n * sizeof(uint64_t)});
+    for (int rank = 0; rank < ranks_; ++rank) {
+      const auto* theirs = static_cast<const uint64_t*>(data(rank));
+      for (size_t i = 0; i < n; ++i) values[first + i] = std::max(values[first + i], theirs[i]);
+    }
+  }
+}
+
+void ShmGroup::gather_columns(const float* values, long rows, const std::vector<long>& widths, float* out) {
+  const auto all = static_cast<size_t>(std::accumulate(widths.begin(), widths.end(), 0L));
+  const size_t most = slot_bytes_ / sizeof(float), widest = static_cast<size_t>(*std::max_element(widths.begin(), widths.end()));
+  const size_t own = static_cast<size_t>(rows * widths[static_cast<size_t>(rank_)]);
+  for (size_t first = 0; first < widest * static_cast<size_t>(rows); first += most) {
+    const size_t n = first < own ? std::min(most, own - first) : 0;
+    exchange(values + std::min(first, own), {kColumns, static_cast<uint32_t>(rows), all, n * sizeof(float)});
+    if (rank_ != 0) continue;
+    size_t left = 0;  // of the rank's columns
+    for (int rank = 0; rank < ranks_; ++rank) {
+      const auto width = static_cast<size_t>(widths[static_cast<size_t>(rank)]);
+      const auto* theirs = static_cast<const float*>(data(rank));
+      const size_t end = first + label(rank).bytes / sizeof(float);
+      for (size_t at = first; at < end;) {  // row by row, from the middle of one to that of another
+        const size_t row = at / width, column = at % width, count = std::min(width - column, end - at);
+        std::copy_n(theirs + (at - first), count, out + row * all + left + column);
+        at += count;
+      }
+      left += width;
+    }
+  }
+}
+
 void ShmGroup::all_reduce(float* values, size_t count, uint32_t rows) {
   const size_t most = slot_bytes_ / sizeof(float);
   for (size_t first = 0; first < count; first += most) {
     const size_t n = std::min(most, count - first);
-    const ShmLabel label{kAllReduce, rows, count * sizeof(float), n * sizeof(float)};
-    post(values + first, label);
+    exchange(values + first, {kAllReduce, rows, count * sizeof(float), n * sizeof(float)});
     const float* parts[8] = {};
-    for (int rank = 0; rank < ranks_; ++rank) {
-      while (!await(rank, kMostWait)) {
-      }
-      const ShmLabel& theirs = this->label(rank);
-      if (theirs.tag != label.tag || theirs.rows != rows || theirs.total != label.total) {
-        end();
-        throw std::runtime_error("ranks add up different values");
-      }
-      parts[rank] = static_cast<const float*>(data(rank));
-    }
+    for (int rank = 0; rank < ranks_; ++rank) parts[rank] = static_cast<const float*>(data(rank));
     switch (ranks_) {
       case 1: break;
       case 2: add_up<2>(parts, values + first, n); break;

@@ -70,6 +70,11 @@ class ShmGroup {
   // values [count], of `rows` rows = the sum of all ranks' values by the tree of kernels/sum_tree.py: neighbors, then pairs.
   // Of 1, 2, 4 or 8 ranks.  Throws std::runtime_error when ranks exchange other values, or the group has ended.
   void all_reduce(float* values, size_t count, uint32_t rows);
+  // values [count] = the largest that any rank has, one by one.  Throws as above.
+  void all_reduce_max(uint64_t* values, size_t count);
+  // out [rows, sum of widths] = the ranks' columns side by side; rank r gives values [rows, widths[r]].  Only rank 0 has an
+  // `out`.  Throws as above.
+  void gather_columns(const float* values, long rows, const std::vector<long>& widths, float* out);
 
   int rank() const { return rank_; }
   int ranks() const { return ranks_; }
@@ -84,6 +89,7 @@ class ShmGroup {
   uint32_t received(int from) const { return received_[static_cast<size_t>(from)] + 1; }
   void write(ShmChannel* channel, uint32_t sequence, const void* data, const ShmLabel& label);
   bool wait(ShmCounter& counter, uint32_t wanted, double seconds) const;
+  void exchange(const void* piece, const ShmLabel& label);
 
   char* memory_;
   int rank_, ranks_;

@@ -49,6 +49,7 @@ struct alignas(64) Pick {
   DrawKey key;
   float temperature;  // unless greedy
   bool greedy;        // without noise
+  int32_t first = 0;  // id of the head's first row: a rank may have a part of it
 };
 
 // What becomes of a value of the head: a multiple of it, then cap * tanh(value / cap).

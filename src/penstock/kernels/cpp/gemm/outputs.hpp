@@ -17,7 +17,8 @@ void write_tile(const LinearArgs& args, float* sums, long row, int rows, long pa
     if (args.picks != nullptr && row + m >= args.stored) {
       if (args.form.changes())
         for (float *x = sums + m * panels * 16, *end = x + panels * 16; x < end; x += 16) store(x, formed(load(x), args.form));
-      offer(args.picks[row + m - args.stored], sums + m * panels * 16, panel * 16, min_of(panels * 16, args.weight.n - panel * 16));
+      Pick& pick = args.picks[row + m - args.stored];
+      offer(pick, sums + m * panels * 16, pick.first + panel * 16, min_of(panels * 16, args.weight.n - panel * 16));
       continue;
     }
     const float* later = args.out + (row + m + kRowsAhead) * args.weight.n + panel * 16;  // rows are far apart

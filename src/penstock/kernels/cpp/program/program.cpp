@@ -175,12 +175,15 @@ void Program::place(const StepView& step) {
 void Program::run(const StepView& step) {
   expect(finished_, "the recording is not finished");
   place(step);
+  if (head_group_ != nullptr)
+    for (long i = 0; i < step.picked; ++i) step.picks[i].first = static_cast<int32_t>(head_first());
   for (const Node& node : nodes_) {
     const bool any = picks_ && &node == &nodes_[static_cast<size_t>(head_)]
                          ? count(RowsOf::kDrawn) > 0
                          : count(slots_[static_cast<size_t>(node.out)].rows) > 0;
     if (any && (node.always || step.wanted_count > 0)) run_node(node, step);
   }
+  if (head_group_ != nullptr) exchange_head(step);
 }
 
 void Program::run_node(const Node& node, const StepView& step) {

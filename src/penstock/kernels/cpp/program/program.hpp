@@ -90,15 +90,24 @@ class Program {
   int wanted_rows(int x);
   int drawn_rows(int hidden);  // once: what comes after is the head; the slot before is `hidden()`
   void finish(int logits);     // once, as the last
+  // Instead, where ranks have rows of the head one after another, `widths` each: `logits` are those of this rank's.  Picks are
+  // the best of all ranks', and rank 0 has all logits.  The group must stay.
+  void finish_part(int logits, ShmGroup& group, std::vector<long> widths);
 
   // Runs everything; the picks of `step` end with the tokens.  Valid until the next run: hidden(), logits().
   void run(const StepView& step);
 
   const float* hidden() const { return reinterpret_cast<const float*>(data(hidden_)); }  // [wanted, hidden_width()]
-  const float* logits() const { return reinterpret_cast<const float*>(data(logits_)); }  // [drawn, vocabulary()], see stored()
+  const float* logits() const {  // [drawn, vocabulary()], see stored()
+    return head_group_ == nullptr ? reinterpret_cast<const float*>(data(logits_)) : all_logits_.data();
+  }
   long hidden_width() const { return slots_[static_cast<size_t>(hidden_)].width; }
   long given_width() const { return given_width_; }  // 0: no rows can be given
-  long vocabulary() const { return slots_[static_cast<size_t>(logits_)].width; }
+  long vocabulary() const {
+    long rows = 0;
+    for (const long width : head_widths_) rows += width;
+    return head_group_ == nullptr ? slots_[static_cast<size_t>(logits_)].width : rows;
+  }
   long features_width() const { return features_width_; }  // 0: it reads none
   long taps_width() const { return taps_width_; }          // 0: it hands out none
   // Can tokens be picked without logits?  If not, every drawn row has logits.
@@ -174,6 +183,8 @@ class Program {
   void run_experts(const Node& node);
   void run_lookup(const Node& node, const int32_t* ids);
   void run_linear(const Node& node, const StepView& step);
+  void exchange_head(const StepView& step);
+  long head_first() const;  // id of this rank's first row of the head
   void place_adapters(const StepView& step);
   void gather(const Node& node, const StepView& step);
   void check_latent(const RopeView& rope) const;
@@ -200,6 +211,10 @@ class Program {
   bool picks_ = false;
   int head_ = -1;  // the node that computes the logits, when tokens can be picked
   Form head_form_{};
+  ShmGroup* head_group_ = nullptr;  // the ranks that have parts of the head
+  std::vector<long> head_widths_;
+  std::vector<float> all_logits_;   // of all ranks
+  std::vector<uint64_t> bests_;
   bool finished_ = false;
   long counts_[4] = {};
   Arena arena_;

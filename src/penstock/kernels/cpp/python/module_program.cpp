@@ -227,6 +227,10 @@ class RecordedStep {
   int wanted_rows(int x) { return program_->wanted_rows(x); }
   int drawn_rows(int hidden) { return program_->drawn_rows(hidden); }
   void finish(int logits) { program_->finish(logits); }
+  void finish_part(int logits, const nb::object& group, std::vector<long> widths) {
+    held_.push_back(group);
+    program_->finish_part(logits, nb::cast<PyShmGroup&>(group).group(), std::move(widths));
+  }
 
   // The answers of `rows`, which follow the `scored` ones; those of the picks are in their array.  `ready`, if there is
   // one, is called when the logits are there: until it returns, the rows' masks may still be written.
@@ -234,15 +238,7 @@ class RecordedStep {
                           const nb::object& ready) {
     const auto picked = static_cast<long>(inputs.picks.size()), listed = static_cast<long>(rows.size());
     require(scored >= 0 && scored + listed + picked == dim(inputs.wanted, 0), "a draw for every row that is not scored");
-    require(program_->finished(), "the recording is not finished");
-    require(inputs.features_width == program_->features_width(), "a step brings the features that were recorded");
-    require(inputs.taps_width == 0 || inputs.taps_width == program_->taps_width(), "room for the taps that were recorded");
-    const StepView step = inputs.view(kv_, tokens_below_, scored, slots_);
-    require(inputs.given_count == 0 || dim(inputs.given, 1) == program_->given_width(),
-            "given rows must be [G, D], and the step must place them");
-    require(positions_below_ < 0 || inputs.batch.last_position < positions_below_,
-            "the tables of positions must reach the last one");
-    require(keys_until_ <= inputs.batch.shortest, "every sequence must reach the keys that all its tokens see");
+    const StepView step = checked_view(inputs, scored);
     for (const DrawRow* row : rows) row->check(program_->vocabulary());
     const auto draw_all = [&] {
       draw_rows(*family_, program_->logits(), program_->vocabulary(), rows, drawn_);
@@ -260,6 +256,14 @@ class RecordedStep {
     }
     last_ = {step.wanted_count, program_->stored()};
     return answers_of(drawn_);
+  }
+
+  // The same on a rank that draws nothing itself: tokens of the picks are found together, in `drawn`.
+  void compute(StepInputs& inputs, long scored) {
+    require(scored >= 0 && scored + static_cast<long>(inputs.picks.size()) <= dim(inputs.wanted, 0), "more scored rows than are wanted");
+    const StepView step = checked_view(inputs, scored);
+    without_gil([&] { program_->run(step); });
+    last_ = {step.wanted_count, program_->stored()};
   }
 
   // Hidden states of the first wanted rows of the last run.
@@ -284,6 +288,19 @@ class RecordedStep {
     long wanted = 0;
     long stored = 0;
   };
+
+  StepView checked_view(StepInputs& inputs, long scored) {
+    require(program_->finished(), "the recording is not finished");
+    require(inputs.features_width == program_->features_width(), "a step brings the features that were recorded");
+    require(inputs.taps_width == 0 || inputs.taps_width == program_->taps_width(), "room for the taps that were recorded");
+    const StepView step = inputs.view(kv_, tokens_below_, scored, slots_);
+    require(inputs.given_count == 0 || dim(inputs.given, 1) == program_->given_width(),
+            "given rows must be [G, D], and the step must place them");
+    require(positions_below_ < 0 || inputs.batch.last_position < positions_below_,
+            "the tables of positions must reach the last one");
+    require(keys_until_ <= inputs.batch.shortest, "every sequence must reach the keys that all its tokens see");
+    return step;
+  }
 
   // Rows of a table over positions.
   void limit_positions(long rows) {
@@ -381,6 +398,8 @@ void bind_program(nb::module_& m) {
       .def("wanted_rows", &RecordedStep::wanted_rows)
       .def("drawn_rows", &RecordedStep::drawn_rows)
       .def("finish", &RecordedStep::finish)
+      .def("finish_part", &RecordedStep::finish_part)
+      .def("compute", &RecordedStep::compute)
       .def("run", &RecordedStep::run, nb::arg(), nb::arg(), nb::arg(), nb::arg().none())
       .def("read_hidden", &RecordedStep::read_hidden)
       .def("read_logits", &RecordedStep::read_logits)
