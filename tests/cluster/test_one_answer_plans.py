@@ -10,6 +10,7 @@ import asyncio
 import signal
 from typing import Any
 
+import httpx
 import pytest
 
 from penstock.config.mesh import parse_mesh
@@ -38,6 +39,8 @@ PLANS = {
     "pp2 to tp2, tcp": ["--prefill-parallel", "pp2", "--decode-parallel", "tp2", "--transfer", "tcp"],
     "tp2,pp2 to pp2, curve": ["--prefill-parallel", "tp2,pp2", "--decode-parallel", "pp2", "--transfer", "curve"],
 }
+
+STORY = "Once upon a time a fox lived in a hill. "
 
 BLOWS = {
     "leader killed": (the_worker, signal.SIGKILL),
@@ -70,6 +73,26 @@ def test_a_plan_gives_one_answer(plan: str, blow: str, plain: Plain) -> None:
         crowd_until_somebody_gives_way(server, plain, f"{plan}, crowded")
         assert_it_took_place(server, split="--aggregated" not in server.flags, tight=True)
         assert_ranks_have_their_shares(server)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("plan", ["tp2", pytest.param("tp2,pp2", marks=pytest.mark.long)])
+def test_scores_of_prompts_and_grammars_are_the_same(plan: str) -> None:
+    """All that reads logits: they come together from the ranks that have parts of the head."""
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
+    bodies: list[dict[str, Any]] = [
+        {"prompt": STORY * 12, "echo": True, "logprobs": 5, "max_tokens": 3, "seed": 1},
+        {"prompt": STORY, "echo": True, "logprobs": 0, "max_tokens": 0},
+        {"prompt": STORY, "logprobs": 2, "max_tokens": 40, "temperature": 1.2, "top_k": 20, "seed": 4},
+        {"prompt": "A name:", "structured_outputs": {"json": schema}, "max_tokens": 30, "seed": 2},
+    ]
+    found = []
+    for flags in (["--aggregated"], PLANS[plan]):
+        with PenstockServer(flags) as server, httpx.Client(timeout=60, trust_env=False) as client:
+            answers = [client.post(f"{server.url}/v1/completions", json={"model": "storyteller"} | b) for b in bodies]
+            assert [answer.status_code for answer in answers] == [200] * len(bodies), [a.text for a in answers]
+            found.append([answer.json()["choices"] for answer in answers])
+    assert found[0] == found[1]
 
 
 def assert_ranks_have_their_shares(server: PenstockServer) -> None:
