@@ -1,0 +1,239 @@
+"""Decode steps of a model over ranks beside one process: in turns, step by step, in one run.
+
+    python -m bench.ranks                               1 B shape, 16 layers, random weights: two threads, one, tp2, pp2
+    python -m bench.ranks --model DIR --rows 1,8 --steps 300 --json FILE
+
+Only steps count in which no thread was taken off its processor against its will; how many were dropped is shown.  CPU
+seconds are those of all threads of all ranks.  Each rank has a processor of its own, and so has each thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from bench.peers.checkpoint import write_checkpoint
+from bench.peers.places import SHAPES
+
+from penstock.config.mesh import Mesh, parse_mesh
+from penstock.engine.models.registry import build_model
+from penstock.engine.runner.rank_group import Follower, LeaderProgram, leader_of
+from penstock.engine.runner.sharded_model import ShardedModel, stage_program
+from penstock.kernels.operands import StepBatch
+from penstock.kernels.ops import Ops, SharedProgram, StepProgram
+from penstock.kernels.sampling import GumbelRows
+from penstock.kernels.select import make_ops
+from penstock.parallel.collectives.shm import ShmMesh
+from penstock.parallel.shard import ModelShard, shard_model
+from penstock.types import PAGE_TOKENS
+from penstock.weights.architecture.spec import ModelSpec
+from penstock.weights.inspect import inspect_model
+from penstock.weights.load import LoadedModel, load_model
+
+CONTEXT = 256
+BLOCKS = 64
+"""Pages of a sequence."""
+
+SYSTEMS = ("2 threads", "1 thread", "tp2", "pp2")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What the process of one rank needs, loaded before it is forked."""
+
+    shard: ModelShard
+    loaded: LoadedModel
+    threads: int
+    cpus: tuple[int, ...]
+
+
+class System:
+    """A model over ranks, or one process: forked, and asked for one step at a time."""
+
+    def __init__(self, name: str, ranks: list[Rank], mesh: Mesh, most_rows: int) -> None:
+        self.name = name
+        self._mesh = mesh
+        self._ranks = ranks
+        self._group = ShmMesh(mesh)
+        self._counts = np.frombuffer(mmap.mmap(-1, mesh.ranks * 16), np.int64).reshape(mesh.ranks, 2)
+        self._pages = mmap.mmap(-1, most_rows * BLOCKS * ranks[0].shard.whole.kv.page_bytes("bf16"))
+        self._pids: list[int] = []
+
+    def start(self) -> None:
+        """Fork all ranks."""
+        ask, self._ask = os.pipe()
+        self._answer, answer = os.pipe()
+        leader = leader_of(self._mesh)
+        for rank in range(self._mesh.ranks):
+            pid = os.fork()
+            if not pid:
+                try:
+                    os.sched_setaffinity(0, self._ranks[rank].cpus)
+                    self._lead(ask, answer) if rank == leader else self._follow(rank, leader)
+                finally:
+                    os._exit(1)
+            self._pids.append(pid)
+
+    def step(self, rows: int) -> tuple[float, float, int]:
+        """Seconds, CPU seconds of all ranks, and how often one of them was taken off its processor."""
+        before = self._counts.copy()
+        os.write(self._ask, rows.to_bytes(2, "little"))
+        seconds = float(np.frombuffer(os.read(self._answer, 8), np.float64)[0])
+        cpu, switches = (self._counts - before).sum(axis=0)
+        return seconds, cpu / 1e9, int(switches)
+
+    def stop(self) -> None:
+        """End all ranks."""
+        for pid in self._pids:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+
+    def _program(self, rank: int) -> tuple[ShardedModel, Ops, SharedProgram]:
+        own = self._ranks[rank]
+        ops = make_ops(compute_dtype="bf16", threads=own.threads)
+        model = build_model(replace(own.loaded, spec=own.shard.spec), ops, own.shard.whole.max_positions)
+        pages = len(self._pages) // own.shard.whole.kv.page_bytes("bf16")
+        kv = ops.new_kv(own.shard.spec.kv, pages=pages, memory=memoryview(self._pages))
+        sharded = ShardedModel(model, own.shard, self._group.tensor(rank))
+        program = cast(SharedProgram, ops.record(sharded, kv))
+        return sharded, ops, stage_program(program, ops, self._group.pipeline(rank), own.shard)
+
+    def _follow(self, rank: int, leader: int) -> None:
+        model, ops, program = self._program(rank)
+        Follower(model, ops, program, scores=False).run(self._group.everybody(rank), leader, self._count(rank))
+
+    def _lead(self, ask: int, answer: int) -> None:
+        rank = leader_of(self._mesh)
+        _, _, own = self._program(rank)
+        program: StepProgram = own
+        if self._mesh.ranks > 1:
+            program = LeaderProgram(own, self._group.everybody(rank), self._ranks[rank].shard.whole.kv.layer_groups)
+        count, batches = self._count(rank), dict[int, tuple[StepBatch, GumbelRows]]()
+        while asked := os.read(ask, 2):
+            rows = int.from_bytes(asked, "little")
+            batch, picks = batches.setdefault(rows, first_step(rows, self._ranks[rank].shard.whole))
+            go_on(batch, picks)
+            begun = time.perf_counter()
+            program.run(batch, 0, [], picks)
+            seconds = time.perf_counter() - begun
+            count()
+            os.write(answer, np.float64(seconds).tobytes())
+
+    def _count(self, rank: int) -> Callable[[], None]:
+        def count() -> None:
+            switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+            self._counts[rank] = time.process_time_ns(), switches
+
+        return count
+
+
+def first_step(rows: int, spec: ModelSpec) -> tuple[StepBatch, GumbelRows]:
+    """A step that writes one token of each sequence."""
+    starts_S1 = np.arange(rows + 1, dtype=np.int32)
+    table_SP = np.arange(rows * BLOCKS, dtype=np.int32).reshape(rows, BLOCKS)
+    tokens_T = (np.arange(rows) * 31 % spec.vocab).astype(np.int32)
+    picks = GumbelRows.empty(rows)
+    picks.temperatures_F[:] = 1.0
+    positions_T = np.full(rows, CONTEXT, np.int32)
+    return StepBatch(tokens_T, positions_T, starts_S1, table_SP, starts_S1[:-1]), picks
+
+
+def go_on(batch: StepBatch, picks: GumbelRows) -> None:
+    """One token further, or back to where it began when the pages are full."""
+    at = batch.positions_T[0] + 1
+    batch.positions_T[:] = picks.positions_F[:] = at if at < BLOCKS * PAGE_TOKENS else CONTEXT
+
+
+def system(name: str, folder: Path, spec: ModelSpec, most_rows: int, cores: tuple[int, ...]) -> System:
+    """One of ``SYSTEMS``, loaded."""
+    threads = int(name.split(maxsplit=1)[0]) if "thread" in name else 1
+    mesh = Mesh() if "thread" in name else parse_mesh(name)
+    ranks = []
+    for rank in range(mesh.ranks):
+        shard, ops = shard_model(spec, mesh, rank), make_ops(compute_dtype="bf16")
+        loaded = load_model(folder, spec, ops, select=shard.layout if mesh.ranks > 1 else None)
+        cpus = cores[:threads] if mesh.ranks == 1 else (cores[rank % len(cores)],)
+        ranks.append(Rank(shard, loaded, threads, cpus))
+    return System(name, ranks, mesh, most_rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, metavar="DIR", help="default: random weights of --shape")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="1b", help="default: %(default)s")
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="default: %(default)s")
+    parser.add_argument("--rows", default="1,8", help="answers in a step (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=300, help="of each system that count, at most (default: 300)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of all steps, at most (default: 10)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    rows = [int(each) for each in args.rows.split(",")]
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    with tempfile.TemporaryDirectory() as made:
+        folder = args.model or Path(made)
+        if args.model is None:
+            write_checkpoint(folder, SHAPES[args.shape], 1, lambda *_: None)
+        spec = inspect_model(folder)
+        systems = [system(name, folder, spec, max(rows), cores) for name in args.systems.split(",")]
+    for each in systems:
+        each.start()
+    try:
+        found = {count: measured(systems, count, args.steps, 60 * args.minutes / len(rows)) for count in rows}
+    finally:
+        for each in systems:
+            each.stop()
+    show(found)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+def measured(systems: list[System], rows: int, steps: int, seconds: float) -> dict[str, dict[str, float]]:
+    """Medians of each system's steps that count."""
+    kept: dict[str, list[tuple[float, float]]] = {each.name: [] for each in systems}
+    dropped, until = dict.fromkeys(kept, 0), time.monotonic() + seconds
+    for each in systems:
+        each.step(rows)
+    while min(map(len, kept.values())) < steps and time.monotonic() < until:
+        for each in systems:
+            took, cpu, switches = each.step(rows)
+            if switches:
+                dropped[each.name] += 1
+            else:
+                kept[each.name].append((took, cpu))
+    return {
+        name: {
+            "ms": 1e3 * statistics.median(took for took, _ in own) if own else float("nan"),
+            "cpu_ms": 1e3 * statistics.median(cpu for _, cpu in own) if own else float("nan"),
+            "steps": len(own),
+            "dropped": dropped[name],
+        }
+        for name, own in kept.items()
+    }
+
+
+def show(found: dict[int, dict[str, dict[str, float]]]) -> None:
+    """A table, each system beside the first one."""
+    print("rows  system        ms a step   speed   CPU ms   CPU    steps  dropped")
+    for rows, systems in found.items():
+        first = next(iter(systems.values()))
+        for name, own in systems.items():
+            speed, cpu = first["ms"] / own["ms"], own["cpu_ms"] / first["cpu_ms"]
+            print(
+                f"{rows:4}  {name:12}  {own['ms']:9.3f}  {speed:5.3f}x  {own['cpu_ms']:7.2f}  {cpu:5.3f}x"
+                f"  {own['steps']:5.0f}  {own['dropped']:7.0f}"
+            )
+
+
+if __name__ == "__main__":
+    main()
