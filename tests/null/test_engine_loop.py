@@ -13,7 +13,7 @@ from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.events import AddRequest, CancelRequest, EngineEvent
 from penstock.engine.core.plan import SampledTokens, StepOutcome, StepPlan
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.loop import EngineLoop
+from penstock.engine.loop import EngineLoop, PipelinedLoop
 from penstock.engine.runner.null_runner import NullRunner, null_token
 from penstock.types import BlockHash, FinishReason, RequestId, RequestStage, SamplingParams
 
@@ -67,10 +67,34 @@ class TimedRunner(NullRunner):
         self.forgotten.append(request)
 
 
+class StagedRunner(TimedRunner):
+    """Of a model with stages: plans are launched before they are run."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__(clock)
+        self.launched: list[StepPlan] = []
+        self.most = 0  # at once
+
+    def launch(self, plan: StepPlan) -> None:
+        assert plan.rows
+        self.launched.append(plan)
+        self.most = max(self.most, len(self.launched))
+
+    def run(self, plan: StepPlan) -> Sequence[SampledTokens]:
+        assert self.launched.pop(0) is plan
+        return super().run(plan)
+
+
 def engine(config: SchedulerConfig, *, max_steps: int = 1) -> tuple[EngineLoop, ListMailbox, TimedRunner]:
     clock, mailbox = VirtualClock(), ListMailbox()
     runner = TimedRunner(clock)
     return EngineLoop(mailbox, Scheduler(config), runner, clock, max_steps=max_steps), mailbox, runner
+
+
+def staged_engine(config: SchedulerConfig, stages: int) -> tuple[PipelinedLoop, ListMailbox, StagedRunner]:
+    clock, mailbox = VirtualClock(), ListMailbox()
+    runner = StagedRunner(clock)
+    return PipelinedLoop(mailbox, Scheduler(config, micro_batches=stages), runner, clock), mailbox, runner
 
 
 def run(loop: EngineLoop) -> None:
@@ -140,6 +164,38 @@ def test_one_prompt_one_answer(page_tokens: int, room: int, chunk: int, max_step
     assert loop.scheduler.check_leaks().total == 0
     assert loop.scheduler.load().pages_used == 0
     assert sorted(runner.forgotten) == sorted(event.id for event in events)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize(("room", "chunk"), [(128, 2048), (128, 16), (9, 16)])
+def test_a_pipeline_gives_the_same_answers(stages: int, room: int, chunk: int) -> None:
+    config = SchedulerConfig(pages=room, max_model_len=128, max_chunk_tokens=chunk, step_budget_ms=20.0)
+    loop, mailbox, runner = staged_engine(config, stages)
+    events = requests(20)
+    mailbox.events = list(events)
+    run(loop)
+    for event in events:
+        assert (mailbox.tokens[event.id], mailbox.finish[event.id]) == alone(event, 128)
+    assert not runner.launched
+    assert runner.most == stages  # every stage had something to compute
+    assert loop.scheduler.check_leaks().total == 0
+
+
+def test_what_leaves_while_a_stage_computes_it_does_no_harm() -> None:
+    config = SchedulerConfig(pages=128, max_model_len=128)
+    loop, mailbox, runner = staged_engine(config, 2)
+    left, kept = requests(9)[6:8]
+    events = [replace(event, sampling=SamplingParams(seed=n, max_tokens=30)) for n, event in enumerate((left, kept))]
+    mailbox.events = list(events)
+    loop.step()
+    while len(runner.launched) != 1 or not any(row.request.id == left.id for row in runner.launched[0].rows):
+        loop.step()
+    mailbox.events = [CancelRequest(id=left.id, epoch=left.epoch)]
+    run(loop)
+    assert left.id not in mailbox.finish
+    assert (mailbox.tokens[kept.id], mailbox.finish[kept.id]) == alone(events[1], 128)
+    assert runner.forgotten.count(left.id) == 1
+    assert loop.scheduler.check_leaks().total == 0
 
 
 def test_resubmitted_answers_go_on_with_the_same_tokens() -> None:

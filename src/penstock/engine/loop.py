@@ -6,6 +6,7 @@ turns a plan into sampled tokens, and every decision is the scheduler's.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from penstock.clock import Clock
 from penstock.engine.core.events import EngineEvent
 from penstock.engine.core.plan import SampledTokens, StepOutcome, StepPlan
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.runner.interface import Runner
+from penstock.engine.runner.interface import PipelinedRunner, Runner
 
 
 class EngineService(Protocol):
@@ -75,20 +76,33 @@ class EngineLoop:
     def step(self) -> bool:
         """One turn.  True when something happened: an event came, tokens were computed, or a request was moved."""
         now = self.clock.now()
+        received = self._drain(now)
+        plan = self._plan(now)
+        self.heartbeat.beat(plan.predicted_s)
+        moved = self._commit(plan, *self._run(plan))
+        return received or moved
+
+    def _drain(self, now: float) -> bool:
+        """Apply all events that came; whether there were any."""
         received = False
         for event in self.service.drain_events():
             self.scheduler.apply(event, now)
             received = True
-        plan = self.scheduler.plan(now, self.max_steps)
+        return received
+
+    def _plan(self, now: float, micro_batch: int = 0) -> StepPlan:
+        plan = self.scheduler.plan(now, self.max_steps, micro_batch)
         self.service.on_plan(plan)
-        self.heartbeat.beat(plan.predicted_s)
         for request in plan.removed:
             self.runner.remove_request(request)
-        sampled, seconds = self._run(plan)
+        return plan
+
+    def _commit(self, plan: StepPlan, sampled: Sequence[SampledTokens], seconds: float | None) -> bool:
+        """Take up what came of a plan; whether anything happened."""
         outcome = self.scheduler.commit(plan, sampled, self.clock.now(), seconds)
         self.service.publish(outcome, plan)
         moved = plan.rows or plan.reserved or plan.preempted or plan.verified_pages
-        return received or bool(moved or outcome.new_tokens or outcome.completed_pages)
+        return bool(moved or outcome.new_tokens or outcome.completed_pages)
 
     def _run(self, plan: StepPlan) -> tuple[Sequence[SampledTokens], float | None]:
         """What the runner sampled, and how long it took."""
@@ -98,3 +112,45 @@ class EngineLoop:
         begin = self.clock.now()
         sampled = self.runner.run(plan)
         return sampled, self.clock.now() - begin
+
+
+class PipelinedLoop(EngineLoop):
+    """The loop of an engine whose model has stages: while the last one computes a plan, the others compute later ones.
+
+    Each turn plans every micro-batch that is free, lets the first stage begin it, and takes the oldest plan in flight
+    through the last stage.
+    """
+
+    def __init__(
+        self,
+        service: EngineService,
+        scheduler: Scheduler,
+        runner: PipelinedRunner,
+        clock: Clock,
+        *,
+        heartbeat: EngineHeartbeat | None = None,
+    ) -> None:
+        super().__init__(service, scheduler, runner, clock, heartbeat=heartbeat)
+        self._stages = runner
+        self._in_flight: deque[tuple[StepPlan, float]] = deque()  # with when it was launched
+        self._ended = 0.0  # the step before
+
+    def step(self) -> bool:
+        now = self.clock.now()
+        moved = self._drain(now)
+        for micro_batch in self.scheduler.micro_batches.free:
+            plan = self._plan(now, micro_batch)
+            if plan.rows:
+                self._stages.launch(plan)
+                self._in_flight.append((plan, now))
+            else:
+                moved = self._commit(plan, (), None) or moved
+        self.heartbeat.beat(sum(plan.predicted_s for plan, _ in self._in_flight))
+        if not self._in_flight:
+            return moved
+        plan, launched = self._in_flight.popleft()
+        self.service.on_step_begin(plan.predicted_s)
+        sampled = self.runner.run(plan)
+        begun, self._ended = max(launched, self._ended), self.clock.now()
+        self._commit(plan, sampled, self._ended - begun)
+        return True

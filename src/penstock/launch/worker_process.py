@@ -22,7 +22,7 @@ from penstock.engine.core.cost_model import StepCostModel, cost_prior
 from penstock.engine.core.events import AddRequest
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.encoder_stage import EncoderStage
-from penstock.engine.loop import EngineLoop
+from penstock.engine.loop import EngineLoop, PipelinedLoop
 from penstock.engine.models.interface import Model, PoolingModel, encoder_of
 from penstock.engine.runner.interface import Runner
 from penstock.engine.runner.lora import LoraManager
@@ -97,6 +97,11 @@ class WorkerResources:
     pages_on_device: bool = False  # the backend keeps KV pages where it computes
     twins: str | None = None  # the layout in which they are written to host memory and handed over; None: they are not
 
+    @property
+    def micro_batches(self) -> int:
+        """Plans that are in flight at once: one for each stage of the model."""
+        return 1 if self.rank is None else self.rank.shard.mesh.pipeline
+
 
 def run_worker(config: WorkerConfig, inherited: WorkerResources) -> int:
     """Serve until SIGTERM; returns the exit code.  Runs in the forked child."""
@@ -121,6 +126,7 @@ def run_worker(config: WorkerConfig, inherited: WorkerResources) -> int:
         proposer,
         verifier=None if inherited.pages_on_device else PageChecksums(own),
         without_masks=runner.without_masks if isinstance(runner, ModelRunner) else frozenset,
+        micro_batches=inherited.micro_batches,
     )
     hand_over = _hand_over(config, inherited, (own, kv), peers, scheduler)
     stored = _stored(config, inherited, own, peers, scheduler=scheduler, clock=clock)
@@ -140,8 +146,7 @@ def run_worker(config: WorkerConfig, inherited: WorkerResources) -> int:
         on_settled=_Courtesy(config).settle,
     )
     pulse = HeartbeatWriter(inherited.slot, lambda: mailbox.reporter.steps)
-    max_steps = DEVICE_STEPS_AHEAD if inherited.pages_on_device else 1
-    loop = EngineLoop(mailbox, scheduler, runner, clock, heartbeat=pulse, max_steps=max_steps)
+    loop = _loop(inherited, mailbox, scheduler, runner, pulse)
     inherited.slot.set_state(WorkerState.READY)
     while not _is_over(stop, mailbox, clock):
         moved = loop.step()
@@ -169,6 +174,16 @@ def _encoder_stage(
         covered=covered,
         elsewhere=encoders,
     )
+
+
+def _loop(
+    inherited: WorkerResources, mailbox: WorkerService, scheduler: Scheduler, runner: Runner, pulse: HeartbeatWriter
+) -> EngineLoop:
+    clock = MonotonicClock()
+    if inherited.micro_batches > 1:
+        return PipelinedLoop(mailbox, scheduler, cast(ModelRunner, runner), clock, heartbeat=pulse)
+    max_steps = DEVICE_STEPS_AHEAD if inherited.pages_on_device else 1
+    return EngineLoop(mailbox, scheduler, runner, clock, heartbeat=pulse, max_steps=max_steps)
 
 
 def _figures(inherited: WorkerResources, images: EncoderStage, stored: KvPrefetcher | NoPrefetcher) -> ReportSources:
@@ -252,7 +267,7 @@ def _runner(
     if inherited.rank is not None:
         program = inherited.rank.lead(cast(SharedProgram, program), ops)
     aids = RunnerServices(matcher_of=grammars.matcher, images=images, adapters=inherited.adapters, mask_wait=patience)
-    return ModelRunner(model, ops, kv, program, aids)
+    return ModelRunner(model, ops, kv, program, aids, micro_batches=inherited.micro_batches)
 
 
 def _made_ready(program: StepProgram, inherited: WorkerResources) -> StepProgram:

@@ -28,3 +28,11 @@ class Runner(Protocol):
     def remove_request(self, request: RequestId) -> None:
         """Drop what is kept for this request between steps; an unknown one is no error."""
         ...
+
+
+class PipelinedRunner(Runner, Protocol):
+    """A runner whose model has stages, which compute several plans at once."""
+
+    def launch(self, plan: StepPlan) -> None:
+        """Let the first stage begin a plan with rows.  Plans are ``run`` in the order in which they were launched."""
+        ...

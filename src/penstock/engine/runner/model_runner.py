@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from penstock.engine.encoder_stage import EncoderStage
 from penstock.engine.models.interface import Model, SupportsCrossAttention
 from penstock.engine.runner.input_batch import InputBatch, MediaRows, TokenSpan, token_logprob
 from penstock.engine.runner.lora import LoraManager
-from penstock.engine.runner.rank_group import scored_pieces
+from penstock.engine.runner.rank_group import LeaderProgram, scored_pieces
 from penstock.engine.runner.sampling_state import MaskThreads, MaskWait, SamplingStates, no_grammars
 from penstock.grammar.matcher import GrammarMatcher
 from penstock.kernels.operands import Array, StepBatch
@@ -130,10 +131,13 @@ class ModelRunner:
         kv: Array,
         program: StepProgram | None = None,
         aids: RunnerServices | None = None,
+        *,
+        micro_batches: int = 1,
     ) -> None:
         """``kv``: memory made by ``ops.new_kv`` that holds the pages the plans speak of.
 
-        ``program``: the model's step over this memory; by default as the backend records it.
+        ``program``: the model's step over this memory; by default as the backend records it.  ``micro_batches``: plans
+        that are in flight at once; if there are several, the program is a ``LeaderProgram``.
         """
         aids = aids or RunnerServices()
         images, adapters = aids.images, aids.adapters
@@ -151,7 +155,10 @@ class ModelRunner:
         self._tapped: tuple[int, ...] = ()
         self._adapters = adapters
         self.adapted: StepProgram | None = None  # with what adapters add; recorded when the first of them is used
-        self._arrays = InputBatch(images, ops.hidden, slot_of=None if adapters is None else adapters.slot_of)
+        slot_of = None if adapters is None else adapters.slot_of
+        self._batches = [InputBatch(images, ops.hidden, slot_of=slot_of) for _ in range(micro_batches)]
+        self._arrays = self._batches[0]  # of the plan that is computed
+        self._launched: set[int] = set()  # micro-batches
         self._masks = MaskThreads(aids.mask_wait)
 
     def run(self, plan: StepPlan) -> Sequence[SampledTokens]:
@@ -162,13 +169,25 @@ class ModelRunner:
         drawn = iter(self._run(replace(plan, rows=tuple(row for row in left if row is not None))))
         return [SampledTokens() if row is None else next(drawn) for row in left]
 
+    def launch(self, plan: StepPlan) -> None:
+        program, arrays = cast(LeaderProgram, self.program), self._prepare(plan)
+        self._launched.add(plan.micro_batch)
+        program.launch(arrays.batch, arrays.scored, arrays.picks)
+
+    def _prepare(self, plan: StepPlan) -> InputBatch:
+        """The arrays of a plan with rows."""
+        self._arrays = arrays = self._batches[plan.micro_batch]
+        if plan.micro_batch in self._launched:
+            self._launched.remove(plan.micro_batch)
+        elif not arrays.advance_in_place(plan.rows, spans=plan.steps > 1):
+            arrays.rebuild([TokenSpan(row, self._answers.get(row.request)) for row in plan.rows])
+            self._let_go(plan)
+        return arrays
+
     def _run(self, plan: StepPlan) -> Sequence[SampledTokens]:
         if not plan.rows:
             return ()
-        arrays = self._arrays
-        if not arrays.advance_in_place(plan.rows, spans=plan.steps > 1):
-            arrays.rebuild([TokenSpan(row, self._answers.get(row.request)) for row in plan.rows])
-            self._let_go(plan)
+        arrays = self._prepare(plan)
         if plan.steps == 1 and arrays.gumbel_only:
             self._program().run(arrays.batch, 0, [], arrays.picks)
             return [SampledTokens((token,)) for token in arrays.picks.tokens_F.tolist()]

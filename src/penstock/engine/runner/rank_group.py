@@ -8,13 +8,16 @@
 Page numbers are the leader's and the same on all ranks.  No follower decides anything: whatever a step depends on is in
 its record.  The leader is the first rank of the last stage, where the logits come together.
 
-A record is little-endian, of words of 4 bytes::
+Where stages compute several steps at once, records come ahead of the leader's own part of them.  A record is
+little-endian, of words of 4 bytes::
 
-    begin    1, tokens T, sequences S, columns P, rows R, scored, picks F
+    begin    1, place, tokens T, sequences S, columns P, rows R, scored, picks F
              tokens [T], positions [T], starts [S + 1], table [S, P], rows [R]
              of the picks: seeds [F] (8 bytes each), positions [F], choices [F], temperatures [F] (fp32)
-    advance  2, tokens T, cells C                            every sequence has one token, one further than before
+    advance  2, place, tokens T, cells C                     every sequence has one token, one further than before
              tokens [T], then of each new page: index in the table and page
+
+Both sides remember the last ``PLACES`` steps that began: one that advances is named by its place.
 """
 
 from __future__ import annotations
@@ -36,8 +39,11 @@ from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
 from penstock.types import PAGE_TOKENS
 
 _BEGIN, _ADVANCE = 1, 2
-_BEGIN_HEAD = struct.Struct("<7I")
-_ADVANCE_HEAD = struct.Struct("<3I")
+_BEGIN_HEAD = struct.Struct("<8I")
+_ADVANCE_HEAD = struct.Struct("<4I")
+
+PLACES = 16
+"""Steps that are remembered; more than are ever computed at once."""
 
 SCORED_ROWS = 64
 """Prompt positions scored at once: bounds the logits held in memory to this many rows of the vocabulary."""
@@ -68,15 +74,23 @@ class StepEncoder:
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
-        self._last: SharedStep | None = None
-        self._position = -1  # of its first token
+        self._known: list[tuple[SharedStep, int] | None] = [None] * PLACES  # with the position of the first token
+        self._next = 0  # the place that the next step to begin takes
 
     def record(self, step: SharedStep) -> bytes:
         """The record of the next step.  Arrays that were passed before have been moved on in place, by one token."""
-        last, before = self._last, self._position
-        self._last, self._position = step, int(step.batch.positions_T[0])
-        if last is not None and last.batch is step.batch and last.picks is step.picks and self._position == before + 1:
-            return self._advance(step.batch)
+        position = int(step.batch.positions_T[0])
+        for place, known in enumerate(self._known):
+            if known is not None and known[0].batch is step.batch:
+                if known[0].picks is step.picks and position == known[1] + 1:
+                    self._known[place] = (step, position)
+                    return self._advance(place, step.batch)
+                self._known[place] = None
+        place, self._next = self._next, (self._next + 1) % PLACES
+        self._known[place] = (step, position)
+        return self._begin(place, step)
+
+    def _begin(self, place: int, step: SharedStep) -> bytes:
         batch, picks = step.batch, step.picks
         if any(given is not None for given in (batch.turns_T3, batch.given, batch.states_SW, batch.adapters_S)):
             raise GroupError("a step has what ranks cannot be told")
@@ -88,16 +102,16 @@ class StepEncoder:
             (picks.choices_F, "<u4"),
             (picks.temperatures_F, "<f4"),
         )
-        head = _BEGIN_HEAD.pack(_BEGIN, *sizes)
+        head = _BEGIN_HEAD.pack(_BEGIN, place, *sizes)
         return b"".join((head, *(_bytes(part, "<i4") for part in parts), *(_bytes(*part) for part in drawn)))
 
-    def _advance(self, batch: StepBatch) -> bytes:
+    def _advance(self, place: int, batch: StepBatch) -> bytes:
         positions_T, columns = batch.positions_T, batch.table_SP.shape[1]
         (rows,) = np.nonzero(positions_T % PAGE_TOKENS == 0)  # each begins a block
         own = columns // self._groups
         at = (rows * columns + positions_T[rows] // PAGE_TOKENS)[:, None] + own * np.arange(self._groups)
         cells = np.stack((at.ravel(), batch.table_SP.ravel()[at.ravel()]), axis=1)
-        head = _ADVANCE_HEAD.pack(_ADVANCE, len(positions_T), len(cells))
+        head = _ADVANCE_HEAD.pack(_ADVANCE, place, len(positions_T), len(cells))
         return b"".join((head, _bytes(batch.tokens_T, "<i4"), _bytes(cells, "<i4")))
 
 
@@ -105,23 +119,23 @@ class StepDecoder:
     """Makes the step of each record.  One that goes on is the same object as before, moved on in place."""
 
     def __init__(self) -> None:
-        self._step: SharedStep | None = None
+        self._known: list[SharedStep | None] = [None] * PLACES
 
     def step(self, record: bytes) -> SharedStep:
         """The step.  Raises GroupError for a record that does not follow those before it."""
-        kind = int.from_bytes(record[:4], "little")
-        if kind == _BEGIN and len(record) >= _BEGIN_HEAD.size:
-            self._step = _begun(record)
-        elif kind == _ADVANCE and self._step is not None and len(record) >= _ADVANCE_HEAD.size:
-            _advance(self._step, record)
+        kind, place = int.from_bytes(record[:4], "little"), int.from_bytes(record[4:8], "little")
+        step = self._known[place] if place < PLACES else None
+        if kind == _BEGIN and place < PLACES and len(record) >= _BEGIN_HEAD.size:
+            step = self._known[place] = _begun(record)
+        elif kind == _ADVANCE and step is not None and len(record) >= _ADVANCE_HEAD.size:
+            _advance(step, record)
         else:
-            raise GroupError(f"a record of a step of kind {kind}")
-        assert self._step is not None
-        return self._step
+            raise GroupError(f"a record of a step of kind {kind}, place {place}")
+        return step
 
 
 def _begun(record: bytes) -> SharedStep:
-    _, tokens, sequences, columns, rows, scored, picks = _BEGIN_HEAD.unpack_from(record)
+    _, _, tokens, sequences, columns, rows, scored, picks = _BEGIN_HEAD.unpack_from(record)
     sizes = np.cumsum((tokens, tokens, sequences + 1, sequences * columns, rows, 2 * picks, picks, picks, picks))
     words = _words(record, _BEGIN_HEAD.size, int(sizes[-1]))
     tokens_T, positions_T, starts_S1, table, rows_R, seeds, at, choices, temperatures = np.split(words, sizes[:-1])
@@ -137,7 +151,7 @@ def _begun(record: bytes) -> SharedStep:
 
 
 def _advance(step: SharedStep, record: bytes) -> None:
-    _, tokens, cells = _ADVANCE_HEAD.unpack_from(record)
+    _, _, tokens, cells = _ADVANCE_HEAD.unpack_from(record)
     batch, positions_F = step.batch, step.picks.positions_F
     if tokens != len(batch.tokens_T):
         raise GroupError(f"a record of {tokens} tokens goes on from a step of {len(batch.tokens_T)}")
@@ -181,6 +195,15 @@ class LeaderProgram:
         self._channel = channel
         self._encoder = StepEncoder(groups)
         self._followers = [rank for rank in range(channel.size) if rank != channel.rank]
+        self._launched: list[StepBatch] = []
+
+    def launch(self, batch: StepBatch, scored: int, picks: GumbelRows) -> None:
+        """Let the followers begin a step whose arrays stay as they are until it is ``run``.  Steps that are launched
+        are run in the same order."""
+        record = self._encoder.record(SharedStep(batch, scored, picks))
+        for rank in self._followers:
+            self._channel.send_message(record, rank)
+        self._launched.append(batch)
 
     def run(
         self,
@@ -190,9 +213,10 @@ class LeaderProgram:
         picks: GumbelRows,
         ready: Callable[[], None] | None = None,
     ) -> list[Sampled]:
-        record = self._encoder.record(SharedStep(batch, scored, picks))
-        for rank in self._followers:
-            self._channel.send_message(record, rank)
+        if not self._launched:
+            self.launch(batch, scored, picks)
+        if self._launched.pop(0) is not batch:
+            raise GroupError("steps are run in another order than they were launched in")
         sampled = self._program.run(batch, scored, rows, picks, ready)
         self._on_step()
         return sampled

@@ -24,6 +24,9 @@ from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
 from penstock.parallel.collectives.interface import Collectives
 from penstock.parallel.shard import ModelShard
 
+KEPT_BATCHES = 8
+"""Batches that a stage remembers: of micro-batches that take turns."""
+
 
 class ShardedModel:
     """A ``Model`` over the parts of layers that one rank has.  ``group``: the ranks that have the other parts."""
@@ -37,7 +40,7 @@ class ShardedModel:
         return self._model.forward(self._ops(ops), batch, kv)
 
     def logits(self, ops: Ops, hidden_RD: Array) -> Array:
-        """Those of all ranks.  Before the last stage there is no head: the hidden states themselves."""
+        """hidden [R, V], of all ranks; before the last stage, which has the head, the hidden states themselves."""
         shard = self._shard
         if not shard.is_last:
             return hidden_RD
@@ -96,8 +99,7 @@ class StageProgram:
         self._ops = ops
         self._stages = stages
         self._shard = shard
-        self._given: StepBatch | None = None
-        self._own: StepBatch | None = None  # of the same arrays, so it changes with the given one
+        self._batches: list[tuple[StepBatch, StepBatch]] = []  # given, and its own, which has the same arrays
 
     def run(
         self,
@@ -119,12 +121,14 @@ class StageProgram:
 
     def _received(self, batch: StepBatch) -> StepBatch:
         """The stage's batch, with what the stage before it has computed."""
-        if batch is not self._given or self._own is None:
-            self._given, self._own = batch, self._stage_batch(batch)
-        features_TW, stages = self._own.features_TW, self._stages
-        if features_TW is not None:
-            features_TW[:] = stages.recv(stages.rank - 1, features_TW.shape)
-        return self._own
+        own = next((own for given, own in self._batches if given is batch), None)
+        if own is None:
+            own = self._stage_batch(batch)
+            self._batches = [*self._batches[1 - KEPT_BATCHES :], (batch, own)]
+        stages = self._stages
+        if own.features_TW is not None:
+            own.features_TW[:] = stages.recv(stages.rank - 1, own.features_TW.shape)
+        return own
 
     def hidden(self) -> Array:
         return self._program.hidden()

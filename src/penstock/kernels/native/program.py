@@ -287,12 +287,16 @@ class RecordingOps:
             raise RecordingError("a step has one batch and one KV memory")
 
 
+KEPT_INPUTS = 8
+"""Batches that a program remembers: of micro-batches that take turns."""
+
+
 class RecordedProgram(StepProgram):
     """A recorded step, run by one call into C++."""
 
     def __init__(self, step: _native.RecordedStep) -> None:
         self.step = step
-        self._inputs: tuple[StepBatch, GumbelRows, _native.StepInputs] | None = None
+        self._inputs: list[tuple[StepBatch, GumbelRows, _native.StepInputs]] = []
 
     def run(
         self,
@@ -309,10 +313,12 @@ class RecordedProgram(StepProgram):
         self.step.compute(self._inputs_of(batch, picks), scored)
 
     def _inputs_of(self, batch: StepBatch, picks: GumbelRows) -> _native.StepInputs:
-        known = self._inputs
-        if known is None or known[0] is not batch or known[1] is not picks:
-            known = self._inputs = (batch, picks, _inputs_of(batch, picks))
-        return known[2]
+        for own, rows, inputs in self._inputs:
+            if own is batch and rows is picks:
+                return inputs
+        inputs = _inputs_of(batch, picks)
+        self._inputs = [*self._inputs[1 - KEPT_INPUTS :], (batch, picks, inputs)]
+        return inputs
 
     def hidden(self) -> NDArray[np.float32]:
         out_RD = np.empty(self.step.hidden_shape, np.float32)

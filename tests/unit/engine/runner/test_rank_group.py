@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.mesh import parse_mesh
-from penstock.engine.runner.rank_group import SharedStep, StepDecoder, StepEncoder, leader_of, scored_pieces
+from penstock.engine.runner.rank_group import PLACES, SharedStep, StepDecoder, StepEncoder, leader_of, scored_pieces
 from penstock.errors import GroupError
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.sampling import GumbelRows
@@ -76,8 +76,24 @@ def test_a_follower_has_the_leaders_batches(sequences: list[tuple[int, int]], gr
         move_on(answers, groups, rng)
         record = encoder.record(answers)
         assert decoder.step(record) is followed
-        assert len(record) <= 12 + 4 * len(sequences) * (1 + 2 * groups)
+        assert len(record) <= 16 + 4 * len(sequences) * (1 + 2 * groups)
         assert_same(followed, answers)
+
+
+def test_steps_that_take_turns_go_on_each_by_itself() -> None:
+    encoder, decoder, rng = StepEncoder(1), StepDecoder(), np.random.default_rng(1)
+    steps = [step_of([1] * count, [20] * count, 12, 1, count) for count in (1, 3, 2)]
+    followed = [decoder.step(encoder.record(step)) for step in steps]
+    for number in (0, 1, 2, 1, 0, 0, 2):
+        move_on(steps[number], 1, rng)
+        record = encoder.record(steps[number])
+        assert len(record) < 40
+        assert decoder.step(record) is followed[number]
+        assert_same(followed[number], steps[number])
+    for _ in range(PLACES):  # so many others that the first ones are forgotten
+        decoder.step(encoder.record(step_of([2], [0], 12, 1, 0)))
+    move_on(steps[0], 1, rng)
+    assert_same(decoder.step(encoder.record(steps[0])), steps[0])
 
 
 def test_64_answers_go_on_in_512_bytes() -> None:
@@ -94,17 +110,17 @@ def test_64_answers_go_on_in_512_bytes() -> None:
 def test_a_record_that_does_not_follow_is_refused() -> None:
     decoder = StepDecoder()
     with pytest.raises(GroupError, match="kind 1"):
-        decoder.step(struct.pack("<2I", 1, 1))
-    with pytest.raises(GroupError, match="kind 2"):
-        decoder.step(struct.pack("<3I", 2, 1, 0))
+        decoder.step(struct.pack("<3I", 1, 0, 1))
+    with pytest.raises(GroupError, match="kind 2, place 3"):
+        decoder.step(struct.pack("<4I", 2, 3, 1, 0))
     record = StepEncoder(1).record(step_of([3], [0], 2, 1, 0))
     with pytest.raises(GroupError, match="were expected"):
         decoder.step(record[:-4])
     decoder.step(record)
     with pytest.raises(GroupError, match="goes on from a step of 3"):
-        decoder.step(struct.pack("<3I", 2, 1, 0) + bytes(4))
+        decoder.step(struct.pack("<4I", 2, 0, 1, 0) + bytes(4))
     with pytest.raises(GroupError, match="outside of the table"):
-        decoder.step(struct.pack("<8I", 2, 3, 1, 7, 7, 7, 2, 5))
+        decoder.step(struct.pack("<9I", 2, 0, 3, 1, 7, 7, 7, 2, 5))
 
 
 def test_scored_rows_come_in_the_same_pieces_everywhere() -> None:
