@@ -3,8 +3,8 @@
     python -m bench.ranks                               1 B shape, 16 layers, random weights: two threads, one, tp2, pp2
     python -m bench.ranks --model DIR --rows 1,8 --steps 300 --json FILE
 
-Only steps count in which no thread was taken off its processor against its will; how many were dropped is shown.  CPU
-seconds are those of all threads of all ranks.  Each rank has a processor of its own, and so has each thread.
+"Undisturbed" are steps in which no thread was taken off its processor against its will; the other figures are of all
+steps.  CPU seconds are those of all threads of all ranks.  Each rank and each thread has a processor of its own.
 """
 
 from __future__ import annotations
@@ -174,7 +174,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="1b", help="default: %(default)s")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="default: %(default)s")
     parser.add_argument("--rows", default="1,8", help="answers in a step (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=300, help="of each system that count, at most (default: 300)")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="undisturbed ones of each system, at most (default: 300)"
+    )
     parser.add_argument("--minutes", type=float, default=10.0, help="of all steps, at most (default: 10)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
@@ -199,39 +201,40 @@ def main() -> None:
 
 
 def measured(systems: list[System], rows: int, steps: int, seconds: float) -> dict[str, dict[str, float]]:
-    """Medians of each system's steps that count."""
-    kept: dict[str, list[tuple[float, float]]] = {each.name: [] for each in systems}
-    dropped, until = dict.fromkeys(kept, 0), time.monotonic() + seconds
+    """Medians of each system's steps."""
+    kept: dict[str, list[tuple[float, float, int]]] = {each.name: [] for each in systems}
+    until = time.monotonic() + seconds
     for each in systems:
         each.step(rows)
-    while min(map(len, kept.values())) < steps and time.monotonic() < until:
+    while min(sum(not each[2] for each in own) for own in kept.values()) < steps and time.monotonic() < until:
         for each in systems:
-            took, cpu, switches = each.step(rows)
-            if switches:
-                dropped[each.name] += 1
-            else:
-                kept[each.name].append((took, cpu))
+            kept[each.name].append(each.step(rows))
+    return {name: figures(own) for name, own in kept.items()}
+
+
+def figures(steps: list[tuple[float, float, int]]) -> dict[str, float]:
+    """Of one system's steps."""
+    calm = [took for took, _, switches in steps if not switches]
     return {
-        name: {
-            "ms": 1e3 * statistics.median(took for took, _ in own) if own else float("nan"),
-            "cpu_ms": 1e3 * statistics.median(cpu for _, cpu in own) if own else float("nan"),
-            "steps": len(own),
-            "dropped": dropped[name],
-        }
-        for name, own in kept.items()
+        "ms": 1e3 * statistics.median(took for took, _, _ in steps),
+        "cpu_ms": 1e3 * statistics.median(cpu for _, cpu, _ in steps),
+        "steps": len(steps),
+        "undisturbed": len(calm),
+        "undisturbed_ms": 1e3 * statistics.median(calm) if calm else float("nan"),
     }
 
 
 def show(found: dict[int, dict[str, dict[str, float]]]) -> None:
     """A table, each system beside the first one."""
-    print("rows  system        ms a step   speed   CPU ms   CPU    steps  dropped")
+    print("rows  system        ms a step   speed   CPU ms    CPU   steps   undisturbed  ms a step   speed")
     for rows, systems in found.items():
         first = next(iter(systems.values()))
         for name, own in systems.items():
             speed, cpu = first["ms"] / own["ms"], own["cpu_ms"] / first["cpu_ms"]
+            calm = first["undisturbed_ms"] / own["undisturbed_ms"]
             print(
                 f"{rows:4}  {name:12}  {own['ms']:9.3f}  {speed:5.3f}x  {own['cpu_ms']:7.2f}  {cpu:5.3f}x"
-                f"  {own['steps']:5.0f}  {own['dropped']:7.0f}"
+                f"  {own['steps']:5.0f}  {own['undisturbed']:12.0f}  {own['undisturbed_ms']:9.3f}  {calm:5.3f}x"
             )
 
 

@@ -14,13 +14,21 @@ from penstock.parallel.collectives.shm import ShmMemory
 Rank = Callable[[Collectives], Any]
 
 
-def run_forked(ranks: Sequence[Rank], *, slot_bytes: int = 1 << 12, spin_us: float = 20.0) -> list[Any]:
-    """Run one function in each process; returns what they return, as JSON has it.
+def run_forked(
+    ranks: Sequence[Rank],
+    *,
+    slot_bytes: int = 1 << 12,
+    spin_us: float = 20.0,
+    connect: Callable[[int], Collectives] | None = None,
+) -> list[Any]:
+    """Run one function in each process; returns what they return, as JSON has it.  ``connect``: a rank, in its process;
+    by default over shared memory.
 
     Raises the GroupError of the first rank that had one.  A rank that raises ends the group.
     """
     memory = ShmMemory(len(ranks), slot_bytes=slot_bytes)
-    children = [_fork(memory, rank, fn, spin_us) for rank, fn in enumerate(ranks)]
+    connect = connect or (lambda rank: memory.group(rank, spin_us=spin_us))
+    children = [_fork(memory, rank, fn, connect) for rank, fn in enumerate(ranks)]
     found = []
     for child, pipe in children:
         with os.fdopen(pipe) as lines:
@@ -33,7 +41,7 @@ def run_forked(ranks: Sequence[Rank], *, slot_bytes: int = 1 << 12, spin_us: flo
     return [value for _, value in found]
 
 
-def _fork(memory: ShmMemory, rank: int, fn: Rank, spin_us: float) -> tuple[int, int]:
+def _fork(memory: ShmMemory, rank: int, fn: Rank, connect: Callable[[int], Collectives]) -> tuple[int, int]:
     """The process and the pipe that its answer comes through."""
     read, write = os.pipe()
     child = os.fork()
@@ -42,7 +50,7 @@ def _fork(memory: ShmMemory, rank: int, fn: Rank, spin_us: float) -> tuple[int, 
         return child, read
     answer: tuple[str, Any] = ("died", None)
     try:
-        answer = ("result", fn(memory.group(rank, spin_us=spin_us)))
+        answer = ("result", fn(connect(rank)))
     except BaseException as error:  # noqa: BLE001 - the parent raises it
         memory.end()
         answer = (type(error).__name__, str(error))

@@ -1,9 +1,10 @@
-"""What every implementation of ``Collectives`` does: ranks in one process, and ranks over shared memory."""
+"""What every implementation of ``Collectives`` does: ranks in one process, over shared memory, and over gloo."""
 
 from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +31,21 @@ def run_asleep(ranks: Sequence[Rank]) -> list[Any]:
     return run_forked(ranks, spin_us=0)
 
 
-@pytest.fixture(params=[run_local, run_forked, run_asleep], ids=["local", "shm", "shm asleep"])
+def run_gloo(ranks: Sequence[Rank]) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"{folder}/store"
+
+        def connect(rank: int) -> Collectives:
+            from torch.distributed import FileStore
+
+            from penstock.parallel.collectives.dist import connect_ranks
+
+            return connect_ranks(FileStore(store, len(ranks)), rank, len(ranks), timeout_s=20, as_numpy=True)
+
+        return run_forked(ranks, connect=connect)
+
+
+@pytest.fixture(params=[run_local, run_forked, run_asleep, run_gloo], ids=["local", "shm", "shm asleep", "gloo"])
 def run(request: pytest.FixtureRequest) -> Run:
     chosen: Run = request.param
     return chosen

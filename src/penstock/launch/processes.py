@@ -61,7 +61,7 @@ from penstock.telemetry.log import configure_logging
 from penstock.types import RESTART_BITS, RUN_BITS, AdapterRef, ModelIdentity, Role, WorkerId
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.inspect import spec_for_length
-from penstock.weights.load import LoadedModel, load_model
+from penstock.weights.load import LoadedModel, load_parts
 from penstock.weights.manifest import ManifestStore
 from penstock.wire.curve_keys import CurveKeys
 
@@ -163,10 +163,10 @@ class WorkerProcesses:
             if reading is not None:
                 asked = stack.enter_context(closing(NumericsProbe(reading.family, dtype, reading.device)))
             with interleave_memory(self._plan.numa_nodes):
-                for mesh in dict.fromkeys(worker.mesh for worker in self._plan.workers):
-                    for rank in range(mesh.ranks):
-                        shard = shard_model(self._spec, mesh, rank)
-                        self._loaded[mesh, rank] = self._load(ops, LoadProgressLog(keep_watch), threads, shard)
+                meshes = dict.fromkeys(worker.mesh for worker in self._plan.workers)
+                shards = [shard_model(self._spec, mesh, rank) for mesh in meshes for rank in range(mesh.ranks)]
+                for loaded in self._load(ops, LoadProgressLog(keep_watch), threads, shards):
+                    self._loaded[loaded.shard.mesh, loaded.shard.rank] = loaded
             if asked is not None:
                 self._mixed = (asked.result(keep_watch), ops.numerics)
 
@@ -227,8 +227,8 @@ class WorkerProcesses:
         loaded = self._loaded.get((place.mesh, rank)) if reading is None else None
         if loaded is None:
             log.info("kernels %s ready in %.2f s", ops.numerics, time.monotonic() - begun)
-            shard = shard_model(self._spec, Mesh(), 0)
-            loaded = self._load(ops, LoadingHeartbeat(self._slots[config.worker]), config.threads, shard)
+            progress = LoadingHeartbeat(self._slots[config.worker])
+            (loaded,) = self._load(ops, progress, config.threads, [shard_model(self._spec, Mesh(), 0)])
         if isinstance(self._config, WorkerServeConfig):
             log.info("numerics class %s", ops.numerics)  # for --mixed-with
         numerics, twins = self._numerics(ops, place)
@@ -286,24 +286,33 @@ class WorkerProcesses:
             return NoLending()
         return self._cores.cores_of(config.worker, config.loans)
 
-    def _load(self, ops: Ops, progress: Callable[[int, int], None], threads: int, shard: ModelShard) -> _Loaded:
+    def _load(
+        self, ops: Ops, progress: Callable[[int, int], None], threads: int, shards: Sequence[ModelShard]
+    ) -> list[_Loaded]:
+        """The parts of several ranks; what they have in common is in memory once."""
         begun = time.monotonic()
-        divided = shard.mesh.ranks > 1
-        loaded = load_model(
+        parts = load_parts(
             self._model.path,
             self._spec,
             ops,
+            [shard.layout if shard.mesh.ranks > 1 else None for shard in shards],
             progress,
             threads=threads,
             manifests=self._model.manifests,
-            select=shard.layout if divided else None,
         )
-        loaded = replace(loaded, spec=shard.spec)
+        sizes = " + ".join(f"{part.nbytes / 2**20:.1f}" for part in parts)
+        log.info("weights loaded in %.2f s: %s MiB", time.monotonic() - begun, sizes)
+        return [
+            self._built(ops, replace(part, spec=own.spec), own, threads)
+            for part, own in zip(parts, shards, strict=True)
+        ]
+
+    def _built(self, ops: Ops, loaded: LoadedModel, shard: ModelShard, threads: int) -> _Loaded:
+        divided = shard.mesh.ranks > 1
         build = build_model if self._plan.scheduler.pooling is None else build_pooling_model
         model = build(loaded, ops, self._plan.scheduler.max_model_len)
-        what = f"weights of rank {shard.rank} of {shard.mesh.name}" if divided else "weights"
-        log.info("%s loaded in %.2f s: %.1f MiB", what, time.monotonic() - begun, loaded.nbytes / 2**20)
-        drafts, adapters = self._load_drafts(loaded, ops, threads), self._adapters(ops, loaded, divided=divided)
+        drafts = None if divided else self._load_drafts(loaded, ops, threads)
+        adapters = self._adapters(ops, loaded, divided=divided)
         return _Loaded(model, loaded.fingerprint, drafts, adapters, shard, loaded.nbytes)
 
     def _load_drafts(self, model: LoadedModel, ops: Ops, threads: int) -> speculation.LoadedDraft | None:

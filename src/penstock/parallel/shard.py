@@ -178,7 +178,7 @@ class ModelShard:
 
 
 def shard_model(spec: ModelSpec, mesh: Mesh, rank: int) -> ModelShard:
-    """One rank's part of a model: layers in stages of nearly equal length.
+    """One rank's part of a model.
 
     Raises ConfigError for a model that cannot be divided yet, or not over that number of ranks: one line, with the
     numbers and a plan that would work.
@@ -186,9 +186,9 @@ def shard_model(spec: ModelSpec, mesh: Mesh, rank: int) -> ModelShard:
     check_supported(spec, mesh)
     _check_shares(spec, mesh)
     place = mesh.place(rank)
-    layers = part_of(spec.layers, place.stage, mesh.pipeline)
     if mesh.ranks == 1:
-        return ModelShard(spec, spec, mesh, rank, layers, ())
+        return ModelShard(spec, spec, mesh, rank, range(spec.layers), ())
+    layers = stage_layers(spec, mesh.pipeline)[place.stage]
     decoder = spec.details_as(DecoderConfig)
     own = decoder.layers[layers.start : layers.stop]
     shares = tuple(_layer_share(layer, place.tensor, mesh.tensor) for layer in own)
@@ -200,6 +200,42 @@ def shard_model(spec: ModelSpec, mesh: Mesh, rank: int) -> ModelShard:
         details=structs.replace(decoder, layers=tuple(map(_local_layer, own, shares))),
     )
     return ModelShard(spec, local, mesh, rank, layers, shares)
+
+
+def stage_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
+    """The layers of each stage, so that the stage with most to compute has as little as possible.
+
+    What a layer costs is taken to be the numbers of its matrices that a token is multiplied with, as many as a step of
+    decode reads; the last stage has the head besides.
+    """
+    costs = [_layer_cost(layer, spec.hidden) for layer in spec.details_as(DecoderConfig).layers]
+    sums = [0, *accumulate(costs)]
+    head = spec.vocab * spec.hidden
+    count = len(costs)
+
+    def cost(begin: int, end: int) -> int:
+        return sums[end] - sums[begin] + (head if end == count else 0)
+
+    best: list[tuple[int, tuple[int, ...]]] = [(cost(0, end), ()) for end in range(count + 1)]  # of layers up to each
+    for stage in range(1, stages):
+        best = [
+            min(
+                ((max(best[cut][0], cost(cut, end)), (*best[cut][1], cut)) for cut in range(stage, end)),
+                default=(0, ()),
+            )
+            for end in range(count + 1)
+        ]
+    cuts = best[count][1]
+    return tuple(range(begin, end) for begin, end in pairwise((0, *cuts, count)))
+
+
+def _layer_cost(layer: LayerConfig, hidden: int) -> int:
+    attention, mlp = layer.attention, layer.mlp
+    assert isinstance(attention, AttentionConfig), "refused by check_supported"
+    heads = 2 * attention.heads + 2 * attention.kv_heads
+    inner = mlp.intermediate if isinstance(mlp, MlpConfig) else mlp.routing.top_k * mlp.intermediate + (mlp.shared or 0)
+    gated = not isinstance(mlp, MlpConfig) or mlp.gated
+    return hidden * (heads * attention.head_dim + inner * (3 if gated else 2))
 
 
 def check_supported(spec: ModelSpec, mesh: Mesh, *, lora: bool = False, speculation: bool = False) -> None:

@@ -276,17 +276,34 @@ def load_model(
     """Read, check and pack every weight.  ``spec`` is what ``inspect_model`` said of the same folder.
 
     ``threads`` read at once; without ``manifests`` nothing is known of earlier loads, nor remembered of this one.
-    ``select``: the weights that this process holds of the model's (``parallel.shard.ModelShard.layout``); all files are
-    read and hashed all the same, as the fingerprint is the whole model's.
+    ``select``: the weights that are held of the model's (``parallel.shard.ModelShard.layout``); all files are read and
+    hashed all the same, as the fingerprint is the whole model's.
     Raises ModelError if the files are no longer what they were, or are damaged; and what ``progress`` raises.
     """
+    (loaded,) = load_parts(path, spec, ops, [select], progress, threads=threads, manifests=manifests)
+    return loaded
+
+
+def load_parts(
+    path: str | Path,
+    spec: ModelSpec,
+    ops: Ops,
+    selects: Sequence[Callable[[WeightLayout], WeightLayout] | None],
+    progress: ProgressCallback | None = None,
+    *,
+    threads: int = 1,
+    manifests: ManifestStore | None = None,
+) -> list[LoadedModel]:
+    """``load_model`` for several ranks at once: files are read and hashed once, and what several ranks have in common
+    is in memory once.  Raises what it raises."""
     family = checkpoint_format(spec.architecture, str(path))
     with Checkpoint(Path(path), spec.quantization) as checkpoint:
         layout = family.layout(spec).found_in(checkpoint)
         layout.check(checkpoint)
-        if select is not None:
-            layout = select(layout)
-            _refuse_cut_codes(checkpoint, layout)
+        parts = [layout if select is None else select(layout) for select in selects]
+        for part in parts:
+            _refuse_cut_codes(checkpoint, part)
+        layout, names = _merged(parts)
         memory = manifests.open(checkpoint) if manifests is not None else None
         stamps = checkpoint.stamps()
         load = _ModelLoader(checkpoint, layout, ops, memory, progress or (lambda done, total: None))
@@ -299,8 +316,26 @@ def load_model(
         digest = Fingerprint()
         for name, entry in load.found.items():
             digest.add(checkpoint.info(name), bytes.fromhex(entry.blake3))
-    packed = sum(weight.nbytes for weight in weights.values() if isinstance(weight, PackedLinear))
-    return LoadedModel(spec, MappingProxyType(weights), digest.hexdigest(spec), packed, digest.weights_hexdigest())
+    found = [{name: weights[unique] for name, unique in own.items()} for own in names]
+    hashes = digest.hexdigest(spec), digest.weights_hexdigest()
+    return [LoadedModel(spec, MappingProxyType(own), hashes[0], _packed_bytes(own), hashes[1]) for own in found]
+
+
+def _packed_bytes(weights: Mapping[str, Any]) -> int:
+    return sum(weight.nbytes for weight in weights.values() if isinstance(weight, PackedLinear))
+
+
+def _merged(layouts: Sequence[WeightLayout]) -> tuple[WeightLayout, list[dict[str, str]]]:
+    """One layout with the weights of all, those that are the same only once; and the names that each has them by."""
+    if len(layouts) == 1:
+        return layouts[0], [{weight.name: weight.name for weight in layouts[0].weights}]
+    unique: dict[Matrix | Vector, str] = {}
+    names: list[dict[str, str]] = []
+    for number, layout in enumerate(layouts):
+        own = {weight.name: replace(weight, name="") for weight in layout.weights}
+        names.append({name: unique.setdefault(weight, f"{number}/{name}") for name, weight in own.items()})
+    weights = tuple(replace(weight, name=name) for weight, name in unique.items())
+    return WeightLayout(weights, layouts[0].ignored), names
 
 
 def _refuse_cut_codes(checkpoint: Checkpoint, layout: WeightLayout) -> None:

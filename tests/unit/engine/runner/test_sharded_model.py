@@ -23,6 +23,8 @@ from penstock.kernels.select import make_ops
 from penstock.parallel.collectives.interface import Collectives
 from penstock.parallel.shard import shard_model
 from penstock.weights.families.registry import checkpoint_format
+from penstock.weights.inspect import inspect_model
+from penstock.weights.load import load_model, load_parts
 from sharded_bench import ShardedModel, WholeModel, answers, batches, rank_of
 from tiny_gguf import write_gguf
 from tiny_models import DTYPES, Tensors, llama_config, random_tensors, write_model, write_weights
@@ -197,3 +199,27 @@ def picks_of(batch: StepBatch) -> GumbelRows:
     picks.seeds_F[:] = np.arange(len(picks.seeds_F)) + 11
     picks.temperatures_F[:] = np.arange(len(picks.seeds_F)) % 2
     return picks
+
+
+def test_ranks_that_are_loaded_together_have_what_is_the_same_once(folders: Callable[[str], Path]) -> None:
+    folder, ops = folders("biases"), make_ops(compute_dtype="bf16")
+    spec = inspect_model(folder)
+    shards = [shard_model(spec, parse_mesh(text), rank) for text in ("tp2", "pp2") for rank in range(2)]
+    together = load_parts(folder, spec, ops, [None, *(shard.layout for shard in shards)])
+    alone = [load_model(folder, spec, ops), *(load_model(folder, spec, ops, select=shard.layout) for shard in shards)]
+    for part, own in zip(together, alone, strict=True):
+        assert (part.fingerprint, part.weights_hash, part.nbytes) == (own.fingerprint, own.weights_hash, own.nbytes)
+        assert part.weights.keys() == own.weights.keys()
+        assert all(product(ops, part.weights[name]) == product(ops, own.weights[name]) for name in own.weights)
+    whole, first, second, before, behind = (part.weights for part in together)
+    assert whole["embed"] is first["embed"] is second["embed"] is before["embed"]
+    assert whole["2.gate_up"] is behind["0.gate_up"]
+    assert first["0.qkv"] is not second["0.qkv"]
+
+
+def product(ops: Ops, weight: Any) -> bytes:
+    """The bits of a weight, or of what it makes of some rows."""
+    if not isinstance(weight, PackedLinear):
+        return bytes(weight)
+    x_TK = ops.compute(np.random.default_rng(3).standard_normal((3, weight.k)))
+    return ops.to_numpy(ops.linear(x_TK, weight)).tobytes()
