@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import GroupError
 from penstock.kernels.operands import Array
