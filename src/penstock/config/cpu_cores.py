@@ -65,6 +65,7 @@ class CoreAssignment:
     shares: tuple[CoreShare, ...]  # one per worker, in their order
     numa_nodes: tuple[int, ...]  # that weights are interleaved over; empty: all workers are on one node
     notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 def assign_cores(
@@ -96,8 +97,12 @@ def assign_cores(
         for i in range(len(places))
     )
     nodes = _nodes([core for own in owned for core in own] if pinned else cores)
-    notes = [*_notes(places, owned, shares, nodes), *_crowded_ranks(places, threads, wishes.ranks)]
-    return CoreAssignment(shares, nodes if len(nodes) > 1 else (), tuple(notes))
+    return CoreAssignment(
+        shares,
+        nodes if len(nodes) > 1 else (),
+        tuple(_notes(places, owned, shares, nodes)),
+        tuple(_crowded_ranks(places, threads, wishes.ranks)),
+    )
 
 
 def parse_cpus(text: str, flag: str) -> frozenset[int]:
@@ -157,7 +162,7 @@ def _crowded_ranks(places: WorkerRoles, threads: Sequence[int], ranks: Mapping[W
         count = ranks.get(worker, 1)
         if count > cores:
             yield (
-                f"WARNING: {worker} has {count} ranks on {cores} {'core' if cores == 1 else 'cores'}: each exchange "
+                f"{worker} has {count} ranks on {cores} {'core' if cores == 1 else 'cores'}: each exchange "
                 "waits until the system has given every rank a turn, so one process is faster"
             )
 

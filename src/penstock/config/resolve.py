@@ -101,6 +101,7 @@ class ServePlan(Config, frozen=True, kw_only=True):
     scheduler: SchedulerConfig  # the same in every worker
     numa_nodes: tuple[int, ...] = ()  # NUMA nodes that the weights are interleaved over; empty: not interleaved
     notes: tuple[str, ...]  # one line each, for people
+    warnings: tuple[str, ...] = ()
 
     @property
     def split(self) -> bool:
@@ -317,6 +318,7 @@ def _plan(
         scheduler=scheduler,
         numa_nodes=assigned.numa_nodes,
         notes=tuple(filter(None, (*notes, *assigned.notes))),
+        warnings=assigned.warnings,
     )
 
 

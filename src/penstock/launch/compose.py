@@ -327,6 +327,8 @@ def run_supervised(
         if supervisor.has_gateways:  # workers inherit all that they need
             preload_modules(modules)
 
+    for line in plan.warnings if plan else ():
+        log.warning("%s", line)
     try:
         supervisor.start()
         phases.end_phase("plan")

@@ -63,7 +63,8 @@ def fleet_lines(plan: ServePlan, pid: Callable[[str], int | None]) -> Iterator[s
     else:
         yield _memory_line(plan)
     for worker in plan.workers:
-        yield f"{worker.worker}: pid {pid(worker.worker)}, {_cores(worker)}"
+        ranks = f"{worker.mesh.name}: {worker.mesh.ranks} ranks, together " if worker.ranks else ""
+        yield f"{worker.worker}: pid {pid(worker.worker)}, {ranks}{_cores(worker)}"
 
 
 def _memory_line(plan: ServePlan) -> str:

@@ -382,7 +382,7 @@ def test_ranks_divide_the_cores_of_their_worker() -> None:
         assert all(len(rank.cpus) == 8 and {cpu % 32 for cpu in rank.cpus} < set(worker.cpus) for rank in worker.ranks)
         assert not worker.crowded
         assert (worker.lent_cores, worker.loans) == (0, ())
-    assert made.notes == ()
+    assert (made.notes, made.warnings) == ((), ())
     assert [rank.threads for rank in plan(SERVER, LLAMA, parallel="tp2", threads=3).workers[0].ranks] == [3, 3]
 
 
@@ -391,9 +391,9 @@ def test_more_ranks_than_cores_are_carried_out_with_a_warning() -> None:
     (worker,) = made.workers
     assert [(rank.threads, rank.cpus) for rank in worker.ranks] == [(1, ())] * 4
     assert worker.crowded
-    (note,) = made.notes
-    assert note.startswith("WARNING: both-0 has 4 ranks on 2 cores")
-    assert plan(aggregated=True, parallel="tp2").notes == ()
+    (warning,) = made.warnings
+    assert warning.startswith("both-0 has 4 ranks on 2 cores: each exchange waits")
+    assert plan(aggregated=True, parallel="tp2").warnings == ()
 
 
 def test_one_rank_is_a_worker_as_ever() -> None:
