@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from penstock.config.mesh import parse_mesh
+from penstock.wire.curve_keys import CurveKeys
 
 from .one_answer import (
     ROOMS,
+    TRUSTING,
     Plain,
     a_follower,
     answers_with_a_kill,
@@ -25,7 +29,7 @@ from .one_answer import (
     crowd_until_somebody_gives_way,
     the_worker,
 )
-from .server import PenstockServer
+from .server import PenstockServer, PenstockWorker
 from .streams import all_answers
 from .varied import varied_requests
 
@@ -39,6 +43,12 @@ PLANS = {
     "pp2 to tp2, tcp": ["--prefill-parallel", "pp2", "--decode-parallel", "tp2", "--transfer", "tcp"],
     "tp2,pp2 to pp2, curve": ["--prefill-parallel", "tp2,pp2", "--decode-parallel", "pp2", "--transfer", "curve"],
 }
+
+JOINED = {
+    "reader": ["--role", "prefill", "--parallel", "pp2"],
+    "writer": ["--role", "decode", "--parallel", "tp2"],
+}
+"""Workers as on hosts of their own, which send each other encrypted pages."""
 
 STORY = "Once upon a time a fox lived in a hill. "
 
@@ -73,6 +83,25 @@ def test_a_plan_gives_one_answer(plan: str, blow: str, plain: Plain) -> None:
         crowd_until_somebody_gives_way(server, plain, f"{plan}, crowded")
         assert_it_took_place(server, split="--aggregated" not in server.flags, tight=True)
         assert_ranks_have_their_shares(server)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_joined_workers_with_ranks_give_one_answer(plain: Plain, tmp_path: Path) -> None:
+    keys = str(tmp_path / "keys")
+    CurveKeys.ephemeral().save(Path(keys))
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(PenstockWorker(["--keys", keys, "--name", name, "--transfer", "curve", *flags]))
+            for name, flags in JOINED.items()
+        ]
+        joined = [word for worker in workers for word in ("--join", worker.endpoint)]
+        server = stack.enter_context(PenstockServer(["--keys", keys, *joined], config=TRUSTING, folder=tmp_path))
+        server.wait_all_ready()
+        assert {len(worker["ranks"]) for worker in server.workers()} == {2}
+        bodies = varied_requests(salt="joined")
+        compare(asyncio.run(all_answers(server.url, bodies, together=True)), plain.varied, "joined")
+        server.wait_counted("kv_transfer_pages_total")
 
 
 @pytest.mark.timeout(300)
