@@ -127,6 +127,7 @@ def run_worker(config: WorkerConfig, inherited: WorkerResources) -> int:
         verifier=None if inherited.pages_on_device else PageChecksums(own),
         without_masks=runner.without_masks if isinstance(runner, ModelRunner) else frozenset,
         micro_batches=inherited.micro_batches,
+        in_order=True,
     )
     hand_over = _hand_over(config, inherited, (own, kv), peers, scheduler)
     stored = _stored(config, inherited, own, peers, scheduler=scheduler, clock=clock)

@@ -281,11 +281,17 @@ class KvCacheManager:
             else:
                 self.pool.release(pages)
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether pages are given back, and others taken, while a prompt is computed."""
+        return bool(self._moving)
+
     def release_in_flight(self, requests: Iterable[Request]) -> None:
-        """Release pages that these requests gave up while they were in flight; they no longer are."""
+        """A micro-batch with these requests was computed: release pages that they gave up while they were in flight."""
         for request in requests:
-            request.in_flight = False
-            self.pool.release(self._written.pop(request, ()))
+            request.in_flight -= 1
+            if not request.in_flight:
+                self.pool.release(self._written.pop(request, ()))
 
     def _still_written(self) -> Sequence[PageId]:
         return [page for pages in self._written.values() for page in pages]

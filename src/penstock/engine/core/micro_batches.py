@@ -5,9 +5,10 @@
     stage 0  | 0 | 1 | 2 | 0 | 1 | ...       a micro-batch is planned when it is free, and committed when its last
     stage 1      | 0 | 1 | 2 | 0 | ...       stage has sampled, whatever the others do meanwhile
 
-A request takes part in one micro-batch at a time.  Pages that it gives up while it is in flight are held until that
-micro-batch is committed, because they may still be written to (``memory``).  A request that must give way to one of
-another micro-batch is not computed further until that micro-batch is planned again.
+A request takes part in one micro-batch at a time.  Where they end in the order in which they began, as in a pipeline,
+the chunks of its prompt may follow each other: each micro-batch has another one.  Pages that a request gives up while
+it is in flight are held until those micro-batches are committed, because they may still be written to (``memory``).  A
+request that must give way to one of another micro-batch is not computed further until that one is planned again.
 
 With one micro-batch, as in an engine without stages, none of this applies.
 """
@@ -25,9 +26,11 @@ from penstock.engine.core.request import Request
 class MicroBatches:
     """The plans in flight, at most ``count``."""
 
-    def __init__(self, count: int, memory: KvCacheManager) -> None:
+    def __init__(self, count: int, memory: KvCacheManager, *, in_order: bool = False) -> None:
+        """``in_order``: they are committed in the order in which they were planned."""
         self._count = count
         self._memory = memory
+        self._chunks_follow = in_order and not memory.has_windows
         self._in_flight: dict[int, tuple[StepPlan, StepWork]] = {}
         self._preemption_targets: dict[int, Set[Request]] = {}  # of the last plan of each
 
@@ -61,7 +64,8 @@ class MicroBatches:
             return requests
         share = -(-len(requests) // self._count)
         left_out = excluded | pageless
-        free = [request for request in requests if not request.in_flight and request not in left_out]
+        follow = self._chunks_follow
+        free = [r for r in requests if r not in left_out and (not r.in_flight or (follow and r.has_more_chunks))]
         return sorted(free, key=lambda request: request.order)[:share]
 
     def begin(self, plan: StepPlan, work: StepWork, preemption_targets: Set[Request]) -> None:
@@ -70,7 +74,11 @@ class MicroBatches:
         if self._count > 1:
             self._preemption_targets[plan.micro_batch] = preemption_targets
             for row in plan.rows:
-                row.request.in_flight = True
+                row.request.in_flight += 1
+                if row.samples:
+                    row.request.draws_in_flight = True
+                else:
+                    row.request.chunks_in_flight += row.count
 
     def is_free(self, micro_batch: int) -> bool:
         """Whether a plan for ``micro_batch`` can be made."""
@@ -83,5 +91,10 @@ class MicroBatches:
             raise RuntimeError("this is not the plan in flight")
         del self._in_flight[plan.micro_batch]
         if self._count > 1:
+            for row in plan.rows:
+                if row.samples:
+                    row.request.draws_in_flight = False
+                else:
+                    row.request.chunks_in_flight -= row.count
             self._memory.release_in_flight(row.request for row in plan.rows)
         return flight[1]

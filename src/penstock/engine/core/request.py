@@ -87,8 +87,10 @@ class Request:
         "awaited_block",
         "cached_tokens",
         "capacity",
+        "chunks_in_flight",
         "computed",
         "deadline",
+        "draws_in_flight",
         "emitted",
         "end",
         "epoch",
@@ -173,7 +175,9 @@ class Request:
         self.has_first_token = False  # stage=decode: the prefill worker's token is here
         self.prompt_logprobs: list[TokenLogprob] = []
         self.awaited_block: BlockHash | None = None  # a block that another request is computing
-        self.in_flight = False  # a micro-batch computes tokens of it now; always False where there is one only
+        self.in_flight = 0  # micro-batches that compute tokens of it now; always 0 where there is one only
+        self.chunks_in_flight = 0  # tokens of those, of chunks that are not the last of their prompt
+        self.draws_in_flight = False  # one of those draws a token
         self.status = RequestStatus.UNGRANTED if event.stage is RequestStage.PREFILL else RequestStatus.WAITING
 
     @property
@@ -196,6 +200,16 @@ class Request:
     def uncomputed(self) -> int:
         """Known tokens that are not computed yet."""
         return self.known - self.computed
+
+    @property
+    def launched(self) -> int:
+        """Known tokens that are computed, or that a micro-batch in flight computes."""
+        return self.computed + self.chunks_in_flight
+
+    @property
+    def has_more_chunks(self) -> bool:
+        """Whether more of its prompt can be launched, though a part of it is in flight."""
+        return self.in_flight > 0 and not self.draws_in_flight and self.launched < self.known
 
     @property
     def remote_tokens(self) -> int:

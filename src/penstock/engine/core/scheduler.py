@@ -166,9 +166,10 @@ class Scheduler:
         verifier: PageVerifier | None = None,
         without_masks: Callable[[], Set[RequestId]] = frozenset,
         micro_batches: int = 1,
+        in_order: bool = False,
     ) -> None:
         """``verifier``: of cached pages; None: they are not verified.  ``without_masks``: requests whose next token's
-        grammar mask is still computed.
+        grammar mask is still computed.  ``in_order``: micro-batches are committed in the order of their plans.
 
         Raises ConfigError for a limit below 1, or memory that cannot hold one request of the greatest length."""
         for name in ("pages", "page_tokens", "max_model_len", "max_running", "max_step_tokens", "max_chunk_tokens"):
@@ -193,7 +194,7 @@ class Scheduler:
         self._table = RequestTable(
             self.memory, FairClock(output_weight=config.output_token_weight, memory_s=config.tenant_memory_s)
         )
-        self.micro_batches = MicroBatches(micro_batches, self.memory)
+        self.micro_batches = MicroBatches(micro_batches, self.memory, in_order=in_order)
         self._planner = StepPlanner(config, self._table, self.micro_batches, speculator)
         self._speculator = speculator
         self._pace = EvenPacing(self.cost, config.step_budget_ms / 1000)

@@ -148,7 +148,7 @@ class StepBuilder:
             answers = sum(row.count == 1 and row.request.stage is not RequestStage.PREFILL for row in self.rows)
             self._beside = StepSoFar(answers, self._cost.predict(self.work), self._now)
         rest = StepWork()
-        rest.add(request.computed, request.uncomputed, 1)
+        rest.add(request.launched, request.known - request.launched, 1)
         return self._cost.predict(self.work) + long_prompt_share_s(
             request, self._cost.predict(rest), self._beside, bounds
         )
@@ -158,7 +158,8 @@ class StepBuilder:
         count = self._chunk_tokens(request)
         if count == 0:
             return False
-        start, samples = request.computed, count == request.uncomputed
+        start = request.launched
+        samples = start + count == request.known
         self.rows.append(ScheduledTokens(request, start, count, samples))
         self.work.add(start, count, count if request.wants_prompt_logprobs else int(samples))
         self.chunks += 1
@@ -175,7 +176,8 @@ class StepBuilder:
         - A partial chunk ends with a page when it can.
         - The first chunk of a step gets the rest of a page, as far as tokens allow: no prompt starves behind a budget.
         """
-        config, size, start, missing = self._config, self._config.page_tokens, request.computed, request.uncomputed
+        config, size, start = self._config, self._config.page_tokens, request.launched
+        missing = request.known - start
         fitting = self._fitting_tokens(request)
         if fitting >= missing:
             return missing
@@ -192,7 +194,8 @@ class StepBuilder:
 
     def _fitting_tokens(self, request: Request) -> int:
         """Uncomputed tokens that fit the step's tokens and seconds; fewer seconds where they are not all."""
-        config, start, missing = self._config, request.computed, request.uncomputed
+        config, start = self._config, request.launched
+        missing = request.known - start
         each = request.wants_prompt_logprobs
         most = missing if config.whole_prompts else min(missing, config.max_chunk_tokens)
         most = min(most, config.max_step_tokens - self.work.tokens)

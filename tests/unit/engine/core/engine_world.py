@@ -56,9 +56,10 @@ class World:
         clock_s: float = 0.0,
         speculator: DraftProposer | None = None,
         micro_batches: int = 1,
+        in_order: bool = False,
     ) -> None:
         self.config = config
-        self.scheduler = Scheduler(config, speculator=speculator, micro_batches=micro_batches)
+        self.scheduler = Scheduler(config, speculator=speculator, micro_batches=micro_batches, in_order=in_order)
         self.runner = GlassRunner(config)
         self.max_steps = max_steps
         self.seconds = seconds

@@ -23,10 +23,20 @@ class MicroBatchWorld(World):
     """``step``: some of the micro-batches that are free are planned, and some of those in flight end."""
 
     def __init__(
-        self, config: SchedulerConfig, *, seed: int, micro_batches: int = 2, max_steps: int = 1, clock_s: float = 0.0
+        self,
+        config: SchedulerConfig,
+        *,
+        seed: int,
+        micro_batches: int = 2,
+        max_steps: int = 1,
+        clock_s: float = 0.0,
+        in_order: bool = False,
     ) -> None:
-        super().__init__(config, max_steps=max_steps, clock_s=clock_s, micro_batches=micro_batches)
+        """``in_order``: micro-batches are computed and end in the order in which they began, as in a pipeline."""
+        super().__init__(config, max_steps=max_steps, clock_s=clock_s, micro_batches=micro_batches, in_order=in_order)
         self.micro_batches = micro_batches
+        self.in_order = in_order
+        self.followed = 0  # chunks that began while another one of their prompt was in flight
         self.random = Random(seed)
         self.under_way: dict[int, tuple[StepPlan, StepPlan, Sequence[SampledTokens] | None, float]] = {}
         self.side_by_side = 0  # ends of one while another was in flight
@@ -40,7 +50,10 @@ class MicroBatchWorld(World):
             self.cancel(cancel_in_flight)
         self.given_up += sum(map(len, (own() for own in self.scheduler.memory.foreign_owners)))
         ended = [number for number in self.under_way if self.random.random() < 0.6] or list(self.under_way)[:1]
-        self.random.shuffle(ended)
+        if self.in_order:
+            ended = list(self.under_way)[: len(ended)]
+        else:
+            self.random.shuffle(ended)
         rows = tuple(row for plan in begun for row in plan.rows)
         self.outcome = StepOutcome()
         for number in ended:
@@ -70,12 +83,15 @@ class MicroBatchWorld(World):
         self.several = self.several or plan.steps > 1
         self._check_plan(plan, waiting)
         assert not excluded & {(row.request, row.request.preemptions) for row in plan.rows}
-        assert not {row.request for row in plan.rows} & {
-            row.request for own in self.under_way.values() for row in own[0].rows
-        }
+        elsewhere = [row for own in self.under_way.values() for row in own[0].rows]
+        both = {row.request for row in plan.rows} & {row.request for row in elsewhere}
+        assert self.in_order or not both
+        assert not any(row.samples for row in elsewhere if row.request in both)
+        self.followed += len(both)
         if plan.rows:
             frozen = StepPlan(rows=tuple(map(frozen_row, plan.rows)), steps=plan.steps)
-            early = self.runner.run(frozen) if self.random.random() < 0.5 else None
+            later = self.in_order and any(own[2] is None for own in self.under_way.values())
+            early = self.runner.run(frozen) if self.random.random() < 0.5 and not later else None
             self.under_way[number] = (plan, frozen, early, self.now)
         else:
             self.take(self.scheduler.commit(plan, (), self.now))
@@ -108,6 +124,7 @@ class MicroBatchWorld(World):
 def frozen_row(row: ScheduledTokens) -> ScheduledTokens:
     """What a device is told: the pages of now."""
     request = copy(row.request)
+    request.computed = row.start  # by then, where chunks follow each other
     request.page_tables = [frozen_holding(own) for own in request.page_tables]
     request.output = list(request.output)
     return ScheduledTokens(request, row.start, row.count, row.samples, row.draft)

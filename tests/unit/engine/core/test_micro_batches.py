@@ -49,6 +49,41 @@ def test_no_page_is_lost_and_every_answer_is_right(
     event(f"preempted {min(world.scheduler.preemptions, 3)}, yielded {world.scheduler.yields > 0}")
 
 
+@given(config=configs(), stages=st.integers(2, 4), seed=st.integers(0, 999), moves=moves)
+@settings(
+    max_examples=int(os.environ.get("PENSTOCK_EXAMPLES", "40")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+def test_chunks_that_follow_each_other_lose_nothing(
+    config: SchedulerConfig, stages: int, seed: int, moves: list[Move]
+) -> None:
+    world = MicroBatchWorld(config, seed=seed, micro_batches=stages, clock_s=0.002, in_order=True)
+    for move in moves:
+        apply(world, move)
+        world.check()
+    world.run_to_completion()
+    event(f"chunks followed {world.followed > 0}")
+    event(f"preempted {min(world.scheduler.preemptions, 3)}, pages of those who went {world.given_up > 0}")
+
+
+def test_the_chunks_of_a_prompt_pass_the_stages_one_behind_another() -> None:
+    own = Scheduler(SchedulerConfig(pages=16, max_model_len=128, max_chunk_tokens=16), micro_batches=3, in_order=True)
+    own.apply(request("long", 70), 0.0)
+    plans = [own.plan(0.0, 1, number) for number in range(3)]
+    assert [[(row.start, row.count, row.samples) for row in plan.rows] for plan in plans] == [
+        [(0, 16, False)],
+        [(16, 16, False)],
+        [(32, 16, False)],
+    ]
+    for turn, (start, count) in enumerate(((48, 16), (64, 6))):
+        own.commit(plans[turn], [SampledTokens()], 0.0)
+        plans.append(own.plan(0.0, 1, turn))
+        assert [(row.start, row.count, row.samples) for row in plans[-1].rows] == [(start, count, count == 6)]
+    own.commit(plans[2], [SampledTokens()], 0.0)
+    assert own.plan(0.0, 1, 2).rows == ()  # its last token is not drawn yet
+
+
 def test_micro_batches_come_in_each_others_way() -> None:
     """Which the random ones above seldom do: pages are given up under way, and requests are excluded to give way."""
     pressed = given_up = 0

@@ -29,15 +29,16 @@ struct KvView {
   int value_dim;
   bool shared;
   int per_cell;
-  int page_heads = kv_heads;             // that a layer of a page has room for
-  const int32_t* place_of = nullptr;     // [kv_heads]: each head's place among them; null: its own number
+  int page_heads = 0;                 // that a layer of a page has room for; 0: kv_heads
+  const int32_t* place_of = nullptr;  // [kv_heads]: each head's place among them; null: its own number
 
   PS_EVERYWHERE size_t key_cells() const { return static_cast<size_t>(kPageTokens) * key_dim / per_cell; }
   PS_EVERYWHERE size_t value_cells() const {
     return shared ? 0 : static_cast<size_t>(kPageTokens) * value_dim / per_cell;
   }
-  PS_EVERYWHERE size_t layer_cells() const { return page_heads * (key_cells() + value_cells()); }
+  PS_EVERYWHERE size_t layer_cells() const { return room() * (key_cells() + value_cells()); }
   PS_EVERYWHERE size_t page_cells() const { return layers * layer_cells(); }
+  PS_EVERYWHERE size_t room() const { return static_cast<size_t>(page_heads > 0 ? page_heads : kv_heads); }
   PS_EVERYWHERE int place(int head) const { return place_of == nullptr ? head : place_of[head]; }
   PS_EVERYWHERE uint32_t* layer_of(long page, int layer) const {
     return cells + page * page_cells() + layer * layer_cells();
@@ -46,7 +47,7 @@ struct KvView {
     return layer_of(page, layer) + place(head) * key_cells();
   }
   PS_EVERYWHERE uint32_t* values(long page, int layer, int head) const {
-    return layer_of(page, layer) + page_heads * key_cells() + place(head) * value_cells();
+    return layer_of(page, layer) + room() * key_cells() + place(head) * value_cells();
   }
 };
 
