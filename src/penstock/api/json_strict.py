@@ -125,8 +125,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) != len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise BadJson(f"The body has the key '{twice[:64]}' twice in one object.")
+        for key, _ in pairs:
+            if key in seen:
+                raise BadJson(f"The body has the key '{key[:64]}' twice in one object.")
+            seen.add(key)
     return members
 
 

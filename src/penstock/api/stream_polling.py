@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.errors import WorkerLost
 from penstock.interfaces import PollableTokenStream, TokenStream
@@ -201,8 +201,8 @@ class StreamPump:
         task = self._spawn(take())
         task.add_done_callback(self._done)
 
-    def _spawn(self, work: object) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
         if self._tasks is None:
             self._tasks = set()
         self._tasks.add(task)

@@ -87,7 +87,8 @@ class StepCostModel:
     @property
     def rates(self) -> CostVector:
         """Seconds of a step, and of each token, (query, key) pair and draw in it."""
-        return tuple(weight / unit for weight, unit in zip(self._weights, SCALE, strict=True))  # type: ignore[return-value]
+        step, token, pair, draw = (weight / unit for weight, unit in zip(self._weights, SCALE, strict=True))
+        return step, token, pair, draw
 
     def affordable_tokens(self, work: StepWork, budget_s: float, start: int, *, draws_each: bool = False) -> int:
         """Tokens from position ``start`` that can be added to ``work`` within ``budget_s``; may be 0 or less."""
