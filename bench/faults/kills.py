@@ -67,10 +67,11 @@ class Part:
 def parts(blows: int) -> list[Part]:
     """Two thirds of the blows upon a split fleet, a tenth each upon one whose workers have ranks and upon workers that
     encode, the others upon one worker of both phases."""
-    split, images, ranks = round(0.65 * blows), max(1, round(0.1 * blows)), max(1, round(0.1 * blows))
+    images, ranks, aggregated = (max(1, round(share * blows)) for share in (0.1, 0.1, 0.15))
+    split = blows - images - ranks - aggregated
     told = [("split", SPLIT, ("prefill", "decode", "gateway"), min(PART, split - at)) for at in range(0, split, PART)]
     told.append(("ranks", RANKS, ("prefill", "decode", "rank"), ranks))
-    told.append(("together", TOGETHER, ("both", "gateway"), max(1, blows - split - ranks - images)))
+    told.append(("together", TOGETHER, ("both", "gateway"), aggregated))
     told.append(("images", (), ("encode",), images))
     return [Part(f"{number}: {name}", *rest) for number, (name, *rest) in enumerate(told)]
 
