@@ -24,7 +24,7 @@ def stand_still(worker: StageWorker) -> Callable[[], None]:
     """It goes on turning its loop, hears and reports, and computes nothing until what is returned is called."""
     scheduler = worker.scheduler
     plan, commit = scheduler.plan, scheduler.commit
-    scheduler.plan = lambda now, max_steps=1: StepPlan()  # type: ignore[method-assign]
+    scheduler.plan = lambda *_: StepPlan()  # type: ignore[method-assign]
     scheduler.commit = lambda *_: StepOutcome()  # type: ignore[method-assign]
 
     def go_on() -> None:

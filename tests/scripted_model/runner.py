@@ -52,8 +52,10 @@ class ScriptedRunner(ModelRunner):
 
     folder: ClassVar[Path]  # of the model, set before anything is forked
 
-    def __init__(self, model: Any, ops: Any, kv: Any, program: Any = None, aids: Any = None) -> None:
-        super().__init__(model, ops, kv, program, aids)
+    def __init__(
+        self, model: Any, ops: Any, kv: Any, program: Any = None, aids: Any = None, *, micro_batches: int = 1
+    ) -> None:
+        super().__init__(model, ops, kv, program, aids, micro_batches=micro_batches)
         self._tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         self._scripted: dict[RequestId, ScriptedAnswer] = {}
         words = ops.page_bytes(kv.shape) // 4

@@ -164,11 +164,11 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
             mailboxes = WorkerEndpoints(keys, run_folder.endpoint)
             workers = WorkerProcesses(config, plan, model, mailboxes, slots)
             stack.callback(workers.close)
-        length, notes = gateway_config.max_model_len, plan.notes if plan else ()
-        log_lines(model_lines(located, name, spec, length, notes, generation_config=config.generation_config))
         jobs, beat = HostProcesses(front, workers), nested.beat if nested else None
         supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots, beat, gateways=gateways))
         supervisor.on_stopping(listener.close)
+        length, notes = gateway_config.max_model_len, plan.notes if plan else ()
+        log_lines(model_lines(located, name, spec, length, notes, generation_config=config.generation_config))
 
         def ready() -> None:
             log_lines(fleet_lines(plan, supervisor.pid) if plan else join_lines(config.join))
@@ -200,8 +200,8 @@ def serve_worker(config: WorkerServeConfig) -> int:
         mailboxes = WorkerEndpoints(keys, lambda worker, incarnation: config.listen, incarnations_of_a_run())
         workers = WorkerProcesses(config, plan, model, mailboxes, slots)
         stack.callback(workers.close)
-        log_lines(model_lines(located, located.name, spec, plan.scheduler.max_model_len, plan.notes))
         supervisor = stack.enter_context(Supervisor(config.supervise, HostProcesses(None, workers), slots))
+        log_lines(model_lines(located, located.name, spec, plan.scheduler.max_model_len, plan.notes))
 
         def ready() -> None:
             log_lines(fleet_lines(plan, supervisor.pid))
