@@ -1,4 +1,4 @@
-"""What services need of the C++ extension besides kernels: block hashes, the block index, page copies and checksums.
+"""What services need of the C++ extension besides kernels: block hashes, the block index, page tables, copies, checksums.
 
 Without the extension (a host whose GPU computes), ``host_ops_fallback`` gives the same results, many times slower.
 """
@@ -12,12 +12,13 @@ from penstock.types import BlockHash
 
 try:
     from penstock.kernels import _native as _host
-    from penstock.kernels._native import Arrivals, BlockIndex, copy_page, hash_chain, seal_page
+    from penstock.kernels._native import Arrivals, BlockIndex, begun_pages, copy_page, hash_chain, seal_page
 except ImportError:  # not built: enough for a GPU
     from penstock.kernels import host_ops_fallback as _host  # type: ignore[no-redef]
     from penstock.kernels.host_ops_fallback import (  # type: ignore[assignment]
         Arrivals,
         BlockIndex,
+        begun_pages,
         copy_page,
         hash_chain,
         seal_page,
@@ -27,6 +28,7 @@ __all__ = [
     "KEY_BYTES",
     "Arrivals",
     "BlockIndex",
+    "begun_pages",
     "copy_page",
     "hash_blocks",
     "hash_chain",

@@ -46,6 +46,14 @@ def hash_blocks(parent: bytes, tokens: Sequence[int], first: int, last: int) -> 
     return list(block_hashes(BlockHash(parent), tokens[first:last]))
 
 
+def begun_pages(positions: NDArray[np.int32], table: NDArray[np.int32], groups: int, page_tokens: int) -> bytes:
+    """The cells of a table of pages that sequences reach with their next tokens."""
+    (rows,) = np.nonzero(positions % page_tokens == 0)
+    columns = table.shape[1]
+    at = (rows * columns + positions[rows] // page_tokens)[:, None] + columns // groups * np.arange(groups)
+    return np.stack((at.ravel(), table.reshape(-1)[at.ravel()]), axis=1).astype(np.int32).tobytes()
+
+
 def hash_chain(parent: bytes, tokens: NDArray[np.uint32], out: NDArray[np.uint8]) -> None:
     """Hashes of the full blocks, into rows of 32 bytes."""
     for row, block in zip(out, block_hashes(BlockHash(parent), tokens.tolist()), strict=True):

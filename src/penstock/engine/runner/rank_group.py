@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from penstock.config.mesh import Mesh, Place
 from penstock.engine.models.interface import Model
 from penstock.errors import GroupError
+from penstock.kernels.host_ops import begun_pages
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops, SharedProgram, StepProgram
 from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
@@ -75,20 +76,29 @@ class StepEncoder:
     def __init__(self, groups: int) -> None:
         self._groups = groups
         self._known: list[tuple[SharedStep, int] | None] = [None] * PLACES  # with the position of the first token
+        self._places: dict[int, int] = {}  # of batches that are known, by identity
         self._next = 0  # the place that the next step to begin takes
 
     def record(self, step: SharedStep) -> bytes:
         """The record of the next step.  Arrays that were passed before have been moved on in place, by one token."""
         position = int(step.batch.positions_T[0])
-        for place, known in enumerate(self._known):
-            if known is not None and known[0].batch is step.batch:
-                if known[0].picks is step.picks and position == known[1] + 1:
-                    self._known[place] = (step, position)
-                    return self._advance(place, step.batch)
-                self._known[place] = None
+        place = self._places.get(id(step.batch))
+        if place is not None:
+            known = self._known[place]
+            if known is not None and known[0].picks is step.picks and position == known[1] + 1:
+                self._known[place] = (step, position)
+                return self._advance(place, step.batch)
+            self._forget(place)
         place, self._next = self._next, (self._next + 1) % PLACES
+        self._forget(place)
         self._known[place] = (step, position)
+        self._places[id(step.batch)] = place
         return self._begin(place, step)
+
+    def _forget(self, place: int) -> None:
+        known, self._known[place] = self._known[place], None
+        if known is not None:
+            del self._places[id(known[0].batch)]
 
     def _begin(self, place: int, step: SharedStep) -> bytes:
         batch, picks = step.batch, step.picks
@@ -106,13 +116,9 @@ class StepEncoder:
         return b"".join((head, *(_bytes(part, "<i4") for part in parts), *(_bytes(*part) for part in drawn)))
 
     def _advance(self, place: int, batch: StepBatch) -> bytes:
-        positions_T, columns = batch.positions_T, batch.table_SP.shape[1]
-        (rows,) = np.nonzero(positions_T % PAGE_TOKENS == 0)  # each begins a block
-        own = columns // self._groups
-        at = (rows * columns + positions_T[rows] // PAGE_TOKENS)[:, None] + own * np.arange(self._groups)
-        cells = np.stack((at.ravel(), batch.table_SP.ravel()[at.ravel()]), axis=1)
-        head = _ADVANCE_HEAD.pack(_ADVANCE, place, len(positions_T), len(cells))
-        return b"".join((head, _bytes(batch.tokens_T, "<i4"), _bytes(cells, "<i4")))
+        cells = begun_pages(batch.positions_T, batch.table_SP, self._groups, PAGE_TOKENS)
+        tokens = batch.tokens_T.tobytes()
+        return _ADVANCE_HEAD.pack(_ADVANCE, place, len(tokens) // 4, len(cells) // 8) + tokens + cells
 
 
 class StepDecoder:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from penstock.config.mesh import parse_mesh
 from penstock.engine.runner.rank_group import PLACES, SharedStep, StepDecoder, StepEncoder, leader_of, scored_pieces
 from penstock.errors import GroupError
+from penstock.kernels import host_ops_fallback
+from penstock.kernels.host_ops import begun_pages
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.sampling import GumbelRows
 from penstock.types import PAGE_TOKENS
@@ -130,3 +132,15 @@ def test_scored_rows_come_in_the_same_pieces_everywhere() -> None:
 
 def test_the_leader_has_the_logits() -> None:
     assert [leader_of(parse_mesh(text)) for text in ("tp1", "tp4", "pp3", "tp2,pp2")] == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_pages_that_a_step_begins_are_the_same_with_and_without_the_extension(groups: int) -> None:
+    dice = np.random.default_rng(groups)
+    table_SP = dice.integers(0, 1 << 20, (40, 5 * groups), np.int32)
+    positions_T = dice.integers(0, 5 * PAGE_TOKENS, 40).astype(np.int32)
+    positions_T[:10] -= positions_T[:10] % PAGE_TOKENS
+    cells = np.frombuffer(begun_pages(positions_T, table_SP, groups, PAGE_TOKENS), np.int32).reshape(-1, 2)
+    assert cells.tobytes() == host_ops_fallback.begun_pages(positions_T, table_SP, groups, PAGE_TOKENS)
+    assert len(cells) == groups * np.count_nonzero(positions_T % PAGE_TOKENS == 0)
+    assert np.array_equal(table_SP.reshape(-1)[cells[:, 0]], cells[:, 1])
