@@ -1,4 +1,4 @@
-"""What services need of the C++ extension besides kernels: block hashes, the block index, page tables, copies, checksums.
+"""What services need of the C++ extension besides kernels: hashes, the block index, pages, checksums.
 
 Without the extension (a host whose GPU computes), ``host_ops_fallback`` gives the same results, many times slower.
 """
@@ -12,13 +12,13 @@ from penstock.types import BlockHash
 
 try:
     from penstock.kernels import _native as _host
-    from penstock.kernels._native import Arrivals, BlockIndex, begun_pages, copy_page, hash_chain, seal_page
+    from penstock.kernels._native import AdvancingPages, Arrivals, BlockIndex, copy_page, hash_chain, seal_page
 except ImportError:  # not built: enough for a GPU
     from penstock.kernels import host_ops_fallback as _host  # type: ignore[no-redef]
     from penstock.kernels.host_ops_fallback import (  # type: ignore[assignment]
+        AdvancingPages,
         Arrivals,
         BlockIndex,
-        begun_pages,
         copy_page,
         hash_chain,
         seal_page,
@@ -26,9 +26,9 @@ except ImportError:  # not built: enough for a GPU
 
 __all__ = [
     "KEY_BYTES",
+    "AdvancingPages",
     "Arrivals",
     "BlockIndex",
-    "begun_pages",
     "copy_page",
     "hash_blocks",
     "hash_chain",

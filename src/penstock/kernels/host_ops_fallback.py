@@ -46,12 +46,27 @@ def hash_blocks(parent: bytes, tokens: Sequence[int], first: int, last: int) -> 
     return list(block_hashes(BlockHash(parent), tokens[first:last]))
 
 
-def begun_pages(positions: NDArray[np.int32], table: NDArray[np.int32], groups: int, page_tokens: int) -> bytes:
-    """The cells of a table of pages that sequences reach with their next tokens."""
-    (rows,) = np.nonzero(positions % page_tokens == 0)
-    columns = table.shape[1]
-    at = (rows * columns + positions[rows] // page_tokens)[:, None] + columns // groups * np.arange(groups)
-    return np.stack((at.ravel(), table.reshape(-1)[at.ravel()]), axis=1).astype(np.int32).tobytes()
+class AdvancingPages:
+    """A batch of sequences that go on by one token at a time: its positions and its table, which change in place."""
+
+    def __init__(self, positions: NDArray[np.int32], table: NDArray[np.int32], groups: int, page_tokens: int) -> None:
+        self._positions = positions
+        self._table = table
+        self._groups = groups
+        self._page_tokens = page_tokens
+        self._first = int(positions[0])
+
+    def begun(self) -> bytes | None:
+        """Pairs of a place in the table and a page, of those that the sequences reach with their next tokens.  None if
+        the first one has not gone on by one token since the last call."""
+        if self._positions[0] != self._first + 1:
+            return None
+        self._first += 1
+        (rows,) = np.nonzero(self._positions % self._page_tokens == 0)
+        columns = self._table.shape[1]
+        at = (rows * columns + self._positions[rows] // self._page_tokens)[:, None]
+        at = (at + columns // self._groups * np.arange(self._groups)).ravel()
+        return np.stack((at, self._table.reshape(-1)[at]), axis=1).astype(np.int32).tobytes()
 
 
 def hash_chain(parent: bytes, tokens: NDArray[np.uint32], out: NDArray[np.uint8]) -> None:

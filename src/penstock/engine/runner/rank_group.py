@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from penstock.config.mesh import Mesh, Place
 from penstock.engine.models.interface import Model
 from penstock.errors import GroupError
-from penstock.kernels.host_ops import begun_pages
+from penstock.kernels.host_ops import AdvancingPages
 from penstock.kernels.operands import Array, StepBatch
 from penstock.kernels.ops import Ops, SharedProgram, StepProgram
 from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
@@ -75,24 +75,27 @@ class StepEncoder:
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
-        self._known: list[tuple[SharedStep, int] | None] = [None] * PLACES  # with the position of the first token
+        self._known: list[tuple[SharedStep, AdvancingPages] | None] = [None] * PLACES
         self._places: dict[int, int] = {}  # of batches that are known, by identity
         self._next = 0  # the place that the next step to begin takes
 
     def record(self, step: SharedStep) -> bytes:
         """The record of the next step.  Arrays that were passed before have been moved on in place, by one token."""
-        position = int(step.batch.positions_T[0])
         place = self._places.get(id(step.batch))
         if place is not None:
             known = self._known[place]
-            if known is not None and known[0].picks is step.picks and position == known[1] + 1:
-                self._known[place] = (step, position)
-                return self._advance(place, step.batch)
+            cells = known[1].begun() if known is not None and known[0].picks is step.picks else None
+            if cells is not None:
+                tokens = step.batch.tokens_T.tobytes()
+                return _ADVANCE_HEAD.pack(_ADVANCE, place, len(tokens) // 4, len(cells) // 8) + tokens + cells
             self._forget(place)
         place, self._next = self._next, (self._next + 1) % PLACES
         self._forget(place)
-        self._known[place] = (step, position)
-        self._places[id(step.batch)] = place
+        batch = step.batch
+        if len(batch.positions_T) == len(batch.table_SP):  # a token each, so it may go on
+            pages = AdvancingPages(batch.positions_T, batch.table_SP, self._groups, PAGE_TOKENS)
+            self._known[place] = step, pages
+            self._places[id(batch)] = place
         return self._begin(place, step)
 
     def _forget(self, place: int) -> None:
@@ -114,11 +117,6 @@ class StepEncoder:
         )
         head = _BEGIN_HEAD.pack(_BEGIN, place, *sizes)
         return b"".join((head, *(_bytes(part, "<i4") for part in parts), *(_bytes(*part) for part in drawn)))
-
-    def _advance(self, place: int, batch: StepBatch) -> bytes:
-        cells = begun_pages(batch.positions_T, batch.table_SP, self._groups, PAGE_TOKENS)
-        tokens = batch.tokens_T.tobytes()
-        return _ADVANCE_HEAD.pack(_ADVANCE, place, len(tokens) // 4, len(cells) // 8) + tokens + cells
 
 
 class StepDecoder:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from penstock.config.mesh import parse_mesh
 from penstock.engine.runner.rank_group import PLACES, SharedStep, StepDecoder, StepEncoder, leader_of, scored_pieces
 from penstock.errors import GroupError
-from penstock.kernels import host_ops_fallback
-from penstock.kernels.host_ops import begun_pages
+from penstock.kernels.host_ops import AdvancingPages
+from penstock.kernels.host_ops_fallback import AdvancingPages as SlowAdvancingPages
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.sampling import GumbelRows
 from penstock.types import PAGE_TOKENS
@@ -138,9 +138,15 @@ def test_the_leader_has_the_logits() -> None:
 def test_pages_that_a_step_begins_are_the_same_with_and_without_the_extension(groups: int) -> None:
     dice = np.random.default_rng(groups)
     table_SP = dice.integers(0, 1 << 20, (40, 5 * groups), np.int32)
-    positions_T = dice.integers(0, 5 * PAGE_TOKENS, 40).astype(np.int32)
-    positions_T[:10] -= positions_T[:10] % PAGE_TOKENS
-    cells = np.frombuffer(begun_pages(positions_T, table_SP, groups, PAGE_TOKENS), np.int32).reshape(-1, 2)
-    assert cells.tobytes() == host_ops_fallback.begun_pages(positions_T, table_SP, groups, PAGE_TOKENS)
-    assert len(cells) == groups * np.count_nonzero(positions_T % PAGE_TOKENS == 0)
-    assert np.array_equal(table_SP.reshape(-1)[cells[:, 0]], cells[:, 1])
+    positions_T = dice.integers(0, 4 * PAGE_TOKENS, 40).astype(np.int32)
+    both = [made(positions_T, table_SP, groups, PAGE_TOKENS) for made in (AdvancingPages, SlowAdvancingPages)]
+    assert [pages.begun() for pages in both] == [None, None]
+    for _ in range(PAGE_TOKENS):
+        positions_T += 1
+        table_SP += 1
+        native, slow = (pages.begun() for pages in both)
+        assert native is not None
+        assert native == slow
+        cells = np.frombuffer(native, np.int32).reshape(-1, 2)
+        assert len(cells) == groups * np.count_nonzero(positions_T % PAGE_TOKENS == 0)
+        assert np.array_equal(table_SP.reshape(-1)[cells[:, 0]], cells[:, 1])
