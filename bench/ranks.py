@@ -1,10 +1,14 @@
 """Decode steps of a model over ranks beside one process: in turns, step by step, in one run.
 
-    python -m bench.ranks                               1 B shape, 16 layers, random weights: two threads, one, tp2, pp2
-    python -m bench.ranks --model DIR --rows 1,8 --steps 300 --json FILE
+    ./dev bench ranks                                   1 B shape, 16 layers, random weights: two threads, one, tp2, pp2
+    ./dev bench ranks --model DIR --rows 1,8 --steps 300 --json FILE
+    ./dev bench ranks --systems "1 thread,2 replicas,pp2"     pipeline stages beside processes that share nothing
+    ./dev bench ranks --record                                what the leader's record of a step takes
 
-"Undisturbed" are steps in which no thread was taken off its processor against its will; the other figures are of all
-steps.  CPU seconds are those of all threads of all ranks.  Each rank and each thread has a processor of its own.
+Over stages, a step is one of ``BURST`` micro-batches in flight, from the end of the first to that of the last; of
+replicas, one of the steps that they compute at the same time.  "Undisturbed" are steps in which no thread was taken off
+its processor against its will; the other figures are of all steps.  CPU seconds are those of all threads of all ranks.
+Each rank and each thread has a processor of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from bench.peers.places import SHAPES
 
 from penstock.config.mesh import Mesh, parse_mesh
 from penstock.engine.models.registry import build_model
-from penstock.engine.runner.rank_group import Follower, LeaderProgram, leader_of
+from penstock.engine.runner.rank_group import Follower, LeaderProgram, SharedStep, StepEncoder
 from penstock.engine.runner.sharded_model import ShardedModel, stage_program
 from penstock.kernels.operands import StepBatch
 from penstock.kernels.ops import Ops, SharedProgram, StepProgram
@@ -46,6 +50,12 @@ BLOCKS = 64
 """Pages of a sequence."""
 
 SYSTEMS = ("2 threads", "1 thread", "tp2", "pp2")
+
+BURST = 6
+"""Micro-batches of a pipeline that are asked for at once."""
+
+RECORDED_ROWS, RECORDED_CONTEXT = 64, 4096
+"""Of the step whose record is measured."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +76,16 @@ class System:
         self._mesh = mesh
         self._ranks = ranks
         self._group = ShmMesh(mesh)
-        self._counts = np.frombuffer(mmap.mmap(-1, mesh.ranks * 16), np.int64).reshape(mesh.ranks, 2)
-        self._pages = mmap.mmap(-1, most_rows * BLOCKS * ranks[0].shard.whole.kv.page_bytes("bf16"))
+        self.counts = np.frombuffer(mmap.mmap(-1, mesh.ranks * 16), np.int64).reshape(mesh.ranks, 2)
+        pages = mesh.pipeline * most_rows * BLOCKS
+        self._pages = mmap.mmap(-1, pages * ranks[0].shard.whole.kv.page_bytes("bf16"))
         self._pids: list[int] = []
 
     def start(self) -> None:
         """Fork all ranks."""
         ask, self._ask = os.pipe()
         self._answer, answer = os.pipe()
-        leader = leader_of(self._mesh)
+        leader = self._mesh.leader
         for rank in range(self._mesh.ranks):
             pid = os.fork()
             if not pid:
@@ -87,11 +98,23 @@ class System:
 
     def step(self, rows: int) -> tuple[float, float, int]:
         """Seconds, CPU seconds of all ranks, and how often one of them was taken off its processor."""
-        before = self._counts.copy()
+        before = self.counts.copy()
+        self.ask(rows)
+        seconds = self.answer()
+        cpu, switches = (self.counts - before).sum(axis=0)
+        return seconds, cpu / 1e9 / self._burst, int(switches)
+
+    def ask(self, rows: int) -> None:
+        """Begin a step."""
         os.write(self._ask, rows.to_bytes(2, "little"))
-        seconds = float(np.frombuffer(os.read(self._answer, 8), np.float64)[0])
-        cpu, switches = (self._counts - before).sum(axis=0)
-        return seconds, cpu / 1e9, int(switches)
+
+    def answer(self) -> float:
+        """The seconds of the step that was begun."""
+        return float(np.frombuffer(os.read(self._answer, 8), np.float64)[0])
+
+    @property
+    def _burst(self) -> int:
+        return BURST if self._mesh.pipeline > 1 else 1
 
     def stop(self) -> None:
         """End all ranks."""
@@ -114,34 +137,80 @@ class System:
         Follower(model, ops, program, scores=False).run(self._group.everybody(rank), leader, self._count(rank))
 
     def _lead(self, ask: int, answer: int) -> None:
-        rank = leader_of(self._mesh)
+        rank = self._mesh.leader
         _, _, own = self._program(rank)
-        program: StepProgram = own
+        whole, program = self._ranks[rank].shard.whole, cast(StepProgram, own)
         if self._mesh.ranks > 1:
-            program = LeaderProgram(own, self._group.everybody(rank), self._ranks[rank].shard.whole.kv.layer_groups)
-        count, batches = self._count(rank), dict[int, tuple[StepBatch, GumbelRows]]()
+            program = LeaderProgram(own, self._group.everybody(rank), whole.kv.layer_groups)
+        count, batches = self._count(rank), dict[int, list[tuple[StepBatch, GumbelRows]]]()
         while asked := os.read(ask, 2):
             rows = int.from_bytes(asked, "little")
-            batch, picks = batches.setdefault(rows, first_step(rows, self._ranks[rank].shard.whole))
-            go_on(batch, picks)
-            begun = time.perf_counter()
-            program.run(batch, 0, [], picks)
-            seconds = time.perf_counter() - begun
+            if rows not in batches:
+                batches[rows] = [first_step(rows, whole, place) for place in range(self._mesh.pipeline)]
+            seconds = timed(program, batches[rows], self._burst)
             count()
             os.write(answer, np.float64(seconds).tobytes())
 
     def _count(self, rank: int) -> Callable[[], None]:
         def count() -> None:
             switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-            self._counts[rank] = time.process_time_ns(), switches
+            self.counts[rank] = time.process_time_ns(), switches
 
         return count
 
 
-def first_step(rows: int, spec: ModelSpec) -> tuple[StepBatch, GumbelRows]:
-    """A step that writes one token of each sequence."""
+def timed(program: StepProgram, batches: list[tuple[StepBatch, GumbelRows]], burst: int) -> float:
+    """Seconds of a step of the first batch; with several, of one of ``burst`` steps in flight."""
+    if len(batches) == 1:
+        go_on(*batches[0])
+        begun = time.perf_counter()
+        program.run(batches[0][0], 0, [], batches[0][1])
+        return time.perf_counter() - begun
+    assert isinstance(program, LeaderProgram)
+    ends = []
+    for number in range(burst + len(batches) - 1):
+        if number < burst:
+            batch, picks = batches[number % len(batches)]
+            go_on(batch, picks)
+            program.launch(batch, 0, picks)
+        if number >= len(batches) - 1:
+            batch, picks = batches[(number - len(batches) + 1) % len(batches)]
+            program.run(batch, 0, [], picks)
+            ends.append(time.perf_counter())
+    return (ends[-1] - ends[0]) / (burst - 1)
+
+
+class Replicas:
+    """Several processes that compute the same steps at the same time and share nothing but the machine."""
+
+    def __init__(self, name: str, systems: list[System]) -> None:
+        self.name = name
+        self._systems = systems
+
+    def start(self) -> None:
+        """Fork all."""
+        for each in self._systems:
+            each.start()
+
+    def step(self, rows: int) -> tuple[float, float, int]:
+        """As of a system, of each step of one of them."""
+        before = [each.counts.copy() for each in self._systems]
+        for each in self._systems:
+            each.ask(rows)
+        seconds = max(each.answer() for each in self._systems)
+        spent = sum((each.counts - own).sum(axis=0) for each, own in zip(self._systems, before, strict=True))
+        return seconds / len(self._systems), spent[0] / 1e9 / len(self._systems), int(spent[1])
+
+    def stop(self) -> None:
+        """End all."""
+        for each in self._systems:
+            each.stop()
+
+
+def first_step(rows: int, spec: ModelSpec, place: int = 0) -> tuple[StepBatch, GumbelRows]:
+    """A step that writes one token of each sequence.  ``place``: of its pages, among batches that take turns."""
     starts_S1 = np.arange(rows + 1, dtype=np.int32)
-    table_SP = np.arange(rows * BLOCKS, dtype=np.int32).reshape(rows, BLOCKS)
+    table_SP = (np.arange(rows * BLOCKS, dtype=np.int32) + place * rows * BLOCKS).reshape(rows, BLOCKS)
     tokens_T = (np.arange(rows) * 31 % spec.vocab).astype(np.int32)
     picks = GumbelRows.empty(rows)
     picks.temperatures_F[:] = 1.0
@@ -155,8 +224,12 @@ def go_on(batch: StepBatch, picks: GumbelRows) -> None:
     batch.positions_T[:] = picks.positions_F[:] = at if at < BLOCKS * PAGE_TOKENS else CONTEXT
 
 
-def system(name: str, folder: Path, spec: ModelSpec, most_rows: int, cores: tuple[int, ...]) -> System:
-    """One of ``SYSTEMS``, loaded."""
+def system(name: str, folder: Path, spec: ModelSpec, most_rows: int, cores: tuple[int, ...]) -> System | Replicas:
+    """One of ``SYSTEMS``, or "2 replicas", loaded."""
+    if "replicas" in name:
+        count = int(name.split(maxsplit=1)[0])
+        alone = [system("1 thread", folder, spec, most_rows, cores[place:]) for place in range(count)]
+        return Replicas(name, [each for each in alone if isinstance(each, System)])
     threads = int(name.split(maxsplit=1)[0]) if "thread" in name else 1
     mesh = Mesh() if "thread" in name else parse_mesh(name)
     ranks = []
@@ -178,8 +251,12 @@ def main() -> None:
         "--steps", type=int, default=300, help="undisturbed ones of each system, at most (default: 300)"
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="of all steps, at most (default: 10)")
+    parser.add_argument("--record", action="store_true", help="only the leader's record of a step of 64 answers")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    if args.record:
+        show_record()
+        return
     rows = [int(each) for each in args.rows.split(",")]
     cores = tuple(sorted(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory() as made:
@@ -200,7 +277,7 @@ def main() -> None:
         args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
-def measured(systems: list[System], rows: int, steps: int, seconds: float) -> dict[str, dict[str, float]]:
+def measured(systems: list[System | Replicas], rows: int, steps: int, seconds: float) -> dict[str, dict[str, float]]:
     """Medians of each system's steps."""
     kept: dict[str, list[tuple[float, float, int]]] = {each.name: [] for each in systems}
     until = time.monotonic() + seconds
@@ -236,6 +313,31 @@ def show(found: dict[int, dict[str, dict[str, float]]]) -> None:
                 f"{rows:4}  {name:12}  {own['ms']:9.3f}  {speed:5.3f}x  {own['cpu_ms']:7.2f}  {cpu:5.3f}x"
                 f"  {own['steps']:5.0f}  {own['undisturbed']:12.0f}  {own['undisturbed_ms']:9.3f}  {calm:5.3f}x"
             )
+
+
+def show_record() -> None:
+    """Bytes and time of the record of a step in which all answers go on, and how often it has new pages."""
+    starts_S1 = np.arange(RECORDED_ROWS + 1, dtype=np.int32)
+    pages = RECORDED_CONTEXT // PAGE_TOKENS
+    table_SP = np.arange(RECORDED_ROWS * pages, dtype=np.int32).reshape(RECORDED_ROWS, pages)
+    positions_T = np.arange(RECORDED_ROWS, dtype=np.int32) % PAGE_TOKENS  # a sixteenth begins a page in each step
+    tokens_T = np.full(RECORDED_ROWS, 100_000, np.int32)
+    batch, picks = (
+        StepBatch(tokens_T, positions_T, starts_S1, table_SP, starts_S1[:-1]),
+        GumbelRows.empty(RECORDED_ROWS),
+    )
+    encoder, step = StepEncoder(groups=1), SharedStep(batch, 0, picks)
+    first = len(encoder.record(step))
+    times, sizes = [], []
+    for _ in range(RECORDED_CONTEXT - 2 * PAGE_TOKENS):
+        batch.positions_T[:] += 1
+        begun = time.perf_counter()
+        record = encoder.record(step)
+        times.append(1e6 * (time.perf_counter() - begun))
+        sizes.append(len(record))
+    print(f"{RECORDED_ROWS} answers, {RECORDED_CONTEXT:,} tokens each: {first:,} bytes when they begin")
+    print(f"and when they go on {statistics.median(sizes):.0f} bytes, at most {max(sizes)}; made in", end=" ")
+    print(f"{statistics.median(times):.2f} us, p99 {statistics.quantiles(times, n=100)[98]:.2f} us")
 
 
 if __name__ == "__main__":
