@@ -126,11 +126,10 @@ async def answers_with_a_kill(
 ) -> list[Answer]:
     """All answers, while the worker that decodes dies once (alone: in the middle of the first long one)."""
     lengths = [answer["completion_tokens"] for answer in plain]
-    role = "both" if "--aggregated" in server.flags else "decode"
     async with make_client() as client:
         for _ in range(KILLS):
             await asyncio.to_thread(server.wait_all_ready)
-            victims = [victim(worker) for worker in server.workers() if worker["role"] == role]
+            victims = [victim(worker) for worker in server.workers() if worker["role"] in ("both", "decode")]
             killer = Killer(victims, lengths, signum)
             streams = [
                 stream_completion(client, server.url, body, on_chunk=killer.watch(number))

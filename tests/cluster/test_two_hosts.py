@@ -28,7 +28,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_two_hosts_answer_as_one_does(environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("plan", ["", "pp2"], ids=["prefill and decode apart", "one model over both"])
+def test_two_hosts_answer_as_one_does(environment: dict[str, str], plan: str) -> None:
+    environment |= {"PLAN": plan}
     said = subprocess.run(
         [EXAMPLES / "two_hosts"], env=environment, capture_output=True, text=True, timeout=180, check=False
     )
@@ -37,6 +39,9 @@ def test_two_hosts_answer_as_one_does(environment: dict[str, str]) -> None:
     with PenstockServer() as server:
         alone = ask(server, messages=[{"role": "user", "content": QUESTION}], seed=1, max_tokens=120, temperature=None)
     assert answer.split() == alone.split()
+    if plan:
+        assert re.search(r"TX: +bytes", said.stdout)
+        return
     pages = re.search(r'kv_transfer_pages_total\{[^}]*worker="writes"\} ([0-9.]+)', said.stdout)
     assert pages is not None
     assert float(pages[1]) > 0

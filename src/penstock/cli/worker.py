@@ -14,6 +14,13 @@ example:
   penstock worker MODEL --role decode --listen tcp://10.0.0.2:9000 --keys ~/penstock-keys       on another
   penstock serve MODEL --join tcp://10.0.0.1:9000 --join tcp://10.0.0.2:9000 --keys ~/penstock-keys
 
+one model over two hosts (docs/parallel.md):
+  penstock worker MODEL --parallel pp2 --nnodes 2 --master-addr tcp://10.0.0.1:9100 --listen tcp://10.0.0.1:9000 \
+      --keys ~/penstock-keys                                                                 on one, which is joined
+  penstock worker MODEL --parallel pp2 --nnodes 2 --master-addr tcp://10.0.0.1:9100 --node-rank 1 \
+      --keys ~/penstock-keys                                                                 on the other
+  penstock serve MODEL --join tcp://10.0.0.1:9000 --keys ~/penstock-keys
+
 Every host needs the same keys (`penstock host-keys DIR`, copied) and the same model.  Everything between hosts is
 encrypted and authenticated with them; a worker without keys does not start.  KV pages travel from prefill to decode
 directly, so the decode worker must reach the prefill worker at the address that was joined.
@@ -35,6 +42,9 @@ WORKER_FLAGS = (
         "numerics class of the workers of the other role, if it is another (docs/gpu.md, Mixed fleets)",
     ),
     Flag("pages-port", "PORT", "where other workers fetch pages (default: any free one)"),
+    Flag("nnodes", "N", "machines that the stages of --parallel are on (default: 1; docs/parallel.md)"),
+    Flag("node-rank", "R", "which of them this is, from 0; gateways join the worker at 0 (default: 0)"),
+    Flag("master-addr", "tcp://HOST:PORT", "where machine 0 listens for the others"),
     Flag("name", "ID", "its id in the fleet (default: role, host and port)"),
     Flag("log-json", "", "log one JSON object per line", Kind.ON),
 )

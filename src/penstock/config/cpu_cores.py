@@ -34,7 +34,7 @@ class CoreSettings:
     prefill_cpus: str | None = None  # list of processors, as "0-3,8"
     decode_cpus: str | None = None
     lend: bool = True
-    ranks: Mapping[WorkerId, int] = field(default_factory=dict[WorkerId, int])  # of workers with more than one
+    ranks: Mapping[WorkerId, int] = field(default_factory=dict[WorkerId, int])  # of workers that have ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ def assign_cores(
                 for j in range(len(places))
                 if j != i and lends[j]
             ),
-            ranks=_rank_cores(owned[i], wishes.ranks.get(places[i][0], 1), threads[i], wishes.threads, pinned=pinned),
+            ranks=_rank_cores(owned[i], wishes.ranks.get(places[i][0], 0), threads[i], wishes.threads, pinned=pinned),
         )
         for i in range(len(places))
     )
@@ -151,7 +151,7 @@ def _carved(cores: Sequence[PhysicalCore], count: int) -> list[CoreSet]:
 
 def _rank_cores(own: CoreSet, ranks: int, threads: int, asked: int | None, *, pinned: bool) -> tuple[RankCores, ...]:
     """Equal parts of a worker's cores; with fewer cores than ranks, each rank has all.  ``threads``: of the worker."""
-    if ranks == 1:
+    if ranks == 0:
         return ()
     each = asked or max(1, threads // ranks)
     return tuple(RankCores(threads=each, cpus=_cpus(part) if pinned else ()) for part in _carved(own, ranks))
@@ -159,7 +159,7 @@ def _rank_cores(own: CoreSet, ranks: int, threads: int, asked: int | None, *, pi
 
 def _crowded_ranks(places: WorkerRoles, threads: Sequence[int], ranks: Mapping[WorkerId, int]) -> Iterator[str]:
     for (worker, _), cores in zip(places, threads, strict=True):
-        count = ranks.get(worker, 1)
+        count = ranks.get(worker, 0)
         if count > cores:
             yield (
                 f"{worker} has {count} ranks on {cores} {'core' if cores == 1 else 'cores'}: each exchange "

@@ -33,6 +33,14 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlace:
+    """Which of the machines of a worker this is."""
+
+    nodes: int = 1
+    node: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
     """Ranks per layer (``tensor``: 1, 2, 4 or 8) times stages (``pipeline``).  Raises ConfigError for other sizes."""
 
@@ -78,6 +86,21 @@ class Mesh:
     def pipeline_group(self, rank: int) -> tuple[int, ...]:
         """The ranks with the same part of a layer, in the order of their stages."""
         return tuple(range(self.place(rank).tensor, self.ranks, self.tensor))
+
+    @property
+    def leader(self) -> int:
+        """The first rank of the last stage, which samples: the one that has a scheduler."""
+        return self.ranks - self.tensor
+
+    def node_ranks(self, node: NodePlace) -> range:
+        """The ranks on one machine: whole stages, the last ones on machine 0, where the leader is."""
+        place = node.nodes - 1 - node.node
+        stages = (self.pipeline * each // node.nodes for each in (place, place + 1))
+        return range(*(stage * self.tensor for stage in stages))
+
+    def node_of(self, rank: int, nodes: int) -> int:
+        """The machine of a rank."""
+        return next(node for node in range(nodes) if rank in self.node_ranks(NodePlace(nodes=nodes, node=node)))
 
 
 def parse_mesh(text: str) -> Mesh:

@@ -17,7 +17,7 @@ from penstock.config.device import RUNTIME_BYTES, TRITON, DeviceChoice, choose_d
 from penstock.config.facts import KvPageSize, MachineFacts, ModelFacts, extra_weight_bytes
 from penstock.config.kv_memory import KV_CONTEXTS, KvMemoryBudget, format_size
 from penstock.config.limits import NIXL, RequestLimits
-from penstock.config.mesh import Mesh, parse_mesh
+from penstock.config.mesh import Mesh, NodePlace, parse_mesh
 from penstock.config.mixed_numerics import (
     REFERENCE,
     TORCH_FAMILIES,
@@ -77,12 +77,17 @@ class WorkerPlan(Config, frozen=True, kw_only=True):
     lent_cores: int = 0  # cores that others may use while it is idle
     loans: tuple[CoreLoan, ...] = ()
     mesh: Mesh = Mesh()  # how its ranks divide the model
-    ranks: tuple[RankCores, ...] = ()  # theirs, if there are several
+    nodes: NodePlace = NodePlace()  # the machines that they are on, and which this is
+    ranks: tuple[RankCores, ...] = ()  # of those on this machine, if there are several in all
 
     @property
     def crowded(self) -> bool:
         """Whether its ranks have fewer cores than there are ranks."""
         return len(self.ranks) > self.threads
+
+    def cores_of(self, rank: int) -> RankCores:
+        """The threads and cores of one of its ranks on this machine."""
+        return self.ranks[rank - self.mesh.node_ranks(self.nodes).start]
 
 
 class ServePlan(Config, frozen=True, kw_only=True):
@@ -175,6 +180,12 @@ def resolve_worker(config: WorkerServeConfig, worker: WorkerId, machine: Machine
     if model.pooling is not None and config.role is not Role.BOTH:
         raise ConfigError(f"--role {config.role.value}: {model.name} is a pooling model: use --role both")
     check_mixed_worker(config, model, _family(config, machine, choice.device))
+    nodes = worker_nodes(config)
+    if nodes.nodes > 1 and not machine.can_encrypt_pages:
+        raise ConfigError(
+            "--nnodes: machines encrypt what they exchange, which needs the package cryptography, and a recent one: "
+            "pip install 'penstock[encryption]' on all of them"
+        )
     plan = _plan(
         config,
         machine,
@@ -184,6 +195,7 @@ def resolve_worker(config: WorkerServeConfig, worker: WorkerId, machine: Machine
         cores=CoreSettings(threads=config.threads),
         choice=choice,
         host_copies=config.mixed_with is not None and choice.gpu is not None,
+        nodes=nodes,
     )
     return msgspec.structs.replace(plan, pages_port=config.pages_port, mixed_with=config.mixed_with or "")
 
@@ -207,6 +219,34 @@ def _connector_between_hosts(config: WorkerServeConfig, machine: MachineFacts) -
             "or tcp-clear on a network that you trust"
         )
     return "tcp-sealed"
+
+
+def worker_nodes(config: WorkerServeConfig) -> NodePlace:
+    """The machines of a worker.  Raises ConfigError for settings that do not go together."""
+    nodes = NodePlace(nodes=config.nnodes, node=config.node_rank)
+    if nodes.node >= nodes.nodes:
+        raise ConfigError(f"--node-rank {nodes.node} of --nnodes {nodes.nodes}: 0 to {nodes.nodes - 1} are possible")
+    if nodes.nodes == 1:
+        if config.master_addr is not None:
+            raise ConfigError("--master-addr is for a worker on several machines: add --nnodes")
+        return nodes
+    if config.master_addr is None:
+        raise ConfigError("--nnodes: add --master-addr tcp://HOST:PORT, where machine 0 listens for the others")
+    mesh = worker_mesh(config, config.role)
+    if mesh.pipeline < nodes.nodes:
+        works = Mesh(tensor=mesh.tensor, pipeline=nodes.nodes)
+        raise ConfigError(
+            f"--nnodes {nodes.nodes}: each machine has a stage at least, and {mesh.name} has {mesh.pipeline}; "
+            f"--parallel {works.name} would work"
+        )
+    if config.role is not Role.BOTH:
+        raise ConfigError(
+            f"--role {config.role.value}: a worker on several machines transfers no KV pages, so it does "
+            "both: --role both"
+        )
+    if kv_store_flags(config):
+        raise ConfigError(f"{kv_store_flags(config)[0]}: KV pages of a worker on several machines are not stored yet")
+    return nodes
 
 
 def worker_mesh(config: EngineSettings, role: Role) -> Mesh:
@@ -274,6 +314,7 @@ def _plan(
     choice: DeviceChoice,
     prefill: PrefillDevice | None = None,
     host_copies: bool = False,
+    nodes: NodePlace = NodePlace(),  # noqa: B008 - immutable
 ) -> ServePlan:
     """``prefill``: where prompts are computed, if elsewhere.  ``host_copies``: pages have copies on the host."""
     dtype = model.auto_dtype if config.dtype == "auto" else config.dtype
@@ -293,7 +334,7 @@ def _plan(
         kv = replace(kv, pages=limit_to_host_copies(machine, size, kv.pages, kv.max_model_len))
     prefill_plan = None if prefill is None else plan_prefill(prefill, memory, size, kv.pages, kv.max_model_len)
     meshes = {worker: worker_mesh(config, role) for worker, role in roles}
-    ranks = {worker: mesh.ranks for worker, mesh in meshes.items() if mesh.ranks > 1}
+    ranks = {worker: len(mesh.node_ranks(nodes)) for worker, mesh in meshes.items() if mesh.ranks > 1}
     if ranks:
         _check_ranks_possible(choice, prefill)
         cores = replace(cores, ranks=ranks, lend=False)
@@ -306,7 +347,7 @@ def _plan(
     notes = [choice.note, prefill.choice.note if prefill else "", kv.note, *_ignored_settings(config, model)]
     return ServePlan(
         workers=tuple(
-            _worker(*role, share, meshes[role[0]]) for role, share in zip(roles, assigned.shares, strict=True)
+            _worker(*role, share, meshes[role[0]], nodes) for role, share in zip(roles, assigned.shares, strict=True)
         ),
         connector=connector,
         device=choice.device,
@@ -435,7 +476,7 @@ def _family(config: EngineSettings, machine: MachineFacts, device: str) -> str:
     return config.kernels
 
 
-def _worker(name: WorkerId, role: Role, share: CoreShare, mesh: Mesh) -> WorkerPlan:
+def _worker(name: WorkerId, role: Role, share: CoreShare, mesh: Mesh, nodes: NodePlace) -> WorkerPlan:
     return WorkerPlan(
         worker=name,
         role=role,
@@ -446,6 +487,7 @@ def _worker(name: WorkerId, role: Role, share: CoreShare, mesh: Mesh) -> WorkerP
         lent_cores=share.lent_cores,
         loans=share.loans,
         mesh=mesh,
+        nodes=nodes,
         ranks=share.ranks,
     )
 

@@ -339,6 +339,9 @@ class WorkerServeConfig(EngineSettings, frozen=True, kw_only=True):
     pages_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0  # where they are fetched; 0: any free one
     mixed_with: str | None = None  # numerics class of the workers of the other role, where it is not this one's
     name: Annotated[str, msgspec.Meta(pattern="^[a-z0-9][a-z0-9.-]{0,63}$")] | None = None
+    nnodes: Positive = 1  # machines that its ranks are on
+    node_rank: Annotated[int, msgspec.Meta(ge=0)] = 0  # which of them this is; gateways join the worker at number 0
+    master_addr: str | None = None  # tcp://HOST:PORT at which number 0 listens for the others
 
 
 _TIERS = ("kv_host", "kv_disk", "kv_redis", "kv_mooncake")

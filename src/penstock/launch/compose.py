@@ -38,7 +38,8 @@ from penstock.config.device import excludes_gpu
 from penstock.config.facts import ExtraWeights, GpuReport, MachineFacts, ModelFacts
 from penstock.config.limits import TraceConfig
 from penstock.config.load import lora_folders, weights_cache_folder
-from penstock.config.resolve import ServePlan, context_length, resolve, resolve_worker
+from penstock.config.mesh import NodePlace
+from penstock.config.resolve import ServePlan, context_length, resolve, resolve_worker, worker_mesh, worker_nodes
 from penstock.config.schema import (
     BACKLOG,
     EngineSettings,
@@ -74,6 +75,7 @@ from penstock.launch.sparse_attention import with_sparse_attention
 from penstock.launch.startup_log import StartupTimer, client_lines, fleet_lines, join_lines, model_lines, worker_lines
 from penstock.launch.supervisor import StoppedEarly, Supervisor
 from penstock.launch.tls import checked_tls
+from penstock.parallel.shard import check_supported, node_kv, node_layers
 from penstock.parallel.sizes import step_bytes
 from penstock.processing.model_aliases import check_aliases
 from penstock.sidecar import disable_core_dumps
@@ -85,6 +87,7 @@ from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.lora import LoraFileLimits, lora_targets, named_adapter, read_lora_adapter
 from penstock.weights.manifest import ManifestStore
 from penstock.wire.curve_keys import CurveKeys
+from penstock.wire.rank_link import host_and_port
 from penstock.wire.zeromq import check_endpoint
 
 GATEWAY_MODULES = (
@@ -187,14 +190,20 @@ def serve_worker(config: WorkerServeConfig) -> int:
     located = locate_model(config.model)
     spec = with_sparse_attention(inspect_model(located.path), config)
     _check_tcp(config.listen, "--listen")
+    if config.master_addr is not None:
+        _check_tcp(config.master_addr, "--master-addr")
     if config.listen.endswith(":0"):
         raise ConfigError(f"--listen {config.listen}: choose a port, as gateways have to know it; 0 means any free one")
     keys = _shared_keys(config)
     worker = WorkerId(config.name or _worker_name(config))
     model = _model_source(config, located, spec)
-    facts = _model_facts(located.name, spec, extra_weights(config, model.draft))
+    nodes = worker_nodes(config)
+    facts = _model_facts(located.name, _node_spec(spec, config, nodes), extra_weights(config, model.draft))
     plan = resolve_worker(config, worker, _machine(config), facts)
-    _check_free(config.listen)
+    if nodes.node == 0:
+        _check_free(config.listen, "--listen")
+        if config.master_addr is not None:
+            _check_free(config.master_addr, "--master-addr")
     with ExitStack() as stack:
         slots = heartbeat_slots((worker,))
         mailboxes = WorkerEndpoints(keys, lambda worker, incarnation: config.listen, incarnations_of_a_run())
@@ -205,7 +214,10 @@ def serve_worker(config: WorkerServeConfig) -> int:
 
         def ready() -> None:
             log_lines(fleet_lines(plan, supervisor.pid))
-            log_lines(worker_lines(config.listen, config.model, str(config.keys), took=str(phases)))
+            if nodes.node == 0:
+                log_lines(worker_lines(config.listen, config.model, str(config.keys), took=str(phases)))
+            else:
+                log.info("ready after %s, machine %d of the worker at %s", phases, nodes.node, config.master_addr)
 
         return run_supervised(supervisor, workers, plan, phases, ready)
 
@@ -493,6 +505,17 @@ def _model_facts(name: str, spec: ModelSpec, extra_weights: tuple[ExtraWeights, 
     )
 
 
+def _node_spec(spec: ModelSpec, config: WorkerServeConfig, nodes: NodePlace) -> ModelSpec:
+    """The model as far as one machine has it: what its memory must hold.  Raises ConfigError."""
+    if nodes.nodes == 1:
+        return spec
+    mesh = worker_mesh(config, config.role)
+    check_supported(spec, mesh)
+    layers = len(node_layers(spec, mesh, nodes))
+    parameters = spec.parameters * layers // spec.layers
+    return structs.replace(spec, kv=node_kv(spec, mesh, nodes), parameters=parameters)
+
+
 def _pooling(pooler: PoolerConfig) -> PoolingConfig:
     return PoolingConfig(
         whole_prompts=not pooler.causal, share_prefixes=pooler.causal and pooler.pooling is PoolingType.LAST
@@ -523,10 +546,9 @@ def bind_socket(host: str, port: int, *, flag: str = "--port") -> Iterator[socke
         yield listener
 
 
-def _check_free(endpoint: str) -> None:
+def _check_free(endpoint: str, flag: str) -> None:
     """Fail in one line if the port is taken; the worker would fail at every restart."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    with bind_socket(host.strip("[]"), int(port), flag="--listen"):
+    with bind_socket(*host_and_port(endpoint), flag=flag):
         return
 
 

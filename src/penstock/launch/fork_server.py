@@ -31,7 +31,7 @@ from penstock.errors import ConfigError, KernelError, ModelError, PenstockError
 from penstock.launch.restart_policy import EXIT_CANNOT_START, ProcessStats
 
 _PR_SET_NAME = 15
-_CRASHED = 70  # EX_SOFTWARE of sysexits.h
+CRASHED = 70  # EX_SOFTWARE of sysexits.h
 _TICKS = os.sysconf("SC_CLK_TCK")
 JOINED_GONE_S = 0.2
 """How long a thread that was joined may still be counted."""
@@ -176,12 +176,12 @@ def _adopt(pid: int) -> ForkedProcess:
 def _child(
     name: str, body: Callable[[], int], kept: frozenset[int], parent: int, last_words: Callable[[str], None] | None
 ) -> NoReturn:
-    code = _CRASHED
+    code = CRASHED
     try:
         _settle(name, kept, parent)
         code = body()
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else _CRASHED
+        code = end.code if isinstance(end.code, int) else CRASHED
     except BaseException as error:
         expected = isinstance(error, PenstockError)
         if isinstance(error, (ModelError, ConfigError, KernelError)):

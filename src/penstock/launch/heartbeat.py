@@ -81,6 +81,10 @@ class HeartbeatSlot:
         self._words[_Word.STEPS] = steps
         self._words[_Word.BEAT_NS] = now_ns
 
+    def refresh(self) -> None:
+        """I still wait for another machine."""
+        self._words[_Word.BEAT_NS] = time.monotonic_ns()
+
     def on_progress(self) -> None:
         """I am not ready yet, but further than before."""
         now_ns = time.monotonic_ns()

@@ -7,6 +7,7 @@ starts, not when (``supervisor`` does).
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import socket
 import time
@@ -36,6 +37,7 @@ from penstock.config.schema import (
 from penstock.engine.models.interface import Model, PoolingModel
 from penstock.engine.models.registry import build_model, build_pooling_model
 from penstock.engine.runner.lora import LoraLimits, LoraManager
+from penstock.errors import GroupError
 from penstock.grammar.matcher import GrammarVocabulary
 from penstock.kernels.core_lending import CoreLending, NoLending
 from penstock.kernels.ops import Ops
@@ -44,26 +46,28 @@ from penstock.kv.page_memory import KvLayout, KvMemoryFile
 from penstock.kv.store import store
 from penstock.launch import draft_model
 from penstock.launch.channel import Channel
-from penstock.launch.fork_server import prefer_for_oom_kill
+from penstock.launch.fork_server import CRASHED, prefer_for_oom_kill
 from penstock.launch.heartbeat import CoreLendingTable, HeartbeatSlot
 from penstock.launch.machine import interleave_memory
 from penstock.launch.numerics_probe import NumericsProbe, handed_over_layout
-from penstock.launch.rank_process import RankGroup, RankResources, run_follower
+from penstock.launch.rank_process import NodeIdentity, RankEvents, RankGroup, RankResources, run_follower
+from penstock.launch.rendezvous import WorkerNodes
 from penstock.launch.restart_policy import GATEWAY
 from penstock.launch.shared_rates import SharedTokenBuckets
 from penstock.launch.sparse_attention import sparse_numerics
 from penstock.launch.startup_log import LoadProgressLog
 from penstock.launch.supervisor import ChildSpec
-from penstock.parallel.shard import ModelShard, check_supported, shard_model
+from penstock.parallel.shard import ModelShard, check_supported, node_kv, shard_model
 from penstock.processing.service import GenerationProcessor
 from penstock.sidecar import drop_secrets, protect_memory
 from penstock.telemetry.log import configure_logging
-from penstock.types import RESTART_BITS, RUN_BITS, AdapterRef, ModelIdentity, Role, WorkerId
+from penstock.types import RESTART_BITS, RUN_BITS, AdapterRef, ModelIdentity, Role, WorkerId, WorkerState
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.inspect import spec_for_length
 from penstock.weights.load import LoadedModel, load_parts
 from penstock.weights.manifest import ManifestStore
 from penstock.wire.curve_keys import CurveKeys
+from penstock.wire.rank_link import host_and_port
 
 if TYPE_CHECKING:
     from penstock.launch import speculation
@@ -120,9 +124,8 @@ class WorkerProcesses:
         self._slots = slots
         self._places = {worker.worker: worker for worker in plan.workers}
         self._check_meshes()
-        layout = kv_layout(self._spec, plan.kv_dtype)
         self._kv = {
-            worker: KvMemoryFile.create(layout, worker_scheduler_config(place, plan).pages, label=worker)
+            worker: KvMemoryFile.create(self._layout(place), worker_scheduler_config(place, plan).pages, label=worker)
             for worker, place in self._places.items()
         }
         self._store = resolve_kv_store(config, plan.device, generates=self._spec.pooler is None)
@@ -135,10 +138,16 @@ class WorkerProcesses:
 
     def _check_meshes(self) -> None:
         lora = bool(self._model.loras) or (isinstance(self._config, ServeConfig) and self._config.allow_lora_updating)
-        for mesh in {worker.mesh for worker in self._plan.workers}:
+        for mesh, nodes in {(worker.mesh, worker.nodes.nodes) for worker in self._plan.workers}:
             check_supported(self._spec, mesh, lora=lora, speculation=self._plan.scheduler.max_draft_tokens > 0)
             for rank in range(mesh.ranks):
-                shard_model(self._spec, mesh, rank)
+                shard_model(self._spec, mesh, rank, nodes)
+
+    def _layout(self, place: WorkerPlan) -> KvLayout:
+        """The layout of the worker's pages on this machine."""
+        if place.nodes.nodes == 1:
+            return kv_layout(self._spec, self._plan.kv_dtype)
+        return KvLayout.for_shape(node_kv(self._spec, place.mesh, place.nodes), self._plan.kv_dtype)
 
     def close(self) -> None:
         """Free the KV memory."""
@@ -163,8 +172,12 @@ class WorkerProcesses:
             if reading is not None:
                 asked = stack.enter_context(closing(NumericsProbe(reading.family, dtype, reading.device)))
             with interleave_memory(self._plan.numa_nodes):
-                meshes = dict.fromkeys(worker.mesh for worker in self._plan.workers)
-                shards = [shard_model(self._spec, mesh, rank) for mesh in meshes for rank in range(mesh.ranks)]
+                meshes = dict.fromkeys((worker.mesh, worker.nodes) for worker in self._plan.workers)
+                shards = [
+                    shard_model(self._spec, mesh, rank, nodes.nodes)
+                    for mesh, nodes in meshes
+                    for rank in mesh.node_ranks(nodes)
+                ]
                 for loaded in self._load(ops, LoadProgressLog(keep_watch), threads, shards):
                     self._loaded[loaded.shard.mesh, loaded.shard.rank] = loaded
             if asked is not None:
@@ -177,8 +190,9 @@ class WorkerProcesses:
         self._cores.reset(worker)
         role = self._slots[worker].assigned_role or place.role
         supervise = self._config.supervise
-        group = RankGroup(place.mesh, crowded=place.crowded) if place.ranks else None
-        own = place.ranks[group.leader] if group is not None else place
+        group = self._group(place)
+        own = place.cores_of(group.first) if group is not None else place
+        alone = self._plan.pages_on_device(place) or place.nodes.nodes > 1
         config = WorkerConfig(
             worker=worker,
             incarnation=incarnation,
@@ -189,7 +203,7 @@ class WorkerProcesses:
             pages_port=self._plan.pages_port,
             scheduler=worker_scheduler_config(place, self._plan),
             hand_over=self._config.hand_over,
-            kv_store=KvStoreConfig(peers=False) if self._plan.pages_on_device(place) else self._store,
+            kv_store=KvStoreConfig(peers=False) if alone else self._store,
             threads=own.threads,
             cpus=own.cpus,
             niceness=place.niceness if role is place.role else place.prefill_niceness if role is Role.PREFILL else 0,
@@ -200,20 +214,35 @@ class WorkerProcesses:
             loans=place.loans,
             image_cache_bytes=self._config.image_cache,
         )
+        shared = (*(file.descriptor for file in self._kv.values()), *self._share.descriptors)
+        main = partial(self._run, config, place, group)
+        if group is None:
+            return ChildSpec(main=main, inherited_fds=shared, endpoint=config.endpoint)
+        followers = {rank: partial(self._run_follower, config, place, group, rank) for rank in group.ranks}
         return ChildSpec(
-            main=partial(self._run, config, place, group),
-            rank=0 if group is None else group.leader,
-            followers={}
-            if group is None
-            else {rank: partial(self._run_follower, config, place, group, rank) for rank in group.followers},
-            inherited_fds=(*(file.descriptor for file in self._kv.values()), *self._share.descriptors),
+            main=main if group.first == group.leader else followers[group.first],
+            rank=group.first,
+            followers={rank: followers[rank] for rank in group.followers},
+            inherited_fds=(*shared, *group.descriptors),
             endpoint=config.endpoint,
+            on_forked=group.close_listening,
         )
+
+    def _group(self, place: WorkerPlan) -> RankGroup | None:
+        """The ranks of a new incarnation of a worker.  Raises ConfigError."""
+        if not place.ranks:
+            return None
+        nodes, config = None, self._config
+        if isinstance(config, WorkerServeConfig) and config.master_addr is not None:
+            master = host_and_port(config.master_addr)
+            nodes = WorkerNodes(place.mesh, place.nodes, master, self._mailboxes.keys)
+        return RankGroup(place.mesh, crowded=place.crowded, nodes=nodes)
 
     def _hands_over(self, place: WorkerPlan) -> bool:
         """Whether the worker transfers KV pages: not those of pooling models, nor those in device memory without host
-        copies, which mixed fleets have."""
+        copies, which mixed fleets have, nor those on several machines."""
         stay = self._plan.pages_on_device(place) and not self._plan.mixed_numerics
+        stay = stay or place.nodes.nodes > 1  # each machine has its layers' pages only
         return not stay and self._plan.scheduler.pooling is None and place.role is not Role.ENCODE
 
     def _run(self, config: WorkerConfig, place: WorkerPlan, group: RankGroup | None) -> int:
@@ -232,7 +261,11 @@ class WorkerProcesses:
         if isinstance(self._config, WorkerServeConfig):
             log.info("numerics class %s", ops.numerics)  # for --mixed-with
         numerics, twins = self._numerics(ops, place)
-        own = None if group is None else self._rank(config.worker, group, loaded)
+        own = None
+        if group is not None:
+            own = self._rank(config, group, loaded, ops)
+            pages = own.join(self._rank_events(config.worker, place))
+            config = structs.replace(config, scheduler=structs.replace(config.scheduler, pages=pages))
         inherited = WorkerResources(
             model=loaded.model if own is None else own.connected(),
             rank=own,
@@ -257,14 +290,49 @@ class WorkerProcesses:
 
     def _run_follower(self, config: WorkerConfig, place: WorkerPlan, group: RankGroup, rank: int) -> int:
         self._begin(f"{config.worker}/{rank}")
-        cores, own = place.ranks[rank], self._rank(config.worker, group, self._loaded[place.mesh, rank])
-        return run_follower(own, self._ops(cores.threads), cores, config.niceness, self.close)
+        cores, slot = place.cores_of(rank), self._slots[config.worker]
+        ops, events = self._ops(cores.threads), self._rank_events(config.worker, place)
+        own = self._rank(config, group, self._loaded[place.mesh, rank], ops)
+        if rank != group.first:
+            events = RankEvents(lambda: None, events.on_lost)
+        try:
+            return run_follower(own, ops, cores, niceness=config.niceness, events=events, close=self.close)
+        except GroupError as error:
+            if place.nodes.node == 0:
+                raise
+            log.warning("%s", error)
+            slot.set_exit_reason(f"ended: {error}")
+            return 0
 
-    def _rank(self, worker: WorkerId, group: RankGroup, loaded: _Loaded) -> RankResources:
-        model = cast(Model, loaded.model)  # pooling models are refused
-        return RankResources(
-            group=group, shard=loaded.shard, model=model, weight_bytes=loaded.nbytes, kv=self._kv[worker]
+    def _rank(self, config: WorkerConfig, group: RankGroup, loaded: _Loaded, ops: Ops) -> RankResources:
+        identity = NodeIdentity(
+            rank=loaded.shard.rank,
+            fingerprint=loaded.fingerprint,
+            numerics=sparse_numerics(self._spec, ops.numerics),
+            kv=kv_layout(self._spec, self._plan.kv_dtype).name,
+            pages=config.scheduler.pages,
+            max_model_len=config.scheduler.max_model_len,
         )
+        return RankResources(
+            group=group,
+            shard=loaded.shard,
+            model=cast(Model, loaded.model),  # pooling models are refused
+            weight_bytes=loaded.nbytes,
+            kv=self._kv[config.worker],
+            identity=identity,
+        )
+
+    def _rank_events(self, worker: WorkerId, place: WorkerPlan) -> RankEvents:
+        """What the first rank on a machine does while others are waited for, and when one has gone."""
+        slot, leads = self._slots[worker], place.nodes.node == 0
+
+        def on_lost(reason: str) -> None:
+            log.warning("%s", reason)
+            slot.set_exit_reason(reason if leads else f"ended: {reason}")
+            logging.shutdown()
+            os._exit(CRASHED if leads else 0)  # in a thread: others may wait for what never comes
+
+        return RankEvents(slot.refresh, on_lost, partial(slot.set_state, WorkerState.READY))
 
     def _begin(self, name: str) -> None:
         """Prepare the process of a worker, or of one of its ranks."""

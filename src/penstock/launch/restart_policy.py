@@ -355,8 +355,8 @@ class RestartPolicy:
         delay = self._backoff(child.quick_deaths)
         child.due = now + delay
         when = f"in {delay:.2f} s" if delay else "now"
-        if event.exit.code == 0 and was_ready:  # an operator or a SIGTERM requested it
-            effects.append(LogLine(f"{child.name} has drained and ended; restarting {when}"))
+        if event.exit.code == 0 and was_ready:  # an operator or a SIGTERM requested it, or another machine has gone
+            effects.append(LogLine(f"{child.name} {event.exit.reason or 'has drained and ended'}; restarting {when}"))
         else:
             effects.append(LogLine(f"{child.name} ended: {event.exit}; restarting {when}", warning=True))
 

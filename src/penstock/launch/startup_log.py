@@ -63,7 +63,8 @@ def fleet_lines(plan: ServePlan, pid: Callable[[str], int | None]) -> Iterator[s
     else:
         yield _memory_line(plan)
     for worker in plan.workers:
-        ranks = f"{worker.mesh.name}: {worker.mesh.ranks} ranks, together " if worker.ranks else ""
+        here = "" if worker.nodes.nodes == 1 else f", {len(worker.ranks)} here"
+        ranks = f"{worker.mesh.name}: {worker.mesh.ranks} ranks{here}, together " if worker.ranks else ""
         yield f"{worker.worker}: pid {pid(worker.worker)}, {ranks}{_cores(worker)}"
 
 

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Protocol, assert_never
 
 from penstock.config.limits import SuperviseConfig
-from penstock.errors import ProtocolError, RestartLimitReached
+from penstock.errors import ConfigError, ProtocolError, RestartLimitReached
 from penstock.launch.channel import Channel
 from penstock.launch.fork_server import ForkedProcess, OomKillLog, ProcessHasThreads, fork, read_process_stats
 from penstock.launch.heartbeat import HeartbeatSlot
@@ -361,8 +361,9 @@ class Supervisor:
                 self._fork_worker(WorkerId(name), incarnation, slot)
         except (
             OSError,
+            ConfigError,
             ProcessHasThreads,
-        ) as error:  # no process, descriptor or memory, or a thread: treated as an immediate death
+        ) as error:  # no process, descriptor, port or memory, or a thread: treated as an immediate death
             self._handle(ProcessExited(name, incarnation, ProcessExit(code=1, reason=f"cannot start it: {error}")))
 
     def _fork_gateway(self, name: str, incarnation: int, slot: HeartbeatSlot) -> None:

@@ -266,7 +266,7 @@ def _runner(
     patience = MaskWait(wait_s=config.mask_wait_ms / 1000)
     program = _made_ready(record_step(model, ops, kv, inherited.drafts), inherited)
     if inherited.rank is not None:
-        program = inherited.rank.lead(cast(SharedProgram, program), ops)
+        program = inherited.rank.lead(cast(SharedProgram, program), ops, inherited.slot.refresh)
     aids = RunnerServices(matcher_of=grammars.matcher, images=images, adapters=inherited.adapters, mask_wait=patience)
     return ModelRunner(model, ops, kv, program, aids, micro_batches=inherited.micro_batches)
 

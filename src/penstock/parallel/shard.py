@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 
 from msgspec import structs
 
-from penstock.config.mesh import TENSOR_WAYS, Mesh
+from penstock.config.mesh import TENSOR_WAYS, Mesh, NodePlace
 from penstock.errors import ConfigError
 from penstock.kernels.operands import COLUMN_UNIT, TREE_SEGMENTS, HeadColumns, KvShape, PageShare, segment_ends
 from penstock.kernels.sum_tree import experts_of, leaves_of
@@ -177,8 +177,8 @@ class ModelShard:
             yield weight
 
 
-def shard_model(spec: ModelSpec, mesh: Mesh, rank: int) -> ModelShard:
-    """One rank's part of a model.
+def shard_model(spec: ModelSpec, mesh: Mesh, rank: int, nodes: int = 1) -> ModelShard:
+    """One rank's part of a model.  ``nodes``: machines that the ranks are on; the KV pages of one have its layers.
 
     Raises ConfigError for a model that cannot be divided yet, or not over that number of ranks: one line, with the
     numbers and a plan that would work.
@@ -195,7 +195,7 @@ def shard_model(spec: ModelSpec, mesh: Mesh, rank: int) -> ModelShard:
     local = structs.replace(
         spec,
         layers=len(layers),
-        kv=_local_kv(spec, layers, shares),
+        kv=_local_kv(spec, mesh, NodePlace(nodes=nodes, node=mesh.node_of(rank, nodes)), layers, shares),
         tied=False,
         details=structs.replace(decoder, layers=tuple(map(_local_layer, own, shares))),
     )
@@ -322,13 +322,38 @@ def _local_layer(layer: LayerConfig, share: LayerShare) -> LayerConfig:
     return structs.replace(layer, attention=attention, mlp=structs.replace(mlp, intermediate=len(share.columns)))
 
 
-def _local_kv(spec: ModelSpec, layers: range, shares: Sequence[LayerShare]) -> KvShape:
-    """These layers and the rank's heads in pages of the whole model, which all ranks of a host share."""
+def node_layers(spec: ModelSpec, mesh: Mesh, place: NodePlace) -> range:
+    """The layers of all ranks on one machine.  Raises ConfigError for more machines than stages."""
+    if place.nodes > mesh.pipeline:
+        works = Mesh(tensor=mesh.tensor, pipeline=place.nodes)
+        raise ConfigError(
+            f"--nnodes {place.nodes}: a stage is on one machine, and {mesh.name} has {mesh.pipeline}; "
+            f"--parallel {works.name} would work"
+        )
+    stages, ranks = stage_layers(spec, mesh.pipeline), mesh.node_ranks(place)
+    return range(stages[mesh.place(ranks[0]).stage].start, stages[mesh.place(ranks[-1]).stage].stop)
+
+
+def node_kv(spec: ModelSpec, mesh: Mesh, place: NodePlace) -> KvShape:
+    """What the KV pages of one machine have: its layers, in the groups of the whole model, so that all have one table
+    of pages."""
+    layers = node_layers(spec, mesh, place)
+    groups = tuple(
+        replace(group, layers=tuple(layer - layers.start for layer in group.layers if layer in layers))
+        for group in spec.kv.groups
+    )
+    return replace(spec.kv, layers=len(layers), groups=groups)
+
+
+def _local_kv(spec: ModelSpec, mesh: Mesh, place: NodePlace, layers: range, shares: Sequence[LayerShare]) -> KvShape:
+    """These layers and the rank's heads in the pages that all ranks of a machine share."""
     kept = {share.own_heads.kv for share in shares}
     if len(kept) > 1:
         raise ConfigError(f"{spec.architecture}: layers with different numbers of heads cannot be divided over ranks")
     heads = kept.pop()
-    return replace(spec.kv, layers=len(layers), kv_heads=len(heads), groups=(), share=PageShare(spec.kv, layers, heads))
+    first = node_layers(spec, mesh, place).start
+    share = PageShare(node_kv(spec, mesh, place), range(layers.start - first, layers.stop - first), heads)
+    return replace(spec.kv, layers=len(layers), kv_heads=len(heads), groups=(), share=share)
 
 
 def _qkv_rows(attention: AttentionConfig, own: HeadShare) -> list[range]:

@@ -381,6 +381,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """One rank of a worker whose ranks divide the model."""
 
     rank: Count
+    node: Count = 0  # the machine that it is on
     pid: Count  # 0: it has not begun
     weight_bytes: Count
     kv_bytes: Count  # of all pages, those that it writes

@@ -416,3 +416,46 @@ def test_plans_that_nothing_carries_out_are_refused() -> None:
     refused("expert parallelism is not supported yet", parallel="ep2")
     gpu = GpuReport(gpu=GpuFacts(name="H100", capability=(9, 0), free_bytes=80 * GIB, total_bytes=80 * GIB))
     refused("over GPUs it cannot yet", machine=msgspec.structs.replace(SERVER, gpu=gpu), device="cuda", parallel="tp2")
+
+
+ENCRYPTING = msgspec.structs.replace(LAPTOP, can_encrypt_pages=True)
+
+
+def on_nodes(machine: MachineFacts = ENCRYPTING, **flags: object) -> ServePlan:
+    asked = {"parallel": "tp2,pp3", "nnodes": 3, "master_addr": "tcp://10.0.0.1:9100"} | flags
+    config = msgspec.convert({name: value for name, value in asked.items() if value is not None}, WorkerServeConfig)
+    return resolve_worker(config, WorkerId("w"), machine, STORY)
+
+
+def test_a_machine_of_a_worker_has_cores_for_its_own_ranks() -> None:
+    (worker,) = on_nodes(node_rank=1).workers
+    assert (worker.nodes.nodes, worker.nodes.node, worker.mesh.ranks) == (3, 1, 6)
+    assert len(worker.ranks) == 2
+    assert [worker.cores_of(rank) for rank in (2, 3)] == list(worker.ranks)
+    (alone,) = on_nodes(parallel="pp3").workers
+    assert [rank.threads for rank in alone.ranks] == [2]
+    assert on_nodes(parallel="pp3").warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"node_rank": 3}, "--node-rank 3 of --nnodes 3: 0 to 2 are possible"),
+        ({"master_addr": None}, "--nnodes: add --master-addr tcp://HOST:PORT"),
+        ({"nnodes": None}, "--master-addr is for a worker on several machines: add --nnodes"),
+        ({"parallel": "tp2"}, "each machine has a stage at least, and tp2 has 1; --parallel tp2,pp3 would work"),
+        ({"parallel": None}, "and tp1 has 1; --parallel pp3 would work"),
+        ({"role": "decode"}, "--role decode: a worker on several machines transfers no KV pages"),
+        ({"kv_host": 1 << 30}, "--kv-host: KV pages of a worker on several machines are not stored yet"),
+    ],
+)
+def test_machines_that_make_no_worker_are_refused_in_one_line(flags: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        on_nodes(**flags)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_machines_that_cannot_encrypt_make_no_worker() -> None:
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[encryption\]'"):
+        on_nodes(LAPTOP)

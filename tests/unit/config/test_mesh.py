@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from penstock.config.mesh import Mesh, Place, parse_mesh
+from penstock.config.mesh import Mesh, NodePlace, Place, parse_mesh
 from penstock.errors import ConfigError
 
 
@@ -25,6 +25,18 @@ def test_every_rank_has_one_place_and_each_group_every_part_once(tensor: int, pi
         ]
     with pytest.raises(ValueError, match=f"rank {mesh.ranks} of {mesh.ranks}"):
         mesh.place(mesh.ranks)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("pipeline", range(1, 8))
+def test_machines_have_whole_stages_and_the_first_one_leads(tensor: int, pipeline: int) -> None:
+    mesh = Mesh(tensor=tensor, pipeline=pipeline)
+    for nodes in range(1, pipeline + 1):
+        found = [mesh.node_ranks(NodePlace(nodes=nodes, node=node)) for node in range(nodes)]
+        assert [rank for own in reversed(found) for rank in own] == list(range(mesh.ranks))
+        assert all(len(own) >= tensor and len(own) % tensor == 0 for own in found)
+        assert mesh.leader in found[0]
+        assert all(mesh.node_of(rank, nodes) == node for node, own in enumerate(found) for rank in own)
 
 
 @pytest.mark.parametrize(

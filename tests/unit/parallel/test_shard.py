@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from numpy.typing import NDArray
 
-from penstock.config.mesh import Mesh
+from penstock.config.mesh import Mesh, NodePlace
 from penstock.errors import ConfigError
 from penstock.kernels.operands import COLUMN_UNIT, Sparse, segment_ends
 from penstock.parallel.shard import (
@@ -21,6 +21,7 @@ from penstock.parallel.shard import (
     ModelShard,
     check_supported,
     column_range,
+    node_kv,
     part_of,
     shard_model,
     stage_layers,
@@ -232,6 +233,26 @@ def test_a_rank_finds_its_layers_in_pages_of_the_whole_model(name: str) -> None:
         for kv in (shard_model(spec, mesh, rank).spec.kv for rank in range(mesh.ranks)):
             assert (kv.reaches, kv.layer_groups) == (spec.kv.reaches, spec.kv.layer_groups)
             assert kv.page_bytes("bf16") == spec.kv.page_bytes("bf16")
+
+
+@pytest.mark.parametrize("name", ["gemma_3_1b", "llama_3_2_1b"])
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_the_pages_of_a_machine_have_its_layers_in_the_groups_of_the_whole_model(name: str, nodes: int) -> None:
+    spec, _ = published(name)
+    mesh = Mesh(tensor=2, pipeline=4)
+    groups: list[int] = []  # of each layer, in the order of stages
+    for node in reversed(range(nodes)):
+        kv = node_kv(spec, mesh, NodePlace(nodes=nodes, node=node))
+        ranks = mesh.node_ranks(NodePlace(nodes=nodes, node=node))
+        shards = [shard_model(spec, mesh, rank, nodes) for rank in ranks]
+        assert {shard.spec.kv.of_pages for shard in shards} == {kv}
+        assert [place for shard in shards if shard.rank % 2 == 0 for place in shard.spec.kv.places] == list(kv.places)
+        assert all(shard.spec.kv.layer_groups == spec.kv.layer_groups for shard in shards)
+        share = 1 if spec.kv.groups else len(kv.places) / spec.layers  # a group may be whole on one machine
+        assert kv.page_bytes("bf16") == spec.kv.page_bytes("bf16") * share
+        assert len(set(kv.places)) == len(kv.places)
+        groups += [group for group, _ in kv.places]
+    assert groups == [group for group, _ in spec.kv.places]
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.config.mesh import Mesh, Place
 from penstock.engine.models.interface import Model
 from penstock.errors import GroupError
 from penstock.kernels.host_ops import AdvancingPages
@@ -48,11 +47,6 @@ PLACES = 16
 
 SCORED_ROWS = 64
 """Prompt positions scored at once: bounds the logits held in memory to this many rows of the vocabulary."""
-
-
-def leader_of(mesh: Mesh) -> int:
-    """The rank that leads: the first one of the last stage."""
-    return mesh.rank(Place(tensor=0, stage=mesh.pipeline - 1))
 
 
 def scored_pieces(scored: int) -> Iterator[NDArray[np.int32]]:

@@ -21,7 +21,7 @@ from penstock.engine.models.interface import Model
 from penstock.kernels.operands import Array, Gate, GatheredNorm, PackedExperts, PackedLinear, Routes, StepBatch
 from penstock.kernels.ops import Ops, SharedProgram
 from penstock.kernels.sampling import GumbelRows, Sampled, SampleRow
-from penstock.parallel.collectives.interface import Collectives
+from penstock.parallel.collectives.interface import Collectives, PointToPoint
 from penstock.parallel.shard import ModelShard
 
 KEPT_BATCHES = 8
@@ -94,7 +94,7 @@ class StageProgram:
     before the last computes all tokens; only the last one is ``run``.
     """
 
-    def __init__(self, program: SharedProgram, ops: Ops, stages: Collectives, shard: ModelShard) -> None:
+    def __init__(self, program: SharedProgram, ops: Ops, stages: PointToPoint, shard: ModelShard) -> None:
         self._program = program
         self._ops = ops
         self._stages = stages
@@ -140,6 +140,6 @@ class StageProgram:
         return batch if shard.is_last else replace(batch, sample_rows_R=np.arange(tokens, dtype=np.int32))
 
 
-def stage_program(program: SharedProgram, ops: Ops, stages: Collectives, shard: ModelShard) -> SharedProgram:
+def stage_program(program: SharedProgram, ops: Ops, stages: PointToPoint, shard: ModelShard) -> SharedProgram:
     """The program of a rank, whose model is a ``ShardedModel``."""
     return program if shard.mesh.pipeline == 1 else StageProgram(program, ops, stages, shard)

@@ -12,7 +12,7 @@ from typing import Protocol
 from penstock.kernels.operands import Array
 
 
-class Collectives(Protocol):
+class PointToPoint(Protocol):
     """One rank's connection to the others of a group.  Arrays that are returned belong to the caller, who may write
     into them; arrays that were given may be overwritten as soon as the call returns.
 
@@ -29,18 +29,22 @@ class Collectives(Protocol):
         """The number of ranks in the group."""
         ...
 
-    def all_gather(self, own: Array) -> list[Array]:
-        """The arrays that all ranks gave, by rank; they may differ in their columns, not in rows."""
-        ...
-
-    def all_to_all(self, parts: Sequence[Array]) -> list[Array]:
-        """``parts[r]`` goes to rank r; returns what each rank had for this one, by rank."""
-        ...
-
     def send(self, array: Array, to: int) -> None:
         """To another rank, which receives what one rank sends it in this order."""
         ...
 
     def recv(self, source: int, shape: tuple[int, ...]) -> Array:
         """The next array that a rank sent to this one, of this shape."""
+        ...
+
+
+class Collectives(PointToPoint, Protocol):
+    """The same, with operations that all ranks take part in."""
+
+    def all_gather(self, own: Array) -> list[Array]:
+        """The arrays that all ranks gave, by rank; they may differ in their columns, not in rows."""
+        ...
+
+    def all_to_all(self, parts: Sequence[Array]) -> list[Array]:
+        """``parts[r]`` goes to rank r; returns what each rank had for this one, by rank."""
         ...

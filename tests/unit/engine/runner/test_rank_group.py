@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.mesh import parse_mesh
-from penstock.engine.runner.rank_group import PLACES, SharedStep, StepDecoder, StepEncoder, leader_of, scored_pieces
+from penstock.engine.runner.rank_group import PLACES, SharedStep, StepDecoder, StepEncoder, scored_pieces
 from penstock.errors import GroupError
 from penstock.kernels.host_ops import AdvancingPages
 from penstock.kernels.host_ops_fallback import AdvancingPages as SlowAdvancingPages
@@ -131,7 +131,7 @@ def test_scored_rows_come_in_the_same_pieces_everywhere() -> None:
 
 
 def test_the_leader_has_the_logits() -> None:
-    assert [leader_of(parse_mesh(text)) for text in ("tp1", "tp4", "pp3", "tp2,pp2")] == [0, 0, 2, 2]
+    assert [parse_mesh(text).leader for text in ("tp1", "tp4", "pp3", "tp2,pp2")] == [0, 0, 2, 2]
 
 
 @pytest.mark.parametrize("groups", [1, 3])

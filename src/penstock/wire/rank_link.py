@@ -1,0 +1,235 @@
+"""An authenticated and encrypted TCP connection between two processes of one worker that are on different machines.
+
+::
+
+    connecting end                                        listening end
+    nonce, X25519 key ------------------------------------->
+            <------------------------------------- nonce, X25519 key, proof
+    proof ------------------------------------------------->
+            <------------- records, both ways ------------->     length, AES-256-GCM (NIST SP 800-38D) of the bytes
+
+Both ends prove that they have the deployment's keys (``CurveKeys``), which never travel: proofs and the keys of the
+records come, by keyed BLAKE2b (RFC 7693), from those, both nonces and a Diffie-Hellman secret (X25519, RFC 7748) of
+this connection alone, so records that were overheard stay secret when the deployment's keys become known.  A record is
+numbered by its nonce: one that is lost, repeated or changed ends the connection, and none is made again by itself.
+
+Knows nothing about what records say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import struct
+import threading
+import time
+from hashlib import blake2b
+from hmac import compare_digest
+from typing import Any
+
+from penstock.errors import ConfigError, ProtocolError
+from penstock.wire.curve_keys import CurveKeys
+
+GREETING_S = 3.0
+"""For the other end to prove that it has the keys."""
+
+SILENCE_S = 4
+"""Who says nothing for so long is taken to be gone: each end says something more often than that."""
+
+RECORD_BYTES = 1 << 20
+"""The most bytes of one record."""
+
+_MAGIC = b"PNSR\1\0\0\0"
+_KEY_BYTES = _NONCE_BYTES = _PROOF_BYTES = 32
+_TAG_BYTES = 16
+_HELLO_BYTES = len(_MAGIC) + _NONCE_BYTES + _KEY_BYTES
+_LENGTH = struct.Struct("<I")
+
+Part = bytes | bytearray | memoryview
+
+
+class RankLink:
+    """A connection whose ends know each other.  Threads may send while one receives.
+
+    Raises OSError when the connection is gone, ProtocolError for what no rank sends.
+    """
+
+    def __init__(self, sock: socket.socket, send_key: bytes, receive_key: bytes) -> None:
+        self._sock = sock
+        self._send_cipher, self._receive_cipher = _cipher(send_key), _cipher(receive_key)
+        self._sent = self._received = 0
+        self._sending = threading.Lock()  # records leave in the order of their numbers
+        sock.setblocking(True)
+
+    @property
+    def peer_host(self) -> str:
+        """The address of the other end."""
+        host: str = self._sock.getpeername()[0]
+        return host
+
+    def fileno(self) -> int:
+        """The socket's descriptor, to wait for."""
+        return self._sock.fileno()
+
+    def send(self, *parts: Part) -> None:
+        """One record, of ``RECORD_BYTES`` at most; waits until the system has taken it."""
+        body = b"".join(parts)
+        if len(body) > RECORD_BYTES:
+            raise ValueError(f"a record of {len(body)} bytes; at most {RECORD_BYTES} are allowed")
+        head = _LENGTH.pack(len(body))
+        with self._sending:
+            self._sent += 1
+            self._sock.sendall(head + self._send_cipher.encrypt(_nonce(self._sent), body, head))
+
+    def recv(self) -> bytes:
+        """The next record.  Raises TimeoutError when nothing comes for ``SILENCE_S``."""
+        from cryptography.exceptions import InvalidTag
+
+        head = _receive(self._sock, _LENGTH.size)
+        (length,) = _LENGTH.unpack(head)
+        if length > RECORD_BYTES:
+            raise ProtocolError(f"a record of {length} bytes; at most {RECORD_BYTES} are allowed")
+        sealed = _receive(self._sock, length + _TAG_BYTES)
+        self._received += 1
+        try:
+            body: bytes = self._receive_cipher.decrypt(_nonce(self._received), sealed, head)
+        except InvalidTag:
+            raise ProtocolError("a record that was changed, repeated or lost on its way") from None
+        return body
+
+    def close(self) -> None:
+        """End the connection; a thread that waits for it is woken.  Idempotent."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+
+def listen_for_ranks(host: str, port: int) -> socket.socket:
+    """A listening socket, which does not block; port 0 is any free one.
+
+    Raises ConfigError when it cannot listen there.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError(f"cannot listen for other machines at {host}:{port}: {error.strerror}") from None
+    listening.setblocking(False)  # one that was announced may have gone before it is accepted
+    return listening
+
+
+def accept_rank(sock: socket.socket, keys: CurveKeys) -> RankLink:
+    """The link of a connection that a listening socket has accepted.
+
+    Raises ProtocolError if the other end does not prove that it has the keys, OSError if it is gone or too slow; the
+    connection is closed then.
+    """
+    return _greeted(sock, keys, connecting=False)
+
+
+def connect_rank(host: str, port: int, keys: CurveKeys) -> RankLink:
+    """A link to who listens there.  Raises as ``accept_rank``."""
+    return _greeted(socket.create_connection((host, port), timeout=GREETING_S), keys, connecting=True)
+
+
+def _greeted(sock: socket.socket, keys: CurveKeys, *, connecting: bool) -> RankLink:
+    try:
+        _watch(sock)
+        return _handshake(sock, keys, time.monotonic() + GREETING_S, connecting=connecting)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _handshake(sock: socket.socket, keys: CurveKeys, deadline: float, *, connecting: bool) -> RankLink:
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+    own = X25519PrivateKey.generate()
+    hello = _MAGIC + secrets.token_bytes(_NONCE_BYTES) + own.public_key().public_bytes_raw()
+    if connecting:
+        _send(sock, hello, deadline)
+        theirs = _receive_hello(sock, deadline)
+        master = _master_key(keys, hello + theirs, own, theirs)
+        _check_proof(_receive(sock, _PROOF_BYTES, deadline), master, b"listening")
+        _send(sock, _derived(master, b"connecting"), deadline)
+    else:
+        theirs = _receive_hello(sock, deadline)
+        master = _master_key(keys, theirs + hello, own, theirs)
+        _send(sock, hello + _derived(master, b"listening"), deadline)
+        _check_proof(_receive(sock, _PROOF_BYTES, deadline), master, b"connecting")
+    ways = _derived(master, b"to the listening end"), _derived(master, b"to the connecting end")
+    return RankLink(sock, *(ways if connecting else ways[::-1]))
+
+
+def _receive_hello(sock: socket.socket, deadline: float) -> bytes:
+    hello = _receive(sock, _HELLO_BYTES, deadline)
+    if hello[: len(_MAGIC)] != _MAGIC:
+        raise ProtocolError("what connects is no rank of a worker of this version")
+    return hello
+
+
+def _master_key(keys: CurveKeys, greetings: bytes, own: Any, theirs: bytes) -> bytes:
+    """The key of this connection.  ``own``: this end's private key; ``theirs``: the other end's greeting."""
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
+
+    try:
+        shared = own.exchange(X25519PublicKey.from_public_bytes(theirs[-_KEY_BYTES:]))
+    except ValueError:
+        raise ProtocolError("a key that agrees with none") from None
+    deployment = blake2b(keys.server_secret + keys.client_secret, digest_size=_KEY_BYTES, person=b"penstock ranks")
+    return _derived(deployment.digest(), greetings + shared)
+
+
+def _derived(key: bytes, what: bytes) -> bytes:
+    return blake2b(what, key=key, digest_size=_KEY_BYTES, person=b"penstock ranks").digest()
+
+
+def _check_proof(proof: bytes, master: bytes, who: bytes) -> None:
+    if not compare_digest(proof, _derived(master, who)):
+        raise ProtocolError("the other end has other keys")
+
+
+def _cipher(key: bytes) -> Any:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    return AESGCM(key)
+
+
+def _nonce(count: int) -> bytes:
+    return count.to_bytes(12, "little")
+
+
+def _watch(sock: socket.socket) -> None:
+    """Small records leave at once, and who says nothing is noticed."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", SILENCE_S, 0))
+
+
+def _send(sock: socket.socket, data: bytes, deadline: float) -> None:
+    sock.settimeout(max(1e-3, deadline - time.monotonic()))
+    sock.sendall(data)
+
+
+def _receive(sock: socket.socket, nbytes: int, deadline: float | None = None) -> bytes:
+    """Exactly so many bytes.  ``deadline``: of the monotonic clock; else the socket's own patience with each piece."""
+    data, got = bytearray(nbytes), 0
+    view = memoryview(data)
+    while got < nbytes:
+        if deadline is not None:
+            sock.settimeout(max(1e-3, deadline - time.monotonic()))
+        try:
+            received = sock.recv_into(view[got:])
+        except BlockingIOError:
+            raise TimeoutError(f"nothing came for {SILENCE_S} s") from None
+        if received == 0:
+            raise ConnectionError("the other end has closed the connection")
+        got += received
+    return bytes(data)
+
+
+def host_and_port(endpoint: str) -> tuple[str, int]:
+    """The parts of ``tcp://HOST:PORT``."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)

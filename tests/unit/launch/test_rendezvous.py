@@ -1,0 +1,258 @@
+"""The machines of one worker find each other over real sockets, each of them a thread here."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from penstock.config.mesh import NodePlace, parse_mesh
+from penstock.errors import ConfigError, GroupError
+from penstock.launch import rendezvous as module
+from penstock.launch.rendezvous import Rendezvous, WorkerNodes
+from penstock.wire.curve_keys import CurveKeys
+from penstock.wire.gateway_messages import RankReport
+from penstock.wire.rank_link import RankLink, accept_rank, connect_rank, listen_for_ranks
+from penstock.wire.rendezvous_messages import LinkHello, NodeHello, NodeWelcome, decode, encode
+
+KEYS = CurveKeys.ephemeral()
+CONTEXT = 64
+PATIENCE_S = 20
+
+
+OPEN: list[socket.socket | RankLink] = []
+
+
+def opened(end: Any) -> Any:
+    """Closed behind the test."""
+    OPEN.append(end)
+    return end
+
+
+@pytest.fixture(autouse=True)
+def close_all() -> Iterator[None]:
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
+class Gone(Exception):  # noqa: N818 - how a test ends a machine
+    """The machine was ended."""
+
+
+@dataclass
+class Machine:
+    """One machine of a worker.  ``ended``: set to end what it does."""
+
+    nodes: WorkerNodes
+    listening: dict[int, socket.socket]
+    ended: threading.Event
+    pages: int = 8
+
+    @classmethod
+    def of(cls, plan: str, place: NodePlace, master: tuple[str, int], door: socket.socket | None = None) -> Machine:
+        nodes = WorkerNodes(parse_mesh(plan), place, master, KEYS)
+        listening = {
+            rank: door if door is not None and rank == nodes.mesh.leader else opened(listen_for_ranks("127.0.0.1", 0))
+            for rank in nodes.ranks
+            if nodes.listens(rank)
+        }
+        return cls(nodes, listening, threading.Event())
+
+    @property
+    def hello(self) -> NodeHello:
+        return NodeHello(
+            node=self.nodes.place.node,
+            nodes=self.nodes.place.nodes,
+            plan=self.nodes.mesh.name,
+            fingerprint="model",
+            numerics="kernels",
+            kv="pages",
+            pages=self.pages,
+            ports={rank: sock.getsockname()[1] for rank, sock in self.listening.items()},
+        )
+
+    def rendezvous(self) -> Rendezvous:
+        def beat() -> None:
+            if self.ended.is_set():
+                raise Gone
+
+        return Rendezvous(self.nodes, self.listening, beat)
+
+    def meet(self) -> dict[int, dict[int, tuple[RankLink, RankReport]]]:
+        """All that its ranks do; the links of each."""
+        first = self.rendezvous()
+        leads = self.nodes.place.node == 0
+        welcome = first.lead(self.hello, CONTEXT) if leads else first.follow(self.hello)
+        assert welcome.pages == 8
+        links = [
+            Begun(lambda rank=rank: self.rendezvous().connect(rank, welcome, report(rank))) for rank in self.nodes.ranks
+        ]
+        return {rank: begun.result() for rank, begun in zip(self.nodes.ranks, links, strict=True)}
+
+
+class Begun:
+    """A body that runs in a thread."""
+
+    def __init__(self, body: Callable[[], Any]) -> None:
+        self._found: list[tuple[Any, BaseException | None]] = []
+        self._thread = threading.Thread(target=self._run, args=(body,))
+        self._thread.start()
+
+    def _run(self, body: Callable[[], Any]) -> None:
+        try:
+            self._found.append((body(), None))
+        except BaseException as error:  # noqa: BLE001 - raised again by ``result``
+            self._found.append((None, error))
+
+    def result(self) -> Any:
+        self._thread.join(PATIENCE_S)
+        assert self._found, "it still runs"
+        value, error = self._found[0]
+        if error is not None:
+            raise error
+        return value
+
+
+def report(rank: int) -> RankReport:
+    return RankReport(rank=rank, pid=100 + rank, weight_bytes=1, kv_bytes=1, step_cpu_s=0.0)
+
+
+def machines(plan: str, nodes: int) -> list[Machine]:
+    door = opened(listen_for_ranks("127.0.0.1", 0))
+    places = [NodePlace(nodes=nodes, node=node) for node in range(nodes)]
+    return [Machine.of(plan, place, door.getsockname()[:2], door if place.node == 0 else None) for place in places]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """For what other threads do."""
+    waiting = threading.Event()
+    for _ in range(PATIENCE_S * 100):
+        if condition():
+            return
+        waiting.wait(0.01)
+    raise AssertionError("it did not come true")
+
+
+@pytest.mark.parametrize(
+    ("plan", "nodes", "pairs"),
+    [
+        ("pp2", 2, {(0, 1)}),
+        ("tp2,pp2", 2, {(0, 2), (1, 2), (1, 3)}),  # 1 and 2: the leader tells it what to compute
+        ("pp3", 3, {(0, 1), (0, 2), (1, 2)}),
+        ("pp4", 2, {(0, 3), (1, 2), (1, 3)}),
+    ],
+)
+def test_all_ranks_that_exchange_over_machines_are_connected(
+    plan: str, nodes: int, pairs: set[tuple[int, int]]
+) -> None:
+    begun = [Begun(machine.meet) for machine in reversed(machines(plan, nodes))]
+    links = {rank: own for each in begun for rank, own in each.result().items()}
+    assert {(rank, other) for rank, own in links.items() for other in own} == {*pairs, *(pair[::-1] for pair in pairs)}
+    for rank, own in links.items():
+        for other, (link, theirs) in own.items():
+            assert theirs == report(other)
+            opened(link).send(f"from {rank} to {other}".encode())
+    for rank, own in links.items():
+        for other, (link, _) in own.items():
+            assert link.recv() == f"from {other} to {rank}".encode()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"plan": "tp2,pp2"}, "--parallel tp2,pp2; machine 0 has pp2"),
+        ({"nodes": 3}, "--nnodes 3; machine 0 has 2"),
+        ({"fingerprint": "another"}, "another model: another; machine 0 has model"),
+        ({"numerics": "portable"}, "other kernels or another --dtype: portable; machine 0 has kernels"),
+        ({"kv": "fp8"}, "other KV pages: fp8; machine 0 has pages"),
+        ({"node": 2}, "--node-rank 2: 1 to 1 are expected"),
+        ({"node": 0}, "--node-rank 0: 1 to 1 are expected"),
+        ({"ports": {0: 1, 5: 2}}, r"ranks \[0, 5\] listen there, \[\] were expected"),
+        ({"pages": 3}, "room for 48 tokens of KV, and one context may have 64"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_machine_that_does_not_belong_here_is_told_why(changes: dict[str, Any], reason: str) -> None:
+    first, other = machines("pp2", 2)
+    leading = Begun(lambda: first.rendezvous().lead(first.hello, CONTEXT))
+    with pytest.raises(ConfigError, match=reason):
+        other.rendezvous().follow(structs.replace(other.hello, **changes))
+    first.ended.set()
+    with pytest.raises(Gone):
+        leading.result()
+
+
+def test_the_room_of_the_poorest_machine_counts() -> None:
+    first, other = machines("pp2", 2)
+    first.pages, other.pages = 10, 6
+    leading = Begun(lambda: first.rendezvous().lead(first.hello, CONTEXT))
+    assert other.rendezvous().follow(other.hello).pages == 6
+    assert leading.result().pages == 6
+
+
+def test_a_machine_that_goes_while_others_are_waited_for_may_come_back() -> None:
+    first, second, third = machines("pp3", 3)
+    waiting = first.rendezvous()
+    leading = Begun(lambda: waiting.lead(first.hello, CONTEXT))
+    gone = Begun(lambda: second.rendezvous().follow(second.hello))
+    wait_for(lambda: 1 in waiting._joined)
+    second.ended.set()
+    with pytest.raises(Gone):
+        gone.result()
+    wait_for(lambda: 1 not in waiting._joined)
+    again = replace(second, ended=threading.Event())
+    begun = [Begun(lambda each=each: each.rendezvous().follow(each.hello)) for each in (again, third)]
+    assert leading.result() == begun[0].result() == begun[1].result()
+
+
+def test_a_rank_of_an_earlier_incarnation_gets_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINKS_S", 1.0)
+    first, other = machines("pp2", 2)
+    leading = Begun(lambda: first.rendezvous().lead(first.hello, CONTEXT))
+    welcome = other.rendezvous().follow(other.hello)
+    assert leading.result() == welcome
+    connecting = Begun(lambda: first.rendezvous().connect(1, welcome, report(1)))
+    late = opened(connect_rank(*first.nodes.master, KEYS))
+    late.send(encode(LinkHello(token=bytes(32), rank=0, to=1, report=report(0))))
+    with pytest.raises(ConnectionError):
+        late.recv()
+    with pytest.raises(GroupError, match="rank 0 did not connect"):
+        connecting.result()
+
+
+@pytest.mark.parametrize("said", [b"", b"\xc1", encode(NodeWelcome(token=bytes(32), pages=1, addresses={}))])
+def test_what_is_no_hello_keeps_nobody_waiting(said: bytes) -> None:
+    first, other = machines("pp2", 2)
+    leading = Begun(lambda: first.rendezvous().lead(first.hello, CONTEXT))
+    stranger = opened(connect_rank(*first.nodes.master, KEYS))
+    stranger.send(said)
+    with pytest.raises(ConnectionError):
+        stranger.recv()
+    assert other.rendezvous().follow(other.hello) == leading.result()
+
+
+def test_another_answer_than_a_welcome_is_not_taken() -> None:
+    _, other = machines("pp2", 2)
+    door = opened(listen_for_ranks("127.0.0.1", 0))
+    door.setblocking(True)
+    other.nodes = replace(other.nodes, master=door.getsockname()[:2])
+    answers = (b"\xff", encode(other.hello), encode(NodeWelcome(token=bytes(32), pages=8, addresses={})))
+
+    def answer() -> list[Any]:
+        asked = []
+        for said in answers:
+            link = accept_rank(door.accept()[0], KEYS)
+            asked.append(decode(link.recv()))
+            link.send(said)
+            link.close()
+        return asked
+
+    answering = Begun(answer)
+    assert other.rendezvous().follow(other.hello).pages == 8
+    assert answering.result() == [other.hello] * 3
