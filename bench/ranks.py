@@ -4,6 +4,8 @@
     ./dev bench ranks --model DIR --rows 1,8 --steps 300 --json FILE
     ./dev bench ranks --systems "1 thread,2 replicas,pp2"     pipeline stages beside processes that share nothing
     ./dev bench ranks --record                                what the leader's record of a step takes
+    ./dev bench ranks --memory                                weights of each rank, and all memory of a service
+    ./dev bench ranks --plot FILE.svg --read STEPS.json,MEMORY.json       draws what two runs saved
 
 Over stages, a step is one of ``BURST`` micro-batches in flight, from the end of the first to that of the last; of
 replicas, one of the steps that they compute at the same time.  "Undisturbed" are steps in which no thread was taken off
@@ -17,18 +19,25 @@ import argparse
 import json
 import mmap
 import os
+import re
 import resource
+import signal
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import IO, Any, cast
+from urllib.request import Request, urlopen
 
 import numpy as np
 from bench.peers.checkpoint import write_checkpoint
 from bench.peers.places import SHAPES
+from bench.peers.processes import memory_bytes
 
 from penstock.config.mesh import Mesh, parse_mesh
 from penstock.engine.models.registry import build_model
@@ -45,6 +54,8 @@ from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import LoadedModel, load_model
 
+Found = dict[Any, dict[str, Any]]
+
 CONTEXT = 256
 BLOCKS = 64
 """Pages of a sequence."""
@@ -53,6 +64,12 @@ SYSTEMS = ("2 threads", "1 thread", "tp2", "pp2")
 
 BURST = 6
 """Micro-batches of a pipeline that are asked for at once."""
+
+PLANS = ("tp1", "tp2", "pp2", "tp2,pp2")
+"""Of the services whose memory is measured."""
+
+START_S = 180
+"""For a service to be ready."""
 
 RECORDED_ROWS, RECORDED_CONTEXT = 64, 4096
 """Of the step whose record is measured."""
@@ -252,10 +269,17 @@ def main() -> None:
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="of all steps, at most (default: 10)")
     parser.add_argument("--record", action="store_true", help="only the leader's record of a step of 64 answers")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--memory", action="store_true", help="only the memory of services over these plans")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="save the figures")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="only draw the figures of --read")
+    parser.add_argument("--read", default="", metavar="STEPS,MEMORY", help="two files that --json saved")
     args = parser.parse_args()
     if args.record:
         show_record()
+        return
+    if args.plot:
+        steps, memory = (json.loads(Path(name).read_text(encoding="utf-8")) for name in args.read.split(","))
+        plot(steps, memory, args.plot)
         return
     rows = [int(each) for each in args.rows.split(",")]
     cores = tuple(sorted(os.sched_getaffinity(0)))
@@ -263,6 +287,9 @@ def main() -> None:
         folder = args.model or Path(made)
         if args.model is None:
             write_checkpoint(folder, SHAPES[args.shape], 1, lambda *_: None)
+        if args.memory:
+            save({plan: memory_of(folder, plan) for plan in PLANS}, show_memory, args.json)
+            return
         spec = inspect_model(folder)
         systems = [system(name, folder, spec, max(rows), cores) for name in args.systems.split(",")]
     for each in systems:
@@ -272,9 +299,14 @@ def main() -> None:
     finally:
         for each in systems:
             each.stop()
-    show(found)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    save(found, show, args.json)
+
+
+def save(found: Found, shown: Callable[[Found], None], path: Path | None) -> None:
+    """Show the figures, and keep them for a picture."""
+    shown(found)
+    if path:
+        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 def measured(systems: list[System | Replicas], rows: int, steps: int, seconds: float) -> dict[str, dict[str, float]]:
@@ -299,6 +331,84 @@ def figures(steps: list[tuple[float, float, int]]) -> dict[str, float]:
         "undisturbed": len(calm),
         "undisturbed_ms": 1e3 * statistics.median(calm) if calm else float("nan"),
     }
+
+
+def memory_of(folder: Path, plan: str) -> dict[str, list[float]]:
+    """MB of each rank's weights, and of all processes of a service with one worker, where a shared page counts once."""
+    with tempfile.TemporaryFile() as log, socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        free.close()
+        words = [sys.executable, "-m", "penstock", "serve", str(folder), "--aggregated", "--kv-memory", "64MiB"]
+        server = subprocess.Popen([*words, "--parallel", plan, "--port", str(port)], stdout=log, stderr=log)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_ready(server, url, log)
+            body = json.dumps({"model": folder.name, "prompt": [1] * 64, "max_tokens": 8}).encode()
+            headers = {"content-type": "application/json"}
+            with urlopen(Request(f"{url}/v1/completions", body, headers)) as answer:
+                answer.read()
+            with urlopen(f"{url}/admin/workers") as answer:
+                (worker,) = json.loads(answer.read())["workers"]
+            found = memory_bytes(server.pid)
+            log.seek(0)
+            loaded = re.search(rb"weights loaded in .* s: ([0-9. +]+) MiB", log.read())
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)
+    assert loaded is not None
+    ranks = worker["ranks"]
+    weights = [rank["weight_bytes"] / 1e6 for rank in ranks] if ranks else [float(loaded[1]) * 1.048576]
+    return {"weights_mb": weights, "pss_mb": [found["pss"] / 1e6]}
+
+
+def wait_ready(server: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> None:
+    """Raises RuntimeError if the service ends, or is not ready within ``START_S``."""
+    until = time.monotonic() + START_S
+    while time.monotonic() < until and server.poll() is None:
+        try:
+            with urlopen(f"{url}/ready") as answer:
+                answer.read()
+                return
+        except OSError:
+            time.sleep(0.1)
+    log.seek(0)
+    raise RuntimeError(log.read().decode())
+
+
+def show_memory(found: dict[str, dict[str, list[float]]]) -> None:
+    """A table of plans."""
+    print("plan       MB of weights, by rank        all processes, MB    of one process")
+    (alone,) = found[PLANS[0]]["pss_mb"]
+    for plan, own in found.items():
+        ranks = " ".join(f"{each:.0f}" for each in own["weights_mb"])
+        print(f"{plan:9}  {ranks:28}  {own['pss_mb'][0]:17.0f}  {own['pss_mb'][0] / alone:13.3f}x")
+
+
+def plot(steps: dict[str, dict[str, dict[str, float]]], memory: dict[str, dict[str, list[float]]], path: Path) -> None:
+    """Speed over plans on the left, memory of each rank on the right."""
+    os.environ.setdefault("MPLBACKEND", "Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    width = 0.8 / len(steps)
+    for place, (rows, systems) in enumerate(steps.items()):
+        first = next(iter(systems.values()))["ms"]
+        heights = [first / own["ms"] for own in systems.values()]
+        at = [number + (place - (len(steps) - 1) / 2) * width for number in range(len(systems))]
+        bars = left.bar(at, heights, width, label=f"{rows} answers" if rows != "1" else "1 answer")
+        left.bar_label(bars, fmt="%.2f", fontsize=8)
+        left.set_xticks(range(len(systems)), list(systems))
+    left.set(ylabel=f"tokens a second, {next(iter(next(iter(steps.values()))))} = 1")
+    left.legend()
+    for number, own in enumerate(memory.values()):
+        below = 0.0
+        for weights in own["weights_mb"]:
+            right.bar(number, weights, 0.6, bottom=below, edgecolor="white", color="#0b5cad")
+            below += weights
+    right.set_xticks(range(len(memory)), ["one process", *list(memory)[1:]])
+    right.set(ylabel="MB of weights, one box for each rank")
+    figure.suptitle("A model over ranks: decode speed, and who has the weights")
+    figure.savefig(path)
 
 
 def show(found: dict[int, dict[str, dict[str, float]]]) -> None:

@@ -34,6 +34,8 @@ JOINING_COLUMNS = ("endpoint", "reason")
 """Of workers that were asked to be joined."""
 TIER_COLUMNS = ("worker", "tier", "pages", "pages_read", "pages_written", "pages_corrupt", "errors")
 """Of the tiers of workers' KV stores."""
+RANK_COLUMNS = ("worker", "rank", "node", "pid", "weights", "kv_pages", "step_cpu_s")
+"""With --verbose: of workers whose ranks divide the model."""
 
 
 RATE_S = 1.0
@@ -55,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
     add_service_flags(parser)
     parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="default: %(default)g s")
-    parser.add_argument("-v", "--verbose", action="store_true", help="more columns: steps, pages leaked, ...")
+    parser.add_argument("-v", "--verbose", action="store_true", help="more columns: steps, pages leaked, ...; ranks of workers that have them")
     parser.add_argument(
         "--watch",
         nargs="?",
@@ -125,7 +127,19 @@ def status_page(found: dict[str, Any], speeds: tuple[float, float], url: str, *,
     tiers = [{"worker": row.get("id"), **tier} for row in found["workers"] for tier in row.get("kv_tiers", ())]
     if tiers:
         parts.append(rows_table(tiers, TIER_COLUMNS))
+    ranks = [{"worker": row.get("id"), **rank} for row in found["workers"] for rank in row.get("ranks", ())]
+    if verbose and ranks:
+        parts.append(rows_table([row | _rank_sizes(row) for row in ranks], RANK_COLUMNS))
     return "\n".join(part for part in parts if part)
+
+
+def _rank_sizes(rank: dict[str, Any]) -> dict[str, Any]:
+    """What a rank has and has spent, for people."""
+    return {
+        "weights": format_size(rank.get("weight_bytes", 0)),
+        "kv_pages": format_size(rank.get("kv_bytes", 0)),
+        "step_cpu_s": round(rank.get("step_cpu_s", 0.0), 2),
+    }
 
 
 def summary_lines(found: dict[str, Any], speeds: tuple[float, float], url: str) -> str:

@@ -80,6 +80,26 @@ def test_rare_columns_are_asked_for_and_reasons_are_shown_when_there_are_some(
     assert "silent for 7.0 s" in shown
 
 
+def test_ranks_are_shown_with_the_rare_columns(looks: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = [
+        {
+            "rank": rank,
+            "node": 1 - rank,
+            "pid": 70 + rank,
+            "weight_bytes": 3 << 30,
+            "kv_bytes": 1 << 30,
+            "step_cpu_s": 2.5001,
+        }
+        for rank in range(2)
+    ]
+    for flags, shown in (([], False), (["--verbose"], True)):
+        looks.append({"service": SERVICE, "workers": [row("w0", ranks=ranks)]})
+        assert main(["status", *flags]) == 0
+        table = capsys.readouterr().out
+        assert ("step cpu s" in table) is shown
+        assert (["w0", "1", "0", "71", "3GiB", "1GiB", "2.5"] in [line.split() for line in table.splitlines()]) is shown
+
+
 def test_a_restarted_worker_does_not_count_backwards() -> None:
     before = {"workers": [row("decode-0", generation_tokens=9000)]}
     after = {"workers": [row("decode-0", incarnation=2, generation_tokens=30, prompt_tokens_computed=0)]}
