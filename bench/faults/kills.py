@@ -31,7 +31,7 @@ PART = 48
 
 SPLIT = ("--prefill", "2", "--decode", "2", "--gateways", "2")
 TOGETHER = ("--aggregated", "--gateways", "2")
-RANKS = ("--prefill-parallel", "pp2", "--decode", "2", "--decode-parallel", "tp2", "--gateways", "2")
+RANKS = ("--prefill-parallel", "tp2,pp2", "--decode", "2", "--decode-parallel", "tp2", "--gateways", "2")
 KINDS = ("SIGKILL", "SIGSTOP", "SIGTERM", NO_BLOW)
 
 Work = list[tuple[dict[str, Any], Answer]]

@@ -57,7 +57,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
     add_service_flags(parser)
     parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="default: %(default)g s")
-    parser.add_argument("-v", "--verbose", action="store_true", help="more columns: steps, pages leaked, ...; ranks of workers that have them")
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="more columns: steps, pages leaked, ...; ranks of workers that have them",
+    )
     parser.add_argument(
         "--watch",
         nargs="?",

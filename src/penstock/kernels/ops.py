@@ -182,6 +182,11 @@ class Ops(Protocol):
         """
         ...
 
+    def packed_rows(self, weight: PackedLinear, rows: range) -> PackedLinear | None:
+        """These rows of a packed matrix as a matrix of their own, in the same memory; None where its layout does not
+        allow that.  Rows begin and end with units of 16, or with the matrix."""
+        ...
+
     def pack_experts(
         self,
         gate_up: Sequence[PackedLinear | None],

@@ -51,6 +51,9 @@ from penstock.weights.safetensors_header import AGAIN
 LARGE = 1 << 25
 """Numbers of a weight from which on it is worth all threads."""
 
+PANEL_ROWS = 16
+"""Rows that stay together in packed matrices."""
+
 NAMED = 3
 """Weights that a line of the log names."""
 
@@ -304,10 +307,13 @@ def load_parts(
         for part in parts:
             _refuse_cut_codes(checkpoint, part)
         layout, names = _merged(parts)
+        layout, contained = _without_contained(layout)
         memory = manifests.open(checkpoint) if manifests is not None else None
         stamps = checkpoint.stamps()
         load = _ModelLoader(checkpoint, layout, ops, memory, progress or (lambda done, total: None))
         weights = load.run(threads)
+        for own in contained:
+            weights[own.weight.name] = ops.packed_rows(weights[own.whole], own.rows) or load.pack(own.weight)
         if checkpoint.stamps() != stamps:
             raise ModelError(f"{checkpoint.folder}: was changed while it was loaded; start again")
         if memory is not None:
@@ -336,6 +342,30 @@ def _merged(layouts: Sequence[WeightLayout]) -> tuple[WeightLayout, list[dict[st
         names.append({name: unique.setdefault(weight, f"{number}/{name}") for name, weight in own.items()})
     weights = tuple(replace(weight, name=name) for weight, name in unique.items())
     return WeightLayout(weights, layouts[0].ignored), names
+
+
+@dataclass(frozen=True, slots=True)
+class _Contained:
+    """A weight that is rows of another one, which is loaded whole: a rank's part of a head that is the embedding."""
+
+    weight: Matrix
+    whole: str
+    rows: range
+
+
+def _without_contained(layout: WeightLayout) -> tuple[WeightLayout, list[_Contained]]:
+    """The weights that must be loaded, and those that need no memory of their own."""
+    single = [own for own in layout.weights if isinstance(own, Matrix) and len(own.parts) == 1 and not own.partial]
+    wholes = {(own.parts[0].tensor, own.segments): own for own in single if own.parts[0].is_whole}
+    contained = []
+    for weight in single:
+        rows, whole = weight.parts[0].run_of_rows, wholes.get((weight.parts[0].tensor, weight.segments))
+        if rows is None or whole is None or rows.start % PANEL_ROWS:
+            continue
+        if rows.stop % PANEL_ROWS == 0 or rows.stop == whole.parts[0].outputs:
+            contained.append(_Contained(weight, whole.name, rows))
+    names = {own.weight.name for own in contained}
+    return replace(layout, weights=tuple(own for own in layout.weights if own.name not in names)), contained
 
 
 def _refuse_cut_codes(checkpoint: Checkpoint, layout: WeightLayout) -> None:
@@ -402,6 +432,11 @@ class _ModelLoader:
         self._check_arrays(listed)
         loaded |= self._packing.pack_all([w for w in self._weights if w.name not in loaded], threads, self._progress)
         return {weight.name: loaded[weight.name] for weight in self._weights}
+
+    def pack(self, weight: Matrix) -> PackedLinear:
+        """One weight more, of tensors that have been read and checked."""
+        packed: PackedLinear = self._packing.pack_one(weight)
+        return packed
 
     def log_summary(self, spec: ModelSpec) -> None:
         """Log what was not loaded in its stored form."""

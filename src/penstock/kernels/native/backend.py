@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,13 @@ class NativeOps(Ops):
         for part, place in zip(own, weight.places, strict=True):
             place.counts[:], place.blocks[:], place.escapes[:] = part.counts, part.blocks, part.escapes
         return weight.finish()
+
+    def packed_rows(self, weight: PackedLinear, rows: range) -> PackedLinear | None:
+        """Of plain and compressed weights."""
+        if not isinstance(weight.data, _native.Weights | _native.CompressedWeights):
+            return None
+        part, panels = weight.data.rows(rows.start, rows.stop), -(-len(rows) // 16)
+        return replace(weight, n=len(rows), data=part, nbytes=weight.nbytes * panels // -(-weight.n // 16))
 
     def pack_experts(
         self,

@@ -125,6 +125,10 @@ class ReferenceOps(Ops):
         """Plain weights only."""
         return None
 
+    def packed_rows(self, weight: PackedLinear, rows: range) -> PackedLinear | None:
+        """Always a copy."""
+        return None
+
     def pack_experts(
         self,
         gate_up: Sequence[PackedLinear | None],

@@ -79,6 +79,13 @@ class TensorPart:
         return not picked and self.index is None and not self.transposed and len(self.shape) <= 2
 
     @property
+    def run_of_rows(self) -> range | None:
+        """The rows that the part is of its tensor, one after another, if it is nothing else."""
+        if self.rows is None or self.rows.step != 1 or not replace(self, rows=None).is_whole:
+            return None
+        return range(self.rows.first, self.rows.stop)
+
+    @property
     def numbers(self) -> int:
         """How many numbers of its tensor it has."""
         shape, total = self._stored_shape, math.prod(self._stored_shape)

@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,9 +22,10 @@ from penstock.kernels.sampling import GumbelRows
 from penstock.kernels.select import make_ops
 from penstock.parallel.collectives.interface import Collectives
 from penstock.parallel.shard import shard_model
+from penstock.weights.compression_convert import compress_folder
 from penstock.weights.families.registry import checkpoint_format
 from penstock.weights.inspect import inspect_model
-from penstock.weights.load import load_model, load_parts
+from penstock.weights.load import LoadedModel, load_model, load_parts
 from sharded_bench import ShardedModel, WholeModel, answers, batches, rank_of
 from tiny_gguf import write_gguf
 from tiny_models import DTYPES, Tensors, llama_config, random_tensors, write_model, write_weights
@@ -215,6 +216,54 @@ def test_ranks_that_are_loaded_together_have_what_is_the_same_once(folders: Call
     assert whole["embed"] is first["embed"] is second["embed"] is before["embed"]
     assert whole["2.gate_up"] is behind["0.gate_up"]
     assert first["0.qkv"] is not second["0.qkv"]
+
+
+@pytest.mark.parametrize("compressed", [False, True], ids=["plain", "compressed"])
+def test_a_head_that_is_the_embedding_is_in_memory_once(
+    folders: Callable[[str], Path], tmp_path: Path, compressed: bool
+) -> None:
+    folder, ops = folders("one key-value head, tied"), make_ops(compute_dtype="bf16")
+    if compressed:
+        compress_folder(folder, tmp_path / "compressed", threads=1, report=lambda *_: None)
+        folder = tmp_path / "compressed"
+    spec = inspect_model(folder)
+    shards = [shard_model(spec, parse_mesh("tp2"), rank) for rank in range(2)]
+    alone = [load_model(folder, spec, ops, select=shard.layout) for shard in shards]
+    kept: list[bool] = []
+
+    class Ranks:
+        """The backend, which says whether rows are in the memory of the whole."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(ops, name)
+
+        def packed_rows(self, weight: PackedLinear, rows: range) -> PackedLinear | None:
+            part = ops.packed_rows(weight, rows)
+            kept.append(part is not None)
+            return part
+
+    together = load_parts(folder, spec, cast(Ops, Ranks()), [shard.layout for shard in shards])
+    assert kept == [True, True]
+    for part, own in zip(together, alone, strict=True):
+        head = part.weights["head"]
+        assert (head.n, head.k) == (own.weights["head"].n, own.weights["head"].k)
+        assert product(ops, head) == product(ops, own.weights["head"])
+        assert answers_of_embedding(ops, part) == answers_of_embedding(ops, own)
+    assert sum(part.weights["head"].n for part in together) == spec.vocab
+
+
+def answers_of_embedding(ops: Ops, part: LoadedModel) -> bytes:
+    """The embeddings of some tokens."""
+    return ops.to_numpy(ops.embed(part.weights["embed"], np.arange(0, 113, 7, dtype=np.int32))).tobytes()
+
+
+def test_rows_in_the_memory_of_the_whole_are_whole_panels(folders: Callable[[str], Path]) -> None:
+    folder, ops = folders("one key-value head, tied"), make_ops(compute_dtype="bf16")
+    whole = load_model(folder, inspect_model(folder), ops).weights["embed"]
+    for rows in (range(8, 32), range(16, 40), range(96, 128), range(32, 32)):
+        with pytest.raises(ValueError, match="whole panels of 16"):
+            ops.packed_rows(whole, rows)
+    assert make_ops(family="reference", compute_dtype="bf16").packed_rows(whole, range(16)) is None
 
 
 def product(ops: Ops, weight: Any) -> bytes:

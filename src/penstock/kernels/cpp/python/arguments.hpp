@@ -46,6 +46,12 @@ inline void require_ids(const Ids& ids, long limit, const char* what) {
 }
 
 // A packed weight over memory that Python owns (and this object keeps alive).
+// Throws unless the outputs from first to stop of n are whole panels of 16.
+inline void require_panels(long first, long stop, long n) {
+  require(first >= 0 && first < stop && stop <= n && first % 16 == 0 && (stop % 16 == 0 || stop == n),
+          "a part of a weight has whole panels of 16 outputs");
+}
+
 struct Weights {
   Out<uint32_t, 1> memory;
   PackedView view;
@@ -61,9 +67,19 @@ struct Weights {
     return view.panels() * view.steps() * 16;
   }
 
+  // The outputs from first to stop as a weight of their own, over the same memory; whole panels.
+  Weights rows(long first, long stop) const {
+    require_panels(first, stop, view.n);
+    Weights part(*this);
+    part.view.cells += first * view.steps();
+    part.view.n = stop - first;
+    return part;
+  }
+
   // Outputs by inputs.
   void fill(const AnyIn& weight, const std::string& source) {
     const Source kind = source_of(weight, source, view.n, view.k);
+    require(view.cells == memory.data(), "a part of a weight is filled with the whole");
     nb::gil_scoped_release released;
     pack_rows(weight.data(), kind, view, 0, view.n, memory.data());
   }
@@ -71,6 +87,7 @@ struct Weights {
   // Inputs by outputs.
   void fill_turned(const AnyIn& weight, const std::string& source) {
     const Source kind = source_of(weight, source, view.k, view.n);
+    require(view.cells == memory.data(), "a part of a weight is filled with the whole");
     nb::gil_scoped_release released;
     pack_columns(weight.data(), kind, view, memory.data());
   }

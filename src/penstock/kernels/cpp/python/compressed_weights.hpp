@@ -46,6 +46,27 @@ struct CompressedWeights {
     require(escapes.size() == escape_begin.back() + kEscapePadding, "the planes count other escapes than there are");
   }
 
+  CompressedWeights(const CompressedWeights& other)
+      : blocks(other.blocks), escapes(other.escapes), escape_begin(other.escape_begin), codes(other.codes),
+        view(other.view), whole_blocks(other.whole_blocks) {
+    view.escape_begin = escape_begin.data();
+    view.codes = codes.data();
+  }
+
+  // The outputs from first to stop as a weight of their own, over the same memory; whole panels.
+  CompressedWeights rows(long first, long stop) const {
+    require_panels(first, stop, view.layout.n);
+    const long begin = first / 16, end = (stop + 15) / 16;
+    CompressedWeights part(*this);
+    part.codes.assign(codes.begin() + begin, codes.begin() + end);
+    part.escape_begin.assign(escape_begin.begin() + begin, escape_begin.begin() + end + 1);
+    part.view.codes = part.codes.data();
+    part.view.escape_begin = part.escape_begin.data();
+    part.view.blocks += begin * view.blocks_a_panel() * kBlockBytes;
+    part.view.layout.n = stop - first;
+    return part;
+  }
+
   bool counts_are(const In<uint32_t, 1>& counts) const {
     if (dim(counts, 0) != view.layout.panels()) return false;
     for (size_t p = 0; p < codes.size(); ++p)

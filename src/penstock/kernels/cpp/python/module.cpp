@@ -132,6 +132,7 @@ NB_MODULE(_native, m) {
   nb::class_<Weights>(m, "Weights")
       .def(nb::init<Out<uint32_t, 1>, long, long, const std::vector<long>&, int>())
       .def_static("cells_needed", &Weights::cells_needed)
+      .def("rows", &Weights::rows)
       .def("fill", &Weights::fill)
       .def("fill_turned", &Weights::fill_turned);
   nb::class_<KvMemory>(m, "KvMemory")

@@ -90,6 +90,7 @@ void bind_compressed(nb::module_& m) {
                     const std::optional<In<uint32_t, 1>>&>(),
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none() = nb::none())
       .def("counts_are", &CompressedWeights::counts_are)
+      .def("rows", &CompressedWeights::rows)
       .def_ro("whole_blocks", &CompressedWeights::whole_blocks);
   nb::class_<CompressedKernels>(m, "CompressedKernels")
       .def(nb::init<const std::string&>())
