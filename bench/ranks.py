@@ -15,6 +15,7 @@ import mmap
 import os
 import resource
 import statistics
+import struct
 import tempfile
 import time
 from collections.abc import Callable
@@ -45,6 +46,9 @@ CONTEXT = 256
 BLOCKS = 64
 """Pages of a sequence."""
 
+ASK = struct.Struct("<HHH")
+"""What a leader is asked for: rows, tokens of a chunk, steps in flight."""
+
 SYSTEMS = ("2 threads", "1 thread", "tp2", "pp2")
 
 
@@ -56,6 +60,15 @@ class Rank:
     loaded: LoadedModel
     threads: int
     cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """What one step took.  ``cpu``: seconds of each rank.  ``switches``: times that one was taken off its processor."""
+
+    seconds: float
+    cpu: tuple[float, ...]
+    switches: int
 
 
 class System:
@@ -85,13 +98,22 @@ class System:
                     os._exit(1)
             self._pids.append(pid)
 
-    def step(self, rows: int) -> tuple[float, float, int]:
-        """Seconds, CPU seconds of all ranks, and how often one of them was taken off its processor."""
-        before = self._counts.copy()
-        os.write(self._ask, rows.to_bytes(2, "little"))
+    def step(self, rows: int, chunk: int = 0, flights: int = 0) -> StepTime:
+        """One step, of ``rows`` answers or of ``chunk`` tokens of a prompt; with ``flights`` one of so many that follow
+        each other through the stages."""
+        self.ask(rows, chunk, flights)
+        return self.answer()
+
+    def ask(self, rows: int, chunk: int = 0, flights: int = 0) -> None:
+        """Begin it."""
+        self._before = self._counts.copy()
+        os.write(self._ask, ASK.pack(rows, chunk, flights))
+
+    def answer(self) -> StepTime:
+        """Wait for it."""
         seconds = float(np.frombuffer(os.read(self._answer, 8), np.float64)[0])
-        cpu, switches = (self._counts - before).sum(axis=0)
-        return seconds, cpu / 1e9, int(switches)
+        cpu, switches = (self._counts - self._before).T
+        return StepTime(seconds, tuple((cpu / 1e9).tolist()), int(switches.sum()))
 
     def stop(self) -> None:
         """End all ranks."""
@@ -119,16 +141,40 @@ class System:
         program: StepProgram = own
         if self._mesh.ranks > 1:
             program = LeaderProgram(own, self._group.everybody(rank), self._ranks[rank].shard.whole.kv.layer_groups)
-        count, batches = self._count(rank), dict[int, tuple[StepBatch, GumbelRows]]()
-        while asked := os.read(ask, 2):
-            rows = int.from_bytes(asked, "little")
-            batch, picks = batches.setdefault(rows, first_step(rows, self._ranks[rank].shard.whole))
-            go_on(batch, picks)
+        count, batches = self._count(rank), dict[tuple[int, int, int], tuple[StepBatch, GumbelRows]]()
+        spec = self._ranks[rank].shard.whole
+        while asked := os.read(ask, ASK.size):
+            rows, chunk, flights = ASK.unpack(asked)
+            own = [
+                batches.setdefault((rows, chunk, number), first_chunk(chunk, spec) if chunk else first_step(rows, spec))
+                for number in range(self._mesh.pipeline if flights else 1)
+            ]
+            for batch, picks in own:
+                go_on(batch, picks, chunk)
             begun = time.perf_counter()
-            program.run(batch, 0, [], picks)
-            seconds = time.perf_counter() - begun
+            if flights:
+                seconds = self._in_flight(cast(LeaderProgram, program), own, chunk, flights)
+            else:
+                program.run(own[0][0], 0, [], own[0][1])
+                seconds = time.perf_counter() - begun
             count()
             os.write(answer, np.float64(seconds).tobytes())
+
+    def _in_flight(
+        self, program: LeaderProgram, own: list[tuple[StepBatch, GumbelRows]], chunk: int, flights: int
+    ) -> float:
+        """Seconds from one step's end to the next one's, of ``flights`` that follow each other."""
+        for batch, picks in own:
+            program.launch(batch, 0, picks)
+        ends = []
+        for flight in range(flights):
+            batch, picks = own[flight % len(own)]
+            program.run(batch, 0, [], picks)
+            ends.append(time.perf_counter())
+            if flight + len(own) < flights:
+                go_on(batch, picks, chunk)
+                program.launch(batch, 0, picks)
+        return (ends[-1] - ends[0]) / (flights - 1)
 
     def _count(self, rank: int) -> Callable[[], None]:
         def count() -> None:
@@ -149,19 +195,32 @@ def first_step(rows: int, spec: ModelSpec) -> tuple[StepBatch, GumbelRows]:
     return StepBatch(tokens_T, positions_T, starts_S1, table_SP, starts_S1[:-1]), picks
 
 
-def go_on(batch: StepBatch, picks: GumbelRows) -> None:
-    """One token further, or back to where it began when the pages are full."""
+def first_chunk(tokens: int, spec: ModelSpec) -> tuple[StepBatch, GumbelRows]:
+    """A step that computes so many tokens of a prompt, and draws from the last."""
+    batch, picks = first_step(1, spec)
+    tokens_T = (np.arange(tokens) * 31 % spec.vocab).astype(np.int32)
+    starts_S1 = np.array((0, tokens), np.int32)
+    positions_T = np.arange(tokens, dtype=np.int32)
+    return StepBatch(tokens_T, positions_T, starts_S1, batch.table_SP, starts_S1[1:] - 1), picks
+
+
+def go_on(batch: StepBatch, picks: GumbelRows, chunk: int = 0) -> None:
+    """One token further, or back to where it began when the pages are full.  A chunk is computed again."""
+    if chunk:
+        return
     at = batch.positions_T[0] + 1
     batch.positions_T[:] = picks.positions_F[:] = at if at < BLOCKS * PAGE_TOKENS else CONTEXT
 
 
-def system(name: str, folder: Path, spec: ModelSpec, most_rows: int, cores: tuple[int, ...]) -> System:
-    """One of ``SYSTEMS``, loaded."""
+def system(
+    name: str, folder: Path, spec: ModelSpec, most_rows: int, cores: tuple[int, ...], *, prompts: bool = False
+) -> System:
+    """One of ``SYSTEMS``, loaded.  ``prompts``: stages are cut for prefill."""
     threads = int(name.split(maxsplit=1)[0]) if "thread" in name else 1
     mesh = Mesh() if "thread" in name else parse_mesh(name)
     ranks = []
     for rank in range(mesh.ranks):
-        shard, ops = shard_model(spec, mesh, rank), make_ops(compute_dtype="bf16")
+        shard, ops = shard_model(spec, mesh, rank, prompts=prompts), make_ops(compute_dtype="bf16")
         loaded = load_model(folder, spec, ops, select=shard.layout if mesh.ranks > 1 else None)
         cpus = cores[:threads] if mesh.ranks == 1 else (cores[rank % len(cores)],)
         ranks.append(Rank(shard, loaded, threads, cpus))
@@ -202,22 +261,22 @@ def main() -> None:
 
 def measured(systems: list[System], rows: int, steps: int, seconds: float) -> dict[str, dict[str, float]]:
     """Medians of each system's steps."""
-    kept: dict[str, list[tuple[float, float, int]]] = {each.name: [] for each in systems}
+    kept: dict[str, list[StepTime]] = {each.name: [] for each in systems}
     until = time.monotonic() + seconds
     for each in systems:
         each.step(rows)
-    while min(sum(not each[2] for each in own) for own in kept.values()) < steps and time.monotonic() < until:
+    while min(sum(not each.switches for each in own) for own in kept.values()) < steps and time.monotonic() < until:
         for each in systems:
             kept[each.name].append(each.step(rows))
     return {name: figures(own) for name, own in kept.items()}
 
 
-def figures(steps: list[tuple[float, float, int]]) -> dict[str, float]:
+def figures(steps: list[StepTime]) -> dict[str, float]:
     """Of one system's steps."""
-    calm = [took for took, _, switches in steps if not switches]
+    calm = [step.seconds for step in steps if not step.switches]
     return {
-        "ms": 1e3 * statistics.median(took for took, _, _ in steps),
-        "cpu_ms": 1e3 * statistics.median(cpu for _, cpu, _ in steps),
+        "ms": 1e3 * statistics.median(step.seconds for step in steps),
+        "cpu_ms": 1e3 * statistics.median(sum(step.cpu) for step in steps),
         "steps": len(steps),
         "undisturbed": len(calm),
         "undisturbed_ms": 1e3 * statistics.median(calm) if calm else float("nan"),

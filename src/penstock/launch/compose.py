@@ -74,6 +74,7 @@ from penstock.launch.sparse_attention import with_sparse_attention
 from penstock.launch.startup_log import StartupTimer, client_lines, fleet_lines, join_lines, model_lines, worker_lines
 from penstock.launch.supervisor import StoppedEarly, Supervisor
 from penstock.launch.tls import checked_tls
+from penstock.parallel.shard import tensor_ways, token_numbers
 from penstock.parallel.sizes import step_bytes
 from penstock.processing.model_aliases import check_aliases
 from penstock.sidecar import disable_core_dumps
@@ -478,6 +479,7 @@ def _machine(config: EngineSettings, report: GpuReport | None = None) -> Machine
 
 
 def _model_facts(name: str, spec: ModelSpec, extra_weights: tuple[ExtraWeights, ...] = ()) -> ModelFacts:
+    ways, why_not = tensor_ways(spec)
     return ModelFacts(
         name=name,
         max_positions=spec.max_positions,
@@ -490,6 +492,11 @@ def _model_facts(name: str, spec: ModelSpec, extra_weights: tuple[ExtraWeights, 
         pooling=None if spec.pooler is None else _pooling(spec.pooler),
         extra_weights=extra_weights,
         activation_bytes=step_bytes(spec),
+        layers=spec.layers,
+        hidden=spec.hidden,
+        token_numbers=token_numbers(spec),
+        tensor_ways=ways,
+        why_not_divided=why_not,
     )
 
 

@@ -177,8 +177,8 @@ class ModelShard:
             yield weight
 
 
-def shard_model(spec: ModelSpec, mesh: Mesh, rank: int) -> ModelShard:
-    """One rank's part of a model.
+def shard_model(spec: ModelSpec, mesh: Mesh, rank: int, *, prompts: bool = False) -> ModelShard:
+    """One rank's part of a model.  ``prompts``: stages are cut for prefill, not for decode (``stage_layers``).
 
     Raises ConfigError for a model that cannot be divided yet, or not over that number of ranks: one line, with the
     numbers and a plan that would work.
@@ -188,7 +188,7 @@ def shard_model(spec: ModelSpec, mesh: Mesh, rank: int) -> ModelShard:
     place = mesh.place(rank)
     if mesh.ranks == 1:
         return ModelShard(spec, spec, mesh, rank, range(spec.layers), ())
-    layers = stage_layers(spec, mesh.pipeline)[place.stage]
+    layers = stage_layers(spec, mesh.pipeline, prompts=prompts)[place.stage]
     decoder = spec.details_as(DecoderConfig)
     own = decoder.layers[layers.start : layers.stop]
     shares = tuple(_layer_share(layer, place.tensor, mesh.tensor) for layer in own)
@@ -202,21 +202,25 @@ def shard_model(spec: ModelSpec, mesh: Mesh, rank: int) -> ModelShard:
     return ModelShard(spec, local, mesh, rank, layers, shares)
 
 
-def stage_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
+def stage_layers(spec: ModelSpec, stages: int, *, prompts: bool = False) -> tuple[range, ...]:
     """The layers of each stage, so that the stage with most to compute has as little as possible.
 
     What a layer costs is taken to be the numbers of its matrices that a token is multiplied with, as many as a step of
-    decode reads; the last stage has the head besides.
+    decode reads; the last stage has the head besides.  ``prompts``: for steps that compute many tokens of a prompt and
+    draw from the last of them, so that the head costs nothing.
     """
-    costs = [_layer_cost(layer, spec.hidden) for layer in spec.details_as(DecoderConfig).layers]
-    sums = [0, *accumulate(costs)]
-    head = spec.vocab * spec.hidden
-    count = len(costs)
+    costs = layer_costs(spec)
+    return cut_stages(costs, 0 if prompts else head_cost(spec), stages)
 
-    def cost(begin: int, end: int) -> int:
+
+def cut_stages(costs: Sequence[float], head: float, stages: int) -> tuple[range, ...]:
+    """The layers of each stage, of layers with these costs and a head after the last one."""
+    sums, count = (0, *accumulate(costs)), len(costs)
+
+    def cost(begin: int, end: int) -> float:
         return sums[end] - sums[begin] + (head if end == count else 0)
 
-    best: list[tuple[int, tuple[int, ...]]] = [(cost(0, end), ()) for end in range(count + 1)]  # of layers up to each
+    best: list[tuple[float, tuple[int, ...]]] = [(cost(0, end), ()) for end in range(count + 1)]  # of layers up to each
     for stage in range(1, stages):
         best = [
             min(
@@ -229,6 +233,16 @@ def stage_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
     return tuple(range(begin, end) for begin, end in pairwise((0, *cuts, count)))
 
 
+def head_cost(spec: ModelSpec) -> int:
+    """The numbers of the head: what it costs where every token is drawn from, as in decode."""
+    return spec.vocab * spec.hidden
+
+
+def layer_costs(spec: ModelSpec) -> list[int]:
+    """Of each layer the numbers of its matrices that a token is multiplied with."""
+    return [_layer_cost(layer, spec.hidden) for layer in spec.details_as(DecoderConfig).layers]
+
+
 def _layer_cost(layer: LayerConfig, hidden: int) -> int:
     attention, mlp = layer.attention, layer.mlp
     assert isinstance(attention, AttentionConfig), "refused by check_supported"
@@ -236,6 +250,29 @@ def _layer_cost(layer: LayerConfig, hidden: int) -> int:
     inner = mlp.intermediate if isinstance(mlp, MlpConfig) else mlp.routing.top_k * mlp.intermediate + (mlp.shared or 0)
     gated = not isinstance(mlp, MlpConfig) or mlp.gated
     return hidden * (heads * attention.head_dim + inner * (3 if gated else 2))
+
+
+def token_numbers(spec: ModelSpec) -> int:
+    """Numbers of the model's weights that one token is multiplied with; all of them where the model is not divided."""
+    try:
+        check_supported(spec, Mesh(tensor=2))
+    except ConfigError:
+        return spec.parameters
+    return sum(layer_costs(spec)) + head_cost(spec)
+
+
+def tensor_ways(spec: ModelSpec) -> tuple[tuple[int, ...], str]:
+    """Numbers of tensor ranks that can divide a model, 1 aside; and why none can, if none can."""
+    found, why = list[int](), ""
+    for ways in TENSOR_WAYS[1:]:
+        try:
+            check_supported(spec, Mesh(tensor=ways))
+            _check_shares(spec, Mesh(tensor=ways))
+        except ConfigError as error:
+            why = why or str(error).partition(": ")[2].partition(";")[0]
+        else:
+            found.append(ways)
+    return tuple(found), "" if found else why
 
 
 def check_supported(spec: ModelSpec, mesh: Mesh, *, lora: bool = False, speculation: bool = False) -> None:
