@@ -65,15 +65,30 @@ class WorkerCores:
         return each if ranks == 1 or each * ranks <= self.cores else 0
 
 
-def token_s(model: ModelFacts, number_bytes: int, role: Role, own: WorkerCores, ranks: int) -> float:
-    """Predicted seconds of a token: from one of a lone request to its next, or of a prompt in a prefill worker."""
-    threads = own.threads_of(ranks)
+@dataclass(frozen=True, slots=True)
+class ReadWeights:
+    """What a token takes of a model.  ``numbers``: of the weights that it is multiplied with, of so many bytes each."""
+
+    numbers: int
+    number_bytes: float
+    layers: int
+    hidden: int
+
+
+def token_s(model: ReadWeights, role: Role, own: WorkerCores, mesh: Mesh) -> float:
+    """Predicted seconds of a token: from one of a lone request to its next, or of a prompt in a prefill worker.
+
+    The stages of a lone request compute one after the other, each with the cores of its ranks.
+    """
+    threads = own.threads_of(mesh.ranks)
+    cores = threads * mesh.tensor * (mesh.pipeline if role is Role.PREFILL else 1)
     rows = CHUNK_TOKENS if role is Role.PREFILL else 1
-    read = model.token_numbers * number_bytes / min(threads * ranks * CORE_BYTES_S, own.nodes * NODE_BYTES_S)
-    compute = 2 * model.token_numbers * rows / (threads * ranks * CORE_FLOPS)
+    read = model.numbers * model.number_bytes / min(cores * CORE_BYTES_S, own.nodes * NODE_BYTES_S)
+    compute = 2 * model.numbers * rows / (cores * CORE_FLOPS)
     waits = model.layers * OPERATIONS * BARRIER_S * threads
-    join = (JOIN_S + (rows - 1) * 4 * model.hidden / JOIN_BYTES_S) * (ranks - 1)
-    return (max(read, compute) + waits + 2 * model.layers * join) / rows
+    exchange = JOIN_S + (rows - 1) * 4 * model.hidden / JOIN_BYTES_S
+    exchanges = 2 * model.layers * (mesh.tensor - 1) + mesh.pipeline - 1
+    return (max(read, compute) + waits + exchanges * exchange) / rows
 
 
 def choose_meshes(
@@ -97,7 +112,8 @@ def choose_meshes(
     for (worker, role), share in zip(roles, assigned.shares, strict=True):
         own = _cores_of(share, machine, len(roles), threads)
         ways = [ways for ways in (1, *model.tensor_ways) if own.threads_of(ways)]
-        seconds = {ways: token_s(model, number_bytes, role, own, ways) for ways in ways}
+        read = ReadWeights(model.token_numbers, number_bytes, model.layers, model.hidden)
+        seconds = {ways: token_s(read, role, own, Mesh(tensor=ways)) for ways in ways}
         best = min(seconds, key=lambda ways: (seconds[ways], ways))
         chosen = best if not why_one and seconds[best] <= (1 - MIN_GAIN) * seconds[1] else 1
         meshes[worker] = Mesh(tensor=chosen)

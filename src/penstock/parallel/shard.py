@@ -275,6 +275,23 @@ def tensor_ways(spec: ModelSpec) -> tuple[tuple[int, ...], str]:
     return tuple(found), "" if found else why
 
 
+def possible_meshes(spec: ModelSpec, cores: int) -> list[Mesh]:
+    """One process, and the meshes of ranks that can divide a model and have a core each: fewest stages first."""
+    found = [Mesh()]
+    for pipeline in TENSOR_WAYS:
+        for tensor in TENSOR_WAYS:
+            if not 1 < tensor * pipeline <= cores:
+                continue
+            mesh = Mesh(tensor=tensor, pipeline=pipeline)
+            try:
+                check_supported(spec, mesh)
+                _check_shares(spec, mesh)
+            except ConfigError:
+                continue
+            found.append(mesh)
+    return found
+
+
 def check_supported(spec: ModelSpec, mesh: Mesh, *, lora: bool = False, speculation: bool = False) -> None:
     """Raises ConfigError for what cannot be divided over ranks yet.  ``lora``, ``speculation``: are to be used."""
     if mesh.ranks == 1:

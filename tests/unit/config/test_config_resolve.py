@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.auto_mesh import BARRIER_S, NODE_BYTES_S, OPERATIONS, WorkerCores, token_s
+from penstock.config.auto_mesh import BARRIER_S, NODE_BYTES_S, OPERATIONS, ReadWeights, WorkerCores, token_s
 from penstock.config.device import RUNTIME_BYTES, excludes_gpu
 from penstock.config.facts import ExtraWeights, GpuFacts, GpuReport, MachineFacts, ModelFacts, PhysicalCore
 from penstock.config.kv_memory import format_size
 from penstock.config.limits import RequestLimits
 from penstock.config.load import parse_size
+from penstock.config.mesh import Mesh
 from penstock.config.resolve import ServePlan, resolve, resolve_kv_store, resolve_worker
 from penstock.config.schema import COMPILED_GRAMMARS_BYTES, PoolingConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
@@ -451,7 +452,8 @@ def test_auto_divides_a_small_model_over_more_cores_than_its_threads_fill() -> N
     assert auto(few, SMALL, aggregated=True)[0] == ["tp1"]
     meshes, note = auto(many, SMALL, aggregated=True)
     own = WorkerCores(128, 2)
-    seconds = {ways: token_s(SMALL, 2, Role.BOTH, own, ways) for ways in (1, 2, 4, 8)}
+    read = ReadWeights(SMALL.token_numbers, 2, SMALL.layers, SMALL.hidden)
+    seconds = {ways: token_s(read, Role.BOTH, own, Mesh(tensor=ways)) for ways in (1, 2, 4, 8)}
     (best,) = [ways for ways in seconds if seconds[ways] == min(seconds.values())]
     assert best > 1
     assert meshes == [f"tp{best}"]
