@@ -89,8 +89,13 @@ def started(systems: Sequence[System]) -> Iterator[None]:
 
 def calm_ms(steps: Sequence[StepTime]) -> float:
     """The median of steps in which no thread was taken off its processor; of all where none was left alone."""
-    calm = [step.seconds for step in steps if not step.switches]
-    return 1e3 * statistics.median(calm or [step.seconds for step in steps])
+    calm = calm_steps(steps)
+    return 1e3 * statistics.median(step.seconds for step in calm or steps)
+
+
+def calm_steps(steps: Sequence[StepTime]) -> list[StepTime]:
+    """Those in which no thread was taken off its processor against its will."""
+    return [step for step in steps if not step.switches]
 
 
 # --- predictions -----------------------------------------------------------------------------------------------------
@@ -100,14 +105,12 @@ def predictions(folder: Path, works: Sequence[Work], args: argparse.Namespace) -
     """Prints, for each kind of step and each plan, what was predicted and what was measured."""
     spec, cores = inspect_model(folder), tuple(sorted(os.sched_getaffinity(0)))
     most = max(rows for rows, _ in works)
-    one, other, tp2, pp2 = (
-        system(name, folder, spec, most, own)
-        for name, own in (("1 thread", cores), ("1 thread", cores[::-1]), ("tp2", cores), ("pp2", cores))
-    )
+    one, tp2, pp2 = (system(name, folder, spec, most, cores) for name in ("1 thread", "tp2", "pp2"))
+    other = one.beside(cores[-1])
     found = []
     join_s, byte_s = exchange_times(list(cores))
     print(f"an exchange of {SMALL_EXCHANGE} bytes takes {1e6 * (join_s + byte_s * SMALL_EXCHANGE):.1f} us")
-    print("step              alone ms  beside   plan           predicted ms  measured ms  predicted / measured")
+    print("step              alone ms  beside   plan            predicted ms  measured ms  ratio   calm steps of all")
     with started((one, other, tp2, pp2)):
         for work in works:
             kept = measured(one, other, tp2, pp2, work, args.steps, 60 * args.minutes / len(works))
@@ -121,11 +124,13 @@ def predictions(folder: Path, works: Sequence[Work], args: argparse.Namespace) -
                 beside=max(0.0, beside / alone - 1),
             )
             for plan, value in predicted(spec, ranks, alone / 1e3, work):
-                own = {"step": name_of(work), "plan": plan, "predicted_ms": value, "measured_ms": calm_ms(kept[plan])}
+                ms, calm = calm_ms(kept[plan]), len(calm_steps(kept[plan]))
+                own = {"step": name_of(work), "plan": plan, "predicted_ms": value, "measured_ms": ms, "calm": calm}
                 found.append({**own, "alone_ms": alone, "beside": beside / alone, "steps": len(kept[plan])})
                 print(
-                    f"{name_of(work):16}  {alone:8.2f}  {beside / alone:5.3f}x   {plan:13}  {value:12.2f}"
-                    f"  {own['measured_ms']:11.2f}  {value / own['measured_ms']:10.3f}"
+                    f"{name_of(work):16}  {alone:8.2f}  {beside / alone:5.3f}x   {plan:14}  {value:12.2f}  {ms:11.2f}"
+                    f"  {value / ms:5.3f}   {calm} of {len(kept[plan])}",
+                    flush=True,
                 )
     return found
 
@@ -168,15 +173,20 @@ def measured(
     until = time.monotonic() + seconds
     for each in (one, other, tp2, pp2):
         each.step(*work)
-    while min(sum(not each.switches for each in own) for own in kept.values()) < steps and time.monotonic() < until:
+    while min(len(calm_steps(own)) for own in kept.values()) < steps and time.monotonic() < until:
         kept["alone"].append(one.step(*work))
         one.ask(*work)
         other.ask(*work)
-        kept["beside"] += (one.answer(), other.answer())
+        kept["beside"].append(both(one.answer(), other.answer()))
         kept["tp2"].append(tp2.step(*work))
         kept["pp2"].append(pp2.step(*work))
         kept["pp2, in flight"].append(pp2.step(*work, FLIGHTS))
     return kept
+
+
+def both(one: StepTime, other: StepTime) -> StepTime:
+    """Two steps at the same time, as one that takes as long as they do on average."""
+    return StepTime((one.seconds + other.seconds) / 2, one.cpu + other.cpu, one.switches + other.switches)
 
 
 # --- stages ----------------------------------------------------------------------------------------------------------

@@ -78,10 +78,16 @@ class System:
         self.name = name
         self._mesh = mesh
         self._ranks = ranks
+        self._most_rows = most_rows
         self._group = ShmMesh(mesh)
         self._counts = np.frombuffer(mmap.mmap(-1, mesh.ranks * 16), np.int64).reshape(mesh.ranks, 2)
         self._pages = mmap.mmap(-1, most_rows * BLOCKS * ranks[0].shard.whole.kv.page_bytes("bf16"))
         self._pids: list[int] = []
+
+    def beside(self, cpu: int) -> System:
+        """The same once more, on another processor: a system with one thread."""
+        (rank,) = self._ranks
+        return System(self.name, [replace(rank, cpus=(cpu,))], self._mesh, self._most_rows)
 
     def start(self) -> None:
         """Fork all ranks."""

@@ -13,12 +13,16 @@ from bench import agents
 
 ROOT = Path(__file__).resolve().parents[3]
 
+STORY = ROOT / "src/penstock/bundled/storyteller"
+
 QUICK = {
     "closed_loop": "--clients 4 --requests 8 --prompt 64 --answer 8",
     "collectives": "--exchanges 20",
     "compression": "--outputs 64 --inputs 256 --rows 1 --rounds 1",
     "grammar": "--answers 1 --rounds 1",
     "kernels": "--outputs 64 --inputs 256 --rows 1 --seconds 0.01",
+    "plans": f"--model {STORY} --rows 1 --chunks 16 --steps 2 --minutes 0.1",
+    "ranks": f"--model {STORY} --rows 1 --steps 2 --minutes 0.05",
     "reports": "--scenes idle --rounds 1 --seconds 0.2",
     "router": "--tokens 1000 --workers 4 --blocks 10000 --rounds 8 --prompts 2",
     "scheduler": "--rows 1,4 --steps 8",

@@ -215,6 +215,7 @@ def test_the_head_is_weighed_where_layers_become_stages() -> None:
     """The 1 B model's head costs as much as 4.3 of its layers: no stage has more than 1.05 of the mean."""
     spec, _ = published("llama_3_2_1b")
     assert stage_layers(spec, 2) == (range(10), range(10, 16))
+    assert stage_layers(spec, 2, prompts=True) == (range(8), range(8, 16))
     assert stage_layers(spec, 1) == (range(16),)
     assert stage_layers(spec, 16) == tuple(range(layer, layer + 1) for layer in range(16))
     for stages in range(1, 17):
