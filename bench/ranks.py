@@ -151,17 +151,17 @@ class System:
         spec = self._ranks[rank].shard.whole
         while asked := os.read(ask, ASK.size):
             rows, chunk, flights = ASK.unpack(asked)
-            own = [
+            batch_of = [
                 batches.setdefault((rows, chunk, number), first_chunk(chunk, spec) if chunk else first_step(rows, spec))
                 for number in range(self._mesh.pipeline if flights else 1)
             ]
-            for batch, picks in own:
+            for batch, picks in batch_of:
                 go_on(batch, picks, chunk)
             begun = time.perf_counter()
             if flights:
-                seconds = self._in_flight(cast(LeaderProgram, program), own, chunk, flights)
+                seconds = self._in_flight(cast(LeaderProgram, program), batch_of, chunk, flights)
             else:
-                program.run(own[0][0], 0, [], own[0][1])
+                program.run(batch_of[0][0], 0, [], batch_of[0][1])
                 seconds = time.perf_counter() - begun
             count()
             os.write(answer, np.float64(seconds).tobytes())

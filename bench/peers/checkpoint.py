@@ -35,7 +35,8 @@ def tensors(shape: Shape) -> dict[str, TensorShape]:
             f"{at}self_attn.o_proj.weight": (shape.hidden, queries),
             f"{at}post_attention_layernorm.weight": (shape.hidden,),
         }
-        found |= _experts(shape, at) if shape.experts else _mlp(shape, f"{at}mlp.", ("gate_proj", "up_proj", "down_proj"))
+        names = ("gate_proj", "up_proj", "down_proj")
+        found |= _experts(shape, at) if shape.experts else _mlp(shape, f"{at}mlp.", names)
     return found | {"model.norm.weight": (shape.hidden,)}
 
 

@@ -247,7 +247,8 @@ def rank_rows(answer: PlanResult) -> list[PlanRow]:
     for mesh in (Mesh(),) if size.extra_weights else possible_meshes(spec, machine.cores):
         own = plain if mesh.ranks > 1 and answer.how.tables else size
         plan = plan_for_tensor(own, answer.plan.devices, 1) if own is plain else answer.plan
-        largest = rank_weights(own, mesh, stage_layers(spec, mesh.pipeline) if mesh.ranks > 1 else [range(spec.layers)])
+        stages = stage_layers(spec, mesh.pipeline) if mesh.ranks > 1 else (range(spec.layers),)
+        largest = rank_weights(own, mesh, stages)
         read = ReadWeights(token_numbers(spec), answer.how.bits / 8, spec.layers, spec.hidden)
         seconds = cpu_token_s(read, Role.DECODE, WorkerCores(machine.cores, nodes), mesh)
         command = answer.command
@@ -492,7 +493,7 @@ def arithmetic(answer: PlanResult, paint: TextStyle) -> str:
 
 
 def plans_table(ladder: list[PlanRow]) -> str:
-    """Every way to divide the model; the chosen one is marked.  With the commands that serve it, where there are any."""
+    """Every way to divide the model, and the command that serves it if there is one; the chosen one is marked."""
     rows = [["plan", "weights a rank", "KV tokens", "ms a token"]]
     for row in ladder:
         tokens = f"{row.plan.kv_tokens:,}" if row.plan.fits else f"{gib(row.plan.missing_bytes)} too much"

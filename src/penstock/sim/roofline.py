@@ -94,9 +94,7 @@ def fleet_of(outline: ModelOutline, devices: Devices) -> FleetFile:
             token_s=token_s,
             pair_s=_pair_operations(spec.details) / flops,
         ),
-        ranks=SimRankTimes(
-            layers=len(size.layers), join_s=EXCHANGE_S, send_s=EXCHANGE_S, undivided_s=LAUNCH_S
-        ),
+        ranks=SimRankTimes(layers=len(size.layers), join_s=EXCHANGE_S, send_s=EXCHANGE_S, undivided_s=LAUNCH_S),
         memory=SimMemory(token_bytes=max(1, token_bytes), device_bytes=plan.kv_bytes, host_bytes=HOST_BYTES),
         links=LINKS,
         scheduler=SimSchedulerLimits(max_model_len=min(size.max_positions, plan.kv_tokens)),

@@ -300,9 +300,7 @@ def test_llama_4_scout_on_two_h200(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["kv_bytes"] > 76 << 30
     assert found["kv_tokens"] >= 1_630_000
     assert [each["plan"] for each in found["plans"]] == ["tp2", "pp2"]
-    _, lossless = answer(
-        capsys, str(CONFIGS / "llama_4_scout.json"), "--devices", "2xH200", "--weights", "lossless"
-    )
+    _, lossless = answer(capsys, str(CONFIGS / "llama_4_scout.json"), "--devices", "2xH200", "--weights", "lossless")
     assert lossless["kv_tokens"] >= 2_900_000
     a_layer = 2 * 8 * 128 * 2
     assert found["kv_bytes"] == pytest.approx(a_layer * (12 * found["kv_tokens"] + 36 * (8192 + 2048 + 16)), rel=1e-4)
