@@ -155,7 +155,7 @@ def predicted(spec: ModelSpec, ranks: SimRankTimes, alone_s: float, work: Work) 
     rows, chunk = work
     tokens = chunk or rows
     yield "tp2", 1e3 * RankedStep(ranks, WorkerGroup(count=1, group="tp2")).stage_s(0, alone_s, tokens)
-    costs, head = layer_costs(spec), head_cost(spec) * (rows / tokens if chunk else 1)
+    costs, head = layer_costs(spec, prompts=chunk > 0), head_cost(spec) * (rows / tokens if chunk else 1)
     own = [sum(costs[layer] for layer in stage) for stage in stage_layers(spec, 2)]
     own[-1] += head
     staged = RankedStep(ranks, WorkerGroup(count=1, group="pp2", stages=tuple(cost / sum(own) for cost in own)))
@@ -204,7 +204,7 @@ def stage_figures(
                 own.step(*work)
                 seconds = np.min([own.step(*work).cpu for _ in range(args.steps)], axis=0)  # others only add to it
                 over = float(seconds.max() / seconds.mean())
-                best = min(over, best_over_mean(spec, mesh, cut, seconds))
+                best = min(over, best_over_mean(layer_costs(spec, prompts=prompts), mesh, cut, seconds))
                 layers = "+".join(str(len(stage)) for stage in cut)
                 times = ", ".join(f"{1e3 * one:.2f}" for one in seconds)
                 figures = f"{over:5.3f} of the mean, best {best:5.3f}  ({times} ms)"
@@ -212,9 +212,9 @@ def stage_figures(
                 yield {"plan": plan, "step": name_of(work), "layers": layers, "over_mean": over, "best": best}
 
 
-def best_over_mean(spec: ModelSpec, mesh: Mesh, cut: Sequence[range], seconds: np.ndarray) -> float:
-    """The least that a cut has, by these seconds: all kinds of layers cost what the stages say."""
-    counted = layer_costs(spec)
+def best_over_mean(counted: Sequence[int], mesh: Mesh, cut: Sequence[range], seconds: np.ndarray) -> float:
+    """The least that a cut has, by these seconds: layers with these numbers cost what the stages before the last say,
+    and the head what is left of the last."""
     rate = sum(seconds[:-1]) / sum(counted[layer] for stage in cut[:-1] for layer in stage)
     costs = [rate * cost for cost in counted]
     head = max(0.0, float(seconds[-1]) - sum(costs[layer] for layer in cut[-1]))

@@ -207,10 +207,9 @@ def stage_layers(spec: ModelSpec, stages: int, *, prompts: bool = False) -> tupl
 
     What a layer costs is taken to be the numbers of its matrices that a token is multiplied with, as many as a step of
     decode reads; the last stage has the head besides.  ``prompts``: for steps that compute many tokens of a prompt and
-    draw from the last of them, so that the head costs nothing.
+    draw from the last of them at most.
     """
-    costs = layer_costs(spec)
-    return cut_stages(costs, 0 if prompts else head_cost(spec), stages)
+    return cut_stages(layer_costs(spec, prompts=prompts), 0 if prompts else head_cost(spec), stages)
 
 
 def cut_stages(costs: Sequence[float], head: float, stages: int) -> tuple[range, ...]:
@@ -238,9 +237,17 @@ def head_cost(spec: ModelSpec) -> int:
     return spec.vocab * spec.hidden
 
 
-def layer_costs(spec: ModelSpec) -> list[int]:
-    """Of each layer the numbers of its matrices that a token is multiplied with."""
-    return [_layer_cost(layer, spec.hidden) for layer in spec.details_as(DecoderConfig).layers]
+def layer_costs(spec: ModelSpec, *, prompts: bool = False) -> list[int]:
+    """The numbers of each layer's matrices that a token is multiplied with.
+
+    ``prompts``: of a token that nothing is drawn from, of which the last layer computes only keys and values.
+    """
+    layers = spec.details_as(DecoderConfig).layers
+    costs = [_layer_cost(layer, spec.hidden) for layer in layers]
+    last = layers[-1].attention
+    if prompts and isinstance(last, AttentionConfig):
+        costs[-1] = spec.hidden * 2 * last.kv_heads * last.head_dim
+    return costs
 
 
 def _layer_cost(layer: LayerConfig, hidden: int) -> int:

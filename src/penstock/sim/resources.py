@@ -130,7 +130,7 @@ class RankedStep:
         return max(self.stage_s(stage, seconds, tokens, busy=self.stages) for stage in range(self.stages))
 
     def duration(self, alone: PlanDuration, tokens: int) -> PlanDuration:
-        """Of the steps of a plan, one after the other, for a worker with one stage."""
+        """The time of the steps of a plan, one after the other, of a worker with one stage."""
         first = self.stage_s(0, alone.first_s, tokens)
         return PlanDuration(first, self.stage_s(0, alone.first_s + alone.growth_s, tokens) - first)
 

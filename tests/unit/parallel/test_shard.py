@@ -21,6 +21,7 @@ from penstock.parallel.shard import (
     ModelShard,
     check_supported,
     column_range,
+    layer_costs,
     part_of,
     shard_model,
     stage_layers,
@@ -216,6 +217,13 @@ def test_the_head_is_weighed_where_layers_become_stages() -> None:
     spec, _ = published("llama_3_2_1b")
     assert stage_layers(spec, 2) == (range(10), range(10, 16))
     assert stage_layers(spec, 2, prompts=True) == (range(8), range(8, 16))
+    assert stage_layers(spec, 3, prompts=True) == (
+        range(5),
+        range(5, 10),
+        range(10, 16),
+    )  # of the last only keys, values
+    assert layer_costs(spec, prompts=True)[:-1] == layer_costs(spec)[:-1]
+    assert layer_costs(spec, prompts=True)[-1] == 2048 * 2 * 8 * 64
     assert stage_layers(spec, 1) == (range(16),)
     assert stage_layers(spec, 16) == tuple(range(layer, layer + 1) for layer in range(16))
     for stages in range(1, 17):
