@@ -24,7 +24,7 @@ from penstock.config.mesh import Mesh
 from penstock.types import Role, WorkerId
 
 CORE_BYTES_S = 25e9
-"""Weights that one core reads and multiplies in a second: 1.2 billion in bf16 took 0.1 s on a Zen 3 core."""
+"""Weights that one core reads and multiplies in a second: 1.2 billion in bf16 take about 0.1 s on a Zen 3 core."""
 
 NODE_BYTES_S = 100e9
 """What the memory of one NUMA node gives to all of its cores: half of eight channels of DDR4-3200."""
