@@ -24,11 +24,12 @@ import resource
 import signal
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
@@ -60,6 +61,9 @@ CONTEXT = 256
 BLOCKS = 64
 """Pages of a sequence."""
 
+ASK = struct.Struct("<HHH")
+"""What a leader is asked for: rows, tokens of a chunk, steps in flight."""
+
 SYSTEMS = ("2 threads", "1 thread", "tp2", "pp2")
 
 BURST = 6
@@ -85,6 +89,15 @@ class Rank:
     cpus: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class StepTime:
+    """What one step took.  ``cpu``: seconds of each rank.  ``switches``: times that one was taken off its processor."""
+
+    seconds: float
+    cpu: tuple[float, ...]
+    switches: int
+
+
 class System:
     """A model over ranks, or one process: forked, and asked for one step at a time."""
 
@@ -92,11 +105,17 @@ class System:
         self.name = name
         self._mesh = mesh
         self._ranks = ranks
+        self._most_rows = most_rows
         self._group = ShmMesh(mesh)
-        self.counts = np.frombuffer(mmap.mmap(-1, mesh.ranks * 16), np.int64).reshape(mesh.ranks, 2)
+        self._counts = np.frombuffer(mmap.mmap(-1, mesh.ranks * 16), np.int64).reshape(mesh.ranks, 2)
         pages = mesh.pipeline * most_rows * BLOCKS
         self._pages = mmap.mmap(-1, pages * ranks[0].shard.whole.kv.page_bytes("bf16"))
         self._pids: list[int] = []
+
+    def beside(self, cpu: int) -> System:
+        """The same once more, on another processor: a system with one thread."""
+        (rank,) = self._ranks
+        return System(self.name, [replace(rank, cpus=(cpu,))], self._mesh, self._most_rows)
 
     def start(self) -> None:
         """Fork all ranks."""
@@ -113,25 +132,29 @@ class System:
                     os._exit(1)
             self._pids.append(pid)
 
-    def step(self, rows: int) -> tuple[float, float, int]:
-        """Seconds, CPU seconds of all ranks, and how often one of them was taken off its processor."""
-        before = self.counts.copy()
-        self.ask(rows)
-        seconds = self.answer()
-        cpu, switches = (self.counts - before).sum(axis=0)
-        return seconds, cpu / 1e9 / self._burst, int(switches)
+    def step(self, rows: int, chunk: int = 0, flights: int = 0) -> StepTime:
+        """One step, of ``rows`` answers or of ``chunk`` tokens of a prompt; with ``flights`` one of so many that follow
+        each other through the stages."""
+        self.ask(rows, chunk, flights)
+        return self.answer()
 
-    def ask(self, rows: int) -> None:
-        """Begin a step."""
-        os.write(self._ask, rows.to_bytes(2, "little"))
+    def step_of(self, rows: int) -> StepTime:
+        """A step of answers; over stages, one of ``BURST`` that follow each other."""
+        if self._mesh.pipeline == 1:
+            return self.step(rows)
+        burst = self.step(rows, flights=BURST)
+        return replace(burst, cpu=tuple(seconds / BURST for seconds in burst.cpu))
 
-    def answer(self) -> float:
-        """The seconds of the step that was begun."""
-        return float(np.frombuffer(os.read(self._answer, 8), np.float64)[0])
+    def ask(self, rows: int, chunk: int = 0, flights: int = 0) -> None:
+        """Begin it."""
+        self._before = self._counts.copy()
+        os.write(self._ask, ASK.pack(rows, chunk, flights))
 
-    @property
-    def _burst(self) -> int:
-        return BURST if self._mesh.pipeline > 1 else 1
+    def answer(self) -> StepTime:
+        """Wait for it."""
+        seconds = float(np.frombuffer(os.read(self._answer, 8), np.float64)[0])
+        cpu, switches = (self._counts - self._before).T
+        return StepTime(seconds, tuple((cpu / 1e9).tolist()), int(switches.sum()))
 
     def stop(self) -> None:
         """End all ranks."""
@@ -156,49 +179,56 @@ class System:
     def _lead(self, ask: int, answer: int) -> None:
         rank = self._mesh.leader
         _, _, own = self._program(rank)
-        whole, program = self._ranks[rank].shard.whole, cast(StepProgram, own)
+        program: StepProgram = own
         if self._mesh.ranks > 1:
-            program = LeaderProgram(own, self._group.everybody(rank), whole.kv.layer_groups)
-        count, batches = self._count(rank), dict[int, list[tuple[StepBatch, GumbelRows]]]()
-        while asked := os.read(ask, 2):
-            rows = int.from_bytes(asked, "little")
-            if rows not in batches:
-                batches[rows] = [first_step(rows, whole, place) for place in range(self._mesh.pipeline)]
-            seconds = timed(program, batches[rows], self._burst)
+            program = LeaderProgram(own, self._group.everybody(rank), self._ranks[rank].shard.whole.kv.layer_groups)
+        count, batches = self._count(rank), dict[tuple[int, int, int], tuple[StepBatch, GumbelRows]]()
+        spec = self._ranks[rank].shard.whole
+        while asked := os.read(ask, ASK.size):
+            rows, chunk, flights = ASK.unpack(asked)
+            batch_of = [
+                batches.setdefault(
+                    (rows, chunk, number), first_chunk(chunk, spec) if chunk else first_step(rows, spec, number)
+                )
+                for number in range(self._mesh.pipeline if flights else 1)
+            ]
+            for batch, picks in batch_of:
+                go_on(batch, picks, chunk)
+            begun = time.perf_counter()
+            if flights:
+                seconds = self._in_flight(cast(LeaderProgram, program), batch_of, chunk, flights)
+            else:
+                program.run(batch_of[0][0], 0, [], batch_of[0][1])
+                seconds = time.perf_counter() - begun
             count()
             os.write(answer, np.float64(seconds).tobytes())
+
+    def _in_flight(
+        self, program: LeaderProgram, own: list[tuple[StepBatch, GumbelRows]], chunk: int, flights: int
+    ) -> float:
+        """Seconds from one step's end to the next one's, of ``flights`` that follow each other."""
+        for batch, picks in own:
+            program.launch(batch, 0, picks)
+        ends = []
+        for flight in range(flights):
+            batch, picks = own[flight % len(own)]
+            program.run(batch, 0, [], picks)
+            ends.append(time.perf_counter())
+            if flight + len(own) < flights:
+                go_on(batch, picks, chunk)
+                program.launch(batch, 0, picks)
+        return (ends[-1] - ends[0]) / (flights - 1)
 
     def _count(self, rank: int) -> Callable[[], None]:
         def count() -> None:
             switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-            self.counts[rank] = time.process_time_ns(), switches
+            self._counts[rank] = time.process_time_ns(), switches
 
         return count
 
 
-def timed(program: StepProgram, batches: list[tuple[StepBatch, GumbelRows]], burst: int) -> float:
-    """Seconds of a step of the first batch; with several, of one of ``burst`` steps in flight."""
-    if len(batches) == 1:
-        go_on(*batches[0])
-        begun = time.perf_counter()
-        program.run(batches[0][0], 0, [], batches[0][1])
-        return time.perf_counter() - begun
-    assert isinstance(program, LeaderProgram)
-    ends = []
-    for number in range(burst + len(batches) - 1):
-        if number < burst:
-            batch, picks = batches[number % len(batches)]
-            go_on(batch, picks)
-            program.launch(batch, 0, picks)
-        if number >= len(batches) - 1:
-            batch, picks = batches[(number - len(batches) + 1) % len(batches)]
-            program.run(batch, 0, [], picks)
-            ends.append(time.perf_counter())
-    return (ends[-1] - ends[0]) / (burst - 1)
-
-
 class Replicas:
-    """Several processes that compute the same steps at the same time and share nothing but the machine."""
+    """Processes that compute the same steps at the same time and share nothing but the machine."""
 
     def __init__(self, name: str, systems: list[System]) -> None:
         self.name = name
@@ -209,14 +239,13 @@ class Replicas:
         for each in self._systems:
             each.start()
 
-    def step(self, rows: int) -> tuple[float, float, int]:
+    def step_of(self, rows: int) -> StepTime:
         """As of a system, of each step of one of them."""
-        before = [each.counts.copy() for each in self._systems]
         for each in self._systems:
             each.ask(rows)
-        seconds = max(each.answer() for each in self._systems)
-        spent = sum((each.counts - own).sum(axis=0) for each, own in zip(self._systems, before, strict=True))
-        return seconds / len(self._systems), spent[0] / 1e9 / len(self._systems), int(spent[1])
+        found, count = [each.answer() for each in self._systems], len(self._systems)
+        cpu = tuple(seconds / count for each in found for seconds in each.cpu)
+        return StepTime(max(each.seconds for each in found) / count, cpu, sum(each.switches for each in found))
 
     def stop(self) -> None:
         """End all."""
@@ -235,27 +264,44 @@ def first_step(rows: int, spec: ModelSpec, place: int = 0) -> tuple[StepBatch, G
     return StepBatch(tokens_T, positions_T, starts_S1, table_SP, starts_S1[:-1]), picks
 
 
-def go_on(batch: StepBatch, picks: GumbelRows) -> None:
-    """One token further, or back to where it began when the pages are full."""
+def first_chunk(tokens: int, spec: ModelSpec) -> tuple[StepBatch, GumbelRows]:
+    """A step that computes so many tokens of a prompt, and draws from the last."""
+    batch, picks = first_step(1, spec)
+    tokens_T = (np.arange(tokens) * 31 % spec.vocab).astype(np.int32)
+    starts_S1 = np.array((0, tokens), np.int32)
+    positions_T = np.arange(tokens, dtype=np.int32)
+    return StepBatch(tokens_T, positions_T, starts_S1, batch.table_SP, starts_S1[1:] - 1), picks
+
+
+def go_on(batch: StepBatch, picks: GumbelRows, chunk: int = 0) -> None:
+    """One token further, or back to where it began when the pages are full.  A chunk is computed again."""
+    if chunk:
+        return
     at = batch.positions_T[0] + 1
     batch.positions_T[:] = picks.positions_F[:] = at if at < BLOCKS * PAGE_TOKENS else CONTEXT
 
 
-def system(name: str, folder: Path, spec: ModelSpec, most_rows: int, cores: tuple[int, ...]) -> System | Replicas:
-    """One of ``SYSTEMS``, or "2 replicas", loaded."""
-    if "replicas" in name:
-        count = int(name.split(maxsplit=1)[0])
-        alone = [system("1 thread", folder, spec, most_rows, cores[place:]) for place in range(count)]
-        return Replicas(name, [each for each in alone if isinstance(each, System)])
+def system(
+    name: str, folder: Path, spec: ModelSpec, most_rows: int, cores: tuple[int, ...], *, prompts: bool = False
+) -> System:
+    """One of ``SYSTEMS``, loaded.  ``prompts``: stages are cut for prefill."""
     threads = int(name.split(maxsplit=1)[0]) if "thread" in name else 1
     mesh = Mesh() if "thread" in name else parse_mesh(name)
     ranks = []
     for rank in range(mesh.ranks):
-        shard, ops = shard_model(spec, mesh, rank), make_ops(compute_dtype="bf16")
+        shard, ops = shard_model(spec, mesh, rank, prompts=prompts), make_ops(compute_dtype="bf16")
         loaded = load_model(folder, spec, ops, select=shard.layout if mesh.ranks > 1 else None)
         cpus = cores[:threads] if mesh.ranks == 1 else (cores[rank % len(cores)],)
         ranks.append(Rank(shard, loaded, threads, cpus))
     return System(name, ranks, mesh, most_rows)
+
+
+def system_of(name: str, folder: Path, spec: ModelSpec, most_rows: int, cores: tuple[int, ...]) -> System | Replicas:
+    """The same, or "2 replicas": of one thread each."""
+    if "replicas" not in name:
+        return system(name, folder, spec, most_rows, cores)
+    one = system("1 thread", folder, spec, most_rows, cores)
+    return Replicas(name, [one, *(one.beside(cpu) for cpu in cores[1 : int(name.split(maxsplit=1)[0])])])
 
 
 def main() -> None:
@@ -291,7 +337,7 @@ def main() -> None:
             save({plan: memory_of(folder, plan) for plan in PLANS}, show_memory, args.json)
             return
         spec = inspect_model(folder)
-        systems = [system(name, folder, spec, max(rows), cores) for name in args.systems.split(",")]
+        systems = [system_of(name, folder, spec, max(rows), cores) for name in args.systems.split(",")]
     for each in systems:
         each.start()
     try:
@@ -309,24 +355,26 @@ def save(found: Found, shown: Callable[[Found], None], path: Path | None) -> Non
         path.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
-def measured(systems: list[System | Replicas], rows: int, steps: int, seconds: float) -> dict[str, dict[str, float]]:
+def measured(
+    systems: Sequence[System | Replicas], rows: int, steps: int, seconds: float
+) -> dict[str, dict[str, float]]:
     """Medians of each system's steps."""
-    kept: dict[str, list[tuple[float, float, int]]] = {each.name: [] for each in systems}
+    kept: dict[str, list[StepTime]] = {each.name: [] for each in systems}
     until = time.monotonic() + seconds
     for each in systems:
-        each.step(rows)
-    while min(sum(not each[2] for each in own) for own in kept.values()) < steps and time.monotonic() < until:
+        each.step_of(rows)
+    while min(sum(not each.switches for each in own) for own in kept.values()) < steps and time.monotonic() < until:
         for each in systems:
-            kept[each.name].append(each.step(rows))
+            kept[each.name].append(each.step_of(rows))
     return {name: figures(own) for name, own in kept.items()}
 
 
-def figures(steps: list[tuple[float, float, int]]) -> dict[str, float]:
+def figures(steps: list[StepTime]) -> dict[str, float]:
     """Of one system's steps."""
-    calm = [took for took, _, switches in steps if not switches]
+    calm = [step.seconds for step in steps if not step.switches]
     return {
-        "ms": 1e3 * statistics.median(took for took, _, _ in steps),
-        "cpu_ms": 1e3 * statistics.median(cpu for _, cpu, _ in steps),
+        "ms": 1e3 * statistics.median(step.seconds for step in steps),
+        "cpu_ms": 1e3 * statistics.median(sum(step.cpu) for step in steps),
         "steps": len(steps),
         "undisturbed": len(calm),
         "undisturbed_ms": 1e3 * statistics.median(calm) if calm else float("nan"),

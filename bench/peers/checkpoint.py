@@ -34,11 +34,27 @@ def tensors(shape: Shape) -> dict[str, TensorShape]:
             f"{at}self_attn.v_proj.weight": (keys, shape.hidden),
             f"{at}self_attn.o_proj.weight": (shape.hidden, queries),
             f"{at}post_attention_layernorm.weight": (shape.hidden,),
-            f"{at}mlp.gate_proj.weight": (shape.intermediate, shape.hidden),
-            f"{at}mlp.up_proj.weight": (shape.intermediate, shape.hidden),
-            f"{at}mlp.down_proj.weight": (shape.hidden, shape.intermediate),
         }
+        names = ("gate_proj", "up_proj", "down_proj")
+        found |= _experts(shape, at) if shape.experts else _mlp(shape, f"{at}mlp.", names)
     return found | {"model.norm.weight": (shape.hidden,)}
+
+
+def _mlp(shape: Shape, at: str, names: tuple[str, str, str]) -> dict[str, TensorShape]:
+    gate, up, down = (f"{at}{name}.weight" for name in names)
+    return {
+        gate: (shape.intermediate, shape.hidden),
+        up: (shape.intermediate, shape.hidden),
+        down: (shape.hidden, shape.intermediate),
+    }
+
+
+def _experts(shape: Shape, at: str) -> dict[str, TensorShape]:
+    """As Mixtral names them."""
+    found: dict[str, TensorShape] = {f"{at}block_sparse_moe.gate.weight": (shape.experts, shape.hidden)}
+    for expert in range(shape.experts):
+        found |= _mlp(shape, f"{at}block_sparse_moe.experts.{expert}.", ("w1", "w3", "w2"))
+    return found
 
 
 def values(of: TensorShape, rng: np.random.Generator) -> Iterator[NDArray[np.uint16]]:
@@ -54,9 +70,11 @@ def values(of: TensorShape, rng: np.random.Generator) -> Iterator[NDArray[np.uin
 
 def config(shape: Shape) -> dict[str, object]:
     """The contents of ``config.json``.  No scaling of the rotary frequencies: it costs nothing at run time."""
+    experts = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.top_k} if shape.experts else {}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **experts,
+        "architectures": ["MixtralForCausalLM" if shape.experts else "LlamaForCausalLM"],
+        "model_type": "mixtral" if shape.experts else "llama",
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,

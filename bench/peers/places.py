@@ -28,12 +28,15 @@ class Shape:
     max_positions: int = 8192
     rope_theta: float = 500_000.0
     eps: float = 1e-5
+    experts: int = 0  # of each layer, as Mixtral has them; 0: one MLP
+    top_k: int = 2  # of which a token passes
 
     @property
     def layer_parameters(self) -> int:
         """Weights of the matrices of all layers: what a prompt's token is multiplied with."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+        passed = self.top_k if self.experts else 1
+        return self.layers * (attention + 3 * self.hidden * self.intermediate * passed)
 
     @property
     def parameters(self) -> int:

@@ -13,15 +13,18 @@ import msgspec
 from penstock.bundled import STORYTELLER, storyteller
 from penstock.cli.console import TextStyle, text_table
 from penstock.cli.parsing import COMMANDS
+from penstock.config.auto_mesh import ReadWeights, WorkerCores
+from penstock.config.auto_mesh import token_s as cpu_token_s
 from penstock.config.device import TRITON
 from penstock.config.facts import ExtraWeights
 from penstock.config.load import lora_folders, parse_setting
+from penstock.config.mesh import Mesh
 from penstock.config.resolve import resolve_kv_dtype
 from penstock.config.schema import EngineSettings
 from penstock.errors import ConfigError
 from penstock.launch.draft_model import adapter_weights, draft_head_weights, draft_kind, draft_model_weights
 from penstock.launch.gpu_probe import gpu_report
-from penstock.launch.machine import free_memory
+from penstock.launch.machine import free_memory, machine_facts
 from penstock.launch.model_path import config_folder
 from penstock.parallel.plan import (
     DEVICE_MEMORY_GIB,
@@ -33,13 +36,16 @@ from penstock.parallel.plan import (
     all_plans,
     make_plan,
     parse_devices,
+    plan_for_tensor,
+    rank_weights,
     requests_at_once,
     why_not_servable,
     workers_of,
 )
+from penstock.parallel.shard import possible_meshes, stage_layers, token_numbers
 from penstock.parallel.sizes import BF16, WeightEncoding, WeightFormat, model_size, weight_bytes, weight_encoding
 from penstock.sim.roofline import token_s
-from penstock.types import FP8_E4M3
+from penstock.types import FP8_E4M3, Role
 from penstock.weights.architecture.decoder import DecoderConfig
 from penstock.weights.eagle import FOLDER, inspect_draft_head
 from penstock.weights.inspect import CONFIG_FILE, ModelOutline, read_outline
@@ -148,6 +154,18 @@ def devices_here() -> Devices:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One way to divide a model."""
+
+    name: str  # as ``--parallel`` takes it
+    weights: int  # bytes of a device's or rank's part, the largest
+    plan: ParallelPlan  # what is left for KV pages
+    seconds: float | None  # predicted, of a lone request's token; None: nothing is known of the devices
+    chosen: bool
+    command: str = ""  # that serves the model in this way; empty: none does
+
+
+@dataclass(frozen=True, slots=True)
 class PlanResult:
     """What is printed."""
 
@@ -161,10 +179,22 @@ class PlanResult:
     command: str = ""  # that would serve it; empty: none can
 
     @property
-    def ladder(self) -> list[tuple[ParallelPlan, float | None]]:
-        """Every way to divide the model over the devices, with the predicted seconds of a token."""
-        plans = all_plans(self.size, self.plan.devices)
-        return [(plan, token_s(self.outline.spec, self.size, plan)) for plan in plans]
+    def ladder(self) -> list[PlanRow]:
+        """Every way to divide the model over the devices, or over ranks on the host's processors."""
+        if self.plan.devices.is_cpu:
+            return rank_rows(self)
+        spec, size = self.outline.spec, self.size
+        return [
+            PlanRow(
+                name=plan.mesh.name,
+                weights=max(share.weights for share in plan.stages),
+                plan=plan,
+                seconds=token_s(spec, size, plan),
+                chosen=plan.tensor == self.plan.tensor,
+                command=self.command if plan.tensor == self.plan.tensor else "",
+            )
+            for plan in all_plans(size, self.plan.devices)
+        ]
 
     @property
     def request_tokens(self) -> int:
@@ -203,6 +233,29 @@ def serve_command(args: argparse.Namespace, answer: PlanResult) -> str:
         written = shlex.quote(f"{Path(folder).name}-compressed")
         command = f"penstock compress {model} {written} && {command.replace(model, written, 1)}"
     return command
+
+
+def rank_rows(answer: PlanResult) -> list[PlanRow]:
+    """One process and the plans of ranks that have a core each on this host, whose memory all ranks share.
+
+    What is loaded with the model is not divided yet; compressed weights are plain where they are cut.
+    """
+    spec, size, machine = answer.outline.spec, answer.size, machine_facts(())
+    nodes = len({core.numa_node for core in machine.physical_cores})
+    plain = replace(model_size(spec, answer.outline.layout, BF16, answer.kept), extra_weights=size.extra_weights)
+    rows = []
+    for mesh in (Mesh(),) if size.extra_weights else possible_meshes(spec, machine.cores):
+        own = plain if mesh.ranks > 1 and answer.how.tables else size
+        plan = plan_for_tensor(own, answer.plan.devices, 1) if own is plain else answer.plan
+        stages = stage_layers(spec, mesh.pipeline) if mesh.ranks > 1 else (range(spec.layers),)
+        largest = rank_weights(own, mesh, stages)
+        read = ReadWeights(token_numbers(spec), answer.how.bits / 8, spec.layers, spec.hidden)
+        seconds = cpu_token_s(read, Role.DECODE, WorkerCores(machine.cores, nodes), mesh)
+        command = answer.command
+        if command and mesh.ranks > 1:
+            command += f" --aggregated --parallel {mesh.name}"  # one worker, so that each rank has a core
+        rows.append(PlanRow(mesh.name, largest, plan, seconds, mesh.ranks == 1, command if plan.fits else ""))
+    return rows
 
 
 def model_argument(model: str | None) -> str:
@@ -292,7 +345,7 @@ def remedies(
             continue
         smaller = replace(model_size(outline.spec, outline.layout, other, kept), extra_weights=size.extra_weights)
         if (tokens := make_plan(smaller, devices, wanted_tokens=wanted).kv_tokens) > plan.kv_tokens:
-            kind = "the same answers" if form is WeightFormat.LOSSLESS else "other answers"
+            kind = "the same answers" if form is WeightFormat.LOSSLESS else "other answers, of such a checkpoint"
             found.append(f"--weights {form} ({tokens:,} tokens, {kind})")
     if kept == BF16.name and not devices.is_cpu and outline.spec.kv.states is None:
         smaller = replace(model_size(outline.spec, outline.layout, how, FP8_E4M3), extra_weights=size.extra_weights)
@@ -302,7 +355,8 @@ def remedies(
     while times <= MOST_TIMES_MORE:
         more = Devices(devices.count * times, devices.name, devices.memory_bytes, devices.is_cpu)
         if not devices.is_cpu and (tokens := make_plan(size, more, wanted_tokens=wanted).kv_tokens) >= wanted:
-            found.append(f"--devices {more.count}x{more.name} ({tokens:,} tokens)")
+            only = ", a plan only" if why_not_servable(more) else ""
+            found.append(f"--devices {more.count}x{more.name} ({tokens:,} tokens{only})")
             break
         times *= 2
     if plan.fits:
@@ -365,12 +419,13 @@ def plan_as_json(answer: PlanResult) -> dict[str, Any]:
         },
         "plans": [
             {
-                "plan": each.mesh.name,
-                "weight_bytes": max(share.weights for share in each.stages),
-                "kv_tokens": each.kv_tokens,
-                "token_ms": None if seconds is None else round(seconds * 1e3, 3),
+                "plan": row.name,
+                "weight_bytes": row.weights,
+                "kv_tokens": row.plan.kv_tokens,
+                "token_ms": None if row.seconds is None else round(row.seconds * 1e3, 3),
+                "command": row.command,
             }
-            for each, seconds in answer.ladder
+            for row in answer.ladder
         ],
         "remedies": list(answer.remedies),
         **servability(plan.devices),
@@ -392,9 +447,11 @@ def print_plan(answer: PlanResult, paint: TextStyle) -> None:
     forms = f"weights in {answer.how.name}, KV pages in {answer.kept}"
     print(f"tensor parallel over {plan.tensor}, {_stages(plan)}; {forms}\n")
     print(f"{arithmetic(answer, paint)}\n")
-    if devices.count > 1:
-        print("plans, the chosen one with *; time of a lone request's token, computed from data sheets:")
-        print(f"{plans_table(answer)}\n")
+    ladder = answer.ladder
+    if len(ladder) > 1:
+        source = "defaults for its cores" if devices.is_cpu else "data sheets"
+        print(f"plans, the chosen one with *; time of a lone request's token, computed from {source}:")
+        print(f"{plans_table(ladder)}\n")
     for share in plan.stages:
         print(f"stage {share.stage}, layers {share.layers.start}-{share.layers.stop - 1}, each device")
         print(picture(share, devices.memory_bytes, paint))
@@ -435,14 +492,16 @@ def arithmetic(answer: PlanResult, paint: TextStyle) -> str:
     return text_table([(name, value, paint(why, "dim")) for name, value, why in lines], right=(1,))
 
 
-def plans_table(answer: PlanResult) -> str:
-    """Every way to divide the model over the devices; the chosen one is marked."""
-    rows = [("plan", "weights a device", "KV tokens", "ms a token")]
-    for plan, seconds in answer.ladder:
-        tokens = f"{plan.kv_tokens:,}" if plan.fits else f"{gib(plan.missing_bytes)} too much"
-        name = f"{plan.mesh.name}{' *' if plan.tensor == answer.plan.tensor else ''}"
-        time = "" if seconds is None else f"{seconds * 1e3:.2f}"
-        rows.append((name, gib(max(share.weights for share in plan.stages)), tokens, time))
+def plans_table(ladder: list[PlanRow]) -> str:
+    """Every way to divide the model, and the command that serves it if there is one; the chosen one is marked."""
+    rows = [["plan", "weights a rank", "KV tokens", "ms a token"]]
+    for row in ladder:
+        tokens = f"{row.plan.kv_tokens:,}" if row.plan.fits else f"{gib(row.plan.missing_bytes)} too much"
+        time = "" if row.seconds is None else f"{row.seconds * 1e3:.2f}"
+        rows.append([f"{row.name}{' *' if row.chosen else ''}", gib(row.weights), tokens, time])
+    if any(row.command for row in ladder):
+        for cells, command in zip(rows, ("served by", *(row.command for row in ladder)), strict=True):
+            cells.append(command)
     return text_table(rows, right=(1, 2, 3))
 
 

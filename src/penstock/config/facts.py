@@ -86,6 +86,11 @@ class ModelFacts(Config, frozen=True, kw_only=True):
     pooling: PoolingConfig | None = None  # None: a generative model
     extra_weights: tuple[ExtraWeights, ...] = ()
     activation_bytes: int = 0  # buffers of its largest step on a GPU
+    layers: int = 0
+    hidden: int = 0
+    token_numbers: int = 0  # of its weights that one token is multiplied with
+    tensor_ways: tuple[int, ...] = ()  # numbers of tensor ranks that can divide it, one aside
+    why_not_divided: str = ""  # where there are none
 
     @property
     def recurrent(self) -> bool:

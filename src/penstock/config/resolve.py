@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from penstock.config.auto_mesh import choose_meshes
 from penstock.config.base import Config, is_loopback
-from penstock.config.cpu_cores import CoreSettings, CoreShare, RankCores, WorkerRoles
+from penstock.config.cpu_cores import CoreAssignment, CoreSettings, CoreShare, RankCores, WorkerRoles
 from penstock.config.device import RUNTIME_BYTES, TRITON, DeviceChoice, choose_device
 from penstock.config.facts import KvPageSize, MachineFacts, ModelFacts, extra_weight_bytes
 from penstock.config.kv_memory import KV_CONTEXTS, KvMemoryBudget, format_size
@@ -55,11 +56,6 @@ NO_SPECULATION = (
 )
 
 PARALLEL_AUTO = "auto"
-PARALLEL_SETTINGS = ("parallel", "prefill_parallel", "decode_parallel")
-PARALLEL_AUTO_NOTE = (
-    "--parallel auto: one process a worker, whose threads share the cores and memory of this machine; ranks exchange "
-    "more than threads do"
-)
 
 MIN_CONTEXT = 256
 """A shorter context is never chosen automatically."""
@@ -232,7 +228,7 @@ def worker_nodes(config: WorkerServeConfig) -> NodePlace:
         return nodes
     if config.master_addr is None:
         raise ConfigError("--nnodes: add --master-addr tcp://HOST:PORT, where machine 0 listens for the others")
-    mesh = worker_mesh(config, config.role)
+    mesh = worker_mesh(config, config.role) or Mesh()
     if mesh.pipeline < nodes.nodes:
         works = Mesh(tensor=mesh.tensor, pipeline=nodes.nodes)
         raise ConfigError(
@@ -249,16 +245,18 @@ def worker_nodes(config: WorkerServeConfig) -> NodePlace:
     return nodes
 
 
-def worker_mesh(config: EngineSettings, role: Role) -> Mesh:
-    """How the ranks of workers of a role divide the model; a mesh of one rank unless it was asked for.
+def worker_mesh(config: EngineSettings, role: Role) -> Mesh | None:
+    """How the ranks of workers of a role divide the model; a mesh of one rank unless it was asked for.  None: ``auto``.
 
     Raises ConfigError.
     """
     own = {Role.PREFILL: "prefill_parallel", Role.DECODE: "decode_parallel"}.get(role, "parallel")
     text = getattr(config, own, None) or config.parallel
     sizes = config.tensor_parallel_size, config.pipeline_parallel_size
-    if role is Role.ENCODE or text == PARALLEL_AUTO:
+    if role is Role.ENCODE:
         return Mesh()
+    if text == PARALLEL_AUTO:
+        return None
     if text is not None and any(sizes):
         flag = "tensor" if sizes[0] else "pipeline"
         raise ConfigError(f"--{flag}-parallel-size says what --parallel {text} says: leave one of them out")
@@ -330,21 +328,23 @@ def _plan(
         choice=choice,
     )
     kv = _kv_capacity(config, memory, size)
-    if host_copies:
-        kv = replace(kv, pages=limit_to_host_copies(machine, size, kv.pages, kv.max_model_len))
+    kv = replace(kv, pages=limit_to_host_copies(machine, size, kv.pages, kv.max_model_len)) if host_copies else kv
     prefill_plan = None if prefill is None else plan_prefill(prefill, memory, size, kv.pages, kv.max_model_len)
-    meshes = {worker: worker_mesh(config, role) for worker, role in roles}
-    ranks = {worker: len(mesh.node_ranks(nodes)) for worker, mesh in meshes.items() if mesh.ranks > 1}
+    alone = assign_fleet_cores(roles, machine.physical_cores, machine.cores, cores, prefill)
+    meshes, mesh_note = _meshes(
+        config, machine, model, roles, alone, memory=memory, kv_bytes=kv.pages * size.page_bytes, on_cpu=prefill is None
+    )
+    ranks, assigned = {own: len(mesh.node_ranks(nodes)) for own, mesh in meshes.items() if mesh.ranks > 1}, alone
     if ranks:
         _check_ranks_possible(choice, prefill)
         cores = replace(cores, ranks=ranks, lend=False)
-    assigned = assign_fleet_cores(roles, machine.physical_cores, machine.cores, cores, prefill)
+        assigned = assign_fleet_cores(roles, machine.physical_cores, machine.cores, cores, prefill)
     scheduler = msgspec.structs.replace(
         resolve_scheduler(config, model, kv),
         even_pace=any(share.loans for share in assigned.shares),
         max_draft_tokens=config.max_draft_tokens if _speculates(config, model) and not model.recurrent else 0,
     )
-    notes = [choice.note, prefill.choice.note if prefill else "", kv.note, *_ignored_settings(config, model)]
+    notes = [choice.note, prefill.choice.note if prefill else "", kv.note, mesh_note, *_ignored_settings(config, model)]
     return ServePlan(
         workers=tuple(
             _worker(*role, share, meshes[role[0]], nodes) for role, share in zip(roles, assigned.shares, strict=True)
@@ -367,10 +367,53 @@ def _ignored_settings(config: EngineSettings, model: ModelFacts) -> Iterator[str
     """A line for each setting that changes nothing here."""
     if config.gpu_lanes != "off":
         yield NO_GPU_LANES
-    if PARALLEL_AUTO in (getattr(config, name, None) for name in PARALLEL_SETTINGS):
-        yield PARALLEL_AUTO_NOTE
     if _speculates(config, model) and model.recurrent:
         yield NO_SPECULATION
+
+
+def _meshes(
+    config: EngineSettings,
+    machine: MachineFacts,
+    model: ModelFacts,
+    roles: WorkerRoles,
+    alone: CoreAssignment,
+    *,
+    memory: KvMemoryBudget,
+    kv_bytes: int,
+    on_cpu: bool,
+) -> tuple[dict[WorkerId, Mesh], str]:
+    """How the ranks of each worker divide the model, and why, where that was left to ``auto``.
+
+    ``alone``: their cores as single processes.  ``kv_bytes``: of the pages of each.
+    """
+    asked = {worker: worker_mesh(config, role) for worker, role in roles}
+    free = tuple((worker, role) for worker, role in roles if asked[worker] is None)
+    meshes = {worker: mesh for worker, mesh in asked.items() if mesh is not None}
+    if not free:
+        return meshes, ""
+    shares = tuple(share for (worker, _), share in zip(roles, alone.shares, strict=True) if asked[worker] is None)
+    chosen, note = choose_meshes(
+        free,
+        replace(alone, shares=shares),
+        machine,
+        model,
+        threads=config.threads,
+        number_bytes=memory.number_bytes,
+        room=memory.available_bytes() - memory.workers * kv_bytes,
+        why_one=_why_one_process(config, model, memory.choice, on_cpu=on_cpu),
+    )
+    return meshes | chosen, note
+
+
+def _why_one_process(config: EngineSettings, model: ModelFacts, choice: DeviceChoice, *, on_cpu: bool) -> str:
+    """Why this service cannot divide a model; empty: it can."""
+    if choice.device != "cpu" or not on_cpu:
+        return "over GPUs a model is not divided yet"
+    if _speculates(config, model) and not model.recurrent:
+        return "with speculation a model is not divided yet"
+    if getattr(config, "lora", ()) or getattr(config, "allow_lora_updating", False):
+        return "with LoRA adapters a model is not divided yet"
+    return ""
 
 
 def _check_ranks_possible(choice: DeviceChoice, prefill: PrefillDevice | None) -> None:

@@ -38,7 +38,7 @@ from penstock.config.device import excludes_gpu
 from penstock.config.facts import ExtraWeights, GpuReport, MachineFacts, ModelFacts
 from penstock.config.limits import TraceConfig
 from penstock.config.load import lora_folders, weights_cache_folder
-from penstock.config.mesh import NodePlace
+from penstock.config.mesh import Mesh, NodePlace
 from penstock.config.resolve import ServePlan, context_length, resolve, resolve_worker, worker_mesh, worker_nodes
 from penstock.config.schema import (
     BACKLOG,
@@ -75,7 +75,7 @@ from penstock.launch.sparse_attention import with_sparse_attention
 from penstock.launch.startup_log import StartupTimer, client_lines, fleet_lines, join_lines, model_lines, worker_lines
 from penstock.launch.supervisor import StoppedEarly, Supervisor
 from penstock.launch.tls import checked_tls
-from penstock.parallel.shard import check_supported, node_kv, node_layers
+from penstock.parallel.shard import check_supported, node_kv, node_layers, tensor_ways, token_numbers
 from penstock.parallel.sizes import step_bytes
 from penstock.processing.model_aliases import check_aliases
 from penstock.sidecar import disable_core_dumps
@@ -490,6 +490,7 @@ def _machine(config: EngineSettings, report: GpuReport | None = None) -> Machine
 
 
 def _model_facts(name: str, spec: ModelSpec, extra_weights: tuple[ExtraWeights, ...] = ()) -> ModelFacts:
+    ways, why_not = tensor_ways(spec)
     return ModelFacts(
         name=name,
         max_positions=spec.max_positions,
@@ -502,6 +503,11 @@ def _model_facts(name: str, spec: ModelSpec, extra_weights: tuple[ExtraWeights, 
         pooling=None if spec.pooler is None else _pooling(spec.pooler),
         extra_weights=extra_weights,
         activation_bytes=step_bytes(spec),
+        layers=spec.layers,
+        hidden=spec.hidden,
+        token_numbers=token_numbers(spec),
+        tensor_ways=ways,
+        why_not_divided=why_not,
     )
 
 
@@ -509,7 +515,7 @@ def _node_spec(spec: ModelSpec, config: WorkerServeConfig, nodes: NodePlace) -> 
     """The model as far as one machine has it: what its memory must hold.  Raises ConfigError."""
     if nodes.nodes == 1:
         return spec
-    mesh = worker_mesh(config, config.role)
+    mesh = worker_mesh(config, config.role) or Mesh()
     check_supported(spec, mesh)
     layers = len(node_layers(spec, mesh, nodes))
     parameters = spec.parameters * layers // spec.layers

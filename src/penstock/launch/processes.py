@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, cast
 from msgspec import structs
 
 from penstock.config.limits import RequestLimits
-from penstock.config.mesh import Mesh
+from penstock.config.mesh import Mesh, NodePlace
 from penstock.config.mixed_numerics import PrefillPlan, fleet_numerics
 from penstock.config.resolve import ServePlan, WorkerPlan, resolve_kv_store
 from penstock.config.schema import (
@@ -104,6 +104,24 @@ class ModelSource:
     loras: Sequence[NamedAdapter] = ()  # adapters that are loaded with it
 
 
+@dataclass(frozen=True, slots=True)
+class ModelDivision:
+    """How a worker's ranks divide the model."""
+
+    mesh: Mesh
+    nodes: NodePlace
+    prompts: bool  # stages are cut for chunks of prompts, which need the head once a prompt
+
+    @classmethod
+    def of(cls, worker: WorkerPlan) -> ModelDivision:
+        """That of a worker: by the role that it was planned for, whichever it takes later."""
+        return cls(worker.mesh, worker.nodes, worker.mesh.pipeline > 1 and worker.role is Role.PREFILL)
+
+    def shard(self, spec: ModelSpec, rank: int) -> ModelShard:
+        """The part of a rank.  Raises ConfigError."""
+        return shard_model(spec, self.mesh, rank, nodes=self.nodes.nodes, prompts=self.prompts)
+
+
 class WorkerProcesses:
     """The workers of this host: shared weights, one KV memory each, and how each starts."""
 
@@ -134,14 +152,15 @@ class WorkerProcesses:
         holders = [own.worker for own in plan.workers if own.role is not Role.ENCODE and not plan.pages_on_device(own)]
         self._share = store.SharedStoreMemory(self._store, [(worker, self._kv[worker].pages) for worker in holders])
         self._cores = CoreLendingTable({worker.worker: worker.lent_cores for worker in plan.workers})
-        self._loaded: dict[tuple[Mesh, int], _Loaded] = {}  # by rank of each mesh
+        self._loaded: dict[tuple[ModelDivision, int], _Loaded] = {}  # by rank of each division
 
     def _check_meshes(self) -> None:
         lora = bool(self._model.loras) or (isinstance(self._config, ServeConfig) and self._config.allow_lora_updating)
-        for mesh, nodes in {(worker.mesh, worker.nodes.nodes) for worker in self._plan.workers}:
-            check_supported(self._spec, mesh, lora=lora, speculation=self._plan.scheduler.max_draft_tokens > 0)
-            for rank in range(mesh.ranks):
-                shard_model(self._spec, mesh, rank, nodes)
+        for division in {ModelDivision.of(worker) for worker in self._plan.workers}:
+            speculates = self._plan.scheduler.max_draft_tokens > 0
+            check_supported(self._spec, division.mesh, lora=lora, speculation=speculates)
+            for rank in range(division.mesh.ranks):
+                division.shard(self._spec, rank)
 
     def _layout(self, place: WorkerPlan) -> KvLayout:
         """The layout of the worker's pages on this machine."""
@@ -172,14 +191,11 @@ class WorkerProcesses:
             if reading is not None:
                 asked = stack.enter_context(closing(NumericsProbe(reading.family, dtype, reading.device)))
             with interleave_memory(self._plan.numa_nodes):
-                meshes = dict.fromkeys((worker.mesh, worker.nodes) for worker in self._plan.workers)
-                shards = [
-                    shard_model(self._spec, mesh, rank, nodes.nodes)
-                    for mesh, nodes in meshes
-                    for rank in mesh.node_ranks(nodes)
-                ]
-                for loaded in self._load(ops, LoadProgressLog(keep_watch), threads, shards):
-                    self._loaded[loaded.shard.mesh, loaded.shard.rank] = loaded
+                divisions = dict.fromkeys(ModelDivision.of(worker) for worker in self._plan.workers)
+                places = [(own, rank) for own in divisions for rank in own.mesh.node_ranks(own.nodes)]
+                shards = [own.shard(self._spec, rank) for own, rank in places]
+                parts = self._load(ops, LoadProgressLog(keep_watch), threads, shards)
+                self._loaded |= dict(zip(places, parts, strict=True))
             if asked is not None:
                 self._mixed = (asked.result(keep_watch), ops.numerics)
 
@@ -253,7 +269,7 @@ class WorkerProcesses:
         reading = self._plan.prefill_plan_of(place)
         ops = self._ops(config.threads, reading)
         rank = 0 if group is None else group.leader
-        loaded = self._loaded.get((place.mesh, rank)) if reading is None else None
+        loaded = self._loaded.get((ModelDivision.of(place), rank)) if reading is None else None
         if loaded is None:
             log.info("kernels %s ready in %.2f s", ops.numerics, time.monotonic() - begun)
             progress = LoadingHeartbeat(self._slots[config.worker])
@@ -292,7 +308,7 @@ class WorkerProcesses:
         self._begin(f"{config.worker}/{rank}")
         cores, slot = place.cores_of(rank), self._slots[config.worker]
         ops, events = self._ops(cores.threads), self._rank_events(config.worker, place)
-        own = self._rank(config, group, self._loaded[place.mesh, rank], ops)
+        own = self._rank(config, group, self._loaded[ModelDivision.of(place), rank], ops)
         if rank != group.first:
             events = RankEvents(lambda: None, events.on_lost)
         try:

@@ -86,6 +86,8 @@ def parse_devices(text: str) -> Devices:
     if not 1 <= count <= MAX_DEVICES:
         raise ConfigError(f"devices {text!r}: 1 to {MAX_DEVICES} can be planned for, not {count}")
     name = match["name"] or f"{match['size']}{match['unit']}"
+    if name.lower() == "cpu" and count > 1:
+        raise ConfigError(f"devices {text!r}: the processors of one host share its memory; expected cpu or cpu:64GiB")
     known = {each.upper(): each for each in DEVICE_MEMORY_GIB}.get(name.upper(), name)
     if match["size"]:
         size = float(match["size"]) * (GIB if match["unit"] == "GiB" else 1e9)
@@ -248,6 +250,19 @@ def requests_at_once(model: ModelSize, plan: ParallelPlan, tokens: int) -> int:
 
 def _possible(model: ModelSize, devices: Devices, tensor: int) -> bool:
     return devices.count % tensor == 0 and devices.count // tensor <= len(model.layers)
+
+
+def rank_weights(model: ModelSize, mesh: Mesh, stages: Sequence[range]) -> int:
+    """Bytes of the largest rank of one host, of stages with these layers.  Ranks have the whole embedding."""
+    head = -(-(model.head or model.embedding) // mesh.tensor)
+    largest = 0
+    for layers in stages:
+        own = model.other + sum(model.layers[index].on_device(mesh.tensor) for index in layers)
+        own += model.embedding if layers.start == 0 else 0
+        if layers.stop == len(model.layers) and (model.head or mesh.ranks > 1):
+            own += head
+        largest = max(largest, own)
+    return largest
 
 
 def plan_for_tensor(model: ModelSize, devices: Devices, tensor: int) -> ParallelPlan:

@@ -177,8 +177,9 @@ class ModelShard:
             yield weight
 
 
-def shard_model(spec: ModelSpec, mesh: Mesh, rank: int, nodes: int = 1) -> ModelShard:
+def shard_model(spec: ModelSpec, mesh: Mesh, rank: int, *, nodes: int = 1, prompts: bool = False) -> ModelShard:
     """One rank's part of a model.  ``nodes``: machines that the ranks are on; the KV pages of one have its layers.
+    ``prompts``: stages are cut for prefill, not for decode (``stage_layers``).
 
     Raises ConfigError for a model that cannot be divided yet, or not over that number of ranks: one line, with the
     numbers and a plan that would work.
@@ -188,7 +189,7 @@ def shard_model(spec: ModelSpec, mesh: Mesh, rank: int, nodes: int = 1) -> Model
     place = mesh.place(rank)
     if mesh.ranks == 1:
         return ModelShard(spec, spec, mesh, rank, range(spec.layers), ())
-    layers = stage_layers(spec, mesh.pipeline)[place.stage]
+    layers = stage_layers(spec, mesh.pipeline, prompts=prompts)[place.stage]
     decoder = spec.details_as(DecoderConfig)
     own = decoder.layers[layers.start : layers.stop]
     shares = tuple(_layer_share(layer, place.tensor, mesh.tensor) for layer in own)
@@ -202,21 +203,24 @@ def shard_model(spec: ModelSpec, mesh: Mesh, rank: int, nodes: int = 1) -> Model
     return ModelShard(spec, local, mesh, rank, layers, shares)
 
 
-def stage_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
+def stage_layers(spec: ModelSpec, stages: int, *, prompts: bool = False) -> tuple[range, ...]:
     """The layers of each stage, so that the stage with most to compute has as little as possible.
 
     What a layer costs is taken to be the numbers of its matrices that a token is multiplied with, as many as a step of
-    decode reads; the last stage has the head besides.
+    decode reads; the last stage has the head besides.  ``prompts``: for steps that compute many tokens of a prompt and
+    draw from the last of them at most.
     """
-    costs = [_layer_cost(layer, spec.hidden) for layer in spec.details_as(DecoderConfig).layers]
-    sums = [0, *accumulate(costs)]
-    head = spec.vocab * spec.hidden
-    count = len(costs)
+    return cut_stages(layer_costs(spec, prompts=prompts), 0 if prompts else head_cost(spec), stages)
 
-    def cost(begin: int, end: int) -> int:
+
+def cut_stages(costs: Sequence[float], head: float, stages: int) -> tuple[range, ...]:
+    """The layers of each stage, of layers with these costs and a head after the last one."""
+    sums, count = (0, *accumulate(costs)), len(costs)
+
+    def cost(begin: int, end: int) -> float:
         return sums[end] - sums[begin] + (head if end == count else 0)
 
-    best: list[tuple[int, tuple[int, ...]]] = [(cost(0, end), ()) for end in range(count + 1)]  # of layers up to each
+    best: list[tuple[float, tuple[int, ...]]] = [(cost(0, end), ()) for end in range(count + 1)]  # of layers up to each
     for stage in range(1, stages):
         best = [
             min(
@@ -229,6 +233,24 @@ def stage_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
     return tuple(range(begin, end) for begin, end in pairwise((0, *cuts, count)))
 
 
+def head_cost(spec: ModelSpec) -> int:
+    """The numbers of the head: what it costs where every token is drawn from, as in decode."""
+    return spec.vocab * spec.hidden
+
+
+def layer_costs(spec: ModelSpec, *, prompts: bool = False) -> list[int]:
+    """The numbers of each layer's matrices that a token is multiplied with.
+
+    ``prompts``: of a token that nothing is drawn from, of which the last layer computes only keys and values.
+    """
+    layers = spec.details_as(DecoderConfig).layers
+    costs = [_layer_cost(layer, spec.hidden) for layer in layers]
+    last = layers[-1].attention
+    if prompts and isinstance(last, AttentionConfig):
+        costs[-1] = spec.hidden * 2 * last.kv_heads * last.head_dim
+    return costs
+
+
 def _layer_cost(layer: LayerConfig, hidden: int) -> int:
     attention, mlp = layer.attention, layer.mlp
     assert isinstance(attention, AttentionConfig), "refused by check_supported"
@@ -236,6 +258,46 @@ def _layer_cost(layer: LayerConfig, hidden: int) -> int:
     inner = mlp.intermediate if isinstance(mlp, MlpConfig) else mlp.routing.top_k * mlp.intermediate + (mlp.shared or 0)
     gated = not isinstance(mlp, MlpConfig) or mlp.gated
     return hidden * (heads * attention.head_dim + inner * (3 if gated else 2))
+
+
+def token_numbers(spec: ModelSpec) -> int:
+    """Numbers of the model's weights that one token is multiplied with; all of them where the model is not divided."""
+    try:
+        check_supported(spec, Mesh(tensor=2))
+    except ConfigError:
+        return spec.parameters
+    return sum(layer_costs(spec)) + head_cost(spec)
+
+
+def tensor_ways(spec: ModelSpec) -> tuple[tuple[int, ...], str]:
+    """Numbers of tensor ranks that can divide a model, 1 aside; and why none can, if none can."""
+    found, why = list[int](), ""
+    for ways in TENSOR_WAYS[1:]:
+        try:
+            check_supported(spec, Mesh(tensor=ways))
+            _check_shares(spec, Mesh(tensor=ways))
+        except ConfigError as error:
+            why = why or str(error).partition(": ")[2].partition(";")[0]
+        else:
+            found.append(ways)
+    return tuple(found), "" if found else why
+
+
+def possible_meshes(spec: ModelSpec, cores: int) -> list[Mesh]:
+    """One process, and the meshes of ranks that can divide a model and have a core each: fewest stages first."""
+    found = [Mesh()]
+    for pipeline in TENSOR_WAYS:
+        for tensor in TENSOR_WAYS:
+            if not 1 < tensor * pipeline <= cores:
+                continue
+            mesh = Mesh(tensor=tensor, pipeline=pipeline)
+            try:
+                check_supported(spec, mesh)
+                _check_shares(spec, mesh)
+            except ConfigError:
+                continue
+            found.append(mesh)
+    return found
 
 
 def check_supported(spec: ModelSpec, mesh: Mesh, *, lora: bool = False, speculation: bool = False) -> None:

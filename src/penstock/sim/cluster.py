@@ -16,7 +16,7 @@ from penstock.sim.gateway import SimGateway
 from penstock.sim.resources import EventQueue, SharedMachine
 from penstock.sim.results import LatencyTargets, RunResults, quantiles
 from penstock.sim.trace import Trace, TracePrompts
-from penstock.sim.worker import SimContext, SimWorker, WorkerPlace
+from penstock.sim.worker import SimContext, SimWorker, WorkerPlace, make_worker
 from penstock.types import PAGE_TOKENS, RequestId, WorkerId
 
 MOST_INDEXED = 1 << 24
@@ -72,7 +72,7 @@ def simulate(trace: Trace, setup: SimulationSetup, progress: Callable[[int], Non
     gateway = SimGateway(routing, agenda, setup.fleet.links, page_tokens)
     crowd = SharedMachine(setup.fleet.steps.beside)
     stage = SimContext(agenda, gateway, crowd, {RequestId(f"{job.number}"): job.output for job in trace.requests})
-    workers = tuple(SimWorker(place, setup.fleet, page_tokens, stage) for place in _places(setup.fleet))
+    workers = tuple(make_worker(place, setup.fleet, page_tokens, stage) for place in _places(setup.fleet))
     measures = RunResults(setup.targets)
     gateway.add_workers(workers, measures)
     prompts = TracePrompts(trace, page_tokens)
@@ -120,7 +120,7 @@ def _places(fleet: FleetFile) -> list[WorkerPlace]:
     for group in check_fleet(fleet).workers:
         for _ in range(group.count):
             number = counts[group.role] = counts.get(group.role, -1) + 1
-            places.append(WorkerPlace(WorkerId(f"{group.role.value}-{number}"), group.role))
+            places.append(WorkerPlace(WorkerId(f"{group.role.value}-{number}"), group.role, group))
     return places
 
 

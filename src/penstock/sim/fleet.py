@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 
 from penstock.config.base import Config
+from penstock.config.mesh import Mesh, parse_mesh
 from penstock.errors import ConfigError
 from penstock.types import Role
 
@@ -23,11 +24,14 @@ DEFAULT = "default"
 
 MAX_WORKERS = 4096
 MAX_FILE_BYTES = 1 << 20
+MAX_SHARE_ERROR = 0.01
+"""By which the shares of stages may miss 1: they are rounded in files."""
 
 SimSeconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 SimShare = Annotated[float, msgspec.Meta(ge=0, le=100)]
 Speed = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
+SimStageShare = Annotated[float, msgspec.Meta(gt=0, le=1)]
 SimCount = Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
 
 
@@ -36,6 +40,19 @@ class WorkerGroup(Config, frozen=True, kw_only=True):
 
     role: Role = Role.BOTH
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
+    group: str = ""  # how the ranks of each of them divide the model, as "tp2,pp2"; empty: one rank
+    stages: tuple[SimStageShare, ...] = ()  # each stage's share of a step's time; empty: equal shares
+
+    @property
+    def mesh(self) -> Mesh:
+        """Raises ConfigError."""
+        return parse_mesh(self.group) if self.group else Mesh()
+
+    @property
+    def stage_shares(self) -> tuple[float, ...]:
+        """The share of each stage."""
+        count = self.mesh.pipeline
+        return self.stages or (1 / count,) * count
 
 
 class SimStepTimes(Config, frozen=True, kw_only=True):
@@ -50,8 +67,20 @@ class SimStepTimes(Config, frozen=True, kw_only=True):
     beside: SimShare = 0.0  # the share by which a step is longer for each other worker that computes when it begins
 
 
+class SimRankTimes(Config, frozen=True, kw_only=True):
+    """Seconds that a step takes more where ranks divide the model.  ``SimStepTimes`` are those of one rank alone."""
+
+    layers: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
+    join_s: SimSeconds = 0.0  # an exchange of the ranks of a stage: there are two in each layer
+    join_token_s: SimSeconds = 0.0  # and more for each token of the step
+    send_s: SimSeconds = 0.0  # hidden states from a stage to the next
+    send_token_s: SimSeconds = 0.0
+    undivided_s: SimSeconds = 0.0  # of each step: what every rank of a stage does, such as launching kernels
+    beside: SimShare = 0.0  # the share by which a step is longer for each other rank that computes meanwhile
+
+
 class SimMemory(Config, frozen=True, kw_only=True):
-    """Memory of one worker."""
+    """Memory of one worker, of all its ranks together."""
 
     token_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
     device_bytes: Bytes
@@ -89,6 +118,7 @@ class FleetFile(Config, frozen=True, kw_only=True):
     workers: tuple[WorkerGroup, ...]
     steps: SimStepTimes
     memory: SimMemory
+    ranks: SimRankTimes = SimRankTimes()
     links: LinkSpeeds = LinkSpeeds()
     scheduler: SimSchedulerLimits = SimSchedulerLimits()
 
@@ -98,8 +128,18 @@ class FleetFile(Config, frozen=True, kw_only=True):
         return sum(group.count for group in self.workers)
 
     def with_groups(self, *groups: WorkerGroup) -> FleetFile:
-        """The same workers, in other numbers and roles."""
-        return msgspec.structs.replace(self, workers=groups)
+        """The same workers, in other numbers and roles.
+
+        Ranks are those of the workers with that role, or of all where there is only one kind.
+        """
+        known = {own.role: own for own in self.workers}
+        only = self.workers[0] if len(self.workers) == 1 else WorkerGroup(count=1)
+        return msgspec.structs.replace(
+            self,
+            workers=tuple(
+                msgspec.structs.replace(known.get(own.role, only), role=own.role, count=own.count) for own in groups
+            ),
+        )
 
 
 def load_fleet(name: str) -> FleetFile:
@@ -134,7 +174,25 @@ def check_fleet(fleet: FleetFile) -> FleetFile:
         raise ConfigError(
             f"fleet {fleet.name}: workers: no request can be served without 'both', or 'prefill' and 'decode'"
         )
+    for group in fleet.workers:
+        _check_ranks(fleet, group)
     return fleet
+
+
+def _check_ranks(fleet: FleetFile, group: WorkerGroup) -> None:
+    where = f"fleet {fleet.name}: workers of role {group.role.value}"
+    try:
+        mesh = group.mesh
+    except ConfigError as error:
+        raise ConfigError(f"{where}: group: {error}") from None
+    if group.stages and len(group.stages) != mesh.pipeline:
+        raise ConfigError(f"{where}: stages has {len(group.stages)} shares, but {mesh.name} has {mesh.pipeline} stages")
+    if abs(sum(group.stage_shares) - 1) > MAX_SHARE_ERROR:
+        raise ConfigError(f"{where}: stages: the shares add up to {sum(group.stage_shares):g}, not to 1")
+    if mesh.ranks > 1 and fleet.ranks.layers < mesh.pipeline:
+        raise ConfigError(
+            f"{where}: {mesh.name} needs ranks.layers, the model's layers, of which there are {fleet.ranks.layers}"
+        )
 
 
 def parse_workers(text: str) -> tuple[WorkerGroup, ...]:
@@ -151,7 +209,9 @@ def fleet_toml(fleet: FleetFile) -> str:
     lines = [f"name = {_quoted(fleet.name)}", f"source = {_quoted(fleet.source)}"]
     for group in fleet.workers:
         lines += ["", "[[workers]]", f'role = "{group.role.value}"', f"count = {group.count}"]
-    for table in ("steps", "memory", "links", "scheduler"):
+        lines += [f'group = "{group.group}"'] if group.group else []
+        lines += [f"stages = {list(group.stages)}"] if group.stages else []
+    for table in ("steps", "ranks", "memory", "links", "scheduler"):
         lines += ["", f"[{table}]"]
         lines += [f"{key} = {value!r}" for key, value in msgspec.structs.asdict(getattr(fleet, table)).items()]
     return "\n".join(lines) + "\n"

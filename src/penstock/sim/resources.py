@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from penstock.engine.core.cost_model import SCALE, CostVector
 from penstock.engine.core.plan import StepPlan
-from penstock.sim.fleet import SimStepTimes
+from penstock.sim.fleet import SimRankTimes, SimStepTimes, WorkerGroup
 from penstock.types import BlockHash, WorkerId
 
 
@@ -95,11 +95,56 @@ def plan_duration(times: SimStepTimes, plan: StepPlan, slower: float = 1.0) -> P
     return PlanDuration((writing + reading) * slower, times.context_s * rows * slower)
 
 
-def prior_costs(times: SimStepTimes) -> CostVector:
+class RankedStep:
+    """How long the ranks of a worker take for a step that one rank alone takes ``seconds`` for.
+
+    Tensor ranks divide all but ``SimRankTimes.undivided_s`` and exchange twice a layer; stages follow one another.
+    """
+
+    def __init__(self, ranks: SimRankTimes, group: WorkerGroup) -> None:
+        self._ranks = ranks
+        self._tensor = group.mesh.tensor
+        self.shares = group.stage_shares
+
+    @property
+    def stages(self) -> int:
+        """Steps that may be in flight."""
+        return len(self.shares)
+
+    @property
+    def divides(self) -> bool:
+        """Whether a step takes another time than on one rank."""
+        return self.stages * self._tensor > 1
+
+    def stage_s(self, stage: int, seconds: float, tokens: int, *, busy: int = 1) -> float:
+        """Seconds of one stage of a step of so many tokens, while ``busy`` stages compute."""
+        ranks = self._ranks
+        whole = min(ranks.undivided_s, seconds)
+        own = (whole + (seconds - whole) / self._tensor) * (1 + ranks.beside * (busy * self._tensor - 1))
+        joins = 2 * ranks.layers * (self._tensor > 1)
+        own += joins * (ranks.join_s + ranks.join_token_s * tokens)
+        return own * self.shares[stage] + (stage > 0) * (ranks.send_s + ranks.send_token_s * tokens)
+
+    def spacing_s(self, seconds: float, tokens: int) -> float:
+        """Seconds from one step's end to the next one's, while all stages compute: those of the slowest."""
+        return max(self.stage_s(stage, seconds, tokens, busy=self.stages) for stage in range(self.stages))
+
+    def duration(self, alone: PlanDuration, tokens: int) -> PlanDuration:
+        """The time of the steps of a plan, one after the other, of a worker with one stage."""
+        first = self.stage_s(0, alone.first_s, tokens)
+        return PlanDuration(first, self.stage_s(0, alone.first_s + alone.growth_s, tokens) - first)
+
+
+def prior_costs(times: SimStepTimes, ranked: RankedStep | None = None) -> CostVector:
     """What a worker that has run for a while expects (``engine.core.cost_model.StepCostModel``'s prior)."""
-    pair = max(times.pair_s, times.context_s, 1e-15)
-    draw = max(times.row_s - times.token_s, times.row_s / 100, 1e-9)
-    each = (max(times.step_s, 1e-6), max(times.token_s, 1e-9), pair, draw)
+    step, token, pair = times.step_s, times.token_s, max(times.pair_s, times.context_s)
+    draw = max(times.row_s - times.token_s, times.row_s / 100)
+    if ranked is not None and ranked.divides:
+        alone, step = step, ranked.spacing_s(step, 0)
+        part = ranked.spacing_s(alone + 1.0, 0) - step
+        token = part * token + ranked.spacing_s(alone, 1) - step
+        pair, draw = part * pair, part * draw
+    each = (max(step, 1e-6), max(token, 1e-9), max(pair, 1e-15), max(draw, 1e-9))
     return (each[0] * SCALE[0], each[1] * SCALE[1], each[2] * SCALE[2], each[3] * SCALE[3])
 
 

@@ -2,7 +2,7 @@
 
 Compute-bound work takes its operations over the device's bf16 peak, memory-bound work its bytes over the bandwidth,
 each at a share that tuned kernels reach (Williams, Waterman, Patterson: Roofline, CACM 2009).  A worker is as
-few devices as hold the model and one request of full length.  Communication between its devices is not modeled.
+few devices as hold the model and one request of full length; they divide each layer and exchange twice in it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from penstock.config.mesh import TENSOR_WAYS
 from penstock.errors import ConfigError
 from penstock.parallel.plan import Devices, ModelSize, ParallelPlan, plan_for_tensor
 from penstock.parallel.sizes import BF16, WeightFormat, model_size, weight_encoding
-from penstock.sim.fleet import FleetFile, LinkSpeeds, SimMemory, SimSchedulerLimits, SimStepTimes, WorkerGroup
+from penstock.sim.fleet import (
+    FleetFile,
+    LinkSpeeds,
+    SimMemory,
+    SimRankTimes,
+    SimSchedulerLimits,
+    SimStepTimes,
+    WorkerGroup,
+)
 from penstock.weights.architecture.decoder import AttentionConfig, DecoderConfig
 from penstock.weights.architecture.mla import MlaConfig
 from penstock.weights.architecture.moe import MoeConfig
@@ -67,8 +75,8 @@ def fleet_of(outline: ModelOutline, devices: Devices) -> FleetFile:
     size = model_size(spec, outline.layout, weight_encoding(WeightFormat.STORED, outline.config, outline.layout))
     plan = _worker_plan(size, devices)
     count = devices.count // plan.devices.count
-    flops, bandwidth = (peak * plan.devices.count for peak in PEAKS[devices.name])
-    flops, bandwidth = flops * COMPUTE_SHARE, bandwidth * BANDWIDTH_SHARE
+    flops, bandwidth = PEAKS[devices.name]
+    flops, bandwidth = flops * COMPUTE_SHARE, bandwidth * BANDWIDTH_SHARE  # of one device
     routed = _share_of_experts(spec.details)
     weights, experts = _bytes_read(model_size(spec, outline.layout, BF16))
     token_s = (weights + experts * routed) / flops  # two operations a weight, which has two bytes
@@ -77,7 +85,7 @@ def fleet_of(outline: ModelOutline, devices: Devices) -> FleetFile:
         name=f"{devices.count}x{devices.name}",
         source=f"computed, not measured: {outline.name} on {devices.name}, {plan.devices.count} a worker; bf16 peak at "
         f"{COMPUTE_SHARE:.0%}, memory bandwidth at {BANDWIDTH_SHARE:.0%}",
-        workers=(WorkerGroup(count=count),),
+        workers=(WorkerGroup(count=count, group=plan.mesh.name if plan.tensor > 1 else ""),),
         steps=SimStepTimes(
             step_s=sum(_bytes_read(size)) / bandwidth + LAUNCH_S,  # the rows of a busy worker choose every expert
             row_s=token_s,
@@ -86,6 +94,7 @@ def fleet_of(outline: ModelOutline, devices: Devices) -> FleetFile:
             token_s=token_s,
             pair_s=_pair_operations(spec.details) / flops,
         ),
+        ranks=SimRankTimes(layers=len(size.layers), join_s=EXCHANGE_S, send_s=EXCHANGE_S, undivided_s=LAUNCH_S),
         memory=SimMemory(token_bytes=max(1, token_bytes), device_bytes=plan.kv_bytes, host_bytes=HOST_BYTES),
         links=LINKS,
         scheduler=SimSchedulerLimits(max_model_len=min(size.max_positions, plan.kv_tokens)),

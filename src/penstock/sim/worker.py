@@ -8,6 +8,7 @@ it has to say goes to ``WorkerObserver``.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -20,11 +21,12 @@ from penstock.engine.core.plan import ReturnedRequest, SampledTokens, ScheduledT
 from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.kv_events import KvEventLog
-from penstock.sim.fleet import FleetFile
+from penstock.sim.fleet import FleetFile, WorkerGroup
 from penstock.sim.resources import (
     BusyTime,
     EventQueue,
     PlanDuration,
+    RankedStep,
     SharedMachine,
     SimLink,
     SimTiers,
@@ -51,6 +53,7 @@ class WorkerPlace(NamedTuple):
 
     name: WorkerId
     role: Role
+    ranks: WorkerGroup = WorkerGroup(count=1)  # how its ranks divide the model
 
 
 class WorkerObserver(Protocol):
@@ -93,9 +96,11 @@ class SimWorker:
     """See above."""
 
     def __init__(self, place: WorkerPlace, fleet: FleetFile, page_tokens: int, stage: SimContext) -> None:
-        self.name, self.role = place
+        self.name, self.role = place.name, place.role
         self.config = scheduler_config(fleet, page_tokens)
-        self.scheduler = Scheduler(self.config, StepCostModel(prior_costs(fleet.steps)))
+        self._ranked = RankedStep(fleet.ranks, place.ranks)
+        cost = StepCostModel(prior_costs(fleet.steps, self._ranked))
+        self.scheduler = Scheduler(self.config, cost, micro_batches=self._ranked.stages, in_order=True)
         self.page_bytes = fleet.memory.token_bytes * page_tokens
         self.into, self.out = SimLink(fleet.links.worker_bytes_s), SimLink(fleet.links.worker_bytes_s)
         self.busy = BusyTime()
@@ -153,6 +158,10 @@ class SimWorker:
             self._fetching[event.id].append(event)
             return
         self._inbox.append((event, serial))
+        self._look()
+
+    def _look(self) -> None:
+        """Something came: it is seen now, or after the step that is under way."""
         if self._running is None:
             self._turn()
         else:
@@ -163,13 +172,7 @@ class SimWorker:
     def _turn(self) -> None:
         """As ``engine.loop.EngineLoop.step``, until there is a plan that takes time, or nothing to do."""
         now, scheduler = self._agenda.now, self.scheduler
-        inbox, self._inbox = self._inbox, []
-        for event, serial in inbox:
-            scheduler.apply(event, now)
-            if serial is not None:
-                self._unheard.discard(serial)
-            if isinstance(event, FirstTokenArrived) and (request := scheduler.get_request(event.id)) is not None:
-                self._left[event.id] = self._answers[event.id] - len(request.output)
+        self._apply_inbox(now)
         plan = scheduler.plan(now, self._steps_ahead())
         self.changed = True
         self._planned(plan)
@@ -181,9 +184,21 @@ class SimWorker:
                 self._crowd.set_computing(self.name, None)
             return
         takes = plan_duration(self._times, plan, self._crowd.slowdown(self.name))
+        if self._ranked.divides:
+            takes = self._ranked.duration(takes, plan_tokens(plan))
         running = self._running = _Running(plan, now, takes, plan.steps, self._serial)
         self._ends(running, plan.steps)
         self._crowd.set_computing(self.name, self._stop_soon)
+
+    def _apply_inbox(self, now: float) -> None:
+        """Tell the scheduler what came."""
+        inbox, self._inbox = self._inbox, []
+        for event, serial in inbox:
+            self.scheduler.apply(event, now)
+            if serial is not None:
+                self._unheard.discard(serial)
+            if isinstance(event, FirstTokenArrived) and (request := self.scheduler.get_request(event.id)) is not None:
+                self._left[event.id] = self._answers[event.id] - len(request.output)
 
     def _steps_ahead(self) -> int:
         """Until the first answer is complete."""
@@ -373,6 +388,85 @@ class SimWorker:
             kv_sequence=self._log.sequence,
             acked=min(self._unheard) - 1 if self._unheard else self._last_serial,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A plan in the stages of a pipeline."""
+
+    plan: StepPlan
+    launched: float
+    ends: float
+
+
+class PipelinedSimWorker(SimWorker):
+    """A worker whose model has stages, driven as ``engine.loop.PipelinedLoop`` drives one.
+
+    As many plans are in flight as there are stages; each passes them in turn, and a stage computes one at a time.
+    """
+
+    def __init__(self, place: WorkerPlace, fleet: FleetFile, page_tokens: int, stage: SimContext) -> None:
+        super().__init__(place, fleet, page_tokens, stage)
+        self._in_flight: deque[_InFlight] = deque()
+        self._free_at = [0.0] * self._ranked.stages  # of each stage
+        self._ended = 0.0  # the step before
+        self._turning = False
+
+    def _look(self) -> None:
+        if not self._in_flight and not self._turning:
+            self._turn()
+
+    def _turn(self) -> None:
+        """Plan every micro-batch that is free."""
+        self._turning = True
+        again = True
+        while again:
+            now = self._agenda.now
+            self._apply_inbox(now)
+            for micro_batch in self.scheduler.micro_batches.free:
+                plan = self.scheduler.plan(now, 1, micro_batch)
+                self.changed = True
+                self._planned(plan)
+                if plan.rows:
+                    self._launch(plan, now)
+                else:
+                    self._port.on_outcome(self, self.scheduler.commit(plan, (), now), 0.0)
+            again = not self._in_flight and (bool(self._inbox) or self._let_all_go())
+        self._turning = False
+        self._crowd.set_computing(self.name, self._stop_soon if self._in_flight else None)
+
+    def _launch(self, plan: StepPlan, now: float) -> None:
+        alone = plan_duration(self._times, plan, self._crowd.slowdown(self.name)).first_s
+        tokens, at = plan_tokens(plan), now
+        busy = min(len(self._in_flight) + 1, self._ranked.stages)
+        for stage, free_at in enumerate(self._free_at):
+            at = max(at, free_at) + self._ranked.stage_s(stage, alone, tokens, busy=busy)
+            self._free_at[stage] = at
+        self._in_flight.append(_InFlight(plan, now, at))
+        self._agenda.call_at(at, self._end_oldest)
+
+    def _end_oldest(self) -> None:
+        flight = self._in_flight.popleft()
+        begun, self._ended = max(flight.launched, self._ended), self._agenda.now
+        drawn = [self._draw(row, 1) for row in flight.plan.rows]
+        outcome = self.scheduler.commit(flight.plan, drawn, self._ended, self._ended - begun)
+        self.busy.add(begun, self._ended)
+        self.steps += 1
+        self._count_left(outcome)
+        self._turning = True  # what comes of it is seen below
+        self._port.on_outcome(self, outcome, self._ended - flight.launched)
+        self._turn()
+
+
+def make_worker(place: WorkerPlace, fleet: FleetFile, page_tokens: int, context: SimContext) -> SimWorker:
+    """A worker of a fleet."""
+    staged = place.ranks.mesh.pipeline > 1
+    return (PipelinedSimWorker if staged else SimWorker)(place, fleet, page_tokens, context)
+
+
+def plan_tokens(plan: StepPlan) -> int:
+    """Tokens that a step computes."""
+    return sum(row.count for row in plan.rows)
 
 
 def scheduler_config(fleet: FleetFile, page_tokens: int) -> SchedulerConfig:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from bench import agents
 
-from penstock.bundled import storyteller
-
 ROOT = Path(__file__).resolve().parents[3]
+
+STORY = ROOT / "src/penstock/bundled/storyteller"
 
 QUICK = {
     "closed_loop": "--clients 4 --requests 8 --prompt 64 --answer 8",
@@ -21,7 +21,8 @@ QUICK = {
     "compression": "--outputs 64 --inputs 256 --rows 1 --rounds 1",
     "grammar": "--answers 1 --rounds 1",
     "kernels": "--outputs 64 --inputs 256 --rows 1 --seconds 0.01",
-    "ranks": "--model BUNDLED --systems tp2,pp2 --rows 1 --steps 2 --minutes 0.1",
+    "plans": f"--model {STORY} --rows 1 --chunks 16 --steps 2 --minutes 0.1",
+    "ranks": f"--model {STORY} --systems '2 replicas,tp2,pp2' --rows 1 --steps 2 --minutes 0.05",
     "reports": "--scenes idle --rounds 1 --seconds 0.2",
     "router": "--tokens 1000 --workers 4 --blocks 10000 --rounds 8 --prompts 2",
     "scheduler": "--rows 1,4 --steps 8",
@@ -51,7 +52,7 @@ SERVED = {
     [pytest.param(*item, id=" ".join(item)) for item in (*QUICK.items(), *SERVED.items())],
 )
 def test_it_runs(program: str, words: str, tmp_path: Path) -> None:
-    words = words.replace("DIR", str(tmp_path)).replace("BUNDLED", str(storyteller()))
+    words = words.replace("DIR", str(tmp_path))
     command = [sys.executable, ROOT / "bench" / f"{program}.py", *shlex.split(words)]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
     ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300, check=False)

@@ -76,6 +76,16 @@ def test_fleets_of_the_package_agree_with_the_roofline(name: str, llama_8b: Path
     assert found.memory.token_bytes == given.memory.token_bytes
 
 
+def test_a_worker_of_several_devices_divides_the_time_of_one() -> None:
+    """7 billion parameters and a request of full length do not fit in 12 GiB."""
+    outline = read_outline(CONFIGS / "mistral_7b.json")
+    one, eight = (fleet_of(outline, parse_devices(text)) for text in ("1xA100", "8xL4:12GiB"))
+    assert [(own.count, own.group) for own in (*one.workers, *eight.workers)] == [(1, ""), (4, "tp2")]
+    assert eight.ranks.layers == 32
+    assert eight.steps.step_s > one.steps.step_s  # of one device
+    assert eight.memory.device_bytes < 2 * (5 << 30)  # of both together
+
+
 def test_long_runs_without_a_terminal_say_how_far_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     seconds = iter([0.0, 3.0, 11.0, 12.0, 22.0])
     lines = _ProgressLines("talk", 8, "requests", lambda: next(seconds))

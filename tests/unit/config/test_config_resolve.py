@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.config.auto_mesh import BARRIER_S, NODE_BYTES_S, OPERATIONS, ReadWeights, WorkerCores, token_s
 from penstock.config.device import RUNTIME_BYTES, excludes_gpu
 from penstock.config.facts import ExtraWeights, GpuFacts, GpuReport, MachineFacts, ModelFacts, PhysicalCore
 from penstock.config.kv_memory import format_size
 from penstock.config.limits import RequestLimits
 from penstock.config.load import parse_size
+from penstock.config.mesh import Mesh
 from penstock.config.resolve import ServePlan, resolve, resolve_kv_store, resolve_worker
 from penstock.config.schema import COMPILED_GRAMMARS_BYTES, PoolingConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
@@ -400,7 +402,97 @@ def test_one_rank_is_a_worker_as_ever() -> None:
     assert plan(parallel="tp1").workers == plan().workers
     made = plan(parallel="auto")
     assert made.workers == plan().workers
-    assert "--parallel auto: one process" in made.notes[0]
+    (note,) = made.notes
+    assert note.startswith("--parallel auto: prefill-0, decode-0: one process, ")
+
+
+SMALL = msgspec.structs.replace(
+    LLAMA,
+    parameters=100_000_000,
+    token_numbers=100_000_000,
+    layers=10,
+    hidden=512,
+    tensor_ways=(2, 4, 8),
+)
+LARGE = msgspec.structs.replace(
+    LLAMA, token_numbers=LLAMA.parameters, layers=32, hidden=4096, tensor_ways=(2, 4, 8), max_positions=4096
+)
+
+
+def machine(cores: int, nodes: int = 1, memory: int = 512 * GIB) -> MachineFacts:
+    topology = tuple(PhysicalCore(cpus=(i,), numa_node=i * nodes // cores) for i in range(cores))
+    facts = msgspec.structs.replace(SERVER, cpus=tuple(range(cores)), cores=cores, topology=topology)
+    return msgspec.structs.replace(facts, memory_bytes=memory)
+
+
+def auto(machine: MachineFacts, model: ModelFacts, **flags: object) -> tuple[list[str], str]:
+    """The mesh of each worker, and the line about it."""
+    made = plan(machine, model, parallel="auto", **flags)
+    (note,) = [note for note in made.notes if note.startswith("--parallel auto: ")]
+    assert "\n" not in note
+    assert all(not worker.crowded for worker in made.workers)
+    cpus = [cpu for worker in made.workers for rank in worker.ranks for cpu in rank.cpus]
+    assert len(set(cpus)) == len(cpus)
+    return [worker.mesh.name for worker in made.workers], note
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_auto_reads_a_large_model_with_one_process_on_any_number_of_nodes(nodes: int) -> None:
+    """Ranks read what is interleaved over the nodes as fast as threads do, and exchange besides."""
+    meshes, note = auto(machine(64, nodes), LARGE, aggregated=True)
+    assert meshes == ["tp1"]
+    ms = 1e3 * 16e9 / (nodes * NODE_BYTES_S) + 1e3 * 32 * OPERATIONS * BARRIER_S * 64
+    assert f"one process, {ms:.3g} ms a token predicted on 64 cores, tp" in note
+    assert f"14GiB of weights in 512GiB free on {nodes} NUMA node" in note
+
+
+def test_auto_divides_a_small_model_over_more_cores_than_its_threads_fill() -> None:
+    """The threads of one process wait for each other longer than they read."""
+    few, many = machine(8, 2), machine(128, 2)
+    assert auto(few, SMALL, aggregated=True)[0] == ["tp1"]
+    meshes, note = auto(many, SMALL, aggregated=True)
+    own = WorkerCores(128, 2)
+    read = ReadWeights(SMALL.token_numbers, 2, SMALL.layers, SMALL.hidden)
+    seconds = {ways: token_s(read, Role.BOTH, own, Mesh(tensor=ways)) for ways in (1, 2, 4, 8)}
+    (best,) = [ways for ways in seconds if seconds[ways] == min(seconds.values())]
+    assert best > 1
+    assert meshes == [f"tp{best}"]
+    assert f"tp{best}, {1e3 * seconds[best]:.3g} ms a token predicted on 128 cores, one process" in note
+
+
+def test_auto_decides_for_each_role_and_has_room_for_a_second_copy_or_not() -> None:
+    """Chunks of prompts keep threads busy; decode's ranks cut weights that prefill has whole."""
+    assert auto(machine(256, 2), SMALL)[0][0] == "tp1"
+    assert auto(machine(256, 2), SMALL)[0][1] != "tp1"
+    scarce = machine(256, 2, memory=350 << 20)
+    meshes, note = auto(scarce, msgspec.structs.replace(SMALL, max_positions=256, page_bytes_bf16=1 << 10))
+    assert meshes == ["tp1", "tp1"]
+    assert "ranks need a second copy of 190MiB of weights" in note
+    because = "needs 14GiB for its weights, this machine has 8GiB free"
+    refused(because, machine=machine(64, 2, 8 * GIB), model=LARGE, parallel="auto")
+
+
+def test_auto_never_lays_two_ranks_on_one_core_and_divides_nothing_that_cannot_be() -> None:
+    meshes, note = auto(machine(1), SMALL, aggregated=True)
+    assert meshes == ["tp1"]
+    assert "on 1 core: no two ranks would have a core each" in note
+    assert auto(machine(128), SMALL, aggregated=True, threads=128)[0] == ["tp1"]
+    latent = msgspec.structs.replace(SMALL, tensor_ways=(), why_not_divided="latent attention cannot be divided")
+    for model, flags, because in (
+        (latent, {}, "latent attention cannot be divided"),
+        (SMALL, {"speculate": "lookup"}, "with speculation a model is not divided yet"),
+        (SMALL, {"lora": ("a=b",)}, "with LoRA adapters"),
+    ):
+        meshes, note = auto(machine(128), model, aggregated=True, **flags)
+        assert meshes == ["tp1"]
+        assert because in note
+
+
+def test_auto_holds_for_the_role_that_asks_for_it() -> None:
+    made = plan(machine(256), SMALL, decode_parallel="auto", prefill_parallel="pp2")
+    assert made.workers[0].mesh.name == "pp2"
+    assert made.workers[1].mesh.tensor > 1
+    assert plan(machine(256), SMALL).workers[1].mesh.ranks == 1  # nobody asked
 
 
 def test_sizes_say_what_parallel_says() -> None:

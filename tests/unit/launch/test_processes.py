@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from penstock.config.mesh import Mesh
+from penstock.config.resolve import WorkerPlan
 from penstock.launch.heartbeat import HeartbeatTable
-from penstock.launch.processes import LoadingHeartbeat, incarnations_of_a_run
+from penstock.launch.processes import LoadingHeartbeat, ModelDivision, incarnations_of_a_run
 from penstock.types import (
     MAX_INCARNATION,
     RESTART_BITS,
@@ -11,13 +15,17 @@ from penstock.types import (
     ModelIdentity,
     RequestId,
     RequestStage,
+    Role,
     SamplingParams,
     WorkerId,
     is_older_incarnation,
     pack_token_ids,
 )
+from penstock.weights.inspect import read_outline
 from penstock.wire.codec import decode_peer, encode_message
 from penstock.wire.gateway_messages import PageSource, Recipient, Submit
+
+CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
 
 
 def test_no_restart_of_a_run_is_older_or_newer_than_one_of_another() -> None:
@@ -43,6 +51,20 @@ def test_the_last_restart_of_the_last_run_travels() -> None:
         pages_from=source,
     )
     assert decode_peer(encode_message(submit)) == submit
+
+
+def test_stages_of_a_prefill_worker_are_cut_without_the_head() -> None:
+    """The 1 B model's head costs a decode step as much as 4.3 layers, and a chunk of a prompt next to nothing."""
+    spec = read_outline(CONFIGS / "llama_3_2_1b.json").spec
+    workers = [
+        WorkerPlan(worker=WorkerId("w"), role=role, threads=1, cpus=(), mesh=Mesh(tensor=tensor, pipeline=pipeline))
+        for role in (Role.PREFILL, Role.DECODE, Role.BOTH)
+        for tensor, pipeline in ((1, 2), (2, 2), (2, 1))
+    ]
+    divisions = [ModelDivision.of(worker) for worker in workers]
+    cuts = [[len(own.shard(spec, rank).layers) for rank in range(own.mesh.ranks)] for own in divisions]
+    assert cuts == [[8, 8], [8] * 4, [16, 16], *[[10, 6], [10, 10, 6, 6], [16, 16]] * 2]
+    assert len(set(divisions)) == 5  # without stages, roles share what they have loaded
 
 
 def test_a_worker_that_loads_beats_while_it_gets_on() -> None:

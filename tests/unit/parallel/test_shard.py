@@ -21,6 +21,7 @@ from penstock.parallel.shard import (
     ModelShard,
     check_supported,
     column_range,
+    layer_costs,
     node_kv,
     part_of,
     shard_model,
@@ -216,6 +217,14 @@ def test_the_head_is_weighed_where_layers_become_stages() -> None:
     """The 1 B model's head costs as much as 4.3 of its layers: no stage has more than 1.05 of the mean."""
     spec, _ = published("llama_3_2_1b")
     assert stage_layers(spec, 2) == (range(10), range(10, 16))
+    assert stage_layers(spec, 2, prompts=True) == (range(8), range(8, 16))
+    assert stage_layers(spec, 3, prompts=True) == (
+        range(5),
+        range(5, 10),
+        range(10, 16),
+    )  # of the last only keys, values
+    assert layer_costs(spec, prompts=True)[:-1] == layer_costs(spec)[:-1]
+    assert layer_costs(spec, prompts=True)[-1] == 2048 * 2 * 8 * 64
     assert stage_layers(spec, 1) == (range(16),)
     assert stage_layers(spec, 16) == tuple(range(layer, layer + 1) for layer in range(16))
     for stages in range(1, 17):
@@ -244,7 +253,7 @@ def test_the_pages_of_a_machine_have_its_layers_in_the_groups_of_the_whole_model
     for node in reversed(range(nodes)):
         kv = node_kv(spec, mesh, NodePlace(nodes=nodes, node=node))
         ranks = mesh.node_ranks(NodePlace(nodes=nodes, node=node))
-        shards = [shard_model(spec, mesh, rank, nodes) for rank in ranks]
+        shards = [shard_model(spec, mesh, rank, nodes=nodes) for rank in ranks]
         assert {shard.spec.kv.of_pages for shard in shards} == {kv}
         assert [place for shard in shards if shard.rank % 2 == 0 for place in shard.spec.kv.places] == list(kv.places)
         assert all(shard.spec.kv.layer_groups == spec.kv.layer_groups for shard in shards)

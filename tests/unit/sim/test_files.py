@@ -6,10 +6,11 @@ import gzip
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.sim.fleet import NAMES, WorkerGroup, fleet_toml, load_fleet, parse_workers
+from penstock.sim.fleet import NAMES, SimRankTimes, WorkerGroup, check_fleet, fleet_toml, load_fleet, parse_workers
 from penstock.sim.trace import read_trace
 from penstock.types import Role
 
@@ -102,6 +103,38 @@ def test_a_fleet_file_is_written_as_it_is_read(tmp_path: Path) -> None:
     fleet = load_fleet("h100").with_groups(*parse_workers("3:1"))
     (tmp_path / "fleet.toml").write_text(fleet_toml(fleet))
     assert load_fleet(str(tmp_path / "fleet.toml")) == fleet
+
+
+def test_a_fleet_file_names_the_ranks_of_its_workers(tmp_path: Path) -> None:
+    groups = tuple(
+        WorkerGroup(role=role, count=2, group=group, stages=stages)
+        for role, group, stages in ((Role.PREFILL, "pp2", (0.4, 0.6)), (Role.DECODE, "tp2", ()))
+    )
+    fleet = msgspec.structs.replace(load_fleet("h100"), workers=groups, ranks=SimRankTimes(layers=32, join_s=1e-5))
+    (tmp_path / "fleet.toml").write_text(fleet_toml(fleet))
+    found = load_fleet(str(tmp_path / "fleet.toml"))
+    assert found == fleet
+    assert [own.stage_shares for own in found.workers] == [(0.4, 0.6), (1.0,)]
+    assert [own.mesh.ranks for own in found.workers] == [2, 2]
+    more = found.with_groups(*parse_workers("5:7"))
+    assert [(own.count, own.group) for own in more.workers] == [(5, "pp2"), (7, "tp2")]
+
+
+@pytest.mark.parametrize(
+    ("group", "stages", "layers", "because"),
+    [
+        ("tp3", (), 32, "group: tp3: tensor parallelism takes 1, 2, 4 or 8 ranks"),
+        ("ep2", (), 32, "expert parallelism is not supported yet"),
+        ("pp2", (1.0,), 32, "stages has 1 shares, but pp2 has 2 stages"),
+        ("pp2", (0.5, 0.6), 32, "the shares add up to 1.1, not to 1"),
+        ("tp2", (), 0, "tp2 needs ranks.layers"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(group: str, stages: tuple[float, ...], layers: int, because: str) -> None:
+    own = WorkerGroup(count=1, group=group, stages=stages)
+    fleet = msgspec.structs.replace(load_fleet("h100"), workers=(own,), ranks=SimRankTimes(layers=layers))
+    with pytest.raises(ConfigError, match="fleet .*workers of role both: .*" + because):
+        check_fleet(fleet)
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,16 @@ from penstock.router.placement import Placement
 from penstock.router.policy.baselines import NAMES, make_policy
 from penstock.router.request import RoutedRequest
 from penstock.sim.cluster import run_json
+from penstock.sim.fleet import FleetFile, SimRankTimes
 from penstock.sim.trace import PLAIN_TOKEN, STOP_TOKEN, TracePrompts
 from penstock.sim.worker import SimWorker, scheduler_config
 from penstock.types import BlockHash, RequestStage
+
+
+def ranked(made: FleetFile, group: str, stages: tuple[float, ...] = (), **times: float) -> FleetFile:
+    """The same workers, each with ranks."""
+    own = tuple(msgspec.structs.replace(each, group=group, stages=stages) for each in made.workers)
+    return msgspec.structs.replace(made, workers=own, ranks=SimRankTimes(layers=16, **times))
 
 
 @given(
@@ -30,12 +37,16 @@ from penstock.types import BlockHash, RequestStage
     policy=st.sampled_from(NAMES),
     tokens=st.sampled_from([40 * 512, 200 * 512]),
     host=st.sampled_from([0, 100 * 512]),
+    group=st.sampled_from(["", "tp2", "pp2", "tp2,pp3"]),
 )
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_no_request_is_lost_and_no_page_is(seed: int, workers: str, policy: str, tokens: int, host: int) -> None:
+def test_no_request_is_lost_and_no_page_is(
+    seed: int, workers: str, policy: str, tokens: int, host: int, group: str
+) -> None:
     talk = conversations(seed, requests=20)
     longest = max(job.prompt + job.output for job in talk.requests)
-    run = simulated(talk, fleet(workers, tokens=max(tokens, longest + 1024), host=host, disk=host), policy=policy)
+    made = ranked(fleet(workers, tokens=max(tokens, longest + 1024), host=host, disk=host), group)
+    run = simulated(talk, made, policy=policy)
     for job, each in zip(talk.requests, run.results.requests.values(), strict=True):
         assert each.done, each.failed
         assert each.tokens == job.output
@@ -112,6 +123,50 @@ def test_a_tiny_run_has_the_schedule_of_the_real_scheduler() -> None:
     assert [(first - late, last - late) for first, last, *_ in seen(run)] == [
         pytest.approx(ends[f"{number}"], abs=1e-9) for number in range(len(jobs))
     ]
+
+
+def test_tensor_ranks_divide_a_step_and_exchange_twice_a_layer() -> None:
+    """One prompt of 1000 tokens, then steps of one row; the context of a row counts nothing here."""
+    alone = fleet("1", max_chunk_tokens=2048, step_budget_ms=1e6, prefill_step_budget_ms=1e6, long_prompt_ms=0.0)
+    alone = msgspec.structs.replace(alone, steps=msgspec.structs.replace(alone.steps, context_s=0.0))
+    steps, jobs = alone.steps, trace((0.0, 1000, 21))
+    made = ranked(alone, "tp4", join_s=1e-5, join_token_s=1e-7, undivided_s=1e-3, beside=0.1)
+    run = simulated(jobs, made, page_tokens=16)
+    found = run.results.requests[0]
+
+    def step(seconds: float, tokens: int) -> float:
+        return (1e-3 + (seconds - 1e-3) / 4) * 1.3 + 32 * (1e-5 + 1e-7 * tokens)
+
+    assert found.ttft_s == pytest.approx(step(1000 * steps.token_s, 1000) + 2 * alone.links.message_s, rel=1e-6)
+    assert found.itl_s == pytest.approx(step(steps.step_s + steps.row_s, 1), rel=1e-6)
+    assert sum(worker.steps for worker in run.workers) == 21
+
+
+def test_chunks_of_a_prompt_follow_each_other_through_the_stages() -> None:
+    """Four chunks through two stages take five turns of half a chunk, and a lone request's step passes both."""
+    alone = fleet("1", max_chunk_tokens=512, step_budget_ms=1e6, prefill_step_budget_ms=1e6, long_prompt_ms=0.0)
+    alone = msgspec.structs.replace(alone, steps=msgspec.structs.replace(alone.steps, context_s=0.0))
+    steps, jobs, send = alone.steps, trace((0.0, 2048, 11)), 1e-4
+    chunk, message_s = 512 * steps.token_s, 2 * alone.links.message_s
+    even = simulated(jobs, ranked(alone, "pp2", send_s=send), page_tokens=16).results.requests[0]
+    assert even.ttft_s == pytest.approx(5 * chunk / 2 + 4 * send + message_s, rel=1e-3)
+    assert even.itl_s == pytest.approx(steps.step_s + steps.row_s + send, rel=1e-6)
+    uneven = simulated(jobs, ranked(alone, "pp2", (0.25, 0.75)), page_tokens=16).results.requests[0]
+    assert uneven.ttft_s == pytest.approx(chunk / 4 + 4 * 0.75 * chunk + message_s, rel=1e-3)
+
+
+def test_stages_compute_as_many_micro_batches() -> None:
+    """Eight answers over two stages: four in a micro-batch, each step half as long, twice as many a second."""
+    limits = {"step_budget_ms": 1e6, "prefill_step_budget_ms": 1e6, "long_prompt_ms": 0.0}
+    alone = fleet("1", **limits)
+    quick = msgspec.structs.replace(alone.steps, row_s=0.0, context_s=0.0, token_s=1e-9)
+    alone = msgspec.structs.replace(alone, steps=quick)
+    jobs = trace(*((n * 1e-5, 40, 400) for n in range(8)))
+    one, two = (simulated(jobs, made) for made in (alone, ranked(alone, "pp2")))
+    assert two.end_s == pytest.approx(one.end_s, rel=0.02)  # a step of four rows takes as long as one of eight
+    by_row = msgspec.structs.replace(alone, steps=msgspec.structs.replace(quick, step_s=0.0, row_s=1e-3))
+    one, two = (simulated(jobs, made) for made in (by_row, ranked(by_row, "pp2")))
+    assert two.end_s == pytest.approx(one.end_s / 2, rel=0.02)
 
 
 @pytest.mark.parametrize("policy", NAMES)

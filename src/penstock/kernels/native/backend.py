@@ -152,7 +152,7 @@ class NativeOps(Ops):
         return weight.finish()
 
     def packed_rows(self, weight: PackedLinear, rows: range) -> PackedLinear | None:
-        """Of plain and compressed weights."""
+        """Plain and compressed weights only; None for others."""
         if not isinstance(weight.data, _native.Weights | _native.CompressedWeights):
             return None
         part, panels = weight.data.rows(rows.start, rows.stop), -(-len(rows) // 16)
