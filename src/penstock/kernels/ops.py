@@ -385,10 +385,10 @@ class Ops(Protocol):
         ...
 
     def norm_gathered(
-        self, x_TN: Array, parts: Sequence[Array], weight_W: Array, eps: float, heads: HeadColumns
+        self, x_TN: Array, group: GathersArrays, weight_W: Array, eps: float, heads: HeadColumns
     ) -> None:
-        """In place: ``norm_heads`` over all heads of a layer together, of which ``x`` has one rank's; ``parts`` are the
-        ranks' arrays before it, hidden [T, N] each with a rank's own N."""
+        """In place: ``norm_heads`` over all heads of a layer together, of which ``x`` has this rank's; every rank of the
+        group gives its own."""
         ...
 
     def lora_add(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,18 @@ def test_a_tree_has_a_power_of_two_parts(ops: Any) -> None:
         ops.join([ops.hidden(normal(1, 2, 16))] * 3)
 
 
+@dataclass(frozen=True)
+class GivenParts:
+    """What the ranks of a group would give."""
+
+    parts: list[Any]
+    rank: int
+
+    def all_gather(self, own: Any) -> list[Any]:
+        assert own is not self.parts[self.rank]
+        return [own if rank == self.rank else part for rank, part in enumerate(self.parts)]
+
+
 def test_a_norm_over_all_heads_has_the_heads_of_all_ranks(ops: Any) -> None:
     """Ranks of 2 and 3 heads, behind other columns; the last one has one head twice, as ranks with slots may."""
     size, all_heads = 12, ((0, 1), (2, 3, 4, 4))
@@ -59,7 +72,7 @@ def test_a_norm_over_all_heads_has_the_heads_of_all_ranks(ops: Any) -> None:
     for rank, heads in enumerate(all_heads):
         own_TN = ops.hidden(parts[rank])
         columns = HeadColumns(size, (8, 8), all_heads, rank)
-        ops.norm_gathered(own_TN, [ops.hidden(part) for part in parts], weight, 1e-5, columns)
+        ops.norm_gathered(own_TN, GivenParts([ops.hidden(part) for part in parts], rank), weight, 1e-5, columns)
         got = ops.to_numpy(own_TN)
         assert_same_bits(got[:, :8], parts[rank][:, :8])
         assert_same_bits(got[:, 8:], want_THC[:, list(heads)].reshape(7, -1))
