@@ -384,10 +384,8 @@ class Ops(Protocol):
         """hidden [T, n] of zeros, with as many rows as x."""
         ...
 
-    def norm_gathered(
-        self, x_TN: Array, group: GathersArrays, weight_W: Array, eps: float, heads: HeadColumns
-    ) -> None:
-        """In place: ``norm_heads`` over all heads of a layer together, of which ``x`` has this rank's; every rank of the
+    def norm_gathered(self, x_TN: Array, group: GathersArrays, weight_W: Array, eps: float, heads: HeadColumns) -> None:
+        """In place: ``norm_heads`` over all heads of a layer together, of which x has this rank's.  Every rank of the
         group gives its own."""
         ...
 

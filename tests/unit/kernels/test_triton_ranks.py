@@ -44,9 +44,12 @@ ROUTED = DENSE | {
 }
 
 
+MODELS = {"dense": DENSE, "experts": ROUTED, "one layer of experts": ROUTED | {"num_hidden_layers": 1}}
+
+
 def write(folder: Path, config: dict[str, Any]) -> Path:
     write_model(folder, config)
-    if config is ROUTED:
+    if "num_local_experts" in config:
         write_weights(folder, routed(random_tensors(config)))
     return folder
 
@@ -76,7 +79,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tupl
     def of(name: str, compute: str) -> tuple[Path, Any, Any]:
         if (name, compute) not in made:
             root = tmp_path_factory.mktemp("model")
-            folder = write(root / "plain", ROUTED if name == "experts" else DENSE)
+            folder = write(root / "plain", MODELS.get(name, DENSE))
             if name == "compressed":  # what is cut is loaded as plain weights
                 compress_folder(folder, root / name, threads=1, report=lambda _: None)
                 folder = root / name
@@ -116,7 +119,10 @@ def test_a_plan_changes_no_bit(name: str, plan: str, compute: str, whole: Whole)
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [("experts", "tp2"), *(pytest.param(*each, marks=LONG) for each in (("dense", "tp8"), ("dense", "tp2,pp2")))],
+    [
+        ("one layer of experts", "tp2"),
+        *(pytest.param(*each, marks=LONG) for each in (("dense", "tp8"), ("dense", "tp2,pp2"), ("experts", "tp4"))),
+    ],
 )
 def test_a_step_that_joins_out_of_all_ranks_memory_has_the_same_bits(name: str, plan: str, whole: Whole) -> None:
     folder, ops, want = whole(name, "bf16")
@@ -124,7 +130,7 @@ def test_a_step_that_joins_out_of_all_ranks_memory_has_the_same_bits(name: str, 
     peers = peers_of(ops, mesh)
     model = ShardedModel(folder, ops, mesh, unshared=True, chunks=FEW_CHUNKS, connect=peers.connect)
     assert answers(model) == want
-    sums = 1 if name == "experts" else 2  # of a layer: attention's output; the MLP's
+    sums = 2 if name == "dense" else 1  # of a layer: attention's output; the MLP's
     for rank, memory in zip(model.ranks, peers.memories, strict=True):
         skipped = int(rank.shard.is_last)  # the last layer of the first step, which has no output rows
         joins = sums * (len(rank.shard.layers) * len(FEW_CHUNKS) - skipped)
