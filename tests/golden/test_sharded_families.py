@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,9 +13,13 @@ from family_cases import CASES
 from parity_oracle import write_random_model
 from shrunk_models import GPT2_SMALL, Case
 
+from forked_ranks import run_forked
 from penstock.config.mesh import Mesh
+from penstock.kernels.ops import DirectProgram
 from penstock.kernels.select import make_ops
-from sharded_bench import ShardedModel, WholeModel, answers
+from penstock.parallel.collectives.interface import Collectives
+from penstock.parallel.shard import shard_model
+from sharded_bench import Rows, ShardedModel, WholeModel, answers, batches, rank_of
 
 REFUSED = ("qwen_3_next", "deepseek", "kimi", "qwen_2_vl", "qwen_2_5_vl")
 """Families with what cannot be divided yet (``penstock.parallel.shard.check_supported``)."""
@@ -59,6 +64,30 @@ def check(case: Case, folder: Path, family: str | None, dtype: str, meshes: list
 @pytest.mark.parametrize("case", cases())
 def test_a_family_has_the_same_bits_over_two_times_two_ranks(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path, None, "bf16", [Mesh(tensor=2, pipeline=2)])
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "bf16"), pytest.param(4, "fp32", marks=pytest.mark.long)])
+def test_norms_over_all_heads_are_recorded(ranks: int, dtype: str, tmp_path: Path) -> None:
+    """Processes that share memory gather the heads within the recorded step, piece by piece."""
+    (case,) = (case for case in CASES if case.config == "olmo_2_1b")
+    write_random_model(tmp_path, wider(case).shrunk())
+    whole = WholeModel(tmp_path, make_ops(compute_dtype=dtype))
+    pages = memoryview(mmap.mmap(-1, len(whole.pages)))
+
+    def rank(group: Collectives) -> list[str]:
+        ops = make_ops(compute_dtype=dtype)
+        shard = shard_model(whole.spec, Mesh(tensor=ranks), group.rank)
+        own = rank_of(tmp_path, ops, shard, (group, group), pages)
+        assert not isinstance(own.program, DirectProgram)
+        return [hexed(own.step(ops, batch)) for batch in batches(whole.spec)]
+
+    want = [hexed(rows) for rows in answers(whole)[0]]
+    assert run_forked([rank] * ranks, slot_bytes=1 << 11) == [want] * ranks
+    assert pages == whole.pages
+
+
+def hexed(rows: Rows) -> str:
+    return "" if rows is None else rows[0].hex() + rows[1].hex()
 
 
 @pytest.mark.long

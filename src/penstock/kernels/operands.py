@@ -160,6 +160,19 @@ class KvShape:
         return replace(self, groups=layer_groups(reaches))
 
     @property
+    def unshared(self) -> KvShape:
+        """The layers and heads of one rank in pages of its own, as on devices that share no memory.  Groups keep their
+        numbers, so that all ranks have one page table; a group may have no layer here."""
+        if self.share is None:
+            return self
+        places = {layer: place for place, layer in enumerate(self.share.layers)}
+        groups = tuple(
+            replace(group, layers=tuple(places[layer] for layer in group.layers if layer in places))
+            for group in self.share.whole.groups
+        )
+        return replace(self, groups=groups, share=None)
+
+    @property
     def of_pages(self) -> KvShape:
         """What the pages have: the whole model's, where ranks share them."""
         return self if self.share is None else self.share.whole

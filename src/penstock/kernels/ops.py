@@ -389,11 +389,9 @@ class Ops(Protocol):
         """hidden [T, n] of zeros, with as many rows as x."""
         ...
 
-    def norm_gathered(
-        self, x_TN: Array, parts: Sequence[Array], weight_W: Array, eps: float, heads: HeadColumns
-    ) -> None:
-        """In place: ``norm_heads`` over all heads of a layer together, of which ``x`` has one rank's; ``parts`` are the
-        ranks' arrays before it, hidden [T, N] each with a rank's own N."""
+    def norm_gathered(self, x_TN: Array, group: GathersArrays, weight_W: Array, eps: float, heads: HeadColumns) -> None:
+        """In place: ``norm_heads`` over all heads of a layer together, of which x has this rank's.  Every rank of the
+        group gives its own."""
         ...
 
     def lora_add(

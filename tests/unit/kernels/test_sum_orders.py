@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from kernel_cases import (
     EVERY,
     NATIVE,
@@ -28,7 +29,8 @@ from kernel_cases import (
 from test_triton_attention import Last
 
 from penstock.kernels import _native
-from penstock.kernels.operands import SILU, PackedExperts, Routing, Score, segment_ends
+from penstock.kernels.operands import SILU, AttentionSpec, PackedExperts, Routing, Score, segment_ends
+from penstock.kernels.reference.attention import KeyPart, attend_keys, attend_partition
 from penstock.kernels.sum_tree import (
     EXPERT_GROUPS,
     KEY_CLASSES,
@@ -166,7 +168,7 @@ def test_partial_sums_of_ranks_join_to_the_whole(family: str, compute: str) -> N
 
 # --- attention of the kernels -----------------------------------------------------------------------------------------
 
-LENGTH, TOKENS = 9700, 3
+LENGTH, TOKENS, KEYS = 9700, 3, 8192
 
 
 class FarKeys(Last):
@@ -175,8 +177,8 @@ class FarKeys(Last):
 
     attending = TOKENS
 
-    def __init__(self, ops: Any, way: Way) -> None:
-        super().__init__(ops, Heads(4, 2, 16), [LENGTH], way)
+    def __init__(self, ops: Any, way: Way, length: int = LENGTH) -> None:
+        super().__init__(ops, Heads(4, 2, 16), [length], way)
         qkv = self.qkv[0]
         qkv[:, 64:] = 0
         firsts = qkv[::512, 96:]
@@ -224,6 +226,61 @@ def test_partitions_on_a_gpu_are_joined_by_classes_and_the_tree(window: int, apa
     story = FarKeys(ops, Way(rotated=0, masks=(("window", window),)))
     got = story.attend(0, TritonAttention(ops.form, apart=apart))
     assert_same_bits(got, story.wanted(window, divides=True))
+
+
+class KeysOfRank(FarKeys):
+    """A token that reads 2^n keys, whose scores are zero for keys of some classes, and too low to count elsewhere: what
+    comes out, times the number of keys that count, is the rank's sum, and in fp32 nothing of that is rounded."""
+
+    attending = 1
+
+    def __init__(self, ops: Any, classes: range) -> None:
+        super().__init__(ops, Way(rotated=0), length=KEYS)
+        qkv = self.qkv[0]
+        qkv[:, :64] = 1
+        for partition in range(KEYS // 512):
+            if partition_class(partition) not in classes:
+                qkv[partition * 512 : (partition + 1) * 512, 64:96] = -1000
+
+    def sums(self, kernels: Any, counted: int) -> Vector:
+        return self.attend(0, kernels)[0] * np.float32(counted)
+
+
+FP32 = [(family, compute) for family, compute in NATIVE if compute == "fp32"]
+
+
+@pytest.mark.parametrize(("family", "compute"), [*FP32, pytest.param(*TRITONS[1], marks=pytest.mark.long)])
+def test_keys_of_ranks_join_to_the_whole(family: str, compute: str) -> None:
+    """Partitions of all classes but a rank's are there and count nothing, so the kernels make a node of the tree."""
+    ops = make(family, compute)
+    kernels = TritonAttention(ops.form, apart=True) if "triton" in family else ops
+    whole = KeysOfRank(ops, range(KEY_CLASSES)).sums(kernels, KEYS)
+    assert len(np.unique(whole)) > 16
+    for ranks in KEY_RANKS[1:]:
+        classes = [leaves_of(KEY_CLASSES, rank, ranks) for rank in range(ranks)]
+        parts = [KeysOfRank(ops, own).sums(kernels, KEYS // ranks) for own in classes]
+        assert_same_bits(join(parts, np.add), whole, f"{ranks} ranks")  # type: ignore[arg-type]
+        if ranks == KEY_CLASSES:
+            assert (in_turn(parts) != whole).any(), "one chain has the same bits here"
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 20])
+def test_keys_of_ranks_join_to_the_whole_of_the_oracle(count: int) -> None:
+    """It keeps means and logarithms of sums, which ranks would hand over."""
+    shapes = (2, 16, 16), (2, count * 512, 16), (2, count * 512, 16)
+    q_GMC, k_GNC, v_GNC = (torch.from_numpy(normal(seed, *shape)) for seed, shape in enumerate(shapes))
+    hidden_GMN, spec = torch.zeros((2, 16, count * 512), dtype=torch.bool), AttentionSpec(0.25)
+    whole = attend_keys(q_GMC, k_GNC, v_GNC, hidden_GMN, spec)
+    cuts = [slice(p * 512, (p + 1) * 512) for p in range(count)]
+    parts = [attend_partition(q_GMC, k_GNC[:, cut], v_GNC[:, cut], hidden_GMN[..., cut], spec) for cut in cuts]
+    for ranks in KEY_RANKS:
+        nodes: list[KeyPart | None] = []
+        for rank in range(ranks):
+            own = [parts[each::KEY_CLASSES] for each in leaves_of(KEY_CLASSES, rank, ranks)]
+            nodes.append(join([reduce(KeyPart.joined, some) if some else None for some in own], KeyPart.joined))
+        joined_nodes = join(nodes, KeyPart.joined)
+        assert joined_nodes is not None
+        assert_same_bits(joined_nodes.out.numpy(), whole.numpy(), f"{ranks} ranks")
 
 
 @pytest.mark.parametrize(("family", "compute"), EVERY)

@@ -32,7 +32,7 @@ SHARED_BYTES = 227 << 10
 FUSED = ("gated_product_kernel", "written_product_kernel")
 COMPILED = frozenset(
     f"{name}_kernel"
-    for name in ("product", "join", "decode", "survey", "route", "grouped", "down", "up", "slots")
+    for name in ("product", "join", "join_ranks", "decode", "survey", "route", "grouped", "down", "up", "slots")
 )  # fmt: skip
 
 COMPANY = (1, 2, 17, 64, 200)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from penstock.kernels.compressed import compress_for_gpu
 from penstock.kernels.operands import SILU, KvShape, Routing, Score, StepBatch, segment_ends
 from penstock.kernels.triton.backend import TritonOps
 from penstock.kernels.triton.fusion import FusingOps
+from penstock.kernels.triton.peers import PeerMemory
 
 N, K = 512, 2048
 
@@ -37,6 +40,20 @@ def products(ops: TritonOps, compiled: Compiled) -> None:
         forms["compressed plain"].data.rows(torch.zeros(3, dtype=torch.int64))
     compiled.about = f"{ops.compute_dtype}, heads"
     ops.heads_linear(ops.compute(np.zeros((3, 4, 512))), ops.pack_linear(weight[:, :512]), heads=4)
+
+
+def over_ranks(ops: TritonOps, compiled: Compiled) -> None:
+    """Joins of few rows out of the memory of two and eight ranks, begun and waited for in one launch."""
+    for ranks in (2, 8):
+        ends = tuple(K // 8 * (i + 1) for i in range(8 // ranks))
+        weight = replace(ops.pack_linear(np.zeros((N, ends[-1]), np.float32), segments=ends), partial=True)
+        memory = PeerMemory.allocate(ops.form, ranks, half=64 * N)
+        peers = memory.table(0, [memory.address] * ranks)
+        for rows in (1, 33):
+            compiled.about = f"{ops.compute_dtype}, {ranks} ranks, {rows} rows"
+            x, operand = ops.compute(np.zeros((rows, ends[-1]), np.float32)), peers.operand(weight, rows)
+            assert operand is not None
+            peers.multiply(ops.form, x, operand, ops.hidden(np.zeros((rows, N), np.float32)), add=True)
 
 
 def fused(ops: TritonOps, compiled: Compiled) -> None:
@@ -91,6 +108,7 @@ if __name__ == "__main__":
     for compute in ("bf16", "fp32"):
         backend = TritonOps(compute_dtype=compute, device="cpu")
         products(backend, made)
+        over_ranks(backend, made)
         fused(backend, made)
         experts(backend, made)
         adapters(backend, made)

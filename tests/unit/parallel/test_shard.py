@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from numpy.typing import NDArray
 
-from penstock.config.mesh import Mesh, NodePlace
+from penstock.config.mesh import Mesh, NodePlace, parse_mesh
 from penstock.errors import ConfigError
 from penstock.kernels.operands import COLUMN_UNIT, Sparse, segment_ends
 from penstock.parallel.shard import (
@@ -27,6 +27,7 @@ from penstock.parallel.shard import (
     shard_model,
     stage_layers,
 )
+from penstock.types import PAGE_TOKENS
 from penstock.weights.architecture.decoder import AttentionConfig, DecoderConfig, MlpConfig
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import Matrix, Vector, WeightLayout
@@ -262,6 +263,22 @@ def test_the_pages_of_a_machine_have_its_layers_in_the_groups_of_the_whole_model
         assert len(set(kv.places)) == len(kv.places)
         groups += [group for group, _ in kv.places]
     assert groups == [group for group, _ in spec.kv.places]
+
+
+@pytest.mark.parametrize("name", ["gemma_3_1b", "llama_3_2_1b"])
+@pytest.mark.parametrize("plan", ["pp3", "tp2,pp2"])
+def test_pages_of_one_rank_have_its_layers_and_heads_alone(name: str, plan: str) -> None:
+    """One page table serves all ranks: groups keep their numbers, also those that have no layer on a rank."""
+    (spec, _), mesh = published(name), parse_mesh(plan)
+    for rank in range(mesh.ranks):
+        shard = shard_model(spec, mesh, rank)
+        kv = shard.spec.kv.unshared
+        assert (kv.reaches, kv.layer_groups) == (spec.kv.reaches, spec.kv.layer_groups)
+        assert [group for group, _ in kv.places] == [spec.kv.places[layer][0] for layer in shard.layers]
+        assert len(set(kv.places)) == kv.layers == len(shard.layers)
+        most = max(len([1 for group, _ in kv.places if group == each]) for each in range(kv.layer_groups))
+        own = -(-spec.kv.kv_heads // mesh.tensor)
+        assert kv.page_bytes("bf16") == most * own * spec.kv.head_bytes("bf16") * PAGE_TOKENS
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

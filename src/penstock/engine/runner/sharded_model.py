@@ -81,8 +81,7 @@ class _ReducingOps:
 
     def norm_heads(self, x_TN: Array, weight_C: Array | GatheredNorm, eps: float, *, first: int, count: int) -> None:
         if isinstance(weight_C, GatheredNorm):
-            norm_gathered = self._ops.norm_gathered  # refused by a backend that records before a rank waits for another
-            norm_gathered(x_TN, self._group.all_gather(x_TN), weight_C.weight, eps, weight_C.heads)
+            self._ops.norm_gathered(x_TN, self._group, weight_C.weight, eps, weight_C.heads)
         else:
             self._ops.norm_heads(x_TN, weight_C, eps, first=first, count=count)
 

@@ -350,11 +350,9 @@ class NativeOps(Ops):
     def zeros(self, x_TK: Array, n: int) -> Array:
         return np.zeros((len(x_TK), n), np.float32)
 
-    def norm_gathered(
-        self, x_TN: Array, parts: Sequence[Array], weight_W: Array, eps: float, heads: HeadColumns
-    ) -> None:
+    def norm_gathered(self, x_TN: Array, group: GathersArrays, weight_W: Array, eps: float, heads: HeadColumns) -> None:
         all_TN = self._buffers.empty((len(x_TN), len(weight_W)), np.float32)
-        heads.collect(parts, all_TN)
+        heads.collect(group.all_gather(x_TN), all_TN)
         self.norm_heads(all_TN, weight_W, eps, first=0, count=1)
         heads.put_own(all_TN, x_TN)
 

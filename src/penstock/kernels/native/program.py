@@ -29,6 +29,7 @@ from penstock.kernels.operands import (
     Array,
     AttentionSpec,
     Gate,
+    HeadColumns,
     PackedExperts,
     PackedLinear,
     Routes,
@@ -139,6 +140,14 @@ class RecordingOps:
     def gather_columns(self, x_TN: SymbolicArray, group: GathersArrays, widths: Sequence[int]) -> SymbolicArray:
         self.head = (_shared(group), list(widths))
         return x_TN
+
+    def norm_gathered(
+        self, x_TN: SymbolicArray, group: GathersArrays, weight_W: Array, eps: float, heads: HeadColumns
+    ) -> None:
+        all_heads = [list(own) for own in heads.heads]
+        self.step.norm_gathered(
+            x_TN.slot, _shared(group), heads.firsts[heads.rank], heads.size, all_heads, weight_W, eps
+        )
 
     def zeros(self, x_TK: SymbolicArray, n: int) -> SymbolicArray:
         return SymbolicArray(self.step.zeros(x_TK.slot, n))

@@ -323,10 +323,10 @@ class ReferenceOps(Ops):
         return torch.zeros((len(x_TK), n), device=self.context.device)
 
     def norm_gathered(
-        self, x_TN: Tensor, parts: Sequence[Tensor], weight_W: Tensor, eps: float, heads: HeadColumns
+        self, x_TN: Tensor, group: GathersArrays, weight_W: Tensor, eps: float, heads: HeadColumns
     ) -> None:
         all_TN = x_TN.new_empty((len(x_TN), len(weight_W)))
-        heads.collect(parts, all_TN)
+        heads.collect(group.all_gather(x_TN), all_TN)
         self.norm_heads(all_TN, weight_W, eps, first=0, count=1)
         heads.put_own(all_TN, x_TN)
 

@@ -86,9 +86,9 @@ class TritonOps(ReferenceOps):
         self._workspace: Tensor | None = None
 
     def new_kv(self, shape: KvShape, *, pages: int, memory: memoryview | None = None) -> ReferenceKv:
-        """Raises KernelError for pages that ranks share, too."""
+        """Raises KernelError for pages that ranks share, too: each has a device's memory of its own."""
         if shape.share is not None:
-            raise KernelError("the kernels of GPUs read whole pages only: ranks cannot share them yet")
+            raise KernelError("the kernels of GPUs read pages that one rank has alone (KvShape.unshared)")
         return super().new_kv(shape, pages=pages, memory=memory)
 
     def record(self, steps: RecordableModel, kv: ReferenceKv, *, tapped: tuple[int, ...] = ()) -> StepProgram:
@@ -159,9 +159,7 @@ class TritonOps(ReferenceOps):
         down_biases: Sequence[Tensor | None] | None = None,
         weighs_input: bool = False,
     ) -> PackedExperts:
-        """The matrices stay usable, their memory becomes part of one tall matrix.  All experts must be here."""
-        if None in gate_up:
-            raise KernelError("experts cannot be divided over ranks on a GPU yet")
+        """The matrices stay usable, their memory becomes part of one tall matrix."""
         packed = super().pack_experts(
             gate_up, down, gate_up_biases=gate_up_biases, down_biases=down_biases, weighs_input=weighs_input
         )

@@ -1,4 +1,4 @@
-"""Products fused with the operation that reads them: gates, and rotary positions with writes to KV pages.
+"""Products fused with the operation that reads them: gates, rotary positions with writes to KV pages, sums over ranks.
 
 ::
 
@@ -18,6 +18,7 @@ are few.
 
     linear, gated                        -> gated_product
     linear, [add_bias], rope_and_write   -> written_product
+    linear, all_reduce, [add]            -> peers.PeerTable.multiply, where ranks read each other's memory
     linear, anything else                -> computed before anything else
 
 This module imports torch and triton.
@@ -37,7 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.operands import SILU, Array, Gate, PackedLinear, StepBatch
-from penstock.kernels.ops import Ops, RecordableModel
+from penstock.kernels.ops import GathersArrays, Ops, RecordableModel
 from penstock.kernels.reference.attention import ReferenceKv, ReferenceRope
 from penstock.kernels.triton.linear import WeightForm
 from penstock.kernels.triton.matmul import (
@@ -52,6 +53,7 @@ from penstock.kernels.triton.matmul import (
     tile_rows,
 )
 from penstock.kernels.triton.numerics import KIND_NUMBERS, UNFUSED, TritonContext, gate_of, rounded, turned_pair
+from penstock.kernels.triton.peers import PeerTable, peers_of
 from penstock.kernels.triton.rope import PAGE, pairs_of, places_of, sequence_of, strides_of
 
 
@@ -332,6 +334,7 @@ class _Product:
         self.x_TK = x_TK
         self.weight = weight
         self.bias_N: Tensor | None = None
+        self.reduced: tuple[PeerTable, Operand] | None = None  # it is a part of a sum over ranks, which is wanted
         self.made_TN: Tensor | None = None
 
 
@@ -353,7 +356,11 @@ class FusingOps:
         if not isinstance(array, _Product):
             return array
         if array.made_TN is None:
-            array.made_TN = self._ops.linear(array.x_TK, array.weight)
+            if array.reduced is None:
+                array.made_TN = self._ops.linear(array.x_TK, array.weight)
+            else:
+                array.made_TN = self._form.empty((len(array.x_TK), array.weight.n))
+                self._reduce(array, array.made_TN, add=False)
             if array.bias_N is not None:
                 self._ops.add_bias(array.made_TN, array.bias_N)
         return array.made_TN
@@ -368,6 +375,22 @@ class FusingOps:
             out_TN.bias_N = bias_N
         else:
             self._plainly(self._ops.add_bias, out_TN, bias_N)
+
+    def all_reduce(self, x_TN: Any, group: GathersArrays) -> Any:
+        peers = peers_of(group)
+        if peers is not None and self._waits(x_TN) and x_TN.bias_N is None and x_TN.reduced is None:
+            operand = peers.operand(x_TN.weight, len(x_TN.x_TK))
+            if operand is not None:
+                x_TN.reduced = peers, operand
+                return x_TN
+        return self._plainly(self._ops.all_reduce, x_TN, group)
+
+    def add(self, hidden_TD: Any, x_TD: Any) -> None:
+        if self._waits(x_TD) and x_TD.reduced is not None and x_TD.bias_N is None:
+            self._waiting = None
+            self._reduce(x_TD, self.made(hidden_TD), add=True)
+        else:
+            self._plainly(self._ops.add, hidden_TD, x_TD)
 
     def gated(self, gate_up_T2I: Any, kind: Gate = SILU) -> Any:
         if self._waits(gate_up_T2I) and gate_up_T2I.bias_N is None:
@@ -408,6 +431,11 @@ class FusingOps:
             known = self._slots[group] = (batch, slots_of(self._form, kv, layer, batch))
         return WriteSlots(self._form.integers(batch.positions_T), known[1], place)
 
+    def _reduce(self, product: _Product, out_TN: Tensor, *, add: bool) -> None:
+        assert product.reduced is not None
+        peers, operand = product.reduced
+        peers.multiply(self._form, product.x_TK.to(self._form.dtype), operand, out_TN, add=add)
+
     def _waits(self, array: Any) -> bool:
         return array is self._waiting and isinstance(array, _Product)
 
@@ -423,7 +451,7 @@ class FusingOps:
 def _operand(product: _Product, *, in_tiles: bool) -> Operand | None:
     """What multiplies it in one segment, with outputs in another order."""
     form: WeightForm = product.weight.data
-    if len(product.weight.segments) > 1:
+    if len(product.weight.segments) > 1 or product.reduced is not None:
         return None
     return form.mixed(len(product.x_TK), in_tiles=in_tiles)
 

@@ -60,7 +60,7 @@ def for_gpu(part: AnyCompressed) -> GpuCompressedMatrix | None:
 def device_matrix(form: TritonContext, weight_NK: NDArray[Any]) -> Tensor:
     """In the compute type, on the device.  Raises KernelError for another element type."""
     if weight_NK.dtype == ml_dtypes.bfloat16:
-        bits = np.require(weight_NK, requirements=["C", "ALIGNED"]).view(np.int16)
+        bits = np.require(weight_NK, requirements=["C", "ALIGNED", "W"]).view(np.int16)  # torch wants it writable
         return torch.from_numpy(bits).view(torch.bfloat16).to(form.device, form.dtype, copy=True)
     if weight_NK.dtype not in (np.dtype(np.float16), np.dtype(np.float32)):
         raise KernelError(f"weights of type {weight_NK.dtype} are not bfloat16, float16 or float32")

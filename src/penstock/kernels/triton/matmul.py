@@ -14,8 +14,8 @@ Both give the same bits, and so does any number of rows in them:
   instruction whatever the tile's height, and one row of its result knows nothing of the other rows.
 - A segment is summed from low to high in steps of that depth, its last step padded with zeros, which add nothing.
 - Segments are joined by one binary tree in fp32: by ``eight`` in registers, by ``eight_spilled``, which keeps in memory
-  what waits for its other half, and by ``eight_stored`` from memory: the same additions.  No compiler fuses a product
-  and a sum: the source says where that is done.
+  what waits for its other half, and by ``eight_stored`` from memory, its own or that of several ranks (``peers``): the
+  same additions.  No compiler fuses a product and a sum: the source says where that is done.
 - Nothing is added atomically, split by the number of multiprocessors, or chosen by trying.
 
 What a weight is made of stands in its ``Operand``: ``step`` reads one tile of it and adds the product.
@@ -225,19 +225,22 @@ def tile_at(tile, row_tiles, column_tiles, TOGETHER: tl.constexpr):
 
 @triton.jit(do_not_specialize=["t"])
 def product_kernel(
-    x, weight, ends, out, kept, x_stride, out_stride, out_apart, t, n, k,
+    x, weight, ends, out, kept, turn, x_stride, out_stride, out_apart, half, t, n, k,
     STEP: tl.constexpr, SEGMENTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     ALIGNED: tl.constexpr, EVEN: tl.constexpr, APART: tl.constexpr, KEPT: tl.constexpr, ADD: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    TURNS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """out [T, H N] = x [T, H K] W^T, each head with its own N outputs; or, ADD, out += that.
 
     Grid: persistent programs over tiles; segments if APART, which then go to ``out + segment * out_apart``; heads.
-    ``kept``: two tiles of fp32 for each program, if KEPT.
+    ``kept``: two tiles of fp32 for each program, if KEPT.  TURNS: ``out`` is one of two halves, ``half`` numbers apart:
+    the first one where the number at ``turn`` is even.
     """
     head = tl.program_id(2)
     x += head * k
     out += tl.program_id(1).to(tl.int64) * out_apart + head * n
+    if TURNS:
+        out += tl.load(turn) % 2 * half
     row_tiles = tl.cdiv(t, ROWS)
     column_tiles = tl.cdiv(n, COLUMNS)
     kept += tl.program_id(0).to(tl.int64) * (2 * ROWS * COLUMNS)
@@ -263,42 +266,68 @@ def product_kernel(
 
 
 @triton.jit
-def two_stored(at, live, apart):
-    """Two partial sums, joined."""
-    return tl.load(at, mask=live, other=0.0) + tl.load(at + apart, mask=live, other=0.0)
+def stored(parts, part: tl.constexpr, at, live, apart, EACH: tl.constexpr):
+    """A part of a sum.  ``parts``: all of them, ``apart``; or, if EACH, an address for every EACH of them."""
+    if EACH:
+        first = tl.load(parts + part // EACH).to(tl.pointer_type(tl.float32)) + part % EACH * apart
+    else:
+        first = parts + part * apart
+    return tl.load(first + at, mask=live, other=0.0)
 
 
 @triton.jit
-def four_stored(at, live, apart):
-    """Four partial sums, joined."""
-    return two_stored(at, live, apart) + two_stored(at + 2 * apart, live, apart)
+def two_stored(parts, part: tl.constexpr, at, live, apart, EACH: tl.constexpr):
+    """Two parts from ``part`` on, joined."""
+    left = stored(parts, part, at, live, apart, EACH)
+    return left + stored(parts, part + 1, at, live, apart, EACH)
 
 
 @triton.jit
-def eight_stored(at, live, apart):
-    """Eight partial sums, joined."""
-    return four_stored(at, live, apart) + four_stored(at + 4 * apart, live, apart)
+def four_stored(parts, part: tl.constexpr, at, live, apart, EACH: tl.constexpr):
+    """Four parts, joined."""
+    left = two_stored(parts, part, at, live, apart, EACH)
+    return left + two_stored(parts, part + 2, at, live, apart, EACH)
 
 
-@triton.jit(do_not_specialize=["t"])
-def join_kernel(parts, out, out_stride, t, n, SEGMENTS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
-    """out [T, N] = the tree over parts [SEGMENTS, T, N]; or, ADD, out += that."""
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+@triton.jit
+def eight_stored(parts, part: tl.constexpr, at, live, apart, EACH: tl.constexpr):
+    """Eight parts, joined."""
+    left = four_stored(parts, part, at, live, apart, EACH)
+    return left + four_stored(parts, part + 4, at, live, apart, EACH)
+
+
+@triton.jit
+def joined_block(
+    parts, offset, out, out_stride, block, t, n, SEGMENTS: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):  # fmt: skip
+    """A block of out [T, N] = the tree over SEGMENTS parts, which begin at ``offset``; or, ADD, out += that."""
+    index = block * BLOCK + tl.arange(0, BLOCK)
     apart = t * n  # of few rows: far below 2 ** 31, all parts together
     live = index < apart
     if SEGMENTS == 8:
-        sums = eight_stored(parts + index, live, apart)
+        sums = eight_stored(parts, 0, offset + index, live, apart, EACH)
     elif SEGMENTS == 4:
-        sums = four_stored(parts + index, live, apart)
+        sums = four_stored(parts, 0, offset + index, live, apart, EACH)
     else:
-        sums = two_stored(parts + index, live, apart)
+        sums = two_stored(parts, 0, offset + index, live, apart, EACH)
     at = out + (index // n).to(tl.int64) * out_stride + index % n
     if ADD:
         sums = tl.load(at, mask=live, other=0.0) + sums
     tl.store(at, rounded(sums, out.dtype.element_ty), mask=live)
 
 
+@triton.jit(do_not_specialize=["t"])
+def join_kernel(parts, out, out_stride, t, n, SEGMENTS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    """out [T, N] = the tree over parts [SEGMENTS, T, N]; or, ADD, out += that."""
+    joined_block(parts, 0, out, out_stride, tl.program_id(0), t, n, SEGMENTS, 0, BLOCK, ADD)
+
+
 # --- launching --------------------------------------------------------------------------------------------------------
+
+
+BLOCK = 1024
+"""Numbers that a program joins at a time."""
 
 
 def multiply(form: TritonContext, x_TK: Tensor, operand: Operand, out_TN: Tensor, *, add: bool, heads: int = 1) -> None:
@@ -309,28 +338,55 @@ def multiply(form: TritonContext, x_TK: Tensor, operand: Operand, out_TN: Tensor
     t, n = x_TK.shape[0], operand.n // heads
     if t == 0 or n == 0:
         return
-    x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
     out_TN = out_TN[:, operand.first : operand.first + operand.n]
+    apart = t <= FEW_ROWS and operand.segments > 1
+    if not apart:
+        launch_product(form, x_TK, operand, out_TN, add=add, heads=heads)
+        return
+    parts_STN = form.empty((operand.segments, t, n))
+    launch_product(form, x_TK, operand, parts_STN, heads=heads, apart=True)
+    join_kernel[(triton.cdiv(t * n, BLOCK),)](
+        parts_STN, out_TN, out_TN.stride(0), t, n, SEGMENTS=operand.segments, BLOCK=BLOCK, ADD=add, **UNFUSED
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """Two places for a result, ``apart`` numbers from each other: the first where ``turn`` [1] has an even number."""
+
+    turn: Tensor
+    apart: int
+
+
+def launch_product(
+    form: TritonContext,
+    x_TK: Tensor,
+    operand: Operand,
+    out: Tensor,
+    *,
+    add: bool = False,
+    heads: int = 1,
+    apart: bool = False,
+    halves: Halves | None = None,
+) -> None:
+    """out [T, N] = x W^T, or grows by it; ``apart``: out [S, T, N], a sum for each segment.  ``halves``: ``out`` is the
+    first of them."""
+    t, n = x_TK.shape[0], operand.n // heads
+    x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
     few = t <= FEW_ROWS
-    apart = few and operand.segments > 1
-    parts = form.empty((operand.segments, t, n)) if apart else out_TN
     rows = tile_rows(t, operand, form.dtype)
     tiles = triton.cdiv(t, rows) * triton.cdiv(n, operand.tile.columns)
     programs = tiles if few or heads > 1 else min(tiles, multiprocessors(form.device))
     keeps = not apart and keeps_apart(operand, operand.tile)
     kept = form.empty((programs if keeps else 0, 2, rows, operand.tile.columns))
     product_kernel[(programs, operand.segments if apart else 1, heads)](
-        x_TK, operand.arguments, operand.ends, parts, kept,
-        x_TK.stride(0), parts.stride(-2), parts.stride(0) if apart else 0, t, n, operand.k,
-        STEP=operand.step, SEGMENTS=operand.segments, ROWS=rows, COLUMNS=operand.tile.columns,
+        x_TK, operand.arguments, operand.ends, out, kept, None if halves is None else halves.turn,
+        x_TK.stride(0), out.stride(-2), out.stride(0) if apart else 0, 0 if halves is None else halves.apart,
+        t, n, operand.k, STEP=operand.step, SEGMENTS=operand.segments, ROWS=rows, COLUMNS=operand.tile.columns,
         DEPTH=operand.tile.depth, ALIGNED=operand.tile.aligned, EVEN=operand.tile.even, APART=apart, KEPT=keeps,
-        ADD=add and not apart, TOGETHER=TOGETHER, num_warps=4 if rows == FEW_ROWS else 8,
+        ADD=add, TURNS=halves is not None, TOGETHER=TOGETHER, num_warps=4 if rows == FEW_ROWS else 8,
         num_stages=FEW_STAGES if few else MANY_STAGES, **UNFUSED,
     )  # fmt: skip
-    if apart:
-        join_kernel[(triton.cdiv(t * n, 1024),)](
-            parts, out_TN, out_TN.stride(0), t, n, SEGMENTS=operand.segments, BLOCK=1024, ADD=add, **UNFUSED
-        )
 
 
 def tile_rows(t: int, operand: Operand, dtype: torch.dtype) -> int:

@@ -10,13 +10,14 @@ matrix, in which an expert is a band of outputs; where their weights have severa
 from the most that T, k and the number of experts allow, its programs share the tiles that exist, and an expert without
 tokens is not read.  A pair's product is a row of ``matmul``, with its tiles and its order; a token's experts are joined
 by ascending id within their groups, groups by a tree.  So a row's bits do not depend on other tokens' experts.
+Where ranks divide the experts of a layer, pairs of other ranks' experts are left out, and add zeros.
 
 This module imports torch and triton.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -172,27 +173,31 @@ class TritonExperts:
     own: ReferenceExperts
     gate_up: tuple[StackedOperand, ...]
     down: tuple[StackedOperand, ...]
+    here_E: Tensor | None  # int32: 1 for experts that are here; None: all are
 
 
 def stacked_experts(own: ReferenceExperts) -> TritonExperts:
     """The experts as few tall matrices: one for each form that their weights have, where the form allows it."""
-    gate_up, down = ([weight for weight in all_of if weight is not None] for all_of in (own.gate_up, own.down))
-    return TritonExperts(own, _stacks(gate_up), _stacks(down))
+    gate_up, down = _stacks(own.gate_up), _stacks(own.down)
+    here = [int(weight is not None) for weight in own.gate_up]
+    device = gate_up[0].places_E.device
+    here_E = None if all(here) else torch.tensor(here, dtype=torch.int32, device=device)
+    return TritonExperts(own, gate_up, down, here_E)
 
 
-def _stacks(weights: list[PackedLinear]) -> tuple[StackedOperand, ...]:
+def _stacks(weights: Sequence[PackedLinear | None]) -> tuple[StackedOperand, ...]:
     kinds: dict[tuple[object, ...], list[int]] = {}
-    for expert, weight in enumerate(weights):
+    known = {expert: weight for expert, weight in enumerate(weights) if weight is not None}
+    for expert, weight in known.items():
         form: Stackable = weight.data
         kinds.setdefault((type(form), weight.segments, len(form.operands), form.order_K is None), []).append(expert)
-    return tuple(stack for own in kinds.values() for stack in _stacks_of(weights, own))
+    return tuple(stack for own in kinds.values() for stack in _stacks_of(known, own, len(weights)))
 
 
-def _stacks_of(weights: list[PackedLinear], own: list[int]) -> list[StackedOperand]:
+def _stacks_of(weights: Mapping[int, PackedLinear], own: list[int], count: int) -> list[StackedOperand]:
     """Stacks of experts whose weights have one form: one, or, where that cannot be, one for each expert."""
     forms: list[Stackable] = [weights[expert].data for expert in own]
     tall = type(forms[0]).stacked(forms) if len(forms[0].operands) == 1 else None
-    count = len(weights)
     if tall is not None:
         return [StackedOperand(tall, _places(tall, own, count), tall.n // len(own), 0, _orders(forms, own, count))]
     return [
@@ -231,7 +236,7 @@ class GroupedExperts:
             return
         own = data.own
         pairs_P = chosen.ids.reshape(-1)
-        groups = ExpertGroups.of(pairs_P, experts.count)
+        groups = ExpertGroups.of(_pairs_here(pairs_P, data.here_E), experts.count, leaves_out=experts.partial)
         share = top
         if own.weighs_input:
             x_TK = (x_TK.float()[:, None] * chosen.weights[:, :, None]).to(x_TK.dtype).flatten(0, 1)
@@ -250,9 +255,12 @@ class GroupedExperts:
         )  # fmt: skip
 
     def _product(self, x: Tensor, stacks: tuple[StackedOperand, ...], groups: ExpertGroups, share: int) -> Tensor:
-        """The product of each pair with its expert; x has a row for every ``share`` pairs."""
+        """The product of each pair with its expert; x has a row for every ``share`` pairs.  Zeros for experts of other
+        ranks: their biases are zeros here, too, so that they add nothing."""
         width = max(stack.first + stack.n for stack in stacks)
         out_PN = self._form.empty((len(groups.order), width))
+        if groups.leaves_out:
+            out_PN.zero_()
         x = x if x.stride(1) == 1 else x.contiguous()
         for stack in stacks:
             own, each = x, share
@@ -276,6 +284,13 @@ class GroupedExperts:
         )  # fmt: skip
 
 
+def _pairs_here(pairs_P: Tensor, here_E: Tensor | None) -> Tensor:
+    """Each pair's expert; one that no expert has, for those of other ranks."""
+    if here_E is None:
+        return pairs_P
+    return torch.where(here_E[pairs_P.long()] != 0, pairs_P, len(here_E))
+
+
 def ordered(x: Tensor, orders_EK: Tensor, groups: ExpertGroups, share: int) -> Tensor:
     """A row for each pair, with the columns of its expert; x has a row for every ``share`` pairs.
 
@@ -287,7 +302,8 @@ def ordered(x: Tensor, orders_EK: Tensor, groups: ExpertGroups, share: int) -> T
     for first in range(0, len(x), rows):
         rows_PK = x[first : first + rows].repeat_interleave(share, dim=0)
         own = slice(first * share, first * share + len(rows_PK))
-        torch.gather(rows_PK, 1, orders_EK[groups.experts_P[own].long()], out=out_PK[own])
+        experts_P = groups.experts_P[own].long().clamp(max=groups.experts - 1)  # of what is left out: any
+        torch.gather(rows_PK, 1, orders_EK[experts_P], out=out_PK[own])
     return out_PK
 
 
@@ -303,9 +319,10 @@ class ExpertGroups:
     experts: int
     rows: int  # of a tile
     bound: int  # tiles that could be needed
+    leaves_out: bool  # whether some pairs may be in no group
 
     @classmethod
-    def of(cls, experts_P: Tensor, experts: int, rows: int | None = None) -> ExpertGroups:
+    def of(cls, experts_P: Tensor, experts: int, rows: int | None = None, *, leaves_out: bool = False) -> ExpertGroups:
         """Group pairs by their expert.  ``rows`` of a tile: by default more where most experts have many."""
         pairs = len(experts_P)
         if rows is None:
@@ -316,7 +333,7 @@ class ExpertGroups:
         tiles = (starts.diff() + (rows - 1)) // rows
         bound = min(pairs, experts + pairs // rows)
         order, tile_ends = by_expert.indices.to(torch.int32), tiles.cumsum(0).to(torch.int32)
-        return cls(experts_P, order, starts, tile_ends, experts, rows, bound)
+        return cls(experts_P, order, starts, tile_ends, experts, rows, bound, leaves_out)
 
 
 SOFTMAX = tl.constexpr(0)

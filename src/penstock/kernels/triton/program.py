@@ -112,8 +112,7 @@ class DeviceProgram(StepProgram, MultiStepProgram):
             sampled = self._direct.run(batch, scored, rows, picks, ready)
             self._wait()
             return sampled
-        shape = self._padded(batch) if scored == 0 else None
-        outputs = self._whole(batch, scored, picks) if shape is None else self._launch(shape, batch, picks)
+        outputs = self._begun(batch, scored, picks)
         if not outputs:
             self._wait()  # else the next step would be taken to last as long as this one and itself
             return []
@@ -133,8 +132,22 @@ class DeviceProgram(StepProgram, MultiStepProgram):
             picks.tokens_F[:] = self._returned.wait(1, count)[0, count - picked :]
         return sampled[: len(rows)]
 
+    def compute(self, batch: StepBatch, scored: int, picks: GumbelRows) -> None:
+        """The same launches as ``run`` makes, so ranks exchange the same arrays; nothing is sampled on the host."""
+        self._went_direct = not _is_plain(batch)
+        if self._went_direct:
+            self._direct.compute(batch, scored, picks)
+        else:
+            self._begun(batch, scored, picks)
+        self._wait()
+
     def hidden(self) -> Array:
         return self._direct.hidden() if self._went_direct else self._hidden
+
+    def _begun(self, batch: StepBatch, scored: int, picks: GumbelRows) -> tuple[Tensor, ...]:
+        """Logits and sampled tokens of a step that has begun; nothing where no row samples."""
+        shape = self._padded(batch) if scored == 0 else None
+        return self._whole(batch, scored, picks) if shape is None else self._launch(shape, batch, picks)
 
     # --- several, without the host in between -------------------------------------------------------------------------
 

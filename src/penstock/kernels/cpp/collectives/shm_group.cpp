@@ -152,7 +152,7 @@ void ShmGroup::gather_columns(const float* values, long rows, const std::vector<
   for (size_t first = 0; first < widest * static_cast<size_t>(rows); first += most) {
     const size_t n = first < own ? std::min(most, own - first) : 0;
     exchange(values + std::min(first, own), {kColumns, static_cast<uint32_t>(rows), all, n * sizeof(float)});
-    if (rank_ != 0) continue;
+    if (out == nullptr) continue;
     size_t left = 0;  // of the rank's columns
     for (int rank = 0; rank < ranks_; ++rank) {
       const auto width = static_cast<size_t>(widths[static_cast<size_t>(rank)]);

@@ -72,8 +72,8 @@ class ShmGroup {
   void all_reduce(float* values, size_t count, uint32_t rows);
   // values [count] = the largest that any rank has, one by one.  Throws as above.
   void all_reduce_max(uint64_t* values, size_t count);
-  // out [rows, sum of widths] = the ranks' columns side by side; rank r gives values [rows, widths[r]].  Only rank 0 has an
-  // `out`.  Throws as above.
+  // out [rows, sum of widths] = the ranks' columns side by side; rank r gives values [rows, widths[r]].  A rank that does not
+  // want them has no `out`.  Throws as above.
   void gather_columns(const float* values, long rows, const std::vector<long>& widths, float* out);
 
   int rank() const { return rank_; }

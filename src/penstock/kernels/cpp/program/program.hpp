@@ -87,6 +87,10 @@ class Program {
   void gated_add(int x, int gate, int hidden);
   int zeros(int like, long width);             // hidden values, as many rows as `like`
   void all_reduce(int x, ShmGroup& group);     // in place; the group must stay
+  // A norm over all heads of a layer, in place.  `heads`: those of each rank, `size` columns each, one after another; this
+  // rank's begin at column `first` of x.  A head may be on several ranks, with the same values.  The group must stay.
+  void norm_gathered(int x, ShmGroup& group, long first, long size, std::vector<std::vector<long>> heads,
+                     const float* weight, long width, float eps);
   int wanted_rows(int x);
   int drawn_rows(int hidden);  // once: what comes after is the head; the slot before is `hidden()`
   void finish(int logits);     // once, as the last
@@ -215,6 +219,7 @@ class Program {
   std::vector<long> head_widths_;
   std::vector<float> all_logits_;   // of all ranks
   std::vector<uint64_t> bests_;
+  std::vector<float> gathered_;     // heads of all ranks
   bool finished_ = false;
   long counts_[4] = {};
   Arena arena_;

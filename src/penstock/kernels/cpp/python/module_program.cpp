@@ -202,6 +202,12 @@ class RecordedStep {
     held_.push_back(group);
     program_->all_reduce(x, nb::cast<PyShmGroup&>(group).group());
   }
+  void norm_gathered(int x, const nb::object& group, long first, long size, std::vector<std::vector<long>> heads,
+                     const In<float, 1>& weight, float eps) {
+    held_.push_back(group);
+    program_->norm_gathered(x, nb::cast<PyShmGroup&>(group).group(), first, size, std::move(heads), held(weight),
+                            dim(weight, 0), eps);
+  }
   void tap(int hidden, long place) { program_->tap(hidden, place); }
   void lora_add(int x, const nb::object& adapters, long site, int out) {
     held_.push_back(adapters);
@@ -388,6 +394,7 @@ void bind_program(nb::module_& m) {
       .def("features", &RecordedStep::features)
       .def("zeros", &RecordedStep::zeros)
       .def("all_reduce", &RecordedStep::all_reduce)
+      .def("norm_gathered", &RecordedStep::norm_gathered)
       .def("tap", &RecordedStep::tap)
       .def("lora_add", &RecordedStep::lora_add)
       .def("causal_conv", &RecordedStep::causal_conv)
