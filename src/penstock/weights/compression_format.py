@@ -42,13 +42,10 @@ from penstock.kernels.compressed import (
     table_bytes,
     words_bytes,
 )
+from penstock.kernels.compressed_cuts import CHUNK_BLOCKS, unchunked_blocks
 from penstock.kernels.host_ops import xxh3_128
 from penstock.kernels.weight_source import PIECE_BYTES
 from penstock.weights.safetensors_header import DTYPE_BYTES, MAX_RANK, TensorInfo
-
-CHUNK_BLOCKS = 8
-PLANE_BYTES = 24
-"""Bytes of the three planes of one block."""
 
 
 def compress_matrix(weight_NK: NDArray[np.uint16]) -> CompressedMatrix | None:
@@ -174,7 +171,7 @@ def encode_reference(weight_NK: NDArray[np.uint16]) -> CompressedMatrix:
 def decode_reference(matrix: CompressedMatrix) -> NDArray[np.uint16]:
     """The weights [n, k] as bf16 bits.  Raises ValueError if planes and escapes contradict each other."""
     panels, blocks = panels_of(matrix.n), -(-matrix.k // BLOCK_COLUMNS)
-    planes_PB24, bytes_PB64 = _unchunked(matrix.blocks.reshape(panels, blocks * BLOCK_BYTES), blocks)
+    planes_PB24, bytes_PB64 = unchunked_blocks(matrix.blocks.reshape(panels, -1))
     bits = np.unpackbits(planes_PB24, axis=2, bitorder="little").reshape(panels, blocks, 3, 64).astype(np.int64)
     codes = bits[:, :, 0] + 2 * bits[:, :, 1] + 4 * bits[:, :, 2]
     exponents = matrix.base + matrix.step * codes
@@ -185,17 +182,6 @@ def decode_reference(matrix: CompressedMatrix) -> NDArray[np.uint16]:
     rows_PBQHRC = words.reshape(panels, blocks, 4, 2, 4, 2)
     whole = rows_PBQHRC.transpose(0, 2, 4, 1, 3, 5).reshape(panels * PANEL_ROWS, blocks * BLOCK_COLUMNS)
     return whole[: matrix.n, : matrix.k].copy()
-
-
-def _unchunked(panels_PX: NDArray[np.uint8], blocks: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Planes [P, blocks, 24] and bytes [P, blocks, 64] of panels in chunks of eight blocks."""
-    planes, signs = [], []
-    for block in range(0, blocks, CHUNK_BLOCKS):
-        count = min(CHUNK_BLOCKS, blocks - block)
-        chunk = panels_PX[:, block * BLOCK_BYTES : (block + count) * BLOCK_BYTES]
-        planes.append(chunk[:, : count * PLANE_BYTES].reshape(-1, count, PLANE_BYTES))
-        signs.append(chunk[:, count * PLANE_BYTES :].reshape(-1, count, 64))
-    return np.concatenate(planes, axis=1), np.concatenate(signs, axis=1)
 
 
 VERSION_KEY = "penstock.compression"

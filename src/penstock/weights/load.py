@@ -33,7 +33,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from penstock.errors import KernelError, ModelError
-from penstock.kernels.compressed import CompressedMatrix
+from penstock.kernels.compressed import AnyCompressed, CompressedMatrix
 from penstock.kernels.operands import GatheredNorm, PackedLinear
 from penstock.kernels.ops import Ops
 from penstock.kernels.quantization import QuantizedMatrix
@@ -140,18 +140,22 @@ class WeightPacker:
 
     def _compressed(self, weight: Matrix) -> PackedLinear | None:
         """The weight as it is stored, if all of it is compressed and the backend computes from that."""
-        if not all(part.is_whole and self._checkpoint.is_plain(part.tensor) for part in weight.parts):
-            return None
-        matrices = [self._checkpoint.compressed_matrix(part.tensor) for part in weight.parts]
-        compressed = [matrix for matrix in matrices if matrix is not None]
-        if len(compressed) < len(matrices):
+        if not all(self._checkpoint.is_plain(part.tensor) for part in weight.parts):
             return None
         try:
+            matrices = [self._compressed_part(part) for part in weight.parts]
+            compressed = [matrix for matrix in matrices if matrix is not None]
+            if len(compressed) < len(matrices):
+                return None
             return self._ops.pack_compressed(compressed, segments=weight.segments)
         except KernelError as error:
             names = ", ".join(repr(part.tensor) for part in weight.parts)
             where = self._checkpoint.path_of(weight.parts[0].tensor)
             raise ModelError(f"{where}: tensor {names}: damaged, {error}") from error
+
+    def _compressed_part(self, part: TensorPart) -> AnyCompressed | None:
+        matrix = self._checkpoint.compressed_matrix(part.tensor)
+        return None if matrix is None else part.compressed(matrix)
 
     def _array(self, part: TensorPart) -> NDArray[Any]:
         coded = self._checkpoint.quantized_tensor(part.tensor)

@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ModelError
+from penstock.kernels.compressed import AnyCompressed
+from penstock.kernels.compressed_cuts import cut_compressed
 from penstock.kernels.operands import HeadColumns
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.weights.checkpoint_reader import Checkpoint
@@ -134,6 +136,17 @@ class TensorPart:
         if self.rows is None:
             return matrix
         return matrix.select_rows(range(self.rows.first, self.rows.stop, self.rows.step))
+
+    def compressed(self, matrix: AnyCompressed) -> AnyCompressed | None:
+        """The part of a compressed matrix; None where it is not whole panels of its rows, or blocks of its columns.
+
+        Raises KernelError if the matrix contradicts itself.
+        """
+        rows = self.rows
+        turned = self.transposed or self.groups is not None or (rows is not None and rows.step != 1)
+        if turned or self.index is not None or len(self.shape) != 2:
+            return None
+        return cut_compressed(matrix, None if rows is None else (rows.first, rows.stop), self.columns)
 
     def dequantized(self, coded: QuantizedTensor) -> NDArray[np.float32]:
         """The part of a tensor of codes, as fp32.  Raises ModelError."""

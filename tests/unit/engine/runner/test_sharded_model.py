@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,17 @@ from numpy.typing import NDArray
 from forked_ranks import run_forked
 from penstock.config.mesh import Mesh, parse_mesh
 from penstock.errors import ModelError
+from penstock.kernels import _native
+from penstock.kernels.compressed import AnyCompressed
+from penstock.kernels.native.backend import NativeOps, families
 from penstock.kernels.operands import PackedLinear, StepBatch
 from penstock.kernels.ops import DirectProgram, Ops
 from penstock.kernels.sampling import GumbelRows
 from penstock.kernels.select import make_ops
 from penstock.parallel.collectives.interface import Collectives
 from penstock.parallel.shard import shard_model
+from penstock.weights.compression_convert import compress_folder
+from penstock.weights.compression_format import GPU
 from penstock.weights.families.registry import checkpoint_format
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model, load_parts
@@ -134,6 +139,33 @@ def test_a_rank_holds_its_share_of_the_bytes(mesh: str, folders: Callable[[str],
 
 def matrix_bytes(weight: PackedLinear | NDArray[np.float32]) -> int:
     return weight.nbytes if isinstance(weight, PackedLinear) else 0
+
+
+class CompressedOps(NativeOps):
+    """Keeps weights compressed on any processor, as families with the instructions for it do."""
+
+    def _keeps_compressed(self, parts: Sequence[AnyCompressed], ends: tuple[int, ...]) -> bool:
+        return all(part.n % 16 == 0 for part in parts[:-1]) and all(end % 4 == 0 for end in ends)
+
+
+@pytest.mark.parametrize(("mesh", "layout"), [("tp2", ""), ("tp8", ""), ("tp4,pp2", ""), ("tp2", GPU)])
+def test_compressed_weights_stay_so_and_change_no_bit(
+    mesh: str, layout: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Heads of 16 columns: a rank's columns begin within a chunk of blocks.  Some 32 columns of the GPU's layout, whose
+    blocks have 64, would be larger than plain ones."""
+    plain, ops, plan = folders("grouped queries"), CompressedOps(families()[0], "bf16"), parse_mesh(mesh)
+    compress_folder(plain, tmp_path, threads=1, report=lambda _: None, layout=layout)
+    whole = WholeModel(plain, ops)
+    want = answers(whole)
+    assert answers(WholeModel(tmp_path, ops)) == want
+    sharded = ShardedModel(tmp_path, ops, plan)
+    assert answers(sharded) == want
+    for rank in sharded.ranks:
+        assert rank.loaded.fingerprint == whole.loaded.fingerprint
+        matrices = [weight for weight in rank.loaded.weights.values() if isinstance(weight, PackedLinear)]
+        kept = [isinstance(weight.data, _native.CompressedWeights) for weight in matrices]
+        assert all(kept) if layout == "" else sum(kept) > len(kept) / 2
 
 
 def test_a_gguf_file_is_divided_where_it_is_plain(tmp_path: Path) -> None:
