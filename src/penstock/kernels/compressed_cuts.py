@@ -47,12 +47,12 @@ def cut_compressed(
     left, right = columns or (0, matrix.k)
     if not _ends_units(first, stop, matrix.n, PANEL_ROWS) or not _ends_units(left, right, matrix.k, BLOCK_COLUMNS):
         return None
+    all_columns = (left, right) == (0, matrix.k)
     if isinstance(matrix, GpuCompressedMatrix):
-        own = _gpu_rows(matrix, first, stop)
-        whole = (left, right) == (0, matrix.k)
-        return own if whole else compress_for_gpu(np.ascontiguousarray(own.whole()[:, left:right]))
+        panels = _gpu_rows(matrix, first, stop)
+        return panels if all_columns else compress_for_gpu(np.ascontiguousarray(panels.whole()[:, left:right]))
     own = _rows(matrix, first, stop)
-    return own if (left, right) == (0, matrix.k) else _columns(own, left, right)
+    return own if all_columns else _columns(own, left, right)
 
 
 def _ends_units(first: int, stop: int, last: int, unit: int) -> bool:

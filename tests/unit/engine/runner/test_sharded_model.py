@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from forked_ranks import run_forked
 from penstock.config.mesh import Mesh, parse_mesh
 from penstock.errors import ModelError
 from penstock.kernels import _native
-from penstock.kernels.compressed import AnyCompressed
-from penstock.kernels.native.backend import NativeOps, families
+from penstock.kernels.native.backend import families
 from penstock.kernels.operands import PackedLinear, StepBatch
 from penstock.kernels.ops import DirectProgram, Ops
 from penstock.kernels.sampling import GumbelRows
@@ -30,7 +29,7 @@ from penstock.weights.compression_format import GPU
 from penstock.weights.families.registry import checkpoint_format
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model, load_parts
-from sharded_bench import ShardedModel, WholeModel, answers, batches, rank_of
+from sharded_bench import CompressedOps, ShardedModel, WholeModel, answers, batches, rank_of
 from tiny_gguf import write_gguf
 from tiny_models import DTYPES, Tensors, llama_config, random_tensors, write_model, write_weights
 
@@ -139,13 +138,6 @@ def test_a_rank_holds_its_share_of_the_bytes(mesh: str, folders: Callable[[str],
 
 def matrix_bytes(weight: PackedLinear | NDArray[np.float32]) -> int:
     return weight.nbytes if isinstance(weight, PackedLinear) else 0
-
-
-class CompressedOps(NativeOps):
-    """Keeps weights compressed on any processor, as families with the instructions for it do."""
-
-    def _keeps_compressed(self, parts: Sequence[AnyCompressed], ends: tuple[int, ...]) -> bool:
-        return all(part.n % 16 == 0 for part in parts[:-1]) and all(end % 4 == 0 for end in ends)
 
 
 @pytest.mark.parametrize(("mesh", "layout"), [("tp2", ""), ("tp8", ""), ("tp4,pp2", ""), ("tp2", GPU)])
