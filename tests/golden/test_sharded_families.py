@@ -13,8 +13,11 @@ from parity_oracle import write_random_model
 from shrunk_models import GPT2_SMALL, Case
 
 from penstock.config.mesh import Mesh
+from penstock.kernels.native.backend import families
 from penstock.kernels.select import make_ops
-from sharded_bench import ShardedModel, WholeModel, answers
+from penstock.parallel.stored_cuts import folder_cuts
+from penstock.weights.compression_convert import compress_folder, shard_folder
+from sharded_bench import CompressedOps, ShardedModel, WholeModel, answers
 
 REFUSED = ("qwen_3_next", "deepseek", "kimi", "qwen_2_vl", "qwen_2_5_vl")
 """Families with what cannot be divided yet (``penstock.parallel.shard.check_supported``)."""
@@ -59,6 +62,24 @@ def check(case: Case, folder: Path, family: str | None, dtype: str, meshes: list
 @pytest.mark.parametrize("case", cases())
 def test_a_family_has_the_same_bits_over_two_times_two_ranks(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path, None, "bf16", [Mesh(tensor=2, pipeline=2)])
+
+
+@pytest.mark.parametrize("form", ["in slices", "compressed", "compressed, in slices"])
+@pytest.mark.parametrize("case", cases())
+def test_a_family_has_the_same_bits_however_it_is_stored(case: Case, form: str, tmp_path: Path) -> None:
+    """Compressed weights stay so, also where the processor has no instructions for them."""
+    plain, stored = tmp_path / "plain", tmp_path / "stored"
+    write_random_model(plain, wider(case).shrunk())
+    cuts = folder_cuts(plain) if "slices" in form else {}
+    if form == "in slices":
+        shard_folder(plain, stored, threads=1, report=lambda _: None, cuts=cuts)
+    else:
+        compress_folder(plain, stored, threads=1, report=lambda _: None, cuts=cuts)
+    ops = CompressedOps(families()[0], "bf16")
+    want = answers(WholeModel(plain, ops))
+    assert answers(WholeModel(stored, ops)) == want
+    for mesh in (Mesh(tensor=4), Mesh(tensor=2, pipeline=2)):
+        assert answers(ShardedModel(stored, ops, mesh)) == want, mesh.name
 
 
 @pytest.mark.long
