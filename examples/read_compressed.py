@@ -1,4 +1,4 @@
-"""Reads a file of `penstock compress` with NumPy alone (the format: docs/format.md).
+"""Reads a file of `penstock compress` or `penstock shard` with NumPy alone (the format: docs/format.md).
 
 python examples/read_compressed.py model.safetensors             names, types and shapes
 python examples/read_compressed.py model.safetensors OUT.npz     every tensor; bf16 as float32 (exact)
@@ -54,6 +54,29 @@ def decode_for_gpu(raw, shape, base):
     return weight[:n, :k]
 
 
+def slices(raw, original):
+    """The bytes and the shape of each slice of a tensor; all of it if it has none."""
+    if "slices" not in original:
+        return [(raw, original["shape"])]
+    found, first, begin = [], 0, 0
+    for end, size, _ in original["slices"]:
+        shape = (
+            [end - first, original["shape"][1]] if original["axis"] == "rows" else [original["shape"][0], end - first]
+        )
+        found.append((raw[begin : begin + size], shape))
+        first, begin = end, begin + size
+    return found
+
+
+def array_of(raw, shape, original):
+    """A tensor, or a slice of one."""
+    if "layout" in original:
+        return decode_for_gpu(raw, shape, original["code"][0])
+    if "code" in original:
+        return decode(raw, shape, *original["code"])
+    return raw.view(TYPES[original["dtype"]]).reshape(shape)
+
+
 def read(path):
     """Yields (name, type, array) for every tensor of the original."""
     with open(path, "rb") as file:
@@ -63,12 +86,8 @@ def read(path):
     for name, entry in header.items():
         original = originals[name]
         raw = np.frombuffer(data[slice(*entry["data_offsets"])], np.uint8)
-        if "layout" in original:
-            array = decode_for_gpu(raw, original["shape"], original["code"][0])
-        elif "code" in original:
-            array = decode(raw, original["shape"], *original["code"])
-        else:
-            array = raw.view(TYPES[original["dtype"]]).reshape(original["shape"])
+        arrays = [array_of(part, shape, original) for part, shape in slices(raw, original)]
+        array = np.concatenate(arrays, axis=1) if original.get("axis") == "columns" else np.concatenate(arrays)
         assert array.size == math.prod(original["shape"])
         yield name, original["dtype"], array
 

@@ -14,6 +14,8 @@ from penstock.config.mesh import Mesh
 from penstock.engine.models.interface import Model
 from penstock.engine.models.registry import build_model
 from penstock.engine.runner import sharded_model as engine
+from penstock.kernels.compressed import AnyCompressed
+from penstock.kernels.native.backend import NativeOps
 from penstock.kernels.operands import Array, PageShare, StepBatch
 from penstock.kernels.ops import Ops, SharedProgram, StepProgram
 from penstock.kernels.reference.attention import ReferenceKv
@@ -25,6 +27,15 @@ from penstock.types import PAGE_TOKENS
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import LoadedModel, load_model
+
+
+class CompressedOps(NativeOps):
+    """Keeps weights compressed on any processor, as families with the instructions for it do."""
+
+    def _keeps_compressed(self, parts: Sequence[AnyCompressed], ends: tuple[int, ...]) -> bool:
+        whole = all(part.n % 16 == 0 for part in parts[:-1]) and all(end % 4 == 0 for end in ends)
+        return whole and self.compute_dtype == "bf16"
+
 
 Chunks = Sequence[Sequence[tuple[int, int]]]
 

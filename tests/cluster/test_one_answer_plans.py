@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.cli.main import main
 from penstock.config.mesh import parse_mesh
 from penstock.wire.curve_keys import CurveKeys
 
@@ -102,6 +103,19 @@ def test_joined_workers_with_ranks_give_one_answer(plain: Plain, tmp_path: Path)
         bodies = varied_requests(salt="joined")
         compare(asyncio.run(all_answers(server.url, bodies, together=True)), plain.varied, "joined")
         server.wait_counted("kv_transfer_pages_total")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("command", ["shard", "compress"])
+def test_a_model_in_slices_gives_one_answer(
+    command: str, plain: Plain, plain_storyteller: Path, tmp_path: Path
+) -> None:
+    assert main([command, str(plain_storyteller), str(tmp_path / "storyteller"), "--verify"]) == 0
+    with PenstockServer([str(tmp_path / "storyteller"), *PLANS["tp2,pp2"]]) as server:
+        bodies = varied_requests(salt=command)
+        compare(asyncio.run(all_answers(server.url, bodies, together=True)), plain.varied, command)
+        assert_ranks_have_their_shares(server)
 
 
 @pytest.mark.timeout(300)

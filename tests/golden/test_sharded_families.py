@@ -15,11 +15,14 @@ from shrunk_models import GPT2_SMALL, Case
 
 from forked_ranks import run_forked
 from penstock.config.mesh import Mesh
+from penstock.kernels.native.backend import families
 from penstock.kernels.ops import DirectProgram
 from penstock.kernels.select import make_ops
 from penstock.parallel.collectives.interface import Collectives
 from penstock.parallel.shard import shard_model
-from sharded_bench import Rows, ShardedModel, WholeModel, answers, batches, rank_of
+from penstock.parallel.stored_cuts import folder_cuts
+from penstock.weights.compression_convert import compress_folder, shard_folder
+from sharded_bench import CompressedOps, Rows, ShardedModel, WholeModel, answers, batches, rank_of
 
 REFUSED = ("qwen_3_next", "deepseek", "kimi", "qwen_2_vl", "qwen_2_5_vl")
 """Families with what cannot be divided yet (``penstock.parallel.shard.check_supported``)."""
@@ -88,6 +91,24 @@ def test_norms_over_all_heads_are_recorded(ranks: int, dtype: str, tmp_path: Pat
 
 def hexed(rows: Rows) -> str:
     return "" if rows is None else rows[0].hex() + rows[1].hex()
+
+
+@pytest.mark.parametrize("form", ["in slices", "compressed", "compressed, in slices"])
+@pytest.mark.parametrize("case", cases())
+def test_a_family_has_the_same_bits_however_it_is_stored(case: Case, form: str, tmp_path: Path) -> None:
+    """Compressed weights stay so, also where the processor has no instructions for them."""
+    plain, stored = tmp_path / "plain", tmp_path / "stored"
+    write_random_model(plain, wider(case).shrunk())
+    cuts = folder_cuts(plain) if "slices" in form else {}
+    if form == "in slices":
+        shard_folder(plain, stored, threads=1, report=lambda _: None, cuts=cuts)
+    else:
+        compress_folder(plain, stored, threads=1, report=lambda _: None, cuts=cuts)
+    ops = CompressedOps(families()[0], "bf16")
+    want = answers(WholeModel(plain, ops))
+    assert answers(WholeModel(stored, ops)) == want
+    for mesh in (Mesh(tensor=4), Mesh(tensor=2, pipeline=2)):
+        assert answers(ShardedModel(stored, ops, mesh)) == want, mesh.name
 
 
 @pytest.mark.long

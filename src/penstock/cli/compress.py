@@ -12,9 +12,11 @@ from pathlib import Path
 from penstock.bundled import STORYTELLER, storyteller
 from penstock.cli.console import byte_bar, text_table
 from penstock.cli.parsing import COMMANDS
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ModelError
+from penstock.parallel.stored_cuts import folder_cuts
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.compression_convert import ConvertedTensor, check_folders, compress_folder, verify_folder
+from penstock.weights.stored_slices import Cuts
 
 EPILOG = """\
 examples:
@@ -24,7 +26,8 @@ examples:
 
 bf16 matrices become about 70 % of their size, or 75 % in the layout for GPUs, everything else stays as it is; nothing
 is lost.  Either layout can be served anywhere, is converted when a model is loaded elsewhere, and can be MODEL for the
-other.  An interrupted run goes on where it stopped when it is started again.
+other.  Matrices that ranks divide (--parallel) are stored in the slices that each rank reads, but for GPUs.  An
+interrupted run goes on where it stopped when it is started again.
 """
 
 
@@ -59,11 +62,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'penstock[plot]'")
     source = model_folder(args.model)
     check_folders(source, args.out, force=args.force)
+    cuts = _cuts(source, verbose=args.verbose)
     began = time.perf_counter()
     with byte_bar("compressing", total_bytes(source)) as add:
         layout = "" if args.layout == "cpu" else args.layout
         done = compress_folder(
-            source, args.out, threads=threads, report=lambda one: add(one.original_bytes), layout=layout
+            source, args.out, threads=threads, report=lambda one: add(one.original_bytes), layout=layout, cuts=cuts
         )
     took = time.perf_counter() - began
     print(report_table(done) if args.verbose else summary_table(done))
@@ -79,6 +83,16 @@ def run(args: argparse.Namespace) -> int:
         plot_bits(done, args.plot)
         print(f"{args.plot}: bits a weight of every tensor")
     return 0
+
+
+def _cuts(source: Path, *, verbose: bool) -> Cuts:
+    """Where ranks would cut its matrices; nowhere in what they cannot divide, or what is not a model to serve."""
+    try:
+        return folder_cuts(source)
+    except (ConfigError, ModelError) as error:
+        if verbose:
+            print(f"every matrix is stored whole, not in slices for ranks: {error}")
+        return {}
 
 
 def model_folder(name: str) -> Path:
@@ -115,13 +129,18 @@ def report_table(done: list[ConvertedTensor]) -> str:
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def summary_table(done: list[ConvertedTensor]) -> str:
-    """One line a kind: the tensors whose names differ in the number of a layer or an expert only."""
+def kinds_of(done: list[ConvertedTensor]) -> dict[str, list[ConvertedTensor]]:
+    """By kind: the tensors whose names differ in the number of a layer or an expert only."""
     kinds: dict[str, list[ConvertedTensor]] = {}
     for one in done:
         kinds.setdefault(_NUMBER.sub("*", one.name), []).append(one)
+    return kinds
+
+
+def summary_table(done: list[ConvertedTensor]) -> str:
+    """One line a kind."""
     rows = []
-    for name, own in kinds.items():
+    for name, own in kinds_of(done).items():
         before, after = sum(one.original_bytes for one in own), sum(one.nbytes for one in own)
         share = f"{100 * after / max(1, before):.1f} %" if any(one.original.code for one in own) else "plain"
         rows.append((name, str(len(own)), f"{before / 1e6:,.1f}", f"{after / 1e6:,.1f}", share))

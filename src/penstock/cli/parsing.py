@@ -32,6 +32,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "host-keys": "make the keys that the processes of several hosts share",
         "compress": "make a model's bf16 weights 30 %% smaller without loss",
         "decompress": "undo that",
+        "shard": "store a model so that each rank of a plan reads its own bytes",
         "plan": "compute whether a model fits on given devices, before anything is loaded",
         "simulate": "replay a trace of requests on a simulated fleet",
         "calibrate": "measure this machine for the simulator",

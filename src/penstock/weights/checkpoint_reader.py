@@ -7,7 +7,7 @@ tensor and the reason.  Nothing is read of a tensor before it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import ModelError
 from penstock.kernels.compressed import AnyCompressed
-from penstock.weights.compression_format import OriginalTensor
+from penstock.weights.compression_format import COLUMNS, OriginalTensor, decode_parts
 from penstock.weights.config_json import read_json_object
 from penstock.weights.files import FileRange, FileStamp
 from penstock.weights.gguf_file import GGUF_QUANTS, GgufFile, is_gguf
@@ -26,6 +26,7 @@ from penstock.weights.quantization.base import QuantizedTensor
 from penstock.weights.quantization.config import UNUSED, Quantization
 from penstock.weights.safetensors import SafetensorsFile
 from penstock.weights.safetensors_header import TensorInfo
+from penstock.weights.stored_slices import TensorSlice, joined_bytes, joined_matrix
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -56,6 +57,7 @@ class TensorFile(Protocol):
     def raw(self, info: TensorInfo) -> memoryview: ...
     def digest(self, info: TensorInfo) -> bytes: ...
     def original(self, info: TensorInfo) -> OriginalTensor | None: ...
+    def slices(self, info: TensorInfo) -> tuple[TensorSlice, ...]: ...
     def compressed_matrix(self, info: TensorInfo) -> AnyCompressed | None: ...
     def interleaved_heads(self, info: TensorInfo) -> int | None: ...
     def quantized_tensor(self, info: TensorInfo) -> QuantizedTensor | None: ...
@@ -132,6 +134,27 @@ class Checkpoint:
         """What a compressed file says of the tensor; None in a plain file."""
         file = self._file_of(name)
         return file.original(file.tensors[name])
+
+    def slices(self, name: str) -> tuple[TensorSlice, ...]:
+        """What a file has of the tensor, one after another: itself unless it is stored in slices."""
+        file = self._file_of(name)
+        return file.slices(file.tensors[name])
+
+    def joined_matrix(self, slices: Sequence[TensorSlice]) -> AnyCompressed | None:
+        """Slices of one tensor that follow one another as one compressed matrix; None if they are plain."""
+        name = slices[0].tensor
+        return joined_matrix(slices, self.stored(name), f"{self.path_of(name)}: tensor {name!r}")
+
+    def joined_array(self, slices: Sequence[TensorSlice]) -> NDArray[Any]:
+        """Such slices as a read-only array, decoded, but unlike ``array`` not compared with any hash."""
+        name, matrix = slices[0].tensor, self.joined_matrix(slices)
+        dtype = NUMPY_DTYPES[self.info(name).dtype]
+        if matrix is not None:
+            parts = decode_parts(matrix, f"{self.path_of(name)}: tensor {name!r}")
+            return np.concatenate([part.copy() for part in parts]).view(dtype)
+        entries = [own.entry for own in slices if own.entry is not None]
+        across = sum(entry.shape[1] for entry in entries) if slices[0].axis == COLUMNS else entries[0].shape[1]
+        return np.frombuffer(joined_bytes(slices, self.stored(name)), dtype).reshape(-1, across)
 
     def stamps(self) -> dict[str, FileStamp]:
         """The files' stamps by name."""

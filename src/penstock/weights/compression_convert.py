@@ -1,4 +1,4 @@
-"""Checkpoint folders to compressed ones and back: file by file, each under a temporary name until it is whole.
+"""Checkpoint folders to compressed or sliced ones and back: by file, each under a temporary name until it is whole.
 
 A compressed file is written tensor by tensor behind a header of reserved size, with a journal next to it, so that an
 interrupted run goes on where it stopped.  Uses threads: not for a process that is about to fork.
@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,17 +23,26 @@ from penstock.kernels.compressed import AnyCompressed, CompressedMatrix, compres
 from penstock.weights import compression_format
 from penstock.weights.checkpoint_reader import INDEX, SINGLE, Checkpoint
 from penstock.weights.compression_format import (
+    COLUMNS,
     GPU,
     TENSORS_KEY,
     VERSION_KEY,
     OriginalTensor,
-    checksum,
+    SliceEntry,
     compression_metadata,
 )
 from penstock.weights.files import atomic_write
 from penstock.weights.model_files import CONFIG
 from penstock.weights.safetensors import SafetensorsFile
 from penstock.weights.safetensors_header import LENGTH_BYTES, TensorInfo
+from penstock.weights.stored_slices import (
+    Cuts,
+    encode_slices,
+    joined_bytes,
+    matrix_of,
+    slices_of,
+    stored_checksum,
+)
 
 PARTIAL = ".partial"
 JOURNAL = ".journal"
@@ -57,14 +66,45 @@ class ConvertedTensor(msgspec.Struct, frozen=True):
 
 
 class JournalHeader(msgspec.Struct, frozen=True):
-    """The journal's first line: which file is being compressed, and where tensors begin in the new one."""
+    """The journal's first line: which file is being converted to what, and where tensors begin in the new one."""
 
     source: str
     data_start: int
     layout: str = ""
+    conversion: str | msgspec.UnsetType = msgspec.UNSET  # ``Conversion.identity``
 
 
 Report = Callable[[ConvertedTensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What becomes of tensors: where matrices are cut into slices, and how they are stored."""
+
+    cuts: Cuts = field(default_factory=dict)
+    compress: bool = True  # False: matrices stay plain or compressed, as they are
+    layout: str = ""  # of those that are compressed: "gpu", or empty for the CPU's
+
+    @property
+    def identity(self) -> str | msgspec.UnsetType:
+        """Another one for another conversion; none for mere compression."""
+        if self.compress and not self.cuts:
+            return msgspec.UNSET
+        cuts = sorted((name, cut.axis, cut.ends) for name, cut in self.cuts.items())
+        return blake3(msgspec.json.encode((cuts, self.compress))).hexdigest()
+
+    def check(self, file: SafetensorsFile, source: Path) -> None:
+        """Raises ModelError for a file that is so already, or cannot become so."""
+        if self.compress and file.is_compressed and self.layout in file.layouts:
+            hint = "" if self.layout or file.is_sliced else "; penstock shard stores it in slices for ranks"
+            raise ModelError(f"{source}: is compressed already, for the {(self.layout or 'cpu').upper()}{hint}")
+        if not self.compress and file.is_sliced:
+            raise ModelError(f"{source}: its matrices are in slices already")
+        if not self.compress and GPU in file.layouts:
+            raise ModelError(
+                f"{source}: is compressed for GPUs, over which models are not divided; penstock compress writes it for "
+                "processors, in slices"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +124,34 @@ def check_folders(source: Path, target: Path, *, force: bool) -> None:
 
 
 def compress_folder(
-    source: Path, target: Path, *, threads: int, report: Report, layout: str = ""
+    source: Path, target: Path, *, threads: int, report: Report, layout: str = "", cuts: Cuts | None = None
 ) -> list[ConvertedTensor]:
     """Writes ``target`` and returns what became of every tensor, in the order of the files.
 
-    ``layout``: "gpu", or empty for the CPU's; a source in the other one is converted.  Goes on with what an interrupted
-    run has left there.  Raises ModelError for a source that cannot be read or is in that layout already, PenstockError
-    if ``target`` cannot be written.
+    ``layout``: "gpu", or empty for the CPU's; a source in the other one is converted.  ``cuts``: which matrices are
+    stored in slices; none of those in the layout for GPUs.  Goes on with what an interrupted run has left there.
+    Raises ModelError for a source that cannot be read or is in that layout already, PenstockError if ``target`` cannot
+    be written.
     """
+
+    conversion = Conversion({} if layout == GPU else cuts or {}, layout=layout)
+    return _convert_folder(source, target, conversion, threads, report)
+
+
+def shard_folder(source: Path, target: Path, *, threads: int, report: Report, cuts: Cuts) -> list[ConvertedTensor]:
+    """The same for matrices that stay as they are, plain or compressed, but for slices."""
+    return _convert_folder(source, target, Conversion(cuts, compress=False), threads, report)
+
+
+def _convert_folder(
+    source: Path, target: Path, conversion: Conversion, threads: int, report: Report
+) -> list[ConvertedTensor]:
     done: list[ConvertedTensor] = []
     with Checkpoint(source) as checkpoint, _OutputFolder(target):
-        if any(file.is_compressed and layout in file.layouts for file in checkpoint.files):
-            raise ModelError(f"{source}: is compressed already, for the {(layout or 'cpu').upper()}")
         for file in checkpoint.files:
-            done += _compress_file(file, target / file.path.name, threads, report, layout)
+            conversion.check(file, source)
+        for file in checkpoint.files:
+            done += _convert_file(file, target / file.path.name, threads, report, conversion)
         _copy_others(source, target)
     return done
 
@@ -137,7 +191,7 @@ def _is_intact(checkpoint: Checkpoint, name: str) -> bool:
     original = checkpoint.original(name)
     if original is None or not original.checksum:
         return True
-    return checksum(name, original, [checkpoint.stored(name)]) == original.checksum
+    return stored_checksum(name, original, checkpoint.stored(name)) == original.checksum
 
 
 # --- one file ---------------------------------------------------------------------------------------------------------
@@ -164,12 +218,13 @@ class _OutputFolder:
             ) from error
 
 
-def _compress_file(
-    file: SafetensorsFile, target: Path, threads: int, report: Report, layout: str
+def _convert_file(
+    file: SafetensorsFile, target: Path, threads: int, report: Report, conversion: Conversion
 ) -> list[ConvertedTensor]:
     infos = list(file.tensors.values())
     partial, journal = _beside(target, PARTIAL), _beside(target, JOURNAL)
-    started = JournalHeader(_identity(file), LENGTH_BYTES + _reserved_header(file, infos, layout), layout)
+    data_start = LENGTH_BYTES + _reserved_header(file, infos, conversion)
+    started = JournalHeader(_identity(file), data_start, conversion.layout, conversion.identity)
     done = _resume(partial, journal, started, infos)
     for one in done:
         report(one)
@@ -179,7 +234,7 @@ def _compress_file(
         out.seek(started.data_start + end)
         if not done:
             _log(out, log, started)
-        for info, packed in _in_order(file, infos[len(done) :], threads, layout):
+        for info, packed in _in_order(file, infos[len(done) :], threads, conversion):
             for section in packed.sections:
                 out.write(section)
             nbytes = sum(section.nbytes for section in packed.sections)
@@ -195,13 +250,13 @@ def _compress_file(
 
 
 def _in_order(
-    file: SafetensorsFile, infos: list[TensorInfo], threads: int, layout: str
+    file: SafetensorsFile, infos: list[TensorInfo], threads: int, conversion: Conversion
 ) -> Iterator[tuple[TensorInfo, EncodedTensor]]:
     """Tensors packed by several threads, some ahead of the one that is wanted next."""
     with ThreadPoolExecutor(threads) as pool:
         waiting: list[tuple[TensorInfo, Future[EncodedTensor]]] = []
         for info in infos:
-            waiting.append((info, pool.submit(_pack, file, info, layout)))
+            waiting.append((info, pool.submit(_pack, file, info, conversion)))
             if len(waiting) > threads:
                 first, packed = waiting.pop(0)
                 yield first, packed.result()
@@ -209,23 +264,36 @@ def _in_order(
             yield info, packed.result()
 
 
-def _pack(file: SafetensorsFile, info: TensorInfo, layout: str) -> EncodedTensor:
+def _pack(file: SafetensorsFile, info: TensorInfo, conversion: Conversion) -> EncodedTensor:
+    original, content = _coded(file, info, conversion)
+    entry, written = encode_slices(info.name, original, content, conversion.cuts.get(info.name))
+    if original.code is not None and sum(section.nbytes for section in written) >= file.original_bytes(info):
+        entry, written = encode_slices(info.name, original, content, None)  # more tables than it saves
+    return EncodedTensor(entry, written)
+
+
+def _coded(
+    file: SafetensorsFile, info: TensorInfo, conversion: Conversion
+) -> tuple[OriginalTensor, memoryview | AnyCompressed]:
+    """The tensor as it will be stored, but for slices and checksums; plain ones are their bytes."""
+    if not conversion.compress and (stored := file.compressed_matrix(info)) is not None:
+        original = OriginalTensor(dtype=info.dtype, shape=info.shape, blake3=file.digest(info).hex())
+        return _with_code(original, stored), stored
     raw = file.raw(info)
-    digest = blake3(raw).hexdigest()
-    if info.dtype == "BF16" and len(info.shape) == 2:
+    original = OriginalTensor(dtype=info.dtype, shape=info.shape, blake3=blake3(raw).hexdigest())
+    if conversion.compress and info.dtype == "BF16" and len(info.shape) == 2:
         weight = np.require(np.frombuffer(raw, np.uint16).reshape(info.shape), requirements=["C", "ALIGNED"])
-        matrix = compress_for_gpu(weight) if layout == GPU else compression_format.compress_matrix(weight)
+        gpu = conversion.layout == GPU
+        matrix = compress_for_gpu(weight) if gpu else compression_format.compress_matrix(weight)
         if matrix is not None:
-            code = (matrix.base, matrix.step if isinstance(matrix, CompressedMatrix) else 1)
-            original = OriginalTensor(dtype=info.dtype, shape=info.shape, blake3=digest, code=code, layout=layout)
-            sections = compression_format.sections(matrix)
-            return EncodedTensor(_with_checksum(info.name, original, sections), sections)
-    plain = OriginalTensor(dtype=info.dtype, shape=info.shape, blake3=digest)
-    return EncodedTensor(_with_checksum(info.name, plain, [raw]), [raw])
+            return _with_code(original, matrix), matrix
+    return original, raw
 
 
-def _with_checksum(name: str, original: OriginalTensor, sections: list[memoryview]) -> OriginalTensor:
-    return msgspec.structs.replace(original, checksum=checksum(name, original, sections))
+def _with_code(original: OriginalTensor, matrix: AnyCompressed) -> OriginalTensor:
+    if isinstance(matrix, CompressedMatrix):
+        return msgspec.structs.replace(original, code=(matrix.base, matrix.step))
+    return msgspec.structs.replace(original, code=(matrix.base, 1), layout=GPU)
 
 
 def _decompress_file(file: SafetensorsFile, target: Path, report: Report) -> list[ConvertedTensor]:
@@ -261,10 +329,10 @@ def _header(metadata: dict[str, str], done: list[ConvertedTensor], length: int) 
         "__metadata__": {**metadata, **compression_metadata({one.name: one.original for one in done})}
     }
     for one in done:
-        whole = one.original.code is None
+        in_order = one.original.code is None and one.original.axis != COLUMNS
         table[one.name] = {
-            "dtype": one.original.dtype if whole else "U8",
-            "shape": one.original.shape if whole else [one.nbytes],
+            "dtype": one.original.dtype if in_order else "U8",
+            "shape": one.original.shape if in_order else [one.nbytes],
             "data_offsets": [one.begin, one.begin + one.nbytes],
         }
     return _framed(msgspec.json.encode(table), length)
@@ -275,14 +343,18 @@ def _framed(header: bytes, length: int | None = None) -> bytes:
     return length.to_bytes(LENGTH_BYTES, "little") + header.ljust(length)
 
 
-def _reserved_header(file: SafetensorsFile, infos: list[TensorInfo], layout: str) -> int:
+def _reserved_header(file: SafetensorsFile, infos: list[TensorInfo], conversion: Conversion) -> int:
     """Bytes that no header of this file exceeds: everything in it that is not known yet is as long as can be."""
     end = sum(file.original_bytes(info) for info in infos)
     worst = []
     for info in infos:
         code = (255, -1) if info.dtype == "BF16" and len(info.shape) == 2 else None
         original = OriginalTensor(dtype=info.dtype, shape=info.shape, blake3="0" * 64, code=code, checksum="0" * 32)
-        original = msgspec.structs.replace(original, layout=layout if code else "")
+        original = msgspec.structs.replace(original, layout=conversion.layout if code else "")
+        cut = conversion.cuts.get(info.name)
+        if cut is not None:
+            longest = tuple(SliceEntry(stop, file.original_bytes(info), "0" * 32) for stop in cut.ends)
+            original = msgspec.structs.replace(original, axis=cut.axis, slices=longest)
         worst.append(ConvertedTensor(info.name, original, file.original_bytes(info), end, end))
     return len(_header(file.metadata, worst, 0)) - LENGTH_BYTES + 7 & -8
 
@@ -318,20 +390,16 @@ def _is_written(file: int, data_start: int, one: ConvertedTensor) -> bool:
     if raw.nbytes != one.nbytes:
         return False
     hasher = blake3()
-    if one.original.code is None:
-        hasher.update(raw)
-    else:
-        n, k = one.original.shape
-        try:
-            if one.original.layout == GPU:
-                matrix: AnyCompressed = compression_format.gpu_sections_of(raw, (n, k), one.original.code[0], one.name)
-            else:
-                matrix = compression_format.sections_of(raw, (n, k), one.original.code, one.name)
+    try:
+        matrix = matrix_of(one.original, raw, one.name)
+        if matrix is None:
+            hasher.update(joined_bytes(slices_of(one.name, one.original, raw.nbytes), raw))
+        else:
             for part in compression_format.decode_parts(matrix, one.name):
                 hasher.update(part.data.cast("B"))
-        except ModelError:
-            return False
-    intact = checksum(one.name, one.original, [raw]) == one.original.checksum
+    except ModelError:
+        return False
+    intact = stored_checksum(one.name, one.original, raw) == one.original.checksum
     return intact and hasher.hexdigest() == one.original.blake3
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -42,13 +43,10 @@ from penstock.kernels.compressed import (
     table_bytes,
     words_bytes,
 )
+from penstock.kernels.compressed_cuts import CHUNK_BLOCKS, CHUNK_COLUMNS, unchunked_blocks
 from penstock.kernels.host_ops import xxh3_128
 from penstock.kernels.weight_source import PIECE_BYTES
 from penstock.weights.safetensors_header import DTYPE_BYTES, MAX_RANK, TensorInfo
-
-CHUNK_BLOCKS = 8
-PLANE_BYTES = 24
-"""Bytes of the three planes of one block."""
 
 
 def compress_matrix(weight_NK: NDArray[np.uint16]) -> CompressedMatrix | None:
@@ -174,7 +172,7 @@ def encode_reference(weight_NK: NDArray[np.uint16]) -> CompressedMatrix:
 def decode_reference(matrix: CompressedMatrix) -> NDArray[np.uint16]:
     """The weights [n, k] as bf16 bits.  Raises ValueError if planes and escapes contradict each other."""
     panels, blocks = panels_of(matrix.n), -(-matrix.k // BLOCK_COLUMNS)
-    planes_PB24, bytes_PB64 = _unchunked(matrix.blocks.reshape(panels, blocks * BLOCK_BYTES), blocks)
+    planes_PB24, bytes_PB64 = unchunked_blocks(matrix.blocks.reshape(panels, -1))
     bits = np.unpackbits(planes_PB24, axis=2, bitorder="little").reshape(panels, blocks, 3, 64).astype(np.int64)
     codes = bits[:, :, 0] + 2 * bits[:, :, 1] + 4 * bits[:, :, 2]
     exponents = matrix.base + matrix.step * codes
@@ -187,26 +185,29 @@ def decode_reference(matrix: CompressedMatrix) -> NDArray[np.uint16]:
     return whole[: matrix.n, : matrix.k].copy()
 
 
-def _unchunked(panels_PX: NDArray[np.uint8], blocks: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Planes [P, blocks, 24] and bytes [P, blocks, 64] of panels in chunks of eight blocks."""
-    planes, signs = [], []
-    for block in range(0, blocks, CHUNK_BLOCKS):
-        count = min(CHUNK_BLOCKS, blocks - block)
-        chunk = panels_PX[:, block * BLOCK_BYTES : (block + count) * BLOCK_BYTES]
-        planes.append(chunk[:, : count * PLANE_BYTES].reshape(-1, count, PLANE_BYTES))
-        signs.append(chunk[:, count * PLANE_BYTES :].reshape(-1, count, 64))
-    return np.concatenate(planes, axis=1), np.concatenate(signs, axis=1)
-
-
 VERSION_KEY = "penstock.compression"
 TENSORS_KEY = "penstock.tensors"
 VERSION = "1"
 VERSION_OF_LAYOUTS = "2"
 """Of files with a tensor in another layout than the CPU's: what reads version 1 only must not read them."""
 
+VERSION_OF_SLICES = "3"
+"""Of files with a tensor in slices (``weights.stored_slices``)."""
+
+ROWS, COLUMNS = "rows", "columns"
+"""Along what a tensor is cut into slices."""
+
 GPU = "gpu"
 DIGEST_DIGITS = 64
 CHECKSUM_DIGITS = 32
+
+
+class SliceEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One slice of a tensor: where its rows or columns end, its bytes in the file, and their checksum."""
+
+    end: int
+    nbytes: int
+    checksum: str
 
 
 class OriginalTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -218,6 +219,8 @@ class OriginalTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     code: tuple[int, int] | None = None  # (base, step) if it is stored compressed
     checksum: str = ""  # of the stored bytes, see ``checksum``; files of earlier versions have none
     layout: str = ""  # "gpu", or empty for the CPU's
+    axis: str = ""  # "rows" or "columns" if it is stored in slices
+    slices: tuple[SliceEntry, ...] = ()
 
 
 OriginalTensors = Mapping[str, OriginalTensor]
@@ -226,6 +229,8 @@ OriginalTensors = Mapping[str, OriginalTensor]
 def compression_metadata(originals: OriginalTensors) -> dict[str, str]:
     """The entries for ``__metadata__``."""
     version = VERSION_OF_LAYOUTS if any(original.layout for original in originals.values()) else VERSION
+    if any(original.slices for original in originals.values()):
+        version = VERSION_OF_SLICES
     return {VERSION_KEY: version, TENSORS_KEY: msgspec.json.encode(originals).decode()}
 
 
@@ -239,8 +244,8 @@ def parse_originals(
     if VERSION_KEY not in metadata and TENSORS_KEY not in metadata:
         return None
     version = metadata.get(VERSION_KEY)
-    if version not in (VERSION, VERSION_OF_LAYOUTS):
-        known = f"{VERSION!r} and {VERSION_OF_LAYOUTS!r}"
+    if version not in (VERSION, VERSION_OF_LAYOUTS, VERSION_OF_SLICES):
+        known = f"{VERSION!r}, {VERSION_OF_LAYOUTS!r} and {VERSION_OF_SLICES!r}"
         raise ModelError(f"{where}: compressed in a format of version {version!r}; this reader knows {known}")
     try:
         originals = msgspec.json.decode(metadata.get(TENSORS_KEY, ""), type=dict[str, OriginalTensor])
@@ -252,6 +257,8 @@ def parse_originals(
     for name, original in originals.items():
         if original.layout not in ("", GPU) or (original.layout and version == VERSION):
             raise ModelError(f"{where}: tensor {name!r} has layout {original.layout!r}; known is {GPU!r}, in version 2")
+        if (original.axis or original.slices) and version != VERSION_OF_SLICES:
+            raise ModelError(f"{where}: tensor {name!r} has slices, which a file of version 3 may have")
         _check(original, stored[name], f"{where}: tensor {name!r}")
     with_checksum = [name for name, original in originals.items() if original.checksum]
     if 0 < len(with_checksum) < len(originals):
@@ -272,14 +279,43 @@ def _check(original: OriginalTensor, stored: TensorInfo, where: str) -> None:
         raise ModelError(f"{where}: bad checksum {original.checksum!r}")
     if original.dtype not in DTYPE_BYTES or len(original.shape) > MAX_RANK or min(original.shape, default=0) < 0:
         raise ModelError(f"{where}: its original cannot be {original.dtype} {list(original.shape)}")
-    if original.code is None:
+    if original.axis or original.slices:
+        _check_slices(original, stored, where)
+    if original.code is None and original.axis != COLUMNS:
         if (original.dtype, original.shape) != (stored.dtype, stored.shape) or original.layout:
             raise ModelError(f"{where}: stored as {stored.dtype} {list(stored.shape)}, which its entry denies")
         return
+    if stored.dtype != "U8" or len(stored.shape) != 1:
+        raise ModelError(f"{where}: not stored as bytes, though its entry says so")
+    if original.code is None:
+        return
     if original.dtype != "BF16" or len(original.shape) != 2 or min(original.shape) < 1 or not has_valid_code(original):
         raise ModelError(f"{where}: a compressed tensor must be a matrix of BF16 with a sound exponent code")
-    if stored.dtype != "U8" or len(stored.shape) != 1 or stored.nbytes >= 2 * math.prod(original.shape):
+    if stored.nbytes >= 2 * math.prod(original.shape):
         raise ModelError(f"{where}: not stored as a compressed tensor, though its entry says so")
+
+
+def _check_slices(original: OriginalTensor, stored: TensorInfo, where: str) -> None:
+    """Raises ModelError unless they are a sound cut of the tensor's rows or columns and of its bytes."""
+    if original.axis not in (ROWS, COLUMNS) or len(original.shape) != 2 or min(original.shape) < 1 or original.layout:
+        raise ModelError(f"{where}: only matrices are cut, by {ROWS} or {COLUMNS}, and none in the layout {GPU!r}")
+    by_rows = original.axis == ROWS
+    length, across = original.shape if by_rows else original.shape[::-1]
+    edges = [0, *(own.end for own in original.slices)]
+    sizes = [own.nbytes for own in original.slices]
+    rising = all(one < other for one, other in pairwise(edges))
+    if not rising or edges[-1] != length or min(sizes, default=0) < 1 or sum(sizes) != stored.nbytes:
+        raise ModelError(f"{where}: damaged, its slices do not cut {list(original.shape)} in {stored.nbytes} bytes")
+    if original.code is None:
+        each = across * DTYPE_BYTES[original.dtype]
+        sound = [(end - first) * each for first, end in pairwise(edges)] == sizes
+    else:
+        sound = not any(edge % (PANEL_ROWS if by_rows else CHUNK_COLUMNS) for edge in edges[:-1])
+    sums = [own.checksum for own in original.slices]
+    if not sound or not all(_is_hex(found, CHECKSUM_DIGITS) for found in sums):
+        raise ModelError(f"{where}: damaged, slices of other sizes than its rows and columns can have")
+    if original.checksum != sliced_checksum(stored.name, original, sums):
+        raise ModelError(f"{where}: damaged, its checksum is not that of its slices' checksums")
 
 
 def has_valid_code(original: OriginalTensor) -> bool:
@@ -310,6 +346,11 @@ def checksum(name: str, tensor: OriginalTensor, sections: Sequence[memoryview]) 
             start += left.pop(0).nbytes
         whole.append(xxh3_128(left[0][begin - start : end - start]))
     return xxh3_128(b"".join(whole)).hex()
+
+
+def sliced_checksum(name: str, tensor: OriginalTensor, sums: Sequence[str]) -> str:
+    """The same for a tensor in slices, by theirs."""
+    return xxh3_128(checksum_text(name, tensor).encode() + b"".join(map(bytes.fromhex, sums))).hex()
 
 
 def pieces(tensor: OriginalTensor, nbytes: int) -> Iterator[tuple[int, int]]:

@@ -39,6 +39,7 @@ from penstock.weights.compression_format import OriginalTensor
 from penstock.weights.files import FileRange, FileStamp, MappedFile
 from penstock.weights.quantization.base import QuantizedTensor
 from penstock.weights.safetensors_header import LFS_POINTER, TensorInfo
+from penstock.weights.stored_slices import TensorSlice, slices_of
 
 Blocks = NDArray[np.uint8]
 """[rows, blocks, bytes of a block]"""
@@ -525,6 +526,10 @@ class GgufFile:
     def original(self, info: TensorInfo) -> OriginalTensor | None:
         """None: a GGUF file promises nothing."""
         return None
+
+    def slices(self, info: TensorInfo) -> tuple[TensorSlice, ...]:
+        """The tensor itself."""
+        return slices_of(info.name, None, info.nbytes)
 
     def compressed_matrix(self, info: TensorInfo) -> CompressedMatrix | None:
         """None: nothing is compressed without loss."""

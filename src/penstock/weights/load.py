@@ -33,7 +33,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from penstock.errors import KernelError, ModelError
-from penstock.kernels.compressed import CompressedMatrix
+from penstock.kernels.compressed import AnyCompressed, CompressedMatrix
 from penstock.kernels.operands import GatheredNorm, PackedLinear
 from penstock.kernels.ops import Ops
 from penstock.kernels.quantization import QuantizedMatrix
@@ -41,12 +41,13 @@ from penstock.kernels.weight_source import LoadFailed, ProgressCallback, StoredT
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import Matrix, TensorPart, Vector, WeightLayout
 from penstock.weights.checkpoint_reader import NUMPY_DTYPES, Checkpoint
-from penstock.weights.compression_format import OriginalTensor, checksum, checksum_text
+from penstock.weights.compression_format import ROWS, OriginalTensor, checksum, checksum_text
 from penstock.weights.families.registry import checkpoint_format
 from penstock.weights.fingerprint import Fingerprint
 from penstock.weights.manifest import ACCEPT_FLAG, FolderManifest, ManifestStore
 from penstock.weights.quantization.config import Quantization
 from penstock.weights.safetensors_header import AGAIN
+from penstock.weights.stored_slices import TensorSlice
 
 LARGE = 1 << 25
 """Numbers of a weight from which on it is worth all threads."""
@@ -93,8 +94,7 @@ class WeightPacker:
         if isinstance(weight, Vector):
             vector = self._ops.vector(_aligned(weight.of([self._array(part) for part in weight.parts])))
             return vector if weight.heads is None else GatheredNorm(vector, weight.heads)
-        packed = self._matrix(weight, threads)
-        return replace(packed, partial=True) if weight.partial else packed
+        return _as_told(weight, self._matrix(weight, threads))
 
     def _matrix(self, weight: Matrix, threads: int) -> PackedLinear:
         packed = self._quantized(weight, threads) or self._compressed(weight)
@@ -143,22 +143,50 @@ class WeightPacker:
 
     def _compressed(self, weight: Matrix) -> PackedLinear | None:
         """The weight as it is stored, if all of it is compressed and the backend computes from that."""
-        if not all(part.is_whole and self._checkpoint.is_plain(part.tensor) for part in weight.parts):
-            return None
-        matrices = [self._checkpoint.compressed_matrix(part.tensor) for part in weight.parts]
-        compressed = [matrix for matrix in matrices if matrix is not None]
-        if len(compressed) < len(matrices):
+        if not all(self._checkpoint.is_plain(part.tensor) for part in weight.parts):
             return None
         try:
+            matrices = [self._compressed_part(part) for part in weight.parts]
+            compressed = [matrix for matrix in matrices if matrix is not None]
+            if len(compressed) < len(matrices):
+                return None
             return self._ops.pack_compressed(compressed, segments=weight.segments)
         except KernelError as error:
             names = ", ".join(repr(part.tensor) for part in weight.parts)
             where = self._checkpoint.path_of(weight.parts[0].tensor)
             raise ModelError(f"{where}: tensor {names}: damaged, {error}") from error
 
+    def _compressed_part(self, part: TensorPart) -> AnyCompressed | None:
+        narrowed, slices = needed_slices(self._checkpoint, part)
+        matrix = self._checkpoint.joined_matrix(slices)
+        return None if matrix is None else narrowed.compressed(matrix)
+
     def _array(self, part: TensorPart) -> NDArray[Any]:
         coded = self._checkpoint.quantized_tensor(part.tensor)
-        return part.of(self._checkpoint.array(part.tensor)) if coded is None else part.dequantized(coded)
+        if coded is not None:
+            return part.dequantized(coded)
+        narrowed, slices = needed_slices(self._checkpoint, part)
+        if slices[0].axis:
+            return narrowed.of(self._checkpoint.joined_array(slices))
+        return part.of(self._checkpoint.array(part.tensor))
+
+
+def needed_slices(checkpoint: Checkpoint, part: TensorPart) -> tuple[TensorPart, tuple[TensorSlice, ...]]:
+    """The slices of a plain tensor that hold a part, and what the part is of them; all of a tensor that has none."""
+    slices = checkpoint.slices(part.tensor)
+    if not slices[0].axis or not part.is_matrix:
+        return part, slices
+    by_rows = slices[0].axis == ROWS
+    edges = list(part.stored_edges)
+    first, stop = edges[0 if by_rows else 1]
+    own = tuple(one for one in slices if one.first < stop and first < one.stop)
+    run, (n, k) = (own[0].first, own[-1].stop), checkpoint.info(part.tensor).shape
+    return (part.within(run, (0, k)) if by_rows else part.within((0, n), run)), own
+
+
+def _as_told(weight: Matrix | Vector, packed: Any) -> Any:
+    """What was packed of the weight; ``partial`` if it is one rank's segments."""
+    return replace(packed, partial=True) if isinstance(weight, Matrix) and weight.partial else packed
 
 
 def _numbers(weight: Matrix | Vector) -> int:
@@ -264,6 +292,7 @@ class LoadedModel:
     fingerprint: str
     nbytes: int  # of the packed matrices
     weights_hash: str  # of the checkpoint's tensors, whatever computes them
+    read_bytes: int = 0  # of tensors in files, each byte counted once, for all parts that were loaded together
 
 
 def load_model(
@@ -279,8 +308,9 @@ def load_model(
     """Read, check and pack every weight.  ``spec`` is what ``inspect_model`` said of the same folder.
 
     ``threads`` read at once; without ``manifests`` nothing is known of earlier loads, nor remembered of this one.
-    ``select``: the weights that are held of the model's (``parallel.shard.ModelShard.layout``); all files are read and
-    hashed all the same, as the fingerprint is the whole model's.
+    ``select``: the weights that are held of the model's (``parallel.shard.ModelShard.layout``).  The fingerprint is the
+    whole model's all the same: files with a table of all hashes (``penstock compress``, ``penstock shard``) are read
+    where these weights lie, and proved by checksums; others, and all for a backend that takes arrays, altogether.
     Raises ModelError if the files are no longer what they were, or are damaged; and what ``progress`` raises.
     """
     (loaded,) = load_parts(path, spec, ops, [select], progress, threads=threads, manifests=manifests)
@@ -324,7 +354,10 @@ def load_parts(
             digest.add(checkpoint.info(name), bytes.fromhex(entry.blake3))
     found = [{name: weights[unique] for name, unique in own.items()} for own in names]
     hashes = digest.hexdigest(spec), digest.weights_hexdigest()
-    return [LoadedModel(spec, MappingProxyType(own), hashes[0], _packed_bytes(own), hashes[1]) for own in found]
+    return [
+        LoadedModel(spec, MappingProxyType(own), hashes[0], _packed_bytes(own), hashes[1], load.read_bytes)
+        for own in found
+    ]
 
 
 def _packed_bytes(weights: Mapping[str, Any]) -> int:
@@ -379,7 +412,7 @@ def _refuse_cut_codes(checkpoint: Checkpoint, layout: WeightLayout) -> None:
 
 
 class _ModelLoader:
-    """One load; afterwards ``found`` has the entry of every tensor of the checkpoint."""
+    """One load; afterwards ``found`` has the entry of every tensor of the checkpoint, and ``read_bytes`` those read."""
 
     def __init__(
         self,
@@ -394,28 +427,32 @@ class _ModelLoader:
         self._ops = ops
         self._packing = WeightPacker(checkpoint, ops)
         self._progress = progress
-        self._tensors = [name for part in layout.parts for name in checkpoint.sources(part.tensor)]
+        self._needed = _needed(checkpoint, layout)
+        self._tensors = list(dict.fromkeys(own.tensor for own in self._needed.values()))
         self._unread = sorted(set(checkpoint.names) - set(self._tensors))
         originals = {name: checkpoint.original(name) for name in checkpoint.names}
         self._vouched = {name: entry for name, entry in originals.items() if entry is not None and entry.checksum}
         self._known = self._vouched | (memory.known_tensors() if memory is not None else {})
         self.found: dict[str, OriginalTensor] = {}
+        self.read_bytes = 0
 
     def run(self, threads: int) -> dict[str, Any]:
         """All weights by name."""
-        loading = self._ops.loading(sum(self._checkpoint.info(name).nbytes for name in set(self._tensors)))
+        loading = self._ops.loading(sum(own.nbytes for own in self._needed.values()))
         if loading is None:
+            self.read_bytes = sum(self._checkpoint.info(name).nbytes for name in self._checkpoint.names)
             return self._one_by_one()
-        begun = [weight for weight in self._weights if _begin(self._checkpoint, weight, loading)]
-        checked = {part.tensor for weight in begun for part in weight.parts}
+        checked: set[str] = set()  # tensors, or slices of them, that are read and checked at once
+        for weight in self._weights:
+            checked.update(_begin(self._checkpoint, weight, loading))
         known = {
             name: entry
             for name, entry in self._known.items()
-            if name in self._unread or (name in checked and entry.checksum)
+            if name in self._vouched or name in self._unread or (name in checked and entry.checksum)
         }
-        listed = [name for name in dict.fromkeys(self._tensors) if name in self._vouched and name not in checked]
-        known |= {name: self._vouched[name] for name in listed}
-        to_hash = [name for name in dict.fromkeys([*self._tensors, *self._unread]) if name not in known]
+        to_hash = [name for name in [*self._tensors, *self._unread] if name not in known]
+        read = {own.name: own.nbytes for own in self._needed.values()}
+        self.read_bytes = sum((read | {name: self._checkpoint.info(name).nbytes for name in to_hash}).values())
         with TensorHasher(self._checkpoint, to_hash) as hashing:
             hashing.start(threads)
             loaded = self._read(loading, threads)
@@ -426,12 +463,12 @@ class _ModelLoader:
                 entry = msgspec.structs.replace(entry, checksum=loading.checksum(name, checksum_text(name, entry)))
             self.found[name] = entry
         for name, entry in known.items():
-            if name in checked:
+            if name in checked and name not in self._vouched:
                 self._check(name, entry, loading.checksum(name, checksum_text(name, entry)))
-            self.found[name] = entry
-        self._check_arrays(listed)
+            self.found[name] = msgspec.structs.replace(entry, axis="", slices=())
+        self._check_vouched(loading, checked)
         loaded |= self._packing.pack_all([w for w in self._weights if w.name not in loaded], threads, self._progress)
-        return {weight.name: loaded[weight.name] for weight in self._weights}
+        return {weight.name: _as_told(weight, loaded[weight.name]) for weight in self._weights}
 
     def pack(self, weight: Matrix) -> PackedLinear:
         """One weight more, of tensors that have been read and checked."""
@@ -453,12 +490,18 @@ class _ModelLoader:
             names = ", ".join(map(repr, tensors))
             raise ModelError(f"{self._checkpoint.path_of(tensors[0])}: tensor {names}: {error.reason}") from error
 
-    def _check_arrays(self, names: list[str]) -> None:
-        """Tensors that come as arrays, and whose file says what their stored bytes are: nothing is decoded."""
-        for done, name in enumerate(names, 1):
-            with self._checkpoint.stored(name) as stored:
-                self._check(name, self._vouched[name], checksum(name, self._vouched[name], [stored]))
-            self._progress(done, done)
+    def _check_vouched(self, loading: WeightLoading, checked: set[str]) -> None:
+        """Compare what was read with what its file says of it; nothing is decoded for that."""
+        for done, own in enumerate(self._needed.values(), 1):
+            if own.tensor not in self._vouched or own.entry is None:
+                continue
+            if own.name in checked:
+                found = loading.checksum(own.name, checksum_text(own.name, own.entry))
+            else:
+                with self._checkpoint.stored(own.tensor) as stored:
+                    found = checksum(own.name, own.entry, [stored[own.begin : own.begin + own.nbytes]])
+                self._progress(done, done)
+            self._check(own.tensor, own.entry, found)
 
     def _check(self, name: str, entry: OriginalTensor, found: str) -> None:
         """The tensor just read, whose checksum was ``found``, must be the one that was hashed."""
@@ -515,31 +558,55 @@ class _LoadMeter:
         self._progress(self._done, self._total)
 
 
-def _begin(checkpoint: Checkpoint, weight: Matrix | Vector, loading: WeightLoading) -> bool:
-    """Name the weight's parts to the backend; False if it must be made of arrays."""
-    if not all(part.is_whole and checkpoint.is_plain(part.tensor) for part in weight.parts):
-        return False
+def _needed(checkpoint: Checkpoint, layout: WeightLayout) -> dict[str, TensorSlice]:
+    """What must be read for a layout, in its order: tensors, or slices of them, by name."""
+    found: dict[str, TensorSlice] = {}
+    for part in layout.parts:
+        for name in checkpoint.sources(part.tensor):
+            slices = needed_slices(checkpoint, part)[1] if name == part.tensor else checkpoint.slices(name)
+            found |= {own.name: own for own in slices}
+    return found
+
+
+def _begin(checkpoint: Checkpoint, weight: Matrix | Vector, loading: WeightLoading) -> list[str]:
+    """Name the weight's tensors, or slices of them, to the backend and return their names; none if it must be made of
+    arrays."""
+    if not all(checkpoint.is_plain(part.tensor) for part in weight.parts):
+        return []
     if isinstance(weight, Vector) and weight.heads is not None:
-        return False
-    places = [_stored(checkpoint, part.tensor) for part in weight.parts]
+        return []
+    needed = [needed_slices(checkpoint, part) for part in weight.parts]
+    if not all(part.is_whole and _below(slices) for part, slices in needed):
+        return []
+    slices = [own for _, several in needed for own in several]
+    places = [_stored(checkpoint, own) for own in slices]
     if isinstance(weight, Vector):
         tensor = weight.parts[0].tensor
         if len(weight.parts) > 1 or weight.offset or checkpoint.compressed_matrix(tensor) is not None:
-            return False
+            return []
         loading.add_vector(weight.name, places[0], NUMPY_DTYPES[checkpoint.info(tensor).dtype])
-        return True
-    matrices = [checkpoint.compressed_matrix(part.tensor) for part in weight.parts]
+        return [tensor]
+    matrices = [checkpoint.joined_matrix([own]) for own in slices]
     compressed = [pair for pair in zip(places, matrices, strict=True) if pair[1] is not None]
-    if not compressed:
+    if compressed:
+        own = [(place, matrix) for place, matrix in compressed if isinstance(matrix, CompressedMatrix)]
+        # some may be plain, or in a layout that must be converted
+        if len(own) < len(places) or not loading.add_compressed(weight.name, own, weight.segments):
+            return []
+    else:
         loading.add_matrix(weight.name, places, weight.segments)
-        return True
-    own = [(place, matrix) for place, matrix in compressed if isinstance(matrix, CompressedMatrix)]
-    if len(own) < len(places):
-        return False  # some are plain, or in a layout that must be converted
-    return loading.add_compressed(weight.name, own, weight.segments)
+    return [own.name for own in slices]
 
 
-def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
-    place, info = checkpoint.file_range(name), checkpoint.info(name)
-    rows, columns = info.shape if len(info.shape) == 2 else (1, *info.shape)
-    return StoredTensor(name, place.file, place.offset, rows, columns, checkpoint.weight_dtype(name))
+def _below(slices: Sequence[TensorSlice]) -> bool:
+    """Whether they lie one below the other."""
+    return len(slices) == 1 or slices[0].axis == ROWS
+
+
+def _stored(checkpoint: Checkpoint, own: TensorSlice) -> StoredTensor:
+    place, info = checkpoint.file_range(own.tensor), checkpoint.info(own.tensor)
+    shape = info.shape if own.entry is None else own.entry.shape
+    rows, columns = shape if len(shape) == 2 else (1, *shape)
+    return StoredTensor(
+        own.name, place.file, place.offset + own.begin, rows, columns, checkpoint.weight_dtype(own.tensor)
+    )

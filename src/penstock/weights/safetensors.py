@@ -1,4 +1,4 @@
-"""One safetensors file, mapped into memory; plain, or written by ``penstock compress``.
+"""One safetensors file, mapped into memory; plain, or written by ``penstock compress`` or ``penstock shard``.
 
 Compressed files are read like plain ones: type, shape and bytes of a tensor are those of the original, decoded and
 checked against its hash when they are asked for.
@@ -16,7 +16,7 @@ from blake3 import blake3
 from penstock.errors import ModelError
 from penstock.kernels.compressed import AnyCompressed
 from penstock.weights import compression_format
-from penstock.weights.compression_format import GPU, OriginalTensor, original_info, parse_originals
+from penstock.weights.compression_format import OriginalTensor, original_info, parse_originals
 from penstock.weights.files import FileRange, FileStamp, MappedFile
 from penstock.weights.safetensors_header import (
     AGAIN,
@@ -27,6 +27,7 @@ from penstock.weights.safetensors_header import (
     parse_metadata,
     parse_safetensors_header,
 )
+from penstock.weights.stored_slices import TensorSlice, joined_bytes, matrix_of, slices_of
 
 
 class SafetensorsFile:
@@ -70,8 +71,13 @@ class SafetensorsFile:
 
     @property
     def is_compressed(self) -> bool:
-        """Whether the file was written by ``penstock compress``."""
+        """Whether the file was written by ``penstock compress`` or ``penstock shard``."""
         return self._originals is not None
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether it has tensors in slices."""
+        return any(original.slices for original in (self._originals or {}).values())
 
     @property
     def layouts(self) -> set[str]:
@@ -85,12 +91,11 @@ class SafetensorsFile:
     def compressed_matrix(self, info: TensorInfo) -> AnyCompressed | None:
         """The tensor in its compressed form, unchecked but for its sizes; None if it is stored plain."""
         original = self.original(info)
-        if original is None or original.code is None:
-            return None
-        n, k = info.shape
-        if original.layout == GPU:
-            return compression_format.gpu_sections_of(self.stored(info), (n, k), original.code[0], self._where(info))
-        return compression_format.sections_of(self.stored(info), (n, k), original.code, self._where(info))
+        return None if original is None else matrix_of(original, self.stored(info), self._where(info))
+
+    def slices(self, info: TensorInfo) -> tuple[TensorSlice, ...]:
+        """What the file has of the tensor, one after another: itself unless it is stored in slices."""
+        return slices_of(info.name, self.original(info), info.nbytes)
 
     def original_bytes(self, info: TensorInfo) -> int:
         """The number of bytes that ``raw`` returns."""
@@ -100,12 +105,11 @@ class SafetensorsFile:
         """The original's bytes: a read-only view of the mapping, or decoded.  Raises ModelError if a hash is wrong."""
         matrix = self.compressed_matrix(info)
         if matrix is None:
-            raw = self.stored(info)
-            self._check(info, lambda: blake3(raw).hexdigest())
-            return raw
-        parts = compression_format.decode_parts(matrix, self._where(info))
-        whole = np.concatenate([part.reshape(-1).copy() for part in parts])
-        raw = whole.data.cast("B").toreadonly()
+            raw = joined_bytes(self.slices(info), self.stored(info))
+        else:
+            parts = compression_format.decode_parts(matrix, self._where(info))
+            whole = np.concatenate([part.reshape(-1).copy() for part in parts])
+            raw = whole.data.cast("B").toreadonly()
         self._check(info, lambda: blake3(raw).hexdigest())
         return raw
 
@@ -116,7 +120,7 @@ class SafetensorsFile:
         matrix = self.compressed_matrix(info)
         hasher = blake3()
         if matrix is None:
-            with self.stored(info) as raw:
+            with joined_bytes(self.slices(info), self.stored(info)) as raw:
                 hasher.update(raw)
         else:
             for part in compression_format.decode_parts(matrix, self._where(info)):

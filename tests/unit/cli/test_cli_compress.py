@@ -100,9 +100,9 @@ def test_an_interrupted_run_goes_on(plain: Path, tmp_path: Path) -> None:
     packed: list[str] = []
     original = compression_convert._pack
 
-    def counted(file: Any, info: Any, layout: str) -> Any:
+    def counted(file: Any, info: Any, conversion: Any) -> Any:
         packed.append(info.name)
-        return original(file, info, layout)
+        return original(file, info, conversion)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compression_convert, "_pack", counted)

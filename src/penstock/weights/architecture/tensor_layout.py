@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ModelError
+from penstock.kernels.compressed import AnyCompressed
+from penstock.kernels.compressed_cuts import cut_compressed
 from penstock.kernels.operands import HeadColumns
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.weights.checkpoint_reader import Checkpoint
@@ -108,6 +110,32 @@ class TensorPart:
         shape = self.shape if self.index is None else self.shape[1:]
         return shape if self.groups is None else self.groups.share(shape)
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is rows and columns of a matrix that is stored as one, inputs or outputs first."""
+        return self.index is None and self.groups is None and len(self.shape) == 2
+
+    @property
+    def stored_edges(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The runs of its tensor's rows and columns that such a part is in: first and stop of each."""
+        n, k = self.shape[::-1] if self.transposed else self.shape
+        rows = (0, n) if self.rows is None else (self.rows.first, min(self.rows.stop, n))
+        edges = rows, self.columns or (0, k)
+        return edges[::-1] if self.transposed else edges
+
+    def within(self, rows: tuple[int, int], columns: tuple[int, int]) -> TensorPart:
+        """The same part of what is left of its tensor: a run of rows and one of columns, which hold all of it."""
+        (first, stop), (left, right) = (columns, rows) if self.transposed else (rows, columns)
+        own, picked = self.rows, self.columns
+        if own is not None:
+            own = RowSlice(own.first - first, own.stop - first, own.step)
+            own = None if own == RowSlice(0, stop - first) else own
+        if picked is not None:
+            picked = picked[0] - left, picked[1] - left
+            picked = None if picked == (0, right - left) else picked
+        shape = rows[1] - rows[0], columns[1] - columns[0]
+        return replace(self, shape=shape, rows=own, columns=picked)
+
     def row_range(self, first: int, stop: int) -> TensorPart:
         """Its rows ``first`` to ``stop``.  Raises ValueError for rows of groups."""
         if self.groups is not None:
@@ -141,6 +169,16 @@ class TensorPart:
         if self.rows is None:
             return matrix
         return matrix.select_rows(range(self.rows.first, self.rows.stop, self.rows.step))
+
+    def compressed(self, matrix: AnyCompressed) -> AnyCompressed | None:
+        """The part of a compressed matrix; None where it is not whole panels of its rows, or blocks of its columns.
+
+        Raises KernelError if the matrix contradicts itself.
+        """
+        rows = self.rows
+        if not self.is_matrix or self.transposed or (rows is not None and rows.step != 1):
+            return None
+        return cut_compressed(matrix, None if rows is None else (rows.first, rows.stop), self.columns)
 
     def dequantized(self, coded: QuantizedTensor) -> NDArray[np.float32]:
         """The part of a tensor of codes, as fp32.  Raises ModelError."""

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from forked_ranks import run_forked
 from penstock.config.mesh import Mesh, parse_mesh
 from penstock.errors import ModelError
+from penstock.kernels import _native
+from penstock.kernels.native.backend import families
 from penstock.kernels.operands import PackedLinear, StepBatch
 from penstock.kernels.ops import DirectProgram, Ops
 from penstock.kernels.sampling import GumbelRows
@@ -23,10 +25,11 @@ from penstock.kernels.select import make_ops
 from penstock.parallel.collectives.interface import Collectives
 from penstock.parallel.shard import shard_model
 from penstock.weights.compression_convert import compress_folder
+from penstock.weights.compression_format import GPU
 from penstock.weights.families.registry import checkpoint_format
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import LoadedModel, load_model, load_parts
-from sharded_bench import ShardedModel, WholeModel, answers, batches, rank_of
+from sharded_bench import CompressedOps, ShardedModel, WholeModel, answers, batches, rank_of
 from tiny_gguf import write_gguf
 from tiny_models import DTYPES, Tensors, llama_config, random_tensors, write_model, write_weights
 
@@ -135,6 +138,26 @@ def test_a_rank_holds_its_share_of_the_bytes(mesh: str, folders: Callable[[str],
 
 def matrix_bytes(weight: PackedLinear | NDArray[np.float32]) -> int:
     return weight.nbytes if isinstance(weight, PackedLinear) else 0
+
+
+@pytest.mark.parametrize(("mesh", "layout"), [("tp2", ""), ("tp8", ""), ("tp4,pp2", ""), ("tp2", GPU)])
+def test_compressed_weights_stay_so_and_change_no_bit(
+    mesh: str, layout: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Heads of 16 columns: a rank's columns begin within a chunk of blocks.  Some 32 columns of the GPU's layout, whose
+    blocks have 64, would be larger than plain ones."""
+    plain, ops, plan = folders("grouped queries"), CompressedOps(families()[0], "bf16"), parse_mesh(mesh)
+    compress_folder(plain, tmp_path, threads=1, report=lambda _: None, layout=layout)
+    whole = WholeModel(plain, ops)
+    want = answers(whole)
+    assert answers(WholeModel(tmp_path, ops)) == want
+    sharded = ShardedModel(tmp_path, ops, plan)
+    assert answers(sharded) == want
+    for rank in sharded.ranks:
+        assert rank.loaded.fingerprint == whole.loaded.fingerprint
+        matrices = [weight for weight in rank.loaded.weights.values() if isinstance(weight, PackedLinear)]
+        kept = [isinstance(weight.data, _native.CompressedWeights) for weight in matrices]
+        assert all(kept) if layout == "" else sum(kept) > len(kept) / 2
 
 
 def test_a_gguf_file_is_divided_where_it_is_plain(tmp_path: Path) -> None:
