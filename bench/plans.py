@@ -1,9 +1,9 @@
 """What the simulator predicts for a step of a model over ranks beside what it takes, and what each stage computes.
 
-    python -m bench.plans                              1 B shape, random weights: tp2, pp2, predicted and measured
-    python -m bench.plans --stages                     CPU seconds of each stage over the mean, decode and chunks
-    python -m bench.plans --stages --shape moe
-    python -m bench.plans --model DIR --rows 1,8 --chunks 128 --json FILE
+    ./dev bench plans                              1 B shape, random weights: tp2, pp2, predicted and measured
+    ./dev bench plans --stages                     CPU seconds of each stage over the mean, decode and chunks
+    ./dev bench plans --stages --shape moe
+    ./dev bench plans --model DIR --rows 1,8 --chunks 128 --json FILE
 
 Predicted from what is measured without a plan: a step of one process with one thread, how much slower two such
 processes are at the same time, and an exchange over shared memory (``penstock.sim.resources.RankedStep``).  Steps of

@@ -21,14 +21,18 @@ LOOPBACK = (
 AGENT = "kv.connectors.nixl.agent_process"
 
 
+PLANS = ["--prefill-parallel", "pp2", "--decode-parallel", "tp2"]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_answers_are_the_same_with_nixl_and_when_its_processes_die(tmp_path: Path):
+@pytest.mark.parametrize("flags", [[], PLANS], ids=["one process each", "pp2 to tp2"])
+def test_answers_are_the_same_with_nixl_and_when_its_processes_die(flags: list[str], tmp_path: Path):
     if importlib.util.find_spec("nixl_cu12") is None:
         pytest.skip("NOT RUN: no NIXL here: pip install --no-deps nixl-cu12")
     with PenstockServer(["--aggregated"]) as server:
         plain = asyncio.run(all_answers(server.url, varied_requests(salt="plain", salt_each=True), together=False))
-    with PenstockServer(["--transfer", "nixl"], config=LOOPBACK, folder=tmp_path) as server:
+    with PenstockServer(["--transfer", "nixl", *flags], config=LOOPBACK, folder=tmp_path) as server:
 
         def same(salt: str, *, together: bool) -> None:
             bodies = varied_requests(salt=salt, salt_each=True)
