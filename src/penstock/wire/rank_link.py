@@ -37,8 +37,8 @@ GREETING_S = 3.0
 SILENCE_S = 4
 """Who says nothing for so long is taken to be gone: each end says something more often than that."""
 
-RECORD_BYTES = 1 << 20
-"""The most bytes of one record."""
+RECORD_BYTES = 1 << 18
+"""The most bytes of one record: what is large goes as several, so that it is encrypted, sent and decrypted at once."""
 
 _MAGIC = b"PNSR\1\0\0\0"
 _KEY_BYTES = _NONCE_BYTES = _PROOF_BYTES = 32
@@ -163,7 +163,7 @@ def _handshake(sock: socket.socket, keys: CurveKeys, deadline: float, *, connect
 
 
 def _receive_hello(sock: socket.socket, deadline: float) -> bytes:
-    hello = _receive(sock, _HELLO_BYTES, deadline)
+    hello = bytes(_receive(sock, _HELLO_BYTES, deadline))
     if hello[: len(_MAGIC)] != _MAGIC:
         raise ProtocolError("what connects is no rank of a worker of this version")
     return hello
@@ -185,7 +185,7 @@ def _derived(key: bytes, what: bytes) -> bytes:
     return blake2b(what, key=key, digest_size=_KEY_BYTES, person=b"penstock ranks").digest()
 
 
-def _check_proof(proof: bytes, master: bytes, who: bytes) -> None:
+def _check_proof(proof: bytearray, master: bytes, who: bytes) -> None:
     if not compare_digest(proof, _derived(master, who)):
         raise ProtocolError("the other end has other keys")
 
@@ -212,7 +212,7 @@ def _send(sock: socket.socket, data: bytes, deadline: float) -> None:
     sock.sendall(data)
 
 
-def _receive(sock: socket.socket, nbytes: int, deadline: float | None = None) -> bytes:
+def _receive(sock: socket.socket, nbytes: int, deadline: float | None = None) -> bytearray:
     """Exactly so many bytes.  ``deadline``: of the monotonic clock; else the socket's own patience with each piece."""
     data, got = bytearray(nbytes), 0
     view = memoryview(data)
@@ -226,7 +226,7 @@ def _receive(sock: socket.socket, nbytes: int, deadline: float | None = None) ->
         if received == 0:
             raise ConnectionError("the other end has closed the connection")
         got += received
-    return bytes(data)
+    return data
 
 
 def host_and_port(endpoint: str) -> tuple[str, int]:

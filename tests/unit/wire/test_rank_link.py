@@ -97,7 +97,7 @@ def pair(
 
 
 def test_records_come_as_they_were_sent_both_ways() -> None:
-    records = [b"", b"one", bytes(range(256)) * 4096]
+    records = [b"", b"one", bytes(range(256)) * 1024]
     assert len(records[-1]) == RECORD_BYTES
     with pair() as (connecting, listening, wire):
         for source, to in ((connecting, listening), (listening, connecting)):

@@ -25,7 +25,7 @@ from penstock.errors import GroupError, ProtocolError
 from penstock.parallel.collectives.shm import CHECK_S, ShmCollectives
 from penstock.wire.rank_link import RECORD_BYTES
 
-READ_AHEAD_RECORDS = 16
+READ_AHEAD_RECORDS = 64
 """Records of one kind that are read ahead; what comes on top waits at the sender."""
 
 MESSAGE_BYTES = 64 << 20
