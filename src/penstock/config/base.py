@@ -16,6 +16,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of all configuration: frozen, keyword-only, strict."""
 
 
+def host_and_port(endpoint: str) -> tuple[str, int]:
+    """The parts of ``tcp://HOST:PORT``, an IPv6 address without its brackets."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def is_loopback(host: str) -> bool:
     """Whether the address is of the loopback.  Resolves no names: any other than localhost counts as remote."""
     if host == "localhost":

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from penstock.config.auto_mesh import choose_meshes
-from penstock.config.base import Config, is_loopback
+from penstock.config.base import Config, host_and_port, is_loopback
 from penstock.config.cpu_cores import CoreAssignment, CoreSettings, CoreShare, RankCores, WorkerRoles
 from penstock.config.device import RUNTIME_BYTES, TRITON, DeviceChoice, choose_device
 from penstock.config.facts import KvPageSize, MachineFacts, ModelFacts, extra_weight_bytes
@@ -203,7 +203,7 @@ def _connector_between_hosts(config: WorkerServeConfig, machine: MachineFacts) -
     """
     if config.transfer == "nixl":
         return NIXL + _connector_between_hosts(msgspec.structs.replace(config, transfer="tcp"), machine)
-    host = config.listen.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    host, _ = host_and_port(config.listen)
     if config.transfer == "tcp-clear" or (config.transfer != "curve" and is_loopback(host)):
         return "tcp"
     if config.transfer == "curve" or (config.transfer == "auto" and not machine.can_encrypt_pages):

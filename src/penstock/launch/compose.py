@@ -34,6 +34,7 @@ from msgspec import structs
 
 from penstock.api.response_store import create_response_store
 from penstock.config.api_keys import check_key_file, load_keys
+from penstock.config.base import host_and_port
 from penstock.config.device import excludes_gpu
 from penstock.config.facts import ExtraWeights, GpuReport, MachineFacts, ModelFacts
 from penstock.config.limits import TraceConfig
@@ -87,7 +88,6 @@ from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.lora import LoraFileLimits, lora_targets, named_adapter, read_lora_adapter
 from penstock.weights.manifest import ManifestStore
 from penstock.wire.curve_keys import CurveKeys
-from penstock.wire.rank_link import host_and_port
 from penstock.wire.zeromq import check_endpoint
 
 GATEWAY_MODULES = (

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, cast
 
 from msgspec import structs
 
+from penstock.config.base import host_and_port
 from penstock.config.limits import RequestLimits
 from penstock.config.mesh import Mesh, NodePlace
 from penstock.config.mixed_numerics import PrefillPlan, fleet_numerics
@@ -67,7 +68,6 @@ from penstock.weights.inspect import spec_for_length
 from penstock.weights.load import LoadedModel, load_parts
 from penstock.weights.manifest import ManifestStore
 from penstock.wire.curve_keys import CurveKeys
-from penstock.wire.rank_link import host_and_port
 
 if TYPE_CHECKING:
     from penstock.launch import speculation

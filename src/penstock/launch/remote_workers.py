@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.clock import Clock
+from penstock.config.base import host_and_port
 from penstock.types import WorkerId, WorkerState, is_older_incarnation, same_run
 from penstock.wire.codec import version_reason
 from penstock.wire.gateway_messages import Hello, WorkerReport
@@ -68,10 +69,10 @@ class _Mailbox:
 
 async def why_unreachable(endpoint: str) -> str:
     """Why a connection to ``tcp://HOST:PORT`` fails; a hint about keys if it does not."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    host, port = host_and_port(endpoint)
     try:
         async with asyncio.timeout(PROBE_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            _, writer = await asyncio.open_connection(host, port)
     except TimeoutError:
         return f"no connection within {PROBE_S:g} s"
     except OSError as error:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from penstock import __version__
+from penstock.config.base import host_and_port
 from penstock.config.cpu_cores import format_cpus
 from penstock.config.kv_memory import format_size
 from penstock.config.resolve import ServePlan, WorkerPlan
@@ -103,9 +104,9 @@ def worker_lines(endpoint: str, model: str | None, keys: str, *, took: str) -> I
 
 def _reachable(endpoint: str) -> str:
     """The endpoint for other hosts: this host's name if the worker listens on all addresses."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    host, port = host_and_port(endpoint)
     try:
-        everywhere = host == "*" or ipaddress.ip_address(host.strip("[]")).is_unspecified
+        everywhere = host == "*" or ipaddress.ip_address(host).is_unspecified
     except ValueError:  # a name
         everywhere = False
     return f"tcp://{socket.gethostname()}:{port}" if everywhere else endpoint

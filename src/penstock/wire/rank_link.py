@@ -227,9 +227,3 @@ def _receive(sock: socket.socket, nbytes: int, deadline: float | None = None) ->
             raise ConnectionError("the other end has closed the connection")
         got += received
     return data
-
-
-def host_and_port(endpoint: str) -> tuple[str, int]:
-    """The parts of ``tcp://HOST:PORT``."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return host.strip("[]"), int(port)

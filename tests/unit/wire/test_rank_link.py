@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from penstock.config.base import host_and_port
 from penstock.errors import ProtocolError
 from penstock.wire.curve_keys import CurveKeys
-from penstock.wire.rank_link import RECORD_BYTES, RankLink, accept_rank, connect_rank, host_and_port, listen_for_ranks
+from penstock.wire.rank_link import RECORD_BYTES, RankLink, accept_rank, connect_rank, listen_for_ranks
 
 KEYS = CurveKeys.ephemeral()
 
