@@ -45,7 +45,7 @@ def cut_compressed(
     """
     first, stop = rows or (0, matrix.n)
     left, right = columns or (0, matrix.k)
-    if not _ends_units(first, stop, matrix.n, PANEL_ROWS) or not _ends_units(left, right, matrix.k, BLOCK_COLUMNS):
+    if not ends_units(first, stop, matrix.n, PANEL_ROWS) or not ends_units(left, right, matrix.k, BLOCK_COLUMNS):
         return None
     all_columns = (left, right) == (0, matrix.k)
     if isinstance(matrix, GpuCompressedMatrix):
@@ -55,7 +55,8 @@ def cut_compressed(
     return own if all_columns else _columns(own, left, right)
 
 
-def _ends_units(first: int, stop: int, last: int, unit: int) -> bool:
+def ends_units(first: int, stop: int, last: int, unit: int) -> bool:
+    """Whether [first, stop) of ``last`` rows or columns are whole units; the last one may be shorter."""
     return first < stop and first % unit == 0 and (stop % unit == 0 or stop == last)
 
 

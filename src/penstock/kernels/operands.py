@@ -161,16 +161,18 @@ class KvShape:
 
     @property
     def unshared(self) -> KvShape:
-        """The layers and heads of one rank in pages of its own, as on devices that share no memory.  Groups keep their
-        numbers, so that all ranks have one page table; a group may have no layer here."""
+        """The layers and heads of one rank in pages of its own, as on devices that share no memory."""
         if self.share is None:
             return self
-        places = {layer: place for place, layer in enumerate(self.share.layers)}
+        return replace(self.share.whole.with_layers(self.share.layers), kv_heads=self.kv_heads)
+
+    def with_layers(self, layers: range) -> KvShape:
+        """Some of the layers in pages of their own.  Groups keep their numbers, also those without a layer here."""
         groups = tuple(
-            replace(group, layers=tuple(places[layer] for layer in group.layers if layer in places))
-            for group in self.share.whole.groups
+            replace(group, layers=tuple(layer - layers.start for layer in group.layers if layer in layers))
+            for group in self.groups
         )
-        return replace(self, groups=groups, share=None)
+        return replace(self, layers=len(layers), groups=groups)
 
     @property
     def of_pages(self) -> KvShape:

@@ -184,8 +184,7 @@ def shard_model(spec: ModelSpec, mesh: Mesh, rank: int, *, nodes: int = 1, promp
     Raises ConfigError for a model that cannot be divided yet, or not over that number of ranks: one line, with the
     numbers and a plan that would work.
     """
-    check_supported(spec, mesh)
-    _check_shares(spec, mesh)
+    _check_divisible(spec, mesh)
     place = mesh.place(rank)
     if mesh.ranks == 1:
         return ModelShard(spec, spec, mesh, rank, range(spec.layers), ())
@@ -193,10 +192,11 @@ def shard_model(spec: ModelSpec, mesh: Mesh, rank: int, *, nodes: int = 1, promp
     decoder = spec.details_as(DecoderConfig)
     own = decoder.layers[layers.start : layers.stop]
     shares = tuple(_layer_share(layer, place.tensor, mesh.tensor) for layer in own)
+    node = node_layers(spec, mesh, NodePlace(nodes=nodes, node=mesh.node_of(rank, nodes)))
     local = structs.replace(
         spec,
         layers=len(layers),
-        kv=_local_kv(spec, mesh, NodePlace(nodes=nodes, node=mesh.node_of(rank, nodes)), layers, shares),
+        kv=_local_kv(spec, node, layers, shares),
         tied=False,
         details=structs.replace(decoder, layers=tuple(map(_local_layer, own, shares))),
     )
@@ -274,8 +274,7 @@ def tensor_ways(spec: ModelSpec) -> tuple[tuple[int, ...], str]:
     found, why = list[int](), ""
     for ways in TENSOR_WAYS[1:]:
         try:
-            check_supported(spec, Mesh(tensor=ways))
-            _check_shares(spec, Mesh(tensor=ways))
+            _check_divisible(spec, Mesh(tensor=ways))
         except ConfigError as error:
             why = why or str(error).partition(": ")[2].partition(";")[0]
         else:
@@ -292,8 +291,7 @@ def possible_meshes(spec: ModelSpec, cores: int) -> list[Mesh]:
                 continue
             mesh = Mesh(tensor=tensor, pipeline=pipeline)
             try:
-                check_supported(spec, mesh)
-                _check_shares(spec, mesh)
+                _check_divisible(spec, mesh)
             except ConfigError:
                 continue
             found.append(mesh)
@@ -322,6 +320,12 @@ def check_supported(spec: ModelSpec, mesh: Mesh, *, lora: bool = False, speculat
     for what, found in reasons.items():
         if found:
             raise ConfigError(f"plan {mesh.name}: {what} cannot be divided over ranks yet; serve without a plan")
+
+
+def _check_divisible(spec: ModelSpec, mesh: Mesh) -> None:
+    """Raises ConfigError for a model that cannot be divided yet, or not over these ranks."""
+    check_supported(spec, mesh)
+    _check_shares(spec, mesh)
 
 
 def _check_shares(spec: ModelSpec, mesh: Mesh) -> None:
@@ -385,13 +389,9 @@ def _local_layer(layer: LayerConfig, share: LayerShare) -> LayerConfig:
 
 
 def node_layers(spec: ModelSpec, mesh: Mesh, place: NodePlace) -> range:
-    """The layers of all ranks on one machine.  Raises ConfigError for more machines than stages."""
-    if place.nodes > mesh.pipeline:
-        works = Mesh(tensor=mesh.tensor, pipeline=place.nodes)
-        raise ConfigError(
-            f"--nnodes {place.nodes}: a stage is on one machine, and {mesh.name} has {mesh.pipeline}; "
-            f"--parallel {works.name} would work"
-        )
+    """The layers of all ranks on one machine; there are no more machines than stages."""
+    if place.nodes == 1:
+        return range(spec.layers)
     stages, ranks = stage_layers(spec, mesh.pipeline), mesh.node_ranks(place)
     return range(stages[mesh.place(ranks[0]).stage].start, stages[mesh.place(ranks[-1]).stage].stop)
 
@@ -399,22 +399,16 @@ def node_layers(spec: ModelSpec, mesh: Mesh, place: NodePlace) -> range:
 def node_kv(spec: ModelSpec, mesh: Mesh, place: NodePlace) -> KvShape:
     """What the KV pages of one machine have: its layers, in the groups of the whole model, so that all have one table
     of pages."""
-    layers = node_layers(spec, mesh, place)
-    groups = tuple(
-        replace(group, layers=tuple(layer - layers.start for layer in group.layers if layer in layers))
-        for group in spec.kv.groups
-    )
-    return replace(spec.kv, layers=len(layers), groups=groups)
+    return spec.kv.with_layers(node_layers(spec, mesh, place))
 
 
-def _local_kv(spec: ModelSpec, mesh: Mesh, place: NodePlace, layers: range, shares: Sequence[LayerShare]) -> KvShape:
-    """These layers and the rank's heads in the pages that all ranks of a machine share."""
+def _local_kv(spec: ModelSpec, node: range, layers: range, shares: Sequence[LayerShare]) -> KvShape:
+    """These layers and the rank's heads in the pages that ranks of a machine share, which have those of ``node``."""
     kept = {share.own_heads.kv for share in shares}
     if len(kept) > 1:
         raise ConfigError(f"{spec.architecture}: layers with different numbers of heads cannot be divided over ranks")
     heads = kept.pop()
-    first = node_layers(spec, mesh, place).start
-    share = PageShare(node_kv(spec, mesh, place), range(layers.start - first, layers.stop - first), heads)
+    share = PageShare(spec.kv.with_layers(node), range(layers.start - node.start, layers.stop - node.start), heads)
     return replace(spec.kv, layers=len(layers), kv_heads=len(heads), groups=(), share=share)
 
 

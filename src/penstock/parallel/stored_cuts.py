@@ -58,9 +58,7 @@ def tensor_cuts(spec: ModelSpec, layout: WeightLayout) -> dict[str, TensorCut]:
 
 def _parts_of_ranks(spec: ModelSpec, layout: WeightLayout) -> Iterator[TensorPart]:
     """What each rank has of tensors, over as many ranks as the model can be divided over."""
-    for ways in sorted(TENSOR_WAYS):
-        if ways == 1:
-            continue
+    for ways in TENSOR_WAYS[1:]:
         try:
             shards = [shard_model(spec, Mesh(tensor=ways), rank) for rank in range(ways)]
         except ConfigError:

@@ -133,7 +133,6 @@ def compress_folder(
     Raises ModelError for a source that cannot be read or is in that layout already, PenstockError if ``target`` cannot
     be written.
     """
-
     conversion = Conversion({} if layout == GPU else cuts or {}, layout=layout)
     return _convert_folder(source, target, conversion, threads, report)
 

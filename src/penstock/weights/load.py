@@ -33,7 +33,8 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from penstock.errors import KernelError, ModelError
-from penstock.kernels.compressed import AnyCompressed, CompressedMatrix
+from penstock.kernels.compressed import PANEL_ROWS, AnyCompressed, CompressedMatrix
+from penstock.kernels.compressed_cuts import ends_units
 from penstock.kernels.operands import GatheredNorm, PackedLinear
 from penstock.kernels.ops import Ops
 from penstock.kernels.quantization import QuantizedMatrix
@@ -51,9 +52,6 @@ from penstock.weights.stored_slices import TensorSlice
 
 LARGE = 1 << 25
 """Numbers of a weight from which on it is worth all threads."""
-
-PANEL_ROWS = 16
-"""Rows that stay together in packed matrices."""
 
 NAMED = 3
 """Weights that a line of the log names."""
@@ -393,9 +391,9 @@ def _without_contained(layout: WeightLayout) -> tuple[WeightLayout, list[_Contai
     contained = []
     for weight in single:
         rows, whole = weight.parts[0].run_of_rows, wholes.get((weight.parts[0].tensor, weight.segments))
-        if rows is None or whole is None or rows.start % PANEL_ROWS:
+        if rows is None or whole is None:
             continue
-        if rows.stop % PANEL_ROWS == 0 or rows.stop == whole.parts[0].outputs:
+        if ends_units(rows.start, rows.stop, whole.parts[0].outputs, PANEL_ROWS):
             contained.append(_Contained(weight, whole.name, rows))
     names = {own.weight.name for own in contained}
     return replace(layout, weights=tuple(own for own in layout.weights if own.name not in names)), contained

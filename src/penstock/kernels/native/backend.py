@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import KernelError
 from penstock.kernels import _native
-from penstock.kernels.compressed import BLOCK_COLUMNS, PANEL_ROWS, AnyCompressed
+from penstock.kernels.compressed import BLOCK_COLUMNS, PANEL_ROWS, AnyCompressed, panels_of
 from penstock.kernels.lora import AdapterTable, row_slots
 from penstock.kernels.native.arguments import (
     ACTIVATIONS,
@@ -155,8 +155,8 @@ class NativeOps(Ops):
         """Plain and compressed weights only; None for others."""
         if not isinstance(weight.data, _native.Weights | _native.CompressedWeights):
             return None
-        part, panels = weight.data.rows(rows.start, rows.stop), -(-len(rows) // 16)
-        return replace(weight, n=len(rows), data=part, nbytes=weight.nbytes * panels // -(-weight.n // 16))
+        part, panels = weight.data.rows(rows.start, rows.stop), panels_of(len(rows))
+        return replace(weight, n=len(rows), data=part, nbytes=weight.nbytes * panels // panels_of(weight.n))
 
     def pack_experts(
         self,

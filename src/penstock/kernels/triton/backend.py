@@ -146,10 +146,6 @@ class TritonOps(ReferenceOps):
         data = quantized_weights(self.form, parts, ends)
         return PackedLinear(n=sum(part.n for part in parts), k=k, segments=ends, data=data, nbytes=data.nbytes)
 
-    def packed_rows(self, weight: PackedLinear, rows: range) -> PackedLinear | None:
-        """Always a copy."""
-        return None
-
     def pack_experts(
         self,
         gate_up: Sequence[PackedLinear | None],
