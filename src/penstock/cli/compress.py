@@ -46,18 +46,29 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--for", dest="layout", choices=("cpu", "gpu"), default="cpu", help="whose layout to write (default: cpu)"
     )
-    parser.add_argument("--verify", action="store_true", help="read both folders again and compare every tensor's hash")
-    parser.add_argument("--force", action="store_true", help="replace a model that is in OUT already")
-    parser.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
+    add_conversion_flags(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="a row for every tensor, not for every kind")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the bits a weight of every tensor (matplotlib)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """0 when OUT is whole; raises ConfigError, ModelError, PenstockError."""
-    threads = args.threads if args.threads is not None else os.cpu_count() or 1
+def add_conversion_flags(parser: argparse.ArgumentParser) -> None:
+    """Those of a command that writes a folder from another one."""
+    parser.add_argument("--verify", action="store_true", help="read both folders again and compare every tensor's hash")
+    parser.add_argument("--force", action="store_true", help="replace a model that is in OUT already")
+    parser.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
+
+
+def conversion_threads(args: argparse.Namespace) -> int:
+    """The threads of such a command.  Raises ConfigError."""
+    threads: int = args.threads if args.threads is not None else os.cpu_count() or 1
     if threads < 1:
         raise ConfigError(f"--threads must be at least 1, got {threads}")
+    return threads
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when OUT is whole; raises ConfigError, ModelError, PenstockError."""
+    threads = conversion_threads(args)
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'penstock[plot]'")
     source = model_folder(args.model)

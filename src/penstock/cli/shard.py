@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from pathlib import Path
 
-from penstock.cli.compress import kinds_of, model_folder, total_bytes
+from penstock.cli.compress import add_conversion_flags, conversion_threads, kinds_of, model_folder, total_bytes
 from penstock.cli.console import byte_bar, text_table
 from penstock.cli.parsing import COMMANDS
-from penstock.errors import ConfigError
 from penstock.parallel.stored_cuts import folder_cuts
 from penstock.weights.compression_convert import ConvertedTensor, check_folders, shard_folder, verify_folder
 
@@ -38,16 +36,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, plain or compressed")
     parser.add_argument("out", type=Path, metavar="OUT", help="the new folder")
-    parser.add_argument("--verify", action="store_true", help="read both folders again and compare every tensor's hash")
-    parser.add_argument("--force", action="store_true", help="replace a model that is in OUT already")
-    parser.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
+    add_conversion_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when OUT is whole; raises ConfigError, ModelError, PenstockError."""
-    threads = args.threads if args.threads is not None else os.cpu_count() or 1
-    if threads < 1:
-        raise ConfigError(f"--threads must be at least 1, got {threads}")
+    threads = conversion_threads(args)
     source = model_folder(args.model)
     check_folders(source, args.out, force=args.force)
     cuts = folder_cuts(source)

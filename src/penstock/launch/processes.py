@@ -51,7 +51,7 @@ from penstock.launch.fork_server import CRASHED, prefer_for_oom_kill
 from penstock.launch.heartbeat import CoreLendingTable, HeartbeatSlot
 from penstock.launch.machine import interleave_memory
 from penstock.launch.numerics_probe import NumericsProbe, handed_over_layout
-from penstock.launch.rank_process import NodeIdentity, RankEvents, RankGroup, RankResources, run_follower
+from penstock.launch.rank_process import RankEvents, RankGroup, RankIdentity, RankResources, run_follower, share_bytes
 from penstock.launch.rendezvous import WorkerNodes
 from penstock.launch.restart_policy import GATEWAY
 from penstock.launch.shared_rates import SharedTokenBuckets
@@ -321,8 +321,11 @@ class WorkerProcesses:
             return 0
 
     def _rank(self, config: WorkerConfig, group: RankGroup, loaded: _Loaded, ops: Ops) -> RankResources:
-        identity = NodeIdentity(
+        kv = self._kv[config.worker]
+        identity = RankIdentity(
             rank=loaded.shard.rank,
+            weight_bytes=loaded.nbytes,
+            page_bytes=share_bytes(kv.layout, loaded.shard.spec.kv),
             fingerprint=loaded.fingerprint,
             numerics=sparse_numerics(self._spec, ops.numerics),
             kv=kv_layout(self._spec, self._plan.kv_dtype).name,
@@ -333,8 +336,7 @@ class WorkerProcesses:
             group=group,
             shard=loaded.shard,
             model=cast(Model, loaded.model),  # pooling models are refused
-            weight_bytes=loaded.nbytes,
-            kv=self._kv[config.worker],
+            kv=kv,
             identity=identity,
         )
 

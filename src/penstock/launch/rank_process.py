@@ -99,31 +99,41 @@ class RankGroup:
         for sock in self._listening.values():
             sock.close()
 
-    def join(self, own: NodeIdentity, report: Callable[[int], RankReport], events: RankEvents) -> int:
-        """Connect the process of one rank to those on other machines; the number of KV pages that all have room for.
+    @property
+    def node(self) -> int:
+        """The number of this machine."""
+        return 0 if self.nodes is None else self.nodes.place.node
 
-        ``report``: what the rank says of itself, with that many pages.  Raises GroupError; ConfigError if machine 0
-        refuses this one.
+    def join(self, own: RankIdentity, events: RankEvents) -> int:
+        """This process is that rank: connect it to those on other machines.  The number of KV pages that all have.
+
+        Raises GroupError; ConfigError if machine 0 refuses this one.
         """
         if self.nodes is None:
+            self._begin(own, own.pages)
             return own.pages
-        rank, local = own.rank, self._local(own.rank)
         rendezvous = Rendezvous(self.nodes, self._listening, events.beat)
-        if rank != self.first:
-            welcome = decode_as(local.recv_message(self.first), NodeWelcome)
-        else:
-            hello = own.hello(self.nodes, {rank: sock.getsockname()[1] for rank, sock in self._listening.items()})
-            leads = rank == self.leader
-            welcome = rendezvous.lead(hello, own.max_model_len) if leads else rendezvous.follow(hello)
-            for other in self.followers:
-                local.send_message(encode(welcome), other)
-        for other, (link, theirs) in rendezvous.connect(rank, welcome, report(welcome.pages)).items():
+        welcome = self._welcome(own, rendezvous)
+        self._begin(own, welcome.pages)
+        for other, (link, theirs) in rendezvous.connect(own.rank, welcome, self._own_report(own.rank)).items():
             self._elsewhere[other] = theirs
             remote = RemoteRank(link, f"rank {other}", on_lost=events.on_lost, on_report=self._on_report)
             self._links[other] = remote
             remote.start()
         self.close_listening()
         return welcome.pages
+
+    def _welcome(self, own: RankIdentity, rendezvous: Rendezvous) -> NodeWelcome:
+        """What machine 0 says once all are there; the first rank of each tells the others."""
+        local = self._local(own.rank)
+        if own.rank != self.first:
+            return decode_as(local.recv_message(self.first), NodeWelcome)
+        ports = {rank: sock.getsockname()[1] for rank, sock in self._listening.items()}
+        hello, leads = own.hello(rendezvous.nodes, ports), own.rank == self.leader
+        welcome = rendezvous.lead(hello, own.max_model_len) if leads else rendezvous.follow(hello)
+        for other in self.followers:
+            local.send_message(encode(welcome), other)
+        return welcome
 
     def everybody(self, rank: int, check: Callable[[], None] = _nothing) -> StepChannel:
         """The group of all ranks.  ``check``: called while one of another machine is waited for."""
@@ -142,9 +152,8 @@ class RankGroup:
             self._everybody = self.collectives.everybody(rank)
         return self._everybody
 
-    def begin(self, report: RankReport) -> None:
-        """This process is that rank."""
-        self._table[report.rank] = report.pid, report.weight_bytes, report.kv_bytes, 0
+    def _begin(self, own: RankIdentity, pages: int) -> None:
+        self._table[own.rank] = os.getpid(), own.weight_bytes, own.page_bytes * pages, 0
 
     def count_step_cpu(self, rank: int) -> None:
         """A step has ended: how long all threads of this process have computed since it began."""
@@ -164,8 +173,9 @@ class RankGroup:
 
     def _own_report(self, rank: int) -> RankReport:
         pid, weights, kv, cpu_ns = self._table[rank].tolist()
-        node = 0 if self.nodes is None else self.nodes.place.node
-        return RankReport(rank=rank, node=node, pid=pid, weight_bytes=weights, kv_bytes=kv, step_cpu_s=cpu_ns / 1e9)
+        return RankReport(
+            rank=rank, node=self.node, pid=pid, weight_bytes=weights, kv_bytes=kv, step_cpu_s=cpu_ns / 1e9
+        )
 
     def _on_report(self, record: bytes) -> None:
         report = decode_report(record)
@@ -178,17 +188,18 @@ def _listening(nodes: WorkerNodes) -> dict[int, socket.socket]:
     sockets: dict[int, socket.socket] = {}
     for rank in nodes.ranks:
         if nodes.listens(rank):
-            own = nodes.mesh.leader == rank
-            host, port = nodes.master if own else (nodes.master[0] if nodes.place.node == 0 else ANY_HOST, 0)
-            sockets[rank] = listen_for_ranks(host, port)
+            host, port = nodes.master if nodes.place.node == 0 else (ANY_HOST, 0)
+            sockets[rank] = listen_for_ranks(host, port if rank == nodes.mesh.leader else 0)
     return sockets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeIdentity:
-    """What one machine has of a worker, which the others must have, too."""
+class RankIdentity:
+    """What a rank has of a worker, and what its machine must have in common with the others."""
 
-    rank: int  # that says it
+    rank: int
+    weight_bytes: int
+    page_bytes: int  # of a page, those that it writes
     fingerprint: str
     numerics: str
     kv: str  # layout of the whole model's pages
@@ -226,9 +237,8 @@ class RankResources:
     group: RankGroup
     shard: ModelShard
     model: Model
-    weight_bytes: int
     kv: KvMemoryFile
-    identity: NodeIdentity
+    identity: RankIdentity
 
     @property
     def rank(self) -> int:
@@ -241,9 +251,7 @@ class RankResources:
 
     def join(self, events: RankEvents) -> int:
         """This process is the rank: connect it to other machines.  Returns the number of KV pages that all have."""
-        pages = self.group.join(self.identity, self._report, events)
-        self.group.begin(self._report(pages))
-        return pages
+        return self.group.join(self.identity, events)
 
     def connected(self) -> Model:
         """The rank's part, connected to the other ranks of its stage; in its process only."""
@@ -261,17 +269,6 @@ class RankResources:
         channel, groups = self.group.everybody(self.rank), self.kv_shape.layer_groups
         own = self.staged(program, ops, check)
         return LeaderProgram(own, channel, groups, on_step=lambda: self.group.count_step_cpu(self.rank))
-
-    def _report(self, pages: int) -> RankReport:
-        nodes = self.group.nodes
-        return RankReport(
-            rank=self.rank,
-            node=0 if nodes is None else nodes.place.node,
-            pid=os.getpid(),
-            weight_bytes=self.weight_bytes,
-            kv_bytes=share_bytes(self.kv.layout, self.kv_shape) * pages,
-            step_cpu_s=0.0,
-        )
 
 
 def share_bytes(layout: KvLayout, share: KvShape) -> int:
