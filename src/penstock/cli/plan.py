@@ -36,7 +36,6 @@ from penstock.parallel.plan import (
     all_plans,
     make_plan,
     parse_devices,
-    plan_for_tensor,
     rank_weights,
     requests_at_once,
     why_not_servable,
@@ -238,23 +237,20 @@ def serve_command(args: argparse.Namespace, answer: PlanResult) -> str:
 def rank_rows(answer: PlanResult) -> list[PlanRow]:
     """One process and the plans of ranks that have a core each on this host, whose memory all ranks share.
 
-    What is loaded with the model is not divided yet; compressed weights are plain where they are cut.
+    What is loaded with the model is not divided yet.
     """
     spec, size, machine = answer.outline.spec, answer.size, machine_facts(())
     nodes = len({core.numa_node for core in machine.physical_cores})
-    plain = replace(model_size(spec, answer.outline.layout, BF16, answer.kept), extra_weights=size.extra_weights)
     rows = []
     for mesh in (Mesh(),) if size.extra_weights else possible_meshes(spec, machine.cores):
-        own = plain if mesh.ranks > 1 and answer.how.tables else size
-        plan = plan_for_tensor(own, answer.plan.devices, 1) if own is plain else answer.plan
         stages = stage_layers(spec, mesh.pipeline) if mesh.ranks > 1 else (range(spec.layers),)
-        largest = rank_weights(own, mesh, stages)
+        largest = rank_weights(size, mesh, stages)
         read = ReadWeights(token_numbers(spec), answer.how.bits / 8, spec.layers, spec.hidden)
         seconds = cpu_token_s(read, Role.DECODE, WorkerCores(machine.cores, nodes), mesh)
         command = answer.command
         if command and mesh.ranks > 1:
             command += f" --aggregated --parallel {mesh.name}"  # one worker, so that each rank has a core
-        rows.append(PlanRow(mesh.name, largest, plan, seconds, mesh.ranks == 1, command if plan.fits else ""))
+        rows.append(PlanRow(mesh.name, largest, answer.plan, seconds, mesh.ranks == 1, command))
     return rows
 
 
