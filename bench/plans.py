@@ -19,14 +19,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from bench.collectives import SPINNING_US, exchange
 from bench.peers.checkpoint import write_checkpoint
 from bench.peers.places import SHAPES, Shape
-from bench.ranks import StepTime, System, system
+from bench.ranks import StepTime, System, started, system
 
 from penstock.config.mesh import Mesh, parse_mesh
 from penstock.parallel.shard import cut_stages, head_cost, layer_costs, stage_layers
@@ -73,18 +72,6 @@ def main() -> None:
             found = predictions(folder, works, args)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
-
-
-@contextmanager
-def started(systems: Sequence[System]) -> Iterator[None]:
-    """All of them run meanwhile."""
-    for each in systems:
-        each.start()
-    try:
-        yield
-    finally:
-        for each in systems:
-            each.stop()
 
 
 def calm_ms(steps: Sequence[StepTime]) -> float:

@@ -29,7 +29,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
@@ -344,13 +345,8 @@ def main() -> None:
             return
         spec = inspect_model(folder)
         systems = [system_of(name, folder, spec, max(rows), cores) for name in args.systems.split(",")]
-    for each in systems:
-        each.start()
-    try:
+    with started(systems):
         found = {count: measured(systems, count, args.steps, 60 * args.minutes / len(rows)) for count in rows}
-    finally:
-        for each in systems:
-            each.stop()
     save(found, show, args.json)
 
 
@@ -359,6 +355,18 @@ def save(found: Found, shown: Callable[[Found], None], path: Path | None) -> Non
     shown(found)
     if path:
         path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+@contextmanager
+def started(systems: Sequence[System | Replicas]) -> Iterator[None]:
+    """All of them run meanwhile."""
+    for each in systems:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in systems:
+            each.stop()
 
 
 def measured(
