@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from in_thread import PATIENCE_S, InThread
 from penstock.config.mesh import NodePlace, parse_mesh
 from penstock.errors import ConfigError, GroupError
 from penstock.launch import rendezvous as module
@@ -22,7 +23,6 @@ from penstock.wire.rendezvous_messages import LinkHello, NodeHello, NodeWelcome,
 
 KEYS = CurveKeys.ephemeral()
 CONTEXT = 64
-PATIENCE_S = 20
 
 
 OPEN: list[socket.socket | RankLink] = []
@@ -91,32 +91,10 @@ class Machine:
         welcome = first.lead(self.hello, CONTEXT) if leads else first.follow(self.hello)
         assert welcome.pages == 8
         links = [
-            Begun(lambda rank=rank: self.rendezvous().connect(rank, welcome, report(rank))) for rank in self.nodes.ranks
+            InThread(lambda rank=rank: self.rendezvous().connect(rank, welcome, report(rank)))
+            for rank in self.nodes.ranks
         ]
         return {rank: begun.result() for rank, begun in zip(self.nodes.ranks, links, strict=True)}
-
-
-class Begun:
-    """A body that runs in a thread."""
-
-    def __init__(self, body: Callable[[], Any]) -> None:
-        self._found: list[tuple[Any, BaseException | None]] = []
-        self._thread = threading.Thread(target=self._run, args=(body,))
-        self._thread.start()
-
-    def _run(self, body: Callable[[], Any]) -> None:
-        try:
-            self._found.append((body(), None))
-        except BaseException as error:  # noqa: BLE001 - raised again by ``result``
-            self._found.append((None, error))
-
-    def result(self) -> Any:
-        self._thread.join(PATIENCE_S)
-        assert self._found, "it still runs"
-        value, error = self._found[0]
-        if error is not None:
-            raise error
-        return value
 
 
 def report(rank: int) -> RankReport:
@@ -151,7 +129,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_all_ranks_that_exchange_over_machines_are_connected(
     plan: str, nodes: int, pairs: set[tuple[int, int]]
 ) -> None:
-    begun = [Begun(machine.meet) for machine in reversed(machines(plan, nodes))]
+    begun = [InThread(machine.meet) for machine in reversed(machines(plan, nodes))]
     links = {rank: own for each in begun for rank, own in each.result().items()}
     assert {(rank, other) for rank, own in links.items() for other in own} == {*pairs, *(pair[::-1] for pair in pairs)}
     for rank, own in links.items():
@@ -180,7 +158,7 @@ def test_all_ranks_that_exchange_over_machines_are_connected(
 )
 def test_a_machine_that_does_not_belong_here_is_told_why(changes: dict[str, Any], reason: str) -> None:
     first, other = machines("pp2", 2)
-    leading = Begun(lambda: first.rendezvous().lead(first.hello, CONTEXT))
+    leading = InThread(lambda: first.rendezvous().lead(first.hello, CONTEXT))
     with pytest.raises(ConfigError, match=reason):
         other.rendezvous().follow(structs.replace(other.hello, **changes))
     first.ended.set()
@@ -191,7 +169,7 @@ def test_a_machine_that_does_not_belong_here_is_told_why(changes: dict[str, Any]
 def test_the_room_of_the_poorest_machine_counts() -> None:
     first, other = machines("pp2", 2)
     first.pages, other.pages = 10, 6
-    leading = Begun(lambda: first.rendezvous().lead(first.hello, CONTEXT))
+    leading = InThread(lambda: first.rendezvous().lead(first.hello, CONTEXT))
     assert other.rendezvous().follow(other.hello).pages == 6
     assert leading.result().pages == 6
 
@@ -199,25 +177,25 @@ def test_the_room_of_the_poorest_machine_counts() -> None:
 def test_a_machine_that_goes_while_others_are_waited_for_may_come_back() -> None:
     first, second, third = machines("pp3", 3)
     waiting = first.rendezvous()
-    leading = Begun(lambda: waiting.lead(first.hello, CONTEXT))
-    gone = Begun(lambda: second.rendezvous().follow(second.hello))
+    leading = InThread(lambda: waiting.lead(first.hello, CONTEXT))
+    gone = InThread(lambda: second.rendezvous().follow(second.hello))
     wait_for(lambda: 1 in waiting._joined)
     second.ended.set()
     with pytest.raises(Gone):
         gone.result()
     wait_for(lambda: 1 not in waiting._joined)
     again = replace(second, ended=threading.Event())
-    begun = [Begun(lambda each=each: each.rendezvous().follow(each.hello)) for each in (again, third)]
+    begun = [InThread(lambda each=each: each.rendezvous().follow(each.hello)) for each in (again, third)]
     assert leading.result() == begun[0].result() == begun[1].result()
 
 
 def test_a_rank_of_an_earlier_incarnation_gets_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LINKS_S", 1.0)
     first, other = machines("pp2", 2)
-    leading = Begun(lambda: first.rendezvous().lead(first.hello, CONTEXT))
+    leading = InThread(lambda: first.rendezvous().lead(first.hello, CONTEXT))
     welcome = other.rendezvous().follow(other.hello)
     assert leading.result() == welcome
-    connecting = Begun(lambda: first.rendezvous().connect(1, welcome, report(1)))
+    connecting = InThread(lambda: first.rendezvous().connect(1, welcome, report(1)))
     late = opened(connect_rank(*first.nodes.master, KEYS))
     late.send(encode(LinkHello(token=bytes(32), rank=0, to=1, report=report(0))))
     with pytest.raises(ConnectionError):
@@ -229,7 +207,7 @@ def test_a_rank_of_an_earlier_incarnation_gets_no_further(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("said", [b"", b"\xc1", encode(NodeWelcome(token=bytes(32), pages=1, addresses={}))])
 def test_what_is_no_hello_keeps_nobody_waiting(said: bytes) -> None:
     first, other = machines("pp2", 2)
-    leading = Begun(lambda: first.rendezvous().lead(first.hello, CONTEXT))
+    leading = InThread(lambda: first.rendezvous().lead(first.hello, CONTEXT))
     stranger = opened(connect_rank(*first.nodes.master, KEYS))
     stranger.send(said)
     with pytest.raises(ConnectionError):
@@ -253,6 +231,6 @@ def test_another_answer_than_a_welcome_is_not_taken() -> None:
             link.close()
         return asked
 
-    answering = Begun(answer)
+    answering = InThread(answer)
     assert other.rendezvous().follow(other.hello).pages == 8
     assert answering.result() == [other.hello] * 3

@@ -6,39 +6,16 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import pytest
 
+from in_thread import InThread
 from penstock.config.base import host_and_port
 from penstock.errors import ProtocolError
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.rank_link import RECORD_BYTES, RankLink, accept_rank, connect_rank, listen_for_ranks
 
 KEYS = CurveKeys.ephemeral()
-
-
-def in_thread(body: Callable[[], Any]) -> Callable[[], Any]:
-    """Begin; what is returned waits for the result, and raises what it raised."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append((body(), None))
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            found.append((None, error))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-
-    def result() -> Any:
-        thread.join(20)
-        value, error = found[0]
-        if error is not None:
-            raise error
-        return value
-
-    return result
 
 
 class Wire:
@@ -85,9 +62,9 @@ def pair(
     door = listen_for_ranks("127.0.0.1", 0)
     door.setblocking(True)
     wire = Wire(door.getsockname()[1], change)
-    accepted = in_thread(lambda: accept_rank(door.accept()[0], KEYS))
+    accepted = InThread(lambda: accept_rank(door.accept()[0], KEYS))
     connecting = connect_rank("127.0.0.1", wire.port, KEYS)
-    listening = accepted()
+    listening = accepted.result()
     try:
         yield connecting, listening, wire
     finally:
@@ -102,9 +79,9 @@ def test_records_come_as_they_were_sent_both_ways() -> None:
     assert len(records[-1]) == RECORD_BYTES
     with pair() as (connecting, listening, wire):
         for source, to in ((connecting, listening), (listening, connecting)):
-            sent = in_thread(lambda source=source: [source.send(record[:1], record[1:]) for record in records])
+            sent = InThread(lambda source=source: [source.send(record[:1], record[1:]) for record in records])
             assert [to.recv() for _ in records] == records
-            sent()
+            sent.result()
         assert all(b"one" not in heard for heard in wire.heard.values())  # nobody else can read them
         with pytest.raises(ValueError, match="at most"):
             connecting.send(bytes(RECORD_BYTES), b"1")
@@ -116,22 +93,22 @@ def test_who_has_other_keys_is_refused(listening_has: bool) -> None:
     ours, theirs = (KEYS, other) if listening_has else (other, KEYS)
     door = listen_for_ranks("127.0.0.1", 0)
     door.setblocking(True)
-    accepted = in_thread(lambda: accept_rank(door.accept()[0], ours))
+    accepted = InThread(lambda: accept_rank(door.accept()[0], ours))
     with pytest.raises(ProtocolError, match="other keys"):
         connect_rank(*door.getsockname(), theirs)
     with pytest.raises((ConnectionError, ProtocolError)):
-        accepted()
+        accepted.result()
     door.close()
 
 
 def test_what_is_no_rank_is_refused() -> None:
     door = listen_for_ranks("127.0.0.1", 0)
     door.setblocking(True)
-    accepted = in_thread(lambda: accept_rank(door.accept()[0], KEYS))
+    accepted = InThread(lambda: accept_rank(door.accept()[0], KEYS))
     with socket.create_connection(door.getsockname()) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: example.org\r\n" + b"x" * 100)
         with pytest.raises(ProtocolError, match="no rank"):
-            accepted()
+            accepted.result()
     door.close()
 
 
@@ -168,10 +145,10 @@ def test_a_record_that_is_said_twice_ends_the_link() -> None:
 
 def test_the_end_of_the_other_process_is_seen() -> None:
     with pair() as (connecting, listening, _):
-        waiting = in_thread(listening.recv)
+        waiting = InThread(listening.recv)
         connecting.close()
         with pytest.raises(ConnectionError):
-            waiting()
+            waiting.result()
 
 
 def test_endpoints_have_a_host_and_a_port() -> None:
