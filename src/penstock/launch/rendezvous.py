@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 
 from penstock.config.mesh import Mesh, NodePlace
 from penstock.errors import ConfigError, GroupError, ProtocolError
+from penstock.launch.remote_workers import FIRST_NOTE_S, WAITING_NOTE_S
 from penstock.types import PAGE_TOKENS
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.gateway_messages import RankReport
@@ -49,10 +50,9 @@ LINKS_S = 10.0
 """For all ranks to connect, once all machines are there."""
 
 RETRY_S = 0.5
-"""Between two attempts to reach machine 0."""
+"""Between two attempts to reach machine 0: nothing says when it begins to listen."""
 
-WAITING_NOTE_S = 10.0
-"""Between two log lines that say who is waited for."""
+NOT_ADMITTED = "%s is not admitted to this worker: %s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,34 +176,29 @@ class Rendezvous:
     def _note(self, text: str, what: str, begun: float) -> None:
         """Log who is waited for, not at once and not often."""
         now = time.monotonic()
-        if now - max(begun, self._noted) >= (WAITING_NOTE_S if self._noted else 1.0):
+        if now - max(begun, self._noted) >= (WAITING_NOTE_S if self._noted else FIRST_NOTE_S):
             self._noted = now
             log.warning(text, what)
 
     def _admit(self, door: socket.socket, own: NodeHello, max_model_len: int) -> None:
-        address = ("who has gone already",)
-        try:
-            sock, address = door.accept()
-            link = accept_rank(sock, self.nodes.keys)
-        except (OSError, ProtocolError) as error:
-            log.warning("%s is not admitted to this worker: %s", address[0], error)
+        caller = self._caller(door)
+        if caller is None:
             return
+        link, host = caller
         try:
             hello = decode_as(link.recv(), NodeHello)
             reason = self._why_not(own, hello, max_model_len)
             if reason:
                 link.send(encode(NodeRefused(reason=reason)))
+                raise ProtocolError(reason)
         except (OSError, ProtocolError) as error:  # a rank of an earlier incarnation says something else
-            reason = str(error)
-        if reason:
-            log.warning("%s is not admitted to this worker: %s", address[0], reason)
-            link.close()
+            _turn_away(link, host, error)
             return
         before = self._joined.pop(hello.node, None)
         if before is not None:
             before[0].close()
         self._joined[hello.node] = link, hello
-        log.info("machine %d of this worker has joined from %s", hello.node, address[0])
+        log.info("machine %d of this worker has joined from %s", hello.node, host)
 
     def _why_not(self, own: NodeHello, hello: NodeHello, max_model_len: int) -> str:
         """Why a machine does not belong to this worker; empty if it does."""
@@ -259,21 +254,31 @@ class Rendezvous:
     def _accepted(
         self, rank: int, welcome: NodeWelcome, report: RankReport, missing: set[int]
     ) -> tuple[int, RankLink, RankReport] | None:
-        address = ("who has gone already",)
-        try:
-            sock, address = self.listening[rank].accept()
-            link = accept_rank(sock, self.nodes.keys)
-        except (OSError, ProtocolError) as error:
-            log.warning("a connection from %s is refused: %s", address[0], error)
+        caller = self._caller(self.listening[rank])
+        if caller is None:
             return None
+        link, host = caller
         try:
             hello = decode_as(link.recv(), LinkHello)
-            if (hello.token, hello.to) == (welcome.token, rank) and hello.rank in missing:
-                link.send(encode(LinkHello(token=welcome.token, rank=rank, to=hello.rank, report=report)))
-                return hello.rank, link, hello.report
-            why = "it is of another incarnation of this worker"
+            if (hello.token, hello.to) != (welcome.token, rank) or hello.rank not in missing:
+                raise ProtocolError("it is of another incarnation")
+            link.send(encode(LinkHello(token=welcome.token, rank=rank, to=hello.rank, report=report)))
         except (OSError, ProtocolError) as error:
-            why = str(error)
-        link.close()
-        log.warning("a connection from %s is refused: %s", address[0], why)
-        return None
+            _turn_away(link, host, error)
+            return None
+        return hello.rank, link, hello.report
+
+    def _caller(self, listening: socket.socket) -> tuple[RankLink, str] | None:
+        """Who connects there and has the keys, and its host; None for anybody else."""
+        host = "who has gone already"
+        try:
+            sock, (host, *_) = listening.accept()
+            return accept_rank(sock, self.nodes.keys), host
+        except (OSError, ProtocolError) as error:
+            log.warning(NOT_ADMITTED, host, error)
+            return None
+
+
+def _turn_away(link: RankLink, host: str, why: Exception) -> None:
+    log.warning(NOT_ADMITTED, host, why)
+    link.close()
