@@ -52,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def add_conversion_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of a command that writes a folder from another one."""
+    """Flags of a command that writes a folder from another one."""
     parser.add_argument("--verify", action="store_true", help="read both folders again and compare every tensor's hash")
     parser.add_argument("--force", action="store_true", help="replace a model that is in OUT already")
     parser.add_argument("--threads", type=int, metavar="N", help="default: one for each core")

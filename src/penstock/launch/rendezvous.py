@@ -269,7 +269,7 @@ class Rendezvous:
         return hello.rank, link, hello.report
 
     def _caller(self, listening: socket.socket) -> tuple[RankLink, str] | None:
-        """Who connects there and has the keys, and its host; None for anybody else."""
+        """The next connection of a caller that has the keys, and its host; None for any other caller."""
         host = "who has gone already"
         try:
             sock, (host, *_) = listening.accept()
