@@ -73,8 +73,8 @@ def elsewhere(worker: dict[str, Any]) -> int:
 
 
 def pids_of(server: PenstockServer) -> set[int]:
-    """The processes of all ranks."""
-    return {rank["pid"] for worker in server.workers() for rank in worker["ranks"]}
+    """The processes of all ranks; none while no worker is connected."""
+    return {rank["pid"] for worker in server.workers() for rank in worker.get("ranks", ())}
 
 
 BLOWS = {
@@ -176,7 +176,8 @@ def test_a_machine_that_comes_back_is_part_of_the_worker_again(keys: Path, tmp_p
         stack.push(again.__exit__)
         again.start()
         again.wait_ready()
-        server.wait_for(lambda: before.isdisjoint(pids_of(server)), PATIENCE_S, "with the new one")
+        server.wait_all_ready()
+        server.wait_for(lambda: bool(pids_of(server)) and before.isdisjoint(pids_of(server)), PATIENCE_S, "anew")
 
 
 @pytest.mark.long
