@@ -11,6 +11,7 @@ Knows nothing about processes, messages or what a step is.
 from __future__ import annotations
 
 import mmap
+import secrets
 import struct
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -152,6 +153,7 @@ class CoreLendingTable:
     """
 
     def __init__(self, lends: Mapping[WorkerId, int]) -> None:
+        self.name = secrets.token_hex(8)  # no other host has one of this name
         self._seats: dict[WorkerId, CoreSeats] = {}
         lines = 0
         for worker, count in lends.items():

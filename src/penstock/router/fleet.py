@@ -450,6 +450,7 @@ class Fleet:
         if report is not None:
             row["identity"] = report.identity.system_fingerprint
             row["kv_tiers"] = tier_rows(counters)
+            row["local_prefill"] = report.local_prefill
             row["ranks"] = [msgspec.structs.asdict(rank) for rank in report.ranks]
         if self.reasons[slot]:
             row["reason"] = self.reasons[slot]

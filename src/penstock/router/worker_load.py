@@ -113,7 +113,9 @@ class _Row:
     WAIT_S = 38  # that a prompt waits for one page after all else is computed
     CONTEXT = 39  # tokens of prompt and output together
     TIER_S = 40  # to fetch one page from each lower tier: ``LOWER_TIERS`` rows; inf for one that is not there
-    COUNT = 40 + LOWER_TIERS
+    CORES = 40 + LOWER_TIERS  # of workers that lend each other cores; 0 is none
+    LOCAL_PREFILL = 41 + LOWER_TIERS  # 1: prompts should be computed there, not by prefill workers of its cores
+    COUNT = 42 + LOWER_TIERS
 
 
 _REPORTED = slice(_Row.REPORTED_TOKENS, _Row.REPORTED_BATCH_PAIRS + 1)
@@ -149,7 +151,7 @@ class LoadTable:
         self.hashes: NDArray[np.uint64] = np.zeros(8, np.uint64)  # of the workers' ids: for choices among equals
         self._transfers: list[_TransferCounters] = []
         self._turns = 0  # things sent so far
-        self._domains: dict[str, int] = {}  # numbered from 1; 0 is none
+        self._names: dict[str, int] = {}  # of domains and core groups, numbered from 1; 0 is none
         self._usual: tuple[float, ...] | None = None  # the median of the workers' rates, some reports ago
         self._reports = 0
         self.tiers = 0  # that the one with most has below its cache
@@ -166,8 +168,8 @@ class LoadTable:
     def rename_slot(self, slot: int, hashed: int) -> None:
         """Assign a cleared slot to another worker, or to none."""
         self.hashes[slot] = hashed
-        used = set(self._table[_Row.DOMAIN, : self._size].tolist())
-        self._domains = {name: number for name, number in self._domains.items() if number in used}
+        used = set(self._table[[_Row.DOMAIN, _Row.CORES], : self._size].ravel().tolist())
+        self._names = {name: number for name, number in self._names.items() if number in used}
 
     def clear_slot(self, slot: int) -> None:
         """The worker of this slot has ended: nothing is known of the next one."""
@@ -203,18 +205,21 @@ class LoadTable:
         table[_Row.MEASURED, slot] = report.measured
         table[_Row.GATEWAYS, slot] = report.gateways
         table[_Row.CONTEXT, slot] = report.max_model_len
-        domain = self._numbered(report.domain) if report.domain else 0
-        table[_Row.DOMAIN, slot], table[_Row.FETCH_S, slot] = domain, report.fetch_s
+        table[_Row.DOMAIN, slot], table[_Row.FETCH_S, slot] = self._numbered(report.domain), report.fetch_s
+        table[_Row.CORES, slot] = self._numbered(report.core_group)
+        table[_Row.LOCAL_PREFILL, slot] = report.local_prefill
         if report.tier_s or self.tiers:
             self.tiers = max(self.tiers, len(report.tier_s))
             table[_TIERS, slot] = (*report.tier_s, *[np.inf] * (LOWER_TIERS - len(report.tier_s)))
 
-    def _numbered(self, domain: str) -> int:
-        """The lowest number that no other has."""
-        known = self._domains.get(domain)
+    def _numbered(self, name: str) -> int:
+        """The lowest number that no other name has; 0 for none."""
+        if not name:
+            return 0
+        known = self._names.get(name)
         if known is None:
-            taken = set(self._domains.values())
-            known = self._domains[domain] = next(n for n in range(1, len(taken) + 2) if n not in taken)
+            taken = set(self._names.values())
+            known = self._names[name] = next(n for n in range(1, len(taken) + 2) if n not in taken)
         return known
 
     def _level(self, times: tuple[float, ...]) -> tuple[float, ...]:
@@ -309,10 +314,11 @@ class LoadTable:
         domains = self._table[_Row.DOMAIN, : len(hits)].astype(np.intp)
         if not domains.any() or not stored.any():
             return hits
-        best = np.zeros(max(self._domains.values(), default=0) + 1, np.int32)
+        best = np.zeros(domains.max() + 1, np.int32)
         np.maximum.at(best, domains, stored)
         best[0] = 0
-        return np.maximum(hits, best[domains])
+        reachable: NDArray[np.int32] = np.maximum(hits, best[domains])
+        return reachable
 
     def prefers_fetch(self, slot: int) -> bool:
         """Whether this worker fetches a page faster than it computes one."""
@@ -354,6 +360,17 @@ class LoadTable:
     def gateways(self, slots: Slots) -> int:
         """How many gateways give these workers work, by their own account."""
         return int(self._table[_Row.GATEWAYS].take(slots).max(initial=1.0))
+
+    def local_prefill(self, slots: Slots) -> NDArray[np.bool_]:
+        """Which of these decode workers should compute prompts themselves."""
+        local: NDArray[np.bool_] = self._table[_Row.LOCAL_PREFILL].take(slots) > 0
+        return local
+
+    def on_other_cores(self, slots: Slots, others: Slots) -> Slots:
+        """The workers of ``slots`` that lend no cores to any of ``others``."""
+        groups = self._table[_Row.CORES].take(slots)
+        apart: NDArray[np.bool_] = (groups == 0) | ~np.isin(groups, self._table[_Row.CORES].take(others))
+        return slots[apart]
 
     def measured(self, slots: Slots) -> NDArray[np.bool_]:
         """Which of these know by experience how long they take."""

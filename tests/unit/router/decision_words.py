@@ -19,7 +19,8 @@ def fleet_in_words(words: str) -> tuple[Fleet, PrefixIndex]:
 
     ``queued`` are prompt tokens, ``answers`` those being written (of 100 tokens each); a worker has measured itself
     with ``token_us`` (microseconds a token and a draw), ``step_ms``, ``page_us`` and ``wait_us``, and takes pages out
-    of the caches of its ``domain`` in ``fetch_us`` each.
+    of the caches of its ``domain`` in ``fetch_us`` each.  Workers of one ``cores`` lend each other cores; one that
+    says ``local=1`` wants to compute prompts itself.
     """
     fleet, prefixes = Fleet(), PrefixIndex()
     for slot, clause in enumerate(words.split(";")):
@@ -49,6 +50,8 @@ def fleet_in_words(words: str) -> tuple[Fleet, PrefixIndex]:
                 },
                 gateways=int(told.get("gateways", 1)),
                 domain=told.get("domain", ""),
+                core_group=told.get("cores", ""),
+                local_prefill="local" in told,
                 fetch_s=float(told.get("fetch_us", 0)) * 1e-6,
                 tier_s=tuple(float(told[name]) * 1e-6 for name in ("host_us", "disk_us") if name in told),
             )

@@ -87,6 +87,30 @@ def test_a_short_prompt_stays_with_a_decode_worker_when_the_split_would_lose():
     check(FLEET + " cached=112 queued=50", picks="decode=decode-0 prefill=prefill-0")
 
 
+@pytest.mark.parametrize(
+    ("words", "picks"),
+    [
+        ("prefill-0 cores=a; decode-0 cores=a", "decode=decode-0 prefill=prefill-0"),
+        ("prefill-0 cores=a; decode-0 cores=a local=1", "whole=decode-0"),
+        ("prefill-0 cores=a; decode-0 cores=a local=1 queued=999 answers=9", "whole=decode-0"),
+        ("prefill-0 cores=a; decode-0 cores=a local=1 queued=9; decode-1 cores=a local=1", "whole=decode-1"),
+        (
+            "prefill-0 cores=a; prefill-1 cores=b; decode-0 cores=a local=1 answers=9",
+            "decode=decode-0 prefill=prefill-1",
+        ),
+        ("prefill-0 cores=a; prefill-1; decode-0 cores=a local=1 answers=9", "decode=decode-0 prefill=prefill-1"),
+        ("prefill-0; decode-0 local=1 answers=9", "decode=decode-0 prefill=prefill-0"),
+    ],
+)
+def test_workers_that_share_cores_prefill_where_the_decode_worker_wants_it(words, picks):
+    check("; ".join(f"{worker} token_us=100" for worker in words.split("; ")), picks=picks)
+
+
+def test_shared_cores_do_not_matter_where_everything_is_to_be_split():
+    words = "prefill-0 token_us=100 cores=a; decode-0 token_us=100 cores=a local=1"
+    check(words, picks="decode=decode-0 prefill=prefill-0", how=PlacementRules(always_split=True))
+
+
 def test_answers_count_for_more_the_longer_the_new_one_will_be():
     words = "both-0 token_us=10 cached=128 answers=4; both-1 token_us=10"
     check(words, picks="whole=both-0", ask=PlacementRequest(request=request(prompt=PROMPT, max_tokens=2)))

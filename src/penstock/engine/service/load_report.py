@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.config.schema import WorkerConfig
+from penstock.engine.core.local_prefill import LocalPrefill
 from penstock.engine.core.plan import StepPlan
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.encoder_stage import EncoderCounters
 from penstock.kv.transfer.receiver import KvReceiver
 from penstock.telemetry.metrics import WORKER_COUNTERS, WORKER_MAXIMA
-from penstock.types import ModelIdentity, WorkerState
+from penstock.types import ModelIdentity, Role, WorkerState
 from penstock.wire.gateway_messages import RankReport, StepRates, WorkerReport
 
 LONG_STEP_S = 0.25
@@ -62,6 +63,7 @@ class LoadReporter:
         self._step_s = 0.0
         self._sources = sources
         self._turned_away = turned_away
+        self._local = LocalPrefill(scheduler.cost, config.scheduler.step_budget_ms / 1000)
         self.state = WorkerState.READY
         self.role = config.role
 
@@ -153,6 +155,8 @@ class LoadReporter:
             measured=scheduler.cost.measured_steps,
             hands_over=self._config.transfers_pages,
             ranks=self._sources.ranks(),
+            core_group=self._config.core_group,
+            local_prefill=bool(self._config.core_group) and self.role is Role.DECODE and self._local.is_local(),
         )
 
     def _count_others(self) -> None:

@@ -20,6 +20,9 @@ Prefill and decode are weighed separately, so that all pairs of workers are comp
 - **Disaggregated or not.**  A worker for both stages is compared with the best pair.  A decode worker may prefill a
   prompt if that takes no longer than one of its steps: its requests wait no longer than they do anyway, and no page is
   transferred.
+- **Shared cores.**  Decode workers that share their cores with prefill workers say when that spares responses nothing
+  (``engine.core.local_prefill``).  Then they compute the prompts, too, and the prefill workers of these cores idle and
+  lend them; prefill workers of other hosts are still compared.
 - **A hot prefix is copied.**  Open requests that begin alike share the price of recomputing it on another worker, since
   with the copy they need not queue at the one that has it.
 - **Several gateways** act on reports of the same age.  For each request a gateway scores a random 1/N of the fleet (N
@@ -225,7 +228,14 @@ class LeastCost(Policy):
         whole = _whole(view, _at(view, view.aggregated))
         if not len(view.prefill) or not len(view.decode):
             return PolicyChoice() if whole is None else _chosen(whole, "no workers for two legs")
-        prefill, writers = _prefill(view, _At.of(view, view.prefill)), _At.of(view, view.decode)
+        readers, writers = view.prefill, _At.of(view, view.decode)
+        local = view.loads.local_prefill(writers.slots)
+        if local.any() and not view.always_split:
+            whole = _better(whole, _whole(view, writers.those(local)))
+            readers = view.loads.on_other_cores(readers, writers.slots[local])
+            if not len(readers) and whole is not None:
+                return _chosen(whole, "prefill workers have no cores but those of the decode workers")
+        prefill = _prefill(view, _At.of(view, readers))
         writing = decode_costs(view, writers.load, writers.rates)
         decode = _decode(view, writers, writing)
         both = (prefill.short or decode.short, prefill.cost + decode.cost)
