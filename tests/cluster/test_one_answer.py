@@ -109,6 +109,36 @@ def test_one_prompt_one_answer(topology: str, chunk: str, room: str, rounds: Rou
         assert_it_took_place(server, split=topology != "aggregated", tight=room == "tight")
 
 
+@pytest.mark.timeout(300)
+def test_a_decode_worker_that_prefills_gives_one_answer(plain: Plain, tmp_path: Path):
+    """Steps of the bundled model are short; beside a budget of 1 ms they are long.  Somebody has to give way, too."""
+    config = f"{TRUSTING}[scheduling]\ninteractive_tpot_ms = 1.0\n"
+    with PenstockServer(["--kv-memory", ROOMS["tight"]], config=config, folder=tmp_path) as server:
+        asyncio.run(all_answers(server.url, varied_requests(salt="steps to measure"), together=True))
+        server.wait_for(lambda: _local_prefill(server) == {"decode-0": True, "prefill-0": False}, PATIENCE_S, "local")
+        server.wait_idle()
+        before = _prompt_tokens(server)
+        for kill in (True, False):
+            bodies = varied_requests(salt=f"{kill}")
+            if kill:
+                answers = asyncio.run(answers_with_a_kill(server, bodies, plain.varied, together=True))
+            else:
+                answers = asyncio.run(all_answers(server.url, bodies, together=True))
+            compare(answers, plain.varied, f"local prefill, kill={kill}")
+        crowd_until_somebody_gives_way(server, plain, "local prefill, crowded")
+        assert_it_took_place(server, split=False, tight=True)
+        after = _prompt_tokens(server)
+        assert after["decode-0"] - before["decode-0"] > 10 * (after["prefill-0"] - before["prefill-0"])
+
+
+def _local_prefill(server: PenstockServer) -> dict[str, bool]:
+    return {worker["id"]: worker.get("local_prefill", False) for worker in server.workers()}
+
+
+def _prompt_tokens(server: PenstockServer) -> dict[str, int]:
+    return {worker["id"]: worker["prompt_tokens_computed"] for worker in server.workers()}
+
+
 def guess_until_some_are_right(server: PenstockServer, plain: Plain) -> None:
     """First and alone: a full batch has no time for drafts, and guessing that was seldom right is switched off."""
     for number in range(GUESSES):

@@ -1,7 +1,8 @@
 """``penstock doctor``: what this machine has, what would be used, what is missing, and how to mend it.
 
 A probe takes milliseconds: nothing heavy is imported, nothing is written, no port is opened.  But where there is a GPU,
-its driver is asked, once: a process of its own begins CUDA there, which takes a second, and memory while it lasts.
+its driver is asked, once: a process of its own begins CUDA there, which takes a second, and memory while it lasts.  And
+where a model is named that would be served on processors, products of its size are timed (``launch.speed_probe``).
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ from penstock.cli.parsing import COMMANDS
 from penstock.config.facts import GpuReport
 from penstock.config.kv_memory import format_size
 from penstock.config.load import load_serve
+from penstock.config.resolve import ServePlan
+from penstock.engine.core.local_prefill import LOCAL_PREFILL_SHARE
 from penstock.errors import KernelError, ModelError, PenstockError
-from penstock.kernels.select import available_families
+from penstock.kernels.select import REFERENCE, available_families
 from penstock.launch import event_loop
 from penstock.launch.gpu_probe import gpu_report, package_version
 from penstock.launch.machine import machine_facts
 from penstock.launch.run_folder import RunFolder
 from penstock.types import WorkerId
+from penstock.weights.architecture.spec import ModelSpec
 
 EPILOG = """\
 examples:
   penstock doctor
-  penstock doctor ~/models/llama            can this model be served here, and how?
+  penstock doctor ~/models/llama            can this model be served here, how, and how fast?
   penstock doctor --json | jq .checks
 
 Exit code 0 when this machine can serve, 1 when something that serving needs is missing.
@@ -92,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     """0 when this machine can serve, else 1."""
     gpu = gpu_report()
     checks = [*examine(gpu), check_plan(args.model, gpu)]
+    if args.model is not None and checks[-1].verdict is not CheckResult.MISSING:
+        checks += check_speed(args.model, gpu)
     serves = all(check.verdict is not CheckResult.MISSING for check in checks)
     if args.json:
         print(json.dumps({"serves": serves, "checks": [asdict(check) for check in checks]}, indent=1))
@@ -349,13 +355,7 @@ def check_plan(model: str | None = None, gpu: GpuReport | None = None) -> Check:
     """What ``penstock serve`` would decide here and now, flags aside; asks no network.  ``gpu``: was found already."""
     name = MODEL_CHECK
     try:
-        from penstock.launch.compose import resolve_here
-        from penstock.launch.model_path import locate_model
-        from penstock.weights.inspect import inspect_model
-
-        located = locate_model(model, download=_refuse_download)
-        spec = inspect_model(located.path)
-        plan = resolve_here(load_serve({}), located.name, spec, report=gpu)
+        model_name, spec, plan = _resolved(model, gpu)
     except ImportError as error:
         return Check(name, CheckResult.MISSING, f"cannot be imported: {error}", "install the packages named above")
     except ModelError as error:
@@ -367,13 +367,77 @@ def check_plan(model: str | None = None, gpu: GpuReport | None = None) -> Check:
     kv += "" if plan.kv_dtype == plan.dtype else f" in {plan.kv_dtype}"
     where = "the processor" if plan.device == "cpu" else "a GPU"
     found = (
-        f"would serve {located.name} ({spec.parameters / 1e6:,.1f} M parameters, context "
+        f"would serve {model_name} ({spec.parameters / 1e6:,.1f} M parameters, context "
         f"{plan.scheduler.max_model_len}) on {where} with "
         f"{', '.join(worker.worker for worker in plan.workers)}; "
         f"each: kernels {plan.family} in {plan.dtype}, {_threads(plan.workers[0].threads)}, {kv}, "
         f"handed over by {plan.connector}"
     )
     return Check(name, CheckResult.NOTE if plan.notes else CheckResult.OK, found, "; ".join(plan.notes))
+
+
+def _resolved(model: str | None, gpu: GpuReport | None) -> tuple[str, ModelSpec, ServePlan]:
+    """The model's name, what it is, and the plan.  Raises PenstockError, and ImportError."""
+    from penstock.launch.compose import resolve_here
+    from penstock.launch.model_path import locate_model
+    from penstock.weights.inspect import inspect_model
+
+    located = locate_model(model, download=_refuse_download)
+    spec = inspect_model(located.path)
+    return located.name, spec, resolve_here(load_serve({}), located.name, spec, report=gpu)
+
+
+# --- how fast ---------------------------------------------------------------------------------------------------------
+
+MIN_GAIN = 1.05
+"""By which compressed weights must be faster to be recommended."""
+
+
+def check_speed(model: str, gpu: GpuReport | None = None) -> list[Check]:
+    """Steps of this model on this processor, measured, and what follows for how to serve it.  None for a GPU."""
+    from penstock.launch.machine import usable_cores
+    from penstock.launch.speed_probe import probe_speed
+    from penstock.parallel.shard import token_numbers
+
+    _, spec, plan = _resolved(model, gpu)
+    if plan.device != "cpu" or plan.family == REFERENCE:
+        return []
+    cores = usable_cores(tuple(os.sched_getaffinity(0)))
+    speed = probe_speed(plan.family, plan.dtype, cores, token_numbers(spec))
+    found = (
+        f"about {1e3 * speed.decode_s:.3g} ms a decode step of one response, {speed.prefill_tokens_s:.3g} tokens of "
+        f"prompts a second, with {_threads(cores)} and weights in {plan.dtype}"
+    )
+    return [
+        Check("speed", CheckResult.OK, found),
+        Check("phases", CheckResult.OK, phases_advice(speed.decode_s, plan.scheduler.step_budget_ms / 1000)),
+        Check("compression", CheckResult.OK, compression_advice(speed.compressed, plan.family, model)),
+    ]
+
+
+def phases_advice(decode_s: float, budget_s: float) -> str:
+    """Whether to split prefill and decode on the cores of one host; ``budget_s``: the longest step with a chunk."""
+    if decode_s >= LOCAL_PREFILL_SHARE * budget_s:
+        return (
+            "decode workers will prefill, too: on shared cores a prefill worker would spare responses nothing "
+            "(docs/routing.md); --aggregated is as fast, with all KV memory in one worker"
+        )
+    return (
+        f"split (the default): gaps between tokens stay near {1e3 * decode_s:.2g} ms while long prompts are computed; "
+        f"--aggregated: first tokens sooner, gaps up to {1e3 * budget_s:.3g} ms"
+    )
+
+
+def compression_advice(gains: Mapping[int, float], family: str, model: str) -> str:
+    """Whether to compress the weights; ``gains``: rows of a step -> how many times as fast it is."""
+    if not gains:
+        return f"saves disk, not time: {family} unpacks compressed weights when they are loaded"
+    times = ", ".join(f"{gain:.2f} with {rows}" for rows, gain in gains.items())
+    said = f"steps from compressed weights are so many times as fast, by tokens in a step: {times}"
+    if gains[1] < MIN_GAIN:
+        return f"{said}; serve it as it is"
+    command = f"penstock compress {shlex.quote(model)} OUT"
+    return f"{said}; {command}" if min(gains.values()) >= 1 / MIN_GAIN else f"{said}; for single responses: {command}"
 
 
 def _refuse_download(model: str) -> str:

@@ -126,7 +126,7 @@ class RoutingConfig(Config, frozen=True, kw_only=True):
     """``[routing]``: how workers are chosen, and what the gateway remembers for that."""
 
     policy: Literal["penstock", "round-robin", "random", "least-loaded", "prefix"] = "penstock"
-    split: Literal["auto", "always"] = "auto"  # auto: a decode worker may prefill what takes less than one step
+    split: Literal["auto", "always"] = "auto"  # auto: decode workers also prefill where that is better
     max_indexed_blocks: Positive = 1 << 24  # of all workers' caches together; 20 bytes each
     max_indexed_workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1024  # with an index of their own
     expected_answer_tokens: Positive = 256  # of a response without max_tokens, before any has ended

@@ -77,6 +77,11 @@ class WorkerPlan(Config, frozen=True, kw_only=True):
     ranks: tuple[RankCores, ...] = ()  # of those on this machine, if there are several in all
 
     @property
+    def shares_cores(self) -> bool:
+        """Whether other workers compute on its cores, at the same time or while it is idle."""
+        return bool(self.loans) or self.prefill_niceness > 0
+
+    @property
     def crowded(self) -> bool:
         """Whether its ranks have fewer cores than there are ranks."""
         return len(self.ranks) > self.threads

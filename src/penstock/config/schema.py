@@ -127,7 +127,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     fixed_role: bool = False  # other roles have another numerics class
     drain_s: float = 28.0  # to migrate its requests before it ends
     loans: tuple[CoreLoan, ...] = ()  # cores that it may borrow
-    core_group: str = ""  # names the workers that lend each other cores
+    core_group: str = ""  # names the workers that share or lend each other cores
     image_cache_bytes: int = 256 << 20  # of encoded images that no request holds
     compiled_grammars_bytes: int = COMPILED_GRAMMARS_BYTES
     max_compiling_grammars: int = 256  # that wait to be compiled in a worker

@@ -228,7 +228,7 @@ class WorkerProcesses:
             fixed_role=self._plan.mixed_numerics,
             drain_s=max(0.0, supervise.drain_s - supervise.grace_s),
             loans=place.loans,
-            core_group=self._cores.name if place.loans else "",
+            core_group=self._cores.name if place.shares_cores else "",
             image_cache_bytes=self._config.image_cache,
         )
         shared = (*(file.descriptor for file in self._kv.values()), *self._share.descriptors)

@@ -113,7 +113,7 @@ class _Row:
     WAIT_S = 38  # that a prompt waits for one page after all else is computed
     CONTEXT = 39  # tokens of prompt and output together
     TIER_S = 40  # to fetch one page from each lower tier: ``LOWER_TIERS`` rows; inf for one that is not there
-    CORES = 40 + LOWER_TIERS  # of workers that lend each other cores; 0 is none
+    CORES = 40 + LOWER_TIERS  # of workers that share or lend each other cores; 0 is none
     LOCAL_PREFILL = 41 + LOWER_TIERS  # 1: prompts should be computed there, not by prefill workers of its cores
     COUNT = 42 + LOWER_TIERS
 
@@ -367,7 +367,7 @@ class LoadTable:
         return local
 
     def on_other_cores(self, slots: Slots, others: Slots) -> Slots:
-        """The workers of ``slots`` that lend no cores to any of ``others``."""
+        """The workers of ``slots`` that share no cores with any of ``others``."""
         groups = self._table[_Row.CORES].take(slots)
         apart: NDArray[np.bool_] = (groups == 0) | ~np.isin(groups, self._table[_Row.CORES].take(others))
         return slots[apart]

@@ -432,7 +432,7 @@ class WorkerReport(WireMessage, frozen=True, kw_only=True, tag="report"):
     acked: Count = 0  # the latest ``Submit.serial`` of the receiving gateway
     gateways: Count = 1  # that give this worker work
     ranks: Annotated[tuple[RankReport, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()  # of a worker that has several
-    core_group: Name = ""  # workers of one group lend each other cores
+    core_group: Name = ""  # workers of one group share or lend each other cores
     local_prefill: bool = False  # prompts should be computed here, not by prefill workers of its group
 
 

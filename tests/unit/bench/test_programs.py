@@ -22,6 +22,7 @@ QUICK = {
     "grammar": "--answers 1 --rounds 1",
     "kernels": "--outputs 64 --inputs 256 --rows 1 --seconds 0.01",
     "plans": f"--model {STORY} --rows 1 --chunks 16 --steps 2 --minutes 0.1",
+    "quantized_entropy": "",
     "ranks": f"--model {STORY} --systems '2 replicas,tp2,pp2' --rows 1 --steps 2 --minutes 0.05",
     "reports": "--scenes idle --rounds 1 --seconds 0.2",
     "router": "--tokens 1000 --workers 4 --blocks 10000 --rounds 8 --prompts 2",

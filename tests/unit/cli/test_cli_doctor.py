@@ -73,9 +73,31 @@ def test_a_folder_that_there_is_not_is_no_fault_of_the_machine(
     assert lines[-1].startswith("this machine can serve, but not this model: ")
 
 
+@pytest.mark.parametrize(
+    ("decode_s", "advice"), [(0.002, "split (the default): gaps"), (0.06, "decode workers will pre")]
+)
+def test_long_decode_steps_speak_against_a_split_of_shared_cores(decode_s: float, advice: str) -> None:
+    assert doctor.phases_advice(decode_s, budget_s=0.1).startswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("gains", "advice"),
+    [
+        ({}, "saves disk, not time: avx2 unpacks compressed weights when they are loaded"),
+        ({1: 1.2, 8: 1.1, 64: 0.97}, "1.20 with 1, 1.10 with 8, 0.97 with 64; penstock compress 'a model' OUT"),
+        ({1: 1.2, 8: 0.9, 64: 0.97}, "0.97 with 64; for single responses: penstock compress 'a model' OUT"),
+        ({1: 1.0, 8: 1.1, 64: 0.97}, "0.97 with 64; serve it as it is"),
+    ],
+)
+def test_compressed_weights_are_recommended_where_they_are_faster(gains: dict[int, float], advice: str) -> None:
+    assert doctor.compression_advice(gains, "avx2", "a model").endswith(advice)
+
+
 def test_the_last_line_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(storyteller())]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"ready to serve: penstock serve {storyteller()}"
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("ok")][-3:] == ["speed", "phases", "compression"]
+    assert lines[-1] == f"ready to serve: penstock serve {storyteller()}"
     missing = [Check("memfd", CheckResult.MISSING, "no"), Check(doctor.MODEL_CHECK, CheckResult.MISSING, "no")]
     assert doctor.last_line(missing, None).startswith(
         "cannot serve: install or change what is missing (memfd, penstock"

@@ -30,8 +30,13 @@ class LocalPrefill:
         self._budget_s = budget_s
         self._is_local = False
 
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a decode step of one response."""
+        return self._cost.predict(_ONE_RESPONSE)
+
     def is_local(self) -> bool:
         """Whether prompts should be computed by the decode worker, by all steps so far."""
         share = REMOTE_PREFILL_SHARE if self._is_local else LOCAL_PREFILL_SHARE
-        self._is_local = self._cost.predict(_ONE_RESPONSE) >= share * self._budget_s
+        self._is_local = self.step_s >= share * self._budget_s
         return self._is_local

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,11 @@ from penstock.kv.transfer.receiver import KvReceiver
 from penstock.telemetry.metrics import WORKER_COUNTERS, WORKER_MAXIMA
 from penstock.types import ModelIdentity, Role, WorkerState
 from penstock.wire.gateway_messages import RankReport, StepRates, WorkerReport
+
+log = logging.getLogger("penstock.worker")
+
+LOCAL = "prompts are computed here, too: a decode step takes %.3g ms, one with a chunk of a prompt at most %.3g"
+REMOTE = "prompts are computed by prefill workers: a decode step takes %.3g ms, one with a chunk of a prompt up to %.3g"
 
 LONG_STEP_S = 0.25
 """A step that is predicted to take this long is reported before it begins, so that it is not taken for silence."""
@@ -63,6 +69,7 @@ class LoadReporter:
         self._step_s = 0.0
         self._sources = sources
         self._turned_away = turned_away
+        self._was_local = False
         self._local = LocalPrefill(scheduler.cost, config.scheduler.step_budget_ms / 1000)
         self.state = WorkerState.READY
         self.role = config.role
@@ -156,8 +163,17 @@ class LoadReporter:
             hands_over=self._config.transfers_pages,
             ranks=self._sources.ranks(),
             core_group=self._config.core_group,
-            local_prefill=bool(self._config.core_group) and self.role is Role.DECODE and self._local.is_local(),
+            local_prefill=self._prefills_locally(),
         )
+
+    def _prefills_locally(self) -> bool:
+        if not self._config.core_group or self.role is not Role.DECODE:
+            return False
+        before, local = self._was_local, self._local.is_local()
+        if local is not before:
+            self._was_local = local
+            log.info(LOCAL if local else REMOTE, 1000 * self._local.step_s, self._config.scheduler.step_budget_ms)
+        return local
 
     def _count_others(self) -> None:
         """What others count."""
