@@ -55,6 +55,7 @@ from penstock.config.schema import (
 from penstock.errors import ConfigError, KernelError
 from penstock.kernels.select import available_families
 from penstock.launch import draft_model, event_loop
+from penstock.launch.activation_dtype import check_activation_dtype
 from penstock.launch.draft_model import extra_weights
 from penstock.launch.gpu_probe import gpu_report
 from penstock.launch.heartbeat import HeartbeatSlot, HeartbeatTable
@@ -132,6 +133,7 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
     tls = None if nested else checked_tls(config)  # the front of a catalog has its own, and asks over the loopback
     located = locate_model(config.model)
     spec = with_sparse_attention(inspect_model(located.path), config)
+    check_activation_dtype(config, located.path, spec)
     name = config.served_model_name or located.name
     lora = listed_adapters(config, name, spec)
     model = _model_source(config, located, spec, loras=lora.adapters, drafts=not config.join)
@@ -189,6 +191,7 @@ def serve_worker(config: WorkerServeConfig) -> int:
     phases = begin_service(config)
     located = locate_model(config.model)
     spec = with_sparse_attention(inspect_model(located.path), config)
+    check_activation_dtype(config, located.path, spec)
     _check_tcp(config.listen, "--listen")
     if config.master_addr is not None:
         _check_tcp(config.master_addr, "--master-addr")
