@@ -81,8 +81,8 @@ def _memory_line(plan: ServePlan) -> str:
         tokens = scheduler.pages * scheduler.page_tokens
         size += f": {tokens:,} tokens, {tokens // scheduler.max_model_len:,} requests of {scheduler.max_model_len:,}"
     return (
-        f"on {plan.device}, kernels {plan.family}{reading}, {plan.dtype}{inputs}; KV pages{kept} {scheduler.pages} a worker "
-        f"({size}), "
+        f"on {plan.device}, kernels {plan.family}{reading}, {plan.dtype}{inputs}; KV pages{kept} "
+        f"{scheduler.pages} a worker ({size}), "
         + (f"handed over by {plan.connector}" if plan.split else "not handed over: one worker does both phases")
     )
 

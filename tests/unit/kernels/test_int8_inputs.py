@@ -1,4 +1,4 @@
-"""Inputs of 8 bits (``--activation-dtype int8``): integers multiplied exactly, and law 1 as for inputs that are floats."""
+"""Inputs of 8 bits (``--activation-dtype int8``): integers are multiplied exactly, and law 1 holds as for floats."""
 
 from __future__ import annotations
 

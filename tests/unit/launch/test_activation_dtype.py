@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType
+from msgspec import structs
 
 from penstock.bundled import storyteller
 from penstock.config.load import load_serve
 from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError
 from penstock.launch.activation_dtype import check_activation_dtype
+from penstock.weights.config_json import ConfigFields
 from penstock.weights.inspect import inspect_model
-from stored_formats import FORMS
-from test_weight_formats import config_of, write_pair
+from penstock.weights.quantization.config import parse_quantization
 from tiny_gguf import write_gguf
 from tiny_models import llama_config, random_tensors
 
@@ -27,28 +29,37 @@ def check(path: Path, config: ServeConfig = INT8) -> None:
 
 def test_models_without_quantized_weights_are_refused() -> None:
     check(storyteller(), ServeConfig())
-    with pytest.raises(ConfigError, match="--activation-dtype int8: .* has no quantized weights"):
+    with pytest.raises(ConfigError, match=r"--activation-dtype int8: .* has no quantized weights"):
         check(storyteller())
 
 
-def test_codes_of_gguf_files_and_folders_are_integers(tmp_path: Path) -> None:
+def test_codes_of_gguf_files_are_integers(tmp_path: Path) -> None:
     config = llama_config(hidden_size=64, intermediate_size=128)
     write_gguf(tmp_path / "codes.gguf", config, random_tensors(config), {"o_proj": GGMLQuantizationType.Q8_0})
     check(tmp_path / "codes.gguf")
     write_gguf(tmp_path / "plain.gguf", config, random_tensors(config))
     with pytest.raises(ConfigError, match="no quantized weights"):
         check(tmp_path / "plain.gguf")
-    check(write_pair(tmp_path / "integers", FORMS["gptq 4, shuffled"], config_of("llama")).stored)
 
 
-def test_floats_of_eight_bits_are_refused(tmp_path: Path) -> None:
-    pair = write_pair(tmp_path, FORMS["fp8 in blocks"], config_of("qwen 3"))
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def check_folder(quantization: dict[str, Any]) -> None:
+    read = parse_quantization(ConfigFields({"quantization_config": quantization}, "config.json"))
+    spec = structs.replace(inspect_model(storyteller()), quantization=read)
+    check_activation_dtype(INT8, storyteller(), spec)
+
+
+def test_folders_have_integers_or_floats() -> None:
+    check_folder(GPTQ)
     with pytest.raises(ConfigError, match="floats of 8 bits; it takes integers"):
-        check(pair.stored)
+        check_folder(FP8)
 
 
 def test_it_is_a_setting_of_both_commands() -> None:
     assert load_serve({}, {}).activation_dtype == "auto"
     assert load_serve({"activation_dtype": "int8"}, {}).activation_dtype == "int8"
-    with pytest.raises(ConfigError, match="--activation-dtype: .* expected one of auto, int8"):
+    with pytest.raises(ConfigError, match=r"--activation-dtype: .* expected one of auto, int8"):
         load_serve({"activation_dtype": "int4"}, {})

@@ -103,7 +103,7 @@ class NativeOps(Ops):
         self.family = family
         self.compute_dtype = compute_dtype
         self.numerics = numerics_with(f"cpp-{family}-{_native.VERSION}-{compute_dtype}", None, activation_dtype)
-        self._int8_inputs = activation_dtype == INT8
+        self.activation_dtype = activation_dtype or compute_dtype
         self.kv_dtype = compute_dtype
         self.kv_layout = f"{KV_LAYOUT}-{compute_dtype}"
         narrow = compute_dtype == "bf16"
@@ -182,7 +182,7 @@ class NativeOps(Ops):
         self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
     ) -> PackedLinear | None:
         ends = segments or (parts[0].k,)
-        return pack_quantized(self._arena, parts, ends, threads, int8_inputs=self._int8_inputs)
+        return pack_quantized(self._arena, parts, ends, threads, int8_inputs=self.activation_dtype == INT8)
 
     def adapter_table(self, sites: Sequence[PackedLinear], slots: int) -> NativeAdapters:
         return NativeAdapters(sites, slots, self._per_cell)

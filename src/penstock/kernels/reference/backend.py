@@ -114,7 +114,7 @@ class ReferenceOps(Ops):
         self.device = torch.device(device)
         numerics = f"torch-{VERSION}-{arithmetic_of(self.device)}-{torch.__version__}-{compute_dtype}"
         self.numerics = numerics_with(numerics, kv_dtype, activation_dtype)
-        self._int8_inputs = activation_dtype == INT8
+        self.activation_dtype = activation_dtype or compute_dtype
         self.kv_dtype = kv_dtype or compute_dtype
         self.kv_layout = f"plain-1-{self.kv_dtype}"
         if self.device.type == "cpu":
@@ -171,7 +171,7 @@ class ReferenceOps(Ops):
         """Dequantized to fp32, so that the products are those of the weights."""
         whole_NK = np.concatenate([part.dequantized() for part in parts])
         packed = self._packed(self.context.tensor(whole_NK), segments)
-        if not self._int8_inputs:
+        if self.activation_dtype != INT8:
             return packed
         for part in parts:
             integers_of(part.format)

@@ -1,4 +1,5 @@
-"""The oracle's inputs of 8 bits: the nearest multiples of a block's largest size by 127 (cpp/quantized/int8_inputs.hpp).
+# ruff: noqa: N815  (field names carry shapes)
+"""The oracle's inputs of 8 bits: nearest multiples of a block's largest size by 127 (cpp/quantized/int8_inputs.hpp).
 
 This module imports torch.
 """

@@ -1,4 +1,4 @@
-"""Whole models with inputs of 8 bits: near the same model with inputs that are floats, and the same bits in any company."""
+"""Whole models with inputs of 8 bits: near the same with inputs that are floats, and the same bits in any company."""
 
 from __future__ import annotations
 

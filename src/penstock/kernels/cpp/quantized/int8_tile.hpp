@@ -99,15 +99,16 @@ __attribute__((noinline)) void int8_super_tile(const Int8Tile& tile) {
   const size_t stride = tile.row_bytes;
   const long unit_bytes = part.unit_bytes();
   const uint8_t* unit = part.unit(tile.panel, tile.unit);
+  const long record_bytes = part.record_bytes();
+  const uint8_t* record = part.record(tile.panel, tile.unit / kSuperUnits);
+  long first = tile.unit % kSuperUnits;  // of the super-block
   F16 acc[M];
   PS_EACH_ROW acc[m] = load(tile.acc + m * 16);
-  for (long u = 0; u < tile.units;) {
-    const long first = (tile.unit + u) % kSuperUnits, begin = u;
-    const long end = min_of(tile.units, u + kSuperUnits - first);
-    const uint8_t* record = part.record(tile.panel, (tile.unit + u) / kSuperUnits);
+  for (long u = 0; u < tile.units; first = 0, record += record_bytes) {
+    const long begin = u, end = min_of(tile.units, u + kSuperUnits - first);
     const uint8_t* scales = record + (kMin ? 64 : 32) + first * kGroups * 16;
     const uint8_t* mins = scales + kSuperUnits * kGroups * 16;
-    __builtin_prefetch(record + part.record_bytes(), 0, 3);
+    for (long byte = 0; byte < record_bytes; byte += 64) __builtin_prefetch(record + record_bytes + byte, 0, 3);
     I16 sum[M], low[M];
     PS_EACH_ROW sum[m] = low[m] = splat_int(0);
     for (; u < end; ++u, unit += unit_bytes) {
