@@ -11,24 +11,21 @@ from msgspec import structs
 
 from penstock.bundled import storyteller
 from penstock.config.load import load_serve
-from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError
-from penstock.launch.activation_dtype import check_activation_dtype
 from penstock.weights.config_json import ConfigFields
-from penstock.weights.inspect import inspect_model
+from penstock.weights.inspect import check_integer_weights, inspect_model
 from penstock.weights.quantization.config import parse_quantization
 from tiny_gguf import write_gguf
 from tiny_models import llama_config, random_tensors
 
-INT8 = ServeConfig(activation_dtype="int8")
+FLAG = "--activation-dtype int8"
 
 
-def check(path: Path, config: ServeConfig = INT8) -> None:
-    check_activation_dtype(config, path, inspect_model(path))
+def check(path: Path) -> None:
+    check_integer_weights(path, inspect_model(path), FLAG)
 
 
 def test_models_without_quantized_weights_are_refused() -> None:
-    check(storyteller(), ServeConfig())
     with pytest.raises(ConfigError, match=r"--activation-dtype int8: .* has no quantized weights"):
         check(storyteller())
 
@@ -49,7 +46,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 def check_folder(quantization: dict[str, Any]) -> None:
     read = parse_quantization(ConfigFields({"quantization_config": quantization}, "config.json"))
     spec = structs.replace(inspect_model(storyteller()), quantization=read)
-    check_activation_dtype(INT8, storyteller(), spec)
+    check_integer_weights(storyteller(), spec, FLAG)
 
 
 def test_folders_have_integers_or_floats() -> None:
