@@ -36,12 +36,12 @@ def prompt(number: int) -> str:
 
 def bodies() -> list[dict[str, Any]]:
     """Some that are greedy and some that are not."""
-    same = {"max_tokens": 24, "ignore_eos": True, "logprobs": 3, "stream": True}
+    same = {"model": "letters", "max_tokens": 24, "ignore_eos": True, "logprobs": 3, "stream": True}
     return [{**same, "prompt": prompt(n), "seed": n, "temperature": 0.8 * (n % 2)} for n in range(6)]
 
 
 def first_logprobs(server: PenstockServer, number: int) -> dict[str, float]:
-    body = {"prompt": prompt(number), "max_tokens": 1, "logprobs": 5, "temperature": 0}
+    body = {"model": "letters", "prompt": prompt(number), "max_tokens": 1, "logprobs": 5, "temperature": 0}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False).json()
     assert ("-act_int8" in answer["system_fingerprint"]) == (INT8[0] in server.flags)
     found: dict[str, float] = answer["choices"][0]["logprobs"]["top_logprobs"][0]

@@ -15,7 +15,7 @@ from quant_cases import FORMATS, matrix_of
 from penstock.errors import KernelError
 from penstock.kernels import _native
 from penstock.kernels.native.backend import NativeOps
-from penstock.kernels.operands import INT8, segment_ends
+from penstock.kernels.operands import INT8, SILU, Routing, segment_ends
 from penstock.kernels.quantization import (
     E2M1,
     SUPER_COLUMNS,
@@ -197,9 +197,28 @@ def test_columns_in_an_order_of_their_own(ops: NativeOps, name: str) -> None:
         assert_same_bits(np.array(ops.to_numpy(ops.linear(x[:rows], packed))), whole[:rows], f"{rows} rows")
 
 
+@pytest.mark.parametrize("backend", NATIVE, ids="-".join)
+def test_experts_have_their_bits_in_any_company(backend: tuple[str, str], threads: None) -> None:
+    ops, how = int8_ops(*backend), Routing(experts=6, top_k=2, normalised=True)
+    forms = [ALL["4 bits of super-blocks"], ALL["6 bits of super-blocks"], ALL["8 bits, fp16"]]
+    wide = [ops.pack_quantized([matrix_of(forms[e % 3], 512, 256, e)[0]]) for e in range(6)]
+    narrow = [ops.pack_quantized([matrix_of(forms[e % 2], 48, 256, 50 + e)[0]]) for e in range(6)]
+    experts = ops.pack_experts(wide, narrow)
+    x = normal(4, 90, 256)
+
+    def added(first: int, stop: int) -> NDArray[np.float32]:
+        own, hidden = x[first:stop], ops.hidden(np.zeros((stop - first, 48), np.float32))
+        ops.experts_add(ops.compute(own), ops.route(ops.hidden(own[:, :6]), how), experts, SILU, hidden)
+        return np.array(ops.to_numpy(hidden))
+
+    whole = added(0, 90)
+    for first, stop in ((0, 1), (3, 5), (40, 57), (89, 90)):
+        assert_same_bits(added(first, stop), whole[first:stop])
+
+
 def test_the_largest_integers_fit(ops: NativeOps) -> None:
     """Inputs of 127 times the largest codes: no sum of 16 or 32 bits overflows."""
-    for name, form in ALL.items():
+    for form in ALL.values():
         read = matrix_of(form, 32, 512)[0].read_all()
         for code in (0, (1 << form.bits) - 1):
             read.codes_NK[:] = code
@@ -210,7 +229,7 @@ def test_the_largest_integers_fit(ops: NativeOps) -> None:
             assert packed is not None
             for sign in (1, -1):
                 x = ops.compute(np.full((5, 512), sign, np.float32))
-                assert_close(ops.to_numpy(ops.linear(x, packed)), expected(ops.to_numpy(x), own, None), 2e-6), name
+                assert_close(ops.to_numpy(ops.linear(x, packed)), expected(ops.to_numpy(x), own, None), 2e-6)
 
 
 @pytest.mark.parametrize("backend", [*NATIVE, ("reference", "fp32")], ids="-".join)

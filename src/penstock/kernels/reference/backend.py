@@ -325,7 +325,7 @@ class ReferenceOps(Ops):
         if not isinstance(weight.data, Int8Segments):
             return self._product(x_TK, weight)
         own, out_TN = weight.data.inputs, x_TK.new_empty((len(x_TK), weight.n), dtype=torch.float32)
-        for block in own.block_N.unique().tolist():
+        for block in sorted(set(own.block_N.tolist())):
             rounded_TK = quantized_inputs(x_TK, block, weight.segments, own.order_K)
             outputs = own.block_N == block
             out_TN[:, outputs] = self._product(rounded_TK, weight)[:, outputs]

