@@ -18,7 +18,7 @@ examples:
   python -m bench.peers models                       random weights of the shape of Llama-3.2-1B, and of 97 M parameters
   python -m bench.peers run                          five rounds of everything
   python -m bench.peers run --measures decode,prefill --systems penstock,llama.cpp --rounds 1
-  python -m bench.peers run --measures decode --systems penstock-q8_0,llama.cpp-q8_0
+  python -m bench.peers run --measures decode --systems penstock-q8_0,penstock-q8_0-int8,llama.cpp-q8_0
   python -m bench.peers report --into docs/benchmarks.md --plot docs/peers.png
 
 Run it from the repository's root, with Penstock built or installed.  A run that was cut goes on where it stopped;

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.peers.places import CODED, COMPRESSED, HERE, LLAMA, OPENVINO, PLAIN, SHAPES, VLLM, Workplace
+from bench.peers.places import CODED, COMPRESSED, HERE, INT8, LLAMA, OPENVINO, PLAIN, SHAPES, VLLM, Workplace
 from bench.peers.processes import own_environment, peer_environment
 
 TIMEOUT_S = 900
@@ -45,13 +45,13 @@ def command_of(place: Workplace, system: str, model: str, ask: Ask) -> tuple[lis
     maker, kind = CODED.get(system, (system, "BF16"))
     if maker == LLAMA:
         return None
-    own = maker in (PLAIN, COMPRESSED)
+    own = maker in (PLAIN, COMPRESSED, INT8)
     script = "penstock" if own else system
     others = {COMPRESSED: place.compressed(model), OPENVINO: place.openvino(model)}
     folder = place.gguf(model, kind) if system in CODED else others.get(system, place.checkpoint(model))
     python = sys.executable if own else str(place.python(system))
     environment = own_environment() if own else peer_environment(peer_settings(place, system, ask.threads))
-    task = json.dumps({"model": str(folder), "vocab": SHAPES[model].vocab, **asdict(ask)})
+    task = json.dumps({"model": str(folder), "vocab": SHAPES[model].vocab, "int8": maker == INT8, **asdict(ask)})
     return [python, str(HERE / "drivers" / f"drive_{script}.py"), task], environment
 
 

@@ -62,8 +62,15 @@ OFFLINE_SYSTEMS: Final = (PLAIN, COMPRESSED, *PEERS)
 QUANTS: Final = ("Q8_0", "Q4_K_M")
 """Types of GGUF files, as llama-quantize calls them."""
 
-CODED: Final = {f"{maker}-{kind.lower()}": (maker, kind) for kind in QUANTS for maker in (PLAIN, LLAMA)}
-"""(who reads it, its type) of systems that are measured with a quantised GGUF file, the same for both."""
+INT8: Final = "penstock-int8"
+"""Penstock with ``--activation-dtype int8``."""
+
+CODED: Final = {
+    f"{PLAIN}-{kind.lower()}-int8" if maker == INT8 else f"{maker}-{kind.lower()}": (maker, kind)
+    for kind in QUANTS
+    for maker in (PLAIN, INT8, LLAMA)
+}
+"""(who reads it, its type) of systems that are measured with a quantised GGUF file, the same for all."""
 
 SPLIT, SPLIT_PLAIN, AGGREGATED = "penstock-split", "penstock-split-plain", "penstock-aggregated"
 OWN_SERVERS: Final = (SPLIT, SPLIT_PLAIN, AGGREGATED)

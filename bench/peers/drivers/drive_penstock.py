@@ -57,7 +57,11 @@ class Engine:
     def __init__(self, task: Task) -> None:
         folder = Path(task.model)
         spec = inspect_model(folder)
-        ops = make_ops(compute_dtype=compute_dtype_for(spec, "auto"), threads=task.threads)
+        ops = make_ops(
+            compute_dtype=compute_dtype_for(spec, "auto"),
+            threads=task.threads,
+            activation_dtype="int8" if task.int8 else None,
+        )
         model = build_model(load_model(folder, spec, ops), ops, spec.max_positions)
         pages = KV_TOKENS // PAGE_TOKENS
         runner = ModelRunner(model, ops, ops.new_kv(spec.kv, pages=pages))

@@ -35,6 +35,7 @@ class Task:
     seed: int
     vocab: int = 0  # 0: what the model's config.json says
     stay: bool = False
+    int8: bool = False  # inputs of quantised weights are quantised too, where a driver can choose
 
     @classmethod
     def from_arguments(cls):

@@ -38,7 +38,8 @@ On a GPU, a worker takes all that is free there, as without a catalog."""
 ENTRY_SETTINGS = (
     *("prefill", "decode", "aggregated", "prefill_cores", "decode_cores", "threads", "transfer", "lend_cores"),
     *("parallel", "tensor_parallel_size", "pipeline_parallel_size", "prefill_parallel", "decode_parallel"),
-    *("kv_memory", "max_model_len", "dtype", "kv_dtype", "kernels", "max_chunk_tokens", "max_running"),
+    *("kv_memory", "max_model_len", "dtype", "kv_dtype", "activation_dtype", "kernels"),
+    *("max_chunk_tokens", "max_running"),
     *("speculate", "max_draft_tokens", "lora", "max_loras", "lora_memory", "max_lora_rank", "allow_lora_updating"),
     *("response_cache", "device", "gpu_lanes", "generation_config"),
 )

@@ -54,6 +54,11 @@ ENGINE_FLAGS = (
         "type of KV pages (default: auto, as --dtype). fp8_e4m3: half the bytes, but the OUTPUT DIFFERS; GPUs only",
     ),
     Flag(
+        "activation-dtype",
+        "auto|int8",
+        "inputs of quantized weights (default: auto, as --dtype). int8: faster, but the OUTPUT DIFFERS; CPUs only",
+    ),
+    Flag(
         "kernels",
         "FAMILY",
         "avx512_bf16, amx_bf16, avx512, avx2, portable or reference; on a GPU triton or reference",

@@ -98,6 +98,8 @@ def _check(config: ServeConfig, model: ModelFacts, flag: str) -> None:
         raise ConfigError(f"{flag}: {model.name} has recurrent layers, whose states cannot pass between kernels")
     if config.kv_dtype != "auto":
         raise ConfigError(f"{flag}: processors keep KV pages in the compute type; leave out --kv-dtype")
+    if config.activation_dtype != "auto":
+        raise ConfigError(f"{flag}: both phases need inputs of one type; leave out --activation-dtype")
     if config.aggregated:
         raise ConfigError(f"{flag} with --aggregated: one worker does both phases; leave one of them out")
     if config.encode_workers:
@@ -128,6 +130,8 @@ def check_mixed_worker(config: WorkerServeConfig, model: ModelFacts, family: str
         raise ConfigError(f"{flag}: expected the numerics class that workers of the other role log when they start")
     if config.kv_dtype != "auto":
         raise ConfigError(f"{flag}: processors keep KV pages in the compute type; leave out --kv-dtype")
+    if config.activation_dtype != "auto":
+        raise ConfigError(f"{flag}: both phases need inputs of one type; leave out --activation-dtype")
     if model.pooling is not None or model.recurrent:
         raise ConfigError(f"{flag}: {model.name} needs the same kernels for prefill and decode")
     if config.role is Role.PREFILL and family in (*TORCH_FAMILIES, TRITON):

@@ -103,6 +103,7 @@ class ServePlan(Config, frozen=True, kw_only=True):
     mixed_with: str = ""  # numerics class of the other role's workers on other hosts; empty: the same
     dtype: str  # "bf16" or "fp32"
     kv_dtype: str  # the same, or "fp8_e4m3"
+    activation_dtype: str | None = None  # inputs of quantized weights: "int8", or None: as dtype
     page_bytes: int
     scheduler: SchedulerConfig  # the same in every worker
     numa_nodes: tuple[int, ...] = ()  # NUMA nodes that the weights are interleaved over; empty: not interleaved
@@ -360,6 +361,7 @@ def _plan(
         prefill_plan=prefill_plan,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        activation_dtype=resolve_activation_dtype(config.activation_dtype, family, choice.device, note=choice.note),
         page_bytes=size.page_bytes,
         scheduler=scheduler,
         numa_nodes=assigned.numa_nodes,
@@ -460,6 +462,22 @@ def resolve_kv_dtype(asked: str, compute: str, family: str, *, recurrent: str = 
         raise ConfigError(
             f"--kv-dtype {FP8_E4M3}: the kernels of processors ({family}) keep KV pages in the compute type; it takes "
             f"a GPU{why}, or, to try it slowly, --kernels reference; else leave it out"
+        )
+    return asked
+
+
+def resolve_activation_dtype(asked: str, family: str, device: str, *, note: str = "") -> str | None:
+    """The type of the inputs of quantized weights; None: the compute type.  ``note``: why this device was chosen.
+
+    Raises ConfigError if the type is not available.
+    """
+    if asked == "auto":
+        return None
+    if device != "cpu" or family == TRITON:
+        why = f" ({note})" if note else ""
+        raise ConfigError(
+            f"--activation-dtype {asked}: the kernels of GPUs{why} have inputs of the compute type only; leave it out, "
+            "or use --device cpu"
         )
     return asked
 

@@ -236,6 +236,7 @@ class EngineSettings(Config, frozen=True, kw_only=True):
     image_cache: Positive = 256 << 20  # bytes of encoded images kept in each worker
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"  # type of KV pages; "auto": the compute type
+    activation_dtype: Literal["auto", "int8"] = "auto"  # inputs of quantized weights; "auto": the compute type
     threads: Positive | None = None  # kernel threads of each worker; of a worker of several ranks, of each rank
     parallel: str | None = None  # how the ranks of each worker divide the model, as "tp2,pp2"; None: one process
     tensor_parallel_size: Positive | None = None  # the same as parallel="tpN"

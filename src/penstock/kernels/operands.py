@@ -53,8 +53,14 @@ KV_TYPES: Mapping[str, KvType] = MappingProxyType(
 )
 
 
-def numerics_with(numerics: str, kv_dtype: str | None) -> str:
-    """The numerics class of a backend that keeps keys and values in this; None: in its compute type."""
+INT8: Final = "int8"
+"""Type of the inputs that are multiplied with quantized weights, other than the compute type."""
+
+
+def numerics_with(numerics: str, kv_dtype: str | None, activation_dtype: str | None = None) -> str:
+    """The numerics class of a backend that keeps keys and values in the one type, and multiplies quantized weights with
+    inputs of the other; None: in its compute type."""
+    numerics = numerics if activation_dtype is None else f"{numerics}-act_{activation_dtype}"
     return numerics if kv_dtype is None else f"{numerics}-kv_{kv_dtype}"
 
 

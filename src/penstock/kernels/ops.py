@@ -151,6 +151,9 @@ class Ops(Protocol):
     kv_dtype: str
     """What keys and values are kept in: the compute type, or "fp8_e4m3" (``operands.KvType``)."""
 
+    activation_dtype: str
+    """What inputs are multiplied with quantized weights in: the compute type, or "int8"."""
+
     kv_layout: str
     """Name of the layout of the bytes in a page; pages pass only between equal layouts of one numerics class."""
 

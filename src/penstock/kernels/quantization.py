@@ -17,6 +17,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.errors import KernelError
+
 PANEL_ROWS = 16
 UNIT_COLUMNS = 32
 PIECE_COLUMNS = 16
@@ -58,6 +60,27 @@ _DTYPES = {
 }
 
 
+class CodeType(IntEnum):
+    """How codes are multiplied with inputs of 8 bits."""
+
+    LINEAR = 0  # as they are
+    BYTE = 1  # codes of 8 bits, stored as their integers
+    TABLE = 2  # codes of 4 bits, by a table of integers
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerCodes:
+    """Values of codes as integers: ``values[code] = unit * (integers[code] - offset)``.
+
+    Integers of LINEAR are the codes themselves, others are -128 to 127.
+    """
+
+    kind: CodeType
+    unit: float  # a power of two
+    offset: int
+    integers: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class QuantFormat:
     """All but the numbers themselves."""
@@ -81,6 +104,40 @@ class QuantFormat:
         if len(exact) != 1 << self.bits or not same.all():
             raise ValueError(f"{1 << self.bits} values that bf16 holds are wanted")
         return table
+
+    def integer_codes(self) -> IntegerCodes | None:
+        """The codes as integers, which can be multiplied with inputs of 8 bits; None for floats such as E4M3."""
+        values = np.array(self.values, np.float64)
+        if not np.isfinite(values).all() or not values.any():
+            return None
+        bits, least = np.frexp(values[values != 0])
+        odd = (bits * 2.0**53).astype(np.int64)
+        unit = float(2.0 ** int((least - 53 + np.frexp((odd & -odd).astype(np.float64))[1] - 1).min()))
+        whole = values / unit
+        low, high, codes = int(whole.min()), int(whole.max()), len(values)
+        if self.bits < 8 and np.array_equal(whole, whole[0] + np.arange(codes)):
+            return IntegerCodes(CodeType.LINEAR, unit, -int(whole[0]), tuple(range(codes)))
+        offset = 0 if low >= -128 and high < 128 else -128 - low
+        if high - low > 255 or abs(offset) > 128 or self.bits not in (4, 8):
+            return None
+        if self.bits == 4 and offset != 0:
+            return None
+        kind = CodeType.BYTE if self.bits == 8 else CodeType.TABLE
+        return IntegerCodes(kind, unit, offset, tuple(int(each) + offset for each in whole))
+
+    @property
+    def input_block(self) -> int:
+        """Columns of inputs that share a scale where inputs are quantized to 8 bits: those of a super-block, if the
+        kernels multiply its scales as integers (``has_integer_scales`` in cpp/quantized/int8_tile.hpp)."""
+        codes = self.integer_codes()
+        if codes is None or codes.kind is not CodeType.LINEAR:
+            return UNIT_COLUMNS
+        unsigned = (ScaleType.U8_OF_F16, MinimumType.U8_OF_F16, 32)
+        own = (self.scale, self.minimum, self.group)
+        integers = (own == unsigned and codes.offset == 0 and self.bits < 6) or (
+            own == (ScaleType.I8_OF_F16, MinimumType.NONE, 16) and self.bits == 6
+        )
+        return SUPER_COLUMNS if integers else UNIT_COLUMNS
 
     def bits_a_weight(self) -> float:
         """What a weight takes, its share of the numbers included."""
@@ -142,6 +199,14 @@ class QuantizedMatrix:
             return all_NK if own.step == 1 else all_NK.every_nth(own.step)
 
         return QuantizedMatrix(len(rows), self.k, self.format, read, self.order)
+
+
+def integers_of(form: QuantFormat) -> IntegerCodes:
+    """The format's codes as integers.  Raises KernelError if they are not."""
+    found = form.integer_codes()
+    if found is None:
+        raise KernelError("inputs of 8 bits can be multiplied with integer codes only, and these are floats")
+    return found
 
 
 def integer_values(bits: int, offset: int) -> tuple[float, ...]:

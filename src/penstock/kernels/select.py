@@ -11,6 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 
 from penstock.errors import KernelError
+from penstock.kernels.operands import INT8
 from penstock.kernels.ops import Ops
 
 REFERENCE = "reference"
@@ -34,22 +35,28 @@ def make_ops(
     device: str = "cpu",
     threads: int = 1,
     kv_dtype: str | None = None,
+    activation_dtype: str | None = None,
 ) -> Ops:
     """The backend with this name, or the best one.
 
     ``family``: None, one of ``available_families()``, "triton" (a GPU; the best one there, if Triton is installed) or
     "triton-interpreter" (the same kernels on a CPU, for tests; never taken without being named).  ``device``: "cpu", or
     a torch device such as "cuda".  ``threads``: threads of one operation, the calling one included.  ``kv_dtype``: what
-    KV pages are in, "fp8_e4m3" or None, which is the compute type.
+    KV pages are in, "fp8_e4m3" or None, which is the compute type.  ``activation_dtype``: what inputs are multiplied
+    with quantized weights in, "int8" or None, which is the compute type.
     Raises KernelError, which names what is available, when it cannot run.
     """
+    if activation_dtype not in (None, INT8):
+        raise KernelError(f"inputs in {activation_dtype!r}: there is {INT8}, or None for the compute type")
+    if activation_dtype is not None and (family in (TRITON, TRITON_INTERPRETER) or device != "cpu"):
+        raise KernelError(f"inputs in {activation_dtype} are for the CPU's kernels only; leave it out on a GPU")
     if family in (TRITON, TRITON_INTERPRETER):
         return _triton(family, compute_dtype, device, kv_dtype)
     if family is None and device != "cpu":
         make = partial(_triton, TRITON) if find_spec("triton") else _reference
         return make(compute_dtype, device, kv_dtype)
     if family == REFERENCE:
-        return _reference(compute_dtype, device, kv_dtype)
+        return _reference(compute_dtype, device, kv_dtype, activation_dtype)
     if device != "cpu":
         raise KernelError(
             f"kernel family {family!r} runs on the CPU only; for {device} take 'triton', 'reference' or none"
@@ -67,7 +74,7 @@ def make_ops(
         )
     from penstock.kernels.native.backend import NativeOps
 
-    return NativeOps(family or known[0], compute_dtype, threads=threads)
+    return NativeOps(family or known[0], compute_dtype, threads=threads, activation_dtype=activation_dtype)
 
 
 def _native_families() -> tuple[str, ...]:
@@ -80,12 +87,14 @@ def _native_families() -> tuple[str, ...]:
     return families()
 
 
-def _reference(compute_dtype: str, device: str, kv_dtype: str | None) -> Ops:
+def _reference(compute_dtype: str, device: str, kv_dtype: str | None, activation_dtype: str | None = None) -> Ops:
     try:
         from penstock.kernels.reference.backend import ReferenceOps
     except ImportError as error:
         raise KernelError(f"the reference kernels need torch, which is not installed ({error})") from error
-    return ReferenceOps(compute_dtype=compute_dtype, device=device, kv_dtype=kv_dtype)
+    return ReferenceOps(
+        compute_dtype=compute_dtype, device=device, kv_dtype=kv_dtype, activation_dtype=activation_dtype
+    )
 
 
 def _triton(family: str, compute_dtype: str, device: str, kv_dtype: str | None) -> Ops:

@@ -84,7 +84,7 @@ from penstock.telemetry.log import configure_logging
 from penstock.types import FP8_E4M3, Task, WorkerId, WorkerState
 from penstock.weights.architecture.spec import ModelSpec, PoolerConfig, PoolingType
 from penstock.weights.architecture.vision import VisionDecoderConfig
-from penstock.weights.inspect import compute_dtype_for, inspect_model
+from penstock.weights.inspect import check_integer_weights, compute_dtype_for, inspect_model
 from penstock.weights.lora import LoraFileLimits, lora_targets, named_adapter, read_lora_adapter
 from penstock.weights.manifest import ManifestStore
 from penstock.wire.curve_keys import CurveKeys
@@ -131,7 +131,7 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
     phases = begin_service(config, nested.name if nested else "supervisor")
     tls = None if nested else checked_tls(config)  # the front of a catalog has its own, and asks over the loopback
     located = locate_model(config.model)
-    spec = with_sparse_attention(inspect_model(located.path), config)
+    spec = _inspect(located.path, config)
     name = config.served_model_name or located.name
     lora = listed_adapters(config, name, spec)
     model = _model_source(config, located, spec, loras=lora.adapters, drafts=not config.join)
@@ -188,7 +188,7 @@ def serve_worker(config: WorkerServeConfig) -> int:
     """Run ``penstock worker`` until it ends; returns the exit code.  Raises as ``serve``."""
     phases = begin_service(config)
     located = locate_model(config.model)
-    spec = with_sparse_attention(inspect_model(located.path), config)
+    spec = _inspect(located.path, config)
     _check_tcp(config.listen, "--listen")
     if config.master_addr is not None:
         _check_tcp(config.master_addr, "--master-addr")
@@ -487,6 +487,14 @@ def _machine(config: EngineSettings, report: GpuReport | None = None) -> Machine
         log.warning("the C++ extension is not built: blocks are hashed and indexed in Python, slowly (docs/gpu.md)")
         families = ()
     return structs.replace(machine_facts(families), gpu=report)
+
+
+def _inspect(path: Path, config: EngineSettings) -> ModelSpec:
+    """The model as the settings compute it.  Raises ModelError, and ConfigError if they do not suit it."""
+    spec = with_sparse_attention(inspect_model(path), config)
+    if config.activation_dtype != "auto":
+        check_integer_weights(path, spec, f"--activation-dtype {config.activation_dtype}")
+    return spec
 
 
 def _model_facts(name: str, spec: ModelSpec, extra_weights: tuple[ExtraWeights, ...] = ()) -> ModelFacts:

@@ -422,7 +422,12 @@ class WorkerProcesses:
         plan = self._plan
         where, kept = reading or plan, None if plan.kv_dtype == plan.dtype else plan.kv_dtype
         return make_ops(
-            family=where.family, compute_dtype=plan.dtype, device=where.device, threads=threads, kv_dtype=kept
+            family=where.family,
+            compute_dtype=plan.dtype,
+            device=where.device,
+            threads=threads,
+            kv_dtype=kept,
+            activation_dtype=plan.activation_dtype,
         )
 
 

@@ -74,14 +74,15 @@ def _memory_line(plan: ServePlan) -> str:
     reading = (
         "" if plan.prefill_plan is None else f" (prefill: {plan.prefill_plan.family} on {plan.prefill_plan.device})"
     )
+    inputs = "" if plan.activation_dtype is None else f", inputs of quantized weights {plan.activation_dtype}"
     scheduler = plan.scheduler
     size = format_size(scheduler.pages * plan.page_bytes)
     if scheduler.reaches == (FULL_ATTENTION,):  # with windowed layers a request holds fewer pages
         tokens = scheduler.pages * scheduler.page_tokens
         size += f": {tokens:,} tokens, {tokens // scheduler.max_model_len:,} requests of {scheduler.max_model_len:,}"
     return (
-        f"on {plan.device}, kernels {plan.family}{reading}, {plan.dtype}; KV pages{kept} {scheduler.pages} a worker "
-        f"({size}), "
+        f"on {plan.device}, kernels {plan.family}{reading}, {plan.dtype}{inputs}; KV pages{kept} "
+        f"{scheduler.pages} a worker ({size}), "
         + (f"handed over by {plan.connector}" if plan.split else "not handed over: one worker does both phases")
     )
 

@@ -22,6 +22,7 @@ from penstock.weights.gguf_file import is_gguf
 from penstock.weights.model_files import CONFIG, GENERATION_CONFIG, TOKENIZER, ModelFiles, load_json, model_files
 from penstock.weights.pooling_config import with_pooler
 from penstock.weights.quantization.config import parse_quantization
+from penstock.weights.quantization.fp8_mxfp4 import EightBitScheme
 
 ComputeDtype = Literal["bf16", "fp32"]
 
@@ -85,6 +86,21 @@ def compute_dtype_for(spec: ModelSpec, wanted: str) -> ComputeDtype:
             return "fp32"
         case _:
             raise ConfigError(f"dtype {wanted!r} is not known; expected auto, bf16 or fp32")
+
+
+def check_integer_weights(path: Path, spec: ModelSpec, flag: str) -> None:
+    """Raises ConfigError, which names the flag, unless the model has quantized matrices and all are integers."""
+    schemes = [] if spec.quantization is None else [group.scheme for group in spec.quantization.groups]
+    if any(isinstance(scheme, EightBitScheme) and scheme.kind == "e4m3" for scheme in schemes):
+        raise ConfigError(f"{flag}: the weights of {path} are floats of 8 bits; it takes integers: leave it out")
+    if not schemes and not _has_codes(path):
+        raise ConfigError(f"{flag}: {path} has no quantized weights, and only their inputs are quantized; leave it out")
+
+
+def _has_codes(path: Path) -> bool:
+    """Whether a file without a configuration of its codes, as GGUF, has quantized matrices."""
+    with Checkpoint(path) as checkpoint:
+        return any(checkpoint.quantized_tensor(name) is not None for name in checkpoint.names)
 
 
 def _check_files(folder: Path, files: ModelFiles) -> None:

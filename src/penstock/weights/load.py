@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from penstock.errors import KernelError, ModelError
 from penstock.kernels.compressed import PANEL_ROWS, AnyCompressed, CompressedMatrix
 from penstock.kernels.compressed_cuts import ends_units
-from penstock.kernels.operands import GatheredNorm, PackedLinear
+from penstock.kernels.operands import INT8, GatheredNorm, PackedLinear
 from penstock.kernels.ops import Ops
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.kernels.weight_source import LoadFailed, ProgressCallback, StoredTensor, WeightLoading
@@ -117,7 +117,7 @@ class WeightPacker:
                 len(names),
                 ", ".join(named),
             )
-        if quantization is not None and quantization.activations:
+        if quantization is not None and quantization.activations and self._ops.activation_dtype != INT8:
             log.info(
                 "activations stay in the compute type: quantizing them, as config.json has it (%s), is not done here",
                 quantization.activations,

@@ -147,6 +147,14 @@ def test_pages_of_codes_are_a_gpus() -> None:
     refused("qwen has recurrent layers", machine=GPU_SERVER, model=recurrent, kv_dtype="fp8_e4m3", device="cuda")
 
 
+def test_inputs_of_eight_bits_are_a_processors() -> None:
+    assert plan().activation_dtype is None
+    assert plan(activation_dtype="int8").activation_dtype == "int8"
+    refused("--activation-dtype int8: the kernels of GPUs", "use --device cpu",
+            machine=GPU_SERVER, model=LLAMA, activation_dtype="int8")  # fmt: skip
+    assert plan(GPU_SERVER, LLAMA, activation_dtype="int8", device="cpu").activation_dtype == "int8"
+
+
 H200 = GpuFacts(name="NVIDIA H200", capability=(9, 0), total_bytes=140 * GIB, free_bytes=139 * GIB)
 GPU_SERVER = msgspec.structs.replace(SERVER, gpu=GpuReport(gpu=H200, reason=""))
 

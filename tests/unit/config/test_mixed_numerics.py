@@ -91,6 +91,7 @@ def test_it_is_asked_for_twice() -> None:
         ({"prefill": 2}, "two processes on one GPU take turns; use --prefill 1"),
         ({"prefill_kernels": "avx2"}, "prefill workers have triton, reference there"),
         ({"kv_dtype": "fp8_e4m3"}, "keep KV pages in the compute type"),
+        ({"activation_dtype": "int8"}, "both phases need inputs of one type"),
         ({"kv_disk": "/d"}, "--kv-disk with --prefill-device cuda: stored pages are for prefill workers"),
         ({"prefill_cores": "0-3"}, "--prefill-cores are for prefill workers on processors"),
     ],
@@ -142,6 +143,7 @@ def test_a_joined_worker_names_the_class_of_the_others() -> None:
         (Role.DECODE, {"device": "cuda"}, "--role decode serves one phase"),
         (Role.DECODE, {"mixed_with": "a>b"}, "expected the numerics class"),
         (Role.DECODE, {"mixed_with": ""}, "expected the numerics class"),
+        (Role.DECODE, {"activation_dtype": "int8"}, "both phases need inputs of one type"),
     ):
         with pytest.raises(ConfigError, match=why):
             joined(role, **({"mixed_with": "cpp-x"} | flags))

@@ -42,6 +42,7 @@ from penstock.kernels.native.memory import StepBuffers, WeightArena
 from penstock.kernels.native.program import record_steps
 from penstock.kernels.native.weights import CompressedBuffers, LoadingBackend, NativeWeightLoading, pack_quantized
 from penstock.kernels.operands import (
+    INT8,
     SILU,
     Activation,
     Array,
@@ -54,6 +55,7 @@ from penstock.kernels.operands import (
     Routes,
     Routing,
     StepBatch,
+    numerics_with,
 )
 from penstock.kernels.ops import (
     DirectProgram,
@@ -87,15 +89,21 @@ def families() -> tuple[str, ...]:
 class NativeOps(Ops):
     """One kernel family and one compute type."""
 
-    def __init__(self, family: str, compute_dtype: str, *, threads: int = 1) -> None:
-        """``threads`` counts the calling one.  Raises KernelError for a family or type that cannot run here."""
+    def __init__(
+        self, family: str, compute_dtype: str, *, threads: int = 1, activation_dtype: str | None = None
+    ) -> None:
+        """``threads`` counts the calling one.  ``activation_dtype``: as in ``select.make_ops``.
+
+        Raises KernelError for a family or type that cannot run here.
+        """
         if family not in families():
             raise KernelError(f"kernel family {family!r} cannot run here; available: {', '.join(families())}")
         if compute_dtype not in ("bf16", "fp32"):
             raise KernelError(f"compute type {compute_dtype!r} is not one of bf16, fp32")
         self.family = family
         self.compute_dtype = compute_dtype
-        self.numerics = f"cpp-{family}-{_native.VERSION}-{compute_dtype}"
+        self.numerics = numerics_with(f"cpp-{family}-{_native.VERSION}-{compute_dtype}", None, activation_dtype)
+        self.activation_dtype = activation_dtype or compute_dtype
         self.kv_dtype = compute_dtype
         self.kv_layout = f"{KV_LAYOUT}-{compute_dtype}"
         narrow = compute_dtype == "bf16"
@@ -173,7 +181,8 @@ class NativeOps(Ops):
     def pack_quantized(
         self, parts: list[QuantizedMatrix], *, segments: tuple[int, ...] | None = None, threads: int = 1
     ) -> PackedLinear | None:
-        return pack_quantized(self._arena, parts, segments or (parts[0].k,), threads)
+        ends = segments or (parts[0].k,)
+        return pack_quantized(self._arena, parts, ends, threads, int8_inputs=self.activation_dtype == INT8)
 
     def adapter_table(self, sites: Sequence[PackedLinear], slots: int) -> NativeAdapters:
         return NativeAdapters(sites, slots, self._per_cell)

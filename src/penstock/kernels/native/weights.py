@@ -25,8 +25,11 @@ from penstock.kernels.quantization import (
     PANEL_ROWS,
     SUPER_COLUMNS,
     UNIT_COLUMNS,
+    CodeType,
+    IntegerCodes,
     QuantizedMatrix,
     fits_kernels,
+    integers_of,
     padded_rows,
     panel_records,
 )
@@ -169,9 +172,12 @@ CODES_AT_A_TIME = 1 << 20
 
 
 def pack_quantized(
-    arena: WeightArena, parts: list[QuantizedMatrix], ends: tuple[int, ...], threads: int
+    arena: WeightArena, parts: list[QuantizedMatrix], ends: tuple[int, ...], threads: int, *, int8_inputs: bool
 ) -> PackedLinear | None:
-    """The matrices, one below the other; None unless they fit."""
+    """The matrices, one below the other; None unless they fit.
+
+    ``int8_inputs``: they are multiplied with inputs of 8 bits.  Raises KernelError if their codes are not integers.
+    """
     if not fits_kernels(parts, ends):
         return None
     n, k = sum(part.n for part in parts), parts[0].k
@@ -180,12 +186,16 @@ def pack_quantized(
     jobs: list[Callable[[], None]] = []
     for part in parts:
         codes, numbers = _room(arena, part)
-        jobs += _jobs(part, codes, numbers)
+        integers = integers_of(part.format) if int8_inputs else None
+        jobs += _jobs(part, codes, numbers, integers)
         nbytes += codes.nbytes + numbers.nbytes
         form = part.format
         table = form.table().view(np.uint16)
         sizes = (int(form.scale), int(form.minimum), min(form.group, -(-k // UNIT_COLUMNS) * UNIT_COLUMNS))
         weights.add_part(codes, numbers, table, part.n, form.bits, sizes)
+        if integers is not None:
+            own = np.array(integers.integers[:16], np.int64).astype(np.int8)
+            weights.set_integers((int(integers.kind), integers.unit, integers.offset), own)
     if parts[0].order is not None:
         weights.set_order(np.ascontiguousarray(parts[0].order, np.int32))
     if threads < 2 or len(jobs) < 2:
@@ -207,16 +217,25 @@ def _room(arena: WeightArena, part: QuantizedMatrix) -> tuple[NDArray[np.uint8],
     return codes, arena.bytes(panels * len(record))
 
 
-def _jobs(part: QuantizedMatrix, codes: NDArray[np.uint8], numbers: NDArray[np.uint8]) -> list[Callable[[], None]]:
-    """One for some panels each."""
+def _jobs(
+    part: QuantizedMatrix, codes: NDArray[np.uint8], numbers: NDArray[np.uint8], integers: IntegerCodes | None
+) -> list[Callable[[], None]]:
+    """One for some panels each.  ``integers``: of codes that inputs of 8 bits are multiplied with."""
     rows = max(1, CODES_AT_A_TIME // part.k // PANEL_ROWS) * PANEL_ROWS
     panels = -(-part.n // PANEL_ROWS)
     codes_PB, numbers_PB = codes.reshape(panels, -1), numbers.reshape(panels, -1)
+    stored = np.arange(256, dtype=np.uint8)
+    if integers is not None and integers.kind is CodeType.BYTE:
+        stored = np.array(integers.integers, np.int64).astype(np.uint8)
 
     def job(first: int) -> None:
         read = padded_rows(part.read(first, min(part.n, first + rows)))
         own = slice(first // PANEL_ROWS, (first + len(read.codes_NK)) // PANEL_ROWS)
-        _native.pack_codes(np.ascontiguousarray(read.codes_NK), part.format.bits, codes_PB[own].reshape(-1))
+        codes_NK, to = np.ascontiguousarray(read.codes_NK), codes_PB[own].reshape(-1)
+        if integers is None:
+            _native.pack_codes(codes_NK, part.format.bits, to)
+        else:
+            _native.pack_quads(codes_NK, stored, part.format.bits, to)
         numbers_PB[own] = panel_records(read, part.format).reshape(len(numbers_PB[own]), -1)
 
     return [lambda first=first: job(first) for first in range(0, part.n, rows)]  # type: ignore[misc]

@@ -24,6 +24,7 @@ from penstock.errors import KernelError
 from penstock.kernels.compressed import AnyCompressed
 from penstock.kernels.lora import AdapterTable, row_slots
 from penstock.kernels.operands import (
+    INT8,
     SILU,
     Activation,
     AttentionSpec,
@@ -39,7 +40,7 @@ from penstock.kernels.operands import (
 )
 from penstock.kernels.ops import DirectProgram, GathersArrays, Ops, RecordableModel, StepProgram, checked_widths
 from penstock.kernels.page_export import PageWriter
-from penstock.kernels.quantization import QuantizedMatrix
+from penstock.kernels.quantization import QuantizedMatrix, integers_of
 from penstock.kernels.reference.attention import (
     ReferenceKv,
     ReferenceRope,
@@ -55,6 +56,7 @@ from penstock.kernels.reference.experts import (
     expert_sums,
     stacked_biases,
 )
+from penstock.kernels.reference.int8_inputs import InputBlocks, input_blocks, quantized_inputs
 from penstock.kernels.reference.lora import ReferenceAdapters, lora_add
 from penstock.kernels.reference.page_writer import TorchPageWriter
 from penstock.kernels.reference.sampling import sample_row, with_logprobs
@@ -84,11 +86,26 @@ VERSION = 2
 COMPUTE_TYPES: Mapping[str, torch.dtype] = MappingProxyType({"bf16": torch.bfloat16, "fp32": torch.float32})
 
 
+class Int8Segments(list[Tensor]):
+    """The segments of a weight that is multiplied with inputs of 8 bits."""
+
+    def __init__(self, segments: Sequence[Tensor], inputs: InputBlocks) -> None:
+        super().__init__(segments)
+        self.inputs = inputs
+
+
 class ReferenceOps(Ops):
     """For what each operation does."""
 
-    def __init__(self, *, compute_dtype: str, device: str = "cpu", kv_dtype: str | None = None) -> None:
-        """``kv_dtype``: what KV pages are in; None: the compute type.
+    def __init__(
+        self,
+        *,
+        compute_dtype: str,
+        device: str = "cpu",
+        kv_dtype: str | None = None,
+        activation_dtype: str | None = None,
+    ) -> None:
+        """``kv_dtype``: what KV pages are in; None: the compute type.  ``activation_dtype``: as in ``select.make_ops``.
 
         Raises KernelError for an unknown type or a device that torch does not find.
         """
@@ -96,7 +113,8 @@ class ReferenceOps(Ops):
         self.compute_dtype = compute_dtype
         self.device = torch.device(device)
         numerics = f"torch-{VERSION}-{arithmetic_of(self.device)}-{torch.__version__}-{compute_dtype}"
-        self.numerics = numerics_with(numerics, kv_dtype)
+        self.numerics = numerics_with(numerics, kv_dtype, activation_dtype)
+        self.activation_dtype = activation_dtype or compute_dtype
         self.kv_dtype = kv_dtype or compute_dtype
         self.kv_layout = f"plain-1-{self.kv_dtype}"
         if self.device.type == "cpu":
@@ -152,7 +170,12 @@ class ReferenceOps(Ops):
     ) -> PackedLinear | None:
         """Dequantized to fp32, so that the products are those of the weights."""
         whole_NK = np.concatenate([part.dequantized() for part in parts])
-        return self._packed(self.context.tensor(whole_NK), segments)
+        packed = self._packed(self.context.tensor(whole_NK), segments)
+        if self.activation_dtype != INT8:
+            return packed
+        for part in parts:
+            integers_of(part.format)
+        return replace(packed, data=Int8Segments(packed.data, input_blocks(parts)))
 
     def adapter_table(self, sites: Sequence[PackedLinear], slots: int) -> AdapterTable:
         return ReferenceAdapters(sites, slots, self.pack_linear)
@@ -299,6 +322,16 @@ class ReferenceOps(Ops):
         hidden_TD += self.embed(table, positions_T)
 
     def linear(self, x_TK: Tensor, weight: PackedLinear) -> Tensor:
+        if not isinstance(weight.data, Int8Segments):
+            return self._product(x_TK, weight)
+        own, out_TN = weight.data.inputs, x_TK.new_empty((len(x_TK), weight.n), dtype=torch.float32)
+        for block in sorted(set(own.block_N.tolist())):
+            rounded_TK = quantized_inputs(x_TK, block, weight.segments, own.order_K)
+            outputs = own.block_N == block
+            out_TN[:, outputs] = self._product(rounded_TK, weight)[:, outputs]
+        return out_TN
+
+    def _product(self, x_TK: Tensor, weight: PackedLinear) -> Tensor:
         sums, begin = [], 0
         for part, end in zip(weight.data, weight.segments, strict=True):
             sums.append(self.context.tiles.product(x_TK[:, begin:end].float(), part))

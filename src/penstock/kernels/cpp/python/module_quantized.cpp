@@ -19,6 +19,16 @@ void pack(const In<uint8_t, 2>& codes, int bits, const Out<uint8_t, 1>& to) {
   pack_codes(codes.data(), rows, k, bits, to.data());
 }
 
+void pack_bytes(const In<uint8_t, 2>& codes, const In<uint8_t, 1>& bytes, int bits, const Out<uint8_t, 1>& to) {
+  const long rows = dim(codes, 0), k = dim(codes, 1);
+  require(rows % 16 == 0 && k % kUnitColumns == 0, "whole panels and units only");
+  require(bits == 4 || bits == 5 || bits == 6 || bits == 8, "codes have 4, 5, 6 or 8 bits");
+  require(dim(bytes, 0) == 256, "a byte for every code");
+  require(dim(to, 0) == rows / 16 * (k / kUnitColumns) * 64 * bits, "codes do not fit");
+  nb::gil_scoped_release released;
+  pack_quads(codes.data(), bytes.data(), rows, k, bits, to.data());
+}
+
 class QuantKernels {
  public:
   QuantKernels(const std::string& family, const std::string& compute)
@@ -50,9 +60,11 @@ class QuantKernels {
 
 void bind_quantized(nb::module_& m) {
   m.def("pack_codes", &pack);
+  m.def("pack_quads", &pack_bytes);
   nb::class_<QuantWeights>(m, "QuantWeights")
       .def(nb::init<long, long, const std::vector<long>&>())
       .def("add_part", &QuantWeights::add_part)
+      .def("set_integers", &QuantWeights::set_integers)
       .def("set_order", &QuantWeights::set_order);
   nb::class_<QuantKernels>(m, "QuantKernels")
       .def(nb::init<const std::string&, const std::string&>())

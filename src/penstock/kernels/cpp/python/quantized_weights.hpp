@@ -18,6 +18,7 @@ struct QuantWeights {
 
   std::vector<QuantPart> parts;
   std::vector<std::unique_ptr<Values>> values;
+  std::vector<std::unique_ptr<IntegerCodes>> integers;  // of each part, if inputs are quantized to 8 bits
   std::vector<In<uint8_t, 1>> memory;
   std::vector<int32_t> order;
   PackedView layout;
@@ -56,6 +57,21 @@ struct QuantWeights {
     memory.insert(memory.end(), {codes, scales});
   }
 
+  // The last part's codes lie in quads and stand for integers: kind, unit, offset, and a table of 16.
+  void set_integers(std::tuple<int, float, int> numbers, const In<int8_t, 1>& table) {
+    const auto [kind, unit, offset] = numbers;
+    require(!parts.empty() && integers.size() + 1 == parts.size(), "integers follow the part that they belong to");
+    require(kind >= 0 && kind <= static_cast<int>(CodeKind::kTable), "no such kind of integers");
+    require(dim(table, 0) == 16, "a table has 16 integers");
+    require(offset >= -128 && offset <= 128, "the offset is too large");
+    auto own = std::make_unique<IntegerCodes>(IntegerCodes{static_cast<CodeKind>(kind), unit, offset, {}});
+    require((own->kind == CodeKind::kByte) == (parts.back().bits == 8), "bytes are codes of 8 bits");
+    require(own->kind != CodeKind::kTable || parts.back().bits == 4, "tables are for 4 bits");
+    std::copy_n(table.data(), 16, own->table);
+    parts.back().integers = own.get();
+    integers.push_back(std::move(own));
+  }
+
   // Columns of codes are multiplied with these inputs.
   void set_order(const In<int32_t, 1>& inputs) {
     require(dim(inputs, 0) == layout.k, "the order must have every column");
@@ -70,7 +86,9 @@ struct QuantWeights {
 
   QuantView view() const {
     require(covered() == layout.n, "the parts must have all rows");
-    return {parts.data(), static_cast<long>(parts.size()), layout, order.empty() ? nullptr : order.data()};
+    require(integers.empty() || integers.size() == parts.size(), "all parts have integers, or none");
+    const int32_t* columns = order.empty() ? nullptr : order.data();
+    return {parts.data(), static_cast<long>(parts.size()), layout, columns, !integers.empty()};
   }
 
  private:

@@ -26,6 +26,17 @@ PS_EVERYWHERE long scale_bytes(ScaleKind kind) {
 }
 PS_EVERYWHERE long min_bytes(MinKind kind) { return kind == MinKind::kNone ? 0 : kind == MinKind::kF16 ? 2 : 1; }
 
+// How codes are multiplied with inputs of 8 bits: as they are; as the bytes that lie in their place; by a table of 16.
+enum class CodeKind : int { kLinear = 0, kByte = 1, kTable = 2 };
+
+// Values as integers: values[code] = unit * (integer - offset), the integer being the code, its byte or the table's.
+struct IntegerCodes {
+  CodeKind kind;
+  float unit;  // a power of two
+  int32_t offset;
+  alignas(16) int8_t table[16];
+};
+
 // Rows of a weight that are written alike: whole panels, but for the last of the weight.
 struct QuantPart {
   const uint8_t* codes;    // [panels][units][64 * bits]
@@ -38,6 +49,7 @@ struct QuantPart {
   long first_panel;
   long panels;
   long units;
+  const IntegerCodes* integers = nullptr;  // null, or codes lie as quantized/int8_codes.hpp has them
 
   PS_EVERYWHERE long unit_bytes() const { return 64 * bits; }
   PS_EVERYWHERE bool has_super() const { return scale == ScaleKind::kU8OfF16 || scale == ScaleKind::kI8OfF16; }
@@ -62,6 +74,7 @@ struct QuantView {
   long count;
   PackedView layout;  // two inputs a cell, without cells; segments end with a unit
   const int32_t* order = nullptr;  // null, or [k]: which input each column is multiplied with
+  bool int8_inputs = false;        // inputs are quantized to 8 bits; every part has integers
 };
 
 using QuantLinearArgs = LinearArgsOf<QuantView>;

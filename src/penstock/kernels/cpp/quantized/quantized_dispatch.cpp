@@ -16,7 +16,7 @@ extern const QuantFamily quantized_avx512_bf16_vbmi;
 const QuantFamily& quantized_family([[maybe_unused]] const char* name) {
 #if defined(PENSTOCK_X86)
   __builtin_cpu_init();
-  const bool bytes = __builtin_cpu_supports("avx512vbmi");
+  const bool bytes = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
   if (std::strcmp(name, "avx512_bf16") == 0 || std::strcmp(name, "amx_bf16") == 0)
     return bytes ? quantized_avx512_bf16_vbmi : quantized_avx512_bf16;
   if (std::strcmp(name, "avx512") == 0) return bytes ? quantized_avx512_vbmi : quantized_avx512;

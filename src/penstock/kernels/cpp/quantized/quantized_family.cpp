@@ -1,4 +1,5 @@
 // Quantized weights in one kernel family: compiled once a family, as families/family.cpp is.
+#include "quantized/int8_gemm.hpp"
 #include "quantized/quantized_gemm.hpp"
 
 #define PS_STRING_OF(x) #x
@@ -6,12 +7,23 @@
 
 namespace {
 
+template <class D>
+void linear_by_inputs(const QuantLinearArgs& args) {
+  args.weight.int8_inputs ? linear_int8<D>(args) : linear_quantized<D>(args);
+}
+
+// All weights of a model have the same inputs.
+template <class D>
+void group_by_inputs(const QuantGroup& group) {
+  group.count > 0 && group.calls[0].weight.int8_inputs ? linear_group_int8<D>(group) : linear_group_quantized<D>(group);
+}
+
 void linear_by_type(const QuantLinearArgs& args, Compute compute) {
-  compute == Compute::kBf16 ? linear_quantized<Bf16>(args) : linear_quantized<Fp32>(args);
+  compute == Compute::kBf16 ? linear_by_inputs<Bf16>(args) : linear_by_inputs<Fp32>(args);
 }
 
 void group_by_type(const QuantGroup& group, Compute compute) {
-  compute == Compute::kBf16 ? linear_group_quantized<Bf16>(group) : linear_group_quantized<Fp32>(group);
+  compute == Compute::kBf16 ? group_by_inputs<Bf16>(group) : group_by_inputs<Fp32>(group);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 // Where columns have an order of their own, inputs are put into it first.
 #pragma once
 
+#include "quantized/int8_codes.hpp"
 #include "quantized/quantized_tile.hpp"
 
 namespace {
@@ -242,6 +243,15 @@ void linear_group_quantized(const QuantGroup& group) {
   list.run(work);
 }
 
+// What the code of one weight of a unit stands for.
+PS_INLINE float coded_value(const QuantPart& part, const uint8_t* unit, long column, int lane) {
+  if (part.integers == nullptr)
+    return bf16_to_float(part.values[code_at(unit, part.bits, column / 2, lane, static_cast<int>(column % 2))]);
+  const unsigned code = quad_code_at(unit, part.bits, column, lane);
+  if (part.integers->kind != CodeKind::kByte) return bf16_to_float(part.values[code]);
+  return part.integers->unit * static_cast<float>(static_cast<int8_t>(code) - part.integers->offset);
+}
+
 // Rows of the table: each weight in fp32, scale times value plus minimum.
 inline void embed_quantized(const QuantEmbedArgs& args) {
   const long k = args.table.layout.k, units = k / kUnitColumns;
@@ -259,8 +269,7 @@ inline void embed_quantized(const QuantEmbedArgs& args) {
       const uint8_t* codes = part->unit(panel - part->first_panel, unit);
       for (long c = 0; c < kUnitColumns; ++c) {
         const long piece = c / columns * 16 + lane;
-        const float value = bf16_to_float(part->values[code_at(codes, part->bits, c / 2, lane, static_cast<int>(c % 2))]);
-        const float product = scales[piece] * value;
+        const float product = scales[piece] * coded_value(*part, codes, c, lane);
         const long column = unit * kUnitColumns + c, place = args.table.order == nullptr ? column : args.table.order[column];
         to[place] = adds ? product + mins[piece] : product;
       }

@@ -42,6 +42,22 @@ void pack_lane(const uint8_t* codes, int bits, int lane, uint8_t* unit) {
       store_word(unit + 256 + half * 64 + lane * 4 + late * 2, high[late] >> (16 * half));
 }
 
+// The same in quads: four inputs side by side for each output.
+void pack_quad_lane(const uint8_t* codes, const uint8_t* bytes, int bits, int lane, uint8_t* unit) {
+  for (int quad = 0; quad < 8; ++quad)
+    for (int late = 0; late < 4; ++late) {
+      const unsigned code = bytes[codes[quad * 4 + late]];
+      const int place = lane * 4 + late;
+      if (bits == 8) {
+        unit[quad * 64 + place] = static_cast<uint8_t>(code);
+        continue;
+      }
+      unit[quad / 2 * 64 + place] |= static_cast<uint8_t>((code & 15) << (quad % 2 * 4));
+      if (bits == 5) unit[256 + place] |= static_cast<uint8_t>(code >> 4 << quad);
+      if (bits == 6) unit[256 + quad / 4 * 64 + place] |= static_cast<uint8_t>(code >> 4 << (quad % 4 * 2));
+    }
+}
+
 }  // namespace
 
 void pack_codes(const uint8_t* codes, long rows, long k, int bits, uint8_t* to) {
@@ -50,6 +66,15 @@ void pack_codes(const uint8_t* codes, long rows, long k, int bits, uint8_t* to) 
     for (long unit = 0; unit < units; ++unit)
       pack_lane(codes + row * k + unit * kUnitColumns, bits, static_cast<int>(row % 16),
                 to + (row / 16 * units + unit) * 64 * bits);
+}
+
+void pack_quads(const uint8_t* codes, const uint8_t* bytes, long rows, long k, int bits, uint8_t* to) {
+  const long units = k / kUnitColumns;
+  std::memset(to, 0, static_cast<size_t>(rows / 16 * units * 64 * bits));
+  for (long row = 0; row < rows; ++row)
+    for (long unit = 0; unit < units; ++unit)
+      pack_quad_lane(codes + row * k + unit * kUnitColumns, bytes, bits, static_cast<int>(row % 16),
+                     to + (row / 16 * units + unit) * 64 * bits);
 }
 
 }  // namespace penstock
