@@ -1,4 +1,4 @@
-"""GGUF files of every architecture that is served: the same file, dequantised by the format's own package, in
+"""GGUF files of every architecture that is served: the same file, dequantized by the format's own package, in
 transformers in fp32 gives the same log-probabilities."""
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ MODELS = {
 
 
 def mixed(name: str) -> Type:
-    """Queries and the head in one type, the rest in others, as quantised files mix them."""
+    """Queries and the head in one type, the rest in others, as quantized files mix them."""
     if ".experts." in name:
         return Type.MXFP4 if "down" not in name else Type.Q8_0
     return Type.Q5_1 if "q_proj" in name or "lm_head" in name else Type.Q8_0
 
 
-FILES: dict[str, Kinds] = {"F32": Type.F32, "BF16": Type.BF16, "quantised": mixed}
+FILES: dict[str, Kinds] = {"F32": Type.F32, "BF16": Type.BF16, "quantized": mixed}
 
 
 @pytest.fixture(scope="module", params=MODELS)
