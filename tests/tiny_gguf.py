@@ -29,14 +29,40 @@ def add_bytes_tokenizer(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None
     writer.add_eos_token_id(config["eos_token_id"])
 
 
+def of_byte_level(source: dict[str, Any], pre: str) -> dict[str, Any]:
+    """What a converter writes of a byte-level tokenizer.json."""
+    vocabulary, added = source["model"]["vocab"], source["added_tokens"]
+    tokens = dict.fromkeys(range(max([*vocabulary.values(), *(token["id"] for token in added)]) + 1), "")
+    tokens |= {index: token for token, index in vocabulary.items()}
+    tokens |= {token["id"]: token["content"] for token in added}
+    control = {token["id"] for token in added if token["special"]}
+    merges = source["model"]["merges"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": list(tokens.values()),
+        "tokenizer.ggml.token_type": [3 if index in control else 1 for index in tokens],
+        "tokenizer.ggml.merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in merges],
+    }
+
+
 def write_gguf(
-    path: Path, config: dict[str, Any], tensors: Tensors, kinds: dict[str, Type] | Type = Type.F32
+    path: Path,
+    config: dict[str, Any],
+    tensors: Tensors,
+    kinds: dict[str, Type] | Type = Type.F32,
+    *,
+    alignment: int | None = None,
+    parts: int = 1,
 ) -> dict[str, NDArray[np.float32]]:
     """A Llama; returns what its matrices say, by Hugging Face's names, as the package's own decoder has it.
 
     ``kinds``: of matrices, by a part of Hugging Face's name or for all; F32 where none fits, as for norms.
+    ``parts``: files, of which the first is called PATH-00001-of-0000N.
     """
-    writer = gguf.GGUFWriter(str(path), "llama")
+    writer = gguf.GGUFWriter(str(path), "llama", split_max_tensors=-(-len(tensors) // parts) if parts > 1 else 0)
+    if alignment is not None:
+        writer.add_custom_alignment(alignment)
     add_settings(writer, config)
     add_bytes_tokenizer(writer, config)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
@@ -69,7 +95,12 @@ def encoded(weight_NK: NDArray[np.float32], kind: Type) -> tuple[NDArray[Any], N
     return raw, np.asarray(gguf.quants.dequantize(raw, kind), np.float32)
 
 
-_SCALES = {Type.Q4_K: ((0, 15.0), (2, 7.0)), Type.Q5_K: ((0, 31.0), (2, 7.0)), Type.Q6_K: ((208, 32.0),)}
+_SCALES = {
+    Type.Q2_K: ((80, 3.0), (82, 2.0)),
+    Type.Q4_K: ((0, 15.0), (2, 7.0)),
+    Type.Q5_K: ((0, 31.0), (2, 7.0)),
+    Type.Q6_K: ((208, 32.0),),
+}
 """Where a block keeps its fp16 numbers, and by what a weight's size is divided to find one."""
 
 

@@ -217,9 +217,13 @@ def integer_values(bits: int, offset: int) -> tuple[float, ...]:
 def fits_kernels(parts: list[QuantizedMatrix], ends: tuple[int, ...]) -> bool:
     """Whether the kernels can multiply these matrices, stacked and cut at these columns, without dequantizing."""
     whole = all(part.n % PANEL_ROWS == 0 for part in parts[:-1]) and all(end % UNIT_COLUMNS == 0 for end in ends)
-    groups = (min(part.format.group, part.k) for part in parts)
-    units = all(group == PIECE_COLUMNS or group % UNIT_COLUMNS == 0 for group in groups)
+    units = all(_fits_units(part.format, min(part.format.group, part.k)) for part in parts)
     return whole and units and all(_same_order(part, parts[0]) for part in parts)
+
+
+def _fits_units(form: QuantFormat, group: int) -> bool:
+    """A minimum is added once for each unit, so no group may be smaller."""
+    return group % UNIT_COLUMNS == 0 or (group == PIECE_COLUMNS and form.minimum is MinimumType.NONE)
 
 
 def _same_order(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:

@@ -20,6 +20,7 @@ from penstock.launch.hub_download import download_model
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 GGUF = ".gguf"
+_PART_NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
 CONFIG = "config.json"
 _OK, _BAD = b"+", b"-"
 
@@ -44,7 +45,8 @@ def locate_model(model: str | None, download: Callable[[str], str] | None = None
     if path.is_dir():
         return ModelLocation(path.resolve(), path.resolve().name)
     if path.suffix.lower() == GGUF and path.is_file():
-        return ModelLocation(path.resolve(), path.stem)
+        # not resolved: a link of the Hub's cache has the name that tells what the file is, its target has not
+        return ModelLocation(path.absolute(), _PART_NUMBER.sub("", path.stem))
     if path.exists():
         raise ModelError(f"{model} is a file; expected a .gguf file, or the folder with config.json and *.safetensors")
     if not is_hub_name(model):

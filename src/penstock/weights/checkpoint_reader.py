@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint: a folder with one ``model.safetensors`` or an index of shards, or one GGUF file.
+"""Tensors of a checkpoint: a folder with one ``model.safetensors`` or an index of shards, or a GGUF model.
 
-Tensors that several stored ones make together (codes and their scales) are there as one.  Knows names, types and
-shapes; knows nothing of architectures.  Everything wrong with a file is a ``ModelError`` that names the file, the
-tensor and the reason.  Nothing is read of a tensor before it is asked for.
+Tensors that several stored ones make together (codes and their scales; ``ComputedTensor``) are there as one.
+Knows names, types and shapes; knows nothing of architectures.  Everything wrong with a file is a ``ModelError`` that
+names the file, the tensor and the reason.  Nothing is read of a tensor before it is asked for.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from numpy.typing import NDArray
 from penstock.errors import ModelError
 from penstock.kernels.compressed import AnyCompressed
 from penstock.weights.compression_format import COLUMNS, OriginalTensor, decode_parts
+from penstock.weights.computed_tensor import ComputedTensor
 from penstock.weights.config_json import read_json_object
 from penstock.weights.files import FileRange, FileStamp
-from penstock.weights.gguf_file import GGUF_QUANTS, GgufFile, is_gguf
+from penstock.weights.gguf.blocks import GGUF_QUANTS
+from penstock.weights.gguf.file import GgufModel
+from penstock.weights.gguf.header import is_gguf
 from penstock.weights.quantization.base import QuantizedTensor
 from penstock.weights.quantization.config import UNUSED, Quantization
 from penstock.weights.safetensors import SafetensorsFile
@@ -60,6 +63,7 @@ class TensorFile(Protocol):
     def slices(self, info: TensorInfo) -> tuple[TensorSlice, ...]: ...
     def compressed_matrix(self, info: TensorInfo) -> AnyCompressed | None: ...
     def interleaved_heads(self, info: TensorInfo) -> int | None: ...
+    def is_widened(self, info: TensorInfo) -> bool: ...
     def quantized_tensor(self, info: TensorInfo) -> QuantizedTensor | None: ...
     def drop(self, info: TensorInfo) -> None: ...
     def close(self) -> None: ...
@@ -69,18 +73,19 @@ class Checkpoint:
     """All tensors of a model by name, whichever file they are in.  Use as a context manager."""
 
     def __init__(self, folder: Path, quantization: Quantization | None = None) -> None:
-        """Opens and checks every file's header; ``folder`` may be a GGUF file.  Raises ModelError.
+        """Opens and checks every file's header; ``folder`` may be a GGUF file, the first of its parts.
 
-        ``quantization``: how ``config.json`` says that matrices are stored.
+        ``quantization``: how ``config.json`` says that matrices are stored.  Raises ModelError.
         """
         self.folder = folder
         self._quantization = quantization
         self._coded: dict[str, QuantizedTensor] = {}
+        self._computed: dict[str, ComputedTensor] = {}
         self._files: list[TensorFile] = []
         self._home: dict[str, TensorFile] = {}
         try:
             if is_gguf(folder):
-                self._add(GgufFile(folder))
+                self._add_model(GgufModel(folder))
             elif (folder / SINGLE).exists():
                 self._add(SafetensorsFile(folder / SINGLE))
             elif (folder / INDEX).exists():
@@ -104,7 +109,7 @@ class Checkpoint:
         return sorted(self._home)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._home or name in self._coded
+        return name in self._home or name in self._coded or name in self._computed
 
     def info(self, name: str) -> TensorInfo:
         """Type, shape and place of a tensor.  Raises ModelError if there is none of that name."""
@@ -169,18 +174,24 @@ class Checkpoint:
         """A tensor of the model that is stored as codes; None if it is plain."""
         if name in self._coded:
             return self._coded[name]
+        if name in self._computed:
+            return None
         file = self._file_of(name)
         return file.quantized_tensor(file.tensors[name])
 
+    def computed_tensor(self, name: str) -> ComputedTensor | None:
+        """A tensor of the model that is made of stored ones; None if it is one of these, or codes."""
+        return self._computed.get(name)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor of the model.  Raises ModelError if it is missing."""
-        coded = self.quantized_tensor(name)
-        return self.info(name).shape if coded is None else coded.shape
+        made = self.computed_tensor(name) or self.quantized_tensor(name)
+        return self.info(name).shape if made is None else made.shape
 
     def sources(self, name: str) -> tuple[str, ...]:
         """The stored tensors that make a tensor of the model: itself where it is plain."""
-        coded = self.quantized_tensor(name)
-        return (name,) if coded is None else coded.sources
+        made = self.computed_tensor(name) or self.quantized_tensor(name)
+        return (name,) if made is None else made.sources
 
     def is_redundant(self, name: str) -> bool:
         """Whether a stored tensor may be left out: it concerns what is not quantized here, or is a bias of zeros."""
@@ -197,6 +208,8 @@ class Checkpoint:
         A matrix of codes becomes float32, all of it.
         """
         self.weight_dtype(name)
+        if name in self._computed:
+            return self._computed[name].array()
         coded = self.quantized_tensor(name)
         if coded is not None:
             return coded.matrix(0).dequantized()
@@ -208,6 +221,8 @@ class Checkpoint:
 
         Raises ModelError for a tensor that is of another type.
         """
+        if name in self._computed:
+            return self._computed[name].dtype
         if self.quantized_tensor(name) is not None:
             return "bf16"
         dtype = self.info(name).dtype
@@ -218,9 +233,14 @@ class Checkpoint:
             )
         return SHORT_NAMES[dtype]
 
+    def is_widened(self, name: str) -> bool:
+        """Whether its type says nothing about the model's: a converter stores it as fp32 whatever it was."""
+        file = self._home.get(name)
+        return file is not None and file.is_widened(file.tensors[name])
+
     def is_plain(self, name: str) -> bool:
         """Whether it is stored as the model has it: rows in order, perhaps compressed, not quantized."""
-        if name in self._coded:
+        if name in self._coded or name in self._computed:
             return False
         file = self._file_of(name)
         info = file.tensors[name]
@@ -233,7 +253,8 @@ class Checkpoint:
 
     def path_of(self, name: str) -> Path:
         """The file that a tensor is in, or the first of those that make it."""
-        return self._file_of(self._coded[name].sources[0] if name in self._coded else name).path
+        made = self._computed.get(name) or self._coded.get(name)
+        return self._file_of(name if made is None else made.sources[0]).path
 
     def close(self) -> None:
         """Close all files; views that are still held stay valid."""
@@ -267,6 +288,11 @@ class Checkpoint:
             if tensor in self._home:
                 raise ModelError(f"{file.path}: tensor {tensor!r} is also in {self._home[tensor].path.name}")
             self._home[tensor] = file
+
+    def _add_model(self, model: GgufModel) -> None:
+        for file in model.files:
+            self._add(file)
+        self._coded, self._computed = model.coded, model.computed
 
     def _open_shards(self, index: Path) -> None:
         places = read_json_object(index).get("weight_map")

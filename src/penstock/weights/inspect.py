@@ -18,7 +18,7 @@ from penstock.weights.architecture.tensor_layout import WeightLayout
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.config_json import ConfigFields, read_json_object, sampling_defaults
 from penstock.weights.families.registry import architecture_of, checkpoint_format, known_architectures
-from penstock.weights.gguf_file import is_gguf
+from penstock.weights.gguf.header import is_gguf
 from penstock.weights.model_files import CONFIG, GENERATION_CONFIG, TOKENIZER, ModelFiles, load_json, model_files
 from penstock.weights.pooling_config import with_pooler
 from penstock.weights.quantization.config import parse_quantization

@@ -65,7 +65,7 @@ class WeightPacker:
     def __init__(self, checkpoint: Checkpoint, ops: Ops) -> None:
         self._checkpoint = checkpoint
         self._ops = ops
-        self._dequantized: list[str] = []
+        self._dequantized: dict[str, int] = {}  # bytes in memory
 
     def pack_all(self, weights: Sequence[Matrix | Vector], threads: int, progress: ProgressCallback) -> dict[str, Any]:
         """All weights packed, by name.  Raises ModelError, and what ``progress`` raises; then packing stops."""
@@ -99,13 +99,15 @@ class WeightPacker:
         if packed is not None:
             return packed
         parts = [self._array(part) for part in weight.parts]
-        if any(self._checkpoint.quantized_tensor(part.tensor) is not None for part in weight.parts):
-            self._dequantized.append(weight.name)
         if len(parts) == 1:
-            return self._ops.pack_linear(_packable(parts[0]), segments=weight.segments)
-        dtypes = {part.dtype for part in parts}
-        whole_NK = np.concatenate(parts, dtype=dtypes.pop() if len(dtypes) == 1 else np.float32)
-        return self._ops.pack_linear(whole_NK, segments=weight.segments)
+            packed = self._ops.pack_linear(_packable(parts[0]), segments=weight.segments)
+        else:
+            dtypes = {part.dtype for part in parts}
+            whole_NK = np.concatenate(parts, dtype=dtypes.pop() if len(dtypes) == 1 else np.float32)
+            packed = self._ops.pack_linear(whole_NK, segments=weight.segments)
+        if any(self._is_coded(part.tensor) for part in weight.parts):
+            self._dequantized[weight.name] = packed.nbytes
+        return packed
 
     def log_summary(self, quantization: Quantization | None) -> None:
         """Log which weights were dequantized, and which quantization of activations is ignored."""
@@ -113,8 +115,10 @@ class WeightPacker:
             names = sorted(self._dequantized)
             named = names[:NAMED] + ["..."] * (len(names) > NAMED)
             log.info(
-                "%d quantized matrices are held in the compute type, for no kernel reads them as they are stored: %s",
+                "%d quantized matrices are held in the compute type (%.1f MiB), for no kernel reads them as they are "
+                "stored: %s",
                 len(names),
+                sum(self._dequantized.values()) / 2**20,
                 ", ".join(named),
             )
         if quantization is not None and quantization.activations and self._ops.activation_dtype != INT8:
@@ -159,7 +163,17 @@ class WeightPacker:
         matrix = self._checkpoint.joined_matrix(slices)
         return None if matrix is None else narrowed.compressed(matrix)
 
+    def _is_coded(self, name: str) -> bool:
+        """Whether the tensor, or one that it is computed of, is stored as codes."""
+        computed = self._checkpoint.computed_tensor(name)
+        if computed is not None:
+            return computed.quantized
+        return self._checkpoint.quantized_tensor(name) is not None
+
     def _array(self, part: TensorPart) -> NDArray[Any]:
+        computed = self._checkpoint.computed_tensor(part.tensor)
+        if computed is not None:
+            return part.computed(computed)
         coded = self._checkpoint.quantized_tensor(part.tensor)
         if coded is not None:
             return part.dequantized(coded)

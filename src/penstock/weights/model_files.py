@@ -12,9 +12,11 @@ import numpy as np
 
 from penstock.errors import ModelError
 from penstock.weights.config_json import MAX_CONFIG_BYTES, parse_json_object
-from penstock.weights.files import MappedFile
-from penstock.weights.gguf_file import ROPE_FACTORS, GgufHeader, is_gguf, parse_gguf_header
-from penstock.weights.gguf_metadata import config_json, tokenizer_config, tokenizer_json
+from penstock.weights.gguf.config import config_json
+from penstock.weights.gguf.header import GgufHeader, is_gguf
+from penstock.weights.gguf.parts import close_parts, joined_header, open_parts
+from penstock.weights.gguf.tensors import RECIPES
+from penstock.weights.gguf.tokenizer import tokenizer_config, tokenizer_json
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -73,17 +75,17 @@ class _OfGguf:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        file = MappedFile(path)
+        parts = open_parts(path)
         try:
-            raw = file.view(0, file.size)
-            self._header = parse_gguf_header(raw, str(path))
-            factors = self._header.tensors.get(ROPE_FACTORS)
-            self._factors = None
-            if factors is not None and factors.dtype == "F32":
-                self._factors = np.frombuffer(raw[factors.start : factors.stop], np.float32).copy()
-            del raw
+            self._header = joined_header(parts)
+            self._factors = {
+                info.name: np.frombuffer(part.file.view(info.start, info.stop), np.float32).copy()
+                for part in parts
+                for info in part.header.tensors.values()
+                if info.name in RECIPES and info.dtype == "F32"
+            }
         finally:
-            file.close()
+            close_parts(parts)
 
     @property
     def header(self) -> GgufHeader:

@@ -142,6 +142,10 @@ class SafetensorsFile:
         """None: rows lie as the model has them."""
         return
 
+    def is_widened(self, info: TensorInfo) -> bool:
+        """Never: types are the model's own."""
+        return False
+
     def quantized_tensor(self, info: TensorInfo) -> None:
         """None: what is quantized here takes several tensors."""
         return

@@ -38,6 +38,10 @@ FORMATS: Mapping[str, QuantFormat] = MappingProxyType(
         "5 bits of super-blocks": QuantFormat(
             5, tuple(map(float, range(32))), 32, ScaleType.U8_OF_F16, MinimumType.U8_OF_F16
         ),
+        "4 bits of super-blocks with signs": QuantFormat(
+            4, tuple(float(i - 4) for i in range(16)), 16, ScaleType.I8_OF_F16
+        ),
+        "4 bits, groups of 256": QuantFormat(4, tuple(float(i - 1) for i in range(16)), 256, ScaleType.F16),
         "6 bits of super-blocks": QuantFormat(6, tuple(float(i - 32) for i in range(64)), 16, ScaleType.I8_OF_F16),
         "5 bits, groups of 16": QuantFormat(5, tuple(float(i - 16) for i in range(32)), 16, ScaleType.F16),
     }

@@ -67,6 +67,11 @@ def test_a_gguf_file_is_one(tmp_path: Path) -> None:
     file = tmp_path / "story-Q8_0.gguf"
     file.touch()
     assert locate_model(str(file), no_download) == ModelLocation(file.resolve(), "story-Q8_0")
+    blob = tmp_path / "0123abcd"
+    blob.touch()
+    link = tmp_path / "story-Q2_K-00001-of-00003.gguf"
+    link.symlink_to(blob)  # as in the Hub's cache
+    assert locate_model(str(link), no_download) == ModelLocation(link, "story-Q2_K")
 
 
 RESPONSE = httpx2.Response(403, request=httpx2.Request("GET", "https://huggingface.co"))

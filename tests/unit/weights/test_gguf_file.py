@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from bench.peers.drivers.to_gguf import add_settings
 from gguf import GGMLQuantizationType as Type
-from gguf import GGUFReader, GGUFWriter
+from gguf import GGUFReader, GGUFWriter, PoolingType
 
 from penstock.errors import ModelError
 from penstock.kernels.native.backend import NativeOps, families
-from penstock.weights import gguf_file
 from penstock.weights.architecture.rope import parse_rope
 from penstock.weights.config_json import ConfigFields
-from penstock.weights.gguf_file import parse_gguf_header
+from penstock.weights.gguf import header as gguf_header
+from penstock.weights.gguf.header import parse_gguf_header
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
 from penstock.weights.model_files import CONFIG, load_json, model_files
@@ -135,6 +135,20 @@ def test_the_same_model_as_its_safetensors(tmp_path: Path, kind: str) -> None:
     assert loaded.fingerprint == load_model(path, spec, ops).fingerprint
 
 
+def test_a_file_of_another_alignment_is_the_same_model(tmp_path: Path) -> None:
+    config = llama_config(vocab_size=130, hidden_size=96, num_attention_heads=6)
+    tensors, ops = random_tensors(config, dtype="fp32"), NativeOps(families()[0], "fp32")
+    loaded = []
+    for alignment in (32, 128, 4096):
+        path = tmp_path / f"{alignment}.gguf"
+        write_gguf(path, config, tensors, alignment=alignment)
+        loaded.append(load_model(path, inspect_model(path), ops))
+        np.testing.assert_array_equal(
+            loaded[-1].weights["1.mlp_norm"], tensors["model.layers.1.post_attention_layernorm.weight"]
+        )
+    assert len({own.fingerprint for own in loaded}) == 1
+
+
 def test_its_header_as_the_formats_own_package_reads_it(tmp_path: Path) -> None:
     config = llama_config()
     write_gguf(tmp_path / "m.gguf", config, random_tensors(config), Type.BF16)
@@ -170,6 +184,22 @@ def test_the_configuration_in_words_of_hugging_face(tmp_path: Path) -> None:
     assert found == {name: value for name, value in wanted.items() if name not in absent}
 
 
+def test_control_tokens_that_end_a_turn_end_an_answer(tmp_path: Path) -> None:
+    """Whatever the file says: gpt-oss names one of its three ends, and <|end|> is none of them."""
+    chat, harmony = ["<|im_end|>", "<|end|>"], ["<|end|>", "<|return|>", "<|call|>"]
+    for words, wanted in ((chat, [1, 10, 11]), (harmony, [1, 11, 12])):
+
+        def change(writer: GGUFWriter, words: list[str] = words) -> None:
+            tokens = [words[index - 10] if 10 <= index < 10 + len(words) else f"t{index}" for index in range(128)]
+            for key, values in (("tokens", tokens), ("token_type", [3 if "<|" in token else 1 for token in tokens])):
+                del writer.kv_data[0][f"tokenizer.ggml.{key}"]
+                writer.add_array(f"tokenizer.ggml.{key}", values)
+
+        found = gguf_config(tmp_path, change)
+        assert found is not None
+        assert found["eos_token_id"] == wanted
+
+
 def test_llama_3s_factors_become_its_recipe(tmp_path: Path) -> None:
     recipe = {
         "rope_type": "llama3",
@@ -195,9 +225,11 @@ def test_llama_3s_factors_become_its_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda writer: writer.add_expert_count(8), "mixture of experts"),
-        (lambda writer: writer.add_uint16("split.count", 3), "one of 3 parts"),
+        (lambda writer: writer.add_uint16("split.count", 3), "one of 3 parts; the first must be called NAME-00001-of"),
         (lambda writer: writer.add_value_length(32), "value_length is 32, heads have 16"),
+        (lambda writer: writer.add_rope_dimension_count(8), "rope.dimension_count is 8, heads have 16"),
+        (lambda writer: writer.add_logit_scale(0.5), "llama.logit_scale is 0.5: cannot be served"),
+        (lambda writer: writer.add_pooling_type(PoolingType.MEAN), "llama.pooling_type is 1: cannot be served"),
     ],
 )
 def test_variants_that_are_not_computed_are_refused(tmp_path: Path, change: Any, reason: str) -> None:
@@ -214,7 +246,9 @@ def test_unknown_tensors_and_types_are_refused(tmp_path: Path) -> None:
         inspect_model(path)
     raw = header([("general.architecture", TEXT, text("mamba"))])
     path.write_bytes(raw)
-    with pytest.raises(ModelError, match=r"general\.architecture is 'mamba'; of GGUF files these can be served: llama"):
+    with pytest.raises(
+        ModelError, match=r"general\.architecture is 'mamba'; of GGUF files these can be served: deepseek2, gemma"
+    ):
         inspect_model(path)
 
 
@@ -241,11 +275,11 @@ def test_what_becomes_objects_is_bounded_in_sum_before_it_is_read(monkeypatch: p
     def array(count: int) -> bytes:
         return struct.pack("<IQ", 0, count) + bytes(count)  # of bytes
 
-    monkeypatch.setattr(gguf_file, "MAX_ELEMENTS", 100)
+    monkeypatch.setattr(gguf_header, "MAX_ELEMENTS", 100)
     keys = [(f"k{n}", ARRAY, array(40)) for n in range(2)]
     assert len(parse_gguf_header(memoryview(header(keys)), "f.gguf").metadata) == 2
     with pytest.raises(ModelError, match="arrays have more than 100 elements together"):
         parse_gguf_header(memoryview(header([*keys, ("k2", ARRAY, array(40))])), "f.gguf")
-    monkeypatch.setattr(gguf_file, "MAX_TEXTS_BYTES", 64)
+    monkeypatch.setattr(gguf_header, "MAX_TEXTS_BYTES", 64)
     with pytest.raises(ModelError, match="its texts have more than"):
         parse_gguf_header(memoryview(header([(f"key{n}", TEXT, text("x" * 30)) for n in range(2)])), "f.gguf")

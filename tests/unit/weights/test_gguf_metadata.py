@@ -10,7 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from penstock.errors import ModelError
-from penstock.weights.gguf_metadata import PRE_TOKENIZERS, tokenizer_config, tokenizer_json
+from penstock.weights.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_config, tokenizer_json
+from tiny_gguf import of_byte_level
 
 STORYTELLER = Path(__file__).parents[3] / "src/penstock/bundled/storyteller"
 TEXTS = [
@@ -22,33 +23,56 @@ TEXTS = [
 ]
 
 
-def of_byte_level(source: dict[str, Any], pre: str) -> dict[str, Any]:
-    """What a converter writes of a byte-level tokenizer.json."""
-    vocabulary, added = source["model"]["vocab"], source["added_tokens"]
-    tokens = dict.fromkeys(range(max([*vocabulary.values(), *(token["id"] for token in added)]) + 1), "")
-    tokens |= {index: token for token, index in vocabulary.items()}
-    tokens |= {token["id"]: token["content"] for token in added}
-    control = {token["id"] for token in added if token["special"]}
-    merges = source["model"]["merges"]
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": list(tokens.values()),
-        "tokenizer.ggml.token_type": [3 if index in control else 1 for index in tokens],
-        "tokenizer.ggml.merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in merges],
-    }
-
-
 def test_the_bundled_tokenizer_comes_back() -> None:
     raw = (STORYTELLER / "tokenizer.json").read_text()
-    steps = json.dumps(json.loads(raw)["pre_tokenizer"])
-    pre = next(name for name, cut in PRE_TOKENIZERS.items() if json.dumps(cut.pattern) in steps or cut.pattern is None)
-    metadata = of_byte_level(json.loads(raw), pre)
+    assert json.loads(raw)["pre_tokenizer"]["type"] == "ByteLevel"
+    metadata = of_byte_level(json.loads(raw), "gpt-2")
     made, original = Tokenizer.from_buffer(tokenizer_json(metadata, "m")), Tokenizer.from_str(raw)
     for text in TEXTS:
         ids = original.encode(text, add_special_tokens=False).ids
         assert made.encode(text, add_special_tokens=False).ids == ids
         assert made.decode(ids, skip_special_tokens=False) == original.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_nothing_of_a_text_is_lost_whatever_cuts_it(pre: str) -> None:
+    metadata = of_byte_level(json.loads((STORYTELLER / "tokenizer.json").read_text()), pre)
+    made = Tokenizer.from_buffer(tokenizer_json(metadata, "m"))
+    for text in TEXTS:
+        ids = made.encode(text, add_special_tokens=False).ids
+        assert made.decode(ids, skip_special_tokens=False) == text
+
+
+CUTS = {
+    "llama-bpe": ["It", "'s", " ", "123", "45", " xY", "!!\n", " 東京"],
+    "qwen2": ["It", "'s", " ", "1", "2", "3", "4", "5", " xY", "!!\n", " 東京"],
+    "gpt-4o": ["It's", " ", "123", "45", " x", "Y", "!!\n", " 東京"],
+    "tekken": ["It", "'s", " ", "1", "2", "3", "4", "5", " x", "Y", "!!\n", " 東京"],
+    "deepseek-v3": ["It", "'s", " ", "123", "45", " xY", "!!\n", " ", "東京"],
+    "deepseek-llm": ["It", "'", "s", " ", "1", "2", "3", "4", "5", " xY", "!!", "\n", " ", "東京"],
+    "smollm": ["It", "'s", " ", "1", "2", "3", "4", "5", " xY", "!!", "\n", " 東京"],
+    "gpt-2": ["It", "'s", " 12345", " xY", "!!", "\n", " 東京"],
+}
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_words_are_cut_as_the_makers_cut_them(pre: str) -> None:
+    metadata = of_byte_level(json.loads((STORYTELLER / "tokenizer.json").read_text()), pre)
+    text = "It's 12345 xY!!\n 東京"
+    cutter = Tokenizer.from_buffer(tokenizer_json(metadata, "m")).pre_tokenizer
+    assert cutter is not None
+    assert [text[begin:end] for _, (begin, end) in cutter.pre_tokenize_str(text)] == CUTS[pre]
+
+
+def test_white_space_behind_control_tokens_of_phi_3_belongs_to_them() -> None:
+    plain = of_pieces({"a": 0.0, "\u2581": -1.0}, **{"tokenizer.ggml.add_space_prefix": False})
+    tokens = [*plain["tokenizer.ggml.tokens"], "<|user|>"]
+    more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [*plain["tokenizer.ggml.token_type"], 3]}
+    more["tokenizer.ggml.scores"] = [*plain["tokenizer.ggml.scores"], -1000.0]
+    for architecture, wanted in (("phi3", ["<|user|>", "a"]), ("llama", ["<|user|>", "\u2581", "a"])):
+        metadata = plain | more | {"general.architecture": architecture}
+        made = Tokenizer.from_buffer(tokenizer_json(metadata, "m"))
+        assert made.encode("<|user|> a", add_special_tokens=False).ids == [tokens.index(token) for token in wanted]
 
 
 def of_pieces(scores: dict[str, float], **changes: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,15 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
+from numpy.typing import NDArray
 
 from penstock.errors import ModelError
 from penstock.kernels import _native
 from penstock.kernels.native.backend import NativeOps, families
-from penstock.kernels.quantization import dequantized
+from penstock.kernels.quantization import QuantizedMatrix, dequantized
 from penstock.types import SamplingParams
 from penstock.weights.checkpoint_reader import Checkpoint
-from penstock.weights.gguf_file import GGUF_QUANTS
+from penstock.weights.gguf.blocks import GGUF_QUANTS
 from penstock.weights.inspect import compute_dtype_for, inspect_model
 from penstock.weights.load import load_model
 from runner_bench import RunnerBench
@@ -44,21 +46,89 @@ MIXED = {
 """As llama.cpp mixes them in Q4_K_M files, and one more."""
 
 
+HALVES = {
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "MXFP4": (),
+    "IQ1_M": (),
+}
+"""Where blocks have fp16 numbers, if not at their beginning."""
+
+
+def random_raw(name: str, rows: int, columns: int) -> NDArray[np.uint8]:
+    """Rows of random blocks whose numbers are finite: [rows, bytes]."""
+    rng, own = np.random.default_rng(0), GGUF_QUANTS[name]
+    blocks = rows, columns // own.columns
+    raw = rng.integers(0, 256, (*blocks, own.nbytes), dtype=np.uint8)
+    for at in HALVES.get(name, (0,)):
+        raw[:, :, at : at + 2] = rng.uniform(-1, 1, (*blocks, 1)).astype(np.float16).view(np.uint8)
+    if name == "MXFP4":
+        raw[:, :, 0] = rng.integers(100, 140, blocks)
+    if name == "IQ1_M":  # its fp16 number is in the upper halves of four scales: keep its exponent small
+        raw[:, :, 55] = raw[:, :, 55] & 0x8F | 0x20
+    return raw.reshape(rows, -1)
+
+
+def test_every_type_of_the_formats_package_is_known() -> None:
+    plain = {"F32", "F16", "F64", "BF16", "I8", "I16", "I32", "I64"}
+    not_served = {"Q8_1", "Q8_K"}  # of activations
+    newer = {"NVFP4", "Q1_0"}
+    assert {kind.name for kind in Type} - newer == {*GGUF_QUANTS, *plain, *not_served}
+
+
 @pytest.mark.parametrize("name", GGUF_QUANTS)
 def test_blocks_say_what_the_formats_package_reads(name: str) -> None:
-    kind, own = Type[name], GGUF_QUANTS[name]
-    rng = np.random.default_rng(0)
-    columns, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    assert (own.columns, own.nbytes) == (columns, nbytes)
-    raw = rng.integers(0, 256, (9, 512 // columns, nbytes), dtype=np.uint8)
-    halves = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "MXFP4": ()}
-    for at in halves.get(name, (0,)):
-        raw[:, :, at : at + 2] = rng.uniform(-1, 1, (9, 512 // columns, 1)).astype(np.float16).view(np.uint8)
-    if name == "MXFP4":
-        raw[:, :, 0] = rng.integers(100, 140, raw.shape[:2])
-    raw = raw.reshape(9, -1)
-    wanted = gguf.quants.dequantize(raw, kind)
+    own = GGUF_QUANTS[name]
+    assert (own.columns, own.nbytes) == gguf.GGML_QUANT_SIZES[Type[name]]
+    raw = random_raw(name, 9, 512)
+    wanted = gguf.quants.dequantize(raw, Type[name])
+    assert np.isfinite(wanted).all()
     np.testing.assert_array_equal(dequantized(own.rows(raw), own.format), wanted)
+
+
+DEQUANTIZED = {"Q2_K"}
+"""Groups of 16 columns with minimums: no kernel computes from these codes."""
+
+
+@pytest.mark.parametrize("name", GGUF_QUANTS)
+def test_kernels_compute_from_every_type(name: str) -> None:
+    own, raw = GGUF_QUANTS[name], random_raw(name, 48, 512)
+    matrix = QuantizedMatrix(48, 512, own.format, lambda first, stop: own.rows(raw[first:stop]))
+    said_NK = gguf.quants.dequantize(raw, Type[name]).astype(np.float64)
+    for family in families():
+        ops = NativeOps(family, "bf16")
+        packed = ops.pack_quantized([matrix])
+        if name in DEQUANTIZED:
+            assert packed is None
+            continue
+        assert packed is not None
+        assert isinstance(packed.data, _native.QuantWeights)
+        x = ops.compute(np.random.default_rng(1).standard_normal((3, 512)))
+        wanted = ops.to_numpy(x).astype(np.float64) @ said_NK.T
+        near = 1e-5 * np.abs(wanted).max()
+        np.testing.assert_allclose(ops.to_numpy(ops.linear(x, packed)), wanted, rtol=1e-4, atol=near)
+
+
+def test_a_type_without_kernels_is_dequantized_with_a_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, config = tmp_path / "m.gguf", llama_config(**SIZES, num_hidden_layers=1)
+    said = write_gguf(path, config, random_tensors(config), {"q_proj": Type.Q2_K, "up_proj": Type.Q2_K})
+    ops = NativeOps(families()[0], "fp32")
+    with caplog.at_level(logging.INFO, logger="penstock"):
+        loaded = load_model(path, inspect_model(path), ops)
+    assert "2 quantized matrices are held in the compute type (1.5 MiB), for no kernel reads them" in caplog.text
+    x = ops.compute(np.random.default_rng(1).standard_normal((3, 256)))
+    parts = [said[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"]
+    wanted = ops.to_numpy(x).astype(np.float64) @ np.concatenate(parts).T.astype(np.float64)
+    np.testing.assert_allclose(ops.to_numpy(ops.linear(x, loaded.weights["0.qkv"])), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from penstock.processing.tokenizer.vocabulary_files import (
     read_tekken,
     read_tiktoken,
 )
-from penstock.weights.gguf_file import is_gguf
+from penstock.weights.gguf.header import is_gguf
 from penstock.weights.model_files import TOKENIZER, model_files
 
 MAX_ADDED = 65_536

@@ -21,6 +21,7 @@ from penstock.kernels.compressed_cuts import cut_compressed
 from penstock.kernels.operands import HeadColumns
 from penstock.kernels.quantization import QuantizedMatrix
 from penstock.weights.checkpoint_reader import Checkpoint
+from penstock.weights.computed_tensor import ComputedTensor
 from penstock.weights.quantization.base import QuantizedTensor
 
 
@@ -180,6 +181,12 @@ class TensorPart:
             return None
         return cut_compressed(matrix, None if rows is None else (rows.first, rows.stop), self.columns)
 
+    def computed(self, tensor: ComputedTensor) -> NDArray[Any]:
+        """The part of a tensor that is computed: of a stack, no more than one matrix is."""
+        if self.index is None or len(tensor.shape) < 3:
+            return self.of(tensor.array())
+        return replace(self, index=None).of(tensor.read(self.index))
+
     def dequantized(self, coded: QuantizedTensor) -> NDArray[np.float32]:
         """The part of a tensor of codes, as fp32.  Raises ModelError."""
         matrix_NK = coded.matrix(self.index or 0).dequantized()
@@ -270,6 +277,6 @@ class WeightLayout:
         for weight in self.weights:
             for part in weight.parts:
                 dtype = checkpoint.weight_dtype(part.tensor)
-                if isinstance(weight, Matrix):
+                if isinstance(weight, Matrix) and not checkpoint.is_widened(part.tensor):
                     found.add(dtype)
         return found.pop() if len(found) == 1 else "fp32"

@@ -1,5 +1,4 @@
-"""A GGUF file's metadata as ``config.json``, ``tokenizer.json`` and ``tokenizer_config.json``, so that families and
-tokenizers parse one form only.
+"""A GGUF file's tokenizer as ``tokenizer.json`` and ``tokenizer_config.json``.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and llama.cpp's converter.  Two kinds of tokenizers:
 ``gpt2``, byte-level BPE with merges, whose pre-tokenizer is given by name; and ``llama``, SentencePiece's BPE, whose
@@ -14,12 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from penstock.errors import ModelError
-from penstock.weights.architecture.rope import Llama3RopeScaling
-from penstock.weights.gguf_file import ROPE_FACTORS, GgufHeader
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """Kinds of tokens other than plain ones (``tokenizer.ggml.token_type``)."""
@@ -27,16 +21,17 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "▁"
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_CASED = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_DIGITS = "digits"
+"""A step that cuts out each digit."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizerRule:
-    """How text is cut into words before pairs are merged."""
+    """How text is cut into words before pairs are merged: by patterns one after the other, or by GPT-2's own."""
 
-    pattern: str | None  # None: GPT-2's own
-    digits: bool = False  # each digit alone, before the pattern
+    steps: tuple[str, ...]
+    gpt2: bool = False  # GPT-2's own pattern after the steps
     normal_form: bool = False  # NFC
     whole_words: bool = False  # a word that is a token is that token, whatever the merges say
     add_bos: bool = False  # where the file does not say
@@ -44,26 +39,77 @@ class PreTokenizerRule:
 
 def _gpt4(digits: str) -> str:
     words = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
-    return words + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return rf"{words}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
 
 
-_LLAMA3 = PreTokenizerRule(_gpt4(r"\p{N}{1,3}"), whole_words=True, add_bos=True)
-_QWEN2 = PreTokenizerRule(_gpt4(r"\p{N}"), normal_form=True)
-_O200K = PreTokenizerRule(
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_CASED}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_CASED}+{_LOWER}*"
-    rf"{_CONTRACTIONS}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+def _cased(contractions: str, digits: str, *, without: str = "", punctuation: str = r"[\r\n/]*") -> str:
+    """Words are cut where small letters are followed by capitals; ``without`` is taken out of the letters."""
+    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"
+    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"
+    head = r"[^\r\n\p{L}\p{N}]?"
+    words = rf"{head}{upper}*{lower}+{contractions}|{head}{upper}+{lower}*{contractions}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{punctuation}|{_TAIL}"
+
+
+_DEEPSEEK_LETTERS = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
+    "\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-"
+    "\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a"
+    "\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4"
+    "\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc"
+    "\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f"
+    "\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b"
+    "\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a"
+    "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
+    "\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
+_DEEPSEEK_MARKS = "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"
+_HAN_AND_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_HAN_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+
+_GPT2 = PreTokenizerRule((), gpt2=True)
+_ONE_DIGIT = PreTokenizerRule((_DIGITS,), gpt2=True)
+_LLAMA3 = PreTokenizerRule((_gpt4(r"\p{N}{1,3}"),), whole_words=True, add_bos=True)
+_CL100K = PreTokenizerRule((_gpt4(r"\p{N}{1,3}"),))
+_QWEN2 = PreTokenizerRule((_gpt4(r"\p{N}"),), normal_form=True)
+_O200K = PreTokenizerRule((_cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),))
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizerRule] = MappingProxyType(
     {
-        "gpt-2": PreTokenizerRule(None),
-        "llama-bpe": _LLAMA3,
-        "llama3": _LLAMA3,
-        "llama-v3": _LLAMA3,
-        "qwen2": _QWEN2,
-        "gpt-4o": _O200K,
-        "smollm": PreTokenizerRule(None, digits=True),
-        "smaug-bpe": _LLAMA3,
+        **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt"), _GPT2),
+        **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), _ONE_DIGIT),
+        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), _LLAMA3),
+        **dict.fromkeys(("dbrx", "chatglm-bpe"), _CL100K),
+        "glm4": PreTokenizerRule((_gpt4(r"\p{N}{1,3}"),), whole_words=True),
+        **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
+        "stablelm2": PreTokenizerRule((_gpt4(r"\p{N}"),)),
+        **dict.fromkeys(("gpt-4o", "llama4"), _O200K),
+        "tekken": PreTokenizerRule((_cased("", r"\p{N}"),), whole_words=True, add_bos=True),
+        "kimi-k2": PreTokenizerRule(
+            (
+                r"[\p{Han}]+|"
+                + _cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}", without=r"&&[^\p{Han}]", punctuation=r"[\r\n]*"),
+            )
+        ),
+        "deepseek-v3": PreTokenizerRule(
+            (
+                r"\p{N}{1,3}",
+                _HAN_AND_KANA,
+                r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+                rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_TAIL}",
+            )
+        ),
+        "deepseek-llm": PreTokenizerRule(
+            (
+                r"[\r\n]",
+                rf"\s?[{_DEEPSEEK_LETTERS}]+",
+                rf"\s?[{_DEEPSEEK_MARKS}]+",
+                r"\s+$",
+                _HAN_AND_HANGUL,
+                _DIGITS,
+            )
+        ),
+        "deepseek-coder": PreTokenizerRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL, _DIGITS)),
     }
 )
 """By ``tokenizer.ggml.pre``: what the makers' own ``tokenizer.json`` says."""
@@ -121,21 +167,34 @@ def _vocabulary(tokens: list[str], where: str) -> dict[str, int]:
     return vocabulary
 
 
-def _added(tokens: list[str], kinds: list[int], special: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Tokens that are found before text is cut: control tokens, and the makers' own words."""
+def _added(
+    tokens: list[str], kinds: list[int], special: tuple[int, ...], stripping: frozenset[str] = frozenset()
+) -> list[dict[str, Any]]:
+    """Tokens that are found before text is cut: control tokens, and the makers' own words.
+
+    White space behind those in ``stripping`` is left out.
+    """
     return [
         {
             "id": index,
             "content": tokens[index],
             "single_word": False,
             "lstrip": False,
-            "rstrip": False,
+            "rstrip": tokens[index] in stripping,
             "normalized": False,
             "special": kind in special,
         }
         for index, kind in enumerate(kinds)
         if kind in special or kind == _USER_DEFINED
     ]
+
+
+def _stripping(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> frozenset[str]:
+    """Control tokens that swallow the white space behind them: those of Phi-3, whose files do not say it."""
+    if metadata.get("general.architecture") != "phi3":
+        return frozenset()
+    special = {tokens[index] for index, kind in enumerate(kinds) if kind == _CONTROL}
+    return frozenset(special - {"<unk>", "<s>", "<|endoftext|>"})
 
 
 def _with_bos(metadata: Mapping[str, Any], tokens: list[str], default: bool) -> dict[str, Any] | None:
@@ -173,7 +232,7 @@ def _bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **changes: A
 
 def _byte_level(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     name = metadata.get("tokenizer.ggml.pre", "gpt-2")
-    cut = PRE_TOKENIZERS.get(name)
+    cut = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if cut is None:
         raise ModelError(
             f"{where}: tokenizer.ggml.pre is {name!r}: how it cuts words is not known here; "
@@ -184,18 +243,23 @@ def _byte_level(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     vocabulary = _vocabulary(tokens, where)
     merges = [_pair(line, vocabulary, where) for line in _texts(metadata, "tokenizer.ggml.merges", where)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    steps: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if cut.digits else []
-    if cut.pattern is not None:
-        steps.append({"type": "Split", "pattern": {"Regex": cut.pattern}, "behavior": "Isolated", "invert": False})
-    steps.append(byte_level | {"use_regex": cut.pattern is None})
     return {
         "added_tokens": _added(tokens, kinds, (_CONTROL,)),
         "normalizer": {"type": "NFC"} if cut.normal_form else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [*map(_cut, cut.steps), byte_level | {"use_regex": cut.gpt2}],
+        },
         "post_processor": _with_bos(metadata, tokens, cut.add_bos),
         "decoder": byte_level | {"use_regex": True},
         "model": _bpe(vocabulary, merges, ignore_merges=cut.whole_words),
     }
+
+
+def _cut(step: str) -> dict[str, Any]:
+    if step == _DIGITS:
+        return {"type": "Digits", "individual_digits": True}
+    return {"type": "Split", "pattern": {"Regex": step}, "behavior": "Isolated", "invert": False}
 
 
 def _pair(line: str, vocabulary: Mapping[str, int], where: str) -> tuple[str, str]:
@@ -210,7 +274,7 @@ def _sentence_piece(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     kinds = _kinds(metadata, len(tokens), where)
     vocabulary = _vocabulary(tokens, where)
     scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
+    if not isinstance(scores, list) or len(scores) != len(tokens) or isinstance(scores[0], str):
         raise ModelError(f"{where}: tokenizer.ggml.scores must have one entry for each of {len(tokens)} tokens")
     plain = {token: index for token, index in vocabulary.items() if kinds[index] == 1}
     unknown = next((tokens[index] for index, kind in enumerate(kinds) if kind == _UNKNOWN), None)
@@ -222,7 +286,7 @@ def _sentence_piece(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     if prefixed:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
-        "added_tokens": _added(tokens, kinds, (_CONTROL, _UNKNOWN)),
+        "added_tokens": _added(tokens, kinds, (_CONTROL, _UNKNOWN), _stripping(metadata, tokens, kinds)),
         "normalizer": {"type": "Sequence", "normalizers": steps},
         "pre_tokenizer": None,
         "post_processor": _with_bos(metadata, tokens, default=True),
@@ -240,130 +304,3 @@ def _merges_of(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple
             if left is not None and right is not None:
                 merges.append((-scores[index], left, right, piece[:cut], piece[cut:]))
     return [(left, right) for *_, left, right in sorted(merges)]
-
-
-ARCHITECTURES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "llama": ("LlamaForCausalLM", "llama"),
-        "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-        "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-    }
-)
-"""``general.architecture`` to the architecture and model_type of Hugging Face."""
-
-_SIZES: Mapping[str, str] = MappingProxyType(
-    {
-        "hidden_size": "embedding_length",
-        "num_hidden_layers": "block_count",
-        "intermediate_size": "feed_forward_length",
-        "num_attention_heads": "attention.head_count",
-        "num_key_value_heads": "attention.head_count_kv",
-        "head_dim": "attention.key_length",
-        "max_position_embeddings": "context_length",
-    }
-)
-_REALS: Mapping[str, str] = MappingProxyType(
-    {"rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base"}
-)
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What all Llama 3 models with stretched frequencies have in common."""
-
-_FACTORS_AGREE = 1e-4
-
-
-def config_json(header: GgufHeader, factors: NDArray[np.float32] | None, where: str) -> dict[str, Any]:
-    """The configuration.  ``factors``: the tensor ``rope_freqs.weight`` if there is one.
-
-    Raises ModelError for what a ``config.json`` could not say.
-    """
-    metadata = header.metadata
-    architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise ModelError(
-            f"{where}: general.architecture is {architecture!r}; of GGUF files these can be served: "
-            f"{', '.join(sorted(ARCHITECTURES))}"
-        )
-    _refuse_variants(metadata, str(architecture), where)
-    name, model_type = ARCHITECTURES[str(architecture)]
-    config: dict[str, Any] = {"architectures": [name], "model_type": model_type}
-    for field, key in _SIZES.items():
-        if f"{architecture}.{key}" in metadata:
-            config[field] = metadata[f"{architecture}.{key}"]
-    for field, key in _REALS.items():
-        if f"{architecture}.{key}" in metadata:
-            config[field] = _shortest(metadata[f"{architecture}.{key}"])
-    table = header.tensors.get("token_embd.weight")
-    if table is None:
-        raise ModelError(f"{where}: tensor 'token_embd.weight' is missing")
-    config["vocab_size"] = table.shape[0]
-    config["tie_word_embeddings"] = "output.weight" not in header.tensors
-    config |= _end_tokens(metadata)
-    scaling = _scaling(metadata, str(architecture), config, factors, where)
-    return config | ({"rope_scaling": scaling} if scaling else {})
-
-
-def _refuse_variants(metadata: Mapping[str, Any], architecture: str, where: str) -> None:
-    """What the same architecture may also mean, and would be computed otherwise."""
-    if metadata.get("split.count", 0) not in (0, 1):
-        raise ModelError(
-            f"{where}: is one of {metadata['split.count']} parts; llama.cpp's llama-gguf-split --merge joins them"
-        )
-    if metadata.get(f"{architecture}.expert_count", 0):
-        raise ModelError(f"{where}: a mixture of experts out of a GGUF file cannot be served")
-    hidden, heads = (metadata.get(f"{architecture}.{key}") for key in ("embedding_length", "attention.head_count"))
-    head_dim = hidden // heads if type(hidden) is int and type(heads) is int and heads > 0 else None
-    head_dim = metadata.get(f"{architecture}.attention.key_length", head_dim)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        size = metadata.get(f"{architecture}.{key}", head_dim)
-        if size != head_dim:
-            raise ModelError(f"{where}: {architecture}.{key} is {size}, heads have {head_dim}: cannot be served")
-
-
-def _end_tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat model's turns end with another token than its texts: whatever ends either ends an answer."""
-    found: dict[str, Any] = {}
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    ends = [metadata[key] for key in keys if key in metadata]
-    if ends:
-        found["eos_token_id"] = list(dict.fromkeys(ends))
-    if "tokenizer.ggml.bos_token_id" in metadata:
-        found["bos_token_id"] = metadata["tokenizer.ggml.bos_token_id"]
-    return found
-
-
-def _scaling(
-    metadata: Mapping[str, Any],
-    architecture: str,
-    config: Mapping[str, Any],
-    factors: NDArray[np.float32] | None,
-    where: str,
-) -> dict[str, Any] | None:
-    kind = metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if kind != "none":
-        scaling = {"rope_type": kind}
-        for field, key in (("factor", "factor"), ("original_max_position_embeddings", "original_context_length")):
-            if f"{architecture}.rope.scaling.{key}" in metadata:
-                scaling[field] = _shortest(metadata[f"{architecture}.rope.scaling.{key}"])
-        return scaling
-    return None if factors is None else _llama3(config, factors, where)
-
-
-def _llama3(config: Mapping[str, Any], factors: NDArray[np.float32], where: str) -> dict[str, Any]:
-    """The recipe that gives these factors.  Raises ModelError if it is none that is known."""
-    recipe = {"rope_type": "llama3", "factor": _shortest(float(factors.max())), **_LLAMA3_ROPE}
-    theta = float(config.get("rope_theta", 10_000.0))
-    stretched = Llama3RopeScaling(
-        factor=recipe["factor"],
-        low_freq_factor=_LLAMA3_ROPE["low_freq_factor"],
-        high_freq_factor=_LLAMA3_ROPE["high_freq_factor"],
-        original_max_positions=int(_LLAMA3_ROPE["original_max_position_embeddings"]),
-    )
-    plain = theta ** -(np.arange(len(factors)) / len(factors))
-    if recipe["factor"] <= 1 or not np.allclose(plain / factors, stretched.of(plain, theta), rtol=_FACTORS_AGREE):
-        raise ModelError(f"{where}: tensor {ROPE_FACTORS!r}: its factors follow no recipe that is known here")
-    return recipe
-
-
-def _shortest(value: Any) -> Any:
-    """A real number as its makers wrote it: 1e-05, not what is left of it in 32 bits."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value

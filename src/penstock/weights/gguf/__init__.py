@@ -1,0 +1,1 @@
+"""GGUF files (llama.cpp's): headers, tensors and metadata in the form of a Hugging Face folder."""
