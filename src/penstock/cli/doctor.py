@@ -20,13 +20,13 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.bundled import storyteller
 from penstock.cli.parsing import COMMANDS
 from penstock.config.facts import GpuReport
 from penstock.config.kv_memory import format_size
 from penstock.config.load import load_serve
-from penstock.config.resolve import ServePlan
 from penstock.engine.core.local_prefill import LOCAL_PREFILL_SHARE
 from penstock.errors import KernelError, ModelError, PenstockError
 from penstock.kernels.select import REFERENCE, available_families
@@ -35,7 +35,11 @@ from penstock.launch.gpu_probe import gpu_report, package_version
 from penstock.launch.machine import machine_facts
 from penstock.launch.run_folder import RunFolder
 from penstock.types import WorkerId
-from penstock.weights.architecture.spec import ModelSpec
+
+if TYPE_CHECKING:  # this command must run where packages are missing
+    from penstock.config.resolve import ServePlan
+    from penstock.launch.model_path import ModelLocation
+    from penstock.weights.architecture.spec import ModelSpec
 
 EPILOG = """\
 examples:
@@ -355,7 +359,7 @@ def check_plan(model: str | None = None, gpu: GpuReport | None = None) -> Check:
     """What ``penstock serve`` would decide here and now, flags aside; asks no network.  ``gpu``: was found already."""
     name = MODEL_CHECK
     try:
-        model_name, spec, plan = _resolved(model, gpu)
+        located, spec, plan = _resolved(model, gpu)
     except ImportError as error:
         return Check(name, CheckResult.MISSING, f"cannot be imported: {error}", "install the packages named above")
     except ModelError as error:
@@ -367,7 +371,7 @@ def check_plan(model: str | None = None, gpu: GpuReport | None = None) -> Check:
     kv += "" if plan.kv_dtype == plan.dtype else f" in {plan.kv_dtype}"
     where = "the processor" if plan.device == "cpu" else "a GPU"
     found = (
-        f"would serve {model_name} ({spec.parameters / 1e6:,.1f} M parameters, context "
+        f"would serve {located.name} ({spec.parameters / 1e6:,.1f} M parameters, context "
         f"{plan.scheduler.max_model_len}) on {where} with "
         f"{', '.join(worker.worker for worker in plan.workers)}; "
         f"each: kernels {plan.family} in {plan.dtype}, {_threads(plan.workers[0].threads)}, {kv}, "
@@ -376,15 +380,15 @@ def check_plan(model: str | None = None, gpu: GpuReport | None = None) -> Check:
     return Check(name, CheckResult.NOTE if plan.notes else CheckResult.OK, found, "; ".join(plan.notes))
 
 
-def _resolved(model: str | None, gpu: GpuReport | None) -> tuple[str, ModelSpec, ServePlan]:
-    """The model's name, what it is, and the plan.  Raises PenstockError, and ImportError."""
+def _resolved(model: str | None, gpu: GpuReport | None) -> tuple[ModelLocation, ModelSpec, ServePlan]:
+    """Where the model is, what it is, and the plan.  Raises PenstockError, and ImportError."""
     from penstock.launch.compose import resolve_here
     from penstock.launch.model_path import locate_model
     from penstock.weights.inspect import inspect_model
 
     located = locate_model(model, download=_refuse_download)
     spec = inspect_model(located.path)
-    return located.name, spec, resolve_here(load_serve({}), located.name, spec, report=gpu)
+    return located, spec, resolve_here(load_serve({}), located.name, spec, report=gpu)
 
 
 # --- how fast ---------------------------------------------------------------------------------------------------------
@@ -394,13 +398,15 @@ MIN_GAIN = 1.05
 
 
 def check_speed(model: str, gpu: GpuReport | None = None) -> list[Check]:
-    """Steps of this model on this processor, measured, and what follows for how to serve it.  None for a GPU."""
+    """Steps of this model on this processor, measured, and what follows for how to serve it.  None for a GPU, and for
+    quantized weights, whose products are others."""
     from penstock.launch.machine import usable_cores
     from penstock.launch.speed_probe import probe_speed
     from penstock.parallel.shard import token_numbers
+    from penstock.weights.inspect import has_quantized_weights
 
-    _, spec, plan = _resolved(model, gpu)
-    if plan.device != "cpu" or plan.family == REFERENCE:
+    located, spec, plan = _resolved(model, gpu)
+    if plan.device != "cpu" or plan.family == REFERENCE or has_quantized_weights(located.path, spec):
         return []
     cores = usable_cores(tuple(os.sched_getaffinity(0)))
     speed = probe_speed(plan.family, plan.dtype, cores, token_numbers(spec))

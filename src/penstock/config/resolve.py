@@ -6,14 +6,14 @@ processes, weights or kernels.  What is less than the model offers (a shorter co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from penstock.config.auto_mesh import choose_meshes
 from penstock.config.base import Config, host_and_port, is_loopback
-from penstock.config.cpu_cores import CoreAssignment, CoreSettings, CoreShare, RankCores, WorkerRoles
+from penstock.config.cpu_cores import CoreAssignment, CoreSettings, RankCores, WorkerRoles
 from penstock.config.device import RUNTIME_BYTES, TRITON, DeviceChoice, choose_device
 from penstock.config.facts import KvPageSize, MachineFacts, ModelFacts, extra_weight_bytes
 from penstock.config.kv_memory import KV_CONTEXTS, KvMemoryBudget, format_size
@@ -352,9 +352,7 @@ def _plan(
     )
     notes = [choice.note, prefill.choice.note if prefill else "", kv.note, mesh_note, *_ignored_settings(config, model)]
     return ServePlan(
-        workers=tuple(
-            _worker(*role, share, meshes[role[0]], nodes) for role, share in zip(roles, assigned.shares, strict=True)
-        ),
+        workers=tuple(_workers(roles, assigned, meshes, nodes)),
         connector=connector,
         device=choice.device,
         family=family,
@@ -542,20 +540,23 @@ def _family(config: EngineSettings, machine: MachineFacts, device: str) -> str:
     return config.kernels
 
 
-def _worker(name: WorkerId, role: Role, share: CoreShare, mesh: Mesh, nodes: NodePlace) -> WorkerPlan:
-    return WorkerPlan(
-        worker=name,
-        role=role,
-        threads=share.threads,
-        cpus=share.cpus,
-        niceness=share.niceness,
-        prefill_niceness=share.prefill_niceness,
-        lent_cores=share.lent_cores,
-        loans=share.loans,
-        mesh=mesh,
-        nodes=nodes,
-        ranks=share.ranks,
-    )
+def _workers(
+    roles: WorkerRoles, assigned: CoreAssignment, meshes: Mapping[WorkerId, Mesh], nodes: NodePlace
+) -> Iterator[WorkerPlan]:
+    for (name, role), share in zip(roles, assigned.shares, strict=True):
+        yield WorkerPlan(
+            worker=name,
+            role=role,
+            threads=share.threads,
+            cpus=share.cpus,
+            niceness=share.niceness,
+            prefill_niceness=share.prefill_niceness,
+            lent_cores=share.lent_cores,
+            loans=share.loans,
+            mesh=meshes[name],
+            nodes=nodes,
+            ranks=share.ranks,
+        )
 
 
 def _kv_capacity(config: EngineSettings, memory: KvMemoryBudget, size: KvPageSize) -> KvCapacity:

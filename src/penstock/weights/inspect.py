@@ -93,12 +93,14 @@ def check_integer_weights(path: Path, spec: ModelSpec, flag: str) -> None:
     schemes = [] if spec.quantization is None else [group.scheme for group in spec.quantization.groups]
     if any(isinstance(scheme, EightBitScheme) and scheme.kind == "e4m3" for scheme in schemes):
         raise ConfigError(f"{flag}: the weights of {path} are floats of 8 bits; it takes integers: leave it out")
-    if not schemes and not _has_codes(path):
+    if not has_quantized_weights(path, spec):
         raise ConfigError(f"{flag}: {path} has no quantized weights, and only their inputs are quantized; leave it out")
 
 
-def _has_codes(path: Path) -> bool:
-    """Whether a file without a configuration of its codes, as GGUF, has quantized matrices."""
+def has_quantized_weights(path: Path, spec: ModelSpec) -> bool:
+    """Whether some matrices are stored as codes.  A GGUF file has no configuration that says so."""
+    if spec.quantization is not None:
+        return bool(spec.quantization.groups)
     with Checkpoint(path) as checkpoint:
         return any(checkpoint.quantized_tensor(name) is not None for name in checkpoint.names)
 
