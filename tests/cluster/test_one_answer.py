@@ -114,11 +114,13 @@ def test_a_decode_worker_that_prefills_gives_one_answer(plain: Plain, tmp_path: 
     """Steps of the bundled model are short; beside a budget of 1 ms they are long.  Somebody has to give way, too."""
     config = f"{TRUSTING}[scheduling]\ninteractive_tpot_ms = 1.0\n"
     with PenstockServer(["--kv-memory", ROOMS["tight"]], config=config, folder=tmp_path) as server:
-        asyncio.run(all_answers(server.url, varied_requests(salt="steps to measure"), together=True))
-        server.wait_for(lambda: _local_prefill(server) == {"decode-0": True, "prefill-0": False}, PATIENCE_S, "local")
-        server.wait_idle()
-        before = _prompt_tokens(server)
         for kill in (True, False):
+            asyncio.run(all_answers(server.url, varied_requests(salt=f"measured {kill}"), together=True))
+            server.wait_for(
+                lambda: _local_prefill(server) == {"decode-0": True, "prefill-0": False}, PATIENCE_S, "local"
+            )
+            server.wait_idle()
+            before = _prompt_tokens(server)
             bodies = varied_requests(salt=f"{kill}")
             if kill:
                 answers = asyncio.run(answers_with_a_kill(server, bodies, plain.varied, together=True))

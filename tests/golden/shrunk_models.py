@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,8 @@ class Case:
         return values | {self.inside: self._changed(values[self.inside])} | self.around
 
     def _changed(self, values: dict[str, Any]) -> dict[str, Any]:
-        """With other sizes, and without what they say None of."""
-        changes = self.sizes | self.small
+        """With other sizes, and without what they say None of.  A copy: transformers changes what it is given."""
+        changes = deepcopy(self.sizes | self.small)
         return {name: value for name, value in (values | changes).items() if value is not None or name not in changes}
 
 

@@ -11,7 +11,7 @@ Pure.  The router decides, for each request (``penstock.router.policy.least_cost
 
 from __future__ import annotations
 
-from penstock.engine.core.cost_model import StepCostModel, StepWork
+from penstock.engine.core.cost_model import WARMUP_STEPS, StepCostModel, StepWork
 
 LOCAL_PREFILL_SHARE = 1 / 3
 """From this share of the budget on: on half of the cores the step would take up to two thirds of it."""
@@ -36,7 +36,10 @@ class LocalPrefill:
         return self._cost.predict(_ONE_RESPONSE)
 
     def is_local(self) -> bool:
-        """Whether prompts should be computed by the decode worker, by all steps so far."""
+        """Whether prompts should be computed by the decode worker, by all steps so far: not before some were measured,
+        for a session whose prompts move from one worker to another loses what was not reported yet."""
+        if self._cost.measured_steps < WARMUP_STEPS:
+            return False
         share = REMOTE_PREFILL_SHARE if self._is_local else LOCAL_PREFILL_SHARE
         self._is_local = self.step_s >= share * self._budget_s
         return self._is_local
