@@ -536,6 +536,20 @@ class Loading:
         /,
     ) -> None: ...
     def add_bytes(self, tensor: int, file: int, offset: int, to: NDArray[np.uint8], /) -> None: ...
+    def add_decoded(
+        self,
+        tensor: int,
+        file: int,
+        offset: int,
+        weights: Weights,
+        family: str,
+        first: int,
+        rows: int,
+        base_and_step: tuple[int, int],
+        counts: NDArray[np.uint32],
+        escapes: NDArray[np.uint8],
+        /,
+    ) -> None: ...
     def start(self, threads: int, /) -> None: ...
     def wait(self, seconds: float, /) -> bool: ...
     def stop(self) -> None: ...

@@ -12,7 +12,7 @@ Knows arrays; no kernels, files or torch: importable where the extension is not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,11 @@ class CompressedMatrix:
     @property
     def nbytes(self) -> int:
         return self.counts.nbytes + self.blocks.nbytes + self.escapes.nbytes
+
+
+def ends_with_blocks(parts: Sequence[AnyCompressed], ends: tuple[int, ...]) -> bool:
+    """Whether matrices one below the other begin with panels, and segments of their inputs with blocks."""
+    return not any(part.n % PANEL_ROWS for part in parts[:-1]) and not any(end % BLOCK_COLUMNS for end in ends)
 
 
 def panels_of(n: int) -> int:

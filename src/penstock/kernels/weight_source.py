@@ -54,9 +54,9 @@ class WeightLoading(Protocol):
     def add_compressed(
         self, name: str, parts: list[tuple[StoredTensor, CompressedMatrix]], segments: tuple[int, ...] | None
     ) -> bool:
-        """A weight that ``Ops.pack_compressed`` makes; of each matrix only sizes and code are used here.
+        """A weight that ``Ops.pack_compressed`` makes, or a plain one; of each matrix only sizes and code are used here.
 
-        False, and nothing is done, where it would give None.
+        False, and nothing is done, where the matrices fit neither.
         """
         ...
 

@@ -11,7 +11,8 @@ are packed in parallel, large ones one after another by all threads where they c
 
 The hash of a tensor comes from a compressed file's table or from the manifest of the last load, and then its checksum
 must match that entry; otherwise it is computed, in the order of loading, so that each byte comes from the drive once.
-Compressed weights stay compressed in memory where the kernels decode them.  No thread is left when loading ends: the
+Compressed weights stay compressed in memory where the kernels decode them; elsewhere each piece is decoded as it is
+read.  No thread is left when loading ends: the
 process is about to fork.
 """
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import KernelError
 from penstock.kernels import _native
-from penstock.kernels.compressed import BLOCK_COLUMNS, PANEL_ROWS, AnyCompressed, panels_of
+from penstock.kernels.compressed import AnyCompressed, ends_with_blocks, panels_of
 from penstock.kernels.lora import AdapterTable, row_slots
 from penstock.kernels.native.arguments import (
     ACTIVATIONS,
@@ -189,7 +189,8 @@ class NativeOps(Ops):
 
     def loading(self, nbytes: int) -> NativeWeightLoading:
         self._arena.reserve(nbytes)
-        return NativeWeightLoading(LoadingBackend(self._arena, self._per_cell, self._keeps_compressed, self.vector))
+        own = LoadingBackend(self._arena, self.family, self._per_cell, self._keeps_compressed, self.vector)
+        return NativeWeightLoading(own)
 
     def vector(self, weight_D: Array) -> Array:
         return np.ascontiguousarray(weight_D, dtype=np.float32)
@@ -248,8 +249,7 @@ class NativeOps(Ops):
         return np.asarray(wide, np.float32)
 
     def _keeps_compressed(self, parts: Sequence[AnyCompressed], ends: tuple[int, ...]) -> bool:
-        fits = not any(part.n % PANEL_ROWS for part in parts[:-1]) and not any(end % BLOCK_COLUMNS for end in ends)
-        return self.compute_dtype == "bf16" and self._compressed.in_registers() and fits
+        return self.compute_dtype == "bf16" and self._compressed.in_registers() and ends_with_blocks(parts, ends)
 
     # --- row by row ---------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import KernelError
 from penstock.kernels import _native
-from penstock.kernels.compressed import BLOCK_COLUMNS, CompressedMatrix, panels_of
+from penstock.kernels.compressed import BLOCK_COLUMNS, CompressedMatrix, ends_with_blocks, panels_of
 from penstock.kernels.native.compression import ESCAPE_PADDING, native_weights
 from penstock.kernels.native.memory import WeightArena
 from penstock.kernels.operands import PackedLinear
@@ -44,6 +44,7 @@ class LoadingBackend:
     """What loading needs of a backend."""
 
     arena: WeightArena
+    family: str
     per_cell: int
     keeps_compressed: Callable[[Sequence[CompressedMatrix], tuple[int, ...]], bool]
     vector: Callable[[NDArray[Any]], Any]
@@ -86,7 +87,7 @@ class NativeWeightLoading(WeightLoading):
         matrices = [matrix for _, matrix in parts]
         ends = segments or (matrices[0].k,)
         if not self._backend.keeps_compressed(matrices, ends):
-            return False
+            return self._add_decoded(name, parts, ends)
         weight = CompressedBuffers(self._backend.arena, matrices, ends)
         counted = np.zeros(sum(panels_of(matrix.n) for matrix in matrices), np.uint32)
         panel = 0
@@ -99,6 +100,27 @@ class NativeWeightLoading(WeightLoading):
             self._native.add_panels(index, stored.file, offset, place.blocks, blocks_a_panel, panels)
             self._native.add_bytes(index, stored.file, offset + place.blocks.nbytes, place.escapes)
         self._finish[name] = lambda: weight.finish(counted)
+        return True
+
+    def _add_decoded(
+        self, name: str, parts: list[tuple[StoredTensor, CompressedMatrix]], ends: tuple[int, ...]
+    ) -> bool:
+        """Plain weights, each piece decoded as it is read; False where panels and blocks do not fit them."""
+        if self._backend.per_cell != 2 or not ends_with_blocks([matrix for _, matrix in parts], ends):
+            return False
+        n, k = sum(matrix.n for _, matrix in parts), ends[-1]
+        cells = self._backend.arena.cells(_native.Weights.cells_needed(n, k, list(ends), 2))
+        weights = _native.Weights(cells, n, k, list(ends), 2)
+        first = 0
+        for stored, matrix in parts:
+            index, code = self._tensor(stored.name), (matrix.base, matrix.step)
+            counts = np.zeros(panels_of(matrix.n), np.uint32)
+            escapes = np.zeros(matrix.escapes.nbytes + ESCAPE_PADDING, np.uint8)
+            place = index, stored.file, stored.offset
+            self._native.add_decoded(*place, weights, self._backend.family, first, matrix.n, code, counts, escapes)
+            first += matrix.n
+        packed = PackedLinear(n=n, k=k, segments=ends, data=weights, nbytes=cells.nbytes)
+        self._finish[name] = lambda: packed
         return True
 
     def run(self, threads: int, watch: ProgressCallback) -> dict[str, Any]:

@@ -56,6 +56,8 @@ struct CompressedFamily {
   void (*linear_group)(const CompressedGroup&);
   void (*embed)(const CompressedEmbedArgs&);
   void (*decode_rows)(const CompressedView&, long panel, uint16_t* rows);  // bf16 [outputs of the panel, k]
+  // A panel of a plain weight: [k / 2][16].  Segments begin with a block, and inputs fill the last one.
+  void (*decode_cells)(const CompressedView&, long panel, uint32_t* cells);
 };
 
 // The kernels for a family that this processor runs.

@@ -1,7 +1,8 @@
 // One block of compressed weights to cells: two steps of sixteen pairs of bf16.
 //
 // With AVX512-VBMI2 it stays in registers: the planes are masks, a masked addition of bytes makes an exponent, expansion
-// puts the escapes in their places, and two interleavings of bytes make the operands of `vdpbf16ps`.
+// puts the escapes in their places, and two interleavings of bytes make the operands of `vdpbf16ps`.  With AVX2 the bits
+// of a plane become masks of bytes, and escapes are written over the cells that lie in memory by then.
 #pragma once
 
 #include "compressed/compressed.hpp"
@@ -65,6 +66,53 @@ PS_INLINE void decode_to(const BlockRef& block, const CodeRegs& code, const uint
 #else
 constexpr bool kInRegisters = false;
 
+// A bf16 number, from a rotated exponent and a byte of sign and mantissa.
+PS_INLINE uint16_t join_bytes(unsigned exponent, unsigned byte) {
+  return static_cast<uint16_t>((exponent & 0x80) | (byte & 0x7F) | (exponent & 0x7F) << 8 | (byte & 0x80) << 8);
+}
+
+#if defined(__AVX2__)
+struct CodeRegs {
+  __m256i base, step, two_steps;
+
+  CodeRegs() = default;
+  explicit PS_INLINE CodeRegs(const PanelCode& code)
+      : base(_mm256_set1_epi8(static_cast<char>(code.base))),
+        step(_mm256_set1_epi8(static_cast<char>(code.step))),
+        two_steps(_mm256_set1_epi8(static_cast<char>(code.step * 2))) {}
+};
+
+// Bits of a plane as bytes of ones or zeros.
+PS_INLINE __m256i mask_of(const uint8_t* bits) {
+  int32_t word;
+  __builtin_memcpy(&word, bits, 4);
+  const __m256i order = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+  const __m256i bit = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201u));
+  const __m256i own = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(word), order), bit);
+  return _mm256_cmpeq_epi8(own, bit);
+}
+
+PS_INLINE void decode_to(const BlockRef& block, const CodeRegs& code, const uint8_t*& escapes, uint32_t* cells) {
+  const __m256i top = _mm256_set1_epi8(static_cast<char>(0x80));
+  _Pragma("GCC unroll 2") for (int half = 0; half < 2; ++half) {
+    const uint8_t* plane = block.planes + half * 4;
+    __m256i exponent = _mm256_xor_si256(code.base, _mm256_and_si256(mask_of(plane), top));
+    exponent = _mm256_add_epi8(exponent, _mm256_and_si256(mask_of(plane + 8), code.step));
+    exponent = _mm256_add_epi8(exponent, _mm256_and_si256(mask_of(plane + 16), code.two_steps));
+    const __m256i byte = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(block.bytes + half * 32));
+    const __m256i low = _mm256_or_si256(_mm256_and_si256(top, exponent), _mm256_andnot_si256(top, byte));
+    const __m256i high = _mm256_or_si256(_mm256_and_si256(top, byte), _mm256_andnot_si256(top, exponent));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(cells) + half, _mm256_unpacklo_epi8(low, high));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(cells + 16) + half, _mm256_unpackhi_epi8(low, high));
+  }
+  for (uint64_t left = escapes_of(block.planes); left != 0; left &= left - 1) {
+    const int i = __builtin_ctzll(left);
+    const uint16_t value = join_bytes(*escapes++, block.bytes[i]);
+    const int place = i % 16 / 8 * 32 + i / 16 * 8 + i % 8;
+    __builtin_memcpy(reinterpret_cast<char*>(cells) + place * 2, &value, 2);
+  }
+}
+#else
 struct Spread {
   uint64_t of[256];
 
@@ -101,9 +149,10 @@ PS_INLINE void decode_to(const BlockRef& block, const CodeRegs& code, const uint
     for (int step = 0; step < 2; ++step)
       for (int i = 0; i < 8; ++i) {
         const unsigned e = exponent[lane * 16 + step * 8 + i], b = block.bytes[lane * 16 + step * 8 + i];
-        to[step * 32 + lane * 8 + i] = static_cast<uint16_t>((e & 0x80) | (b & 0x7F) | (e & 0x7F) << 8 | (b & 0x80) << 8);
+        to[step * 32 + lane * 8 + i] = join_bytes(e, b);
       }
 }
+#endif
 #endif
 
 // Asks for the lines of a chunk: some at once, then one a block.  Locality 3 is the first-level cache, 2 the second.

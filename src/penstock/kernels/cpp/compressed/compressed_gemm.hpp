@@ -216,6 +216,10 @@ void embed_compressed(const CompressedEmbedArgs& args) {
   });
 }
 
+void decode_cells(const CompressedView& w, long panel, uint32_t* cells) {
+  decode_blocks(w, panel, 0, w.blocks_a_panel(), w.escapes + w.escape_begin[panel], cells, kSlabBlocks);
+}
+
 void decode_rows(const CompressedView& w, long panel, uint16_t* out) {
   const long k = w.layout.k, rows = min_of(16, w.layout.n - panel * 16), blocks = w.blocks_a_panel();
   const uint8_t* escapes = w.escapes + w.escape_begin[panel];

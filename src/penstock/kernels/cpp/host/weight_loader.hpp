@@ -1,5 +1,8 @@
 // Tensors from files to memory: read, checked and packed in one pass by threads that end with the load.
 //
+// Compressed weights that are to be plain in memory take two steps: counts and escapes of all tensors come first, then each
+// piece of blocks is decoded as it comes.
+//
 // The work is cut into pieces of some 256 KiB, small enough that what was read is still in a core's cache when it is
 // checked and packed.  The cut is part of the format of checksums (docs/format.md): it depends on the tensor alone.
 // Whoever loads is about to fork: when `join` returns, the process has no thread of this.
@@ -27,6 +30,20 @@ struct LoadFailure {
   std::string reason;
 };
 
+// A compressed matrix on its way into plain cells.
+struct DecodedMatrix {
+  PackedView layout;  // of the whole plain weight
+  uint32_t* cells;
+  long first, rows;
+  PanelCode code;
+  void (*decode)(const CompressedView&, long panel, uint32_t* cells);
+  uint32_t* counts;  // [panels]
+  uint8_t* escapes;
+  uint64_t escape_bytes;  // without the padding behind them
+
+  long panels() const { return (rows + 15) / 16; }
+};
+
 class Loading {
  public:
   Loading() = default;
@@ -43,6 +60,9 @@ class Loading {
   void add_panels(long tensor, int file, uint64_t offset, uint8_t* to, long panels, long blocks_a_panel,
                   uint32_t* escapes);
   void add_bytes(long tensor, int file, uint64_t offset, uint8_t* to, uint64_t bytes);
+  // All sections of a compressed matrix, decoded into rows [first, first + rows) of a plain weight's `cells`.  `first` and
+  // segments begin with whole panels and blocks.
+  void add_decoded(long tensor, int file, uint64_t offset, const DecodedMatrix& matrix);
 
   void start(int threads);
   bool wait(double seconds);  // is all done, or has something failed?
@@ -55,7 +75,12 @@ class Loading {
   Checksum checksum(long tensor, const std::string& text) const;
 
  private:
-  enum class Kind : uint8_t { kRows, kPanels, kBytes };
+  enum class Kind : uint8_t { kRows, kPanels, kBytes, kDecoded };
+  struct Decoding {
+    DecodedMatrix matrix;
+    std::vector<PanelCode> codes;
+    std::vector<uint64_t> escape_begin;  // [panels + 1], once all counts are here
+  };
   struct Section {
     Kind kind;
     int file;
@@ -66,6 +91,8 @@ class Loading {
     long first;             // row of the weight
     uint64_t unit;          // bytes of a row, panel or byte
     long blocks_a_panel;
+    long decoding = -1;   // its place among `decodings_`, if there is one
+    bool comes_first = false;
   };
   struct Piece {
     uint32_t section;
@@ -78,6 +105,9 @@ class Loading {
   void work(int worker);
   bool read(const Piece& piece, uint8_t* to);
   void take(const Piece& piece, const Section& section, uint8_t* buffer, Checksum& checksum);
+  void decode(const Piece& piece, const Section& section, const uint8_t* blocks);
+  void first_group_done();
+  bool first_groups_are_done();
   void fail(const Piece& piece, const std::string& reason);
   void join();
 
@@ -85,7 +115,10 @@ class Loading {
   std::vector<long> tensor_of_;  // by section
   std::vector<Piece> pieces_;
   std::vector<size_t> tensor_begin_;  // first piece
-  std::vector<size_t> groups_;        // ends of the runs of pieces that one thread takes at a time
+  std::vector<size_t> order_;         // of the pieces
+  std::vector<size_t> groups_;        // ends of the runs of `order_` that one thread takes at a time
+  std::vector<Decoding> decodings_;
+  size_t first_groups_ = 0;           // have what others wait for
   std::vector<Checksum> checksums_;
   uint64_t bytes_ = 0, buffer_bytes_ = 0;
 
@@ -97,6 +130,7 @@ class Loading {
   std::atomic<bool> stopped_{false};
   std::mutex mutex_;
   std::condition_variable changed_;
+  size_t first_groups_left_ = 0;
   int working_ = 0;
   std::unique_ptr<LoadFailure> failure_;
 };

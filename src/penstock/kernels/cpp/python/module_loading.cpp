@@ -3,6 +3,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
+#include "compressed/codec.hpp"
 #include "host/weight_loader.hpp"
 #include "python/binding.hpp"
 
@@ -39,6 +40,28 @@ class PyLoading {
   void add_bytes(long tensor, int file, uint64_t offset, const Out<uint8_t, 1>& to) {
     loading_.add_bytes(tensor, file, offset, to.data(), to.size());
     kept_.append(to);
+  }
+
+  void add_decoded(long tensor, int file, uint64_t offset, nb::object weights, const std::string& family, long first,
+                   long rows, const std::pair<int, int>& base_and_step, const Out<uint32_t, 1>& counts,
+                   const Out<uint8_t, 1>& escapes) {
+    const Weights& w = nb::cast<const Weights&>(weights);
+    const PackedView& layout = w.view;
+    const ExponentCode code{base_and_step.first, base_and_step.second};
+    require(layout.per_cell == 2, "weights of bf16 only");
+    for (int s = 0; s <= layout.segments; ++s)
+      require(layout.k_begin[s] % kBlockColumns == 0, "segments must end with a block");
+    require(first >= 0 && first % 16 == 0 && rows > 0 && first + rows <= layout.n, "rows outside the weight");
+    require(rows % 16 == 0 || first + rows == layout.n, "whole panels only");
+    require(is_sound(code), "no such exponent code");
+    const DecodedMatrix matrix{layout, w.memory.data(), first, rows, rotated(code),
+                               compressed_family(family.c_str()).decode_cells, counts.data(), escapes.data(),
+                               escapes.size() - kEscapePadding};
+    require(dim(counts, 0) == matrix.panels() && dim(escapes, 0) >= kEscapePadding, "a count for every panel");
+    loading_.add_decoded(tensor, file, offset, matrix);
+    kept_.append(std::move(weights));
+    kept_.append(counts);
+    kept_.append(escapes);
   }
 
   void start(int threads) {
@@ -78,6 +101,7 @@ void bind_loading(nb::module_& m) {
       .def("add_rows", &PyLoading::add_rows)
       .def("add_panels", &PyLoading::add_panels)
       .def("add_bytes", &PyLoading::add_bytes)
+      .def("add_decoded", &PyLoading::add_decoded)
       .def("start", &PyLoading::start)
       .def("wait", &PyLoading::wait)
       .def("stop", &PyLoading::stop)
