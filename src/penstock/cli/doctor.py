@@ -99,9 +99,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """0 when this machine can serve, else 1."""
     gpu = gpu_report()
-    checks = [*examine(gpu), check_plan(args.model, gpu)]
-    if args.model is not None and checks[-1].verdict is not CheckResult.MISSING:
-        checks += check_speed(args.model, gpu)
+    plan = plan_of(args.model, gpu)
+    checks = [*examine(gpu), plan if isinstance(plan, Check) else check_plan(plan)]
+    if args.model is not None and isinstance(plan, ModelPlan):
+        checks += check_speed(args.model, plan)
     serves = all(check.verdict is not CheckResult.MISSING for check in checks)
     if args.json:
         print(json.dumps({"serves": serves, "checks": [asdict(check) for check in checks]}, indent=1))
@@ -355,40 +356,49 @@ def check_kernels(wanted: str | None = None) -> Check:
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def check_plan(model: str | None = None, gpu: GpuReport | None = None) -> Check:
-    """What ``penstock serve`` would decide here and now, flags aside; asks no network.  ``gpu``: was found already."""
-    name = MODEL_CHECK
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """What ``penstock serve`` would decide here and now, flags aside."""
+
+    located: ModelLocation
+    spec: ModelSpec
+    plan: ServePlan
+
+
+def plan_of(model: str | None = None, gpu: GpuReport | None = None) -> ModelPlan | Check:
+    """The plan, or why there is none; asks no network.  ``gpu``: was found already."""
     try:
-        located, spec, plan = _resolved(model, gpu)
+        from penstock.launch.compose import resolve_here
+        from penstock.launch.model_path import locate_model
+        from penstock.weights.inspect import inspect_model
+
+        located = locate_model(model, download=_refuse_download)
+        spec = inspect_model(located.path)
+        return ModelPlan(located, spec, resolve_here(load_serve({}), located.name, spec, report=gpu))
     except ImportError as error:
-        return Check(name, CheckResult.MISSING, f"cannot be imported: {error}", "install the packages named above")
+        mend = "install the packages named above"
+        return Check(MODEL_CHECK, CheckResult.MISSING, f"cannot be imported: {error}", mend)
     except ModelError as error:
         mend = "try penstock doctor ~/models/NAME" if not Path(model or "").is_dir() else ""
-        return Check(name, CheckResult.MISSING, str(error), mend)
+        return Check(MODEL_CHECK, CheckResult.MISSING, str(error), mend)
     except PenstockError as error:
-        return Check(name, CheckResult.MISSING, str(error))
+        return Check(MODEL_CHECK, CheckResult.MISSING, str(error))
+
+
+def check_plan(own: ModelPlan) -> Check:
+    """The plan in words, and its notes."""
+    plan = own.plan
     kv = format_size(plan.scheduler.pages * plan.page_bytes) + " of KV pages"
     kv += "" if plan.kv_dtype == plan.dtype else f" in {plan.kv_dtype}"
     where = "the processor" if plan.device == "cpu" else "a GPU"
     found = (
-        f"would serve {located.name} ({spec.parameters / 1e6:,.1f} M parameters, context "
+        f"would serve {own.located.name} ({own.spec.parameters / 1e6:,.1f} M parameters, context "
         f"{plan.scheduler.max_model_len}) on {where} with "
         f"{', '.join(worker.worker for worker in plan.workers)}; "
         f"each: kernels {plan.family} in {plan.dtype}, {_threads(plan.workers[0].threads)}, {kv}, "
         f"handed over by {plan.connector}"
     )
-    return Check(name, CheckResult.NOTE if plan.notes else CheckResult.OK, found, "; ".join(plan.notes))
-
-
-def _resolved(model: str | None, gpu: GpuReport | None) -> tuple[ModelLocation, ModelSpec, ServePlan]:
-    """Where the model is, what it is, and the plan.  Raises PenstockError, and ImportError."""
-    from penstock.launch.compose import resolve_here
-    from penstock.launch.model_path import locate_model
-    from penstock.weights.inspect import inspect_model
-
-    located = locate_model(model, download=_refuse_download)
-    spec = inspect_model(located.path)
-    return located, spec, resolve_here(load_serve({}), located.name, spec, report=gpu)
+    return Check(MODEL_CHECK, CheckResult.NOTE if plan.notes else CheckResult.OK, found, "; ".join(plan.notes))
 
 
 # --- how fast ---------------------------------------------------------------------------------------------------------
@@ -397,7 +407,7 @@ MIN_GAIN = 1.05
 """By which compressed weights must be faster to be recommended."""
 
 
-def check_speed(model: str, gpu: GpuReport | None = None) -> list[Check]:
+def check_speed(model: str, own: ModelPlan) -> list[Check]:
     """Steps of this model on this processor, measured, and what follows for how to serve it.  None for a GPU, and for
     quantized weights, whose products are others."""
     from penstock.launch.machine import usable_cores
@@ -405,8 +415,8 @@ def check_speed(model: str, gpu: GpuReport | None = None) -> list[Check]:
     from penstock.parallel.shard import token_numbers
     from penstock.weights.inspect import has_quantized_weights
 
-    located, spec, plan = _resolved(model, gpu)
-    if plan.device != "cpu" or plan.family == REFERENCE or has_quantized_weights(located.path, spec):
+    spec, plan = own.spec, own.plan
+    if plan.device != "cpu" or plan.family == REFERENCE or has_quantized_weights(own.located.path, spec):
         return []
     cores = usable_cores(tuple(os.sched_getaffinity(0)))
     speed = probe_speed(plan.family, plan.dtype, cores, token_numbers(spec))

@@ -134,7 +134,7 @@ def test_the_exit_code_says_whether_it_serves(
     verdict: CheckResult, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(doctor, "examine", lambda _: [])
-    monkeypatch.setattr(doctor, "check_plan", lambda *_: Check("x", verdict, "found", "mend"))
+    monkeypatch.setattr(doctor, "plan_of", lambda *_: Check("x", verdict, "found", "mend"))
     assert doctor.run(argparse.Namespace(json=False, model=None)) == code
     assert "-> mend" in capsys.readouterr().out
     assert doctor.run(argparse.Namespace(json=True, model=None)) == code
@@ -150,7 +150,9 @@ def test_this_machine_is_examined_whole():
 
 
 def test_it_tells_what_would_be_served():
-    check = doctor.check_plan()
+    plan = doctor.plan_of()
+    assert isinstance(plan, doctor.ModelPlan)
+    check = doctor.check_plan(plan)
     assert check.verdict is CheckResult.OK
     assert check.found.startswith(
         "would serve storyteller (10.2 M parameters, context 2048) on the processor with prefill-0, "
@@ -159,6 +161,7 @@ def test_it_tells_what_would_be_served():
 
 @pytest.mark.parametrize(("model", "words"), [("/no/such/folder", "no such folder"), ("org/name", "on the Hub")])
 def test_a_model_that_cannot_be_served_is_told(model: str, words: str):
-    check = doctor.check_plan(model)
+    check = doctor.plan_of(model)
+    assert isinstance(check, Check)
     assert check.verdict is CheckResult.MISSING
     assert words in check.found
