@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from bench.peers import install, matrix, models
+from bench.peers import curve, install, matrix, models
 from bench.peers.places import CODED, PEERS, SHAPES, Workplace, cores, default_workdir
 from bench.peers.records import Records
 
@@ -19,6 +19,7 @@ examples:
   python -m bench.peers run                          five rounds of everything
   python -m bench.peers run --measures decode,prefill --systems penstock,llama.cpp --rounds 1
   python -m bench.peers run --measures decode --systems penstock-q8_0,penstock-q8_0-int8,llama.cpp-q8_0
+  python -m bench.peers curve --model 100m --plot docs/curve.png     eight clients over the size of a step
   python -m bench.peers report --into docs/benchmarks.md --plot docs/peers.png
 
 Run it from the repository's root, with Penstock built or installed.  A run that was cut goes on where it stopped;
@@ -44,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_install(commands.add_parser("install", help="install the peers, with exact versions"))
     _add_models(commands.add_parser("models", help="make the checkpoints, one for each system's format"))
     _add_run(commands.add_parser("run", help="measure; appends to the results"))
+    _add_curve(commands.add_parser("curve", help="measure eight clients over the size of a step, and print the points"))
     _add_report(commands.add_parser("report", help="medians, ratios, spread and a plot out of the results"))
     return parser
 
@@ -92,6 +94,22 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="long prompts amid answers, at least (default: 8)",
     )
     parser.add_argument("--results", type=Path, metavar="FILE", help="default: results.jsonl in the work folder")
+
+
+def _add_curve(parser: argparse.ArgumentParser) -> None:
+    known = tuple(dict.fromkeys(setting.system for setting in curve.settings()))
+    parser.set_defaults(command=_curve)
+    parser.add_argument("--model", choices=tuple(SHAPES), default="1b", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="in all, done ones included (default: 3)")
+    parser.add_argument(
+        "--systems", type=_names(known), default=known, metavar="S,S", help=f"default: {', '.join(known)}"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=cores(), metavar="N", help="of every system (default: %(default)s)"
+    )
+    parser.add_argument("--requests", type=int, default=48, metavar="N", help="of eight clients (default: 48)")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="default: results.jsonl in the work folder")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the points as well (needs matplotlib)")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
@@ -150,6 +168,17 @@ def _run(args: argparse.Namespace, place: Workplace) -> int:
         stutter_s=args.stutter_seconds,
     )
     failures = matrix.Matrix(place, Records(args.results or place.results), wanted).run()
+    return 1 if failures else 0
+
+
+def _curve(args: argparse.Namespace, place: Workplace) -> int:
+    records = Records(args.results or place.results)
+    wanted = curve.Wanted(args.model, args.rounds, args.systems, args.threads, args.requests)
+    failures = curve.measure(place, records, wanted)
+    found = curve.points(records, args.model)
+    print("\n".join(curve.table(found)))
+    if args.plot is not None:
+        curve.draw(found, args.plot, args.model)
     return 1 if failures else 0
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from bench.peers import offline, online
 from bench.peers.offline import Ask, MeasureError
@@ -37,6 +37,8 @@ SYSTEMS: Final = tuple(dict.fromkeys((*OFFLINE_SYSTEMS, *CODED, *SERVERS)))
 
 PREFILL_TOKENS: Final = (128, 512, 2048)
 READ_BYTES: Final = 1 << 24
+
+One = TypeVar("One")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +180,7 @@ class Matrix:
         print(f"{at}  {system:21s} {measure:9s} {text}", flush=True)
 
 
-def turned(systems: Sequence[str], number: int) -> list[str]:
+def turned(systems: Sequence[One], number: int) -> list[One]:
     """Another first one each round, so that none is always measured after the same."""
     first = number % len(systems)
     return [*systems[first:], *systems[:first]]

@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -45,13 +45,16 @@ class Server:
 
 
 @contextmanager
-def running(place: Workplace, system: str, model: str, threads: int) -> Iterator[Server]:
-    """A server that has answered once.  Raises MeasureError with the end of its log when it does not come up."""
+def running(place: Workplace, system: str, model: str, threads: int, flags: Sequence[str] = ()) -> Iterator[Server]:
+    """A server that has answered once; ``flags`` are added to its command.
+
+    Raises MeasureError with the end of its log when it does not come up.
+    """
     port = free_port()
     log = place.logs / f"{system}-{model}.log"
     command, environment = _start(place, system, model, threads, port)
     began = time.perf_counter()
-    process = spawn(command, environment, log)
+    process = spawn([*command, *flags], environment, log)
     try:
         while True:
             if process.poll() is not None or time.perf_counter() - began > START_S:

@@ -54,7 +54,7 @@ class WeightLoading(Protocol):
     def add_compressed(
         self, name: str, parts: list[tuple[StoredTensor, CompressedMatrix]], segments: tuple[int, ...] | None
     ) -> bool:
-        """A weight that ``Ops.pack_compressed`` makes, or a plain one; of each matrix only sizes and code are used here.
+        """A weight that ``Ops.pack_compressed`` makes, or a plain one; only sizes and code of each matrix are used.
 
         False, and nothing is done, where the matrices fit neither.
         """

@@ -10,7 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from bench.peers import matrix, plot
+from bench.peers import curve, matrix, plot
 from bench.peers.bars import bars
 from bench.peers.checkpoint import DEVIATION, write_checkpoint
 from bench.peers.places import COMPRESSED, LLAMA, PLAIN, SHAPES, SPLIT, VLLM, Shape
@@ -23,6 +23,7 @@ from bench.peers.work import decode_limit, prefill_flops, prefill_limit, weight_
 from tokenizers import Tokenizer
 
 from penstock.cli.benchmark.workload import WORDS
+from penstock.config.load import load_serve
 from penstock.kernels.native.backend import NativeOps
 from penstock.weights.inspect import inspect_model
 from penstock.weights.load import load_model
@@ -131,6 +132,35 @@ def test_ratios_are_those_of_one_round():
     assert series.spread(PLAIN, ("decode", "1")) is None
 
 
+def curve_record(system: str, label: str, rate: float, ttft: float, itl: float) -> Record:
+    figures = {"ttft_s": {"p50": ttft}, "itl_s": {"p50": itl / 2, "p99": itl}, "tokens_per_event": 1.0}
+    return record(system, f"curve {label}", 0, output_tokens_per_s=rate, **figures)
+
+
+def test_a_point_is_met_by_one_that_is_nowhere_worse(tmp_path: Path):
+    found = [
+        curve_record(SPLIT, "50 ms", 100.0, 1.0, 0.05),
+        curve_record(SPLIT, "200 ms", 120.0, 0.8, 0.2),
+        curve_record(LLAMA, "64 tokens", 90.0, 1.1, 0.05),  # by the first
+        curve_record(LLAMA, "256 tokens", 110.0, 0.8, 0.3),  # by the second
+        curve_record(VLLM, "256 tokens", 110.0, 1.2, 0.1),  # one is slower, the other one has longer gaps
+    ]
+    points = curve.points(found, "1b")
+    assert [point.system for point in points] == [SPLIT, SPLIT, LLAMA, LLAMA, VLLM]
+    rows = [line.split("|")[-2].strip() for line in curve.table(points)[2:]]
+    assert rows == ["", "", "split, 50 ms", "split, 200 ms", "**none**"]
+    curve.draw(points, tmp_path / "curve.png", "1b")
+    assert (tmp_path / "curve.png").stat().st_size > 10_000
+
+
+def test_a_setting_of_penstock_is_one_that_serve_reads(tmp_path: Path):
+    for setting in curve.settings():
+        flags = setting.arguments(tmp_path)
+        if setting.step_ms is not None:
+            assert flags[0] == "--config"
+            assert load_serve({}, {}, flags[1]).scheduling.interactive_tpot_ms == setting.step_ms
+
+
 def test_bars_hold_or_do_not():
     found = [record(LLAMA, "decode", 0, **{"1": [20.0]}), record(COMPRESSED, "decode", 0, **{"1": [25.0]})]
     found += [record("machine", "roofline", 0, read_gbs=80.0, peak_gflops=1000.0)]
@@ -204,7 +234,7 @@ def test_a_server_is_ended_with_all_its_children(tmp_path: Path):
     assert not Path(f"/proc/{child}").exists()
 
 
-@pytest.mark.parametrize("command", [[], ["install"], ["models"], ["run"], ["report"]])
+@pytest.mark.parametrize("command", [[], ["install"], ["models"], ["run"], ["curve"], ["report"]])
 def test_every_command_has_help(command: list[str]):
     root = Path(__file__).resolve().parents[3]
     asked = [sys.executable, "-m", "bench.peers", *command, "--help"]
