@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from gguf import GGMLQuantizationType as Type
 
+from tiny_adapters import write_adapter
 from tiny_gguf import write_gguf
 from tiny_models import llama_config, random_tensors
 
@@ -29,15 +31,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def adapter(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """As a flag."""
+    return f"--lora=fox={write_adapter(tmp_path_factory.mktemp('lora') / 'fox', Path(model), rank=8)}"
+
+
 def prompt(number: int) -> str:
     draw = random.Random(number)
     return "".join(draw.choice("abcdefghijklmnop") for _ in range(30 + 5 * number))
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Some that are greedy and some that are not."""
-    same = {"model": "letters", "max_tokens": 24, "ignore_eos": True, "logprobs": 3, "stream": True}
-    return [{**same, "prompt": prompt(n), "seed": n, "temperature": 0.8 * (n % 2)} for n in range(6)]
+    """Some that are greedy and some that are not, some with an adapter."""
+    same = {"max_tokens": 24, "ignore_eos": True, "logprobs": 3, "stream": True}
+    models = ("letters", "letters", "fox")
+    return [{**same, "model": models[n % 3], "prompt": prompt(n), "seed": n, "temperature": n % 2} for n in range(6)]
 
 
 def first_logprobs(server: PenstockServer, number: int) -> dict[str, float]:
@@ -49,12 +58,12 @@ def first_logprobs(server: PenstockServer, number: int) -> dict[str, float]:
 
 
 @pytest.mark.timeout(600)
-def test_one_answer_in_a_class_of_its_own(model: str) -> None:
+def test_one_answer_in_a_class_of_its_own(model: str, adapter: str) -> None:
     """Aggregated and alone; split, in chunks and together, then from the cache."""
-    with PenstockServer([model, *INT8, "--aggregated"]) as server:
+    with PenstockServer([model, *INT8, adapter, "--aggregated"]) as server:
         wanted = [answer.identical for answer in asyncio.run(all_answers(server.url, bodies(), together=False))]
         own = [first_logprobs(server, number) for number in range(6)]
-    with PenstockServer([model, *INT8, "--max-chunk-tokens", "16"]) as server:
+    with PenstockServer([model, *INT8, adapter, "--max-chunk-tokens", "16"]) as server:
         for _ in range(2):
             found = asyncio.run(all_answers(server.url, bodies(), together=True))
             assert [answer.identical for answer in found] == wanted
