@@ -214,7 +214,7 @@ def test_an_adapter_adds_to_codes_what_it_adds_to_numbers(form: str, tmp_path: P
 def test_a_plan_counts_the_bytes_of_the_files(pair: Pair) -> None:
     """Scales are counted as 16 bits where the file may have them in another form."""
     outline = read_outline(pair.stored)
-    how = weight_encoding(PlanForm.STORED, outline.config, outline.layout)
+    how = weight_encoding(PlanForm.STORED, outline)
     assert model_size(outline.spec, outline.layout, how).weight_bytes > 0
     counted = dict.fromkeys(pair.sources, 0.0)
     for weight in outline.layout.weights:

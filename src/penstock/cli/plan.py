@@ -64,8 +64,8 @@ examples:
   penstock plan ~/models/llama --devices 1xH100 --kv-dtype fp8_e4m3
   penstock plan ~/models/llama --devices cpu:32GiB --speculate head --lora sql=~/adapters/sql
 
-Nothing is loaded: config.json is enough.  Devices known by name: {", ".join(DEVICE_MEMORY_GIB)};
-others by size: 2x48GiB; cpu: this host's memory.  The exit code is 0 if the model fits, 1 if not; the last line says
+Nothing is loaded: config.json, or a GGUF file's header, is enough.
+Devices known by name: {", ".join(DEVICE_MEMORY_GIB)}; others by size: 2x48GiB; cpu: this host's memory.  The exit code is 0 if the model fits, 1 if not; the last line says
 whether `penstock serve` can use such devices today.
 """
 
@@ -84,7 +84,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a folder, a config.json, or org/name on the Hub; none: the bundled storyteller",
+        help="a folder, a GGUF file, a config.json, or org/name on the Hub; none: the bundled storyteller",
     )
     parser.add_argument(
         "--devices",
@@ -237,12 +237,13 @@ def serve_command(args: argparse.Namespace, answer: PlanResult) -> str:
 def rank_rows(answer: PlanResult) -> list[PlanRow]:
     """One process and the plans of ranks that have a core each on this host, whose memory all ranks share.
 
-    What is loaded with the model is not divided yet.
+    What is loaded with the model is not divided yet, nor are codes.
     """
     spec, size, machine = answer.outline.spec, answer.size, machine_facts(())
     nodes = len({core.numa_node for core in machine.physical_cores})
     rows = []
-    for mesh in (Mesh(),) if size.extra_weights else possible_meshes(spec, machine.cores):
+    alone = bool(size.extra_weights or answer.outline.coded_bits) or spec.quantization is not None
+    for mesh in (Mesh(),) if alone else possible_meshes(spec, machine.cores):
         stages = stage_layers(spec, mesh.pipeline) if mesh.ranks > 1 else (range(spec.layers),)
         largest = rank_weights(size, mesh, stages)
         read = ReadWeights(token_numbers(spec), answer.how.bits / 8, spec.layers, spec.hidden)
@@ -269,7 +270,7 @@ def keeps_no_kv(outline: ModelOutline) -> bool:
 
 def plan_without_kv(outline: ModelOutline, devices: Devices, form: WeightFormat, *, as_json: bool) -> int:
     """Print the plan of an encoder; 0 if it fits, 1 if not."""
-    how = weight_encoding(form, outline.config, outline.layout)
+    how = weight_encoding(form, outline)
     nbytes = weight_bytes(outline.layout, how)
     fits = nbytes < devices.memory_bytes
     if as_json:
@@ -321,7 +322,7 @@ def plan_for(
     kept: str = BF16.name,
 ) -> PlanResult:
     """The plan, and what would help if the model does not fit or too few tokens do.  ``kept``: what pages are in."""
-    how = weight_encoding(form, outline.config, outline.layout)
+    how = weight_encoding(form, outline)
     size = replace(model_size(outline.spec, outline.layout, how, kept), extra_weights=extra)
     plan = make_plan(size, devices, wanted_tokens=wanted)
     tokens = wanted or size.max_positions
@@ -336,7 +337,7 @@ def remedies(
         return ()
     (outline, how, kept), found, devices = model, [], plan.devices
     for form in (WeightFormat.LOSSLESS, WeightFormat.FP8, WeightFormat.INT4):
-        other = weight_encoding(form, outline.config, outline.layout)
+        other = weight_encoding(form, outline)
         if other.bits >= how.bits:
             continue
         smaller = replace(model_size(outline.spec, outline.layout, other, kept), extra_weights=size.extra_weights)

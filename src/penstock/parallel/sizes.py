@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -24,6 +25,7 @@ from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.architecture.tensor_layout import Matrix, TensorPart, Vector, WeightLayout
 from penstock.weights.config_json import ConfigFields
 from penstock.weights.families.registry import checkpoint_format
+from penstock.weights.inspect import ModelOutline
 from penstock.weights.quantization.config import Quantization, parse_quantization
 
 BF16_BITS = 16.0
@@ -65,11 +67,14 @@ class WeightEncoding:
     name: str
     bits: float
     stored: Quantization | None = None  # says of each module what it is in
+    by_tensor: Mapping[str, float] | None = None  # of those that are coded
     tables: bool = False  # embeddings and head are coded too
     experts_only: bool = False
 
     def bits_of_part(self, weight: Matrix, part: TensorPart) -> float:
         """Bits of each number of this part of a matrix."""
+        if self.by_tensor is not None:
+            return BF16_BITS if part.groups is not None else self.by_tensor.get(part.tensor, BF16_BITS)
         inside = weight.name[:1].isdigit()
         if not (inside or self.tables) or weight.name.endswith(".router"):
             return BF16_BITS
@@ -84,17 +89,17 @@ class WeightEncoding:
 BF16 = WeightEncoding("bf16", BF16_BITS)
 
 
-def weight_encoding(form: WeightFormat, config: ConfigFields, layout: WeightLayout) -> WeightEncoding:
+def weight_encoding(form: WeightFormat, outline: ModelOutline) -> WeightEncoding:
     """How matrices are coded.  Raises ModelError for a form of stored weights that is not known."""
     match form:
         case WeightFormat.STORED:
-            return stored_encoding(config)
+            return _gguf_encoding(outline) if outline.coded_bits else stored_encoding(outline.config)
         case WeightFormat.BF16:
             return BF16
         case WeightFormat.FP8:
             return WeightEncoding("fp8", 8 + 32 / FP8_BLOCK**2)
         case WeightFormat.INT4:
-            routed = any(is_routed_expert(weight) for weight in layout.weights)
+            routed = any(is_routed_expert(weight) for weight in outline.layout.weights)
             return WeightEncoding("int4", 4 + 16 / INT4_GROUP, experts_only=routed)
         case WeightFormat.LOSSLESS:
             return WeightEncoding("lossless", BF16_BITS * LOSSLESS_SHARE, tables=True)
@@ -109,6 +114,13 @@ def stored_encoding(config: ConfigFields) -> WeightEncoding:
     if stored is None:
         return BF16
     return WeightEncoding(stored.name, stored.groups[0].scheme.bits_per_weight(), stored=stored)
+
+
+def _gguf_encoding(outline: ModelOutline) -> WeightEncoding:
+    matrices = [part for own in outline.layout.weights if isinstance(own, Matrix) for part in own.parts]
+    bits = sum(part.numbers * outline.coded_bits.get(part.tensor, BF16_BITS) for part in matrices)
+    mean = bits / sum(part.numbers for part in matrices)
+    return WeightEncoding("gguf", mean, by_tensor=outline.coded_bits)
 
 
 def is_routed_expert(weight: Matrix | Vector) -> bool:

@@ -72,7 +72,7 @@ def fleet_of(outline: ModelOutline, devices: Devices) -> FleetFile:
         raise ConfigError(f"--model {outline.name}: only models that generate text can be simulated")
     if devices.name not in PEAKS:
         raise ConfigError(f"--devices {devices.name}: no data sheet is known; known are {', '.join(PEAKS)}")
-    size = model_size(spec, outline.layout, weight_encoding(WeightFormat.STORED, outline.config, outline.layout))
+    size = model_size(spec, outline.layout, weight_encoding(WeightFormat.STORED, outline))
     plan = _worker_plan(size, devices)
     count = devices.count // plan.devices.count
     flops, bandwidth = PEAKS[devices.name]

@@ -1,12 +1,15 @@
 """Whether a model can be served, and as what, from ``config.json`` and the headers of its files.  Weights are not read.
 
 ``inspect_model`` is for serving: every refusal gives the reason and what would work.  ``read_outline`` needs
-``config.json`` only, so it works where weights are missing or in a form that cannot be loaded here.
+``config.json`` only (or a GGUF file's header), so it works where weights are missing or in a form that cannot be loaded
+here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -156,10 +159,18 @@ class ModelOutline:
     spec: ModelSpec
     layout: WeightLayout
     config: ConfigFields  # of the part that writes text, with how its weights are stored
+    coded_bits: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of a number, by tensor of a GGUF file
 
 
 def read_outline(path: Path) -> ModelOutline:
-    """The outline of a folder or a ``config.json``.  Raises ModelError if no family knows the architecture."""
+    """The outline of a folder, a ``config.json`` or a GGUF file.
+
+    Raises ModelError if no family knows the architecture.
+    """
+    if is_gguf(path):
+        return _gguf_outline(path)
     file = path / CONFIG_FILE if path.is_dir() else path
     if not file.is_file():
         raise ModelError(f"{path}: has no {CONFIG_FILE}")
@@ -171,6 +182,23 @@ def read_outline(path: Path) -> ModelOutline:
     layout = family.layout(spec)
     name = path.resolve().name if path.is_dir() else path.name
     return ModelOutline(name, msgspec.structs.replace(spec, parameters=layout.parameters), layout, config)
+
+
+def _gguf_outline(path: Path) -> ModelOutline:
+    config = _fields(model_files(path), CONFIG)
+    assert config is not None
+    architecture = architecture_of(config)
+    family = checkpoint_format(architecture, config.where)
+    spec = family.parse(config)
+    with Checkpoint(path) as checkpoint:
+        layout = family.layout(spec).found_in(checkpoint)
+        coded = {name: _coded_bits(checkpoint, name) for name in checkpoint.names if checkpoint.quantized_tensor(name)}
+    return ModelOutline(path.name, msgspec.structs.replace(spec, parameters=layout.parameters), layout, config, coded)
+
+
+def _coded_bits(checkpoint: Checkpoint, name: str) -> float:
+    info = checkpoint.info(name)
+    return 8 * info.nbytes / math.prod(info.shape)
 
 
 def _beside(config: Path) -> ModelFiles | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType as Type
 
 from penstock.bundled import storyteller
 from penstock.cli import plan
@@ -16,12 +17,16 @@ from penstock.cli.main import main
 from penstock.config.facts import GpuFacts, GpuReport, MachineFacts
 from penstock.config.resolve import resolve
 from penstock.config.schema import ServeConfig
+from penstock.kernels.native.backend import NativeOps
 from penstock.launch import compose
 from penstock.launch.machine import free_memory
 from penstock.weights.checkpoint_reader import Checkpoint
 from penstock.weights.eagle import inspect_draft_head
 from penstock.weights.inspect import inspect_model, read_outline
+from penstock.weights.load import load_model
 from tiny_adapters import write_adapter
+from tiny_gguf import write_gguf
+from tiny_models import llama_config, random_tensors
 
 CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
 
@@ -52,6 +57,15 @@ def test_without_devices_it_is_planned_for_what_is_here(model: str, capsys: pyte
     _, found = answer(capsys, model)
     assert found["devices"]["name"] == "cpu"
     assert 0 < found["devices"]["memory_bytes"] <= 1.01 * free_memory()
+
+
+def test_a_gguf_file_is_planned_with_the_bits_of_its_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, config = tmp_path / "letters.gguf", llama_config(hidden_size=256, intermediate_size=512)
+    write_gguf(path, config, random_tensors(config), {"v_proj": Type.Q6_K, "embed": Type.Q8_0, "": Type.Q4_K})
+    _, found = answer(capsys, str(path))
+    loaded = load_model(path, inspect_model(path), NativeOps("portable", "bf16"))
+    assert found["weight_bytes"] == pytest.approx(loaded.nbytes, rel=0.02)  # vectors aside
+    assert [row["plan"] for row in found["plans"]] == ["tp1"]  # codes are not divided
 
 
 @pytest.mark.parametrize("kept", ["auto", "fp8_e4m3"])

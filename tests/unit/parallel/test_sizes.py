@@ -30,7 +30,7 @@ def outline_of(folder: Path, **changes: Any) -> ModelOutline:
 
 
 def size_in(outline: ModelOutline, form: WeightFormat) -> ModelSize:
-    return model_size(outline.spec, outline.layout, weight_encoding(form, outline.config, outline.layout))
+    return model_size(outline.spec, outline.layout, weight_encoding(form, outline))
 
 
 def test_the_bytes_are_those_of_the_file(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_modules_that_are_not_converted_stay_plain(tmp_path: Path) -> None:
     ignored = ["re:.*self_attn.*", "lm_head", "layers.1.mlp.down_proj"]
     stored = {"quant_method": "awq", "bits": 4, "group_size": -1, "modules_to_not_convert": ignored}
     outline = outline_of(tmp_path, num_hidden_layers=2, quantization_config=stored)
-    how = weight_encoding(WeightFormat.STORED, outline.config, outline.layout)
+    how = weight_encoding(WeightFormat.STORED, outline)
     by_name = {weight.name: weight for weight in outline.layout.weights}
     bits = {
         name: [how.bits_of_part(w, part) for part in w.parts] for name, w in by_name.items() if isinstance(w, Matrix)
@@ -114,7 +114,7 @@ def test_parts_of_latent_attention_are_held_plain(tmp_path: Path) -> None:
     stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
     outline = read_outline(tmp_path)
-    how = weight_encoding(WeightFormat.STORED, outline.config, outline.layout)
+    how = weight_encoding(WeightFormat.STORED, outline)
     matrices = [weight for weight in outline.layout.weights if isinstance(weight, Matrix)]
     bits = {weight.name: how.bits_of_part(weight, weight.parts[0]) for weight in matrices}
     assert bits["5.absorb"] == bits["5.values"] == bits["5.router"] == 16
