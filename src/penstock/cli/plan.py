@@ -65,7 +65,8 @@ examples:
   penstock plan ~/models/llama --devices cpu:32GiB --speculate head --lora sql=~/adapters/sql
 
 Nothing is loaded: config.json, or a GGUF file's header, is enough.
-Devices known by name: {", ".join(DEVICE_MEMORY_GIB)}; others by size: 2x48GiB; cpu: this host's memory.  The exit code is 0 if the model fits, 1 if not; the last line says
+Devices known by name: {", ".join(DEVICE_MEMORY_GIB)};
+others by size: 2x48GiB; cpu: this host's memory.  The exit code is 0 if the model fits, 1 if not; the last line says
 whether `penstock serve` can use such devices today.
 """
 
