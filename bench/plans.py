@@ -27,9 +27,9 @@ from bench.peers.checkpoint import write_checkpoint
 from bench.peers.places import SHAPES, Shape
 from bench.ranks import StepTime, System, started, system
 
+from penstock.config.fleet_file import SimRankTimes, WorkerGroup
 from penstock.config.mesh import Mesh, parse_mesh
 from penstock.parallel.shard import cut_stages, head_cost, layer_costs, stage_layers
-from penstock.sim.fleet import SimRankTimes, WorkerGroup
 from penstock.sim.resources import RankedStep
 from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.inspect import inspect_model

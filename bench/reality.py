@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import chats
 
 from penstock.sim.cluster import SimulationSetup, simulate
-from penstock.sim.fleet import FleetFile, load_fleet, parse_workers
+from penstock.sim.fleet import SimulatedFleet, load_fleet, parse_workers
 from penstock.sim.results import quantiles
 from penstock.sim.trace import Trace, TraceRequest
 from penstock.types import PAGE_TOKENS
@@ -171,14 +171,14 @@ def asked_for_real(options: argparse.Namespace, loads: dict[str, list[Asked]]) -
 # --- the simulated one ------------------------------------------------------------------------------------------------
 
 
-def foretold(trace: Trace, fleet: FleetFile) -> Figures:
+def foretold(trace: Trace, fleet: SimulatedFleet) -> Figures:
     """What clients of the simulated fleet saw."""
     found = simulate(trace, SimulationSetup(fleet=fleet)).results
     means = np.array([each.itl_s for each in found.requests.values()])
     return {"ttft_s": found.ttfts(), "itl_s": means}
 
 
-def scaled(fleet: FleetFile, numbers: Sequence[float]) -> FleetFile:
+def scaled(fleet: SimulatedFleet, numbers: Sequence[float]) -> SimulatedFleet:
     """The fleet with slower answers and messages; what reading takes alone was measured."""
     writing, message_s, prompt_token_s, beside = numbers
     steps = fleet.steps
@@ -194,7 +194,7 @@ def error(real: Figures, simulated: Figures) -> float:
     return float(np.mean(np.log(np.concatenate(ratios)) ** 2))
 
 
-def fitted(trace: Trace, fleet: FleetFile, real: Figures) -> list[float]:
+def fitted(trace: Trace, fleet: SimulatedFleet, real: Figures) -> list[float]:
     """The four numbers with the least error, one by one in turn."""
     best = [1.0, fleet.links.message_s, 0.0, 0.0]
     choices: tuple[Sequence[float], ...] = (FACTORS, MESSAGES_S, PROMPT_TOKENS_S, BESIDE)

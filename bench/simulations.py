@@ -25,7 +25,7 @@ import numpy as np
 
 from penstock.router.policy.baselines import NAMES as POLICIES
 from penstock.sim.cluster import SimulationRun, SimulationSetup, run_json, simulate
-from penstock.sim.fleet import FleetFile, load_fleet, parse_workers
+from penstock.sim.fleet import SimulatedFleet, load_fleet, parse_workers
 from penstock.sim.plot import pyplot
 from penstock.sim.trace import Trace, read_trace
 
@@ -122,7 +122,7 @@ def split(options: argparse.Namespace) -> None:
             rows.get(f"{named(fleet)} at {rate:g}", trace, setup)
 
 
-def sized(workers: str, budget_ms: float) -> FleetFile:
+def sized(workers: str, budget_ms: float) -> SimulatedFleet:
     """The default fleet with these workers and this budget of a step that also writes."""
     fleet = load_fleet("default").with_groups(*parse_workers(workers))
     limits = msgspec.structs.replace(fleet.scheduler, step_budget_ms=budget_ms)

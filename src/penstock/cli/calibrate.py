@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.cli.console import TextStyle, count_bar, text_table
 from penstock.cli.parsing import COMMANDS
+from penstock.config.fleet_file import LinkSpeeds, SimMemory, SimSchedulerLimits
 from penstock.errors import ConfigError
 from penstock.launch.model_path import locate_model
 from penstock.sim.calibration import (
@@ -22,15 +23,7 @@ from penstock.sim.calibration import (
     StepFit,
     fit_step_times,
 )
-from penstock.sim.fleet import (
-    FleetFile,
-    LinkSpeeds,
-    SimMemory,
-    SimSchedulerLimits,
-    check_fleet,
-    fleet_toml,
-    parse_workers,
-)
+from penstock.sim.fleet import SimulatedFleet, check_fleet, fleet_toml, parse_workers
 
 EPILOG = """\
 examples:
@@ -85,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     layout = bench.layout
     token_bytes = -(-layout.page_bytes // layout.page_tokens)
     fleet = check_fleet(
-        FleetFile(
+        SimulatedFleet(
             name=located.name,
             source=f"measured: {bench.identity.numerics}, {args.threads} threads, {platform.machine()}, {cores} cores",
             workers=groups,
@@ -112,7 +105,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def calibration_as_json(
-    fleet: FleetFile, found: StepFit, readings: list[PrefillSample], writings: list[DecodeSample]
+    fleet: SimulatedFleet, found: StepFit, readings: list[PrefillSample], writings: list[DecodeSample]
 ) -> dict[str, Any]:
     """Everything that was measured, in seconds, tokens and bytes."""
     return {
@@ -124,7 +117,7 @@ def calibration_as_json(
     }
 
 
-def calibration_table(fleet: FleetFile, found: StepFit, paint: TextStyle) -> str:
+def calibration_table(fleet: SimulatedFleet, found: StepFit, paint: TextStyle) -> str:
     """For people."""
     times = fleet.steps
     read, write = f"off by {found.prefill_error:.1%}", f"off by {found.decode_error:.1%}"

@@ -10,12 +10,13 @@ import msgspec
 
 from penstock.cli.console import TextStyle, count_bar, text_table
 from penstock.cli.parsing import COMMANDS
+from penstock.config.fleet_file import NAMES
 from penstock.errors import ConfigError
 from penstock.launch.model_path import config_folder
 from penstock.parallel.plan import parse_devices
 from penstock.router.policy.baselines import NAMES as POLICIES
 from penstock.sim.cluster import SimulationRun, SimulationSetup, run_json, simulate
-from penstock.sim.fleet import DEFAULT, NAMES, FleetFile, load_fleet, parse_workers
+from penstock.sim.fleet import DEFAULT, SimulatedFleet, load_fleet, parse_workers
 from penstock.sim.plot import plot_run, pyplot
 from penstock.sim.results import LatencyTargets
 from penstock.sim.roofline import fleet_of
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def chosen_fleet(args: argparse.Namespace) -> FleetFile:
+def chosen_fleet(args: argparse.Namespace) -> SimulatedFleet:
     """The fleet of a file, or one computed from a model and devices.  Raises ConfigError, ModelError."""
     if args.model is None and args.devices is None:
         return load_fleet(args.fleet or DEFAULT)

@@ -15,6 +15,7 @@ from statistics import median
 
 import numpy as np
 
+from penstock.config.fleet_file import SimStepTimes
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.cost_model import StepCostModel
 from penstock.engine.core.events import AddRequest, CancelRequest
@@ -27,7 +28,6 @@ from penstock.hashing import chain_root
 from penstock.kernels.select import make_ops
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.page_memory import KvLayout, KvMemory
-from penstock.sim.fleet import SimStepTimes
 from penstock.sim.results import FloatArray
 from penstock.types import ModelIdentity, PageId, RequestId, RequestStage, SamplingParams
 from penstock.weights.inspect import compute_dtype_for, inspect_model

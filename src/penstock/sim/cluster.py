@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.config.limits import RoutingConfig
 from penstock.errors import ConfigError
-from penstock.sim.fleet import FleetFile, check_fleet
+from penstock.sim.fleet import SimulatedFleet, check_fleet
 from penstock.sim.gateway import SimGateway
 from penstock.sim.resources import EventQueue, SharedMachine
 from penstock.sim.results import LatencyTargets, RunResults, quantiles
@@ -26,7 +26,7 @@ MOST_INDEXED = 1 << 24
 class SimulationSetup:
     """What is simulated."""
 
-    fleet: FleetFile
+    fleet: SimulatedFleet
     policy: str = "penstock"
     always_split: bool = False
     rate_scale: float = 1.0  # the factor by which arrivals are faster than in the trace
@@ -114,7 +114,7 @@ def _little_garbage() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _places(fleet: FleetFile) -> list[WorkerPlace]:
+def _places(fleet: SimulatedFleet) -> list[WorkerPlace]:
     counts: dict[str, int] = {}
     places = []
     for group in check_fleet(fleet).workers:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from penstock.config.fleet_file import LinkSpeeds
 from penstock.config.limits import RoutingConfig
 from penstock.engine.core.events import CancelRequest, CreditGranted, FirstTokenArrived, PagesArrived, PagesReleased
 from penstock.engine.core.plan import CompletedPage, NewTokens, ReturnedRequest, StepOutcome
@@ -23,7 +24,6 @@ from penstock.router.effects import AbortMigration, CancelStage, RequestEffect, 
 from penstock.router.fleet import Fleet
 from penstock.router.placement import Placement
 from penstock.router.request import FailoverLimits, RequestPhase, RoutedRequest
-from penstock.sim.fleet import LinkSpeeds
 from penstock.sim.resources import EventQueue
 from penstock.sim.results import RunResults
 from penstock.sim.worker import INCARNATION, SimWorker

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.config.fleet_file import SimRankTimes, SimStepTimes, WorkerGroup
 from penstock.engine.core.cost_model import SCALE, CostVector
 from penstock.engine.core.plan import StepPlan
-from penstock.sim.fleet import SimRankTimes, SimStepTimes, WorkerGroup
 from penstock.types import BlockHash, WorkerId
 
 

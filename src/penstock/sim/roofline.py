@@ -10,12 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from penstock.config.mesh import TENSOR_WAYS
-from penstock.errors import ConfigError
-from penstock.parallel.plan import Devices, ModelSize, ParallelPlan, plan_for_tensor
-from penstock.parallel.sizes import BF16, WeightFormat, model_size, weight_encoding
-from penstock.sim.fleet import (
-    FleetFile,
+from penstock.config.fleet_file import (
     LinkSpeeds,
     SimMemory,
     SimRankTimes,
@@ -23,6 +18,11 @@ from penstock.sim.fleet import (
     SimStepTimes,
     WorkerGroup,
 )
+from penstock.config.mesh import TENSOR_WAYS
+from penstock.errors import ConfigError
+from penstock.parallel.plan import Devices, ModelSize, ParallelPlan, plan_for_tensor
+from penstock.parallel.sizes import BF16, WeightFormat, model_size, weight_encoding
+from penstock.sim.fleet import SimulatedFleet
 from penstock.weights.architecture.decoder import AttentionConfig, DecoderConfig
 from penstock.weights.architecture.mla import MlaConfig
 from penstock.weights.architecture.moe import MoeConfig
@@ -65,7 +65,7 @@ LINKS = LinkSpeeds(worker_bytes_s=45e9, host_bytes_s=50e9, disk_bytes_s=6e9)
 HOST_BYTES = 256 << 30
 
 
-def fleet_of(outline: ModelOutline, devices: Devices) -> FleetFile:
+def fleet_of(outline: ModelOutline, devices: Devices) -> SimulatedFleet:
     """A fleet with the workers that the devices give, all of role ``both``.  Raises ConfigError, ModelError."""
     spec = outline.spec
     if not isinstance(spec.details, DecoderConfig):
@@ -81,7 +81,7 @@ def fleet_of(outline: ModelOutline, devices: Devices) -> FleetFile:
     weights, experts = _bytes_read(model_size(spec, outline.layout, BF16))
     token_s = (weights + experts * routed) / flops  # two operations a weight, which has two bytes
     token_bytes = sum(layer.cache.on_device(plan.tensor) for layer in size.layers) * plan.tensor
-    return FleetFile(
+    return SimulatedFleet(
         name=f"{devices.count}x{devices.name}",
         source=f"computed, not measured: {outline.name} on {devices.name}, {plan.devices.count} a worker; bf16 peak at "
         f"{COMPUTE_SHARE:.0%}, memory bandwidth at {BANDWIDTH_SHARE:.0%}",

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from penstock.config.fleet_file import WorkerGroup
 from penstock.config.schema import SchedulerConfig
 from penstock.engine.core.cost_model import StepCostModel
 from penstock.engine.core.events import AddRequest, EngineEvent, FirstTokenArrived
@@ -21,7 +22,7 @@ from penstock.engine.core.plan import ReturnedRequest, SampledTokens, ScheduledT
 from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.service.kv_events import KvEventLog
-from penstock.sim.fleet import FleetFile, WorkerGroup
+from penstock.sim.fleet import SimulatedFleet
 from penstock.sim.resources import (
     BusyTime,
     EventQueue,
@@ -95,7 +96,7 @@ class _Running:
 class SimWorker:
     """See above."""
 
-    def __init__(self, place: WorkerPlace, fleet: FleetFile, page_tokens: int, stage: SimContext) -> None:
+    def __init__(self, place: WorkerPlace, fleet: SimulatedFleet, page_tokens: int, stage: SimContext) -> None:
         self.name, self.role = place.name, place.role
         self.config = scheduler_config(fleet, page_tokens)
         self._ranked = RankedStep(fleet.ranks, place.ranks)
@@ -405,7 +406,7 @@ class PipelinedSimWorker(SimWorker):
     As many plans are in flight as there are stages; each passes them in turn, and a stage computes one at a time.
     """
 
-    def __init__(self, place: WorkerPlace, fleet: FleetFile, page_tokens: int, stage: SimContext) -> None:
+    def __init__(self, place: WorkerPlace, fleet: SimulatedFleet, page_tokens: int, stage: SimContext) -> None:
         super().__init__(place, fleet, page_tokens, stage)
         self._in_flight: deque[_InFlight] = deque()
         self._free_at = [0.0] * self._ranked.stages  # of each stage
@@ -458,7 +459,7 @@ class PipelinedSimWorker(SimWorker):
         self._turn()
 
 
-def make_worker(place: WorkerPlace, fleet: FleetFile, page_tokens: int, context: SimContext) -> SimWorker:
+def make_worker(place: WorkerPlace, fleet: SimulatedFleet, page_tokens: int, context: SimContext) -> SimWorker:
     """A worker of a fleet."""
     staged = place.ranks.mesh.pipeline > 1
     return (PipelinedSimWorker if staged else SimWorker)(place, fleet, page_tokens, context)
@@ -469,7 +470,7 @@ def plan_tokens(plan: StepPlan) -> int:
     return sum(row.count for row in plan.rows)
 
 
-def scheduler_config(fleet: FleetFile, page_tokens: int) -> SchedulerConfig:
+def scheduler_config(fleet: SimulatedFleet, page_tokens: int) -> SchedulerConfig:
     """The configuration of the workers' schedulers."""
     limits = fleet.scheduler
     pages = fleet.memory.device_bytes // (fleet.memory.token_bytes * page_tokens)

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
+from penstock.config.fleet_file import SimMemory
 from penstock.sim.cluster import SimulationRun, SimulationSetup, simulate
-from penstock.sim.fleet import FleetFile, SimMemory, load_fleet, parse_workers
+from penstock.sim.fleet import SimulatedFleet, load_fleet, parse_workers
 from penstock.sim.trace import BLOCK_TOKENS, Trace, TraceRequest
 
 
@@ -33,7 +34,7 @@ def conversations(seed: int, requests: int = 60, rate: float = 6.0) -> Trace:
     return Trace("conversations", tuple(jobs), BLOCK_TOKENS)
 
 
-def fleet(workers: str = "2", *, tokens: int = 1 << 19, host: int = 0, disk: int = 0, **limits: Any) -> FleetFile:
+def fleet(workers: str = "2", *, tokens: int = 1 << 19, host: int = 0, disk: int = 0, **limits: Any) -> SimulatedFleet:
     """The default's times; memory in tokens."""
     default = load_fleet("default")
     size = default.memory.token_bytes
@@ -42,7 +43,7 @@ def fleet(workers: str = "2", *, tokens: int = 1 << 19, host: int = 0, disk: int
     return msgspec.structs.replace(default.with_groups(*parse_workers(workers)), memory=memory, scheduler=scheduler)
 
 
-def simulated(of: Trace, workers: FleetFile, **setup: Any) -> SimulationRun:
+def simulated(of: Trace, workers: SimulatedFleet, **setup: Any) -> SimulationRun:
     """A run."""
     return simulate(of, SimulationSetup(fleet=workers, **setup))
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from penstock.config.fleet_file import NAMES, SimRankTimes, WorkerGroup
 from penstock.errors import ConfigError
-from penstock.sim.fleet import NAMES, SimRankTimes, WorkerGroup, check_fleet, fleet_toml, load_fleet, parse_workers
+from penstock.sim.fleet import check_fleet, fleet_toml, load_fleet, parse_workers
 from penstock.sim.trace import read_trace
 from penstock.types import Role
 
@@ -146,7 +147,7 @@ def test_ranks_that_cannot_be_are_refused(group: str, stages: tuple[float, ...],
         (('role = "both"', 'role = "decode"'), "no request can be served"),
         (('role = "both"', 'role = "encode"'), "no images"),
         (("count = 8", "count = 0"), "count"),
-        (("[links]", "[links"), "not TOML"),
+        (("[profile.default.links]", "[profile.default.links"), "not TOML"),
     ],
 )
 def test_a_wrong_fleet_file_is_refused_with_its_field(tmp_path: Path, change: tuple[str, str], because: str) -> None:

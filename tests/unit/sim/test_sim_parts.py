@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.config.fleet_file import SimStepTimes
 from penstock.engine.core.events import FirstTokenArrived, PagesArrived
 from penstock.sim.calibration import DecodeSample, PrefillSample, fit_step_times
-from penstock.sim.fleet import SimStepTimes
 from penstock.sim.gateway import SimTransfers
 from penstock.sim.resources import EventQueue, PlanDuration, SimLink, SimTiers, plan_duration
 from penstock.sim.results import LatencyTargets, RunResults, quantiles

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sim_words import conversations, fleet, seen, simulated, trace
 
+from penstock.config.fleet_file import SimRankTimes
 from penstock.engine.core.events import AddRequest
 from penstock.engine.core.plan import SampledTokens
 from penstock.engine.core.scheduler import Scheduler
@@ -19,13 +20,13 @@ from penstock.router.placement import Placement
 from penstock.router.policy.baselines import NAMES, make_policy
 from penstock.router.request import RoutedRequest
 from penstock.sim.cluster import run_json
-from penstock.sim.fleet import FleetFile, SimRankTimes
+from penstock.sim.fleet import SimulatedFleet
 from penstock.sim.trace import PLAIN_TOKEN, STOP_TOKEN, TracePrompts
 from penstock.sim.worker import SimWorker, scheduler_config
 from penstock.types import BlockHash, RequestStage
 
 
-def ranked(made: FleetFile, group: str, stages: tuple[float, ...] = (), **times: float) -> FleetFile:
+def ranked(made: SimulatedFleet, group: str, stages: tuple[float, ...] = (), **times: float) -> SimulatedFleet:
     """The same workers, each with ranks."""
     own = tuple(msgspec.structs.replace(each, group=group, stages=stages) for each in made.workers)
     return msgspec.structs.replace(made, workers=own, ranks=SimRankTimes(layers=16, **times))

@@ -1,0 +1,294 @@
+"""Fleet files: the nodes of a deployment with their workers and gateways, and what the simulator must know of them.
+
+One TOML file, strictly read, is what ``penstock node`` runs and ``penstock simulate --fleet`` predicts::
+
+    [[nodes]] -> workers by role, gateways -> penstock node FILE --name NODE        on each host
+         '----> profile of each worker ----> penstock simulate TRACE --fleet FILE   anywhere
+
+A file for the simulator alone has ``[[workers]]`` instead of nodes.  Its figures stand in ``[profile.NAME]`` tables, in
+older files at the top.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from penstock.config.base import Config
+from penstock.config.mesh import Mesh, parse_mesh
+from penstock.errors import ConfigError
+from penstock.types import Role
+
+NAMES = ("default", "h100", "h200")
+"""Fleet files of the package, for the simulator."""
+
+MAX_WORKERS = 4096
+MAX_NODES = 1024
+MAX_FILE_BYTES = 1 << 20
+MAX_SHARE_ERROR = 0.01
+"""By which the shares of stages may miss 1: they are rounded in files."""
+
+DEFAULT_PROFILE = "default"
+"""The profile of workers that name none, where a file has several; and that of older files."""
+
+FIRST_PORT = 9000
+"""Of a node's workers, unless its file says another."""
+
+PORTS_A_WORKER = 2
+"""One at which gateways reach it, and one at which other workers fetch its KV pages."""
+
+SimSeconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+SimShare = Annotated[float, msgspec.Meta(ge=0, le=100)]
+Speed = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
+SimStageShare = Annotated[float, msgspec.Meta(gt=0, le=1)]
+SimCount = Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+Name = Annotated[str, msgspec.Meta(pattern="^[a-z0-9][a-z0-9-]{0,39}$")]
+Address = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,253}$")]
+
+
+class WorkerGroup(Config, frozen=True, kw_only=True):
+    """Workers of one role."""
+
+    role: Role = Role.BOTH
+    count: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
+    group: str = ""  # how the ranks of each of them divide the model, as "tp2,pp2"; empty: one rank
+    stages: tuple[SimStageShare, ...] = ()  # each stage's share of a step's time; empty: equal shares
+    profile: str = ""  # whose figures they have; empty: the file's only one, or the one named "default"
+
+    @property
+    def mesh(self) -> Mesh:
+        """Raises ConfigError."""
+        return parse_mesh(self.group) if self.group else Mesh()
+
+    @property
+    def stage_shares(self) -> tuple[float, ...]:
+        """The share of each stage."""
+        count = self.mesh.pipeline
+        return self.stages or (1 / count,) * count
+
+
+class SimStepTimes(Config, frozen=True, kw_only=True):
+    """Seconds of a step: the first three where answers are written in it, the others where prompts are read."""
+
+    step_s: SimSeconds = 0.0  # a step in which answers are written
+    row_s: SimSeconds = 0.0  # each answer in it
+    context_s: SimSeconds = 0.0  # each token of context of those answers
+    read_step_s: SimSeconds = 0.0  # a step that only reads prompts
+    token_s: SimSeconds  # each prompt token
+    pair_s: SimSeconds = 0.0  # each (query, key) pair of those tokens' attention
+    beside: SimShare = 0.0  # the share by which a step is longer for each other worker that computes when it begins
+
+
+class SimRankTimes(Config, frozen=True, kw_only=True):
+    """Seconds that a step takes more where ranks divide the model.  ``SimStepTimes`` are those of one rank alone."""
+
+    layers: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0
+    join_s: SimSeconds = 0.0  # an exchange of the ranks of a stage: there are two in each layer
+    join_token_s: SimSeconds = 0.0  # and more for each token of the step
+    send_s: SimSeconds = 0.0  # hidden states from a stage to the next
+    send_token_s: SimSeconds = 0.0
+    undivided_s: SimSeconds = 0.0  # of each step: what every rank of a stage does, such as launching kernels
+    beside: SimShare = 0.0  # the share by which a step is longer for each other rank that computes meanwhile
+
+
+class SimMemory(Config, frozen=True, kw_only=True):
+    """Memory of one worker, of all its ranks together."""
+
+    token_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+    device_bytes: Bytes
+    host_bytes: Bytes = 0
+    disk_bytes: Bytes = 0
+
+
+class LinkSpeeds(Config, frozen=True, kw_only=True):
+    """Bytes a second, each way, of one worker."""
+
+    worker_bytes_s: Speed = 25e9  # to other workers
+    host_bytes_s: Speed = 25e9  # host memory to device
+    disk_bytes_s: Speed = 5e9  # disk to device
+    message_s: SimSeconds = 0.0005  # a message's way
+    prompt_token_s: SimSeconds = 0.0  # each token of a prompt on its way in: read as JSON, checked, hashed, sent
+
+
+class SimSchedulerLimits(Config, frozen=True, kw_only=True):
+    """Limits of the workers' schedulers, as in ``SchedulerConfig``."""
+
+    max_model_len: SimCount = 1 << 18
+    max_running: SimCount = 1024
+    max_step_tokens: SimCount = 4096
+    max_chunk_tokens: SimCount = 2048
+    step_budget_ms: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 100.0
+    prefill_step_budget_ms: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 250.0
+    long_prompt_ms: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1000.0
+
+
+class HardwareProfile(Config, frozen=True, kw_only=True):
+    """What the simulator must know of one kind of worker."""
+
+    steps: SimStepTimes
+    memory: SimMemory
+    ranks: SimRankTimes = SimRankTimes()
+    links: LinkSpeeds = LinkSpeeds()
+    scheduler: SimSchedulerLimits = SimSchedulerLimits()
+
+
+class FleetNode(Config, frozen=True, kw_only=True):
+    """One host: what ``penstock node`` starts there."""
+
+    name: Name
+    address: Address  # at which the other nodes reach it: a host name, or an address without brackets
+    workers: tuple[WorkerGroup, ...] = ()
+    gateways: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    port: Port = FIRST_PORT  # of its first worker; each takes PORTS_A_WORKER
+    http_host: str | None = None  # where its gateways listen; None: as the settings have it
+    http_port: Port | None = None
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)  # of this node, over those of the fleet
+
+    def members(self) -> Iterator[tuple[str, WorkerGroup, int]]:
+        """Each worker's name, its group, and its port."""
+        port, counts = self.port, dict.fromkeys(Role, 0)
+        for group in self.workers:
+            for _ in range(group.count):
+                yield f"{self.name}-{group.role.value}-{counts[group.role]}", group, port
+                counts[group.role] += 1
+                port += PORTS_A_WORKER
+
+    def endpoint(self, port: int) -> str:
+        """Where a worker of this node is reached."""
+        return f"tcp://[{self.address}]:{port}" if ":" in self.address else f"tcp://{self.address}:{port}"
+
+
+class FleetFile(Config, frozen=True, kw_only=True):
+    """One file."""
+
+    name: str
+    source: str = "given"  # where its figures come from: measured on what, or given
+    model: str | None = None  # as ``penstock serve`` takes it; None: the bundled model
+    keys: str | None = None  # folder of the keys that nodes share, the same path on each
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)  # of ``penstock serve``, for all nodes
+    nodes: Annotated[tuple[FleetNode, ...], msgspec.Meta(max_length=MAX_NODES)] = ()
+    workers: tuple[WorkerGroup, ...] = ()  # instead of nodes, where none runs
+    profile: dict[str, HardwareProfile] = msgspec.field(default_factory=dict)
+    steps: SimStepTimes | None = None  # these five: the only profile of older files
+    memory: SimMemory | None = None
+    ranks: SimRankTimes = SimRankTimes()
+    links: LinkSpeeds = LinkSpeeds()
+    scheduler: SimSchedulerLimits = SimSchedulerLimits()
+
+    @property
+    def groups(self) -> tuple[WorkerGroup, ...]:
+        """All groups of workers, of all nodes or those without a node."""
+        return self.workers or tuple(group for node in self.nodes for group in node.workers)
+
+    @property
+    def profiles(self) -> Mapping[str, HardwareProfile]:
+        """All profiles by name, an older file's as ``DEFAULT_PROFILE``."""
+        if self.steps is None or self.memory is None:
+            return self.profile
+        own = HardwareProfile(
+            steps=self.steps, memory=self.memory, ranks=self.ranks, links=self.links, scheduler=self.scheduler
+        )
+        return {DEFAULT_PROFILE: own}
+
+    def node(self, name: str) -> FleetNode:
+        """The node of that name.  Raises ConfigError that lists those there are."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        known = ", ".join(node.name for node in self.nodes) or "none"
+        raise ConfigError(f"fleet {self.name}: there is no node {name!r}; its nodes: {known}")
+
+    def endpoints(self, *, but: str = "") -> tuple[str, ...]:
+        """Where the workers of all nodes are reached; ``but``: those of this node are left out."""
+        return tuple(node.endpoint(port) for node in self.nodes if node.name != but for _, _, port in node.members())
+
+
+def read_fleet_file(name: str) -> FleetFile:
+    """A file, or one of the package by its name.  Raises ConfigError that names file and field."""
+    path = Path(name).expanduser()
+    try:
+        if name in NAMES:
+            raw = resources.files("penstock.sim").joinpath("fleets", f"{name}.toml").read_bytes()
+        elif path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{name}: {path.stat().st_size} bytes are too many for a fleet file")
+        else:
+            raw = path.read_bytes()
+        fleet = msgspec.convert(tomllib.loads(raw.decode()), FleetFile)
+    except OSError as error:
+        known = ", ".join(NAMES)
+        raise ConfigError(f"fleet {name}: {error.strerror}; give a file, or one of {known}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"fleet {name}: not TOML: {error}") from None
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"fleet {name}: {error}; docs/fleet.md has all fields") from None
+    return check_fleet_file(fleet)
+
+
+def check_fleet_file(fleet: FleetFile) -> FleetFile:
+    """Raises ConfigError for a file that contradicts itself."""
+    where = f"fleet {fleet.name}"
+    if bool(fleet.nodes) == bool(fleet.workers):
+        have = "both" if fleet.nodes else "neither"
+        raise ConfigError(f"{where}: it needs [[nodes]], or [[workers]] for the simulator alone; it has {have}")
+    if (fleet.steps is None) != (fleet.memory is None):
+        missing = "steps" if fleet.steps is None else "memory"
+        raise ConfigError(f"{where}: [{missing}] is missing; newer files have [profile.NAME.{missing}]")
+    if fleet.profile and fleet.steps is not None:
+        raise ConfigError(f"{where}: figures stand in [profile.NAME] tables or at the top, not in both")
+    if sum(group.count for group in fleet.groups) > MAX_WORKERS:
+        raise ConfigError(f"{where}: more than {MAX_WORKERS} workers")
+    for group in fleet.groups:
+        check_ranks(fleet.name, group)
+        _check_profile(fleet, group)
+    _check_nodes(fleet)
+    return fleet
+
+
+def check_ranks(fleet: str, group: WorkerGroup) -> None:
+    """Raises ConfigError for ranks that cannot be, or other stages than they have.  ``fleet``: its name."""
+    where = f"fleet {fleet}: workers of role {group.role.value}"
+    try:
+        mesh = group.mesh
+    except ConfigError as error:
+        raise ConfigError(f"{where}: group: {error}") from None
+    if group.stages and len(group.stages) != mesh.pipeline:
+        raise ConfigError(f"{where}: stages has {len(group.stages)} shares, but {mesh.name} has {mesh.pipeline} stages")
+    if abs(sum(group.stage_shares) - 1) > MAX_SHARE_ERROR:
+        raise ConfigError(f"{where}: stages: the shares add up to {sum(group.stage_shares):g}, not to 1")
+
+
+def _check_profile(fleet: FleetFile, group: WorkerGroup) -> None:
+    if group.profile and group.profile not in fleet.profiles:
+        known = ", ".join(fleet.profiles) or "none"
+        raise ConfigError(
+            f"fleet {fleet.name}: workers of role {group.role.value}: there is no [profile.{group.profile}]; "
+            f"profiles: {known}"
+        )
+
+
+def _check_nodes(fleet: FleetFile) -> None:
+    names, places = set(), set()
+    for node in fleet.nodes:
+        where = f"fleet {fleet.name}: node {node.name}"
+        if node.name in names:
+            raise ConfigError(f"{where}: there are two of this name")
+        if not node.workers and not node.gateways:
+            raise ConfigError(f"{where}: it has neither workers nor gateways")
+        names.add(node.name)
+        for worker, _, port in node.members():
+            if port + PORTS_A_WORKER - 1 > 65535:
+                raise ConfigError(f"{where}: no port is left for {worker}; choose a smaller port")
+            if (node.address, port) in places:
+                raise ConfigError(f"{where}: {node.endpoint(port)} belongs to another node, too; choose another port")
+            places.add((node.address, port))
+    if fleet.nodes and not any(node.gateways for node in fleet.nodes):
+        raise ConfigError(f"fleet {fleet.name}: no node has gateways; add gateways = 1 to one")
+    if fleet.nodes and not any(node.workers for node in fleet.nodes):
+        raise ConfigError(f"fleet {fleet.name}: no node has workers")
