@@ -206,10 +206,11 @@ def serve_worker(config: WorkerServeConfig) -> int:
             _check_free(config.master_addr, "--master-addr")
     with ExitStack() as stack:
         slots = heartbeat_slots((worker,))
-        mailboxes = WorkerEndpoints(keys, lambda worker, incarnation: config.listen, incarnations_of_a_run())
+        mailboxes = WorkerEndpoints(keys, lambda worker, incarnation: config.listen)
         workers = WorkerProcesses(config, plan, model, mailboxes, slots)
         stack.callback(workers.close)
-        supervisor = stack.enter_context(Supervisor(config.supervise, HostProcesses(None, workers), slots))
+        jobs, run = HostProcesses(None, workers), incarnations_of_a_run()
+        supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots, run=run))
         log_lines(model_lines(located, located.name, spec, plan.scheduler.max_model_len, plan.notes))
 
         def ready() -> None:

@@ -80,8 +80,7 @@ class WorkerEndpoints:
     """Where the workers of this host listen, and with which keys."""
 
     keys: CurveKeys
-    endpoint: Callable[[WorkerId, int], str]  # worker, incarnation on the wire
-    incarnations_before: int = 0  # the number of this run, added to the supervisor's count
+    endpoint: Callable[[WorkerId, int], str]  # worker, incarnation
 
 
 def incarnations_of_a_run() -> int:
@@ -202,7 +201,6 @@ class WorkerProcesses:
     def child_spec(self, worker: WorkerId, incarnation: int) -> ChildSpec:
         """The specification of this worker."""
         place = self._places[worker]
-        incarnation += self._mailboxes.incarnations_before
         self._cores.reset(worker)
         role = self._slots[worker].assigned_role or place.role
         supervise = self._config.supervise

@@ -252,16 +252,17 @@ class RestartPolicy:
     _killed_all: bool = False
     _complaint: str | None = None
     _passed: int = 0  # the highest incarnation of an on-demand child so far
+    _run: int = 0  # the incarnation that workers' first ones follow
 
     @classmethod
-    def of(cls, config: SuperviseConfig, gateways: Iterable[str] = (GATEWAY,)) -> RestartPolicy:
-        """A machine with the gateways, which do not run yet, and no workers."""
-        return cls(config, {name: _Child(name, is_worker=False) for name in gateways})
+    def of(cls, config: SuperviseConfig, gateways: Iterable[str] = (GATEWAY,), *, run: int = 0) -> RestartPolicy:
+        """A machine with the gateways, which do not run yet, and no workers; their incarnations follow ``run``."""
+        return cls(config, {name: _Child(name, is_worker=False) for name in gateways}, _run=run)
 
     def add_workers(self, workers: Iterable[str]) -> None:
         """Run these workers from now on: their weights are loaded."""
         for name in workers:
-            self._children.setdefault(name, _Child(name))
+            self._children.setdefault(name, _Child(name, incarnation=self._run))
 
     @property
     def state(self) -> SupervisorState:

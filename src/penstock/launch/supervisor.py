@@ -129,14 +129,16 @@ class Supervisor:
         pulse: Callable[[], None] | None = None,
         *,
         gateways: Sequence[str] = (GATEWAY,),
+        run: int = 0,
     ) -> None:
-        """``pulse``: called at every reading of heartbeats, and while weights are loaded."""
+        """``pulse``: called at every reading of heartbeats, and while weights are loaded; ``run``: the incarnation that
+        workers' first ones follow (``processes.incarnations_of_a_run``)."""
         self._pulse = pulse
         self._config = config
         self._jobs = jobs
         self._slots = slots
         self._gateways = tuple(name for name in gateways if name in slots)
-        self._machine = RestartPolicy.of(config, self._gateways)
+        self._machine = RestartPolicy.of(config, self._gateways, run=run)
         self._roles: dict[WorkerId, Role] = {}
         self._running: dict[str, _Running] = {}
         self._channels: dict[str, Channel] = {}  # to each gateway that listens
