@@ -146,6 +146,7 @@ class FleetNode(Config, frozen=True, kw_only=True):
     address: Address  # at which the other nodes reach it: a host name, or an address without brackets
     workers: tuple[WorkerGroup, ...] = ()
     gateways: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    listen: Address | None = None  # where its workers listen, if not at ``address``: as "0.0.0.0"
     port: Port = FIRST_PORT  # of its first worker; each takes PORTS_A_WORKER
     http_host: str | None = None  # where its gateways listen; None: as the settings have it
     http_port: Port | None = None
@@ -160,9 +161,10 @@ class FleetNode(Config, frozen=True, kw_only=True):
                 counts[group.role] += 1
                 port += PORTS_A_WORKER
 
-    def endpoint(self, port: int) -> str:
-        """Where a worker of this node is reached."""
-        return f"tcp://[{self.address}]:{port}" if ":" in self.address else f"tcp://{self.address}:{port}"
+    def endpoint(self, port: int, *, listen: bool = False) -> str:
+        """Where a worker of this node is reached; ``listen``: where it listens."""
+        host = self.listen or self.address if listen else self.address
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 class FleetFile(Config, frozen=True, kw_only=True):

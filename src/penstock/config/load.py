@@ -19,8 +19,10 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import msgspec
 
 from penstock.config.base import is_loopback
+from penstock.config.fleet_file import FleetFile, FleetNode
 from penstock.config.schema import EngineSettings, ServeConfig, TlsConfig, WorkerServeConfig
 from penstock.errors import ConfigError
+from penstock.types import Role
 
 ENV_PREFIX = "PENSTOCK_"
 
@@ -112,6 +114,54 @@ def load_worker(
     if config.keys is None:
         raise ConfigError("a worker that other hosts join needs --keys DIR (made by `penstock host-keys DIR`)")
     return config
+
+
+NODE_OWNED = (
+    *("model", "keys", "join", "gateways", "host", "port", "prefill", "decode", "encode_workers", "aggregated"),
+    *("parallel", "prefill_parallel", "decode_parallel", "tensor_parallel_size", "pipeline_parallel_size"),
+    *("catalogue", "model_memory", "prefill_device", "prefill_kernels", "stop_with_parent"),
+)
+"""Settings that follow from other fields of a fleet file, or that a node cannot have yet."""
+
+
+def load_node(fleet: FleetFile, node: FleetNode, file: str, environ: Mapping[str, str] | None = None) -> ServeConfig:
+    """The settings of one node of a fleet: the node's over the fleet's over the environment.  ``file``: for errors.
+
+    Raises ConfigError in one line.
+    """
+    given: dict[str, object] = {}
+    for where, table in (("settings", fleet.settings), (f"settings of node {node.name}", node.settings)):
+        for key, value in table.items():
+            field = _known(key.replace("-", "_"), f"{key} in the {where} of {file}", _types(ServeConfig))
+            if field in NODE_OWNED:
+                raise ConfigError(f"{file}: {key} is no setting of a node; docs/fleet.md says what to write instead")
+            given[field] = _parse(field, _types(ServeConfig)[field], _Given(value, f"{key} in the {where} of {file}"))
+    meshes = _node_meshes(node, file)
+    config = _load(ServeConfig, given | meshes, environ, None)
+    config = msgspec.structs.replace(
+        config,
+        model=fleet.model or config.model,
+        keys=fleet.keys or config.keys,
+        join=fleet.endpoints(but=node.name),
+        host=node.http_host or config.host,
+        port=config.port if node.http_port is None else node.http_port,
+        gateways=max(1, node.gateways),
+    )
+    if config.keys is None:
+        raise ConfigError(f'{file}: keys is missing: the folder that `penstock host-keys DIR` made, as keys = "DIR"')
+    if node.gateways:
+        _check_front(config)
+    return config
+
+
+def _node_meshes(node: FleetNode, file: str) -> dict[str, object]:
+    """How the workers of each role divide the model.  Raises ConfigError."""
+    found: dict[Role, str] = {}
+    for group in node.workers:
+        if found.setdefault(group.role, group.group) != group.group:
+            raise ConfigError(f"{file}: node {node.name}: all workers of role {group.role.value} need the same group")
+    fields = {Role.PREFILL: "prefill_parallel", Role.DECODE: "decode_parallel", Role.BOTH: "parallel"}
+    return {fields[role]: mesh for role, mesh in found.items() if mesh and role in fields}
 
 
 def load_client(
@@ -286,12 +336,23 @@ def _check_origins(config: ServeConfig) -> None:
 
 def _check_serve(config: ServeConfig) -> None:
     """Check settings that depend on each other.  Raises ConfigError."""
+    _check_workers(config)
+    _check_front(config)
+    _check_catalogue(config)
+    _check_join(config)
+
+
+def _check_workers(config: ServeConfig) -> None:
     if config.aggregated and (config.prefill is not None or config.decode is not None):
         raise ConfigError("--aggregated is one worker for both phases: leave out --prefill and --decode")
     if config.aggregated and (config.prefill_cores is not None or config.decode_cores is not None):
         raise ConfigError("--aggregated is one worker on all cores: leave out --prefill-cores and --decode-cores")
     if config.aggregated and (config.prefill_parallel is not None or config.decode_parallel is not None):
         raise ConfigError("--aggregated is one worker for both phases: use --parallel for it")
+
+
+def _check_front(config: ServeConfig) -> None:
+    """Check what concerns gateways."""
     if config.api_key is not None and not config.api_key.strip():
         raise ConfigError("--api-key: an empty key would let all clients in; leave it out or give one")
     if not is_loopback(config.host) and config.api_key is None and config.api_keys is None:
@@ -309,7 +370,9 @@ def _check_serve(config: ServeConfig) -> None:
             "--response-cache repeats responses that are bit-identical, which --allow-mixed-numerics does not promise: "
             "leave one of them out"
         )
-    _check_catalogue(config)
+
+
+def _check_join(config: ServeConfig) -> None:
     if config.join and config.keys is None:
         raise ConfigError("--join needs --keys DIR: the folder that the workers were started with")
     if config.keys is not None and not config.join:

@@ -193,7 +193,7 @@ def resolve_worker(config: WorkerServeConfig, worker: WorkerId, machine: Machine
         machine,
         model,
         roles=((worker, config.role),),
-        connector=_connector_between_hosts(config, machine),
+        connector=_connector_between_hosts(config.transfer, host_and_port(config.listen)[0], machine),
         cores=CoreSettings(threads=config.threads),
         choice=choice,
         host_copies=config.mixed_with is not None and choice.gpu is not None,
@@ -202,17 +202,43 @@ def resolve_worker(config: WorkerServeConfig, worker: WorkerId, machine: Machine
     return msgspec.structs.replace(plan, pages_port=config.pages_port, mixed_with=config.mixed_with or "")
 
 
-def _connector_between_hosts(config: WorkerServeConfig, machine: MachineFacts) -> str:
+def resolve_node(
+    config: ServeConfig, workers: WorkerRoles, address: str, machine: MachineFacts, model: ModelFacts
+) -> ServePlan:
+    """The plan of ``penstock node``: these workers, for gateways on this host and on others, that reach them at
+    ``address``.
+
+    Raises ConfigError as ``resolve``.
+    """
+    choice = choose_device(config, machine.gpu, _why_not_gpu(config, machine, model))
+    if choice.device != "cpu" and len(workers) > 1:
+        raise ConfigError(f'a GPU has one worker, and this node has {len(workers)}: leave one, or set device = "cpu"')
+    return _plan(
+        config,
+        machine,
+        model,
+        roles=workers,
+        connector=_connector_between_hosts(config.transfer, address, machine),
+        cores=CoreSettings(
+            threads=config.threads,
+            prefill_cpus=config.prefill_cores,
+            decode_cpus=config.decode_cores,
+            lend=config.lend_cores and choice.device == "cpu" and config.kernels != REFERENCE,
+        ),
+        choice=choice,
+    )
+
+
+def _connector_between_hosts(transfer: str, host: str, machine: MachineFacts) -> str:
     """The KV connector of a worker that listens there: encrypted unless it is on the loopback or was asked not to be.
 
     Raises ConfigError if pages cannot be encrypted as asked.
     """
-    if config.transfer == "nixl":
-        return NIXL + _connector_between_hosts(msgspec.structs.replace(config, transfer="tcp"), machine)
-    host, _ = host_and_port(config.listen)
-    if config.transfer == "tcp-clear" or (config.transfer != "curve" and is_loopback(host)):
+    if transfer == "nixl":
+        return NIXL + _connector_between_hosts("tcp", host, machine)
+    if transfer == "tcp-clear" or (transfer != "curve" and is_loopback(host)):
         return "tcp"
-    if config.transfer == "curve" or (config.transfer == "auto" and not machine.can_encrypt_pages):
+    if transfer == "curve" or (transfer == "auto" and not machine.can_encrypt_pages):
         return "curve"
     if not machine.can_encrypt_pages:
         raise ConfigError(

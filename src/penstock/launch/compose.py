@@ -131,12 +131,12 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
     phases = begin_service(config, nested.name if nested else "supervisor")
     tls = None if nested else checked_tls(config)  # the front of a catalog has its own, and asks over the loopback
     located = locate_model(config.model)
-    spec = _inspect(located.path, config)
+    spec = inspect_as_set(located.path, config)
     name = config.served_model_name or located.name
     lora = listed_adapters(config, name, spec)
-    model = _model_source(config, located, spec, loras=lora.adapters, drafts=not config.join)
-    plan = None if config.join else resolve_here(config, name, spec, _beside(config, model))
-    keys = _shared_keys(config) if config.join else CurveKeys.ephemeral()
+    model = model_source(config, located, spec, loras=lora.adapters, drafts=not config.join)
+    plan = None if config.join else resolve_here(config, name, spec, weights_beside(config, model))
+    keys = shared_keys(config) if config.join else CurveKeys.ephemeral()
     for endpoint in config.join:
         _check_tcp(endpoint, "--join")
     gateways = tuple(f"gateway-{number}" for number in range(config.gateways))
@@ -145,16 +145,16 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
         port, slots = listener.getsockname()[1], heartbeat_slots((*gateways, *_names(plan)))
         run_folder = stack.enter_context(closing(RunFolder()))
         stored = nested.response_store if nested else prepare_response_store(config, run_folder)
-        gateway_config = structs.replace(
-            _gateway_config(config, located, spec, name=name, lora=lora, plan=plan),
+        front_config = structs.replace(
+            gateway_config(config, located, spec, name=name, lora=lora, plan=plan),
             port=port,
             tls=tls,
             fronted=nested is not None,
-            event_key=nested.event_key if nested else _event_key(config, keys if config.join else None),
+            event_key=nested.event_key if nested else event_key_of(config, keys if config.join else None),
             response_store=stored if spec.task.writes else None,
         )
         front = GatewayProcesses(
-            config=gateway_config,
+            config=front_config,
             listener=listener,
             keys=keys,
             slots={gateway: slots[gateway] for gateway in gateways},
@@ -170,7 +170,7 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
         jobs, beat = HostProcesses(front, workers), nested.beat if nested else None
         supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots, beat, gateways=gateways))
         supervisor.on_stopping(listener.close)
-        length, notes = gateway_config.max_model_len, plan.notes if plan else ()
+        length, notes = front_config.max_model_len, plan.notes if plan else ()
         log_lines(model_lines(located, name, spec, length, notes, generation_config=config.generation_config))
 
         def ready() -> None:
@@ -179,7 +179,7 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
                 nested.slot.set_state(WorkerState.READY)
             else:
                 publish_service(config, port, run_folder, model=name, located=located, task=spec.task)
-                log_lines(_talk_lines(config, name, spec, port, took=str(phases)))
+                log_lines(talk_lines(config, name, spec, port, took=str(phases)))
 
         return run_supervised(supervisor, workers, plan, phases, ready)
 
@@ -188,22 +188,22 @@ def serve_worker(config: WorkerServeConfig) -> int:
     """Run ``penstock worker`` until it ends; returns the exit code.  Raises as ``serve``."""
     phases = begin_service(config)
     located = locate_model(config.model)
-    spec = _inspect(located.path, config)
+    spec = inspect_as_set(located.path, config)
     _check_tcp(config.listen, "--listen")
     if config.master_addr is not None:
         _check_tcp(config.master_addr, "--master-addr")
     if config.listen.endswith(":0"):
         raise ConfigError(f"--listen {config.listen}: choose a port, as gateways have to know it; 0 means any free one")
-    keys = _shared_keys(config)
+    keys = shared_keys(config)
     worker = WorkerId(config.name or _worker_name(config))
-    model = _model_source(config, located, spec)
+    model = model_source(config, located, spec)
     nodes = worker_nodes(config)
-    facts = _model_facts(located.name, _node_spec(spec, config, nodes), extra_weights(config, model.draft))
-    plan = resolve_worker(config, worker, _machine(config), facts)
+    facts = model_facts(located.name, _node_spec(spec, config, nodes), extra_weights(config, model.draft))
+    plan = resolve_worker(config, worker, this_machine(config), facts)
     if nodes.node == 0:
-        _check_free(config.listen, "--listen")
+        check_free(config.listen, "--listen")
         if config.master_addr is not None:
-            _check_free(config.master_addr, "--master-addr")
+            check_free(config.master_addr, "--master-addr")
     with ExitStack() as stack:
         slots = heartbeat_slots((worker,))
         mailboxes = WorkerEndpoints(keys, lambda worker, incarnation: config.listen)
@@ -246,7 +246,7 @@ def publish_service(
     )
 
 
-def _model_source(
+def model_source(
     config: EngineSettings,
     located: ModelLocation,
     spec: ModelSpec,
@@ -280,7 +280,7 @@ def resolve_here(
 ) -> ServePlan:
     """The plan for this machine.  ``extra_weights``: loaded with the model.  ``report``: of the GPU, if it was probed
     already.  Raises ConfigError, KernelError."""
-    return resolve(config, _machine(config, report), _model_facts(name, spec, extra_weights))
+    return resolve(config, this_machine(config, report), model_facts(name, spec, extra_weights))
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
@@ -371,18 +371,18 @@ def heartbeat_slots(names: tuple[str, ...]) -> dict[str, HeartbeatSlot]:
     return dict(zip(names, HeartbeatTable(len(names)).slots, strict=True))
 
 
-def _talk_lines(config: ServeConfig, name: str, spec: ModelSpec, port: int, *, took: str) -> Iterator[str]:
+def talk_lines(config: ServeConfig, name: str, spec: ModelSpec, port: int, *, took: str) -> Iterator[str]:
     """The last lines of a start: the URL, and commands that talk to it."""
     needs_key = bool(config.api_key or config.api_keys)
     state = "answers HTTP, ready when workers have joined," if config.join else "ready"
     return client_lines(service_url(config, port), (name, spec.task), needs_key=needs_key, took=took, state=state)
 
 
-def _event_key(config: ServeConfig, shared: CurveKeys | None) -> str:
+def event_key_of(config: ServeConfig, shared: CurveKeys | None) -> str:
     return event_key(config.api_key, config.api_keys, config.scheduling.max_tenants, shared)
 
 
-def _gateway_config(
+def gateway_config(
     config: ServeConfig, located: ModelLocation, spec: ModelSpec, *, name: str, lora: LoraConfig, plan: ServePlan | None
 ) -> GatewayConfig:
     """The gateways' configuration as far as the settings decide it.  ``plan`` None: all workers are on other hosts."""
@@ -391,7 +391,7 @@ def _gateway_config(
     event_loop.event_loop_name(config.event_loop)
     split = not config.aggregated and spec.task.writes
     check_aliases(config.model_alias, (name, *(own.name for own in lora.adapters)))
-    length = context_length(config, _model_facts(name, spec)) if plan is None else plan.scheduler.max_model_len
+    length = context_length(config, model_facts(name, spec)) if plan is None else plan.scheduler.max_model_len
     return GatewayConfig(
         name=f"{GATEWAY}-{secrets.token_hex(4)}" if config.join else GATEWAY,  # joined workers may have several
         host=config.host,
@@ -470,14 +470,14 @@ def listed_adapters(config: ServeConfig, model: str, spec: ModelSpec) -> LoraCon
     )
 
 
-def _beside(config: ServeConfig, model: ModelSource) -> tuple[ExtraWeights, ...]:
+def weights_beside(config: ServeConfig, model: ModelSource) -> tuple[ExtraWeights, ...]:
     return extra_weights(config, model.draft, model.loras, more_loras=config.allow_lora_updating)
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------
 
 
-def _machine(config: EngineSettings, report: GpuReport | None = None) -> MachineFacts:
+def this_machine(config: EngineSettings, report: GpuReport | None = None) -> MachineFacts:
     """Raises KernelError if neither C++ kernels nor a GPU can be used."""
     report = GpuReport() if excludes_gpu(config) else report or gpu_report()
     try:
@@ -490,7 +490,7 @@ def _machine(config: EngineSettings, report: GpuReport | None = None) -> Machine
     return structs.replace(machine_facts(families), gpu=report)
 
 
-def _inspect(path: Path, config: EngineSettings) -> ModelSpec:
+def inspect_as_set(path: Path, config: EngineSettings) -> ModelSpec:
     """The model as the settings compute it.  Raises ModelError, and ConfigError if they do not suit it."""
     spec = with_sparse_attention(inspect_model(path), config)
     if config.activation_dtype != "auto":
@@ -498,7 +498,7 @@ def _inspect(path: Path, config: EngineSettings) -> ModelSpec:
     return spec
 
 
-def _model_facts(name: str, spec: ModelSpec, extra_weights: tuple[ExtraWeights, ...] = ()) -> ModelFacts:
+def model_facts(name: str, spec: ModelSpec, extra_weights: tuple[ExtraWeights, ...] = ()) -> ModelFacts:
     ways, why_not = tensor_ways(spec)
     return ModelFacts(
         name=name,
@@ -561,7 +561,7 @@ def bind_socket(host: str, port: int, *, flag: str = "--port") -> Iterator[socke
         yield listener
 
 
-def _check_free(endpoint: str, flag: str) -> None:
+def check_free(endpoint: str, flag: str) -> None:
     """Fail in one line if the port is taken; the worker would fail at every restart."""
     with bind_socket(*host_and_port(endpoint), flag=flag):
         return
@@ -589,7 +589,7 @@ def event_key(api_key: str | None, api_keys: str | None, max_tenants: int, share
     return blake2b(secret, digest_size=32, person=b"penstock events").hexdigest()
 
 
-def _shared_keys(config: EngineSettings) -> CurveKeys:
+def shared_keys(config: EngineSettings) -> CurveKeys:
     if config.keys is None:
         raise ConfigError("--keys DIR is missing")
     return CurveKeys.load(Path(config.keys).expanduser())

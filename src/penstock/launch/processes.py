@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -81,6 +81,8 @@ class WorkerEndpoints:
 
     keys: CurveKeys
     endpoint: Callable[[WorkerId, int], str]  # worker, incarnation
+    reached_at: Mapping[WorkerId, str] = field(default_factory=dict)  # by others, if not at ``endpoint``
+    pages_ports: Mapping[WorkerId, int] = field(default_factory=dict)  # where pages are fetched, if not as planned
 
 
 def incarnations_of_a_run() -> int:
@@ -214,7 +216,7 @@ class WorkerProcesses:
             endpoint=self._mailboxes.endpoint(worker, incarnation),
             connector=self._plan.connector,
             vocabulary=self._spec.vocab,
-            pages_port=self._plan.pages_port,
+            pages_port=self._mailboxes.pages_ports.get(worker, self._plan.pages_port),
             scheduler=worker_scheduler_config(place, self._plan),
             hand_over=self._config.hand_over,
             kv_store=KvStoreConfig(peers=False) if alone else self._store,
@@ -230,16 +232,16 @@ class WorkerProcesses:
             image_cache_bytes=self._config.image_cache,
         )
         shared = (*(file.descriptor for file in self._kv.values()), *self._share.descriptors)
-        main = partial(self._run, config, place, group)
+        main, told = partial(self._run, config, place, group), self._mailboxes.reached_at.get(worker, config.endpoint)
         if group is None:
-            return ChildSpec(main=main, inherited_fds=shared, endpoint=config.endpoint)
+            return ChildSpec(main=main, inherited_fds=shared, endpoint=told)
         followers = {rank: partial(self._run_follower, config, place, group, rank) for rank in group.ranks}
         return ChildSpec(
             main=main if group.first == group.leader else followers[group.first],
             rank=group.first,
             followers={rank: followers[rank] for rank in group.followers},
             inherited_fds=(*shared, *group.descriptors),
-            endpoint=config.endpoint,
+            endpoint=told,
             on_forked=group.close_listening,
         )
 

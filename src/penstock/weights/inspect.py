@@ -159,9 +159,7 @@ class ModelOutline:
     spec: ModelSpec
     layout: WeightLayout
     config: ConfigFields  # of the part that writes text, with how its weights are stored
-    coded_bits: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of a number, by tensor of a GGUF file
+    coded_bits: Mapping[str, float] = field(default_factory=dict)  # of a number, by tensor of a GGUF file
 
 
 def read_outline(path: Path) -> ModelOutline:

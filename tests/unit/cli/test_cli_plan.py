@@ -137,7 +137,7 @@ def test_ranks_of_a_host_are_shown_with_the_commands_that_serve_them(
         assert each["command"].startswith(f"penstock serve {path} --device cpu")
         words = each["command"].split()[3:]
         asked = dict(zip(words, [*words[1:], ""], strict=True)).get("--parallel")
-        facts = compose._model_facts("llama", read_outline(Path(path)).spec)
+        facts = compose.model_facts("llama", read_outline(Path(path)).spec)
         made = resolve(ServeConfig(aggregated="--aggregated" in words, parallel=asked, device="cpu"), here, facts)
         assert (made.workers[0].mesh.name, made.warnings) == (each["plan"], ())
     assert main(["plan", path, "--devices", "cpu:64GiB"]) == 0

@@ -1,0 +1,157 @@
+"""``penstock node``: one supervisor with all workers and gateways of a host of a fleet.
+
+Its workers share one copy of the weights, and listen over TCP for the gateways of all nodes; its gateways know them
+from the supervisor and join those of the other nodes.  So a death here is noticed here at once, and elsewhere by heartbeats.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from penstock.config.fleet_file import FleetFile, FleetNode
+from penstock.config.resolve import ServePlan, resolve_node
+from penstock.config.schema import GatewayConfig, ServeConfig
+from penstock.launch import compose
+from penstock.launch.heartbeat import HeartbeatSlot
+from penstock.launch.model_path import locate_model
+from penstock.launch.processes import (
+    GatewayProcesses,
+    HostProcesses,
+    ModelSource,
+    WorkerEndpoints,
+    WorkerProcesses,
+    incarnations_of_a_run,
+)
+from penstock.launch.restart_policy import GATEWAY
+from penstock.launch.run_folder import RunFolder
+from penstock.launch.shared_rates import SharedTokenBuckets
+from penstock.launch.startup_log import fleet_lines, join_lines, model_lines
+from penstock.launch.supervisor import Supervisor
+from penstock.launch.tls import checked_tls
+from penstock.types import Role, WorkerId
+from penstock.wire.curve_keys import CurveKeys
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlaces:
+    """The workers of a node: where each listens, and where others reach it."""
+
+    workers: tuple[tuple[WorkerId, Role], ...]
+    listens_at: Mapping[WorkerId, str]
+    reached_at: Mapping[WorkerId, str]
+    pages_ports: Mapping[WorkerId, int]
+
+    @classmethod
+    def of(cls, node: FleetNode) -> NodePlaces:
+        """Those of a node of a fleet file."""
+        members = [(WorkerId(name), group.role, port) for name, group, port in node.members()]
+        return cls(
+            workers=tuple((name, role) for name, role, _ in members),
+            listens_at={name: node.endpoint(port, listen=True) for name, _, port in members},
+            reached_at={name: node.endpoint(port) for name, _, port in members},
+            pages_ports={name: port + 1 for name, _, port in members},
+        )
+
+    def endpoints(self, keys: CurveKeys) -> WorkerEndpoints:
+        """As the processes of workers take them."""
+        return WorkerEndpoints(
+            keys,
+            lambda worker, incarnation: self.listens_at[worker],
+            reached_at=self.reached_at,
+            pages_ports=self.pages_ports,
+        )
+
+
+def serve_node(fleet: FleetFile, node: FleetNode, config: ServeConfig) -> int:
+    """Run a node until it ends; returns the exit code.  ``config``: its settings.
+
+    Raises ConfigError, ModelError or KernelError before any process starts, RestartLimitReached when one cannot be
+    kept running.
+    """
+    phases = compose.begin_service(config)
+    located = locate_model(config.model)
+    spec = compose.inspect_as_set(located.path, config)
+    name = config.served_model_name or located.name
+    lora = compose.listed_adapters(config, name, spec)
+    model = compose.model_source(config, located, spec, loras=lora.adapters)
+    keys, places = compose.shared_keys(config), NodePlaces.of(node)
+    plan = _plan(config, node, places, name, model) if places.workers else None
+    for endpoint in places.listens_at.values():
+        compose.check_free(endpoint, f"port of node {node.name}")
+    gateways = tuple(f"gateway-{number}" for number in range(node.gateways))
+    with ExitStack() as stack:
+        slots = compose.heartbeat_slots((*gateways, *(worker for worker, _ in places.workers)))
+        run_folder = stack.enter_context(closing(RunFolder()))
+        workers = None
+        if plan is not None:
+            workers = WorkerProcesses(config, plan, model, places.endpoints(keys), slots)
+            stack.callback(workers.close)
+        front, port = None, 0
+        if gateways:
+            base = compose.gateway_config(config, located, spec, name=name, lora=lora, plan=plan)
+            stored = compose.prepare_response_store(config, run_folder) if spec.task.writes else None
+            base = structs.replace(base, response_store=stored, event_key=compose.event_key_of(config, keys))
+            own = {gateway: slots[gateway] for gateway in gateways}
+            front = _front(stack, config, _of_the_fleet(base, fleet, node), keys, own)
+            port = front.config.port
+        jobs, run = HostProcesses(front, workers), incarnations_of_a_run()
+        supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots, gateways=gateways, run=run))
+        if front is not None:
+            supervisor.on_stopping(front.listener.close)
+        length = front.config.max_model_len if front else plan.scheduler.max_model_len if plan else 0
+        compose.log_lines(model_lines(located, name, spec, length, plan.notes if plan else ()))
+
+        def ready() -> None:
+            compose.log_lines(fleet_lines(plan, supervisor.pid) if plan else join_lines(config.join))
+            compose.log_lines(_reached_lines(node, places, str(phases)))
+            if gateways:
+                compose.publish_service(config, port, run_folder, model=name, located=located, task=spec.task)
+                compose.log_lines(compose.talk_lines(config, name, spec, port, took=str(phases)))
+
+        return compose.run_supervised(supervisor, workers, plan, phases, ready)
+
+
+def _plan(config: ServeConfig, node: FleetNode, places: NodePlaces, name: str, model: ModelSource) -> ServePlan:
+    beside = compose.weights_beside(config, model)
+    facts = compose.model_facts(name, model.spec, beside)
+    return resolve_node(config, places.workers, node.address, compose.this_machine(config), facts)
+
+
+def _of_the_fleet(config: GatewayConfig, fleet: FleetFile, node: FleetNode) -> GatewayConfig:
+    """With a name that no other gateway of the fleet has, and split if any node is."""
+    name = f"{GATEWAY}-{node.name}-{secrets.token_hex(4)}"
+    split = any(group.role is not Role.BOTH for group in fleet.groups)
+    return structs.replace(config, name=name, split=split and config.task.writes)
+
+
+def _front(
+    stack: ExitStack,
+    config: ServeConfig,
+    base: GatewayConfig,
+    keys: CurveKeys,
+    slots: Mapping[str, HeartbeatSlot],
+) -> GatewayProcesses:
+    """The node's gateways, on a port that is bound already."""
+    listener = stack.enter_context(compose.bind_socket(config.host, config.port))
+    return GatewayProcesses(
+        config=structs.replace(base, port=listener.getsockname()[1], tls=checked_tls(config)),
+        listener=listener,
+        keys=keys,
+        slots=slots,
+        log_json=config.log_json,
+        created=int(time.time()),
+        buckets=SharedTokenBuckets(config.scheduling.max_tenants),
+    )
+
+
+def _reached_lines(node: FleetNode, places: NodePlaces, took: str) -> Iterator[str]:
+    """Where the workers are reached; that the node is ready."""
+    for worker, endpoint in places.reached_at.items():
+        yield f"{worker} at {endpoint}, its pages at port {places.pages_ports[worker]}"
+    yield f"node {node.name} is ready after {took}"
