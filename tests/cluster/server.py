@@ -79,7 +79,7 @@ class PenstockServer:
     ) -> None:
         """``flags`` as for ``penstock serve``; ``config``: TOML for --config, written to ``folder``."""
         self.flags = list(flags)
-        self.port = port or free_port()
+        self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.ready_after_s = 0.0
         self.launcher: list[str] = []  # words before the command, as ``ip netns exec there``
@@ -386,3 +386,27 @@ class PenstockWorker(PenstockServer):
         """Of the worker, not its supervisor."""
         (pid,) = self.processes() - {self.pid}
         return pid
+
+
+class PenstockNode(PenstockServer):
+    """A ``penstock node`` of a fleet file; ``port`` is that of its gateways, 0 if it has none."""
+
+    def __init__(self, fleet: Path, name: str, port: int) -> None:
+        super().__init__([], port=port)
+        self.fleet = fleet
+        self.name = name
+        self.has_gateways = port != 0
+
+    def _words(self) -> list[str]:
+        return ["node", str(self.fleet), "--name", self.name]
+
+    def wait_ready(self, timeout_s: float = START_S) -> None:
+        """Until its own processes are; where it has gateways, until /ready answers 200."""
+
+        def up() -> bool:
+            assert self.running, f"ended with {self.process.returncode} before it was ready:\n{self.read_log()}"
+            return f"node {self.name} is ready" in self.read_log()
+
+        self.wait_for(up, timeout_s, "up")
+        if self.has_gateways:
+            super().wait_ready(timeout_s)

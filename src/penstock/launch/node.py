@@ -1,7 +1,8 @@
 """``penstock node``: one supervisor with all workers and gateways of a host of a fleet.
 
 Its workers share one copy of the weights, and listen over TCP for the gateways of all nodes; its gateways know them
-from the supervisor and join those of the other nodes.  So a death here is noticed here at once, and elsewhere by heartbeats.
+from the supervisor and join those of the other nodes.  So a death here is noticed here at once, and elsewhere by
+heartbeats.
 """
 
 from __future__ import annotations

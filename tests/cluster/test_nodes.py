@@ -1,0 +1,162 @@
+"""``penstock node``: two hosts of one fleet file, here as two services on the loopback that share only TCP and keys."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from penstock.wire.curve_keys import CurveKeys
+
+from .asking import ask, penstock, streaming
+from .server import PATIENCE_S, PenstockNode, PenstockServer, free_port
+from .streams import all_answers
+from .varied import varied_requests
+
+FLEET = """
+name = "two hosts"
+keys = "{keys}"
+
+[settings]
+kv_memory = "64MiB"
+
+[settings.failover]
+no_path_s = 60.0
+
+[[nodes]]
+name = "a"
+address = "127.0.0.1"
+gateways = 1
+http_port = {http[0]}
+port = {ports[0]}
+workers = [{{ role = "prefill", count = 1 }}, {{ role = "decode", count = 1 }}]
+
+[[nodes]]
+name = "b"
+address = "127.0.0.1"
+gateways = 1
+http_port = {http[1]}
+port = {ports[1]}
+workers = [{{ role = "prefill", count = 1 }}, {{ role = "decode", count = 1 }}]
+"""
+
+PORTS = 4
+"""Of a node with two workers."""
+
+
+def free_ports() -> int:
+    """The first of so many ports that were free a moment ago."""
+    while True:
+        first = free_port()
+        if first + PORTS < 60_000:
+            return first
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Both nodes, running."""
+
+    a: PenstockNode
+    b: PenstockNode
+
+
+def write_fleet(folder: Path) -> tuple[Path, tuple[int, int]]:
+    """The file, and the ports of both nodes' gateways."""
+    CurveKeys.ephemeral().save(folder / "keys")
+    http, ports = (free_port(), free_port()), (free_ports(), free_ports())
+    file = folder / "fleet.toml"
+    file.write_text(FLEET.format(keys=folder / "keys", http=http, ports=ports))
+    return file, http
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[Fleet]:
+    file, (first, second) = write_fleet(folder)
+    with ExitStack() as stack:
+        a, b = PenstockNode(file, "a", first), PenstockNode(file, "b", second)
+        for node in (a, b):  # side by side: each waits for the other's workers
+            node.start()
+            stack.callback(node.kill)
+        for node in (a, b):
+            node.wait_ready()
+            node.wait_for(lambda node=node: len(node.workers()) == 4, PATIENCE_S, "whole")
+            node.wait_all_ready()
+        yield Fleet(a, b)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[dict[str, object]]:
+    """What one worker answers, one request at a time."""
+    with PenstockServer(["--aggregated"]) as server:
+        return answered(server, together=False)
+
+
+def answered(server: PenstockServer, *, together: bool = True) -> list[dict[str, object]]:
+    bodies = varied_requests(max_tokens=120)[:16]
+    return [answer.identical for answer in asyncio.run(all_answers(server.url, bodies, together=together))]
+
+
+def test_both_nodes_answer_as_one_host_does(tmp_path: Path, undisturbed: list[dict[str, object]]) -> None:
+    with running(tmp_path) as fleet:
+        roles = {"a-prefill-0": "prefill", "a-decode-0": "decode", "b-prefill-0": "prefill", "b-decode-0": "decode"}
+        for node in (fleet.a, fleet.b):
+            assert {row["id"]: row["role"] for row in node.workers()} == roles
+            assert answered(node) == undisturbed
+        pids = {row["id"]: row["pid"] for row in fleet.a.workers()}
+        assert {row["id"]: row["pid"] for row in fleet.b.workers()} == pids
+        os.kill(pids["b-decode-0"], signal.SIGKILL)
+        for node in (fleet.a, fleet.b):
+            node.wait_for(lambda node=node: pids["b-decode-0"] != node.worker("b-decode-0")["pid"], PATIENCE_S, "anew")
+            assert answered(node) == undisturbed
+        for node in (fleet.a, fleet.b):
+            node.wait_idle()
+            assert all(row["kv_pages_leaked"] == 0 for row in node.workers())
+        for node in (fleet.a, fleet.b):
+            assert node.stop() == 0
+            node.assert_nothing_left()
+
+
+def test_answers_go_on_when_a_node_dies_and_it_is_used_again_when_it_is_back(tmp_path: Path) -> None:
+    with running(tmp_path) as fleet:
+        wanted = ask(fleet.a, max_tokens=900)
+        with ExitStack() as stack:
+            streams = [stack.enter_context(streaming(fleet.a, max_tokens=900)) for _ in range(4)]
+            for stream in streams:
+                stream.read(50)
+            fleet.b.kill()
+            assert [stream.read() for stream in streams] == [wanted] * len(streams)
+        gone = {row["id"] for row in fleet.a.workers() if row["state"] == "ready"}
+        assert gone == {"a-prefill-0", "a-decode-0"}
+        fleet.b.start()
+        fleet.b.wait_ready()
+        fleet.a.wait_all_ready()
+        assert ask(fleet.a, max_tokens=900) == wanted
+        assert ask(fleet.b, max_tokens=900) == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "because"),
+    [
+        (("", ""), ["--name", "c"], "there is no node 'c'; its nodes: a, b"),
+        (("", ""), [], "add --name NODE, of a, b"),
+        (('kv_memory = "64MiB"', "kv_memry = 1"), ["--name", "a"], "did you mean kv_memory?"),
+        (('kv_memory = "64MiB"', 'model = "x"'), ["--name", "a"], "model is no setting of a node"),
+        (("keys =", "# keys ="), ["--name", "a"], "keys is missing"),
+        (('role = "prefill"', 'role = "reader"'), ["--name", "a"], "Invalid enum value 'reader'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    tmp_path: Path, change: tuple[str, str], words: list[str], because: str
+) -> None:
+    file, _ = write_fleet(tmp_path)
+    file.write_text(file.read_text().replace(*change))
+    run = penstock("node", str(file), *words)
+    assert run.returncode == 2
+    assert because in run.stderr
+    assert len(run.stderr.strip().splitlines()) == 1

@@ -1,0 +1,169 @@
+"""Fleet files: nodes and their workers, what contradicts itself, the settings of a node, and what is simulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.config.fleet_file import FleetFile, read_fleet_file
+from penstock.config.load import load_node
+from penstock.config.schema import ServeConfig
+from penstock.errors import ConfigError
+from penstock.sim.fleet import load_fleet
+from penstock.types import Role
+
+PROFILE = """
+[profile.zen.steps]
+token_s = 1e-4
+[profile.zen.memory]
+token_bytes = 1024
+device_bytes = 1048576
+"""
+
+NODES = """
+name = "test"
+keys = "/keys"
+model = "/models/llama"
+
+[settings]
+max_running = 7
+scheduling = { interactive_tpot_ms = 40.0 }
+
+[[nodes]]
+name = "a"
+address = "10.0.0.1"
+gateways = 2
+http_host = "127.0.0.1"
+workers = [{ role = "prefill", count = 2, group = "tp2" }, { role = "decode", count = 1 }]
+
+[[nodes]]
+name = "b"
+address = "fd00::2"
+listen = "::"
+port = 9100
+workers = [{ role = "decode", count = 3 }]
+settings = { max_running = 9 }
+"""
+
+
+def fleet(folder: Path, text: str) -> FleetFile:
+    (folder / "fleet.toml").write_text(text)
+    return read_fleet_file(str(folder / "fleet.toml"))
+
+
+def settings_of_all(file: FleetFile) -> list[ServeConfig]:
+    return [load_node(file, node, "fleet.toml", environ={}) for node in file.nodes]
+
+
+def test_each_worker_of_a_node_has_a_name_and_two_ports(tmp_path: Path) -> None:
+    file = fleet(tmp_path, NODES)
+    names = [[(name, port) for name, _, port in node.members()] for node in file.nodes]
+    assert names == [
+        [("a-prefill-0", 9000), ("a-prefill-1", 9002), ("a-decode-0", 9004)],
+        [("b-decode-0", 9100), ("b-decode-1", 9102), ("b-decode-2", 9104)],
+    ]
+    assert file.endpoints(but="a") == ("tcp://[fd00::2]:9100", "tcp://[fd00::2]:9102", "tcp://[fd00::2]:9104")
+    assert file.node("b").endpoint(9100, listen=True) == "tcp://[::]:9100"
+    assert file.endpoints(but="b")[0] == "tcp://10.0.0.1:9000"
+
+
+def test_a_node_has_its_own_settings_over_the_fleets(tmp_path: Path) -> None:
+    file = fleet(tmp_path, NODES)
+    a, b = (load_node(file, node, "fleet.toml", environ={"PENSTOCK_MAX_RUNNING": "3"}) for node in file.nodes)
+    assert (a.max_running, b.max_running) == (7, 9)
+    assert a.scheduling.interactive_tpot_ms == b.scheduling.interactive_tpot_ms == 40.0
+    assert (a.model, a.keys, a.gateways, a.host) == ("/models/llama", "/keys", 2, "127.0.0.1")
+    assert (a.prefill_parallel, a.decode_parallel, b.decode_parallel) == ("tp2", None, None)
+    assert a.join == file.endpoints(but="a")
+
+
+@pytest.mark.parametrize(
+    ("change", "because"),
+    [
+        (('name = "b"', 'name = "a"'), "node a: there are two of this name"),
+        (('address = "fd00::2"', 'address = "10.0.0.1"'), ""),  # other ports
+        (('address = "fd00::2"\nlisten = "::"\nport = 9100', 'address = "10.0.0.1"\nport = 9004'), "another node"),
+        (("port = 9100", "port = 65534"), "no port is left for b-decode-1"),
+        (("gateways = 2\n", ""), "no node has gateways"),
+        (('workers = [{ role = "decode", count = 3 }]\n', ""), "node b: it has neither workers nor gateways"),
+        (('group = "tp2"', 'group = "tp3"'), "workers of role prefill: group: tp3"),
+        (("count = 3", 'count = 3, profile = "zen"'), "there is no [profile.zen]; profiles: none"),
+        (('name = "test"', 'name = "test"\nworkers = [{ count = 1 }]'), "it has both"),
+        (('address = "10.0.0.1"', 'address = "10.0.0.1 "'), "address"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(tmp_path: Path, change: tuple[str, str], because: str) -> None:
+    assert change[0] in NODES
+    text = NODES.replace(*change, 1)
+    if not because:
+        fleet(tmp_path, text)
+        return
+    with pytest.raises(ConfigError) as refused:
+        fleet(tmp_path, text)
+    assert because in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "because"),
+    [
+        (("max_running = 7", "max_runing = 7"), "max_runing in the settings of fleet.toml: no such setting; did you"),
+        (("max_running = 9", "max_running = 0"), "max_running in the settings of node b of fleet.toml"),
+        (("max_running = 7", "prefill = 2"), "prefill is no setting of a node"),
+        (('http_host = "127.0.0.1"', 'http_host = "0.0.0.0"'), "needs a key"),
+        (('keys = "/keys"\n', ""), "keys is missing"),
+        (
+            ("count = 3 }", 'count = 3 }, { role = "decode", group = "tp2", count = 1 }'),
+            "all workers of role decode need the same group",
+        ),
+    ],
+)
+def test_settings_that_a_node_cannot_have_are_refused(tmp_path: Path, change: tuple[str, str], because: str) -> None:
+    assert change[0] in NODES
+    file = fleet(tmp_path, NODES.replace(*change, 1))
+    with pytest.raises(ConfigError) as refused:
+        settings_of_all(file)
+    assert because in str(refused.value)
+
+
+def test_the_nodes_of_a_file_are_what_is_simulated(tmp_path: Path) -> None:
+    fleet(tmp_path, NODES.replace(', group = "tp2"', "") + PROFILE)
+    found = load_fleet(str(tmp_path / "fleet.toml"))
+    assert [(own.role, own.count) for own in found.workers] == [(Role.PREFILL, 2), (Role.DECODE, 4)]
+    assert (found.steps.token_s, found.memory.token_bytes) == (1e-4, 1024)
+
+
+def test_without_figures_there_is_nothing_to_simulate_with(tmp_path: Path) -> None:
+    fleet(tmp_path, NODES)
+    with pytest.raises(ConfigError, match=r"no \[profile.NAME\], so there is nothing to simulate with"):
+        load_fleet(str(tmp_path / "fleet.toml"))
+
+
+def test_workers_of_several_profiles_are_not_simulated(tmp_path: Path) -> None:
+    text = NODES.replace("count = 3 }", 'count = 3, profile = "zen" }') + PROFILE + PROFILE.replace("zen", "default")
+    fleet(tmp_path, text)
+    with pytest.raises(ConfigError, match="profiles default, zen; the simulator computes fleets of equal workers"):
+        load_fleet(str(tmp_path / "fleet.toml"))
+
+
+def test_older_files_have_their_figures_at_the_top(tmp_path: Path) -> None:
+    """And are read as before."""
+    new = '[[workers]]\nrole = "both"\ncount = 2\n' + PROFILE
+    fleet(tmp_path, 'name = "x"\nsource = "y"\n' + new)
+    wanted = load_fleet(str(tmp_path / "fleet.toml"))
+    fleet(tmp_path, 'name = "x"\nsource = "y"\n' + new.replace("profile.zen.", ""))
+    assert load_fleet(str(tmp_path / "fleet.toml")) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "because"),
+    [
+        ('name = "x"\n[[workers]]\ncount = 1\n[steps]\ntoken_s = 1.0', r"\[memory\] is missing"),
+        ('name = "x"', "it has neither"),
+        ('name = "x"\n[[workers]]\ncount = 5000', "5000|count"),
+        ("name = x", "not TOML"),
+    ],
+)
+def test_half_a_file_is_refused(tmp_path: Path, text: str, because: str) -> None:
+    with pytest.raises(ConfigError, match=because):
+        fleet(tmp_path, text)
