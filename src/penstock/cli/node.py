@@ -12,10 +12,11 @@ from penstock.config.load import dump_toml, load_node
 from penstock.errors import ConfigError
 
 EPILOG = """\
-example:
-  penstock host-keys ~/penstock-keys         once; copy the folder to all nodes
+examples:
   penstock node fleet.toml --name a          on the host of node a
   penstock node fleet.toml --name b          on the host of node b
+
+All nodes need the same keys: make a folder once with `penstock host-keys ~/penstock-keys`, and copy it.
 
 fleet.toml:
   name = "two hosts"

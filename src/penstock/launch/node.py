@@ -50,7 +50,7 @@ class NodePlaces:
 
     @classmethod
     def of(cls, node: FleetNode) -> NodePlaces:
-        """Those of a node of a fleet file."""
+        """The workers of a node of a fleet file."""
         members = [(WorkerId(name), group.role, port) for name, group, port in node.members()]
         return cls(
             workers=tuple((name, role) for name, role, _ in members),
