@@ -32,8 +32,11 @@ struct CompressedView {
   const uint8_t* escapes;        // of all panels, one after another, then kEscapePadding bytes
   const uint64_t* escape_begin;  // [panels + 1]
   const PanelCode* codes;        // [panels]
-  PackedView layout;             // without cells; segments begin with a block
+  PackedView layout;             // segments begin with a block; cells: those of a decoded copy, or null
+  long decoded_from = 0;         // products of so many rows and more read that copy
 
+  // Is a product of `rows` rows one of plain weights, those of `layout`?
+  PS_EVERYWHERE bool reads_copy(long rows) const { return layout.cells != nullptr && rows >= decoded_from; }
   PS_EVERYWHERE long blocks_a_panel() const { return (layout.k + kBlockColumns - 1) / kBlockColumns; }
   PS_EVERYWHERE const uint8_t* panel(long index) const { return blocks + index * blocks_a_panel() * kBlockBytes; }
   PS_EVERYWHERE BlockRef block(long panel_index, long index) const {
@@ -56,6 +59,7 @@ struct CompressedFamily {
   void (*linear_group)(const CompressedGroup&);
   void (*embed)(const CompressedEmbedArgs&);
   void (*decode_rows)(const CompressedView&, long panel, uint16_t* rows);  // bf16 [outputs of the panel, k]
+  void (*decode_cells)(const CompressedView&, long panel, uint32_t* cells);  // of the panel, as plain weights have them
 };
 
 // The kernels for a family that this processor runs.

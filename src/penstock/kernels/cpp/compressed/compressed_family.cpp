@@ -9,6 +9,7 @@ namespace penstock {
 extern const CompressedFamily PENSTOCK_COMPRESSED;
 const CompressedFamily PENSTOCK_COMPRESSED = {
     PS_STRING(PENSTOCK_FAMILY), kInRegisters, linear_compressed, linear_group_compressed, embed_compressed, decode_rows,
+    decode_cells,
 };
 
 }  // namespace penstock

@@ -232,4 +232,13 @@ void decode_rows(const CompressedView& w, long panel, uint16_t* out) {
   }
 }
 
+// Blocks lie as cells do where every segment is one of whole blocks, which the caller has checked.  Outputs that fill up
+// the last panel are zeros, as in plain weights.
+void decode_cells(const CompressedView& w, long panel, uint32_t* out) {
+  const long blocks = w.blocks_a_panel(), rows = min_of(16, w.layout.n - panel * 16);
+  decode_blocks(w, panel, 0, blocks, w.escapes + w.escape_begin[panel], out, kSlabBlocks);
+  for (long step = 0; rows < 16 && step < blocks * 2; ++step)
+    for (long lane = rows; lane < 16; ++lane) out[step * 16 + lane] = 0;
+}
+
 }  // namespace
