@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from penstock.config.base import Config
+from penstock.config.decoded_weights import DECODED_WEIGHTS_AUTO
 from penstock.config.limits import RequestLimits, SchedulingConfig
 from penstock.config.load import parse_setting
 from penstock.config.schema import EventLoop, ServeConfig, TlsConfig
@@ -38,7 +39,7 @@ On a GPU, a worker takes all that is free there, as without a catalog."""
 ENTRY_SETTINGS = (
     *("prefill", "decode", "aggregated", "prefill_cores", "decode_cores", "threads", "transfer", "lend_cores"),
     *("parallel", "tensor_parallel_size", "pipeline_parallel_size", "prefill_parallel", "decode_parallel"),
-    *("kv_memory", "max_model_len", "dtype", "kv_dtype", "activation_dtype", "kernels"),
+    *("kv_memory", "decoded_weights", "max_model_len", "dtype", "kv_dtype", "activation_dtype", "kernels"),
     *("max_chunk_tokens", "max_running"),
     *("speculate", "max_draft_tokens", "lora", "max_loras", "lora_memory", "max_lora_rank", "allow_lora_updating"),
     *("response_cache", "device", "gpu_lanes", "generation_config"),
@@ -130,6 +131,8 @@ def _settings(values: Mapping[str, Any], where: str, base: ServeConfig) -> Serve
     device = changes.get("device", base.device)
     if changes.get("kv_memory") is None and base.kv_memory is None and device != "cuda":
         changes["kv_memory"] = DEFAULT_KV_BYTES
+    if changes.get("decoded_weights", base.decoded_weights) == DECODED_WEIGHTS_AUTO:
+        changes["decoded_weights"] = 0  # what is free is for models that are loaded later
     return msgspec.structs.replace(base, **changes)
 
 

@@ -28,6 +28,7 @@ from msgspec import structs
 
 from penstock.catalog.config import CatalogEntry, CatalogModel, FrontConfig, load_catalog
 from penstock.config.api_keys import check_key_file
+from penstock.config.decoded_weights import reserved_bytes
 from penstock.config.kv_memory import format_size
 from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError, ModelError
@@ -177,10 +178,11 @@ def _place(entry: CatalogEntry, budget: int | None) -> CatalogModel:
         weights = _weight_bytes(locate_model(entry.path).path)
     except ModelError:
         weights = 0
-    nbytes = weights + (own.kv_memory or 0) * entry.workers
+    copies = reserved_bytes(own)
+    nbytes = weights + copies + (own.kv_memory or 0) * entry.workers
     if budget is not None and nbytes > budget:
         raise ConfigError(
-            f"model {entry.name} needs {format_size(nbytes)} ({format_size(weights)} of weights and "
+            f"model {entry.name} needs {format_size(nbytes)} ({format_size(weights + copies)} of weights and "
             f"{entry.workers} times {format_size(own.kv_memory or 0)} of KV pages), more than --model-memory "
             f"{format_size(budget)}: give it a smaller kv_memory, or all of them more"
         )

@@ -390,6 +390,7 @@ def check_plan(own: ModelPlan) -> Check:
     plan = own.plan
     kv = format_size(plan.scheduler.pages * plan.page_bytes) + " of KV pages"
     kv += "" if plan.kv_dtype == plan.dtype else f" in {plan.kv_dtype}"
+    kv += _room_for_copies(own.located.path, plan)
     where = "the processor" if plan.device == "cpu" else "a GPU"
     found = (
         f"would serve {own.located.name} ({own.spec.parameters / 1e6:,.1f} M parameters, context "
@@ -399,6 +400,16 @@ def check_plan(own: ModelPlan) -> Check:
         f"handed over by {plan.connector}"
     )
     return Check(MODEL_CHECK, CheckResult.NOTE if plan.notes else CheckResult.OK, found, "; ".join(plan.notes))
+
+
+def _room_for_copies(path: Path, plan: ServePlan) -> str:
+    """What decoded copies of the model's compressed weights may take; empty: there are none."""
+    from penstock.weights.inspect import has_compressed_weights
+
+    copies = plan.decoded_weights
+    if copies is None or not has_compressed_weights(path):
+        return ""
+    return f", at most {format_size(copies.nbytes)} of decoded copies of weights for all workers"
 
 
 # --- how fast ---------------------------------------------------------------------------------------------------------
@@ -453,7 +464,9 @@ def compression_advice(gains: Mapping[int, float], family: str, model: str) -> s
     if gains[1] < MIN_GAIN:
         return f"{said}; serve it as it is"
     command = f"penstock compress {shlex.quote(model)} OUT"
-    return f"{said}; {command}" if min(gains.values()) >= 1 / MIN_GAIN else f"{said}; for single responses: {command}"
+    if min(gains.values()) >= 1 / MIN_GAIN:
+        return f"{said}; {command}"
+    return f"{said}; for single responses, or with memory for decoded copies: {command}"
 
 
 def _refuse_download(model: str) -> str:

@@ -47,6 +47,11 @@ ENGINE_FLAGS = (
     Flag("kv-mooncake-size", "SIZE", "memory that each worker gives to that store (default: none)"),
     Flag("kv-key", "FILE", "encrypt KV pages on disk and in remote tiers with this key"),
     Flag("image-cache", "SIZE", "encoded images kept in each worker (default: 256MiB)"),
+    Flag(
+        "decoded-weights",
+        "auto|SIZE",
+        "decoded copies of compressed weights, for steps of many rows (default: auto, all that gain by it or none)",
+    ),
     Flag("dtype", "auto|bf16|fp32", "type of matrix products (default: auto, as stored)"),
     Flag(
         "kv-dtype",

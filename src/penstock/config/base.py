@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Milliseconds = Annotated[float, msgspec.Meta(gt=0)]
 

@@ -63,6 +63,7 @@ class MachineFacts(Config, frozen=True, kw_only=True):
     topology: tuple[PhysicalCore, ...] = ()  # empty: each logical processor is a core, all on one NUMA node
     memory_bytes: int  # available without swapping
     kernel_families: tuple[str, ...]  # that this build and processor can run, best first
+    decoding_families: tuple[str, ...] = ()  # those that compute from compressed weights, decoding in registers
     can_encrypt_pages: bool = False  # the library for that is installed and recent enough
     gpu: GpuReport = GpuReport()
 

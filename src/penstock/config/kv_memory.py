@@ -25,6 +25,7 @@ class KvMemoryBudget:
     number_bytes: int  # of a weight
     host_bytes: int
     choice: DeviceChoice
+    decoded_bytes: int = 0  # set aside for decoded copies of compressed weights
 
     @property
     def free_bytes(self) -> int:
@@ -54,12 +55,13 @@ class KvMemoryBudget:
             model.parameters * number_bytes,
             extra_weight_bytes(model.extra_weights, workers, number_bytes),
         )
-        room = self.free_bytes - weights - others - self.step_bytes
+        room = self.free_bytes - weights - others - self.step_bytes - self.decoded_bytes
         if room > 0:
             return room
         parts = [f"{format_size(weights)} for its weights"]
         parts += [f"{format_size(own.bytes(workers, number_bytes))} for {own.name}" for own in model.extra_weights]
         parts += [f"{format_size(self.step_bytes)} to compute"] if self.step_bytes else []
+        parts += [f"{format_size(self.decoded_bytes)} for --decoded-weights"] if self.decoded_bytes else []
         smaller = "a smaller model" if not others else "a smaller model, or leave out what is loaded with it"
         raise ConfigError(
             f"{model.name} needs {' and '.join(parts)}, "

@@ -48,11 +48,14 @@ SIZES = (
     "kv_disk_size",
     "kv_mooncake_size",
     "image_cache",
+    "decoded_weights",
     "lora_memory",
     "model_memory",
     "response_cache",
 )
 """Settings in bytes, which may be given as "512MiB"."""
+
+_SIZE_OR_AUTO = ("decoded_weights",)
 
 _TABLES = ("limits", "failover", "hand_over", "kv_store", "supervise", "routing", "scheduling", "trace", "turns")
 """Tables that only a file can set."""
@@ -271,7 +274,7 @@ def _known(key: str, source: str, names: Mapping[str, object], spelled: Callable
 def _parse(key: str, kind: Any, given: _Given) -> Any:
     value = given.value
     try:
-        if key in SIZES and isinstance(value, str):
+        if key in SIZES and isinstance(value, str) and not (value == "auto" and key in _SIZE_OR_AUTO):
             value = parse_size(value)
         if key in ("join", "lora", "allowed_host", "allowed_origin", "remote_image_host") and isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]

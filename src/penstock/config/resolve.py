@@ -14,6 +14,13 @@ import msgspec
 from penstock.config.auto_mesh import choose_meshes
 from penstock.config.base import Config, host_and_port, is_loopback
 from penstock.config.cpu_cores import CoreAssignment, CoreSettings, RankCores, WorkerRoles
+from penstock.config.decoded_weights import (
+    DECODED_WEIGHTS_AUTO,
+    DecodedWeightsBudget,
+    can_copy,
+    decoded_weights_budget,
+    reserved_bytes,
+)
 from penstock.config.device import RUNTIME_BYTES, TRITON, DeviceChoice, choose_device
 from penstock.config.facts import KvPageSize, MachineFacts, ModelFacts, extra_weight_bytes
 from penstock.config.kv_memory import KV_CONTEXTS, KvMemoryBudget, format_size
@@ -53,6 +60,11 @@ NO_GPU_LANES = (
 NO_SPECULATION = (
     "--speculate is off: this model's recurrent layers keep one state, which cannot be rolled back when draft tokens "
     "are rejected"
+)
+
+NOTHING_TO_DECODE = (
+    "--decoded-weights changes nothing here: compressed weights are unpacked when they are loaded, unless kernels "
+    "decode them in registers (docs/compression.md)"
 )
 
 PARALLEL_AUTO = "auto"
@@ -105,6 +117,7 @@ class ServePlan(Config, frozen=True, kw_only=True):
     kv_dtype: str  # the same, or "fp8_e4m3"
     activation_dtype: str | None = None  # inputs of quantized weights: "int8", or None: as dtype
     page_bytes: int
+    decoded_weights: DecodedWeightsBudget | None = None  # None: compressed weights have no decoded copies
     scheduler: SchedulerConfig  # the same in every worker
     numa_nodes: tuple[int, ...] = ()  # NUMA nodes that the weights are interleaved over; empty: not interleaved
     notes: tuple[str, ...]  # one line each, for people
@@ -352,13 +365,8 @@ def _plan(
     recurrent = model.name if model.recurrent else ""
     kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype, family, recurrent=recurrent, note=choice.note)
     size = _page_size(config, model, kv_dtype)
-    memory = KvMemoryBudget(
-        model=model,
-        workers=max(1, sum(role is not Role.ENCODE for _, role in roles)),
-        number_bytes=2 if dtype == "bf16" else 4,
-        host_bytes=machine.memory_bytes,
-        choice=choice,
-    )
+    copies = can_copy(machine, family, dtype, choice)  # of compressed weights
+    memory = _memory_budget(machine, model, choice, roles=roles, dtype=dtype, decoded=reserved_bytes(config) * copies)
     kv = _kv_capacity(config, memory, size)
     kv = replace(kv, pages=limit_to_host_copies(machine, size, kv.pages, kv.max_model_len)) if host_copies else kv
     prefill_plan = None if prefill is None else plan_prefill(prefill, memory, size, kv.pages, kv.max_model_len)
@@ -376,7 +384,8 @@ def _plan(
         even_pace=any(share.loans for share in assigned.shares),
         max_draft_tokens=config.max_draft_tokens if _speculates(config, model) and not model.recurrent else 0,
     )
-    notes = [choice.note, prefill.choice.note if prefill else "", kv.note, mesh_note, *_ignored_settings(config, model)]
+    ignored = _ignored_settings(config, model, copies=copies)
+    notes = [choice.note, prefill.choice.note if prefill else "", kv.note, mesh_note, *ignored]
     return ServePlan(
         workers=tuple(_workers(roles, assigned, meshes, nodes)),
         connector=connector,
@@ -387,6 +396,7 @@ def _plan(
         kv_dtype=kv_dtype,
         activation_dtype=resolve_activation_dtype(config.activation_dtype, family, choice.device, note=choice.note),
         page_bytes=size.page_bytes,
+        decoded_weights=decoded_weights_budget(config, memory, kv.pages * size.page_bytes) if copies else None,
         scheduler=scheduler,
         numa_nodes=assigned.numa_nodes,
         notes=tuple(filter(None, (*notes, *assigned.notes))),
@@ -394,10 +404,25 @@ def _plan(
     )
 
 
-def _ignored_settings(config: EngineSettings, model: ModelFacts) -> Iterator[str]:
+def _memory_budget(
+    machine: MachineFacts, model: ModelFacts, choice: DeviceChoice, *, roles: WorkerRoles, dtype: str, decoded: int
+) -> KvMemoryBudget:
+    return KvMemoryBudget(
+        model=model,
+        workers=max(1, sum(role is not Role.ENCODE for _, role in roles)),
+        number_bytes=2 if dtype == "bf16" else 4,
+        host_bytes=machine.memory_bytes,
+        choice=choice,
+        decoded_bytes=decoded,
+    )
+
+
+def _ignored_settings(config: EngineSettings, model: ModelFacts, *, copies: bool) -> Iterator[str]:
     """A line for each setting that changes nothing here."""
     if config.gpu_lanes != "off":
         yield NO_GPU_LANES
+    if config.decoded_weights not in (DECODED_WEIGHTS_AUTO, 0) and not copies:
+        yield NOTHING_TO_DECODE
     if _speculates(config, model) and model.recurrent:
         yield NO_SPECULATION
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from penstock.config.base import Config, Positive
+from penstock.config.base import Config, NotNegative, Positive
 from penstock.config.limits import (
     FailoverConfig,
     KvStoreLimits,
@@ -234,6 +234,7 @@ class EngineSettings(Config, frozen=True, kw_only=True):
     max_model_len: Positive | None = None  # tokens of prompt and output together
     kv_memory: Positive | None = None  # bytes of KV pages in each worker
     image_cache: Positive = 256 << 20  # bytes of encoded images kept in each worker
+    decoded_weights: Literal["auto"] | NotNegative = "auto"  # bytes of decoded copies of compressed weights; 0: none
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"  # type of KV pages; "auto": the compute type
     activation_dtype: Literal["auto", "int8"] = "auto"  # inputs of quantized weights; "auto": the compute type

@@ -28,6 +28,15 @@ def available_families() -> tuple[str, ...]:
     return (*_native_families(), REFERENCE)
 
 
+def decoding_families() -> tuple[str, ...]:
+    """Names of the processor's kernel families that compute from compressed weights; none without the extension."""
+    try:
+        from penstock.kernels import _native
+    except ImportError:
+        return ()
+    return tuple(name for name in _native.families() if _native.CompressedKernels(name).in_registers())
+
+
 def make_ops(
     *,
     family: str | None = None,

@@ -53,7 +53,7 @@ from penstock.config.schema import (
     WorkerServeConfig,
 )
 from penstock.errors import ConfigError, KernelError
-from penstock.kernels.select import available_families
+from penstock.kernels.select import available_families, decoding_families
 from penstock.launch import draft_model, event_loop
 from penstock.launch.draft_model import extra_weights
 from penstock.launch.gpu_probe import gpu_report
@@ -487,7 +487,7 @@ def this_machine(config: EngineSettings, report: GpuReport | None = None) -> Mac
             raise
         log.warning("the C++ extension is not built: blocks are hashed and indexed in Python, slowly (docs/gpu.md)")
         families = ()
-    return structs.replace(machine_facts(families), gpu=report)
+    return structs.replace(machine_facts(families), gpu=report, decoding_families=decoding_families())
 
 
 def inspect_as_set(path: Path, config: EngineSettings) -> ModelSpec:

@@ -47,6 +47,7 @@ from penstock.kv.page_memory import KvLayout, KvMemoryFile
 from penstock.kv.store import store
 from penstock.launch import draft_model
 from penstock.launch.channel import Channel
+from penstock.launch.decoded_weights import with_decoded_copies
 from penstock.launch.fork_server import CRASHED, prefer_for_oom_kill
 from penstock.launch.heartbeat import CoreLendingTable, HeartbeatSlot
 from penstock.launch.machine import interleave_memory
@@ -195,7 +196,8 @@ class WorkerProcesses:
                 divisions = dict.fromkeys(ModelDivision.of(worker) for worker in self._plan.workers)
                 places = [(own, rank) for own in divisions for rank in own.mesh.node_ranks(own.nodes)]
                 shards = [own.shard(self._spec, rank) for own, rank in places]
-                parts = self._load(ops, LoadProgressLog(keep_watch), threads, shards)
+                copied = partial(with_decoded_copies, plan=self._plan, threads=threads, keep_watch=keep_watch)
+                parts = self._load(ops, LoadProgressLog(keep_watch), threads, shards, copied)
                 self._loaded |= dict(zip(places, parts, strict=True))
             if asked is not None:
                 self._mixed = (asked.result(keep_watch), ops.numerics)
@@ -374,9 +376,17 @@ class WorkerProcesses:
         return self._cores.cores_of(config.worker, config.loans)
 
     def _load(
-        self, ops: Ops, progress: Callable[[int, int], None], threads: int, shards: Sequence[ModelShard]
+        self,
+        ops: Ops,
+        progress: Callable[[int, int], None],
+        threads: int,
+        shards: Sequence[ModelShard],
+        copied: Callable[[Sequence[LoadedModel]], list[LoadedModel]] = list,
     ) -> list[_Loaded]:
-        """The parts of several ranks; what they have in common is in memory once."""
+        """The parts of several ranks; what they have in common is in memory once.
+
+        ``copied``: gives compressed weights their decoded copies, before models are built of them.
+        """
         begun = time.monotonic()
         parts = load_parts(
             self._model.path,
@@ -389,6 +399,7 @@ class WorkerProcesses:
         )
         sizes = " + ".join(f"{part.nbytes / 2**20:.1f}" for part in parts)
         log.info("weights loaded in %.2f s: %s MiB", time.monotonic() - begun, sizes)
+        parts = copied(parts)
         return [
             self._built(ops, replace(part, spec=own.spec), own, threads)
             for part, own in zip(parts, shards, strict=True)

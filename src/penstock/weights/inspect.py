@@ -108,6 +108,12 @@ def has_quantized_weights(path: Path, spec: ModelSpec) -> bool:
         return any(checkpoint.quantized_tensor(name) is not None for name in checkpoint.names)
 
 
+def has_compressed_weights(path: Path) -> bool:
+    """Whether some matrices are stored as ``penstock compress`` writes them.  Raises ModelError."""
+    with Checkpoint(path) as checkpoint:
+        return any(file.is_compressed for file in checkpoint.files)
+
+
 def _check_files(folder: Path, files: ModelFiles) -> None:
     if is_gguf(folder):
         files.read(TOKENIZER)  # refused here if it is not known

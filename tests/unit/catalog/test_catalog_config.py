@@ -57,6 +57,12 @@ def test_one_model_may_have_the_gpu_with_all_that_is_free_there(tmp_path: Path) 
     assert (one.workers, two.workers) == (2, 1)
 
 
+def test_models_of_a_catalog_have_decoded_copies_only_if_that_is_said(tmp_path: Path) -> None:
+    text = '[[model]]\nname = "a"\npath = "a"\n[[model]]\nname = "b"\npath = "b"\ndecoded_weights = "1GiB"\n'
+    one, two = entries(tmp_path, text)
+    assert (one.settings.decoded_weights, two.settings.decoded_weights) == (0, 1 << 30)
+
+
 def test_a_models_own_gateway_knows_the_names_that_mean_it(tmp_path: Path) -> None:
     """Its aliases, which are no patterns, and those patterns of the front that mean it, or an adapter of it."""
     text = """

@@ -11,6 +11,8 @@ from penstock.cli import doctor
 from penstock.cli.doctor import Check, CheckResult
 from penstock.cli.main import main
 from penstock.config.facts import GpuReport
+from penstock.kernels.native.backend import families
+from penstock.launch import compose
 from penstock.launch.gpu_probe import gpu_report
 
 
@@ -85,7 +87,10 @@ def test_long_decode_steps_speak_against_a_split_of_shared_cores(decode_s: float
     [
         ({}, "saves disk, not time: avx2 unpacks compressed weights when they are loaded"),
         ({1: 1.2, 8: 1.1, 64: 0.97}, "1.20 with 1, 1.10 with 8, 0.97 with 64; penstock compress 'a model' OUT"),
-        ({1: 1.2, 8: 0.9, 64: 0.97}, "0.97 with 64; for single responses: penstock compress 'a model' OUT"),
+        (
+            {1: 1.2, 8: 0.9, 64: 0.97},
+            "for single responses, or with memory for decoded copies: penstock compress 'a model' OUT",
+        ),
         ({1: 1.0, 8: 1.1, 64: 0.97}, "0.97 with 64; serve it as it is"),
     ],
 )
@@ -149,14 +154,27 @@ def test_this_machine_is_examined_whole():
     assert len({check.name for check in doctor.examine(GpuReport())}) >= 12
 
 
-def test_it_tells_what_would_be_served():
-    plan = doctor.plan_of()
+def check_plan(model: str | None = None) -> Check:
+    plan = doctor.plan_of(model)
     assert isinstance(plan, doctor.ModelPlan)
-    check = doctor.check_plan(plan)
+    return doctor.check_plan(plan)
+
+
+def test_it_tells_what_would_be_served():
+    check = check_plan()
     assert check.verdict is CheckResult.OK
     assert check.found.startswith(
         "would serve storyteller (10.2 M parameters, context 2048) on the processor with prefill-0, "
     )
+
+
+def test_it_tells_what_decoded_copies_may_take(monkeypatch: pytest.MonkeyPatch, plain_storyteller: Path) -> None:
+    """Where weights stay compressed, and of a model that has compressed ones."""
+    monkeypatch.setattr(compose, "decoding_families", families)
+    assert " of decoded copies of weights for all workers, handed over by" in check_plan().found
+    assert "decoded" not in check_plan(str(plain_storyteller)).found
+    monkeypatch.setattr(compose, "decoding_families", tuple)
+    assert "decoded" not in check_plan().found
 
 
 @pytest.mark.parametrize(("model", "words"), [("/no/such/folder", "no such folder"), ("org/name", "on the Hub")])

@@ -80,6 +80,14 @@ def test_no_sizes(text: str) -> None:
     refused("--kv-memory: expected a size such as 512MiB", flags={"kv_memory": text})
 
 
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("0", 0), ("2GiB", 2 << 30)])
+def test_decoded_weights_are_a_size_or_auto(text: str, value: int | str) -> None:
+    assert load_serve({"decoded_weights": text}, {}).decoded_weights == value
+    assert load_serve({}, {}).decoded_weights == "auto"
+    refused("--decoded-weights: expected a size such as 512MiB", flags={"decoded_weights": "all"})
+    refused("--kv-memory: expected a size such as 512MiB", flags={"kv_memory": "auto"})
+
+
 def test_bad_values_name_their_source() -> None:
     refused("PENSTOCK_PORT: expected int, got 'high'", env={"PENSTOCK_PORT": "high"})
     refused("--port: expected int <= 65535", flags={"port": "65536"})

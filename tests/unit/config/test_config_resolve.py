@@ -334,6 +334,48 @@ def test_more_than_the_model_or_the_machine_has_is_refused() -> None:
     refused("--kv-memory 12GiB for each of 2 workers", kv_memory=12 * GIB)
 
 
+DECODING = msgspec.structs.replace(
+    LAPTOP, memory_bytes=64 * GIB, kernel_families=("avx512_bf16",), decoding_families=("avx512_bf16",)
+)
+"""Compressed weights stay compressed there."""
+
+
+def test_decoded_copies_take_only_what_nothing_else_was_planned_for() -> None:
+    made = plan(DECODING, LLAMA)
+    assert made.decoded_weights is not None
+    assert made.decoded_weights.all_or_none
+    planned = 16_000_000_000 + 2 * (made.scheduler.pages * LLAMA.page_bytes_bf16 + COMPILED_GRAMMARS_BYTES)
+    assert made.decoded_weights.nbytes == 64 * GIB - planned - int(6.4 * GIB)  # a reserve of a tenth of all
+    stored = plan(DECODING, LLAMA, kv_host=GIB, response_cache=GIB)
+    assert stored.decoded_weights is not None
+    assert stored.decoded_weights.nbytes == made.decoded_weights.nbytes - 2 * GIB
+    full = plan(DECODING, LLAMA, kv_memory=22 * GIB)
+    assert full.decoded_weights is not None
+    assert full.decoded_weights.nbytes == 0
+
+
+def test_memory_for_decoded_copies_is_set_aside_before_pages_are() -> None:
+    auto, asked = plan(DECODING, LLAMA), plan(DECODING, LLAMA, decoded_weights=10 * GIB)
+    assert asked.decoded_weights is not None
+    assert (asked.decoded_weights.nbytes, asked.decoded_weights.all_or_none) == (10 * GIB, False)
+    assert asked.scheduler.pages < auto.scheduler.pages
+    refused("14GiB for its weights and 60GiB for --decoded-weights", machine=DECODING, model=LLAMA,
+            decoded_weights=60 * GIB)  # fmt: skip
+    refused("free besides the weights", machine=DECODING, model=LLAMA, decoded_weights=20 * GIB, kv_memory=20 * GIB)
+    none = plan(DECODING, LLAMA, decoded_weights=0)
+    assert none.decoded_weights is None
+    assert none.scheduler.pages == auto.scheduler.pages
+
+
+def test_where_weights_are_unpacked_no_memory_is_kept_for_copies() -> None:
+    asked = plan(decoded_weights=GIB)
+    assert (asked.decoded_weights, plan().decoded_weights) == (None, None)
+    assert asked.scheduler.pages == plan().scheduler.pages
+    assert [note for note in asked.notes if note.startswith("--decoded-weights changes nothing here")]
+    assert not plan(decoded_weights=0).notes
+    assert plan(DECODING, LLAMA, dtype="fp32").decoded_weights is None
+
+
 @given(
     memory=st.integers(GIB, 512 * GIB),
     cores=st.integers(1, 128),

@@ -32,8 +32,11 @@ struct CompressedView {
   const uint8_t* escapes;        // of all panels, one after another, then kEscapePadding bytes
   const uint64_t* escape_begin;  // [panels + 1]
   const PanelCode* codes;        // [panels]
-  PackedView layout;             // without cells; segments begin with a block
+  PackedView layout;             // segments begin with a block; cells: those of a decoded copy, or null
+  long decoded_from = 0;         // products of so many rows and more read that copy
 
+  // Is a product of `rows` rows one of plain weights, those of `layout`?
+  PS_EVERYWHERE bool reads_copy(long rows) const { return layout.cells != nullptr && rows >= decoded_from; }
   PS_EVERYWHERE long blocks_a_panel() const { return (layout.k + kBlockColumns - 1) / kBlockColumns; }
   PS_EVERYWHERE const uint8_t* panel(long index) const { return blocks + index * blocks_a_panel() * kBlockBytes; }
   PS_EVERYWHERE BlockRef block(long panel_index, long index) const {

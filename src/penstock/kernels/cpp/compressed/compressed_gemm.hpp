@@ -216,10 +216,6 @@ void embed_compressed(const CompressedEmbedArgs& args) {
   });
 }
 
-void decode_cells(const CompressedView& w, long panel, uint32_t* cells) {
-  decode_blocks(w, panel, 0, w.blocks_a_panel(), w.escapes + w.escape_begin[panel], cells, kSlabBlocks);
-}
-
 void decode_rows(const CompressedView& w, long panel, uint16_t* out) {
   const long k = w.layout.k, rows = min_of(16, w.layout.n - panel * 16), blocks = w.blocks_a_panel();
   const uint8_t* escapes = w.escapes + w.escape_begin[panel];
@@ -234,6 +230,15 @@ void decode_rows(const CompressedView& w, long panel, uint16_t* out) {
       __builtin_memcpy(out + lane * k + column, line, static_cast<size_t>(columns) * 2);
     }
   }
+}
+
+// Blocks lie as cells do where every segment is one of whole blocks, which the caller has checked.  Outputs that fill up
+// the last panel are zeros, as in plain weights.
+void decode_cells(const CompressedView& w, long panel, uint32_t* out) {
+  const long blocks = w.blocks_a_panel(), rows = min_of(16, w.layout.n - panel * 16);
+  decode_blocks(w, panel, 0, blocks, w.escapes + w.escape_begin[panel], out, kSlabBlocks);
+  for (long step = 0; rows < 16 && step < blocks * 2; ++step)
+    for (long lane = rows; lane < 16; ++lane) out[step * 16 + lane] = 0;
 }
 
 }  // namespace

@@ -13,6 +13,11 @@ struct Matrix {
   CompressedView compressed{};
   QuantView quantized{};
 
+  // The form that a product of `rows` rows reads; if plain, it reads layout().
+  Form form_for(long rows) const {
+    return form == Form::kCompressed && compressed.reads_copy(rows) ? Form::kPlain : form;
+  }
+
   const PackedView& layout() const {
     return form == Form::kPlain ? plain : form == Form::kCompressed ? compressed.layout : quantized.layout;
   }

@@ -203,10 +203,10 @@ void Loading::decode(const Piece& piece, const Section& section, const uint8_t* 
     return fail(piece, "damaged, its table counts other escapes than there are");
   const size_t first = piece.begin / section.unit;
   CompressedView view{blocks, matrix.escapes, own.escape_begin.data() + first, own.codes.data() + first, matrix.layout};
-  view.layout.n = static_cast<long>(piece.bytes / section.unit) * 16;
+  view.layout.n = matrix.rows - static_cast<long>(first) * 16;
   const long steps = matrix.layout.steps() * 16;
   uint32_t* cells = matrix.cells + (matrix.first / 16 + static_cast<long>(first)) * steps;
-  for (long p = 0; p < view.layout.panels(); ++p) {
+  for (long p = 0; p < static_cast<long>(piece.bytes / section.unit); ++p) {
     if (count_escapes(view.panel(p), section.blocks_a_panel) != matrix.counts[first + static_cast<size_t>(p)])
       return fail(piece, "damaged, the planes count other escapes than the table says");
     matrix.decode(view, p, cells + p * steps);

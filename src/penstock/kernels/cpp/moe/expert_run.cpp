@@ -49,9 +49,9 @@ void ExpertRun::multiply(const Matrix* weights, long first, const char* x, float
   for (const long rows : rows_) {
     const Matrix& own = weights[first++];
     if (rows == 0) continue;
-    switch (own.form) {
+    switch (own.form_for(rows)) {
       case Matrix::Form::kPlain:
-        plain_.push_back({x, rows, own.plain, out, false, nullptr, 0, {}, gate, gated});
+        plain_.push_back({x, rows, own.layout(), out, false, nullptr, 0, {}, gate, gated});
         break;
       case Matrix::Form::kCompressed:
         compact_.push_back({x, rows, own.compressed, out, false, nullptr, 0, {}, gate, gated});

@@ -227,9 +227,9 @@ void Program::run_linear(const Node& node, const StepView& step) {
   void* gated = node.gated ? data(node.out) : nullptr;
   const long stored = count(RowsOf::kStored);
   const Matrix& w = node.matrix;
-  switch (w.form) {
+  switch (w.form_for(rows)) {
     case Matrix::Form::kPlain:
-      return family_.linear({x, rows, w.plain, out, node.add, picks, stored, head_form_, gate, gated}, compute_);
+      return family_.linear({x, rows, w.layout(), out, node.add, picks, stored, head_form_, gate, gated}, compute_);
     case Matrix::Form::kCompressed:
       return compressed_.linear({x, rows, w.compressed, out, node.add, picks, stored, head_form_, gate, gated});
     case Matrix::Form::kQuantized:

@@ -16,7 +16,7 @@ inline Matrix matrix_from(const nb::object& weight, int per_cell) {
   if (nb::isinstance<CompressedWeights>(weight)) {
     const auto& own = nb::cast<const CompressedWeights&>(weight);
     require(own.whole_blocks && per_cell == 2, "compressed weights are bf16, and segments end with a block");
-    matrix.compressed = own.view;
+    matrix.compressed = own.with_copy();
     matrix.form = Matrix::Form::kCompressed;
     return matrix;
   }

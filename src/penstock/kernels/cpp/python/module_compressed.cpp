@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "compressed/codec.hpp"
+#include "families/dispatch.hpp"
 #include "python/binding.hpp"
 #include "python/compressed_weights.hpp"
 
@@ -42,8 +43,9 @@ void encode_into(const Words& weight, int base, int step, const Out<uint8_t, 1>&
 
 class CompressedKernels {
  public:
-  explicit CompressedKernels(const std::string& family) : family_(compressed_family(family.c_str())) {
-    require(family_.name != nullptr && family == family_.name, "this kernel family cannot run here");
+  explicit CompressedKernels(const std::string& family)
+      : family_(compressed_family(family.c_str())), plain_(find_family(family.c_str())) {
+    require(plain_ != nullptr && family_.name != nullptr && family == family_.name, "this kernel family cannot run here");
   }
 
   bool in_registers() const { return family_.in_registers; }
@@ -52,8 +54,12 @@ class CompressedKernels {
     require(w.whole_blocks, "segments must end with a block");
     require(dim(x, 1) == w.view.layout.k, "x must be compute [T, K]");
     require(dim(out, 0) == dim(x, 0) && dim(out, 1) == w.view.layout.n, "out must be [T, N]");
-    const CompressedLinearArgs args{x.data(), dim(x, 0), w.view, out.data(), add};
-    without_gil([&] { family_.linear(args); });
+    const CompressedView view = w.with_copy();
+    const long rows = dim(x, 0);
+    without_gil([&] {
+      if (view.reads_copy(rows)) return plain_->linear({x.data(), rows, view.layout, out.data(), add}, Compute::kBf16);
+      family_.linear({x.data(), rows, view, out.data(), add});
+    });
   }
 
   void embed(const CompressedWeights& table, const In<int32_t, 1>& tokens, const Out<float, 2>& out) const {
@@ -76,8 +82,19 @@ class CompressedKernels {
       family_.decode_rows(w.view, p, out.data() + (p - panel) * 16 * layout.k);
   }
 
+  // The cells of as many panels from `panel` on as `cells` has room for, as plain weights have them; otherwise as `decode`.
+  void decode_cells(const CompressedWeights& w, long panel, const Out<uint32_t, 1>& cells) const {
+    require(w.whole_blocks, "segments must end with a block");
+    const long each = w.view.layout.steps() * 16, panels = each == 0 ? 0 : dim(cells, 0) / each;
+    require(panel >= 0 && panels * each == dim(cells, 0) && panel + panels <= w.view.layout.panels(),
+            "cells must be those of whole panels");
+    nb::gil_scoped_release released;
+    for (long p = 0; p < panels; ++p) family_.decode_cells(w.view, panel + p, cells.data() + p * each);
+  }
+
  private:
   const CompressedFamily& family_;
+  const Family* plain_;
 };
 
 }  // namespace
@@ -91,13 +108,17 @@ void bind_compressed(nb::module_& m) {
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none() = nb::none())
       .def("counts_are", &CompressedWeights::counts_are)
       .def("rows", &CompressedWeights::rows)
+      .def("keep_decoded", &CompressedWeights::keep_decoded)
+      .def_prop_ro("is_part", &CompressedWeights::is_part)
+      .def_prop_ro("decoded_from", &CompressedWeights::decoded_from)
       .def_ro("whole_blocks", &CompressedWeights::whole_blocks);
   nb::class_<CompressedKernels>(m, "CompressedKernels")
       .def(nb::init<const std::string&>())
       .def("in_registers", &CompressedKernels::in_registers)
       .def("linear", &CompressedKernels::linear)
       .def("embed", &CompressedKernels::embed)
-      .def("decode", &CompressedKernels::decode);
+      .def("decode", &CompressedKernels::decode)
+      .def("decode_cells", &CompressedKernels::decode_cells);
 }
 
 }  // namespace penstock
