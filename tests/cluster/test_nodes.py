@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -50,12 +51,17 @@ PORTS = 4
 """Of a node with two workers."""
 
 
-def free_ports() -> int:
-    """The first of so many ports that were free a moment ago."""
+def free_ports() -> tuple[int, int]:
+    """The first of so many ports each, for two nodes, that were free a moment ago."""
     while True:
         first = free_port()
-        if first + PORTS < 60_000:
-            return first
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + 2 * PORTS):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except (OSError, OverflowError):
+                continue
+        return first, first + PORTS
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Fleet:
 def write_fleet(folder: Path) -> tuple[Path, tuple[int, int]]:
     """The file, and the ports of both nodes' gateways."""
     CurveKeys.ephemeral().save(folder / "keys")
-    http, ports = (free_port(), free_port()), (free_ports(), free_ports())
+    http, ports = (free_port(), free_port()), free_ports()
     file = folder / "fleet.toml"
     file.write_text(FLEET.format(keys=folder / "keys", http=http, ports=ports))
     return file, http
