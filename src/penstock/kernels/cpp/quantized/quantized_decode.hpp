@@ -207,7 +207,8 @@ struct Decoder {
   };
   __m512i table, upper;
 
-  explicit PS_INLINE Decoder(const uint16_t* values) {
+  explicit PS_INLINE Decoder(const QuantPart& part) {
+    const uint16_t* values = part.values;
     table = _mm512_loadu_si512(values);
     if constexpr (kBits == 4) {  // five bits choose: the fifth may be anything
       const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
@@ -242,7 +243,8 @@ struct Decoder<8> {
   };
   __m512i tables[2][2][2];  // lower or upper byte, codes below 128 or not, halves of those
 
-  explicit PS_INLINE Decoder(const uint16_t* values) {
+  explicit PS_INLINE Decoder(const QuantPart& part) {
+    const uint16_t* values = part.values;
     for (int byte = 0; byte < 2; ++byte)
       for (int half = 0; half < 2; ++half)
         for (int quarter = 0; quarter < 2; ++quarter) {
@@ -265,47 +267,197 @@ struct Decoder<8> {
                                   : _mm512_unpackhi_epi8(chunk.low, chunk.high));
   }
 };
-constexpr bool kLooksUpBytes = true;
-#else
-constexpr bool kLooksUpBytes = false;
-#endif
-constexpr bool kLooksUp = true;
-#else
-constexpr bool kLooksUp = false;
-constexpr bool kLooksUpBytes = false;
-#endif
+#endif  // VBMI
+#elif defined(__AVX2__)
+// A register has eight outputs, four in each half, early and late inputs side by side.
+PS_INLINE __m256i load_half_line(const uint8_t* line, int part) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line) + part);
+}
 
-// Can codes be decoded in registers, in front of the multiplication?
-template <int kBits>
-constexpr bool kInRegisters = kBits == 8 ? kLooksUpBytes : kLooksUp;
+// In both halves the bytes of their words: the lower ones (or the upper), then the upper ones (or the lower again).
+PS_INLINE __m256i bytes_of_words(__m256i words, int first, int second) {
+  const auto places = [](int byte) { return 0x0E0C0A0806040200 + byte * 0x0101010101010101; };
+  return _mm256_shuffle_epi8(words, _mm256_broadcastsi128_si256(_mm_set_epi64x(places(second), places(first))));
+}
 
-// All cells of units [unit, unit + units) of a panel, to [units * 16][16].
+// The codes' lower four bits of two cells, `cell` and the one two further, a byte each.
+PS_INLINE __m256i nibbles_of(__m256i bytes, int cell) {
+  return _mm256_and_si256(cell % 2 == 0 ? bytes : _mm256_srli_epi16(bytes, 4), _mm256_set1_epi8(15));
+}
+
+// Of bytes for `cell` and the one two further: those of `cell` beside others, as words.
+PS_INLINE __m256i words_of_cell(__m256i lower, __m256i upper, bool second) {
+  return second ? _mm256_unpackhi_epi8(lower, upper) : _mm256_unpacklo_epi8(lower, upper);
+}
+
+// Values of codes of four or five bits: their lower and upper bytes looked up apart.
 template <int kBits>
-void decode_units(const QuantPart& part, long panel, long unit, long units, uint32_t* cells) {
-#if defined(__AVX512BW__)
-  if constexpr (kInRegisters<kBits>) {
-    using Own = Decoder<kBits>;
-    const Own decoder(part.values);
-    for (long u = unit; u < unit + units; ++u, cells += kUnitCells * 16) {
-      const uint8_t* codes = part.unit(panel, u);
-      _Pragma("GCC unroll 16") for (int cell = 0; cell < kUnitCells; cell += Own::kChunk) {
-        const auto chunk = decoder.load(codes, cell);
-        _Pragma("GCC unroll 4") for (int j = 0; j < Own::kChunk; ++j)
-            store(cells + (cell + j) * 16, decoder.cell(chunk, cell + j));
+struct Decoder {
+  static constexpr int kChunk = 4;
+  static constexpr int kTables = kBits == 4 ? 1 : 2;
+  struct Chunk {
+    __m256i low[kParts], high[kParts];
+  };
+  __m256i lower[kTables], upper[kTables];
+
+  explicit PS_INLINE Decoder(const QuantPart& part) {
+    for (int t = 0; t < kTables; ++t) {
+      alignas(16) uint8_t bytes[2][16];
+      for (int i = 0; i < 32; ++i) bytes[i % 2][i / 2] = static_cast<uint8_t>(part.values[t * 16 + i / 2] >> (i % 2 * 8));
+      lower[t] = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[0])));
+      upper[t] = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[1])));
+    }
+  }
+  static PS_INLINE Chunk load(const uint8_t* unit, long cell) {
+    Chunk chunk;
+    const int byte = cell / 8 == 0 ? 0 : 1;  // of the words of fifth bits
+    PS_EACH_PART {
+      chunk.low[i] = bytes_of_words(load_half_line(unit + cell / 4 * 64, i), 0, 1);
+      chunk.high[i] = kBits == 5 ? bytes_of_words(load_half_line(unit + kHighBits, i), byte, byte) : chunk.low[i];
+    }
+    return chunk;
+  }
+  static PS_INLINE __m256i look_up(const __m256i (&tables)[kTables], __m256i nibbles, __m256i fifth) {
+    const __m256i below = _mm256_shuffle_epi8(tables[0], nibbles);
+    if constexpr (kBits == 4) return below;
+    return _mm256_blendv_epi8(below, _mm256_shuffle_epi8(tables[kTables - 1], nibbles), fifth);
+  }
+  PS_INLINE U16 cell(const Chunk& chunk, int cell) const {
+    const int first = cell % 8 & ~2;  // of the two cells
+    U16 to;
+    PS_EACH_PART {
+      const __m256i nibbles = nibbles_of(chunk.low[i], cell);
+      const __m256i fifth = _mm256_sllv_epi64(chunk.high[i], _mm256_setr_epi64x(7 - first, 5 - first, 7 - first, 5 - first));
+      const __m256i low = look_up(lower, nibbles, fifth), high = look_up(upper, nibbles, fifth);
+      to.part[i] = (WordReg)words_of_cell(low, high, cell / 2 % 2 == 1);
+    }
+    return to;
+  }
+};
+
+// Both values of a cell, where codes become numbers instead of patterns of bits.
+struct CellValues {
+  F16 early, late;
+};
+PS_INLINE void store(uint32_t* cells, const CellValues& cell) {
+  store(cells, (bits_as<U16>(cell.early) >> 16) | bits_as<U16>(cell.late));
+}
+
+// Codes of six or eight bits.
+template <int kBits>
+struct WideCodes {
+  static constexpr int kChunk = kBits == 6 ? 4 : 2;
+  struct Chunk {
+    __m256i low[kParts], high[kParts];  // of 8 bits: all of it, and nothing
+  };
+  static PS_INLINE Chunk load(const uint8_t* unit, long cell) {
+    Chunk chunk;
+    PS_EACH_PART {
+      if constexpr (kBits == 8) chunk.low[i] = chunk.high[i] = load_half_line(unit + cell / 2 * 64, i);
+      if constexpr (kBits == 6) {
+        const int byte = cell / 4 % 2 == 0 ? 0 : 1;
+        const __m256i high = bytes_of_words(load_half_line(unit + kHighBits + cell / 8 * 64, i), byte, byte);
+        chunk.low[i] = bytes_of_words(load_half_line(unit + cell / 4 * 64, i), 0, 1);
+        chunk.high[i] = _mm256_sllv_epi64(high, _mm256_setr_epi64x(4, 0, 4, 0));
       }
     }
-    return;
+    return chunk;
   }
+  // The codes of a cell, a word each.
+  static PS_INLINE __m256i words(const Chunk& chunk, int cell, int part) {
+    const __m256i zero = _mm256_setzero_si256();
+    if constexpr (kBits == 8) return words_of_cell(chunk.low[part], zero, cell % 2 == 1);
+    const __m256i high = cell % 2 == 0 ? chunk.high[part] : _mm256_srli_epi16(chunk.high[part], 2);
+    const __m256i bytes = _mm256_or_si256(nibbles_of(chunk.low[part], cell), _mm256_and_si256(high, _mm256_set1_epi8(48)));
+    return words_of_cell(bytes, zero, cell / 2 % 2 == 1);
+  }
+};
+
+// Values that are integers one after another are computed.
+template <int kBits>
+struct IntegerDecoder : WideCodes<kBits> {
+  using Chunk = typename WideCodes<kBits>::Chunk;
+  __m256i zero_code;
+
+  explicit PS_INLINE IntegerDecoder(const QuantPart& part) : zero_code(_mm256_set1_epi16(static_cast<short>(part.zero_code))) {}
+  PS_INLINE CellValues cell(const Chunk& chunk, int cell) const {
+    CellValues to;
+    PS_EACH_PART {
+      const __m256i values = _mm256_sub_epi16(this->words(chunk, cell, i), zero_code);
+      const __m256i early = _mm256_madd_epi16(values, _mm256_set1_epi32(1));  // its sign goes up
+      to.early.part[i] = (FloatReg)_mm256_cvtepi32_ps(early);
+      to.late.part[i] = (FloatReg)_mm256_cvtepi32_ps(_mm256_srai_epi32(values, 16));
+    }
+    return to;
+  }
+};
+
+// Any values (E4M3) are fetched one by one.
+template <int kBits>
+struct GatherDecoder : WideCodes<kBits> {
+  using Chunk = typename WideCodes<kBits>::Chunk;
+  alignas(32) uint32_t table[1 << kBits];  // as floats
+
+  explicit PS_INLINE GatherDecoder(const QuantPart& part) {
+    for (int i = 0; i < 1 << kBits; ++i) table[i] = static_cast<uint32_t>(part.values[i]) << 16;
+  }
+  PS_INLINE __m256 gather(__m256i codes) const {
+    return _mm256_i32gather_ps(reinterpret_cast<const float*>(table), codes, 4);
+  }
+  PS_INLINE CellValues cell(const Chunk& chunk, int cell) const {
+    CellValues to;
+    PS_EACH_PART {
+      const __m256i codes = this->words(chunk, cell, i);
+      to.early.part[i] = (FloatReg)gather(_mm256_and_si256(codes, _mm256_set1_epi32(0xFFFF)));
+      to.late.part[i] = (FloatReg)gather(_mm256_srli_epi32(codes, 16));
+    }
+    return to;
+  }
+};
 #endif
+
+// All cells of units [unit, unit + units) of a panel, to [units * 16][16].
+template <class Own>
+PS_INLINE void decode_by(const QuantPart& part, long panel, long unit, long units, uint32_t* cells) {
+  const Own decoder(part);
+  for (long u = unit; u < unit + units; ++u, cells += kUnitCells * 16) {
+    const uint8_t* codes = part.unit(panel, u);
+    _Pragma("GCC unroll 16") for (int cell = 0; cell < kUnitCells; cell += Own::kChunk) {
+      const auto chunk = decoder.load(codes, cell);
+      _Pragma("GCC unroll 4") for (int j = 0; j < Own::kChunk; ++j)
+          store(cells + (cell + j) * 16, decoder.cell(chunk, cell + j));
+    }
+  }
+}
+
+inline void decode_one_by_one(const QuantPart& part, long panel, long unit, long units, uint32_t* cells) {
   for (long u = unit; u < unit + units; ++u, cells += kUnitCells * 16) {
     const uint8_t* codes = part.unit(panel, u);
     for (long cell = 0; cell < kUnitCells; ++cell)
       for (int lane = 0; lane < 16; ++lane) {
-        const uint32_t early = part.values[code_at(codes, kBits, cell, lane, 0)];
-        const uint32_t late = part.values[code_at(codes, kBits, cell, lane, 1)];
+        const uint32_t early = part.values[code_at(codes, part.bits, cell, lane, 0)];
+        const uint32_t late = part.values[code_at(codes, part.bits, cell, lane, 1)];
         cells[cell * 16 + lane] = early | late << 16;
       }
   }
+}
+
+template <int kBits>
+void decode_units(const QuantPart& part, long panel, long unit, long units, uint32_t* cells) {
+#if defined(__AVX512VBMI__)
+  decode_by<Decoder<kBits>>(part, panel, unit, units, cells);
+#elif defined(__AVX512BW__)
+  if constexpr (kBits < 8) return decode_by<Decoder<kBits>>(part, panel, unit, units, cells);
+  decode_one_by_one(part, panel, unit, units, cells);
+#elif defined(__AVX2__)
+  if constexpr (kBits < 6) return decode_by<Decoder<kBits>>(part, panel, unit, units, cells);
+  if constexpr (kBits >= 6) {
+    if (part.zero_code >= 0) return decode_by<IntegerDecoder<kBits>>(part, panel, unit, units, cells);
+    decode_by<GatherDecoder<kBits>>(part, panel, unit, units, cells);
+  }
+#else
+  decode_one_by_one(part, panel, unit, units, cells);
+#endif
 }
 
 }  // namespace

@@ -73,7 +73,7 @@ struct CodeSource {
   const uint8_t* codes;
 
   explicit PS_INLINE CodeSource(const QuantTile& tile)
-      : decoder(tile.span.part->values), span(tile.span), codes(span.part->unit(span.panel, span.unit)) {}
+      : decoder(*tile.span.part), span(tile.span), codes(span.part->unit(span.panel, span.unit)) {}
   PS_INLINE const uint8_t* unit_of(int panel, long unit) const {
     return codes + panel * span.part->panel_bytes() + unit * 64 * kBits;
   }
