@@ -189,6 +189,14 @@ inline void expand_numbers(const QuantPart& part, long panel, long unit, long pi
 
 // --- cells ----------------------------------------------------------------------------------------------------------
 
+// Both values of a cell, where codes become numbers instead of patterns of bits.
+struct CellValues {
+  F16 early, late;
+};
+PS_INLINE void store(uint32_t* cells, const CellValues& cell) {
+  store(cells, (bits_as<U16>(cell.early) >> 16) | bits_as<U16>(cell.late));
+}
+
 #if defined(__AVX512BW__)
 PS_INLINE U16 as_cells(__m512i words) {
   U16 to;
@@ -269,114 +277,106 @@ struct Decoder<8> {
 };
 #endif  // VBMI
 #elif defined(__AVX2__)
-// A register has eight outputs, four in each half, early and late inputs side by side.
-PS_INLINE __m256i load_half_line(const uint8_t* line, int part) {
-  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line) + part);
+// The codes of a cell are gathered into a register of bytes: in each half those of four outputs of the first eight, then
+// of four of the others, early and late inputs side by side.  Unpacking them gives words in the order of a cell's lanes.
+
+// Byte `byte` of each word of a line.
+PS_INLINE __m256i bytes_of_words(const uint8_t* line, int byte) {
+  const __m256i apart = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+  const auto* from = reinterpret_cast<const __m256i*>(line);
+  const __m256i first = _mm256_shuffle_epi8(_mm256_loadu_si256(from), apart);
+  const __m256i second = _mm256_shuffle_epi8(_mm256_loadu_si256(from + 1), apart);
+  return byte == 0 ? _mm256_unpacklo_epi64(first, second) : _mm256_unpackhi_epi64(first, second);
 }
 
-// In both halves the bytes of their words: the lower ones (or the upper), then the upper ones (or the lower again).
-PS_INLINE __m256i bytes_of_words(__m256i words, int first, int second) {
-  const auto places = [](int byte) { return 0x0E0C0A0806040200 + byte * 0x0101010101010101; };
-  return _mm256_shuffle_epi8(words, _mm256_broadcastsi128_si256(_mm_set_epi64x(places(second), places(first))));
+PS_INLINE __m256i unpacked(__m256i lower, __m256i upper, int half) {
+  return half == 0 ? _mm256_unpacklo_epi8(lower, upper) : _mm256_unpackhi_epi8(lower, upper);
 }
 
-// The codes' lower four bits of two cells, `cell` and the one two further, a byte each.
-PS_INLINE __m256i nibbles_of(__m256i bytes, int cell) {
-  return _mm256_and_si256(cell % 2 == 0 ? bytes : _mm256_srli_epi16(bytes, 4), _mm256_set1_epi8(15));
-}
+// Four cells of codes of four to six bits.
+template <int kBits>
+struct CodeBytes {
+  __m256i low[2], high;  // of cells 0 and 1, of 2 and 3; bits beyond four
 
-// Of bytes for `cell` and the one two further: those of `cell` beside others, as words.
-PS_INLINE __m256i words_of_cell(__m256i lower, __m256i upper, bool second) {
-  return second ? _mm256_unpackhi_epi8(lower, upper) : _mm256_unpacklo_epi8(lower, upper);
-}
+  static PS_INLINE CodeBytes load(const uint8_t* unit, long cell) {
+    CodeBytes to;
+    for (int pair = 0; pair < 2; ++pair) to.low[pair] = bytes_of_words(unit + cell / 4 * 64, pair);
+    to.high = to.low[0];
+    if constexpr (kBits == 5) to.high = bytes_of_words(unit + kHighBits, cell / 8 == 0 ? 0 : 1);
+    if constexpr (kBits == 6) to.high = bytes_of_words(unit + kHighBits + cell / 8 * 64, cell / 4 % 2 == 0 ? 0 : 1);
+    return to;
+  }
+  PS_INLINE __m256i lowest_four(int cell) const {
+    const __m256i both = low[cell / 2 % 2];
+    return _mm256_and_si256(cell % 2 == 0 ? both : _mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
+  }
+};
 
 // Values of codes of four or five bits: their lower and upper bytes looked up apart.
 template <int kBits>
 struct Decoder {
   static constexpr int kChunk = 4;
-  static constexpr int kTables = kBits == 4 ? 1 : 2;
-  struct Chunk {
-    __m256i low[kParts], high[kParts];
-  };
-  __m256i lower[kTables], upper[kTables];
+  using Chunk = CodeBytes<kBits>;
+  __m256i tables[2][2];  // lower or upper byte; without the fifth bit or with it
 
   explicit PS_INLINE Decoder(const QuantPart& part) {
-    for (int t = 0; t < kTables; ++t) {
-      alignas(16) uint8_t bytes[2][16];
-      for (int i = 0; i < 32; ++i) bytes[i % 2][i / 2] = static_cast<uint8_t>(part.values[t * 16 + i / 2] >> (i % 2 * 8));
-      lower[t] = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[0])));
-      upper[t] = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[1])));
+    for (int fifth = 0; fifth < kBits - 3; ++fifth) {
+      const __m256i values = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(part.values + fifth * 16));
+      const __m256i bytes[2] = {_mm256_and_si256(values, _mm256_set1_epi16(255)), _mm256_srli_epi16(values, 8)};
+      for (int byte = 0; byte < 2; ++byte)
+        tables[byte][fifth] = _mm256_permute4x64_epi64(_mm256_packus_epi16(bytes[byte], bytes[byte]), 0x88);
     }
   }
-  static PS_INLINE Chunk load(const uint8_t* unit, long cell) {
-    Chunk chunk;
-    const int byte = cell / 8 == 0 ? 0 : 1;  // of the words of fifth bits
-    PS_EACH_PART {
-      chunk.low[i] = bytes_of_words(load_half_line(unit + cell / 4 * 64, i), 0, 1);
-      chunk.high[i] = kBits == 5 ? bytes_of_words(load_half_line(unit + kHighBits, i), byte, byte) : chunk.low[i];
-    }
-    return chunk;
-  }
-  static PS_INLINE __m256i look_up(const __m256i (&tables)[kTables], __m256i nibbles, __m256i fifth) {
-    const __m256i below = _mm256_shuffle_epi8(tables[0], nibbles);
+  static PS_INLINE Chunk load(const uint8_t* unit, long cell) { return Chunk::load(unit, cell); }
+  PS_INLINE __m256i look_up(int byte, __m256i low, __m256i fifth) const {
+    const __m256i below = _mm256_shuffle_epi8(tables[byte][0], low);
     if constexpr (kBits == 4) return below;
-    return _mm256_blendv_epi8(below, _mm256_shuffle_epi8(tables[kTables - 1], nibbles), fifth);
+    return _mm256_blendv_epi8(below, _mm256_shuffle_epi8(tables[byte][1], low), fifth);
   }
   PS_INLINE U16 cell(const Chunk& chunk, int cell) const {
-    const int first = cell % 8 & ~2;  // of the two cells
+    const __m256i low = chunk.lowest_four(cell), fifth = _mm256_slli_epi16(chunk.high, 7 - cell % 8);
+    const __m256i lower = look_up(0, low, fifth), upper = look_up(1, low, fifth);
     U16 to;
-    PS_EACH_PART {
-      const __m256i nibbles = nibbles_of(chunk.low[i], cell);
-      const __m256i fifth = _mm256_sllv_epi64(chunk.high[i], _mm256_setr_epi64x(7 - first, 5 - first, 7 - first, 5 - first));
-      const __m256i low = look_up(lower, nibbles, fifth), high = look_up(upper, nibbles, fifth);
-      to.part[i] = (WordReg)words_of_cell(low, high, cell / 2 % 2 == 1);
-    }
+    PS_EACH_PART to.part[i] = (WordReg)unpacked(lower, upper, i);
     return to;
   }
 };
 
-// Both values of a cell, where codes become numbers instead of patterns of bits.
-struct CellValues {
-  F16 early, late;
-};
-PS_INLINE void store(uint32_t* cells, const CellValues& cell) {
-  store(cells, (bits_as<U16>(cell.early) >> 16) | bits_as<U16>(cell.late));
-}
-
-// Codes of six or eight bits.
+// Codes of six or eight bits as words.
 template <int kBits>
-struct WideCodes {
-  static constexpr int kChunk = kBits == 6 ? 4 : 2;
+struct CodeWords {
+  static constexpr int kChunk = 4;
+  using Chunk = CodeBytes<kBits>;
+
+  static PS_INLINE Chunk load(const uint8_t* unit, long cell) { return Chunk::load(unit, cell); }
+  static PS_INLINE __m256i words(const Chunk& chunk, int cell, int part) {
+    const int up = 4 - cell % 4 * 2;
+    const __m256i high = up < 0 ? _mm256_srli_epi16(chunk.high, -up) : _mm256_slli_epi16(chunk.high, up);
+    const __m256i codes = _mm256_or_si256(chunk.lowest_four(cell), _mm256_and_si256(high, _mm256_set1_epi8(48)));
+    return unpacked(codes, _mm256_setzero_si256(), part);
+  }
+};
+
+template <>
+struct CodeWords<8> {
+  static constexpr int kChunk = 2;
   struct Chunk {
-    __m256i low[kParts], high[kParts];  // of 8 bits: all of it, and nothing
+    __m256i codes[kParts];
   };
   static PS_INLINE Chunk load(const uint8_t* unit, long cell) {
     Chunk chunk;
-    PS_EACH_PART {
-      if constexpr (kBits == 8) chunk.low[i] = chunk.high[i] = load_half_line(unit + cell / 2 * 64, i);
-      if constexpr (kBits == 6) {
-        const int byte = cell / 4 % 2 == 0 ? 0 : 1;
-        const __m256i high = bytes_of_words(load_half_line(unit + kHighBits + cell / 8 * 64, i), byte, byte);
-        chunk.low[i] = bytes_of_words(load_half_line(unit + cell / 4 * 64, i), 0, 1);
-        chunk.high[i] = _mm256_sllv_epi64(high, _mm256_setr_epi64x(4, 0, 4, 0));
-      }
-    }
+    PS_EACH_PART chunk.codes[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(unit + cell / 2 * 64) + i);
     return chunk;
   }
-  // The codes of a cell, a word each.
   static PS_INLINE __m256i words(const Chunk& chunk, int cell, int part) {
-    const __m256i zero = _mm256_setzero_si256();
-    if constexpr (kBits == 8) return words_of_cell(chunk.low[part], zero, cell % 2 == 1);
-    const __m256i high = cell % 2 == 0 ? chunk.high[part] : _mm256_srli_epi16(chunk.high[part], 2);
-    const __m256i bytes = _mm256_or_si256(nibbles_of(chunk.low[part], cell), _mm256_and_si256(high, _mm256_set1_epi8(48)));
-    return words_of_cell(bytes, zero, cell / 2 % 2 == 1);
+    return unpacked(chunk.codes[part], _mm256_setzero_si256(), cell % 2);
   }
 };
 
 // Values that are integers one after another are computed.
 template <int kBits>
-struct IntegerDecoder : WideCodes<kBits> {
-  using Chunk = typename WideCodes<kBits>::Chunk;
+struct IntegerDecoder : CodeWords<kBits> {
+  using Chunk = typename CodeWords<kBits>::Chunk;
   __m256i zero_code;
 
   explicit PS_INLINE IntegerDecoder(const QuantPart& part) : zero_code(_mm256_set1_epi16(static_cast<short>(part.zero_code))) {}
@@ -394,8 +394,8 @@ struct IntegerDecoder : WideCodes<kBits> {
 
 // Any values (E4M3) are fetched one by one.
 template <int kBits>
-struct GatherDecoder : WideCodes<kBits> {
-  using Chunk = typename WideCodes<kBits>::Chunk;
+struct GatherDecoder : CodeWords<kBits> {
+  using Chunk = typename CodeWords<kBits>::Chunk;
   alignas(32) uint32_t table[1 << kBits];  // as floats
 
   explicit PS_INLINE GatherDecoder(const QuantPart& part) {
