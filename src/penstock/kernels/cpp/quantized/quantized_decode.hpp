@@ -379,7 +379,8 @@ struct IntegerDecoder : CodeWords<kBits> {
   using Chunk = typename CodeWords<kBits>::Chunk;
   __m256i zero_code;
 
-  explicit PS_INLINE IntegerDecoder(const QuantPart& part) : zero_code(_mm256_set1_epi16(static_cast<short>(part.zero_code))) {}
+  explicit PS_INLINE IntegerDecoder(const QuantPart& part)
+      : zero_code(_mm256_set1_epi16(static_cast<short>(part.zero_code))) {}
   PS_INLINE CellValues cell(const Chunk& chunk, int cell) const {
     CellValues to;
     PS_EACH_PART {
@@ -392,7 +393,7 @@ struct IntegerDecoder : CodeWords<kBits> {
   }
 };
 
-// Any values (E4M3) are fetched one by one.
+// Any values (E4M3) are fetched one by one; sixteen look-ups of sixteen values each are no faster.
 template <int kBits>
 struct GatherDecoder : CodeWords<kBits> {
   using Chunk = typename CodeWords<kBits>::Chunk;

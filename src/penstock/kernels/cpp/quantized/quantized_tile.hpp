@@ -154,7 +154,7 @@ __attribute__((noinline)) void quant_tile(const QuantTile& tile) {
       F16 part[M][P];
       PS_ROWS PS_PANELS part[m][p] = splat(0.0f);
       _Pragma("GCC unroll 8") for (int c = 0; c < kPiece; c += Source::kChunk) {
-        if constexpr (M == 1 && !kWidensInputs) {  // a panel after the other: many sums grow at once, few registers hold codes
+        if constexpr (M == 1 && !kWidensInputs) {  // one panel after the other: few registers hold codes, many hold sums
           PS_PANELS {
             const typename Source::Chunk chunk = source.load(p, unit, begin + c, ahead);
             _Pragma("GCC unroll 4") for (int j = 0; j < Source::kChunk; ++j)
@@ -205,9 +205,9 @@ QuantTileFn pick_slab_tile(int rows, int panels) {
   return pick_quant_rows<D, SlabSource, kPiece, 1, kMaxRows>(rows);
 }
 
-// Null where codes of this part are decoded into a slab.  Registers serve the compute type bf16: on processors with VBMI, and
-// single rows with AVX2.  A tile for every format and number of rows is a lot of code, so it is spared where decode would gain
-// least.
+// Null where codes of this part are decoded into a slab.  Registers serve the compute type bf16: on processors with VBMI,
+// and single rows with AVX2.  A tile for every format and number of rows is a lot of code, so it is spared where decode
+// would gain least.
 template <class D>
 QuantTileFn pick_coded_tile([[maybe_unused]] const QuantPart& part, [[maybe_unused]] int rows,
                             [[maybe_unused]] int panels) {
