@@ -105,6 +105,8 @@ def _columns(matrix: CompressedMatrix, left: int, right: int) -> CompressedMatri
 
 def join_rows(parts: Sequence[CompressedMatrix]) -> CompressedMatrix:
     """Parts with one code and equally many columns, one below the other; all but the last fill their panels."""
+    if len(parts) == 1:
+        return parts[0]
     counts, blocks, escapes = (
         np.concatenate([getattr(part, name) for part in parts]) for name in ("counts", "blocks", "escapes")
     )

@@ -29,6 +29,7 @@ class StoredTensor:
     rows: int
     columns: int
     dtype: str  # "bf16", "fp16" or "fp32"
+    column: int = 0  # of the weight at which its first column is, if it has not all of them
 
 
 class LoadFailed(KernelError):  # noqa: N818 - as its siblings in ``errors``
@@ -55,6 +56,8 @@ class WeightLoading(Protocol):
         self, name: str, parts: list[tuple[StoredTensor, CompressedMatrix]], segments: tuple[int, ...] | None
     ) -> bool:
         """A weight that ``Ops.pack_compressed`` makes, or a plain one; only sizes and code of each matrix are used.
+
+        Matrices lie one below the other; where they have not all columns, those of the same rows follow one another.
 
         False, and nothing is done, where the matrices fit neither.
         """

@@ -589,10 +589,10 @@ def _begin(checkpoint: Checkpoint, weight: Matrix | Vector, loading: WeightLoadi
     if isinstance(weight, Vector) and weight.heads is not None:
         return []
     needed = [needed_slices(checkpoint, part) for part in weight.parts]
-    if not all(part.is_whole and _below(slices) for part, slices in needed):
+    if not all(part.is_whole for part, _ in needed):
         return []
     slices = [own for _, several in needed for own in several]
-    places = [_stored(checkpoint, own) for own in slices]
+    places = [_stored(checkpoint, own, several[0].first) for _, several in needed for own in several]
     if isinstance(weight, Vector):
         tensor = weight.parts[0].tensor
         if len(weight.parts) > 1 or weight.offset or checkpoint.compressed_matrix(tensor) is not None:
@@ -606,20 +606,24 @@ def _begin(checkpoint: Checkpoint, weight: Matrix | Vector, loading: WeightLoadi
         # some may be plain, or in a layout that must be converted
         if len(own) < len(places) or not loading.add_compressed(weight.name, own, weight.segments):
             return []
+    elif any(place.column for place in places):
+        return []
     else:
         loading.add_matrix(weight.name, places, weight.segments)
     return [own.name for own in slices]
 
 
-def _below(slices: Sequence[TensorSlice]) -> bool:
-    """Whether they lie one below the other."""
-    return len(slices) == 1 or slices[0].axis == ROWS
-
-
-def _stored(checkpoint: Checkpoint, own: TensorSlice) -> StoredTensor:
+def _stored(checkpoint: Checkpoint, own: TensorSlice, first: int) -> StoredTensor:
+    """Where a slice lies; ``first``: row or column of its tensor at which the part of the weight begins."""
     place, info = checkpoint.file_range(own.tensor), checkpoint.info(own.tensor)
     shape = info.shape if own.entry is None else own.entry.shape
     rows, columns = shape if len(shape) == 2 else (1, *shape)
     return StoredTensor(
-        own.name, place.file, place.offset + own.begin, rows, columns, checkpoint.weight_dtype(own.tensor)
+        name=own.name,
+        file=place.file,
+        offset=place.offset + own.begin,
+        rows=rows,
+        columns=columns,
+        dtype=checkpoint.weight_dtype(own.tensor),
+        column=0 if own.axis == ROWS else own.first - first,
     )

@@ -47,6 +47,15 @@ FORMATS: Mapping[str, QuantFormat] = MappingProxyType(
     }
 )
 
+FLOATS: Mapping[str, QuantFormat] = MappingProxyType(
+    {
+        "6 bits, floats": QuantFormat(
+            6, (*(i / 8 for i in range(32)), *(-float(i * i % 61) for i in range(32))), 32, ScaleType.F16
+        ),
+    }
+)
+"""Values that cannot be multiplied with inputs of 8 bits."""
+
 
 def random_rows(form: QuantFormat, n: int, k: int, seed: int) -> QuantRows:
     """Weights of a size around 0.05."""

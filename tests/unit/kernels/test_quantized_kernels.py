@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from kernel_cases import EVERY, NATIVE, ON_GPU, assert_close, assert_same_bits, make, normal
-from quant_cases import FORMATS, matrix_of
+from quant_cases import FLOATS, FORMATS, matrix_of
 
 from penstock.kernels import _native
 from penstock.kernels.operands import segment_ends
 from penstock.kernels.quantization import QuantFormat, QuantizedMatrix, ScaleType
 
+ALL = {**FORMATS, **FLOATS}
 ROWS = (1, 2, 3, 4, 5, 8, 9, 17, 70, 200)
 TOLERANCE = {"bf16": 2e-3, "fp32": 2e-5}
 """Inputs are rounded before the product, weights never are: what is left is the order of sums in fp32."""
@@ -31,7 +32,7 @@ def ops(request: pytest.FixtureRequest) -> Any:
     return make(*request.param)
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("form", ALL.values(), ids=ALL)
 def test_products_are_those_of_the_weights(ops: Any, form: QuantFormat) -> None:
     for n, k, ends in ((80, 512, None), (50, 1024, segment_ends(1024, 32)), (33, 256, (0, 32, 32, 256))):
         matrix, weight_NK = matrix_of(form, n, k)
@@ -46,7 +47,7 @@ def test_products_are_those_of_the_weights(ops: Any, form: QuantFormat) -> None:
 
 
 @pytest.mark.parametrize(("family", "compute"), NATIVE)
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("form", ALL.values(), ids=ALL)
 def test_a_row_has_its_bits_in_any_company(family: str, compute: str, form: QuantFormat, threads: None) -> None:
     ops = make(family, compute)
     ends = segment_ends(1152, 96)
@@ -57,7 +58,20 @@ def test_a_row_has_its_bits_in_any_company(family: str, compute: str, form: Quan
         assert_same_bits(ops.to_numpy(ops.linear(x[-rows:], packed)), wanted[-rows:], f"{rows} rows")
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize(("family", "compute"), NATIVE)
+@pytest.mark.parametrize("form", ALL.values(), ids=ALL)
+def test_every_code_is_decoded_to_its_value(family: str, compute: str, form: QuantFormat) -> None:
+    """An input that is 1 in one column gives that column of weights: decoded for many rows, and for a single one."""
+    ops = make(family, compute)
+    matrix, weight_NK = matrix_of(form, 80, 256)
+    packed, columns = ops.pack_quantized([matrix]), np.eye(256, dtype=np.float32)
+    assert np.array_equal(ops.to_numpy(ops.linear(ops.compute(columns), packed)), weight_NK.T)
+    for column in range(256):
+        alone = ops.to_numpy(ops.linear(ops.compute(columns[column : column + 1]), packed))
+        assert np.array_equal(alone[0], weight_NK[:, column]), f"column {column}"
+
+
+@pytest.mark.parametrize("form", ALL.values(), ids=ALL)
 def test_embed_gives_the_weights(ops: Any, form: QuantFormat) -> None:
     matrix, weight_NK = matrix_of(form, 101, 256)
     tokens = np.arange(101, dtype=np.int32)[::-1].copy()
@@ -66,7 +80,7 @@ def test_embed_gives_the_weights(ops: Any, form: QuantFormat) -> None:
 
 
 def test_parts_of_other_formats_share_a_matrix(ops: Any) -> None:
-    made = [matrix_of(form, 48, 256, seed) for seed, form in enumerate(FORMATS.values())]
+    made = [matrix_of(form, 48, 256, seed) for seed, form in enumerate(ALL.values())]
     made.append(matrix_of(FORMATS["8 bits, fp16"], 37, 256, 99))
     packed = ops.pack_quantized([matrix for matrix, _ in made], threads=2)
     weight_NK = np.concatenate([weight for _, weight in made])

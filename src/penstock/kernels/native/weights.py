@@ -85,9 +85,12 @@ class NativeWeightLoading(WeightLoading):
         segments: tuple[int, ...] | None,
     ) -> bool:
         matrices = [matrix for _, matrix in parts]
-        ends = segments or (matrices[0].k,)
+        stored, last = parts[-1]
+        ends = segments or (stored.column + last.k,)
         if not self._backend.keeps_compressed(matrices, ends):
             return self._add_decoded(name, parts, ends)
+        if stored.column:
+            return False
         weight = CompressedBuffers(self._backend.arena, matrices, ends)
         counted = np.zeros(sum(panels_of(matrix.n) for matrix in matrices), np.uint32)
         panel = 0
@@ -106,9 +109,11 @@ class NativeWeightLoading(WeightLoading):
         self, name: str, parts: list[tuple[StoredTensor, CompressedMatrix]], ends: tuple[int, ...]
     ) -> bool:
         """Plain weights, each piece decoded as it is read; False where panels and blocks do not fit them."""
-        if self._backend.per_cell != 2 or not ends_with_blocks([matrix for _, matrix in parts], ends):
+        matrices, k = [matrix for _, matrix in parts], ends[-1]
+        columns = tuple(stored.column for stored, _ in parts)
+        if self._backend.per_cell != 2 or not ends_with_blocks(matrices, (*columns, *ends)):
             return False
-        n, k = sum(matrix.n for _, matrix in parts), ends[-1]
+        n = sum(matrix.n for stored, matrix in parts if stored.column == 0)
         cells = self._backend.arena.cells(_native.Weights.cells_needed(n, k, list(ends), 2))
         weights = _native.Weights(cells, n, k, list(ends), 2)
         first = 0
@@ -116,9 +121,10 @@ class NativeWeightLoading(WeightLoading):
             index, code = self._tensor(stored.name), (matrix.base, matrix.step)
             counts = np.zeros(panels_of(matrix.n), np.uint32)
             escapes = np.zeros(matrix.escapes.nbytes + ESCAPE_PADDING, np.uint8)
-            place = index, stored.file, stored.offset
-            self._native.add_decoded(*place, weights, self._backend.family, first, matrix.n, code, counts, escapes)
-            first += matrix.n
+            place, size = (first, stored.column), (matrix.n, matrix.k)
+            into = weights, self._backend.family, place, size
+            self._native.add_decoded(index, stored.file, stored.offset, *into, code, counts, escapes)
+            first += matrix.n if stored.column + matrix.k == k else 0
         packed = PackedLinear(n=n, k=k, segments=ends, data=weights, nbytes=cells.nbytes)
         self._finish[name] = lambda: packed
         return True

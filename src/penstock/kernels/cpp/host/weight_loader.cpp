@@ -71,7 +71,7 @@ void Loading::add_decoded(long tensor, int file, uint64_t offset, const DecodedM
     offset += bytes;
   };
   add_first(reinterpret_cast<uint8_t*>(matrix.counts), static_cast<uint64_t>(panels) * 4);
-  const long blocks = matrix.layout.k / kBlockColumns;
+  const long blocks = matrix.columns / kBlockColumns;
   const uint64_t panel = static_cast<uint64_t>(blocks * kBlockBytes);
   Section section{Kind::kDecoded, file, Source::kBf16, PackedView{}, nullptr, nullptr, 0, panel, blocks, decoding};
   add(tensor, section, offset, static_cast<uint64_t>(panels), std::max<uint64_t>(1, kPieceBytes / panel));
@@ -204,8 +204,9 @@ void Loading::decode(const Piece& piece, const Section& section, const uint8_t* 
   const size_t first = piece.begin / section.unit;
   CompressedView view{blocks, matrix.escapes, own.escape_begin.data() + first, own.codes.data() + first, matrix.layout};
   view.layout.n = matrix.rows - static_cast<long>(first) * 16;
+  view.layout.k = matrix.columns;
   const long steps = matrix.layout.steps() * 16;
-  uint32_t* cells = matrix.cells + (matrix.first / 16 + static_cast<long>(first)) * steps;
+  uint32_t* cells = matrix.cells + (matrix.row / 16 + static_cast<long>(first)) * steps + matrix.column / 2 * 16;
   for (long p = 0; p < static_cast<long>(piece.bytes / section.unit); ++p) {
     if (count_escapes(view.panel(p), section.blocks_a_panel) != matrix.counts[first + static_cast<size_t>(p)])
       return fail(piece, "damaged, the planes count other escapes than the table says");

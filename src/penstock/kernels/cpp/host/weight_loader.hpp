@@ -30,11 +30,12 @@ struct LoadFailure {
   std::string reason;
 };
 
-// A compressed matrix on its way into plain cells.
+// A compressed matrix on its way into plain cells: it begins with a panel and a block of the weight and ends with others,
+// or with the weight; so do the weight's segments.
 struct DecodedMatrix {
   PackedView layout;  // of the whole plain weight
   uint32_t* cells;
-  long first, rows;
+  long row, column, rows, columns;
   PanelCode code;
   void (*decode)(const CompressedView&, long panel, uint32_t* cells);
   uint32_t* counts;  // [panels]
@@ -60,8 +61,7 @@ class Loading {
   void add_panels(long tensor, int file, uint64_t offset, uint8_t* to, long panels, long blocks_a_panel,
                   uint32_t* escapes);
   void add_bytes(long tensor, int file, uint64_t offset, uint8_t* to, uint64_t bytes);
-  // All sections of a compressed matrix, decoded into rows [first, first + rows) of a plain weight's `cells`.  `first` and
-  // segments begin with whole panels and blocks.
+  // All sections of a compressed matrix, decoded into rows and columns of a plain weight's `cells`.
   void add_decoded(long tensor, int file, uint64_t offset, const DecodedMatrix& matrix);
 
   void start(int threads);

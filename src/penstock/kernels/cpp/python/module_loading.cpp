@@ -42,8 +42,9 @@ class PyLoading {
     kept_.append(to);
   }
 
-  void add_decoded(long tensor, int file, uint64_t offset, nb::object weights, const std::string& family, long first,
-                   long rows, const std::pair<int, int>& base_and_step, const Out<uint32_t, 1>& counts,
+  void add_decoded(long tensor, int file, uint64_t offset, nb::object weights, const std::string& family,
+                   const std::pair<long, long>& row_and_column, const std::pair<long, long>& size,
+                   const std::pair<int, int>& base_and_step, const Out<uint32_t, 1>& counts,
                    const Out<uint8_t, 1>& escapes) {
     const Weights& w = nb::cast<const Weights&>(weights);
     const PackedView& layout = w.view;
@@ -51,10 +52,14 @@ class PyLoading {
     require(layout.per_cell == 2, "weights of bf16 only");
     for (int s = 0; s <= layout.segments; ++s)
       require(layout.k_begin[s] % kBlockColumns == 0, "segments must end with a block");
-    require(first >= 0 && first % 16 == 0 && rows > 0 && first + rows <= layout.n, "rows outside the weight");
-    require(rows % 16 == 0 || first + rows == layout.n, "whole panels only");
+    const auto [row, column] = row_and_column;
+    const auto [rows, columns] = size;
+    require(row >= 0 && row % 16 == 0 && rows > 0 && row + rows <= layout.n, "rows outside the weight");
+    require(rows % 16 == 0 || row + rows == layout.n, "whole panels only");
+    require(column >= 0 && columns > 0 && column + columns <= layout.k, "columns outside the weight");
+    require(column % kBlockColumns == 0 && columns % kBlockColumns == 0, "whole blocks only");
     require(is_sound(code), "no such exponent code");
-    const DecodedMatrix matrix{layout, w.memory.data(), first, rows, rotated(code),
+    const DecodedMatrix matrix{layout, w.memory.data(), row, column, rows, columns, rotated(code),
                                compressed_family(family.c_str()).decode_cells, counts.data(), escapes.data(),
                                escapes.size() - kEscapePadding};
     require(dim(counts, 0) == matrix.panels() && dim(escapes, 0) >= kEscapePadding, "a count for every panel");

@@ -7,6 +7,7 @@
 #include "gemm/packing.hpp"
 #include "python/arguments.hpp"
 #include "quantized/quantized.hpp"
+#include "quantized/quantized_packing.hpp"
 
 namespace penstock {
 
@@ -52,6 +53,7 @@ struct QuantWeights {
     values.push_back(std::make_unique<Values>());
     std::copy_n(table.data(), table.size(), values.back()->bf16);
     part.values = values.back()->bf16;
+    part.zero_code = zero_code_of(part.values, bits);
     parts.push_back(part);
     rows_ += rows;
     memory.insert(memory.end(), {codes, scales});

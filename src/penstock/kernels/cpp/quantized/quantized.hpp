@@ -50,6 +50,7 @@ struct QuantPart {
   long panels;
   long units;
   const IntegerCodes* integers = nullptr;  // null, or codes lie as quantized/int8_codes.hpp has them
+  int zero_code = -1;  // values[code] == code - zero_code for all codes; -1: they are others
 
   PS_EVERYWHERE long unit_bytes() const { return 64 * bits; }
   PS_EVERYWHERE bool has_super() const { return scale == ScaleKind::kU8OfF16 || scale == ScaleKind::kI8OfF16; }

@@ -189,6 +189,14 @@ inline void expand_numbers(const QuantPart& part, long panel, long unit, long pi
 
 // --- cells ----------------------------------------------------------------------------------------------------------
 
+// Both values of a cell, where codes become numbers instead of patterns of bits.
+struct CellValues {
+  F16 early, late;
+};
+PS_INLINE void store(uint32_t* cells, const CellValues& cell) {
+  store(cells, (bits_as<U16>(cell.early) >> 16) | bits_as<U16>(cell.late));
+}
+
 #if defined(__AVX512BW__)
 PS_INLINE U16 as_cells(__m512i words) {
   U16 to;
@@ -207,7 +215,8 @@ struct Decoder {
   };
   __m512i table, upper;
 
-  explicit PS_INLINE Decoder(const uint16_t* values) {
+  explicit PS_INLINE Decoder(const QuantPart& part) {
+    const uint16_t* values = part.values;
     table = _mm512_loadu_si512(values);
     if constexpr (kBits == 4) {  // five bits choose: the fifth may be anything
       const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
@@ -242,7 +251,8 @@ struct Decoder<8> {
   };
   __m512i tables[2][2][2];  // lower or upper byte, codes below 128 or not, halves of those
 
-  explicit PS_INLINE Decoder(const uint16_t* values) {
+  explicit PS_INLINE Decoder(const QuantPart& part) {
+    const uint16_t* values = part.values;
     for (int byte = 0; byte < 2; ++byte)
       for (int half = 0; half < 2; ++half)
         for (int quarter = 0; quarter < 2; ++quarter) {
@@ -265,47 +275,190 @@ struct Decoder<8> {
                                   : _mm512_unpackhi_epi8(chunk.low, chunk.high));
   }
 };
-constexpr bool kLooksUpBytes = true;
-#else
-constexpr bool kLooksUpBytes = false;
-#endif
-constexpr bool kLooksUp = true;
-#else
-constexpr bool kLooksUp = false;
-constexpr bool kLooksUpBytes = false;
-#endif
+#endif  // VBMI
+#elif defined(__AVX2__)
+// The codes of a cell are gathered into a register of bytes: in each half those of four outputs of the first eight, then
+// of four of the others, early and late inputs side by side.  Unpacking them gives words in the order of a cell's lanes.
 
-// Can codes be decoded in registers, in front of the multiplication?
+// Byte `byte` of each word of a line.
+PS_INLINE __m256i bytes_of_words(const uint8_t* line, int byte) {
+  const __m256i apart = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+  const auto* from = reinterpret_cast<const __m256i*>(line);
+  const __m256i first = _mm256_shuffle_epi8(_mm256_loadu_si256(from), apart);
+  const __m256i second = _mm256_shuffle_epi8(_mm256_loadu_si256(from + 1), apart);
+  return byte == 0 ? _mm256_unpacklo_epi64(first, second) : _mm256_unpackhi_epi64(first, second);
+}
+
+PS_INLINE __m256i unpacked(__m256i lower, __m256i upper, int half) {
+  return half == 0 ? _mm256_unpacklo_epi8(lower, upper) : _mm256_unpackhi_epi8(lower, upper);
+}
+
+// Four cells of codes of four to six bits.
 template <int kBits>
-constexpr bool kInRegisters = kBits == 8 ? kLooksUpBytes : kLooksUp;
+struct CodeBytes {
+  __m256i low[2], high;  // of cells 0 and 1, of 2 and 3; bits beyond four
+
+  static PS_INLINE CodeBytes load(const uint8_t* unit, long cell) {
+    CodeBytes to;
+    for (int pair = 0; pair < 2; ++pair) to.low[pair] = bytes_of_words(unit + cell / 4 * 64, pair);
+    to.high = to.low[0];
+    if constexpr (kBits == 5) to.high = bytes_of_words(unit + kHighBits, cell / 8 == 0 ? 0 : 1);
+    if constexpr (kBits == 6) to.high = bytes_of_words(unit + kHighBits + cell / 8 * 64, cell / 4 % 2 == 0 ? 0 : 1);
+    return to;
+  }
+  PS_INLINE __m256i lowest_four(int cell) const {
+    const __m256i both = low[cell / 2 % 2];
+    return _mm256_and_si256(cell % 2 == 0 ? both : _mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
+  }
+};
+
+// Values of codes of four or five bits: their lower and upper bytes looked up apart.
+template <int kBits>
+struct Decoder {
+  static constexpr int kChunk = 4;
+  using Chunk = CodeBytes<kBits>;
+  __m256i tables[2][2];  // lower or upper byte; without the fifth bit or with it
+
+  explicit PS_INLINE Decoder(const QuantPart& part) {
+    for (int fifth = 0; fifth < kBits - 3; ++fifth) {
+      const __m256i values = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(part.values + fifth * 16));
+      const __m256i bytes[2] = {_mm256_and_si256(values, _mm256_set1_epi16(255)), _mm256_srli_epi16(values, 8)};
+      for (int byte = 0; byte < 2; ++byte)
+        tables[byte][fifth] = _mm256_permute4x64_epi64(_mm256_packus_epi16(bytes[byte], bytes[byte]), 0x88);
+    }
+  }
+  static PS_INLINE Chunk load(const uint8_t* unit, long cell) { return Chunk::load(unit, cell); }
+  PS_INLINE __m256i look_up(int byte, __m256i low, __m256i fifth) const {
+    const __m256i below = _mm256_shuffle_epi8(tables[byte][0], low);
+    if constexpr (kBits == 4) return below;
+    return _mm256_blendv_epi8(below, _mm256_shuffle_epi8(tables[byte][1], low), fifth);
+  }
+  PS_INLINE U16 cell(const Chunk& chunk, int cell) const {
+    const __m256i low = chunk.lowest_four(cell), fifth = _mm256_slli_epi16(chunk.high, 7 - cell % 8);
+    const __m256i lower = look_up(0, low, fifth), upper = look_up(1, low, fifth);
+    U16 to;
+    PS_EACH_PART to.part[i] = (WordReg)unpacked(lower, upper, i);
+    return to;
+  }
+};
+
+// Codes of six or eight bits as words.
+template <int kBits>
+struct CodeWords {
+  static constexpr int kChunk = 4;
+  using Chunk = CodeBytes<kBits>;
+
+  static PS_INLINE Chunk load(const uint8_t* unit, long cell) { return Chunk::load(unit, cell); }
+  static PS_INLINE __m256i words(const Chunk& chunk, int cell, int part) {
+    const int up = 4 - cell % 4 * 2;
+    const __m256i high = up < 0 ? _mm256_srli_epi16(chunk.high, -up) : _mm256_slli_epi16(chunk.high, up);
+    const __m256i codes = _mm256_or_si256(chunk.lowest_four(cell), _mm256_and_si256(high, _mm256_set1_epi8(48)));
+    return unpacked(codes, _mm256_setzero_si256(), part);
+  }
+};
+
+template <>
+struct CodeWords<8> {
+  static constexpr int kChunk = 2;
+  struct Chunk {
+    __m256i codes[kParts];
+  };
+  static PS_INLINE Chunk load(const uint8_t* unit, long cell) {
+    Chunk chunk;
+    PS_EACH_PART chunk.codes[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(unit + cell / 2 * 64) + i);
+    return chunk;
+  }
+  static PS_INLINE __m256i words(const Chunk& chunk, int cell, int part) {
+    return unpacked(chunk.codes[part], _mm256_setzero_si256(), cell % 2);
+  }
+};
+
+// Values that are integers one after another are computed.
+template <int kBits>
+struct IntegerDecoder : CodeWords<kBits> {
+  using Chunk = typename CodeWords<kBits>::Chunk;
+  __m256i zero_code;
+
+  explicit PS_INLINE IntegerDecoder(const QuantPart& part)
+      : zero_code(_mm256_set1_epi16(static_cast<short>(part.zero_code))) {}
+  PS_INLINE CellValues cell(const Chunk& chunk, int cell) const {
+    CellValues to;
+    PS_EACH_PART {
+      const __m256i values = _mm256_sub_epi16(this->words(chunk, cell, i), zero_code);
+      const __m256i early = _mm256_madd_epi16(values, _mm256_set1_epi32(1));  // its sign goes up
+      to.early.part[i] = (FloatReg)_mm256_cvtepi32_ps(early);
+      to.late.part[i] = (FloatReg)_mm256_cvtepi32_ps(_mm256_srai_epi32(values, 16));
+    }
+    return to;
+  }
+};
+
+// Any values (E4M3) are fetched one by one; sixteen look-ups of sixteen values each are no faster.
+template <int kBits>
+struct GatherDecoder : CodeWords<kBits> {
+  using Chunk = typename CodeWords<kBits>::Chunk;
+  alignas(32) uint32_t table[1 << kBits];  // as floats
+
+  explicit PS_INLINE GatherDecoder(const QuantPart& part) {
+    for (int i = 0; i < 1 << kBits; ++i) table[i] = static_cast<uint32_t>(part.values[i]) << 16;
+  }
+  PS_INLINE __m256 gather(__m256i codes) const {
+    return _mm256_i32gather_ps(reinterpret_cast<const float*>(table), codes, 4);
+  }
+  PS_INLINE CellValues cell(const Chunk& chunk, int cell) const {
+    CellValues to;
+    PS_EACH_PART {
+      const __m256i codes = this->words(chunk, cell, i);
+      to.early.part[i] = (FloatReg)gather(_mm256_and_si256(codes, _mm256_set1_epi32(0xFFFF)));
+      to.late.part[i] = (FloatReg)gather(_mm256_srli_epi32(codes, 16));
+    }
+    return to;
+  }
+};
+#endif
 
 // All cells of units [unit, unit + units) of a panel, to [units * 16][16].
-template <int kBits>
-void decode_units(const QuantPart& part, long panel, long unit, long units, uint32_t* cells) {
-#if defined(__AVX512BW__)
-  if constexpr (kInRegisters<kBits>) {
-    using Own = Decoder<kBits>;
-    const Own decoder(part.values);
-    for (long u = unit; u < unit + units; ++u, cells += kUnitCells * 16) {
-      const uint8_t* codes = part.unit(panel, u);
-      _Pragma("GCC unroll 16") for (int cell = 0; cell < kUnitCells; cell += Own::kChunk) {
-        const auto chunk = decoder.load(codes, cell);
-        _Pragma("GCC unroll 4") for (int j = 0; j < Own::kChunk; ++j)
-            store(cells + (cell + j) * 16, decoder.cell(chunk, cell + j));
-      }
+template <class Own>
+PS_INLINE void decode_by(const QuantPart& part, long panel, long unit, long units, uint32_t* cells) {
+  const Own decoder(part);
+  for (long u = unit; u < unit + units; ++u, cells += kUnitCells * 16) {
+    const uint8_t* codes = part.unit(panel, u);
+    _Pragma("GCC unroll 16") for (int cell = 0; cell < kUnitCells; cell += Own::kChunk) {
+      const auto chunk = decoder.load(codes, cell);
+      _Pragma("GCC unroll 4") for (int j = 0; j < Own::kChunk; ++j)
+          store(cells + (cell + j) * 16, decoder.cell(chunk, cell + j));
     }
-    return;
   }
-#endif
+}
+
+inline void decode_one_by_one(const QuantPart& part, long panel, long unit, long units, uint32_t* cells) {
   for (long u = unit; u < unit + units; ++u, cells += kUnitCells * 16) {
     const uint8_t* codes = part.unit(panel, u);
     for (long cell = 0; cell < kUnitCells; ++cell)
       for (int lane = 0; lane < 16; ++lane) {
-        const uint32_t early = part.values[code_at(codes, kBits, cell, lane, 0)];
-        const uint32_t late = part.values[code_at(codes, kBits, cell, lane, 1)];
+        const uint32_t early = part.values[code_at(codes, part.bits, cell, lane, 0)];
+        const uint32_t late = part.values[code_at(codes, part.bits, cell, lane, 1)];
         cells[cell * 16 + lane] = early | late << 16;
       }
   }
+}
+
+template <int kBits>
+void decode_units(const QuantPart& part, long panel, long unit, long units, uint32_t* cells) {
+#if defined(__AVX512VBMI__)
+  decode_by<Decoder<kBits>>(part, panel, unit, units, cells);
+#elif defined(__AVX512BW__)
+  if constexpr (kBits < 8) return decode_by<Decoder<kBits>>(part, panel, unit, units, cells);
+  decode_one_by_one(part, panel, unit, units, cells);
+#elif defined(__AVX2__)
+  if constexpr (kBits < 6) return decode_by<Decoder<kBits>>(part, panel, unit, units, cells);
+  if constexpr (kBits >= 6) {
+    if (part.zero_code >= 0) return decode_by<IntegerDecoder<kBits>>(part, panel, unit, units, cells);
+    decode_by<GatherDecoder<kBits>>(part, panel, unit, units, cells);
+  }
+#else
+  decode_one_by_one(part, panel, unit, units, cells);
+#endif
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include "quantized/quantized_packing.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include "quantized/quantized.hpp"
@@ -75,6 +76,18 @@ void pack_quads(const uint8_t* codes, const uint8_t* bytes, long rows, long k, i
     for (long unit = 0; unit < units; ++unit)
       pack_quad_lane(codes + row * k + unit * kUnitColumns, bytes, bits, static_cast<int>(row % 16),
                      to + (row / 16 * units + unit) * 64 * bits);
+}
+
+int zero_code_of(const uint16_t* values, int bits) {
+  const uint16_t* const end = values + (1 << bits);
+  const long zero = std::find(values, end, uint16_t{0}) - values;
+  for (long code = 0; code < end - values; ++code) {
+    const auto integer = static_cast<float>(code - zero);
+    uint32_t pattern;
+    std::memcpy(&pattern, &integer, 4);
+    if (pattern != static_cast<uint32_t>(values[code]) << 16) return -1;
+  }
+  return static_cast<int>(zero);
 }
 
 }  // namespace penstock
