@@ -129,6 +129,11 @@ FLEET_FLAGS = (
 JOIN_FLAGS = (
     Flag("join", "tcp://HOST:PORT", "use this `penstock worker` (repeat for more)", Kind.LIST),
     Flag(
+        "members",
+        "KIND:WHERE",
+        "learn of such workers while serving: file:PATH, dns:NAME:PORT, or dns:_SERVICE._tcp.NAME for SRV records",
+    ),
+    Flag(
         "allow-mixed-numerics",
         "",
         "prefill and decode may have different numerics classes, and a request may continue in another one rather than "

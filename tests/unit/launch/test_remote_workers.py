@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from penstock.clock import VirtualClock
+from penstock.launch.members.interface import Member
 from penstock.launch.remote_workers import LOST_S, RemoteWorkers
 from penstock.router.fleet import Fleet
 from penstock.types import RESTART_BITS, ModelIdentity, Role, WorkerId, WorkerState
@@ -19,6 +20,10 @@ from penstock.wire.transport import Received, WireCounters
 
 A, B = "tcp://a:1", "tcp://b:1"
 BEAT_S = 0.25
+
+
+def members_at(*endpoints: str) -> list[Member]:
+    return [Member(name=endpoint, endpoint=endpoint) for endpoint in endpoints]
 
 
 class Line:
@@ -75,8 +80,9 @@ class Town:
         self.lines: list[Line] = []
         hello = Hello(gateway="gateway-0-join", incarnation=1)
         self.joined = RemoteWorkers(
-            [A, B], self._connect, self._tell, hello, clock=self.clock, beat_s=BEAT_S, uses_mixed=mixed
+            self._connect, self._tell, hello, clock=self.clock, beat_s=BEAT_S, uses_mixed=mixed
         )
+        self.joined.set_members(members_at(A, B))
 
     def _connect(self, endpoint: str) -> Line:
         self.lines.append(Line(endpoint))
@@ -220,7 +226,8 @@ async def test_who_does_not_answer_is_named_with_the_reason_again_and_again(capl
 
     hello = Hello(gateway="gateway-0", incarnation=1, discovery=True)
     told: list[SupervisorMessage] = []
-    joined = RemoteWorkers([A, B], Line, told.append, hello, clock=clock, beat_s=3600.0, probe=probe)
+    joined = RemoteWorkers(Line, told.append, hello, clock=clock, beat_s=3600.0, probe=probe)
+    joined.set_members(members_at(A, B))
     joined.start()
     joined.on_report(B, report_of("d"))
     for _ in range(100):
@@ -248,7 +255,8 @@ async def test_an_error_in_telling_does_not_end_the_listening() -> None:
             raise OSError(24, "Too many open files")
 
     hello = Hello(gateway="g-join", incarnation=1)
-    joined = RemoteWorkers(["memory://w"], hub.connect_async, tell, hello, clock=clock, beat_s=3600.0)
+    joined = RemoteWorkers(hub.connect_async, tell, hello, clock=clock, beat_s=3600.0)
+    joined.set_members(members_at("memory://w"))
     joined.start()
     await asyncio.sleep(0)
     for _ in range(2):
@@ -267,7 +275,8 @@ async def test_a_worker_of_another_version_is_named_with_both_versions(caplog: p
 
     clock = VirtualClock(1000.0)
     hello = Hello(gateway="gateway-0", incarnation=1, discovery=True)
-    joined = RemoteWorkers([A], OldLine, lambda _message: None, hello, clock=clock, beat_s=3600.0, probe=probe)
+    joined = RemoteWorkers(OldLine, lambda _message: None, hello, clock=clock, beat_s=3600.0, probe=probe)
+    joined.set_members(members_at(A))
     joined.start()
     for _ in range(8):
         clock.advance(BEAT_S)
