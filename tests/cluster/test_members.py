@@ -79,9 +79,7 @@ def place(
     folder = tmp_path_factory.mktemp("place")
     file = MembersFile(folder / "members.json")
     with ExitStack() as stack:
-        one, two = (
-            stack.enter_context(PenstockWorker(["--keys", keys, "--name", name])) for name in ("one", "two")
-        )
+        one, two = (stack.enter_context(PenstockWorker(["--keys", keys, "--name", name])) for name in ("one", "two"))
         file.write(one)
         flags = ["--keys", keys, "--members", f"file:{file.path}"]
         server = stack.enter_context(PenstockServer(flags, config=PATIENT, folder=folder))
@@ -158,6 +156,28 @@ def test_a_worker_that_moves_to_another_port_is_found_there(
             assert set(rows(server)) == {"one", "two"}
             file.write(one)
             server.wait_for(lambda: rows(server) == {"one": "ready"}, PATIENCE_S, "forgotten")
+
+
+def test_a_worker_that_is_named_by_another_address_goes_on(
+    keys: str, place: tuple[PenstockServer, MembersFile, PenstockWorker, PenstockWorker], undisturbed: list[str]
+) -> None:
+    """The same process, as before: its requests are submitted to it again."""
+    server, file = place[:2]
+    port = free_port()
+    with PenstockWorker(["--keys", keys, "--name", "wide", "--listen", f"tcp://0.0.0.0:{port}"], port=port) as wide:
+        wait_used(server, "wide", file.write(wide))
+        server.wait_for(lambda: rows(server) == {"wide": "ready"}, PATIENCE_S, "alone")
+        pid = server.worker("wide")["pid"]
+        with streams(server) as asked:
+            server.wait_for(lambda: server.worker("wide")["running"] > 0, PATIENCE_S, "busy")
+            text = file.path.read_text()
+            file.path.write_text(text.replace("127.0.0.1", "127.0.0.2"))
+            server.wait_for(lambda: "127.0.0.2" in server.read_log(), PATIENCE_S, "joined")
+            assert texts(asked) == undisturbed
+        assert rows(server) == {"wide": "ready"}
+        assert server.worker("wide")["pid"] == pid
+        file.path.write_text('{"members": []}')
+        server.wait_for(lambda: rows(server) == {}, PATIENCE_S, "forgotten")
 
 
 def test_a_gateway_without_members_waits_for_them(keys: str, tmp_path: Path) -> None:

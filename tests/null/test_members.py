@@ -106,6 +106,19 @@ async def test_a_name_that_another_run_takes_over_is_its_own_and_requests_move()
         assert rows(town) == {"both-0": "starting", "both-1": "ready"}
 
 
+async def test_a_worker_at_another_endpoint_is_spoken_to_there() -> None:
+    async with Town("both-0") as town:
+        client = await begun(town, "r")
+        town.fork("both-1")
+        await town.until(lambda: rows(town).get("both-1") == "ready")
+        moved = WorkerUp(worker=WorkerId("both-0"), incarnation=1, role=Role.BOTH, pid=1, endpoint="memory://elsewhere")
+        town.router.on_supervisor(moved)
+        assert rows(town)["both-0"] == "starting"
+        assert town.router._links._links[WorkerId("both-0")]._link.endpoint == "memory://elsewhere"
+        await town.finish(client)
+        client.assert_true_answer()
+
+
 async def test_thousands_that_come_and_go_leave_nothing_behind() -> None:
     """The gateway's own objects over the in-memory transport, which counts its links."""
     count, at_once = 3000, 10

@@ -8,8 +8,8 @@ supervisor would have sent (``WorkerUp``, ``WorkerDown``, ``WorkerRemoved``)::
          +--- WorkerDown <--- no Report over the router's link in LOST_S -+
 
 A known worker is polled by the router alone, which passes its reports to ``on_report``.  Endpoints come and go with
-``set_members``.  Of one that is gone nothing is kept here; its worker, if it lives, is the router's until it has none of
-its requests.  Knows nothing about requests.
+``set_members``.  Of one that is gone nothing is kept here; its worker, if it lives, is the router's until its requests
+have ended.  Knows nothing about requests.
 """
 
 from __future__ import annotations

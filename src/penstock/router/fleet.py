@@ -96,8 +96,9 @@ class Fleet:
     # --- what the supervisor says -----------------------------------------------------------------------------------
 
     def on_worker_up(self, message: WorkerUp, now: float) -> bool:
-        """A process was started, was found at another endpoint, or had been given up and has spoken again.  False: nothing
-        new, but perhaps other labels.
+        """A process was started, was found at another endpoint, or had been given up and has spoken again.
+
+        False: nothing new, but perhaps other labels.
 
         Callers take the work of an earlier incarnation away first (``work``), since it is forgotten here.
         """

@@ -148,9 +148,7 @@ class WorkerHealth:
             if slot is not None and fleet.incarnations[slot] != message.incarnation:
                 known = fleet.incarnations[slot]
                 self.on_worker_down(
-                    WorkerDown(
-                        worker=message.worker, incarnation=known, state=WorkerState.DEAD, reason="replaced"
-                    )
+                    WorkerDown(worker=message.worker, incarnation=known, state=WorkerState.DEAD, reason="replaced")
                 )
         earlier = (fleet.incarnations[slot], fleet.requests_at(slot)) if slot is not None else (0, ())
         if not fleet.on_worker_up(message, now):
@@ -215,8 +213,11 @@ class WorkerHealth:
             )
         )
 
-    def on_worker_removed(self, worker: WorkerId, now: float) -> None:
-        """A worker is no longer a member: it gets no new requests, and is forgotten once it has none of this gateway."""
+    def on_worker_removed(self, worker: WorkerId) -> None:
+        """A worker is no longer a member: it gets no new requests, and is forgotten when those that it has have ended.
+
+        Should it die before, it is found silent with requests, which then continue elsewhere.
+        """
         slot = self._fleet.slot(worker)
         if slot is None:
             return
@@ -229,20 +230,14 @@ class WorkerHealth:
         fleet = self._fleet
         for worker in tuple(self._leaving):
             slot = fleet.slot(worker)
-            if slot is not None and fleet.requests_at(slot):
+            if slot is None or fleet.requests_at(slot):
                 continue
-            self._leaving.discard(worker)
-            if slot is None:
-                continue
-            reason = NO_MEMBER
-            fleet.on_worker_down(
-                WorkerDown(
-                    worker=worker, incarnation=fleet.incarnations[slot], state=WorkerState.DEAD, reason=reason
-                )
-            )
+            known = fleet.incarnations[slot]
+            down = WorkerDown(worker=worker, incarnation=known, state=WorkerState.DEAD, reason=NO_MEMBER)
+            fleet.on_worker_down(down)
             self._links.close_link(worker)
             self._forget(worker)
-            log_event(log, logging.INFO, "worker is forgotten", worker=worker, reason=reason)
+            log_event(log, logging.INFO, "worker is forgotten", worker=worker, reason=NO_MEMBER)
 
     # --- workers ----------------------------------------------------------------------------------------------------
 

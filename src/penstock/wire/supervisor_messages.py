@@ -14,13 +14,10 @@ from penstock.types import (
 )
 from penstock.wire.gateway_messages import AnyWorker, Pid, ReasonText, WireMessage
 
-
 MAX_LABELS = 32
 
 Labels = Annotated[
-    dict[
-        Annotated[str, msgspec.Meta(min_length=1, max_length=128)], Annotated[str, msgspec.Meta(max_length=256)]
-    ],
+    dict[Annotated[str, msgspec.Meta(min_length=1, max_length=128)], Annotated[str, msgspec.Meta(max_length=256)]],
     msgspec.Meta(max_length=MAX_LABELS),
 ]
 """What an operator calls a worker, as {"zone": "a"}; shown, and not interpreted."""
@@ -34,7 +31,7 @@ class WorkerUp(WireMessage, frozen=True, kw_only=True, tag="worker_up"):
     role: Role
     pid: Pid
     endpoint: Name
-    labels: Labels = {}
+    labels: Labels = msgspec.field(default_factory=dict)
 
 
 class WorkerDown(WireMessage, frozen=True, kw_only=True, tag="worker_down"):

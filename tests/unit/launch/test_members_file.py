@@ -51,7 +51,7 @@ def test_members_have_a_name_an_endpoint_and_labels() -> None:
         (content('{"name": "w", "endpoint": "tcp://a:1", "labels": {"a": 1}}'), "Expected `str`"),
         (content(ONE, ONE), "2 members have the name 'w0'"),
         (content(ONE, ONE.replace("w0", "w1")), "2 members have the endpoint 'tcp://10.0.0.1:9000'"),
-        (content(*('{"name": "%d", "endpoint": "tcp://a:%d"}' % (n, n) for n in range(1, 5))), "at most max_members"),
+        (content(*(f'{{"name": "{n}", "endpoint": "tcp://a:{n}"}}' for n in range(1, 5))), "at most max_members"),
         (content('{"name": "%s", "endpoint": "tcp://a:1"}' % ("w" * 600)), "max_members_bytes, 600"),
     ],
 )
@@ -71,7 +71,7 @@ async def test_a_file_that_is_missing_or_broken_changes_nothing_and_is_logged_on
 
     async def problem_with(words: str) -> None:
         async with asyncio.timeout(30):
-            while not (source.problems() and words in source.problems()[0][1]):
+            while not (source.problems() and words in source.problems()[0][1]):  # noqa: ASYNC110
                 await asyncio.sleep(LIMITS.file_poll_s)
 
     await problem_with("no such file")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -73,6 +73,12 @@ async def test_a_name_that_cannot_be_is_no_answer() -> None:
 # --- names that are watched -------------------------------------------------------------------------------------------
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - what is waited for is a state, not an event
+            await asyncio.sleep(0.001)
+
+
 class Answers:
     """A resolver that says what it is told to; None: nothing, until it is told otherwise."""
 
@@ -83,8 +89,8 @@ class Answers:
     def look_up(self, host: str, port: int) -> LookUp:
         async def ask() -> tuple[str, ...]:
             self.asked[host] = self.asked.get(host, 0) + 1
-            while (answer := self.of[host]) is None:
-                await asyncio.sleep(0.001)
+            await until(lambda: self.of[host] is not None)
+            answer = self.of[host] or ()
             if isinstance(answer, Exception):
                 raise answer
             return tuple(f"tcp://{address}:{port}" for address in answer)
@@ -145,9 +151,7 @@ async def test_a_name_without_an_answer_holds_up_no_other() -> None:
     watch = Watch(members)
     await watch.until(ONE)
     await watch.until(ONE, TWO)
-    async with asyncio.timeout(30):
-        while members.problems() != (("tcp://slow:9000", "no answer within 0.05 s"),):
-            await asyncio.sleep(0.01)
+    await until(lambda: members.problems() == (("tcp://slow:9000", "no answer within 0.05 s"),))
     assert answers.asked["slow"] == 1, "while it has not answered it is not asked again"
     answers.of["slow"] = ("10.0.0.3",)
     await watch.until(THREE, ONE, TWO)
@@ -164,9 +168,7 @@ async def test_an_address_stays_while_the_name_has_it_and_is_another_when_it_has
     await watch.until(ONE)
     answers.of["w"] = LookUpError("timed out")
     asked = answers.asked["w"]
-    async with asyncio.timeout(30):
-        while answers.asked["w"] < asked + 3:
-            await asyncio.sleep(0.01)
+    await until(lambda: answers.asked["w"] >= asked + 3)
     answers.of["w"] = ("10.0.0.2",)
     await watch.until(TWO)
     await watch.end()
@@ -207,9 +209,7 @@ async def test_a_resolver_that_blocks_does_not_keep_the_process(monkeypatch: pyt
     monkeypatch.setattr("socket.getaddrinfo", block)
     name = WatchedName("w", lambda: look_up_addresses("w", 1), LIMITS, MonotonicClock())
     following = asyncio.create_task(name.follow(lambda: None))
-    async with asyncio.timeout(30):
-        while name.kept.problem is None:
-            await asyncio.sleep(0.01)
+    await until(lambda: name.kept.problem is not None)
     assert asked.is_set()
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "look up w"]
     assert thread.daemon

@@ -89,9 +89,7 @@ class Town:
         self.fleet = Fleet()
         self.lines: list[Line] = []
         hello = Hello(gateway="gateway-0-join", incarnation=1)
-        self.joined = RemoteWorkers(
-            self._connect, self._tell, hello, clock=self.clock, beat_s=BEAT_S, uses_mixed=mixed
-        )
+        self.joined = RemoteWorkers(self._connect, self._tell, hello, clock=self.clock, beat_s=BEAT_S, uses_mixed=mixed)
         self.joined.set_members(members_at(A, B))
 
     def _connect(self, endpoint: str) -> Line:

@@ -284,6 +284,7 @@ def test_a_worker_for_which_there_was_no_room_is_followed_when_there_is():
     index.remove_worker(0)
     assert index.needs_snapshot(2, 12.0)
 
+
 def test_a_worker_that_told_of_its_cache_when_there_was_no_room_is_asked_again_when_there_is():
     """Every new link asks for the whole cache at once; what came then was told to nobody."""
     index = PrefixIndex(max_workers=1)

@@ -24,7 +24,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
     endpoint: Annotated[str, msgspec.Meta(max_length=MAX_ENDPOINT_CHARS)]  # tcp://HOST:PORT
-    labels: Labels = {}
+    labels: Labels = msgspec.field(default_factory=dict)
 
     @property
     def shown(self) -> str:
