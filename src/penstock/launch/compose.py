@@ -140,10 +140,7 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
     model = _model_source(config, located, spec, loras=lora.adapters, drafts=not config.workers_elsewhere)
     plan = None if config.workers_elsewhere else resolve_here(config, name, spec, _beside(config, model))
     keys = _shared_keys(config) if config.workers_elsewhere else CurveKeys.ephemeral()
-    for endpoint in config.join:
-        check_tcp_endpoint(endpoint, "--join")
-    if config.members is not None:
-        open_members(config.members, config.membership, MonotonicClock())  # what cannot be is refused at once
+    _check_members(config)
     gateways = tuple(f"gateway-{number}" for number in range(config.gateways))
     with ExitStack() as stack:
         listener = nested.listener if nested else stack.enter_context(bind_socket(config.host, config.port))
@@ -565,6 +562,14 @@ def bind_socket(host: str, port: int, *, flag: str = "--port") -> Iterator[socke
                 ) from None
             raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
         yield listener
+
+
+def _check_members(config: ServeConfig) -> None:
+    """Refuse at once what cannot be.  Raises ConfigError."""
+    for endpoint in config.join:
+        check_tcp_endpoint(endpoint, "--join")
+    if config.members is not None:
+        open_members(config.members, config.membership, MonotonicClock())
 
 
 def _check_free(endpoint: str, flag: str) -> None:

@@ -84,6 +84,7 @@ class _Mailbox:
     lost: bool = True
     replaced: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED_RUNS))  # the latest ended runs
     strange: bool = False  # logged already
+    same: bool = False  # its worker has joined at another endpoint, as a host with two addresses does
     probed_at: float = float("-inf")
     noted: float = 0.0  # time of the last log line about it
     reason: str = "no answer yet"  # why no worker has joined
@@ -166,12 +167,12 @@ class RemoteWorkers:
     def unjoined(self) -> list[tuple[str, str]]:
         """Endpoints where no worker has joined, each with the reason."""
         lost = [self._mailboxes[endpoint] for endpoint in sorted(self._lost)]
-        return [(mailbox.member.shown, mailbox.reason) for mailbox in lost]
+        return [(mailbox.member.shown, mailbox.reason) for mailbox in lost if not mailbox.same]
 
     @property
     def expected(self) -> int:
-        """Number of endpoints."""
-        return len(self._mailboxes)
+        """Number of endpoints where a worker has joined or is waited for."""
+        return len(self._found) + len(self.unjoined())
 
     @property
     def count(self) -> int:
@@ -223,10 +224,9 @@ class RemoteWorkers:
                 )
             mailbox.strange = True
             return
-        if self._found.get(report.worker, endpoint) != endpoint:
-            if not mailbox.strange:
-                log.warning("%s calls itself %s, as another does: give it another --name", endpoint, report.worker)
-            mailbox.strange = True
+        other = self._found.get(report.worker, endpoint)
+        if other != endpoint:
+            self._note_second(mailbox, report, other)
             return
         if self._is_late(mailbox, report):
             return
@@ -249,11 +249,20 @@ class RemoteWorkers:
             self._send(mailbox.up)
             # Only now: if the message could not be handled, the next report tries again.
             mailbox.worker, mailbox.incarnation = report.worker, report.incarnation
-            mailbox.lost = mailbox.strange = False
+            mailbox.lost = mailbox.strange = mailbox.same = False
             log.info("joined %s at %s", report.worker, mailbox.member.shown)
             self._found[report.worker] = endpoint
             self._lost.discard(endpoint)
             self._hang_up(mailbox)
+
+    def _note_second(self, mailbox: _Mailbox, report: WorkerReport, other: str) -> None:
+        """A worker that has joined at ``other`` reports here, or one of its name."""
+        mailbox.same = report.incarnation == self._mailboxes[other].incarnation
+        if not (mailbox.strange or mailbox.same):
+            log.warning(
+                "%s calls itself %s, as another does: give it another --name", mailbox.member.shown, report.worker
+            )
+        mailbox.strange = True
 
     def _is_late(self, mailbox: _Mailbox, report: WorkerReport) -> bool:
         """Whether the report is of a process that has been replaced: it can have waited on an old connection."""

@@ -13,12 +13,12 @@ from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
 from penstock.launch.members.interface import Member, MembersHandler, MembersProblem
 from penstock.launch.members.registry import open_members
-from penstock.launch.members.resolved import ResolvedMembers
 from penstock.launch.members.resolver import (
-    KeptAnswer,
+    LastAnswer,
     LookUp,
     LookUpError,
     NameNotFoundError,
+    ResolvedMembers,
     WatchedName,
     look_up_addresses,
 )
@@ -31,31 +31,31 @@ ONE, TWO, THREE = "tcp://10.0.0.1:9000", "tcp://10.0.0.2:9000", "tcp://10.0.0.3:
 
 
 def test_without_an_answer_the_last_one_stays_however_long() -> None:
-    kept = KeptAnswer(30.0)
-    kept.on_answer((ONE,))
-    kept.on_failure("timed out")
-    assert (kept.endpoints, kept.problem) == ((ONE,), "timed out")
-    kept.on_answer((TWO,))
-    assert (kept.endpoints, kept.problem) == ((TWO,), None)
+    last = LastAnswer(30.0)
+    last.on_answer((ONE,))
+    last.on_failure("timed out")
+    assert (last.endpoints, last.problem) == ((ONE,), "timed out")
+    last.on_answer((TWO,))
+    assert (last.endpoints, last.problem) == ((TWO,), None)
 
 
 def test_no_such_name_is_believed_after_a_while() -> None:
-    kept = KeptAnswer(30.0)
-    kept.on_answer((ONE,))
-    kept.on_empty("no such name", 100.0)
-    kept.on_failure("timed out")  # says nothing about the name
-    kept.on_empty("no such name", 129.0)
-    assert kept.endpoints == (ONE,)
-    kept.on_empty("no such name", 130.0)
-    assert kept.endpoints == ()
+    last = LastAnswer(30.0)
+    last.on_answer((ONE,))
+    last.on_empty("no such name", 100.0)
+    last.on_failure("timed out")  # says nothing about the name
+    last.on_empty("no such name", 129.0)
+    assert last.endpoints == (ONE,)
+    last.on_empty("no such name", 130.0)
+    assert last.endpoints == ()
 
 
 def test_an_answer_in_between_begins_the_wait_anew() -> None:
-    kept = KeptAnswer(30.0)
-    kept.on_empty("no such name", 100.0)
-    kept.on_answer((ONE,))
-    kept.on_empty("no such name", 131.0)
-    assert kept.endpoints == (ONE,)
+    last = LastAnswer(30.0)
+    last.on_empty("no such name", 100.0)
+    last.on_answer((ONE,))
+    last.on_empty("no such name", 131.0)
+    assert last.endpoints == (ONE,)
 
 
 # --- the system's resolver --------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ async def test_a_resolver_that_blocks_does_not_keep_the_process(monkeypatch: pyt
     monkeypatch.setattr("socket.getaddrinfo", block)
     name = WatchedName("w", lambda: look_up_addresses("w", 1), LIMITS, MonotonicClock())
     following = asyncio.create_task(name.follow(lambda: None))
-    await until(lambda: name.kept.problem is not None)
+    await until(lambda: name.last.problem is not None)
     assert asked.is_set()
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "look up w"]
     assert thread.daemon

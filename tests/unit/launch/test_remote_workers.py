@@ -358,6 +358,19 @@ def test_another_worker_at_an_endpoint_ends_what_was_known_of_the_first(town: To
     assert town.removed == ["pod-1"]
 
 
+def test_a_worker_with_two_addresses_is_used_at_one(town: Town, caplog: pytest.LogCaptureFixture) -> None:
+    """As a pod with an A and an AAAA record: nobody has to be given another name."""
+    town.report(A, "d", 5)
+    town.joined.on_report(B, report_of("d", incarnation=5))
+    assert town.news() == [("up", "d", 5)]
+    assert "--name" not in caplog.text
+    assert town.joined.unjoined() == []
+    assert (town.joined.count, town.joined.expected) == (1, 1)
+    town.joined.set_members(members_at(B))
+    town.joined.on_report(B, report_of("d", incarnation=5))
+    assert [message.endpoint for message in town.told if isinstance(message, WorkerUp)] == [B]
+
+
 def test_labels_are_told_when_they_change(town: Town) -> None:
     town.report(A, "d", 5)
     town.joined.set_members([Member(name="w", endpoint=A, labels={"zone": "a"})])

@@ -6,6 +6,7 @@ Members say where to look.  Whether a worker is there, which one, and whether it
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Annotated, Protocol, TypeAlias
 
@@ -49,6 +50,20 @@ class Members(Protocol):
     def problems(self) -> Sequence[MembersProblem]:
         """What is wrong now.  The last good set stays in use meanwhile."""
         ...
+
+
+class StaticMembers:
+    """Members that never change, such as those of ``penstock serve --join``."""
+
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        self._members = tuple(Member(name=endpoint, endpoint=endpoint) for endpoint in dict.fromkeys(endpoints))
+
+    async def watch(self, tell: MembersHandler) -> None:
+        tell(self._members)
+        await asyncio.get_running_loop().create_future()
+
+    def problems(self) -> Sequence[MembersProblem]:
+        return ()
 
 
 def check_tcp_endpoint(endpoint: str, source: str) -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.clock import Clock
 from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
-from penstock.launch.members.dns import DnsMembers
+from penstock.launch.members.dns import DnsMembers, srv_look_up
 from penstock.launch.members.file import FileMembers
-from penstock.launch.members.interface import Members
-from penstock.launch.members.resolved import ResolvedMembers, system_look_up
-from penstock.launch.members.resolver import WatchedName, is_numeric
-from penstock.launch.members.static import StaticMembers
+from penstock.launch.members.interface import Members, StaticMembers
+from penstock.launch.members.resolver import ResolvedMembers, WatchedName, is_numeric, system_look_up
 
 MakeMembers = Callable[[str, MembershipConfig, Clock], Members]
 """Called with what stands after the kind's colon.  Raises ConfigError."""
@@ -54,10 +51,6 @@ def _dns(name: str, limits: MembershipConfig, clock: Clock) -> Members:
 def _srv(name: str, limits: MembershipConfig, clock: Clock) -> Members:
     if ":" in name:
         raise ConfigError(f"--members dns:{name}: SRV records have ports of their own; leave out the last part")
-    if find_spec("dns") is None:
-        raise ConfigError(f"--members dns:{name}: SRV records need dnspython: pip install 'penstock[dns]'")
-    from penstock.launch.members.srv import srv_look_up
-
     return DnsMembers(WatchedName(f"dns:{name}", srv_look_up(name, limits), limits, clock), limits.max_members)
 
 

@@ -2,7 +2,7 @@
 
 ZeroMQ would resolve names in the thread that moves all messages of a process, so it is given numbers only.  A and AAAA
 records come from the system's resolver (getaddrinfo: /etc/hosts, search domains, the order of nsswitch.conf), each
-look-up in a thread of its own.  SRV records, which it does not know, come from dnspython.
+look-up in a thread of its own.  SRV records, which it does not know, are the business of ``dns``.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import asyncio
 import ipaddress
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
+import msgspec
+
 from penstock.clock import Clock
+from penstock.config.base import host_and_port
 from penstock.config.limits import MembershipConfig
 from penstock.launch.members.daemon_thread import call_in_daemon_thread
+from penstock.launch.members.interface import Member, Members, MembersHandler, MembersProblem
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +69,7 @@ def is_numeric(host: str) -> bool:
     return True
 
 
-class KeptAnswer:
+class LastAnswer:
     """The endpoints of one name: the last good answer.  Pure: time is a parameter.
 
     It stays while there is no answer at all, and for ``empty_s`` while the answer is that there is no such name, which
@@ -100,7 +104,7 @@ class WatchedName:
 
     def __init__(self, shown: str, look_up: LookUp, limits: MembershipConfig, clock: Clock) -> None:
         self.shown = shown
-        self.kept = KeptAnswer(limits.dns_empty_s)
+        self.last = LastAnswer(limits.dns_empty_s)
         self._look_up = look_up
         self._limits = limits
         self._clock = clock
@@ -109,9 +113,9 @@ class WatchedName:
     async def follow(self, changed: Callable[[], None]) -> None:
         """Call ``changed`` after each other answer, until cancelled."""
         while True:
-            before = self.kept.endpoints
+            before = self.last.endpoints
             await self._ask()
-            if self.kept.endpoints != before:
+            if self.last.endpoints != before:
                 changed()
             await asyncio.sleep(self._limits.dns_poll_s)
 
@@ -120,23 +124,23 @@ class WatchedName:
         try:
             done, _ = await asyncio.wait({asking}, timeout=self._limits.dns_timeout_s)
             if not done:
-                self.kept.on_failure(f"no answer within {self._limits.dns_timeout_s:g} s")
+                self.last.on_failure(f"no answer within {self._limits.dns_timeout_s:g} s")
                 self._log_problem()
-            self.kept.on_answer(await asking)
+            self.last.on_answer(await asking)
         except NameNotFoundError as error:
-            self.kept.on_empty(str(error), self._clock.now())
+            self.last.on_empty(str(error), self._clock.now())
         except LookUpError as error:
-            self.kept.on_failure(str(error))
+            self.last.on_failure(str(error))
         except Exception as error:
             log.exception("%s could not be looked up", self.shown)
-            self.kept.on_failure(str(error) or type(error).__name__)
+            self.last.on_failure(str(error) or type(error).__name__)
         finally:
             asking.cancel()
         self._log_problem()
 
     def _log_problem(self) -> None:
         """Once, until it is another."""
-        problem = self.kept.problem
+        problem = self.last.problem
         if problem == self._logged:
             return
         self._logged = problem
@@ -144,3 +148,84 @@ class WatchedName:
             log.info("%s is resolved again", self.shown)
         else:
             log.warning("%s cannot be resolved, its last good answer stays: %s", self.shown, problem)
+
+
+MakeLookUp = Callable[[str, int], LookUp]
+"""Called with host and port."""
+
+
+def system_look_up(host: str, port: int) -> LookUp:
+    """By the system's resolver."""
+    return lambda: look_up_addresses(host, port)
+
+
+class ResolvedMembers:
+    """The members of another source, with numeric endpoints in the place of names.
+
+    A name that is not resolved yet holds up no other member.
+    """
+
+    def __init__(
+        self, source: Members, limits: MembershipConfig, clock: Clock, look_up: MakeLookUp = system_look_up
+    ) -> None:
+        self._source = source
+        self._limits = limits
+        self._clock = clock
+        self._look_up = look_up
+        self._members: Sequence[Member] = ()
+        self._names: dict[str, WatchedName] = {}  # by endpoint with a name
+        self._following: dict[str, asyncio.Task[None]] = {}
+        self._addresses: dict[str, str] = {}  # the numeric endpoint in use, by endpoint with a name
+
+    async def watch(self, tell: MembersHandler) -> None:
+        def changed() -> None:
+            tell(self._resolved())
+
+        def on_members(members: Sequence[Member]) -> None:
+            self._members = members
+            self._follow({m.endpoint for m in members if not is_numeric(host_and_port(m.endpoint)[0])}, changed)
+            changed()
+
+        try:
+            await self._source.watch(on_members)
+        finally:
+            following = list(self._following.values())
+            self._follow(set(), changed)
+            await asyncio.gather(*following, return_exceptions=True)
+
+    def problems(self) -> Sequence[MembersProblem]:
+        unresolved = [(name.shown, name.last.problem) for name in self._names.values() if name.last.problem is not None]
+        return (*self._source.problems(), *unresolved)
+
+    def _follow(self, endpoints: set[str], changed: Callable[[], None]) -> None:
+        for endpoint in self._names.keys() - endpoints:
+            del self._names[endpoint]
+            self._addresses.pop(endpoint, None)
+            self._following.pop(endpoint).cancel()
+        for endpoint in sorted(endpoints - self._names.keys()):
+            look_up = self._look_up(*host_and_port(endpoint))
+            name = self._names[endpoint] = WatchedName(endpoint, look_up, self._limits, self._clock)
+            self._following[endpoint] = asyncio.get_running_loop().create_task(name.follow(changed))
+
+    def _resolved(self) -> list[Member]:
+        """All members that have an address; of two at the same one, the first."""
+        found: dict[str, Member] = {}
+        for member in self._members:
+            endpoint = self._numeric(member.endpoint)
+            if endpoint is not None and endpoint not in found:
+                found[endpoint] = msgspec.structs.replace(member, endpoint=endpoint)
+        return list(found.values())
+
+    def _numeric(self, endpoint: str) -> str | None:
+        """The numeric endpoint, the same one as long as the name has it: resolvers turn the order of several."""
+        name = self._names.get(endpoint)
+        if name is None:
+            return endpoint
+        known, found = self._addresses.get(endpoint), name.last.endpoints
+        if known is None or known not in found:
+            known = found[0] if found else None
+        if known is None:
+            self._addresses.pop(endpoint, None)
+        else:
+            self._addresses[endpoint] = known
+        return known
