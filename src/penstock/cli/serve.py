@@ -133,7 +133,8 @@ JOIN_FLAGS = (
     Flag(
         "members",
         "KIND:WHERE",
-        "learn of such workers while serving: file:PATH, dns:NAME:PORT, or dns:_SERVICE._tcp.NAME for SRV records",
+        "learn of such workers while serving: file:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME (SRV records), or "
+        "nats:URL/BUCKET",
     ),
     Flag(
         "allow-mixed-numerics",

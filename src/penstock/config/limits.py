@@ -132,6 +132,9 @@ class MembershipConfig(Config, frozen=True, kw_only=True):
     dns_timeout_s: Seconds = 5.0  # after which a name without an answer is reported
     dns_empty_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # for which addresses stay after "no such name"
     name_server: str = ""  # ADDRESS:PORT that SRV records are asked of; empty: those of /etc/resolv.conf
+    nats_check_s: Seconds = 2.0  # a NATS server that does not answer within this is a problem; then until the next try
+    nats_relist_s: Seconds = 60.0  # after which all keys of a bucket are read anew
+    nats_credentials: str = ""  # file with the server's USER:PASSWORD or token; empty: none
 
 
 class RoutingConfig(Config, frozen=True, kw_only=True):

@@ -224,13 +224,15 @@ async def test_a_resolver_that_blocks_does_not_keep_the_process(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("text", "because"),
     [
-        ("members.json", "expected file:PATH, dns:NAME:PORT"),
+        ("members.json", "expected file:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME, or nats:URL/BUCKET"),
         ("file:", "expected file:PATH"),
         ("ray:auto", "expected file:PATH"),
         ("dns:workers", "expected dns:NAME:PORT"),
         ("dns:workers:0", "expected dns:NAME:PORT"),
         ("dns:workers:http", "expected dns:NAME:PORT"),
         ("dns:10.0.0.1:9000", "use --join tcp://10.0.0.1:9000"),
+        ("nats:nats://u:p@host:4222/workers", "belong in the file"),
+        ("nats:host:4222", "expected nats:nats://HOST:PORT/BUCKET"),
         ("dns:_penstock._tcp.workers:9000", "SRV records have ports of their own"),
     ],
 )

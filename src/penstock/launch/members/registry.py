@@ -11,12 +11,13 @@ from penstock.errors import ConfigError
 from penstock.launch.members.dns import DnsMembers, srv_look_up
 from penstock.launch.members.file import FileMembers
 from penstock.launch.members.interface import Members, StaticMembers
+from penstock.launch.members.nats import NatsMembers
 from penstock.launch.members.resolver import ResolvedMembers, WatchedName, is_numeric, system_look_up
 
 MakeMembers = Callable[[str, MembershipConfig, Clock], Members]
 """Called with what stands after the kind's colon.  Raises ConfigError."""
 
-KINDS_TEXT = "file:PATH, dns:NAME:PORT or dns:_SERVICE._tcp.NAME"
+KINDS_TEXT = "file:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME, or nats:URL/BUCKET"
 
 
 def open_members(text: str, limits: MembershipConfig, clock: Clock) -> Members:
@@ -54,4 +55,8 @@ def _srv(name: str, limits: MembershipConfig, clock: Clock) -> Members:
     return DnsMembers(WatchedName(f"dns:{name}", srv_look_up(name, limits), limits, clock), limits.max_members)
 
 
-_KINDS: dict[str, MakeMembers] = {"file": _file, "dns": _dns}
+def _nats(text: str, limits: MembershipConfig, clock: Clock) -> Members:
+    return ResolvedMembers(NatsMembers(text, limits, clock), limits, clock)
+
+
+_KINDS: dict[str, MakeMembers] = {"file": _file, "dns": _dns, "nats": _nats}
