@@ -57,6 +57,7 @@ class FileMembers:
         self._problem: str | None = None
 
     async def watch(self, tell: MembersHandler) -> None:
+        self._raw = None
         while True:
             members = self._parse(await call_in_daemon_thread(self._read, name="members file"))
             if members is not None:

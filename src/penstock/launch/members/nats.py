@@ -48,10 +48,12 @@ class NatsMembers:
         self._limits = limits
         self._clock = clock
         self._members: dict[str, Member] = {}  # the last good ones, by key
+        self._is_told = False  # of those
         self._invalid: dict[str, str] = {}  # why a key's value is not used
         self._problem: str | None = None
 
     async def watch(self, tell: MembersHandler) -> None:
+        self._is_told = False
         while True:
             try:
                 async with asyncio.timeout(self._limits.nats_relist_s + 5 * self._limits.nats_check_s):
@@ -107,9 +109,9 @@ class NatsMembers:
                 self._note(None)
             if listed:
                 self._invalid = invalid
-                if found != self._members:
-                    self._members = dict(found)
+                if found != self._members or not self._is_told:
                     tell([found[key] for key in sorted(found)])
+                    self._members, self._is_told = dict(found), True
 
     def _apply(self, entry: KeyValue.Entry, found: dict[str, Member], invalid: dict[str, str]) -> None:
         """Take a key's value.  One that is invalid leaves the last good one in use."""

@@ -112,10 +112,11 @@ class WatchedName:
 
     async def follow(self, changed: Callable[[], None]) -> None:
         """Call ``changed`` after each other answer, until cancelled."""
+        known: tuple[str, ...] = ()
         while True:
-            before = self.last.endpoints
             await self._ask()
-            if self.last.endpoints != before:
+            if self.last.endpoints != known:
+                known = self.last.endpoints
                 changed()
             await asyncio.sleep(self._limits.dns_poll_s)
 
