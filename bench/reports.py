@@ -35,6 +35,7 @@ from penstock.engine.core.prefix_cache import PrefixCache
 from penstock.engine.service.gateways import ConnectedGateway, GatewayRequests
 from penstock.engine.service.kv_events import KvEventPublisher
 from penstock.launch import event_loop
+from penstock.launch.members.interface import Member
 from penstock.launch.remote_workers import RemoteWorkers
 from penstock.router.service import RouterService
 from penstock.telemetry.metrics import WORKER_COUNTERS
@@ -139,8 +140,9 @@ async def gateway(endpoints: list[str], keys: CurveKeys, seconds: float) -> dict
     router = RouterService(config, connect=transport.connect_async, clock=clock, suspect=print)
     hello = Hello(gateway=config.name, incarnation=1, discovery=True)
     joined = RemoteWorkers(
-        endpoints, transport.connect_async, router.on_supervisor, hello, clock=clock, beat_s=config.failover.beat_s
+        transport.connect_async, router.on_supervisor, hello, clock=clock, beat_s=config.failover.beat_s
     )
+    joined.set_members([Member(name=endpoint, endpoint=endpoint) for endpoint in endpoints])
     reports = 0
 
     def heard(endpoint: str, report: WorkerReport) -> None:

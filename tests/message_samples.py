@@ -41,6 +41,7 @@ from penstock.wire.supervisor_messages import (
     SuspectWorker,
     UnloadModel,
     WorkerDown,
+    WorkerRemoved,
     WorkerUp,
 )
 from penstock.wire.transfer_messages import (
@@ -121,8 +122,9 @@ MESSAGES: list[WireMessage] = [
     AssignRole(role=Role.PREFILL, duty=Duty.DRAIN),
     MigrateRequests(requests=(("r", 1), ("s", 2))),
     ConfirmRequests(requests=(("r", 1), ("s", 2))),
-    WorkerUp(worker="w", incarnation=1, role=Role.BOTH, pid=1, endpoint="ipc://@x"),
+    WorkerUp(worker="w", incarnation=1, role=Role.BOTH, pid=1, endpoint="ipc://@x", labels={"zone": "a"}),
     WorkerDown(worker="w", incarnation=1, state=WorkerState.DEAD, reason="signal 9"),
+    WorkerRemoved(worker="w"),
     ServiceDraining(),
     SuspectWorker(worker="w", incarnation=1, reason="silent"),
     LoadModel(worker="m"),

@@ -61,6 +61,7 @@ from penstock.wire.supervisor_messages import (
     SuspectWorker,
     UnloadModel,
     WorkerDown,
+    WorkerRemoved,
     WorkerUp,
 )
 from penstock.wire.transfer_messages import (
@@ -410,7 +411,7 @@ async def test_a_gateway_outlives_whatever_a_worker_says(kind: type, caplog: pyt
     await fake.router.close()
 
 
-FROM_SUPERVISORS = [WorkerUp, WorkerDown, ServiceDraining, SuspectWorker, LoadModel, UnloadModel]
+FROM_SUPERVISORS = [WorkerUp, WorkerDown, WorkerRemoved, ServiceDraining, SuspectWorker, LoadModel, UnloadModel]
 
 
 @pytest.mark.parametrize("kind", FROM_SUPERVISORS)

@@ -14,6 +14,7 @@ import pytest
 
 from penstock.clock import VirtualClock
 from penstock.config.schema import GatewayConfig
+from penstock.launch.members.interface import Member
 from penstock.launch.remote_workers import RemoteWorkers
 from penstock.router.service import RouterService
 from penstock.telemetry.metrics import WORKER_COUNTERS
@@ -60,13 +61,13 @@ class Gateway:
             suspect=lambda suspect: None,
         )
         self.joined = RemoteWorkers(
-            [endpoint],
             self._connect,
             self.router.on_supervisor,
             Hello(gateway=name, incarnation=1, discovery=True),
             clock=town.clock,
             beat_s=0.25,
         )
+        self.joined.set_members([Member(name=endpoint, endpoint=endpoint)])
         self.router.add_report_listener(self.joined.on_report)
 
     def _connect(self, endpoint: str) -> Any:
@@ -208,13 +209,13 @@ async def costs_of_reports(workers: int) -> list[int]:
         suspect=lambda suspect: None,
     )
     joined = RemoteWorkers(
-        [f"memory://{name}" for name in names],
         hub.connect_async,
         router.on_supervisor,
         Hello(gateway="g", incarnation=1, discovery=True),
         clock=VirtualClock(1.0),
         beat_s=1.0,
     )
+    joined.set_members([Member(name=name, endpoint=f"memory://{name}") for name in names])
     router.add_report_listener(joined.on_report)
     for name in names:
         joined.on_report(f"memory://{name}", report_of(name, 1))

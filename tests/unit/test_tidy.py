@@ -114,6 +114,7 @@ STRUCTS = {
     "scheduling": limits.SchedulingConfig,
     "trace": limits.TraceLimits,
     "turns": limits.TurnLimits,
+    "membership": limits.MembershipConfig,
 }
 
 

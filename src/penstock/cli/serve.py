@@ -21,11 +21,13 @@ examples:
   penstock serve MODEL --lora sql=~/adapters/sql     a LoRA adapter, asked for as model "sql"
   penstock serve --catalogue models.toml --model-memory 8GiB     several models, loaded on demand
   penstock serve --prefill 2 --decode 2 --kv-memory 2GiB
+  penstock serve MODEL --members file:members.json --keys DIR    workers of other hosts, as they come and go
   penstock serve --host 0.0.0.0 --api-key "$KEY"     reachable from other machines: needs a key
   penstock serve --api-keys keys.json                keys of several tenants, made by `penstock keys add`
 
 Every flag can also be set as PENSTOCK_FLAG (PENSTOCK_KV_MEMORY=2GiB) or in a TOML file given with --config
-(kv_memory = "2GiB", and the tables [limits], [scheduling], [routing], [failover], [hand_over], [supervise]).
+(kv_memory = "2GiB", and the tables [limits], [scheduling], [routing], [failover], [hand_over], [supervise],
+[membership]).
 Flags win, then the environment.  --print-config writes such a file.
 Ready when http://HOST:PORT/ready answers 200.  Ctrl-C or SIGTERM finishes what runs, a second one stops at once.
 """
@@ -128,6 +130,12 @@ FLEET_FLAGS = (
 
 JOIN_FLAGS = (
     Flag("join", "tcp://HOST:PORT", "use this `penstock worker` (repeat for more)", Kind.LIST),
+    Flag(
+        "members",
+        "KIND:WHERE",
+        "learn of such workers while serving: file:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME (SRV records), or "
+        "nats:URL/BUCKET",
+    ),
     Flag(
         "allow-mixed-numerics",
         "",

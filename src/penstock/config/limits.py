@@ -122,6 +122,21 @@ class FailoverConfig(Config, frozen=True, kw_only=True):
     poison_tokens: int = 8  # a crash after this many new tokens is not held against the request
 
 
+class MembershipConfig(Config, frozen=True, kw_only=True):
+    """``[membership]``: how a gateway learns where workers of other hosts are (``--members``, ``--join``)."""
+
+    max_members: Positive = 4096  # a file with more is not used; of what DNS answers, the others are left out
+    max_members_bytes: Positive = 4 << 20  # of a members file
+    file_poll_s: Seconds = 1.0  # between two looks at a members file
+    dns_poll_s: Seconds = 2.0  # between two look-ups of a name
+    dns_timeout_s: Seconds = 5.0  # after which a name without an answer is reported
+    dns_empty_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # for which addresses stay after "no such name"
+    name_server: str = ""  # ADDRESS:PORT that SRV records are asked of; empty: those of /etc/resolv.conf
+    nats_check_s: Seconds = 2.0  # a NATS server that does not answer within this is a problem; then until the next try
+    nats_relist_s: Seconds = 60.0  # after which all keys of a bucket are read anew
+    nats_credentials: str = ""  # file with the server's USER:PASSWORD or token; empty: none
+
+
 class RoutingConfig(Config, frozen=True, kw_only=True):
     """``[routing]``: how workers are chosen, and what the gateway remembers for that."""
 

@@ -57,7 +57,18 @@ SIZES = (
 
 _SIZE_OR_AUTO = ("decoded_weights",)
 
-_TABLES = ("limits", "failover", "hand_over", "kv_store", "supervise", "routing", "scheduling", "trace", "turns")
+_TABLES = (
+    "limits",
+    "failover",
+    "hand_over",
+    "kv_store",
+    "supervise",
+    "routing",
+    "scheduling",
+    "trace",
+    "turns",
+    "membership",
+)
 """Tables that only a file can set."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b)?", re.IGNORECASE)
@@ -311,7 +322,7 @@ def _check_catalogue(config: ServeConfig) -> None:
         return
     if config.prefill_device == "cuda":
         raise ConfigError("--catalogue: --prefill-device cuda is for one model, which takes all that is free on a GPU")
-    for name in ("model", "served_model_name", "join", "lora"):
+    for name in ("model", "served_model_name", "join", "members", "lora"):
         if getattr(config, name):
             flag = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
             raise ConfigError(f"--catalogue: {flag} belongs into the catalogue's file, to one of its models")
@@ -342,7 +353,7 @@ def _check_serve(config: ServeConfig) -> None:
     _check_workers(config)
     _check_front(config)
     _check_catalogue(config)
-    _check_join(config)
+    _check_workers_elsewhere(config)
 
 
 def _check_workers(config: ServeConfig) -> None:
@@ -375,17 +386,22 @@ def _check_front(config: ServeConfig) -> None:
         )
 
 
-def _check_join(config: ServeConfig) -> None:
-    if config.join and config.keys is None:
-        raise ConfigError("--join needs --keys DIR: the folder that the workers were started with")
-    if config.keys is not None and not config.join:
-        raise ConfigError("--keys is for --join: on one host, keys are made at every start")
-    if config.join:
-        here = [name for name in _HERE_ONLY if getattr(config, name) is not None]
-        here += ["aggregated"] if config.aggregated else []
-        if here:
-            flag = here[0].replace("_", "-")
-            raise ConfigError(f"--join starts no workers here: --{flag} belongs to them (`penstock worker --help`)")
+def _check_workers_elsewhere(config: ServeConfig) -> None:
+    """Raises ConfigError."""
+    flag = config.elsewhere_flag
+    if config.join and config.members is not None:
+        raise ConfigError("--join and --members exclude each other: put the workers of --join among the members")
+    if config.keys is not None and not config.workers_elsewhere:
+        raise ConfigError("--keys is for --join and --members: on one host, keys are made at every start")
+    if not config.workers_elsewhere:
+        return
+    if config.keys is None:
+        raise ConfigError(f"{flag} needs --keys DIR: the folder that the workers were started with")
+    here = [name for name in _HERE_ONLY if getattr(config, name) is not None]
+    here += ["aggregated"] if config.aggregated else []
+    if here:
+        theirs = here[0].replace("_", "-")
+        raise ConfigError(f"{flag} starts no workers here: --{theirs} belongs to them (`penstock worker --help`)")
 
 
 SECRETS = ("api_key",)

@@ -15,6 +15,7 @@ from penstock.config.limits import (
     FailoverConfig,
     KvStoreLimits,
     KvTransferConfig,
+    MembershipConfig,
     RequestLimits,
     RoutingConfig,
     SchedulingConfig,
@@ -210,6 +211,8 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     routing: RoutingConfig = RoutingConfig()
     turns: TurnLimits = TurnLimits()
     join: tuple[str, ...] = ()  # mailboxes of workers on other hosts
+    members: str | None = None  # where to learn of such mailboxes, as KIND:...
+    membership: MembershipConfig = MembershipConfig()
     allow_mixed_numerics: bool = False  # a request may continue in another numerics class
     allow_model_upgrade: bool = False  # workers of another model than that of the first ones are used
     remote_images: bool = False  # images may be fetched from public addresses
@@ -314,6 +317,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     lora: tuple[str, ...] = ()  # adapters, each NAME=FOLDER
     allow_lora_updating: bool = False  # clients may load and unload adapters
     join: tuple[str, ...] = ()  # mailboxes of workers on other hosts, instead of workers here
+    members: str | None = None  # where to learn of such mailboxes, as KIND:..., instead of a fixed list
     allow_mixed_numerics: bool = False  # prompts may be read in another numerics class than answers are written in, and
     # an answer may go on in another when its own has no worker left
     allow_model_upgrade: bool = False  # joined workers of another model than that of the first ones are used
@@ -329,6 +333,17 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     routing: RoutingConfig = RoutingConfig()
     turns: TurnLimits = TurnLimits()
     trace: TraceLimits = TraceLimits()
+    membership: MembershipConfig = MembershipConfig()
+
+    @property
+    def workers_elsewhere(self) -> bool:
+        """Whether all workers are on other hosts, and none is started here."""
+        return bool(self.join) or self.members is not None
+
+    @property
+    def elsewhere_flag(self) -> str:
+        """The flag that says so."""
+        return "--join" if self.join else "--members"
 
 
 class WorkerServeConfig(EngineSettings, frozen=True, kw_only=True):

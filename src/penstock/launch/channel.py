@@ -18,6 +18,7 @@ from penstock.wire.supervisor_messages import (
     SuspectWorker,
     UnloadModel,
     WorkerDown,
+    WorkerRemoved,
     WorkerUp,
 )
 
@@ -27,7 +28,7 @@ MAX_MESSAGE_BYTES = 64 << 10
 MAX_WAITING = 4096
 """Queued messages for a gateway that does not read; it is found hung long before."""
 
-_KINDS = (WorkerUp, WorkerDown, ServiceDraining, SuspectWorker, LoadModel, UnloadModel)
+_KINDS = (WorkerUp, WorkerDown, WorkerRemoved, ServiceDraining, SuspectWorker, LoadModel, UnloadModel)
 
 
 class Channel:

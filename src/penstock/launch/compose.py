@@ -2,7 +2,7 @@
 
 ::
 
-    penstock serve                         penstock serve --join ...        penstock worker
+    penstock serve                         penstock serve --join|--members  penstock worker
     this process: supervisor, fork server  the same, without weights        the same, without a port
       |-- gateway-0                          |-- gateway-0                    |-- one worker, TCP mailbox
       |-- prefill-0, decode-0, ...
@@ -33,6 +33,7 @@ import msgspec
 from msgspec import structs
 
 from penstock.api.response_store import create_response_store
+from penstock.clock import MonotonicClock
 from penstock.config.api_keys import check_key_file, load_keys
 from penstock.config.base import host_and_port
 from penstock.config.device import excludes_gpu
@@ -59,6 +60,8 @@ from penstock.launch.draft_model import extra_weights
 from penstock.launch.gpu_probe import gpu_report
 from penstock.launch.heartbeat import HeartbeatSlot, HeartbeatTable
 from penstock.launch.machine import machine_facts, process_start_time, usable_cores
+from penstock.launch.members.interface import check_tcp_endpoint
+from penstock.launch.members.registry import open_members
 from penstock.launch.model_path import ModelLocation, locate_model
 from penstock.launch.processes import (
     GatewayProcesses,
@@ -134,11 +137,10 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
     spec = inspect_as_set(located.path, config)
     name = config.served_model_name or located.name
     lora = listed_adapters(config, name, spec)
-    model = model_source(config, located, spec, loras=lora.adapters, drafts=not config.join)
-    plan = None if config.join else resolve_here(config, name, spec, weights_beside(config, model))
-    keys = shared_keys(config) if config.join else CurveKeys.ephemeral()
-    for endpoint in config.join:
-        _check_tcp(endpoint, "--join")
+    model = model_source(config, located, spec, loras=lora.adapters, drafts=not config.workers_elsewhere)
+    plan = None if config.workers_elsewhere else resolve_here(config, name, spec, weights_beside(config, model))
+    keys = shared_keys(config) if config.workers_elsewhere else CurveKeys.ephemeral()
+    _check_members(config)
     gateways = tuple(f"gateway-{number}" for number in range(config.gateways))
     with ExitStack() as stack:
         listener = nested.listener if nested else stack.enter_context(bind_socket(config.host, config.port))
@@ -150,7 +152,7 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
             port=port,
             tls=tls,
             fronted=nested is not None,
-            event_key=nested.event_key if nested else event_key_of(config, keys if config.join else None),
+            event_key=nested.event_key if nested else event_key_of(config, keys if config.workers_elsewhere else None),
             response_store=stored if spec.task.writes else None,
         )
         front = GatewayProcesses(
@@ -174,7 +176,7 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
         log_lines(model_lines(located, name, spec, length, notes, generation_config=config.generation_config))
 
         def ready() -> None:
-            log_lines(fleet_lines(plan, supervisor.pid) if plan else join_lines(config.join))
+            log_lines(fleet_lines(plan, supervisor.pid) if plan else join_lines(config.join, config.members))
             if nested:
                 nested.slot.set_state(WorkerState.READY)
             else:
@@ -374,7 +376,7 @@ def heartbeat_slots(names: tuple[str, ...]) -> dict[str, HeartbeatSlot]:
 def talk_lines(config: ServeConfig, name: str, spec: ModelSpec, port: int, *, took: str) -> Iterator[str]:
     """The last lines of a start: the URL, and commands that talk to it."""
     needs_key = bool(config.api_key or config.api_keys)
-    state = "answers HTTP, ready when workers have joined," if config.join else "ready"
+    state = "answers HTTP, ready when workers have joined," if config.workers_elsewhere else "ready"
     return client_lines(service_url(config, port), (name, spec.task), needs_key=needs_key, took=took, state=state)
 
 
@@ -393,7 +395,7 @@ def gateway_config(
     check_aliases(config.model_alias, (name, *(own.name for own in lora.adapters)))
     length = context_length(config, model_facts(name, spec)) if plan is None else plan.scheduler.max_model_len
     return GatewayConfig(
-        name=f"{GATEWAY}-{secrets.token_hex(4)}" if config.join else GATEWAY,  # joined workers may have several
+        name=f"{GATEWAY}-{secrets.token_hex(4)}" if config.workers_elsewhere else GATEWAY,  # workers may have several
         host=config.host,
         model_path=str(located.path),
         model_name=name,
@@ -418,6 +420,8 @@ def gateway_config(
         routing=config.routing,
         turns=config.turns,
         join=config.join,
+        members=config.members,
+        membership=config.membership,
         allow_mixed_numerics=config.allow_mixed_numerics,
         allow_model_upgrade=config.allow_model_upgrade,
         remote_images=config.remote_images or bool(config.remote_image_host),
@@ -559,6 +563,14 @@ def bind_socket(host: str, port: int, *, flag: str = "--port") -> Iterator[socke
                 ) from None
             raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
         yield listener
+
+
+def _check_members(config: ServeConfig) -> None:
+    """Refuse at once what cannot be.  Raises ConfigError."""
+    for endpoint in config.join:
+        check_tcp_endpoint(endpoint, "--join")
+    if config.members is not None:
+        open_members(config.members, config.membership, MonotonicClock())
 
 
 def check_free(endpoint: str, flag: str) -> None:

@@ -28,6 +28,8 @@ from penstock.config.schema import GatewayConfig, InputFeatures
 from penstock.interfaces import ModelCard, PoolingProcessor, RequestProcessor, TranscriptionProcessor
 from penstock.launch import event_loop
 from penstock.launch.http_server import SWITCH_S, App, HttpServer, ProcessIo
+from penstock.launch.members.interface import Members
+from penstock.launch.members.registry import joined_members, open_members
 from penstock.launch.remote_workers import RemoteWorkers
 from penstock.launch.shared_rates import SharedTokenBuckets
 from penstock.processing.pooling import PoolingModelProcessor, ServedPoolingModel
@@ -96,7 +98,11 @@ def resident_bytes() -> int:
 log = logging.getLogger(__name__)
 
 UnjoinedWorkers = Callable[[], Sequence[tuple[str, str]]]
-"""Returns the endpoints of ``--join`` where no worker has joined, each with the reason."""
+"""Returns the endpoints of members where no worker has joined, and what of the members could not be read or resolved,
+each with the reason."""
+
+RETRY_WATCH_S = 1.0
+"""Before members are watched again after an error that should not be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,13 +140,16 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
         metrics=metrics,
     )
     http = HttpServer(inherited.io, config.limits, router.on_supervisor, config.tls, config.turns)
-    joined = _join(config, transport, router)
-    app = inherited.make_app(config, router, metrics, tracer, joined.unjoined)
+    joined, members = _join(config, transport, router), _members(config)
+    app = inherited.make_app(
+        config, router, metrics, tracer, lambda: (*joined.unjoined(), *(members.problems() if members else ()))
+    )
     router.start()
     joined.start()
     side = [asyncio.create_task(ThroughputLog(metrics, MonotonicClock()).run())]
-    if config.join:
+    if members is not None:
         side.append(asyncio.create_task(_announce(config, router, joined)))
+        side.append(asyncio.create_task(_watch_members(members, joined), name="members"))
     garbage = GarbageCollector(config.turns, router.open_requests)
     garbage.start()
     collecting = asyncio.create_task(garbage.run(), name="garbage collection")
@@ -163,13 +172,29 @@ async def _announce(config: GatewayConfig, router: RouterService, joined: Remote
     """Log once when joined workers can serve."""
     while not router.ready():  # noqa: ASYNC110 - readiness is what many reports add up to
         await asyncio.sleep(config.failover.beat_s)
-    log.info("ready: %d of %d workers joined", joined.count, len(config.join))
+    log.info("ready: %d of %d workers joined", joined.count, joined.expected)
+
+
+def _members(config: GatewayConfig) -> Members | None:
+    """Where workers of other hosts are; None: all are started here."""
+    if config.members is not None:
+        return open_members(config.members, config.membership, MonotonicClock())
+    return joined_members(config.join, config.membership, MonotonicClock()) if config.join else None
+
+
+async def _watch_members(members: Members, joined: RemoteWorkers) -> None:
+    """Until cancelled.  An error does not end it: the members that are known stay."""
+    while True:
+        try:
+            await members.watch(joined.set_members)
+        except Exception:
+            log.exception("the members cannot be watched")
+        await asyncio.sleep(RETRY_WATCH_S)
 
 
 def _join(config: GatewayConfig, transport: ZmqTransport, router: RouterService) -> RemoteWorkers:
     hello = Hello(gateway=config.name, incarnation=config.incarnation, discovery=True)
     joined = RemoteWorkers(
-        config.join,
         transport.connect_async,
         router.on_supervisor,
         hello,

@@ -109,7 +109,7 @@ def serve_node(fleet: FleetFile, node: FleetNode, config: ServeConfig) -> int:
         compose.log_lines(model_lines(located, name, spec, length, plan.notes if plan else ()))
 
         def ready() -> None:
-            compose.log_lines(fleet_lines(plan, supervisor.pid) if plan else join_lines(config.join))
+            compose.log_lines(fleet_lines(plan, supervisor.pid) if plan else join_lines(config.join, config.members))
             compose.log_lines(_reached_lines(node, places, str(phases)))
             if gateways:
                 compose.publish_service(config, port, run_folder, model=name, located=located, task=spec.task)

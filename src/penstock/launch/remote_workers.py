@@ -1,13 +1,15 @@
 """A gateway's view of the workers on other hosts: which have joined, and in which incarnation.
 
 No supervisor of this host knows them, so the gateway polls their endpoints, and this object sends the messages that a
-supervisor would have sent (``WorkerUp``, ``WorkerDown``)::
+supervisor would have sent (``WorkerUp``, ``WorkerDown``, ``WorkerRemoved``)::
 
     none known ----Hello(discovery) on its own link--> Report --> WorkerUp: the router opens its link, this one closes
          ^                                                                |
          +--- WorkerDown <--- no Report over the router's link in LOST_S -+
 
-A known worker is polled by the router alone, which passes its reports to ``on_report``.  Knows nothing about requests.
+A known worker is polled by the router alone, which passes its reports to ``on_report``.  Endpoints come and go with
+``set_members``.  Of one that is gone nothing is kept here; its worker, if it lives, is the router's until its requests
+have ended.  Knows nothing about requests.
 """
 
 from __future__ import annotations
@@ -19,12 +21,16 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from penstock.clock import Clock
 from penstock.config.base import host_and_port
+from penstock.errors import ConfigError
+from penstock.launch.members.interface import Member
 from penstock.types import WorkerId, WorkerState, is_older_incarnation, same_run
 from penstock.wire.codec import version_reason
 from penstock.wire.gateway_messages import Hello, WorkerReport
-from penstock.wire.supervisor_messages import SupervisorMessage, WorkerDown, WorkerUp
+from penstock.wire.supervisor_messages import SupervisorMessage, WorkerDown, WorkerRemoved, WorkerUp
 from penstock.wire.transport import AsyncLink
 
 log = logging.getLogger(__name__)
@@ -47,6 +53,18 @@ FIRST_NOTE_S = 1.0
 PROBE_VERSION_S = 0.5
 """A worker that has not answered for so long may be of another version: it is asked for it, too."""
 
+PROBED_AT_ONCE = 16
+"""Endpoints that are probed, and logged, at a time."""
+
+PROBE_PAUSE_S = 1.0
+"""From one such round to the next."""
+
+OPENED_PER_TICK = 64
+"""Links that are opened for discovery in one turn of the event loop: some milliseconds."""
+
+GREETINGS_PER_LINK = 256
+"""Hellos that may wait in a link for somebody who never connects.  Then it is opened anew."""
+
 LOST_S = 5.0
 """A worker that is silent for this long counts as dead until it reports again.  (The router suspects a worker with work
 much sooner.)"""
@@ -54,6 +72,10 @@ much sooner.)"""
 
 @dataclass(slots=True)
 class _Mailbox:
+    member: Member
+    added_at: float
+    up: WorkerUp | None = None  # as it was told last
+    greetings: int = 0  # sent over the link
     link: AsyncLink | None = None  # for discovery
     listener: asyncio.Task[None] | None = None  # of that link
     worker: WorkerId | None = None  # that reported last
@@ -62,6 +84,7 @@ class _Mailbox:
     lost: bool = True
     replaced: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED_RUNS))  # the latest ended runs
     strange: bool = False  # logged already
+    same: bool = False  # its worker has joined at another endpoint, as a host with two addresses does
     probed_at: float = float("-inf")
     noted: float = 0.0  # time of the last log line about it
     reason: str = "no answer yet"  # why no worker has joined
@@ -86,7 +109,6 @@ class RemoteWorkers:
 
     def __init__(
         self,
-        endpoints: Sequence[str],
         connect: Callable[[str], AsyncLink],
         tell: Callable[[SupervisorMessage], None],
         hello: Hello,
@@ -103,22 +125,54 @@ class RemoteWorkers:
         self._uses_mixed = uses_mixed
         self._hello = hello
         self._clock = clock
-        self._began = clock.now()
         self._beat_s = beat_s
-        self._mailboxes = {endpoint: _Mailbox() for endpoint in endpoints}
-        self._lost = set(endpoints)
+        self._mailboxes: dict[str, _Mailbox] = {}  # by endpoint
+        self._lost: set[str] = set()
         self._found: dict[WorkerId, str] = {}  # workers that are not lost, and where
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asking: asyncio.Task[None] | None = None
         self._ticked = clock.now()
         self._probe = probe
         self._probing: asyncio.Task[None] | None = None
-        for mailbox in self._mailboxes.values():
-            mailbox.noted = self._ticked - WAITING_NOTE_S + FIRST_NOTE_S
+        self._next_probes = float("-inf")
+
+    def set_members(self, members: Sequence[Member]) -> None:
+        """From now on workers are looked for at the endpoints of these, and nowhere else."""
+        wanted = {member.endpoint: member for member in members}
+        for endpoint in [endpoint for endpoint in self._mailboxes if endpoint not in wanted]:
+            self._remove(endpoint)
+        now = self._clock.now()
+        for endpoint, member in wanted.items():
+            mailbox = self._mailboxes.get(endpoint)
+            if mailbox is None:
+                noted = now - WAITING_NOTE_S + FIRST_NOTE_S
+                self._mailboxes[endpoint] = _Mailbox(member, added_at=now, noted=noted)
+                self._lost.add(endpoint)
+            elif mailbox.member != member:
+                mailbox.member = member
+                if mailbox.up is not None and not mailbox.lost and mailbox.up.labels != member.labels:
+                    mailbox.up = msgspec.structs.replace(mailbox.up, labels=member.labels)
+                    self._send(mailbox.up)
+
+    def _remove(self, endpoint: str) -> None:
+        mailbox = self._mailboxes.pop(endpoint)
+        self._lost.discard(endpoint)
+        self._hang_up(mailbox)
+        worker = mailbox.worker
+        if worker is not None and self._found.get(worker, endpoint) == endpoint:
+            self._found.pop(worker, None)
+            log.info("%s at %s is no longer a member", worker, mailbox.member.shown)
+            self._send(WorkerRemoved(worker=worker))
 
     def unjoined(self) -> list[tuple[str, str]]:
         """Endpoints where no worker has joined, each with the reason."""
-        return [(endpoint, self._mailboxes[endpoint].reason) for endpoint in sorted(self._lost)]
+        lost = [self._mailboxes[endpoint] for endpoint in sorted(self._lost)]
+        return [(mailbox.member.shown, mailbox.reason) for mailbox in lost if not mailbox.same]
+
+    @property
+    def expected(self) -> int:
+        """Number of endpoints where a worker has joined or is waited for."""
+        return len(self._found) + len(self.unjoined())
 
     @property
     def count(self) -> int:
@@ -156,7 +210,7 @@ class RemoteWorkers:
             await asyncio.sleep(self._beat_s)
 
     def on_report(self, endpoint: str, report: WorkerReport) -> None:
-        """Handle the report of a worker at ``endpoint``.  Endpoints that were not joined are ignored."""
+        """Handle the report of a worker at ``endpoint``.  Endpoints of no members are ignored."""
         mailbox = self._mailboxes.get(endpoint)
         if mailbox is None:
             return
@@ -170,10 +224,9 @@ class RemoteWorkers:
                 )
             mailbox.strange = True
             return
-        if self._found.get(report.worker, endpoint) != endpoint:
-            if not mailbox.strange:
-                log.warning("%s calls itself %s, as another does: give it another --name", endpoint, report.worker)
-            mailbox.strange = True
+        other = self._found.get(report.worker, endpoint)
+        if other != endpoint:
+            self._note_second(mailbox, report, other)
             return
         if self._is_late(mailbox, report):
             return
@@ -182,22 +235,34 @@ class RemoteWorkers:
             self._leave(endpoint, mailbox, "replaced")
             if mailbox.worker is not None and not same_run(report.incarnation, mailbox.incarnation):
                 mailbox.replaced.append(mailbox.incarnation)
-            self._send(
-                WorkerUp(
-                    worker=report.worker,
-                    incarnation=report.incarnation,
-                    role=report.role,
-                    pid=report.pid,
-                    endpoint=endpoint,
-                )
+            if mailbox.worker not in (None, report.worker) and mailbox.worker not in self._found:
+                self._send(WorkerRemoved(worker=mailbox.worker))  # nobody has its name now
+                mailbox.worker = None
+            mailbox.up = WorkerUp(
+                worker=report.worker,
+                incarnation=report.incarnation,
+                role=report.role,
+                pid=report.pid,
+                endpoint=endpoint,
+                labels=mailbox.member.labels,
             )
+            self._send(mailbox.up)
             # Only now: if the message could not be handled, the next report tries again.
             mailbox.worker, mailbox.incarnation = report.worker, report.incarnation
-            mailbox.lost = mailbox.strange = False
-            log.info("joined %s at %s", report.worker, endpoint)
+            mailbox.lost = mailbox.strange = mailbox.same = False
+            log.info("joined %s at %s", report.worker, mailbox.member.shown)
             self._found[report.worker] = endpoint
             self._lost.discard(endpoint)
             self._hang_up(mailbox)
+
+    def _note_second(self, mailbox: _Mailbox, report: WorkerReport, other: str) -> None:
+        """A worker that has joined at ``other`` reports here, or one of its name."""
+        mailbox.same = report.incarnation == self._mailboxes[other].incarnation
+        if not (mailbox.strange or mailbox.same):
+            log.warning(
+                "%s calls itself %s, as another does: give it another --name", mailbox.member.shown, report.worker
+            )
+        mailbox.strange = True
 
     def _is_late(self, mailbox: _Mailbox, report: WorkerReport) -> bool:
         """Whether the report is of a process that has been replaced: it can have waited on an old connection."""
@@ -219,35 +284,54 @@ class RemoteWorkers:
         for endpoint in silent:
             mailbox = self._mailboxes[endpoint]
             self._leave(endpoint, mailbox, f"silent for {now - mailbox.last_report_at:.1f} s")
+        opened = 0
         for endpoint in self._lost:
-            self._discover(endpoint, now)
+            opened += self._discover(endpoint, now, may_open=opened < OPENED_PER_TICK)
         due = [endpoint for endpoint in self._lost if now - self._mailboxes[endpoint].noted >= WAITING_NOTE_S]
-        if due and self._loop is not None and (self._probing is None or self._probing.done()):
-            self._probing = self._loop.create_task(self._note_waiting(sorted(due)))
+        idle = self._probing is None or self._probing.done()
+        if due and self._loop is not None and idle and now >= self._next_probes:
+            self._next_probes = now + PROBE_PAUSE_S
+            due.sort(key=lambda endpoint: (self._mailboxes[endpoint].noted, endpoint))
+            self._probing = self._loop.create_task(self._note_waiting(due[:PROBED_AT_ONCE]))
 
     async def _note_waiting(self, endpoints: list[str]) -> None:
         """Log why no worker has joined at these endpoints, which are probed at the same time."""
         reasons = await asyncio.gather(*(self._probe(endpoint) for endpoint in endpoints))
         for endpoint, reason in zip(endpoints, reasons, strict=True):
-            mailbox = self._mailboxes[endpoint]
+            mailbox = self._mailboxes.get(endpoint)
+            if mailbox is None:
+                continue
             mailbox.noted = self._clock.now()
             if endpoint in self._lost and not mailbox.strange:
                 version = mailbox.link.counters.other_version if mailbox.link is not None else 0
                 mailbox.reason = version_reason(version) if version else reason
-                log.warning("waiting for %s: %s", endpoint, mailbox.reason)
+                log.warning("waiting for %s: %s", mailbox.member.shown, mailbox.reason)
 
-    def _discover(self, endpoint: str, now: float) -> None:
+    def _discover(self, endpoint: str, now: float, *, may_open: bool) -> bool:
+        """Greet whoever is there.  Returns whether a link was opened for that."""
         mailbox = self._mailboxes[endpoint]
         if now - mailbox.probed_at < (STRANGE_PAUSE_S if mailbox.strange else 0.0):
-            return
-        mailbox.probed_at = now
+            return False
+        if mailbox.greetings >= GREETINGS_PER_LINK:
+            self._hang_up(mailbox)
+        opens = mailbox.link is None
         if mailbox.link is None:
-            mailbox.link = self._connect(endpoint)
+            if not may_open:
+                return False
+            try:
+                mailbox.link = self._connect(endpoint)
+            except ConfigError as error:  # this process may be out of sockets or descriptors for a while
+                mailbox.reason = str(error)
+                return False
+            mailbox.greetings = 0
             if self._loop is not None:
                 mailbox.listener = self._loop.create_task(self._listen(endpoint, mailbox.link))
+        mailbox.probed_at = now
+        mailbox.greetings += 1
         mailbox.link.send(self._hello)
-        if now - self._began > PROBE_VERSION_S:
+        if now - mailbox.added_at > PROBE_VERSION_S:
             mailbox.link.probe_version()
+        return opens
 
     def _hang_up(self, mailbox: _Mailbox) -> asyncio.Task[None] | None:
         """Close the discovery link; the task that listens to it ends by itself."""

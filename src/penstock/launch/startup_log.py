@@ -87,9 +87,10 @@ def _memory_line(plan: ServePlan) -> str:
     )
 
 
-def join_lines(endpoints: Iterable[str]) -> Iterator[str]:
-    """The endpoints of the workers on other hosts."""
-    yield f"no workers here; waiting for {', '.join(endpoints)} to join"
+def join_lines(endpoints: Iterable[str], members: str | None) -> Iterator[str]:
+    """Where the workers on other hosts are: at these endpoints, or where ``members`` says."""
+    where = ", ".join(endpoints) if members is None else f"those of {members}"
+    yield f"no workers here; waiting for {where} to join"
 
 
 def worker_lines(endpoint: str, model: str | None, keys: str, *, took: str) -> Iterator[str]:

@@ -65,7 +65,10 @@ class RouterAdmin:
             raise AssignmentTimeout(f"The worker '{worker}' cannot be reached now.")
         if duty is Duty.RESTART or not taken():
             await self._until(taken, worker)
-        return next(row for row in fleet.status_rows() if row["id"] == worker)
+        row = next((row for row in fleet.status_rows() if row["id"] == worker), None)
+        if row is None:  # it was forgotten meanwhile
+            raise UnknownWorker(worker[:128], ", ".join(sorted(filter(None, fleet.ids))) or "none")
+        return row
 
     def on_report(self) -> None:
         """Resolve what waits for this report."""

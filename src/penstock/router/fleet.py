@@ -59,6 +59,7 @@ class Fleet:
         self.states: list[WorkerState] = []
         self.reasons: list[str] = []  # why a slot is in its state, where that is known
         self.endpoints: list[str] = []
+        self.labels: list[Mapping[str, str]] = []  # as its members file has them
         self.pids: list[int] = []
         self.last_seen: list[float] = []  # when the worker last said anything
         self.progress_at: list[float] = []  # the last step or page of the worker, or its start
@@ -95,7 +96,9 @@ class Fleet:
     # --- what the supervisor says -----------------------------------------------------------------------------------
 
     def on_worker_up(self, message: WorkerUp, now: float) -> bool:
-        """A process was started, or one that was given up has spoken again.  False: nothing new.
+        """A process was started, was found at another endpoint, or had been given up and has spoken again.
+
+        False: nothing new, but perhaps other labels.
 
         Callers take the work of an earlier incarnation away first (``work``), since it is forgotten here.
         """
@@ -106,9 +109,11 @@ class Fleet:
             known = self.incarnations[slot]
             if is_older_incarnation(message.incarnation, known):
                 return False
+            moved = known == message.incarnation and self.endpoints[slot] != message.endpoint
             if (
-                not is_older_incarnation(known, message.incarnation) and not self._ended[slot]
+                not is_older_incarnation(known, message.incarnation) and not self._ended[slot] and not moved
             ):  # the same, or of another run
+                self.labels[slot] = message.labels if known == message.incarnation else self.labels[slot]
                 return False
         self._clear(slot)
         self.incarnations[slot] = message.incarnation
@@ -116,6 +121,7 @@ class Fleet:
         self.states[slot] = WorkerState.STARTING
         self.reasons[slot] = ""
         self.endpoints[slot] = message.endpoint
+        self.labels[slot] = message.labels
         self.pids[slot] = message.pid
         self.last_seen[slot] = now
         self.loads.mark_seen(slot, now)
@@ -150,6 +156,7 @@ class Fleet:
         self._vacant.append(slot)
         self._names = ()
         self.ids[slot], self.incarnations[slot], self.endpoints[slot] = WorkerId(""), 0, ""
+        self.labels[slot] = {}
         self.states[slot], self.reasons[slot], self._contexts[slot] = WorkerState.DEAD, "", None
         self.loads.rename_slot(slot, 0)
         return slot
@@ -207,6 +214,12 @@ class Fleet:
         self._clear_work(slot)
         self._changed()
         self.states[slot] = WorkerState.WEDGED
+        self.reasons[slot] = reason
+
+    def drain(self, slot: int, reason: str) -> None:
+        """Nothing more goes there until its reports say ``READY``; what it has stays."""
+        self._changed()
+        self.states[slot] = WorkerState.DRAINING
         self.reasons[slot] = reason
 
     def quarantine(self, slot: int, reason: str) -> None:
@@ -452,6 +465,8 @@ class Fleet:
             row["kv_tiers"] = tier_rows(counters)
             row["local_prefill"] = report.local_prefill
             row["ranks"] = [msgspec.structs.asdict(rank) for rank in report.ranks]
+        if self.labels[slot]:
+            row["labels"] = dict(self.labels[slot])
         if self.reasons[slot]:
             row["reason"] = self.reasons[slot]
         return row
@@ -477,6 +492,7 @@ class Fleet:
         self.states.append(WorkerState.STARTING)
         self.reasons.append("")
         self.endpoints.append("")
+        self.labels.append({})
         self.pids.append(0)
         self.last_seen.append(0.0)
         self.reports.append(None)

@@ -90,6 +90,9 @@ _LATE_S = 0.25  # a tick later than this means that we did not listen, not that 
 REMOVAL_INTERVAL_S = 10.0
 """Between two searches for lost workers to remove."""
 
+NO_MEMBER = "no longer a member"
+"""The reason of a worker that gets no new requests because it is to be forgotten."""
+
 MAX_REFUSALS = 16
 """Requests that a worker may return in a row, for reasons of its own, before it is removed from routing."""
 
@@ -123,6 +126,7 @@ class WorkerHealth:
         self._quarantine = quarantine
         self._pinned = PinnedModel(config.failover.pin_model_s, follows_upgrades=config.allow_model_upgrade)
         self._foreign: dict[WorkerId, int] = {}  # incarnations of which it was logged that they are
+        self._leaving: set[WorkerId] = set()  # no members any more, with requests that have not ended yet
         self._task = config.task
         self._resubmitted: dict[tuple[WorkerId, int], tuple[Sequence[RequestId], float]] = {}
         self.refusals: dict[WorkerId, int] = {}  # given back in a row, by workers that wrote no token meanwhile
@@ -139,6 +143,13 @@ class WorkerHealth:
         """A worker process was started; an earlier incarnation of it is over."""
         fleet = self._fleet
         slot = fleet.slot(message.worker)
+        if message.worker in self._leaving:
+            self._leaving.discard(message.worker)  # it is a member again, or the name is another's now
+            if slot is not None and fleet.incarnations[slot] != message.incarnation:
+                known = fleet.incarnations[slot]
+                self.on_worker_down(
+                    WorkerDown(worker=message.worker, incarnation=known, state=WorkerState.DEAD, reason="replaced")
+                )
         earlier = (fleet.incarnations[slot], fleet.requests_at(slot)) if slot is not None else (0, ())
         if not fleet.on_worker_up(message, now):
             return
@@ -202,6 +213,32 @@ class WorkerHealth:
             )
         )
 
+    def on_worker_removed(self, worker: WorkerId) -> None:
+        """A worker is no longer a member: it gets no new requests, and is forgotten when those that it has have ended.
+
+        Should it die before, it is found silent with requests, which then continue elsewhere.
+        """
+        slot = self._fleet.slot(worker)
+        if slot is None:
+            return
+        self._leaving.add(worker)
+        if self._fleet.states[slot] is WorkerState.READY:
+            self._fleet.drain(slot, NO_MEMBER)
+        self._forget_idle_leavers()
+
+    def _forget_idle_leavers(self) -> None:
+        fleet = self._fleet
+        for worker in tuple(self._leaving):
+            slot = fleet.slot(worker)
+            if slot is None or fleet.requests_at(slot):
+                continue
+            known = fleet.incarnations[slot]
+            down = WorkerDown(worker=worker, incarnation=known, state=WorkerState.DEAD, reason=NO_MEMBER)
+            fleet.on_worker_down(down)
+            self._links.close_link(worker)
+            self._forget(worker)
+            log_event(log, logging.INFO, "worker is forgotten", worker=worker, reason=NO_MEMBER)
+
     # --- workers ----------------------------------------------------------------------------------------------------
 
     def on_report(self, report: WorkerReport, now: float) -> bool:
@@ -213,8 +250,13 @@ class WorkerHealth:
         foreign = self._pinned.is_foreign(report.identity)
         if foreign and report.state in (WorkerState.READY, WorkerState.QUARANTINED):
             report = msgspec.structs.replace(report, state=WorkerState.FOREIGN)
+        leaves = report.worker in self._leaving
+        if leaves and report.state is WorkerState.READY:
+            report = msgspec.structs.replace(report, state=WorkerState.DRAINING)
         if not self._fleet.on_report(report, now):
             return False
+        if leaves and slot is not None:
+            self._fleet.set_reason(slot, NO_MEMBER)
         if foreign:
             self._mark_foreign(report)
         if slot is not None:
@@ -292,6 +334,7 @@ class WorkerHealth:
         }
         self._links.send_heartbeats(self._hello, awaited, lacking, resting)
         self._prefixes.sweep()
+        self._forget_idle_leavers()
         self._remove_gone_workers(now)
         for slot in list(fleet.silent_slots(now, self._failover.silence_s, self._failover.overrun)):
             quiet, work = now - fleet.last_seen[slot], fleet.requests_at(slot)
@@ -306,13 +349,21 @@ class WorkerHealth:
             return
         self._next_removal = now + min(REMOVAL_INTERVAL_S, self._failover.forget_s)
         for worker in self._fleet.gone_workers(now, self._failover.forget_s):
-            slot = self._fleet.remove_worker(worker)
-            if slot is not None:
-                self._prefixes.remove_worker(slot)
-            self._quarantine.remove(worker)
-            self._resubmitted = {place: what for place, what in self._resubmitted.items() if place[0] != worker}
-            self._metrics.remove_worker(worker)
+            self._forget(worker)
             log.info("%s has been gone for %g s and is forgotten", worker, self._failover.forget_s)
+
+    def _forget(self, worker: WorkerId) -> None:
+        """Remove a worker that has ended, and all that is known of it."""
+        slot = self._fleet.remove_worker(worker)
+        if slot is not None:
+            self._prefixes.remove_worker(slot)
+        self._leaving.discard(worker)
+        self._unconnected.pop(worker, None)
+        self.refusals.pop(worker, None)
+        self._foreign.pop(worker, None)
+        self._quarantine.remove(worker)
+        self._resubmitted = {place: what for place, what in self._resubmitted.items() if place[0] != worker}
+        self._metrics.remove_worker(worker)
 
     def no_workers_reason(self, now: float) -> str | None:
         """Why waiting is useless: all workers that could serve have been gone for ``no_path_s``.  None: it is not."""

@@ -236,7 +236,8 @@ class PrefixIndex:
         self._apply(slot, followed, events)
         followed.part = events.part + 1
         if followed.part == events.parts:
-            followed.part, followed.whole = None, True
+            # What was told to nobody, because there was no owner for it, is asked for again.
+            followed.part, followed.whole = None, followed.owner is not None
 
     def _apply(self, slot: int, followed: _Followed, events: KvEvents) -> None:
         """Each owner has what the ones before it have, and one tier more."""

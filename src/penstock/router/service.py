@@ -47,7 +47,14 @@ from penstock.wire.gateway_messages import (
     Tokens,
     WorkerReport,
 )
-from penstock.wire.supervisor_messages import ServiceDraining, SupervisorMessage, SuspectWorker, WorkerDown, WorkerUp
+from penstock.wire.supervisor_messages import (
+    ServiceDraining,
+    SupervisorMessage,
+    SuspectWorker,
+    WorkerDown,
+    WorkerRemoved,
+    WorkerUp,
+)
 
 PREFILL_ROLES = (Role.PREFILL, Role.BOTH)
 
@@ -316,6 +323,8 @@ class RouterService:
             self._health.on_worker_up(message, now)
         elif isinstance(message, WorkerDown):
             self._health.on_worker_down(message)
+        elif isinstance(message, WorkerRemoved):
+            self._health.on_worker_removed(message.worker)
         elif isinstance(message, ServiceDraining):
             self._draining = True
 

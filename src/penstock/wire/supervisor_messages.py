@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+
 from penstock.types import (
     Incarnation,
     Name,
@@ -9,6 +13,14 @@ from penstock.types import (
     WorkerState,
 )
 from penstock.wire.gateway_messages import AnyWorker, Pid, ReasonText, WireMessage
+
+MAX_LABELS = 32
+
+Labels = Annotated[
+    dict[Annotated[str, msgspec.Meta(min_length=1, max_length=128)], Annotated[str, msgspec.Meta(max_length=256)]],
+    msgspec.Meta(max_length=MAX_LABELS),
+]
+"""What an operator calls a worker, as {"zone": "a"}; shown, and not interpreted."""
 
 
 class WorkerUp(WireMessage, frozen=True, kw_only=True, tag="worker_up"):
@@ -19,6 +31,7 @@ class WorkerUp(WireMessage, frozen=True, kw_only=True, tag="worker_up"):
     role: Role
     pid: Pid
     endpoint: Name
+    labels: Labels = msgspec.field(default_factory=dict)
 
 
 class WorkerDown(WireMessage, frozen=True, kw_only=True, tag="worker_down"):
@@ -29,6 +42,13 @@ class WorkerDown(WireMessage, frozen=True, kw_only=True, tag="worker_down"):
     state: WorkerState
     reason: ReasonText
     fault: bool = False  # of what it did: it crashed, hung or ran out of memory, and was not ended from outside
+
+
+class WorkerRemoved(WireMessage, frozen=True, kw_only=True, tag="worker_removed"):
+    """The worker is no longer a member of the service: it gets no new requests, and is forgotten when those that it has
+    have ended."""
+
+    worker: AnyWorker
 
 
 class ServiceDraining(WireMessage, frozen=True, kw_only=True, tag="draining"):
@@ -55,4 +75,4 @@ class UnloadModel(WireMessage, frozen=True, kw_only=True, tag="unload_model"):
     worker: AnyWorker
 
 
-SupervisorMessage = WorkerUp | WorkerDown | ServiceDraining | SuspectWorker | LoadModel | UnloadModel
+SupervisorMessage = WorkerUp | WorkerDown | WorkerRemoved | ServiceDraining | SuspectWorker | LoadModel | UnloadModel

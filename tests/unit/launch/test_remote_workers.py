@@ -8,23 +8,37 @@ from collections.abc import AsyncIterator
 import pytest
 
 from penstock.clock import VirtualClock
-from penstock.launch.remote_workers import LOST_S, RemoteWorkers
+from penstock.errors import ConfigError
+from penstock.launch.members.interface import Member
+from penstock.launch.remote_workers import (
+    GREETINGS_PER_LINK,
+    LOST_S,
+    OPENED_PER_TICK,
+    PROBE_PAUSE_S,
+    PROBED_AT_ONCE,
+    RemoteWorkers,
+)
 from penstock.router.fleet import Fleet
 from penstock.types import RESTART_BITS, ModelIdentity, Role, WorkerId, WorkerState
 from penstock.wire.codec import PROTOCOL_VERSION, PeerMessage, version_reason
 from penstock.wire.gateway_messages import Hello, WorkerReport
 from penstock.wire.in_memory import InMemoryHub
-from penstock.wire.supervisor_messages import SupervisorMessage, WorkerDown, WorkerUp
+from penstock.wire.supervisor_messages import SupervisorMessage, WorkerDown, WorkerRemoved, WorkerUp
 from penstock.wire.transport import Received, WireCounters
 
 A, B = "tcp://a:1", "tcp://b:1"
 BEAT_S = 0.25
 
 
+def members_at(*endpoints: str) -> list[Member]:
+    return [Member(name=endpoint, endpoint=endpoint) for endpoint in endpoints]
+
+
 class Line:
     """A link that only counts."""
 
     speaks = 0
+    closed = False
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
@@ -44,7 +58,7 @@ class Line:
         return True
 
     def close(self) -> None:
-        return None
+        self.closed = True
 
 
 class OldLine(Line):
@@ -71,12 +85,12 @@ class Town:
     def __init__(self, *, mixed: bool = False) -> None:
         self.clock = VirtualClock(1000.0)
         self.told: list[SupervisorMessage] = []
+        self.removed: list[str] = []
         self.fleet = Fleet()
         self.lines: list[Line] = []
         hello = Hello(gateway="gateway-0-join", incarnation=1)
-        self.joined = RemoteWorkers(
-            [A, B], self._connect, self._tell, hello, clock=self.clock, beat_s=BEAT_S, uses_mixed=mixed
-        )
+        self.joined = RemoteWorkers(self._connect, self._tell, hello, clock=self.clock, beat_s=BEAT_S, uses_mixed=mixed)
+        self.joined.set_members(members_at(A, B))
 
     def _connect(self, endpoint: str) -> Line:
         self.lines.append(Line(endpoint))
@@ -85,9 +99,11 @@ class Town:
     def _tell(self, message: SupervisorMessage) -> None:
         self.told.append(message)
         if isinstance(message, WorkerUp):
-            assert self.fleet.on_worker_up(message, self.clock.now())
+            assert self.fleet.on_worker_up(message, self.clock.now()) or message.labels
         elif isinstance(message, WorkerDown):
             assert self.fleet.on_worker_down(message)
+        elif isinstance(message, WorkerRemoved):
+            self.removed.append(message.worker)
 
     def report(self, endpoint: str, worker: str, incarnation: int) -> None:
         report = report_of(worker, incarnation=incarnation)
@@ -220,7 +236,8 @@ async def test_who_does_not_answer_is_named_with_the_reason_again_and_again(capl
 
     hello = Hello(gateway="gateway-0", incarnation=1, discovery=True)
     told: list[SupervisorMessage] = []
-    joined = RemoteWorkers([A, B], Line, told.append, hello, clock=clock, beat_s=3600.0, probe=probe)
+    joined = RemoteWorkers(Line, told.append, hello, clock=clock, beat_s=3600.0, probe=probe)
+    joined.set_members(members_at(A, B))
     joined.start()
     joined.on_report(B, report_of("d"))
     for _ in range(100):
@@ -248,7 +265,8 @@ async def test_an_error_in_telling_does_not_end_the_listening() -> None:
             raise OSError(24, "Too many open files")
 
     hello = Hello(gateway="g-join", incarnation=1)
-    joined = RemoteWorkers(["memory://w"], hub.connect_async, tell, hello, clock=clock, beat_s=3600.0)
+    joined = RemoteWorkers(hub.connect_async, tell, hello, clock=clock, beat_s=3600.0)
+    joined.set_members(members_at("memory://w"))
     joined.start()
     await asyncio.sleep(0)
     for _ in range(2):
@@ -267,7 +285,8 @@ async def test_a_worker_of_another_version_is_named_with_both_versions(caplog: p
 
     clock = VirtualClock(1000.0)
     hello = Hello(gateway="gateway-0", incarnation=1, discovery=True)
-    joined = RemoteWorkers([A], OldLine, lambda _message: None, hello, clock=clock, beat_s=3600.0, probe=probe)
+    joined = RemoteWorkers(OldLine, lambda _message: None, hello, clock=clock, beat_s=3600.0, probe=probe)
+    joined.set_members(members_at(A))
     joined.start()
     for _ in range(8):
         clock.advance(BEAT_S)
@@ -277,4 +296,146 @@ async def test_a_worker_of_another_version_is_named_with_both_versions(caplog: p
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert f"speaks protocol version 3, this one {PROTOCOL_VERSION}" in line
     assert joined.unjoined() == [(A, version_reason(3))]
+    await joined.close()
+
+
+# --- members come and go ----------------------------------------------------------------------------------------------
+
+
+def test_a_member_that_comes_is_greeted_with_the_next_heartbeat(town: Town) -> None:
+    town.joined.set_members(members_at(A, B, "tcp://c:1"))
+    town.pass_time(BEAT_S)
+    assert [line.endpoint for line in town.lines].count("tcp://c:1") == 1
+    town.report("tcp://c:1", "w", 5)
+    assert town.news() == [("up", "w", 5)]
+    assert (town.joined.count, town.joined.expected) == (1, 3)
+
+
+def test_a_member_that_goes_takes_its_worker_along(town: Town) -> None:
+    town.pass_time(BEAT_S)
+    town.report(A, "d", 5)
+    town.joined.set_members(members_at(B))
+    assert town.removed == ["d"]
+    assert [endpoint for endpoint, _ in town.joined.unjoined()] == [B]
+    town.joined.on_report(A, report_of("d"))  # it still reports, as requests of this gateway go on there
+    assert town.news() == [("up", "d", 5)]
+    assert town.joined.count == 0
+
+
+def test_nobody_is_taken_away_where_nobody_was(town: Town) -> None:
+    town.pass_time(BEAT_S)
+    town.joined.set_members([])
+    assert town.removed == []
+    assert all(line.closed for line in town.lines)
+    town.pass_time(1.0)
+    assert len(town.lines) == 2, "nobody is greeted any more"
+
+
+def test_the_name_of_a_member_that_goes_is_free(town: Town) -> None:
+    town.report(A, "d", 5)
+    town.joined.on_report(B, report_of("d", incarnation=9 << RESTART_BITS))
+    assert town.news() == [("up", "d", 5)]
+    town.joined.set_members(members_at(B))
+    assert town.removed == ["d"]
+    town.joined.on_report(B, report_of("d", incarnation=5))
+    assert town.joined.count == 1
+
+
+def test_a_worker_that_has_moved_is_not_taken_away_with_its_old_endpoint(town: Town) -> None:
+    town.report(A, "d", 5)
+    town.pass_time(LOST_S + 2 * BEAT_S)
+    town.report(B, "d", 6)
+    town.joined.set_members(members_at(B))
+    assert town.removed == []
+    assert town.joined.count == 1
+
+
+def test_another_worker_at_an_endpoint_ends_what_was_known_of_the_first(town: Town) -> None:
+    """As when a pod gets the address of an earlier one."""
+    town.report(A, "pod-1", 5)
+    town.report(A, "pod-2", 5)
+    assert [kind for kind, *_ in town.news()] == ["up", "down", "up"]
+    assert town.removed == ["pod-1"]
+
+
+def test_a_worker_with_two_addresses_is_used_at_one(town: Town, caplog: pytest.LogCaptureFixture) -> None:
+    """As a pod with an A and an AAAA record: nobody has to be given another name."""
+    town.report(A, "d", 5)
+    town.joined.on_report(B, report_of("d", incarnation=5))
+    assert town.news() == [("up", "d", 5)]
+    assert "--name" not in caplog.text
+    assert town.joined.unjoined() == []
+    assert (town.joined.count, town.joined.expected) == (1, 1)
+    town.joined.set_members(members_at(B))
+    town.joined.on_report(B, report_of("d", incarnation=5))
+    assert [message.endpoint for message in town.told if isinstance(message, WorkerUp)] == [B]
+
+
+def test_labels_are_told_when_they_change(town: Town) -> None:
+    town.report(A, "d", 5)
+    town.joined.set_members([Member(name="w", endpoint=A, labels={"zone": "a"})])
+    assert [message.labels for message in town.told if isinstance(message, WorkerUp)] == [{}, {"zone": "a"}]
+    assert town.fleet.status_rows()[0]["labels"] == {"zone": "a"}
+    town.told.clear()
+    town.joined.set_members([Member(name="w", endpoint=A, labels={"zone": "a"})])
+    assert town.told == []
+
+
+def test_a_member_is_called_by_its_name_until_it_joins(town: Town) -> None:
+    town.joined.set_members([Member(name="w", endpoint=A)])
+    assert town.joined.unjoined() == [("w (tcp://a:1)", "no answer yet")]
+
+
+def test_what_waits_in_a_link_for_somebody_who_never_comes_is_bounded(town: Town) -> None:
+    town.joined.set_members(members_at(A))
+    town.pass_time(BEAT_S * (2 * GREETINGS_PER_LINK + 1))
+    at_a = [line for line in town.lines if line.endpoint == A]
+    assert [len(line.sent) for line in at_a] == [GREETINGS_PER_LINK, GREETINGS_PER_LINK, 1]
+    assert [line.closed for line in at_a] == [True, True, False]
+
+
+def test_thousands_of_members_are_greeted_in_several_turns(town: Town) -> None:
+    town.joined.set_members(members_at(*(f"tcp://w{number}:1" for number in range(3000))))
+    town.joined.tick()
+    assert len(town.lines) == OPENED_PER_TICK
+    town.pass_time(BEAT_S * 3000 / OPENED_PER_TICK)
+    assert len(town.lines) == 3000
+
+
+def test_a_link_that_cannot_be_opened_holds_up_no_other(town: Town) -> None:
+    connect = town.joined._connect
+
+    def refuse(endpoint: str) -> Line:
+        if endpoint == A:
+            raise ConfigError("cannot open a socket")
+        return connect(endpoint)
+
+    town.joined._connect = refuse
+    town.joined.tick()
+    assert [line.endpoint for line in town.lines] == [B]
+    assert dict(town.joined.unjoined())[A] == "cannot open a socket"
+
+
+async def test_of_many_members_that_do_not_answer_some_at_a_time_are_probed() -> None:
+    clock, probed = VirtualClock(1000.0), list[str]()
+
+    async def probe(endpoint: str) -> str:
+        probed.append(endpoint)
+        return "connection refused"
+
+    joined = RemoteWorkers(
+        Line, lambda _message: None, Hello(gateway="g", incarnation=1), clock=clock, beat_s=3600.0, probe=probe
+    )
+    joined.set_members(members_at(*(f"tcp://w{number}:1" for number in range(100))))
+    joined.start()
+    counts = []
+    for _ in range(12):
+        clock.advance(PROBE_PAUSE_S)
+        joined.tick()
+        for _ in range(8):
+            await asyncio.sleep(0)
+        counts.append(len(probed))
+    assert counts[:3] == [PROBED_AT_ONCE, 2 * PROBED_AT_ONCE, 3 * PROBED_AT_ONCE]
+    assert set(probed) == {f"tcp://w{number}:1" for number in range(100)}
+    joined.set_members([])  # while the probes of a round are on their way
     await joined.close()

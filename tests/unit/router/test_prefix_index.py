@@ -283,3 +283,18 @@ def test_a_worker_for_which_there_was_no_room_is_followed_when_there_is():
     assert [index.needs_snapshot(slot, 10.0) for slot in range(3)] == [True, True, False]
     index.remove_worker(0)
     assert index.needs_snapshot(2, 12.0)
+
+
+def test_a_worker_that_told_of_its_cache_when_there_was_no_room_is_asked_again_when_there_is():
+    """Every new link asks for the whole cache at once; what came then was told to nobody."""
+    index = PrefixIndex(max_workers=1)
+    for slot in range(2):
+        index.add_worker(slot, 1)
+    index.on_kv_events(1, told(1, chain(5), part=0, parts=1))
+    assert hits(index, chain(5), 2) == [0, 0]
+    assert not index.needs_snapshot(1, 10.0)
+    index.remove_worker(0)
+    assert index.needs_snapshot(1, 12.0)
+    index.on_kv_events(1, told(1, chain(5), part=0, parts=1))
+    assert hits(index, chain(5), 2) == [0, 5]
+    assert not index.needs_snapshot(1, 20.0)

@@ -1,0 +1,102 @@
+"""Members in a JSON file, which is read again and again::
+
+    {"members": [{"name": "worker-0", "endpoint": "tcp://10.0.0.1:9000", "labels": {"zone": "a"}}]}
+
+Who writes the file need not replace it atomically: while it is missing, half written or invalid, the last good set
+stays in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from penstock.config.limits import MembershipConfig
+from penstock.errors import ConfigError
+from penstock.launch.members.daemon_thread import call_in_daemon_thread
+from penstock.launch.members.interface import Member, MembersHandler, MembersProblem, check_tcp_endpoint
+
+log = logging.getLogger(__name__)
+
+
+class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    members: tuple[Member, ...]
+
+
+def parse_members(raw: bytes, limits: MembershipConfig) -> tuple[Member, ...]:
+    """The members of a file's content.  Raises ConfigError in one line."""
+    if len(raw) > limits.max_members_bytes:
+        raise ConfigError(f"more than max_members_bytes, {limits.max_members_bytes}")
+    try:
+        members = msgspec.json.decode(raw, type=_Content).members
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(str(error).replace("\n", " ")) from None
+    if len(members) > limits.max_members:
+        raise ConfigError(f"{len(members)} members; at most max_members, {limits.max_members}, are used")
+    for number, member in enumerate(members):
+        check_tcp_endpoint(member.endpoint, f"members[{number}].endpoint")
+    for what, given in (("name", [m.name for m in members]), ("endpoint", [m.endpoint for m in members])):
+        text, times = Counter(given).most_common(1)[0] if given else ("", 0)
+        if times > 1:
+            raise ConfigError(f"{times} members have the {what} {text!r}")
+    return members
+
+
+class FileMembers:
+    """``interface.Members`` of a file.  A problem is logged once, and its end, too."""
+
+    def __init__(self, path: Path, limits: MembershipConfig) -> None:
+        self._path = path
+        self._limits = limits
+        self._raw: bytes | None = None  # that was read last
+        self._problem: str | None = None
+
+    async def watch(self, tell: MembersHandler) -> None:
+        self._raw = None
+        while True:
+            members = self._parse(await call_in_daemon_thread(self._read, name="members file"))
+            if members is not None:
+                tell(members)
+            await asyncio.sleep(self._limits.file_poll_s)
+
+    def problems(self) -> Sequence[MembersProblem]:
+        return () if self._problem is None else ((str(self._path), self._problem),)
+
+    def _read(self) -> bytes | OSError:
+        """Blocks, on a network file system perhaps for long."""
+        try:
+            with self._path.open("rb") as file:
+                return file.read(self._limits.max_members_bytes + 1)
+        except OSError as error:
+            return error
+
+    def _parse(self, found: bytes | OSError) -> tuple[Member, ...] | None:
+        """The members, if they are others than those that were read last."""
+        if isinstance(found, OSError):
+            self._raw = None
+            self._note((found.strerror or str(found)).lower())
+            return None
+        if found == self._raw:
+            return None
+        self._raw = found
+        try:
+            members = parse_members(found, self._limits)
+        except ConfigError as error:
+            self._note(str(error))
+            return None
+        self._note(None)
+        return members
+
+    def _note(self, problem: str | None) -> None:
+        if problem == self._problem:
+            return
+        self._problem = problem
+        if problem is None:
+            log.info("the members in %s are read again", self._path)
+        else:
+            log.warning("members are not read from %s, the last good ones stay: %s", self._path, problem)

@@ -1,0 +1,77 @@
+"""The port through which a gateway learns where workers may be.
+
+Members say where to look.  Whether a worker is there, which one, and whether it lives is found out by messages
+(``launch.remote_workers``), so a wrong answer harms nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Annotated, Protocol, TypeAlias
+
+import msgspec
+
+from penstock.errors import ConfigError
+from penstock.wire.supervisor_messages import Labels
+from penstock.wire.zeromq import check_endpoint
+
+MAX_NAME_CHARS = 253
+MAX_ENDPOINT_CHARS = 300
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A place where a worker may be.  ``name`` is for people; the worker itself says what it is called."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+    endpoint: Annotated[str, msgspec.Meta(max_length=MAX_ENDPOINT_CHARS)]  # tcp://HOST:PORT
+    labels: Labels = msgspec.field(default_factory=dict)
+
+    @property
+    def shown(self) -> str:
+        """Its name and its endpoint, or only that if it has no other name."""
+        return self.endpoint if self.name == self.endpoint else f"{self.name} ({self.endpoint})"
+
+
+MembersHandler: TypeAlias = Callable[[Sequence[Member]], None]
+"""Called with all members that there are now."""
+
+MembersProblem: TypeAlias = tuple[str, str]
+"""What could not be read or resolved, and why."""
+
+
+class Members(Protocol):
+    """A source of members."""
+
+    async def watch(self, tell: MembersHandler) -> None:
+        """Call ``tell`` with the first known set and after each change, until cancelled."""
+        ...
+
+    def problems(self) -> Sequence[MembersProblem]:
+        """What is wrong now.  The last good set stays in use meanwhile."""
+        ...
+
+
+class StaticMembers:
+    """Members that never change, such as those of ``penstock serve --join``."""
+
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        self._members = tuple(Member(name=endpoint, endpoint=endpoint) for endpoint in dict.fromkeys(endpoints))
+
+    async def watch(self, tell: MembersHandler) -> None:
+        tell(self._members)
+        await asyncio.get_running_loop().create_future()
+
+    def problems(self) -> Sequence[MembersProblem]:
+        return ()
+
+
+def check_tcp_endpoint(endpoint: str, source: str) -> None:
+    """Raises ConfigError, which begins with ``source``, unless this is ``tcp://HOST:PORT`` to connect to."""
+    try:
+        check_endpoint(endpoint)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not endpoint.startswith("tcp://") or host.startswith("*") or int(port) == 0 or ";" in host or "/" in host:
+        raise ConfigError(f"{source}: {endpoint}: expected tcp://HOST:PORT")

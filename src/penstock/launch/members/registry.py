@@ -1,0 +1,62 @@
+"""``--members KIND:...``: the table of kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.clock import Clock
+from penstock.config.limits import MembershipConfig
+from penstock.errors import ConfigError
+from penstock.launch.members.dns import DnsMembers, srv_look_up
+from penstock.launch.members.file import FileMembers
+from penstock.launch.members.interface import Members, StaticMembers
+from penstock.launch.members.nats import NatsMembers
+from penstock.launch.members.resolver import ResolvedMembers, WatchedName, is_numeric, system_look_up
+
+MakeMembers = Callable[[str, MembershipConfig, Clock], Members]
+"""Called with what stands after the kind's colon.  Raises ConfigError."""
+
+KINDS_TEXT = "file:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME, or nats:URL/BUCKET"
+
+
+def open_members(text: str, limits: MembershipConfig, clock: Clock) -> Members:
+    """The members that ``--members`` names.  Raises ConfigError in one line; looks at no file and no network."""
+    kind, _, rest = text.partition(":")
+    make = _KINDS.get(kind)
+    if make is None or not rest:
+        raise ConfigError(f"--members {text}: expected {KINDS_TEXT}")
+    return make(rest, limits, clock)
+
+
+def joined_members(endpoints: tuple[str, ...], limits: MembershipConfig, clock: Clock) -> Members:
+    """The members of ``--join``."""
+    return ResolvedMembers(StaticMembers(endpoints), limits, clock)
+
+
+def _file(path: str, limits: MembershipConfig, clock: Clock) -> Members:
+    return ResolvedMembers(FileMembers(Path(path).expanduser().absolute(), limits), limits, clock)
+
+
+def _dns(name: str, limits: MembershipConfig, clock: Clock) -> Members:
+    if name.startswith("_"):
+        return _srv(name, limits, clock)
+    host, colon, port = name.rpartition(":")
+    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16) or ":" in host:
+        raise ConfigError(f"--members dns:{name}: expected dns:NAME:PORT, or dns:_SERVICE._tcp.NAME for SRV records")
+    if is_numeric(host):
+        raise ConfigError(f"--members dns:{name}: this is an address; use --join tcp://{name}")
+    return DnsMembers(WatchedName(f"dns:{name}", system_look_up(host, int(port)), limits, clock), limits.max_members)
+
+
+def _srv(name: str, limits: MembershipConfig, clock: Clock) -> Members:
+    if ":" in name:
+        raise ConfigError(f"--members dns:{name}: SRV records have ports of their own; leave out the last part")
+    return DnsMembers(WatchedName(f"dns:{name}", srv_look_up(name, limits), limits, clock), limits.max_members)
+
+
+def _nats(text: str, limits: MembershipConfig, clock: Clock) -> Members:
+    return ResolvedMembers(NatsMembers(text, limits, clock), limits, clock)
+
+
+_KINDS: dict[str, MakeMembers] = {"file": _file, "dns": _dns, "nats": _nats}

@@ -1,0 +1,107 @@
+"""A members file: what it may say, and that what it may not say changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from penstock.config.limits import MembershipConfig
+from penstock.errors import ConfigError
+from penstock.launch.members.file import FileMembers, parse_members
+from penstock.launch.members.interface import Member
+
+LIMITS = MembershipConfig(max_members=3, max_members_bytes=600, file_poll_s=0.01)
+
+
+def content(*members: str) -> bytes:
+    return f'{{"members": [{", ".join(members)}]}}'.encode()
+
+
+ONE = '{"name": "w0", "endpoint": "tcp://10.0.0.1:9000", "labels": {"zone": "a"}}'
+OTHER = '{"name": "w1", "endpoint": "tcp://[fd00::1]:9000"}'
+
+
+def test_members_have_a_name_an_endpoint_and_labels() -> None:
+    assert parse_members(content(ONE, OTHER), LIMITS) == (
+        Member(name="w0", endpoint="tcp://10.0.0.1:9000", labels={"zone": "a"}),
+        Member(name="w1", endpoint="tcp://[fd00::1]:9000"),
+    )
+    assert parse_members(content(), LIMITS) == ()
+
+
+@pytest.mark.parametrize(
+    ("raw", "because"),
+    [
+        (b"", "truncated"),
+        (content(ONE)[:-9], "truncated"),
+        (b"\xff" * 9, "malformed"),
+        (b"[]", "Expected `object`"),
+        (b"{}", "missing required field `members`"),
+        (b"[" * 599, "Expected `object`, got `array`"),
+        (content('{"name": "w", "endpont": "tcp://a:1"}'), "unknown field `endpont` - at `$.members[0]`"),
+        (b'{"members": [], "model": "x"}', "unknown field `model`"),
+        (content('{"name": "", "endpoint": "tcp://a:1"}'), "length >= 1"),
+        (content('{"name": "w", "endpoint": "a:1"}'), "members[0].endpoint: 'a:1' is not an endpoint"),
+        (content('{"name": "w", "endpoint": "ipc://@a"}'), "expected tcp://HOST:PORT"),
+        (content('{"name": "w", "endpoint": "tcp://*:1"}'), "expected tcp://HOST:PORT"),
+        (content('{"name": "w", "endpoint": "tcp://a:0"}'), "expected tcp://HOST:PORT"),
+        (content('{"name": "w", "endpoint": "tcp://a;b:1"}'), "expected tcp://HOST:PORT"),
+        (content('{"name": "w", "endpoint": "tcp://a:1", "labels": {"a": 1}}'), "Expected `str`"),
+        (content(ONE, ONE), "2 members have the name 'w0'"),
+        (content(ONE, ONE.replace("w0", "w1")), "2 members have the endpoint 'tcp://10.0.0.1:9000'"),
+        (content(*(f'{{"name": "{n}", "endpoint": "tcp://a:{n}"}}' for n in range(1, 5))), "at most max_members"),
+        (content('{"name": "%s", "endpoint": "tcp://a:1"}' % ("w" * 600)), "max_members_bytes, 600"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(raw: bytes, because: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_members(raw, LIMITS)
+    assert because in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_file_that_is_missing_or_broken_changes_nothing_and_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "members.json"
+    source, told = FileMembers(path, LIMITS), asyncio.Queue[list[str]]()
+    watching = asyncio.create_task(source.watch(lambda members: told.put_nowait([m.name for m in members])))
+
+    async def problem_with(words: str) -> None:
+        async with asyncio.timeout(30):
+            while not (source.problems() and words in source.problems()[0][1]):  # noqa: ASYNC110
+                await asyncio.sleep(LIMITS.file_poll_s)
+
+    await problem_with("no such file")
+    path.write_bytes(content(ONE))
+    assert await told.get() == ["w0"]
+    assert source.problems() == ()
+    path.write_bytes(content(ONE)[:30])
+    await problem_with("truncated")
+    path.unlink()
+    await problem_with("no such file")
+    path.write_bytes(content(ONE, OTHER))
+    assert await told.get() == ["w0", "w1"]
+    assert told.empty()
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == 3, warned
+    assert f"members are not read from {path}, the last good ones stay: no such file" in warned[0]
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_a_file_that_is_the_same_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "members.json"
+    path.write_bytes(content(ONE))
+    source, told = FileMembers(path, LIMITS), asyncio.Queue[int]()
+    watching = asyncio.create_task(source.watch(lambda members: told.put_nowait(len(members))))
+    assert await told.get() == 1
+    path.write_bytes(content(ONE))
+    path.touch()
+    path.write_bytes(content(ONE, OTHER))
+    assert await told.get() == 2
+    assert told.empty()
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
