@@ -52,7 +52,10 @@ SIZES = (
 )
 """Settings in bytes, which may be given as "512MiB"."""
 
-_TABLES = ("limits", "failover", "hand_over", "kv_store", "supervise", "routing", "scheduling", "trace", "turns")
+_TABLES = (
+    *("limits", "failover", "hand_over", "kv_store", "supervise", "routing", "scheduling", "trace", "turns"),
+    "audit",
+)
 """Tables that only a file can set."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b)?", re.IGNORECASE)
