@@ -21,8 +21,8 @@ import queue
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -138,52 +138,53 @@ class AuditFile:
 
     def append(self, lines: Sequence[bytes]) -> int:
         """Writes lines in order; returns how many are in the file, whole.  Raises OSError if not even the first is."""
-        with self._locked() as locked:
-            written = 0
-            try:
-                for line in lines:
-                    if os.fstat(self._descriptor).st_size + len(line) > self._max_bytes:
-                        self._rotate()
-                    self._write(line, alone=locked)
-                    written += 1
-            except OSError:
-                if not written:
-                    raise
-            return written
+        written = 0
+        held = self._lock()
+        try:
+            for line in lines:
+                held = self._make_room(len(line), held=held)
+                self._write(line, alone=held)
+                written += 1
+        except OSError:
+            if not written:
+                raise
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return written
 
     def _write(self, line: bytes, *, alone: bool) -> None:
         size = os.fstat(self._descriptor).st_size
         if os.write(self._descriptor, line) < len(line):
-            if alone:  # nobody has written behind it
+            if alone:  # no other process has written behind it
                 os.ftruncate(self._descriptor, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _rotate(self) -> None:
-        """Begins a new file.  Another process that just wrote to this one finds it under its new name."""
-        if not os.fstat(self._descriptor).st_size:
-            return  # one line is longer than the limit
+    def _make_room(self, size: int, *, held: bool) -> bool:
+        """Opens the file of this path, a new one if there is none or too little room; whether its lock is held."""
+        while True:
+            while not self._is_current():  # this process, another or the operator has moved it
+                new = self._open()
+                os.close(self._descriptor)
+                self._descriptor = new
+                held = self._lock()
+            there = os.fstat(self._descriptor).st_size
+            if not there or there + size <= self._max_bytes:
+                return held
+            self._rename_files()
+
+    def _rename_files(self) -> None:
+        """Another process that is about to write to the file without its lock does so under its new name."""
         for number in range(self._max_files - 1, 0, -1):
             with suppress(FileNotFoundError):
                 os.replace(self._numbered(number), self._numbered(number + 1))
-        os.replace(self._path, self._numbered(1))
-        self._reopen()
+        with suppress(FileNotFoundError):
+            os.replace(self._path, self._numbered(1))
 
     def _numbered(self, number: int) -> str:
         return f"{self._path}.{number}"
 
-    @contextmanager
-    def _locked(self) -> Iterator[bool]:
-        """The scope of the current file's lock; yields whether it is held."""
-        held = self._lock()
-        while not self._is_current():  # another process, or the operator, has moved it
-            self._reopen()
-            held = self._lock()
-        try:
-            yield held
-        finally:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-
     def _lock(self) -> bool:
+        """Whether the lock of the open file is held, after ``LOCK_WAIT_S`` at most."""
         until = time.monotonic() + LOCK_WAIT_S
         while True:
             try:
@@ -202,12 +203,6 @@ class AuditFile:
         except FileNotFoundError:
             return False
         return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
-
-    def _reopen(self) -> None:
-        new = self._open()
-        os.close(self._descriptor)
-        self._descriptor = new
-        self._lock()  # a file that was just made
 
     def _open(self) -> int:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe must not make us wait

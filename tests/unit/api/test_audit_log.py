@@ -179,10 +179,10 @@ def test_a_process_that_is_stopped_while_it_writes_silences_no_other(tmp_path: P
     there, gone = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
-        with AuditFile(path, 1 << 20, 2)._locked():
-            os.write(there[1], b"x")
-            os.close(gone[1])
-            os.read(gone[0], 1)
+        AuditFile(path, 1 << 20, 2)._lock()
+        os.write(there[1], b"x")
+        os.close(gone[1])
+        os.read(gone[0], 1)
         os._exit(0)
     try:
         os.read(there[0], 1)
