@@ -59,6 +59,11 @@ def is_operator_action(method: str, path: str) -> bool:
     return changes or path.startswith(READ_BY_OPERATORS)
 
 
+def _text(given: str, most: int) -> str:
+    """At most ``most`` characters, all of which can be encoded."""
+    return given[:most].encode(errors="replace").decode()
+
+
 def _event(event: str, scope: Scope, entry: RequestLogEntry) -> AuditEvent:
     tenant: Tenant = entry.tenant or NO_TENANT
     return AuditEvent(
@@ -66,8 +71,8 @@ def _event(event: str, scope: Scope, entry: RequestLogEntry) -> AuditEvent:
         key=tenant.permissions.key,
         tenant=tenant.id,
         method=scope["method"][:16],
-        route=scope["path"][:MAX_ROUTE_CHARS],
-        detail=entry.detail[:MAX_DETAIL_CHARS],
+        route=_text(scope["path"], MAX_ROUTE_CHARS),
+        detail=_text(entry.detail, MAX_DETAIL_CHARS),
         status=entry.status or CLIENT_CLOSED_REQUEST,
         reason=(entry.reason or entry.code)[:MAX_WORD_CHARS],
         remote=str((scope.get("client") or ("unknown",))[0])[:MAX_WORD_CHARS],
@@ -99,5 +104,5 @@ class ProcessAudit:
 
 
 def open_audit_log(path: str | None, gateway: str, limits: AuditLimits) -> ProcessAudit:
-    """The audit log of this process; ``path`` None: there is none.  Raises OSError."""
+    """The audit log of this process; ``path`` None: there is none."""
     return ProcessAudit(None if path is None else AuditLog(Path(path), gateway, limits))

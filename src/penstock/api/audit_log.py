@@ -127,18 +127,27 @@ class AuditFile:
     """The file and its predecessors.  For one thread; other processes may write to the same file."""
 
     def __init__(self, path: Path, max_bytes: int, max_files: int) -> None:
-        """Raises OSError if it cannot be opened for appending."""
         self._path = path
         self._max_bytes = max_bytes
         self._max_files = max_files
-        self._descriptor = self._open()
+        self._descriptor: int | None = None  # before the first line
+
+    def open(self) -> int:
+        """The descriptor of the open file.  Raises OSError if it cannot be opened for appending."""
+        if self._descriptor is None:
+            self._descriptor = self._open()
+        return self._descriptor
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        """Closes the file; harmless if it is not open."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def append(self, lines: Sequence[bytes]) -> int:
         """Writes lines in order; returns how many are in the file, whole.  Raises OSError if not even the first is."""
         written = 0
+        self.open()
         held = self._lock()
         try:
             for line in lines:
@@ -149,25 +158,25 @@ class AuditFile:
             if not written:
                 raise
         finally:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            if self._descriptor is not None:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         return written
 
     def _write(self, line: bytes, *, alone: bool) -> None:
-        size = os.fstat(self._descriptor).st_size
-        if os.write(self._descriptor, line) < len(line):
+        file = self.open()
+        size = os.fstat(file).st_size
+        if os.write(file, line) < len(line):
             if alone:  # no other process has written behind it
-                os.ftruncate(self._descriptor, size)
+                os.ftruncate(file, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _make_room(self, size: int, *, held: bool) -> bool:
         """Opens the file of this path, a new one if there is none or too little room; whether its lock is held."""
         while True:
             while not self._is_current():  # this process, another or the operator has moved it
-                new = self._open()
-                os.close(self._descriptor)
-                self._descriptor = new
+                self.close()
                 held = self._lock()
-            there = os.fstat(self._descriptor).st_size
+            there = os.fstat(self.open()).st_size
             if not there or there + size <= self._max_bytes:
                 return held
             self._rename_files()
@@ -188,7 +197,7 @@ class AuditFile:
         until = time.monotonic() + LOCK_WAIT_S
         while True:
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self.open(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() >= until:
                     return False
@@ -197,7 +206,7 @@ class AuditFile:
             return True
 
     def _is_current(self) -> bool:
-        own = os.fstat(self._descriptor)
+        own = os.fstat(self.open())
         try:
             there = os.stat(self._path)
         except FileNotFoundError:
@@ -226,7 +235,7 @@ class AuditLog:
         wall_time: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts the thread.  ``gateway``: the process's name, in each line.  Raises OSError."""
+        """Starts the thread.  ``gateway``: the process's name, in each line."""
         self._file = AuditFile(path, limits.max_audit_file_bytes, limits.max_audit_files)
         self._path = path
         self._gateway = gateway
@@ -329,7 +338,9 @@ def check_audit_log(path: str | None, limits: AuditLimits) -> str | None:
         return None
     absolute = Path(path).expanduser().absolute()
     try:
-        AuditFile(absolute, limits.max_audit_file_bytes, limits.max_audit_files).close()
+        file = AuditFile(absolute, limits.max_audit_file_bytes, limits.max_audit_files)
+        file.open()
+        file.close()
     except OSError as error:
         raise ConfigError(f"--audit-log {path}: cannot append to it: {error.strerror}; choose another file") from error
     return str(absolute)

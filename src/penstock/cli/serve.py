@@ -23,6 +23,7 @@ examples:
   penstock serve --prefill 2 --decode 2 --kv-memory 2GiB
   penstock serve --host 0.0.0.0 --api-key "$KEY"     reachable from other machines: needs a key
   penstock serve --api-keys keys.json                keys of several tenants, made by `penstock keys add`
+  penstock serve --api-keys keys.json --audit-log audit.jsonl    and who was refused, and what operators did
 
 Every flag can also be set as PENSTOCK_FLAG (PENSTOCK_KV_MEMORY=2GiB) or in a TOML file given with --config
 (kv_memory = "2GiB", and the tables [limits], [scheduling], [routing], [failover], [hand_over], [supervise]).

@@ -197,6 +197,18 @@ def test_a_process_that_is_stopped_while_it_writes_silences_no_other(tmp_path: P
             os.close(end)
 
 
+def test_a_folder_that_has_gone_stops_nothing_and_is_written_to_when_it_is_back(tmp_path: Path):
+    """A gateway that is started anew meanwhile must serve."""
+    folder = tmp_path / "logs"
+    log = AuditLog(folder / "audit.jsonl", "gateway-0", LIMITS)
+    log.put(AuditEvent(event="admin", detail="1"))
+    wait_until(lambda: log._failing)
+    folder.mkdir()
+    wait_until((folder / "audit.jsonl").exists)
+    log.close()
+    assert [line["detail"] for line in lines_of(folder / "audit.jsonl")] == ["1"]
+
+
 @pytest.mark.parametrize("what", ["folder", "pipe", "nowhere"])
 def test_what_cannot_be_appended_to_is_refused_before_the_start(tmp_path: Path, what: str):
     path = tmp_path / what
