@@ -291,7 +291,7 @@ def fill_and_free(path: Path) -> int:
                 return 1
         if log.lost < LEAST_LOST:
             return 2
-    wait_until(lambda: '"lost"' in path.read_text())
+    wait_until(lambda: log._queue.empty() and not log._failing)
     log.put(AuditEvent(event="admin", detail="1000"))
     log.close()
     return 0 if '"1000"' in path.read_text() else 3
