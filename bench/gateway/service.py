@@ -19,7 +19,7 @@ from penstock.config.schema import BACKLOG, EventLoop, GatewayConfig
 from penstock.launch.channel import Channel
 from penstock.launch.heartbeat import HeartbeatTable
 from penstock.launch.processes import GatewayProcesses
-from penstock.launch.shared_rates import SharedTokenBuckets
+from penstock.launch.shared_rates import SharedRequestCounts, SharedTokenBuckets
 from penstock.types import Role, WorkerId
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.supervisor_messages import WorkerUp
@@ -98,6 +98,7 @@ class Service:
             log_json=False,
             created=1,
             buckets=SharedTokenBuckets(config.scheduling.max_tenants),
+            open_requests=SharedRequestCounts(config.scheduling.max_tenants, gateways=1),
         )
 
         def gateway(line: socket.socket) -> None:

@@ -9,6 +9,7 @@
         InputTooLong        the input of a pooling request exceeds the context
         WrongTask           the model cannot do what was requested
         UnknownModel        404
+        ModelNotAllowed     403, the key is not for this model
         BadJson             the body is not strict JSON
         BodyTooLarge        413
         BodyTimeout         408
@@ -26,6 +27,7 @@
       CapacityError     429 or 503, with Retry-After
         QueueFull           the queue is full, of all tenants or of this one
         RateLimited         a tenant exceeds its rate
+        TooManyConcurrentRequests  a key has as many open requests as it may have
         Overloaded          503, the predicted wait exceeds the limit
         DeadlineMissed      503, the wait has exceeded the limit
       WorkerError       503, after our own retries
@@ -165,6 +167,21 @@ class UnknownModel(RequestError):
         super().__init__(message, param="model", code="model_not_found")
 
 
+class ModelNotAllowed(RequestError):
+    """The key is not for this model, which may or may not exist.  Status, code and ``param`` are OpenAI's."""
+
+    status = 403
+
+    def __init__(self, name: str, allowed: Sequence[str]) -> None:
+        """``allowed``: the models that the key is for."""
+        shown = ", ".join(f"'{one}'" for one in allowed[:MOST_NAMED])
+        more = f" and {len(allowed) - MOST_NAMED} more" if len(allowed) > MOST_NAMED else ""
+        super().__init__(
+            f"This API key does not have access to model '{name[:128]}'. It is for {shown}{more}.",
+            code="model_not_found",
+        )
+
+
 class BadJson(RequestError):
     """The body is not strict JSON (RFC 8259, UTF-8, no duplicate keys, no NaN)."""
 
@@ -285,6 +302,18 @@ class RateLimited(CapacityError):
     """A tenant has used up its rate for this minute."""
 
     reason = "rate_limit"
+
+
+class TooManyConcurrentRequests(CapacityError):
+    """A key has as many open requests as it may have."""
+
+    code = "concurrency_limit_exceeded"
+    reason = "concurrency"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"Your key may have {limit} requests open at once, and has as many. Wait until one of them has ended."
+        )
 
 
 class Overloaded(CapacityError):

@@ -278,6 +278,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created: int  # Unix seconds
     max_model_len: int  # tokens, prompt and answer together
     parent: str | None = None  # of an adapter: the model that it adds to
+    stands_for: str | None = None  # of an alias: the model or adapter that it means
     vision: bool = False  # it reads images
     sampling: Mapping[str, float] = {}  # defaults of requests that differ from OpenAI's
 

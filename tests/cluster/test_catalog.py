@@ -84,7 +84,9 @@ def test_tenants_reach_the_models(file: Path, tmp_path: Path) -> None:
     """Idempotency keys, stored responses and metrics of a model's own gateway know for whom its front asks."""
     ring = tmp_path / "keys.json"
     keys = {"one": add_key(ring, "one", "--operator"), "two": add_key(ring, "two")}
-    flags = ["--catalogue", str(file), "--api-keys", str(ring), "--response-cache", "1MiB"]
+    keys["stories"] = add_key(ring, "two", "--models", "stories")
+    audit = tmp_path / "audit.jsonl"
+    flags = ["--catalogue", str(file), "--api-keys", str(ring), "--response-cache", "1MiB", "--audit-log", str(audit)]
     with PenstockServer(flags) as server:
 
         def told(tenant: str, **headers: str) -> httpx.Response:
@@ -92,6 +94,11 @@ def test_tenants_reach_the_models(file: Path, tmp_path: Path) -> None:
             headers |= {"authorization": f"Bearer {keys[tenant]}"}
             return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
 
+        refused = told("stories")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_found")
+        card = httpx.get(f"{server.url}/v1/models/a", headers={"authorization": f"Bearer {keys['one']}"}, timeout=10)
+        assert card.json()["state"] == "unloaded", "it is not loaded for a key that is for another model"
+        server.wait_for(lambda: '"model_not_found"' in audit.read_text(), 30, "audited")
         words = [told(tenant).headers["x-penstock-response-cache"] for tenant in ("one", "one", "two", "two")]
         assert words == ["miss", "hit", "miss", "hit"]
         one, again, two = (told(tenant, **{"idempotency-key": "k"}).json() for tenant in ("one", "one", "two"))

@@ -113,6 +113,7 @@ STRUCTS = {
     "routing": limits.RoutingConfig,
     "scheduling": limits.SchedulingConfig,
     "trace": limits.TraceLimits,
+    "audit": limits.AuditLimits,
     "turns": limits.TurnLimits,
     "membership": limits.MembershipConfig,
 }

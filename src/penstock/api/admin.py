@@ -19,8 +19,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock import __version__
+from penstock.api.auth import NO_TENANT, Tenant
 from penstock.api.errors import error_response
-from penstock.api.http import EndpointFactory, HttpExchange, JsonBody
+from penstock.api.http import TENANT, EndpointFactory, HttpExchange, JsonBody
+from penstock.api.key_permissions import KeyPermissions, card_names, may_use, visible_cards
 from penstock.api.session_prefixes import PrefixBreak, SessionPrefixes, shown_tokens
 from penstock.clock import Clock, MonotonicClock
 from penstock.errors import BadField, RequestError, UnknownModel, UnknownRequest
@@ -73,6 +75,8 @@ def _endpoint(posts: WorkerAdmin, door: EndpointFactory, duty: Duty | None) -> A
         role = _role(asked.body) if duty is None else None
         force = _force(asked.body)
         _nothing_else(asked.body, {"force"} if duty is not None else {"role", "force"})
+        named = [] if role is None else [f"role={role.value}"]
+        exchange.log_entry.detail = " ".join([*named, *(["force"] if force else [])])
         row = await posts.assign(exchange.path_parameter("name"), role=role, duty=duty, force=force)
         await exchange.send_response(200, _encode(row))
 
@@ -169,16 +173,15 @@ def status_routes(
     """All ``GET`` paths (``HEAD`` comes with them).  ``waiting``: addresses of workers that are not joined yet."""
     began, cards = clock.now(), processor.cards
 
-    async def models(_: Request) -> Response:
-        return _json(model_list(cards()))
+    async def models(request: Request) -> Response:
+        return _json(model_list(visible_cards(permissions_of(request), cards())))
 
     async def model(request: Request) -> Response:
-        name = request.path_params["name"]
+        name, key = request.path_params["name"], permissions_of(request)
         card = processor.card(name)
-        if card is not None:
+        if card is not None and may_use(key, card_names(card)):
             return _json(model_object(card))
-        answer = error_response(UnknownModel(name[:128], [card.name for card in cards()]))
-        return Response(answer.body, answer.status, media_type="application/json")
+        return _unknown_model(name, visible_cards(key, cards()))
 
     async def health(_: Request) -> Response:
         why = streams.stall_reason()
@@ -191,8 +194,10 @@ def status_routes(
         reason = "a worker that is needed is not ready" + (f" (waiting for {missing})" if missing else "")
         return _json({"status": "not ready", "reason": reason}, 503)
 
-    async def props(_: Request) -> Response:
-        return _json(llama_server_props(cards()[0]))
+    async def props(request: Request) -> Response:
+        key = permissions_of(request)
+        shown = visible_cards(key, cards())
+        return _json(llama_server_props(shown[0])) if shown else _unknown_model(",".join(key.models or ()), ())
 
     async def show_metrics(_: Request) -> Response:
         return Response(await page.get(), headers={"content-type": metrics_type})
@@ -216,6 +221,17 @@ def status_routes(
         Route("/admin/workers", workers),
         Route("/debug/requests/{name:path}", decisions),
     ]
+
+
+def permissions_of(request: Request) -> KeyPermissions:
+    """What the key of a request may be used for."""
+    tenant: Tenant = request.scope.get(TENANT) or NO_TENANT
+    return tenant.permissions
+
+
+def _unknown_model(name: str, cards: Sequence[ModelCard]) -> Response:
+    answer = error_response(UnknownModel(name[:128], [card.name for card in cards]))
+    return Response(answer.body, answer.status, media_type="application/json")
 
 
 async def _version(_: Request) -> Response:
@@ -254,7 +270,8 @@ def _decisions(streams: TokenStreams, name: str) -> list[dict[str, Any]]:
 def model_list(cards: Sequence[ModelCard]) -> dict[str, Any]:
     """OpenAI's list, with what Codex and Anthropic's clients want beside ``data``."""
     described = [codex_model(card.name, card.max_model_len, vision=card.vision) for card in cards]
-    page = {"has_more": False, "first_id": cards[0].name, "last_id": cards[-1].name}
+    names = [card.name for card in cards]  # none, where the key is for others
+    page = {"has_more": False, "first_id": names[0] if names else None, "last_id": names[-1] if names else None}
     return {"object": "list", "data": [model_object(card) for card in cards], "models": described, **page}
 
 

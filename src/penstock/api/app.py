@@ -18,7 +18,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.api import admin
 from penstock.api.admin import MetricsPage
 from penstock.api.anthropic.messages import MessagesApi
+from penstock.api.audit import RequestAudit
 from penstock.api.auth import AuthFailureLog, AuthMiddleware
+from penstock.api.concurrency import ConcurrencyMiddleware
 from penstock.api.endpoints import AppServices, Endpoints
 from penstock.api.errors import MESSAGES_PATH, RESPONSES_PATH
 from penstock.api.http import HttpExchange
@@ -87,11 +89,15 @@ def make_app(behind: AppServices) -> ASGIApp:
     app.router.redirect_slashes = False
     wrong = AuthFailureLog(behind.clock, behind.count_auth_failure)
     straight = _DirectRoutes(app, {route.path: route.endpoint for route in writing})
-    opened = with_cors(AuthMiddleware(straight, behind.keys, wrong), behind.allowed_origins)
+    limited = ConcurrencyMiddleware(straight, behind.request_counts, behind.levels.on_shed)
+    opened = with_cors(AuthMiddleware(limited, behind.keys, wrong, behind.wall_time), behind.allowed_origins)
     if behind.allowed_hosts is not None:
         opened = HostCheckMiddleware(opened, behind.allowed_hosts, behind.allowed_origins)
     most = behind.limits.max_logged_refusals
-    return RequestLogMiddleware(opened, behind.clock, every=behind.log_requests, max_refusals=most)
+    audit = RequestAudit(behind.audit, behind.count_forbidden)
+    return RequestLogMiddleware(
+        opened, behind.clock, every=behind.log_requests, max_refusals=most, on_ended=audit.on_ended
+    )
 
 
 class _DirectRoutes:

@@ -7,12 +7,14 @@ the tenant in a header, which is accepted only with the front's own key.  Knows 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -20,8 +22,10 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.api.http import TENANT, HttpExchange
+from penstock.api.key_permissions import UNRESTRICTED, KeyPermissions, check_expiry, check_route
+from penstock.api.request_log import LOG_ENTRY, RequestLogEntry
 from penstock.clock import Clock, MonotonicClock
-from penstock.config.api_keys import load_keys
+from penstock.config.api_keys import KeyChanges, KeyFile, key_changes, load_keys
 from penstock.config.limits import SchedulingConfig
 from penstock.errors import ConfigError, Forbidden, Unauthorized
 from penstock.telemetry.log import log_event
@@ -67,10 +71,14 @@ class Tenant:
     tokens_per_minute: int | None = None
     requests_per_minute: int | None = None
     operator: bool = False  # may it change workers, and see everybody's requests?
+    permissions: KeyPermissions = UNRESTRICTED  # of the key
 
 
 NO_TENANT = Tenant(operator=True)
 """The tenant of every request where keys have no tenants."""
+
+SERVICE_KEY = replace(NO_TENANT, permissions=KeyPermissions(key="api-key"))
+"""The same with the key of ``--api-key``, which has this id in the audit log."""
 
 
 class ApiKeys(Protocol):
@@ -84,6 +92,10 @@ class ApiKeys(Protocol):
     @property
     def tenant_count(self) -> int:
         """The number of tenants."""
+        ...
+
+    def refresh(self) -> None:
+        """Read the keys again if they have changed; cheap if not.  To be called regularly."""
         ...
 
     def find(self, key: bytes, said: bytes | None = None) -> Tenant | None:
@@ -107,7 +119,7 @@ class StaticApiKeys:
     @classmethod
     def of(cls, keys: Iterable[str]) -> StaticApiKeys:
         """These keys, without tenants; only their hashes are stored."""
-        return cls({hashlib.sha256(key.encode()).digest(): NO_TENANT for key in keys})
+        return cls({hashlib.sha256(key.encode()).digest(): SERVICE_KEY for key in keys})
 
     @property
     def is_open(self) -> bool:
@@ -116,6 +128,9 @@ class StaticApiKeys:
     @property
     def tenant_count(self) -> int:
         return len({tenant.id for tenant in self._owners.values()})
+
+    def refresh(self) -> None:
+        """They never change."""
 
     def find(self, key: bytes, said: bytes | None = None) -> Tenant | None:
         """Found by the start of the key's hash, of which the rest is compared in constant time."""
@@ -130,17 +145,26 @@ class StaticApiKeys:
 class FileApiKeys:
     """The keys of a file, in its current state, and keys without tenants (``besides``)."""
 
-    def __init__(self, path: Path, clock: Clock, *, besides: Iterable[str] = (), max_keys: int = 1024) -> None:
-        """Raises ConfigError when the file cannot be read."""
+    def __init__(
+        self,
+        path: Path,
+        clock: Clock,
+        *,
+        besides: Iterable[str] = (),
+        max_keys: int = 1024,
+        on_change: Callable[[KeyChanges], None] = lambda changes: None,
+    ) -> None:
+        """``on_change`` is called when a changed file was read.  Raises ConfigError when the file cannot be read."""
         self._path = path
         self._clock = clock
         self._max_keys = max_keys
-        self._besides = {hashlib.sha256(key.encode()).digest(): NO_TENANT for key in besides}
+        self._on_change = on_change
+        self._besides = {hashlib.sha256(key.encode()).digest(): SERVICE_KEY for key in besides}
         self._seen: object = None
         self._looked = clock.now()
         self._said: float | None = None  # when it was said last that the file cannot be read
         self._ring = StaticApiKeys()
-        self._read()
+        self._file = self._read()
 
     is_open = False  # also while the file has no keys: then every request is refused
 
@@ -149,25 +173,29 @@ class FileApiKeys:
         return self._ring.tenant_count
 
     def find(self, key: bytes, said: bytes | None = None) -> Tenant | None:
+        self.refresh()
+        return self._ring.find(key)
+
+    def refresh(self) -> None:
         now = self._clock.now()
         if now - self._looked >= KEY_FILE_CHECK_S:
             self._looked = now
             self._look()
-        return self._ring.find(key)
 
     def _look(self) -> None:
         told_lately = self._said is None or self._looked - self._said < KEY_FILE_ERROR_LOG_S
         if _state(self._path) == self._seen and told_lately:
             return
         try:
-            self._read()
+            before, self._file = self._file, self._read()
             self._said = None
             log_event(log, logging.INFO, "API keys read again", tenants=self.tenant_count)
+            self._on_change(key_changes(before, self._file))
         except ConfigError as error:
             self._said = self._looked
             log.error("API keys are unchanged, including those revoked since: %s", error)
 
-    def _read(self) -> None:
+    def _read(self) -> KeyFile:
         self._seen = _state(self._path)
         file = load_keys(self._path, self._max_keys)
         owners = dict(self._besides)
@@ -181,8 +209,16 @@ class FileApiKeys:
                 tokens_per_minute=entry.tokens_per_minute,
                 requests_per_minute=entry.requests_per_minute,
                 operator=key.operator,
+                permissions=KeyPermissions(
+                    key=key.id,
+                    expires=key.expires,
+                    models=key.models,
+                    routes=key.routes,
+                    max_concurrency=key.max_concurrency,
+                ),
             )
         self._ring = StaticApiKeys(owners)
+        return file
 
 
 def _state(path: Path) -> object:
@@ -218,52 +254,69 @@ class AuthFailureLog:
 
 
 class AuthMiddleware:
-    """ASGI middleware: ``OPTIONS`` and every path but ``OPEN_PATHS`` need a key."""
+    """ASGI middleware: ``OPTIONS`` and every path but ``OPEN_PATHS`` need a key, which must be for this path now."""
 
-    def __init__(self, app: ASGIApp, ring: ApiKeys, wrong: AuthFailureLog) -> None:
+    def __init__(
+        self, app: ASGIApp, ring: ApiKeys, wrong: AuthFailureLog, wall_time: Callable[[], float] = time.time
+    ) -> None:
+        """``wall_time``: Unix seconds, by which keys expire."""
         self._app = app
         self._ring = ring
         self._wrong = wrong
+        self._wall_time = wall_time
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http" or self._ring.is_open or scope["path"] in OPEN_PATHS:
             return self._app(scope, receive, send)
-        found = self._check(scope)
-        if isinstance(found, Tenant) and not found.operator and scope["path"].startswith(OPERATOR_PATHS):
-            return HttpExchange(scope, receive, send).send_error(
-                Forbidden("This needs the key of an operator: `penstock keys add --operator`.", code="not_an_operator")
-            )
-        if isinstance(found, Tenant):
-            return self._app({**scope, TENANT: found}, receive, send)
-        self._wrong.record(scope, found.code or "")
-        return HttpExchange(scope, receive, send).send_error(found)
+        try:
+            tenant = self._find(scope)
+            entry: RequestLogEntry | None = scope.get(LOG_ENTRY)
+            if entry is not None:
+                entry.tenant = tenant
+            self._check_permissions(tenant, scope["path"])
+        except Unauthorized as error:
+            self._wrong.record(scope, error.code or "")
+            return HttpExchange(scope, receive, send).send_error(error)
+        except Forbidden as error:
+            return HttpExchange(scope, receive, send).send_error(error)
+        return self._app({**scope, TENANT: tenant}, receive, send)
 
-    def _check(self, scope: Scope) -> Tenant | Unauthorized:
+    def _check_permissions(self, tenant: Tenant, path: str) -> None:
+        """Raises Unauthorized, Forbidden."""
+        check_expiry(tenant.permissions, self._wall_time())
+        if not path.startswith(OPERATOR_PATHS):
+            check_route(tenant.permissions, path)
+        elif not tenant.operator:
+            raise Forbidden(
+                "This needs the key of an operator: `penstock keys add --operator`.", code="not_an_operator"
+            )
+
+    def _find(self, scope: Scope) -> Tenant:
+        """The tenant of the request's key.  Raises Unauthorized."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         other = [b"Bearer " + value for name, value in scope["headers"] if name == API_KEY]
         if other != given:  # some clients send the same key in both
             given += other
         if not given:
-            return Unauthorized(
+            raise Unauthorized(
                 "You didn't provide an API key. Send it in a header: Authorization: Bearer YOUR_KEY, or x-api-key: "
                 "YOUR_KEY.",
                 code=MISSING_API_KEY,
             )
         kind, _, key = given[0].partition(b" ")
         said = next((value for name, value in scope["headers"] if name == ON_BEHALF_OF), None)
-        try:
-            tenant = self._ring.find(key.strip(), said) if kind.lower() == b"bearer" and len(given) == 1 else None
-        except Unauthorized as error:
-            return error
-        return tenant or Unauthorized("Incorrect API key provided.", code="invalid_api_key")
+        tenant = self._ring.find(key.strip(), said) if kind.lower() == b"bearer" and len(given) == 1 else None
+        if tenant is None:
+            raise Unauthorized("Incorrect API key provided.", code="invalid_api_key")
+        return tenant
 
 
 MAX_TENANT_HEADER_BYTES = 4096
 
 
 def tenant_header(tenant: Tenant) -> bytes:
-    """The value of the header ``ON_BEHALF_OF``."""
-    return msgspec.json.encode(tenant)
+    """The value of the header ``ON_BEHALF_OF``: without the key's permissions, which the front has checked."""
+    return msgspec.json.encode(replace(tenant, permissions=UNRESTRICTED))
 
 
 class FrontApiKey:
@@ -281,6 +334,9 @@ class FrontApiKey:
         """The number of tenants seen so far."""
         return len(self._met)
 
+    def refresh(self) -> None:
+        """It never changes."""
+
     def find(self, key: bytes, said: bytes | None = None) -> Tenant | None:
         """Without the header it is the front itself.  Raises Unauthorized if the header names no tenant."""
         if self._ring.find(key) is None:
@@ -297,9 +353,16 @@ class FrontApiKey:
 
 
 def load_api_keys(
-    api_key: str | None, api_keys: str | None, scheduling: SchedulingConfig, *, fronted: bool = False
+    api_key: str | None,
+    api_keys: str | None,
+    scheduling: SchedulingConfig,
+    *,
+    fronted: bool = False,
+    on_change: Callable[[KeyChanges], None] = lambda changes: None,
 ) -> ApiKeys:
     """The keys of a process that serves; ``fronted``: the one key is that of a catalogue's front.
+
+    ``on_change`` is called when a changed file of keys was read.
 
     Raises ConfigError.
     """
@@ -309,4 +372,11 @@ def load_api_keys(
     if api_keys is None:
         return StaticApiKeys.of(besides)
     path = Path(api_keys).expanduser()
-    return FileApiKeys(path, MonotonicClock(), besides=besides, max_keys=scheduling.max_tenants)
+    return FileApiKeys(path, MonotonicClock(), besides=besides, max_keys=scheduling.max_tenants, on_change=on_change)
+
+
+async def watch_api_keys(keys: ApiKeys) -> None:
+    """Notice changes of the keys also while there are no requests, until cancelled."""
+    while True:
+        await asyncio.sleep(KEY_FILE_CHECK_S)
+        keys.refresh()

@@ -20,7 +20,9 @@ from starlette.types import ASGIApp
 from penstock.api import sse
 from penstock.api.admin import MetricsSnapshot
 from penstock.api.admission import Admission
+from penstock.api.audit_log import AuditSink
 from penstock.api.auth import NO_TENANT, ApiKeys, StaticApiKeys
+from penstock.api.concurrency import LocalRequestCounts, RequestCounts
 from penstock.api.errors import Header
 from penstock.api.http import EndpointFactory, FormBody, HttpExchange, JsonBody, RestOfResponse
 from penstock.api.idempotency import (
@@ -30,6 +32,7 @@ from penstock.api.idempotency import (
     TokenStreamSource,
     parse_idempotency,
 )
+from penstock.api.key_permissions import card_names, check_model, visible_cards
 from penstock.api.load_shedding import LoadShedder, RateBuckets
 from penstock.api.multipart import FORM_BYTES
 from penstock.api.openai.pooling import PoolingResponseFormat, PoolingResponseHead, encode_pooling_response, pool_all
@@ -46,7 +49,7 @@ from penstock.api.streaming import ResponseStream, ResumeState, complete_body, g
 from penstock.api.tracing import RequestTracing, note_response, trace_response_header, with_span
 from penstock.clock import Clock
 from penstock.config.limits import RequestLimits, SchedulingConfig, TurnLimits
-from penstock.errors import KeyReused, NoWorkers, RequestError, WrongTask
+from penstock.errors import KeyReused, NoWorkers, RequestError, UnknownModel, WrongTask
 from penstock.interfaces import (
     JsonObject,
     ModelCard,
@@ -90,6 +93,9 @@ class AppServices:
     metrics_type: str = "text/plain; version=0.0.4; charset=utf-8"
     keys: ApiKeys = field(default_factory=StaticApiKeys)
     buckets: RateBuckets | None = None  # of tenants' rates; None: of this process alone
+    request_counts: RequestCounts = field(default_factory=LocalRequestCounts)  # of keys with a limit
+    wall_time: Callable[[], float] = time.time  # Unix seconds, by which keys expire
+    audit: AuditSink | None = None  # None: nothing is audited
     event_key: bytes = b""  # of the marks in events' ids
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     turns: TurnLimits = field(default_factory=TurnLimits)
@@ -99,6 +105,7 @@ class AppServices:
     transcription: TranscriptionProcessor | None = None  # None: it hears nothing
     count_key_outcome: Callable[[str], None] = lambda how: None  # counts requests with an idempotency key
     count_auth_failure: Callable[[str], None] = lambda code: None  # counts requests without a valid key
+    count_forbidden: Callable[[str], None] = lambda code: None  # counts requests that their key does not allow
     count_prefix_break: Callable[[str, int], None] = lambda reason, lost: None  # counts what a changed prompt lost
     response_store: ResponseStore | None = None  # None: responses are not kept for later requests
     response_cache: ResponseCache | None = None  # None: no response is stored
@@ -166,6 +173,7 @@ class Endpoints:
             return None
 
         async def accept(exchange: HttpExchange, asked: JsonBody, span: Span) -> RestOfResponse:
+            self._check_model(exchange, asked.body.get("model"))
             context = self._context(exchange, api.id_prefix, clamps_length=api.clamps_length)
             keyed = self._keyed(exchange, asked.body, context)
             body, shape = await api.translate(asked.body, context)
@@ -196,6 +204,7 @@ class Endpoints:
         """An endpoint that pools inputs; ``prepare`` is None for a generation model."""
 
         async def work(exchange: HttpExchange, body: JsonBody) -> None:
+            self._check_model(exchange, body.body.get("model"))
             if prepare is None:
                 name = self._behind.processor.cards()[0].name
                 paths = GENERATION_PATHS if self._behind.transcription is None else AUDIO_PATHS
@@ -213,11 +222,15 @@ class Endpoints:
         behind = self._behind
 
         async def work(exchange: HttpExchange, sent: FormBody) -> None:
+            form = sent.take_form()
+            for name in form.fields.get("model", [None]):
+                self._check_model(exchange, name)
             if behind.transcription is None:
                 paths = GENERATION_PATHS if behind.pooling is None else "what it is for"
                 raise WrongTask(behind.processor.cards()[0].name, "does not transcribe audio", paths)
             context = self._context(exchange, "transcript-")
-            source = await behind.transcription.prepare(sent.take_form(), context, translates=translates)
+            source = await behind.transcription.prepare(form, context, translates=translates)
+            del form  # files are large, and responses take long
             sent.reservation.release()
             traced = self._tracing.span(exchange, source.task, source.model)
             with closing(source), traced as span:
@@ -228,14 +241,36 @@ class Endpoints:
         return self.factory.form_endpoint(work, behind.limits.max_audio_bytes + FORM_BYTES)
 
     def json_call(self, ask: Callable[[JsonObject], Awaitable[Any]], *, counted: bool = False) -> ASGIApp:
-        """An endpoint that responds with a small JSON object; ``counted`` in its tenant's rate."""
+        """An endpoint that responds with a small JSON object.
+
+        ``counted`` in its tenant's rate, and for the models of its key; else for operators, who name an adapter.
+        """
 
         async def work(exchange: HttpExchange, asked: JsonBody) -> None:
             if counted:
+                self._check_model(exchange, asked.body.get("model"))
                 self._shedder.count_request(exchange)
+            else:
+                exchange.log_entry.detail = f"adapter={asked.body.get('lora_name')}"
             await exchange.send_response(200, _encode(await ask(asked.body)))
 
         return self.factory.json_endpoint(work)
+
+    def _check_model(self, exchange: HttpExchange, asked: object) -> None:
+        """``asked``: the request's ``model``; None is the model itself.
+
+        Raises ModelNotAllowed where the key is not for it, UnknownModel where it is and there is none.
+        """
+        key, processor = (exchange.tenant or NO_TENANT).permissions, self._behind.processor
+        if key.models is None:
+            return
+        name = processor.cards()[0].name if asked is None else asked
+        if not isinstance(name, str):
+            return  # what parses the body refuses it
+        card = processor.card(name)
+        check_model(key, name, (name,) if card is None else card_names(card))
+        if card is None:
+            raise UnknownModel(name, [each.name for each in visible_cards(key, processor.cards())], mappable=False)
 
     def _keyed(self, exchange: HttpExchange, body: JsonObject, context: RequestContext) -> IdempotentRequest | None:
         try:

@@ -34,7 +34,7 @@ from penstock.api.errors import (
 from penstock.api.multipart import boundary_of, parse_multipart
 from penstock.api.request_log import LOG_ENTRY, RequestLogEntry
 from penstock.config.limits import RequestLimits
-from penstock.errors import BadField, BodyTimeout, BodyTooLarge, NoWorkers, RequestError, WrongMediaType
+from penstock.errors import BadField, BodyTimeout, BodyTooLarge, CapacityError, NoWorkers, RequestError, WrongMediaType
 from penstock.interfaces import JsonObject, MultipartForm
 
 
@@ -305,6 +305,7 @@ class HttpExchange:
         """Sends an error, after which at most a bounded rest of the body is read."""
         note = self.log_entry
         note.code, note.id = error_code(error), note.id or f"req_{secrets.token_hex(12)}"
+        note.reason = error.reason if isinstance(error, CapacityError) else ""
         answer = logged_error_response(error, note.id)
         body = error_format_of(self.path)(answer)
         headers = (JSON_TYPE, (b"content-length", str(len(body)).encode()), *answer.headers)

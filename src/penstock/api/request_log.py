@@ -7,7 +7,8 @@ written when the response has ended, so it costs nothing per token.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,13 +33,28 @@ CLIENT_CLOSED_REQUEST = 499
 class RequestLogEntry:
     """What is logged about a request, filled in while it is served."""
 
-    __slots__ = ("_send", "cached_tokens", "code", "completion_tokens", "first_token", "id", "prompt_tokens", "status")
+    __slots__ = (
+        "_send",
+        "cached_tokens",
+        "code",
+        "completion_tokens",
+        "detail",
+        "first_token",
+        "id",
+        "prompt_tokens",
+        "reason",
+        "status",
+        "tenant",
+    )
 
     def __init__(self, send: Send | None = None) -> None:
         self._send = send
         self.status = 0  # of the response, once it has one
         self.id = ""  # as x-request-id has it
         self.code = ""  # of the error that it ended with
+        self.reason = ""  # of an error with a code that others share
+        self.detail = ""  # what an operator changed
+        self.tenant: Any = None  # whose key the request came with (``auth.Tenant``), if any was found
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
         self.first_token: float | None = None  # monotonic seconds
 
@@ -60,16 +76,27 @@ def note_usage(note: RequestLogEntry, name: str, usage: TokenUsage, first_token:
 class RequestLogMiddleware:
     """ASGI middleware that logs requests."""
 
-    def __init__(self, app: ASGIApp, clock: Clock, *, every: bool, max_refusals: int, passes_on: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        clock: Clock,
+        *,
+        every: bool,
+        max_refusals: int,
+        passes_on: bool = False,
+        on_ended: Callable[[Scope, RequestLogEntry], None] = lambda scope, entry: None,
+    ) -> None:
         """``every`` request has a line; else 4xx only, at most ``max_refusals`` in ``WINDOW_S``.
 
         ``passes_on``: to others who have a log of their own, so only what is refused here has a line.
+        ``on_ended`` is called with each request that has ended.
         """
         self._app = app
         self._clock = clock
         self._every = every and not passes_on
         self._passes_on = passes_on
         self._max_refusals = max_refusals
+        self._on_ended = on_ended
         self._window = float("-inf")  # when it began
         self._refusals = 0  # in it
 
@@ -83,6 +110,7 @@ class RequestLogMiddleware:
             await self._app(scope, receive, note.send)
         finally:
             self._ended(scope, note, began)
+            self._on_ended(scope, note)
 
     def _ended(self, scope: Scope, note: RequestLogEntry, began: float) -> None:
         if self._every and scope["path"] not in UNLOGGED_PATHS:

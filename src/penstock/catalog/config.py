@@ -23,7 +23,7 @@ import msgspec
 
 from penstock.config.base import Config
 from penstock.config.decoded_weights import DECODED_WEIGHTS_AUTO
-from penstock.config.limits import RequestLimits, SchedulingConfig
+from penstock.config.limits import AuditLimits, RequestLimits, SchedulingConfig
 from penstock.config.load import parse_setting
 from penstock.config.schema import EventLoop, ServeConfig, TlsConfig
 from penstock.errors import ConfigError
@@ -176,6 +176,8 @@ class FrontConfig(Config, frozen=True, kw_only=True):
     api_key: str | None = None
     api_keys: str | None = None
     scheduling: SchedulingConfig = SchedulingConfig()
+    audit_log: str | None = None  # file of refusals and of what operators do; None: none
+    audit: AuditLimits = AuditLimits()
     upstream_key: str  # of the models' own gateways
     limits: RequestLimits = RequestLimits()
     created: int = 0  # Unix seconds

@@ -7,6 +7,7 @@ Knows nothing about memory or processes (``CatalogModels`` does), and of a body 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -23,15 +24,19 @@ from starlette.types import ASGIApp
 
 from penstock import __version__, http_client
 from penstock.api import sse
-from penstock.api.admin import anthropic_model, codex_model, context_fields
+from penstock.api.admin import anthropic_model, codex_model, context_fields, permissions_of
 from penstock.api.admission import Admission
 from penstock.api.anthropic.messages import messages_error_event
 from penstock.api.app import RERANK_PATHS, http_error, internal_error
+from penstock.api.audit import REFUSALS, RequestAudit
+from penstock.api.audit_log import AuditSink
 from penstock.api.auth import NO_TENANT, ON_BEHALF_OF, ApiKeys, AuthFailureLog, AuthMiddleware, tenant_header
+from penstock.api.concurrency import ConcurrencyMiddleware, LocalRequestCounts
 from penstock.api.endpoints import EXPLAIN, ROUTE, SESSIONS
 from penstock.api.errors import MESSAGES_PATH, RESPONSES_PATH, Header, error_response, logged_error_response
 from penstock.api.http import EndpointFactory, FormBody, HttpExchange, JsonBody
 from penstock.api.idempotency import IDEMPOTENCY_KEY, LAST_EVENT_ID
+from penstock.api.key_permissions import KeyPermissions, check_model, may_use
 from penstock.api.load_shedding import CLASS_HEADER, MAX_WAIT_HEADER
 from penstock.api.multipart import FORM_BYTES, encode_form
 from penstock.api.openai.response_events import responses_error_event
@@ -118,6 +123,8 @@ class FrontServices:
     clock: Clock
     keys: ApiKeys
     created: int  # Unix seconds
+    wall_time: Callable[[], float] = time.time  # Unix seconds, by which keys expire
+    audit: AuditSink | None = None  # None: nothing is audited
     schemas: Callable[[], Schemas] = dict  # of request bodies
     allowed_origins: tuple[str, ...] = ()  # web origins that may use it
     allowed_hosts: tuple[str, ...] | None = None  # accepted Host names besides this host's; None: any
@@ -144,11 +151,16 @@ def make_catalog_app(store: FrontServices) -> ASGIApp:
         exception_handlers={HTTPException: http_error, Exception: internal_error},
     )
     app.router.redirect_slashes = False
-    opened = with_cors(AuthMiddleware(app, store.keys, AuthFailureLog(store.clock)), store.allowed_origins)
+    limited = ConcurrencyMiddleware(app, LocalRequestCounts())
+    guarded = AuthMiddleware(limited, store.keys, AuthFailureLog(store.clock), store.wall_time)
+    opened = with_cors(guarded, store.allowed_origins)
     if store.allowed_hosts is not None:
         opened = HostCheckMiddleware(opened, store.allowed_hosts, store.allowed_origins)
     most = store.limits.max_logged_refusals
-    return RequestLogMiddleware(opened, store.clock, every=False, max_refusals=most, passes_on=True)
+    audit = RequestAudit(store.audit)
+    return RequestLogMiddleware(
+        opened, store.clock, every=False, max_refusals=most, passes_on=True, on_ended=audit.on_ended
+    )
 
 
 class _Service:
@@ -164,7 +176,7 @@ class _Service:
         """Proxy a JSON request to the model that it names."""
 
         async def work(exchange: HttpExchange, asked: JsonBody) -> None:
-            entry, raw = self._addressed(asked.body, required=path.startswith("/v1/")), asked.raw
+            entry, raw = self._addressed(exchange, asked.body, required=path.startswith("/v1/")), asked.raw
             asked.release_parsed()  # the raw bytes are proxied
             passed = _passed(exchange)
             async with (
@@ -183,7 +195,7 @@ class _Service:
             names = form.fields.get("model", [""])
             if len(names) != 1 or not names[0]:
                 raise _missing()
-            entry = self._entry(names[0])
+            entry = self._entry(exchange, names[0])
             raw, kind = encode_form(form)
             passed = _passed(exchange)
             async with (
@@ -198,34 +210,51 @@ class _Service:
         """Apply ``ask`` to a model; responds with its row afterwards."""
 
         async def work(exchange: HttpExchange, asked: JsonBody) -> None:
-            entry = self._addressed(asked.body, required=True)
+            entry = self._addressed(exchange, asked.body, required=True)
+            exchange.log_entry.detail = f"model={entry}"
             await ask(entry)
             row = next(row for row in self._models.rows() if row["name"] == entry)
             await exchange.send_response(200, _encode(row))
 
         return self.endpoints.json_endpoint(work)
 
-    def _addressed(self, body: JsonObject, *, required: bool) -> str:
-        """The entry that a body names.  Its gateway knows it by the same names."""
+    def _addressed(self, exchange: HttpExchange, body: JsonObject, *, required: bool) -> str:
+        """The entry that a body names, which the key must be for.  Its gateway knows it by the same names."""
         name = body.get("model")
         if name is None:
             if not required and len(self._models.names()) == 1:
-                return self._models.names()[0]
+                return self._entry(exchange, self._models.names()[0])
             raise _missing()
         if not isinstance(name, str):
             raise BadField("model", got=name, want="a string", code="invalid_type")
-        return self._entry(name)
+        return self._entry(exchange, name)
 
-    def _entry(self, name: str) -> str:
+    def _entry(self, exchange: HttpExchange, name: str) -> str:
+        """Raises ModelNotAllowed before anything is loaded, UnknownModel."""
+        key = (exchange.tenant or NO_TENANT).permissions
+        check_model(key, name, _permission_names(self._models, name, self._model_alias))
         entry = _meant_entry(self._models, name, self._model_alias)
         if entry is None:
-            raise UnknownModel(name[:128], self._models.names())
+            shown = [each for each in self._models.names() if may_use(key, (each,))]
+            raise UnknownModel(name[:128], shown)
         return entry
 
 
 def _meant_entry(models: CatalogModels, name: str, given: tuple[str, ...]) -> str | None:
     """The entry that a client means: by name, alias or adapter, else by the first pattern that matches."""
     return models.find_entry(name) or models.find_entry(aliased_model(name, given))
+
+
+def _permission_names(models: CatalogModels, name: str, given: tuple[str, ...]) -> set[str]:
+    """The names under which a key may be for what a client means by ``name``: that, the name that its pattern stands
+    for, and the entry's, unless the client means one of its adapters."""
+    meant = name if models.find_entry(name) is not None else aliased_model(name, given)
+    entry = models.find_entry(meant)
+    names = {name, meant}
+    if entry is not None:
+        row = next(row for row in models.rows() if row["name"] == entry)
+        names |= set() if meant in row["adapters"] else {entry}
+    return names
 
 
 def _passed(exchange: HttpExchange) -> list[Header]:
@@ -247,6 +276,8 @@ async def _relay(exchange: HttpExchange, answer: http_client.StreamedResponse, p
     streams = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
     if not streams or not exchange.chunked:
         body = await answer.read()
+        if answer.status in REFUSALS:
+            exchange.log_entry.reason = _error_code(body)
         await exchange.send_response(answer.status, body, *headers)
         return
     await exchange.start(answer.status, *headers)
@@ -260,8 +291,26 @@ async def _relay(exchange: HttpExchange, answer: http_client.StreamedResponse, p
     await exchange.finish()
 
 
-def _model_list(store: FrontServices) -> dict[str, Any]:
-    """All models, their adapters, and those aliases of the command line that can be listed."""
+class _Refusal(msgspec.Struct, frozen=True):
+    """An error of a model's gateway, as OpenAI's and Anthropic's envelopes have it."""
+
+    code: str | None = None
+
+
+class _RefusalBody(msgspec.Struct, frozen=True):
+    error: _Refusal = _Refusal()
+
+
+def _error_code(body: bytes) -> str:
+    """The code of an error that a model's gateway sent, for the audit log."""
+    try:
+        return msgspec.json.decode(body, type=_RefusalBody).error.code or ""
+    except msgspec.DecodeError:
+        return ""
+
+
+def _model_list(store: FrontServices, key: KeyPermissions) -> dict[str, Any]:
+    """The models that the key is for, their adapters, and those aliases of the command line that can be listed."""
     models = store.models
     aliases = [alias for alias, _ in plain_aliases(store.model_alias) if models.find_entry(alias) is None]
     shown: list[dict[str, Any]] = []
@@ -269,6 +318,8 @@ def _model_list(store: FrontServices) -> dict[str, Any]:
     for row in models.rows():
         own = [alias for alias in aliases if _meant_entry(models, alias, store.model_alias) == row["name"]]
         for name in ("", *row["adapters"], *own):
+            if not may_use(key, _permission_names(models, name or row["name"], store.model_alias)):
+                continue
             shown.append(_model_object(row, store.created, name))
             described.append(codex_model(name or row["name"], row.get("max_model_len"), vision=False))
     return {"object": "list", "data": shown, "models": described}
@@ -294,14 +345,15 @@ def _questions(store: FrontServices) -> list[Route]:
     """The GET routes."""
     models = store.models
 
-    async def all_models(_: Request) -> Response:
-        return _json(_model_list(store))
+    async def all_models(request: Request) -> Response:
+        return _json(_model_list(store, permissions_of(request)))
 
     async def one_model(request: Request) -> Response:
-        name = request.path_params["name"]
+        name, key = request.path_params["name"], permissions_of(request)
         entry = _meant_entry(models, name, store.model_alias)
-        if entry is None:
-            answer = error_response(UnknownModel(name[:128], models.names()))
+        if entry is None or not may_use(key, _permission_names(models, name, store.model_alias)):
+            shown = [each for each in models.names() if may_use(key, (each,))]
+            answer = error_response(UnknownModel(name[:128], shown))
             return Response(answer.body, answer.status, media_type="application/json")
         row = next(row for row in models.rows() if row["name"] == entry)
         return _json(_model_object(row, store.created, "" if name == entry else name))

@@ -18,7 +18,8 @@ from typing import Annotated, Any
 import msgspec
 
 from penstock import http_client
-from penstock.api.auth import load_api_keys
+from penstock.api.audit import open_audit_log
+from penstock.api.auth import load_api_keys, watch_api_keys
 from penstock.api.openapi import Schemas
 from penstock.api.response_store import SqliteResponseStore
 from penstock.catalog.config import CatalogModel, FrontConfig
@@ -29,6 +30,7 @@ from penstock.errors import NoWorkers, QueueFull
 from penstock.http_client import Upstream
 from penstock.launch import event_loop
 from penstock.launch.http_server import SWITCH_S, HttpServer, ProcessIo
+from penstock.launch.restart_policy import GATEWAY
 from penstock.sidecar import drop_secrets, protect_memory
 from penstock.types import WorkerId, WorkerState
 from penstock.wire.supervisor_messages import LoadModel, SupervisorMessage, UnloadModel, WorkerDown, WorkerUp
@@ -247,7 +249,8 @@ def _schemas(config: FrontConfig) -> Schemas:
 async def _run(config: FrontConfig, io: ProcessIo) -> int:
     clock = MonotonicClock()
     manager = ModelManager(config, io.channel.send, clock)
-    keys = load_api_keys(config.api_key, config.api_keys, config.scheduling)
+    audit = open_audit_log(config.audit_log, GATEWAY, config.audit)
+    keys = load_api_keys(config.api_key, config.api_keys, config.scheduling, on_change=audit.on_key_changes)
     kept = None if config.response_store is None else SqliteResponseStore(Path(config.response_store), config.limits)
     app = make_catalog_app(
         FrontServices(
@@ -255,6 +258,7 @@ async def _run(config: FrontConfig, io: ProcessIo) -> int:
             limits=config.limits,
             clock=clock,
             keys=keys,
+            audit=audit.log,
             created=config.created,
             schemas=lambda: _schemas(config),
             allowed_origins=config.allowed_origins,
@@ -264,8 +268,11 @@ async def _run(config: FrontConfig, io: ProcessIo) -> int:
         )
     )
     manager.start()
+    watching = asyncio.create_task(watch_api_keys(keys), name="API keys")
     try:
         await HttpServer(io, config.limits, manager.on_supervisor, config.tls).serve(app)
     finally:
+        watching.cancel()
         await manager.close()
+        audit.close()
     return 0

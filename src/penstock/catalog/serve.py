@@ -26,6 +26,7 @@ from pathlib import Path
 
 from msgspec import structs
 
+from penstock.api.audit_log import check_audit_log
 from penstock.catalog.config import CatalogEntry, CatalogModel, FrontConfig, load_catalog
 from penstock.config.api_keys import check_key_file
 from penstock.config.decoded_weights import reserved_bytes
@@ -88,6 +89,8 @@ def serve_catalog(config: ServeConfig) -> int:
             api_key=config.api_key,
             api_keys=config.api_keys,
             scheduling=config.scheduling,
+            audit_log=check_audit_log(config.audit_log, config.audit),
+            audit=config.audit,
             upstream_key=secrets.token_urlsafe(24),
             limits=config.limits,
             created=int(time.time()),
@@ -156,6 +159,7 @@ class CatalogProcesses:
             port=listener.getsockname()[1],
             api_key=self.store.upstream_key,
             api_keys=None,
+            audit_log=None,  # the front has it
             device="cpu" if entry.settings.device == "auto" else entry.settings.device,  # "auto" would take a whole GPU
         )
         return serve(

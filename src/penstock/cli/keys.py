@@ -1,4 +1,4 @@
-"""``penstock keys``: API keys of tenants, in a file.  A key is shown once, when it is added.
+"""``penstock keys``: API keys of tenants, and what each is for, in a file.  A key is shown once, when it is added.
 
 The keys that processes of several hosts share are another command's: ``penstock host-keys``.
 """
@@ -14,9 +14,21 @@ from typing import Any
 
 import msgspec
 
+from penstock.api.key_permissions import ROUTE_PATHS, utc_text
 from penstock.cli.console import text_table
 from penstock.cli.parsing import COMMANDS
-from penstock.config.api_keys import NAME, KeyFile, ServiceClassName, TenantEntry, edit_keys, load_keys, new_key
+from penstock.config.api_keys import (
+    NAME,
+    KeyEntry,
+    KeyFile,
+    KeyLimits,
+    ServiceClassName,
+    TenantEntry,
+    edit_keys,
+    load_keys,
+    new_key,
+    parse_expiry,
+)
 from penstock.config.limits import SchedulingConfig
 from penstock.errors import ConfigError
 
@@ -24,11 +36,14 @@ EPILOG = """\
 examples:
   penstock keys add keys.json --tenant search --weight 2     add a key of this tenant and show it, once
   penstock keys add keys.json --tenant nightly --classes batch --tokens-per-minute 100000
-  penstock keys list keys.json                               whose keys there are
+  penstock keys add keys.json --tenant guest --expires 30d --max-concurrency 2
+  penstock keys add keys.json --tenant rag --models bge-m3 --routes embeddings,rerank --expires 2027-01-31
+  penstock keys list keys.json                               whose keys there are, and what for
   penstock keys revoke keys.json k-1a2b3c4d                  this key opens nothing any more
   penstock serve --api-keys keys.json                        reads the file, and again whenever it changes
 
-docs/scheduling.md explains tenants, classes and weights.  Keys between hosts: penstock host-keys --help
+docs/scheduling.md explains tenants, classes and weights, docs/security.md expiry, models and routes.
+Keys between hosts: penstock host-keys --help
 """
 
 _MAX_KEYS = SchedulingConfig().max_tenants
@@ -45,6 +60,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(title="subcommands", dest="verb", metavar="add|list|revoke", required=True)
+    _declare_add(verbs)
+    listing = verbs.add_parser("list", help="list all keys", description="List all keys, without their secrets.")
+    listing.set_defaults(run=_list)
+    listing.add_argument("file", type=Path, metavar="FILE", help="the file of keys")
+    revoke = verbs.add_parser("revoke", help="revoke a key", description="Revoke a key.")
+    revoke.set_defaults(run=_revoke)
+    revoke.add_argument("file", type=Path, metavar="FILE", help="the file of keys")
+    revoke.add_argument("key", metavar="ID", help="the key's id, as `penstock keys list` shows it")
+
+
+def _declare_add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add = verbs.add_parser("add", help="add a key and show it", description="Add a key of a tenant and show it, once.")
     add.set_defaults(run=_add)
     add.add_argument("file", type=Path, metavar="FILE", help="the file of keys, made if need be")
@@ -55,17 +81,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="interactive, batch or both; the first is the class of requests that name none (default: both)",
     )
     add.add_argument("--operator", action="store_true", help="it may also change workers, and see all requests")
+    key = add.add_argument_group("limits of this key")
+    key.add_argument(
+        "--expires", metavar="WHEN", help="12h, 30d, 4w, or a date such as 2027-01-31 (00:00 UTC); default: never"
+    )
+    key.add_argument("--models", metavar="LIST", help="models, aliases and adapters that it is for (default: all)")
+    key.add_argument("--routes", metavar="LIST", help=f"some of {', '.join(ROUTE_PATHS)} (default: all)")
+    key.add_argument("--max-concurrency", type=int, metavar="N", help="requests open at once (default: no limit)")
     tenant = add.add_argument_group("limits of the tenant, for all of its keys together")
     tenant.add_argument("--weight", type=float, metavar="W", help="its share against those of others (default: 1)")
     tenant.add_argument("--tokens-per-minute", type=int, metavar="N", help="of prompt and output (default: none)")
     tenant.add_argument("--requests-per-minute", type=int, metavar="N", help="default: no limit")
-    listing = verbs.add_parser("list", help="list all keys", description="List all keys, without their secrets.")
-    listing.set_defaults(run=_list)
-    listing.add_argument("file", type=Path, metavar="FILE", help="the file of keys")
-    revoke = verbs.add_parser("revoke", help="revoke a key", description="Revoke a key.")
-    revoke.set_defaults(run=_revoke)
-    revoke.add_argument("file", type=Path, metavar="FILE", help="the file of keys")
-    revoke.add_argument("key", metavar="ID", help="the key's id, as `penstock keys list` shows it")
 
 
 def _add(args: argparse.Namespace) -> int:
@@ -77,8 +103,15 @@ def _add(args: argparse.Namespace) -> int:
         )
     given = {name: getattr(args, name) for name in _LIMITS if getattr(args, name) is not None}
     classes = _classes(args.classes)
+    limits = KeyLimits(
+        operator=args.operator,
+        expires=None if args.expires is None else parse_expiry(args.expires, time.time()),
+        models=_listed("--models", args.models),
+        routes=_routes(args.routes),
+        max_concurrency=args.max_concurrency,
+    )
     try:
-        key, entry = new_key(args.tenant, classes, operator=args.operator)
+        key, entry = new_key(args.tenant, classes, limits)
         with edit_keys(path, _MAX_KEYS, make=True) as held:
             file = held[0]
             tenants = {**file.tenants, args.tenant: _changed(file.tenants.get(args.tenant), given)}
@@ -86,7 +119,7 @@ def _add(args: argparse.Namespace) -> int:
     except msgspec.ValidationError as error:
         raise ConfigError(f"penstock keys add: {error}") from None
     print(key)
-    print(f"{entry.id} of {args.tenant}: shown once, and not kept here or in {path}")
+    print(f"{entry.id} of {args.tenant}{_limits_text(entry)}: shown once, and not kept here or in {path}")
     return 0
 
 
@@ -100,6 +133,35 @@ def _classes(text: str | None) -> tuple[ServiceClassName, ...]:
         raise ConfigError(f"--classes {text}: expected interactive, batch, or both with a comma between") from None
 
 
+def _listed(flag: str, text: str | None) -> tuple[str, ...] | None:
+    """The parts between commas, each once."""
+    if text is None:
+        return None
+    parts = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    if not all(parts):
+        raise ConfigError(f"{flag} {text!r:.80}: expected names with commas between; leave it out to allow all")
+    return parts
+
+
+def _routes(text: str | None) -> tuple[str, ...] | None:
+    routes = _listed("--routes", text)
+    unknown = next((route for route in routes or () if route not in ROUTE_PATHS), None)
+    if unknown is not None:
+        raise ConfigError(f"--routes: there is no {unknown!r:.80}, but {', '.join(ROUTE_PATHS)}")
+    return routes
+
+
+def _limits_text(entry: KeyEntry) -> str:
+    """What a new key is restricted to, as the end of a phrase."""
+    limits = [
+        *([f"until {utc_text(entry.expires)}"] if entry.expires is not None else []),
+        *([f"for {', '.join(entry.models)}"] if entry.models is not None else []),
+        *([f"at {', '.join(entry.routes)}"] if entry.routes is not None else []),
+        *([f"{entry.max_concurrency} requests at once"] if entry.max_concurrency is not None else []),
+    ]
+    return "".join(f", {limit}" for limit in limits)
+
+
 def _changed(entry: TenantEntry | None, given: Mapping[str, Any]) -> TenantEntry:
     known = msgspec.to_builtins(entry) if entry is not None else {}
     return msgspec.convert({**known, **given}, TenantEntry)
@@ -108,7 +170,10 @@ def _changed(entry: TenantEntry | None, given: Mapping[str, Any]) -> TenantEntry
 def _list(args: argparse.Namespace) -> int:
     file = load_keys(args.file.expanduser(), _MAX_KEYS)
     rows: list[tuple[str, ...]] = [
-        ("KEY", "TENANT", "LABEL", "CLASSES", "WEIGHT", "TOKENS/MIN", "REQUESTS/MIN", "MADE")
+        (
+            *("KEY", "TENANT", "LABEL", "CLASSES", "WEIGHT", "TOKENS/MIN", "REQUESTS/MIN", "MADE"),
+            *("EXPIRES", "MODELS", "ROUTES", "AT ONCE", "OPERATOR"),
+        )
     ]
     for key in file.keys:
         entry = file.tenants[key.tenant]
@@ -118,10 +183,23 @@ def _list(args: argparse.Namespace) -> int:
                 *(key.id, key.tenant, file.tenant_id(key.tenant), ",".join(key.classes), f"{entry.weight:g}"),
                 *("-" if limit is None else str(limit) for limit in limits),
                 time.strftime("%Y-%m-%d", time.gmtime(key.created)),
+                *_restrictions(key),
             )
         )
     print(text_table(rows))
     return 0
+
+
+def _restrictions(key: KeyEntry) -> tuple[str, ...]:
+    """The last columns of the table."""
+    expires = "-" if key.expires is None else utc_text(key.expires)
+    return (
+        f"{expires} (expired)" if key.expires is not None and key.expires <= time.time() else expires,
+        ",".join(key.models or ("-",)),
+        ",".join(key.routes or ("-",)),
+        "-" if key.max_concurrency is None else str(key.max_concurrency),
+        "yes" if key.operator else "-",
+    )
 
 
 def _revoke(args: argparse.Namespace) -> int:

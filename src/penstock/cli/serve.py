@@ -24,6 +24,7 @@ examples:
   penstock serve MODEL --members file:members.json --keys DIR    workers of other hosts, as they come and go
   penstock serve --host 0.0.0.0 --api-key "$KEY"     reachable from other machines: needs a key
   penstock serve --api-keys keys.json                keys of several tenants, made by `penstock keys add`
+  penstock serve --api-keys keys.json --audit-log audit.jsonl    and who was refused, and what operators did
 
 Every flag can also be set as PENSTOCK_FLAG (PENSTOCK_KV_MEMORY=2GiB) or in a TOML file given with --config
 (kv_memory = "2GiB", and the tables [limits], [scheduling], [routing], [failover], [hand_over], [supervise],
@@ -40,6 +41,7 @@ HTTP_FLAGS = (
     Flag("event-loop", "auto|uvloop|asyncio", "of the gateways (auto: uvloop if it is installed)"),
     Flag("api-key", "KEY", "clients must send it; PENSTOCK_API_KEY hides it from `ps`"),
     Flag("api-keys", "FILE", "keys of several tenants, from `penstock keys add`"),
+    Flag("audit-log", "FILE", "append refusals, operators' actions and changes of keys, as JSON (docs/security.md)"),
     Flag(
         "allowed-host",
         "NAME",

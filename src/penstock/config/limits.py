@@ -240,6 +240,17 @@ class TraceConfig(TraceLimits, frozen=True, kw_only=True):
         return self.endpoint is not None or self.file is not None
 
 
+class AuditLimits(Config, frozen=True, kw_only=True):
+    """``[audit]``: size and queue of the audit log (docs/security.md)."""
+
+    max_audit_file_bytes: Annotated[int, msgspec.Meta(ge=64 << 10)] = 64 << 20  # at which a new file is begun
+    max_audit_files: Positive = 8  # earlier files that are kept, as FILE.1 and so on
+    max_queued_audit_events: Positive = 8192  # beyond which events are counted instead of written
+    refusal_window_s: Seconds = 10.0  # in which like refusals are counted together
+    max_refusal_groups: Positive = 1024  # kinds of refusals that are told apart at a time
+    audit_flush_s: Seconds = 1.0  # for a gateway that ends to write what is queued
+
+
 class TurnLimits(Config, frozen=True, kw_only=True):
     """``[turns]``: how much one turn of a gateway's event loop may do, so that no stream waits long for others.
 

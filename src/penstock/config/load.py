@@ -58,16 +58,8 @@ SIZES = (
 _SIZE_OR_AUTO = ("decoded_weights",)
 
 _TABLES = (
-    "limits",
-    "failover",
-    "hand_over",
-    "kv_store",
-    "supervise",
-    "routing",
-    "scheduling",
-    "trace",
-    "turns",
-    "membership",
+    *("limits", "failover", "hand_over", "kv_store", "supervise", "routing", "scheduling", "trace", "turns"),
+    *("membership", "audit"),
 )
 """Tables that only a file can set."""
 

@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.config.base import Config, NotNegative, Positive
 from penstock.config.limits import (
+    AuditLimits,
     FailoverConfig,
     KvStoreLimits,
     KvTransferConfig,
@@ -205,6 +206,8 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     width: int = 0  # of a pooling model: dimensions of its vectors, or labels
     api_key: str | None = None
     api_keys: str | None = None  # file of several keys
+    audit_log: str | None = None  # file of refusals and of what operators do; None: none
+    audit: AuditLimits = AuditLimits()
     limits: RequestLimits = RequestLimits()
     scheduling: SchedulingConfig = SchedulingConfig()
     failover: FailoverConfig = FailoverConfig()
@@ -300,6 +303,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     transfer: Literal["auto", "shm", "tcp", "curve", "nixl"] = "auto"
     api_key: str | None = None
     api_keys: str | None = None  # file of several keys, each of a tenant (`penstock keys add`)
+    audit_log: str | None = None  # file of refusals and of what operators do, as JSON lines; None: none
     allowed_host: tuple[str, ...] = ()  # Host names accepted without a key; "*": all
     tls_cert: str | None = None  # file of the certificate for HTTPS, PEM; None: HTTP in clear
     tls_key: str | None = None  # file of its private key
@@ -334,6 +338,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     turns: TurnLimits = TurnLimits()
     trace: TraceLimits = TraceLimits()
     membership: MembershipConfig = MembershipConfig()
+    audit: AuditLimits = AuditLimits()
 
     @property
     def workers_elsewhere(self) -> bool:

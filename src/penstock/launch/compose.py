@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import structs
 
+from penstock.api.audit_log import check_audit_log
 from penstock.api.response_store import create_response_store
 from penstock.clock import MonotonicClock
 from penstock.config.api_keys import check_key_file, load_keys
@@ -74,7 +75,7 @@ from penstock.launch.processes import (
 )
 from penstock.launch.restart_policy import GATEWAY
 from penstock.launch.run_folder import RunFolder, ServiceRecord
-from penstock.launch.shared_rates import SharedTokenBuckets
+from penstock.launch.shared_rates import SharedRequestCounts, SharedTokenBuckets
 from penstock.launch.sparse_attention import with_sparse_attention
 from penstock.launch.startup_log import StartupTimer, client_lines, fleet_lines, join_lines, model_lines, worker_lines
 from penstock.launch.supervisor import StoppedEarly, Supervisor
@@ -163,11 +164,11 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
             log_json=config.log_json,
             created=int(time.time()),
             buckets=nested.buckets if nested else SharedTokenBuckets(config.scheduling.max_tenants),
+            open_requests=SharedRequestCounts(config.scheduling.max_tenants, config.gateways),
         )
         workers = None
         if plan is not None:
-            mailboxes = WorkerEndpoints(keys, run_folder.endpoint)
-            workers = WorkerProcesses(config, plan, model, mailboxes, slots)
+            workers = WorkerProcesses(config, plan, model, WorkerEndpoints(keys, run_folder.endpoint), slots)
             stack.callback(workers.close)
         jobs, beat = HostProcesses(front, workers), nested.beat if nested else None
         supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots, beat, gateways=gateways))
@@ -414,6 +415,8 @@ def gateway_config(
         width=0 if spec.pooler is None else spec.pooler.labels or spec.hidden,
         api_key=config.api_key,
         api_keys=config.api_keys,
+        audit_log=check_audit_log(config.audit_log, config.audit),
+        audit=config.audit,
         limits=config.limits,
         scheduling=config.scheduling,
         failover=config.failover,

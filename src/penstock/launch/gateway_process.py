@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.api.app import make_app
-from penstock.api.auth import load_api_keys
+from penstock.api.audit import open_audit_log
+from penstock.api.audit_log import AuditSink
+from penstock.api.auth import ApiKeys, load_api_keys, watch_api_keys
+from penstock.api.concurrency import RequestCounts
 from penstock.api.endpoints import AppServices
 from penstock.api.response_cache import ResponseCache
 from penstock.api.response_store import SqliteResponseStore
@@ -106,12 +109,23 @@ RETRY_WATCH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayServices:
+    """What a gateway's HTTP application is built from, beside the router."""
+
+    metrics: Metrics
+    tracer: Tracer
+    keys: ApiKeys
+    audit: AuditSink | None
+    unjoined: UnjoinedWorkers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayResources:
     """What a gateway gets from the process that forked it."""
 
     io: ProcessIo
     keys: CurveKeys
-    make_app: Callable[[GatewayConfig, RouterService, Metrics, Tracer, UnjoinedWorkers], App]
+    make_app: Callable[[GatewayConfig, RouterService, GatewayServices], App]
 
 
 def run_gateway(config: GatewayConfig, inherited: GatewayResources) -> int:
@@ -141,12 +155,27 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
     )
     http = HttpServer(inherited.io, config.limits, router.on_supervisor, config.tls, config.turns)
     joined, members = _join(config, transport, router), _members(config)
-    app = inherited.make_app(
-        config, router, metrics, tracer, lambda: (*joined.unjoined(), *(members.problems() if members else ()))
+    audit = open_audit_log(config.audit_log, config.name, config.audit)
+    metrics.audit_events_lost = audit.lost
+    keys = load_api_keys(
+        config.api_key,
+        config.api_keys,
+        config.scheduling,
+        fronted=config.fronted,
+        on_change=audit.on_key_changes,
     )
+    services = GatewayServices(
+        metrics=metrics,
+        tracer=tracer,
+        keys=keys,
+        audit=audit.log,
+        unjoined=lambda: (*joined.unjoined(), *(members.problems() if members else ())),
+    )
+    app = inherited.make_app(config, router, services)
     router.start()
     joined.start()
     side = [asyncio.create_task(ThroughputLog(metrics, MonotonicClock()).run())]
+    side.append(asyncio.create_task(watch_api_keys(keys), name="API keys"))
     if members is not None:
         side.append(asyncio.create_task(_announce(config, router, joined)))
         side.append(asyncio.create_task(_watch_members(members, joined), name="members"))
@@ -163,6 +192,7 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
         await joined.close()
         await router.close()
         transport.close()
+        audit.close()
         if spans is not None:
             spans.close()
     return 0
@@ -209,20 +239,19 @@ def _join(config: GatewayConfig, transport: ZmqTransport, router: RouterService)
 def make_http_app(
     config: GatewayConfig,
     router: RouterService,
-    metrics: Metrics,
-    tracer: Tracer,
-    waiting: Callable[[], Sequence[tuple[str, str]]],
+    services: GatewayServices,
     *,
     created: int,
     buckets: SharedTokenBuckets,
+    request_counts: RequestCounts,
 ) -> App:
-    """The HTTP application of this configuration; ``waiting``: as ``RemoteWorkers.unjoined``.  Raises ModelError."""
+    """The HTTP application of this configuration.  Raises ModelError."""
+    metrics, keys = services.metrics, services.keys
     intake, pools, hears = _intakes(config, created)
     stored = ResponseCache(config.response_cache) if config.response_cache else None
     if stored is not None:
         metrics.register_response_cache(stored.stats)
     kept = None if config.response_store is None else SqliteResponseStore(Path(config.response_store), config.limits)
-    ring = load_api_keys(config.api_key, config.api_keys, config.scheduling, fronted=config.fronted)
     return make_app(
         AppServices(
             streams=router,
@@ -235,21 +264,24 @@ def make_http_app(
             metrics=metrics.snapshot,
             count_key_outcome=metrics.on_idempotency_key,
             count_auth_failure=metrics.on_unauthorized,
+            count_forbidden=metrics.on_forbidden,
             count_prefix_break=metrics.on_prefix_break,
-            keys=ring,
+            keys=keys,
             buckets=buckets,
+            request_counts=request_counts,
+            audit=services.audit,
             event_key=bytes.fromhex(config.event_key),
             scheduling=config.scheduling,
             turns=config.turns,
             levels=metrics.levels,
             response_store=kept,
             response_cache=stored,
-            tracer=tracer,
+            tracer=services.tracer,
             log_requests=config.log_requests,
             schemas=lambda: request_schemas(config.limits, unknown_fields=config.requests.unknown_fields),
             allowed_origins=config.allowed_origins,
-            allowed_hosts=config.allowed_hosts if ring.is_open else None,
-            unjoined_workers=waiting,
+            allowed_hosts=config.allowed_hosts if keys.is_open else None,
+            unjoined_workers=services.unjoined,
         )
     )
 

@@ -55,7 +55,7 @@ from penstock.launch.numerics_probe import NumericsProbe, handed_over_layout
 from penstock.launch.rank_process import RankEvents, RankGroup, RankIdentity, RankResources, run_follower, share_bytes
 from penstock.launch.rendezvous import WorkerNodes
 from penstock.launch.restart_policy import GATEWAY
-from penstock.launch.shared_rates import SharedTokenBuckets
+from penstock.launch.shared_rates import SharedRequestCounts, SharedTokenBuckets
 from penstock.launch.sparse_attention import sparse_numerics
 from penstock.launch.startup_log import LoadProgressLog
 from penstock.launch.supervisor import ChildSpec
@@ -477,11 +477,13 @@ class GatewayProcesses:
     log_json: bool
     created: int  # Unix seconds, as /v1/models tells
     buckets: SharedTokenBuckets  # of tenants' rates
+    open_requests: SharedRequestCounts  # of keys with a limit
 
     def child_spec(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
         """The specification of a gateway."""
         body = partial(self._run, name, incarnation, channel)
-        return ChildSpec(main=body, inherited_fds=(self.listener.fileno(), channel.fileno(), self.buckets.descriptor))
+        shared = (self.buckets.descriptor, self.open_requests.descriptor)
+        return ChildSpec(main=body, inherited_fds=(self.listener.fileno(), channel.fileno(), *shared))
 
     def _run(self, name: str, incarnation: int, channel: Channel) -> int:
         configure_logging(name, as_json=self.log_json)
@@ -499,7 +501,12 @@ class GatewayProcesses:
                 siblings=tuple(slot for other, slot in self.slots.items() if other != name),
             ),
             keys=self.keys,
-            make_app=partial(make_http_app, created=self.created, buckets=self.buckets),
+            make_app=partial(
+                make_http_app,
+                created=self.created,
+                buckets=self.buckets,
+                request_counts=self.open_requests.of_gateway(list(self.slots).index(name)),
+            ),
         )
         own = self.config.name.replace(GATEWAY, name, 1)
         return run_gateway(structs.replace(self.config, name=own, incarnation=incarnation), inherited)

@@ -58,10 +58,16 @@ def listed_cards(own: ModelCard, adapters: Sequence[str], given: tuple[str, ...]
     """The model, its adapters, and the aliases that can be listed, each name once."""
     parents = dict.fromkeys(adapters, own.name)
     served = (own.name, *adapters)
+    cards = [own, *(msgspec.structs.replace(own, name=name, parent=parent) for name, parent in parents.items())]
+    aliases: dict[str, str] = {}
     for alias, name in plain_aliases(given):
         if alias not in served and name in served:
-            parents.setdefault(alias, name)
-    return (own, *(msgspec.structs.replace(own, name=name, parent=parent) for name, parent in parents.items()))
+            aliases.setdefault(alias, name)
+    return (*cards, *(_alias_card(own, alias, name) for alias, name in aliases.items()))
+
+
+def _alias_card(card: ModelCard, alias: str, name: str) -> ModelCard:
+    return msgspec.structs.replace(card, name=alias, parent=name, stands_for=name)
 
 
 def find_card(cards: Sequence[ModelCard], name: str, given: tuple[str, ...]) -> ModelCard | None:
@@ -70,7 +76,7 @@ def find_card(cards: Sequence[ModelCard], name: str, given: tuple[str, ...]) -> 
     meant = served_model(name, by_name, given)
     if meant is None or meant == name:
         return by_name.get(name)
-    return msgspec.structs.replace(by_name[meant], name=name, parent=meant)
+    return _alias_card(by_name[meant], name, meant)
 
 
 def plain_aliases(given: tuple[str, ...]) -> tuple[tuple[str, str], ...]:

@@ -245,7 +245,10 @@ RETRIES = _counter("retries", "Resubmissions after failures: at once, or delayed
 FENCED = _counter("fenced_messages", "Messages of an older epoch or incarnation, ignored.", "kind")
 POISONED = _counter("poison_requests", "Requests failed because workers died of them.")
 UNAUTHORIZED = _counter("requests_unauthorized", "Requests that had no valid key.", "code")
-UNAUTHORIZED_CODES = ("missing_api_key", "invalid_api_key")
+UNAUTHORIZED_CODES = ("missing_api_key", "invalid_api_key", "expired_api_key")
+FORBIDDEN = _counter("requests_forbidden", "Requests that their key, origin or host may not send.", "code")
+FORBIDDEN_CODES = ("model_not_found", "route_not_allowed", "class_not_allowed", "not_an_operator")
+AUDIT_LOST = _counter("audit_events_lost", "Events that the audit log had no room for.")
 KEYED = _counter("idempotent_requests", "Requests with an idempotency key, by how they were met.", "met")
 PREFIX_BREAKS = _counter(
     "session_prefix_breaks", "Prompts that left their session's earlier prompt before its end.", "reason"

@@ -147,6 +147,7 @@ class Metrics:
         self._model = model_name
         self.worker_rows: Callable[[], Sequence[Mapping[str, Any]]] = tuple
         self.open_requests: Callable[[], int] = int
+        self.audit_events_lost: Callable[[], int] = int
         self._dropped_frames: Callable[[], int] = int
         self._prefix_index: Callable[[], PrefixIndexStats] = PrefixIndexStats
         self._responses: Callable[[], ResponseCacheStats] = lambda: ResponseCacheStats({})
@@ -171,6 +172,9 @@ class Metrics:
         self._unauthorized = self._counter(names.UNAUTHORIZED)
         for code in names.UNAUTHORIZED_CODES:
             self._unauthorized.labels(model_name, code)
+        self._forbidden = self._counter(names.FORBIDDEN)
+        for code in names.FORBIDDEN_CODES:
+            self._forbidden.labels(model_name, code)
         decisions = self._counter(names.DECISIONS)
         self._decisions = [decisions.labels(model_name, outcome) for outcome in names.OUTCOMES]
         self._deciding = self._histogram(names.DECISION_TIME)
@@ -263,6 +267,10 @@ class Metrics:
         """A request had no valid key."""
         self._unauthorized.labels(self._model, code).inc()
 
+    def on_forbidden(self, code: str) -> None:
+        """A request was refused with 403."""
+        self._forbidden.labels(self._model, code).inc()
+
     def on_worker_report(self, worker: str, incarnation: int, counters: Mapping[str, float]) -> None:
         """``WorkerTotals.on_report``."""
         self.totals.on_report(worker, incarnation, counters)
@@ -313,6 +321,7 @@ class Metrics:
             itl=self._itl.metric(names.PREFIX + names.ITL.name, names.ITL.help, {"model_name": self._model}),
             open_requests=self.open_requests(),
             dropped_frames=self._dropped_frames(),
+            audit_events_lost=self.audit_events_lost(),
             prefix_index=self._prefix_index(),
             responses=self._responses(),
             spans=dict(self._spans()),
@@ -341,6 +350,7 @@ class Metrics:
         opened.add_metric([self._model], seen.open_requests)
         yield opened
         yield self._single_counter(names.DROPPED_FRAMES, seen.dropped_frames)
+        yield self._single_counter(names.AUDIT_LOST, seen.audit_events_lost)
         figures, responses = seen.prefix_index, seen.responses
         for family, figure in (
             (names.PREFIX_BLOCKS, figures.blocks),
@@ -428,6 +438,7 @@ class _Seen:
     itl: Metric
     open_requests: int
     dropped_frames: int
+    audit_events_lost: int
     prefix_index: PrefixIndexStats
     responses: ResponseCacheStats
     spans: Mapping[str, int]

@@ -20,7 +20,7 @@ DEFAULT_TENANT = "default"
 OTHER_TENANTS = "other"
 """All tenants that have no label of their own."""
 
-SHED_REASONS = ("queue_full", "rate_limit", "predicted_wait")
+SHED_REASONS = ("queue_full", "rate_limit", "concurrency", "predicted_wait")
 
 
 class LatencyTarget(NamedTuple):

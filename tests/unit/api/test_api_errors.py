@@ -19,6 +19,8 @@ MADE = {
     errors.InputTooLong: lambda: errors.InputTooLong("input", tokens=3, limit=2),
     errors.WrongTask: lambda: errors.WrongTask("a", "writes no text", "/b"),
     errors.UnknownModel: lambda: errors.UnknownModel("a", ["b"]),
+    errors.ModelNotAllowed: lambda: errors.ModelNotAllowed("a", ["b"]),
+    errors.TooManyConcurrentRequests: lambda: errors.TooManyConcurrentRequests(2),
     errors.UnknownWorker: lambda: errors.UnknownWorker("a", "b, c"),
     errors.ProtocolVersionError: lambda: errors.ProtocolVersionError(1, expected=2),
     errors.MethodNotAllowed: lambda: errors.MethodNotAllowed("GET", "/", allow="POST"),

@@ -48,9 +48,43 @@ def test_a_tenants_keys_come_and_go(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"has no key {name}" in capsys.readouterr().err
 
 
+def test_what_a_key_is_for_is_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "keys.json"
+    limits = [
+        "--expires",
+        "2999-01-31",
+        "--models",
+        "a, b,a",
+        "--routes",
+        "embeddings,rerank",
+        "--max-concurrency",
+        "3",
+    ]
+    assert main(["keys", "add", str(path), "--tenant", "rag", *limits]) == 0
+    assert "until 2999-01-31T00:00:00Z, for a, b, at embeddings, rerank, 3 requests at once:" in capsys.readouterr().out
+    assert main(["keys", "add", str(path), "--tenant", "ops", "--operator"]) == 0
+    key, plain = load_keys(path, 10).keys
+    assert (key.models, key.routes, key.max_concurrency) == (("a", "b"), ("embeddings", "rerank"), 3)
+    assert (plain.models, plain.routes, plain.max_concurrency, plain.expires) == (None, None, None, None)
+    capsys.readouterr()
+    assert main(["keys", "list", str(path)]) == 0
+    head, first, second = capsys.readouterr().out.splitlines()
+    assert head.split()[-6:] == ["EXPIRES", "MODELS", "ROUTES", "AT", "ONCE", "OPERATOR"]
+    assert first.split()[-5:] == ["2999-01-31T00:00:00Z", "a,b", "embeddings,rerank", "3", "-"]
+    assert second.split()[-5:] == ["-", "-", "-", "-", "yes"]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["add", "FILE", "--tenant", "a", "--expires", "soon"], "--expires 'soon': expected a duration"),
+        (["add", "FILE", "--tenant", "a", "--expires", "1999-01-01"], "a key must expire after now"),
+        (["add", "FILE", "--tenant", "a", "--models", "b,,c"], "--models 'b,,c': expected names"),
+        (
+            ["add", "FILE", "--tenant", "a", "--routes", "chat,all"],
+            "--routes: there is no 'all', but chat, completions",
+        ),
+        (["add", "FILE", "--tenant", "a", "--max-concurrency", "0"], "max_concurrency"),
         (["add", "FILE"], "the following arguments are required: --tenant"),
         (["add", "FILE", "--tenant", "a b"], "--tenant 'a b': a name has letters"),
         (["add", "FILE", "--tenant", "a", "--classes", "urgent"], "expected interactive, batch, or both"),

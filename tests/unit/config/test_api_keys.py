@@ -10,7 +10,16 @@ import pytest
 
 from penstock.api.auth import KEY_FILE_CHECK_S, KEY_FILE_ERROR_LOG_S, FileApiKeys
 from penstock.clock import VirtualClock
-from penstock.config.api_keys import KeyFile, ServiceClassName, TenantEntry, edit_keys, load_keys, new_key
+from penstock.config.api_keys import (
+    KeyChanges,
+    KeyFile,
+    ServiceClassName,
+    TenantEntry,
+    edit_keys,
+    load_keys,
+    new_key,
+    parse_expiry,
+)
 from penstock.errors import ConfigError
 from penstock.types import ServiceClass
 
@@ -132,3 +141,105 @@ def add(path: Path, tenant: str, classes: tuple[ServiceClassName, ...] = ("inter
         tenants = {**held[0].tenants, tenant: TenantEntry()}
         held[0] = msgspec.structs.replace(held[0], tenants=tenants, keys=(*held[0].keys, entry))
     return key
+
+
+# --- what a key is for -----------------------------------------------------------------------------------------------
+
+NOW = 1_800_000_000.5  # 2027-01-15 08:00:00.5 UTC
+
+
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        ("1h", 1_800_003_600),
+        ("30d", 1_802_592_000),
+        ("2w", 1_801_209_600),
+        ("2027-01-31", 1_801_353_600),
+        ("2027-01-31T00:00:00+01:00", 1_801_350_000),
+        ("2027-01-31T12:00Z", 1_801_396_800),
+    ],
+)
+def test_when_a_key_expires(text: str, at: int):
+    assert parse_expiry(text, NOW) == at
+
+
+@pytest.mark.parametrize(
+    "text", ["", "30", "d", "-1d", "30 d", "1.5d", "٣d", "soon", "2027-13-01", "2027-01-31X", "1m"]
+)
+def test_what_is_no_time_of_expiry(text: str):
+    with pytest.raises(ConfigError, match="as 12h, 30d or 4w"):
+        parse_expiry(text, NOW)
+
+
+@pytest.mark.parametrize("text", ["0d", "2027-01-15", "1999-12-31", "999999w"])
+def test_a_key_cannot_have_expired_before_it_is_made(text: str):
+    with pytest.raises(ConfigError, match="after now"):
+        parse_expiry(text, NOW)
+
+
+def test_a_file_of_an_earlier_version_has_no_limits_and_is_written_as_before(tmp_path: Path):
+    path = tmp_path / "keys.json"
+    entry = (
+        f'{{"id": "k-00000001", "tenant": "a", "sha256": "{"1" * 64}", "classes": ["batch"], "operator": true,'
+        ' "created": 7}'
+    )
+    path.write_text(f'{{"version": 1, "salt": "{SALT}", "tenants": {{"a": {{}}}}, "keys": [{entry}]}}')
+    path.chmod(0o600)
+    (key,) = load_keys(path, 10).keys
+    assert (key.expires, key.models, key.routes, key.max_concurrency) == (None, None, None, None)
+    with edit_keys(path, 10) as held:
+        held[0] = msgspec.structs.replace(held[0], share_prefixes=True)
+    assert not {"expires", "models", "routes", "max_concurrency"} & set(
+        msgspec.json.decode(path.read_bytes())["keys"][0]
+    )
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        '"expires": 0',
+        '"expires": 1e20',
+        '"expires": "never"',
+        '"models": []',
+        '"models": [""]',
+        f'"models": {["m"] * 65}'.replace("'", '"'),
+        '"routes": ["everything"]',
+        '"routes": []',
+        '"max_concurrency": 0',
+        '"max_concurrency": 1.5',
+    ],
+)
+def test_limits_that_cannot_be(tmp_path: Path, limits: str):
+    path = tmp_path / "keys.json"
+    entry = f"{ENTRY[:-1]}, {limits}}}"
+    path.write_text(f'{{"salt": "{SALT}", "tenants": {{"a": {{}}}}, "keys": [{entry}]}}')
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"keys\[0\]"):
+        load_keys(path, 10)
+
+
+def test_what_has_become_of_the_keys_is_told_when_the_file_is_read(tmp_path: Path):
+    path, clock = tmp_path / "keys.json", VirtualClock()
+    for tenant in ("a", "b", "c"):
+        add(path, tenant)
+    a, b, c = (key.id for key in load_keys(path, 10).keys)
+    seen: list[KeyChanges] = []
+    ring = FileApiKeys(path, clock, on_change=seen.append)
+    with edit_keys(path, 10) as held:
+        tenants = {**held[0].tenants, "a": TenantEntry(weight=2.0)}
+        kept = tuple(key for key in held[0].keys if key.id != b)
+        held[0] = msgspec.structs.replace(held[0], tenants=tenants, keys=kept)
+    add(path, "d")
+    d = load_keys(path, 10).keys[-1].id
+    ring.refresh()
+    assert seen == [], "not before its time"
+    clock.advance(KEY_FILE_CHECK_S)
+    ring.refresh()
+    assert seen == [KeyChanges(added=(d,), revoked=(b,), changed=(a,))]
+    path.write_text("broken")
+    clock.advance(KEY_FILE_CHECK_S)
+    ring.refresh()
+    assert len(seen) == 1
+    with pytest.raises(ConfigError):
+        load_keys(path, 10)
+    assert c not in (*seen[0].added, *seen[0].revoked, *seen[0].changed)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 
 import pytest
 
 from penstock.api.auth import Tenant
+from penstock.api.concurrency import LocalRequestCounts, RequestCounts
 from penstock.api.load_shedding import LocalRateBuckets, RateBuckets, TenantRateLimiter
 from penstock.clock import VirtualClock
 from penstock.errors import RateLimited
-from penstock.launch.shared_rates import SharedTokenBuckets
+from penstock.launch.shared_rates import GatewayRequestCounts, SharedRequestCounts, SharedTokenBuckets
 
 ANN = Tenant(id="ann", requests_per_minute=6, tokens_per_minute=600)
 BOB = Tenant(id="bob", requests_per_minute=6)
@@ -136,3 +138,76 @@ def test_nobody_waits_for_one_that_is_stopped_in_the_middle() -> None:
         os.waitpid(child, 0)
         for end in (*there, gone[0]):
             os.close(end)
+
+
+# --- open requests of keys -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["own", "shared"])
+def counts(request: pytest.FixtureRequest) -> RequestCounts:
+    return LocalRequestCounts() if request.param == "own" else SharedRequestCounts(16, 2).of_gateway(0)
+
+
+def test_one_more_than_the_limit_has_no_ticket(counts: RequestCounts) -> None:
+    tickets = [counts.acquire("k-1", 3) for _ in range(4)]
+    assert [ticket is None for ticket in tickets] == [False, False, False, True]
+    assert counts.acquire("k-2", 1) is not None, "another key"
+    first = tickets[0]
+    assert first is not None
+    counts.release("k-1", first)
+    assert counts.acquire("k-1", 3) is not None
+    assert counts.acquire("k-1", 3) is None
+    assert counts.acquire("k-1", 4) is not None, "the limit has been raised in the file"
+
+
+def test_gateways_count_together_and_one_that_is_forked_anew_begins_at_nothing() -> None:
+    shared = SharedRequestCounts(16, 3)
+    first, second = shared.of_gateway(0), shared.of_gateway(1)
+    assert [acquired(first, 2), acquired(second, 2)] == [2, 2]
+    assert acquired(shared.of_gateway(2), 1, limit=4) == 0
+    again = shared.of_gateway(1)  # the other's connections have gone
+    assert acquired(again, 9, limit=4) == 2
+    assert acquired(first, 1, limit=4) == 0
+
+
+def acquired(counts: GatewayRequestCounts, tries: int, limit: int = 9) -> int:
+    return sum(counts.acquire("k-1", limit) is not None for _ in range(tries))
+
+
+def test_processes_at_once_have_no_more_open_than_one_may() -> None:
+    """Each opens and closes at random; none ever sees more than the limit, and in the end nothing is left."""
+    shared = SharedRequestCounts(16, 4)
+    limit = 5
+    children: list[int] = []
+    for number in range(4):
+        child = os.fork()
+        if not child:
+            os._exit(opening_and_closing(shared.of_gateway(number), random.Random(number), limit))
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    assert acquired(shared.of_gateway(0), 2 * limit, limit) == limit
+
+
+def opening_and_closing(counts: GatewayRequestCounts, rng: random.Random, limit: int) -> int:
+    open_now: list[int] = []
+    for _ in range(3000):
+        if open_now and rng.random() < 0.5:
+            counts.release("k-1", open_now.pop())
+            continue
+        ticket = counts.acquire("k-1", limit)
+        if ticket is not None:
+            open_now.append(ticket)
+        if len(open_now) > limit:
+            return 1
+    while open_now:
+        counts.release("k-1", open_now.pop())
+    return 0
+
+
+def test_places_of_keys_that_have_nothing_open_are_used_again() -> None:
+    counts = SharedRequestCounts(4, 1).of_gateway(0)
+    for i in range(2000):
+        ticket = counts.acquire(f"k-{i}", 1)
+        assert ticket is not None, i
+        assert counts.acquire(f"k-{i}", 1) is None
+        counts.release(f"k-{i}", ticket)
