@@ -62,7 +62,7 @@ REFUSED = "refused"
 
 
 class AuditEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is written, beside time and gateway."""
+    """What is written, without time and gateway."""
 
     event: str
     key: str = ""  # its id
@@ -302,9 +302,9 @@ class AuditLog:
     def _append(self, lines: Sequence[bytes]) -> int:
         """Write lines; returns how many were written."""
         lost = self._lost - self._lost_written
-        told = [self._encode(self._wall_time(), AuditEvent(event="lost", count=lost))] if lost else []
+        losses = [self._encode(self._wall_time(), AuditEvent(event="lost", count=lost))] if lost else []
         try:
-            written = self._file.append([*told, *lines])
+            written = self._file.append([*losses, *lines])
         except OSError as error:
             if not self._failing:
                 self._failing = True
@@ -315,7 +315,7 @@ class AuditLog:
         if self._failing:
             self._failing = False
             log.info("the audit log %s is written again", self._path)
-        if told and written:
+        if losses and written:
             self._lost_written += lost
             written -= 1
         return written

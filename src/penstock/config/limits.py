@@ -247,7 +247,7 @@ class AuditLimits(Config, frozen=True, kw_only=True):
     max_audit_files: Positive = 8  # earlier files that are kept, as FILE.1 and so on
     max_queued_audit_events: Positive = 8192  # beyond which events are counted instead of written
     refusal_window_s: Seconds = 10.0  # in which like refusals are counted together
-    max_refusal_groups: Positive = 1024  # kinds of refusals that are told apart at a time
+    max_refusal_groups: Positive = 1024  # kinds of refusals that are counted apart at a time
     audit_flush_s: Seconds = 1.0  # for a gateway that ends to write what is queued
 
 

@@ -110,7 +110,7 @@ RETRY_WATCH_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayServices:
-    """What a gateway's HTTP application is built from, beside the router."""
+    """What a gateway's HTTP application is built from, with the router."""
 
     metrics: Metrics
     tracer: Tracer
@@ -144,15 +144,8 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
         max_tenants=config.scheduling.metric_tenants,
         spans=spans.figures if spans is not None else None,
     )
-    tracer = spans or NoTracer()
-    router = RouterService(
-        config,
-        connect=transport.connect_async,
-        clock=MonotonicClock(),
-        suspect=suspect,
-        tracer=tracer,
-        metrics=metrics,
-    )
+    tracer, clock, connect = spans or NoTracer(), MonotonicClock(), transport.connect_async
+    router = RouterService(config, connect=connect, clock=clock, suspect=suspect, tracer=tracer, metrics=metrics)
     http = HttpServer(inherited.io, config.limits, router.on_supervisor, config.tls, config.turns)
     joined, members = _join(config, transport, router), _members(config)
     audit = open_audit_log(config.audit_log, config.name, config.audit)

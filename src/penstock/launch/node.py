@@ -119,8 +119,7 @@ def serve_node(fleet: FleetFile, node: FleetNode, config: ServeConfig) -> int:
 
 
 def _plan(config: ServeConfig, node: FleetNode, places: NodePlaces, name: str, model: ModelSource) -> ServePlan:
-    beside = compose.weights_beside(config, model)
-    facts = compose.model_facts(name, model.spec, beside)
+    facts = compose.model_facts(name, model.spec, compose.weights_beside(config, model))
     return resolve_node(config, places.workers, node.address, compose.this_machine(config), facts)
 
 

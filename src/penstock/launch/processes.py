@@ -234,16 +234,19 @@ class WorkerProcesses:
             image_cache_bytes=self._config.image_cache,
         )
         shared = (*(file.descriptor for file in self._kv.values()), *self._share.descriptors)
-        main, told = partial(self._run, config, place, group), self._mailboxes.reached_at.get(worker, config.endpoint)
+        main, announced = (
+            partial(self._run, config, place, group),
+            self._mailboxes.reached_at.get(worker, config.endpoint),
+        )
         if group is None:
-            return ChildSpec(main=main, inherited_fds=shared, endpoint=told)
+            return ChildSpec(main=main, inherited_fds=shared, endpoint=announced)
         followers = {rank: partial(self._run_follower, config, place, group, rank) for rank in group.ranks}
         return ChildSpec(
             main=main if group.first == group.leader else followers[group.first],
             rank=group.first,
             followers={rank: followers[rank] for rank in group.followers},
             inherited_fds=(*shared, *group.descriptors),
-            endpoint=told,
+            endpoint=announced,
             on_forked=group.close_listening,
         )
 

@@ -74,7 +74,7 @@ much sooner.)"""
 class _Mailbox:
     member: Member
     added_at: float
-    up: WorkerUp | None = None  # as it was told last
+    up: WorkerUp | None = None  # as it was sent last
     greetings: int = 0  # sent over the link
     link: AsyncLink | None = None  # for discovery
     listener: asyncio.Task[None] | None = None  # of that link
@@ -236,7 +236,7 @@ class RemoteWorkers:
             if mailbox.worker is not None and not same_run(report.incarnation, mailbox.incarnation):
                 mailbox.replaced.append(mailbox.incarnation)
             if mailbox.worker not in (None, report.worker) and mailbox.worker not in self._found:
-                self._send(WorkerRemoved(worker=mailbox.worker))  # nobody has its name now
+                self._send(WorkerRemoved(worker=mailbox.worker))  # its name is free now
                 mailbox.worker = None
             mailbox.up = WorkerUp(
                 worker=report.worker,
@@ -308,7 +308,7 @@ class RemoteWorkers:
                 log.warning("waiting for %s: %s", mailbox.member.shown, mailbox.reason)
 
     def _discover(self, endpoint: str, now: float, *, may_open: bool) -> bool:
-        """Greet whoever is there.  Returns whether a link was opened for that."""
+        """Greet the worker that is there.  Returns whether a link was opened for that."""
         mailbox = self._mailboxes[endpoint]
         if now - mailbox.probed_at < (STRANGE_PAUSE_S if mailbox.strange else 0.0):
             return False

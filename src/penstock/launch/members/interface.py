@@ -1,7 +1,7 @@
 """The port through which a gateway learns where workers may be.
 
 Members say where to look.  Whether a worker is there, which one, and whether it lives is found out by messages
-(``launch.remote_workers``), so a wrong answer harms nobody.
+(``launch.remote_workers``), so a wrong answer does no harm.
 """
 
 from __future__ import annotations
