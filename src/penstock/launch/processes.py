@@ -234,10 +234,8 @@ class WorkerProcesses:
             image_cache_bytes=self._config.image_cache,
         )
         shared = (*(file.descriptor for file in self._kv.values()), *self._share.descriptors)
-        main, announced = (
-            partial(self._run, config, place, group),
-            self._mailboxes.reached_at.get(worker, config.endpoint),
-        )
+        main = partial(self._run, config, place, group)
+        announced = self._mailboxes.reached_at.get(worker, config.endpoint)
         if group is None:
             return ChildSpec(main=main, inherited_fds=shared, endpoint=announced)
         followers = {rank: partial(self._run_follower, config, place, group, rank) for rank in group.ranks}
