@@ -64,8 +64,9 @@ for package, library in (("libibverbs1", "libibverbs.so.1"), ("libnl-3-200", "li
 missing_for_some_tests() {
     missing_libraries
     command -v ccache >/dev/null || echo ccache
-    # Debian starts nginx on port 80 as soon as it is installed, so that only CI gets it unasked.
+    # Debian starts nginx on port 80, and NATS on 4222, as soon as they are installed, so that only CI gets them unasked.
     [[ -z ${CI:-} ]] || PATH=$PATH:/usr/sbin command -v nginx >/dev/null || echo nginx-light
+    [[ -z ${CI:-} ]] || PATH=$PATH:/usr/sbin command -v nats-server >/dev/null || echo nats-server
     # Of the long tests, the Dockerfile's wants it.
     [[ -z ${CI:-} ]] || command -v mmdebstrap >/dev/null || echo mmdebstrap
 }
