@@ -173,12 +173,7 @@ def resolve(config: ServeConfig, machine: MachineFacts, model: ModelFacts) -> Se
         model,
         roles=_generating_workers(config, aggregated) if model.pooling is None else _pooling_workers(config, model),
         connector={"auto": "shm", "nixl": f"{NIXL}tcp"}.get(config.transfer, config.transfer),
-        cores=CoreSettings(
-            threads=config.threads,
-            prefill_cpus=config.prefill_cores,
-            decode_cpus=config.decode_cores,
-            lend=config.lend_cores and choice.device == "cpu" and config.kernels != REFERENCE,
-        ),
+        cores=_core_settings(config, choice),
         choice=choice,
         prefill=choose_prefill_device(config, machine, model, _family(config, machine, choice.device)),
     )
@@ -232,13 +227,18 @@ def resolve_node(
         model,
         roles=workers,
         connector=_connector_between_hosts(config.transfer, address, machine),
-        cores=CoreSettings(
-            threads=config.threads,
-            prefill_cpus=config.prefill_cores,
-            decode_cpus=config.decode_cores,
-            lend=config.lend_cores and choice.device == "cpu" and config.kernels != REFERENCE,
-        ),
+        cores=_core_settings(config, choice),
         choice=choice,
+    )
+
+
+def _core_settings(config: ServeConfig, choice: DeviceChoice) -> CoreSettings:
+    """What the settings say of the cores of several workers on one host."""
+    return CoreSettings(
+        threads=config.threads,
+        prefill_cpus=config.prefill_cores,
+        decode_cpus=config.decode_cores,
+        lend=config.lend_cores and choice.device == "cpu" and config.kernels != REFERENCE,
     )
 
 
