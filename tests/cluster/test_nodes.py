@@ -29,21 +29,15 @@ kv_memory = "64MiB"
 
 [settings.failover]
 no_path_s = 60.0
+"""
 
+NODE = """
 [[nodes]]
-name = "a"
+name = "{name}"
 address = "127.0.0.1"
 gateways = 1
-http_port = {http[0]}
-port = {ports[0]}
-workers = [{{ role = "prefill", count = 1 }}, {{ role = "decode", count = 1 }}]
-
-[[nodes]]
-name = "b"
-address = "127.0.0.1"
-gateways = 1
-http_port = {http[1]}
-port = {ports[1]}
+http_port = {http}
+port = {port}
 workers = [{{ role = "prefill", count = 1 }}, {{ role = "decode", count = 1 }}]
 """
 
@@ -77,7 +71,8 @@ def write_fleet(folder: Path) -> tuple[Path, tuple[int, int]]:
     CurveKeys.ephemeral().save(folder / "keys")
     http, ports = (free_port(), free_port()), free_ports()
     file = folder / "fleet.toml"
-    file.write_text(FLEET.format(keys=folder / "keys", http=http, ports=ports))
+    nodes = [NODE.format(name=name, http=http[i], port=ports[i]) for i, name in enumerate("ab")]
+    file.write_text("".join((FLEET.format(keys=folder / "keys"), *nodes)))
     return file, http
 
 
