@@ -92,6 +92,10 @@ class TokenStreams(Protocol):
         """What is served, or None while no worker has reported yet."""
         ...
 
+    async def wait_identity(self) -> ModelIdentity | None:
+        """As ``identity``; a gateway that has just started waits for its first worker, but not for long."""
+        ...
+
     def ready(self) -> bool:
         """Whether a request can be served now."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -11,7 +12,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ BODY: dict[str, Any] = {
     "ignore_eos": True,
     "logprobs": 1,
 }
+
+SHORT = BODY | {"max_tokens": 1}
 
 WRITERS = 2
 SCENES = 5
@@ -75,6 +79,39 @@ def both_gateways(server: PenstockServer) -> None:
 def kill_gateways(server: PenstockServer) -> None:
     for pid in server.gateway_pids(server.workers()):
         os.kill(pid, signal.SIGKILL)
+
+
+def test_a_request_at_a_new_gateway_waits_for_its_first_worker(tmp_path: Path) -> None:
+    with PenstockServer(["--aggregated"], config="[supervise]\nwedge_s = 60.0\n", folder=tmp_path) as server:
+        (worker,) = rows = server.workers()
+        (gateway,) = server.gateway_pids(rows)
+        os.kill(worker["pid"], signal.SIGSTOP)
+        os.kill(gateway, signal.SIGKILL)
+        with closing(connection_to_new_gateway(server)) as connection:
+            connection.request("POST", "/v1/completions", json.dumps(SHORT), {"Content-Type": "application/json"})
+            os.kill(worker["pid"], signal.SIGCONT)
+            assert connection.getresponse().status == 200
+
+
+def connection_to_new_gateway(server: PenstockServer) -> HTTPConnection:
+    """To one that has met no worker yet."""
+    made: list[HTTPConnection] = []
+
+    def answers() -> bool:
+        connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+        try:
+            connection.request("GET", "/ready")
+            response = connection.getresponse()
+            response.read()
+        except (OSError, HTTPException):  # a connection that a killed gateway had taken
+            connection.close()
+            return False
+        assert response.status == 503
+        made.append(connection)
+        return True
+
+    server.wait_for(answers, PATIENCE_S, "a new gateway")
+    return made[0]
 
 
 def test_clients_go_on_when_every_gateway_is_killed(server: PenstockServer) -> None:

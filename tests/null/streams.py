@@ -158,6 +158,10 @@ class NullStreams:
         """See ``interfaces.TokenStreams``."""
         return self.served
 
+    async def wait_identity(self) -> ModelIdentity | None:
+        """See ``interfaces.TokenStreams``."""
+        return self.served
+
     def ready(self) -> bool:
         """See ``interfaces.TokenStreams``."""
         return self.is_ready

@@ -174,7 +174,7 @@ class Endpoints:
 
         async def accept(exchange: HttpExchange, asked: JsonBody, span: Span) -> RestOfResponse:
             self._check_model(exchange, asked.body.get("model"))
-            context = self._context(exchange, api.id_prefix, clamps_length=api.clamps_length)
+            context = await self._context(exchange, api.id_prefix, clamps_length=api.clamps_length)
             keyed = self._keyed(exchange, asked.body, context)
             body, shape = await api.translate(asked.body, context)
             if keyed is not None:
@@ -210,7 +210,7 @@ class Endpoints:
                 paths = GENERATION_PATHS if self._behind.transcription is None else AUDIO_PATHS
                 raise WrongTask(name, "generates text; it has no embeddings, rerank or classify", paths)
             with self._tracing.span(exchange, shape.operation, body.body.get("model")) as span:
-                context = self._context(exchange, shape.id_prefix)
+                context = await self._context(exchange, shape.id_prefix)
                 prepared = await prepare(body.body, context)
                 body.release()
                 await self._pool(exchange, prepared, shape, context, span)
@@ -228,7 +228,7 @@ class Endpoints:
             if behind.transcription is None:
                 paths = GENERATION_PATHS if behind.pooling is None else "what it is for"
                 raise WrongTask(behind.processor.cards()[0].name, "does not transcribe audio", paths)
-            context = self._context(exchange, "transcript-")
+            context = await self._context(exchange, "transcript-")
             source = await behind.transcription.prepare(form, context, translates=translates)
             del form  # files are large, and responses take long
             sent.reservation.release()
@@ -279,15 +279,16 @@ class Endpoints:
             self._behind.count_key_outcome(KeyOutcome.REFUSED)
             raise
 
-    def _context(self, exchange: HttpExchange, prefix: str, *, clamps_length: bool = False) -> RequestContext:
-        identity = self._behind.streams.identity()
+    async def _context(self, exchange: HttpExchange, prefix: str, *, clamps_length: bool = False) -> RequestContext:
+        arrival = self._behind.clock.now()
+        identity = await self._behind.streams.wait_identity()
         if identity is None:
             raise NoWorkers("The server is starting: no worker is ready yet.")
         request_id = RequestId(prefix + secrets.token_hex(12))
         exchange.log_entry.id = request_id
         return RequestContext(
             id=request_id,
-            arrival=self._behind.clock.now(),
+            arrival=arrival,
             identity=identity,
             session=_session(exchange, self._behind.limits.max_session_chars),
             caller=self._shedder.caller(exchange),

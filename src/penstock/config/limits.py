@@ -111,7 +111,7 @@ class FailoverConfig(Config, frozen=True, kw_only=True):
     quarantine_max_s: float = 30.0  # upper bound of that
     probe_s: float = 2.0  # to answer a probe
     pin_model_s: float = 5.0  # after the first worker is ready, the model of the majority is pinned
-    no_path_s: float = 2.0  # requests fail at once when every worker that could serve them is gone for this long
+    no_path_s: float = 2.0  # requests fail when every worker that could serve them is gone, or not met, for this long
     retry_share: float = 1.0  # resubmissions that each new request adds to the retry budget
     retry_burst: int = 1024  # the most that the budget holds; at least the number of open streams
     retry_per_s: float = 10.0  # added to the budget each second

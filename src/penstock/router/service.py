@@ -142,6 +142,8 @@ class RouterService:
         self._vocabulary = config.vocabulary or 1 << 32
         self._draining = False
         self._identity: ModelIdentity | None = None  # the last one served
+        self._met_workers = asyncio.Event()  # once a worker was ready
+        self._no_path_s = config.failover.no_path_s
         self._report_listeners: list[ReportListener] = []
         self._register_metrics()
 
@@ -274,6 +276,13 @@ class RouterService:
         if identities:
             self._identity = identities[0]
         return self._identity
+
+    async def wait_identity(self) -> ModelIdentity | None:
+        """As ``identity``; waits up to ``no_path_s`` for the first worker, which a new gateway has yet to meet."""
+        if not self._met_workers.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._met_workers.wait(), self._no_path_s)
+        return self.identity()
 
     def open_requests(self) -> int:
         """Requests that are not over."""
@@ -438,6 +447,7 @@ class RouterService:
             self._progress_at = now
         self.admin.on_report()
         if became_ready:
+            self._met_workers.set()
             self._dispatcher.place_waiting(now, ready=True)
 
     # --- events: time -----------------------------------------------------------------------------------------------
