@@ -7,10 +7,12 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from penstock.wire.curve_keys import CurveKeys
@@ -164,3 +166,39 @@ def test_what_is_wrong_is_said_in_one_line(
     assert run.returncode == 2
     assert because in run.stderr
     assert len(run.stderr.strip().splitlines()) == 1
+
+
+POISON = {"model": "storyteller", "prompt": "Once upon a time", "max_tokens": 1900, "ignore_eos": True, "seed": 1}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_request_that_crashes_workers_of_both_nodes_is_tried_by_no_gateway(tmp_path: Path) -> None:
+    with running(tmp_path) as fleet, ThreadPoolExecutor(1) as pool:
+        told = pool.submit(complete, fleet.a, POISON)
+        crashed: set[int] = set()
+
+        def crash() -> bool:
+            """Whatever decodes crashes, whichever node it is on, until the request has failed."""
+            for row in fleet.b.workers():
+                if row["role"] == "decode" and row["running"] and row["pid"] not in crashed:
+                    os.kill(row["pid"], signal.SIGSEGV)
+                    crashed.add(row["pid"])
+            return told.done()
+
+        fleet.b.wait_for(crash, 120.0, "the request has failed")
+        assert told.result() == (422, "poison_request")
+        assert 2 <= len(crashed) <= 4
+        for node in (fleet.a, fleet.b):
+            node.wait_all_ready()
+        pids = {row["pid"] for row in fleet.a.workers()}
+        for node in (fleet.a, fleet.b):
+            assert complete(node, POISON | {"seed": 2}) == (422, "poison_request")
+            assert complete(node, POISON | {"prompt": "Once", "max_tokens": 4}) == (200, "")
+        assert {row["pid"] for row in fleet.a.workers()} == pids
+
+
+def complete(node: PenstockServer, body: dict[str, object]) -> tuple[int, str]:
+    """The status, and the error's code."""
+    response = httpx.post(f"{node.url}/v1/completions", json=body, timeout=120, trust_env=False)
+    return response.status_code, "" if response.status_code == 200 else response.json()["error"]["code"]

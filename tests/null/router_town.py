@@ -124,12 +124,20 @@ class Town:
 
     # --- the supervisor's part --------------------------------------------------------------------------------------
 
-    def fork(self, name: str, identity: ModelIdentity = IDENTITY, **scheduler: int) -> StageWorker:
+    def fork(
+        self, name: str, identity: ModelIdentity = IDENTITY, predecessor_fault: str = "", **scheduler: int
+    ) -> StageWorker:
         """Start a worker, as the next incarnation of its name; its role is in the name."""
         incarnation = self._incarnations[name] = self._incarnations.get(name, 0) + 1
         role = Role(name.split("-", maxsplit=1)[0])
         worker = StageWorker(
-            self.stage, name, role, incarnation=incarnation, identity=identity, **(self._scheduler | scheduler)
+            self.stage,
+            name,
+            role,
+            incarnation=incarnation,
+            identity=identity,
+            predecessor_fault=predecessor_fault,
+            **(self._scheduler | scheduler),
         )
         worker.link.close()
         self._alive[name] = worker

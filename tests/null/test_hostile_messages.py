@@ -47,6 +47,7 @@ from penstock.wire.gateway_messages import (
     KvEvents,
     MigrateRequests,
     PageSource,
+    PoisonRequests,
     RequestReturned,
     ReturnReason,
     Submit,
@@ -168,7 +169,19 @@ def serves(stage: Stage, worker: StageWorker) -> None:
     assert stage.answer("after") == expected(40)
 
 
-TO_WORKERS = [Hello, Submit, Cancel, PullPages, PagesReceived, EncodeImage, AssignRole, WorkerReport, Tokens, KvEvents]
+TO_WORKERS = [
+    Hello,
+    Submit,
+    Cancel,
+    PullPages,
+    PagesReceived,
+    EncodeImage,
+    AssignRole,
+    PoisonRequests,
+    WorkerReport,
+    Tokens,
+    KvEvents,
+]
 
 
 @pytest.mark.parametrize("kind", TO_WORKERS)
@@ -371,6 +384,7 @@ FROM_WORKERS = [
     KvEvents,
     MigrateRequests,
     ConfirmRequests,
+    PoisonRequests,
     HandOverFailed,
     PageReady,
 ]

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from msgspec import structs
 
 from penstock.config.limits import FailoverConfig
 from penstock.config.schema import GatewayConfig
 from penstock.errors import PoisonRequest
+from penstock.poison_verdicts import VERDICT_S
 from penstock.router.request import RequestPhase
-from penstock.types import WorkerState
+from penstock.router.service import RouterService
+from penstock.types import RequestId, Role, ValidRequest, WorkerState, pack_token_ids
+from penstock.wire.supervisor_messages import WorkerUp
 
 from .router_town import WHOLE, WIDE, Client, Town
 
@@ -21,16 +27,44 @@ class Sick(Town):
 
     poison: tuple[Client, ...] = ()
     deaths = 0
+    elsewhere = False
+    """Whether the workers are on another host: only a worker's next incarnation says how it ended."""
+
+    def __init__(self, *names: str, **options: Any) -> None:
+        super().__init__(*names, **options)
+        self.others: list[RouterService] = []
+
+    def add_gateway(self, name: str, worker: str) -> RouterService:
+        """Another gateway, which knows only this worker."""
+        router = RouterService(
+            GatewayConfig(name=name, model_name="null"),
+            connect=self.stage.hub.connect_async,
+            clock=self.clock,
+            suspect=self.suspects.append,
+        )
+        known = self.worker(worker)
+        router.on_supervisor(
+            WorkerUp(worker=known.name, incarnation=known.incarnation, role=Role.BOTH, pid=1, endpoint=known.endpoint)
+        )
+        self.others.append(router)
+        return router
+
+    async def __aexit__(self, *error: object) -> None:
+        await super().__aexit__(*error)
+        for router in self.others:
+            await router.close()
 
     async def turn(self, seconds: float = 0.001) -> None:
         await super().turn(seconds)
+        for router in self.others:
+            router.tick()
         for client in self.poison:
             if client.over or len(client.tokens) < POISON_AT:
                 continue
             for name in self.alive:
                 if any(client.request.id == own for own in self.worker(name).mailbox._requests._requests):
-                    self.kill(name, fault=True)
-                    self.fork(name)
+                    self.kill(name, fault=not self.elsewhere)
+                    self.fork(name, predecessor_fault="killed by SIGSEGV" if self.elsewhere else "")
                     self.deaths += 1
                     break
 
@@ -52,6 +86,53 @@ async def test_a_request_that_workers_die_of_is_failed_after_two(caplog: pytest.
         assert town.poison[0].tokens == town.poison[0].truth()[: len(town.poison[0].tokens)]
         assert "poison_requests_total" in town.router.metrics.exposition().decode()
         await town.assert_idle()
+
+
+async def test_crashes_of_workers_on_other_hosts_count_too(caplog: pytest.LogCaptureFixture) -> None:
+    async with Sick("both-0", "both-1", "both-2") as town:
+        town.elsewhere = True
+        town.poison = (town.ask("bad", max_tokens=30),)
+        other = town.ask("good", prompt=(1, 2, 3), max_tokens=30)
+        await town.until(lambda: all(client.over for client in town.clients))
+        assert isinstance(town.poison[0].error, PoisonRequest)
+        assert town.deaths <= 3, "one more may have died before the second told of the first"
+        (line,) = [vars(each)["fields"] for each in caplog.records if each.getMessage() == "request ends workers"]
+        assert line["ends"].count("SIGSEGV") == line["deaths"] == 2
+        other.assert_true_answer()
+        await town.assert_idle()
+
+
+async def test_every_gateway_refuses_it_also_one_that_comes_later() -> None:
+    async with Sick("both-0", "both-1", "both-2", "both-3") as town:
+        town.poison = (town.ask("bad", max_tokens=30),)
+        early = town.add_gateway("early", "both-3")
+        await town.until(lambda: town.poison[0].over)
+        late = town.add_gateway("late", "both-3")
+        for gateway in (early, late):
+            await town.until(gateway.ready, seconds=0.1)
+            again = town.serve_by(gateway, as_new(town.poison[0].request, town, seed=8))
+            good = town.serve_by(gateway, as_new(town.poison[0].request, town, prompt=(1, 2, 3)))
+            await town.finish(again, good)
+            assert isinstance(again.error, PoisonRequest)
+            assert not again.tokens
+            good.assert_true_answer()
+        assert town.deaths == 2
+        await town.wait(VERDICT_S, step=1.0)
+        forgiven = town.serve_by(early, as_new(town.poison[0].request, town, seed=9))
+        await town.finish(forgiven)
+        forgiven.assert_true_answer()
+
+
+def as_new(request: ValidRequest, town: Town, *, prompt: tuple[int, ...] = (), seed: int = 7) -> ValidRequest:
+    """The same request sent anew, with another seed or prompt."""
+    return structs.replace(
+        request,
+        id=RequestId(f"{request.id}-{len(town.clients)}"),
+        arrival=town.clock.now(),
+        prompt=pack_token_ids(prompt) if prompt else request.prompt,
+        block_hashes=() if prompt else request.block_hashes,
+        sampling=structs.replace(request.sampling, seed=seed),
+    )
 
 
 @pytest.mark.parametrize("guilty", [1, 2])

@@ -128,6 +128,7 @@ class StageWorker:
         *,
         incarnation: int = 1,
         identity: ModelIdentity = IDENTITY,
+        predecessor_fault: str = "",
         **scheduler: int,
     ) -> None:
         self.name = WorkerId(name)
@@ -140,6 +141,7 @@ class StageWorker:
         config = WorkerConfig(
             worker=self.name,
             incarnation=incarnation,
+            predecessor_fault=predecessor_fault,
             role=role,
             endpoint=self.endpoint,
             connector="memory",

@@ -134,7 +134,7 @@ class CatalogProcesses:
         io = ProcessIo(listener=self.listener, channel=channel, slot=self.slots[GATEWAY])
         return ChildSpec(main=partial(self._front, io), inherited_fds=(self.listener.fileno(), channel.fileno()))
 
-    def worker_spec(self, worker: WorkerId, incarnation: int) -> ChildSpec:
+    def worker_spec(self, worker: WorkerId, incarnation: int, predecessor_fault: str) -> ChildSpec:
         """One model on its own port, whose listener this process closes once the child has it."""
         own = socket.create_server(("127.0.0.1", 0))
         host, port = own.getsockname()

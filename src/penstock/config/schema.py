@@ -113,6 +113,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
 
     worker: WorkerId
     incarnation: int
+    predecessor_fault: str = ""  # how the incarnation before this one crashed; empty: it did not
     role: Role
     endpoint: str  # where it listens
     connector: str  # "shm", "tcp", "tcp-sealed" or "curve"; after "nixl+" the fallback of NIXL

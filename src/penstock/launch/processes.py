@@ -69,6 +69,7 @@ from penstock.weights.inspect import spec_for_length
 from penstock.weights.load import LoadedModel, load_parts
 from penstock.weights.manifest import ManifestStore
 from penstock.wire.curve_keys import CurveKeys
+from penstock.wire.gateway_messages import MAX_REASON_CHARS
 
 if TYPE_CHECKING:
     from penstock.launch import speculation
@@ -202,7 +203,7 @@ class WorkerProcesses:
             if asked is not None:
                 self._mixed = (asked.result(keep_watch), ops.numerics)
 
-    def child_spec(self, worker: WorkerId, incarnation: int) -> ChildSpec:
+    def child_spec(self, worker: WorkerId, incarnation: int, predecessor_fault: str = "") -> ChildSpec:
         """The specification of this worker."""
         place = self._places[worker]
         self._cores.reset(worker)
@@ -214,6 +215,7 @@ class WorkerProcesses:
         config = WorkerConfig(
             worker=worker,
             incarnation=incarnation,
+            predecessor_fault=predecessor_fault[:MAX_REASON_CHARS],
             role=role,
             endpoint=self._mailboxes.endpoint(worker, incarnation),
             connector=self._plan.connector,
@@ -525,10 +527,10 @@ class HostProcesses:
             raise LookupError("there is no gateway here")
         return self.front.child_spec(name, incarnation, channel)
 
-    def worker_spec(self, worker: WorkerId, incarnation: int) -> ChildSpec:
+    def worker_spec(self, worker: WorkerId, incarnation: int, predecessor_fault: str) -> ChildSpec:
         if self.workers is None:
             raise LookupError("there are no workers here")
-        return self.workers.child_spec(worker, incarnation)
+        return self.workers.child_spec(worker, incarnation, predecessor_fault)
 
 
 def model_vocabulary(path: Path) -> GrammarVocabulary:

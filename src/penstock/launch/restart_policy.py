@@ -145,6 +145,7 @@ class ForkProcess:
 
     child: str
     incarnation: int
+    predecessor_fault: str = ""  # how the incarnation before it crashed; empty: it did not
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +234,7 @@ class _Child:
     computes: bool = False  # silent but busy
     stopped: bool = False  # by SIGSTOP
     last_beat: float = 0.0
+    fault: str = ""  # how this incarnation crashed
     suspicions: int = 0
     suspected_since: float = 0.0
     on_demand: bool = False
@@ -320,6 +322,8 @@ class RestartPolicy:
             return
         was_ready = child.ready_since > 0.0
         child.phase = ChildState.WAITING
+        if event.exit.is_fault:
+            child.fault = str(event.exit)
         if child.is_worker:
             effects.append(
                 NotifyGateways(
@@ -426,6 +430,7 @@ class RestartPolicy:
 
     def _kill_wedged(self, child: _Child, reason: str, effects: list[RestartEffect]) -> None:
         child.phase = ChildState.ENDING
+        child.fault = "" if child.stopped else reason
         effects.append(LogLine(f"{child.name} is wedged: {reason}; killing it", warning=True))
         if child.is_worker:
             effects.append(NotifyGateways(_down(child, WorkerState.WEDGED, reason, fault=not child.stopped)))
@@ -503,7 +508,8 @@ class RestartPolicy:
         child.ready_since = child.silence = child.last_beat = 0.0
         child.computes = False
         child.suspicions = 0
-        effects.append(ForkProcess(child.name, child.incarnation))
+        effects.append(ForkProcess(child.name, child.incarnation, child.fault if child.is_worker else ""))
+        child.fault = ""
 
 
 def _down(child: _Child, state: WorkerState, reason: str, *, fault: bool) -> WorkerDown:

@@ -83,8 +83,8 @@ class ChildSpecs(Protocol):
         """A gateway; ``channel`` is its end of the channel to the supervisor."""
         ...
 
-    def worker_spec(self, worker: WorkerId, incarnation: int) -> ChildSpec:
-        """One worker."""
+    def worker_spec(self, worker: WorkerId, incarnation: int, predecessor_fault: str) -> ChildSpec:
+        """One worker.  ``predecessor_fault``: how the incarnation before it crashed; empty: it did not."""
         ...
 
 
@@ -338,7 +338,7 @@ class Supervisor:
     def _carry_out(self, effect: RestartEffect) -> None:
         match effect:
             case ForkProcess():
-                self._fork(effect.child, effect.incarnation)
+                self._fork(effect)
             case SendSignal():
                 child = self._running.get(effect.child)
                 if child is not None and child.incarnation == effect.incarnation:
@@ -353,14 +353,15 @@ class Supervisor:
             case _:
                 assert_never(effect)
 
-    def _fork(self, name: str, incarnation: int) -> None:
+    def _fork(self, effect: ForkProcess) -> None:
+        name, incarnation = effect.child, effect.incarnation
         slot = self._slots[name]
         slot.reset(incarnation, time.monotonic_ns())
         try:
             if name in self._gateways:
                 self._fork_gateway(name, incarnation, slot)
             else:
-                self._fork_worker(WorkerId(name), incarnation, slot)
+                self._fork_worker(WorkerId(name), effect, slot)
         except (
             OSError,
             ConfigError,
@@ -392,8 +393,8 @@ class Supervisor:
         if self._machine.state is SupervisorState.DRAINING:
             ours.send(ServiceDraining())
 
-    def _fork_worker(self, name: WorkerId, incarnation: int, slot: HeartbeatSlot) -> None:
-        job = self._jobs.worker_spec(name, incarnation)
+    def _fork_worker(self, name: WorkerId, effect: ForkProcess, slot: HeartbeatSlot) -> None:
+        job = self._jobs.worker_spec(name, effect.incarnation, effect.predecessor_fault)
         processes: dict[int, ForkedProcess] = {}
         try:
             for rank, main in {job.rank: job.main, **job.followers}.items():
@@ -407,7 +408,7 @@ class Supervisor:
             raise
         finally:
             job.on_forked()
-        self._running[name] = _Running(incarnation, job.endpoint, processes[job.rank], processes)
+        self._running[name] = _Running(effect.incarnation, job.endpoint, processes[job.rank], processes)
         self._announce(name, self._channels.values())
 
     def _announce(self, name: WorkerId, channels: Iterable[Channel]) -> None:

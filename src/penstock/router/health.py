@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -129,6 +130,7 @@ class WorkerHealth:
         self._leaving: set[WorkerId] = set()  # no members any more, with requests that have not ended yet
         self._task = config.task
         self._resubmitted: dict[tuple[WorkerId, int], tuple[Sequence[RequestId], float]] = {}
+        self._unexplained: dict[WorkerId, LostWorker] = {}  # ended, and its successor may say that it crashed
         self.refusals: dict[WorkerId, int] = {}  # given back in a row, by workers that wrote no token meanwhile
         self._unconnected: dict[WorkerId, WorkerUp] = {}  # to whom no link could be made yet
         self._served_at = float("inf")  # when there was last somebody; at the beginning they are waited for
@@ -148,7 +150,7 @@ class WorkerHealth:
             if slot is not None and fleet.incarnations[slot] != message.incarnation:
                 known = fleet.incarnations[slot]
                 self.on_worker_down(
-                    WorkerDown(worker=message.worker, incarnation=known, state=WorkerState.DEAD, reason="replaced")
+                    WorkerDown(worker=message.worker, incarnation=known, state=WorkerState.DEAD, reason="replaced"), now
                 )
         earlier = (fleet.incarnations[slot], fleet.requests_at(slot)) if slot is not None else (0, ())
         if not fleet.on_worker_up(message, now):
@@ -159,10 +161,33 @@ class WorkerHealth:
         self._connect(message)
         if message.incarnation != earlier[0]:
             self._quarantine.remove(message.worker)
-        self._resubmitted.pop((message.worker, earlier[0]), None)
-        self._lost_workers.on_worker_lost(
-            LostWorker(worker=message.worker, incarnation=earlier[0], requests=earlier[1], reason="replaced")
+        moved, given_up = self._resubmitted.pop((message.worker, earlier[0]), ((), now))
+        lost = LostWorker(
+            worker=message.worker,
+            incarnation=earlier[0],
+            requests=earlier[1],
+            reason="replaced",
+            moved_requests=moved,
+            suspected_at=given_up,
         )
+        self._await_explanation(lost, now)
+        self._lost_workers.on_worker_lost(lost)
+
+    def _await_explanation(self, lost: LostWorker, now: float) -> None:
+        """Remember what was at a worker that ended for a reason not known here, such as one of another host."""
+        requests = (*lost.moved_requests, *lost.requests)
+        if requests:
+            since = lost.suspected_at if lost.moved_requests else now
+            self._unexplained[lost.worker] = replace(lost, requests=(), moved_requests=requests, suspected_at=since)
+
+    def _explain(self, report: WorkerReport) -> None:
+        """Blame the requests of the worker's predecessor, if the report says that it crashed."""
+        lost = self._unexplained.get(report.worker)
+        if lost is None or report.incarnation == lost.incarnation:
+            return
+        del self._unexplained[report.worker]
+        if report.predecessor_fault and report.incarnation == lost.incarnation + 1:
+            self._lost_workers.on_worker_lost(replace(lost, reason=report.predecessor_fault, fault=True))
 
     def _connect(self, message: WorkerUp) -> None:
         """Open a link, now or with a later heartbeat: a process may be out of sockets or descriptors for a while."""
@@ -176,7 +201,7 @@ class WorkerHealth:
         self._unconnected.pop(message.worker, None)
         link.send_heartbeat(self._hello, kv_snapshot=True)
 
-    def on_worker_down(self, message: WorkerDown) -> None:
+    def on_worker_down(self, message: WorkerDown, now: float) -> None:
         """A worker process has ended."""
         fleet = self._fleet
         slot = fleet.slot(message.worker)
@@ -201,17 +226,18 @@ class WorkerHealth:
         self.refusals.pop(message.worker, None)
         self._foreign.pop(message.worker, None)
         moved, given_up = self._resubmitted.pop((message.worker, message.incarnation), ((), 0.0))
-        self._lost_workers.on_worker_lost(
-            LostWorker(
-                worker=message.worker,
-                incarnation=message.incarnation,
-                requests=work,
-                reason=message.reason,
-                fault=message.fault,
-                moved_requests=moved,
-                suspected_at=given_up,
-            )
+        lost = LostWorker(
+            worker=message.worker,
+            incarnation=message.incarnation,
+            requests=work,
+            reason=message.reason,
+            fault=message.fault,
+            moved_requests=moved,
+            suspected_at=given_up,
         )
+        if not message.fault:
+            self._await_explanation(lost, now)
+        self._lost_workers.on_worker_lost(lost)
 
     def on_worker_removed(self, worker: WorkerId) -> None:
         """A worker is no longer a member: it gets no new requests, and is forgotten when those that it has have ended.
@@ -262,6 +288,7 @@ class WorkerHealth:
         if slot is not None:
             self._prefixes.on_report(slot, report.incarnation, report.kv_sequence)
         self._metrics.on_worker_report(report.worker, report.incarnation, report.counters)
+        self._explain(report)
         if was is WorkerState.READY or report.state is not WorkerState.READY:
             return False
         log_event(log, logging.INFO, "worker is ready", worker=report.worker, role=report.role.value, pid=report.pid)
@@ -361,6 +388,7 @@ class WorkerHealth:
         self._unconnected.pop(worker, None)
         self.refusals.pop(worker, None)
         self._foreign.pop(worker, None)
+        self._unexplained.pop(worker, None)
         self._quarantine.remove(worker)
         self._resubmitted = {place: what for place, what in self._resubmitted.items() if place[0] != worker}
         self._metrics.remove_worker(worker)

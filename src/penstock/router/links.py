@@ -200,6 +200,11 @@ class WorkerLinks:
         counts = [(link.worker, link.incarnation, link.take_malformed()) for link in self._links.values()]
         return [count for count in counts if count[2]]
 
+    def send_to_all(self, message: PeerMessage) -> None:
+        """Send it over every link."""
+        for link in self._links.values():
+            link.send(message)
+
     def close_link(self, worker: WorkerId) -> None:
         """Close the link to a worker, if there is one."""
         link = self._links.pop(worker, None)

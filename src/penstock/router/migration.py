@@ -7,7 +7,7 @@ submitted again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.clock import Clock
@@ -21,7 +21,7 @@ from penstock.router.stream import RequestStream
 from penstock.router.turns import TurnWork, log_errors
 from penstock.telemetry.log import log_event
 from penstock.telemetry.registry import Metrics
-from penstock.types import RequestId, Role, WorkerId, WorkerState
+from penstock.types import RequestId, Role, ValidRequest, WorkerId, WorkerState
 from penstock.wire.gateway_messages import Cancel, ConfirmRequests, MigrateRequests, PageSource
 
 log = logging.getLogger("penstock.router")
@@ -53,12 +53,15 @@ class LostWorkerHandler:
         *,
         metrics: Metrics,
         poison_deaths: int,
+        on_poison: Callable[[ValidRequest, float], None],
         turns: TurnWork,
         clock: Clock,
     ) -> None:
+        """``on_poison`` is called with each request that fails so, and the time."""
         self._streams = streams
         self._dispatcher = dispatcher
         self._metrics = metrics
+        self._on_poison = on_poison
         self._poison_deaths = poison_deaths
         self._turns = turns
         self._clock = clock
@@ -106,6 +109,7 @@ class LostWorkerHandler:
             ends = "; ".join(routed.crashes.deaths)
             log_event(log, logging.ERROR, "request ends workers", request_id=culprit, deaths=deaths[culprit], ends=ends)
             with log_errors(f"{culprit} could not be refused"):
+                self._on_poison(routed.request, now)
                 self._dispatcher.apply(suspects[culprit], routed.fail_as_poison(), now)
 
     def _streams_of(self, requests: Sequence[RequestId]) -> list[RequestStream]:

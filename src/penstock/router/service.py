@@ -14,8 +14,9 @@ from typing import Any, TypeAlias
 
 from penstock.clock import Clock
 from penstock.config.schema import GatewayConfig
-from penstock.errors import NoWorkers
+from penstock.errors import NoWorkers, PoisonRequest
 from penstock.interfaces import TtftForecast
+from penstock.poison_verdicts import PoisonVerdicts, request_digest
 from penstock.router.admin import RouterAdmin
 from penstock.router.decide import Decision, has_ready_workers
 from penstock.router.dispatch import Dispatcher
@@ -41,6 +42,7 @@ from penstock.wire.gateway_messages import (
     ConfirmRequests,
     KvEvents,
     MigrateRequests,
+    PoisonRequests,
     RequestReturned,
     ReturnReason,
     TokenItem,
@@ -132,6 +134,7 @@ class RouterService:
             clock=clock,
         )
         self._apply = self._dispatcher.apply
+        self._verdicts = PoisonVerdicts()
         self._migration, self._health = self._make_handlers(config, suspect)
         self._checks = StreamChecks(config.turns.flights_per_turn)
         self._checking = False  # the next turn continues the checks
@@ -156,6 +159,7 @@ class RouterService:
             self._dispatcher,
             metrics=self.metrics,
             poison_deaths=config.failover.poison_deaths,
+            on_poison=self._share_verdict,
             turns=self._turns,
             clock=self._clock,
         )
@@ -180,6 +184,10 @@ class RouterService:
             suspect=suspect,
         )
         return migration, health
+
+    def _share_verdict(self, request: ValidRequest, now: float) -> None:
+        new = self._verdicts.add((request_digest(request),), now)
+        self._links.send_to_all(PoisonRequests(digests=new))
 
     def _register_metrics(self) -> None:
         prefixes = self._placement.prefixes
@@ -237,6 +245,12 @@ class RouterService:
         if request.id in self._streams:
             raise ValueError(f"request {request.id} is being served already")
         now = self._clock.now()
+        if self._verdicts.since and self._verdicts.contains(request, now):
+            self.metrics.on_poisoned()
+            raise PoisonRequest(
+                f"Request {request.id} is the same as one that ended workers lately, and is not tried. "
+                "The log of the gateway that had it says which and how."
+            )
         if not self._stats.open_requests:
             self._progress_at = now
         self._stats.open_requests += 1
@@ -331,7 +345,7 @@ class RouterService:
         if isinstance(message, WorkerUp):
             self._health.on_worker_up(message, now)
         elif isinstance(message, WorkerDown):
-            self._health.on_worker_down(message)
+            self._health.on_worker_down(message, now)
         elif isinstance(message, WorkerRemoved):
             self._health.on_worker_removed(message.worker)
         elif isinstance(message, ServiceDraining):
@@ -357,6 +371,8 @@ class RouterService:
             self._on_tokens(message, worker, incarnation, now)
         elif isinstance(message, KvEvents):
             self._health.on_kv_events(message, worker, incarnation)
+        elif isinstance(message, PoisonRequests):
+            self._verdicts.add(message.digests, now)
         elif isinstance(message, MigrateRequests | ConfirmRequests):
             self._migration.on_message(message, worker, incarnation)
         elif isinstance(message, RequestReturned):

@@ -18,6 +18,7 @@ from penstock.wire.gateway_messages import (
     Hello,
     KvEvents,
     MigrateRequests,
+    PoisonRequests,
     RequestReturned,
     Submit,
     Tokens,
@@ -63,6 +64,7 @@ PeerMessage: TypeAlias = (
     | RequestReturned
     | WorkerReport
     | KvEvents
+    | PoisonRequests
     | PullPages
     | PageReady
     | PrefillDone

@@ -37,6 +37,7 @@ from typing import Annotated
 
 import msgspec
 
+from penstock.poison_verdicts import DIGEST_BYTES, MAX_VERDICTS
 from penstock.types import (
     DEFAULT_QOS,
     LOWER_TIERS,
@@ -206,6 +207,21 @@ class Cancel(WireMessage, frozen=True, kw_only=True, tag="cancel"):
 
     request: AnyRequest
     epoch: Count
+
+
+# --- both ways ------------------------------------------------------------------------------------------------------
+
+
+class PoisonRequests(WireMessage, frozen=True, kw_only=True, tag="poison"):
+    """Requests that have crashed workers, by ``penstock.poison_verdicts.request_digest``: nothing is to compute them.
+
+    From the gateway that has found it to all workers, and from workers to all other gateways.
+    """
+
+    digests: Annotated[
+        tuple[Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)], ...],
+        msgspec.Meta(max_length=MAX_VERDICTS),
+    ]
 
 
 # --- worker -> gateway ---------------------------------------------------------------------------------------------
@@ -434,6 +450,7 @@ class WorkerReport(WireMessage, frozen=True, kw_only=True, tag="report"):
     ranks: Annotated[tuple[RankReport, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()  # of a worker that has several
     core_group: Name = ""  # workers of one group share or lend each other cores
     local_prefill: bool = False  # prompts should be computed here, not by prefill workers of its group
+    predecessor_fault: ReasonText = ""  # how the incarnation before this one crashed; empty: it did not
 
 
 # --- worker <-> worker ---------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class FakeJobs:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def worker_spec(self, worker: WorkerId, incarnation: int) -> ChildSpec:
+    def worker_spec(self, worker: WorkerId, incarnation: int, predecessor_fault: str) -> ChildSpec:
         if worker == "decode-0" and "thread" in SCRIPT:
             first, last = SCRIPT["thread"]
             if incarnation == first:

@@ -46,7 +46,7 @@ def test_the_first_restart_is_at_once_and_under_the_next_incarnation() -> None:
     assert down.message == WorkerDown(
         worker="decode-0", incarnation=1, state=WorkerState.DEAD, reason="killed by SIGSEGV", fault=True
     )
-    assert of_type(ForkProcess, effects) == [ForkProcess("decode-0", 2)]
+    assert of_type(ForkProcess, effects) == [ForkProcess("decode-0", 2, "killed by SIGSEGV")]
 
 
 def test_the_gateway_is_restarted_without_a_word_to_itself() -> None:
@@ -67,7 +67,7 @@ def test_backoff_doubles_and_is_forgiven_after_a_stable_life() -> None:
         bench.look()  # ready
     assert delays == pytest.approx([0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0], abs=0.01)
     bench.run(CONFIG.stable_s + 0.2)
-    assert of_type(ForkProcess, bench.die("decode-0")) == [ForkProcess("decode-0", 11)]
+    assert of_type(ForkProcess, bench.die("decode-0")) == [ForkProcess("decode-0", 11, "killed by SIGSEGV")]
 
 
 def test_a_worker_that_is_never_ready_ends_it_all_with_a_cause_and_a_command() -> None:
@@ -119,7 +119,7 @@ def test_a_silent_worker_is_killed_after_the_limit_and_forked_only_when_dead() -
     assert CONFIG.wedge_s <= killed_at - silent_at <= CONFIG.wedge_s + 0.5
     assert of_type(ForkProcess, bench.run(5.0)) == []
     effects = bench.die("decode-0", ProcessExit(signal=signal.SIGKILL))
-    assert of_type(ForkProcess, effects) == [ForkProcess("decode-0", 2)]
+    assert of_type(ForkProcess, effects) == [ForkProcess("decode-0", 2, "no progress for 2.1 s")]
     assert of_type(NotifyGateways, effects)[0].message.state is WorkerState.DEAD
 
 
@@ -346,7 +346,7 @@ def test_stopping_waits_for_the_gateway_and_then_ends_the_workers() -> None:
 def test_a_worker_that_dies_while_draining_is_still_replaced() -> None:
     bench = ready_bench()
     bench.send(StopRequested())
-    assert of_type(ForkProcess, bench.die("decode-0")) == [ForkProcess("decode-0", 2)]
+    assert of_type(ForkProcess, bench.die("decode-0")) == [ForkProcess("decode-0", 2, "killed by SIGSEGV")]
 
 
 def test_draining_has_a_deadline_and_ending_another() -> None:

@@ -164,6 +164,7 @@ class LoadReporter:
             ranks=self._sources.ranks(),
             core_group=self._config.core_group,
             local_prefill=self._prefills_locally(),
+            predecessor_fault=self._config.predecessor_fault,
         )
 
     def _prefills_locally(self) -> bool:

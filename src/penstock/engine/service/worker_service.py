@@ -61,6 +61,7 @@ from penstock.engine.service.peer_links import PeerLinks
 from penstock.engine.service.readiness import PageWait, ReadinessGate, ReadinessSources
 from penstock.engine.service.remote_encoder import EncodeRequests
 from penstock.kv.transfer.events import HedgeWon, PagesAdvanced, PullFailed, PullGranted, TransferDone, TransferReleased
+from penstock.poison_verdicts import PoisonVerdicts
 from penstock.types import Duty, RequestId, RequestStage, Role, WorkerState
 from penstock.wire.codec import fits_in_frame
 from penstock.wire.gateway_messages import (
@@ -70,6 +71,7 @@ from penstock.wire.gateway_messages import (
     Cancel,
     ConfirmRequests,
     Hello,
+    PoisonRequests,
     Recipient,
     RequestReturned,
     ReturnReason,
@@ -235,6 +237,7 @@ class WorkerService:
         ready.pages.watch(self._waited)
         self._mixed = hand_over.identity.mixed
         self._served = EncodeRequests(hand_over.identity, self._listener.send)
+        self._verdicts = PoisonVerdicts()
         self._awaited: list[tuple[ConnectedGateway, AwaitedStage]] = []  # what gateways asked about in this turn
         self.publisher = KvEventPublisher(
             config, scheduler.memory.prefix, self._listener, self._report_now, lower=lower_tiers
@@ -439,6 +442,8 @@ class WorkerService:
             case AssignRole():
                 if self._requests.is_connected(peer):
                     self._assign(message, now)
+            case PoisonRequests():
+                self._pass_on_verdicts(peer, message, now)
             case _:
                 pass  # well-formed, but not for a worker; the transport has counted it
 
@@ -455,7 +460,19 @@ class WorkerService:
         while unsent and self._listener.send(greeted.gateway.peer, unsent[0]):
             del unsent[0]
         self._awaited += [(greeted.gateway, awaited) for awaited in message.awaited]
+        if message.kv_snapshot and self._verdicts.since:
+            self._listener.send(peer, PoisonRequests(digests=self._verdicts.all(now)))
         self.publisher.on_hello(greeted.gateway, message)
+
+    def _pass_on_verdicts(self, peer: bytes, message: PoisonRequests, now: float) -> None:
+        """Remember a gateway's verdicts for gateways that come later, and send the new ones to the others."""
+        if not self._requests.is_connected(peer):
+            return
+        new = self._verdicts.add(message.digests, now)
+        if new:
+            for gateway in self._requests.gateways():
+                if gateway.peer != peer:
+                    self._listener.send(gateway.peer, PoisonRequests(digests=new))
 
     def _is_connected(self, peer: bytes) -> bool:
         """Whether this connection still exists.  The message sent to find out has no content."""
