@@ -82,7 +82,7 @@ PS_INLINE LinearArgs as_plain(const LinearArgsOf<View>& args) {
 }
 
 // x as the tiles read it: rows `row_bytes` apart when given as is; else tiles of [steps][rows] cells (of a widened type
-// [steps][2][rows] floats), one after another, so that a tile is read from end to end.
+// [steps][rows][2] floats), one after another, so that a tile is read from end to end.
 struct Inputs {
   const char* data;
   bool packed;
@@ -93,7 +93,7 @@ struct Inputs {
   const char* at(long row, int rows, long step) const { return data + row * row_bytes + step * step_bytes(rows); }
   void place(TileArgs& tile, long row, int rows, long step) const {
     tile.x = at(row, rows, step);
-    tile.x_stride = packed ? 4 : row_bytes;
+    tile.x_stride = packed ? cell_bytes : row_bytes;
     tile.x_step = step_bytes(rows);
   }
 };
@@ -103,12 +103,12 @@ PS_INLINE void widen_inputs(const LinearArgs& args, long row, int rows, uint32_t
   const PackedView& w = args.weight;
   for (int m = 0; m < rows; ++m) {
     const uint16_t* from = static_cast<const uint16_t*>(args.x) + (row + m) * w.k;
-    uint32_t* own = to + m;
+    uint32_t* own = to + m * 2;
     for (int s = 0; s < w.segments; ++s) {
       long left = w.k_begin[s + 1] - w.k_begin[s];
       for (; left > 0; left -= 2, from += 2, own += 2 * rows) {
         own[0] = static_cast<uint32_t>(from[0]) << 16;
-        own[rows] = left > 1 ? static_cast<uint32_t>(from[1]) << 16 : 0;
+        own[1] = left > 1 ? static_cast<uint32_t>(from[1]) << 16 : 0;
       }
       from += left;  // -1 behind an odd number of columns
     }
@@ -177,7 +177,7 @@ PS_INLINE Inputs given_inputs(const LinearArgs& args) {
 
 // As `prepare_inputs` packs them.
 template <class D>
-PS_INLINE size_t prepared_input_bytes(long rows) { return packs_inputs(rows) ? D::Packed::kInputBytes : D::kInputBytes; }
+PS_INLINE size_t prepared_input_bytes(long rows) { return packs_inputs(rows) ? D::Wide::kInputBytes : D::kInputBytes; }
 template <class D>
 PS_INLINE size_t prepared_row_bytes(const LinearArgs& args) {
   return packed_row_bytes(args.weight, prepared_input_bytes<D>(args.rows));
@@ -186,7 +186,7 @@ PS_INLINE size_t prepared_row_bytes(const LinearArgs& args) {
 template <class D>
 Inputs prepare_inputs(const LinearArgs& args, const RowCut& cut) {
   if (taken_as_given(args)) return given_inputs(args);
-  return packs_inputs(args.rows) ? pack_all_inputs<typename D::Packed>(args, cut) : pack_all_inputs<D>(args, cut);
+  return packs_inputs(args.rows) ? pack_all_inputs<typename D::Wide>(args, cut) : pack_all_inputs<D>(args, cut);
 }
 
 void add_into(float* to, const float* from, long count) {
@@ -232,9 +232,9 @@ struct PanelGroup {
 // `alone`: no other tile reads the same panels.
 template <class D>
 PS_INLINE TileFn pick_linear_tile(const Inputs& x, int rows, int panels, bool alone) {
-  using Packed = typename D::Packed;
-  if (x.cell_bytes == Packed::kInputBytes)
-    return alone ? pick_tile<Packed, Fetch::kStream>(rows, panels) : pick_tile<Packed, Fetch::kAhead>(rows, panels);
+  using Wide = typename D::Wide;
+  if (x.cell_bytes == Wide::kInputBytes)
+    return alone ? pick_tile<Wide, Fetch::kStream>(rows, panels) : pick_tile<Wide, Fetch::kAhead>(rows, panels);
   return alone ? pick_tile<D, Fetch::kStream>(rows, panels) : pick_tile<D, Fetch::kAhead>(rows, panels);
 }
 
@@ -413,7 +413,7 @@ void linear_group_typed(const LinearGroup& group) {
       const LinearCall<D>& call = list.calls[i];
       if (!call.x.packed) return;
       for (long block = 0; block < call.cut.blocks(); ++block)
-        (packs_inputs(call.args.rows) ? pack_block<typename D::Packed> : pack_block<D>)(call.args, call.cut, block,
+        (packs_inputs(call.args.rows) ? pack_block<typename D::Wide> : pack_block<D>)(call.args, call.cut, block,
                                                                                      const_cast<char*>(call.x.data));
     });
   list.run(work);
