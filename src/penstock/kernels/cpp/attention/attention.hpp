@@ -26,6 +26,8 @@ struct Block {
 template <class D>
 struct Attend {
   using Value = typename D::Value;
+  using Wide = typename D::Wide;
+  using Input = typename Wide::Value;
   static constexpr int kCellsAPage = kPageTokens / D::kPerCell;
 
   const AttentionArgs& args;
@@ -36,9 +38,9 @@ struct Attend {
   long end;  // one behind the last key that any row sees
   const int32_t* table;
   int32_t *first_key, *end_key;  // [rows]: keys that each row sees
-  Value* q;        // [rows][C]
+  Input* q;        // [rows][C]
   float* scores;   // [kAttentionRows][64]
-  Value* weights;  // [kAttentionRows][64]
+  Input* weights;  // [kAttentionRows][64]
   float* biases;   // [64]
   uint32_t* own_values;  // [64 / per_cell][max(16, value_dim)]: of heads narrower than a register, and shared ones
   SoftmaxRows now;  // of the present partition
@@ -59,8 +61,8 @@ struct Attend {
   static size_t bytes(const AttentionArgs& a) {
     const auto rows = static_cast<size_t>(a.max_rows), lines = static_cast<size_t>(16);
     const size_t softmax = softmax_floats(a.max_rows, a.kv.value_dim) * 4 * (1 + kPending);
-    const size_t queries = rows * static_cast<size_t>(a.kv.key_dim) * sizeof(Value);
-    return (kAttentionRows * (4 + sizeof(Value)) + 4) * kBlockKeys + own_bytes(a.kv) + softmax + rows * 8 + queries +
+    const size_t queries = rows * static_cast<size_t>(a.kv.key_dim) * sizeof(Input);
+    return (kAttentionRows * (4 + sizeof(Input)) + 4) * kBlockKeys + own_bytes(a.kv) + softmax + rows * 8 + queries +
            lines * 64;
   }
 
@@ -82,7 +84,7 @@ struct Attend {
       return own;
     };
     scores = reinterpret_cast<float*>(take(kAttentionRows * kBlockKeys * 4));
-    weights = reinterpret_cast<Value*>(take(kAttentionRows * kBlockKeys * sizeof(Value)));
+    weights = reinterpret_cast<Input*>(take(kAttentionRows * kBlockKeys * sizeof(Input)));
     biases = reinterpret_cast<float*>(take(kBlockKeys * 4));
     own_values = reinterpret_cast<uint32_t*>(take(own_bytes(a.kv)));
     const auto softmax = [&] {
@@ -92,16 +94,15 @@ struct Attend {
     for (Joined& own : pending) own = {softmax(), false};
     first_key = reinterpret_cast<int32_t*>(take(rows * 4));
     end_key = reinterpret_cast<int32_t*>(take(rows * 4));
-    q = reinterpret_cast<Value*>(take(rows * key_dim * sizeof(Value)));
+    q = reinterpret_cast<Input*>(take(rows * key_dim * sizeof(Input)));
     for (long row = 0; row < rows; ++row) {
       const long position = first_position + row / group;
       first_key[row] = static_cast<int32_t>(a.rule.first_key(position));
       end_key[row] = static_cast<int32_t>(a.rule.end_key(position, length));
     }
     for (long token = 0; token < c.tokens; ++token)
-      __builtin_memcpy(q + token * group * key_dim,
-                       static_cast<const Value*>(a.q) + ((c.token + token) * a.heads + g * group) * key_dim,
-                       static_cast<size_t>(group * key_dim) * sizeof(Value));
+      write_inputs<D>(static_cast<const Value*>(a.q) + ((c.token + token) * a.heads + g * group) * key_dim,
+                      group * key_dim, q + token * group * key_dim);
   }
 
   long last_position() const { return first_position + chunk.tokens - 1; }
@@ -246,7 +247,7 @@ struct Attend {
       const int count = static_cast<int>(skipped + (t + 1) * active / tiles - row);
       score(row, count, own, t == 0 ? next : nullptr);
       for (int m = 0; m < count; ++m)
-        now.soften<D>(row + m, seen(row + m, own.first_key), args.softmax, scores + m * kBlockKeys,
+        now.soften<Wide>(row + m, seen(row + m, own.first_key), args.softmax, scores + m * kBlockKeys,
                       bias(row + m, own.first_key), weights + m * kBlockKeys);
       gather(row, count, own, t == 0 && !keeps_values(args.kv) ? next : nullptr);
     }
@@ -274,8 +275,8 @@ struct Attend {
     tile.step_stride = 16;
     tile.steps = key_dim / D::kPerCell;
     tile.x = reinterpret_cast<const char*>(q + row * key_dim);
-    tile.x_stride = static_cast<size_t>(key_dim) * sizeof(Value);
-    tile.x_step = 4;
+    tile.x_stride = static_cast<size_t>(key_dim) * sizeof(Input);
+    tile.x_step = Wide::kInputBytes;
     tile.acc_stride = kBlockKeys;
     const int panels = attention_panels(count);
     const TileFn run = pick_attention(count, panels, next != nullptr);
@@ -327,8 +328,8 @@ struct Attend {
   void add_values(long row, int m, int count, long from, long to, const Block& own, const Block* next) {
     TileArgs tile;
     tile.step_stride = own.value_stride;
-    tile.x_stride = kBlockKeys * sizeof(Value);
-    tile.x_step = 4;
+    tile.x_stride = kBlockKeys * sizeof(Input);
+    tile.x_step = Wide::kInputBytes;
     tile.acc_stride = static_cast<size_t>(width);
     const int wide = attention_panels(count);
     while (from < to) {
@@ -344,7 +345,7 @@ struct Attend {
         tile.base[b] = own.values[page + b] + inside * own.value_stride;
         tile.next_base[b] = next != nullptr ? next->values[page + b] : nullptr;
       }
-      tile.x = reinterpret_cast<const char*>(weights + m * kBlockKeys) + from * 4;
+      tile.x = reinterpret_cast<const char*>(weights + m * kBlockKeys + from * D::kPerCell);
       for (long c = 0; c < blocks_c;) {
         const int panels = c + wide <= blocks_c ? wide : 1;
         for (int p = 0; p < panels; ++p) tile.offset[p] = tile.next_offset[p] = column(c + p);
@@ -357,19 +358,20 @@ struct Attend {
   }
 
   static TileFn pick_attention(int rows, int panels, bool fetch) {
-    return fetch ? pick_attention_tile<D, Fetch::kNext>(rows, panels)
-                 : pick_attention_tile<D, Fetch::kNothing>(rows, panels);
+    return fetch ? pick_attention_tile<Wide, Fetch::kNext>(rows, panels)
+                 : pick_attention_tile<Wide, Fetch::kNothing>(rows, panels);
   }
 
   // A key whose cell's other half the row does not see: that half counts as zero.
   void add_half_cell(long row, int m, long key, uint32_t half, const Block& own) {
     const long cell = key / D::kPerCell;
     const uint32_t* from = own.values[cell / kCellsAPage] + cell % kCellsAPage * own.value_stride;
-    const uint32_t weight = load_cell(weights + m * kBlockKeys + cell * D::kPerCell) & half;
+    Input seen_only[D::kPerCell] = {};
+    seen_only[key % D::kPerCell] = weights[m * kBlockKeys + key];
     float* out = now.out + row * width;
     for (long c = 0; c < blocks_c; ++c) {
       const U16 cells = load_as<U16>(from + column(c)) & splat_word(half);
-      store(out + c * 16, dot_cells<D>(load(out + c * 16), cells, weight));
+      store(out + c * 16, dot_inputs<Wide>(load(out + c * 16), cells, seen_only));
     }
   }
 

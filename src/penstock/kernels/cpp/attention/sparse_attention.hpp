@@ -62,6 +62,8 @@ void make_means(const AttentionArgs& args) {
 template <class D>
 struct Choose {
   using Value = typename D::Value;
+  using Wide = typename D::Wide;
+  using Input = typename Wide::Value;
 
   const AttentionArgs& args;
   const Sparse& rule;
@@ -73,7 +75,7 @@ struct Choose {
   float* scores;     // [kAttentionRows][64]
   float* liked;      // [tokens][width]
   int32_t* ordered;  // [blocks]: likings as integers of the same order
-  Value* q;          // [rows][C]
+  Input* q;          // [rows][C]
 
   Choose(const AttentionArgs& a, const Chunk& c, int g, int worker) : args(a), rule(a.rule.sparse), chunk(c), kv_head(g) {
     group = a.heads / a.kv.kv_heads;
@@ -84,7 +86,7 @@ struct Choose {
     pages = rule.thins(last) ? candidates_end(last) * kBlockPages : 0;
     width = (pages + 63) / 64 * 64;
     const size_t sizes[4] = {kAttentionRows * kBlockKeys * 4, static_cast<size_t>(c.tokens * width) * 4,
-                             static_cast<size_t>(width / kBlockPages) * 4, static_cast<size_t>(rows * key_dim) * sizeof(Value)};
+                             static_cast<size_t>(width / kBlockPages) * 4, static_cast<size_t>(rows * key_dim) * sizeof(Input)};
     size_t all = 0;
     for (const size_t size : sizes) all += (size + 63) / 64 * 64;
     char* memory = static_cast<char*>(workspace(worker, all));
@@ -93,7 +95,7 @@ struct Choose {
     scores = reinterpret_cast<float*>(own[0]);
     liked = reinterpret_cast<float*>(own[1]);
     ordered = reinterpret_cast<int32_t*>(own[2]);
-    q = reinterpret_cast<Value*>(own[3]);
+    q = reinterpret_cast<Input*>(own[3]);
   }
 
   // One behind the last block before a position's window.
@@ -121,9 +123,9 @@ struct Choose {
 
   void like_pages() {
     for (long token = 0; token < chunk.tokens; ++token)
-      __builtin_memcpy(q + token * group * key_dim,
-                       static_cast<const Value*>(args.q) + ((chunk.token + token) * args.heads + kv_head * group) * key_dim,
-                       static_cast<size_t>(group * key_dim) * sizeof(Value));
+      write_inputs<D>(
+          static_cast<const Value*>(args.q) + ((chunk.token + token) * args.heads + kv_head * group) * key_dim,
+          group * key_dim, q + token * group * key_dim);
     const F16 nothing = splat(-__builtin_inff());
     for (long i = 0; i < chunk.tokens * width; i += 16) store(liked + i, nothing);
     for (long page = 0; page < pages; page += 64)
@@ -139,8 +141,8 @@ struct Choose {
     tile.step_stride = 16;
     tile.steps = key_dim / D::kPerCell;
     tile.x = reinterpret_cast<const char*>(q + row * key_dim);
-    tile.x_stride = static_cast<size_t>(key_dim) * sizeof(Value);
-    tile.x_step = 4;
+    tile.x_stride = static_cast<size_t>(key_dim) * sizeof(Input);
+    tile.x_step = Wide::kInputBytes;
     tile.acc_stride = kBlockKeys;
     const long first = args.sparse->first_mean[chunk.sequence] + page / 16;
     for (long j = 0; j < panels;) {
@@ -148,7 +150,7 @@ struct Choose {
       tile.base[0] = args.sparse->means + static_cast<size_t>(first + j) * apart + static_cast<size_t>(kv_head) * cells;
       for (int p = 0; p < now; ++p) tile.offset[p] = static_cast<ptrdiff_t>(static_cast<size_t>(p) * apart);
       tile.acc = scores + j * 16;
-      pick_attention_tile<D, Fetch::kNothing>(count, now)(tile, false);
+      pick_attention_tile<Wide, Fetch::kNothing>(count, now)(tile, false);
       j += now;
     }
     for (int m = 0; m < count; ++m)

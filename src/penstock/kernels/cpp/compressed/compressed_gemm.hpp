@@ -137,7 +137,7 @@ void pack_call(const CompressedCall& call) {
   if (in_registers(call.args.rows))
     return pack_inputs<Bf16>(call.plain, 0, static_cast<int>(call.args.rows), reinterpret_cast<uint32_t*>(packed));
   for (long block = 0; block < call.cut.blocks(); ++block)
-    pack_block<Bf16>(call.plain, call.cut, block, packed, call.x.row_bytes);
+    pack_block<Bf16>(call.plain, call.cut, block, packed);
 }
 
 // The call with its inputs packed at `packed`, which is still to be done.

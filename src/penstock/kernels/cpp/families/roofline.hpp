@@ -25,13 +25,15 @@ uint32_t read_cells(const uint32_t* cells, long count) {
 // Runs the widest tile `repeats` times on every thread, out of the cache; returns floating-point operations done.
 template <class D>
 double multiply(long repeats) {
-  constexpr int kRows = kMaxRows, kPanels = panels_at_once(kMaxRows);
+  using Wide = typename D::Wide;
+  constexpr int kRows = kPackedRows, kPanels = panels_at_once(kPackedRows);
   constexpr long kSteps = 64;
+  constexpr size_t kInputs = kRows * kSteps * Wide::kInputBytes;
   const long threads = thread_count();
   each_item(threads, 1e9, [&](long, int worker) {
     constexpr size_t kCells = kPanels * kSteps * 16;
-    char* memory = static_cast<char*>(workspace(worker, kCells * 4 + kRows * kSteps * 4 + kRows * kPanels * 64));
-    __builtin_memset(memory, 0, kCells * 4 + kRows * kSteps * 4);
+    char* memory = static_cast<char*>(workspace(worker, kCells * 4 + kInputs + kRows * kPanels * 64));
+    __builtin_memset(memory, 0, kCells * 4 + kInputs);
     TileArgs tile{};
     tile.base[0] = reinterpret_cast<const uint32_t*>(memory);
     tile.bases = 1;
@@ -39,12 +41,12 @@ double multiply(long repeats) {
     tile.step_stride = 16;
     tile.steps = kSteps;
     tile.x = memory + kCells * 4;
-    tile.x_stride = 4;
-    tile.x_step = kRows * 4;
-    tile.acc = reinterpret_cast<float*>(memory + kCells * 4 + kRows * kSteps * 4);
+    tile.x_stride = Wide::kInputBytes;
+    tile.x_step = kRows * Wide::kInputBytes;
+    tile.acc = reinterpret_cast<float*>(memory + kCells * 4 + kInputs);
     tile.acc_stride = kPanels * 16;
     tile.ahead[0] = tile.ahead[1] = memory;  // what it fetches is there already
-    for (long i = 0; i < repeats; ++i) pick_tile<D, Fetch::kAhead>(kRows, kPanels)(tile, i != 0);
+    for (long i = 0; i < repeats; ++i) pick_tile<Wide, Fetch::kAhead>(kRows, kPanels)(tile, i != 0);
   });
   return 2.0 * static_cast<double>(threads * repeats * kRows * kPanels * kSteps * 16) * D::kPerCell;
 }

@@ -40,20 +40,25 @@ inline long panels_an_item(long panels, int wide, double work) {
 // with this number of rows cuts the same way.
 struct RowCut {
   long rows;
-  bool tall = false;  // one tile of up to kTallRows
+  bool tall = false;          // one tile of up to kTallRows
+  long most_rows = kMaxRows;  // of another tile
 
   long blocks() const { return (rows + kRowBlock - 1) / kRowBlock; }
-  long block_begin(long block) const { return min_of(rows, block * all_tiles() / blocks() * kMaxRows); }
-  long all_tiles() const { return (rows + kMaxRows - 1) / kMaxRows; }
+  long block_begin(long block) const { return min_of(rows, block * all_tiles() / blocks() * most_rows); }
+  long all_tiles() const { return (rows + most_rows - 1) / most_rows; }
   long tiles(long block) const {
-    return tall ? 1 : (block_begin(block + 1) - block_begin(block) + kMaxRows - 1) / kMaxRows;
+    return tall ? 1 : (block_begin(block + 1) - block_begin(block) + most_rows - 1) / most_rows;
   }
   long largest_tile() const {
     if (tall) return rows;
-    if (blocks() > 1) return kMaxRows;
+    if (blocks() > 1) return most_rows;
     return (rows + all_tiles() - 1) / all_tiles();
   }
 };
+
+// More rows than a tile takes as given are packed as the family likes them best.
+PS_INLINE bool packs_inputs(long rows) { return rows > kMaxRows; }
+PS_INLINE RowCut linear_cut(long rows) { return {rows, rows <= kTallRows, packs_inputs(rows) ? kPackedRows : kMaxRows}; }
 
 // The tiles of one block.
 struct BlockTiles {
@@ -76,25 +81,44 @@ PS_INLINE LinearArgs as_plain(const LinearArgsOf<View>& args) {
           args.form, args.gate, args.gated};
 }
 
-// x as the tiles read it: rows `stride` bytes apart when given as is; else tiles of [steps][rows] cells, one after
-// another, so that a tile is read from end to end.
+// x as the tiles read it: rows `row_bytes` apart when given as is; else tiles of [steps][rows] cells (of a widened type
+// [steps][rows][2] floats), one after another, so that a tile is read from end to end.
 struct Inputs {
   const char* data;
   bool packed;
   size_t row_bytes;
+  size_t cell_bytes = 4;  // of one row in one step
 
-  size_t step_bytes(int rows) const { return packed ? static_cast<size_t>(rows) * 4 : 4; }
+  size_t step_bytes(int rows) const { return packed ? static_cast<size_t>(rows) * cell_bytes : cell_bytes; }
   const char* at(long row, int rows, long step) const { return data + row * row_bytes + step * step_bytes(rows); }
   void place(TileArgs& tile, long row, int rows, long step) const {
     tile.x = at(row, rows, step);
-    tile.x_stride = packed ? 4 : row_bytes;
+    tile.x_stride = packed ? cell_bytes : row_bytes;
     tile.x_step = step_bytes(rows);
   }
 };
 
+// The same rows to floats.
+PS_INLINE void widen_inputs(const LinearArgs& args, long row, int rows, uint32_t* to) {
+  const PackedView& w = args.weight;
+  for (int m = 0; m < rows; ++m) {
+    const uint16_t* from = static_cast<const uint16_t*>(args.x) + (row + m) * w.k;
+    uint32_t* own = to + m * 2;
+    for (int s = 0; s < w.segments; ++s) {
+      long left = w.k_begin[s + 1] - w.k_begin[s];
+      for (; left > 0; left -= 2, from += 2, own += 2 * rows) {
+        own[0] = static_cast<uint32_t>(from[0]) << 16;
+        own[1] = left > 1 ? static_cast<uint32_t>(from[1]) << 16 : 0;
+      }
+      from += left;  // -1 behind an odd number of columns
+    }
+  }
+}
+
 // One tile's rows to cells: every segment begins a cell, gaps are zero.
 template <class D>
 void pack_inputs(const LinearArgs& args, long row, int rows, uint32_t* to) {
+  if constexpr (D::kInputBytes == 8) return widen_inputs(args, row, rows, to);
   using Value = typename D::Value;
   const PackedView& w = args.weight;
   for (int s = 0; s < w.segments; ++s) {
@@ -110,21 +134,24 @@ void pack_inputs(const LinearArgs& args, long row, int rows, uint32_t* to) {
   }
 }
 
+PS_INLINE size_t packed_row_bytes(const PackedView& w, size_t cell_bytes = 4) {
+  return static_cast<size_t>(w.steps()) * cell_bytes;
+}
+
 // All tiles of a block.
 template <class D>
-void pack_block(const LinearArgs& args, const RowCut& cut, long block, char* packed, size_t row_bytes) {
+void pack_block(const LinearArgs& args, const RowCut& cut, long block, char* packed) {
   const BlockTiles own(cut, block);
+  const size_t row_bytes = packed_row_bytes(args.weight, D::kInputBytes);
   for (long t = 0; t < own.count; ++t)
     pack_inputs<D>(args, own.begin[t], own.rows_of(t), reinterpret_cast<uint32_t*>(packed + own.begin[t] * row_bytes));
 }
-
-PS_INLINE size_t packed_row_bytes(const PackedView& w) { return static_cast<size_t>(w.steps()) * 4; }
 
 // `packed`: room for all rows.
 template <class D>
 Inputs pack_all_inputs(const LinearArgs& args, const RowCut& cut, char* packed) {
   const PackedView& w = args.weight;
-  const size_t row_bytes = packed_row_bytes(w);
+  const size_t row_bytes = packed_row_bytes(w, D::kInputBytes);
   const double work = static_cast<double>(args.rows * w.steps()) * 4;
   const long tiles = cut.all_tiles() / cut.blocks() + 1;  // at least those of any block
   each_item(cut.blocks() * tiles, work, [&](long item, int) {
@@ -133,12 +160,12 @@ Inputs pack_all_inputs(const LinearArgs& args, const RowCut& cut, char* packed) 
     const BlockTiles own(cut, block);
     pack_inputs<D>(args, own.begin[t], own.rows_of(t), reinterpret_cast<uint32_t*>(packed + own.begin[t] * row_bytes));
   });
-  return {packed, true, row_bytes};
+  return {packed, true, row_bytes, D::kInputBytes};
 }
 
 template <class D>
 Inputs pack_all_inputs(const LinearArgs& args, const RowCut& cut) {
-  const size_t bytes = args.rows * packed_row_bytes(args.weight);
+  const size_t bytes = args.rows * packed_row_bytes(args.weight, D::kInputBytes);
   return pack_all_inputs<D>(args, cut, static_cast<char*>(shared_workspace(bytes)));
 }
 
@@ -148,9 +175,18 @@ PS_INLINE Inputs given_inputs(const LinearArgs& args) {
   return {static_cast<const char*>(args.x), false, packed_row_bytes(args.weight)};
 }
 
+// As `prepare_inputs` packs them.
+template <class D>
+PS_INLINE size_t prepared_input_bytes(long rows) { return packs_inputs(rows) ? D::Wide::kInputBytes : D::kInputBytes; }
+template <class D>
+PS_INLINE size_t prepared_row_bytes(const LinearArgs& args) {
+  return packed_row_bytes(args.weight, prepared_input_bytes<D>(args.rows));
+}
+
 template <class D>
 Inputs prepare_inputs(const LinearArgs& args, const RowCut& cut) {
-  return taken_as_given(args) ? given_inputs(args) : pack_all_inputs<D>(args, cut);
+  if (taken_as_given(args)) return given_inputs(args);
+  return packs_inputs(args.rows) ? pack_all_inputs<typename D::Wide>(args, cut) : pack_all_inputs<D>(args, cut);
 }
 
 void add_into(float* to, const float* from, long count) {
@@ -193,6 +229,15 @@ struct PanelGroup {
   long next;
 };
 
+// `alone`: no other tile reads the same panels.
+template <class D>
+PS_INLINE TileFn pick_linear_tile(const Inputs& x, int rows, int panels, bool alone) {
+  using Wide = typename D::Wide;
+  if (x.cell_bytes == Wide::kInputBytes)
+    return alone ? pick_tile<Wide, Fetch::kStream>(rows, panels) : pick_tile<Wide, Fetch::kAhead>(rows, panels);
+  return alone ? pick_tile<D, Fetch::kStream>(rows, panels) : pick_tile<D, Fetch::kAhead>(rows, panels);
+}
+
 // The sums of all rows of a block for a group of panels: [rows][panels * 16] in the first slot.
 template <class D>
 void sum_block(const PackedView& w, const Inputs& x, const BlockTiles& tiles, const PanelGroup& group, float* slots) {
@@ -225,8 +270,7 @@ void sum_block(const PackedView& w, const Inputs& x, const BlockTiles& tiles, co
         tile.ahead_step[1] = tile.x_step;
         fetch_ahead(tile, next, static_cast<size_t>(steps) * 64, group.panels, t, tiles.count);
         tile.acc = sums.of(s) + (tiles.begin[t] - tiles.first()) * width;
-        const bool alone = tiles.count == 1;
-        (alone ? pick_tile<D, Fetch::kStream>(rows, group.panels) : pick_tile<D, Fetch::kAhead>(rows, group.panels))(tile, resume);
+        pick_linear_tile<D>(x, rows, group.panels, tiles.count == 1)(tile, resume);
       }
     } while (from < end);
   }
@@ -287,7 +331,7 @@ struct LinearCall {
 template <class D>
 void linear_typed(const LinearArgs& args) {
   if (args.rows == 0) return;
-  const RowCut cut{args.rows, args.rows <= kTallRows};
+  const RowCut cut = linear_cut(args.rows);
   const Inputs x = prepare_inputs<D>(args, cut);
   const int wide = panels_at_once(static_cast<int>(cut.largest_tile()));
   const double work = product_work(args.rows, args.weight);
@@ -346,7 +390,7 @@ void linear_group_typed(const LinearGroup& group) {
     const LinearArgs& args = group.calls[i];
     work += product_work(args.rows, args.weight);
     if (taken_as_given(args)) continue;
-    packed_bytes += args.rows * packed_row_bytes(args.weight);
+    packed_bytes += args.rows * prepared_row_bytes<D>(args);
     pack_work += static_cast<double>(args.rows * args.weight.steps()) * 4;
   }
   using Calls = CallList<LinearCall<D>>;
@@ -354,20 +398,23 @@ void linear_group_typed(const LinearGroup& group) {
   char* packed = list.behind();
   for (long i = 0; i < group.count; ++i) {
     const LinearArgs& args = group.calls[i];
-    const RowCut cut{args.rows, args.rows <= kTallRows};
+    const RowCut cut = linear_cut(args.rows);
     const int wide = panels_at_once(static_cast<int>(cut.largest_tile()));
     const double own = product_work(args.rows, args.weight) / static_cast<double>(cut.blocks());
     const long each = panels_of_share(panels_to_cut(args), wide, own, work);
     const bool given = taken_as_given(args);
-    list.calls[i] = {args, cut, given ? given_inputs(args) : Inputs{packed, true, packed_row_bytes(args.weight)}, wide, each};
-    if (!given) packed += args.rows * packed_row_bytes(args.weight);
+    const size_t row_bytes = prepared_row_bytes<D>(args);
+    const Inputs x = given ? given_inputs(args) : Inputs{packed, true, row_bytes, prepared_input_bytes<D>(args.rows)};
+    list.calls[i] = {args, cut, x, wide, each};
+    if (!given) packed += args.rows * row_bytes;
   }
   if (packed_bytes > 0)
     each_item(group.count, pack_work, [&](long i, int) {
       const LinearCall<D>& call = list.calls[i];
       if (!call.x.packed) return;
       for (long block = 0; block < call.cut.blocks(); ++block)
-        pack_block<D>(call.args, call.cut, block, const_cast<char*>(call.x.data), call.x.row_bytes);
+        (packs_inputs(call.args.rows) ? pack_block<typename D::Wide> : pack_block<D>)(call.args, call.cut, block,
+                                                                                     const_cast<char*>(call.x.data));
     });
   list.run(work);
 }

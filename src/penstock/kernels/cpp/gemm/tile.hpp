@@ -5,26 +5,47 @@
 // depend on neither the number of rows nor that of panels.
 #pragma once
 
+#include <type_traits>
+
 #include "families/simd.hpp"
 
 namespace {
 
+// Without instructions for bf16 each tile would make floats of the same inputs: they are written as floats once instead.
+constexpr bool kWidensInputs = kWidth == 8;
+
 // One fp32 value a step.
 struct Fp32 {
   using Value = float;
+  using Wide = Fp32;  // how inputs lie that are written anew for a product
   static constexpr int kPerCell = 1;
+  static constexpr size_t kInputBytes = 4;  // of one row in one step
 
   static PS_INLINE F16 rounded(const F16& value) { return value; }
   static PS_INLINE void store_rounded(Value* to, const F16& value, int count) { store_part(to, value, count); }
 };
 
+struct WidenedBf16;
+
 // Two bf16 values a step: the lower half of a cell is the earlier one.
 struct Bf16 {
   using Value = uint16_t;
+  using Wide = std::conditional_t<kWidensInputs, WidenedBf16, Bf16>;
   static constexpr int kPerCell = 2;
+  static constexpr size_t kInputBytes = 4;
 
   static PS_INLINE F16 rounded(const F16& value) { return round_bf16(value); }
   static PS_INLINE void store_rounded(Value* to, const F16& value, int count) { store_upper_halves(to, value, count); }
+};
+
+// The same with inputs that lie as floats.
+struct WidenedBf16 {
+  using Value = float;
+  static constexpr int kPerCell = 2;
+  static constexpr size_t kInputBytes = 8;
+
+  static PS_INLINE F16 rounded(const F16& value) { return round_bf16(value); }
+  static PS_INLINE void store_rounded(Value* to, const F16& value, int count) { store_part(to, value, count); }
 };
 
 // To the compute type.
@@ -60,18 +81,44 @@ PS_INLINE F16 dot_cells(const F16& acc, const U16& cells, uint32_t x) {
   }
 }
 
+// acc += cells . x, whose values of one row and step lie at `x`.
+template <class D>
+PS_INLINE F16 dot_inputs(const F16& acc, const U16& cells, const void* x) {
+  if constexpr (std::is_same_v<D, WidenedBf16>) {
+    const char* values = static_cast<const char*>(x);
+    const F16 early = fma16(low_half(cells), bits_as<F16>(splat_word(load_cell(values))), acc);
+    return fma16(high_half(cells), bits_as<F16>(splat_word(load_cell(values + 4))), early);
+  } else {
+    return dot_cells<D>(acc, cells, load_cell(x));
+  }
+}
+
+// `count` inputs as D::Wide has them.
+template <class D>
+PS_INLINE void write_inputs(const void* from, long count, typename D::Wide::Value* to) {
+  if constexpr (D::kInputBytes == D::Wide::kInputBytes) {
+    __builtin_memcpy(to, from, static_cast<size_t>(count) * sizeof(*to));
+  } else {
+    for (long i = 0; i < count; ++i) to[i] = bf16_to_float(static_cast<const uint16_t*>(from)[i]);
+  }
+}
+
 // Rows and panels of a tile that fit the registers of the family.  A tall tile is for exactly its number of rows: its panels
 // come from memory while it multiplies, where two tiles would wait for them one after the other.
+// Packed inputs may be those of more rows: their addresses need one register.
 #if defined(__AVX512F__)
 constexpr int kMaxRows = 8;
+constexpr int kPackedRows = kMaxRows;
 constexpr int kTallRows = 12;
 constexpr int panels_at_once(int rows) { return rows <= 4 ? 6 : rows <= 8 ? 3 : 2; }
 #elif defined(__AVX2__)
 constexpr int kMaxRows = 4;
+constexpr int kPackedRows = 6;
 constexpr int kTallRows = kMaxRows;
 constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 #else
 constexpr int kMaxRows = 2;
+constexpr int kPackedRows = kMaxRows;
 constexpr int kTallRows = kMaxRows;
 constexpr int panels_at_once(int rows) { return rows == 1 ? 2 : 1; }
 #endif
@@ -86,7 +133,7 @@ PS_INLINE int panels_left(long left, int wide) {
 constexpr int kAttentionRows = 6;
 constexpr int attention_panels(int) { return 4; }
 #else
-constexpr int kAttentionRows = kMaxRows;
+constexpr int kAttentionRows = kPackedRows;
 constexpr int attention_panels(int rows) { return panels_at_once(rows); }
 #endif
 
@@ -146,6 +193,18 @@ PS_INLINE void multiply_step(F16 (&acc)[M][P], const uint32_t* cells, const ptrd
       const uint32_t value = load_cell(x + m * x_stride);
       PS_PANELS acc[m][p] = dot_cells<D>(acc[m][p], w[p], value);
     }
+  } else if constexpr (std::is_same_v<D, WidenedBf16>) {
+    F16 w[P];
+    PS_PANELS w[p] = low_half(load_as<U16>(cells + offset[p]));
+    PS_ROWS {
+      const F16 value = bits_as<F16>(splat_word(load_cell(x + m * x_stride)));
+      PS_PANELS acc[m][p] = fma16(w[p], value, acc[m][p]);
+    }
+    PS_PANELS w[p] = high_half(load_as<U16>(cells + offset[p]));
+    PS_ROWS {
+      const F16 value = bits_as<F16>(splat_word(load_cell(x + m * x_stride + 4)));
+      PS_PANELS acc[m][p] = fma16(w[p], value, acc[m][p]);
+    }
   } else {
     F16 w[P];
     PS_PANELS w[p] = low_half(load_as<U16>(cells + offset[p]));
@@ -183,8 +242,8 @@ __attribute__((noinline)) void tile(const TileArgs& args, bool resume) {
   ptrdiff_t offset[P];
   PS_PANELS offset[p] = args.offset[p];
   const char* x = args.x;
-  constexpr bool kDense = kFetch == Fetch::kAhead || M > kMaxRows;
-  const size_t x_stride = kDense ? 4 : args.x_stride, x_step = kDense ? M * 4 : args.x_step;
+  constexpr bool kDense = kFetch == Fetch::kAhead || (kFetch == Fetch::kStream && M > kMaxRows);
+  const size_t x_stride = kDense ? D::kInputBytes : args.x_stride, x_step = kDense ? M * D::kInputBytes : args.x_step;
   const size_t step_stride = kDense ? 16 : args.step_stride;
   const char *ahead = args.ahead[0], *also_ahead = args.ahead[1];
   for (int b = 0; b < args.bases; ++b) {
@@ -232,7 +291,7 @@ TileFn pick_tile(int rows, int panels) {
   switch (panels) {
     case 4: return pick_rows<D, 4, 1, kFetch>(rows);
     case 2: return pick_rows<D, 2, 3, kFetch>(rows);
-    default: return pick_rows<D, 1, 4, kFetch>(rows);
+    default: return pick_rows<D, 1, std::is_same_v<D, Bf16> ? kMaxRows : kPackedRows, kFetch>(rows);
   }
 #else
   return panels == 2 ? pick_rows<D, 2, 1, kFetch>(rows) : pick_rows<D, 1, 2, kFetch>(rows);

@@ -238,7 +238,7 @@ void linear_group_quantized(const QuantGroup& group) {
         for (long row = 0; row < call.plain.rows; ++row) prepare_row(call, group.calls[i].x, row);
       if (!call.x.packed) return;
       for (long block = 0; block < call.cut.blocks(); ++block)
-        pack_block<D>(call.plain, call.cut, block, const_cast<char*>(call.x.data), call.x.row_bytes);
+        pack_block<D>(call.plain, call.cut, block, const_cast<char*>(call.x.data));
     });
   list.run(work);
 }

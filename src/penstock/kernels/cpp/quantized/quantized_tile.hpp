@@ -114,8 +114,6 @@ PS_INLINE F16 dot_values(const F16& sum, const CellValues& cell, const char* x, 
   return fma16(cell.late, bits_as<F16>(splat_word(load_cell(x + x_step))), early);
 }
 
-constexpr bool kWidensInputs = kWidth == 8;
-
 // Computed here and not later: left alone, the compiler sums one panel after the other, and each waits for itself.
 PS_INLINE void keep_in_order(F16& sum) { PS_EACH_PART asm volatile("" : "+x"(sum.part[i])); }
 
