@@ -56,22 +56,15 @@ def two_nodes(folder: NodeFolder, tmp_path: Path) -> Iterator[tuple[PenstockNode
         yield a, b
 
 
-@pytest.fixture(scope="module")
-def undisturbed() -> str:
-    """What one host answers."""
-    with PenstockServer(["--aggregated"]) as server:
-        return ask(server, max_tokens=900)
-
-
 def ready_workers(server: PenstockServer) -> set[str]:
     return {row["id"] for row in server.workers() if row["state"] == "ready"}
 
 
 @pytest.mark.long
-def test_nodes_with_keys_of_their_own_serve_as_one_and_one_is_revoked_while_they_run(
-    tmp_path: Path, undisturbed: str
-) -> None:
+def test_nodes_with_keys_of_their_own_serve_as_one_and_one_is_revoked_while_they_run(tmp_path: Path) -> None:
     folder = NodeFolder(tmp_path, a="gateway,worker,operator", b="gateway,worker")
+    with PenstockServer(["--aggregated"]) as server:
+        undisturbed = ask(server, max_tokens=900)
     with two_nodes(folder, tmp_path) as (a, b):
         pids = {node: node.processes() for node in (a, b)}
         for node in (a, b):
@@ -104,6 +97,7 @@ class Joined:
     workers: dict[str, PenstockWorker]
     free: str  # an endpoint at which the gateway looks for a worker, in vain
     audit: Path
+    undisturbed: str = ""  # an answer
 
     def worker(self, node: str) -> str:
         """The name of its worker."""
@@ -137,10 +131,11 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
         whole = Joined(folder, server, workers, free, audit)
         names = {whole.worker(node) for node in "wv"}
         server.wait_for(lambda: ready_workers(server) == names, PATIENCE_S, "joined")
+        whole.undisturbed = ask(server, max_tokens=900)
         yield whole
 
 
-def test_stolen_keys_do_what_their_node_may_and_no_more(joined: Joined, undisturbed: str, tmp_path: Path) -> None:
+def test_stolen_keys_do_what_their_node_may_and_no_more(joined: Joined, tmp_path: Path) -> None:
     """Thieves with the keys of a worker's and of a gateway's node try all that one message could do before."""
     server, target = joined.server, joined.workers["w"]
     lock_out = Hello(gateway=gateway_name(joined), incarnation=MAX_INCARNATION, connection=1 << 40)
@@ -166,8 +161,8 @@ def test_stolen_keys_do_what_their_node_may_and_no_more(joined: Joined, undistur
         assert isinstance(hello, Hello)
         refused = 'peer_refusals_total{model_name="storyteller",reason="foreign_name"}'
         answer_until(transports["v"], mailbox, report, lambda: counted(server, refused) > 0)
-        assert stream.read() == undisturbed
-    assert ask(server, max_tokens=900) == undisturbed
+        assert stream.read() == joined.undisturbed
+    assert ask(server, max_tokens=900) == joined.undisturbed
     assert {row["id"]: row["state"] for row in server.workers()} == dict.fromkeys(names_of(joined), "ready")
     lines = joined.audit.read_text()
     for key, message, reason in (
@@ -180,8 +175,8 @@ def test_stolen_keys_do_what_their_node_may_and_no_more(joined: Joined, undistur
         assert f'"event":"peer_refused","key":"{key}","detail":"{message}","reason":"{reason}"' in lines
 
 
-@pytest.mark.parametrize("node", ["w", "g"])
-def test_keys_are_replaced_while_streams_run(joined: Joined, undisturbed: str, node: str) -> None:
+@pytest.mark.parametrize("node", ["w", pytest.param("g", marks=pytest.mark.long)])
+def test_keys_are_replaced_while_streams_run(joined: Joined, node: str) -> None:
     folder, server = joined.folder, joined.server
     others = [other for other in "gwv" if other != node]
     pids = {other: joined.process(other).processes() for other in "gwv"}
@@ -194,29 +189,29 @@ def test_keys_are_replaced_while_streams_run(joined: Joined, undisturbed: str, n
             joined.wait_logged(other, told)
         folder.deliver_secret(node)
         joined.wait_logged(node, f"the node {node} has another key now")
-        assert stream.read() == undisturbed
+        assert stream.read() == joined.undisturbed
     with streaming(server, max_tokens=900) as stream:
         stream.read(50)
         folder.run("rotate", node, "--finish")
         folder.deliver_registry()
         for other in others:
             joined.wait_logged(other, told, 2)
-        assert stream.read() == undisturbed
-    assert ask(server, max_tokens=900) == undisturbed
+        assert stream.read() == joined.undisturbed
+    assert ask(server, max_tokens=900) == joined.undisturbed
     server.wait_for(lambda: ready_workers(server) == set(names_of(joined)), PATIENCE_S, "whole")
     assert {other: joined.process(other).processes() for other in "gwv"} == pids
 
 
-def test_a_revoked_nodes_worker_is_used_no_more(joined: Joined, undisturbed: str) -> None:
+def test_a_revoked_nodes_worker_is_used_no_more(joined: Joined) -> None:
     server = joined.server
     with streaming(server, max_tokens=900) as stream, streaming(server, max_tokens=900) as second:
         stream.read(50)
         joined.folder.run("revoke", "v")
         joined.folder.deliver_registry("g", "w")
         server.wait_for(lambda: ready_workers(server) == {joined.worker("w")}, PATIENCE_S, "without v")
-        assert stream.read() == second.read() == undisturbed
+        assert stream.read() == second.read() == joined.undisturbed
     assert joined.workers["v"].running
-    assert ask(server, max_tokens=900) == undisturbed
+    assert ask(server, max_tokens=900) == joined.undisturbed
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ class LinkKey:
                 (event,) = struct.unpack_from("=H", payload)
                 failed = bool(event & _HANDSHAKE_FAILED) or (failed and event != _HANDSHAKE_SUCCEEDED)
         candidates = self._candidates()
-        if failed and candidates:
+        if failed and candidates and candidates != (self.public,):
             at = candidates.index(self.public) + 1 if self.public in candidates else 0
             self._disconnect()
             self._connect(candidates[at % len(candidates)])
@@ -266,8 +266,10 @@ class ListenerSecurity:
 
     def may_hear(self, peer: bytes) -> bool:
         """Whether something may be sent to this peer: its node may have been revoked."""
+        if self._nodes is None:
+            return True
         key = self._senders.of(peer)
-        return self._nodes is None or not key or self._nodes.sender(key) is not None
+        return not key or self._nodes.sender(key) is not None
 
 
 def readable(zmq_socket: zmq.Socket[bytes]) -> bool:

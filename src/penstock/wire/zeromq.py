@@ -91,6 +91,7 @@ class ZmqTransport:
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._gate: ConnectionGate | None = None
         self._open: list[_ZmqListener | _ZmqLink | _ZmqAsyncLink] = []
+        self.reload_keys()  # those inherited over fork are as old as the parent
 
     def listen(self, endpoint: str) -> Listener:
         self._check_process()
