@@ -222,7 +222,8 @@ def serve_worker(config: WorkerServeConfig) -> int:
         def ready() -> None:
             log_lines(fleet_lines(plan, supervisor.pid))
             if nodes.node == 0:
-                log_lines(worker_lines(config.listen, config.model, str(config.keys), took=str(phases)))
+                shared = config.keys if isinstance(keys, CurveKeys) else None
+                log_lines(worker_lines(config.listen, config.model, shared, took=str(phases)))
             else:
                 log.info("ready after %s, machine %d of the worker at %s", phases, nodes.node, config.master_addr)
 
