@@ -303,6 +303,20 @@ def test_nobody_drives_a_gateway_out_that_is_there(stage: Stage, incarnation: in
     assert not any(isinstance(received.message, Tokens) for received in iter(other.recv, None))
 
 
+def test_no_gateway_takes_anothers_request(stage: Stage) -> None:
+    worker = stage.worker("both-0", Role.BOTH)
+    submit = stage.ask(list(range(30)), to=worker, request="r", max_tokens=60)
+    step(stage, 5)
+    other = stage.hub.connect(worker.endpoint)
+    other.send(Hello(gateway="h", incarnation=1))
+    other.send(msgspec.structs.replace(submit, epoch=2, sampling=SamplingParams(seed=8, max_tokens=1)))
+    for _ in range(200):
+        worker.link.send(Hello(gateway="g", incarnation=1))
+        stage.turn(0.01)
+    assert stage.answer("r") == expected(30, tokens=60)
+    assert not any(isinstance(received.message, Tokens) for received in iter(other.recv, None))
+
+
 def test_a_stranger_gives_no_orders(stage: Stage) -> None:
     worker = stage.worker("both-0", Role.BOTH)
     step(stage, 2)

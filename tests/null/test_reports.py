@@ -70,8 +70,8 @@ class Gateway:
         self.joined.set_members([Member(name=endpoint, endpoint=endpoint)])
         self.router.add_report_listener(self.joined.on_report)
 
-    def _connect(self, endpoint: str) -> Any:
-        return CountedLink(self._hub.connect_async(endpoint), self._count)
+    def _connect(self, endpoint: str, *, worker: str = "") -> Any:
+        return CountedLink(self._hub.connect_async(endpoint, worker=worker), self._count)
 
     def _count(self) -> None:
         self.received += 1

@@ -16,6 +16,7 @@ from penstock.api.audit_log import (
     MAX_LINE_KEYS,
     MAX_ROUTE_CHARS,
     MAX_WORD_CHARS,
+    PEER_REFUSED,
     REFUSED,
     AuditEvent,
     AuditLog,
@@ -25,6 +26,8 @@ from penstock.api.auth import NO_TENANT, OPERATOR_PATHS, Tenant
 from penstock.api.request_log import CLIENT_CLOSED_REQUEST, RequestLogEntry
 from penstock.config.api_keys import KeyChanges
 from penstock.config.limits import AuditLimits
+from penstock.config.node_registry import NodeChanges
+from penstock.wire.peer_rights import PeerRefusal
 
 REFUSALS = frozenset({401, 403, 429})
 """Statuses that are audited."""
@@ -93,6 +96,20 @@ class ProcessAudit:
             for first in range(0, len(keys), MAX_LINE_KEYS):
                 self.log.put(AuditEvent(event=event, keys=keys[first : first + MAX_LINE_KEYS]))
 
+    def on_node_changes(self, changes: NodeChanges) -> None:
+        """The registry of nodes was read again: a line for each kind of change."""
+        if self.log is None:
+            return
+        kinds = (("nodes_added", changes.added), ("nodes_revoked", changes.revoked), ("nodes_changed", changes.changed))
+        for event, nodes in kinds:
+            for first in range(0, len(nodes), MAX_LINE_KEYS):
+                self.log.put(AuditEvent(event=event, keys=nodes[first : first + MAX_LINE_KEYS]))
+
+    def on_peer_refused(self, refusal: PeerRefusal) -> None:
+        """A process was refused something because of its key."""
+        if self.log is not None:
+            self.log.put(peer_event(refusal))
+
     def lost(self) -> int:
         """Events for which there was no room."""
         return 0 if self.log is None else self.log.lost
@@ -101,6 +118,36 @@ class ProcessAudit:
         """Write what is queued."""
         if self.log is not None:
             self.log.close()
+
+
+def peer_event(refusal: PeerRefusal) -> AuditEvent:
+    """The line of a refused message or connection."""
+    remote = _text(refusal.address, MAX_WORD_CHARS)
+    return AuditEvent(
+        event=PEER_REFUSED, key=refusal.node, reason=refusal.reason, detail=refusal.message, remote=remote
+    )
+
+
+class PeerAudit:
+    """The audit log of a worker, which has events only when peers are refused: opened with the first of them."""
+
+    def __init__(self, path: str | None, worker: str, limits: AuditLimits) -> None:
+        self._path = path
+        self._worker = worker
+        self._limits = limits
+        self._log: AuditLog | None = None
+
+    def on_refused(self, refusal: PeerRefusal) -> None:
+        """Something was refused because of its sender's key."""
+        if self._path is not None:
+            if self._log is None:
+                self._log = AuditLog(Path(self._path), self._worker, self._limits, role="worker")
+            self._log.put(peer_event(refusal))
+
+    def close(self) -> None:
+        """Write what is queued."""
+        if self._log is not None:
+            self._log.close()
 
 
 def open_audit_log(path: str | None, gateway: str, limits: AuditLimits) -> ProcessAudit:

@@ -59,6 +59,8 @@ OTHERS = "other"
 """The route and address of refusals beyond ``max_refusal_groups``, which are counted together."""
 
 REFUSED = "refused"
+PEER_REFUSED = "peer_refused"
+"""Of processes; like ``REFUSED`` those alike are counted together."""
 
 
 class AuditEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -232,13 +234,14 @@ class AuditLog:
         gateway: str,
         limits: AuditLimits,
         *,
+        role: str = "gateway",
         wall_time: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts the thread.  ``gateway``: the process's name, in each line."""
+        """Starts the thread.  ``gateway``: the process's name, in each line under its ``role``."""
         self._file = AuditFile(path, limits.max_audit_file_bytes, limits.max_audit_files)
         self._path = path
-        self._gateway = gateway
+        self._process = {role: gateway}
         self._limits = limits
         self._wall_time = wall_time
         self._monotonic = monotonic
@@ -293,7 +296,7 @@ class AuditLog:
                 events.append(self._queue.get_nowait())
         now, lines = self._monotonic(), []
         for at, event in events:
-            line = self._groups.add(event, now) if event.event == REFUSED else event
+            line = self._groups.add(event, now) if event.event in (REFUSED, PEER_REFUSED) else event
             if line is not None:
                 lines.append(self._encode(at, line))
         due = self._groups.due(now, all_of_them=closing and self._queue.empty())
@@ -321,15 +324,15 @@ class AuditLog:
         return written
 
     def _encode(self, at: float, event: AuditEvent) -> bytes:
-        line = _encoded(at, self._gateway, event)
+        line = _encoded(at, self._process, event)
         if len(line) > MAX_LINE_BYTES:
-            line = _encoded(at, self._gateway, msgspec.structs.replace(event, route="", detail="", remote=""))
+            line = _encoded(at, self._process, msgspec.structs.replace(event, route="", detail="", remote=""))
         return line
 
 
-def _encoded(at: float, gateway: str, event: AuditEvent) -> bytes:
+def _encoded(at: float, process: dict[str, str], event: AuditEvent) -> bytes:
     moment = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    return msgspec.json.encode({"time": moment, "gateway": gateway, **msgspec.to_builtins(event)}) + b"\n"
+    return msgspec.json.encode({"time": moment, **process, **msgspec.to_builtins(event)}) + b"\n"
 
 
 def check_audit_log(path: str | None, limits: AuditLimits) -> str | None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 from penstock import __version__
-from penstock.cli.parsing import COMMANDS, EXIT_USAGE, CommandParser
+from penstock.cli.parsing import COMMANDS, EXIT_USAGE, HOST_KEYS_VERBS, CommandParser
 from penstock.errors import ConfigError, KernelError, ModelError, PenstockError
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -54,10 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _as_of_today(words: Sequence[str]) -> list[str]:
-    """The command line, where an older name of a command goes on: ``penstock host-keys DIR`` makes a host's keys."""
+    """The command line, where older forms go on: ``penstock keys DIR`` and ``host-keys DIR`` make shared keys."""
     match list(words):
         case ["keys", word] if word not in ("add", "list", "revoke") and not word.startswith("-"):
-            return ["host-keys", word]
+            return ["host-keys", "shared", word]
+        case ["host-keys", word] if word not in HOST_KEYS_VERBS and not word.startswith("-"):
+            return ["host-keys", "shared", word]
         case whole:
             return whole
 

@@ -16,7 +16,7 @@ examples:
   penstock node fleet.toml --name a          on the host of node a
   penstock node fleet.toml --name b          on the host of node b
 
-All nodes need the same keys: make a folder once with `penstock host-keys ~/penstock-keys`, and copy it.
+Nodes need keys: `penstock host-keys shared ~/penstock-keys` makes some to copy to all (docs/fleet.md has others).
 
 fleet.toml:
   name = "two hosts"

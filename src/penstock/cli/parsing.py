@@ -15,6 +15,9 @@ from typing import NoReturn
 
 EXIT_USAGE = 2
 
+HOST_KEYS_VERBS = ("init", "add", "rights", "rotate", "revoke", "list", "shared")
+"""Subcommands of ``penstock host-keys``; its older form has a folder there."""
+
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "serve": "serve a model behind the OpenAI API",
@@ -30,7 +33,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "bench": "measure any server of the OpenAI API",
         "doctor": "show what this machine has and what is missing",
         "keys": "add, list and revoke API keys of tenants",
-        "host-keys": "make the keys that the processes of several hosts share",
+        "host-keys": "make, rotate and revoke the keys of hosts",
         "compress": "make a model's bf16 weights 30 %% smaller without loss",
         "decompress": "undo that",
         "shard": "store a model so that each rank of a plan reads its own bytes",

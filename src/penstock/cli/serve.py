@@ -152,7 +152,7 @@ JOIN_FLAGS = (
         "without it they get no requests",
         Kind.ON,
     ),
-    Flag("keys", "DIR", "the keys that the workers were started with"),
+    Flag("keys", "DIR", "keys that all hosts share, or this node's (`penstock host-keys`)"),
 )
 
 

@@ -21,7 +21,7 @@ one model over two hosts (docs/parallel.md):
       --keys ~/penstock-keys                                                                 on the other
   penstock serve MODEL --join tcp://10.0.0.1:9000 --keys ~/penstock-keys
 
-Every host needs the same keys (`penstock host-keys DIR`, copied) and the same model.  Everything between hosts is
+Every host needs keys (`penstock host-keys --help`) and the same model.  Everything between hosts is
 encrypted and authenticated with them; a worker without keys does not start.  KV pages travel from prefill to decode
 directly, so the decode worker must reach the prefill worker at the address that was joined.
 """
@@ -30,7 +30,7 @@ directly, so the decode worker must reach the prefill worker at the address that
 WORKER_FLAGS = (
     Flag("role", "prefill|decode|both|encode", "the requests that gateways send to it (default: both)"),
     Flag("listen", "tcp://HOST:PORT", "default: tcp://127.0.0.1:9000"),
-    Flag("keys", "DIR", "the deployment's keys (`penstock host-keys DIR`); required"),
+    Flag("keys", "DIR", "keys that all hosts share, or this node's (`penstock host-keys`); required"),
     Flag(
         "transfer",
         "auto|tcp|tcp-clear|curve|nixl",
@@ -45,7 +45,8 @@ WORKER_FLAGS = (
     Flag("nnodes", "N", "machines that the stages of --parallel are on (default: 1; docs/parallel.md)"),
     Flag("node-rank", "R", "which of them this is, from 0; gateways join the worker at 0 (default: 0)"),
     Flag("master-addr", "tcp://HOST:PORT", "where machine 0 listens for the others"),
-    Flag("name", "ID", "its id in the fleet (default: role, host and port)"),
+    Flag("name", "ID", "its id in the fleet (default: role, host and port; with keys of a node: node, role and port)"),
+    Flag("audit-log", "FILE", "append messages and connections that keys do not allow, as JSON (docs/security.md)"),
     Flag("log-json", "", "log one JSON object per line", Kind.ON),
 )
 

@@ -10,14 +10,10 @@ the file has its SHA-256, which is enough for keys of 256 random bits.  Knows no
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import math
-import os
 import re
 import secrets
-import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +24,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from penstock.config.base import Config, Positive
+from penstock.config.private_file import locked_folder, read_private_file, replace_file
 from penstock.errors import ConfigError
 
 MAX_FILE_BYTES = 4 << 20
@@ -123,25 +120,8 @@ def key_changes(before: KeyFile, after: KeyFile) -> KeyChanges:
 
 def load_keys(path: Path, max_keys: int) -> KeyFile:
     """Read and check the file.  Raises ConfigError with file and field."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place must not make us wait
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the API keys {path}: {error.strerror}; "
-            f"'penstock keys add {path} --tenant NAME' makes the file"
-        ) from error
-    with os.fdopen(descriptor, "rb") as file:
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ConfigError(
-                f"{path} must be a file that only its owner can write; it has {stat.filemode(facts.st_mode)}"
-            )
-        try:
-            raw = file.read(MAX_FILE_BYTES + 1)
-        except OSError as error:
-            raise ConfigError(f"cannot read the API keys {path}: {error.strerror}") from error
-    if len(raw) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
+    hint = f"'penstock keys add {path} --tenant NAME' makes the file"
+    raw = read_private_file(path, MAX_FILE_BYTES, what="the API keys", hint=hint)
     try:
         found = msgspec.json.decode(raw, type=KeyFile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -173,41 +153,14 @@ def edit_keys(path: Path, max_keys: int, *, make: bool = False) -> Iterator[list
 
     ``make``: create the file if there is none.  Raises ConfigError.
     """
-    folder = path.absolute().parent
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise ConfigError(f"cannot write API keys to {folder}: {error.strerror}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked_folder(path.absolute().parent, "API keys"):
         new = make and not path.exists()
         held = [KeyFile(salt=secrets.token_hex(16)) if new else load_keys(path, max_keys)]
         before = held[0]
         yield held
         if new or held[0] is not before:
             _check(held[0], path, max_keys)
-            _write(path, held[0])
-    finally:
-        os.close(lock)
-
-
-def _write(path: Path, file: KeyFile) -> None:
-    """Replace the file atomically: a concurrent reader sees the old file or the new one."""
-    raw = msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
-    new: Path | None = None
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.absolute().parent, prefix=f".{path.name}-", delete=False) as out:
-            new = Path(out.name)
-            os.fchmod(out.fileno(), 0o600)
-            out.write(raw)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(new, path)
-    except OSError as error:
-        if new is not None:
-            new.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+            replace_file(path, msgspec.json.format(msgspec.json.encode(held[0]), indent=2) + b"\n")
 
 
 class KeyLimits(Config, frozen=True, kw_only=True):

@@ -266,6 +266,8 @@ class EngineSettings(Config, frozen=True, kw_only=True):
     lora_memory: Positive = 1 << 30  # bytes of adapters in memory of a worker, and of the files of all that are listed
     max_lora_rank: Positive = 256
     log_json: bool = False
+    audit_log: str | None = None  # file of refusals and of what operators do, as JSON lines; None: none
+    audit: AuditLimits = AuditLimits()
     keys: str | None = None  # folder of the keys that hosts share
     weights_cache: str = "auto"  # folder of the manifests of weights; "auto": in the user's cache; "off": none
     accept_new_weights: bool = False  # serve weights that are not those of the last load, and remember them
@@ -304,7 +306,6 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     transfer: Literal["auto", "shm", "tcp", "curve", "nixl"] = "auto"
     api_key: str | None = None
     api_keys: str | None = None  # file of several keys, each of a tenant (`penstock keys add`)
-    audit_log: str | None = None  # file of refusals and of what operators do, as JSON lines; None: none
     allowed_host: tuple[str, ...] = ()  # Host names accepted without a key; "*": all
     tls_cert: str | None = None  # file of the certificate for HTTPS, PEM; None: HTTP in clear
     tls_key: str | None = None  # file of its private key
@@ -339,7 +340,6 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     turns: TurnLimits = TurnLimits()
     trace: TraceLimits = TraceLimits()
     membership: MembershipConfig = MembershipConfig()
-    audit: AuditLimits = AuditLimits()
 
     @property
     def workers_elsewhere(self) -> bool:

@@ -42,6 +42,7 @@ from penstock.config.facts import ExtraWeights, GpuReport, MachineFacts, ModelFa
 from penstock.config.limits import TraceConfig
 from penstock.config.load import lora_folders, weights_cache_folder
 from penstock.config.mesh import Mesh, NodePlace
+from penstock.config.node_registry import NodeRight
 from penstock.config.resolve import ServePlan, context_length, resolve, resolve_worker, worker_mesh, worker_nodes
 from penstock.config.schema import (
     BACKLOG,
@@ -92,6 +93,7 @@ from penstock.weights.inspect import check_integer_weights, compute_dtype_for, i
 from penstock.weights.lora import LoraFileLimits, lora_targets, named_adapter, read_lora_adapter
 from penstock.weights.manifest import ManifestStore
 from penstock.wire.curve_keys import CurveKeys
+from penstock.wire.node_keys import HostKeys, NodeKeys, load_host_keys
 from penstock.wire.zeromq import check_endpoint
 
 GATEWAY_MODULES = (
@@ -140,7 +142,7 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
     lora = listed_adapters(config, name, spec)
     model = model_source(config, located, spec, loras=lora.adapters, drafts=not config.workers_elsewhere)
     plan = None if config.workers_elsewhere else resolve_here(config, name, spec, weights_beside(config, model))
-    keys = shared_keys(config) if config.workers_elsewhere else CurveKeys.ephemeral()
+    keys = host_keys(config, NodeRight.GATEWAY) if config.workers_elsewhere else CurveKeys.ephemeral()
     _check_members(config)
     gateways = tuple(f"gateway-{number}" for number in range(config.gateways))
     with ExitStack() as stack:
@@ -150,6 +152,7 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
         stored = nested.response_store if nested else prepare_response_store(config, run_folder)
         front_config = structs.replace(
             gateway_config(config, located, spec, name=name, lora=lora, plan=plan),
+            name=gateway_name(keys) if config.workers_elsewhere else GATEWAY,  # workers may have several
             port=port,
             tls=tls,
             fronted=nested is not None,
@@ -197,8 +200,8 @@ def serve_worker(config: WorkerServeConfig) -> int:
         _check_tcp(config.master_addr, "--master-addr")
     if config.listen.endswith(":0"):
         raise ConfigError(f"--listen {config.listen}: choose a port, as gateways have to know it; 0 means any free one")
-    keys = shared_keys(config)
-    worker = WorkerId(config.name or _worker_name(config))
+    keys = host_keys(config, NodeRight.WORKER)
+    worker = WorkerId(_worker_name(config, keys))
     model = model_source(config, located, spec)
     nodes = worker_nodes(config)
     facts = model_facts(located.name, _node_spec(spec, config, nodes), extra_weights(config, model.draft))
@@ -219,7 +222,8 @@ def serve_worker(config: WorkerServeConfig) -> int:
         def ready() -> None:
             log_lines(fleet_lines(plan, supervisor.pid))
             if nodes.node == 0:
-                log_lines(worker_lines(config.listen, config.model, str(config.keys), took=str(phases)))
+                shared = config.keys if isinstance(keys, CurveKeys) else None
+                log_lines(worker_lines(config.listen, config.model, shared, took=str(phases)))
             else:
                 log.info("ready after %s, machine %d of the worker at %s", phases, nodes.node, config.master_addr)
 
@@ -381,7 +385,7 @@ def talk_lines(config: ServeConfig, name: str, spec: ModelSpec, port: int, *, to
     return client_lines(service_url(config, port), (name, spec.task), needs_key=needs_key, took=took, state=state)
 
 
-def event_key_of(config: ServeConfig, shared: CurveKeys | None) -> str:
+def event_key_of(config: ServeConfig, shared: HostKeys | None) -> str:
     return event_key(config.api_key, config.api_keys, config.scheduling.max_tenants, shared)
 
 
@@ -396,7 +400,7 @@ def gateway_config(
     check_aliases(config.model_alias, (name, *(own.name for own in lora.adapters)))
     length = context_length(config, model_facts(name, spec)) if plan is None else plan.scheduler.max_model_len
     return GatewayConfig(
-        name=f"{GATEWAY}-{secrets.token_hex(4)}" if config.workers_elsewhere else GATEWAY,  # workers may have several
+        name=GATEWAY,
         host=config.host,
         model_path=str(located.path),
         model_name=name,
@@ -588,32 +592,58 @@ def _check_tcp(endpoint: str, flag: str) -> None:
         raise ConfigError(f"{flag} {endpoint}: expected tcp://HOST:PORT")
 
 
-def event_key(api_key: str | None, api_keys: str | None, max_tenants: int, shared: CurveKeys | None = None) -> str:
+def event_key(api_key: str | None, api_keys: str | None, max_tenants: int, shared: HostKeys | None = None) -> str:
     """The key, in hex, that event ids are signed with, so that a client cannot make up the id of another's stream.
 
     All gateways of a service derive the same key, also after a restart and on other hosts: from the salt of the file
-    ``api_keys`` if there is one, else from the secret of the keys that hosts share, else from ``api_key``, whose
+    ``api_keys`` if there is one, else from the secret that hosts or gateways share, else from ``api_key``, whose
     holders are one tenant.  Raises ConfigError.
     """
     if api_keys is not None:
         secret = load_keys(Path(api_keys).expanduser(), max_tenants).salt.encode()
     elif shared is not None:
-        secret = shared.server_secret
+        secret = shared.event_secret if isinstance(shared, NodeKeys) else shared.server_secret
     else:
         secret = (api_key or "").encode()
     return blake2b(secret, digest_size=32, person=b"penstock events").hexdigest()
 
 
-def shared_keys(config: EngineSettings) -> CurveKeys:
+def host_keys(config: EngineSettings, *rights: NodeRight, node: str = "") -> HostKeys:
+    """The keys of ``--keys``.  Raises ConfigError, also for those of a node without one of these rights.
+
+    ``node``: whose they must be, unless hosts share them.
+    """
     if config.keys is None:
         raise ConfigError("--keys DIR is missing")
-    return CurveKeys.load(Path(config.keys).expanduser())
+    keys = load_host_keys(Path(config.keys).expanduser(), node)
+    for right in rights:
+        if isinstance(keys, NodeKeys) and not keys.may(right):
+            raise ConfigError(
+                f"the node {keys.node!r} of {config.keys} has no right to have a {right.value}; "
+                f"`penstock host-keys rights DIR {keys.node} ...` gives it"
+            )
+    return keys
 
 
-def _worker_name(config: WorkerServeConfig) -> str:
-    """A name that is most likely unique in the deployment: role, host and port."""
+def gateway_name(keys: HostKeys, node: str = "") -> str:
+    """A name that no other gateway has; with keys of a node it begins with the node's."""
+    node = keys.node if isinstance(keys, NodeKeys) else node
+    return "-".join(filter(None, (node, GATEWAY, secrets.token_hex(4))))
+
+
+def _worker_name(config: WorkerServeConfig, keys: HostKeys) -> str:
+    """As given, or a name that is most likely unique in the deployment: node or host, role and port."""
+    port = config.listen.rpartition(":")[2]
+    if isinstance(keys, NodeKeys):
+        name = config.name or f"{keys.node}-{config.role.value}-{port}"
+        owner = keys.registry.owner(name)
+        if owner is None or owner.name != keys.node:
+            raise ConfigError(f"--name {name}: with keys of the node {keys.node!r} it must begin with '{keys.node}-'")
+        return name
+    if config.name is not None:
+        return config.name
     host = "".join(c if c.isalnum() else "-" for c in socket.gethostname().split(".")[0].lower())
-    return f"{config.role.value}-{host}-{config.listen.rpartition(':')[2]}"
+    return f"{config.role.value}-{host}-{port}"
 
 
 def service_url(config: ServeConfig, port: int) -> str:

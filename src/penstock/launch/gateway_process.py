@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.api.app import make_app
-from penstock.api.audit import open_audit_log
+from penstock.api.audit import ProcessAudit, open_audit_log
 from penstock.api.audit_log import AuditSink
 from penstock.api.auth import ApiKeys, load_api_keys, watch_api_keys
 from penstock.api.concurrency import RequestCounts
@@ -44,8 +44,9 @@ from penstock.telemetry.registry import Metrics
 from penstock.telemetry.spans import NoTracer, Tracer
 from penstock.telemetry.throughput import ThroughputLog
 from penstock.types import Task
-from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.gateway_messages import Hello
+from penstock.wire.node_keys import HostKeys, NodeKeys
+from penstock.wire.peer_rights import PeerRefusal
 from penstock.wire.zeromq import ZmqTransport
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class GatewayResources:
     """What a gateway gets from the process that forked it."""
 
     io: ProcessIo
-    keys: CurveKeys
+    keys: HostKeys
     make_app: Callable[[GatewayConfig, RouterService, GatewayServices], App]
 
 
@@ -136,7 +137,6 @@ def run_gateway(config: GatewayConfig, inherited: GatewayResources) -> int:
 
 
 async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
-    transport = ZmqTransport(inherited.keys)
     suspect = inherited.io.channel.send
     spans = open_tracer(config.trace, model=config.model_name, process=f"{config.name}-{config.incarnation}")
     metrics = Metrics(
@@ -144,11 +144,14 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
         max_tenants=config.scheduling.metric_tenants,
         spans=spans.figures if spans is not None else None,
     )
+    audit = open_audit_log(config.audit_log, config.name, config.audit)
+    transport = ZmqTransport(inherited.keys, lambda refusal: _on_refused(refusal, metrics, audit))
     tracer, clock, connect = spans or NoTracer(), MonotonicClock(), transport.connect_async
     router = RouterService(config, connect=connect, clock=clock, suspect=suspect, tracer=tracer, metrics=metrics)
     http = HttpServer(inherited.io, config.limits, router.on_supervisor, config.tls, config.turns)
     joined, members = _join(config, transport, router), _members(config)
-    audit = open_audit_log(config.audit_log, config.name, config.audit)
+    if isinstance(inherited.keys, NodeKeys):
+        _follow_nodes(inherited.keys, router, joined, audit)
     metrics.audit_events_lost = audit.lost
     keys = load_api_keys(
         config.api_key,
@@ -189,6 +192,19 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
         if spans is not None:
             spans.close()
     return 0
+
+
+def _on_refused(refusal: PeerRefusal, metrics: Metrics, audit: ProcessAudit) -> None:
+    """Something that a worker's node may not say."""
+    metrics.on_peer_refused(refusal.reason)
+    audit.on_peer_refused(refusal)
+
+
+def _follow_nodes(nodes: NodeKeys, router: RouterService, joined: RemoteWorkers, audit: ProcessAudit) -> None:
+    """Use workers of accepted nodes only, and change those of other nodes only if this one may."""
+    nodes.on_change.append(audit.on_node_changes)
+    nodes.on_change.append(lambda changes: joined.leave_unaccepted(nodes.accepts_worker))
+    router.admin.may_assign = nodes.may_assign
 
 
 async def _announce(config: GatewayConfig, router: RouterService, joined: RemoteWorkers) -> None:

@@ -7,7 +7,6 @@ heartbeats.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from penstock.config.fleet_file import FleetFile, FleetNode
+from penstock.config.node_registry import NodeRight
 from penstock.config.resolve import ServePlan, resolve_node
 from penstock.config.schema import GatewayConfig, ServeConfig
 from penstock.launch import compose
@@ -29,14 +29,13 @@ from penstock.launch.processes import (
     WorkerProcesses,
     incarnations_of_a_run,
 )
-from penstock.launch.restart_policy import GATEWAY
 from penstock.launch.run_folder import RunFolder
 from penstock.launch.shared_rates import SharedRequestCounts, SharedTokenBuckets
 from penstock.launch.startup_log import fleet_lines, join_lines, model_lines
 from penstock.launch.supervisor import Supervisor
 from penstock.launch.tls import checked_tls
 from penstock.types import Role, WorkerId
-from penstock.wire.curve_keys import CurveKeys
+from penstock.wire.node_keys import HostKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class NodePlaces:
             pages_ports={name: port + 1 for name, _, port in members},
         )
 
-    def endpoints(self, keys: CurveKeys) -> WorkerEndpoints:
+    def endpoints(self, keys: HostKeys) -> WorkerEndpoints:
         """As the processes of workers take them."""
         return WorkerEndpoints(
             keys,
@@ -81,7 +80,9 @@ def serve_node(fleet: FleetFile, node: FleetNode, config: ServeConfig) -> int:
     name = config.served_model_name or located.name
     lora = compose.listed_adapters(config, name, spec)
     model = compose.model_source(config, located, spec, loras=lora.adapters)
-    keys, places = compose.shared_keys(config), NodePlaces.of(node)
+    places = NodePlaces.of(node)
+    rights = [*([NodeRight.GATEWAY] if node.gateways else []), *([NodeRight.WORKER] if places.workers else [])]
+    keys = compose.host_keys(config, *rights, node=node.name)
     plan = _plan(config, node, places, name, model) if places.workers else None
     for endpoint in places.listens_at.values():
         compose.check_free(endpoint, f"port of node {node.name}")
@@ -99,7 +100,7 @@ def serve_node(fleet: FleetFile, node: FleetNode, config: ServeConfig) -> int:
             stored = compose.prepare_response_store(config, run_folder) if spec.task.writes else None
             base = structs.replace(base, response_store=stored, event_key=compose.event_key_of(config, keys))
             own = {gateway: slots[gateway] for gateway in gateways}
-            front = _front(stack, config, _of_the_fleet(base, fleet, node), keys, own)
+            front = _front(stack, config, _of_the_fleet(base, fleet, node, keys), keys, own)
             port = front.config.port
         jobs, run = HostProcesses(front, workers), incarnations_of_a_run()
         supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots, gateways=gateways, run=run))
@@ -123,9 +124,9 @@ def _plan(config: ServeConfig, node: FleetNode, places: NodePlaces, name: str, m
     return resolve_node(config, places.workers, node.address, compose.this_machine(config), facts)
 
 
-def _of_the_fleet(config: GatewayConfig, fleet: FleetFile, node: FleetNode) -> GatewayConfig:
+def _of_the_fleet(config: GatewayConfig, fleet: FleetFile, node: FleetNode, keys: HostKeys) -> GatewayConfig:
     """With a name that no other gateway of the fleet has, and split if any node is."""
-    name = f"{GATEWAY}-{node.name}-{secrets.token_hex(4)}"
+    name = compose.gateway_name(keys, node.name)
     split = any(group.role is not Role.BOTH for group in fleet.groups)
     return structs.replace(config, name=name, split=split and config.task.writes)
 
@@ -134,7 +135,7 @@ def _front(
     stack: ExitStack,
     config: ServeConfig,
     base: GatewayConfig,
-    keys: CurveKeys,
+    keys: HostKeys,
     slots: Mapping[str, HeartbeatSlot],
 ) -> GatewayProcesses:
     """The node's gateways, on a port that is bound already."""

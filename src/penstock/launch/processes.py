@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, cast
 
 from msgspec import structs
 
+from penstock.api.audit import PeerAudit
+from penstock.api.audit_log import check_audit_log
 from penstock.config.base import host_and_port
 from penstock.config.limits import RequestLimits
 from penstock.config.mesh import Mesh, NodePlace
@@ -68,8 +70,8 @@ from penstock.weights.architecture.spec import ModelSpec
 from penstock.weights.inspect import spec_for_length
 from penstock.weights.load import LoadedModel, load_parts
 from penstock.weights.manifest import ManifestStore
-from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.gateway_messages import MAX_REASON_CHARS
+from penstock.wire.node_keys import HostKeys
 
 if TYPE_CHECKING:
     from penstock.launch import speculation
@@ -81,7 +83,7 @@ log = logging.getLogger(__name__)
 class WorkerEndpoints:
     """Where the workers of this host listen, and with which keys."""
 
-    keys: CurveKeys
+    keys: HostKeys
     endpoint: Callable[[WorkerId, int], str]  # worker, incarnation
     reached_at: Mapping[WorkerId, str] = field(default_factory=dict)  # by others, if not at ``endpoint``
     pages_ports: Mapping[WorkerId, int] = field(default_factory=dict)  # where pages are fetched, if not as planned
@@ -138,6 +140,7 @@ class WorkerProcesses:
     ) -> None:
         """Raises ConfigError if the KV memory cannot be allocated, or the model cannot be divided as planned."""
         self._config = config
+        self._audit_log = check_audit_log(config.audit_log, config.audit)
         self._plan = plan
         self._model = model
         self._spec = spec_for_length(model.spec, plan.scheduler.max_model_len)
@@ -300,6 +303,7 @@ class WorkerProcesses:
             peers={worker: file for worker, file in self._kv.items() if worker != config.worker},
             store=self._share,
             keys=self._mailboxes.keys,
+            audit=PeerAudit(self._audit_log, config.worker, self._config.audit),
             slot=self._slots[config.worker],
             gateways={name: slot for name, slot in self._slots.items() if name not in self._places},
             adapters=loaded.adapters,
@@ -475,7 +479,7 @@ class GatewayProcesses:
 
     config: GatewayConfig
     listener: socket.socket  # shared by all of them (``http_server``)
-    keys: CurveKeys
+    keys: HostKeys
     slots: Mapping[str, HeartbeatSlot]  # of the gateways
     log_json: bool
     created: int  # Unix seconds, as /v1/models tells

@@ -154,6 +154,12 @@ class RemoteWorkers:
                     mailbox.up = msgspec.structs.replace(mailbox.up, labels=member.labels)
                     self._send(mailbox.up)
 
+    def leave_unaccepted(self, accepts: Callable[[WorkerId], bool]) -> None:
+        """Give up workers at once whose keys are not accepted any more."""
+        for worker, endpoint in list(self._found.items()):
+            if not accepts(worker):
+                self._leave(endpoint, self._mailboxes[endpoint], "its node's key is not accepted")
+
     def _remove(self, endpoint: str) -> None:
         mailbox = self._mailboxes.pop(endpoint)
         self._lost.discard(endpoint)

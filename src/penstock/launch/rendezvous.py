@@ -27,8 +27,8 @@ from penstock.config.mesh import Mesh, NodePlace
 from penstock.errors import ConfigError, GroupError, ProtocolError
 from penstock.launch.remote_workers import FIRST_NOTE_S, WAITING_NOTE_S
 from penstock.types import PAGE_TOKENS
-from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.gateway_messages import RankReport
+from penstock.wire.node_keys import HostKeys
 from penstock.wire.rank_link import RankLink, accept_rank, connect_rank
 from penstock.wire.rendezvous_messages import (
     TOKEN_BYTES,
@@ -62,7 +62,7 @@ class WorkerNodes:
     mesh: Mesh
     place: NodePlace
     master: tuple[str, int]
-    keys: CurveKeys
+    keys: HostKeys
 
     @property
     def ranks(self) -> range:

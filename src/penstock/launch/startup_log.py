@@ -93,14 +93,18 @@ def join_lines(endpoints: Iterable[str], members: str | None) -> Iterator[str]:
     yield f"no workers here; waiting for {where} to join"
 
 
-def worker_lines(endpoint: str, model: str | None, keys: str, *, took: str) -> Iterator[str]:
-    """The last lines of ``penstock worker``: ready, and how to join it.  ``model`` as given; None: bundled."""
+def worker_lines(endpoint: str, model: str | None, keys: str | None, *, took: str) -> Iterator[str]:
+    """The last lines of ``penstock worker``: ready, and how to join it.
+
+    ``model`` as given; None: bundled.  ``keys``: those that all hosts share, if they do.
+    """
     yield f"ready after {took}, at {endpoint}"
     words = ["penstock", "serve"]
     if model is not None:
         folder = Path(model).expanduser()
         words.append(str(folder.absolute()) if folder.exists() else model)
-    words += ["--keys", str(Path(keys).expanduser().absolute()), "--join", _reachable(endpoint)]
+    folder_of_keys = "DIR" if keys is None else str(Path(keys).expanduser().absolute())
+    words += ["--keys", folder_of_keys, "--join", _reachable(endpoint)]
     yield f"join it: {shlex.join(words)}"
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from penstock.api.audit import PeerAudit
 from penstock.clock import MonotonicClock
 from penstock.config.limits import NIXL
 from penstock.config.schema import SchedulerConfig, WorkerConfig
@@ -56,7 +57,7 @@ from penstock.launch.heartbeat import HeartbeatSlot, HeartbeatWriter
 from penstock.launch.rank_process import RankResources
 from penstock.launch.speculation import LoadedDraft, ProposerFactory, record_step
 from penstock.types import ModelIdentity, Role, WorkerId, WorkerState
-from penstock.wire.curve_keys import CurveKeys
+from penstock.wire.node_keys import HostKeys
 from penstock.wire.zeromq import ZmqTransport
 
 log = logging.getLogger("penstock.worker")
@@ -86,7 +87,8 @@ class WorkerResources:
     kv: KvMemoryFile
     peers: Mapping[WorkerId, KvMemoryFile]
     store: SharedStoreMemory
-    keys: CurveKeys
+    keys: HostKeys
+    audit: PeerAudit  # of what peers are refused
     slot: HeartbeatSlot
     adapters: LoraManager  # those of the start are in memory
     cores: CoreLending
@@ -110,7 +112,7 @@ def run_worker(config: WorkerConfig, inherited: WorkerResources) -> int:
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
     own, peers = _memories(config, inherited)
-    transport, clock = ZmqTransport(inherited.keys), MonotonicClock()
+    transport, clock = ZmqTransport(inherited.keys, inherited.audit.on_refused), MonotonicClock()
     grammars = GrammarManager(
         inherited.vocabulary, max_bytes=config.compiled_grammars_bytes, max_compiling=config.max_compiling_grammars
     )
@@ -159,6 +161,7 @@ def run_worker(config: WorkerConfig, inherited: WorkerResources) -> int:
     inherited.slot.set_state(WorkerState.DRAINING)
     mailbox.return_all()
     transport.close(linger_s=LINGER_S)
+    inherited.audit.close()
     stored.close()
     grammars.close()
     return 0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.errors import AssignmentTimeout, Conflict, UnknownWorker
+from penstock.errors import AssignmentTimeout, Conflict, Forbidden, UnknownWorker
 from penstock.router.fleet import Fleet
 from penstock.router.links import WorkerLinks
 from penstock.telemetry.log import log_event
@@ -42,6 +42,8 @@ class RouterAdmin:
         self._fleet = fleet
         self._links = links
         self._waiting: list[_Waiting] = []
+        self.may_assign: Callable[[str], bool] = lambda worker: True
+        """Whether this gateway's node may change this worker."""
 
     async def assign(
         self, worker: str, *, role: Role | None = None, duty: Duty | None = None, force: bool = False
@@ -51,6 +53,11 @@ class RouterAdmin:
         slot = fleet.slot(WorkerId(worker))
         if slot is None:
             raise UnknownWorker(worker[:128], ", ".join(sorted(filter(None, fleet.ids))) or "none")
+        if not self.may_assign(worker):
+            raise Forbidden(
+                f"The worker '{worker}' is another node's, and this gateway's node has no right 'operator'.",
+                code="node_not_operator",
+            )
         incarnation = fleet.incarnations[slot]
         link = self._links.link_to(fleet.ids[slot], incarnation)
         if link is None or not fleet.is_up(slot):

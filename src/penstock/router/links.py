@@ -53,7 +53,7 @@ log = logging.getLogger("penstock.router")
 class Connect(Protocol):
     """``Transport.connect_async``."""
 
-    def __call__(self, endpoint: str) -> AsyncLink: ...
+    def __call__(self, endpoint: str, *, worker: str = "") -> AsyncLink: ...
 
 
 MessageHandler = Callable[[WorkerId, int, PeerMessage], None]
@@ -169,7 +169,7 @@ class WorkerLinks:
         """Connect to a new incarnation, instead of any earlier one.  Raises ConfigError for a strange endpoint."""
         self.close_link(worker)
         self._opened += 1
-        link = WorkerLink(worker, incarnation, self._connect(endpoint), self._opened)
+        link = WorkerLink(worker, incarnation, self._connect(endpoint, worker=worker), self._opened)
         link.start_reading(self._handle, self._room)
         self._links[worker] = link
         return link

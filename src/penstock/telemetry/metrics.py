@@ -47,6 +47,7 @@ WORKER_COUNTERS: tuple[str, ...] = (
     "requests_returned",  # given back to the gateway unfinished
     "requests_cancelled",  # forgotten because the gateway said so
     "dropped_frames",  # frames that were malformed, of another version, or could not be sent
+    "peer_refusals",  # messages and connections that their sender's key does not allow
     "peer_links_closed",  # unused links to other workers
     "step_seconds",  # spent in steps
     "borrowed_core_seconds",  # computed at cores of workers that were idle
@@ -188,6 +189,7 @@ BY_WORKER_COUNTER: dict[str, MetricFamily] = {
     "requests_returned": _counter("requests_returned", "Requests given back to the gateway.", "worker"),
     "requests_cancelled": _counter("requests_cancelled", "Requests cancelled by the gateway.", "worker"),
     "dropped_frames": _counter("worker_dropped_frames", "Frames a worker dropped.", "worker"),
+    "peer_refusals": _counter("worker_peer_refusals", "Messages and connections their key does not allow.", "worker"),
     "peer_links_closed": _counter("worker_peer_links_closed", "Links to other workers closed unused.", "worker"),
     "step_seconds": _counter("engine_step_seconds", "Time spent in steps.", "worker"),
     "borrowed_core_seconds": _counter("borrowed_core_seconds", "Computed at cores of idle workers.", "worker"),
@@ -247,7 +249,9 @@ POISONED = _counter("poison_requests", "Requests failed because workers died of 
 UNAUTHORIZED = _counter("requests_unauthorized", "Requests that had no valid key.", "code")
 UNAUTHORIZED_CODES = ("missing_api_key", "invalid_api_key", "expired_api_key")
 FORBIDDEN = _counter("requests_forbidden", "Requests that their key, origin or host may not send.", "code")
-FORBIDDEN_CODES = ("model_not_found", "route_not_allowed", "class_not_allowed", "not_an_operator")
+FORBIDDEN_CODES = ("model_not_found", "route_not_allowed", "class_not_allowed", "not_an_operator", "node_not_operator")
+PEER_REFUSALS = _counter("peer_refusals", "Messages of workers that their node's key does not allow.", "reason")
+PEER_REFUSAL_REASONS = ("unknown_key", "revoked", "no_right", "foreign_name")
 AUDIT_LOST = _counter("audit_events_lost", "Events that the audit log had no room for.")
 KEYED = _counter("idempotent_requests", "Requests with an idempotency key, by how they were met.", "met")
 PREFIX_BREAKS = _counter(

@@ -175,6 +175,9 @@ class Metrics:
         self._forbidden = self._counter(names.FORBIDDEN)
         for code in names.FORBIDDEN_CODES:
             self._forbidden.labels(model_name, code)
+        self._peer_refusals = self._counter(names.PEER_REFUSALS)
+        for reason in names.PEER_REFUSAL_REASONS:
+            self._peer_refusals.labels(model_name, reason)
         decisions = self._counter(names.DECISIONS)
         self._decisions = [decisions.labels(model_name, outcome) for outcome in names.OUTCOMES]
         self._deciding = self._histogram(names.DECISION_TIME)
@@ -270,6 +273,10 @@ class Metrics:
     def on_forbidden(self, code: str) -> None:
         """A request was refused with 403."""
         self._forbidden.labels(self._model, code).inc()
+
+    def on_peer_refused(self, reason: str) -> None:
+        """A worker's message was refused because of its key."""
+        self._peer_refusals.labels(self._model, reason).inc()
 
     def on_worker_report(self, worker: str, incarnation: int, counters: Mapping[str, float]) -> None:
         """``WorkerTotals.on_report``."""

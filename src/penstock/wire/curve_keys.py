@@ -74,10 +74,10 @@ class CurveKeys:
         Raises ConfigError for a missing file, one that others may read or write, one that belongs to somebody else,
         a key of a wrong length, or pairs whose halves do not belong together.
         """
-        read = {field.name: _read(_path(folder, field.name)) for field in fields(cls)}
+        read = {field.name: read_secret(_path(folder, field.name)) for field in fields(cls)}
         keys = cls(**read)
         for role in ("server", "client"):
-            if _public(read[f"{role}_secret"]) != read[f"{role}_public"]:
+            if public_key(read[f"{role}_secret"]) != read[f"{role}_public"]:
                 raise ConfigError(f"the {role} keys in {folder} do not belong together")
         return keys
 
@@ -86,14 +86,14 @@ def _path(folder: Path, name: str) -> Path:
     return folder / f"{name.replace('_', '.')}"
 
 
-def _public(secret: bytes) -> bytes | None:
+def public_key(secret: bytes) -> bytes | None:
     try:
         return zmq.curve_public(secret)
     except zmq.ZMQError:
         return None
 
 
-def _read(path: Path) -> bytes:
+def read_secret(path: Path) -> bytes:
     try:
         # O_NONBLOCK: a pipe in the key's place must not make us wait.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

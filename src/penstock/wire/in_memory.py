@@ -64,10 +64,12 @@ class InMemoryHub:
         self._listening.add(endpoint)
         return _MemoryListener(self, endpoint, self._mailbox(endpoint))
 
-    def connect(self, endpoint: str) -> Link:
+    def connect(self, endpoint: str, *, worker: str = "") -> Link:
+        del worker  # no keys here
         return self._connect(endpoint)
 
-    def connect_async(self, endpoint: str) -> AsyncLink:
+    def connect_async(self, endpoint: str, *, worker: str = "") -> AsyncLink:
+        del worker
         return _MemoryAsyncLink(self._connect(endpoint))
 
     def wait(self, timeout_s: float | None, sources: Iterable[Source], descriptors: Iterable[int] = ()) -> bool:

@@ -10,8 +10,11 @@
 
 Both ends prove that they have the deployment's keys (``CurveKeys``), which never travel: proofs and the keys of the
 records come, by keyed BLAKE2b (RFC 7693), from those, both nonces and a Diffie-Hellman secret (X25519, RFC 7748) of
-this connection alone, so records that were overheard stay secret when the deployment's keys become known.  A record is
-numbered by its nonce: one that is lost, repeated or changed ends the connection, and none is made again by itself.
+this connection alone, so records that were overheard stay secret when the deployment's keys become known.  Where nodes
+have keys of their own (``NodeKeys``), each end says which public key it has, and two more Diffie-Hellman secrets, of
+each end's own key with the other's key for this connection, take the place of the shared keys (ee, es and se, as in
+the patterns of https://noiseprotocol.org).  A record is numbered by its nonce: one that is lost, repeated or changed
+ends the connection, and none is made again by itself.
 
 Knows nothing about what records say.
 """
@@ -28,8 +31,11 @@ from hashlib import blake2b
 from hmac import compare_digest
 from typing import Any
 
+from zmq.utils import z85
+
+from penstock.config.node_registry import NodeRight
 from penstock.errors import ConfigError, ProtocolError
-from penstock.wire.curve_keys import CurveKeys
+from penstock.wire.node_keys import HostKeys, NodeKeys
 
 GREETING_S = 3.0
 """For the other end to prove that it has the keys."""
@@ -41,6 +47,7 @@ RECORD_BYTES = 1 << 18
 """The most bytes of one record: what is large goes as several, so that it is encrypted, sent and decrypted at once."""
 
 _MAGIC = b"PNSR\1\0\0\0"
+_NODES_MAGIC = b"PNSR\1\0\0\1"  # the greeting ends with the public key of a node
 _KEY_BYTES = _NONCE_BYTES = _PROOF_BYTES = 32
 _TAG_BYTES = 16
 _HELLO_BYTES = len(_MAGIC) + _NONCE_BYTES + _KEY_BYTES
@@ -119,7 +126,7 @@ def listen_for_ranks(host: str, port: int) -> socket.socket:
     return listening
 
 
-def accept_rank(sock: socket.socket, keys: CurveKeys) -> RankLink:
+def accept_rank(sock: socket.socket, keys: HostKeys) -> RankLink:
     """The link of a connection that a listening socket has accepted.
 
     Raises ProtocolError if the other end does not prove that it has the keys, OSError if it is gone or too slow; the
@@ -128,12 +135,12 @@ def accept_rank(sock: socket.socket, keys: CurveKeys) -> RankLink:
     return _greeted(sock, keys, connecting=False)
 
 
-def connect_rank(host: str, port: int, keys: CurveKeys) -> RankLink:
+def connect_rank(host: str, port: int, keys: HostKeys) -> RankLink:
     """A link to who listens there.  Raises as ``accept_rank``."""
     return _greeted(socket.create_connection((host, port), timeout=GREETING_S), keys, connecting=True)
 
 
-def _greeted(sock: socket.socket, keys: CurveKeys, *, connecting: bool) -> RankLink:
+def _greeted(sock: socket.socket, keys: HostKeys, *, connecting: bool) -> RankLink:
     try:
         _watch(sock)
         return _handshake(sock, keys, time.monotonic() + GREETING_S, connecting=connecting)
@@ -142,43 +149,68 @@ def _greeted(sock: socket.socket, keys: CurveKeys, *, connecting: bool) -> RankL
         raise
 
 
-def _handshake(sock: socket.socket, keys: CurveKeys, deadline: float, *, connecting: bool) -> RankLink:
+def _handshake(sock: socket.socket, keys: HostKeys, deadline: float, *, connecting: bool) -> RankLink:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
     own = X25519PrivateKey.generate()
-    hello = _MAGIC + secrets.token_bytes(_NONCE_BYTES) + own.public_key().public_bytes_raw()
+    hello = secrets.token_bytes(_NONCE_BYTES) + own.public_key().public_bytes_raw()
+    hello = _NODES_MAGIC + hello + z85.decode(keys.public) if isinstance(keys, NodeKeys) else _MAGIC + hello
     if connecting:
         _send(sock, hello, deadline)
-        theirs = _receive_hello(sock, deadline)
-        master = _master_key(keys, hello + theirs, own, theirs)
+        theirs = _receive_hello(sock, keys, deadline)
+        master = _master_key(keys, (hello, theirs), own, connecting=True)
         _check_proof(_receive(sock, _PROOF_BYTES, deadline), master, b"listening")
         _send(sock, _derived(master, b"connecting"), deadline)
     else:
-        theirs = _receive_hello(sock, deadline)
-        master = _master_key(keys, theirs + hello, own, theirs)
+        theirs = _receive_hello(sock, keys, deadline)
+        master = _master_key(keys, (theirs, hello), own, connecting=False)
         _send(sock, hello + _derived(master, b"listening"), deadline)
         _check_proof(_receive(sock, _PROOF_BYTES, deadline), master, b"connecting")
     ways = _derived(master, b"to the listening end"), _derived(master, b"to the connecting end")
     return RankLink(sock, *(ways if connecting else ways[::-1]))
 
 
-def _receive_hello(sock: socket.socket, deadline: float) -> bytes:
+def _receive_hello(sock: socket.socket, keys: HostKeys, deadline: float) -> bytes:
+    """The other end's greeting, with the public key of a node that may have workers, if nodes have keys."""
+    by_node = isinstance(keys, NodeKeys)
     hello = bytes(_receive(sock, _HELLO_BYTES, deadline))
-    if hello[: len(_MAGIC)] != _MAGIC:
-        raise ProtocolError("what connects is no rank of a worker of this version")
-    return hello
+    if hello[: len(_MAGIC)] != (_NODES_MAGIC if by_node else _MAGIC):
+        raise ProtocolError("what connects is no rank of a worker of this version, or has keys of the other form")
+    if not isinstance(keys, NodeKeys):
+        return hello
+    node_key = bytes(_receive(sock, _KEY_BYTES, deadline))
+    node = keys.sender(z85.encode(node_key))
+    if node is None or not node.may(NodeRight.WORKER):
+        raise ProtocolError("the other end's key is of no node that may have workers")
+    return hello + node_key
 
 
-def _master_key(keys: CurveKeys, greetings: bytes, own: Any, theirs: bytes) -> bytes:
-    """The key of this connection.  ``own``: this end's private key; ``theirs``: the other end's greeting."""
+def _master_key(keys: HostKeys, greetings: tuple[bytes, bytes], own: Any, *, connecting: bool) -> bytes:
+    """The key of this connection.  ``greetings``: of the connecting and the listening end; ``own``: this end's private
+    key of this connection."""
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+    theirs = greetings[connecting]
+    once, whole = slice(_HELLO_BYTES - _KEY_BYTES, _HELLO_BYTES), b"".join(greetings)
+    shared = _agreed(own, theirs[once])
+    if not isinstance(keys, NodeKeys):
+        secret = keys.server_secret + keys.client_secret
+    else:
+        node = X25519PrivateKey.from_private_bytes(z85.decode(keys.secret))
+        pairs = _agreed(own, theirs[_HELLO_BYTES:]), _agreed(node, theirs[once])
+        secret = b"".join(pairs if connecting else pairs[::-1])
+    proven = blake2b(secret, digest_size=_KEY_BYTES, person=b"penstock ranks")
+    return _derived(proven.digest(), whole + shared)
+
+
+def _agreed(private: Any, public: bytes) -> bytes:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 
     try:
-        shared = own.exchange(X25519PublicKey.from_public_bytes(theirs[-_KEY_BYTES:]))
+        agreed: bytes = private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
         raise ProtocolError("a key that agrees with none") from None
-    deployment = blake2b(keys.server_secret + keys.client_secret, digest_size=_KEY_BYTES, person=b"penstock ranks")
-    return _derived(deployment.digest(), greetings + shared)
+    return agreed
 
 
 def _derived(key: bytes, what: bytes) -> bytes:

@@ -43,6 +43,7 @@ class WireCounters:
     sent: int = 0
     malformed: int = 0  # frames that were not ours: dropped
     other_version: int = 0  # protocol version of the last frame that was dropped for its version
+    refused: int = 0  # connections and messages whose sender's key does not allow them
     unsent: int = 0  # messages that could not leave: the peer was gone, its queue full, or they were too large
 
 
@@ -130,11 +131,14 @@ class Transport(Protocol):
         has no more sockets or descriptors."""
         ...
 
-    def connect(self, endpoint: str) -> Link:
-        """Connect; the other end need not be there yet.  Raises ConfigError as ``listen``."""
+    def connect(self, endpoint: str, *, worker: str = "") -> Link:
+        """Connect; the other end need not be there yet.  Raises ConfigError as ``listen``.
+
+        ``worker``: whose mailbox it must be, where nodes have keys of their own; empty: any worker's.
+        """
         ...
 
-    def connect_async(self, endpoint: str) -> AsyncLink:
+    def connect_async(self, endpoint: str, *, worker: str = "") -> AsyncLink:
         """As ``connect``, for the running event loop."""
         ...
 

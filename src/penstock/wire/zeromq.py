@@ -1,8 +1,9 @@
 """The transport over ZeroMQ: one ROUTER a worker, DEALERs to it, and CURVE on every one of them.
 
 There is no way to make a socket here without keys, so nothing can speak in clear, on or off the loopback.  A
-listener accepts only the deployment's client key: the library asks ``_Gate`` (ZAP, https://rfc.zeromq.org/spec/27)
-over an inproc socket that is served from ``recv`` and ``wait``, so no second thread of Python is needed.
+listener accepts the deployment's client key, or those of nodes: the library asks ``ConnectionGate`` over an inproc
+socket that is served from ``recv`` and ``wait``, so no second thread of Python is needed.  Between nodes each message
+is judged by the key of its sender (``peer_rights``); keys are read again when their files change (``node_keys``).
 
 A transport belongs to the process and the thread that made it; make it after the last fork.
 """
@@ -20,10 +21,8 @@ import socket
 import struct
 import time
 from collections.abc import Iterable
-from hmac import compare_digest
 
 import zmq
-from zmq.utils import z85
 
 from penstock.errors import ConfigError, ProtocolError, ProtocolVersionError
 from penstock.wire.codec import (
@@ -39,7 +38,9 @@ from penstock.wire.codec import (
     version_probe,
     version_reason,
 )
-from penstock.wire.curve_keys import CurveKeys
+from penstock.wire.curve_sockets import ConnectionGate, LinkKey, ListenerSecurity, SecureListener, readable
+from penstock.wire.node_keys import RELOAD_S, HostKeys, NodeKeys
+from penstock.wire.peer_rights import PeerRefusal, RefusalHandler, RefusalLog, response_refusal
 from penstock.wire.transport import YIELD_BYTES, YIELD_EVERY, AsyncLink, Link, Listener, Received, Source, WireCounters
 
 QUEUE_MESSAGES = 16_384
@@ -68,13 +69,9 @@ IPC_NAME_MAX = 107  # unix(7)
 # As plain integers: arithmetic on the library's enumerations costs microseconds a message.
 _LISTENING, _ACCEPTED = int(zmq.EVENT_LISTENING), int(zmq.EVENT_ACCEPTED)
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # socket(7)
-_NOBLOCK, _RCVMORE, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.RCVMORE), int(zmq.EVENTS), int(zmq.POLLIN)
+_NOBLOCK, _RCVMORE = int(zmq.NOBLOCK), int(zmq.RCVMORE)
 
 _IPC_FILTER_UID = 59  # ZMQ_IPC_FILTER_UID of zmq.h
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-_ZAP_VERSION = b"1.0"
-_DOMAIN = b"penstock"
-
 
 log = logging.getLogger("penstock.wire")
 
@@ -82,14 +79,19 @@ log = logging.getLogger("penstock.wire")
 class ZmqTransport:
     """``transport.Transport`` over ipc (only this user's processes may connect) and TCP."""
 
-    def __init__(self, keys: CurveKeys) -> None:
+    def __init__(self, keys: HostKeys, on_refused: RefusalHandler | None = None) -> None:
+        """``on_refused``: called for what is refused because of its sender's key, besides the log."""
         self._keys = keys
+        self._on_refused = RefusalLog(on_refused)
+        self._proven: dict[str, bytes] = {}  # by endpoint: the key that its listener had last
+        self._timer: asyncio.TimerHandle | None = None
         self._pid = os.getpid()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         # The library's own default of 1,023 would end a gateway's fleet at 511 workers.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self._gate: _Gate | None = None
+        self._gate: ConnectionGate | None = None
         self._open: list[_ZmqListener | _ZmqLink | _ZmqAsyncLink] = []
+        self.reload_keys()  # those inherited over fork are as old as the parent
 
     def listen(self, endpoint: str) -> Listener:
         self._check_process()
@@ -101,35 +103,47 @@ class ZmqTransport:
             if endpoint.startswith("tcp://"):
                 limit = _ConnectionLimit(made)
             made.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            made.setsockopt(zmq.BACKLOG, CONNECTIONS_WAITING)
             if endpoint.startswith("ipc://"):
                 # By SO_PEERCRED: a connection of another user is closed before it is spoken to, keys or no keys.
                 made.setsockopt(_IPC_FILTER_UID, os.geteuid())
             made.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)  # payloads go from listeners to links only
-            made.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-            made.setsockopt(zmq.CURVE_SERVER, 1)
-            made.setsockopt(zmq.CURVE_SECRETKEY, self._keys.server_secret)
-            made.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.server_public)
-            made.bind(endpoint)
+            secure = SecureListener(made, endpoint, self._keys, CONNECTIONS_WAITING)
             bound = made.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ConfigError) as error:
             if limit is not None:
                 limit.close()
             made.close(linger=0)
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(f"cannot listen at {endpoint}: {error.strerror}") from error
-        listener = _ZmqListener(made, bound, self._gate, limit)
+        security = ListenerSecurity(self._keys, self._gate, secure, self.on_refused)
+        listener = _ZmqListener(made, bound, self, security, limit)
         self._open.append(listener)
         return listener
 
-    def connect(self, endpoint: str) -> Link:
-        link = self._link(endpoint)
+    def connect(self, endpoint: str, *, worker: str = "") -> Link:
+        link = self._link(endpoint, worker)
         self._open.append(link)
         return link
 
-    def connect_async(self, endpoint: str) -> AsyncLink:
-        link = _ZmqAsyncLink(self._link(endpoint), asyncio.get_running_loop())
+    def connect_async(self, endpoint: str, *, worker: str = "") -> AsyncLink:
+        loop = asyncio.get_running_loop()
+        link = _ZmqAsyncLink(self._link(endpoint, worker), loop)
         self._open.append(link)
+        if self._timer is None and isinstance(self._keys, NodeKeys):
+            self._timer = loop.call_later(RELOAD_S, self._reload_again, loop)
         return link
+
+    def reload_keys(self) -> None:
+        """Read keys again if their files have changed, and apply them to all sockets."""
+        if isinstance(self._keys, NodeKeys) and self._keys.reload():
+            for source in self._open:
+                if not source.closed:
+                    source.on_keys_changed()
+
+    def _reload_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = loop.call_later(RELOAD_S, self._reload_again, loop)
+        self.reload_keys()
 
     def wait(self, timeout_s: float | None, sources: Iterable[Source], descriptors: Iterable[int] = ()) -> bool:
         watched: list[tuple[zmq.Socket[bytes] | int, int]] = []
@@ -141,6 +155,7 @@ class ZmqTransport:
         watched.extend((descriptor, zmq.POLLIN) for descriptor in descriptors)
         if self._gate is not None:
             watched.append((self._gate.socket, zmq.POLLIN))
+        self.reload_keys()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left = -1 if deadline is None else max(0, math.ceil((deadline - time.monotonic()) * 1000))
@@ -154,32 +169,44 @@ class ZmqTransport:
     def close(self, *, linger_s: float = 0.0) -> None:
         if os.getpid() != self._pid or self._context.closed:
             return
+        if self._timer is not None:
+            self._timer.cancel()
         for source in self._open:
-            if isinstance(source, _ZmqListener):
-                source.close_limit()
             if isinstance(source, _ZmqAsyncLink):
                 source.close()
             else:
-                source.socket.close(linger=round(linger_s * 1000))
+                source.close(linger_ms=round(linger_s * 1000))
         self._open.clear()
         if self._gate is not None:
             self._gate.socket.close(linger=0)
         self._context.term()
 
-    def _link(self, endpoint: str) -> _ZmqLink:
+    def _link(self, endpoint: str, worker: str) -> _ZmqLink:
         self._check_process()
         socket = self._socket(zmq.DEALER, endpoint)
         try:
-            socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server_public)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret)
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public)
             socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS if endpoint.startswith("tcp://") else 0)
-            socket.connect(endpoint)
+            key = LinkKey(socket, endpoint, self._keys, worker, self._proven.get(endpoint, b""))
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise ConfigError(f"cannot connect to {endpoint}: {error.strerror}") from error
-        return _ZmqLink(socket, endpoint)
+        return _ZmqLink(socket, endpoint, key, self)
+
+    # --- for sockets of this transport -------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> NodeKeys | None:
+        """The keys of nodes; None: all processes share theirs, and are equal."""
+        return self._keys if isinstance(self._keys, NodeKeys) else None
+
+    def on_refused(self, refusal: PeerRefusal) -> None:
+        """Log what is refused."""
+        self._on_refused(refusal)
+
+    def on_proven(self, endpoint: str, public: bytes) -> None:
+        """The listener at ``endpoint`` has this key."""
+        self._proven[endpoint] = public
 
     def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         check_endpoint(endpoint)
@@ -200,9 +227,9 @@ class ZmqTransport:
             socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
         return socket
 
-    def _make_gate(self) -> _Gate:
+    def _make_gate(self) -> ConnectionGate:
         try:
-            return _Gate(self._context, self._keys.client_public)
+            return ConnectionGate(self._context, self._keys, self.on_refused)
         except zmq.ZMQError as error:
             raise ConfigError(f"cannot open a socket to check keys: {error.strerror}") from error
 
@@ -220,29 +247,6 @@ def check_endpoint(endpoint: str) -> None:
     if kind == "tcp" and host and port.isascii() and port.isdigit() and int(port) < 1 << 16:
         return
     raise ConfigError(f"{endpoint!r} is not an endpoint; ipc:///path, ipc://@name and tcp://host:port are")
-
-
-class _Gate:
-    """Answers the library's question who may connect: the holder of one client key."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], client_public: bytes) -> None:
-        self._allowed = z85.decode(client_public)
-        self.socket = context.socket(zmq.REP)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind(_ZAP_ENDPOINT)
-        self.refused = 0
-
-    def serve(self) -> None:
-        """Answer all authentication requests that are pending."""
-        while _readable(self.socket):
-            frames = self.socket.recv_multipart(_NOBLOCK)
-            # RFC 27: version, request, domain, address, identity, mechanism, credentials
-            known = len(frames) == 7 and frames[0] == _ZAP_VERSION and frames[2] == _DOMAIN and frames[5] == b"CURVE"
-            allowed = known and compare_digest(frames[6], self._allowed)
-            self.refused += not allowed
-            status = (b"200", b"OK") if allowed else (b"400", b"unknown key")
-            request = frames[1] if len(frames) > 1 else b""
-            self.socket.send_multipart([_ZAP_VERSION, request, *status, b"", b""])
 
 
 class _ConnectionLimit:
@@ -269,6 +273,8 @@ class _ConnectionLimit:
                 payload, _address = self._events.recv_multipart(_NOBLOCK)
                 event, descriptor = struct.unpack("=HI", payload)
                 if event == _LISTENING:
+                    if self._listening is not None:
+                        self._listening.close()
                     self._listening = socket.socket(fileno=os.dup(descriptor))
                 else:
                     self._connected += 1 if event == _ACCEPTED else -1
@@ -300,11 +306,19 @@ def most_connections() -> int:
 
 
 class _ZmqListener:
-    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, gate: _Gate, limit: _ConnectionLimit | None) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        endpoint: str,
+        transport: ZmqTransport,
+        security: ListenerSecurity,
+        limit: _ConnectionLimit | None,
+    ) -> None:
         self.socket = socket
         self.endpoint = endpoint
         self.counters = WireCounters()
-        self._gate = gate
+        self._transport = transport
+        self._security = security
         self._limit = limit
         self._refused_versions: set[int] = set()
 
@@ -314,19 +328,29 @@ class _ZmqListener:
 
     def recv(self) -> Received | None:
         for _ in range(0 if self.closed else MALFORMED_PER_TURN):
-            if not _readable(self.socket):
-                self._gate.serve()
+            if not readable(self.socket):
+                self._security.serve(self.counters)
+                self._transport.reload_keys()
                 if self._limit is not None:
                     self._limit.update()
                 return None
             peer = self.socket.recv(_NOBLOCK)
-            header = self.socket.recv(_NOBLOCK)
+            header = self._security.receive(self.socket, peer)
             received = _received(self.socket, peer, header, self.counters)
             if received is not None:
-                return received
+                if self._security.allows(received, self.counters):
+                    return received
+                continue
             if header and header[0] != PROTOCOL_VERSION:
                 self._refuse_version(peer, header)
         return None
+
+    def on_keys_changed(self) -> None:
+        """Take the own key that is used now."""
+        try:
+            self._security.secure.update()
+        except zmq.ZMQError as error:
+            log.error("cannot listen at %s with another key: %s", self.endpoint, error.strerror)
 
     def _refuse_version(self, peer: bytes, header: bytes) -> None:
         """Answer with our version; say once for each other version that it was refused."""
@@ -337,46 +361,76 @@ class _ZmqListener:
             log.warning("refused: %s", version_reason(header[0]))
 
     def send(self, peer: bytes, message: PeerMessage, payload: memoryview | None = None) -> bool:
+        if not self._security.may_hear(peer):
+            self.counters.unsent += 1
+            return False
         return _send(self.socket, [peer], message, payload, self.counters)
 
-    def close(self) -> None:
-        self.close_limit()
-        self.socket.close(linger=0)
-
-    def close_limit(self) -> None:
-        """Before the socket is closed."""
+    def close(self, *, linger_ms: int = 0) -> None:
         if self._limit is not None:
             self._limit.close()
+        self._security.secure.close()
+        self.socket.close(linger=linger_ms)
 
 
 class _ZmqLink:
-    def __init__(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, key: LinkKey, transport: ZmqTransport) -> None:
         self.socket = socket
         self.endpoint = endpoint
         self.counters = WireCounters()
         self.received_bytes = 0  # of messages, without payloads
+        self.key = key
+        self._transport = transport
+        self._nodes = transport.nodes
+        self._proven = b""
 
     @property
     def closed(self) -> bool:
         return self.socket.closed
 
     def recv(self) -> Received | None:
+        if self.key.monitor is not None:
+            self.key.try_next()
         for _ in range(0 if self.closed else MALFORMED_PER_TURN):
             try:
                 header = self.socket.recv(_NOBLOCK)
             except zmq.Again:
                 return None
             received = _received(self.socket, b"", header, self.counters)
-            if received is not None:
+            if received is not None and self._allows(received):
                 self.received_bytes += len(header)
                 return received
         return None
 
+    def _allows(self, received: Received) -> bool:
+        """Whether the listener's node may say this, and under this name."""
+        if self._nodes is None:
+            return True
+        refusal = response_refusal(received.message, self.key.public, self._nodes)
+        if refusal is not None:
+            self.counters.refused += 1
+            self._transport.on_refused(refusal)
+            return False
+        if self._proven != self.key.public:
+            self._proven = self.key.public
+            self._transport.on_proven(self.endpoint, self._proven)
+        return True
+
+    def on_keys_changed(self) -> None:
+        """Connect anew if need be."""
+        try:
+            self.key.update()
+        except zmq.ZMQError as error:
+            log.error("cannot connect to %s with another key: %s", self.endpoint, error.strerror)
+
     def readable(self) -> bool:
         """Whether a message is here.  Also re-arms the descriptor, which signals edges only."""
-        return not self.closed and _readable(self.socket)
+        return not self.closed and readable(self.socket)
 
     def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:
+        if not self.key.public:
+            self.counters.unsent += 1
+            return False
         return _send(self.socket, [], message, payload, self.counters)
 
     def send_frame(self, frame: bytes) -> bool:
@@ -387,8 +441,10 @@ class _ZmqLink:
             return False
         return True
 
-    def close(self) -> None:
-        self.socket.close(linger=0)
+    def close(self, *, linger_ms: int = 0) -> None:
+        if not self.closed:
+            self.key.close()
+        self.socket.close(linger=linger_ms)
 
 
 class _ZmqAsyncLink:
@@ -400,7 +456,9 @@ class _ZmqAsyncLink:
         self._descriptor = _number(link.socket, zmq.FD)
         self.endpoint = link.endpoint
         self.counters = link.counters
+        self._monitor: int | None = None  # the descriptor that tells of failed handshakes
         loop.add_reader(self._descriptor, self._check_readable)
+        self._watch_handshakes()
 
     @property
     def closed(self) -> bool:
@@ -436,8 +494,25 @@ class _ZmqAsyncLink:
         if not self.closed:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._descriptor)
+                if self._monitor is not None:
+                    self._loop.remove_reader(self._monitor)
             self._link.close()
             self._signal.set()
+
+    def on_keys_changed(self) -> None:
+        self._link.on_keys_changed()
+        self._watch_handshakes()
+        self._check_readable()
+
+    def _watch_handshakes(self) -> None:
+        if self._link.key.monitor is not None and self._monitor is None:
+            self._monitor = _number(self._link.key.monitor, zmq.FD)
+            self._loop.add_reader(self._monitor, self._on_handshake)
+            self._on_handshake()
+
+    def _on_handshake(self) -> None:
+        self._link.key.try_next()
+        self._check_readable()
 
     def _check_readable(self) -> None:
         if self._link.readable():
@@ -448,11 +523,6 @@ def _number(socket: zmq.Socket[bytes], option: int) -> int:
     value = socket.getsockopt(option)
     assert isinstance(value, int)
     return value
-
-
-def _readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message is here: in half the time of a ``recv`` that raises Again."""
-    return bool(_number(socket, _EVENTS) & _POLLIN)
 
 
 def _received(socket: zmq.Socket[bytes], peer: bytes, header: bytes, counters: WireCounters) -> Received | None:

@@ -118,7 +118,7 @@ async def test_closing_links_ends_their_readers():
 async def test_a_worker_whose_link_cannot_be_made_yet_gets_one_with_a_later_beat():
     hub, clock, tries = InMemoryHub(), VirtualClock(1.0), []
 
-    def connect(endpoint: str) -> AsyncLink:
+    def connect(endpoint: str, *, worker: str = "") -> AsyncLink:
         tries.append(endpoint)
         if len(tries) < 3:
             raise ConfigError("cannot open a socket: Too many open files")

@@ -5,17 +5,25 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
 from in_thread import InThread
+from node_folder import NodeFolder
 from penstock.config.base import host_and_port
 from penstock.errors import ProtocolError
 from penstock.wire.curve_keys import CurveKeys
+from penstock.wire.node_keys import HostKeys, NodeKeys
 from penstock.wire.rank_link import RECORD_BYTES, RankLink, accept_rank, connect_rank, listen_for_ranks
 
 KEYS = CurveKeys.ephemeral()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> NodeFolder:
+    return NodeFolder(tmp_path, a="worker", b="worker", g="gateway", revoked="worker")
 
 
 class Wire:
@@ -75,16 +83,46 @@ def pair(
 
 
 def test_records_come_as_they_were_sent_both_ways() -> None:
-    records = [b"", b"one", bytes(range(256)) * 1024]
+    records = [b"", b"a record", bytes(range(256)) * 1024]
     assert len(records[-1]) == RECORD_BYTES
     with pair() as (connecting, listening, wire):
         for source, to in ((connecting, listening), (listening, connecting)):
             sent = InThread(lambda source=source: [source.send(record[:1], record[1:]) for record in records])
             assert [to.recv() for _ in records] == records
             sent.result()
-        assert all(b"one" not in heard for heard in wire.heard.values())  # nobody else can read them
+        assert all(b"a record" not in heard for heard in wire.heard.values())  # nobody else can read them
         with pytest.raises(ValueError, match="at most"):
             connecting.send(bytes(RECORD_BYTES), b"1")
+
+
+def greeted(ours: HostKeys, theirs: HostKeys) -> tuple[RankLink, RankLink]:
+    """Both ends of a connection, the listening one first."""
+    door = listen_for_ranks("127.0.0.1", 0)
+    door.setblocking(True)
+    with closing(door):
+        accepted = InThread(lambda: accept_rank(door.accept()[0], ours))
+        connecting = connect_rank(*door.getsockname(), theirs)
+        return accepted.result(), connecting
+
+
+def test_nodes_know_each_other_by_their_own_keys(nodes: NodeFolder) -> None:
+    listening, connecting = greeted(nodes.keys("a"), nodes.keys("b"))
+    with closing(listening), closing(connecting):
+        connecting.send(b"from b")
+        listening.send(b"from a")
+        assert (listening.recv(), connecting.recv()) == (b"from b", b"from a")
+
+
+def test_a_machine_without_a_workers_key_is_no_rank(nodes: NodeFolder, tmp_path: Path) -> None:
+    stolen = NodeKeys.load(nodes.steal("revoked", tmp_path / "stolen"))
+    nodes.run("revoke", "revoked")
+    nodes.deliver_registry()
+    impostor = nodes.keys("b")
+    impostor.secret = nodes.keys("g").secret  # says that it is b, and has not its secret
+    for other in (nodes.keys("g"), stolen, impostor, KEYS):
+        for ends in ((nodes.keys("a"), other), (other, nodes.keys("a"))):
+            with pytest.raises((ProtocolError, ConnectionError, TimeoutError)):
+                greeted(*ends)
 
 
 @pytest.mark.parametrize("listening_has", [True, False])

@@ -181,11 +181,14 @@ class GatewayRequests:
         return peer in self._by_peer
 
     def submit(self, peer: bytes, message: Submit, now: float) -> GatewayRequest | None:
-        """Take a request on.  None when it is here in this epoch or a later one.  KeyError for a peer not known."""
+        """Take a request on.  None when it is here in this epoch or a later one, or is another gateway's.
+
+        KeyError for a peer not known.
+        """
         gateway = self._by_peer[peer]
         gateway.serial = max(gateway.serial, message.serial)
         present = self._requests.get(message.request)
-        if present is not None and present.epoch >= message.epoch:
+        if present is not None and (present.epoch >= message.epoch or present.gateway.name != gateway.name):
             return None
         gateway.last_seen = now
         ask = GatewayRequest(

@@ -118,13 +118,13 @@ class LoadReporter:
         counts["generation_tokens"] += tokens - 1
         counts["spec_accepted_tokens"] += tokens - 1
 
-    def report(self, *, asked: int, settled: bool, dropped_frames: int) -> WorkerReport:
+    def report(self, *, asked: int, settled: bool, dropped_frames: int, peer_refusals: int = 0) -> WorkerReport:
         """The worker as it is now.  ``asked``: requests that some gateway still waits for; ``settled``: the scheduler
         knows of all that are not asked for any more, so whatever is still owned then is lost."""
         scheduler, counts, store = self._scheduler, self._counts, self._sources.store
         load = scheduler.load()
         self._count_others()
-        counts["dropped_frames"] = dropped_frames
+        counts["dropped_frames"], counts["peer_refusals"] = dropped_frames, peer_refusals
         loading = scheduler.memory.foreign_pages
         if settled and not load.running:
             # Pages of a request that no gateway waits for are as lost as pages without an owner.

@@ -43,7 +43,7 @@ class PeerLinks:
         if any(is_older_incarnation(source.incarnation, known.incarnation) for known in others):
             return False
         try:
-            link = self._transport.connect(source.endpoint)
+            link = self._transport.connect(source.endpoint, worker=source.worker)
         except ConfigError:
             return False
         for known in others:  # an earlier incarnation never comes back

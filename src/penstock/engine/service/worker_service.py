@@ -394,7 +394,10 @@ class WorkerService:
     def _report_now(self) -> WorkerReport:
         counters = self._listener.counters
         return self.reporter.report(
-            asked=len(self._requests), settled=not self._events, dropped_frames=counters.malformed + counters.unsent
+            asked=len(self._requests),
+            settled=not self._events,
+            dropped_frames=counters.malformed + counters.unsent,
+            peer_refusals=counters.refused,
         )
 
     def begin_shutdown(self) -> None:

@@ -1,0 +1,269 @@
+"""Nodes with keys of their own, as real processes: they serve as one, keys are rotated, revoked and stolen."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from node_folder import NodeFolder
+from penstock.types import MAX_INCARNATION, Duty, ModelIdentity, Role, WorkerId, WorkerState
+from penstock.wire.codec import PeerMessage
+from penstock.wire.gateway_messages import AssignRole, Hello, WorkerReport
+from penstock.wire.node_keys import NodeKeys
+from penstock.wire.transport import Link, Listener
+from penstock.wire.zeromq import ZmqTransport
+
+from .asking import ask, streaming
+from .server import PATIENCE_S, PenstockNode, PenstockServer, PenstockWorker, free_port
+from .test_nodes import NODE, free_ports
+
+FLEET = """
+name = "two hosts"
+keys = "{keys}"
+
+[settings]
+kv_memory = "64MiB"
+audit_log = "{audit}"
+
+[settings.failover]
+no_path_s = 60.0
+"""
+
+
+@contextmanager
+def two_nodes(folder: NodeFolder, tmp_path: Path) -> Iterator[tuple[PenstockNode, PenstockNode]]:
+    """Nodes ``a`` and ``b``, each with a prefill worker, a decode worker and a gateway."""
+    http, ports, file = (free_port(), free_port()), free_ports(), tmp_path / "fleet.toml"
+    nodes = [NODE.format(name=name, http=http[i], port=ports[i]) for i, name in enumerate("ab")]
+    head = FLEET.format(keys=folder.host(""), audit=tmp_path / "audit.jsonl")
+    file.write_text("".join((head, *nodes)))
+    with ExitStack() as stack:
+        a, b = PenstockNode(file, "a", http[0]), PenstockNode(file, "b", http[1])
+        for node in (a, b):
+            node.start()
+            stack.callback(node.kill)
+        for node in (a, b):
+            node.wait_ready()
+            node.wait_for(lambda node=node: len(node.workers()) == 4, PATIENCE_S, "whole")
+            node.wait_all_ready()
+        yield a, b
+
+
+def ready_workers(server: PenstockServer) -> set[str]:
+    return {row["id"] for row in server.workers() if row["state"] == "ready"}
+
+
+@pytest.mark.long
+def test_nodes_with_keys_of_their_own_serve_as_one_and_one_is_revoked_while_they_run(tmp_path: Path) -> None:
+    folder = NodeFolder(tmp_path, a="gateway,worker,operator", b="gateway,worker")
+    with PenstockServer(["--aggregated"]) as server:
+        undisturbed = ask(server, max_tokens=900)
+    with two_nodes(folder, tmp_path) as (a, b):
+        pids = {node: node.processes() for node in (a, b)}
+        for node in (a, b):
+            assert ask(node, max_tokens=900) == undisturbed
+        refused = httpx.post(f"{b.url}/admin/workers/a-decode-0/drain", json={}, trust_env=False)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "node_not_operator")
+
+        with streaming(a, max_tokens=900) as stream:
+            stream.read(50)
+            folder.run("revoke", "b")
+            folder.deliver_registry("a")  # whoever has the key of b does not take this one
+            a.wait_for(lambda: ready_workers(a) == {"a-prefill-0", "a-decode-0"}, PATIENCE_S, "without b")
+            assert stream.read() == undisturbed
+        b.wait_for(lambda: ready_workers(b) == {"b-prefill-0", "b-decode-0"}, PATIENCE_S, "without a")
+        assert ask(a, max_tokens=900) == undisturbed
+        assert a.processes() == pids[a]
+        a.wait_for(lambda: '"event":"nodes_revoked"' in (tmp_path / "audit.jsonl").read_text(), PATIENCE_S, "audited")
+        assert '"reason":"revoked"' in (tmp_path / "audit.jsonl").read_text()
+        assert "the node b is revoked" in a.read_log()
+        a.wait_idle()
+        assert all(row["kv_pages_leaked"] == 0 for row in a.workers() if row["id"].startswith("a-"))
+
+
+@dataclass
+class Joined:
+    """A gateway of the node ``g`` and the workers of ``w`` and ``v`` that it joins; ``h`` may have gateways, too."""
+
+    folder: NodeFolder
+    server: PenstockServer
+    workers: dict[str, PenstockWorker]
+    free: str  # an endpoint at which the gateway looks for a worker, in vain
+    audit: Path
+    undisturbed: str = ""  # an answer
+
+    def worker(self, node: str) -> str:
+        """The name of its worker."""
+        return f"{node}-both-{self.workers[node].port}"
+
+    def process(self, node: str) -> PenstockServer:
+        """Of the node."""
+        return self.server if node == "g" else self.workers[node]
+
+    def wait_logged(self, node: str, text: str, count: int = 1) -> None:
+        """Until the log of the node's processes has the text so often."""
+        server = self.process(node)
+        server.wait_for(lambda: server.read_log().count(text) >= count, PATIENCE_S, text)
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
+    path = tmp_path_factory.mktemp("joined")
+    folder = NodeFolder(path, g="gateway,operator", h="gateway", w="worker", v="worker")
+    audit, free = path / "audit.jsonl", f"tcp://127.0.0.1:{free_port()}"
+    log = ["--audit-log", str(audit)]
+    with ExitStack() as stack:
+        workers = {node: PenstockWorker(["--keys", str(folder.host(node)), *log]) for node in "wv"}
+        flags = ["--keys", str(folder.host("g")), *log, "--join", free]
+        flags += [word for worker in workers.values() for word in ("--join", worker.endpoint)]
+        for worker in workers.values():
+            worker.start()
+            stack.push(worker.__exit__)
+        server = PenstockServer(flags, config="[failover]\nno_path_s = 60.0\n", folder=path)
+        stack.enter_context(server)
+        whole = Joined(folder, server, workers, free, audit)
+        names = {whole.worker(node) for node in "wv"}
+        server.wait_for(lambda: ready_workers(server) == names, PATIENCE_S, "joined")
+        whole.undisturbed = ask(server, max_tokens=900)
+        yield whole
+
+
+def test_stolen_keys_do_what_their_node_may_and_no_more(joined: Joined, tmp_path: Path) -> None:
+    """Thieves with the keys of a worker's and of a gateway's node try all that one message could do before."""
+    server, target = joined.server, joined.workers["w"]
+    lock_out = Hello(gateway=gateway_name(joined), incarnation=MAX_INCARNATION, connection=1 << 40)
+    drain, worker = AssignRole(duty=Duty.DRAIN), WorkerId(joined.worker("w"))
+    report = server_report(worker, server)
+    with streaming(server, max_tokens=900) as stream, ExitStack() as stack:
+        stream.read(50)
+        thieves = {node: NodeKeys.load(joined.folder.steal(node, tmp_path / node)) for node in "hv"}
+        transports = {node: ZmqTransport(keys) for node, keys in thieves.items()}
+        for transport in transports.values():
+            stack.callback(transport.close)
+        links = {node: transports[node].connect(target.endpoint, worker=worker) for node in "hv"}
+        attacks = {"h": (lock_out, drain), "v": (lock_out, drain, Hello(gateway="v-gateway-1", incarnation=1))}
+        for node, messages in attacks.items():
+            for message in messages:
+                assert links[node].send(message)
+            # What its own name allows is answered: so all before it has been looked at.
+        own = Hello(gateway="h-gateway-1", incarnation=1)
+        assert links["h"].send(own)
+        assert isinstance(next_message(transports["h"], links["h"]), WorkerReport)
+        mailbox = transports["v"].listen(joined.free)
+        hello = next_message(transports["v"], mailbox)
+        assert isinstance(hello, Hello)
+        refused = 'peer_refusals_total{model_name="storyteller",reason="foreign_name"}'
+        answer_until(transports["v"], mailbox, report, lambda: counted(server, refused) > 0)
+        assert stream.read() == joined.undisturbed
+    assert ask(server, max_tokens=900) == joined.undisturbed
+    assert {row["id"]: row["state"] for row in server.workers()} == dict.fromkeys(names_of(joined), "ready")
+    lines = joined.audit.read_text()
+    for key, message, reason in (
+        ("h", "Hello", "foreign_name"),
+        ("h", "AssignRole", "no_right"),
+        ("v", "Hello", "no_right"),
+        ("v", "AssignRole", "no_right"),
+        ("v", "WorkerReport", "foreign_name"),
+    ):
+        assert f'"event":"peer_refused","key":"{key}","detail":"{message}","reason":"{reason}"' in lines
+
+
+@pytest.mark.parametrize("node", ["w", pytest.param("g", marks=pytest.mark.long)])
+def test_keys_are_replaced_while_streams_run(joined: Joined, node: str) -> None:
+    folder, server = joined.folder, joined.server
+    others = [other for other in "gwv" if other != node]
+    pids = {other: joined.process(other).processes() for other in "gwv"}
+    told = f"the node {node} has other keys or rights now"
+    with streaming(server, max_tokens=900) as stream:
+        stream.read(50)
+        folder.run("rotate", node)
+        folder.deliver_registry()
+        for other in others:
+            joined.wait_logged(other, told)
+        folder.deliver_secret(node)
+        joined.wait_logged(node, f"the node {node} has another key now")
+        assert stream.read() == joined.undisturbed
+    with streaming(server, max_tokens=900) as stream:
+        stream.read(50)
+        folder.run("rotate", node, "--finish")
+        folder.deliver_registry()
+        for other in others:
+            joined.wait_logged(other, told, 2)
+        assert stream.read() == joined.undisturbed
+    assert ask(server, max_tokens=900) == joined.undisturbed
+    server.wait_for(lambda: ready_workers(server) == set(names_of(joined)), PATIENCE_S, "whole")
+    assert {other: joined.process(other).processes() for other in "gwv"} == pids
+
+
+def test_a_revoked_nodes_worker_is_used_no_more(joined: Joined) -> None:
+    server = joined.server
+    with streaming(server, max_tokens=900) as stream, streaming(server, max_tokens=900) as second:
+        stream.read(50)
+        joined.folder.run("revoke", "v")
+        joined.folder.deliver_registry("g", "w")
+        server.wait_for(lambda: ready_workers(server) == {joined.worker("w")}, PATIENCE_S, "without v")
+        assert stream.read() == second.read() == joined.undisturbed
+    assert joined.workers["v"].running
+    assert ask(server, max_tokens=900) == joined.undisturbed
+
+
+# --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def names_of(joined: Joined) -> list[str]:
+    return [joined.worker(node) for node in "wv"]
+
+
+def gateway_name(joined: Joined) -> str:
+    """As the gateway tells every worker: here from its audit log."""
+    joined.server.get("/debug/requests")
+    joined.server.wait_for(lambda: '"gateway":"' in joined.audit.read_text(), PATIENCE_S, "audited")
+    name = re.search('"gateway":"([^"]+)"', joined.audit.read_text())
+    assert name is not None
+    return name[1]
+
+
+def server_report(worker: WorkerId, server: PenstockServer) -> WorkerReport:
+    """What another node's worker would say of itself, to take its place."""
+    return WorkerReport(
+        worker=worker,
+        incarnation=MAX_INCARNATION,
+        role=Role.BOTH,
+        state=WorkerState.READY,
+        pid=server.pid,
+        identity=ModelIdentity(fingerprint="f", numerics="n"),
+        max_model_len=2048,
+    )
+
+
+def next_message(transport: ZmqTransport, end: Listener | Link) -> PeerMessage:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if (received := end.recv()) is not None:
+            return received.message
+        transport.wait(0.1, [end])
+    raise AssertionError("nothing came")
+
+
+def answer_until(
+    transport: ZmqTransport, mailbox: Listener, report: WorkerReport, condition: Callable[[], bool]
+) -> None:
+    """Answer each Hello with this report."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        while (received := mailbox.recv()) is not None:
+            mailbox.send(received.peer, report)
+        transport.wait(0.1, [mailbox])
+
+
+def counted(server: PenstockServer, series: str) -> float:
+    found = re.search(rf"(?m)^penstock:{re.escape(series)} (\S+)$", server.get("/metrics").text)
+    return 0.0 if found is None else float(found[1])
