@@ -38,7 +38,8 @@ mkdir "$layers/upper" "$layers/work" "$layers/root"
 root=$layers/root
 mount -t overlay overlay -o "lowerdir=/,upperdir=$layers/upper,workdir=$layers/work" "$root"
 while IFS='=' read -r inside outside; do
-    if [ -d "$outside" ]; then mkdir -p "$root$inside"; else mkdir -p "$(dirname "$root$inside")"; : > "$root$inside"; fi
+    mkdir -p "$(dirname "$root$inside")"
+    if [ -d "$outside" ]; then mkdir -p "$root$inside"; else : > "$root$inside"; fi
     mount --rbind "$outside" "$root$inside"
     above=$(dirname "$inside")
     while [ "$above" != / ]; do chmod a+x "$root$above"; above=$(dirname "$above"); done

@@ -288,45 +288,66 @@ def templates(documents: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {one["metadata"]["name"]: one["spec"]["template"] for one in documents if one["kind"] == "Deployment"}
 
 
-@pytest.mark.long
-def test_pods_serve_drain_and_are_replaced(tmp_path: Path, wanted: str) -> None:
-    with place(tmp_path) as there:
+@dataclass
+class Cluster:
+    """The pods of ``FLEET``, all ready."""
+
+    there: Place
+    documents: Sequence[dict[str, Any]]
+    gateway: Pod
+    prefill: Pod
+    decode: list[Pod]
+
+    @property
+    def pods(self) -> list[Pod]:
+        return [self.gateway, self.prefill, *self.decode]
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[Cluster]:
+    with place(folder) as there:
         documents = list(yaml.safe_load_all(printed("kubernetes", there)))
-        made = templates(documents)
+        deployments = {one["metadata"]["name"]: one["spec"] for one in documents if one["kind"] == "Deployment"}
         counts = {"two-hosts-gateway": 1, "two-hosts-prefill": 1, "two-hosts-decode": 2}
-        assert {
-            one["metadata"]["name"]: one["spec"]["replicas"] for one in documents if one["kind"] == "Deployment"
-        } == counts
-
-        def pod(workload: str, suffix: str, number: int) -> Pod:
-            return Pod(there, documents, made[workload], f"{workload}-{suffix}", number)
-
-        gateway = pod("two-hosts-gateway", "g", 20)
-        workers = [
-            pod("two-hosts-prefill", "p", 21),
-            pod("two-hosts-decode", "x", 22),
-            pod("two-hosts-decode", "y", 23),
+        assert {name: spec["replicas"] for name, spec in deployments.items()} == counts
+        pods = [
+            Pod(there, documents, deployments[workload]["template"], f"{workload}-{number}", number)
+            for number, workload in enumerate((*counts, "two-hosts-decode"), start=20)
         ]
-        for one in (*workers, gateway):
-            one.wait_ready()
-        front = gateway.front()
+        for pod in pods:
+            pod.wait_ready()
+        gateway, prefill, *decode = pods
+        yield Cluster(there, documents, gateway, prefill, decode)
+
+
+def test_a_decode_pod_that_is_deleted_loses_nothing(tmp_path: Path, wanted: str) -> None:
+    with cluster(tmp_path) as pods:
+        front = pods.gateway.front()
         wait_for(lambda: len(front.workers()) == 3, "joined by all")
-        assert [one.probe("livenessProbe") for one in (*workers, gateway)] == [None] * 4
+        assert [pod.probe("livenessProbe") for pod in pods.pods] == [None] * 4
         assert front.get("/v1/models", Host="x").status_code == 401, "clients need the key of the Secret"
-        assert front.ask() == wanted
         with front.streams(4) as streams:
             for stream in streams:
                 stream.read(50)
-            busy = next(one for one in workers[1:] if front.workers()[one.running.name]["running"])
+            busy = next(pod for pod in pods.decode if front.workers()[pod.running.name]["running"])
             assert busy.delete() == 0
             assert [stream.read() for stream in streams] == [wanted] * 4
         wait_for(lambda: front.counted("answers_joined_total") > 0, "moved to the other pod")
-        replacement = pod("two-hosts-decode", "z", 24)
-        replacement.wait_ready()
-        wait_for(lambda: front.workers().get("two-hosts-decode-z", {}).get("state") == "ready", "used")
+
+
+@pytest.mark.long
+def test_a_new_pod_is_used_and_a_gateway_finishes_its_streams(tmp_path: Path, wanted: str) -> None:
+    with cluster(tmp_path) as pods:
+        front = pods.gateway.front()
+        assert pods.decode[0].delete() == 0
+        template = templates(pods.documents)["two-hosts-decode"]
+        new = Pod(pods.there, pods.documents, template, "two-hosts-decode-new", 40)
+        new.wait_ready()
+        wait_for(lambda: front.workers().get("two-hosts-decode-new", {}).get("state") == "ready", "used")
+        assert front.ask() == wanted
         with front.streams(1) as (stream,):
             stream.read(50)
-            assert gateway.delete() == 0
+            assert pods.gateway.delete() == 0
             assert stream.read() == wanted, "what runs is finished in the grace period"
 
 
