@@ -27,6 +27,9 @@ from .containers import NETWORK, USER, Container, ContainerHost
 from .processes import children
 from .server import PATIENCE_S, START_S, PenstockServer
 
+READY = re.compile(r" ready after | ready: \d+ of \d+ workers joined")
+"""What the log of a worker, or of a gateway, says."""
+
 KEY = "a-key-of-the-clients-of-this-test"
 TOKENS = 600
 
@@ -265,12 +268,20 @@ class Pod:
         return Front(f"http://127.0.0.1:{self._relayed(8000)}")
 
     def wait_ready(self) -> None:
+        # A probe is a process: asking all the time would take the processors from what starts.
+        wait_for(lambda: READY.search(self.read_log()) is not None, f"{self.running.name} started")
         for which in ("startupProbe", "readinessProbe"):
             wait_for(lambda which=which: self._checked(which), f"{self.running.name}: {which}")
 
     def _checked(self, which: str) -> bool:
-        assert self.running.running, self.running.read_log()
+        self.read_log()
         return self.probe(which) is None
+
+    def read_log(self) -> str:
+        """While it runs."""
+        log = self.running.read_log()
+        assert self.running.running, log
+        return log
 
     def delete(self) -> int:
         """The exit code, within the grace period.  It leaves the Service first."""
@@ -320,6 +331,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         yield Cluster(there, documents, gateway, prefill, decode)
 
 
+@pytest.mark.long
 def test_a_decode_pod_that_is_deleted_loses_nothing(tmp_path: Path, wanted: str) -> None:
     with cluster(tmp_path) as pods:
         front = pods.gateway.front()
