@@ -226,9 +226,19 @@ def _post(body: bytes, more: bytes = b"") -> tuple[bytes, bytes]:
 class HttpStreamClient:
     """Talks to one server.  Close it (or use ``async with``) to close its connections."""
 
-    def __init__(self, base_url: str, *, api_key: str | None = None, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        verify: bool = True,
+    ) -> None:
+        """``verify``: the server's certificate."""
         self.server = ServerAddress.parse(base_url)
         self._tls = ssl.create_default_context() if self.server.tls else None
+        if self._tls is not None and not verify:
+            self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
         self._idle: list[_Connection] = []
         lines = {"Host": self.server.authority, "Accept": "*/*", "User-Agent": "penstock"}
         if api_key:

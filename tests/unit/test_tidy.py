@@ -116,6 +116,7 @@ STRUCTS = {
     "audit": limits.AuditLimits,
     "turns": limits.TurnLimits,
     "membership": limits.MembershipConfig,
+    "penstock probe": limits.ProbeLimits,
 }
 
 
@@ -253,7 +254,7 @@ def test_the_version_stands_in_one_place():
 
 def test_every_dependency_is_used():
     """By import, or by those that we start through another (uvicorn parses with httptools)."""
-    imported = {"zmq": "pyzmq", "python_multipart": "python-multipart"}
+    imported = {"zmq": "pyzmq", "python_multipart": "python-multipart", "yaml": "pyyaml", "tomli_w": "tomli-w"}
     roots: set[str] = set()
     for path in MODULES:
         for node in ast.walk(tree(path)):

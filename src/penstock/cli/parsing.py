@@ -26,6 +26,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "pull": "download a model from the Hugging Face Hub",
         "worker": "run one worker for a gateway on another host",
         "node": "run the workers and gateways that a fleet file has for this host",
+        "manifests": "print what Kubernetes, systemd or Compose need to run a fleet file",
+        "probe": "find out whether a worker or a gateway is ready, or alive",
         "ps": "list the services that run on this host",
         "status": "show a running service: its model, rates and workers",
         "admin": "change a worker's role, drain or restart it",

@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -139,6 +139,37 @@ class HardwareProfile(Config, frozen=True, kw_only=True):
     scheduler: SimSchedulerLimits = SimSchedulerLimits()
 
 
+class PodResources(Config, frozen=True, kw_only=True):
+    """What Kubernetes reserves for a pod, as its quantities.  ``memory`` is also the limit."""
+
+    cpu: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,6}(\.[0-9]{1,3})?m?$")] = "4"
+    memory: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,15}([kMGT]|[KMGT]i)?$")] = "16Gi"
+    gpus: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0  # nvidia.com/gpu
+
+
+class ReplicaRange(Config, frozen=True, kw_only=True):
+    """How many pods there are of a kind, by the predicted wait."""
+
+    min: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)] = 1
+    max: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
+    wait_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 1.0  # predicted seconds of queueing to aim at; workers only
+    cpu_percent: Annotated[int, msgspec.Meta(ge=1, le=100)] = 70  # of the reserved processors; gateways only
+
+
+PodKind = Literal["gateway", "prefill", "decode", "both"]
+
+
+class KubernetesOptions(Config, frozen=True, kw_only=True):
+    """``[kubernetes]``: what ``penstock manifests kubernetes`` must know of a cluster."""
+
+    models_claim: Annotated[str, msgspec.Meta(pattern="^[a-z0-9][a-z0-9.-]{0,252}$")] | None = None
+    """Claim of the volume with the models; without it they are in a folder of each host."""
+    models_path: Annotated[str, msgspec.Meta(pattern="^/.+")] | None = None  # where; None: the parent of the model
+    resources: dict[PodKind, PodResources] = msgspec.field(default_factory=dict)
+    autoscale: dict[PodKind, ReplicaRange] = msgspec.field(default_factory=dict)
+    prometheus: str | None = None  # its URL, for KEDA
+
+
 class FleetNode(Config, frozen=True, kw_only=True):
     """One host: what ``penstock node`` starts there."""
 
@@ -177,6 +208,7 @@ class FleetFile(Config, frozen=True, kw_only=True):
     settings: dict[str, Any] = msgspec.field(default_factory=dict)  # of ``penstock serve``, for all nodes
     nodes: Annotated[tuple[FleetNode, ...], msgspec.Meta(max_length=MAX_NODES)] = ()
     workers: tuple[WorkerGroup, ...] = ()  # instead of nodes, where none runs
+    kubernetes: KubernetesOptions = KubernetesOptions()  # of a cluster, for `penstock manifests`
     profile: dict[str, HardwareProfile] = msgspec.field(default_factory=dict)
     steps: SimStepTimes | None = None  # these five: the only profile of older files
     memory: SimMemory | None = None

@@ -217,6 +217,13 @@ class SuperviseConfig(Config, frozen=True, kw_only=True):
     look_s: float = 0.1  # between two readings of the heartbeat table
 
 
+class ProbeLimits(Config, frozen=True, kw_only=True):
+    """Defaults of ``penstock probe``, for --timeout-s and --still-s."""
+
+    probe_timeout_s: Seconds = 5.0  # for a worker or a gateway to answer
+    probe_still_s: Seconds = 120.0  # for which a worker with requests may make no step and move no page
+
+
 class TraceLimits(Config, frozen=True, kw_only=True):
     """``[trace]``: buffers of the span exporter (docs/tracing.md).  If full, the oldest spans are dropped."""
 

@@ -300,11 +300,12 @@ def _plain(error: msgspec.ValidationError) -> str:
     return text[:1].lower() + text[1:]
 
 
-_HERE_ONLY = (
+HERE_ONLY = (
     *("prefill", "decode", "encode_workers", "prefill_cores", "decode_cores", "prefill_device", "prefill_kernels"),
     *("parallel", "tensor_parallel_size", "pipeline_parallel_size", "prefill_parallel", "decode_parallel"),
     *("kv_memory", "threads", "max_chunk_tokens"),
 )
+"""Settings of workers that a gateway without any is not given."""
 
 
 def _check_catalogue(config: ServeConfig) -> None:
@@ -389,7 +390,7 @@ def _check_workers_elsewhere(config: ServeConfig) -> None:
         return
     if config.keys is None:
         raise ConfigError(f"{flag} needs --keys DIR: the folder that the workers were started with")
-    here = [name for name in _HERE_ONLY if getattr(config, name) is not None]
+    here = [name for name in HERE_ONLY if getattr(config, name) is not None]
     here += ["aggregated"] if config.aggregated else []
     if here:
         theirs = here[0].replace("_", "-")

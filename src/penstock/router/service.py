@@ -26,14 +26,14 @@ from penstock.router.links import Connect, WorkerLinks
 from penstock.router.migration import LostWorkerHandler, MigrationHandler
 from penstock.router.placement import Placement, RetryBudget
 from penstock.router.poison import PoisonIsolation
-from penstock.router.policy.least_cost import queue_wait
+from penstock.router.policy.least_cost import decode_step, queue_wait
 from penstock.router.quarantine import Quarantine
 from penstock.router.request import FailoverLimits, RoutedRequest
 from penstock.router.stream import RequestStats, RequestStream, RoutedTokens
 from penstock.router.submission import has_valid_tokens, matches_request
 from penstock.router.tracing import WorkerKey, begin_spans
 from penstock.router.turns import TICK_S, StreamChecks, TurnWork, log_errors
-from penstock.telemetry.registry import Metrics, PrefixIndexStats
+from penstock.telemetry.registry import Metrics, PrefixIndexStats, RoleForecast
 from penstock.telemetry.spans import NoTracer, Tracer
 from penstock.types import ModelIdentity, RequestId, Role, ServiceClass, ValidRequest, WorkerId
 from penstock.wire.codec import PeerMessage
@@ -76,6 +76,38 @@ def predict_ttft(fleet: Fleet, tokens: int, service: ServiceClass) -> TtftForeca
         if found is None or here.wait_s + here.prefill_s < found.wait_s + found.prefill_s:
             found = here
     return found
+
+
+def predict_by_role(fleet: Fleet) -> dict[str, RoleForecast]:
+    """The waits of a request that came now, by role: at the worker where it would wait least.
+
+    Only roles with a ready worker, once one has measured a step.  Prompts also wait for room at decode workers, which
+    more prefill workers would not shorten, so what requests wait for there is no part of the wait for prefill.
+    """
+    found: dict[str, RoleForecast] = {}
+    for role in (Role.DECODE, Role.PREFILL, Role.BOTH):
+        slots = fleet.ready_slots(role, None)
+        if not len(slots) or not fleet.loads.measured(slots).any():
+            continue
+        load, rates = fleet.loads.at_slots(slots)
+        steps = decode_step(load, rates)
+        if role is Role.DECODE:
+            wait = min(_room_wait(fleet.reports[slot], step) for slot, step in zip(slots, steps.tolist(), strict=True))
+        else:
+            wait = float(queue_wait(load, rates, urgent=False).min())
+        if role is Role.PREFILL and Role.DECODE.value in found:
+            wait = max(0.0, wait - found[Role.DECODE.value].queue_s)
+        found[role.value] = RoleForecast(queue_s=wait, step_s=float(steps.mean()))
+    return found
+
+
+def _room_wait(report: WorkerReport | None, step_s: float) -> float:
+    """Seconds until the requests that are queued at a decode worker will have been decoded, at a token a step each."""
+    if report is None or not report.queued:
+        return 0.0
+    running = max(1, report.running)
+    ahead = max(0, report.tokens_in_flight - report.prompt_tokens) * report.queued / (report.queued + running)
+    return ahead / running * step_s
 
 
 log = logging.getLogger("penstock.router")
@@ -193,6 +225,7 @@ class RouterService:
         prefixes = self._placement.prefixes
         self.metrics.register_router(
             worker_rows=self.fleet.status_rows,
+            forecasts=lambda: predict_by_role(self.fleet),
             open_requests=lambda: self._stats.open_requests,
             dropped_frames=lambda: self._links.dropped,
             prefix_index=lambda: PrefixIndexStats(

@@ -148,6 +148,9 @@ KV_PAGES_LEAKED = _gauge("kv_pages_leaked", "KV pages without an owner; 0 at eve
 KV_PAGES_LOADING = _gauge("kv_pages_loading", "KV pages that a tier of the KV store is filling.", "worker", "role")
 WORKER_UP = _gauge("worker_up", "1 while the worker can be given work.", "worker", "role")
 
+PREDICTED_QUEUE = _gauge("predicted_queue_seconds", "What a request would wait at the role's best worker.", "role")
+PREDICTED_STEP = _gauge("predicted_step_seconds", "Of a step that decodes what the role's workers have now.", "role")
+
 BY_WORKER_COUNTER: dict[str, MetricFamily] = {
     "steps": _counter("engine_steps", "Steps that computed something.", "worker"),
     "prompt_tokens_computed": _counter("prompt_tokens_computed", "Prompt tokens computed, not cached.", "worker"),

@@ -125,6 +125,13 @@ class PrefixIndexStats(NamedTuple):
     refused: int = 0  # the same
 
 
+class RoleForecast(NamedTuple):
+    """What a router predicts of the workers of one role, in seconds."""
+
+    queue_s: float  # that a request would wait at the best of them
+    step_s: float  # of a step in which they decode what they have, on average
+
+
 class ResponseCacheStats(NamedTuple):
     """Figures of stored responses."""
 
@@ -146,6 +153,7 @@ class Metrics:
         self.levels = ServiceLevels(self._registry, model_name=model_name, max_tenants=max_tenants)
         self._model = model_name
         self.worker_rows: Callable[[], Sequence[Mapping[str, Any]]] = tuple
+        self.forecasts: Callable[[], Mapping[str, RoleForecast]] = dict
         self.open_requests: Callable[[], int] = int
         self.audit_events_lost: Callable[[], int] = int
         self._dropped_frames: Callable[[], int] = int
@@ -302,12 +310,14 @@ class Metrics:
         self,
         *,
         worker_rows: Callable[[], Sequence[Mapping[str, Any]]],
+        forecasts: Callable[[], Mapping[str, RoleForecast]],
         open_requests: Callable[[], int],
         dropped_frames: Callable[[], int],
         prefix_index: Callable[[], PrefixIndexStats],
     ) -> None:
-        """What a router holds; ``worker_rows`` as ``Fleet.status_rows``."""
+        """What a router holds; ``worker_rows`` as ``Fleet.status_rows``, ``forecasts`` by role."""
         self.worker_rows = worker_rows
+        self.forecasts = forecasts
         self.open_requests = open_requests
         self._dropped_frames = dropped_frames
         self._prefix_index = prefix_index
@@ -323,6 +333,7 @@ class Metrics:
         """
         seen = _Seen(
             rows=self.worker_rows(),
+            forecasts=self.forecasts(),
             totals=self.totals.copy(),
             generation_tokens=self._generation_tokens,
             itl=self._itl.metric(names.PREFIX + names.ITL.name, names.ITL.help, {"model_name": self._model}),
@@ -350,6 +361,11 @@ class Metrics:
             for worker in seen.totals.workers():
                 metric.add_metric([self._model, worker], seen.totals.value(worker, name))
             yield metric
+        for family, field in ((names.PREDICTED_QUEUE, "queue_s"), (names.PREDICTED_STEP, "step_s")):
+            gauge = self._gauge(family)
+            for role, forecast in seen.forecasts.items():
+                gauge.add_metric([self._model, role], getattr(forecast, field))
+            yield gauge
         yield from self._tiers(seen)
         yield self._single_counter(names.GENERATION_TOKENS, seen.generation_tokens, created=self._began)
         yield seen.itl
@@ -440,6 +456,7 @@ class _Seen:
     """What is looked up, as it was at one moment."""
 
     rows: Sequence[Mapping[str, Any]]
+    forecasts: Mapping[str, RoleForecast]
     totals: WorkerTotals
     generation_tokens: int
     itl: Metric

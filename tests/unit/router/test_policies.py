@@ -15,7 +15,7 @@ from penstock.router.decide import Decision, PlacementRequest, PlacementRules, c
 from penstock.router.fleet import Fleet
 from penstock.router.policy.baselines import NAMES, make_policy
 from penstock.router.prefix_index import PrefixIndex
-from penstock.router.service import predict_ttft
+from penstock.router.service import predict_by_role, predict_ttft
 from penstock.router.worker_load import ExpectedWork
 from penstock.types import Qos, RequestId, RequestStage, Role, ServiceClass, ValidRequest, WorkerId, WorkerState
 from penstock.wire.gateway_messages import StepRates
@@ -242,3 +242,25 @@ def test_batch_work_in_the_queue_is_in_the_way_of_batch_work_only(service: Servi
 
 def test_nothing_is_foreseen_before_anything_was_measured():
     assert predict_ttft(fleet_of("both-0"), 100, ServiceClass.BATCH) is None
+
+
+def test_each_role_is_foreseen_to_wait_for_what_its_own_workers_lack():
+    fleet = fleet_of("prefill-0", "prefill-1", "decode-0", "decode-1")
+    assert predict_by_role(fleet) == {}, "nothing has been measured"
+    rates = StepRates(10e-3, 1e-3, 0.0, 1e-3)
+    for name in ("prefill-0", "prefill-1"):
+        fleet.on_report(report(name, prompt_tokens=5000, rates=rates, measured=9), 0.0)
+    busy = {"running": 4, "decodes": 4, "context_tokens": 400, "tokens_in_flight": 400}
+    for name in ("decode-0", "decode-1"):
+        fleet.on_report(report(name, rates=rates, measured=9, **busy), 0.0)
+    seen = predict_by_role(fleet)
+    assert seen["decode"] == pytest.approx((0.0, 18e-3)), "what runs there makes a new one no later"
+    assert seen["prefill"] == pytest.approx((5.0, 10e-3))
+    full = {"running": 4, "queued": 4, "decodes": 4, "tokens_in_flight": 800}
+    for name in ("decode-0", "decode-1"):
+        fleet.on_report(report(name, rates=rates, measured=9, **full), 0.0)
+    seen = predict_by_role(fleet)
+    assert seen["decode"].queue_s == pytest.approx(100 * 18e-3), "400 tokens are queued, four come with each step"
+    assert seen["prefill"].queue_s == pytest.approx(5.0 - 1.8), "more prefill workers would not make that less"
+    fleet.on_report(report("decode-1", rates=rates, measured=9), 0.0)
+    assert predict_by_role(fleet)["decode"].queue_s == 0.0, "one worker with room is enough"

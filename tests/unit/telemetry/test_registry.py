@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.telemetry import metrics as names
 from penstock.telemetry.metrics import MetricFamily, MetricKind
-from penstock.telemetry.registry import Metrics, PrefixIndexStats, ResponseCacheStats, WorkerTotals
+from penstock.telemetry.registry import Metrics, PrefixIndexStats, ResponseCacheStats, RoleForecast, WorkerTotals
 
 DASHBOARD = {  # vLLM's names, as its dashboards ask for them
     "num_requests_running",
@@ -94,6 +94,7 @@ def test_workers_need_no_metrics_library_to_count():
 def test_all_declared_families_are_shown():
     metrics = Metrics(model_name="m", spans=lambda: {"ended": 1})
     metrics.worker_rows = lambda: [ROW]
+    metrics.forecasts = lambda: {"decode": RoleForecast(0.5, 0.25)}
     counters = (*names.WORKER_COUNTERS, *names.WORKER_MAXIMA, *names.TIER_COUNTERS)
     metrics.on_worker_report("decode-0", 1, dict.fromkeys(counters, 1.0))
     metrics.on_worker_died("decode-0")
@@ -117,9 +118,15 @@ def test_what_workers_are_is_looked_up_when_somebody_asks():
     metrics = Metrics(model_name="m")
     rows = [ROW]
     metrics.register_router(
-        worker_rows=lambda: rows, open_requests=lambda: 5, dropped_frames=lambda: 2, prefix_index=PrefixIndexStats
+        worker_rows=lambda: rows,
+        forecasts=lambda: {"decode": RoleForecast(queue_s=0.5, step_s=0.25)},
+        open_requests=lambda: 5,
+        dropped_frames=lambda: 2,
+        prefix_index=PrefixIndexStats,
     )
     shown = scrape(metrics)
+    assert shown["penstock:predicted_queue_seconds"] == {("decode",): 0.5}
+    assert shown["penstock:predicted_step_seconds"] == {("decode",): 0.25}
     assert shown["penstock:num_requests_running"] == {("decode", "decode-0"): 3.0}
     assert shown["penstock:num_requests_waiting"] == {("decode", "decode-0"): 2.0}
     assert shown["penstock:kv_cache_usage_perc"] == {("decode", "decode-0"): 0.25}

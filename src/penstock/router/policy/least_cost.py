@@ -131,12 +131,17 @@ def queue_wait(load: WorkerLoad, rates: WorkerRates, *, urgent: bool) -> Numbers
 
 def decode_costs(view: PlacementView, load: WorkerLoad, rates: WorkerRates) -> DecodeCosts:
     """The costs of one more response in every decode step, which makes each step longer."""
-    row = rates.token + rates.sample
-    step = rates.step + row * load.rows + rates.pair * load.context
-    more = row + rates.pair * view.known_tokens
+    step = decode_step(load, rates)
+    more = rates.token + rates.sample + rates.pair * view.known_tokens
     return DecodeCosts(
         step=step, decode=view.expected_output * (step + more), slowdown=view.expected_output * load.rows * more
     )
+
+
+def decode_step(load: WorkerLoad, rates: WorkerRates) -> Numbers:
+    """Seconds of a step in which all responses of a worker are decoded."""
+    step: Numbers = rates.step + (rates.token + rates.sample) * load.rows + rates.pair * load.context
+    return step
 
 
 def transfer_costs(view: PlacementView, slots: Slots, load: WorkerLoad, rates: WorkerRates) -> Numbers:

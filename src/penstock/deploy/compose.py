@@ -1,0 +1,108 @@
+"""A fleet in containers of one host: one service of Compose for each node, which runs ``penstock node``.
+
+The fleet file travels within, as an inline config (Compose 2.23.1 and later).  Nodes reach each other by the names of
+their services, so their addresses are replaced.  Pure: values to values.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+import tomli_w
+
+from penstock.config.fleet_file import FleetFile, FleetNode
+from penstock.deploy.workloads import checked_node, is_path, resource_name
+from penstock.errors import ConfigError
+
+STOP_MARGIN_S = 15
+"""After ``drain_s``, for processes to end; then they are killed."""
+
+HTTP_PORT = 8000
+FLEET_PATH = "/etc/penstock/fleet.toml"
+KEYS_PATH = "/keys"
+
+FILES = ("api_keys", "tls_cert", "tls_key", "kv_key")
+"""Settings that name files of the host, which containers get."""
+
+PROBE = {"interval": "10s", "timeout": "10s", "retries": 3, "start_period": "3600s", "start_interval": "5s"}
+"""The start may take an hour: the supervisor itself ends one that makes no progress (``start_s``)."""
+
+
+def compose_document(fleet: FleetFile, raw: Mapping[str, Any], file: str, *, image: str) -> dict[str, Any]:
+    """The document; ``raw``: the fleet file as TOML was read, ``file``: where from.  Raises ConfigError."""
+    inside, mounts = _inside(fleet, raw)
+    services = {
+        node.name: _service(fleet, node, file, image=image, mounts=mounts[node.name], number=number)
+        for number, node in enumerate(fleet.nodes)
+    }
+    text = tomli_w.dumps(inside).replace("$", "$$")  # Compose puts variables in
+    return {
+        "name": resource_name(fleet.name, file),
+        "services": services,
+        "configs": {"fleet": {"content": text}},
+    }
+
+
+def _inside(fleet: FleetFile, raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
+    """The fleet file as containers read it, and by node the host's path of each file that they mount."""
+    inside, mounts = copy.deepcopy(dict(raw)), {KEYS_PATH: fleet.keys or "./host-keys"}
+    inside.pop("kubernetes", None)
+    inside["keys"] = KEYS_PATH
+    for node in inside["nodes"]:
+        node |= {"address": node["name"], "listen": "0.0.0.0"}  # noqa: S104 - in a network of the fleet's own
+        if node.get("gateways"):
+            node |= {"http_host": "0.0.0.0", "http_port": HTTP_PORT}  # noqa: S104 - of its container
+    own = {}
+    for node in inside["nodes"]:
+        own[node["name"]] = _mounted(node.get("settings", {}), f"/files/{node['name']}")
+    mounts |= _mounted(inside.get("settings", {}), "/files")
+    model = fleet.model
+    if model is not None and is_path(model):
+        if not model.startswith("/"):
+            raise ConfigError(f'model = "{model}": containers have no such folder; give an absolute path')
+        folder = str(PurePosixPath(model).parent)
+        mounts[folder] = folder
+    return inside, {name: mounts | files for name, files in own.items()}
+
+
+def _mounted(settings: dict[str, Any], folder: str) -> dict[str, str]:
+    """Let settings name files where containers have them.  Returns the host's path of each."""
+    mounts = {}
+    for key in [key for key in settings if key.replace("-", "_") in FILES]:
+        place = f"{folder}/{key}"
+        mounts[place], settings[key] = settings[key], place
+    return mounts
+
+
+def _service(
+    fleet: FleetFile, node: FleetNode, file: str, *, image: str, mounts: Mapping[str, str], number: int
+) -> dict[str, Any]:
+    config = checked_node(fleet, node, file)
+    scheme = "https" if config.tls_cert else "http"
+    targets = [f"tcp://127.0.0.1:{port}" for _, _, port in node.members()]
+    targets += [f"{scheme}://127.0.0.1:{HTTP_PORT}"] if node.gateways else []
+    keys = ["--keys", KEYS_PATH] if node.workers else []
+    service: dict[str, Any] = {
+        "image": image,
+        "command": ["node", FLEET_PATH, "--name", node.name],
+        "configs": [{"source": "fleet", "target": FLEET_PATH}],
+        "volumes": [f"{outside}:{inside}:ro" for inside, outside in mounts.items()],
+        "user": "${PENSTOCK_USER:-10001:10001}",  # whom the files with keys belong to
+        "read_only": True,
+        "tmpfs": ["/tmp"],  # noqa: S108 - of the container
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "restart": "unless-stopped",
+        "stop_signal": "SIGTERM",
+        "stop_grace_period": f"{math.ceil(config.supervise.drain_s) + STOP_MARGIN_S}s",
+        "healthcheck": {"test": ["CMD", "penstock", "probe", "--ready", *keys, *targets], **PROBE},
+    }
+    if node.gateways:
+        service["ports"] = [f"{node.http_port or config.port + number}:{HTTP_PORT}"]
+        if config.api_keys is None:
+            service["environment"] = {"PENSTOCK_API_KEY": "${PENSTOCK_API_KEY:?the key of clients}"}
+    return service

@@ -1,0 +1,172 @@
+"""The workloads of a fleet file where others choose the hosts: gateways, and each kind of worker, with their settings.
+
+Nodes of the file are hosts that somebody chose.  A scheduler needs the sum: how many workers of each kind there are.  A
+kind is a role, a group of ranks and settings, so workers of two nodes are of one kind if their settings are equal.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import tomli_w
+from msgspec import structs
+
+from penstock.config.fleet_file import FleetFile, FleetNode, WorkerGroup
+from penstock.config.load import HERE_ONLY, load_node
+from penstock.config.mesh import Mesh
+from penstock.config.schema import ServeConfig, WorkerServeConfig
+from penstock.errors import ConfigError
+
+GATEWAY = "gateway"
+"""The component that serves HTTP; the others are called like roles."""
+
+MAX_NAME_CHARS = 40
+"""A fleet's name in names of resources, to which up to 23 characters are added; a label has up to 63 (RFC 1123)."""
+
+Settings = Mapping[str, Any]
+
+_SERVE = frozenset(item.name for item in structs.fields(ServeConfig))
+_WORKER = frozenset(item.name for item in structs.fields(WorkerServeConfig))
+_PLACED = frozenset(
+    {"model", "keys", "join", "members", "host", "port", "gateways", "parallel", "role", "listen", "pages_port"}
+    | {"tensor_parallel_size", "pipeline_parallel_size", "name", "nnodes", "node_rank", "master_addr", "api_key"}
+)
+"""Settings that a command line or a Secret has instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Equal processes.  ``settings`` are those of their ``--config`` file."""
+
+    name: str  # of the resource
+    component: str  # a role, or GATEWAY
+    count: int
+    settings: Settings = field(default_factory=dict)
+    group: WorkerGroup | None = None  # None: gateways
+
+    @property
+    def mesh(self) -> Mesh:
+        """How ranks divide the model."""
+        return self.group.mesh if self.group is not None else Mesh()
+
+    @property
+    def config_toml(self) -> str:
+        """The ``--config`` file."""
+        return tomli_w.dumps(dict(self.settings))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetWorkloads:
+    """A whole fleet."""
+
+    name: str
+    model: str | None
+    gateways: Workload
+    workers: tuple[Workload, ...]
+    drain_s: float
+    no_path_s: float
+    own_keys: bool  # clients' keys are in a file of API keys; otherwise in an environment variable
+
+    @property
+    def all(self) -> tuple[Workload, ...]:
+        return (self.gateways, *self.workers)
+
+
+def fleet_workloads(fleet: FleetFile, file: str) -> FleetWorkloads:
+    """The workloads of a checked fleet file, which was read from ``file``.
+
+    Raises ConfigError for settings that are none, for nodes whose gateways need different settings, and for files
+    without nodes.
+    """
+    if not fleet.nodes:
+        raise ConfigError(f"{file}: it has [[workers]] for the simulator and no [[nodes]] that could run")
+    configs = [checked_node(fleet, node, file) for node in fleet.nodes]
+    name = resource_name(fleet.name, file)
+    fronts = [(node, config) for node, config in zip(fleet.nodes, configs, strict=True) if node.gateways]
+    settings = [_of_gateways(_settings(fleet, node)) for node, _ in fronts]
+    for (node, _), other in zip(fronts, settings, strict=True):
+        if other != settings[0]:
+            keys = [key for key in sorted({*other, *settings[0]}) if other.get(key) != settings[0].get(key)]
+            raise ConfigError(
+                f"{file}: gateways of nodes {fronts[0][0].name} and {node.name} differ in {', '.join(keys)}; where a "
+                "scheduler places them all need the same settings: write them into [settings]"
+            )
+    gateways = Workload(
+        name=f"{name}-{GATEWAY}",
+        component=GATEWAY,
+        count=sum(node.gateways for node, _ in fronts),
+        settings=settings[0],
+    )
+    return FleetWorkloads(
+        name=name,
+        model=fleet.model,
+        gateways=gateways,
+        workers=tuple(_workers(fleet, name)),
+        drain_s=max(config.supervise.drain_s for config in configs),
+        no_path_s=max(config.failover.no_path_s for config in configs),
+        own_keys=fronts[0][1].api_keys is not None,
+    )
+
+
+def checked_node(fleet: FleetFile, node: FleetNode, file: str) -> ServeConfig:
+    """The settings of a node, checked as ``penstock node`` does, but for keys, which a deployment has elsewhere.
+
+    Raises ConfigError.
+    """
+    with_keys = structs.replace(fleet, keys=fleet.keys or "keys")
+    return load_node(with_keys, node, file, environ={"PENSTOCK_API_KEY": "of a Secret"})
+
+
+def resource_name(name: str, file: str) -> str:
+    """A fleet's name as names of resources have it.  Raises ConfigError if no letter or digit is left."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:MAX_NAME_CHARS].rstrip("-")
+    if not plain or not plain[0].isalpha():
+        raise ConfigError(f"{file}: name = {name!r}: resources are named after it, so it must begin with a letter")
+    return plain
+
+
+def _settings(fleet: FleetFile, node: FleetNode) -> dict[str, Any]:
+    """The node's over the fleet's."""
+    return {key.replace("-", "_"): value for key, value in (fleet.settings | node.settings).items()}
+
+
+def _of_gateways(settings: Settings) -> dict[str, Any]:
+    left = (*HERE_ONLY, "transfer")
+    return {key: value for key, value in settings.items() if key in _SERVE - _PLACED and key not in left}
+
+
+def _of_workers(settings: Settings) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key in _WORKER - _PLACED}
+
+
+def _workers(fleet: FleetFile, fleet_name: str) -> Iterator[Workload]:
+    kinds: dict[str, list[tuple[WorkerGroup, int, Settings]]] = {}
+    for node in fleet.nodes:
+        settings: Settings = _of_workers(_settings(fleet, node))
+        if settings.get("transfer") == "shm":
+            raise ConfigError(f'fleet {fleet.name}: transfer = "shm" moves pages within one host; leave it out')
+        for group in node.workers:
+            key = json.dumps([group.role.value, group.mesh.name, settings], sort_keys=True, default=str)
+            kinds.setdefault(key, []).append((group, group.count, settings))
+    taken: set[str] = set()
+    several = [group[0][0].role for group in kinds.values()]
+    for same in kinds.values():
+        group, _, settings = same[0]
+        name = f"{fleet_name}-{group.role.value}"
+        if several.count(group.role) > 1 and group.mesh.ranks > 1:
+            name += f"-{group.mesh.name.replace(',', '-')}"
+        base, number = name, 2
+        while name in taken:
+            name, number = f"{base}-{number}", number + 1
+        taken.add(name)
+        count = sum(count for _, count, _ in same)
+        yield Workload(name=name, component=group.role.value, count=count, settings=settings, group=group)
+
+
+def is_path(model: str) -> bool:
+    """Whether a model is named by a path, not by its name on the Hub."""
+    return model.startswith(("/", ".", "~"))

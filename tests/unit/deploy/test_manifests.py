@@ -1,0 +1,278 @@
+"""``penstock manifests``: what is printed for one fleet of two nodes, and what cluster, systemd and Compose accept.
+
+After a change that is meant: ``penstock manifests KIND fleet.toml --image penstock:1 --out golden`` in this folder.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from penstock.cli.main import main
+from penstock.config.fleet_file import read_fleet_file
+from penstock.config.load import load_serve, load_worker
+
+HERE = Path(__file__).parent
+FLEET = HERE / "fleet.toml"
+KUBERNETES = "1.37"
+SOURCES = {"LeaderWorkerSet": "leaderworkerset.json", "ScaledObject": "scaledobject.json"}
+
+STAGES = '{ role = "decode", count = 2, group = "tp2" }]'
+GROUP_FLEET = FLEET.read_text().replace(STAGES, STAGES[:-1] + ', { role = "both", count = 2, group = "tp2,pp2" }]')
+
+
+def manifests(capsys: pytest.CaptureFixture[str], kind: str, fleet: Path, *words: str) -> str:
+    assert main(["manifests", kind, str(fleet), "--image", "penstock:1", *words]) == 0
+    return capsys.readouterr().out
+
+
+def kubernetes(capsys: pytest.CaptureFixture[str], fleet: Path, *words: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(manifests(capsys, "kubernetes", fleet, *words)))
+
+
+def of_kind(documents: list[dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:
+    """By name."""
+    return {one["metadata"]["name"]: one for one in documents if one["kind"] == kind}
+
+
+def changed(folder: Path, *changes: tuple[str, str]) -> Path:
+    """The fleet file with other text."""
+    text = FLEET.read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    path = folder / "fleet.toml"
+    path.write_text(text)
+    return path
+
+
+def with_group(folder: Path) -> Path:
+    path = folder / "groups.toml"
+    path.write_text(GROUP_FLEET)
+    return path
+
+
+def validate(document: dict[str, Any]) -> None:
+    """Strictly: a field that is not known is an error.  By the cluster's own schemas, or the published ones of CRDs."""
+    source = SOURCES.get(document["kind"])
+    if source is None:
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+        return
+    jsonschema.validate(document["spec"], published(source))
+    for template in ("leaderTemplate", "workerTemplate") if document["kind"] == "LeaderWorkerSet" else ():
+        pod = document["spec"]["leaderWorkerTemplate"][template]
+        kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **pod}, KUBERNETES, strict=True)
+
+
+def published(name: str) -> dict[str, Any]:
+    return json.loads((HERE / "published" / name).read_text())["schema"]
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("kubernetes", ["two-hosts.yaml"]),
+        ("systemd", ["penstock-a.service", "penstock-b.service"]),
+        ("compose", ["compose.yaml"]),
+    ],
+)
+def test_a_fleet_of_two_nodes_is_printed_as_it_was(
+    kind: str, names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = manifests(capsys, kind, FLEET)
+    written = manifests(capsys, kind, FLEET, "--out", str(tmp_path)).split()
+    assert written == [str(tmp_path / name) for name in names]
+    for name in names:
+        text = (tmp_path / name).read_text()
+        assert text == (HERE / "golden" / name).read_text()
+        assert text in printed
+
+
+def test_every_document_is_valid_strictly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents = kubernetes(capsys, with_group(tmp_path), "--namespace", "models")
+    for document in documents:
+        validate(document)
+    assert {one["metadata"]["namespace"] for one in documents} == {"models"}
+    assert {one["kind"] for one in documents} == {
+        *("ConfigMap", "Service", "Deployment", "LeaderWorkerSet", "PodDisruptionBudget"),
+        *("HorizontalPodAutoscaler", "ScaledObject", "NetworkPolicy"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "LeaderWorkerSet", "ScaledObject"])
+def test_the_check_finds_a_misspelt_field(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = next(iter(of_kind(kubernetes(capsys, with_group(tmp_path)), kind).values()))
+    document["spec"]["minReadySecond"] = 1
+    with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
+        validate(document)
+
+
+def test_units_are_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("no systemd-analyze here")
+    manifests(capsys, "systemd", FLEET, "--out", str(tmp_path), "--executable", "/bin/true", "--user", "root")
+    units = sorted(map(str, tmp_path.glob("*.service")))
+    run = subprocess.run([analyze, "verify", *units], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_the_compose_file_is_valid_and_its_fleet_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = yaml.safe_load(manifests(capsys, "compose", changed(tmp_path, ("/models/llama", "/models/a$b"))))
+    jsonschema.validate(document, published("compose.json"))
+    text = document["configs"]["fleet"]["content"]
+    inside = tmp_path / "inside.toml"
+    inside.write_text(text.replace("$$", "$"))
+    fleet = read_fleet_file(str(inside))
+    assert fleet.model == "/models/a$b"
+    assert {node.name: node.address for node in fleet.nodes} == {"a": "a", "b": "b"}
+    services = document["services"]
+    assert "/etc/penstock/api-keys.json:/files/a/api_keys:ro" in services["a"]["volumes"]
+    assert not any("api_keys" in volume for volume in services["b"]["volumes"]), "b has no clients"
+
+
+# --- what it means ----------------------------------------------------------------------------------------------------
+
+
+def test_workers_of_all_nodes_are_summed_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents = kubernetes(capsys, changed(tmp_path, ("autoscale", "# autoscale")))
+    counts = {name: one["spec"]["replicas"] for name, one in of_kind(documents, "Deployment").items()}
+    assert counts == {"two-hosts-gateway": 2, "two-hosts-prefill": 2, "two-hosts-decode": 3}
+
+
+def test_nodes_with_other_settings_have_workers_of_another_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = changed(tmp_path, ('address = "10.0.0.2"', 'address = "10.0.0.2"\nsettings = { kv_memory = "1GiB" }'))
+    documents = kubernetes(capsys, fleet)
+    settings = of_kind(documents, "ConfigMap")["two-hosts-settings"]["data"]
+    assert "kv_memory" in settings["two-hosts-decode-tp2-2.toml"]
+    assert "kv_memory" not in settings["two-hosts-decode-tp2.toml"]
+    assert of_kind(documents, "Deployment")["two-hosts-decode-tp2-2"]["spec"]["replicas"] == 2
+
+
+def pod_specs(documents: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, one in of_kind(documents, "Deployment").items():
+        yield name, one["spec"]["template"]["spec"]
+    for name, one in of_kind(documents, "LeaderWorkerSet").items():
+        group = one["spec"]["leaderWorkerTemplate"]
+        yield name, group["leaderTemplate"]["spec"]
+        yield name, group["workerTemplate"]["spec"]
+
+
+def test_pods_write_nothing_and_may_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pods = list(pod_specs(kubernetes(capsys, with_group(tmp_path))))
+    assert len(pods) == 5
+    for _, pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert not pod["automountServiceAccountToken"]
+        for container in (*pod["initContainers"], *pod["containers"]):
+            assert container["securityContext"]["readOnlyRootFilesystem"]
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            volumes = {volume["name"] for volume in pod["volumes"]}
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+
+
+def test_the_settings_of_pods_are_read_by_their_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents = kubernetes(capsys, with_group(tmp_path))
+    for name, text in of_kind(documents, "ConfigMap")["two-hosts-settings"]["data"].items():
+        file = tmp_path / name
+        file.write_text(text)
+        flags = {"keys": "/keys/host-keys"}
+        if name == "two-hosts-gateway.toml":
+            config = load_serve(flags | {"members": "dns:two-hosts-workers:9000"}, {}, file)
+        else:
+            config = load_worker(flags, {}, file)
+        assert config.max_model_len == 8192
+        assert config.supervise.drain_s == 60.0
+
+
+def test_a_pod_has_the_time_to_drain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for drain_s in (60.0, 300.0):
+        fleet = changed(tmp_path, ("drain_s = 60.0", f"drain_s = {drain_s}"))
+        grace = {name: pod["terminationGracePeriodSeconds"] for name, pod in pod_specs(kubernetes(capsys, fleet))}
+        assert grace == {
+            "two-hosts-gateway": drain_s + 20,
+            "two-hosts-prefill": drain_s + 15,
+            "two-hosts-decode": drain_s + 15,
+        }
+        assert f"TimeoutStopSec={drain_s + 15:.0f}\n" in manifests(capsys, "systemd", fleet)
+        services = yaml.safe_load(manifests(capsys, "compose", fleet))["services"]
+        assert {one["stop_grace_period"] for one in services.values()} == {f"{drain_s + 15:.0f}s"}
+
+
+def test_a_worker_over_several_pods_is_a_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = of_kind(kubernetes(capsys, with_group(tmp_path)), "LeaderWorkerSet")["two-hosts-both"]["spec"]
+    group = spec["leaderWorkerTemplate"]
+    assert (spec["replicas"], group["size"], group["restartPolicy"]) == (2, 2, "RecreateGroupOnPodRestart")
+    leader, follower = (group[template]["spec"]["containers"][0] for template in ("leaderTemplate", "workerTemplate"))
+    assert "--parallel tp2,pp2 --nnodes 2 --master-addr tcp://$(POD_IP):9100 --node-rank 0" in " ".join(leader["args"])
+    assert "tcp://$(LWS_LEADER_ADDRESS):9100 --node-rank $(LWS_WORKER_INDEX)" in " ".join(follower["args"])
+    assert "livenessProbe" in leader
+    assert "livenessProbe" not in follower, "it listens nowhere: its leader knows whether it is there"
+    assert "penstock-member" not in group["workerTemplate"]["metadata"]["labels"], "gateways look for leaders"
+
+
+def test_no_key_is_in_any_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fleet = changed(tmp_path, ('api_keys = "/etc/penstock/api-keys.json"', 'api_key = "sesame-open-now"'))
+    text = manifests(capsys, "kubernetes", fleet)
+    assert "sesame" not in text
+    (gateway,) = [pod for name, pod in pod_specs(list(yaml.safe_load_all(text))) if name == "two-hosts-gateway"]
+    (variable,) = gateway["containers"][0]["env"]
+    assert variable["name"] == "PENSTOCK_API_KEY"
+    assert variable["valueFrom"]["secretKeyRef"] == {"name": "two-hosts-api-key", "key": "api-key"}
+    assert "create secret generic two-hosts-api-key --from-literal=api-key=KEY" in text
+
+
+def test_https_and_folders_to_write_have_volumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = 'max_model_len = 8192\ntls_cert = "/a.pem"\ntls_key = "/a.key"\nkv_disk = "/kv"\naudit_log = "/log/audit"'
+    documents = kubernetes(capsys, changed(tmp_path, ("max_model_len = 8192", more)))
+    for document in documents:
+        validate(document)
+    pods = dict(pod_specs(documents))
+    gateway = pods["two-hosts-gateway"]["containers"][0]
+    assert gateway["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    assert of_kind(documents, "Service")["two-hosts"]["spec"]["ports"][0]["port"] == 443
+    settings = tomllib.loads(of_kind(documents, "ConfigMap")["two-hosts-settings"]["data"]["two-hosts-gateway.toml"])
+    assert settings["tls_cert"] == "/keys/tls/tls.crt"
+    mounts = {mount["mountPath"] for mount in pods["two-hosts-decode"]["containers"][0]["volumeMounts"]}
+    assert "/kv" in mounts
+    assert "/log" in {mount["mountPath"] for mount in gateway["volumeMounts"]}
+    units = manifests(capsys, "systemd", tmp_path / "fleet.toml")
+    assert "ReadWritePaths=/kv\nReadWritePaths=/log\n" in units
+
+
+@pytest.mark.parametrize(
+    ("change", "because"),
+    [
+        (('address = "10.0.0.2"', 'address = "10.0.0.2"\ngateways = 1'), "nodes a and b differ in api_keys"),
+        (("max_model_len = 8192", 'transfer = "shm"'), "moves pages within one host"),
+        (("max_model_len = 8192", "max_modl_len = 1"), "did you mean max_model_len?"),
+        (('prometheus = "http', '# prometheus = "http'), "add prometheus = URL to [kubernetes]"),
+        (("prefill = { max = 6", "both = { max = 6"), "[kubernetes.autoscale] both: the fleet has none"),
+        (("min = 2, max = 4", "min = 5, max = 4"), "max = 4 is less than min = 5"),
+        (('model = "/models/llama"', 'model = "~/llama"'), "give an absolute path"),
+        (('cpu = "8"', 'cpu = "eight"'), "fleet.toml"),
+        (('name = "two hosts"', 'name = "2"'), "it must begin with a letter"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    change: tuple[str, str], because: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["manifests", "kubernetes", str(changed(tmp_path, change))]) == 2
+    error = capsys.readouterr().err
+    assert because in error
+    assert len(error.splitlines()) == 1
