@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "pull": "download a model from the Hugging Face Hub",
         "worker": "run one worker for a gateway on another host",
         "node": "run the workers and gateways that a fleet file has for this host",
+        "ray": "run the nodes of a fleet file on a Ray cluster",
         "ps": "list the services that run on this host",
         "status": "show a running service: its model, rates and workers",
         "admin": "change a worker's role, drain or restart it",
