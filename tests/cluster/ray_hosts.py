@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 
 from bench.faults.hosts import Hosts
@@ -68,6 +66,10 @@ class RayHosts:
         """The address of a host."""
         return self._hosts.address(name)
 
+    def inside(self, host: str) -> list[str]:
+        """The words that make a command run there."""
+        return self._hosts.inside(host)
+
     def start(self, host: str) -> None:
         """``ray start`` there."""
         words = ["--head", f"--port={PORT}", "--include-dashboard=false"]
@@ -110,9 +112,3 @@ class RayHosts:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             PenstockServer.wait_for(lambda found=found: not any(map(alive, found)), PATIENCE_S, "ended")
-
-
-def write_file(path: Path, lines: Sequence[str]) -> Path:
-    """A file with these lines."""
-    path.write_text("\n".join(lines) + "\n")
-    return path

@@ -54,7 +54,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("fleet", metavar="FLEET", help="the file")
     parser.add_argument("--name", metavar="NODE", help="which node this is (default: the one named like this host)")
     parser.add_argument("--print-config", action="store_true", help="print the node's settings and exit")
-    parser.add_argument("--end-with-parent", type=int, metavar="PID", help="end at once when this process's parent does")
+    parser.add_argument(
+        "--end-with-parent", type=int, metavar="PID", help="end at once when this process's parent does"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

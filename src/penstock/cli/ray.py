@@ -17,13 +17,13 @@ from penstock.launch.ray_fleet import FleetRollout, NodeStatus, check_for_ray, f
 
 EPILOG = """\
 examples:
-  ray start --head                               on one host; on the others: ray start --address=10.0.0.1:6379
   penstock ray up fleet.toml                     start the nodes, or apply what has changed in the file
   penstock ray status fleet.toml
   penstock ray down fleet.toml                   drain the nodes and end them
 
-Run it on a host of the cluster.  Each host needs Penstock with the extra, pip install 'penstock[ray]', and the keys and
-the model at the paths of the file.  docs/fleet.md has the whole way.
+Run it on a host of the cluster (`ray start --head`, and `ray start --address=HOST:6379` on the others).  Each host
+needs Penstock with the extra, pip install 'penstock[ray]', and the keys and the model at the paths of the file.
+docs/fleet.md has the whole way.
 """
 
 HEADS = ("NODE", "STATE", "RAY NODE", "PID", "RESTARTS", "WORKERS")

@@ -110,8 +110,10 @@ def _check_port(where: str) -> None:
 
 
 def within(limit_s: float, call: Callable[[], _Result], problem: str) -> _Result:
-    """What ``call`` returns or raises.  Raises PenstockError with ``problem`` if it takes longer than ``limit_s``: calls
-    of Ray wait for a GCS that is away."""
+    """What ``call`` returns or raises.  Raises PenstockError with ``problem`` if it takes longer than ``limit_s``.
+
+    Calls of Ray wait for a GCS that is away.
+    """
     found: list[_Result] = []
     raised: list[BaseException] = []
 
@@ -215,8 +217,12 @@ class RayCluster:
         """End the actors, and with them their nodes; they are gone on return.  Raises PenstockError."""
         import ray
 
-        for actor in actors:
-            within(REPORT_S, lambda actor=actor: ray.kill(actor.handle, no_restart=True), "Ray does not end an actor")
+        def kill() -> bool:
+            for actor in actors:
+                ray.kill(actor.handle, no_restart=True)
+            return True
+
+        within(REPORT_S, kill, "Ray does not end actors")
         until = time.monotonic() + REMOVE_S
         while left := sorted(self.actors(fleet).keys() & {actor.node for actor in actors}):
             if time.monotonic() > until:

@@ -1,4 +1,4 @@
-"""What ``penstock ray up`` and ``down`` do to a cluster, so that it runs a fleet file, and nothing else of that fleet."""
+"""What ``penstock ray up`` and ``down`` do, so that a cluster runs a fleet file and nothing else of that fleet."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def check_for_ray(fleet: FleetFile, file: str) -> None:
         raise ConfigError(f"{file}: it has [[workers]] for the simulator alone; `penstock ray` needs [[nodes]]")
     for name, path in (("keys", fleet.keys), ("model", fleet.model)):
         if path is not None and (path.startswith(".") or (name == "keys" and path[:1] not in ("/", "~"))):
-            raise ConfigError(f"{file}: {name} = {path!r}: Ray's actors have another current folder; give the whole path")
+            raise ConfigError(
+                f"{file}: {name} = {path!r}: Ray's actors have another current folder; give the whole path"
+            )
     for node in fleet.nodes:
         load_node(fleet, node, file)
 

@@ -27,7 +27,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, BinaryIO, Literal, TypeAlias
 
 import msgspec
 
@@ -106,7 +106,9 @@ class NodeProcess:
     the child may ask the kernel to end with it.  Thread-safe.
     """
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], log_file: Path, limits: SuperviseConfig) -> None:
+    def __init__(
+        self, command: Sequence[str], environ: Mapping[str, str], log_file: Path, limits: SuperviseConfig
+    ) -> None:
         self.log_file = log_file
         self._command = list(command)
         self._limits = limits
@@ -117,7 +119,8 @@ class NodeProcess:
         self._lock = threading.Lock()  # of what follows
         self._state: NodeState = "starting"
         self._process: subprocess.Popen[bytes] | None = None
-        self._restarts, self._reason, self._ready_after_s = 0, "", None
+        self._restarts, self._reason = 0, ""
+        self._ready_after_s: float | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock node", daemon=True)
 
@@ -238,7 +241,7 @@ class NodeProcess:
         return lines
 
 
-def _opened_log(path: Path):  # type: ignore[no-untyped-def]
+def _opened_log(path: Path) -> BinaryIO:
     """To append to; a long one is put aside."""
     with contextlib.suppress(OSError):
         if path.stat().st_size > MAX_LOG_BYTES:
@@ -315,7 +318,11 @@ class FleetNodeActor:
         """How the node is now."""
         if self._process is None:
             found = NodeReport(
-                node=self._order.node, digest=self._order.digest, state="stopped", actor_pid=os.getpid(), reason=self._error
+                node=self._order.node,
+                digest=self._order.digest,
+                state="stopped",
+                actor_pid=os.getpid(),
+                reason=self._error,
             )
         else:
             found = self._process.report(self._order, self._members)

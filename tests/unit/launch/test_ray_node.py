@@ -1,4 +1,4 @@
-"""What an actor of ``penstock ray`` does, without Ray: it runs a child, starts it again, drains it, and takes it along."""
+"""What an actor of ``penstock ray`` does, without Ray: it runs a child, starts it again, and drains it."""
 
 from __future__ import annotations
 
