@@ -23,8 +23,9 @@ SETTINGS = {
     "RAY_health_check_timeout_ms": "500",
     "RAY_health_check_failure_threshold": "3",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
+    "RAY_raylet_start_wait_time_s": "180",
 }
-"""Those that docs/fleet.md recommends."""
+"""Those that docs/fleet.md recommends, and patience with a machine that is busy."""
 
 
 class RayHosts:

@@ -137,7 +137,7 @@ class RayCluster:
     """The cluster that this process is connected to."""
 
     def nodes(self) -> list[RayNode]:
-        """Those that live."""
+        """Return those that live."""
         import ray
 
         rows = within(REPORT_S, ray.nodes, "Ray does not list its nodes")
@@ -169,7 +169,7 @@ class RayCluster:
         return self.reports([actor], timeout_s)[actor.node]
 
     def reports(self, actors: Sequence[NodeActor], timeout_s: float = REPORT_S) -> dict[str, NodeReport | None]:
-        """Of all of them, asked at once."""
+        """Ask all of them at once."""
         import ray
 
         asked = {actor.node: actor.handle.report.remote() for actor in actors if actor.state in ("", "ALIVE")}
