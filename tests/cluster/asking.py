@@ -32,7 +32,12 @@ def body(max_tokens: int = 300, **more: Any) -> dict[str, Any]:
 def ask(server: PenstockServer, **more: Any) -> str:
     """The whole text, in one piece."""
     answer = httpx.post(
-        f"{server.url}/v1/chat/completions", json=body(**more), timeout=110, trust_env=False, verify=False
+        f"{server.url}/v1/chat/completions",
+        json=body(**more),
+        headers=server.key_headers(),
+        timeout=110,
+        trust_env=False,
+        verify=False,
     )
     assert answer.status_code == 200, answer.text
     text = answer.json()["choices"][0]["message"]["content"]
@@ -67,7 +72,7 @@ class Stream:
 def streaming(server: PenstockServer, **more: Any) -> Iterator[Stream]:
     """A streamed chat answer."""
     with (
-        httpx.Client(timeout=110, trust_env=False, verify=False) as client,
+        httpx.Client(timeout=110, headers=server.key_headers(), trust_env=False, verify=False) as client,
         client.stream("POST", f"{server.url}/v1/chat/completions", json=body(stream=True, **more)) as response,
     ):
         assert response.status_code == 200

@@ -221,7 +221,7 @@ class PenstockServer:
 
     def workers(self) -> list[dict[str, Any]]:
         """The rows of ``penstock status --json``."""
-        answer = self.get("/admin/workers", **self._key())
+        answer = self.get("/admin/workers", **self.key_headers())
         assert answer.status_code == 200, answer.text
         return answer.json()["workers"]
 
@@ -233,12 +233,12 @@ class PenstockServer:
     def metrics(self) -> dict[str, float]:
         """Each metric's value, summed over its labels."""
         totals: dict[str, float] = {}
-        for line in self.get("/metrics", **self._key()).text.splitlines():
+        for line in self.get("/metrics", **self.key_headers()).text.splitlines():
             if match := _SAMPLE.match(line):
                 totals[match[1]] = totals.get(match[1], 0.0) + float(match[2])
         return totals
 
-    def _key(self) -> dict[str, str]:
+    def key_headers(self) -> dict[str, str]:
         """The service's own key, which is an operator's."""
         key = self._environ.get("PENSTOCK_API_KEY")
         if "--api-key" in self.flags:

@@ -344,9 +344,10 @@ async def _events(response: httpx.Response) -> AsyncIterator[tuple[str | None, l
         yield None, parts
 
 
-def make_client() -> httpx.AsyncClient:
+def make_client(headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
     """A client without retries, without proxies, with room for many streams."""
     return httpx.AsyncClient(
+        headers=headers,
         timeout=httpx.Timeout(120.0),
         limits=httpx.Limits(max_connections=64),
         trust_env=False,
@@ -355,9 +356,11 @@ def make_client() -> httpx.AsyncClient:
     )
 
 
-async def all_answers(url: str, bodies: list[dict[str, Any]], *, together: bool) -> list[Answer]:
+async def all_answers(
+    url: str, bodies: list[dict[str, Any]], *, together: bool, headers: Mapping[str, str] | None = None
+) -> list[Answer]:
     """Answers to all bodies, sent at once or one after the other."""
-    async with make_client() as client:
+    async with make_client(headers) as client:
         if together:
             return await asyncio.gather(*(stream_completion(client, url, body) for body in bodies))
         return [await stream_completion(client, url, body) for body in bodies]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from penstock.cli.parsing import COMMANDS
 from penstock.config.fleet_file import FleetFile, FleetNode, read_fleet_file
 from penstock.config.load import dump_toml, load_node
 from penstock.errors import ConfigError
+from penstock.sidecar import end_with_parent
 
 EPILOG = """\
 examples:
@@ -52,6 +54,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("fleet", metavar="FLEET", help="the file")
     parser.add_argument("--name", metavar="NODE", help="which node this is (default: the one named like this host)")
     parser.add_argument("--print-config", action="store_true", help="print the node's settings and exit")
+    parser.add_argument(
+        "--end-with-parent", type=int, metavar="PID", help="end at once when this process's parent does"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,9 +70,18 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         print(dump_toml(config, f"penstock node {args.fleet} --name {node.name}"), end="")
         return 0
+    if args.end_with_parent is not None:
+        check_parent(args.end_with_parent)
     from penstock.launch.node import serve_node
 
     return serve_node(fleet, node, config)
+
+
+def check_parent(pid: int) -> None:
+    """Have the kernel kill this process when its parent ends.  Raises ConfigError if that is another one already."""
+    end_with_parent()
+    if os.getppid() != pid:
+        raise ConfigError(f"--end-with-parent {pid}: the parent of this process is {os.getppid()}")
 
 
 def chosen_node(fleet: FleetFile, name: str | None, hosts: Sequence[str] = ()) -> FleetNode:

@@ -135,8 +135,8 @@ JOIN_FLAGS = (
     Flag(
         "members",
         "KIND:WHERE",
-        "learn of such workers while serving: file:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME (SRV records), or "
-        "nats:URL/BUCKET",
+        "learn of such workers while serving: file:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME (SRV records), "
+        "nats:URL/BUCKET, or ray:FLEET",
     ),
     Flag(
         "allow-mixed-numerics",

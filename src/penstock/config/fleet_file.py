@@ -170,6 +170,14 @@ class KubernetesOptions(Config, frozen=True, kw_only=True):
     prometheus: str | None = None  # its URL, for KEDA
 
 
+class RayPlacement(Config, frozen=True, kw_only=True):
+    """Where ``penstock ray`` runs a node."""
+
+    address: Address | None = None  # at which Ray knows the host; None: the node's own
+    resources: dict[str, Annotated[float, msgspec.Meta(ge=0, le=1e9)]] = msgspec.field(default_factory=dict)
+    """Reserved there, as {"CPU": 8, "GPU": 1}; custom ones, too."""
+
+
 class FleetNode(Config, frozen=True, kw_only=True):
     """One host: what ``penstock node`` starts there."""
 
@@ -182,6 +190,7 @@ class FleetNode(Config, frozen=True, kw_only=True):
     http_host: str | None = None  # where its gateways listen; None: as the settings have it
     http_port: Port | None = None
     settings: dict[str, Any] = msgspec.field(default_factory=dict)  # of this node, over those of the fleet
+    ray: RayPlacement = RayPlacement()
 
     def members(self) -> Iterator[tuple[str, WorkerGroup, int]]:
         """Each worker's name, its group, and its port."""

@@ -135,6 +135,9 @@ class MembershipConfig(Config, frozen=True, kw_only=True):
     nats_check_s: Seconds = 2.0  # a NATS server that does not answer within this is a problem; then until the next try
     nats_relist_s: Seconds = 60.0  # after which all keys of a bucket are read anew
     nats_credentials: str = ""  # file with the server's USER:PASSWORD or token; empty: none
+    ray_poll_s: Seconds = 2.0  # between two questions to a fleet's actors in Ray
+    ray_silent_s: Seconds = 45.0  # without any answer from Ray its client is started anew
+    ray_address: str = ""  # HOST:PORT of the cluster; empty: that of RAY_ADDRESS, or the one of this host
 
 
 class RoutingConfig(Config, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ from penstock.launch.processes import (
     incarnations_of_a_run,
 )
 from penstock.launch.run_folder import RunFolder
+from penstock.launch.service_notify import READY, notify_service_manager
 from penstock.launch.shared_rates import SharedRequestCounts, SharedTokenBuckets
 from penstock.launch.startup_log import fleet_lines, join_lines, model_lines
 from penstock.launch.supervisor import Supervisor
@@ -115,6 +116,7 @@ def serve_node(fleet: FleetFile, node: FleetNode, config: ServeConfig) -> int:
             if gateways:
                 compose.publish_service(config, port, run_folder, model=name, located=located, task=spec.task)
                 compose.log_lines(compose.talk_lines(config, name, spec, port, took=str(phases)))
+            notify_service_manager(READY)
 
         return compose.run_supervised(supervisor, workers, plan, phases, ready)
 

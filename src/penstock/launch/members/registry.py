@@ -12,12 +12,13 @@ from penstock.launch.members.dns import DnsMembers, srv_look_up
 from penstock.launch.members.file import FileMembers
 from penstock.launch.members.interface import Members, StaticMembers
 from penstock.launch.members.nats import NatsMembers
+from penstock.launch.members.ray import RayMembers
 from penstock.launch.members.resolver import ResolvedMembers, WatchedName, is_numeric, system_look_up
 
 MakeMembers = Callable[[str, MembershipConfig, Clock], Members]
 """Called with what stands after the kind's colon.  Raises ConfigError."""
 
-KINDS_TEXT = "file:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME, or nats:URL/BUCKET"
+KINDS_TEXT = "file:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME, nats:URL/BUCKET, or ray:FLEET"
 
 
 def open_members(text: str, limits: MembershipConfig, clock: Clock) -> Members:
@@ -59,4 +60,8 @@ def _nats(text: str, limits: MembershipConfig, clock: Clock) -> Members:
     return ResolvedMembers(NatsMembers(text, limits, clock), limits, clock)
 
 
-_KINDS: dict[str, MakeMembers] = {"file": _file, "dns": _dns, "nats": _nats}
+def _ray(fleet: str, limits: MembershipConfig, clock: Clock) -> Members:
+    return ResolvedMembers(RayMembers(fleet, limits), limits, clock)
+
+
+_KINDS: dict[str, MakeMembers] = {"file": _file, "dns": _dns, "nats": _nats, "ray": _ray}

@@ -1,0 +1,115 @@
+"""A real Ray cluster of two hosts, which are network namespaces of this machine (``bench.faults.hosts``)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from types import TracebackType
+
+from bench.faults.hosts import Hosts
+
+from .processes import alive, command, pids
+from .server import PATIENCE_S, PenstockServer
+
+PORT = 6379
+SETTINGS = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "500",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
+    "RAY_raylet_start_wait_time_s": "180",
+}
+"""Those that docs/fleet.md recommends, and patience with a machine that is busy."""
+
+
+class RayHosts:
+    """Hosts a and b; a has the head.  Use: ``with RayHosts() as ray:``."""
+
+    def __init__(self) -> None:
+        self._hosts = Hosts(["a", "b"])
+        self._folder = tempfile.mkdtemp(prefix="pray")  # short: names of sockets are
+        self._spaces: dict[str, str] = {}
+        paths = os.pathsep.join(path for path in sys.path if path)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "RAY_"))}
+        self.environ = kept | {"PYTHONPATH": paths, "RAY_ADDRESS": self.address, "RAY_DEDUP_LOGS": "0"} | SETTINGS
+
+    def __enter__(self) -> RayHosts:
+        try:
+            self._hosts.__enter__()
+            self._spaces = {name: self._hosts.inside(name)[-1] for name in "ab"}
+            self.start("a")
+            self.start("b")
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for host in self._spaces:
+            self.kill(host)
+        self._hosts.__exit__(kind, error, trace)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def address(self) -> str:
+        """Of the cluster."""
+        return f"{self._hosts.address('a')}:{PORT}"
+
+    def host(self, name: str) -> str:
+        """The address of a host."""
+        return self._hosts.address(name)
+
+    def inside(self, host: str) -> list[str]:
+        """The words that make a command run there."""
+        return self._hosts.inside(host)
+
+    def start(self, host: str) -> None:
+        """``ray start`` there."""
+        words = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+        if host != "a":
+            words = [f"--address={self.address}"]
+        own = f"--node-ip-address={self.host(host)}"
+        size = ("--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats")
+        place = [f"--temp-dir={self._folder}"] if host == "a" else []
+        done = self.run(host, "ray.scripts.scripts", "start", *words, own, *size, *place)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def run(self, host: str, module: str, *words: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
+        """``python -m module`` on a host, to its end."""
+        return subprocess.run(
+            [*self._hosts.inside(host), sys.executable, "-m", module, *words],
+            env=self.environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def penstock(self, *words: str, host: str = "a", code: int = 0) -> str:
+        """What a command of ``penstock`` says on a host."""
+        done = self.run(host, "penstock", *words)
+        assert done.returncode == code, f"{words} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        return done.stdout + done.stderr
+
+    def pids(self, host: str, *words: str) -> set[int]:
+        """The processes of a host whose command lines have all these words."""
+        told = subprocess.run(["ip", "netns", "pids", self._spaces[host]], capture_output=True, text=True, check=False)
+        found = {int(pid) for pid in told.stdout.split()} & set(pids())
+        return {pid for pid in found if alive(pid) and all(word in command(pid) for word in words)}
+
+    def kill(self, host: str) -> None:
+        """All processes of a host end at once, as when its power is gone."""
+        while found := self.pids(host):
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            PenstockServer.wait_for(lambda found=found: not any(map(alive, found)), PATIENCE_S, "ended")

@@ -1,0 +1,203 @@
+"""What an actor of ``penstock ray`` does, without Ray: it runs a child, starts it again, and drains it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.config.fleet_file import FleetFile, FleetNode, RayPlacement, WorkerGroup
+from penstock.config.limits import SuperviseConfig
+from penstock.launch.ray_cluster import NodeActor, actor_name, describe, node_of_actor
+from penstock.launch.ray_node import NodeOrder, NodeProcess, NodeReport, child_environ, node_digest, node_members
+from penstock.launch.service_notify import READY, notify_service_manager
+
+LIMITS = SuperviseConfig(backoff_first_s=0.01, backoff_max_s=0.1, drain_s=5.0, grace_s=1.0)
+ORDER = NodeOrder(fleet="f", node="a", text="", digest="d")
+CHILD = """
+import os, signal, sys, time
+from penstock.launch.service_notify import READY, notify_service_manager
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+notify_service_manager(READY)
+while True:
+    time.sleep(60)
+"""
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Two minutes at most."""
+    until = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@contextmanager
+def child(folder: Path, code: str = CHILD) -> Iterator[NodeProcess]:
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    process = NodeProcess(command, child_environ(os.environ), folder / "node.log", LIMITS)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.begin_drain("the test ends")
+        process.wait_drained()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_child_is_ready_when_it_says_so_and_is_started_again_when_it_is_killed(tmp_path: Path) -> None:
+    with child(tmp_path) as process:
+        wait_for(lambda: process.report(ORDER).state == "ready")
+        first = process.report(ORDER)
+        assert first.ready_after_s is not None
+        os.kill(first.pid, signal.SIGKILL)
+        wait_for(lambda: process.report(ORDER).state == "ready" and process.report(ORDER).pid != first.pid)
+        again = process.report(ORDER)
+        assert again.restarts == 1
+        assert again.reason == "killed by SIGKILL"
+    ended = process.report(ORDER)
+    assert (ended.state, ended.pid, ended.reason) == ("stopped", 0, "the test ends")
+    assert is_gone(again.pid)
+
+
+def test_why_a_child_cannot_start_is_reported_with_its_last_line(tmp_path: Path) -> None:
+    with child(tmp_path, "import sys; print('port 9000 is taken'); sys.exit(2)") as process:
+        wait_for(lambda: process.report(ORDER).restarts >= 2)
+        wait_for(lambda: process.report(ORDER).state == "waiting")
+        assert process.report(ORDER).reason == "exit code 2: port 9000 is taken"
+        assert process.report(ORDER).ready_after_s is None
+
+
+def test_a_child_that_does_not_end_is_killed(tmp_path: Path) -> None:
+    limits = msgspec.structs.replace(LIMITS, drain_s=0.1, grace_s=0.1)
+    code = CHILD.replace("lambda *_: sys.exit(0)", "signal.SIG_IGN")
+    process = NodeProcess([sys.executable, "-c", code], child_environ(os.environ), tmp_path / "log", limits)
+    process.start()
+    wait_for(lambda: process.report(ORDER).state == "ready")
+    pid = process.report(ORDER).pid
+    process.begin_drain("enough")
+    assert process.report(ORDER).state == "draining"
+    process.wait_drained()
+    assert process.report(ORDER).state == "stopped"
+    assert is_gone(pid)
+
+
+def test_a_command_that_is_not_there_is_reported(tmp_path: Path) -> None:
+    process = NodeProcess(["/no/such/command"], {}, tmp_path / "log", LIMITS)
+    process.start()
+    wait_for(lambda: process.report(ORDER).state == "waiting")
+    assert "No such file" in process.report(ORDER).reason
+    process.begin_drain("enough")
+    process.wait_drained()
+
+
+def test_a_node_ends_with_the_process_that_started_it() -> None:
+    """``penstock node --end-with-parent`` is killed by the kernel, so that whoever comes next finds its ports free."""
+    middle = textwrap.dedent(
+        """
+        import os, subprocess, sys
+        words = [sys.executable, "-c", sys.argv[1], str(os.getpid())]
+        print(subprocess.Popen(words, stdout=subprocess.PIPE).stdout.readline().decode(), flush=True)
+        os.kill(os.getpid(), 9)
+        """
+    )
+    node = textwrap.dedent(
+        """
+        import os, sys, time
+        from penstock.cli.node import check_parent
+        check_parent(int(sys.argv[1]))
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+        """
+    )
+    run = subprocess.run([sys.executable, "-c", middle, node], capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    wait_for(lambda: is_gone(int(run.stdout)))
+
+
+@pytest.mark.parametrize("address", ["", "relative", "/no/such/socket", "@no-such-socket"])
+def test_without_a_receiver_nothing_is_sent(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", address)
+    notify_service_manager(READY)
+
+
+def fleet(**more: object) -> FleetFile:
+    """Two nodes, of which a has the gateway."""
+    a = FleetNode(name="a", address="10.0.0.1", gateways=1, workers=(WorkerGroup(count=1),))
+    b = FleetNode(name="b", address="10.0.0.2", workers=(WorkerGroup(count=2),))
+    return msgspec.structs.replace(FleetFile(name="f", nodes=(a, b)), **more)
+
+
+def test_a_node_is_restarted_for_what_it_reads_only() -> None:
+    one = fleet()
+    a, b = one.nodes
+    longer = fleet(nodes=(a, msgspec.structs.replace(b, workers=(WorkerGroup(count=3),))))
+    assert node_digest(longer, a) != node_digest(one, a), "its gateway reads where all workers are"
+    served = fleet(nodes=(msgspec.structs.replace(a, http_port=8001), b))
+    assert node_digest(served, served.nodes[0]) != node_digest(one, a)
+    assert node_digest(served, b) == node_digest(one, b), "a gateway elsewhere is nothing to it"
+    assert node_digest(fleet(settings={"max_model_len": 512}), b) != node_digest(one, b)
+    assert node_digest(fleet(source="measured"), b) == node_digest(one, b)
+
+
+def test_members_of_a_node_are_its_workers() -> None:
+    members = node_members(fleet().nodes[1])
+    assert [(member.name, member.endpoint, member.labels) for member in members] == [
+        ("b-both-0", "tcp://10.0.0.2:9000", {"node": "b"}),
+        ("b-both-1", "tcp://10.0.0.2:9002", {"node": "b"}),
+    ]
+
+
+def test_actors_of_fleets_with_similar_names_are_told_apart() -> None:
+    assert node_of_actor("two hosts", actor_name("two hosts", "a-b")) == "a-b"
+    assert node_of_actor("x", actor_name("x/y", "a")) is None
+    assert node_of_actor("x/y", actor_name("x", "a")) is None
+    assert node_of_actor("x", "penstock/x/") is None
+
+
+def test_what_a_child_must_not_inherit_is_left_out() -> None:
+    found = child_environ({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HOME": "/root"})
+    assert "OMP_NUM_THREADS" not in found
+    assert "CUDA_VISIBLE_DEVICES" not in found
+    assert found["HOME"] == "/root"
+    assert child_environ({"CUDA_VISIBLE_DEVICES": "2,3"})["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_a_placement_is_read_strictly() -> None:
+    assert msgspec.convert({"resources": {"CPU": 8}}, RayPlacement).resources == {"CPU": 8}
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"resources": {"CPU": -1}}, RayPlacement)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"resource": {}}, RayPlacement)
+
+
+@pytest.mark.parametrize(
+    ("state", "report", "shown"),
+    [
+        (None, None, ("not started", "")),
+        ("PENDING_CREATION", None, ("pending", "waits for Ray to place its actor; Ray nodes: 10.0.0.9")),
+        ("RESTARTING", None, ("restarting", "waits for Ray to place its actor; Ray nodes: 10.0.0.9")),
+        ("ALIVE", None, ("silent", "its actor does not answer")),
+        ("ALIVE", NodeReport(node="a", digest="d", state="ready", reason="killed by SIGKILL"), ("ready", "")),
+        ("ALIVE", NodeReport(node="a", digest="d", state="waiting", reason="exit code 2"), ("waiting", "exit code 2")),
+    ],
+)
+def test_a_state_is_told_in_words(state: str | None, report: NodeReport | None, shown: tuple[str, str]) -> None:
+    actor = None if state is None else NodeActor("a", None, state, 0)
+    assert describe(actor, report, {"id": "10.0.0.9"}) == shown
