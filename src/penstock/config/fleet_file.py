@@ -168,6 +168,9 @@ class KubernetesOptions(Config, frozen=True, kw_only=True):
     resources: dict[PodKind, PodResources] = msgspec.field(default_factory=dict)
     autoscale: dict[PodKind, ReplicaRange] = msgspec.field(default_factory=dict)
     prometheus: str | None = None  # its URL, for KEDA
+    http_gateway: Annotated[str, msgspec.Meta(pattern="^([a-z0-9-]{1,63}/)?[a-z0-9][a-z0-9.-]{0,252}$")] | None = None
+    """A Gateway of the Gateway API, as NAME or NAMESPACE/NAME, that gets an HTTPRoute."""
+    hostnames: tuple[Address, ...] = ()  # of that route; none: all of the Gateway
 
 
 class RayPlacement(Config, frozen=True, kw_only=True):

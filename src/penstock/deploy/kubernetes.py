@@ -39,6 +39,7 @@ SCALE_DOWN_S = 300
 
 LWS = "leaderworkerset.x-k8s.io/v1"
 KEDA = "keda.sh/v1alpha1"
+GATEWAY_API = "gateway.networking.k8s.io/v1"
 
 
 def kubernetes_documents(
@@ -54,7 +55,7 @@ def kubernetes_documents(
     for workload in workers:
         make = _leader_worker_set if pods.machines(workload) > 1 else _deployment
         found += [make(pods, workload), _disruption_budget(pods, workload)]
-    found += [*_scalers(pods, gateways, workers), *_network_policies(pods)]
+    found += [*_scalers(pods, gateways, workers), *_network_policies(pods), *_routes(pods, gateways)]
     if namespace is not None:
         for document in found:
             document["metadata"] = {"name": document["metadata"]["name"], "namespace": namespace} | document["metadata"]
@@ -218,6 +219,24 @@ def _wait_trigger(pods: PodFactory, workload: Workload, wait_s: float) -> Docume
             "ignoreNullValues": "false",  # no figure is no reason for fewer pods
         },
     }
+
+
+def _routes(pods: PodFactory, gateways: Workload) -> Iterator[Document]:
+    """From a Gateway to the Service; what is for operators and probes stays within the cluster."""
+    if pods.options.http_gateway is None:
+        return
+    if TLS in pods.secrets(gateways):
+        raise ConfigError("[kubernetes] http_gateway: the Gateway ends TLS, so leave out tls_cert and tls_key")
+    namespace, _, name = pods.options.http_gateway.rpartition("/")
+    rule: Document = {
+        "matches": [{"path": {"type": "PathPrefix", "value": "/v1"}}],
+        "backendRefs": [{"name": pods.fleet.name, "port": 80}],
+        "timeouts": {"request": "0s"},  # none: a stream takes as long as it takes
+    }
+    spec: Document = {"parentRefs": [{"name": name} | ({"namespace": namespace} if namespace else {})], "rules": [rule]}
+    if pods.options.hostnames:
+        spec["hostnames"] = list(pods.options.hostnames)
+    yield _document(pods, "HTTPRoute", GATEWAY_API, pods.fleet.name) | {"spec": spec}
 
 
 def _network_policies(pods: PodFactory) -> Iterator[Document]:

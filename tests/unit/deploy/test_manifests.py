@@ -25,8 +25,13 @@ from penstock.config.load import load_serve, load_worker
 HERE = Path(__file__).parent
 FLEET = HERE / "fleet.toml"
 KUBERNETES = "1.37"
-SOURCES = {"LeaderWorkerSet": "leaderworkerset.json", "ScaledObject": "scaledobject.json"}
+SOURCES = {
+    "LeaderWorkerSet": "leaderworkerset.json",
+    "ScaledObject": "scaledobject.json",
+    "HTTPRoute": "httproute.json",
+}
 
+TLS_SETTINGS = 'drain_s = 60.0 }\ntls_cert = "/c"\ntls_key = "/k"\n\n[kubernetes]\nhttp_gateway = "edge"'
 STAGES = '{ role = "decode", count = 2, group = "tp2" }]'
 GROUP_FLEET = FLEET.read_text().replace(STAGES, STAGES[:-1] + ', { role = "both", count = 2, group = "tp2,pp2" }]')
 
@@ -255,9 +260,29 @@ def test_https_and_folders_to_write_have_volumes(tmp_path: Path, capsys: pytest.
     assert "ReadWritePaths=/kv\nReadWritePaths=/log\n" in units
 
 
+def test_a_route_leads_to_the_service(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = '[kubernetes]\nhttp_gateway = "edge/public"\nhostnames = ["llm.example.org"]'
+    documents = kubernetes(capsys, changed(tmp_path, ("[kubernetes]", more)))
+    route = of_kind(documents, "HTTPRoute")["two-hosts"]
+    validate(route)
+    assert route["spec"]["parentRefs"] == [{"name": "public", "namespace": "edge"}]
+    assert route["spec"]["hostnames"] == ["llm.example.org"]
+    (rule,) = route["spec"]["rules"]
+    (to,) = rule["backendRefs"]
+    service = of_kind(documents, "Service")[to["name"]]
+    assert [port["port"] for port in service["spec"]["ports"]] == [to["port"]]
+    rule["timeout"] = rule.pop("timeouts")
+    with pytest.raises(jsonschema.ValidationError):
+        validate(route)
+
+
 @pytest.mark.parametrize(
     ("change", "because"),
     [
+        (
+            ("drain_s = 60.0 }\n\n[kubernetes]", TLS_SETTINGS),
+            "the Gateway ends TLS",
+        ),
         (('address = "10.0.0.2"', 'address = "10.0.0.2"\ngateways = 1'), "nodes a and b differ in api_keys"),
         (("max_model_len = 8192", 'transfer = "shm"'), "moves pages within one host"),
         (("max_model_len = 8192", "max_modl_len = 1"), "did you mean max_model_len?"),
