@@ -95,7 +95,7 @@ class RayFleet:
         for name, given in (nodes or {"a": {}, "b": {}}).items():
             fields = {"gateways": 1, "decode": 1, "more": ""} | given
             http = f'http_host = "0.0.0.0"\nsettings = {{ api_key = "{KEY}" }}' if fields["gateways"] else ""
-            fields["more"] += http
+            fields["more"] += f"\n{http}"
             texts.append(NODE.format(name=name, address=self.ray.host(name), **fields))
         self.file.write_text(FLEET.format(keys=self._keys) + "".join(texts))
 
@@ -145,12 +145,14 @@ def answered(server: PenstockServer, *, together: bool = True) -> list[dict[str,
 
 
 def seconds_until_answered(server: PenstockServer, wanted: str) -> float:
-    """Until a whole answer has come, which must be ``wanted``; requests that no gateway takes are sent again."""
+    """Until a whole answer has come, which must be ``wanted``; it is asked once a gateway is ready."""
     began = time.monotonic()
     found: list[str] = []
 
     def answers() -> bool:
         try:
+            if server.get("/ready").status_code != 200:
+                return False
             found.append(ask(server, max_tokens=40))
         except httpx.TransportError:
             return False
@@ -253,7 +255,7 @@ def test_streams_go_on_when_a_host_dies_and_its_node_is_back_with_it(fleet: RayF
             stream.read(50)
         fleet.ray.kill("b")
         assert [stream.read() for stream in streams] == [long_answer] * len(streams)
-    assert fleet.wait_for_node("b", "restarting")["pid"] is None
+    assert "pid" not in fleet.wait_for_node("b", "restarting")
     assert "Ray nodes: 10.77.1.1" in fleet.command("status", code=1)
     began = time.monotonic()
     fleet.ray.start("b")
@@ -270,7 +272,7 @@ def test_a_node_drains_with_its_ray_node(fleet: RayFleet, long_answer: str) -> N
         for stream in streams:
             stream.read(50)
         words = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds")
-        done = fleet.ray.run("a", "ray.scripts.scripts", "drain-node", "--node-id", row["ray_node"], *words, "20")
+        done = fleet.ray.run("a", "ray.scripts.scripts", "drain-node", "--node-id", row["ray_node"], *words, "600")
         assert done.returncode == 0, done.stdout + done.stderr
         assert [stream.read() for stream in streams] == [long_answer] * len(streams)
     drained = fleet.wait_for_node("b", "stopped")
