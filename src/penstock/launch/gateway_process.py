@@ -126,6 +126,7 @@ class GatewayResources:
     io: ProcessIo
     keys: CurveKeys
     make_app: Callable[[GatewayConfig, RouterService, GatewayServices], App]
+    rates: SharedTokenBuckets  # of tenants
 
 
 def run_gateway(config: GatewayConfig, inherited: GatewayResources) -> int:
@@ -145,11 +146,14 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
         spans=spans.figures if spans is not None else None,
     )
     tracer, clock, connect = spans or NoTracer(), MonotonicClock(), transport.connect_async
-    router = RouterService(config, connect=connect, clock=clock, suspect=suspect, tracer=tracer, metrics=metrics)
+    router = RouterService(
+        config, connect=connect, clock=clock, suspect=suspect, tracer=tracer, metrics=metrics, rates=inherited.rates
+    )
     http = HttpServer(inherited.io, config.limits, router.on_supervisor, config.tls, config.turns)
     joined, members = _join(config, transport, router), _members(config)
     audit = open_audit_log(config.audit_log, config.name, config.audit)
     metrics.audit_events_lost = audit.lost
+    metrics.rate_limit_hosts = lambda: inherited.rates.hosts
     keys = load_api_keys(
         config.api_key,
         config.api_keys,

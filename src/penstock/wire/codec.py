@@ -18,6 +18,8 @@ from penstock.wire.gateway_messages import (
     Hello,
     KvEvents,
     MigrateRequests,
+    RateDemands,
+    RateTotals,
     RequestReturned,
     Submit,
     Tokens,
@@ -72,6 +74,8 @@ PeerMessage: TypeAlias = (
     | AssignRole
     | MigrateRequests
     | ConfirmRequests
+    | RateDemands
+    | RateTotals
     | FetchTicket
     | PagesReady
     | EncodeImage
