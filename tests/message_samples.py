@@ -27,6 +27,8 @@ from penstock.wire.gateway_messages import (
     MigrateRequests,
     PageSource,
     PoisonRequests,
+    RateDemands,
+    RateTotals,
     Recipient,
     RequestReturned,
     StepRates,
@@ -71,7 +73,7 @@ ITEM = TokenItem(
     cached_tokens=5,
 )
 MESSAGES: list[WireMessage] = [
-    Hello(gateway="gateway-0", incarnation=2),
+    Hello(gateway="gateway-0", incarnation=2, host="ab" * 8),
     Submit(
         recipient=Recipient(worker="decode-0", incarnation=4, identity=IDENTITY),
         request="r",
@@ -123,6 +125,8 @@ MESSAGES: list[WireMessage] = [
     PoisonRequests(digests=(b"\x01" * 16, b"\x02" * 16)),
     AssignRole(role=Role.PREFILL, duty=Duty.DRAIN),
     MigrateRequests(requests=(("r", 1), ("s", 2))),
+    RateDemands(demands={bytes(range(16)): 0.25}),
+    RateTotals(hosts=3, sharing=2, totals={bytes(range(16)): 1.5}),
     ConfirmRequests(requests=(("r", 1), ("s", 2))),
     WorkerUp(worker="w", incarnation=1, role=Role.BOTH, pid=1, endpoint="ipc://@x", labels={"zone": "a"}),
     WorkerDown(worker="w", incarnation=1, state=WorkerState.DEAD, reason="signal 9"),

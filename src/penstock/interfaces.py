@@ -224,7 +224,7 @@ class BucketLevel(NamedTuple):
     """The level of a token bucket of a tenant's rate, at one moment."""
 
     left: float
-    at: float  # monotonic seconds of this host
+    share: float = 1.0  # of the rate, that this host has: the bucket holds and fills by as much less
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from penstock.errors import PenstockError, ProtocolError
 from penstock.hashing import chain_root
 from penstock.launch.channel import MAX_MESSAGE_BYTES, Channel
 from penstock.launch.restart_policy import RestartPolicy, WorkerSuspected
+from penstock.launch.shared_rates import SharedTokenBuckets
 from penstock.router.service import RouterService
 from penstock.types import (
     Grammar,
@@ -48,6 +49,8 @@ from penstock.wire.gateway_messages import (
     MigrateRequests,
     PageSource,
     PoisonRequests,
+    RateDemands,
+    RateTotals,
     RequestReturned,
     ReturnReason,
     Submit,
@@ -178,6 +181,7 @@ TO_WORKERS = [
     EncodeImage,
     AssignRole,
     PoisonRequests,
+    RateDemands,
     WorkerReport,
     Tokens,
     KvEvents,
@@ -190,7 +194,7 @@ def test_a_worker_outlives_whatever_a_gateway_says(stage: Stage, kind: type) -> 
     stage.ask(list(range(30)), to=worker, request="r", max_tokens=200)
     step(stage, 3)
     other = stage.hub.connect(worker.endpoint)
-    other.send(Hello(gateway="other", incarnation=1))
+    other.send(Hello(gateway="other", incarnation=1, host="another"))
     plain = {
         "prompt": bytes(pack_token_ids((1, 2, 3))),
         "stage": RequestStage.WHOLE,
@@ -338,7 +342,11 @@ class Fake:
         config = GatewayConfig(name="g", model_name="m", vocabulary=VOCAB)
         self.suspects: list[str] = []
         self.router = RouterService(
-            config, connect=self.hub.connect_async, clock=self.clock, suspect=lambda s: self.suspects.append(s.reason)
+            config,
+            connect=self.hub.connect_async,
+            clock=self.clock,
+            suspect=lambda s: self.suspects.append(s.reason),
+            rates=SharedTokenBuckets(4),
         )
         self.worker = WorkerId("both-0")
         self.peer = b""
@@ -372,7 +380,7 @@ class Fake:
     def report(self) -> WorkerReport:
         return WorkerReport(
             worker=self.worker, incarnation=1, role=Role.BOTH, state=WorkerState.READY, pid=1, identity=IDENTITY,
-            max_model_len=4096, kv_pages_free=100, steps=1,
+            max_model_len=4096, kv_pages_free=100, steps=1, gateway_hosts=2,
         )  # fmt: skip
 
     def say(self, message: object) -> None:
@@ -393,6 +401,7 @@ class Fake:
 
 FROM_WORKERS = [
     Tokens,
+    RateTotals,
     RequestReturned,
     WorkerReport,
     KvEvents,

@@ -7,7 +7,8 @@ a time to retry after.
 
 A tenant's rates are token buckets that hold a minute's worth and fill evenly.  A request is charged when it is
 admitted, its completion when the length is known, which may leave a bucket below zero: then the next request waits.
-The buckets of all gateways of a host may be shared (``launch.shared_rates``).
+The buckets of all gateways of a host may be shared (``launch.shared_rates``); hosts divide each rate
+(``router.rate_shares``).
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ MINUTE_S = 60.0
 
 
 class RateBuckets(Protocol):
-    """Levels of token buckets, by tenant and unit."""
+    """Token buckets, by tenant and unit.  ``size``: what the tenant may use in a minute."""
 
     def locked(self) -> AbstractContextManager[None]:
         """The scope for reading and writing levels."""
         ...
 
-    def get(self, tenant: str, unit: str) -> BucketLevel | None:
-        """The level; None for an unused bucket, which is full."""
+    def ask(self, tenant: str, unit: str, size: int, amount: int, now: float) -> BucketLevel:
+        """The level, of a bucket that is asked for ``amount``; it changes by ``put`` only."""
         ...
 
-    def put(self, tenant: str, unit: str, level: BucketLevel) -> None:
-        """Sets the level."""
+    def put(self, tenant: str, unit: str, left: float, now: float) -> None:
+        """Sets the level, which may be below zero, of a bucket that was just asked."""
         ...
 
 
@@ -53,20 +54,21 @@ class LocalRateBuckets:
     """The buckets of one process."""
 
     def __init__(self) -> None:
-        self._levels: dict[tuple[str, str], BucketLevel] = {}
+        self._levels: dict[tuple[str, str], tuple[float, float]] = {}  # -> what is left, and when
         self._swept = float("-inf")
 
     def locked(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def get(self, tenant: str, unit: str) -> BucketLevel | None:
-        return self._levels.get((tenant, unit))
+    def ask(self, tenant: str, unit: str, size: int, amount: int, now: float) -> BucketLevel:
+        left, at = self._levels.get((tenant, unit), (size, now))
+        return BucketLevel(min(size, left + max(0.0, now - at) * size / MINUTE_S))
 
-    def put(self, tenant: str, unit: str, level: BucketLevel) -> None:
-        self._levels[tenant, unit] = level
-        if level.at >= self._swept + MINUTE_S:  # unused since: full again, so no entry is needed
-            before, self._swept = level.at - MINUTE_S, level.at
-            self._levels = {name: known for name, known in self._levels.items() if known.left < 0 or known.at > before}
+    def put(self, tenant: str, unit: str, left: float, now: float) -> None:
+        self._levels[tenant, unit] = (left, now)
+        if now >= self._swept + MINUTE_S:  # unused since: full again, so no entry is needed
+            before, self._swept = now - MINUTE_S, now
+            self._levels = {name: known for name, known in self._levels.items() if known[0] < 0 or known[1] > before}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,36 +99,31 @@ class TenantRateLimiter:
             return
         with self._buckets.locked():
             now = self._clock.now()
-            left = [self._left(tenant, each.unit, each.size, now) for each in asked]
-            for each, has in zip(asked, left, strict=True):
-                lacking = min(each.amount, each.size) - has
+            levels = [self._buckets.ask(tenant.id, each.unit, each.size, each.amount, now) for each in asked]
+            for each, level in zip(asked, levels, strict=True):
+                lacking = min(each.amount, each.size * level.share) - level.left
                 if lacking > 0:
-                    raise _rate_limited(each, has, lacking)
-            for each, has in zip(asked, left, strict=True):
-                self._buckets.put(tenant.id, each.unit, BucketLevel(has - each.amount, now))
+                    raise _rate_limited(each, level, lacking)
+            for each, level in zip(asked, levels, strict=True):
+                self._buckets.put(tenant.id, each.unit, level.left - each.amount, now)
 
     def charge_completion(self, tenant: Tenant, tokens: int) -> None:
         """Charges the completion."""
-        if tenant.tokens_per_minute is None or not tokens:
+        size = tenant.tokens_per_minute
+        if size is None or not tokens:
             return
         with self._buckets.locked():
             now = self._clock.now()
-            has = self._left(tenant, "prompt tokens", tenant.tokens_per_minute, now)
-            self._buckets.put(tenant.id, "prompt tokens", BucketLevel(has - tokens, now))
-
-    def _left(self, tenant: Tenant, unit: str, size: int, now: float) -> float:
-        """The level with what was refilled since; the size may have changed in the file of keys."""
-        level = self._buckets.get(tenant.id, unit)
-        if level is None:
-            return size
-        return min(size, level.left + max(0.0, now - level.at) * size / MINUTE_S)
+            level = self._buckets.ask(tenant.id, "prompt tokens", size, tokens, now)
+            self._buckets.put(tenant.id, "prompt tokens", level.left - tokens, now)
 
 
-def _rate_limited(asked: _BucketRequest, left: float, lacking: float) -> RateLimited:
-    retry_after = min(MAX_RETRY_AFTER_S, max(1, math.ceil(lacking * MINUTE_S / asked.size)))
+def _rate_limited(asked: _BucketRequest, level: BucketLevel, lacking: float) -> RateLimited:
+    pace = asked.size * level.share / MINUTE_S
+    retry_after = min(MAX_RETRY_AFTER_S, max(1, math.ceil(lacking / pace)))
     kind = "tokens" if asked.unit == "prompt tokens" else asked.unit
     return RateLimited(
-        f"Your key may use {asked.size} {kind} a minute. {max(0, math.floor(left))} are left now, and this "
+        f"Your key may use {asked.size} {kind} a minute. {max(0, math.floor(level.left))} are left now, and this "
         f"request asks for {asked.amount} {asked.unit}. Retry in {retry_after} s.",
         retry_after=retry_after,
     )

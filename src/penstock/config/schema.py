@@ -195,6 +195,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
 
     name: str = "gateway-0"
     incarnation: int = 1
+    rate_host: str = ""  # the same for gateways that share buckets of rates in memory; empty: none is shared
     host: str = "127.0.0.1"
     port: int = 8000
     model_path: str = ""  # folder with tokenizer and template

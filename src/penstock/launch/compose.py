@@ -166,7 +166,7 @@ def serve(config: ServeConfig, nested: ParentLink | None = None) -> int:
             slots={gateway: slots[gateway] for gateway in gateways},
             log_json=config.log_json,
             created=int(time.time()),
-            buckets=nested.buckets if nested else SharedTokenBuckets(config.scheduling.max_tenants),
+            buckets=nested.buckets if nested else rate_buckets(config, front_config.event_key),
             open_requests=SharedRequestCounts(config.scheduling.max_tenants, config.gateways),
         )
         workers = None
@@ -387,6 +387,11 @@ def talk_lines(config: ServeConfig, name: str, spec: ModelSpec, port: int, *, to
 
 def event_key_of(config: ServeConfig, shared: HostKeys | None) -> str:
     return event_key(config.api_key, config.api_keys, config.scheduling.max_tenants, shared)
+
+
+def rate_buckets(config: ServeConfig, key: str) -> SharedTokenBuckets:
+    """Buckets of tenants' rates, with names that hosts with the same ``key`` (in hex) share."""
+    return SharedTokenBuckets(config.scheduling.max_tenants, bytes.fromhex(key))
 
 
 def gateway_config(

@@ -127,6 +127,7 @@ class GatewayResources:
     io: ProcessIo
     keys: HostKeys
     make_app: Callable[[GatewayConfig, RouterService, GatewayServices], App]
+    rates: SharedTokenBuckets  # of tenants
 
 
 def run_gateway(config: GatewayConfig, inherited: GatewayResources) -> int:
@@ -147,12 +148,15 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
     audit = open_audit_log(config.audit_log, config.name, config.audit)
     transport = ZmqTransport(inherited.keys, lambda refusal: _on_refused(refusal, metrics, audit))
     tracer, clock, connect = spans or NoTracer(), MonotonicClock(), transport.connect_async
-    router = RouterService(config, connect=connect, clock=clock, suspect=suspect, tracer=tracer, metrics=metrics)
+    router = RouterService(
+        config, connect=connect, clock=clock, suspect=suspect, tracer=tracer, metrics=metrics, rates=inherited.rates
+    )
     http = HttpServer(inherited.io, config.limits, router.on_supervisor, config.tls, config.turns)
     joined, members = _join(config, transport, router), _members(config)
     if isinstance(inherited.keys, NodeKeys):
         _follow_nodes(inherited.keys, router, joined, audit)
     metrics.audit_events_lost = audit.lost
+    metrics.rate_limit_hosts = lambda: inherited.rates.hosts
     keys = load_api_keys(
         config.api_key,
         config.api_keys,

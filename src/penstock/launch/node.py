@@ -31,7 +31,7 @@ from penstock.launch.processes import (
 )
 from penstock.launch.run_folder import RunFolder
 from penstock.launch.service_notify import READY, notify_service_manager
-from penstock.launch.shared_rates import SharedRequestCounts, SharedTokenBuckets
+from penstock.launch.shared_rates import SharedRequestCounts
 from penstock.launch.startup_log import fleet_lines, join_lines, model_lines
 from penstock.launch.supervisor import Supervisor
 from penstock.launch.tls import checked_tls
@@ -149,7 +149,7 @@ def _front(
         slots=slots,
         log_json=config.log_json,
         created=int(time.time()),
-        buckets=SharedTokenBuckets(config.scheduling.max_tenants),
+        buckets=compose.rate_buckets(config, base.event_key),
         open_requests=SharedRequestCounts(config.scheduling.max_tenants, config.gateways),
     )
 

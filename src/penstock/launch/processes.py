@@ -508,6 +508,7 @@ class GatewayProcesses:
                 siblings=tuple(slot for other, slot in self.slots.items() if other != name),
             ),
             keys=self.keys,
+            rates=self.buckets,
             make_app=partial(
                 make_http_app,
                 created=self.created,
@@ -516,7 +517,8 @@ class GatewayProcesses:
             ),
         )
         own = self.config.name.replace(GATEWAY, name, 1)
-        return run_gateway(structs.replace(self.config, name=own, incarnation=incarnation), inherited)
+        config = structs.replace(self.config, name=own, incarnation=incarnation, rate_host=self.buckets.host)
+        return run_gateway(config, inherited)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,13 @@
 
 ::
 
-    bucket (32 bytes):  hash of tenant and unit, 16 | left, double | at, double     found by open addressing
+    bucket:  hash of tenant and unit, 16 | left | at | size | demand | used at | share | set at (doubles)
     counts:             hash of a key's id, 16 | open requests of gateway 0, uint32 | of gateway 1 | ...
+
+A bucket fills at this host's share of the tenant's rate, and holds a minute's worth of that share.  Where other hosts
+have gateways, too, ``router.rate_shares`` sets shares.  A changed share changes no level, except that a level is never
+above what the bucket holds: however shares move, all hosts together have no more than one bucket would.  A host that
+joins others begins with its floor, not with full buckets.
 
 A restarted gateway goes on with what is left of the buckets; its count of open requests begins at 0, as their
 connections have gone.  Each gateway changes its own counts only.
@@ -21,15 +26,30 @@ import os
 import struct
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from hashlib import blake2b
+from math import exp, inf, isnan, nan
+from secrets import token_hex
+from typing import NamedTuple
+
+import numpy as np
 
 from penstock.interfaces import BucketLevel
+from penstock.router.rate_shares import MIN_SHARE
 
-_SLOT = struct.Struct("<16sdd")
-_LEVEL = struct.Struct("<dd")
+_MINUTE_S = 60.0
+_DEMAND_S = 5.0
+"""Demands decay with this time constant."""
+_SLOT = struct.Struct("<16s7d")
+_BUCKET = struct.Struct("<7d")
+_NOT_USED_HERE = 1.0
+"""The size of a bucket before its first use: its level is a part of a minute's rate."""
+_COLUMNS = np.dtype(
+    [("name", "V16"), *((name, "<f8") for name in ("left", "at", "size", "demand", "used", "share", "share_at"))]
+)
+_HEAD = struct.Struct("<3d")
 _COUNT = struct.Struct("<I")
 _HASH_BYTES = 16
 _FREE = b"\0" * _HASH_BYTES
@@ -41,13 +61,14 @@ LOCK_WAIT_S = 0.02
 class _SharedTable:
     """Memory with slots that begin with the hash of a name, and its lock."""
 
-    def __init__(self, label: str, slots: int, slot_bytes: int) -> None:
+    def __init__(self, label: str, slots: int, slot_bytes: int, more: int = 0) -> None:
+        """With so many ``more`` bytes behind the slots."""
         self._holder_stopped = False
         self.slots, self.slot_bytes = slots, slot_bytes
         self.descriptor = os.memfd_create(label)
         weakref.finalize(self, os.close, self.descriptor)
-        os.ftruncate(self.descriptor, slots * slot_bytes)
-        self.memory = mmap.mmap(self.descriptor, slots * slot_bytes)
+        os.ftruncate(self.descriptor, slots * slot_bytes + more)
+        self.memory = mmap.mmap(self.descriptor, slots * slot_bytes + more)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -83,25 +104,145 @@ class _SharedTable:
         return [(first + i) % self.slots * self.slot_bytes for i in range(_PROBES)]
 
 
-class SharedTokenBuckets:
-    """Constructed before gateways are forked; each of them uses it from one thread."""
+class _Bucket(NamedTuple):
+    """A slot without its name."""
 
-    def __init__(self, max_tenants: int) -> None:
-        """Allocates twice the buckets of ``max_tenants``."""
-        self._table = _SharedTable("penstock-rates", 1 << (4 * max_tenants - 1).bit_length(), _SLOT.size)
+    left: float  # of ``size``, at ``at``
+    at: float
+    size: float  # tokens a minute, or _NOT_USED_HERE
+    demand: float  # recent, as a part of a minute's rate
+    used: float  # when there was last demand
+    share: float  # 0: an equal one
+    share_at: float
+
+
+class _Head(NamedTuple):
+    hosts: float  # with gateways; 0: not known, so there is one
+    exchanged: float  # when demands were last sent
+    joined: float  # when this host found others; -inf: it was there first; nan: not known
+
+
+class SharedTokenBuckets:
+    """``api.load_shedding.RateBuckets`` and ``router.rate_shares.RateTable``.  Constructed before gateways are forked;
+    each of them uses it from one thread."""
+
+    def __init__(self, max_tenants: int, key: bytes = b"") -> None:
+        """Allocates twice the buckets of ``max_tenants``.  ``key``: hosts with the same key name buckets alike."""
+        slots = 1 << (4 * max_tenants - 1).bit_length()
+        self._table = _SharedTable("penstock-rates", slots, _SLOT.size, _HEAD.size)
         self.descriptor = self._table.descriptor
+        self.host = token_hex(8)  # ``Hello.host``
+        self._key = blake2b(key, digest_size=32).digest()
+        self._head_at = slots * _SLOT.size
+        self._asked: dict[bytes, tuple[int, _Bucket]] = {}  # in this scope of the lock
+        self._set_head(_Head(0.0, -inf, nan))
 
     def locked(self) -> AbstractContextManager[None]:
+        self._asked.clear()
         return self._table.locked()
 
-    def get(self, tenant: str, unit: str) -> BucketLevel | None:
-        name = _name(tenant, unit)
-        at, table = self._find(name), self._table
-        return BucketLevel(*_LEVEL.unpack_from(table.memory, at + _HASH_BYTES)) if table.holds(at, name) else None
+    # --- of a gateway that admits requests ---------------------------------------------------------------------------
 
-    def put(self, tenant: str, unit: str, level: BucketLevel) -> None:
-        name = _name(tenant, unit)
-        _SLOT.pack_into(self._table.memory, self._find(name), name, *level)
+    def ask(self, tenant: str, unit: str, size: int, amount: int, now: float) -> BucketLevel:
+        name = _name(self._key, tenant, unit)
+        at, head = self._find(name), self._head()
+        bucket = self._bucket(at, name, head, now)
+        level = _level(bucket, size, head, now)
+        demand = _decayed(bucket, now) + amount / size
+        asked = _Bucket(level.left, now, size, demand, now, bucket.share, bucket.share_at)
+        self._write(at, name, asked)
+        self._asked[name] = (at, asked)
+        return level
+
+    def put(self, tenant: str, unit: str, left: float, now: float) -> None:
+        name = _name(self._key, tenant, unit)
+        at, bucket = self._asked.pop(name)
+        self._write(at, name, bucket._replace(left=left, at=now))
+
+    @property
+    def hosts(self) -> int:
+        """Hosts with gateways, as far as known."""
+        return max(1, int(self._head().hosts))
+
+    # --- of the exchange with other hosts ----------------------------------------------------------------------------
+
+    def claim_exchange(self, now: float, every_s: float) -> bool:
+        head = self._head()
+        if now - head.exchanged < every_s:
+            return False
+        self._set_head(head._replace(exchanged=now))
+        return True
+
+    def set_hosts(self, hosts: int, now: float) -> None:
+        head = self._head()
+        joined = head.joined
+        if isnan(joined):
+            joined = -inf if hosts <= 1 else now
+        if hosts != max(1.0, head.hosts):
+            self._settle(now)
+        self._set_head(_Head(hosts, head.exchanged, joined))
+
+    def expire_shares(self, before: float, now: float) -> None:
+        columns = self._columns()
+        expired = (columns["share"] > 0) & (columns["share_at"] < before)
+        if expired.any():
+            self._settle(now)
+            columns["share"][expired] = 0.0
+
+    def set_shares(self, shares: Mapping[bytes, float], now: float) -> None:
+        self._settle(now)
+        self._columns()["share"][:] = 0.0
+        head = self._head()
+        for name, share in shares.items():
+            at = self._find(name)
+            bucket = self._bucket(at, name, head, now)
+            self._write(
+                at, name, bucket._replace(left=min(bucket.left, share * bucket.size), share=share, share_at=now)
+            )
+
+    def busiest(self, most: int, now: float) -> dict[bytes, float]:
+        columns = self._columns()
+        (slots,) = np.nonzero((columns["demand"] > 0) & (columns["used"] > now - _MINUTE_S))
+        quiet = np.maximum(0.0, now - columns["used"][slots])
+        demands = np.minimum(columns["demand"][slots] * np.exp(-quiet / _DEMAND_S), 1e9)
+        first = np.argsort(-demands, kind="stable")[:most]
+        return {
+            bytes(self._table.memory[at : at + _HASH_BYTES]): float(demand)
+            for at, demand in zip((slots[first] * _SLOT.size).tolist(), demands[first].tolist(), strict=True)
+        }
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def _settle(self, now: float) -> None:
+        """Fills all buckets up to now, at the shares that held until now."""
+        columns, hosts = self._columns(), max(1.0, self._head().hosts)
+        share = np.where(columns["share"] > 0, columns["share"], 1 / hosts)
+        holds = columns["size"] * share
+        quiet = np.maximum(0.0, now - columns["at"])
+        columns["left"] = np.minimum(holds, columns["left"] + quiet * holds / _MINUTE_S)
+        columns["at"] = now
+
+    def _columns(self) -> np.ndarray:
+        return np.frombuffer(self._table.memory, _COLUMNS, self._table.slots)
+
+    def _bucket(self, at: int, name: bytes, head: _Head, now: float) -> _Bucket:
+        """What is at this place; a new bucket where it has another name."""
+        if self._table.holds(at, name):
+            return _Bucket(*_BUCKET.unpack_from(self._table.memory, at + _HASH_BYTES))
+        share = 1 / max(1.0, head.hosts)
+        left = share
+        if head.joined > -inf:
+            left = min(share, MIN_SHARE * share + max(0.0, now - head.joined) * share / _MINUTE_S)
+        return _Bucket(left, now, _NOT_USED_HERE, 0.0, now, 0.0, now)
+
+    def _write(self, at: int, name: bytes, bucket: _Bucket) -> None:
+        _SLOT.pack_into(self._table.memory, at, name, *bucket)
+
+    def _head(self) -> _Head:
+        return _Head(*_HEAD.unpack_from(self._table.memory, self._head_at))
+
+    def _set_head(self, head: _Head) -> None:
+        _HEAD.pack_into(self._table.memory, self._head_at, *head)
 
     def _find(self, name: bytes) -> int:
         """Offset of this name's slot, else of a free one, else of the least recently used one, whose bucket is full
@@ -112,7 +253,21 @@ class SharedTokenBuckets:
             at = (first + i) % table.slots * _SLOT.size
             if table.memory[at : at + _HASH_BYTES] in (name, _FREE):
                 return at
-        return min(table.probes(name), key=lambda at: _LEVEL.unpack_from(table.memory, at + _HASH_BYTES)[1])
+        return min(
+            table.probes(name), key=lambda at: _Bucket(*_BUCKET.unpack_from(table.memory, at + _HASH_BYTES)).used
+        )
+
+
+def _level(bucket: _Bucket, size: int, head: _Head, now: float) -> BucketLevel:
+    """The level with what was refilled since.  The size may have changed in the file of keys."""
+    share = bucket.share or 1 / max(1.0, head.hosts)
+    left = bucket.left * size if bucket.size == _NOT_USED_HERE else bucket.left
+    holds = size * share
+    return BucketLevel(min(holds, left + max(0.0, now - bucket.at) * holds / _MINUTE_S), share)
+
+
+def _decayed(bucket: _Bucket, now: float) -> float:
+    return bucket.demand * exp(-max(0.0, now - bucket.used) / _DEMAND_S)
 
 
 class SharedRequestCounts:
@@ -143,7 +298,7 @@ class GatewayRequestCounts:
 
     def acquire(self, key: str, limit: int) -> int | None:
         """The ticket is the offset of the key's slot.  As at its limit is also a key for which there is no slot."""
-        name = _name(key, "open requests")
+        name = _name(b"", key, "open requests")
         with self._table.locked():
             at = self._find(name)
             if at is None or sum(self._counts_at(at)) >= limit:
@@ -170,5 +325,5 @@ class GatewayRequestCounts:
 
 
 @lru_cache(1 << 12)
-def _name(tenant: str, unit: str) -> bytes:
-    return blake2b(f"{unit}\0{tenant}".encode(), digest_size=_HASH_BYTES).digest()
+def _name(key: bytes, tenant: str, unit: str) -> bytes:
+    return blake2b(f"{unit}\0{tenant}".encode(), digest_size=_HASH_BYTES, key=key).digest()

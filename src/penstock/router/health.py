@@ -117,7 +117,7 @@ class WorkerHealth:
         suspect: Callable[[SuspectWorker], None],
     ) -> None:
         self._failover = config.failover
-        self._hello = Hello(gateway=config.name, incarnation=config.incarnation)
+        self._hello = Hello(gateway=config.name, incarnation=config.incarnation, host=config.rate_host)
         self._fleet = fleet
         self._links = links
         self._prefixes = prefixes

@@ -28,6 +28,7 @@ from penstock.router.placement import Placement, RetryBudget
 from penstock.router.poison import PoisonIsolation
 from penstock.router.policy.least_cost import decode_step, queue_wait
 from penstock.router.quarantine import Quarantine
+from penstock.router.rate_shares import RateShares, RateTable
 from penstock.router.request import FailoverLimits, RoutedRequest
 from penstock.router.stream import RequestStats, RequestStream, RoutedTokens
 from penstock.router.submission import has_valid_tokens, matches_request
@@ -43,6 +44,7 @@ from penstock.wire.gateway_messages import (
     KvEvents,
     MigrateRequests,
     PoisonRequests,
+    RateTotals,
     RequestReturned,
     ReturnReason,
     TokenItem,
@@ -134,8 +136,10 @@ class RouterService:
         suspect: Callable[[SuspectWorker], None],
         tracer: Tracer | None = None,
         metrics: Metrics | None = None,
+        rates: RateTable | None = None,
     ) -> None:
-        """``connect`` is a transport's ``connect_async``; ``suspect`` notifies the supervisor."""
+        """``connect`` is a transport's ``connect_async``; ``suspect`` notifies the supervisor.  ``rates``: buckets of
+        this host's gateways, which it divides with other hosts."""
         self._clock = clock
         self._tracer = tracer if tracer is not None else NoTracer()
         self._limits = FailoverLimits.from_config(config.failover, config.limits)
@@ -168,6 +172,7 @@ class RouterService:
         self._apply = self._dispatcher.apply
         self._verdicts = PoisonVerdicts()
         self._migration, self._health = self._make_handlers(config, suspect)
+        self._shares = None if rates is None else RateShares(rates, self.fleet, self._links)
         self._checks = StreamChecks(config.turns.flights_per_turn)
         self._checking = False  # the next turn continues the checks
         self._failing_all = False
@@ -406,6 +411,9 @@ class RouterService:
             self._health.on_kv_events(message, worker, incarnation)
         elif isinstance(message, PoisonRequests):
             self._verdicts.add(message.digests, now)
+        elif isinstance(message, RateTotals):
+            if self._shares is not None:
+                self._shares.on_totals(worker, message, now)
         elif isinstance(message, MigrateRequests | ConfirmRequests):
             self._migration.on_message(message, worker, incarnation)
         elif isinstance(message, RequestReturned):
@@ -512,6 +520,8 @@ class RouterService:
             return
         awaited, self._awaited = self._awaited, {}
         self._health.send_heartbeats(awaited, now)
+        if self._shares is not None:
+            self._shares.tick(now)
         deserted = self._health.no_workers_reason(now)
         if deserted is not None and not self._failing_all:
             self._failing_all = True

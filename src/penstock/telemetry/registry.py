@@ -156,6 +156,7 @@ class Metrics:
         self.forecasts: Callable[[], Mapping[str, RoleForecast]] = dict
         self.open_requests: Callable[[], int] = int
         self.audit_events_lost: Callable[[], int] = int
+        self.rate_limit_hosts: Callable[[], int] = lambda: 1
         self._dropped_frames: Callable[[], int] = int
         self._prefix_index: Callable[[], PrefixIndexStats] = PrefixIndexStats
         self._responses: Callable[[], ResponseCacheStats] = lambda: ResponseCacheStats({})
@@ -340,6 +341,7 @@ class Metrics:
             open_requests=self.open_requests(),
             dropped_frames=self._dropped_frames(),
             audit_events_lost=self.audit_events_lost(),
+            rate_limit_hosts=self.rate_limit_hosts(),
             prefix_index=self._prefix_index(),
             responses=self._responses(),
             spans=dict(self._spans()),
@@ -380,6 +382,7 @@ class Metrics:
             (names.PREFIX_BYTES, figures.memory_bytes),
             (names.RESPONSE_ENTRIES, responses.entries),
             (names.RESPONSE_BYTES, responses.memory_bytes),
+            (names.RATE_LIMIT_HOSTS, seen.rate_limit_hosts),
         ):
             gauge = self._gauge(family)
             gauge.add_metric([self._model], figure)
@@ -463,6 +466,7 @@ class _Seen:
     open_requests: int
     dropped_frames: int
     audit_events_lost: int
+    rate_limit_hosts: int
     prefix_index: PrefixIndexStats
     responses: ResponseCacheStats
     spans: Mapping[str, int]

@@ -19,6 +19,8 @@ from penstock.wire.gateway_messages import (
     KvEvents,
     MigrateRequests,
     PoisonRequests,
+    RateDemands,
+    RateTotals,
     RequestReturned,
     Submit,
     Tokens,
@@ -74,6 +76,8 @@ PeerMessage: TypeAlias = (
     | AssignRole
     | MigrateRequests
     | ConfirmRequests
+    | RateDemands
+    | RateTotals
     | FetchTicket
     | PagesReady
     | EncodeImage

@@ -102,6 +102,19 @@ MAX_RANKS = 1024
 MAX_REASON_CHARS = 4096
 MAX_POOLED_BYTES = 1 << 24
 
+RATE_NAME_BYTES = 16
+MAX_RATE_DEMANDS = 128
+"""Token buckets in one ``RateDemands``: the busiest of a host."""
+
+MAX_RATE_TOTALS = 512
+"""Token buckets in one ``RateTotals``: the busiest of all hosts.  Of any other, each host has an equal share."""
+
+MAX_GATEWAY_HOSTS = 1 << 16
+
+RateName = Annotated[bytes, msgspec.Meta(min_length=RATE_NAME_BYTES, max_length=RATE_NAME_BYTES)]
+RateDemand = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+GatewayHosts = Annotated[int, msgspec.Meta(ge=0, le=MAX_GATEWAY_HOSTS)]
+
 AnyRequest = Annotated[RequestId, msgspec.Meta(max_length=1024)]
 AnyWorker = Annotated[WorkerId, msgspec.Meta(max_length=1024)]
 AnyHash = Annotated[BlockHash, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
@@ -157,6 +170,9 @@ class Hello(WireMessage, frozen=True, kw_only=True, tag="hello"):
     awaited: tuple[AwaitedStage, ...] = ()
     kv_snapshot: bool = False  # tell me all that your prefix cache has: I am new, or have missed some of your KvEvents
     discovery: bool = False  # only asks who listens here: answered by one Report, and no gateway is remembered for it
+    host: Annotated[str, msgspec.Meta(max_length=64)] = (
+        ""  # the same for gateways that share buckets of rates in memory
+    )
 
 
 class Submit(WireMessage, frozen=True, kw_only=True, tag="submit", rename={"stage": "leg"}):
@@ -207,6 +223,17 @@ class Cancel(WireMessage, frozen=True, kw_only=True, tag="cancel"):
 
     request: AnyRequest
     epoch: Count
+
+
+class RateDemands(WireMessage, frozen=True, kw_only=True, tag="rate_demands"):
+    """What tenants ask of the gateways of one host, once a second while there are other hosts, to the one worker that
+    all of them choose.  Answered by ``RateTotals``.
+
+    A name is a keyed digest of a tenant and a unit.  A demand is the recent one, as a part of what the tenant may use
+    in a minute.
+    """
+
+    demands: Annotated[dict[RateName, RateDemand], msgspec.Meta(max_length=MAX_RATE_DEMANDS)]
 
 
 # --- both ways ------------------------------------------------------------------------------------------------------
@@ -384,6 +411,14 @@ class KvEvents(WireMessage, frozen=True, kw_only=True, tag="kv_events"):
     parts: Count = 0
 
 
+class RateTotals(WireMessage, frozen=True, kw_only=True, tag="rate_totals"):
+    """The answer to ``RateDemands``: the demand of all hosts that send theirs to this worker."""
+
+    hosts: GatewayHosts  # with gateways that speak to this worker
+    sharing: GatewayHosts  # of those, hosts that have sent their demands lately
+    totals: Annotated[dict[RateName, RateDemand], msgspec.Meta(max_length=MAX_RATE_TOTALS)]
+
+
 class StepRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """How long a step of a worker takes, as it has learned from its own: seconds of a step and of each thing in it."""
 
@@ -447,6 +482,7 @@ class WorkerReport(WireMessage, frozen=True, kw_only=True, tag="report"):
     hands_over: bool = True  # its pages can pass to others and theirs to it, so it may have any part of an answer
     acked: Count = 0  # the latest ``Submit.serial`` of the receiving gateway
     gateways: Count = 1  # that give this worker work
+    gateway_hosts: GatewayHosts = 0  # with gateways that speak to this worker; 0: not known
     ranks: Annotated[tuple[RankReport, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()  # of a worker that has several
     core_group: Name = ""  # workers of one group share or lend each other cores
     local_prefill: bool = False  # prompts should be computed here, not by prefill workers of its group

@@ -34,6 +34,10 @@ CONFIRM_INTERVAL_S = 5.0
 ALIVE_S = 1.5
 """A gateway that has said something within so long is there: it greets several times a second."""
 
+HOST_ALIVE_S = 3.0
+"""The gateways of a host that have all said nothing for so long have no share of tenants' rates any more.  An idle one
+greets twice a second."""
+
 REMEMBERED_S = 300.0
 """A gateway that went away can still learn for so long what became of its requests; by then it has failed them."""
 
@@ -112,6 +116,7 @@ class ConnectedGateway:
     reported_at: float = float("-inf")  # when it was sent one, over the connection that it has now
     counters: Mapping[str, float] = field(default_factory=dict[str, float])  # that it knows by those
     counted_at: float = float("-inf")  # when it was sent all of them
+    host: str = ""  # see ``Hello.host``
     away: bool = False  # silent for too long; nothing is sent until it speaks
     unsent: list[RequestReturned] = field(default_factory=list[RequestReturned])  # what it must learn when it is back
 
@@ -167,6 +172,7 @@ class GatewayRequests:
         known.connection = message.connection
         self._by_peer[peer] = known
         known.last_seen = now
+        known.host = message.host
         known.away = False
         known.greeted = True
         return HelloResult(known, orphans, cut_off)
@@ -246,6 +252,16 @@ class GatewayRequests:
     def gateways(self) -> list[ConnectedGateway]:
         """The gateways that are connected now."""
         return [gateway for gateway in self._gateways.values() if not gateway.away]
+
+    def host_of(self, peer: bytes) -> str:
+        """The host of the gateway with this connection; empty where it has said none."""
+        gateway = self._by_peer.get(peer)
+        return "" if gateway is None else gateway.host
+
+    def hosts(self, now: float) -> int:
+        """How many hosts have gateways that speak to this worker."""
+        alive = {each.host for each in self._gateways.values() if now - each.last_seen < HOST_ALIVE_S}
+        return len(alive - {""})
 
     def all(self) -> list[GatewayRequest]:
         """Every request that somebody waits for."""

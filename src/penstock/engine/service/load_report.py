@@ -15,7 +15,7 @@ from penstock.engine.encoder_stage import EncoderCounters
 from penstock.kv.transfer.receiver import KvReceiver
 from penstock.telemetry.metrics import WORKER_COUNTERS, WORKER_MAXIMA
 from penstock.types import ModelIdentity, Role, WorkerState
-from penstock.wire.gateway_messages import RankReport, StepRates, WorkerReport
+from penstock.wire.gateway_messages import MAX_GATEWAY_HOSTS, RankReport, StepRates, WorkerReport
 
 log = logging.getLogger("penstock.worker")
 
@@ -118,7 +118,9 @@ class LoadReporter:
         counts["generation_tokens"] += tokens - 1
         counts["spec_accepted_tokens"] += tokens - 1
 
-    def report(self, *, asked: int, settled: bool, dropped_frames: int, peer_refusals: int = 0) -> WorkerReport:
+    def report(
+        self, *, asked: int, settled: bool, dropped_frames: int, peer_refusals: int = 0, gateway_hosts: int = 0
+    ) -> WorkerReport:
         """The worker as it is now.  ``asked``: requests that some gateway still waits for; ``settled``: the scheduler
         knows of all that are not asked for any more, so whatever is still owned then is lost."""
         scheduler, counts, store = self._scheduler, self._counts, self._sources.store
@@ -138,6 +140,7 @@ class LoadReporter:
             identity=self._identity,
             max_model_len=self._config.scheduler.max_model_len,
             cores=self._config.threads,
+            gateway_hosts=min(gateway_hosts, MAX_GATEWAY_HOSTS),
             steps=self.steps,
             step_s=self._step_s,
             running=load.running + load.awaiting + load.handing_over,

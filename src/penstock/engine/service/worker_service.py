@@ -58,6 +58,7 @@ from penstock.engine.service.lifecycle import Lifecycle
 from penstock.engine.service.load_report import LoadReporter, ReportSources
 from penstock.engine.service.migration import Migrations, migrated_item
 from penstock.engine.service.peer_links import PeerLinks
+from penstock.engine.service.rate_totals import RateDemandTotals
 from penstock.engine.service.readiness import PageWait, ReadinessGate, ReadinessSources
 from penstock.engine.service.remote_encoder import EncodeRequests
 from penstock.kv.transfer.events import HedgeWon, PagesAdvanced, PullFailed, PullGranted, TransferDone, TransferReleased
@@ -72,6 +73,7 @@ from penstock.wire.gateway_messages import (
     ConfirmRequests,
     Hello,
     PoisonRequests,
+    RateDemands,
     Recipient,
     RequestReturned,
     ReturnReason,
@@ -238,6 +240,7 @@ class WorkerService:
         self._mixed = hand_over.identity.mixed
         self._served = EncodeRequests(hand_over.identity, self._listener.send)
         self._verdicts = PoisonVerdicts()
+        self._demands = RateDemandTotals()
         self._awaited: list[tuple[ConnectedGateway, AwaitedStage]] = []  # what gateways asked about in this turn
         self.publisher = KvEventPublisher(
             config, scheduler.memory.prefix, self._listener, self._report_now, lower=lower_tiers
@@ -398,6 +401,7 @@ class WorkerService:
             settled=not self._events,
             dropped_frames=counters.malformed + counters.unsent,
             peer_refusals=counters.refused,
+            gateway_hosts=self._requests.hosts(self._clock.now()),
         )
 
     def begin_shutdown(self) -> None:
@@ -442,6 +446,8 @@ class WorkerService:
                 self._hello(peer, message, now)
             case EncodeImage():
                 self._served.encode(peer, message, self._images)
+            case RateDemands():
+                self._add_demands(peer, message, now)
             case AssignRole():
                 if self._requests.is_connected(peer):
                     self._assign(message, now)
@@ -476,6 +482,12 @@ class WorkerService:
             for gateway in self._requests.gateways():
                 if gateway.peer != peer:
                     self._listener.send(gateway.peer, PoisonRequests(digests=new))
+
+    def _add_demands(self, peer: bytes, message: RateDemands, now: float) -> None:
+        host = self._requests.host_of(peer)
+        if host:
+            hosts = self._requests.hosts(now)
+            self._listener.send(peer, self._demands.on_demands(host, message.demands, hosts, now))
 
     def _is_connected(self, peer: bytes) -> bool:
         """Whether this connection still exists.  The message sent to find out has no content."""
