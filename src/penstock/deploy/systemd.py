@@ -30,7 +30,8 @@ After=network-online.target
 StartLimitIntervalSec=0
 
 [Service]
-Type=exec
+Type=notify
+TimeoutStartSec=infinity
 User={user}
 Group={user}
 EnvironmentFile=-/etc/penstock/environment

@@ -12,11 +12,10 @@ import socket
 
 NOTIFY_SOCKET = "NOTIFY_SOCKET"
 READY = "READY=1"
-STOPPING = "STOPPING=1"
 
 
 def notify_service_manager(state: str) -> None:
-    """Send ``READY`` or ``STOPPING``, if there is a receiver."""
+    """Send a state such as ``READY``, if there is a receiver."""
     address = os.environ.get(NOTIFY_SOCKET, "")
     if address[:1] not in ("/", "@"):
         return
