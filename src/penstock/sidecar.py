@@ -18,7 +18,16 @@ import penstock
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4  # prctl(2)
 
-_SECRETS = frozenset({"PENSTOCK_API_KEY", "PENSTOCK_KV_KEY", "PENSTOCK_KV_REDIS", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
+_SECRETS = frozenset(
+    {
+        "PENSTOCK_API_KEY",
+        "PENSTOCK_KV_KEY",
+        "PENSTOCK_KV_REDIS",
+        "PENSTOCK_LIMITS_REDIS",
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+    }
+)
 _SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)($|_)|REDIS_URL")
 
 

@@ -125,6 +125,7 @@ def several_hosts(folder: Path, number: int, flags: Sequence[str] = ()) -> Itera
         yield Hosts(stack, folder, number, flags)
 
 
+@pytest.mark.long
 def test_gateways_of_two_hosts_divide_the_rate_of_a_tenant(tmp_path: Path) -> None:
     with several_hosts(tmp_path, 2) as hosts:
         began = time.monotonic()

@@ -18,7 +18,7 @@ from penstock.types import Qos
 from .streams import NullStreams
 
 
-def test_a_token_that_no_worker_made_ends_no_wait():
+async def test_a_token_that_no_worker_made_ends_no_wait():
     clock, limits = VirtualClock(), RequestLimits()
     admission = Admission(limits, clock)
     gate = LoadShedder(
@@ -29,7 +29,7 @@ def test_a_token_that_no_worker_made_ends_no_wait():
         scheduling=SchedulingConfig(),
         keys=StaticApiKeys(),
     )
-    with gate.admit(_nobody(), Qos(), [10, 0]) as visit:
+    with await gate.admit(_nobody(), Qos(), [10, 0]) as visit:
         visit.on_token(0, computed=False)
         visit.on_token(1, computed=False)
         assert (admission.requests, admission.usual_wait_s(0)) == (2, 1.0)
@@ -41,7 +41,7 @@ def test_a_token_that_no_worker_made_ends_no_wait():
         assert admission.usual_wait_s(0) > 1.0
 
 
-def test_long_prompts_that_are_read_gently_say_nothing_of_others():
+async def test_long_prompts_that_are_read_gently_say_nothing_of_others():
     clock, limits, streams = VirtualClock(), RequestLimits(), NullStreams()
     gate = LoadShedder(
         Admission(limits, clock),
@@ -53,13 +53,13 @@ def test_long_prompts_that_are_read_gently_say_nothing_of_others():
     )
     for _ in range(20):
         streams.foreseen = TtftForecast(wait_s=0.0, prefill_s=5.0)
-        with gate.admit(_nobody(), Qos(), [50_000]) as visit:
+        with await gate.admit(_nobody(), Qos(), [50_000]) as visit:
             clock.advance(40.0)
             visit.on_token(0)
-    with pytest.raises(Overloaded), gate.admit(_nobody(), Qos(max_wait_s=20.0), [50_000]):
+    with pytest.raises(Overloaded), await gate.admit(_nobody(), Qos(max_wait_s=20.0), [50_000]):
         pass
     streams.foreseen = TtftForecast(wait_s=0.0, prefill_s=0.5)
-    with gate.admit(_nobody(), Qos(max_wait_s=0.6), [5000]) as visit:
+    with await gate.admit(_nobody(), Qos(max_wait_s=0.6), [5000]) as visit:
         visit.on_token(0)
 
 

@@ -33,7 +33,7 @@ from penstock.api.idempotency import (
     parse_idempotency,
 )
 from penstock.api.key_permissions import card_names, check_model, visible_cards
-from penstock.api.load_shedding import LoadShedder, RateBuckets
+from penstock.api.load_shedding import ExactRates, LoadShedder, RateBuckets
 from penstock.api.multipart import FORM_BYTES
 from penstock.api.openai.pooling import PoolingResponseFormat, PoolingResponseHead, encode_pooling_response, pool_all
 from penstock.api.openai.transcriptions import TranscriptionResponse
@@ -93,6 +93,7 @@ class AppServices:
     metrics_type: str = "text/plain; version=0.0.4; charset=utf-8"
     keys: ApiKeys = field(default_factory=StaticApiKeys)
     buckets: RateBuckets | None = None  # of tenants' rates; None: of this process alone
+    exact_rates: ExactRates | None = None  # of tenants, over all hosts
     request_counts: RequestCounts = field(default_factory=LocalRequestCounts)  # of keys with a limit
     wall_time: Callable[[], float] = time.time  # Unix seconds, by which keys expire
     audit: AuditSink | None = None  # None: nothing is audited
@@ -156,6 +157,7 @@ class Endpoints:
             scheduling=behind.scheduling,
             keys=behind.keys,
             buckets=behind.buckets,
+            exact=behind.exact_rates,
         )
 
     def generation(
@@ -249,7 +251,7 @@ class Endpoints:
         async def work(exchange: HttpExchange, asked: JsonBody) -> None:
             if counted:
                 self._check_model(exchange, asked.body.get("model"))
-                self._shedder.count_request(exchange)
+                await self._shedder.count_request(exchange)
             else:
                 exchange.log_entry.detail = f"adapter={asked.body.get('lora_name')}"
             await exchange.send_response(200, _encode(await ask(asked.body)))
@@ -304,7 +306,7 @@ class Endpoints:
         span: Span,
     ) -> None:
         used = TokenUsage.of(prompt=prepared.tokens, completion=0, cached=0)
-        with self._shedder.admit(exchange, prepared.requests[0].qos, [prepared.tokens]) as admitted:
+        with await self._shedder.admit(exchange, prepared.requests[0].qos, [prepared.tokens]) as admitted:
             streams = with_span(span, self._behind.streams)
             pooled = await pool_all(streams, prepared, self._behind.limits.max_inputs_at_once)
             admitted.on_token(0)
@@ -332,7 +334,7 @@ class Endpoints:
         del context, request
         with (
             self._source(keyed, cached, head.id) as source,
-            self._shedder.admit(exchange, qos, _costs(prepared, cached, source.resume)) as admitted,
+            await self._shedder.admit(exchange, qos, _costs(prepared, cached, source.resume)) as admitted,
         ):
             response = ResponseStream(source.streams, prepared, admitted, source.resume)
             more = [*exchange.request_id_headers(name), *trace_response_header(span)]

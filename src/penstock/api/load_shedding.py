@@ -72,38 +72,90 @@ class LocalRateBuckets:
 
 
 @dataclass(frozen=True, slots=True)
-class _BucketRequest:
+class BucketCharge:
+    """What is to be taken from one bucket."""
+
     unit: str
-    size: int
+    size: int  # what the tenant may use in a minute
     amount: int
+
+
+class ExactRates(Protocol):
+    """Buckets outside of this host, that all hosts use (``launch.redis_rates``)."""
+
+    async def charge_buckets(
+        self, tenant: str, charges: Sequence[BucketCharge], filled: Sequence[float], *, force: bool = False
+    ) -> list[BucketLevel] | None:
+        """Takes all of the charges, if every bucket has as much or is full, or with ``force``; else none of them.
+
+        Returns the levels before; None where they cannot be reached now.  ``filled``: what a new bucket has, as a part
+        of its size.
+        """
+        ...
+
+    @property
+    def is_up(self) -> bool:
+        """Whether they can be reached, as far as known."""
+        ...
+
+    def charge_later(self, tenant: str, charge: BucketCharge, filled: float) -> None:
+        """Takes even what is not there, without waiting."""
+        ...
 
 
 class TenantRateLimiter:
     """One for an application."""
 
-    def __init__(self, clock: Clock, buckets: RateBuckets | None = None) -> None:
+    def __init__(self, clock: Clock, buckets: RateBuckets | None = None, exact: ExactRates | None = None) -> None:
+        """Charges ``exact`` while it can be reached, else ``buckets``, which follow meanwhile."""
         self._clock = clock
         self._buckets = LocalRateBuckets() if buckets is None else buckets
+        self._exact = exact
+
+    async def charge_request(self, tenant: Tenant, requests: int, tokens: int) -> None:
+        """As ``charge``, exact over all hosts where that is configured."""
+        asked = _charges(tenant, requests, tokens)
+        levels = None
+        if self._exact is not None and asked:
+            levels = await self._exact.charge_buckets(tenant.id, asked, self._filled(tenant, asked))
+        if levels is None:
+            self.charge(tenant, requests, tokens)
+            return
+        for each, level in zip(asked, levels, strict=True):
+            _check(each, level)
+        self._follow(tenant, asked)
+
+    def _filled(self, tenant: Tenant, asked: Sequence[BucketCharge]) -> list[float]:
+        """How full this host's own buckets are, from 0 to 1.  Counts the demand."""
+        with self._buckets.locked():
+            now = self._clock.now()
+            levels = [self._buckets.ask(tenant.id, each.unit, each.size, each.amount, now) for each in asked]
+        return [
+            min(1.0, max(0.0, level.left / (each.size * level.share)))
+            for each, level in zip(asked, levels, strict=True)
+        ]
+
+    def _follow(self, tenant: Tenant, asked: Sequence[BucketCharge]) -> None:
+        """Takes from this host's buckets, as far as they have it: should they be needed, they are not full again."""
+        with self._buckets.locked():
+            now = self._clock.now()
+            for each in asked:
+                left = self._buckets.ask(tenant.id, each.unit, each.size, 0, now).left
+                self._buckets.put(tenant.id, each.unit, min(left, max(0.0, left - each.amount)), now)
 
     def charge(self, tenant: Tenant, requests: int, tokens: int) -> None:
         """Charges a request.  Raises RateLimited, without charging.
 
         A request larger than a bucket is admitted when the bucket is full, and leaves it below zero.
         """
-        limits = (
-            ("requests", tenant.requests_per_minute, requests),
-            ("prompt tokens", tenant.tokens_per_minute, tokens),
-        )
-        asked = [_BucketRequest(unit, size, amount) for unit, size, amount in limits if size is not None]
+        asked = _charges(tenant, requests, tokens)
         if not asked:
             return
         with self._buckets.locked():
             now = self._clock.now()
             levels = [self._buckets.ask(tenant.id, each.unit, each.size, each.amount, now) for each in asked]
             for each, level in zip(asked, levels, strict=True):
-                lacking = min(each.amount, each.size * level.share) - level.left
-                if lacking > 0:
-                    raise _rate_limited(each, level, lacking)
+                _check(each, level)
             for each, level in zip(asked, levels, strict=True):
                 self._buckets.put(tenant.id, each.unit, level.left - each.amount, now)
 
@@ -112,13 +164,34 @@ class TenantRateLimiter:
         size = tenant.tokens_per_minute
         if size is None or not tokens:
             return
+        if self._exact is not None and self._exact.is_up:
+            charge = BucketCharge("prompt tokens", size, tokens)
+            (filled,) = self._filled(tenant, [charge])
+            self._exact.charge_later(tenant.id, charge, filled)
+            self._follow(tenant, [charge])
+            return
         with self._buckets.locked():
             now = self._clock.now()
             level = self._buckets.ask(tenant.id, "prompt tokens", size, tokens, now)
             self._buckets.put(tenant.id, "prompt tokens", level.left - tokens, now)
 
 
-def _rate_limited(asked: _BucketRequest, level: BucketLevel, lacking: float) -> RateLimited:
+def _charges(tenant: Tenant, requests: int, tokens: int) -> list[BucketCharge]:
+    limits = (
+        ("requests", tenant.requests_per_minute, requests),
+        ("prompt tokens", tenant.tokens_per_minute, tokens),
+    )
+    return [BucketCharge(unit, size, amount) for unit, size, amount in limits if size is not None]
+
+
+def _check(asked: BucketCharge, level: BucketLevel) -> None:
+    """Raises RateLimited if the bucket has too little and is not full."""
+    lacking = min(asked.amount, asked.size * level.share) - level.left
+    if lacking > 0:
+        raise _rate_limited(asked, level, lacking)
+
+
+def _rate_limited(asked: BucketCharge, level: BucketLevel, lacking: float) -> RateLimited:
     pace = asked.size * level.share / MINUTE_S
     retry_after = min(MAX_RETRY_AFTER_S, max(1, math.ceil(lacking / pace)))
     kind = "tokens" if asked.unit == "prompt tokens" else asked.unit
@@ -161,14 +234,15 @@ class LoadShedder:
         scheduling: SchedulingConfig,
         keys: ApiKeys,
         buckets: RateBuckets | None = None,
+        exact: ExactRates | None = None,
     ) -> None:
-        """``buckets`` of tenants' rates; None: of this process alone."""
+        """``buckets`` of tenants' rates; None: of this process alone.  ``exact``: as for ``TenantRateLimiter``."""
         self._limits = limits
         self._keys = keys
         self._admission = admission
         self._streams = streams
         self._levels = levels
-        self._rates = TenantRateLimiter(admission.clock, buckets)
+        self._rates = TenantRateLimiter(admission.clock, buckets, exact)
         self._waits_s = (scheduling.interactive_max_wait_s, scheduling.batch_max_wait_s)
         self._targets = (
             LatencyTarget(scheduling.interactive_ttft_ms / 1000, scheduling.interactive_tpot_ms / 1000),
@@ -192,16 +266,16 @@ class LoadShedder:
             waits_s=self._waits_s,
         )
 
-    def count_request(self, exchange: HttpExchange) -> None:
+    async def count_request(self, exchange: HttpExchange) -> None:
         """Charges a request that needs no worker.  Raises RateLimited."""
         tenant: Tenant = exchange.tenant or NO_TENANT
         try:
-            self._rates.charge(tenant, 1, 0)
+            await self._rates.charge_request(tenant, 1, 0)
         except CapacityError as error:
             self._levels.on_shed(tenant.classes[0], error.reason)
             raise
 
-    def admit(self, exchange: HttpExchange, qos: Qos, costs: Sequence[int]) -> AdmittedRequest:
+    async def admit(self, exchange: HttpExchange, qos: Qos, costs: Sequence[int]) -> AdmittedRequest:
         """The scope in which an HTTP request is served, to be entered at once.
 
         ``costs``: prompt tokens of each engine request, 0 for those that share a prompt; none where workers are not
@@ -216,7 +290,7 @@ class LoadShedder:
             bounded = self._keys.tenant_count > 1 or qos.service is not ServiceClass.INTERACTIVE
             permit = self._admission.admit(costs, party, bounded=bounded)
             try:
-                self._rates.charge(tenant, max(1, len(costs)), tokens)
+                await self._rates.charge_request(tenant, max(1, len(costs)), tokens)
             except BaseException:
                 permit.close()
                 raise

@@ -41,6 +41,7 @@ HTTP_FLAGS = (
     Flag("event-loop", "auto|uvloop|asyncio", "of the gateways (auto: uvloop if it is installed)"),
     Flag("api-key", "KEY", "clients must send it; PENSTOCK_API_KEY hides it from `ps`"),
     Flag("api-keys", "FILE", "keys of several tenants, from `penstock keys add`"),
+    Flag("limits-redis", "URL", "count tenants' rates in a Redis, exact over all hosts (docs/scheduling.md)"),
     Flag("audit-log", "FILE", "append refusals, operators' actions and changes of keys, as JSON (docs/security.md)"),
     Flag(
         "allowed-host",

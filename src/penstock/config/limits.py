@@ -165,6 +165,7 @@ class SchedulingConfig(Config, frozen=True, kw_only=True):
     contended_step_ms: Milliseconds = 10.0  # length of a prefill chunk while other tenants wait
     output_token_weight: Annotated[float, msgspec.Meta(gt=0)] = 2.0  # cost of an output token, in prompt tokens
     tenant_memory_s: Seconds = 10.0  # for which a tenant counts as active after its last request
+    limits_redis_s: Seconds = 0.25  # for --limits-redis to answer; then hosts divide rates until it is back
     max_tenants: Positive = 1024  # keys in the file of API keys
     metric_tenants: Annotated[int, msgspec.Meta(ge=0)] = 64  # with metrics of their own; the others are one label
 

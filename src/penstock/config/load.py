@@ -286,7 +286,7 @@ def _parse(key: str, kind: Any, given: _Given) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{given.source}: {error}") from None
     except msgspec.ValidationError as error:
-        shown = "" if key in ("api_key", "kv_redis") else f", got {given.value!r:.80}"
+        shown = "" if key in ("api_key", "kv_redis", "limits_redis") else f", got {given.value!r:.80}"
         known = f"; expected one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
         raise ConfigError(f"{given.source}: {_plain(error)}{shown}{known}") from None
 

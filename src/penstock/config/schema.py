@@ -195,6 +195,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
 
     name: str = "gateway-0"
     incarnation: int = 1
+    limits_redis: str | None = None  # URL of a Redis for tenants' rates
     rate_host: str = ""  # the same for gateways that share buckets of rates in memory; empty: none is shared
     host: str = "127.0.0.1"
     port: int = 8000
@@ -307,6 +308,7 @@ class ServeConfig(EngineSettings, frozen=True, kw_only=True):
     transfer: Literal["auto", "shm", "tcp", "curve", "nixl"] = "auto"
     api_key: str | None = None
     api_keys: str | None = None  # file of several keys, each of a tenant (`penstock keys add`)
+    limits_redis: str | None = None  # URL of a Redis for tenants' rates; None: hosts divide them
     allowed_host: tuple[str, ...] = ()  # Host names accepted without a key; "*": all
     tls_cert: str | None = None  # file of the certificate for HTTPS, PEM; None: HTTP in clear
     tls_key: str | None = None  # file of its private key

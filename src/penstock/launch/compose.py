@@ -74,6 +74,7 @@ from penstock.launch.processes import (
     incarnations_of_a_run,
     kv_layout,
 )
+from penstock.launch.redis_rates import check_url
 from penstock.launch.restart_policy import GATEWAY
 from penstock.launch.run_folder import RunFolder, ServiceRecord
 from penstock.launch.shared_rates import SharedRequestCounts, SharedTokenBuckets
@@ -400,6 +401,8 @@ def gateway_config(
     """The gateways' configuration as far as the settings decide it.  ``plan`` None: all workers are on other hosts."""
     check_key_file(config.api_keys, config.scheduling.max_tenants)
     warn_short_key(config.api_key)
+    if config.limits_redis is not None:
+        check_url(config.limits_redis)
     event_loop.event_loop_name(config.event_loop)
     split = not config.aggregated and spec.task.writes
     check_aliases(config.model_alias, (name, *(own.name for own in lora.adapters)))
@@ -427,6 +430,7 @@ def gateway_config(
         audit_log=check_audit_log(config.audit_log, config.audit),
         audit=config.audit,
         limits=config.limits,
+        limits_redis=config.limits_redis,
         scheduling=config.scheduling,
         failover=config.failover,
         routing=config.routing,

@@ -33,6 +33,7 @@ from penstock.launch import event_loop
 from penstock.launch.http_server import SWITCH_S, App, HttpServer, ProcessIo
 from penstock.launch.members.interface import Members
 from penstock.launch.members.registry import joined_members, open_members
+from penstock.launch.redis_rates import RedisRates
 from penstock.launch.remote_workers import RemoteWorkers
 from penstock.launch.shared_rates import SharedTokenBuckets
 from penstock.processing.pooling import PoolingModelProcessor, ServedPoolingModel
@@ -118,6 +119,7 @@ class GatewayServices:
     keys: ApiKeys
     audit: AuditSink | None
     unjoined: UnjoinedWorkers
+    exact_rates: RedisRates | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,12 +166,14 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
         fronted=config.fronted,
         on_change=audit.on_key_changes,
     )
+    exact = _exact_rates(config, metrics)
     services = GatewayServices(
         metrics=metrics,
         tracer=tracer,
         keys=keys,
         audit=audit.log,
         unjoined=lambda: (*joined.unjoined(), *(members.problems() if members else ())),
+        exact_rates=exact,
     )
     app = inherited.make_app(config, router, services)
     router.start()
@@ -181,16 +185,17 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
         side.append(asyncio.create_task(_watch_members(members, joined), name="members"))
     garbage = GarbageCollector(config.turns, router.open_requests)
     garbage.start()
-    collecting = asyncio.create_task(garbage.run(), name="garbage collection")
+    side.append(asyncio.create_task(garbage.run(), name="garbage collection"))
     try:
         # A restarted gateway first waits to hear of workers; at a service's start there are none yet.
         await http.serve(app, router.ready if config.incarnation > 1 else lambda: True)
     finally:
-        collecting.cancel()
         for task in side:
             task.cancel()
         await joined.close()
         await router.close()
+        if exact is not None:
+            await exact.close()
         transport.close()
         audit.close()
         if spans is not None:
@@ -209,6 +214,15 @@ def _follow_nodes(nodes: NodeKeys, router: RouterService, joined: RemoteWorkers,
     nodes.on_change.append(audit.on_node_changes)
     nodes.on_change.append(lambda changes: joined.leave_unaccepted(nodes.accepts_worker))
     router.admin.may_assign = nodes.may_assign
+
+
+def _exact_rates(config: GatewayConfig, metrics: Metrics) -> RedisRates | None:
+    if config.limits_redis is None:
+        return None
+    key, timeout_s = bytes.fromhex(config.event_key), config.scheduling.limits_redis_s
+    rates = RedisRates(config.limits_redis, key, timeout_s=timeout_s)
+    metrics.limits_redis_up = lambda: int(rates.is_up)
+    return rates
 
 
 async def _announce(config: GatewayConfig, router: RouterService, joined: RemoteWorkers) -> None:
@@ -281,6 +295,7 @@ def make_http_app(
             count_prefix_break=metrics.on_prefix_break,
             keys=keys,
             buckets=buckets,
+            exact_rates=services.exact_rates,
             request_counts=request_counts,
             audit=services.audit,
             event_key=bytes.fromhex(config.event_key),

@@ -291,6 +291,7 @@ DEADLINE_MISSES = _counter("deadline_misses", "Requests that waited as long as t
 ANSWERS_BY_TARGET = _counter("answers_by_target", "Complete answers, by which target they missed.", "class", "target")
 TENANT_REQUESTS = _counter("tenant_requests", "Requests that were answered.", "tenant")
 TENANT_TOKENS = _counter("tenant_tokens", "Tokens of those requests.", "tenant", "kind")
+LIMITS_REDIS_UP = _gauge("limits_redis_up", "1 while the Redis of --limits-redis answers.")
 RATE_LIMIT_HOSTS = _gauge("rate_limit_hosts", "Hosts with gateways, among which the rates of tenants are divided.")
 
 TARGETS = ("met", "ttft_missed", "tpot_missed", "both_missed")

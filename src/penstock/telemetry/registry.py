@@ -157,6 +157,7 @@ class Metrics:
         self.open_requests: Callable[[], int] = int
         self.audit_events_lost: Callable[[], int] = int
         self.rate_limit_hosts: Callable[[], int] = lambda: 1
+        self.limits_redis_up: Callable[[], int] = int
         self._dropped_frames: Callable[[], int] = int
         self._prefix_index: Callable[[], PrefixIndexStats] = PrefixIndexStats
         self._responses: Callable[[], ResponseCacheStats] = lambda: ResponseCacheStats({})
@@ -342,6 +343,7 @@ class Metrics:
             dropped_frames=self._dropped_frames(),
             audit_events_lost=self.audit_events_lost(),
             rate_limit_hosts=self.rate_limit_hosts(),
+            limits_redis_up=self.limits_redis_up(),
             prefix_index=self._prefix_index(),
             responses=self._responses(),
             spans=dict(self._spans()),
@@ -383,6 +385,7 @@ class Metrics:
             (names.RESPONSE_ENTRIES, responses.entries),
             (names.RESPONSE_BYTES, responses.memory_bytes),
             (names.RATE_LIMIT_HOSTS, seen.rate_limit_hosts),
+            (names.LIMITS_REDIS_UP, seen.limits_redis_up),
         ):
             gauge = self._gauge(family)
             gauge.add_metric([self._model], figure)
@@ -467,6 +470,7 @@ class _Seen:
     dropped_frames: int
     audit_events_lost: int
     rate_limit_hosts: int
+    limits_redis_up: int
     prefix_index: PrefixIndexStats
     responses: ResponseCacheStats
     spans: Mapping[str, int]

@@ -158,7 +158,7 @@ class TranscriptionResponse:
     ) -> None:
         """Transcribes the recording and sends the text, streamed or whole."""
         question = await source.language_request()
-        with self._gate.admit(exchange, qos, [source.tokens]) as visit:
+        with await self._gate.admit(exchange, qos, [source.tokens]) as visit:
             if question is not None:
                 source.set_language(await self._one_token(question, visit))
             transcript = Transcript(source)

@@ -1,0 +1,147 @@
+"""Exact rates of tenants, with a real Redis: over several hosts, and without it, stopped or emptied."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.store_rig import redis_server
+
+from penstock.api.auth import Tenant
+from penstock.api.load_shedding import TenantRateLimiter
+from penstock.clock import MonotonicClock
+from penstock.errors import ConfigError, RateLimited
+from penstock.launch.redis_rates import RedisRates, check_url
+from penstock.launch.shared_rates import SharedTokenBuckets
+
+redis = pytest.importorskip("redis", reason="the extra redis is not installed")
+
+ANN = Tenant(id="ann", requests_per_minute=30, tokens_per_minute=3000)
+TIMEOUT_S = 0.25
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    with redis_server(tmp_path) as url:
+        yield url
+
+
+@pytest.fixture
+def server(url: str) -> Iterator[Any]:
+    """A client beside those that are tested."""
+    client = redis.Redis.from_url(url)
+    yield client
+    client.close()
+
+
+class Host:
+    """The limiter of one host, one of two that share rates."""
+
+    def __init__(self, url: str) -> None:
+        self.exact = RedisRates(url, b"key", timeout_s=TIMEOUT_S)
+        self.buckets = SharedTokenBuckets(16, b"key")
+        with self.buckets.locked():
+            self.buckets.set_hosts(1, time.monotonic())  # it was there first
+            self.buckets.set_hosts(2, time.monotonic())
+        self.rates = TenantRateLimiter(MonotonicClock(), self.buckets, self.exact)
+
+    async def ask(self, tries: int, tokens: int = 0) -> int:
+        """How many of so many requests are admitted."""
+        admitted = 0
+        for _ in range(tries):
+            try:
+                await self.rates.charge_request(ANN, 1, tokens)
+            except RateLimited:
+                continue
+            admitted += 1
+        return admitted
+
+    async def wait_up(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not self.exact.is_up:  # noqa: ASYNC110 - a state of another task
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def hosts(url: str, number: int = 2) -> AsyncIterator[list[Host]]:
+    made = [Host(url) for _ in range(number)]
+    try:
+        yield made
+    finally:
+        for host in made:
+            await host.exact.close()
+
+
+async def test_all_hosts_together_admit_what_one_may_and_one_may_have_it_all(url: str) -> None:
+    async with hosts(url) as (one, other):
+        began = time.monotonic()
+        first = await asyncio.gather(*(host.ask(10) for host in (one, other)))
+        assert sum(first) == 20
+        rest = await one.ask(30) + await other.ask(30)
+        assert 10 <= rest <= 11 + (time.monotonic() - began) * 30 / 60
+
+
+async def test_tokens_of_completions_are_taken_even_if_they_are_not_there(url: str, server: Any) -> None:
+    async with hosts(url) as (one, other):
+        assert await one.ask(1, tokens=1000) == 1
+        one.rates.charge_completion(ANN, 5000)
+        await asyncio.gather(*one.exact._pending)
+        with pytest.raises(RateLimited, match=r"may use 3000 tokens a minute. 0 are left"):
+            await other.rates.charge_request(ANN, 1, 10)
+        assert all(b"ann" not in name for name in server.keys("penstock:rate:*"))
+        assert all(0 < server.ttl(name) <= 200 for name in server.keys("penstock:rate:*"))
+
+
+async def test_while_redis_is_stopped_hosts_fall_back_to_shares_never_to_none(url: str, server: Any) -> None:
+    async with hosts(url, 1) as (host,):
+        assert await host.ask(10) == 10
+        pid = server.info("server")["process_id"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            more = await host.ask(30)
+            assert time.monotonic() - began < TIMEOUT_S + 5.0, "only the first waits for it"
+            assert 5 <= more <= 6 + (time.monotonic() - began) * 15 / 60, "its half of the rate, less what it had"
+            assert not host.exact.is_up
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await host.wait_up()
+        assert await host.ask(1) == 1
+        assert host.exact.is_up
+
+
+async def test_a_redis_that_has_lost_its_memory_gives_no_second_minutes_worth(url: str, server: Any) -> None:
+    async with hosts(url, 1) as (host,):
+        began = time.monotonic()
+        assert await host.ask(31) >= 30
+        server.flushall()
+        assert await host.ask(30) <= 1 + (time.monotonic() - began) * 30 / 60
+
+
+async def test_a_request_that_is_refused_takes_nothing(url: str) -> None:
+    async with hosts(url, 1) as (host,):
+        assert await host.ask(1, tokens=2500) == 1
+        assert await host.ask(20, tokens=1000) == 0
+        assert await host.ask(29, tokens=1) == 29
+
+
+async def test_what_is_no_bucket_is_as_good_as_no_redis(url: str, server: Any) -> None:
+    async with hosts(url, 1) as (host,):
+        assert await host.ask(1) == 1
+        for name in server.keys("penstock:rate:*"):
+            server.set(name, b"not a hash")
+        assert await host.ask(30) <= 15
+        assert not host.exact.is_up
+
+
+def test_a_bad_url_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="--limits-redis"):
+        check_url("http://here")
