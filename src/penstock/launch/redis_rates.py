@@ -1,8 +1,8 @@
 """Token buckets of tenants' rates in a Redis: exact over all hosts that use it.
 
 One call of a script takes from all buckets of a request or from none, by Redis' own clock.  A bucket that Redis does
-not have begins as full as this host's own share of it (``shared_rates``), so a Redis that has lost its memory gives no
-tenant a second minute's worth.  A bucket expires when it would be full again.
+not have begins as full as this host's own share of it (``shared_rates``), and after an outage none is fuller than that:
+neither lost memory nor an outage gives a tenant a second minute's worth.  A bucket expires when it would be full again.
 
 While Redis does not answer in time, requests are charged to the shares at once and are not held up; Redis is tried
 again every ``RETRY_S``.  A script that ran although its answer came too late charges a request in both places.
@@ -39,26 +39,31 @@ local t = redis.call('TIME')
 local now = t[1] + t[2] / 1000000
 local left, enough, answer = {}, true, {}
 for i, key in ipairs(KEYS) do
-  local size, amount, full = tonumber(ARGV[3*i-1]), tonumber(ARGV[3*i]), tonumber(ARGV[3*i+1])
+  local size, amount, full = tonumber(ARGV[3*i]), tonumber(ARGV[3*i+1]), tonumber(ARGV[3*i+2])
   local known = redis.call('HMGET', key, 'left', 'at')
   left[i] = size * full
   if known[1] then
     left[i] = math.min(size, tonumber(known[1]) + math.max(0, now - tonumber(known[2])) * size / 60)
   end
+  if ARGV[2] == '1' then
+    left[i] = math.min(left[i], size * full)
+  end
   enough = enough and left[i] >= math.min(size, amount)
   answer[i] = string.format('%.6f', left[i])
 end
-if enough or ARGV[1] == '1' then
+enough = enough or ARGV[1] == '1'
+if enough or ARGV[2] == '1' then
   for i, key in ipairs(KEYS) do
-    local size = tonumber(ARGV[3*i-1])
-    local rest = left[i] - tonumber(ARGV[3*i])
+    local size = tonumber(ARGV[3*i])
+    local rest = left[i] - (enough and tonumber(ARGV[3*i+1]) or 0)
     redis.call('HSET', key, 'left', string.format('%.6f', rest), 'at', string.format('%.6f', now))
     redis.call('PEXPIRE', key, math.ceil((size - rest) / size * 60000) + 1000)
   end
 end
 return answer
 """
-"""ARGV: whether to take even what is not there; of each bucket its size, the amount, and how full a new one is."""
+"""ARGV: whether to take even what is not there; whether a bucket may be no fuller than here; of each bucket its size,
+the amount, and how full it is here."""
 
 
 class RedisRates:
@@ -87,6 +92,7 @@ class RedisRates:
         self._key = blake2b(key, digest_size=32).digest()
         self._timeout_s = timeout_s
         self._pending: set[asyncio.Task[Any]] = set()
+        self._charged: set[str] | None = None  # tenants, since Redis was back; None: it was never away
         self._returning: asyncio.Task[None] | None = None  # while Redis is away
 
     @property
@@ -99,7 +105,7 @@ class RedisRates:
     ) -> list[BucketLevel] | None:
         if not self.is_up:
             return None
-        words: list[int | float] = [int(force)]
+        words: list[int | float] = [int(force), int(self._is_first_since_return(tenant))]
         for charge, part in zip(charges, filled, strict=True):
             words += [charge.size, charge.amount, part]
         name = blake2b(tenant.encode(), digest_size=16, key=self._key).hexdigest()
@@ -111,6 +117,13 @@ class RedisRates:
         except self._failures as error:
             self._on_failure(error)
             return None
+
+    def _is_first_since_return(self, tenant: str) -> bool:
+        """What hosts admitted while Redis was away is not counted there, so its buckets may be too full."""
+        if self._charged is None or tenant in self._charged:
+            return False
+        self._charged.add(tenant)
+        return True
 
     def charge_later(self, tenant: str, charge: BucketCharge, filled: float) -> None:
         if self.is_up and len(self._pending) < MAX_PENDING:
@@ -140,6 +153,7 @@ class RedisRates:
                 break
             except self._failures:
                 continue
+        self._charged = set()
         self._returning = None
         log_event(log, logging.INFO, "--limits-redis is back: rates are exact")
 

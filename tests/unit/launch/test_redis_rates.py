@@ -114,8 +114,24 @@ async def test_while_redis_is_stopped_hosts_fall_back_to_shares_never_to_none(ur
         finally:
             os.kill(pid, signal.SIGCONT)
         await host.wait_up()
-        assert await host.ask(1) == 1
+        await host.ask(1)
         assert host.exact.is_up
+
+
+async def test_what_hosts_admit_while_redis_is_away_is_not_admitted_again_when_it_is_back(
+    url: str, server: Any
+) -> None:
+    async with hosts(url, 1) as (host,):
+        began = time.monotonic()
+        pid = server.info("server")["process_id"]
+        assert await host.ask(1) == 1
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert await host.ask(30) >= 13
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await host.wait_up()
+        assert await host.ask(30) <= 1 + (time.monotonic() - began) * 30 / 60
 
 
 async def test_a_redis_that_has_lost_its_memory_gives_no_second_minutes_worth(url: str, server: Any) -> None:
