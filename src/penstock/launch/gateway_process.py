@@ -159,13 +159,7 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
         _follow_nodes(inherited.keys, router, joined, audit)
     metrics.audit_events_lost = audit.lost
     metrics.rate_limit_hosts = lambda: inherited.rates.hosts
-    keys = load_api_keys(
-        config.api_key,
-        config.api_keys,
-        config.scheduling,
-        fronted=config.fronted,
-        on_change=audit.on_key_changes,
-    )
+    keys = _load_keys(config, audit)
     exact = _exact_rates(config, metrics)
     services = GatewayServices(
         metrics=metrics,
@@ -201,6 +195,16 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
         if spans is not None:
             spans.close()
     return 0
+
+
+def _load_keys(config: GatewayConfig, audit: ProcessAudit) -> ApiKeys:
+    return load_api_keys(
+        config.api_key,
+        config.api_keys,
+        config.scheduling,
+        fronted=config.fronted,
+        on_change=audit.on_key_changes,
+    )
 
 
 def _on_refused(refusal: PeerRefusal, metrics: Metrics, audit: ProcessAudit) -> None:
