@@ -38,7 +38,7 @@ class Host:
         self._town = town
         self.router = RouterService(
             GatewayConfig(name=f"host-{number}", model_name="null", rate_host=self.buckets.host),
-            connect=lambda endpoint: CountedLink(town.stage.hub.connect_async(endpoint), self._count),  # type: ignore[arg-type, return-value]
+            connect=self._connect,  # type: ignore[arg-type]
             clock=self.clock,
             suspect=lambda _: None,
             rates=self.buckets,
@@ -51,6 +51,9 @@ class Host:
         self.router.on_supervisor(
             WorkerUp(worker=WorkerId(name), incarnation=1, role=Role.BOTH, pid=1, endpoint=endpoint)
         )
+
+    def _connect(self, endpoint: str, *, worker: str = "") -> CountedLink:
+        return CountedLink(self._town.stage.hub.connect_async(endpoint, worker=worker), self._count)
 
     def _count(self) -> None:
         self.received += 1

@@ -27,8 +27,8 @@ from penstock.errors import ConfigError
 from penstock.http_client import HttpStreamClient, StreamError
 from penstock.types import WorkerState
 from penstock.wire.codec import version_reason
-from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.gateway_messages import Hello, WorkerReport
+from penstock.wire.node_keys import HostKeys, NodeKeys, load_host_keys
 from penstock.wire.zeromq import ZmqTransport
 
 EPILOG = """\
@@ -98,6 +98,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     which.add_argument("--ready", action="store_true", help="whether requests can be sent there")
     which.add_argument("--live", action="store_true", help="whether it makes progress (default)")
     parser.add_argument("--keys", type=Path, metavar="DIR", help="the deployment's keys, for workers")
+    parser.add_argument("--node", default="", metavar="NAME", help="whose keys, if DIR has a folder for each node")
     parser.add_argument(
         "--timeout-s",
         type=float,
@@ -148,7 +149,7 @@ async def _gateway_problem(url: str, path: str, timeout_s: float) -> str | None:
 
 def worker_problem(endpoint: str, keys: Path, args: argparse.Namespace) -> str | None:
     """Why the worker at ``endpoint`` is not ready, or not alive."""
-    report = request_report(endpoint, CurveKeys.load(keys.expanduser()), args.timeout_s)
+    report = request_report(endpoint, load_host_keys(keys.expanduser(), args.node), args.timeout_s)
     if isinstance(report, str):
         return report
     if args.ready:
@@ -159,16 +160,16 @@ def worker_problem(endpoint: str, keys: Path, args: argparse.Namespace) -> str |
     return verdict.problem
 
 
-def request_report(endpoint: str, keys: CurveKeys, timeout_s: float) -> WorkerReport | str:
+def request_report(endpoint: str, keys: HostKeys, timeout_s: float) -> WorkerReport | str:
     """The report of the worker at ``endpoint``, or why there is none.  Raises ConfigError for what is no endpoint."""
     transport = ZmqTransport(keys)
     try:
         link = transport.connect(endpoint)
-        hello = Hello(gateway=f"probe-{secrets.token_hex(8)}", incarnation=1, discovery=True)
+        owner = f"{keys.node}-" if isinstance(keys, NodeKeys) else ""
+        hello = Hello(gateway=f"{owner}probe-{secrets.token_hex(8)}", incarnation=1, discovery=True)
         deadline = time.monotonic() + timeout_s
-        asked = False
         while (left := deadline - time.monotonic()) > 0:
-            asked = asked or link.send(hello)
+            link.send(hello)  # again: the key of another node's worker is found by trying, and what was sent is lost
             transport.wait(min(left, AGAIN_S), [link])
             received = link.recv()
             if received is not None and isinstance(received.message, WorkerReport):

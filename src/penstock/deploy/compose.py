@@ -85,7 +85,7 @@ def _service(
     scheme = "https" if config.tls_cert else "http"
     targets = [f"tcp://127.0.0.1:{port}" for _, _, port in node.members()]
     targets += [f"{scheme}://127.0.0.1:{HTTP_PORT}"] if node.gateways else []
-    keys = ["--keys", KEYS_PATH] if node.workers else []
+    keys = ["--keys", KEYS_PATH, "--node", node.name] if node.workers else []
     service: dict[str, Any] = {
         "image": image,
         "command": ["node", FLEET_PATH, "--name", node.name],

@@ -86,7 +86,7 @@ def connected(address: str | None) -> Iterator[RayCluster]:
     try:
         within(INIT_S, init, f"the Ray cluster at {where} does not answer")
     except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ConfigError(
             f"no Ray cluster at {where}: {reason}; start one on this host with `ray start`, or name it with --address"
         ) from None

@@ -90,11 +90,15 @@ class RefusalLog:
 
 
 def request_refusal(message: PeerMessage, public: bytes, keys: NodeKeys) -> PeerRefusal | None:
-    """Why a worker of this node must not handle a message from the holder of this key; None: it may."""
+    """Why a worker of this node must not handle a message from the holder of this key; None: it may.
+
+    A node may always ask its own workers how they are, as ``penstock probe`` does.
+    """
     kind, node = type(message).__name__, keys.sender(public)
     if node is None:
         return _no_sender(public, keys, kind)
-    if not any(node.may(right) for right in NEEDED.get(type(message), ())):
+    probes = isinstance(message, Hello) and message.discovery and node.name == keys.node
+    if not probes and not any(node.may(right) for right in NEEDED.get(type(message), ())):
         return PeerRefusal(NO_RIGHT, node.name, kind)
     if isinstance(message, Hello) and not keys.owns(node, message.gateway):
         return PeerRefusal(FOREIGN_NAME, node.name, kind)
