@@ -28,6 +28,7 @@ PATH = "/v1/completions"
 SHORT = {"model": "storyteller", "prompt": "Once", "max_tokens": 1}
 LONG = {"model": "storyteller", "prompt": "Once", "max_tokens": 1900, "n": 16, "ignore_eos": True, "stream": True}
 FLAGS = ["--aggregated", "--gateways", "2", "--api-key", "sk-of-the-test"]
+ADMITTED = b"HTTP/1.1 200"
 AUDIT = "[audit]\nmax_queued_audit_events = 10\nrefusal_window_s = 0.5\n"
 
 
@@ -64,8 +65,25 @@ def code_of(answer: httpx.Response) -> tuple[int, str]:
 
 
 def begin_stream(server: PenstockServer, key: str) -> socket.socket:
-    """A request of which nothing is read."""
-    made = socket.create_connection(("127.0.0.1", server.port))
+    """A request that was admitted, and of which nothing more is read.
+
+    Sent again while the place of the request before it, which has been answered, is not free yet.
+    """
+    made: list[socket.socket] = []
+
+    def admitted() -> bool:
+        made.append(send_stream(server, key))
+        if made[-1].recv(len(ADMITTED), socket.MSG_WAITALL) == ADMITTED:
+            return True
+        made.pop().close()
+        return False
+
+    server.wait_for(admitted, PATIENCE_S, "admitted")
+    return made[0]
+
+
+def send_stream(server: PenstockServer, key: str) -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     raw = json.dumps(LONG).encode()
     head = (
         f"POST {PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
