@@ -1,8 +1,8 @@
 """Verdicts on requests that crash workers, as gateways share them through workers.
 
 A gateway fails a request that has ended ``poison_deaths`` workers (``router.poison``) and tells all workers its digest.
-Workers pass it on to the other gateways, and to those that come later, which refuse the same request at once: whoever
-sends it again, through whatever gateway, ends no further workers.
+Workers pass it on to the other gateways, and to those that come later, which refuse the same request at once: a client
+that sends it again, through any gateway, ends no further workers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VERDICT_S = 600.0
 
 
 def request_digest(request: ValidRequest) -> bytes:
-    """What makes two requests the same for a worker, whoever sends them: all but their seeds.  ``DIGEST_BYTES``."""
+    """What makes two requests the same for a worker: all but their seeds.  ``DIGEST_BYTES``."""
     digest = blake3(bytes(request.prompt))
     rest = (
         msgspec.structs.replace(request.sampling, seed=0),
