@@ -57,6 +57,7 @@ from penstock.config.schema import (
 )
 from penstock.errors import ConfigError, KernelError
 from penstock.kernels.select import available_families, decoding_families
+from penstock.kv.store.redis_tier import check_redis_url
 from penstock.launch import draft_model, event_loop
 from penstock.launch.draft_model import extra_weights
 from penstock.launch.gpu_probe import gpu_report
@@ -74,7 +75,6 @@ from penstock.launch.processes import (
     incarnations_of_a_run,
     kv_layout,
 )
-from penstock.launch.redis_rates import check_url
 from penstock.launch.restart_policy import GATEWAY
 from penstock.launch.run_folder import RunFolder, ServiceRecord
 from penstock.launch.shared_rates import SharedRequestCounts, SharedTokenBuckets
@@ -402,7 +402,7 @@ def gateway_config(
     check_key_file(config.api_keys, config.scheduling.max_tenants)
     warn_short_key(config.api_key)
     if config.limits_redis is not None:
-        check_url(config.limits_redis)
+        check_redis_url(config.limits_redis, "--limits-redis")
     event_loop.event_loop_name(config.event_loop)
     split = not config.aggregated and spec.task.writes
     check_aliases(config.model_alias, (name, *(own.name for own in lora.adapters)))

@@ -17,8 +17,8 @@ from hashlib import blake2b
 from typing import Any
 
 from penstock.api.load_shedding import BucketCharge
-from penstock.errors import ConfigError
 from penstock.interfaces import BucketLevel
+from penstock.kv.store.redis_tier import check_redis_url
 from penstock.telemetry.log import log_event
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,6 @@ MAX_CONNECTIONS = 64
 MAX_PENDING = 1024
 """Completions whose charge is under way; more are charged to the shares only."""
 
-_MISSING = "--limits-redis needs the package redis: pip install 'penstock[redis]'"
 
 _SCRIPT = """
 local t = redis.call('TIME')
@@ -74,7 +73,7 @@ class RedisRates:
 
         Raises ConfigError for a bad URL, or without the library.
         """
-        check_url(url)
+        check_redis_url(url, "--limits-redis")
         import redis
         import redis.asyncio
         from redis.asyncio.retry import Retry
@@ -156,15 +155,3 @@ class RedisRates:
         self._charged = set()
         self._returning = None
         log_event(log, logging.INFO, "--limits-redis is back: rates are exact")
-
-
-def check_url(url: str) -> None:
-    """Raises ConfigError for a bad URL, or without the library."""
-    try:
-        import redis
-    except ImportError:
-        raise ConfigError(_MISSING) from None
-    try:
-        redis.Redis.from_url(url).close()
-    except ValueError as error:
-        raise ConfigError(f"--limits-redis: {error}") from None

@@ -18,7 +18,7 @@ from penstock.api.auth import Tenant
 from penstock.api.load_shedding import TenantRateLimiter
 from penstock.clock import MonotonicClock
 from penstock.errors import ConfigError, RateLimited
-from penstock.launch.redis_rates import RedisRates, check_url
+from penstock.launch.redis_rates import RedisRates
 from penstock.launch.shared_rates import SharedTokenBuckets
 
 redis = pytest.importorskip("redis", reason="the extra redis is not installed")
@@ -160,4 +160,4 @@ async def test_what_is_no_bucket_is_as_good_as_no_redis(url: str, server: Any) -
 
 def test_a_bad_url_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="--limits-redis"):
-        check_url("http://here")
+        RedisRates("http://here", b"key", timeout_s=TIMEOUT_S)

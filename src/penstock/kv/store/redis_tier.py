@@ -19,7 +19,18 @@ _PREFIX = b"penstock:kv:1:"
 _HEAD_BYTES = PROOF_BYTES
 _ASKED_AT_ONCE = 512
 CONNECT_S = 1.0
-_MISSING = "--kv-redis needs the package redis: pip install 'penstock[redis]'"
+
+
+def check_redis_url(url: str, flag: str) -> None:
+    """Raises ConfigError for a bad URL of this flag, or without the library."""
+    try:
+        import redis
+    except ImportError:
+        raise ConfigError(f"{flag} needs the package redis: pip install 'penstock[redis]'") from None
+    try:
+        redis.Redis.from_url(url).close()
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 class RedisTier(KvTier):
@@ -32,7 +43,7 @@ class RedisTier(KvTier):
 
     def __init__(self, url: str, seal: AnyEnvelope, *, timeout_s: float, expire_s: float) -> None:
         """Connects at the first use.  Raises ConfigError for a bad URL, or without the library."""
-        self.check(url)
+        check_redis_url(url, "--kv-redis")
         import redis
         from redis.backoff import NoBackoff
         from redis.retry import Retry
@@ -48,18 +59,6 @@ class RedisTier(KvTier):
         self._expire_ms = int(expire_s * 1000)
         self._page_bytes = seal.layout.page_bytes
         self._names = _PREFIX + identity_digest(seal.identity, seal.layout)[:16] + seal.kind.encode()
-
-    @staticmethod
-    def check(url: str) -> None:
-        """Raises ConfigError for a bad URL, or without the library."""
-        try:
-            import redis
-        except ImportError:
-            raise ConfigError(_MISSING) from None
-        try:
-            redis.Redis.from_url(url).close()
-        except ValueError as error:
-            raise ConfigError(f"--kv-redis: {error}") from None
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         """False for all keys behind the first missing one."""

@@ -22,7 +22,7 @@ from penstock.kv.store.envelope import AnyEnvelope, PageEnvelope, check_cipher, 
 from penstock.kv.store.mooncake.tier import MooncakeConfig, MooncakeTier
 from penstock.kv.store.page_index import index_bytes
 from penstock.kv.store.peer_tier import PeerTier
-from penstock.kv.store.redis_tier import RedisTier
+from penstock.kv.store.redis_tier import RedisTier, check_redis_url
 from penstock.kv.store.slab_tier import SlabFile, SlabTier, slab_head
 from penstock.kv.store.tier import FinalPage, KvTier, PageKey
 from penstock.kv.store.tier_worker import (
@@ -202,7 +202,7 @@ def check_store_config(config: KvStoreConfig) -> None:
         read_key(Path(config.key_file))
         check_cipher()
     if config.redis is not None:
-        RedisTier.check(config.redis)
+        check_redis_url(config.redis, "--kv-redis")
     if config.mooncake is not None:
         MooncakeTier.check(config.mooncake)
         log.warning(

@@ -9,7 +9,6 @@ stays in use.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +18,7 @@ import msgspec
 from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
 from penstock.launch.members.daemon_thread import call_in_daemon_thread
-from penstock.launch.members.interface import Member, MembersHandler, MembersProblem, check_tcp_endpoint
-
-log = logging.getLogger(__name__)
+from penstock.launch.members.interface import Member, MembersHandler, MembersProblem, SourceProblem, check_tcp_endpoint
 
 
 class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +51,7 @@ class FileMembers:
         self._path = path
         self._limits = limits
         self._raw: bytes | None = None  # that was read last
-        self._problem: str | None = None
+        self._problem = SourceProblem(str(path))
 
     async def watch(self, tell: MembersHandler) -> None:
         self._raw = None
@@ -65,7 +62,7 @@ class FileMembers:
             await asyncio.sleep(self._limits.file_poll_s)
 
     def problems(self) -> Sequence[MembersProblem]:
-        return () if self._problem is None else ((str(self._path), self._problem),)
+        return () if self._problem.text is None else ((str(self._path), self._problem.text),)
 
     def _read(self) -> bytes | OSError:
         """Blocks, on a network file system perhaps for long."""
@@ -79,7 +76,7 @@ class FileMembers:
         """The members, if they are others than those that were read last."""
         if isinstance(found, OSError):
             self._raw = None
-            self._note((found.strerror or str(found)).lower())
+            self._problem.note((found.strerror or str(found)).lower())
             return None
         if found == self._raw:
             return None
@@ -87,16 +84,7 @@ class FileMembers:
         try:
             members = parse_members(found, self._limits)
         except ConfigError as error:
-            self._note(str(error))
+            self._problem.note(str(error))
             return None
-        self._note(None)
+        self._problem.note(None)
         return members
-
-    def _note(self, problem: str | None) -> None:
-        if problem == self._problem:
-            return
-        self._problem = problem
-        if problem is None:
-            log.info("the members in %s are read again", self._path)
-        else:
-            log.warning("members are not read from %s, the last good ones stay: %s", self._path, problem)

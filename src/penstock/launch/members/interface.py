@@ -7,6 +7,7 @@ Members say where to look.  Whether a worker is there, which one, and whether it
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import Annotated, Protocol, TypeAlias
 
@@ -15,6 +16,8 @@ import msgspec
 from penstock.errors import ConfigError
 from penstock.wire.supervisor_messages import Labels
 from penstock.wire.zeromq import check_endpoint
+
+log = logging.getLogger(__name__)
 
 MAX_NAME_CHARS = 253
 MAX_ENDPOINT_CHARS = 300
@@ -50,6 +53,25 @@ class Members(Protocol):
     def problems(self) -> Sequence[MembersProblem]:
         """What is wrong now.  The last good set stays in use meanwhile."""
         ...
+
+
+class SourceProblem:
+    """Why a source of members cannot be read, logged once, and its end, too.  The last good members stay meanwhile."""
+
+    def __init__(self, source: str) -> None:
+        """``source``: how the log calls it."""
+        self._source = source
+        self.text: str | None = None  # None: it can be read
+
+    def note(self, text: str | None) -> None:
+        """What is wrong now; None: nothing."""
+        if text == self.text:
+            return
+        self.text = text
+        if text is None:
+            log.info("the members in %s are read again", self._source)
+        else:
+            log.warning("members are not read from %s, the last good ones stay: %s", self._source, text)
 
 
 class StaticMembers:

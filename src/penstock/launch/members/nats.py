@@ -20,7 +20,7 @@ import msgspec
 from penstock.clock import Clock
 from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
-from penstock.launch.members.interface import Member, MembersHandler, MembersProblem, check_tcp_endpoint
+from penstock.launch.members.interface import Member, MembersHandler, MembersProblem, SourceProblem, check_tcp_endpoint
 
 if TYPE_CHECKING:
     from nats.js.kv import KeyValue
@@ -50,7 +50,7 @@ class NatsMembers:
         self._members: dict[str, Member] = {}  # the last good ones, by key
         self._is_told = False  # of those
         self._invalid: dict[str, str] = {}  # why a key's value is not used
-        self._problem: str | None = None
+        self._problem = SourceProblem(f"{self._url}/{self._bucket}")
 
     async def watch(self, tell: MembersHandler) -> None:
         self._is_told = False
@@ -59,15 +59,15 @@ class NatsMembers:
                 async with asyncio.timeout(self._limits.nats_relist_s + 5 * self._limits.nats_check_s):
                     await self._session(tell)
             except TimeoutError:
-                self._note("it does not answer")
+                self._problem.note("it does not answer")
             except Exception as error:  # noqa: BLE001 - nats-py raises many kinds, OSError and its own among them
-                self._note(str(error) or type(error).__name__)
-            if self._problem is not None:
+                self._problem.note(str(error) or type(error).__name__)
+            if self._problem.text is not None:
                 await asyncio.sleep(self._limits.nats_check_s)
 
     def problems(self) -> Sequence[MembersProblem]:
         where = f"nats:{self._url}/{self._bucket}"
-        own = () if self._problem is None else ((where, self._problem),)
+        own = () if self._problem.text is None else ((where, self._problem.text),)
         return (*own, *((f"{where} {key}", reason) for key, reason in sorted(self._invalid.items())))
 
     async def _session(self, tell: MembersHandler) -> None:
@@ -106,7 +106,7 @@ class NatsMembers:
                 self._apply(entry, found, invalid)
             elif not listed:  # these were all keys that there are
                 listed = True
-                self._note(None)
+                self._problem.note(None)
             if listed:
                 self._invalid = invalid
                 if found != self._members or not self._is_told:
@@ -129,18 +129,6 @@ class NatsMembers:
                 found[key] = before
         if len(found) + len(invalid) > 2 * self._limits.max_members or len(found) > self._limits.max_members:
             raise ConfigError(f"the bucket has more keys than max_members, {self._limits.max_members}")
-
-    def _note(self, problem: str | None) -> None:
-        """Log it once."""
-        if problem == self._problem:
-            return
-        self._problem = problem
-        if problem is None:
-            log.info("the members in %s/%s are read again", self._url, self._bucket)
-        else:
-            log.warning(
-                "members are not read from %s/%s, the last good ones stay: %s", self._url, self._bucket, problem
-            )
 
     def _credentials(self) -> dict[str, Any]:
         """Raises ConfigError."""

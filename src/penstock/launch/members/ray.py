@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -18,9 +17,7 @@ import msgspec
 from penstock import sidecar
 from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
-from penstock.launch.members.interface import Member, MembersHandler, MembersProblem, check_tcp_endpoint
-
-log = logging.getLogger(__name__)
+from penstock.launch.members.interface import Member, MembersHandler, MembersProblem, SourceProblem, check_tcp_endpoint
 
 
 class RayQuestion(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +46,7 @@ class RayMembers:
         self._fleet = fleet
         self._limits = limits
         self._members: tuple[Member, ...] | None = None  # the last good ones
-        self._problem: str | None = None
+        self._problem = SourceProblem(f"ray:{fleet}")
 
     async def watch(self, tell: MembersHandler) -> None:
         self._members = None
@@ -57,11 +54,11 @@ class RayMembers:
             try:
                 await self._session(tell)
             except (OSError, ValueError, ConfigError, msgspec.DecodeError) as error:
-                self._note(str(error) or type(error).__name__)
+                self._problem.note(str(error) or type(error).__name__)
             await asyncio.sleep(self._limits.ray_poll_s)
 
     def problems(self) -> Sequence[MembersProblem]:
-        return () if self._problem is None else ((f"ray:{self._fleet}", self._problem),)
+        return () if self._problem.text is None else ((f"ray:{self._fleet}", self._problem.text),)
 
     async def _session(self, tell: MembersHandler) -> None:
         """Until the child ends or is silent.  Raises OSError, ValueError, ConfigError, DecodeError."""
@@ -94,9 +91,9 @@ class RayMembers:
             except TimeoutError:
                 raise ConfigError("Ray does not answer") from None
             if not line:
-                raise ConfigError(self._problem or "the process that asks Ray has ended")
+                raise ConfigError(self._problem.text or "the process that asks Ray has ended")
             answer = msgspec.json.decode(line, type=RayAnswer)
-            self._note(answer.problem)
+            self._problem.note(answer.problem)
             if answer.problem is None:
                 members = self._checked(answer.members)
                 if members != self._members:
@@ -110,13 +107,3 @@ class RayMembers:
         for member in members:
             check_tcp_endpoint(member.endpoint, member.name)
         return tuple({member.endpoint: member for member in members}.values())
-
-    def _note(self, problem: str | None) -> None:
-        """Log it once."""
-        if problem == self._problem:
-            return
-        self._problem = problem
-        if problem is None:
-            log.info("the members of ray:%s are read again", self._fleet)
-        else:
-            log.warning("the members of ray:%s are not known, the last good ones stay: %s", self._fleet, problem)
