@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.config.fleet_file import FleetFile
+from penstock.config.fleet_file import FleetFile, FleetNode
 from penstock.config.limits import SuperviseConfig
 from penstock.config.load import load_node
 from penstock.errors import ConfigError, PenstockError
@@ -78,12 +78,13 @@ class FleetRollout:
         actors = self._cluster.actors(self._fleet.name)
         until = None if timeout_s is None else time.monotonic() + timeout_s
         reports = self._cluster.reports(list(actors.values()))
+        digests = {node.name: node_digest(self._fleet, node) for node in self._fleet.nodes}
         for node in self._fleet.nodes:
             if node.name not in actors:
                 self._say(f"{node.name}: new")
-                self._create(node.name)
+                self._create(node, digests[node.name])
         for node in self._fleet.nodes:
-            actor, digest = actors.get(node.name), node_digest(self._fleet, node)
+            actor, digest = actors.get(node.name), digests[node.name]
             if actor is None:
                 continue
             report = reports[node.name]
@@ -92,7 +93,7 @@ class FleetRollout:
                 continue
             self._say(f"{node.name}: changed, drains" if report is not None else f"{node.name}: made anew")
             self._remove([actor])
-            self._create(node.name)
+            self._create(node, digest)
             if until is not None:
                 self._wait_ready([node.name], until)
         listed = {node.name for node in self._fleet.nodes}
@@ -111,10 +112,8 @@ class FleetRollout:
         self._remove(actors)
         return len(actors)
 
-    def _create(self, name: str) -> None:
-        node = self._fleet.node(name)
-        digest = node_digest(self._fleet, node)
-        order = NodeOrder(fleet=self._fleet.name, node=name, text=self._text, digest=digest)
+    def _create(self, node: FleetNode, digest: str) -> None:
+        order = NodeOrder(fleet=self._fleet.name, node=node.name, text=self._text, digest=digest)
         self._cluster.create(order, node)
 
     def _remove(self, actors: Sequence[NodeActor]) -> None:
