@@ -48,6 +48,7 @@ from penstock.types import Task
 from penstock.wire.gateway_messages import Hello
 from penstock.wire.node_keys import HostKeys, NodeKeys
 from penstock.wire.peer_rights import PeerRefusal
+from penstock.wire.supervisor_messages import SupervisorMessage, WorkerUp
 from penstock.wire.zeromq import ZmqTransport
 
 if TYPE_CHECKING:
@@ -153,8 +154,8 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
     router = RouterService(
         config, connect=connect, clock=clock, suspect=suspect, tracer=tracer, metrics=metrics, rates=inherited.rates
     )
-    http = HttpServer(inherited.io, config.limits, router.on_supervisor, config.tls, config.turns)
     joined, members = _join(config, transport, router), _members(config)
+    http = HttpServer(inherited.io, config.limits, _of_supervisor(router, joined), config.tls, config.turns)
     if isinstance(inherited.keys, NodeKeys):
         _follow_nodes(inherited.keys, router, joined, audit)
     metrics.audit_events_lost = audit.lost
@@ -265,6 +266,17 @@ def _join(config: GatewayConfig, transport: ZmqTransport, router: RouterService)
     )
     router.add_report_listener(joined.on_report)
     return joined
+
+
+def _of_supervisor(router: RouterService, joined: RemoteWorkers) -> Callable[[SupervisorMessage], None]:
+    """Takes the supervisor's messages, which are about workers of this host."""
+
+    def handle(message: SupervisorMessage) -> None:
+        if isinstance(message, WorkerUp):
+            joined.add_local(message.worker)
+        router.on_supervisor(message)
+
+    return handle
 
 
 def make_http_app(

@@ -7,7 +7,8 @@ supervisor would have sent (``WorkerUp``, ``WorkerDown``, ``WorkerRemoved``)::
          ^                                                                |
          +--- WorkerDown <--- no Report over the router's link in LOST_S -+
 
-A known worker is polled by the router alone, which passes its reports to ``on_report``.  Endpoints come and go with
+A known worker is polled by the router alone, which passes its reports to ``on_report``.  Of two workers of one name the
+first to join is used, and one of this host before any other.  Endpoints come and go with
 ``set_members``.  Of one that is gone nothing is kept here; its worker, if it lives, is the router's until its requests
 have ended.  Knows nothing about requests.
 """
@@ -129,6 +130,7 @@ class RemoteWorkers:
         self._mailboxes: dict[str, _Mailbox] = {}  # by endpoint
         self._lost: set[str] = set()
         self._found: dict[WorkerId, str] = {}  # workers that are not lost, and where
+        self._local: set[WorkerId] = set()  # of this host, which the supervisor knows
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asking: asyncio.Task[None] | None = None
         self._ticked = clock.now()
@@ -153,6 +155,15 @@ class RemoteWorkers:
                 if mailbox.up is not None and not mailbox.lost and mailbox.up.labels != member.labels:
                     mailbox.up = msgspec.structs.replace(mailbox.up, labels=member.labels)
                     self._send(mailbox.up)
+
+    def add_local(self, worker: WorkerId) -> None:
+        """A worker of this host has this name: another host's of the same name is not used, nor is it any more."""
+        self._local.add(worker)
+        endpoint = self._found.get(worker)
+        if endpoint is not None:
+            mailbox = self._mailboxes[endpoint]
+            self._leave(endpoint, mailbox, "a worker of this host has its name")
+            mailbox.worker = None  # whatever becomes of this member, the name is not its own
 
     def leave_unaccepted(self, accepts: Callable[[WorkerId], bool]) -> None:
         """Give up workers at once whose keys are not accepted any more."""
@@ -231,8 +242,8 @@ class RemoteWorkers:
             mailbox.strange = True
             return
         other = self._found.get(report.worker, endpoint)
-        if other != endpoint:
-            self._note_second(mailbox, report, other)
+        if report.worker in self._local or other != endpoint:
+            self._note_second(mailbox, report, None if report.worker in self._local else self._mailboxes[other])
             return
         if self._is_late(mailbox, report):
             return
@@ -261,13 +272,13 @@ class RemoteWorkers:
             self._lost.discard(endpoint)
             self._hang_up(mailbox)
 
-    def _note_second(self, mailbox: _Mailbox, report: WorkerReport, other: str) -> None:
-        """A worker that has joined at ``other`` reports here, or one of its name."""
-        mailbox.same = report.incarnation == self._mailboxes[other].incarnation
+    def _note_second(self, mailbox: _Mailbox, report: WorkerReport, other: _Mailbox | None) -> None:
+        """A worker that has joined at ``other`` reports here, or one of its name; ``other`` is None for this host's."""
+        mailbox.same = other is not None and report.incarnation == other.incarnation
+        place = "of this host" if other is None else f"at {other.member.shown}"
+        mailbox.reason = f"calls itself {report.worker}, as the worker {place} does: give it another --name"
         if not (mailbox.strange or mailbox.same):
-            log.warning(
-                "%s calls itself %s, as another does: give it another --name", mailbox.member.shown, report.worker
-            )
+            log.warning("%s %s", mailbox.member.shown, mailbox.reason)
         mailbox.strange = True
 
     def _is_late(self, mailbox: _Mailbox, report: WorkerReport) -> bool:

@@ -218,6 +218,29 @@ def test_two_workers_of_one_name_are_not_mixed_up(town: Town, caplog: pytest.Log
             identity=ModelIdentity(fingerprint="f", numerics="n"), max_model_len=64))  # fmt: skip
     assert town.news() == [("up", "d", 5)]
     assert caplog.text.count("give it another --name") == 1
+    assert town.joined.unjoined() == [(B, f"calls itself d, as the worker at {A} does: give it another --name")]
+
+
+@pytest.mark.parametrize("joined_first", [True, False])
+def test_a_worker_of_this_host_keeps_its_name_whoever_claims_it(
+    joined_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    town = Town()
+    if joined_first:
+        town.report(A, "d", 5)
+        town.joined.add_local(WorkerId("d"))
+        assert town.news() == [("up", "d", 5), ("down", "d", 5)]
+    else:
+        town.joined.add_local(WorkerId("d"))
+    own = WorkerUp(worker=WorkerId("d"), incarnation=7 << RESTART_BITS, role=Role.DECODE, pid=9, endpoint="ipc://@d")
+    assert town.fleet.on_worker_up(own, town.clock.now())
+    town.pass_time(2 * LOST_S, speaking=((A, "d", 5),))
+    assert town.news() == []
+    assert town.fleet.endpoints == ["ipc://@d"]
+    assert (A, "calls itself d, as the worker of this host does: give it another --name") in town.joined.unjoined()
+    assert caplog.text.count("give it another --name") == 1
+    town.joined.set_members(members_at(B))
+    assert town.removed == [], "the member that goes does not take the worker of this host along"
 
 
 def test_a_worker_that_moved_is_found_where_it_is(town: Town) -> None:
