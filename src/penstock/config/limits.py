@@ -106,6 +106,7 @@ class FailoverConfig(Config, frozen=True, kw_only=True):
     beat_s: float = 0.25  # between two Hellos to a worker
     silence_s: float = 1.0  # a worker with requests is suspected after silence_s + overrun x predicted step of silence
     overrun: float = 3.0  # see there; the two times are added
+    quiet_s: float = 0.25  # a silent worker of another host is connected to after quiet_s + a step; refused: it is gone
     still_s: float = 4.0  # a worker that reports but computes nothing for this long loses its requests
     quarantine_s: float = 1.0  # before a lost worker that speaks again is probed; doubles each time
     quarantine_max_s: float = 30.0  # upper bound of that

@@ -263,6 +263,7 @@ def _join(config: GatewayConfig, transport: ZmqTransport, router: RouterService)
         clock=MonotonicClock(),
         beat_s=config.failover.beat_s,
         uses_mixed=config.allow_mixed_numerics,
+        quiet=router.quiet_endpoints,
     )
     router.add_report_listener(joined.on_report)
     return joined

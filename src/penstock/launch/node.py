@@ -16,7 +16,7 @@ from msgspec import structs
 
 from penstock.config.fleet_file import FleetFile, FleetNode
 from penstock.config.node_registry import NodeRight
-from penstock.config.resolve import ServePlan, resolve_node
+from penstock.config.resolve import ServePlan, context_length, resolve_node
 from penstock.config.schema import GatewayConfig, ServeConfig
 from penstock.launch import compose
 from penstock.launch.heartbeat import HeartbeatSlot
@@ -101,7 +101,8 @@ def serve_node(fleet: FleetFile, node: FleetNode, config: ServeConfig) -> int:
             stored = compose.prepare_response_store(config, run_folder) if spec.task.writes else None
             base = structs.replace(base, response_store=stored, event_key=compose.event_key_of(config, keys))
             own = {gateway: slots[gateway] for gateway in gateways}
-            front = _front(stack, config, _of_the_fleet(base, fleet, node, keys), keys, own)
+            whole = context_length(config, compose.model_facts(name, spec))
+            front = _front(stack, config, _of_the_fleet(base, fleet, node, keys, whole), keys, own)
             port = front.config.port
         jobs, run = HostProcesses(front, workers), incarnations_of_a_run()
         supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots, gateways=gateways, run=run))
@@ -126,11 +127,18 @@ def _plan(config: ServeConfig, node: FleetNode, places: NodePlaces, name: str, m
     return resolve_node(config, places.workers, node.address, compose.this_machine(config), facts)
 
 
-def _of_the_fleet(config: GatewayConfig, fleet: FleetFile, node: FleetNode, keys: HostKeys) -> GatewayConfig:
-    """With a name that no other gateway of the fleet has, and split if any node is."""
+def _of_the_fleet(
+    config: GatewayConfig, fleet: FleetFile, node: FleetNode, keys: HostKeys, whole_context: int
+) -> GatewayConfig:
+    """With a name that no other gateway of the fleet has, and split if any node is.
+
+    With workers on other nodes the context is the whole one, not that of the own workers: each gateway of a fleet takes
+    the same requests, and workers say what fits them.
+    """
     name = compose.gateway_name(keys, node.name)
     split = any(group.role is not Role.BOTH for group in fleet.groups)
-    return structs.replace(config, name=name, split=split and config.task.writes)
+    length = whole_context if config.join else config.max_model_len
+    return structs.replace(config, name=name, split=split and config.task.writes, max_model_len=length)
 
 
 def _front(

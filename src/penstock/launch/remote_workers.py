@@ -6,6 +6,7 @@ supervisor would have sent (``WorkerUp``, ``WorkerDown``, ``WorkerRemoved``)::
     none known ----Hello(discovery) on its own link--> Report --> WorkerUp: the router opens its link, this one closes
          ^                                                                |
          +--- WorkerDown <--- no Report over the router's link in LOST_S -+
+                              or its port refuses connections
 
 A known worker is polled by the router alone, which passes its reports to ``on_report``.  Of two workers of one name the
 first to join is used, and one of this host before any other.  Endpoints come and go with
@@ -66,6 +67,12 @@ OPENED_PER_TICK = 64
 GREETINGS_PER_LINK = 256
 """Hellos that may wait in a link for somebody who never connects.  Then it is opened anew."""
 
+QUIET_LOOK_S = 0.1
+"""Between two looks at which workers with requests are quiet."""
+
+QUIET_PAUSE_S = 0.5
+"""Between two connections to the port of a worker that is quiet and does not refuse them: it may be in a long step."""
+
 LOST_S = 5.0
 """A worker that is silent for this long counts as dead until it reports again.  (The router suspects a worker with work
 much sooner.)"""
@@ -105,6 +112,23 @@ async def why_unreachable(endpoint: str) -> str:
     return "something listens there and does not respond: is it a penstock worker with the same keys and version?"
 
 
+async def refuses_connections(endpoint: str) -> bool:
+    """Whether nothing listens at ``tcp://HOST:PORT``, as its host says.
+
+    False where that says nothing: the way there may be cut.
+    """
+    host, port = host_and_port(endpoint)
+    try:
+        async with asyncio.timeout(PROBE_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # and TimeoutError, which is one
+        return False
+    writer.close()
+    return False
+
+
 class RemoteWorkers:
     """Use: ``start()`` on the running loop, ``await close()``."""
 
@@ -118,9 +142,12 @@ class RemoteWorkers:
         beat_s: float,
         uses_mixed: bool = False,
         probe: Callable[[str], Awaitable[str]] = why_unreachable,
+        quiet: Callable[[], Sequence[str]] = tuple,
+        refuses: Callable[[str], Awaitable[bool]] = refuses_connections,
     ) -> None:
         """``hello`` requests discovery; ``uses_mixed``: also workers of fleets with mixed numerics are used; ``probe``
-        finds out why an endpoint does not respond."""
+        finds out why an endpoint does not respond; ``quiet`` are endpoints of workers that have requests and say
+        nothing, ``refuses`` finds out whether the process there is gone."""
         self._send = tell
         self._connect = connect
         self._uses_mixed = uses_mixed
@@ -133,10 +160,14 @@ class RemoteWorkers:
         self._local: set[WorkerId] = set()  # of this host, which the supervisor knows
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asking: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._ticked = clock.now()
         self._probe = probe
         self._probing: asyncio.Task[None] | None = None
         self._next_probes = float("-inf")
+        self._quiet = quiet
+        self._refuses = refuses
+        self._quiet_probes: dict[str, tuple[float, asyncio.Task[None]]] = {}  # the last: when it began
 
     def set_members(self, members: Sequence[Member]) -> None:
         """From now on workers are looked for at the endpoints of these, and nowhere else."""
@@ -200,11 +231,12 @@ class RemoteWorkers:
         """Begin to poll.  Needs a running event loop."""
         self._loop = asyncio.get_running_loop()
         self._asking = self._loop.create_task(self._poll())
+        self._watching = self._loop.create_task(self._watch_quiet())
 
     async def close(self) -> None:
         """Close all links."""
         tasks = [self._hang_up(mailbox) for mailbox in self._mailboxes.values()]
-        for task in (self._asking, self._probing):
+        for task in (self._asking, self._watching, self._probing, *(task for _, task in self._quiet_probes.values())):
             if task is not None:
                 task.cancel()
                 tasks.append(task)
@@ -225,6 +257,36 @@ class RemoteWorkers:
             except Exception:
                 log.exception("joined workers could not be asked")
             await asyncio.sleep(self._beat_s)
+
+    async def _watch_quiet(self) -> None:
+        while True:
+            await asyncio.sleep(QUIET_LOOK_S)
+            try:
+                self._look_at_quiet()
+            except Exception:
+                log.exception("quiet workers could not be looked at")
+
+    def _look_at_quiet(self) -> None:
+        """Connect to the ports of workers that have requests and say nothing."""
+        now, loop = self._clock.now(), asyncio.get_running_loop()
+        self._quiet_probes = {
+            endpoint: last
+            for endpoint, last in self._quiet_probes.items()
+            if not last[1].done() or now - last[0] < QUIET_PAUSE_S
+        }
+        found = set(self._found.values())
+        for endpoint in self._quiet():
+            if endpoint in found and endpoint not in self._quiet_probes:
+                self._quiet_probes[endpoint] = now, loop.create_task(self._probe_quiet(endpoint))
+
+    async def _probe_quiet(self, endpoint: str) -> None:
+        mailbox = self._mailboxes.get(endpoint)
+        if mailbox is None:
+            return
+        incarnation = mailbox.incarnation
+        gone = await self._refuses(endpoint)
+        if gone and mailbox.incarnation == incarnation and endpoint in self._quiet():
+            self._leave(endpoint, mailbox, "its port refuses connections")
 
     def on_report(self, endpoint: str, report: WorkerReport) -> None:
         """Handle the report of a worker at ``endpoint``.  Endpoints of no members are ignored."""
@@ -358,7 +420,7 @@ class RemoteWorkers:
         return mailbox.listener
 
     def _leave(self, endpoint: str, mailbox: _Mailbox, reason: str) -> None:
-        if mailbox.worker is None or mailbox.lost:
+        if mailbox.worker is None or mailbox.lost or self._mailboxes.get(endpoint) is not mailbox:
             return
         mailbox.lost = True
         self._found.pop(mailbox.worker, None)

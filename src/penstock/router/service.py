@@ -184,6 +184,7 @@ class RouterService:
         self._identity: ModelIdentity | None = None  # the last one served
         self._met_workers = asyncio.Event()  # once a worker was ready
         self._no_path_s = config.failover.no_path_s
+        self._quiet_s = config.failover.quiet_s
         self._report_listeners: list[ReportListener] = []
         self._register_metrics()
 
@@ -343,6 +344,11 @@ class RouterService:
     def ready(self) -> bool:
         """Whether new requests are accepted and each stage has a ready worker."""
         return not self._draining and has_ready_workers(self.fleet)
+
+    def quiet_endpoints(self) -> Sequence[str]:
+        """Of workers that have requests and have been silent for ``quiet_s`` and a step."""
+        quiet = self.fleet.silent_slots(self._clock.now(), self._quiet_s, 1.0)
+        return [self.fleet.endpoints[slot] for slot in quiet]
 
     def stall_reason(self) -> str | None:
         """None, or for how long no worker has made a step though requests are open."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -17,6 +18,7 @@ from penstock.launch.remote_workers import (
     PROBE_PAUSE_S,
     PROBED_AT_ONCE,
     RemoteWorkers,
+    refuses_connections,
 )
 from penstock.router.fleet import Fleet
 from penstock.types import RESTART_BITS, ModelIdentity, Role, WorkerId, WorkerState
@@ -275,6 +277,47 @@ async def test_who_does_not_answer_is_named_with_the_reason_again_and_again(capl
     waited = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert waited == ["waiting for tcp://a:1: connection refused"] * 3, "after 1, 11 and 21 of 25 seconds"
     await joined.close()
+
+
+@pytest.mark.parametrize(("refused", "speaks"), [(True, False), (False, False), (True, True)])
+async def test_a_quiet_worker_whose_port_refuses_connections_is_gone(refused: bool, speaks: bool) -> None:
+    """Not one that has spoken meanwhile, nor one of which nothing is known."""
+    clock, town = VirtualClock(1000.0), list[SupervisorMessage]()
+    quiet, looked = {A}, asyncio.Event()
+
+    async def refuses(endpoint: str) -> bool:
+        assert endpoint == A
+        if speaks:
+            quiet.clear()
+        looked.set()
+        return refused
+
+    hello = Hello(gateway="gateway-0", incarnation=1, discovery=True)
+    joined = RemoteWorkers(
+        Line, town.append, hello, clock=clock, beat_s=3600.0, quiet=lambda: [*quiet, B], refuses=refuses
+    )
+    joined.set_members(members_at(A, B))
+    joined.start()
+    joined.on_report(A, report_of("d"))
+    async with asyncio.timeout(30):
+        await looked.wait()
+    for _ in range(6):
+        await asyncio.sleep(0)
+    downs = [message for message in town if isinstance(message, WorkerDown)]
+    if refused and not speaks:
+        assert [(down.worker, down.reason) for down in downs] == [("d", "its port refuses connections")]
+        joined.on_report(A, report_of("d", incarnation=6))
+        assert [message.incarnation for message in town if isinstance(message, WorkerUp)] == [5, 6]
+    else:
+        assert downs == []
+    await joined.close()
+
+
+async def test_a_port_without_a_listener_refuses_connections_and_one_that_is_full_does_not() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        port = listener.getsockname()[1]
+        assert not await refuses_connections(f"tcp://127.0.0.1:{port}")
+    assert await refuses_connections(f"tcp://127.0.0.1:{port}")
 
 
 async def test_an_error_in_telling_does_not_end_the_listening() -> None:
