@@ -230,10 +230,10 @@ class PenstockServer:
         (row,) = [row for row in self.workers() if row["id"] == worker]
         return row
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, path: str = "/metrics") -> dict[str, float]:
         """Each metric's value, summed over its labels."""
         totals: dict[str, float] = {}
-        for line in self.get("/metrics", **self.key_headers()).text.splitlines():
+        for line in self.get(path, **self.key_headers()).text.splitlines():
             if match := _SAMPLE.match(line):
                 totals[match[1]] = totals.get(match[1], 0.0) + float(match[2])
         return totals

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -135,6 +135,58 @@ def test_clients_go_on_when_every_gateway_is_killed(server: PenstockServer) -> N
             assert got.usage["penstock"]["repeated"] is True
             return
     raise AssertionError("all was sent each time before a gateway was killed")
+
+
+class Totals(NamedTuple):
+    """What gateways counted of requests."""
+
+    generation_tokens: float
+    prompt_tokens: float
+    first_tokens: float
+
+    @classmethod
+    def of(cls, server: PenstockServer, path: str = "") -> Totals:
+        page = server.metrics(f"/metrics{path}")
+        names = ("generation_tokens_total", "prompt_tokens_total", "time_to_first_token_seconds_count")
+        return cls(*(page.get(f"penstock:{name}", 0.0) for name in names))
+
+
+def test_the_page_of_any_gateway_is_the_sum_of_all(server: PenstockServer) -> None:
+    """Requests go to both gateways; one of them is killed, and nothing that it counted is lost."""
+    both_gateways(server)
+
+    def settled() -> Totals:
+        """When both have published what they counted."""
+        seen: list[Totals] = []
+
+        def is_sum() -> bool:
+            seen.append(Totals.of(server))
+            parts = zip(Totals.of(server, "/gateway-0"), Totals.of(server, "/gateway-1"), strict=True)
+            return seen[-1] == tuple(map(sum, parts)) == Totals.of(server)
+
+        server.wait_for(is_sum, PATIENCE_S, "a page that is the sum")
+        return seen[-1]
+
+    before, requests, tokens = settled(), 16, 3
+    for _ in range(requests):  # each over a connection of its own
+        body = SHORT | {"max_tokens": tokens}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
+    wanted = (before.generation_tokens + requests * tokens, before.first_tokens + requests)
+    server.wait_for(
+        lambda: (now := settled()) and (now.generation_tokens, now.first_tokens) == wanted, PATIENCE_S, "all counted"
+    )
+    assert Totals.of(server, "/gateway-0").first_tokens
+    assert Totals.of(server, "/gateway-1").first_tokens
+    assert "penstock:engine_steps_total" in server.metrics()
+    assert "penstock:engine_steps_total" not in server.metrics("/metrics/gateway-0")
+
+    counted = settled()
+    os.kill(min(server.gateway_pids(server.workers())), signal.SIGKILL)
+    both_gateways(server)
+    assert settled() == counted, "what the killed one counted is still there"
+    gone = httpx.get(f"{server.url}/metrics/gateway-2", timeout=60, trust_env=False)
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "gateway_not_found")
 
 
 @pytest.mark.long

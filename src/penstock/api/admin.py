@@ -32,6 +32,9 @@ from penstock.types import Duty, RequestId, Role
 MetricsSnapshot = Callable[[], Callable[[], bytes]]
 """Looks at everything, which is quick, and returns what makes a page of that, on any thread."""
 
+GatewayMetrics = Callable[[str], Callable[[], bytes] | None]
+"""The same of one gateway process of the host, by its name; None: there is no such gateway."""
+
 
 class MetricsPage:
     """One for an application."""
@@ -164,8 +167,6 @@ def session_route(sessions: SessionPrefixes, processor: RequestProcessor, clock:
 def status_routes(
     streams: TokenStreams,
     processor: RequestProcessor,
-    page: MetricsPage,
-    metrics_type: str,
     *,
     waiting: Callable[[], Sequence[tuple[str, str]]] = tuple,
     clock: Clock = MONOTONIC,
@@ -199,9 +200,6 @@ def status_routes(
         shown = visible_cards(key, cards())
         return _json(llama_server_props(shown[0])) if shown else _unknown_model(",".join(key.models or ()), ())
 
-    async def show_metrics(_: Request) -> Response:
-        return Response(await page.get(), headers={"content-type": metrics_type})
-
     async def workers(_: Request) -> Response:
         shown = {"service": _service(cards()[0], clock.now() - began), "workers": list(streams.workers())}
         joining = [{"endpoint": endpoint, "reason": reason} for endpoint, reason in waiting()]
@@ -216,11 +214,29 @@ def status_routes(
         Route("/props", props),
         Route("/health", health),
         Route("/ready", ready),
-        Route("/metrics", show_metrics),
         Route("/version", _version),
         Route("/admin/workers", workers),
         Route("/debug/requests/{name:path}", decisions),
     ]
+
+
+def metrics_routes(page: MetricsPage, gateway_metrics: GatewayMetrics, content_type: str) -> list[Route]:
+    """The metrics of the host, and of each of its gateway processes."""
+
+    async def host(_: Request) -> Response:
+        return Response(await page.get(), headers={"content-type": content_type})
+
+    async def gateway(request: Request) -> Response:
+        name = request.path_params["gateway"][:MAX_ID_CHARS]
+        make = gateway_metrics(name)
+        if make is not None:
+            return Response(await asyncio.to_thread(make), headers={"content-type": content_type})
+        known = "the names are gateway-0, gateway-1 and so on"
+        error = UnknownRequest(f"There is no gateway {name!r} on this host; {known}.", code="gateway_not_found")
+        answer = error_response(error)
+        return Response(answer.body, answer.status, media_type="application/json")
+
+    return [Route("/metrics", host), Route("/metrics/{gateway}", gateway)]
 
 
 def permissions_of(request: Request) -> KeyPermissions:

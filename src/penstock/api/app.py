@@ -76,11 +76,10 @@ def make_app(behind: AppServices) -> ASGIApp:
         *admin.status_routes(
             behind.streams,
             prepare,
-            page,
-            behind.metrics_type,
             waiting=behind.unjoined_workers,
             clock=behind.clock,
         ),
+        *admin.metrics_routes(page, behind.gateway_metrics, behind.metrics_type),
     ]
     app = Starlette(
         routes=with_api_description(routes, behind.schemas),

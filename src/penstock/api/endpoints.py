@@ -18,7 +18,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from penstock.api import sse
-from penstock.api.admin import MetricsSnapshot
+from penstock.api.admin import GatewayMetrics, MetricsSnapshot
 from penstock.api.admission import Admission
 from penstock.api.audit_log import AuditSink
 from penstock.api.auth import NO_TENANT, ApiKeys, StaticApiKeys
@@ -90,6 +90,7 @@ class AppServices:
     limits: RequestLimits
     clock: Clock
     metrics: MetricsSnapshot  # of Prometheus' text
+    gateway_metrics: GatewayMetrics = lambda gateway: None  # of one gateway process of the host
     metrics_type: str = "text/plain; version=0.0.4; charset=utf-8"
     keys: ApiKeys = field(default_factory=StaticApiKeys)
     buckets: RateBuckets | None = None  # of tenants' rates; None: of this process alone

@@ -83,6 +83,8 @@ class RequestLimits(Config, frozen=True, kw_only=True):
     slow_body_s: float = 30.0  # to receive a request's body
     header_s: float = 15.0  # to receive a request's head
     metrics_cache_s: float = 1.0  # for which a rendered metrics page is reused
+    metrics_publish_s: float = 1.0  # between two snapshots of a gateway's metrics for the others of its host
+    metrics_stale_s: float = 5.0  # after which the gauges of such a snapshot are not shown any more
     load_s: float = 120.0  # to wait for a model of the catalog to be loaded
     max_queued_loads: int = 256  # requests waiting for models to be loaded
     max_idempotency_key_chars: int = 256

@@ -35,6 +35,7 @@ from penstock.launch.members.interface import Members
 from penstock.launch.members.registry import joined_members, open_members
 from penstock.launch.redis_rates import RedisRates
 from penstock.launch.remote_workers import RemoteWorkers
+from penstock.launch.shared_metrics import HostMetrics, SharedMetrics
 from penstock.launch.shared_rates import SharedTokenBuckets
 from penstock.processing.pooling import PoolingModelProcessor, ServedPoolingModel
 from penstock.processing.requests.schemas import request_schemas
@@ -116,6 +117,7 @@ class GatewayServices:
     """What a gateway's HTTP application is built from, with the router."""
 
     metrics: Metrics
+    host_metrics: HostMetrics
     tracer: Tracer
     keys: ApiKeys
     audit: AuditSink | None
@@ -131,6 +133,8 @@ class GatewayResources:
     keys: HostKeys
     make_app: Callable[[GatewayConfig, RouterService, GatewayServices], App]
     rates: SharedTokenBuckets  # of tenants
+    metrics: SharedMetrics  # of all gateways of the host
+    slot_name: str  # of this one among them
 
 
 def run_gateway(config: GatewayConfig, inherited: GatewayResources) -> int:
@@ -143,11 +147,7 @@ def run_gateway(config: GatewayConfig, inherited: GatewayResources) -> int:
 async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
     suspect = inherited.io.channel.send
     spans = open_tracer(config.trace, model=config.model_name, process=f"{config.name}-{config.incarnation}")
-    metrics = Metrics(
-        model_name=config.model_name,
-        max_tenants=config.scheduling.metric_tenants,
-        spans=spans.figures if spans is not None else None,
-    )
+    metrics, host_metrics = _make_metrics(config, inherited, spans)
     audit = open_audit_log(config.audit_log, config.name, config.audit)
     transport = ZmqTransport(inherited.keys, lambda refusal: _on_refused(refusal, metrics, audit))
     tracer, clock, connect = spans or NoTracer(), MonotonicClock(), transport.connect_async
@@ -164,6 +164,7 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
     exact = _exact_rates(config, metrics)
     services = GatewayServices(
         metrics=metrics,
+        host_metrics=host_metrics,
         tracer=tracer,
         keys=keys,
         audit=audit.log,
@@ -175,6 +176,7 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
     joined.start()
     side = [asyncio.create_task(ThroughputLog(metrics, MonotonicClock()).run())]
     side.append(asyncio.create_task(watch_api_keys(keys), name="API keys"))
+    side.append(asyncio.create_task(host_metrics.publish_periodically(), name="metrics"))
     if members is not None:
         side.append(asyncio.create_task(_announce(config, router, joined)))
         side.append(asyncio.create_task(_watch_members(members, joined), name="members"))
@@ -192,10 +194,25 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
         if exact is not None:
             await exact.close()
         transport.close()
+        host_metrics.end()
         audit.close()
         if spans is not None:
             spans.close()
     return 0
+
+
+def _make_metrics(
+    config: GatewayConfig, inherited: GatewayResources, spans: OtlpTracer | None
+) -> tuple[Metrics, HostMetrics]:
+    """What this process counts, and what all gateways of the host do."""
+    metrics = Metrics(
+        model_name=config.model_name,
+        max_tenants=config.scheduling.metric_tenants,
+        spans=spans.figures if spans is not None else None,
+        gateway=inherited.slot_name,
+    )
+    clock, limits = MonotonicClock(), config.limits
+    return metrics, HostMetrics(metrics, inherited.metrics, inherited.slot_name, clock=clock, limits=limits)
 
 
 def _load_keys(config: GatewayConfig, audit: ProcessAudit) -> ApiKeys:
@@ -305,7 +322,8 @@ def make_http_app(
             transcription=hears,
             limits=config.limits,
             clock=MonotonicClock(),
-            metrics=metrics.snapshot,
+            metrics=services.host_metrics.snapshot,
+            gateway_metrics=services.host_metrics.gateway_page,
             count_key_outcome=metrics.on_idempotency_key,
             count_auth_failure=metrics.on_unauthorized,
             count_forbidden=metrics.on_forbidden,

@@ -57,6 +57,7 @@ from penstock.launch.numerics_probe import NumericsProbe, handed_over_layout
 from penstock.launch.rank_process import RankEvents, RankGroup, RankIdentity, RankResources, run_follower, share_bytes
 from penstock.launch.rendezvous import WorkerNodes
 from penstock.launch.restart_policy import GATEWAY
+from penstock.launch.shared_metrics import SharedMetrics
 from penstock.launch.shared_rates import SharedRequestCounts, SharedTokenBuckets
 from penstock.launch.sparse_attention import sparse_numerics
 from penstock.launch.startup_log import LoadProgressLog
@@ -485,11 +486,15 @@ class GatewayProcesses:
     created: int  # Unix seconds, as /v1/models tells
     buckets: SharedTokenBuckets  # of tenants' rates
     open_requests: SharedRequestCounts  # of keys with a limit
+    metrics: SharedMetrics = field(init=False)  # what each of them counts
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metrics", SharedMetrics(tuple(self.slots)))
 
     def child_spec(self, name: str, incarnation: int, channel: Channel) -> ChildSpec:
         """The specification of a gateway."""
         body = partial(self._run, name, incarnation, channel)
-        shared = (self.buckets.descriptor, self.open_requests.descriptor)
+        shared = (self.buckets.descriptor, self.open_requests.descriptor, self.metrics.descriptor)
         return ChildSpec(main=body, inherited_fds=(self.listener.fileno(), channel.fileno(), *shared))
 
     def _run(self, name: str, incarnation: int, channel: Channel) -> int:
@@ -509,6 +514,8 @@ class GatewayProcesses:
             ),
             keys=self.keys,
             rates=self.buckets,
+            metrics=self.metrics,
+            slot_name=name,
             make_app=partial(
                 make_http_app,
                 created=self.created,

@@ -109,6 +109,14 @@ class MetricKind(Enum):
     HISTOGRAM = "histogram"
 
 
+class MergeRule(Enum):
+    """What the page of a host shows of the values that its gateways have of one series."""
+
+    SUM = "sum"
+    MAX = "max"  # all gateways see the same, some of them later
+    MIN = "min"
+
+
 @dataclass(frozen=True, slots=True)
 class MetricFamily:
     """One metric.  A counter is shown with Prometheus' suffix ``_total``."""
@@ -118,6 +126,7 @@ class MetricFamily:
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    merge: MergeRule = MergeRule.SUM  # of what gateways count; what workers report is the same at all of them
 
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -127,12 +136,12 @@ _DECISION = (20e-6, 50e-6, 100e-6, 150e-6, 200e-6, 300e-6, 500e-6, 1e-3, 2e-3, 5
 _PHASE = (0.001, 0.005, 0.01, 0.025, 0.05, *_E2E[1:])
 
 
-def _counter(name: str, text: str, *labels: str) -> MetricFamily:
-    return MetricFamily(name, MetricKind.COUNTER, text, labels)
+def _counter(name: str, text: str, *labels: str, merge: MergeRule = MergeRule.SUM) -> MetricFamily:
+    return MetricFamily(name, MetricKind.COUNTER, text, labels, merge=merge)
 
 
-def _gauge(name: str, text: str, *labels: str) -> MetricFamily:
-    return MetricFamily(name, MetricKind.GAUGE, text, labels)
+def _gauge(name: str, text: str, *labels: str, merge: MergeRule = MergeRule.SUM) -> MetricFamily:
+    return MetricFamily(name, MetricKind.GAUGE, text, labels, merge=merge)
 
 
 def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> MetricFamily:
@@ -148,8 +157,12 @@ KV_PAGES_LEAKED = _gauge("kv_pages_leaked", "KV pages without an owner; 0 at eve
 KV_PAGES_LOADING = _gauge("kv_pages_loading", "KV pages that a tier of the KV store is filling.", "worker", "role")
 WORKER_UP = _gauge("worker_up", "1 while the worker can be given work.", "worker", "role")
 
-PREDICTED_QUEUE = _gauge("predicted_queue_seconds", "What a request would wait at the role's best worker.", "role")
-PREDICTED_STEP = _gauge("predicted_step_seconds", "Of a step that decodes what the role's workers have now.", "role")
+PREDICTED_QUEUE = _gauge(
+    "predicted_queue_seconds", "What a request would wait at the role's best worker.", "role", merge=MergeRule.MAX
+)
+PREDICTED_STEP = _gauge(
+    "predicted_step_seconds", "Of a step that decodes what the role's workers have now.", "role", merge=MergeRule.MAX
+)
 
 BY_WORKER_COUNTER: dict[str, MetricFamily] = {
     "steps": _counter("engine_steps", "Steps that computed something.", "worker"),
@@ -243,8 +256,10 @@ DECODE_TIME = _histogram("request_decode_time_seconds", "From the first token to
 REQUEST_SUCCESS = _counter("request_success", "Requests ended, by reason.", "finished_reason")
 RETURNS = _counter("request_returns", "Requests that workers returned unfinished.", "reason")
 RESUBMISSIONS = _counter("resubmissions", "Requests submitted anew, after a loss or a return.")
-WORKER_DEATHS = _counter("worker_deaths", "Worker processes that ended or were ended.", "worker")
-WORKER_SUSPICIONS = _counter("worker_suspicions", "Workers given up because they were silent.", "worker")
+WORKER_DEATHS = _counter("worker_deaths", "Worker processes that ended or were ended.", "worker", merge=MergeRule.MAX)
+WORKER_SUSPICIONS = _counter(
+    "worker_suspicions", "Workers given up because they were silent.", "worker", merge=MergeRule.MAX
+)
 WORKER_PROBES = _counter("worker_probes", "Probes of workers in quarantine, by what came of them.", "worker", "outcome")
 RETRIES = _counter("retries", "Resubmissions after failures: at once, or delayed by the retry budget.", "outcome")
 FENCED = _counter("fenced_messages", "Messages of an older epoch or incarnation, ignored.", "kind")
@@ -266,8 +281,8 @@ REQUESTS_OPEN = _gauge("requests_open", "Requests that the gateway serves now.")
 
 DECISIONS = _counter("router_decisions", "Times that workers were chosen, by what came of it.", "outcome")
 DECISION_TIME = _histogram("router_decision_seconds", "To choose the workers of one request.", _DECISION)
-PREFIX_BLOCKS = _gauge("prefix_index_blocks", "Blocks of workers' prefix caches that the gateway knows of.")
-PREFIX_BYTES = _gauge("prefix_index_bytes", "Memory of what it knows of them.")
+PREFIX_BLOCKS = _gauge("prefix_index_blocks", "Blocks of workers' prefix caches that the gateway knows of.", "gateway")
+PREFIX_BYTES = _gauge("prefix_index_bytes", "Memory of what it knows of them.", "gateway")
 PREFIX_GAPS = _counter("prefix_index_gaps", "Times that a worker's telling was missed and asked for anew.")
 PREFIX_REFUSED = _counter("prefix_index_refused_blocks", "Blocks over max_indexed_blocks, not known therefore.")
 RESPONSE_LOOKUPS = _counter("response_cache_lookups", "Choices looked up among stored responses.", "outcome")
@@ -291,8 +306,10 @@ DEADLINE_MISSES = _counter("deadline_misses", "Requests that waited as long as t
 ANSWERS_BY_TARGET = _counter("answers_by_target", "Complete answers, by which target they missed.", "class", "target")
 TENANT_REQUESTS = _counter("tenant_requests", "Requests that were answered.", "tenant")
 TENANT_TOKENS = _counter("tenant_tokens", "Tokens of those requests.", "tenant", "kind")
-LIMITS_REDIS_UP = _gauge("limits_redis_up", "1 while the Redis of --limits-redis answers.")
-RATE_LIMIT_HOSTS = _gauge("rate_limit_hosts", "Hosts with gateways, among which the rates of tenants are divided.")
+LIMITS_REDIS_UP = _gauge("limits_redis_up", "1 while the Redis of --limits-redis answers.", merge=MergeRule.MIN)
+RATE_LIMIT_HOSTS = _gauge(
+    "rate_limit_hosts", "Hosts with gateways, among which the rates of tenants are divided.", merge=MergeRule.MAX
+)
 
 TARGETS = ("met", "ttft_missed", "tpot_missed", "both_missed")
 """Of answers; those that met theirs are the goodput."""
@@ -304,3 +321,9 @@ OUTCOMES = ("nobody", "whole", "split")
 """Of decisions, by how many legs they have."""
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+MERGE_RULES: dict[str, MergeRule] = {
+    PREFIX + family.name: family.merge
+    for family in (PREDICTED_QUEUE, PREDICTED_STEP, WORKER_DEATHS, WORKER_SUSPICIONS, LIMITS_REDIS_UP, RATE_LIMIT_HOSTS)
+}
+"""By name, of the families whose values are not added."""

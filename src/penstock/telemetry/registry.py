@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -62,6 +63,13 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 """Of what ``Metrics.exposition`` gives."""
 
 
+class CarriedTotals(msgspec.Struct, frozen=True, array_like=True):
+    """What the incarnations of a worker before this one counted together."""
+
+    incarnation: int
+    values: dict[str, float]
+
+
 class WorkerTotals:
     """Counters of workers over all their incarnations.
 
@@ -72,12 +80,15 @@ class WorkerTotals:
         self._incarnations: dict[str, int] = {}
         self._carried: dict[str, dict[str, float]] = {}
         self._current: dict[str, dict[str, float]] = {}
+        self._inherited: dict[str, CarriedTotals] = {}  # of workers that have not reported yet
 
     def on_report(self, worker: str, incarnation: int, counters: Mapping[str, float]) -> None:
         """Take a report's counters.  Those of an earlier incarnation, and names that are not ours, are ignored."""
         known = self._incarnations.get(worker)
         if known is not None and is_older_incarnation(incarnation, known):
             return
+        if known is None and worker in self._inherited:
+            self._carried[worker] = dict(self._inherited.pop(worker).values)
         if incarnation != known:
             self._carry(worker)
             self._incarnations[worker] = incarnation
@@ -100,6 +111,27 @@ class WorkerTotals:
         """It is gone for good."""
         for known in (self._incarnations, self._carried, self._current):
             known.pop(worker, None)
+
+    def carried(self) -> dict[str, CarriedTotals]:
+        """What earlier incarnations ended with, of the workers that had any."""
+        return {
+            worker: CarriedTotals(self._incarnations[worker], dict(values))
+            for worker, values in self._carried.items()
+            if values and worker in self._incarnations
+        }
+
+    def inherit(self, carried: Mapping[str, CarriedTotals]) -> None:
+        """What an earlier incarnation of this gateway, or another gateway, carried for workers, before any reports."""
+        for worker, theirs in carried.items():
+            ours = self._inherited.get(worker)
+            if ours is None or sum(theirs.values.values()) > sum(ours.values.values()):
+                self._inherited[worker] = theirs
+
+    def adopt(self, worker: str, carried: CarriedTotals) -> None:
+        """Another gateway carries this for a worker; it counts if that one saw incarnations that this one missed."""
+        if self._incarnations.get(worker) == carried.incarnation:
+            own = self._carried.setdefault(worker, {})
+            own.update({name: max(value, own.get(name, 0.0)) for name, value in carried.values.items()})
 
     def copy(self) -> WorkerTotals:
         """As they are now."""
@@ -146,12 +178,18 @@ class Metrics:
     """Everything that is counted in the gateway.  What others hold is asked for when the metrics are read."""
 
     def __init__(
-        self, *, model_name: str = "", max_tenants: int = 64, spans: Callable[[], Mapping[str, int]] | None = None
+        self,
+        *,
+        model_name: str = "",
+        max_tenants: int = 64,
+        spans: Callable[[], Mapping[str, int]] | None = None,
+        gateway: str = "gateway",
     ) -> None:
-        """``spans``: counts of spans by outcome."""
+        """``spans``: counts of spans by outcome; ``gateway``: the name of this process on its host."""
         self._registry = CollectorRegistry(auto_describe=False)
         self.levels = ServiceLevels(self._registry, model_name=model_name, max_tenants=max_tenants)
         self._model = model_name
+        self._gateway = gateway
         self.worker_rows: Callable[[], Sequence[Mapping[str, Any]]] = tuple
         self.forecasts: Callable[[], Mapping[str, RoleForecast]] = dict
         self.open_requests: Callable[[], int] = int
@@ -333,10 +371,13 @@ class Metrics:
 
         That may be called on a thread: it asks for nothing else, and what stands in the registry has locks.
         """
+        own, workers = self.look(), self.look_at_workers()
+        return lambda: render_page([*own(), *workers.families()])
+
+    def look(self) -> Callable[[], list[Metric]]:
+        """As ``snapshot``, of what this gateway counts itself; the returned function gives the families."""
         seen = _Seen(
-            rows=self.worker_rows(),
             forecasts=self.forecasts(),
-            totals=self.totals.copy(),
             generation_tokens=self._generation_tokens,
             itl=self._itl.metric(names.PREFIX + names.ITL.name, names.ITL.help, {"model_name": self._model}),
             open_requests=self.open_requests(),
@@ -348,32 +389,22 @@ class Metrics:
             responses=self._responses(),
             spans=dict(self._spans()),
         )
-        return lambda: generate_latest(_Page(self._registry, self._looked_up(seen)))
+        return lambda: [*self._registry.collect(), *self._looked_up(seen)]
+
+    def look_at_workers(self) -> ReportedMetrics:
+        """What workers report, to all gateways, as it is now."""
+        return ReportedMetrics(self._model, self.worker_rows(), self.totals.copy())
 
     def _looked_up(self, seen: _Seen) -> Iterable[Metric]:
         """The families that are not counted here but looked up."""
-        rows = seen.rows
-        for family, value in _ROW_GAUGES:
-            gauge = self._gauge(family)
-            for row in rows:
-                gauge.add_metric([self._model, row["id"], row["role"]], value(row))
-            yield gauge
-        for name, family in (names.BY_WORKER_COUNTER | names.BY_WORKER_MAXIMUM).items():
-            metric = (CounterMetricFamily if family.kind is MetricKind.COUNTER else GaugeMetricFamily)(
-                names.PREFIX + family.name, family.help, labels=("model_name", *family.labels)
-            )
-            for worker in seen.totals.workers():
-                metric.add_metric([self._model, worker], seen.totals.value(worker, name))
-            yield metric
         for family, field in ((names.PREDICTED_QUEUE, "queue_s"), (names.PREDICTED_STEP, "step_s")):
-            gauge = self._gauge(family)
+            gauge = _looked_up_family(family)
             for role, forecast in seen.forecasts.items():
                 gauge.add_metric([self._model, role], getattr(forecast, field))
             yield gauge
-        yield from self._tiers(seen)
         yield self._single_counter(names.GENERATION_TOKENS, seen.generation_tokens, created=self._began)
         yield seen.itl
-        opened = self._gauge(names.REQUESTS_OPEN)
+        opened = _looked_up_family(names.REQUESTS_OPEN)
         opened.add_metric([self._model], seen.open_requests)
         yield opened
         yield self._single_counter(names.DROPPED_FRAMES, seen.dropped_frames)
@@ -387,8 +418,8 @@ class Metrics:
             (names.RATE_LIMIT_HOSTS, seen.rate_limit_hosts),
             (names.LIMITS_REDIS_UP, seen.limits_redis_up),
         ):
-            gauge = self._gauge(family)
-            gauge.add_metric([self._model], figure)
+            gauge = _looked_up_family(family)
+            gauge.add_metric([self._model, *([self._gateway] if "gateway" in family.labels else [])], figure)
             yield gauge
         yield self._single_counter(names.PREFIX_GAPS, figures.gaps)
         yield self._single_counter(names.PREFIX_REFUSED, figures.refused)
@@ -396,24 +427,6 @@ class Metrics:
         yield self._single_counter(names.RESPONSE_EVICTIONS, responses.evictions)
         yield self._by_outcome(names.RESPONSE_LOOKUPS, responses.found)
         yield self._by_outcome(names.TRACE_SPANS, seen.spans)
-
-    def _tiers(self, seen: _Seen) -> Iterable[Metric]:
-        """Metrics of the KV store: a sample for each worker and tier that has counted something or has pages."""
-        families = {
-            figure: CounterMetricFamily(names.PREFIX + family.name, family.help, labels=("model_name", *family.labels))
-            for figure, family in names.BY_TIER_FIGURE.items()
-        }
-        for worker in seen.totals.workers():
-            for name, (tier, figure) in names.TIER_COUNTERS.items():
-                value = seen.totals.value(worker, name)
-                if value:
-                    families[figure].add_metric([self._model, worker, tier], value)
-        yield from families.values()
-        pages = self._gauge(names.KV_STORE_PAGES)
-        for row in seen.rows:
-            for tier in row.get("kv_tiers", ()):
-                pages.add_metric([self._model, row["id"], tier["tier"]], tier["pages"])
-        yield pages
 
     # --- making families --------------------------------------------------------------------------------------------
 
@@ -427,19 +440,16 @@ class Metrics:
         )
         return made.labels(self._model)
 
-    def _single_counter(self, family: MetricFamily, value: float, created: float | None = None) -> CounterMetricFamily:
-        counter = CounterMetricFamily(names.PREFIX + family.name, family.help, labels=("model_name",))
+    def _single_counter(self, family: MetricFamily, value: float, created: float | None = None) -> Metric:
+        counter = _looked_up_family(family)
         counter.add_metric([self._model], value, created)
         return counter
 
-    def _by_outcome(self, family: MetricFamily, values: Mapping[str, int]) -> CounterMetricFamily:
-        counter = CounterMetricFamily(names.PREFIX + family.name, family.help, labels=("model_name", *family.labels))
+    def _by_outcome(self, family: MetricFamily, values: Mapping[str, int]) -> Metric:
+        counter = _looked_up_family(family)
         for outcome, value in values.items():
             counter.add_metric([self._model, outcome], value)
         return counter
-
-    def _gauge(self, family: MetricFamily) -> GaugeMetricFamily:
-        return GaugeMetricFamily(names.PREFIX + family.name, family.help, labels=("model_name", *family.labels))
 
 
 def _usage(row: Mapping[str, Any]) -> float:
@@ -461,9 +471,7 @@ _ROW_GAUGES: tuple[tuple[MetricFamily, Callable[[Mapping[str, Any]], float]], ..
 class _Seen:
     """What is looked up, as it was at one moment."""
 
-    rows: Sequence[Mapping[str, Any]]
     forecasts: Mapping[str, RoleForecast]
-    totals: WorkerTotals
     generation_tokens: int
     itl: Metric
     open_requests: int
@@ -476,13 +484,57 @@ class _Seen:
     spans: Mapping[str, int]
 
 
-class _Page(Collector):
-    """What is counted, and what was looked up."""
+@dataclass(frozen=True, slots=True)
+class ReportedMetrics:
+    """What workers reported, as it was at one moment; may be read on any thread."""
 
-    def __init__(self, counted: Collector, looked_up: Iterable[Metric]) -> None:
-        self._counted = counted
-        self._looked_up = looked_up
+    model: str
+    rows: Sequence[Mapping[str, Any]]
+    totals: WorkerTotals  # a copy
+
+    def families(self) -> Iterable[Metric]:
+        """For a scrape."""
+        for family, value in _ROW_GAUGES:
+            gauge = _looked_up_family(family)
+            for row in self.rows:
+                gauge.add_metric([self.model, row["id"], row["role"]], value(row))
+            yield gauge
+        for name, family in (names.BY_WORKER_COUNTER | names.BY_WORKER_MAXIMUM).items():
+            metric = _looked_up_family(family)
+            for worker in self.totals.workers():
+                metric.add_metric([self.model, worker], self.totals.value(worker, name))
+            yield metric
+        yield from self._tiers()
+
+    def _tiers(self) -> Iterable[Metric]:
+        """Metrics of the KV store: a sample for each worker and tier that has counted something or has pages."""
+        families = {figure: _looked_up_family(family) for figure, family in names.BY_TIER_FIGURE.items()}
+        for worker in self.totals.workers():
+            for name, (tier, figure) in names.TIER_COUNTERS.items():
+                value = self.totals.value(worker, name)
+                if value:
+                    families[figure].add_metric([self.model, worker, tier], value)
+        yield from families.values()
+        pages = _looked_up_family(names.KV_STORE_PAGES)
+        for row in self.rows:
+            for tier in row.get("kv_tiers", ()):
+                pages.add_metric([self.model, row["id"], tier["tier"]], tier["pages"])
+        yield pages
+
+
+def _looked_up_family(family: MetricFamily) -> CounterMetricFamily | GaugeMetricFamily:
+    made = CounterMetricFamily if family.kind is MetricKind.COUNTER else GaugeMetricFamily
+    return made(names.PREFIX + family.name, family.help, labels=("model_name", *family.labels))
+
+
+def render_page(families: Iterable[Metric]) -> bytes:
+    """Prometheus' text format of these families, of type ``CONTENT_TYPE``."""
+    return generate_latest(_Page(families))
+
+
+class _Page(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        yield from self._counted.collect()
-        yield from self._looked_up
+        yield from self._families
