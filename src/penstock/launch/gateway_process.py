@@ -293,6 +293,7 @@ def make_http_app(
             limits=config.limits,
             clock=MonotonicClock(),
             metrics=metrics.snapshot,
+            key_homes=router.idempotency,
             count_key_outcome=metrics.on_idempotency_key,
             count_auth_failure=metrics.on_unauthorized,
             count_forbidden=metrics.on_forbidden,
