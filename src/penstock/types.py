@@ -343,6 +343,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: AdapterRef | None = None
     cache_salt: str = ""  # requests with different salts share no cached pages (hashing.chain_root's tenant_salt)
     begun: ResumeFrom = NO_RESUME  # its tokens count as output and are not delivered; fewer than ``max_tokens``
+    usage_deferred: bool = False  # its tokens are counted at its end, as far as no other gateway has counted them
     trace: str = ""  # the span that it is a part of, as a ``traceparent`` of W3C Trace Context; "": none is recorded
 
 

@@ -43,8 +43,10 @@ from penstock.wire.codec import PROTOCOL_VERSION, decode_peer, encode_message
 from penstock.wire.gateway_messages import (
     AssignRole,
     Cancel,
+    ClaimIdempotencyKey,
     ConfirmRequests,
     Hello,
+    IdempotencyKeyState,
     KvEvents,
     MigrateRequests,
     PageSource,
@@ -182,6 +184,7 @@ TO_WORKERS = [
     AssignRole,
     PoisonRequests,
     RateDemands,
+    ClaimIdempotencyKey,
     WorkerReport,
     Tokens,
     KvEvents,
@@ -402,6 +405,7 @@ class Fake:
 FROM_WORKERS = [
     Tokens,
     RateTotals,
+    IdempotencyKeyState,
     RequestReturned,
     WorkerReport,
     KvEvents,

@@ -28,6 +28,8 @@ from penstock.api.http import EndpointFactory, FormBody, HttpExchange, JsonBody,
 from penstock.api.idempotency import (
     IdempotencyCache,
     IdempotentRequest,
+    KeyClaim,
+    KeyHomes,
     KeyOutcome,
     TokenStreamSource,
     parse_idempotency,
@@ -65,6 +67,7 @@ from penstock.interfaces import (
 from penstock.telemetry.service_levels import ServiceLevels
 from penstock.telemetry.spans import NO_SPAN, NoTracer, Span, Tracer
 from penstock.types import ModelIdentity, RequestId
+from penstock.wire.gateway_messages import MAX_CLAIMED_CHOICES
 
 SESSIONS = (b"x-session-affinity", b"x-claude-code-session-id", b"session_id", b"session-id")
 """Headers that name the session that a request belongs to; the first of these counts.  The last two are Codex'."""
@@ -105,6 +108,7 @@ class AppServices:
     pooling: PoolingProcessor | None = None  # None: the model writes
     admin: WorkerAdmin | None = None  # None: workers are not administered here
     transcription: TranscriptionProcessor | None = None  # None: it hears nothing
+    key_homes: KeyHomes | None = None  # of idempotency keys; None: other gateways know nothing of them
     count_key_outcome: Callable[[str], None] = lambda how: None  # counts requests with an idempotency key
     count_auth_failure: Callable[[str], None] = lambda code: None  # counts requests without a valid key
     count_forbidden: Callable[[str], None] = lambda code: None  # counts requests that their key does not allow
@@ -333,8 +337,9 @@ class Endpoints:
         cached = self._cached(exchange, request, context.identity)
         keyed, name, qos = request.keyed, context.id, prepared.requests[0].qos
         del context, request
+        claim = None if keyed is None else await self._claim(keyed, len(prepared.requests))
         with (
-            self._source(keyed, cached, head.id) as source,
+            self._source(keyed, cached, head.id, claim) as source,
             await self._shedder.admit(exchange, qos, _costs(prepared, cached, source.resume)) as admitted,
         ):
             response = ResponseStream(source.streams, prepared, admitted, source.resume)
@@ -365,24 +370,39 @@ class Endpoints:
             return None
         return CachedResponseStreams(store, self._behind.streams, requests, identity)
 
+    async def _claim(self, keyed: IdempotentRequest, choices: int) -> KeyClaim | None:
+        """The claim on a key whose request is computed here.  Raises KeyReused."""
+        homes = self._behind.key_homes
+        if homes is None or choices > MAX_CLAIMED_CHOICES or self._idempotency.has_stream(keyed):
+            return None
+        try:
+            return await KeyClaim.of(homes, keyed)
+        except KeyReused:
+            self._behind.count_key_outcome(KeyOutcome.REFUSED)
+            raise
+
     def _source(
-        self, keyed: IdempotentRequest | None, cached: CachedResponseStreams | None, name: str
+        self,
+        keyed: IdempotentRequest | None,
+        cached: CachedResponseStreams | None,
+        name: str,
+        claim: KeyClaim | None,
     ) -> AbstractContextManager[_TokenSource]:
         """The scope of the streams that a response is made from."""
         if keyed is not None:
-            return self._shared_source(keyed, cached, name)
+            return self._shared_source(keyed, cached, name, claim)
         if cached is not None:
             cached.lookup()
         return nullcontext(_TokenSource(self._behind.streams if cached is None else cached, ResumeState()))
 
     @contextmanager
     def _shared_source(
-        self, keyed: IdempotentRequest, cached: CachedResponseStreams | None, name: str
+        self, keyed: IdempotentRequest, cached: CachedResponseStreams | None, name: str, claim: KeyClaim | None
     ) -> Iterator[_TokenSource]:
         """The same for a request with an idempotency key."""
         streams = self._behind.streams if cached is None else cached
         try:
-            shared, outcome = self._idempotency.lookup(keyed, streams)
+            shared, outcome = self._idempotency.lookup(keyed, streams, claim)
         except KeyReused:
             self._behind.count_key_outcome(KeyOutcome.REFUSED)
             raise
@@ -401,6 +421,7 @@ class Endpoints:
                     computed=computed,
                     rated=shared.rated,
                     metered=shared.metered,
+                    shared=shared,
                 ),
             )
         finally:

@@ -7,7 +7,8 @@ that is still running; after a disconnect the response runs on for ``resume_grac
 
     router --tokens--> one reader task per choice --> buffered so far --> any number of consumers
 
-``UsageDedup`` counts each token once, however many requests received it.  Knows nothing about text or events.
+``UsageDedup`` counts each token once, however many requests received it.  Where there are other gateways, the home of
+the key (``KeyHomes``) knows what those have counted.  Knows nothing about text or events.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple, Protocol, Self
 
@@ -30,6 +32,11 @@ from penstock.config.limits import RequestLimits
 from penstock.errors import KeyReused, NoWorkers, PenstockError, RequestError
 from penstock.interfaces import JsonObject, RequestContext, TokenStream
 from penstock.types import ModelIdentity, RequestId, TokenBatch, ValidRequest
+from penstock.wire.gateway_messages import (
+    ClaimIdempotencyKey,
+    IdempotencyKeyState,
+    IdempotencyKeyStatus,
+)
 
 
 class UsageDelta(NamedTuple):
@@ -38,6 +45,32 @@ class UsageDelta(NamedTuple):
     first: bool  # nothing of it was: its prompt and the request count, too
     tokens: int
     stored: int  # of those, tokens that come from a stored response
+
+
+class SentPart(NamedTuple):
+    """Tokens of one choice that are to be counted: from ``begin`` to ``end``, stored ones up to ``stored_end``."""
+
+    choice: int
+    begin: int
+    end: int
+    stored_end: int
+
+
+class UncountedUsage(NamedTuple):
+    """What this gateway has sent and not counted yet."""
+
+    first: bool
+    parts: tuple[SentPart, ...]
+    sent: tuple[int, ...]  # tokens of each choice, also those that were counted
+
+    def beyond(self, counted: Sequence[int] = ()) -> UsageDelta:
+        """The part that other gateways have not counted: ``counted`` tokens of each choice; empty: nothing."""
+        tokens = stored = 0
+        for part in self.parts:
+            begin = max(part.begin, counted[part.choice] if part.choice < len(counted) else 0)
+            tokens += max(0, part.end - begin)
+            stored += max(0, part.stored_end - begin)
+        return UsageDelta(self.first and not counted, tokens, stored)
 
 
 _NONE: frozenset[int] = frozenset()
@@ -65,19 +98,30 @@ class UsageDedup:
         made._over = frozenset(choice for choice, place in places.items() if place.ended)
         return made
 
+    @classmethod
+    def from_counts(cls, counted: Sequence[int]) -> Self:
+        """Counted by another gateway: tokens of each choice; empty: nothing was."""
+        made = cls()
+        made._first = not counted
+        made._tokens = dict(enumerate(counted))
+        return made
+
     def new_usage(self, sent: Sequence[tuple[int, int]]) -> UsageDelta:
         """``sent``: for each choice its tokens, and how many of them came from the response cache."""
+        return self.take_uncounted(sent).beyond()
+
+    def take_uncounted(self, sent: Sequence[tuple[int, int]]) -> UncountedUsage:
+        """As ``new_usage``, choice by choice.  It counts as billed from now on."""
         first, self._first = self._first, False
-        tokens = stored = 0
+        parts = []
         counted = self._tokens = self._tokens or {}
         for choice, (end, stored_end) in enumerate(sent):
             begin = counted.get(choice, 0)
             if choice in self._over or end <= begin:
                 continue
-            tokens += end - begin
-            stored += max(0, stored_end - begin)
+            parts.append(SentPart(choice, begin, end, stored_end))
             counted[choice] = end
-        return UsageDelta(first, tokens, stored)
+        return UncountedUsage(first, tuple(parts), tuple(end for end, _ in sent))
 
 
 IDEMPOTENCY_KEY = b"idempotency-key"
@@ -96,6 +140,7 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 class IdempotentRequest:
     """A request with an idempotency key."""
 
+    tenant: str = ""
     key: bytes  # of tenant and key; what it is kept by
     name: str  # of the answer and of its charge: the same for every repeat
     seed: int  # instead of a drawn one
@@ -127,6 +172,7 @@ def parse_idempotency(
     wide = _tenant_key_hash(envelope.caller.tenant, given)
     marks = event_signer(event_key, envelope.caller.tenant, given, body, envelope.identity)
     return IdempotentRequest(
+        tenant=envelope.caller.tenant,
         key=wide[:_KEY_BYTES],
         name=wide[_KEY_BYTES : _KEY_BYTES + _NAME_BYTES].hex(),
         seed=int.from_bytes(wide[-8:], "little") >> (64 - SEED_BITS),
@@ -170,12 +216,112 @@ class TokenStreamSource(Protocol):
     def mark_stopped(self, request: RequestId) -> None: ...
 
 
+class KeyHomes(Protocol):
+    """The homes of keys, of which all gateways of the service ask the same one about a key
+    (``router.idempotency_homes``)."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other gateway, as far as known."""
+        ...
+
+    def digest(self, name: bytes) -> bytes:
+        """What homes know instead of a key or a tenant."""
+        ...
+
+    def send(
+        self,
+        message: ClaimIdempotencyKey,
+        on_state: Callable[[IdempotencyKeyState | None], None] | None = None,
+    ) -> None:
+        """Tells the home of the key; ``on_state`` is called with its answer, None if there is none, be it now."""
+        ...
+
+    def count_tokens(self, prompts: int, generated: int, replayed: int) -> None:
+        """Counts tokens of prompts and responses that are counted late (``CachedStream.is_deferred``), and tokens that
+        another gateway has counted."""
+        ...
+
+
+class KeyClaim:
+    """What this gateway tells the home of one key."""
+
+    def __init__(self, homes: KeyHomes, keyed: IdempotentRequest) -> None:
+        self.homes = homes
+        tenant = homes.digest(keyed.tenant.encode())
+        self._message = ClaimIdempotencyKey(key=homes.digest(keyed.key), tenant=tenant, mark=bytes.fromhex(keyed.mark))
+        self.state: IdempotencyKeyState | None = None  # the home's answer
+
+    @classmethod
+    async def of(cls, homes: KeyHomes, keyed: IdempotentRequest) -> Self:
+        """A claim on the key.  Waits for the home's answer if there are other gateways.  Raises KeyReused."""
+        claim, answered = cls(homes, keyed), asyncio.Event()
+
+        def on_state(state: IdempotencyKeyState | None) -> None:
+            claim.state = state
+            answered.set()
+
+        homes.send(msgspec.structs.replace(claim._message, running=True), on_state)
+        if homes.is_alone:
+            return claim
+        try:
+            await answered.wait()
+        except asyncio.CancelledError:
+            claim.end(withdrawn=True)
+            raise
+        if claim.state is not None and claim.state.status is IdempotencyKeyStatus.REUSED:
+            raise _key_reused()
+        return claim
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another gateway has the request, or has had it."""
+        return self.state is not None and self.state.status in (
+            IdempotencyKeyStatus.RUNNING,
+            IdempotencyKeyStatus.KNOWN,
+        )
+
+    def settle(
+        self,
+        usage: UncountedUsage,
+        bill: Callable[[UsageDelta], None],
+        *,
+        running: bool,
+        on_counted: Callable[[UsageDelta, bool], None],
+    ) -> None:
+        """Calls ``bill`` with what no other gateway has counted, once the home says so.
+
+        ``running``: this gateway still computes it.  ``on_counted`` is called with the same, and whether another
+        gateway computes it, too.
+        """
+
+        def on_state(state: IdempotencyKeyState | None) -> None:
+            counted = () if state is None else state.sent
+            part = usage.beyond(counted)
+            bill(part)
+            on_counted(part, state is not None and state.status is IdempotencyKeyStatus.RUNNING)
+
+        self.homes.send(msgspec.structs.replace(self._message, running=running, sent=usage.sent), on_state)
+
+    def end(self, *, withdrawn: bool = False) -> None:
+        """This gateway computes it no more.  ``withdrawn``: it never did."""
+        self.homes.send(msgspec.structs.replace(self._message, withdrawn=withdrawn))
+
+
+def _key_reused() -> KeyReused:
+    return KeyReused(
+        "This Idempotency-Key was used for another request body or another version of the model. "
+        "Use a new key for a new request."
+    )
+
+
 class KeyOutcome(StrEnum):
     """What became of a request with a key; a metric's label."""
 
     NEW = "new"
     JOINED = "joined"  # the first still runs here
     REPLAYED = "replayed"  # the first has ended, and its tokens are kept
+    SHARED = "shared"  # another gateway has it, or has had it: computed again
     REPEATED = "repeated"  # the key is known and the tokens are not: computed again
     RESUMED = "resumed"  # the client has had some of it, from elsewhere or long ago: computed again
     REFUSED = "refused"  # the key was used for something else
@@ -283,10 +429,17 @@ class CachedStream:
     """All choices of one request, shared by the requests with its key."""
 
     def __init__(
-        self, streams: TokenStreamSource, grace_s: float, over: Callable[[], None], metered: UsageDedup
+        self,
+        streams: TokenStreamSource,
+        grace_s: float,
+        over: Callable[[], None],
+        metered: UsageDedup,
+        claim: KeyClaim | None = None,
     ) -> None:
         """``metered``: what was billed before, also for a buffer that was evicted since."""
         self.rated, self.metered = UsageDedup(), metered
+        self.claim = claim
+        self.is_deferred = claim is not None and claim.is_shared  # its tokens are counted at its end
         self._streams = streams
         self._grace_s = grace_s
         self._over = over
@@ -300,6 +453,8 @@ class CachedStream:
         self._asked[request.id] = choice, self._names.setdefault(choice, request.id)
         tokens = self._choices.get(choice)
         if tokens is None:
+            if self.is_deferred:
+                request = msgspec.structs.replace(request, usage_deferred=True)
             tokens = self._choices[choice] = _BufferedChoice(self._streams.stream(request), self._grace_s, self._over)
         return tokens.read(lambda: self._asked.pop(request.id, None))
 
@@ -314,6 +469,38 @@ class CachedStream:
     def is_started(self) -> bool:
         """Whether any of it was requested."""
         return bool(self._choices)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether more tokens may come."""
+        return any(not tokens.finished and not tokens.failed for tokens in self._choices.values())
+
+    def settle(
+        self, usage: UncountedUsage, bill: Callable[[UsageDelta], None], computed: UsageDelta, prompts: int
+    ) -> None:
+        """Calls ``bill`` with the part of this usage that no gateway has counted.
+
+        ``computed``: what this gateway has computed for it and not settled before.  ``prompts``: their tokens.
+        """
+        if self.claim is None:
+            bill(usage.beyond())
+            return
+        on_counted = partial(self._count_deferred, self.claim, computed, prompts)
+        if usage.first or usage.parts:
+            self.claim.settle(usage, bill, running=self.is_running, on_counted=on_counted)
+        else:
+            on_counted(usage.beyond(), False)
+
+    def _count_deferred(
+        self, claim: KeyClaim, computed: UsageDelta, prompts: int, part: UsageDelta, elsewhere: bool
+    ) -> None:
+        """Counts what the router has not counted.  ``elsewhere``: another gateway counts its tokens as they come."""
+        if not self.is_deferred:
+            return
+        counts = not elsewhere
+        prompt_tokens = prompts if counts and part.first else 0
+        generated = part.tokens - part.stored if counts else 0
+        claim.homes.count_tokens(prompt_tokens, generated, max(0, computed.tokens - part.tokens))
 
     @property
     def has_tokens(self) -> bool:
@@ -360,38 +547,55 @@ class IdempotencyCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def lookup(self, keyed: IdempotentRequest, streams: TokenStreamSource) -> tuple[CachedStream, KeyOutcome]:
-        """The stream of this request, running, finished or not started.  Raises KeyReused."""
+    def has_stream(self, keyed: IdempotentRequest) -> bool:
+        """Whether nothing has to be computed for this request."""
+        entry = self._entries.get(keyed.key)
+        if entry is None or entry.answer is None or entry.answer.failed:
+            return False
+        return entry.until > self._clock.now() or self._runs(entry)
+
+    def lookup(
+        self, keyed: IdempotentRequest, streams: TokenStreamSource, claim: KeyClaim | None = None
+    ) -> tuple[CachedStream, KeyOutcome]:
+        """The stream of this request, running, finished or not started.  ``claim``: of one that is computed here.
+
+        Raises KeyReused.
+        """
         now = self._clock.now()
         entry = self._entries.get(keyed.key)
         if entry is not None and entry.until <= now and not self._runs(entry):
             self._drop(keyed.key)
             entry = None
         if entry is not None and entry.mark != keyed.mark:
-            raise KeyReused(
-                "This Idempotency-Key was used for another request body or another version of the model. "
-                "Use a new key for a new request."
-            )
+            raise _key_reused()
         met = _outcome(entry, keyed)
+        is_shared = claim is not None and claim.is_shared
+        if is_shared and met is KeyOutcome.NEW:
+            met = KeyOutcome.SHARED
         if entry is None:
             entry = self._entries[keyed.key] = _Entry(keyed.key, keyed.mark)
-            if keyed.resumed:
+            if claim is not None and claim.state is not None and is_shared:
+                entry.metered = UsageDedup.from_counts(claim.state.sent)
+            elif keyed.resumed:
                 entry.metered = UsageDedup.from_positions(keyed.resume_point.positions)
         answer = entry.answer
         if answer is None or answer.failed:
             self._forget_tokens(entry)
             grace_s = self._limits.resume_grace_s
-            answer = entry.answer = CachedStream(streams, grace_s, lambda: self._ended(keyed.key), entry.metered)
+            ended = partial(self._ended, keyed.key)
+            answer = entry.answer = CachedStream(streams, grace_s, ended, entry.metered, claim)
         entry.until = now + self._limits.idempotency_s
         self._entries.move_to_end(keyed.key)
         self._make_room(now)  # it may take this entry, too
         return answer, met
 
-    def release(self, keyed: IdempotentRequest, answer: TokenStreamSource) -> None:
+    def release(self, keyed: IdempotentRequest, answer: CachedStream) -> None:
         """A consumer is done.  A stream that was never started, because the request was refused, is removed."""
         entry = self._entries.get(keyed.key)
         if entry is None or entry.answer is None or entry.answer is not answer or entry.answer.is_started:
             return
+        if answer.claim is not None:
+            answer.claim.end(withdrawn=True)
         self._forget_tokens(entry)
         if not entry.has_sent:
             self._drop(keyed.key)
@@ -399,6 +603,9 @@ class IdempotencyCache:
     def _ended(self, key: bytes) -> None:
         """A choice of this response has ended."""
         entry = self._entries.get(key)
+        answer = None if entry is None else entry.answer
+        if answer is not None and answer.claim is not None and answer.is_started and not answer.is_running:
+            answer.claim.end()
         if entry is None or entry.answer is None or not entry.answer.finished:
             return
         self.tokens -= entry.weight

@@ -447,17 +447,20 @@ class AdmittedRequest:
         """Whether a token has come."""
         return bool(self._first)
 
-    def record_usage(
-        self, usage: TokenUsage, *, rated: UsageDelta | None = None, metered: UsageDelta | None = None
-    ) -> None:
-        """Records the usage; nothing without a token.  ``rated`` is the part that counts in the tenant's rates
-        (computed tokens), ``metered`` the part that is billed (each token once); all of it by default."""
-        if not self._first:
-            return
-        whole = UsageDelta(True, usage.completion_tokens, usage.stored_tokens)
-        rated = rated or whole
-        self.completion_tokens = rated.tokens - rated.stored
-        self._gate.on_usage(self._qos, usage, metered or whole)
+    def record_usage(self, usage: TokenUsage) -> None:
+        """Records the usage, all of it; nothing without a token."""
+        if self._first:
+            whole = UsageDelta(True, usage.completion_tokens, usage.stored_tokens)
+            self.record_rates(whole)
+            self.bill(usage, whole)
+
+    def record_rates(self, part: UsageDelta) -> None:
+        """This part of the usage, of which computed tokens count in the tenant's rates."""
+        self.completion_tokens = part.tokens - part.stored
+
+    def bill(self, usage: TokenUsage, part: UsageDelta) -> None:
+        """This part of the usage is the tenant's, be the request over."""
+        self._gate.on_usage(self._qos, usage, part)
 
 
 def _class_of(value: bytes | None) -> ServiceClass | None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
 from penstock.api import sse
 from penstock.api.errors import ErrorResponse
 from penstock.api.http import BodyWriter
-from penstock.api.idempotency import TokenStreamSource, UsageDedup
+from penstock.api.idempotency import CachedStream, TokenStreamSource, UsageDedup
 from penstock.api.load_shedding import AdmittedRequest
 from penstock.api.response_format import (
     CompletedChoice,
@@ -94,6 +95,7 @@ class ResumeState:
     computed: bool = True  # for this HTTP request; what another began or has left behind is not
     rated: UsageDedup = field(default_factory=UsageDedup)  # among its tenant's rates, of all that was computed
     metered: UsageDedup = field(default_factory=UsageDedup)  # for its tenant, however often it was computed
+    shared: CachedStream | None = None  # the streams, of a request with a key: other gateways may have it, too
 
 
 class ResponseStream:
@@ -130,9 +132,14 @@ class ResponseStream:
         used = self.usage()
         if self._visit.has_started:
             counted = [(choice.tokens, choice.stored) for choice in self._choices]
-            self._visit.record_usage(
-                used, rated=self.resume.rated.new_usage(counted), metered=self.resume.metered.new_usage(counted)
-            )
+            computed = self.resume.rated.new_usage(counted)
+            self._visit.record_rates(computed)
+            uncounted, bill = self.resume.metered.take_uncounted(counted), partial(self._visit.bill, used)
+            if self.resume.shared is None:
+                bill(uncounted.beyond())
+            else:
+                prompts = sum(len(request.prompt) for request in self._prepared.requests)
+                self.resume.shared.settle(uncounted, bill, computed, prompts)
         return used
 
     def token_streams(self) -> list[TokenStream]:

@@ -324,6 +324,7 @@ def make_http_app(
             clock=MonotonicClock(),
             metrics=services.host_metrics.snapshot,
             gateway_metrics=services.host_metrics.gateway_page,
+            key_homes=router.idempotency,
             count_key_outcome=metrics.on_idempotency_key,
             count_auth_failure=metrics.on_unauthorized,
             count_forbidden=metrics.on_forbidden,

@@ -22,6 +22,7 @@ from penstock.router.decide import Decision, has_ready_workers
 from penstock.router.dispatch import Dispatcher
 from penstock.router.fleet import Fleet
 from penstock.router.health import WorkerHealth
+from penstock.router.idempotency_homes import IdempotencyHomes
 from penstock.router.links import Connect, WorkerLinks
 from penstock.router.migration import LostWorkerHandler, MigrationHandler
 from penstock.router.placement import Placement, RetryBudget
@@ -41,6 +42,7 @@ from penstock.wire.codec import PeerMessage
 from penstock.wire.gateway_messages import (
     AwaitedStage,
     ConfirmRequests,
+    IdempotencyKeyState,
     KvEvents,
     MigrateRequests,
     PoisonRequests,
@@ -173,6 +175,8 @@ class RouterService:
         self._verdicts = PoisonVerdicts()
         self._migration, self._health = self._make_handlers(config, suspect)
         self._shares = None if rates is None else RateShares(rates, self.fleet, self._links)
+        secret = bytes.fromhex(config.event_key)
+        self.idempotency = IdempotencyHomes(self.fleet, self._links, self.metrics, clock, secret)
         self._checks = StreamChecks(config.turns.flights_per_turn)
         self._checking = False  # the next turn continues the checks
         self._failing_all = False
@@ -262,6 +266,7 @@ class RouterService:
         for stream in list(self._streams.values()):
             self._apply(stream, stream.routed.on_client_gone(), now)
             stream.fail(NoWorkers("The service has stopped."))
+        self.idempotency.close()
         await self._links.close()
 
     async def _tick_forever(self) -> None:
@@ -420,6 +425,8 @@ class RouterService:
         elif isinstance(message, RateTotals):
             if self._shares is not None:
                 self._shares.on_totals(worker, message, now)
+        elif isinstance(message, IdempotencyKeyState):
+            self.idempotency.on_state(worker, incarnation, message)
         elif isinstance(message, MigrateRequests | ConfirmRequests):
             self._migration.on_message(message, worker, incarnation)
         elif isinstance(message, RequestReturned):
@@ -520,6 +527,7 @@ class RouterService:
         now = self._clock.now()
         self._health.on_tick(now)
         self._dispatcher.place_waiting(now)
+        self.idempotency.tick(now)
         if not self._checking:
             self._look()
         if not self._health.heartbeat_due(now):

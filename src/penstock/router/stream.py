@@ -168,11 +168,13 @@ class RequestStats:
         self._placement.on_first_token(request.id)
         if stream.first_at is None:
             stream.first_at = now
-            metrics.on_first_token(now - request.arrival, stream.queued_s, len(request.prompt))
+            prompt_tokens = 0 if request.usage_deferred else len(request.prompt)
+            metrics.on_first_token(now - request.arrival, stream.queued_s, prompt_tokens)
             metrics.levels.on_queued(request.qos.service, stream.queued_s)
-            metrics.on_tokens(len(batch.tokens) if batch.pooled is None else 0, None)
+            tokens = len(batch.tokens) if batch.pooled is None else 0
+            metrics.on_tokens(tokens, None, counted=not request.usage_deferred)
         else:
-            metrics.on_tokens(len(batch.tokens), now - stream.last_at)
+            metrics.on_tokens(len(batch.tokens), now - stream.last_at, counted=not request.usage_deferred)
         stream.last_at = now
         if stream.spans is not None:
             stream.spans.on_delivered(len(batch.tokens), now)
@@ -185,10 +187,12 @@ class RequestStats:
         metrics, since, streams, tokens = self._metrics, -1.0, 0, 0
         for stream, item in delivered:
             count = len(item.tokens)
-            if stream.last_at != since or count != tokens:
+            if stream.routed.request.usage_deferred:
+                metrics.on_tokens(count, now - stream.last_at, counted=False)
+            elif stream.last_at != since or count != tokens:
                 metrics.on_tokens(tokens, now - since, streams)
                 since, streams, tokens = stream.last_at, 0, count
-            streams += 1
+            streams += not stream.routed.request.usage_deferred
             stream.last_at = now
             if stream.spans is not None:
                 stream.spans.on_delivered(count, now)

@@ -272,6 +272,9 @@ PEER_REFUSALS = _counter("peer_refusals", "Messages of workers that their node's
 PEER_REFUSAL_REASONS = ("unknown_key", "revoked", "no_right", "foreign_name")
 AUDIT_LOST = _counter("audit_events_lost", "Events that the audit log had no room for.")
 KEYED = _counter("idempotent_requests", "Requests with an idempotency key, by how they were met.", "met")
+REPLAYED_TOKENS = _counter(
+    "idempotent_replayed_tokens", "Tokens sent again of responses that another gateway has counted."
+)
 PREFIX_BREAKS = _counter(
     "session_prefix_breaks", "Prompts that left their session's earlier prompt before its end.", "reason"
 )

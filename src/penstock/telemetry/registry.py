@@ -215,6 +215,7 @@ class Metrics:
         self._fenced = self._counter(names.FENCED)
         self._poisoned = self._counter(names.POISONED).labels(model_name)
         self._keyed = self._counter(names.KEYED)
+        self._replayed = self._counter(names.REPLAYED_TOKENS).labels(model_name)
         self._prefix_breaks = self._counter(names.PREFIX_BREAKS)
         self._prefix_lost = self._counter(names.PREFIX_LOST).labels(model_name)
         self._unauthorized = self._counter(names.UNAUTHORIZED)
@@ -248,14 +249,24 @@ class Metrics:
         self._prompt_tokens.inc(prompt_tokens)
         self._prompts += prompt_tokens
 
-    def on_tokens(self, count: int, gap_s: float | None, answers: int = 1) -> None:
+    def on_tokens(self, count: int, gap_s: float | None, answers: int = 1, *, counted: bool = True) -> None:
         """``count`` tokens of each of ``answers`` requests were delivered.
 
-        ``gap_s``: the time since the tokens before them; None for the first.
+        ``gap_s``: the time since the tokens before them; None for the first.  Not ``counted``: see
+        ``on_settled_usage``.
         """
-        self._generation_tokens += count * answers
+        if counted:
+            self._generation_tokens += count * answers
         if gap_s is not None and count:
             self._itl.observe(gap_s / count, count * answers)
+
+    def on_settled_usage(self, prompt_tokens: int, generated: int, replayed: int) -> None:
+        """A response has ended that another gateway has begun, too: tokens that only this gateway counts, and tokens
+        that the other one has counted."""
+        self._prompt_tokens.inc(prompt_tokens)
+        self._prompts += prompt_tokens
+        self._generation_tokens += generated
+        self._replayed.inc(replayed)
 
     def token_totals(self) -> tuple[int, int]:
         """Tokens of prompts and of responses, so far."""

@@ -14,8 +14,10 @@ from penstock.errors import ProtocolError, ProtocolVersionError
 from penstock.wire.gateway_messages import (
     AssignRole,
     Cancel,
+    ClaimIdempotencyKey,
     ConfirmRequests,
     Hello,
+    IdempotencyKeyState,
     KvEvents,
     MigrateRequests,
     PoisonRequests,
@@ -78,6 +80,8 @@ PeerMessage: TypeAlias = (
     | ConfirmRequests
     | RateDemands
     | RateTotals
+    | ClaimIdempotencyKey
+    | IdempotencyKeyState
     | FetchTicket
     | PagesReady
     | EncodeImage

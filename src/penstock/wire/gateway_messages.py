@@ -111,6 +111,18 @@ MAX_RATE_TOTALS = 512
 
 MAX_GATEWAY_HOSTS = 1 << 16
 
+KEY_DIGEST_BYTES = 16
+KEY_MARK_BYTES = 8
+MAX_CLAIMED_CHOICES = 64
+"""Choices of a request with an idempotency key, in one message.  Requests with more are not claimed."""
+
+KeyDigest = Annotated[bytes, msgspec.Meta(min_length=KEY_DIGEST_BYTES, max_length=KEY_DIGEST_BYTES)]
+KeyMark = Annotated[bytes, msgspec.Meta(min_length=KEY_MARK_BYTES, max_length=KEY_MARK_BYTES)]
+SentTokens = Annotated[
+    tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)], ...], msgspec.Meta(max_length=MAX_CLAIMED_CHOICES)
+]
+"""Of each choice in order, how many of its tokens were sent to clients; empty: nothing of the request counts yet."""
+
 RateName = Annotated[bytes, msgspec.Meta(min_length=RATE_NAME_BYTES, max_length=RATE_NAME_BYTES)]
 RateDemand = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 GatewayHosts = Annotated[int, msgspec.Meta(ge=0, le=MAX_GATEWAY_HOSTS)]
@@ -234,6 +246,22 @@ class RateDemands(WireMessage, frozen=True, kw_only=True, tag="rate_demands"):
     """
 
     demands: Annotated[dict[RateName, RateDemand], msgspec.Meta(max_length=MAX_RATE_DEMANDS)]
+
+
+class ClaimIdempotencyKey(WireMessage, frozen=True, kw_only=True, tag="claim_key"):
+    """What a gateway does with a request that has an idempotency key, for the worker that is the home of the key
+    (``router.idempotency_homes``).  Answered by ``IdempotencyKeyState``, unless ``serial`` is 0.
+
+    ``key`` and ``tenant`` are keyed digests, ``mark`` is one of the body and the model.
+    """
+
+    key: KeyDigest
+    tenant: KeyDigest
+    mark: KeyMark
+    serial: Count = 0
+    running: bool = False  # this gateway computes it
+    sent: SentTokens = ()  # it has sent so much, which is to be counted by one gateway only
+    withdrawn: bool = False  # it was refused before it began
 
 
 # --- both ways ------------------------------------------------------------------------------------------------------
@@ -417,6 +445,25 @@ class RateTotals(WireMessage, frozen=True, kw_only=True, tag="rate_totals"):
     hosts: GatewayHosts  # with gateways that speak to this worker
     sharing: GatewayHosts  # of those, hosts that have sent their demands lately
     totals: Annotated[dict[RateName, RateDemand], msgspec.Meta(max_length=MAX_RATE_TOTALS)]
+
+
+class IdempotencyKeyStatus(StrEnum):
+    """What the home of an idempotency key knew before a ``ClaimIdempotencyKey``."""
+
+    NEW = "new"  # nothing
+    RUNNING = "running"  # another gateway, which is connected here, computes it
+    KNOWN = "known"  # a gateway has had it, and none computes it that is connected here
+    REUSED = "reused"  # another mark: the key belongs to another request
+    UNTRACKED = "untracked"  # nothing, and there is no room for more
+
+
+class IdempotencyKeyState(WireMessage, frozen=True, kw_only=True, tag="key_state"):
+    """The answer to ``ClaimIdempotencyKey``."""
+
+    serial: Count
+    status: IdempotencyKeyStatus
+    sent: SentTokens = ()  # by all gateways, and counted, before that message
+    gateways: GatewayHosts = 0  # that speak to this worker
 
 
 class StepRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

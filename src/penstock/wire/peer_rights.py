@@ -17,6 +17,7 @@ from penstock.wire.codec import PeerMessage
 from penstock.wire.gateway_messages import (
     AssignRole,
     Cancel,
+    ClaimIdempotencyKey,
     Hello,
     KvEvents,
     PoisonRequests,
@@ -39,6 +40,7 @@ NEEDED: dict[type[PeerMessage], tuple[NodeRight, ...]] = {
     AssignRole: (NodeRight.GATEWAY,),
     PoisonRequests: (NodeRight.GATEWAY,),
     RateDemands: (NodeRight.GATEWAY,),
+    ClaimIdempotencyKey: (NodeRight.GATEWAY,),
     PullPages: (NodeRight.WORKER,),
     EncodeImage: (NodeRight.WORKER,),
     PagesReceived: (NodeRight.WORKER, NodeRight.GATEWAY),

@@ -17,6 +17,7 @@ import numpy as np
 
 from penstock.engine.core.events import AddRequest
 from penstock.engine.core.plan import NewTokens
+from penstock.engine.service.idempotency_claims import GatewayProcess
 from penstock.types import PAGE_TOKENS, RequestId, RequestStage, SamplingParams, read_token_ids
 from penstock.wire.gateway_messages import (
     ConfirmRequests,
@@ -35,8 +36,8 @@ ALIVE_S = 1.5
 """A gateway that has said something within so long is there: it greets several times a second."""
 
 HOST_ALIVE_S = 3.0
-"""The gateways of a host that have all said nothing for so long have no share of tenants' rates any more.  An idle one
-greets twice a second."""
+"""The gateways of a host that have all said nothing for so long have no share of tenants' rates any more, and one of
+them computes no request with an idempotency key.  An idle one greets twice a second."""
 
 REMEMBERED_S = 300.0
 """A gateway that went away can still learn for so long what became of its requests; by then it has failed them."""
@@ -257,6 +258,18 @@ class GatewayRequests:
         """The host of the gateway with this connection; empty where it has said none."""
         gateway = self._by_peer.get(peer)
         return "" if gateway is None else gateway.host
+
+    def process_of(self, peer: bytes) -> GatewayProcess | None:
+        """The gateway with this connection."""
+        gateway = self._by_peer.get(peer)
+        return None if gateway is None else GatewayProcess(gateway.name, gateway.incarnation)
+
+    def is_alive(self, process: GatewayProcess, now: float) -> bool:
+        """Whether this very process has said something lately."""
+        gateway = self._gateways.get(process.name)
+        if gateway is None or gateway.incarnation != process.incarnation:
+            return False
+        return now - gateway.last_seen < HOST_ALIVE_S
 
     def hosts(self, now: float) -> int:
         """How many hosts have gateways that speak to this worker."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from penstock.clock import Clock
@@ -46,6 +47,7 @@ from penstock.engine.service.gateways import (
     split_prompt_logprobs,
     token_item,
 )
+from penstock.engine.service.idempotency_claims import IdempotencyClaims
 from penstock.engine.service.kv_events import KvEventPublisher, LowerTiers
 from penstock.engine.service.kv_transfer import (
     EXPORT_POLL_S,
@@ -70,6 +72,7 @@ from penstock.wire.gateway_messages import (
     AssignRole,
     AwaitedStage,
     Cancel,
+    ClaimIdempotencyKey,
     ConfirmRequests,
     Hello,
     PoisonRequests,
@@ -241,6 +244,7 @@ class WorkerService:
         self._served = EncodeRequests(hand_over.identity, self._listener.send)
         self._verdicts = PoisonVerdicts()
         self._demands = RateDemandTotals()
+        self._claims = IdempotencyClaims()
         self._awaited: list[tuple[ConnectedGateway, AwaitedStage]] = []  # what gateways asked about in this turn
         self.publisher = KvEventPublisher(
             config, scheduler.memory.prefix, self._listener, self._report_now, lower=lower_tiers
@@ -448,6 +452,8 @@ class WorkerService:
                 self._served.encode(peer, message, self._images)
             case RateDemands():
                 self._add_demands(peer, message, now)
+            case ClaimIdempotencyKey():
+                self._claim_key(peer, message, now)
             case AssignRole():
                 if self._requests.is_connected(peer):
                     self._assign(message, now)
@@ -488,6 +494,15 @@ class WorkerService:
         if host:
             hosts = self._requests.hosts(now)
             self._listener.send(peer, self._demands.on_demands(host, message.demands, hosts, now))
+
+    def _claim_key(self, peer: bytes, message: ClaimIdempotencyKey, now: float) -> None:
+        gateway = self._requests.process_of(peer)
+        if gateway is not None:
+            gateways = len(self._requests.gateways())
+            is_alive = partial(self._requests.is_alive, now=now)
+            state = self._claims.on_claim(gateway, message, is_alive, now, gateways=gateways)
+            if message.serial:
+                self._listener.send(peer, state)
 
     def _is_connected(self, peer: bytes) -> bool:
         """Whether this connection still exists.  The message sent to find out has no content."""

@@ -1,0 +1,162 @@
+"""The idempotency keys of which this worker is the home: which gateway has the request, and what of it is counted.
+
+Gateways of several hosts have no link between them, but all of them speak to the workers.  They choose one worker for
+each key (``router.idempotency_homes``).  It knows neither keys nor tenants, only keyed digests, and no tokens.  What it
+keeps is lost with its process; then a key that comes again is computed and counted again.  Pure: time is a parameter.
+
+Tenants share the room: where there is none left, keys of the tenant that has most make way, oldest first.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import NamedTuple
+
+from penstock.wire.gateway_messages import (
+    MAX_GATEWAY_HOSTS,
+    ClaimIdempotencyKey,
+    IdempotencyKeyState,
+    IdempotencyKeyStatus,
+)
+
+MAX_CLAIMED_KEYS = 65_536
+MAX_TENANT_CLAIMED_KEYS = 16_384
+
+CLAIM_S = 600.0
+"""For which a key is kept after the last message about it."""
+
+CLAIMS_PER_S = 1000.0
+"""Of one gateway.  Beyond that and ``CLAIMS_BURST`` its messages change nothing here."""
+CLAIMS_BURST = 4000.0
+
+EVICTED_AT_ONCE = 64
+"""The tenant with the most keys is looked for that seldom."""
+
+MAX_METERED_GATEWAYS = 4096
+
+
+class GatewayProcess(NamedTuple):
+    """A gateway, as it introduces itself."""
+
+    name: str
+    incarnation: int
+
+
+@dataclass(slots=True)
+class _Claim:
+    mark: bytes
+    until: float
+    computed_by: GatewayProcess | None = None
+    sent: array[int] = field(default_factory=lambda: array("I"))  # of each choice; empty: nothing is counted
+
+
+@dataclass(slots=True)
+class _Allowance:
+    left: float
+    at: float
+
+
+class IdempotencyClaims:
+    """By key, least recently used first."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[bytes, OrderedDict[bytes, _Claim]] = {}
+        self._owners: OrderedDict[bytes, bytes] = OrderedDict()  # key -> tenant
+        self._allowances: dict[str, _Allowance] = {}
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def on_claim(
+        self,
+        gateway: GatewayProcess,
+        message: ClaimIdempotencyKey,
+        is_connected: Callable[[GatewayProcess], bool],
+        now: float,
+        *,
+        gateways: int = 1,
+    ) -> IdempotencyKeyState:
+        """Takes a gateway's message, and returns what was known before it.  ``gateways``: that are connected."""
+        if not self._allows(gateway.name, now):
+            return _state(message, IdempotencyKeyStatus.UNTRACKED, (), gateways)
+        self._expire(now)
+        claim = self._find(message)
+        if claim is None:
+            if not message.withdrawn:
+                self._add(message, gateway, now)
+            return _state(message, IdempotencyKeyStatus.NEW, (), gateways)
+        if claim.mark != message.mark:
+            return _state(message, IdempotencyKeyStatus.REUSED, (), gateways)
+        other = claim.computed_by if claim.computed_by not in (None, gateway) else None
+        runs_elsewhere = other is not None and is_connected(other)
+        status = IdempotencyKeyStatus.RUNNING if runs_elsewhere else IdempotencyKeyStatus.KNOWN
+        state = _state(message, status, claim.sent, gateways)
+        if not runs_elsewhere:
+            claim.computed_by = gateway if message.running else None
+            if message.withdrawn and not claim.sent:
+                self._drop(message.key)
+                return state
+        claim.sent = array("I", map(max, zip_longest(claim.sent, message.sent, fillvalue=0)))
+        claim.until = now + CLAIM_S
+        self._owners.move_to_end(message.key)
+        self._tenants[message.tenant].move_to_end(message.key)
+        return state
+
+    def _find(self, message: ClaimIdempotencyKey) -> _Claim | None:
+        """The claim of this key.  Keys are digests of tenant and key, so one under another tenant is none of ours."""
+        return self._tenants.get(message.tenant, {}).get(message.key)
+
+    def _add(self, message: ClaimIdempotencyKey, gateway: GatewayProcess, now: float) -> None:
+        if message.key in self._owners:  # under another tenant
+            self._drop(message.key)
+        claims = self._tenants.setdefault(message.tenant, OrderedDict())
+        claims[message.key] = _Claim(
+            message.mark, now + CLAIM_S, gateway if message.running else None, array("I", message.sent)
+        )
+        self._owners[message.key] = message.tenant
+        if len(claims) > MAX_TENANT_CLAIMED_KEYS:
+            self._drop(next(iter(claims)))
+        if len(self._owners) > MAX_CLAIMED_KEYS:
+            largest = max(self._tenants.values(), key=len)
+            for key in list(largest)[:EVICTED_AT_ONCE]:
+                self._drop(key)
+
+    def _drop(self, key: bytes) -> None:
+        tenant = self._owners.pop(key)
+        claims = self._tenants[tenant]
+        del claims[key]
+        if not claims:
+            del self._tenants[tenant]
+
+    def _expire(self, now: float) -> None:
+        while self._owners:
+            key, tenant = next(iter(self._owners.items()))
+            if self._tenants[tenant][key].until > now:
+                return
+            self._drop(key)
+
+    def _allows(self, gateway: str, now: float) -> bool:
+        """Whether this gateway may change something once more."""
+        allowance = self._allowances.get(gateway)
+        if allowance is None:
+            if len(self._allowances) >= MAX_METERED_GATEWAYS:
+                del self._allowances[next(iter(self._allowances))]
+            allowance = self._allowances[gateway] = _Allowance(CLAIMS_BURST, now)
+        allowance.left = min(CLAIMS_BURST, allowance.left + (now - allowance.at) * CLAIMS_PER_S)
+        allowance.at = now
+        if allowance.left < 1.0:
+            return False
+        allowance.left -= 1.0
+        return True
+
+
+def _state(
+    message: ClaimIdempotencyKey, status: IdempotencyKeyStatus, sent: Sequence[int], gateways: int
+) -> IdempotencyKeyState:
+    return IdempotencyKeyState(
+        serial=message.serial, status=status, sent=tuple(sent), gateways=min(max(gateways, 0), MAX_GATEWAY_HOSTS)
+    )

@@ -1,0 +1,72 @@
+"""The homes of idempotency keys: gateways of all hosts ask one worker about a key (``router.home_calls``).
+
+::
+
+    gateway --ClaimIdempotencyKey: it computes this--------> home (engine.service.idempotency_claims)
+    gateway <--IdempotencyKeyState: what is known of it---- home
+    gateway --ClaimIdempotencyKey: the tokens it has sent--> home
+    gateway <--IdempotencyKeyState: those counted before---- home
+
+Keys, tenants and bodies leave the gateway as digests only.  Without an answer requests go on as if the key were new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import TypeAlias
+
+from penstock.clock import Clock
+from penstock.router.fleet import Fleet
+from penstock.router.home_calls import HomeCalls
+from penstock.router.links import WorkerLinks
+from penstock.telemetry.registry import Metrics
+from penstock.types import WorkerId
+from penstock.wire.gateway_messages import KEY_DIGEST_BYTES, ClaimIdempotencyKey, IdempotencyKeyState
+
+KeyStateHandler: TypeAlias = Callable[[IdempotencyKeyState | None], None]
+"""Called once; None: there is no home, or it has not answered."""
+
+
+class IdempotencyHomes:
+    """``api.idempotency.KeyHomes`` of one gateway; from its event loop."""
+
+    def __init__(self, fleet: Fleet, links: WorkerLinks, metrics: Metrics, clock: Clock, secret: bytes) -> None:
+        """``secret``: of digests, the same at all gateways."""
+        self._calls = HomeCalls[IdempotencyKeyState](fleet, links, clock)
+        self._metrics = metrics
+        self._secret = blake2b(secret, digest_size=32, person=b"penstock homes").digest()
+        self._gateways = 0  # that are connected to the home that answered last; 0: not known
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other gateway speaks to the workers, as far as known."""
+        return self._gateways == 1
+
+    def digest(self, name: bytes) -> bytes:
+        """What homes know instead of a key or a tenant."""
+        return blake2b(name, digest_size=KEY_DIGEST_BYTES, key=self._secret).digest()
+
+    def send(self, message: ClaimIdempotencyKey, on_state: KeyStateHandler | None = None) -> None:
+        """Tells the home of the key; ``on_state`` is called with its answer, be it now."""
+        if on_state is None:
+            self._calls.notify(message.key, message)
+        else:
+            self._calls.call(message.key, message, on_state)
+
+    def on_state(self, worker: WorkerId, incarnation: int, message: IdempotencyKeyState) -> None:
+        """The answer of a worker.  One that was not asked is ignored."""
+        if self._calls.on_answer(worker, incarnation, message):
+            self._gateways = message.gateways
+
+    def tick(self, now: float) -> None:
+        """``HomeCalls.tick``."""
+        self._calls.tick(now)
+
+    def close(self) -> None:
+        """No more answers will come."""
+        self._calls.close()
+
+    def count_tokens(self, prompts: int, generated: int, replayed: int) -> None:
+        """Counts tokens of a request with a deferred usage: those that no other gateway has counted, and others."""
+        self._metrics.on_settled_usage(prompts, generated, replayed)

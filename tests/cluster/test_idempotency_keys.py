@@ -1,0 +1,154 @@
+"""One idempotency key at the gateways of two hosts: the same tokens, each counted by one gateway."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.wire.curve_keys import CurveKeys
+
+from .server import PATIENCE_S, PenstockServer, PenstockWorker
+from .test_rates import key_file
+
+TOKENS = 64
+_TENANT_TOKENS = re.compile(r'^penstock:tenant_tokens_total\{kind="(\w+)".*\} (\S+)$', re.MULTILINE)
+
+
+class Hosts:
+    """Two services with a gateway each, and two workers of which both know; keys of one tenant."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        CurveKeys.ephemeral().save(folder / "keys")
+        self.headers = key_file(folder / "api-keys.json", 6000)
+        keys = ["--keys", str(folder / "keys")]
+        self.workers = [stack.enter_context(PenstockWorker([*keys, "--name", name])) for name in ("w-0", "w-1")]
+        joins = [word for worker in self.workers for word in ("--join", worker.endpoint)]
+        flags = [*keys, *joins, "--api-keys", str(folder / "api-keys.json"), "--api-key", "sk-of-the-test"]
+        self.servers = [stack.enter_context(PenstockServer(flags)) for _ in range(2)]
+        for server in self.servers:
+            server.wait_for(lambda server=server: len(server.workers()) == 2, PATIENCE_S, "whole")  # type: ignore[misc]
+            server.wait_all_ready()
+
+    def ask(self, number: int, key: str, **fields: Any) -> httpx.Response:
+        """A completion from one of the hosts."""
+        return httpx.post(
+            f"{self.servers[number].url}/v1/completions",
+            json=request_body(**fields),
+            headers=self.headers | {"Idempotency-Key": key},
+            timeout=120,
+            trust_env=False,
+        )
+
+    def usage(self, number: int) -> dict[str, float]:
+        """What one of the hosts has counted for tenants, and in all."""
+        server = self.servers[number]
+        kinds: dict[str, float] = {}
+        for kind, value in _TENANT_TOKENS.findall(server.get("/metrics", **server.key_headers()).text):
+            kinds[kind] = kinds.get(kind, 0.0) + float(value)
+        metrics = server.metrics()
+        return kinds | {
+            "requests": metrics["penstock:tenant_requests_total"],
+            "generated": metrics["penstock:generation_tokens_total"],
+            "prompts": metrics["penstock:prompt_tokens_total"],
+            "replayed": metrics["penstock:idempotent_replayed_tokens_total"],
+        }
+
+    def wait_usage(self, **wanted: float) -> list[dict[str, float]]:
+        """Once both hosts have counted this in sum; usage is counted some moments after a response has ended."""
+        found: list[dict[str, float]] = []
+
+        def counted() -> bool:
+            found[:] = [self.usage(number) for number in range(len(self.servers))]
+            return {name: sum(each[name] for each in found) for name in wanted} == wanted
+
+        try:
+            self.servers[0].wait_for(counted, PATIENCE_S, "counted")
+        except AssertionError:
+            raise AssertionError(f"not {wanted}: {found}") from None
+        return found
+
+
+def request_body(max_tokens: int = TOKENS, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": "storyteller",
+        "prompt": "Once upon a time",
+        "max_tokens": max_tokens,
+        "seed": 3,
+        "ignore_eos": True,
+        **fields,
+    }
+
+
+@contextmanager
+def two_hosts(folder: Path) -> Iterator[Hosts]:
+    with ExitStack() as stack:
+        yield Hosts(stack, folder)
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    text = answer.json()["choices"][0]["text"]
+    assert isinstance(text, str)
+    return text
+
+
+@pytest.mark.long
+def test_a_key_at_the_gateways_of_two_hosts_is_counted_once(tmp_path: Path) -> None:
+    """Afterwards, at the same time, with another body, and when the home of the key is killed."""
+    with two_hosts(tmp_path) as hosts:
+        first = hosts.ask(0, "k1")
+        text, prompt = text_of(first), first.json()["usage"]["prompt_tokens"]
+        assert text_of(hosts.ask(1, "k1")) == text
+        found = hosts.wait_usage(
+            completion=TOKENS, prompt=prompt, requests=1, generated=TOKENS, prompts=prompt, replayed=TOKENS
+        )
+        assert [each["completion"] for each in found] == [TOKENS, 0]
+        refused = hosts.ask(1, "k1", max_tokens=5)
+        assert refused.status_code == 422
+        assert refused.json()["error"]["code"] == "idempotency_key_reused"
+        with ThreadPoolExecutor(2) as pool:
+            both = list(pool.map(lambda number: hosts.ask(number, "k2", max_tokens=900), range(2)))
+        assert text_of(both[0]) == text_of(both[1])
+        hosts.wait_usage(completion=TOKENS + 900, prompt=2 * prompt, requests=2, generated=TOKENS + 900)
+        for worker in hosts.workers:
+            os.kill(worker.worker_pid(), signal.SIGKILL)
+        assert text_of(hosts.ask(0, "k3")) == text
+        assert text_of(hosts.ask(1, "k1")) == text, "its home has lost it: it is counted where it was before"
+        assert text_of(hosts.ask(1, "k3")) == text
+        found = hosts.wait_usage(completion=2 * TOKENS + 900, requests=3)
+
+
+@pytest.mark.long
+def test_a_stream_whose_host_is_killed_is_counted_whole_where_it_goes_on(tmp_path: Path) -> None:
+    with two_hosts(tmp_path) as hosts:
+        whole = text_of(hosts.ask(1, "plain", max_tokens=900))
+        hosts.wait_usage(completion=900)
+        with streamed_lines(hosts, "k1") as lines:
+            events = 0
+            while events < 20:
+                events += next(lines).startswith("data: {")
+            hosts.servers.pop(0).kill()
+        assert text_of(hosts.ask(0, "k1", max_tokens=900)) == whole
+        hosts.wait_usage(completion=1800, requests=2)
+
+
+@contextmanager
+def streamed_lines(hosts: Hosts, key: str) -> Iterator[Iterator[str]]:
+    """Of a stream from the first host."""
+    with (
+        httpx.Client(headers=hosts.headers | {"Idempotency-Key": key}, timeout=120, trust_env=False) as client,
+        client.stream(
+            "POST", f"{hosts.servers[0].url}/v1/completions", json=request_body(900, stream=True)
+        ) as response,
+    ):
+        assert response.status_code == 200
+        yield response.iter_lines()

@@ -1,0 +1,347 @@
+"""A request with an idempotency key at two gateways: the same tokens, each counted by one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from penstock.api.auth import StaticApiKeys, Tenant
+from penstock.api.idempotency import KeyOutcome
+from penstock.clock import VirtualClock
+from penstock.config.limits import RequestLimits
+from penstock.config.schema import GatewayConfig
+from penstock.engine.service.idempotency_claims import GatewayProcess, IdempotencyClaims
+from penstock.errors import NoWorkers
+from penstock.router.home_calls import ANSWER_S
+from penstock.router.idempotency_homes import IdempotencyHomes
+from penstock.router.service import RouterService
+from penstock.types import Role, WorkerId
+from penstock.wire.gateway_messages import ClaimIdempotencyKey, IdempotencyKeyState, IdempotencyKeyStatus
+from penstock.wire.supervisor_messages import WorkerUp
+
+from .http_stage import TEXT, Stage, check, events_of, stage
+from .router_town import Town
+from .streams import NullStreams
+from .test_http_idempotency import KEY, Meter, leave_after
+from .test_http_idempotency import _text as text_body
+
+TENANT = Tenant(id="t", tokens_per_minute=1_000_000)
+RING = StaticApiKeys({hashlib.sha256(b"t").digest(): TENANT})
+HEADERS = KEY | {"Authorization": "Bearer t"}
+BODY = text_body({"max_tokens": 40, "stream": True, "seed": 1, "ignore_eos": True})
+
+
+@dataclass
+class Home:
+    """The home of all keys, in this process."""
+
+    claims: IdempotencyClaims = field(default_factory=IdempotencyClaims)
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    gone: set[str] = field(default_factory=set)
+    silent: bool = False
+
+    def of(self, name: str) -> GatewayHomes:
+        return GatewayHomes(self, name)
+
+
+@dataclass
+class GatewayHomes:
+    """``api.idempotency.KeyHomes`` of one gateway, without a wire."""
+
+    home: Home
+    name: str
+    is_alone: bool = False
+    delivers: int = 1 << 30  # of its messages
+    tokens: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def digest(self, name: bytes) -> bytes:
+        return hashlib.blake2b(name, digest_size=16).digest()
+
+    def send(
+        self, message: ClaimIdempotencyKey, on_state: Callable[[IdempotencyKeyState | None], None] | None = None
+    ) -> None:
+        state = None
+        self.delivers -= 1
+        if not self.home.silent and self.delivers >= 0:
+            process = GatewayProcess(self.name, 1)
+            state = self.home.claims.on_claim(
+                process, message, lambda other: other.name not in self.home.gone, self.home.clock.now()
+            )
+        if on_state is not None:
+            on_state(state)
+
+    def count_tokens(self, prompts: int, generated: int, replayed: int) -> None:
+        self.tokens.append((prompts, generated, replayed))
+
+    @property
+    def counted(self) -> tuple[int, ...]:
+        return tuple(map(sum, zip(*self.tokens, strict=True))) if self.tokens else (0, 0, 0)
+
+
+class Gateway:
+    """One of several: what it counts, and its HTTP application."""
+
+    def __init__(self, home: Home, name: str, limits: RequestLimits | None = None) -> None:
+        self.meter, self.streams, self.homes = Meter(), NullStreams(batch_sizes=lambda _: 1), home.of(name)
+        self.met: list[str] = []
+        self.scene = stage(
+            self.streams, limits, ring=RING, levels=self.meter, key_homes=self.homes, count_key_outcome=self.met.append
+        )
+
+    @property
+    def usage(self) -> tuple[int, ...]:
+        return self.meter.sums if self.meter.seen else (0,) * 5
+
+    @property
+    def deferred(self) -> list[bool]:
+        """Of the requests that were given to workers."""
+        return [request.usage_deferred for request in self.streams.opened]
+
+
+async def whole(on: Stage, last: str | None = None) -> str:
+    answer = await on.post(TEXT, BODY, headers=HEADERS | ({"Last-Event-ID": last} if last else {}))
+    assert answer.status_code == 200, answer.text
+    events = events_of(answer.text)
+    assert events[-1].data == "[DONE]"
+    return "".join(event.data["choices"][0]["text"] for event in events[:-1] if event.data["choices"])
+
+
+def sums(*gateways: Gateway) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*(gateway.usage for gateway in gateways), strict=True)))
+
+
+async def test_afterwards_another_gateway_counts_nothing() -> None:
+    home = Home()
+    a, b = Gateway(home, "a"), Gateway(home, "b")
+    async with a.scene as at_a, b.scene as at_b:
+        first = await whole(at_a)
+        assert await whole(at_b) == first
+        assert await whole(at_b) == first
+    assert a.usage == sums(a, b) == (1, len(a.streams.opened[0].prompt), 40, 0, 0)
+    assert (a.met, b.met) == ([KeyOutcome.NEW], [KeyOutcome.SHARED, KeyOutcome.REPLAYED])
+    assert (a.deferred, b.deferred) == ([False], [True])
+    assert (a.homes.counted, b.homes.counted) == ((0, 0, 0), (0, 0, 40))
+
+
+async def test_at_the_same_time_each_token_is_counted_by_one() -> None:
+    home = Home()
+    a, b = Gateway(home, "a"), Gateway(home, "b")
+    for gateway in (a, b):
+        gateway.streams.gate = asyncio.Event()
+    async with a.scene as at_a, b.scene as at_b:
+        tasks = [asyncio.create_task(whole(at_a))]
+        await a.streams.until(opened=1)
+        tasks.append(asyncio.create_task(whole(at_b)))
+        await b.streams.until(opened=1)
+        b.streams.gate.set()
+        second = await tasks[1]
+        a.streams.gate.set()
+        assert await tasks[0] == second
+    assert sums(a, b) == (1, len(a.streams.opened[0].prompt), 40, 0, 0)
+    assert (a.met, b.met) == ([KeyOutcome.NEW], [KeyOutcome.SHARED])
+    assert b.homes.counted[:2] == (0, 0), "the first counts its tokens as they come"
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("resumes", [False, True])
+async def test_a_stream_that_goes_on_elsewhere_counts_there_from_where_the_first_has_counted(
+    *, resumes: bool, dies: bool
+) -> None:
+    """A gateway that is killed has counted nothing; then everything counts at the other."""
+    home = Home()
+    limits = RequestLimits(resume_grace_s=0.0)
+    a, b = Gateway(home, "a", limits), Gateway(home, "b", limits)
+    async with a.scene as at_a, b.scene as at_b:
+        if dies:
+            a.homes.delivers = 1
+        last = await leave_after(at_a, 10, BODY, HEADERS)
+        async with asyncio.timeout(60):
+            await a.streams.until(none_open=True)
+        if dies:
+            home.gone.add("a")
+        await whole(at_b, last if resumes else None)
+    prompt = len(b.streams.opened[0].prompt)
+    if dies:
+        assert b.usage == (1, prompt, 40, 0, 0)
+        assert b.homes.counted == (prompt, 40, 0)
+    else:
+        assert 10 <= a.usage[2] < 40
+        assert sums(a, b) == (1, prompt, 40, 0, 0)
+        assert b.homes.counted == (0, 40 - a.usage[2], a.usage[2])
+    assert b.met == [KeyOutcome.RESUMED if resumes else KeyOutcome.SHARED]
+
+
+async def test_the_same_key_for_something_else_is_refused_by_every_gateway() -> None:
+    home = Home()
+    a, b = Gateway(home, "a"), Gateway(home, "b")
+    async with a.scene as at_a, b.scene as at_b:
+        await whole(at_a)
+        other = await at_b.post(TEXT, BODY | {"max_tokens": 5}, headers=HEADERS)
+        check(other, 422, "idempotency_key_reused", "another request body")
+        assert b.met == [KeyOutcome.REFUSED]
+        assert not b.streams.opened
+        await whole(at_b)
+
+
+async def test_what_was_refused_before_it_began_is_no_other_gateways_either() -> None:
+    home = Home()
+    keys = StaticApiKeys({hashlib.sha256(b"t").digest(): Tenant(id="t", requests_per_minute=1)})
+    a, b = Gateway(home, "a"), Gateway(home, "b")
+    a.scene = stage(a.streams, ring=keys, key_homes=a.homes)
+    async with a.scene as at_a, b.scene as at_b:
+        assert (await at_a.post("/tokenize", {"prompt": "Once"}, headers=HEADERS)).status_code == 200
+        assert (await at_a.post(TEXT, BODY, headers=HEADERS)).status_code == 429
+        assert len(home.claims) == 0
+        other = await at_b.post(TEXT, BODY | {"max_tokens": 5}, headers=HEADERS)
+        assert other.status_code == 200
+
+
+async def test_what_failed_before_its_first_token_counts_where_it_is_sent_next() -> None:
+    home = Home()
+    a, b = Gateway(home, "a"), Gateway(home, "b")
+    a.streams.fail_at = {0: NoWorkers("all gone")}
+    async with a.scene as at_a, b.scene as at_b:
+        assert (await at_a.post(TEXT, BODY | {"stream": False}, headers=HEADERS)).status_code == 503
+        answer = await at_b.post(TEXT, BODY | {"stream": False}, headers=HEADERS)
+        assert answer.status_code == 200
+    assert (a.usage[2], b.usage[2]) == (0, 40)
+    assert b.homes.counted == (len(b.streams.opened[0].prompt), 40, 0)
+
+
+async def test_without_an_answer_of_the_home_a_key_is_computed_and_counted_again() -> None:
+    home = Home(silent=True)
+    a, b = Gateway(home, "a"), Gateway(home, "b")
+    async with a.scene as at_a, b.scene as at_b:
+        assert await whole(at_a) == await whole(at_b)
+    assert (a.usage, b.met) == (b.usage, [KeyOutcome.NEW])
+
+
+async def test_a_home_that_is_lost_amid_an_answer_changes_nothing_for_its_client() -> None:
+    home = Home()
+    a, b = Gateway(home, "a"), Gateway(home, "b")
+    a.streams.gate = asyncio.Event()
+    async with a.scene as at_a, b.scene as at_b:
+        task = asyncio.create_task(whole(at_a))
+        await a.streams.until(opened=1)
+        home.claims = IdempotencyClaims()  # another worker
+        a.streams.gate.set()
+        first = await task
+        assert await whole(at_b) == first
+    assert sums(a, b)[2] == 40, "what was sent is told to the new home"
+
+
+# --- over real workers ------------------------------------------------------------------------------------------------
+
+
+class Town2(Town):
+    """With gateways of other hosts."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(*names)
+        self.others: list[RouterService] = []
+
+    def add_gateway(self, name: str) -> RouterService:
+        router = RouterService(
+            GatewayConfig(name=name, model_name="null"),
+            connect=self.stage.hub.connect_async,
+            clock=self.clock,
+            suspect=self.suspects.append,
+        )
+        for known in map(self.worker, self.alive):
+            router.on_supervisor(
+                WorkerUp(
+                    worker=known.name, incarnation=known.incarnation, role=Role.BOTH, pid=1, endpoint=known.endpoint
+                )
+            )
+        self.others.append(router)
+        return router
+
+    async def turn(self, seconds: float = 0.001) -> None:
+        await super().turn(seconds)
+        for router in self.others:
+            router.tick()
+
+    async def __aexit__(self, *error: object) -> None:
+        await super().__aexit__(*error)
+        for router in self.others:
+            await router.close()
+
+
+async def say(town: Town2, homes: IdempotencyHomes, key: int, **fields: Any) -> IdempotencyKeyState | None:
+    """The home's answer."""
+    got: list[IdempotencyKeyState | None] = []
+    message = ClaimIdempotencyKey(
+        key=homes.digest(str(key).encode()), tenant=homes.digest(b"t"), mark=bytes(8), running=True
+    )
+    homes.send(structs.replace(message, **fields), got.append)
+    await town.until(lambda: bool(got), seconds=0.02)
+    (state,) = got
+    return state
+
+
+async def test_all_gateways_ask_the_same_worker_about_a_key_and_workers_share_the_keys() -> None:
+    async with Town2("both-0", "both-1", "both-2") as town:
+        other = town.add_gateway("other")
+        await town.until(other.ready, seconds=0.1)
+        for key in range(60):
+            state = await say(town, town.router.idempotency, key)
+            assert state is not None
+            assert (state.status, state.gateways) == (IdempotencyKeyStatus.NEW, 2)
+        for key in range(60):
+            state = await say(town, other.idempotency, key)
+            assert state is not None
+            assert state.status is IdempotencyKeyStatus.RUNNING
+        parts = [len(town.worker(name).mailbox._claims) for name in town.alive]
+        assert sum(parts) == 60
+        assert min(parts) >= 10
+        assert not town.router.idempotency.is_alone
+
+
+async def test_a_home_that_dies_or_hangs_holds_up_nothing() -> None:
+    async with Town2("both-0", "both-1") as town:
+        other = town.add_gateway("other")
+        await town.until(other.ready, seconds=0.1)
+        homes = town.router.idempotency
+        for key in range(20):
+            await say(town, homes, key, sent=(5,))
+        of_first = len(town.worker("both-0").mailbox._claims)
+        assert 0 < of_first < 20
+        town.stop("both-0")
+        began, unanswered = town.clock.now(), 0
+        states: list[IdempotencyKeyState | None] = []
+        for key in range(20):
+            message = ClaimIdempotencyKey(
+                key=homes.digest(str(key).encode()), tenant=homes.digest(b"t"), mark=bytes(8), sent=(5,)
+            )
+            homes.send(message, states.append)
+        await town.until(lambda: len(states) == 20, seconds=0.02)
+        unanswered = sum(state is None for state in states)
+        assert unanswered == of_first
+        assert town.clock.now() - began <= ANSWER_S + 0.1
+        town.kill("both-0")
+        again = [await say(town, homes, key) for key in range(20)]
+        lost = [state for state in again if state is not None and state.status is IdempotencyKeyStatus.NEW]
+        assert len(lost) == of_first, "keys of other homes have stayed where they were"
+
+
+async def test_an_answer_of_a_worker_that_was_not_asked_is_ignored() -> None:
+    async with Town2("both-0", "both-1") as town:
+        homes = town.router.idempotency
+        got: list[IdempotencyKeyState | None] = []
+        homes.send(ClaimIdempotencyKey(key=homes.digest(b"k"), tenant=bytes(16), mark=bytes(8)), got.append)
+        ((serial, pending),) = homes._calls._pending.items()
+        wrong = next(name for name in town.alive if name != pending.link.worker)
+        for worker, incarnation in ((wrong, 1), (pending.link.worker, 2)):
+            state = IdempotencyKeyState(serial=serial, status=IdempotencyKeyStatus.REUSED)
+            homes.on_state(WorkerId(worker), incarnation, state)
+        assert got == []
+        await town.until(lambda: bool(got), seconds=0.02)
+        assert got[0] is not None
+        assert got[0].status is IdempotencyKeyStatus.NEW
+        assert homes.is_alone
