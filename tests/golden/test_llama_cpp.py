@@ -3,7 +3,8 @@
 - Its converter's file of a tiny model of every architecture gives transformers' log-probabilities, and its server's
   greedy tokens.
 - Its quantizer's file of every type gives the log-probabilities of the same file dequantized, and the greedy tokens of
-  its server where that has dequantized it, too; else its products round activations to 8 bits.
+  its server where that has dequantized it, too; else its products round activations to 8 bits, and only tokens that are
+  nearly as likely differ.
 """
 
 from __future__ import annotations
@@ -245,6 +246,34 @@ def test_quantized_files_are_what_they_say(kind: str, plain: tuple[Path, dict[st
     print(f"{kind}: top-1 {same:.3f}, of llama.cpp's products with activations of 8 bits {of_codes:.3f}")
     assert same >= AGREEMENT
     assert of_codes >= 0.8  # random weights hardly prefer one token to others
+
+
+STORY = (
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the sunshine. One day, she saw a "
+    "big, red ball in the park. Lily wanted to play with it, but a boy named Tom had it first. Tom said, \"You can play "
+    "with me if you share your cookies.\" Lily smiled and gave him a cookie. They played together all day, and the ball "
+    "went up, up, up into the sky! When the sun went down, their moms came to take them home. \"Goodbye, Tom!\" said "
+    "Lily. \"Can we play again tomorrow?\" That night, Lily told her mom about her new friend, and they were very happy."
+)
+ROUNDING = 0.1
+"""Of llama.cpp's products with activations of 8 bits, in log-probability, on the bundled model."""
+
+
+def test_a_trained_model_has_the_same_tokens_but_where_they_are_as_likely(
+    plain_storyteller: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "q8.gguf"
+    quantize(converted(plain_storyteller, tmp_path / "m.gguf"), path, "Q8_0")
+    tokenizer = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
+    tokens = [0, *tokenizer.encode(STORY, add_special_tokens=False).ids]
+    got_TV = read_rows(RunnerBench(path), tokens, 37)
+    with llama_server(path, tmp_path / "server.log") as url:
+        theirs_T = np.array([greedy(url, tokens[:end]) for end in range(1, len(got_TV) + 1)])
+    differ_T = np.flatnonzero(got_TV.argmax(1) != theirs_T)
+    print(f"{len(differ_T)} of {len(got_TV)} tokens differ")
+    behind_T = got_TV[differ_T].max(1) - got_TV[differ_T, theirs_T[differ_T]]
+    assert (behind_T < ROUNDING).all()
+    assert len(differ_T) <= 0.03 * len(got_TV)
 
 
 def quantize(*words: object) -> None:
