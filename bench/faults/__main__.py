@@ -24,6 +24,7 @@ from bench.faults import (
     loads,
     messages,
     network,
+    node_loss,
     resources,
     scale_downs,
     waiting_streams,
@@ -43,6 +44,8 @@ RUNS: dict[str, Run] = {
     "F9": clocks.f9,
     "F10": resources.f10,
     "F12": scale_downs.f12,
+    "F13": kills.f13,
+    "F14": node_loss.f14,
     "L1": loads.l1,
     "L2": loads.l2,
     "L3": waiting_streams.l3,
@@ -59,10 +62,16 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="of runs that are bounded by time (default: 20)")
     parser.add_argument("--scale", type=float, default=1.0, help="of the counts of the others (default: 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="save the figures; those of other runs there stay")
-    parser.add_argument("--plot", type=Path, metavar="SVG", help="draw the stalls of F1")
+    parser.add_argument(
+        "--plot", type=Path, metavar="SVG", help="draw the stalls of F1, F13 or F14, the first that is run"
+    )
     parser.add_argument("--page", type=Path, metavar="MD", help="put the table of all that --json has into this page")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="parts of F1 are kept there and not run twice")
-    parser.add_argument("--minutes", type=float, default=15.0, help="after which F1 begins no other part (default: 15)")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="parts of F1 or F13 are kept there and not run twice"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=15.0, help="after which F1 and F13 begin no other part (default: 15)"
+    )
     args = parser.parse_args()
     if args.page and not args.json:
         parser.error("--page needs --json FILE: the table is made of what stands there")

@@ -15,6 +15,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from bench.faults.toll import NO_BLOW, Stall, Toll
 
 from cluster.server import PenstockServer
 from cluster.streams import Answer, keyed_completion, max_tokens_of
+from cluster.two_nodes import NodePair
 
 POINTS = ("queued", "mid-prefill", "mid-transfer", "first token", "mid-decode", "last token")
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
@@ -80,7 +82,7 @@ class Open:
 class Striker:
     """Strikes ``server`` and adds to ``toll``.  ``blows`` are given out in order, until there are none."""
 
-    def __init__(self, server: PenstockServer, toll: Toll, blows: list[Blow], dice: random.Random) -> None:
+    def __init__(self, server: PenstockServer | NodePair, toll: Toll, blows: list[Blow], dice: random.Random) -> None:
         self.toll = toll
         self.open: set[Open] = set()
         self.ttft_s = 0.05  # usual, smoothed
@@ -170,7 +172,12 @@ class Striker:
     # --- a client's side ---
 
     async def ask(
-        self, client: httpx.AsyncClient, url: str, body: dict[str, Any], *, hang_up_after: int | None = None
+        self,
+        client: httpx.AsyncClient,
+        url: str | Sequence[str],
+        body: dict[str, Any],
+        *,
+        hang_up_after: int | None = None,
     ) -> Answer:
         """As ``streams.stream_completion``, by a client with a key; lets a blow fall when it has taken one."""
         blow = None if hang_up_after is not None else self.take()

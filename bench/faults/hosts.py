@@ -6,16 +6,18 @@ down again.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 from bench.faults.result import NotHereError
 
-from cluster.server import PenstockServer, PenstockWorker
+from cluster.server import PenstockNode, PenstockServer, PenstockWorker
 
 WORLD = "world"
 """Where clients are: this very namespace."""
@@ -140,6 +142,24 @@ class HostWorker(PenstockWorker):
 
     def _port_is_free(self) -> bool:
         return True
+
+
+class HostNode(PenstockNode):
+    """A ``penstock node`` on the host of its name; its fleet file has the addresses of ``hosts``."""
+
+    def __init__(self, hosts: Hosts, fleet: Path, name: str, http_port: int, api_key: str) -> None:
+        super().__init__(fleet, name, http_port, environ={"PENSTOCK_API_KEY": api_key})
+        self.url = f"http://{hosts.address(name)}:{http_port}"
+        self.launcher = hosts.inside(name)
+
+    def _port_is_free(self) -> bool:
+        return True
+
+    def signal_all(self, signum: int) -> None:
+        """To every process of the node, as if it befell the host."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
 
 
 def run(*words: str) -> None:

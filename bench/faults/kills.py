@@ -1,4 +1,4 @@
-"""F1: processes are killed, stopped and told to end at every point of answers."""
+"""F1: processes are killed, stopped and told to end at every point of answers.  F13: those of two nodes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import random
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ from bench.faults.toll import NO_BLOW, Parts, Stall, Toll, histogram, together
 from cluster.chaos import Record, client_loop
 from cluster.server import PenstockServer
 from cluster.streams import Answer, all_answers, make_client
+from cluster.two_nodes import NodePair, two_nodes
 from cluster.varied import in_every_api, varied_conversations, varied_requests
 from vision_models import image_part, write_vision_model
 
 CLIENTS = 16
-BLOWS = 320
-TOUCHED = 3000
+BLOWS, NODE_BLOWS = 320, 96
+TOUCHED, NODE_TOUCHED = 3000, 900
+"""Answers that were under way, at least."""
+
 KILL_STALL_S, STOP_STALL_S = 1.5, 5.0
 PART = 48
 """Blows between two starts of a service: a run that is cut short loses no more."""
@@ -45,6 +49,7 @@ class Part:
     flags: tuple[str, ...]
     targets: tuple[str, ...]
     blows: int
+    nodes: bool = False  # two nodes of a fleet, with a gateway each
 
     def run(self) -> Toll:
         """The same blows each time."""
@@ -54,9 +59,13 @@ class Part:
         try:
             if self.targets == ("encode",):
                 _images(toll, blows)
+            elif self.nodes:
+                with tempfile.TemporaryDirectory() as folder, two_nodes(Path(folder)) as pair:
+                    asyncio.run(_struck(pair, pair.urls, toll, blows, dice))
+                    _note_what_is_left(pair, toll, self.name)
             else:
                 with PenstockServer(self.flags) as server:
-                    asyncio.run(_struck(server, toll, blows, dice))
+                    asyncio.run(_struck(server, [server.url], toll, blows, dice))
                     _note_what_is_left(server, toll, self.name)
         except AssertionError as error:  # the service did not begin, or something outlived it
             toll.left.append(f"{self.name}: {error}")
@@ -79,8 +88,24 @@ def parts(blows: int) -> list[Part]:
 def f1(budget: Budget) -> Result:
     """Kills and stops over all targets and points."""
     blows = budget.count(BLOWS, least=6)
-    planned = parts(blows)
-    kept = Parts(budget.resume, f"F1, {blows} blows")
+    what = "SIGKILL, SIGSTOP, SIGTERM of any process at any point"
+    return _all_parts("F1", what, parts(blows), budget, touched=budget.count(TOUCHED))
+
+
+def f13(budget: Budget) -> Result:
+    """F1 over two nodes with a gateway each; clients go on at either gateway."""
+    blows = budget.count(NODE_BLOWS, least=6)
+    targets = ("prefill", "decode", "gateway")
+    planned = [
+        Part(f"{at // PART}: nodes", (), targets, min(PART, blows - at), nodes=True) for at in range(0, blows, PART)
+    ]
+    what = "F1 with two nodes and a gateway on each"
+    return _all_parts("F13", what, planned, budget, touched=budget.count(NODE_TOUCHED))
+
+
+def _all_parts(name: str, what: str, planned: list[Part], budget: Budget, *, touched: int) -> Result:
+    blows = sum(part.blows for part in planned)
+    kept = Parts(budget.resume, f"{name}, {blows} blows")
     tolls = []
     for part in planned:
         toll = kept.get(part.name)
@@ -92,16 +117,16 @@ def f1(budget: Budget) -> Result:
         tolls.append(toll)
     whole = together(tolls)
     missing = len(planned) - len(tolls)
-    checks = _checks(whole, blows, budget) | ({f"{missing} parts are still to be run": False} if missing else {})
-    result = judged("F1", "SIGKILL, SIGSTOP, SIGTERM of any process at any point", checks, _figures(whole))
+    checks = _checks(whole, blows, touched) | ({f"{missing} parts are still to be run": False} if missing else {})
+    result = judged(name, what, checks, _figures(whole))
     result.figures["stalls"] = {kind: histogram(whole.of(kind)) for kind in KINDS}
     return result
 
 
-def _checks(whole: Toll, blows: int, budget: Budget) -> dict[str, bool]:
+def _checks(whole: Toll, blows: int, touched: int) -> dict[str, bool]:
     return {
         "too few blows": sum(whole.blows.values()) >= blows,
-        "too few answers touched": whole.touched >= budget.count(TOUCHED),
+        "too few answers touched": whole.touched >= touched,
         f"answers differ or failed: {whole.wrong[:2]}": not whole.wrong,
         f"something is left: {whole.left[:2]}": not whole.left,
         "hangs": whole.hangs == 0,
@@ -141,10 +166,15 @@ def _hurt(stall: Stall, target: str) -> bool:
     return stall.target == target and stall.served
 
 
-async def _struck(server: PenstockServer, toll: Toll, blows: list[Blow], dice: random.Random) -> None:
-    """The undisturbed answers first, then clients and blows together until all blows have fallen."""
+async def _struck(
+    server: PenstockServer | NodePair, urls: Sequence[str], toll: Toll, blows: list[Blow], dice: random.Random
+) -> None:
+    """The undisturbed answers first, then clients and blows together until all blows have fallen.
+
+    ``urls``: of all gateways, where each has one; clients begin at each in turn.
+    """
     bodies = varied_requests(max_tokens=40) + in_every_api(varied_conversations(max_tokens=40), salt="")
-    undisturbed = await all_answers(server.url, bodies, together=False)
+    undisturbed = await all_answers(urls[0], bodies, together=False)
     work: Work = list(zip(bodies, undisturbed, strict=True))
     record = Record()
     striker = Striker(server, toll, blows, dice)
@@ -156,9 +186,10 @@ async def _struck(server: PenstockServer, toll: Toll, blows: list[Blow], dice: r
 
     async with make_client() as client, asyncio.TaskGroup() as tasks:
         for number in range(CLIENTS):
-            own = random.Random(number)
+            own, first = random.Random(number), number % len(urls)
+            places = (*urls[first:], *urls[:first])
             tasks.create_task(
-                client_loop(client, server.url, work, record, dice=own, going=going, ask=striker.ask, hang_up=0.05)
+                client_loop(client, places, work, record, dice=own, going=going, ask=striker.ask, hang_up=0.05)
             )
     toll.answers, toll.wrong = record.complete, record.wrong
 
@@ -226,7 +257,7 @@ async def _struck_images(server: PenstockServer, toll: Toll, blows: list[Blow]) 
                 tasks.create_task(one(client, number))
 
 
-def _note_what_is_left(server: PenstockServer, toll: Toll, when: str) -> None:
+def _note_what_is_left(server: PenstockServer | NodePair, toll: Toll, when: str) -> None:
     """Idle, and no page without an owner; what outlives the service is looked for when it ends."""
     try:
         server.wait_all_ready(30.0)

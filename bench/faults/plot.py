@@ -1,4 +1,7 @@
-"""The stalls of F1 as a picture: after how long the next token came, for which share of answers, by kind of blow."""
+"""Stalls as a picture: for which share of answers tokens stood still for how long, by kind of blow.
+
+Of F1, F13 or F14, the first that has been run.
+"""
 
 from __future__ import annotations
 
@@ -9,41 +12,63 @@ from pathlib import Path
 from bench.faults.result import Result
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 340, 56, 42, 16
-COLOURS = {"SIGKILL": "#d95f02", "SIGSTOP": "#1f77b4", "SIGTERM": "#7570b3", "no blow": "#888888"}
-BARS = {"SIGKILL": 1.5, "SIGSTOP": 5.0}
-MARKS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+COLOURS = {
+    "SIGKILL": "#d95f02",
+    "SIGSTOP": "#1f77b4",
+    "SIGTERM": "#7570b3",
+    "killed": "#d95f02",
+    "stopped": "#1f77b4",
+    "cut off": "#1b9e77",
+    "no blow": "#888888",
+}
+BARS = {"SIGKILL": 1.5, "SIGSTOP": 5.0, "killed": 1.5, "stopped": 5.0, "cut off": 10.0}
+AXES = {
+    "F1": "seconds from the blow to the next token",
+    "F13": "seconds from the blow to the next token",
+    "F14": "the longest wait of a stream for a token after the blow, in seconds",
+}
+DASHES = ("", ' stroke-dasharray="2 3"')
+"""Of the first and the second way in which a kind of blow was met: a kind is called KIND or KIND|WAY."""
+
+MARKS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 SHARES = (0, 25, 50, 75, 90, 99, 100)
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """Nothing when F1 was not run."""
-    stalls = next((one.figures.get("stalls") for one in results if one.name == "F1"), None)
-    if not stalls:
+    """Nothing when none of the three was run."""
+    found = [one for one in results if one.name in AXES and one.figures.get("stalls")]
+    if not found:
         return
+    stalls = {name: values for name, values in found[0].figures["stalls"].items() if values}
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         *_grid(),
     ]
-    drawn = [(kind, stalls[kind]) for kind in COLOURS if stalls.get(kind)]
-    for number, (kind, values) in enumerate(drawn):
-        colour = COLOURS[kind]
-        line = " ".join(f"{_x(value)},{_y(share)}" for share, value in enumerate(values))
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        words = f"{kind}: p99 {values[99]:.2g} s"
-        if kind in BARS:
-            x = _x(BARS[kind])
-            parts.append(
-                f'<line x1="{x}" y1="{TOP}" x2="{x}" y2="{HEIGHT - BOTTOM}" stroke="{colour}" stroke-dasharray="4"/>'
-            )
-            words += f" (bar {BARS[kind]:g} s, dashed)"
-        parts.append(f'<text x="{LEFT + 10}" y="{TOP + 16 + 16 * number}" fill="{colour}">{words}</text>')
+    row = 0
+    for kind in COLOURS:
+        for number, (name, values) in enumerate(pair for pair in stalls.items() if pair[0].split("|")[0] == kind):
+            parts += _line(kind, name.partition("|")[2], values, DASHES[number % 2], TOP + 16 + 16 * row)
+            row += 1
     middle = (LEFT + WIDTH) / 2
-    parts.append(
-        f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">seconds from the blow to the next token</text>'
-    )
+    parts.append(f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{AXES[found[0].name]}</text>')
     path.write_text("\n".join([*parts, "</svg>"]) + "\n")
+
+
+def _line(kind: str, way: str, values: Sequence[float], dash: str, y: int) -> list[str]:
+    """The shares of one kind of blow, its bar, and its words."""
+    colour = COLOURS[kind]
+    line = " ".join(f"{_x(value)},{_y(share)}" for share, value in enumerate(values))
+    words = ", ".join(filter(None, (kind, way))) + f": p99 {values[99]:.2g} s"
+    parts = [f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>']
+    if kind in BARS:
+        x = _x(BARS[kind])
+        parts.append(
+            f'<line x1="{x}" y1="{TOP}" x2="{x}" y2="{HEIGHT - BOTTOM}" stroke="{colour}" stroke-dasharray="4"/>'
+        )
+        words += f" (bar {BARS[kind]:g} s, dashed)"
+    return [*parts, f'<text x="{LEFT + 10}" y="{y}" fill="{colour}">{words}</text>']
 
 
 def _grid() -> list[str]:

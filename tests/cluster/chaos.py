@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ class Record:
 
 async def client_loop(
     client: httpx.AsyncClient,
-    url: str,
+    url: str | Sequence[str],
     work: list[tuple[dict[str, Any], Answer]],
     record: Record,
     *,

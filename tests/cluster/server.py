@@ -391,8 +391,8 @@ class PenstockWorker(PenstockServer):
 class PenstockNode(PenstockServer):
     """A ``penstock node`` of a fleet file; ``port`` is that of its gateways, 0 if it has none."""
 
-    def __init__(self, fleet: Path, name: str, port: int) -> None:
-        super().__init__([], port=port)
+    def __init__(self, fleet: Path, name: str, port: int, *, environ: Mapping[str, str] | None = None) -> None:
+        super().__init__([], port=port, environ=environ)
         self.fleet = fleet
         self.name = name
         self.has_gateways = port != 0

@@ -7,6 +7,7 @@ what a test sees is what one connection saw.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -255,7 +256,7 @@ async def stream_completion(
 
 async def keyed_completion(
     client: httpx.AsyncClient,
-    url: str,
+    url: str | Sequence[str],
     body: dict[str, Any],
     *,
     key: str,
@@ -264,13 +265,15 @@ async def keyed_completion(
 ) -> Answer:
     """As ``stream_completion``, with an idempotency key: a broken stream is asked for again from where it broke off.
 
-    Waits and asks again while nobody answers, or with 503, be it in the stream.  Raises BrokenAnswerError for any other
-    refusal.
+    Waits and asks again while nobody answers, or with 503, be it in the stream.  Of several URLs, which are of gateways
+    of one service, each attempt goes to the next.  Raises BrokenAnswerError for any other refusal.
     """
     answer, api, last, events = Answer(), api_of(body), "", 0
-    while not answer.done:
+    for base in itertools.cycle([url] if isinstance(url, str) else url):
+        if answer.done:
+            break
         headers = {"Idempotency-Key": key, "x-penstock-explain": "1"} | ({"Last-Event-ID": last} if last else {})
-        asked = client.stream("POST", f"{url}{api.path}", json={**body, **api.asks}, headers=headers)
+        asked = client.stream("POST", f"{base}{api.path}", json={**body, **api.asks}, headers=headers)
         try:
             async with asked as response:
                 if response.status_code != 200:
@@ -364,3 +367,20 @@ async def all_answers(
         if together:
             return await asyncio.gather(*(stream_completion(client, url, body) for body in bodies))
         return [await stream_completion(client, url, body) for body in bodies]
+
+
+async def whole_completion(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
+    """The answer to a body for completions that is not streamed, in the form of one that is."""
+    response = await client.post(f"{url}{COMPLETIONS.path}", json=body)
+    if response.status_code != 200:
+        raise BrokenAnswerError(f"status {response.status_code}: {response.text}")
+    answer = Answer()
+    COMPLETIONS.take(answer, response.json())
+    answer.done = True
+    return _whole(answer, 1)
+
+
+async def whole_answers(url: str, bodies: list[dict[str, Any]]) -> list[Answer]:
+    """Answers to all bodies for completions, not streamed, asked for at once."""
+    async with make_client() as client:
+        return await asyncio.gather(*(whole_completion(client, url, body) for body in bodies))

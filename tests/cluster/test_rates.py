@@ -6,12 +6,15 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from tests.store_rig import redis_server
 
 from penstock.config.api_keys import TenantEntry, edit_keys, new_key
 from penstock.wire.curve_keys import CurveKeys
@@ -22,18 +25,18 @@ A_MINUTE = 6
 BODY = {"model": "storyteller", "prompt": "Once", "max_tokens": 1}
 
 
-def key_file(path: Path, requests_per_minute: int) -> dict[str, str]:
-    """Writes a file with one key; returns the headers of its requests."""
+def key_file(path: Path, rates: TenantEntry) -> dict[str, str]:
+    """Writes a file with one key, of a tenant with these rates; returns the headers of its requests."""
     key, entry = new_key("ann", ("interactive",))
     with edit_keys(path, 10, make=True) as held:
-        tenants = {"ann": TenantEntry(requests_per_minute=requests_per_minute)}
+        tenants = {"ann": rates}
         held[0] = type(held[0])(salt=held[0].salt, tenants=tenants, keys=(entry,))
     return {"Authorization": f"Bearer {key}"}
 
 
 def test_gateways_share_the_rates_of_a_tenant(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    headers = key_file(path, A_MINUTE)
+    headers = key_file(path, TenantEntry(requests_per_minute=A_MINUTE))
     flags = ["--gateways", "2", "--api-keys", str(path), "--api-key", "sk-of-the-test"]
     with PenstockServer(flags) as server:
         began = time.monotonic()
@@ -71,12 +74,39 @@ ASKED_PER_S = 20
 """At each gateway."""
 
 
+@dataclass(frozen=True)
+class Unit:
+    """What is rated, and a request that uses it."""
+
+    rates: TenantEntry
+    path: str
+    body: dict[str, Any]
+    used: Callable[[dict[str, Any]], int]  # by the response to one
+
+    def a_minute(self) -> int:
+        """What the tenant may use."""
+        return self.rates.requests_per_minute or self.rates.tokens_per_minute or 0
+
+
+REQUESTS = Unit(TenantEntry(requests_per_minute=FAST_MINUTE), "/tokenize", {"prompt": "Once"}, lambda response: 1)
+TOKENS = Unit(
+    TenantEntry(tokens_per_minute=40 * FAST_MINUTE),
+    "/v1/completions",
+    {"model": "storyteller", "prompt": list(range(50, 80)), "max_tokens": 10, "ignore_eos": True},
+    lambda response: response["usage"]["total_tokens"],
+)
+"""Of a request's 40 tokens 30 are known before it is admitted."""
+
+
 class Hosts:
     """One worker, and services with a gateway each."""
 
-    def __init__(self, stack: ExitStack, folder: Path, number: int, flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self, stack: ExitStack, folder: Path, number: int, flags: Sequence[str] = (), unit: Unit = REQUESTS
+    ) -> None:
         CurveKeys.ephemeral().save(folder / "keys")
-        self.headers = key_file(folder / "api-keys.json", FAST_MINUTE)
+        self.unit = unit
+        self.headers = key_file(folder / "api-keys.json", unit.rates)
         worker = stack.enter_context(PenstockWorker(["--keys", str(folder / "keys")]))
         joins = ["--keys", str(folder / "keys"), "--join", worker.endpoint]
         self._flags = [*joins, "--api-keys", str(folder / "api-keys.json"), "--api-key", "sk-of-the-test", *flags]
@@ -93,8 +123,8 @@ class Hosts:
         return self.servers[-1]
 
     def admitted(self, seconds: float, servers: Sequence[PenstockServer]) -> int:
-        """How many requests these servers admit in that time; they are asked without a pause until a bucket is empty,
-        then ``ASKED_PER_S`` times a second."""
+        """How many units these servers admit in that time; they are asked without a pause until a bucket is empty, then
+        ``ASKED_PER_S`` times a second."""
         return asyncio.run(self._admitted(seconds, servers))
 
     async def _admitted(self, seconds: float, servers: Sequence[PenstockServer]) -> int:
@@ -106,11 +136,14 @@ class Hosts:
         async with httpx.AsyncClient(base_url=url, headers=self.headers, timeout=30) as client:
             while time.monotonic() < end:
                 try:
-                    code = (await client.post("/tokenize", json={"prompt": "Once"})).status_code
+                    response = await client.post(self.unit.path, json=self.unit.body)
                 except httpx.TransportError:  # it was killed
-                    code = 0
-                admitted += code == 200
-                if code != 200:
+                    await asyncio.sleep(1 / ASKED_PER_S)
+                    continue
+                assert response.status_code in (200, 429, 503), response.text
+                if response.status_code == 200:
+                    admitted += self.unit.used(response.json())
+                else:
                     await asyncio.sleep(1 / ASKED_PER_S)
         return admitted
 
@@ -120,9 +153,9 @@ def hosts_of(server: PenstockServer) -> float:
 
 
 @contextmanager
-def several_hosts(folder: Path, number: int, flags: Sequence[str] = ()) -> Iterator[Hosts]:
+def several_hosts(folder: Path, number: int, flags: Sequence[str] = (), unit: Unit = REQUESTS) -> Iterator[Hosts]:
     with ExitStack() as stack:
-        yield Hosts(stack, folder, number, flags)
+        yield Hosts(stack, folder, number, flags, unit)
 
 
 @pytest.mark.long
@@ -141,9 +174,11 @@ def test_gateways_of_two_hosts_divide_the_rate_of_a_tenant(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_four_hosts_of_which_one_is_killed_admit_at_most_a_tenth_more_than_the_rate(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("unit", [REQUESTS, TOKENS], ids=["requests", "tokens"])
+def test_four_hosts_of_which_one_is_killed_admit_at_most_a_tenth_more_than_the_rate(tmp_path: Path, unit: Unit) -> None:
     """The bar of many gateways: over 60 seconds, with a host that is killed and one that takes its place."""
-    with several_hosts(tmp_path, 4) as hosts:
+    with several_hosts(tmp_path, 4, unit=unit) as hosts:
         hosts.admitted(30.0, hosts.servers)
         parts = []
         began = time.monotonic()
@@ -154,7 +189,50 @@ def test_four_hosts_of_which_one_is_killed_admit_at_most_a_tenth_more_than_the_r
         hosts.start()
         parts.append(hosts.admitted(max(1.0, began + 60 - time.monotonic()), hosts.servers))
         seconds = time.monotonic() - began
-        ratio = sum(parts) / (FAST_MINUTE * seconds / 60)
+        ratio = sum(parts) / (unit.a_minute() * seconds / 60)
         print(f"\n{seconds:.1f} s, 4 hosts, one killed after 20 s and another started after 40 s: admitted {parts}, "
               f"{ratio:.3f} of the rate")  # fmt: skip
         assert 0.8 <= ratio <= 1.1
+
+
+# --- rates in a Redis -------------------------------------------------------------------------------------------------
+
+
+def redis_is_up(server: PenstockServer) -> bool:
+    return server.metrics()["penstock:limits_redis_up"] == 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("unit", [REQUESTS, TOKENS], ids=["requests", "tokens"])
+def test_four_hosts_whose_redis_is_killed_admit_at_most_a_tenth_more_than_the_rate(tmp_path: Path, unit: Unit) -> None:
+    """Over 60 seconds: with the Redis, without it, with one host less, and with an empty Redis in its place.
+
+    No request is refused for want of the Redis, and at no time do hosts admit without a limit.
+    """
+    pytest.importorskip("redis", reason="the extra redis is not installed")
+    with ExitStack() as stack:
+        redis = stack.enter_context(ExitStack())
+        url = redis.enter_context(redis_server(tmp_path))
+        hosts = stack.enter_context(several_hosts(tmp_path, 4, ["--limits-redis", url], unit))
+        hosts.admitted(20.0, hosts.servers)
+        assert all(map(redis_is_up, hosts.servers))
+        parts = []
+        began = time.monotonic()
+        parts.append(hosts.admitted(15.0, hosts.servers))
+        redis.close()
+        parts.append(hosts.admitted(15.0, hosts.servers))
+        assert not any(map(redis_is_up, hosts.servers))
+        hosts.servers.pop().kill()
+        parts.append(hosts.admitted(15.0, hosts.servers))
+        redis.enter_context(redis_server(tmp_path))
+        parts.append(hosts.admitted(max(1.0, began + 60 - time.monotonic()), hosts.servers))
+        assert all(map(redis_is_up, hosts.servers))
+        seconds = time.monotonic() - began
+        ratio = sum(parts) / (unit.a_minute() * seconds / 60)
+        print(f"\n{seconds:.1f} s, 4 hosts, Redis killed after 15 s, a host after 30 s, Redis back after 45 s: "
+              f"admitted {parts}, {ratio:.3f} of the rate")  # fmt: skip
+        assert 0.8 <= ratio <= 1.1
+        quarter = unit.a_minute() / 4
+        assert all(part <= 1.4 * quarter for part in parts)
+        assert all(part >= 0.5 * quarter for part in parts)

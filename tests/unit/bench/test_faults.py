@@ -7,7 +7,7 @@ import random
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from bench.faults.loads import Burst, burst, polite
 from bench.faults.plain_client import PlainClient
 from bench.faults.plot import plot
 from bench.faults.result import BEGIN, END, Budget, NotHereError, Result, judged, quantile, rewritten, table
+from bench.faults.resuming_client import Gateways, Stream
 from bench.faults.toll import NO_BLOW, Parts, Stall, Toll, together
 from bench.faults.waiting_streams import Waiting
 
@@ -104,6 +105,65 @@ def test_the_plot_is_a_picture(tmp_path: Path):
     path = tmp_path / "faults.svg"
     plot([Result(name="F1", what="", held=True, figures={"stalls": stalls})], path)
     assert len(ET.parse(path).getroot().findall("{http://www.w3.org/2000/svg}polyline")) == 2
+    ways = {f"killed|{way}": values for way, values in zip(("here", "there"), stalls.values(), strict=True)}
+    plot([Result(name="F14", what="", held=True, figures={"stalls": ways})], path)
+    words = [text.text for text in ET.parse(path).getroot().iter("{http://www.w3.org/2000/svg}text")]
+    assert "killed, here: p99 0.99 s (bar 1.5 s, dashed)" in words
+    assert "killed, there: p99 5 s (bar 1.5 s, dashed)" in words
+
+
+EVENT = b'id: 0:%d/ab\ndata: {"choices": [{"text": "%d ", "finish_reason": null}]}\n\n'
+LAST = b'data: {"choices": [], "usage": {"completion_tokens": 4}}\n\nid: done\ndata: [DONE]\n\n'
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_stream_is_resumed_behind_the_last_event_that_came_whole(size: int):
+    """Two pieces of it, of two gateways; what came behind the last id of the first comes again."""
+    stream = Stream({}, "key")
+    first = EVENT % (1, 1) + EVENT % (2, 2) + (EVENT % (3, 3))[:30]
+    for at in range(0, len(first), size):
+        stream.take(first[at : at + size])
+    assert b"Last-Event-ID: 0:2/ab\r\n" in stream.begin_attempt(1, "there", "Bearer x")
+    assert not stream.complete
+    second = EVENT % (3, 3) + EVENT % (4, 4) + LAST
+    for at in range(0, len(second), size):
+        stream.take(second[at : at + size])
+    assert stream.complete
+    assert stream.identical() == ("1 2 3 4 ", None, 4)
+    assert stream.at == 1
+
+
+def test_the_longest_wait_begins_with_the_blow():
+    stream = Stream({}, "key")
+    stream.moments = [1.0, 2.0, 6.0, 7.0]
+    assert stream.longest_wait(5.0) == 1.0
+    assert stream.longest_wait(2.5) == 3.5
+    assert stream.longest_wait(8.0) == 0.0
+
+
+async def test_clients_leave_a_gateway_that_is_silent_and_go_to_one_that_answers():
+    """One takes connections and says nothing, as a process that is stopped does."""
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            await reader.read()  # until the client has gone
+        writer.close()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        body = b"" if head.startswith(b"GET") else EVENT % (1, 1) + LAST
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        writer.close()
+
+    silent = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    answers = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with silent, answers:
+        places = [server.sockets[0].getsockname()[:2] for server in (silent, answers)]
+        stream = Stream({}, "key")
+        async with Gateways(places, "Bearer x") as gateways:
+            await stream.read(gateways)
+        assert (stream.error, stream.gateways, stream.identical()[2]) == ("", [0, 1], 4)
 
 
 def test_answers_are_right_over_a_network_that_loses_a_quarter():

@@ -1,0 +1,267 @@
+"""F14: two hosts with a node each; one is killed, stopped or cut off under streams.
+
+Both nodes have a prefill worker, a decode worker and a gateway; their hosts are network namespaces, and clients are on
+a third.  Streams are compared with those of one process that nothing befalls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.faults.hosts import WORLD, HostNode, Hosts
+from bench.faults.result import Budget, Result, judged, quantile
+from bench.faults.resuming_client import Gateways, Stream
+from bench.faults.toll import histogram
+
+from cluster.server import PATIENCE_S, PenstockServer
+from node_folder import NodeFolder
+
+STREAMS = 200
+ROUNDS = 3
+"""Of each kind of loss and each way to divide the clients."""
+
+PROMPT, TOKENS = 32, 160
+BEGUN = 10
+"""Pieces that each stream has had when the blow falls."""
+
+BARS_S = {"killed": 1.5, "stopped": 5.0, "cut off": 10.0, "no blow": None}
+"""The p99 of the longest wait for a token after the blow."""
+
+WAYS = {"all clients at the gateway that is left": (0,), "half of the clients at each gateway": (0, 1)}
+KEY = "bench"
+HTTP_PORT, FIRST_PORT = 8000, 9000
+
+FLEET = """
+name = "two hosts"
+keys = "{keys}"
+
+[settings]
+kv_memory = "128MiB"
+"""
+
+NODE = """
+[[nodes]]
+name = "{name}"
+address = "{address}"
+gateways = 1
+http_host = "{address}"
+http_port = {http}
+port = {port}
+workers = [{{ role = "prefill", count = 1 }}, {{ role = "decode", count = 1 }}]
+"""
+
+Answers = list[tuple[str, str | None, int | None]]
+
+
+@dataclass
+class Losses:
+    """What came of one kind of loss, over all rounds."""
+
+    open: int = 0  # streams that had begun and not ended at the blow
+    resumed: int = 0  # of those, read from another gateway afterwards
+    stalls: list[float] = field(default_factory=list)
+    stalls_resumed: list[float] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    differ: int = 0
+
+
+def bodies(count: int) -> list[dict[str, Any]]:
+    """Requests of equal length, each with a prompt and a seed of its own."""
+    dice = random.Random(20261129)
+    return [
+        {
+            "model": "storyteller",
+            "prompt": [dice.randrange(6, 4096) for _ in range(PROMPT)],
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+            "temperature": 1.0,
+            "seed": seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for seed in range(count)
+    ]
+
+
+def f14(budget: Budget) -> Result:
+    """A node of two is lost under streams: killed, stopped, cut off."""
+    asked = bodies(budget.count(STREAMS, least=20))
+    with PenstockServer(["--aggregated", "--kv-memory", "128MiB", "--api-key", KEY]) as server:
+        wanted = asyncio.run(_undisturbed(asked, server.port))
+    losses: dict[tuple[str, str], Losses] = {}
+    left: list[str] = []
+    with _two_hosts() as (hosts, nodes):
+        for _ in range(budget.count(ROUNDS)):
+            for way, firsts in WAYS.items():
+                for kind in BARS_S:
+                    blow = Blow(kind, hosts, nodes[1])
+                    into = losses.setdefault((kind, way), Losses())
+                    asyncio.run(_struck(asked, wanted, firsts, hosts, blow, into))
+                    blow.heal()
+                    left += _left(nodes, f"{kind}, {way}")
+        again = asyncio.run(_all(asked, (0, 1), _gateways(hosts)))
+        left += ["afterwards: another answer"] * (again != wanted)
+    return _judged(losses, left)
+
+
+def _judged(losses: dict[tuple[str, str], Losses], left: list[str]) -> Result:
+    checks = {f"something is left: {left[:2]}": not left}
+    figures: dict[str, Any] = {}
+    stalls: dict[str, list[float]] = {}
+    for (kind, way), one in losses.items():
+        p99, bar = quantile(one.stalls, 0.99), BARS_S[kind]
+        where = f"{kind}, {way}"
+        checks |= {
+            f"{where}: lost {one.lost[:2]}": not one.lost,
+            f"{where}: {one.differ} differ": not one.differ,
+            f"{where}: nothing was hit": one.open > 0,
+            f"{where}: stall p99 {p99:.2f} s": bar is None or p99 <= bar,
+        }
+        figures |= {
+            f"{where}: streams": one.open,
+            f"{where}: read on elsewhere": one.resumed,
+            f"{where}: differ": one.differ,
+            f"{where}: lost": len(one.lost),
+            **{f"{where}: p{100 * share:g} s": quantile(one.stalls, share) for share in (0.5, 0.99, 1.0)},
+            f"{where}: of those read on elsewhere, p99 s": quantile(one.stalls_resumed, 0.99),
+        }
+        stalls[f"{kind}|{way}"] = histogram(one.stalls)
+    figures |= {
+        "answers": sum(one.open for one in losses.values()),
+        "wrong": sum(one.differ + len(one.lost) for one in losses.values()),
+        "left": len(left),
+        "stalls": stalls,
+    }
+    return judged("F14", "a node of two hosts is lost under streams", checks, figures)
+
+
+@contextmanager
+def _two_hosts() -> Iterator[tuple[Hosts, tuple[HostNode, HostNode]]]:
+    """Both nodes, ready."""
+    with Hosts(("a", "b")) as hosts, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        keys = NodeFolder(Path(folder), **dict.fromkeys("ab", "gateway,worker"))
+        file = Path(folder) / "fleet.toml"
+        parts = [NODE.format(name=name, address=hosts.address(name), http=HTTP_PORT, port=FIRST_PORT) for name in "ab"]
+        file.write_text("".join((FLEET.format(keys=keys.host("")), *parts)))
+        a, b = (HostNode(hosts, file, name, HTTP_PORT, KEY) for name in "ab")
+        for node in (a, b):
+            node.start()
+            stack.push(node.__exit__)
+        for node in (a, b):
+            _wait_whole(node)
+        yield hosts, (a, b)
+
+
+def _wait_whole(node: HostNode) -> None:
+    node.wait_ready()
+    node.wait_for(lambda: len(node.workers()) == 4, PATIENCE_S, "whole")
+    node.wait_all_ready()
+
+
+@dataclass(frozen=True)
+class Blow:
+    """One kind of loss of a node, and its end."""
+
+    kind: str
+    hosts: Hosts
+    node: HostNode
+
+    def strike(self) -> None:
+        """Now."""
+        match self.kind:
+            case "killed":
+                self.node.signal_all(signal.SIGKILL)
+            case "stopped":
+                self.node.signal_all(signal.SIGSTOP)
+            case "cut off":
+                self._at_links(self.hosts.cut)
+
+    def heal(self) -> None:
+        """The node is there again, and part of the fleet."""
+        match self.kind:
+            case "killed":
+                self.node.process.wait()
+                self.node.start()
+            case "stopped":
+                self.node.signal_all(signal.SIGCONT)
+            case "cut off":
+                self._at_links(self.hosts.mend)
+        _wait_whole(self.node)
+
+    def _at_links(self, do: Callable[[str, str], None]) -> None:
+        for other in ("a", WORLD):
+            do(self.node.name, other)
+
+
+def _gateways(hosts: Hosts) -> Gateways:
+    return Gateways([(hosts.address(name), HTTP_PORT) for name in "ab"], f"Bearer {KEY}")
+
+
+async def _undisturbed(asked: list[dict[str, Any]], port: int) -> Answers:
+    return await _all(asked, (0,), Gateways([("127.0.0.1", port)], f"Bearer {KEY}"))
+
+
+async def _all(asked: list[dict[str, Any]], firsts: Sequence[int], gateways: Gateways) -> Answers:
+    streams = _streams(asked, firsts)
+    async with gateways:
+        await asyncio.gather(*(stream.read(gateways) for stream in streams))
+    assert not any(stream.error for stream in streams), next(stream.error for stream in streams if stream.error)
+    return [stream.identical() for stream in streams]
+
+
+def _streams(asked: list[dict[str, Any]], firsts: Sequence[int]) -> list[Stream]:
+    """Nothing of an earlier round is found in a cache, or under its key."""
+    salt = f"{time.monotonic()}"
+    return [
+        Stream(body | {"cache_salt": f"{salt}-{number}"}, f"{salt}-{number}", firsts[number % len(firsts)])
+        for number, body in enumerate(asked)
+    ]
+
+
+async def _struck(
+    asked: list[dict[str, Any]], wanted: Answers, firsts: Sequence[int], hosts: Hosts, blow: Blow, into: Losses
+) -> None:
+    """All streams at once; the blow falls when each has begun."""
+    streams = _streams(asked, firsts)
+    async with _gateways(hosts) as gateways:
+        whole = asyncio.gather(*(stream.read(gateways) for stream in streams))
+        while not all(len(stream.moments) >= BEGUN or stream.ended for stream in streams):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        hit = [(stream, stream.at) for stream in streams if not stream.ended]
+        struck_at = time.monotonic()
+        await asyncio.to_thread(blow.strike)
+        await whole
+    for stream, gateway in hit:
+        stall, moved = stream.longest_wait(struck_at), stream.at != gateway
+        into.open += 1
+        into.resumed += moved
+        into.stalls.append(stall)
+        if moved:
+            into.stalls_resumed.append(stall)
+    for stream, answer in zip(streams, wanted, strict=True):
+        if stream.error:
+            into.lost.append(stream.error)
+        else:
+            into.differ += stream.identical() != answer
+
+
+def _left(nodes: Sequence[HostNode], when: str) -> list[str]:
+    """Workers that do not come back, and pages that somebody still holds."""
+    left = []
+    for node in nodes:
+        try:
+            node.wait_all_ready(60.0)
+            node.wait_idle(20.0)
+        except AssertionError as error:
+            left.append(f"{when}, node {node.name}: {error}")
+        left += [f"{when}: {row}" for row in node.workers() if row["kv_pages_leaked"]]
+    return left
