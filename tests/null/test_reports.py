@@ -19,7 +19,15 @@ from penstock.launch.remote_workers import RemoteWorkers
 from penstock.router.service import RouterService
 from penstock.telemetry.metrics import WORKER_COUNTERS
 from penstock.types import RequestId, Role, WorkerId, WorkerState
-from penstock.wire.gateway_messages import AwaitedStage, Hello, RequestReturned, StepRates, Tokens, WorkerReport
+from penstock.wire.gateway_messages import (
+    AwaitedStage,
+    Hello,
+    KvEvents,
+    RequestReturned,
+    StepRates,
+    Tokens,
+    WorkerReport,
+)
 from penstock.wire.in_memory import InMemoryHub
 from penstock.wire.supervisor_messages import WorkerUp
 from penstock.wire.transport import AsyncLink, Received
@@ -112,6 +120,56 @@ async def test_how_much_a_gateway_is_told_depends_neither_on_load_nor_on_other_g
         for gateway in gateways:
             await gateway.joined.close()
             await gateway.router.close()
+
+
+@pytest.mark.parametrize(("workers", "a_second"), [(8, 2.0), (50, 2.0), (100, 1.0), (200, 0.5), (1000, 0.5)])
+async def test_the_more_workers_are_idle_the_fewer_hellos_each_gets(workers: int, a_second: float) -> None:
+    hub, clock, names = InMemoryHub(), VirtualClock(1.0), [WorkerId(f"both-{index}") for index in range(workers)]
+    config = GatewayConfig(name="g", model_name="null")
+    router = RouterService(config, connect=hub.connect_async, clock=clock, suspect=lambda suspect: None)
+    listeners = {name: hub.listen(f"memory://{name}") for name in names}
+    for name in names:
+        router.on_supervisor(
+            WorkerUp(worker=name, incarnation=1, role=Role.BOTH, pid=1, endpoint=listeners[name].endpoint)
+        )
+        router.on_message(name, 1, report_of(name, 1))
+
+    def greeted(seconds: float) -> dict[WorkerId, int]:
+        for listener in listeners.values():
+            while listener.recv() is not None:
+                pass
+        for _ in range(round(seconds / 0.125)):
+            clock.advance(0.125)
+            router.tick()
+        return {name: sum(1 for _ in iter(listener.recv, None)) for name, listener in listeners.items()}
+
+    greeted(2.0)  # asks each for its cache
+    for name in names:
+        router.on_message(name, 1, KvEvents(worker=name, incarnation=1, sequence=0, part=0, parts=1))
+    counts = greeted(8.0)
+    assert set(counts.values()) == {round(8 * a_second)}, "evenly, whichever slot it has"
+    router.fleet.add_work(names[0], 1, RequestId("r"), 10, now=clock.now())
+    assert greeted(1.0)[names[0]] == 4, "one with a request gets all"
+    await router.close()
+
+
+@pytest.mark.parametrize(("gateways", "pause_s"), [(1, 0.1), (100, 0.1), (300, 0.3)])
+def test_a_busy_worker_sends_a_bounded_number_of_reports_to_all_gateways(gateways: int, pause_s: float) -> None:
+    stage = Stage()
+    worker = stage.worker("both-0", Role.BOTH)
+    links = [stage.hub.connect(worker.endpoint) for _ in range(gateways)]
+    for number, link in enumerate(links):
+        link.send(Hello(gateway=f"g{number}", incarnation=1))
+    stage.turn(1.0)
+    for link in links:
+        while link.recv() is not None:
+            pass
+    for _ in range(300):
+        worker.mailbox.publisher.mark_changed()
+        stage.turn(0.01)
+    counts = {sum(1 for _ in iter(link.recv, None)) for link in links}
+    assert max(counts) - min(counts) <= 1
+    assert 3.0 / pause_s - 2 <= max(counts) <= 3.0 / pause_s + 1
 
 
 def test_a_worker_that_nobody_has_greeted_since_sends_nothing() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec.structs import replace
 from tests.store_rig import HandNow
 
-from penstock.clock import VirtualClock
+from penstock.clock import Clock, VirtualClock
 from penstock.config.limits import KvTransferConfig
 from penstock.config.schema import KvStoreConfig, SchedulerConfig, WorkerConfig
 from penstock.engine.core.cost_model import StepCostModel
@@ -129,8 +129,11 @@ class StageWorker:
         incarnation: int = 1,
         identity: ModelIdentity = IDENTITY,
         predecessor_fault: str = "",
+        clock: Clock | None = None,
         **scheduler: int,
     ) -> None:
+        """``clock``: of its host; None: that of the stage."""
+        clock = clock or stage.clock
         self.name = WorkerId(name)
         self.incarnation = incarnation
         self.identity = identity
@@ -159,14 +162,12 @@ class StageWorker:
         if stage.tiers is not None:
             pool, tiers = self.scheduler.memory.pool, stage.tiers(self)
             limits = KvStoreConfig()
-            store = PageStore(tiers, self.memory, pool.generation, stage.clock.now, limits, job_runner=self._hand)
-            self.stored = KvPrefetcher(self.scheduler, store, stage.clock)
+            store = PageStore(tiers, self.memory, pool.generation, clock.now, limits, job_runner=self._hand)
+            self.stored = KvPrefetcher(self.scheduler, store, clock)
         hand_over = TransferEnds(identity, self.sender, self.receiver, vocabulary=VOCAB)
         ready = ReadinessSources(pages=self.stored or NoPrefetch())
-        self.mailbox = WorkerService(config, self.scheduler, hand_over, stage.hub, stage.clock, ready=ready)
-        self.loop = EngineLoop(
-            self.mailbox, self.scheduler, MarkingRunner(self.memory, role, asked=stage.asked), stage.clock
-        )
+        self.mailbox = WorkerService(config, self.scheduler, hand_over, stage.hub, clock, ready=ready)
+        self.loop = EngineLoop(self.mailbox, self.scheduler, MarkingRunner(self.memory, role, asked=stage.asked), clock)
         self._hub = stage.hub
         self.link = stage.hub.connect(self.endpoint)
         self.stopped = False

@@ -106,6 +106,8 @@ class FailoverConfig(Config, frozen=True, kw_only=True):
 
     max_attempts: int = 8  # submissions without a new token in between; full queues do not count
     beat_s: float = 0.25  # between two Hellos to a worker
+    idle_hellos_per_s: Positive = 100  # to all workers together that have no requests of this gateway
+    idle_beat_max_s: Seconds = 2.0  # between two Hellos to one of them at most, however many they are
     silence_s: float = 1.0  # a worker with requests is suspected after silence_s + overrun x predicted step of silence
     overrun: float = 3.0  # see there; the two times are added
     quiet_s: float = 0.25  # a silent worker of another host is connected to after quiet_s + a step; refused: it is gone

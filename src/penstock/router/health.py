@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 
 import msgspec
 
@@ -345,7 +346,7 @@ class WorkerHealth:
     def send_heartbeats(self, awaited: Mapping[WorkerId, Sequence[AwaitedStage]], now: float) -> None:
         """Send a Hello to each worker, with the stages that are ``awaited`` there, and suspect silent workers.
 
-        Ready workers without requests of this gateway get every second Hello, half of them with each heartbeat.
+        Ready workers without requests of this gateway get fewer (``_idle_pause``), a part of them with each heartbeat.
         """
         self._heartbeat_at = now
         self._sent_heartbeats += 1
@@ -354,10 +355,11 @@ class WorkerHealth:
             self._connect(message)
         fleet = self._fleet
         lacking = {worker for slot, worker in enumerate(fleet.ids) if self._prefixes.needs_snapshot(slot, now)}
+        pause = self._idle_pause(len(fleet.ids))
         resting = {
             worker
             for slot, worker in enumerate(fleet.ids)
-            if (slot + self._sent_heartbeats) % 2 and fleet.is_idle(slot)
+            if (slot + self._sent_heartbeats) % pause and fleet.is_idle(slot)
         }
         self._links.send_heartbeats(self._hello, awaited, lacking, resting)
         self._prefixes.sweep()
@@ -369,6 +371,15 @@ class WorkerHealth:
         for worker, incarnation, frames in self._links.take_malformed():
             self.distrust(worker, incarnation, f"{frames} messages that are none of ours", now)
         self._probe(now)
+
+    def _idle_pause(self, workers: int) -> int:
+        """Heartbeats from one Hello to the next for a ready worker without requests: two, and more in a large fleet.
+
+        Such a worker responds to each Hello, and they are most of what a large idle fleet costs a gateway.
+        """
+        limits = self._failover
+        longest = max(2, int(limits.idle_beat_max_s / limits.beat_s))
+        return min(longest, max(2, ceil(workers / (limits.idle_hellos_per_s * limits.beat_s))))
 
     def _remove_gone_workers(self, now: float) -> None:
         """Remove workers that were lost long ago: names that never come back (of pods, say) must not pile up."""

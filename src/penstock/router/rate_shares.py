@@ -40,7 +40,7 @@ TOTALS_VALID_S = 3.0
 """After so long without new totals, rates are divided evenly."""
 
 REPORT_VALID_S = 5.0
-"""Reports count for so long in the number of hosts; idle workers report twice a second."""
+"""Reports count for so long in the number of hosts; idle workers report at least every two seconds."""
 
 
 class RateTable(Protocol):

@@ -32,12 +32,12 @@ from penstock.wire.gateway_messages import (
 CONFIRM_INTERVAL_S = 5.0
 """A gateway is asked after so long, and again, whether it still wants what it asked for: a cancel can be lost."""
 
-ALIVE_S = 1.5
-"""A gateway that has said something within so long is there: it greets several times a second."""
+ALIVE_S = 3.0
+"""A gateway that has said something within so long is there: an idle one in a large fleet greets every two seconds."""
 
 HOST_ALIVE_S = 3.0
 """The gateways of a host that have all said nothing for so long have no share of tenants' rates any more, and one of
-them computes no request with an idempotency key.  An idle one greets twice a second."""
+them computes no request with an idempotency key.  An idle one greets at least every two seconds."""
 
 REMEMBERED_S = 300.0
 """A gateway that went away can still learn for so long what became of its requests; by then it has failed them."""

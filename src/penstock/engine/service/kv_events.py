@@ -2,7 +2,7 @@
 
 ::
 
-    something changes -------> one report to every gateway, at most every report_min_s
+    something changes -------> one report to every gateway, at most every report_min_s and reports_per_s to all
     a gateway says Hello ----> one report to that gateway, at most every report_max_s (report_waiting_s while
                                requests wait here); its first Hello is answered at once
 
@@ -10,9 +10,9 @@
     a gateway that missed some, or is new ----------------snapshot---------> KvEvents 9 in parts: all that is known
 
 A report is made when it is sent, so of several that were due only the newest exists.  How many a gateway gets depends
-neither on the load nor on the number of gateways.  Each gateway's report says which of that gateway's own messages are
-counted in it.  What is lost is not repeated: the next report shows the loss, and a gateway that has missed events asks
-for a snapshot.
+not on the load, and up to 100 gateways not on their number.  Each gateway's report says which of that gateway's own
+messages are counted in it.  What is lost is not repeated: the next report shows the loss, and a gateway that has
+missed events asks for a snapshot.
 
 A snapshot is sent in parts, one message a turn, once for all gateways that have asked by then; changes in the meantime
 are sent after the last part, in order.  Within a batch only a block's last change counts.
@@ -270,7 +270,7 @@ class KvEventPublisher:
         """Seconds until a report is due; ``inf`` while none is due.  ``waiting``: requests wait here."""
         due = 0.0 if self._unknown_peers or (self._snapshot_requests and not self._log) else inf
         if gateways and self._has_news:
-            due = min(due, self._reported_at + self._config.report_min_s - now)
+            due = min(due, self._reported_at + self._min_pause(gateways) - now)
         pause = self._pause(waiting)
         owed = (gateway.reported_at + pause - now for gateway in gateways if gateway.greeted)
         return max(0.0, min(due, min(owed, default=inf)))
@@ -282,7 +282,7 @@ class KvEventPublisher:
             report = self._make()
             for peer in strangers:
                 self._listener.send(peer, report)
-        if self._has_news and now - self._reported_at >= self._config.report_min_s:
+        if self._has_news and now - self._reported_at >= self._min_pause(gateways):
             self.report(gateways, now)
         pause = self._pause(waiting)
         owed = [gateway for gateway in gateways if gateway.greeted and now - gateway.reported_at >= pause]
@@ -326,6 +326,9 @@ class KvEventPublisher:
     @property
     def _has_news(self) -> bool:
         return self._changed or bool(len(self._log)) or bool(self._evicted)
+
+    def _min_pause(self, gateways: Sequence[ConnectedGateway]) -> float:
+        return max(self._config.report_min_s, len(gateways) / self._config.reports_per_s)
 
     def _pause(self, waiting: bool) -> float:
         return self._config.report_waiting_s if waiting else self._config.report_max_s

@@ -1,0 +1,1 @@
+"""What the size of a fleet costs; see ``__main__``."""

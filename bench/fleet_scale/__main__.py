@@ -1,0 +1,227 @@
+"""What the size of a fleet costs its gateways and workers, and whether very many streams outlive a gateway.
+
+    python -m bench.fleet_scale                               # everything, a table and docs/fleet-scale.png
+    python -m bench.fleet_scale --only idle,worker --seconds 5
+    python -m bench.fleet_scale --only streams --streams 20000
+
+- ``idle``: one of 16 gateways and 200 workers without requests (``bench/reports.py``).
+- ``gateway``: one gateway and 50 to 4,096 such workers.
+- ``worker``: a worker and 1 to 300 gateways, idle, and with eight requests at a time.  Service, loop, scheduler and
+  ZeroMQ with CURVE are those of production; the model is null, and a step waits for 20 ms.
+- ``streams``: ``penstock serve --join --gateways 4`` in front of workers that are played, and as many open streams as
+  the descriptors of a process allow.  One gateway is killed; each client goes on with its key and its last event.
+
+CPU seconds are those of the process in question, all threads included.  Exits with 1 when a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench import reports
+from bench.fleet_scale.streams import CLIENTS, GATEWAYS, PACE_S, running
+from bench.fleet_scale.worker import measure
+from bench.gateway.figures import anonymous_kib, cpu_s
+
+FLEET = (300, 4096)
+"""Gateways and workers of the largest fleet."""
+
+IDLE_BAR, WORKER_BAR = 5.0, 5.0  # per cent of a core
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    scene: str
+    what: str
+    value: float
+    unit: str
+    bar: float | None = None
+    beside: str = ""  # what else there is to know
+
+    @property
+    def met(self) -> bool:
+        return self.bar is None or self.value <= self.bar
+
+    def line(self) -> str:
+        bar = "" if self.bar is None else f"<= {self.bar:g}, {'met' if self.met else 'MISSED'}"
+        return f"| {self.scene} | {self.what} | {self.value:,.2f} {self.unit} | {bar} | {self.beside} |"
+
+
+def idle(options: argparse.Namespace) -> Iterator[Row]:
+    """16 gateways, 200 idle workers: what one of the gateways takes."""
+    rounds = [_hear(200, options.seconds) for _ in range(options.rounds)]
+    cores = [core for core, _ in rounds]
+    shown, rate = ", ".join(f"{core:.1f}" for core in cores), statistics.median(rate for _, rate in rounds)
+    told = f"rounds {shown}; {rate:.2f} reports/s"
+    yield Row(
+        "idle",
+        "gateway of 16, 200 idle workers",
+        statistics.median(cores),
+        "% of a core",
+        IDLE_BAR,
+        f"{told} reports/s",
+    )
+
+
+def gateway(options: argparse.Namespace) -> Iterator[Row]:
+    """The same by number of workers."""
+    for workers in options.workers:
+        core, rate = _hear(workers, options.seconds)
+        told = f"{rate:.2f} reports/s from each, {rate * workers:,.0f} in all"
+        yield Row("gateway", f"{workers} idle workers", core, "% of a core", None, told)
+
+
+def _hear(workers: int, seconds: float) -> tuple[float, float]:
+    """Per cent of a core, and reports a second from each."""
+    row = reports.measure("idle", seconds, workers)
+    if row["ready"] < workers:
+        raise RuntimeError(f"{row['ready']} of {workers} workers are ready at the end")
+    return 100 * row["cpu_s"] / row["seconds"], row["reports"] / row["seconds"] / workers
+
+
+def worker(options: argparse.Namespace) -> Iterator[Row]:
+    """A worker by number of gateways, idle and busy."""
+    alone = {}
+    for busy in (False, True):
+        for count in options.gateways:
+            core, hellos, told = measure(count, options.seconds, busy=busy)
+            alone.setdefault(busy, core)
+            what = f"{count} gateways, {'8 requests at a time' if busy else 'idle'}"
+            yield Row("worker", what, core, "% of a core", None, f"{hellos:.2f} Hellos, {told:.2f} reports/s of each")
+            if count == FLEET[0]:
+                what = f"beats and events of {count} gateways, {'busy' if busy else 'idle'}"
+                yield Row("worker", what, core - (alone[busy] if busy else 0.0), "% of a core", WORKER_BAR)
+                each = (hellos + told) * FLEET[0]
+                told_all = f"{each:,.0f} at each worker, {(hellos + told) * FLEET[1]:,.0f} at each gateway"
+                yield Row(
+                    "mesh",
+                    f"{FLEET[0]} gateways, {FLEET[1]:,} {'busy' if busy else 'idle'} workers",
+                    each * FLEET[1] / 1e6,
+                    "million messages/s",
+                    None,
+                    told_all,
+                )
+
+
+def streams(options: argparse.Namespace) -> Iterator[Row]:
+    """Memory of a stream, and what becomes of all when a gateway is killed."""
+    count = options.streams or min(100_000, GATEWAYS * (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1500))
+    with tempfile.TemporaryDirectory() as place, running(Path(place)) as service:
+        service.figures(open=4)
+        service.until(lambda found: found["begun"] == 4 * CLIENTS, 60, "warm")
+        pids = service.gateways()
+        before, began = sum(map(anonymous_kib, pids)), time.monotonic()
+        each = (count - 4 * CLIENTS) // CLIENTS
+        service.figures(open=each)
+        opened = (each + 4) * CLIENTS
+        service.until(lambda found: found["begun"] == opened, 60 + opened / 100, "open")
+        opening = time.monotonic() - began
+        memory = (sum(map(anonymous_kib, pids)) - before) / (each * CLIENTS)
+        cpu, first, at = sum(map(cpu_s, pids)), service.figures(), time.monotonic()
+        time.sleep(options.seconds)
+        used, last, took = sum(map(cpu_s, pids)) - cpu, service.figures(), time.monotonic() - at
+        told = f"{opened:,} streams at {GATEWAYS} gateways; opened in {opening:.0f} s"
+        yield Row("streams", "memory of the gateways for a stream", memory, "KiB", None, told)
+        rate = (last["tokens"] - first["tokens"]) / took
+        yield Row("streams", "CPU of all gateways", 100 * used / took, "% of a core", None, f"{rate:,.0f} tokens/s")
+        killed = time.monotonic()
+        os.kill(pids[0], signal.SIGKILL)
+        service.until(lambda found: found["broken"] > 0, 30, "broken")
+        found = service.until(lambda found: found["back"] == found["broken"] and found["open"] == opened, 300, "back")
+        reached = last["least"] + int((time.monotonic() - killed) / PACE_S)
+        after = service.until(lambda found: found["least"] > max(reached, last["least"]), 120, "going on")
+        told = f"{found['broken']:,} of {opened:,} streams; all {opened:,} then had further tokens"
+        yield Row(
+            "streams", "a gateway killed: all its streams were back after", found["back_at"] - killed, "s", None, told
+        )
+        yield Row("streams", "streams that failed, or had a wrong token", after["wrong"] + after["failed"], "", 0)
+
+
+SCENES: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
+    "idle": idle,
+    "gateway": gateway,
+    "worker": worker,
+    "streams": streams,
+}
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """CPU of a gateway by workers, and of a worker by gateways."""
+    os.environ.setdefault("MPLBACKEND", "Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        found = re.match(r"(\d+) (idle workers|gateways, .*)", row.what)
+        if found is not None and row.scene in ("gateway", "worker"):
+            lines.setdefault(found[2], []).append((int(found[1]), row.value))
+    for name, points in lines.items():
+        axes = left if name == "idle workers" else right
+        axes.plot(*zip(*sorted(points), strict=True), "o-", label=name.removeprefix("gateways, "))
+    left.set(xlabel="workers", ylabel="per cent of a core", title="a gateway and idle workers", xscale="log")
+    right.set(xlabel="gateways", ylabel="per cent of a core", title="a worker and its gateways", xscale="log")
+    for axes in (left, right):
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def hardware() -> str:
+    """In a line."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f"{model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {files:,} descriptors a process"
+
+
+def main() -> int:
+    """Measures, and prints a table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.fleet_scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", metavar="SCENES", help=f"of {', '.join(SCENES)}")
+    parser.add_argument("--rounds", type=int, default=3, help="of the scene idle, whose median counts (default: 3)")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement (default: 15)")
+    parser.add_argument("--workers", type=int, nargs="+", default=[50, 200, 1000, FLEET[1]])
+    parser.add_argument("--gateways", type=int, nargs="+", default=[1, 16, 100, FLEET[0]])
+    parser.add_argument("--streams", type=int, help="(default: as many as there are descriptors for, up to 100,000)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the rows to those there")
+    parser.add_argument("--plot", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    print(hardware() + "\n\n| scene | | measured | bar | |\n|---|---|---:|---|---|", flush=True)
+    rows: list[Row] = []
+    for name in options.only.split(",") if options.only else SCENES:
+        for row in SCENES[name](options):
+            rows.append(row)
+            print(row.line(), flush=True)
+    if options.json:
+        known = json.loads(options.json.read_text()) if options.json.exists() else []
+        known = [row for row in known if row["scene"] not in {row.scene for row in rows}]
+        options.json.write_text(json.dumps([*known, *map(asdict, rows)], indent=1))
+        rows = [Row(**row) for row in json.loads(options.json.read_text())]
+    if options.plot:
+        plot(rows, options.plot)
+    return 0 if all(row.met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

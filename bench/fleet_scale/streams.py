@@ -1,0 +1,329 @@
+"""Very many streams of a real ``penstock serve`` in front of played workers, and clients that go on with a key."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.gateway.figures import Child, say
+from bench.gateway.service import FOLDER, until_ready
+from bench.gateway.workers import IDENTITY, WORDS
+
+from penstock.types import RequestId, Role, WorkerId, WorkerState
+from penstock.wire.curve_keys import CurveKeys
+from penstock.wire.gateway_messages import Cancel, Hello, StepRates, Submit, TokenItem, Tokens, WorkerReport
+from penstock.wire.zeromq import ZmqTransport
+
+GATEWAYS, STREAM_WORKERS, CLIENTS = 4, 8, 4
+PACE_S = 15.0  # between two tokens of a stream
+CONFIG = """
+[limits]
+max_queued_requests = 1000000
+max_queued_tokens = 1000000000
+first_byte_s = 600.0
+stall_s = 600.0
+"""
+
+
+class StreamWorker:
+    """Answers every request with a token each ``PACE_S`` since it was first asked for, by whichever gateway."""
+
+    def __init__(self, name: str, transport: ZmqTransport, begun: dict[int | None, float]) -> None:
+        self.name = WorkerId(name)
+        self.listener = transport.listen("tcp://127.0.0.1:0")
+        self._begun = begun  # of all workers, by seed, which follows from a client's key: when it was asked for first
+        self._peers: set[bytes] = set()
+        self.running: dict[str, tuple[bytes, int | None, int]] = {}  # -> peer, seed, next index
+        self._due: list[tuple[float, str]] = []
+        self._heard = self._steps = 0
+        self._reported = 0.0
+
+    def turn(self, now: float) -> None:
+        while (received := self.listener.recv()) is not None:
+            message = received.message
+            if isinstance(message, Hello) and received.peer not in self._peers:
+                self._peers.add(received.peer)
+                self._reported = 0.0
+            elif isinstance(message, Submit):
+                self._heard = max(self._heard, message.serial)
+                # One that comes again, from another gateway, gets a new token at once.
+                seed = message.sampling.seed
+                self._begun[seed] = self._begun.get(seed, now + PACE_S) - PACE_S
+                self.running[message.request] = received.peer, seed, len(message.emitted)
+                heapq.heappush(self._due, (now, message.request))
+            elif isinstance(message, Cancel):
+                self.running.pop(message.request, None)
+        by_peer: dict[bytes, list[TokenItem]] = {}
+        while self._due and self._due[0][0] <= now:
+            _, name = heapq.heappop(self._due)
+            if name not in self.running:
+                continue
+            peer, seed, index = self.running[name]
+            last = 1 + int((now - self._begun[seed]) / PACE_S)
+            tokens = tuple(WORDS[at * 7 % len(WORDS)] for at in range(index, last))
+            if tokens:
+                item = TokenItem(request=RequestId(name), epoch=1, index=index, tokens=tokens)
+                by_peer.setdefault(peer, []).append(item)
+            self.running[name] = peer, seed, last
+            heapq.heappush(self._due, (self._begun[seed] + last * PACE_S, name))
+        for peer, items in by_peer.items():
+            self.listener.send(peer, Tokens(worker=self.name, incarnation=1, items=tuple(items)))
+        self._steps += len(by_peer)
+        if now - self._reported >= 0.25:
+            self._reported = now
+            self._report()
+
+    def _report(self) -> None:
+        self._steps += 1
+        report = WorkerReport(
+            worker=self.name,
+            incarnation=1,
+            role=Role.BOTH,
+            state=WorkerState.READY,
+            pid=os.getpid(),
+            identity=IDENTITY,
+            max_model_len=1 << 20,
+            steps=self._steps,
+            step_s=0.05,
+            running=len(self.running),
+            kv_pages_free=1 << 24,
+            page_bytes=1024,
+            rates=StepRates(1e-3, 1e-6, 1e-12, 1e-6),
+            measured=100,
+            acked=self._heard,
+        )
+        for peer in self._peers:
+            self.listener.send(peer, report)
+
+
+def run_stream_workers(line: socket.socket, keys: CurveKeys) -> None:
+    """In a child."""
+    transport = ZmqTransport(keys)
+    begun: dict[int | None, float] = {}
+    workers = [StreamWorker(f"both-{number}", transport, begun) for number in range(STREAM_WORKERS)]
+    say(line, [worker.listener.endpoint for worker in workers])
+    while True:
+        now = time.monotonic()
+        for worker in workers:
+            worker.turn(now)
+        transport.wait(0.01, [worker.listener for worker in workers])
+
+
+_EVENT = re.compile(rb"id: 0:(\d+)(\S*)\ndata: ([^\n]*)\n")
+
+
+@dataclass(slots=True)
+class Stream:
+    """One client's stream."""
+
+    key: bytes
+    sock: socket.socket | None = None
+    index: int = 0
+    event: bytes = b""  # the id of the last one
+    text: int = 0  # CRC of all that came
+    rest: bytes = b""
+    answered: bool = False  # the present connection has had the head of a response
+
+
+class Clients:
+    """Streams of one process.  ``texts``: the CRC of a response after each number of tokens, the same for all."""
+
+    def __init__(self, number: int, port: int) -> None:
+        self._source, self._number, self._port = (f"127.0.0.{number + 2}", 0), number, port
+        self._epoll = select.epoll()
+        self.streams: list[Stream] = []
+        self._by_fd: dict[int, Stream] = {}
+        self._texts: dict[int, int] = {}
+        self._waiting: list[Stream] = []  # to be connected again
+        self.wrong = self.failed = self.breaks = self.tokens = 0
+        self.back: list[float] = []  # when each broken stream had the head of its new response
+
+    def open(self, stream: Stream) -> None:
+        sock = socket.socket()
+        sock.setsockopt(socket.IPPROTO_IP, 24, 1)  # IP_BIND_ADDRESS_NO_PORT
+        sock.bind(self._source)
+        try:
+            sock.connect(("127.0.0.1", self._port))
+            sock.sendall(self._request(stream))
+        except OSError:
+            sock.close()
+            self._waiting.append(stream)
+            return
+        sock.setblocking(False)
+        stream.sock, stream.rest, stream.answered = sock, b"", False
+        self._by_fd[sock.fileno()] = stream
+        self._epoll.register(sock.fileno(), select.EPOLLIN)
+
+    def _request(self, stream: Stream) -> bytes:
+        body = b'{"model":"storyteller","prompt":"Once upon a time","max_tokens":1500,"stream":true,"ignore_eos":true}'
+        last = b"Last-Event-ID: %s\r\n" % stream.event if stream.event else b""
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nContent-Type: application/json\r\n"
+            b"Idempotency-Key: %s\r\n%sContent-Length: %d\r\n\r\n"
+        )
+        return head % (self._port, stream.key, last, len(body)) + body
+
+    def turn(self, wait_s: float) -> None:
+        for fd, _ in self._epoll.poll(wait_s, 512):
+            stream = self._by_fd[fd]
+            assert stream.sock is not None
+            try:
+                data = stream.sock.recv(1 << 16)
+            except BlockingIOError:
+                continue
+            except OSError:
+                data = b""
+            if data:
+                self._read(stream, data)
+            else:
+                self._close(stream)
+                self.breaks += 1
+                self._waiting.append(stream)
+        again, self._waiting = self._waiting[:64], self._waiting[64:]
+        for stream in again:
+            self.open(stream)
+
+    def _close(self, stream: Stream) -> None:
+        assert stream.sock is not None
+        self._epoll.unregister(stream.sock.fileno())
+        del self._by_fd[stream.sock.fileno()]
+        stream.sock.close()
+        stream.sock = None
+
+    def _read(self, stream: Stream, data: bytes) -> None:
+        if not stream.answered:
+            stream.answered = True
+            if not data.startswith(b"HTTP/1.1 200"):
+                self.failed += 1
+                sys.stderr.write(data[:400].decode(errors="replace") + "\n")
+                return
+            if stream.event:
+                self.back.append(time.monotonic())
+        data = stream.rest + data
+        end = 0
+        for found in _EVENT.finditer(data):
+            end = found.end()
+            index = int(found[1])
+            event: dict[str, Any] = json.loads(found[3])
+            text = "".join(choice["text"] for choice in event["choices"])
+            stream.text = zlib.crc32(text.encode(), stream.text)
+            self.tokens += index - stream.index
+            self.wrong += index <= stream.index or self._texts.setdefault(index, stream.text) != stream.text
+            stream.index, stream.event = index, b"0:%d%s" % (index, found[2])
+        stream.rest = data[max(end, len(data) - 4096) :]
+
+    def figures(self) -> dict[str, Any]:
+        """For the bench."""
+        return {
+            "begun": sum(stream.index > 0 for stream in self.streams),
+            "open": len(self._by_fd),
+            "broken": self.breaks,
+            "back": [min(self.back, default=0.0), max(self.back, default=0.0), len(self.back)],
+            "tokens": self.tokens,
+            "least": min((stream.index for stream in self.streams), default=0),
+            "wrong": self.wrong,
+            "failed": self.failed,
+        }
+
+
+def run_clients(line: socket.socket, number: int, port: int) -> None:
+    """In a child.  ``{"open": N}`` opens streams; any message is answered with the figures."""
+    os.nice(5)
+    clients = Clients(number, port)
+    say(line, "ready")
+    line.setblocking(False)
+    to_open = 0
+    while True:
+        clients.turn(0.005)
+        for _ in range(min(to_open, 16)):
+            stream = Stream(b"c%d-%d" % (number, len(clients.streams)))
+            clients.streams.append(stream)
+            clients.open(stream)
+            to_open -= 1
+        with contextlib.suppress(BlockingIOError):
+            raw = line.recv(1 << 16)
+            if not raw:
+                return
+            to_open += json.loads(raw).get("open", 0)
+            say(line, clients.figures())
+
+
+@dataclass
+class Service:
+    """The service, its workers and its clients."""
+
+    server: subprocess.Popen[bytes]
+    port: int
+    clients: list[Child] = field(default_factory=list)
+
+    def gateways(self) -> list[int]:
+        """Process ids."""
+        children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text().split()
+        return [int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().startswith("gateway")]
+
+    def figures(self, **what: int) -> dict[str, Any]:
+        """Of all clients; sums, and the least of ``least``."""
+        found = [child.ask(what) for child in self.clients]
+        sums: dict[str, Any] = {
+            name: sum(one[name] for one in found) for name in ("begun", "open", "broken", "tokens", "wrong", "failed")
+        }
+        backs = [one["back"] for one in found if one["back"][2]]
+        sums["back"] = sum(one["back"][2] for one in found)
+        sums["back_at"] = max((back[1] for back in backs), default=0.0)
+        sums["least"] = min(one["least"] for one in found)
+        return sums
+
+    def until(self, done: Callable[[dict[str, Any]], bool], seconds: float, what: str) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        while not done(figures := self.figures()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not {what} within {seconds:g} s: {figures}")
+            time.sleep(0.5)
+        return figures
+
+
+@contextlib.contextmanager
+def running(folder: Path) -> Iterator[Service]:
+    keys = CurveKeys.ephemeral()
+    keys.save(folder)
+    (folder / "config.toml").write_text(CONFIG)
+    workers = Child(lambda line: run_stream_workers(line, keys))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    joins = [word for endpoint in workers.hear() for word in ("--join", endpoint)]
+    flags = ["--gateways", str(GATEWAYS), "--keys", str(folder), "--config", str(folder / "config.toml")]
+    command = [sys.executable, "-m", "penstock", "serve", str(FOLDER), "--port", str(port), *flags, *joins]
+    with (folder / "log").open("wb") as log:
+        service = Service(subprocess.Popen(command, stdout=log, stderr=log), port)
+    try:
+        until_ready(port)
+        time.sleep(3.0)
+        for number in range(CLIENTS):
+            service.clients.append(Child(lambda line, number=number: run_clients(line, number, port)))  # type: ignore[misc]
+            service.clients[-1].hear()
+        yield service
+    except BaseException:
+        sys.stderr.write((folder / "log").read_text()[-4000:])
+        raise
+    finally:
+        for child in (*service.clients, workers):
+            child.end()
+        service.server.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            service.server.wait(5)
+        service.server.kill()
+        service.server.wait()
