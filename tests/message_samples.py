@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.adapter_records import AdapterRecord
 from penstock.types import (
     AudioInput,
     Duty,
@@ -19,8 +20,11 @@ from penstock.types import (
     pack_token_ids,
 )
 from penstock.wire.gateway_messages import (
+    AdapterChanged,
+    AdapterNames,
     AssignRole,
     Cancel,
+    ChangeAdapter,
     ClaimIdempotencyKey,
     ConfirmRequests,
     Hello,
@@ -66,6 +70,7 @@ from penstock.wire.transfer_messages import (
 )
 
 IDENTITY = ModelIdentity(fingerprint="ab" * 32, numerics="cpp-avx512-1-bf16")
+ADAPTER = AdapterRecord(name="fox", version=2, fingerprint="cd" * 32, folder="/x/fox", nbytes=9, rank=2, loaded=False)
 ITEM = TokenItem(
     request="r",
     epoch=3,
@@ -129,6 +134,9 @@ MESSAGES: list[WireMessage] = [
     AssignRole(role=Role.PREFILL, duty=Duty.DRAIN),
     MigrateRequests(requests=(("r", 1), ("s", 2))),
     RateDemands(demands={bytes(range(16)): 0.25}),
+    ChangeAdapter(serial=3, record=ADAPTER),
+    AdapterChanged(serial=3, record=ADAPTER),
+    AdapterNames(records=(ADAPTER,)),
     ClaimIdempotencyKey(key=bytes(16), tenant=bytes(16), mark=bytes(8), serial=3, running=True, sent=(7, 0)),
     IdempotencyKeyState(serial=3, status=IdempotencyKeyStatus.RUNNING, sent=(7, 0), gateways=2),
     RateTotals(hosts=3, sharing=2, totals={bytes(range(16)): 1.5}),

@@ -41,8 +41,11 @@ from penstock.types import (
 )
 from penstock.wire.codec import PROTOCOL_VERSION, decode_peer, encode_message
 from penstock.wire.gateway_messages import (
+    AdapterChanged,
+    AdapterNames,
     AssignRole,
     Cancel,
+    ChangeAdapter,
     ClaimIdempotencyKey,
     ConfirmRequests,
     Hello,
@@ -185,6 +188,8 @@ TO_WORKERS = [
     PoisonRequests,
     RateDemands,
     ClaimIdempotencyKey,
+    ChangeAdapter,
+    AdapterNames,
     WorkerReport,
     Tokens,
     KvEvents,
@@ -406,6 +411,8 @@ FROM_WORKERS = [
     Tokens,
     RateTotals,
     IdempotencyKeyState,
+    AdapterChanged,
+    AdapterNames,
     RequestReturned,
     WorkerReport,
     KvEvents,

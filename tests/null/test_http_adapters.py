@@ -10,6 +10,7 @@ import pytest
 from penstock.config.limits import RequestLimits
 from penstock.config.schema import InputFeatures, LoraConfig
 from penstock.hashing import chain_root
+from penstock.processing.lora import SharedAdapterNames
 from penstock.processing.service import GenerationProcessor
 from penstock.types import ValidRequest
 from tiny_adapters import write_adapter
@@ -32,10 +33,10 @@ class Noting(NullStreams):
         return super().stream(request)
 
 
-def intake_of(**options: Any) -> GenerationProcessor:
+def intake_of(*, shared: SharedAdapterNames | None = None, **options: Any) -> GenerationProcessor:
     offers = InputFeatures(lora=LoraConfig(**{"allow_updating": True, **options}))
     return GenerationProcessor(
-        STORYTELLER, name=MODEL, max_model_len=2048, limits=RequestLimits(), created=1, offers=offers
+        STORYTELLER, name=MODEL, max_model_len=2048, limits=RequestLimits(), created=1, offers=offers, adapters=shared
     )
 
 

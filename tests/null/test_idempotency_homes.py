@@ -253,14 +253,16 @@ class Town2(Town):
             clock=self.clock,
             suspect=self.suspects.append,
         )
-        for known in map(self.worker, self.alive):
-            router.on_supervisor(
-                WorkerUp(
-                    worker=known.name, incarnation=known.incarnation, role=Role.BOTH, pid=1, endpoint=known.endpoint
-                )
-            )
+        for name in self.alive:
+            router.on_supervisor(self.worker_up(name))
         self.others.append(router)
         return router
+
+    def worker_up(self, name: str) -> WorkerUp:
+        known = self.worker(name)
+        return WorkerUp(
+            worker=known.name, incarnation=known.incarnation, role=Role.BOTH, pid=1, endpoint=known.endpoint
+        )
 
     async def turn(self, seconds: float = 0.001) -> None:
         await super().turn(seconds)
@@ -297,7 +299,7 @@ async def test_all_gateways_ask_the_same_worker_about_a_key_and_workers_share_th
             state = await say(town, other.idempotency, key)
             assert state is not None
             assert state.status is IdempotencyKeyStatus.RUNNING
-        parts = [len(town.worker(name).mailbox._claims) for name in town.alive]
+        parts = [len(town.worker(name).mailbox.exchange.claims) for name in town.alive]
         assert sum(parts) == 60
         assert min(parts) >= 10
         assert not town.router.idempotency.is_alone
@@ -310,7 +312,7 @@ async def test_a_home_that_dies_or_hangs_holds_up_nothing() -> None:
         homes = town.router.idempotency
         for key in range(20):
             await say(town, homes, key, sent=(5,))
-        of_first = len(town.worker("both-0").mailbox._claims)
+        of_first = len(town.worker("both-0").mailbox.exchange.claims)
         assert 0 < of_first < 20
         town.stop("both-0")
         began, unanswered = town.clock.now(), 0

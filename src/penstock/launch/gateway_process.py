@@ -37,6 +37,7 @@ from penstock.launch.redis_rates import RedisRates
 from penstock.launch.remote_workers import RemoteWorkers
 from penstock.launch.shared_metrics import HostMetrics, SharedMetrics
 from penstock.launch.shared_rates import SharedTokenBuckets
+from penstock.processing.lora import SharedAdapterNames
 from penstock.processing.pooling import PoolingModelProcessor, ServedPoolingModel
 from penstock.processing.requests.schemas import request_schemas
 from penstock.processing.service import GenerationProcessor
@@ -308,7 +309,7 @@ def make_http_app(
 ) -> App:
     """The HTTP application of this configuration.  Raises ModelError."""
     metrics, keys = services.metrics, services.keys
-    intake, pools, hears = _intakes(config, created)
+    intake, pools, hears = _intakes(config, created, router.adapters)
     stored = ResponseCache(config.response_cache) if config.response_cache else None
     if stored is not None:
         metrics.register_response_cache(stored.stats)
@@ -351,7 +352,7 @@ def make_http_app(
 
 
 def _intakes(
-    config: GatewayConfig, created: int
+    config: GatewayConfig, created: int, adapters: SharedAdapterNames
 ) -> tuple[RequestProcessor, PoolingProcessor | None, TranscriptionProcessor | None]:
     """The request processors of a generative, a pooling or a transcription model."""
     folder, name, length = Path(config.model_path), config.model_name, config.max_model_len
@@ -366,6 +367,7 @@ def _intakes(
                 remote_images=config.remote_images, remote_image_hosts=config.remote_image_hosts, lora=config.lora
             ),
             requests=config.requests,
+            adapters=adapters,
         )
         return writing, None, None
     card = ModelCard(name=name, created=created, max_model_len=length)

@@ -37,7 +37,7 @@ from penstock.kernels.host_ops import hash_blocks
 from penstock.processing.chat.render import ChatRenderer, RenderedPrompt, RenderOptions
 from penstock.processing.chat.template import ChatTemplates, Conversation, TemplateLimits, load_template_sources
 from penstock.processing.detokenizer import IncrementalDetokenizer, OutputOptions, PromptEcho, decode_prompt
-from penstock.processing.lora import LoraRegistry
+from penstock.processing.lora import LoraRegistry, SharedAdapterNames
 from penstock.processing.model_aliases import find_card, listed_cards, served_model
 from penstock.processing.multimodal.image_fetch import ImageFetcher
 from penstock.processing.multimodal.image_preprocessing import pillow_installed, read_image_config
@@ -147,6 +147,7 @@ class GenerationProcessor:
         limits: RequestLimits,
         created: int,
         offers: InputFeatures | None = None,
+        adapters: SharedAdapterNames | None = None,
         requests: RequestConfig | None = None,
     ) -> None:
         """Reads tokenizer, template, end tokens, sampling defaults, and how images are prepared.  Raises ModelError."""
@@ -171,7 +172,7 @@ class GenerationProcessor:
             requests=requests,
         )
         self._images = None if recipe is None else ImagePipeline(recipe, limits, _remote(limits, offers))
-        self._adapters = LoraRegistry(offers.lora, folder, name)
+        self._adapters = LoraRegistry(offers.lora, folder, name, adapters)
         suggested = msgspec.to_builtins(self._facts.sampling)
         self._card = ModelCard(
             name=name, created=created, max_model_len=max_model_len, sampling=suggested, vision=self._facts.sees

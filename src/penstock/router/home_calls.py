@@ -19,7 +19,7 @@ from penstock.router.fleet import Fleet
 from penstock.router.links import WorkerLink, WorkerLinks
 from penstock.router.policy.base import splitmix64
 from penstock.types import WorkerId, WorkerState
-from penstock.wire.gateway_messages import ClaimIdempotencyKey
+from penstock.wire.gateway_messages import ChangeAdapter, ClaimIdempotencyKey
 
 ANSWER_S = 1.0
 """After so long without an answer, a gateway goes on without it.  Workers read messages between two steps."""
@@ -27,7 +27,7 @@ ANSWER_S = 1.0
 MAX_PENDING_CALLS = 8192
 """Answers of one kind that a gateway waits for.  Beyond them the home is not asked."""
 
-HomeQuestion: TypeAlias = ClaimIdempotencyKey
+HomeQuestion: TypeAlias = ClaimIdempotencyKey | ChangeAdapter
 
 
 class HomeAnswer(Protocol):

@@ -31,6 +31,7 @@ from penstock.router.policy.least_cost import decode_step, queue_wait
 from penstock.router.quarantine import Quarantine
 from penstock.router.rate_shares import RateShares, RateTable
 from penstock.router.request import FailoverLimits, RoutedRequest
+from penstock.router.shared_adapters import SharedAdapters
 from penstock.router.stream import RequestStats, RequestStream, RoutedTokens
 from penstock.router.submission import has_valid_tokens, matches_request
 from penstock.router.tracing import WorkerKey, begin_spans
@@ -40,6 +41,8 @@ from penstock.telemetry.spans import NoTracer, Tracer
 from penstock.types import ModelIdentity, RequestId, Role, ServiceClass, ValidRequest, WorkerId
 from penstock.wire.codec import PeerMessage
 from penstock.wire.gateway_messages import (
+    AdapterChanged,
+    AdapterNames,
     AwaitedStage,
     ConfirmRequests,
     IdempotencyKeyState,
@@ -175,8 +178,7 @@ class RouterService:
         self._verdicts = PoisonVerdicts()
         self._migration, self._health = self._make_handlers(config, suspect)
         self._shares = None if rates is None else RateShares(rates, self.fleet, self._links)
-        secret = bytes.fromhex(config.event_key)
-        self.idempotency = IdempotencyHomes(self.fleet, self._links, self.metrics, clock, secret)
+        self.idempotency, self.adapters = self._make_shared(config)
         self._checks = StreamChecks(config.turns.flights_per_turn)
         self._checking = False  # the next turn continues the checks
         self._failing_all = False
@@ -227,6 +229,12 @@ class RouterService:
         )
         return migration, health
 
+    def _make_shared(self, config: GatewayConfig) -> tuple[IdempotencyHomes, SharedAdapters]:
+        """What this gateway shares with others through the workers, besides verdicts and rates."""
+        secret = bytes.fromhex(config.event_key)
+        homes = IdempotencyHomes(self.fleet, self._links, self.metrics, self._clock, secret)
+        return homes, SharedAdapters(self.fleet, self._links, self._clock)
+
     def _share_verdict(self, request: ValidRequest, now: float) -> None:
         new = self._verdicts.add((request_digest(request),), now)
         self._links.send_to_all(PoisonRequests(digests=new))
@@ -267,6 +275,7 @@ class RouterService:
             self._apply(stream, stream.routed.on_client_gone(), now)
             stream.fail(NoWorkers("The service has stopped."))
         self.idempotency.close()
+        self.adapters.close()
         await self._links.close()
 
     async def _tick_forever(self) -> None:
@@ -427,6 +436,10 @@ class RouterService:
                 self._shares.on_totals(worker, message, now)
         elif isinstance(message, IdempotencyKeyState):
             self.idempotency.on_state(worker, incarnation, message)
+        elif isinstance(message, AdapterChanged):
+            self.adapters.on_changed(worker, incarnation, message)
+        elif isinstance(message, AdapterNames):
+            self.adapters.on_names(message)
         elif isinstance(message, MigrateRequests | ConfirmRequests):
             self._migration.on_message(message, worker, incarnation)
         elif isinstance(message, RequestReturned):
@@ -518,6 +531,7 @@ class RouterService:
         self.admin.on_report()
         if became_ready:
             self._met_workers.set()
+            self.adapters.on_ready(report.worker)
             self._dispatcher.place_waiting(now, ready=True)
 
     # --- events: time -----------------------------------------------------------------------------------------------
@@ -528,6 +542,7 @@ class RouterService:
         self._health.on_tick(now)
         self._dispatcher.place_waiting(now)
         self.idempotency.tick(now)
+        self.adapters.tick(now)
         if not self._checking:
             self._look()
         if not self._health.heartbeat_due(now):

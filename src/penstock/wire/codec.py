@@ -12,8 +12,11 @@ import msgspec
 
 from penstock.errors import ProtocolError, ProtocolVersionError
 from penstock.wire.gateway_messages import (
+    AdapterChanged,
+    AdapterNames,
     AssignRole,
     Cancel,
+    ChangeAdapter,
     ClaimIdempotencyKey,
     ConfirmRequests,
     Hello,
@@ -82,6 +85,9 @@ PeerMessage: TypeAlias = (
     | RateTotals
     | ClaimIdempotencyKey
     | IdempotencyKeyState
+    | ChangeAdapter
+    | AdapterChanged
+    | AdapterNames
     | FetchTicket
     | PagesReady
     | EncodeImage

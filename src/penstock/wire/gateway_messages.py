@@ -37,6 +37,7 @@ from typing import Annotated
 
 import msgspec
 
+from penstock.adapter_records import MAX_ADAPTER_RECORDS, AdapterRecord
 from penstock.poison_verdicts import DIGEST_BYTES, MAX_VERDICTS
 from penstock.types import (
     DEFAULT_QOS,
@@ -264,7 +265,24 @@ class ClaimIdempotencyKey(WireMessage, frozen=True, kw_only=True, tag="claim_key
     withdrawn: bool = False  # it was refused before it began
 
 
+class ChangeAdapter(WireMessage, frozen=True, kw_only=True, tag="change_adapter"):
+    """A gateway to the worker that is the home of an adapter's name: it has loaded or unloaded one.  Answered by
+    ``AdapterChanged``; other gateways get the record, if it was accepted."""
+
+    serial: Count = 0
+    record: AdapterRecord
+
+
 # --- both ways ------------------------------------------------------------------------------------------------------
+
+
+class AdapterNames(WireMessage, frozen=True, kw_only=True, tag="adapter_names"):
+    """Names of adapters that were loaded or unloaded while serving.
+
+    From the gateway that did so to all workers, and from workers to all other gateways.
+    """
+
+    records: Annotated[tuple[AdapterRecord, ...], msgspec.Meta(max_length=MAX_ADAPTER_RECORDS)]
 
 
 class PoisonRequests(WireMessage, frozen=True, kw_only=True, tag="poison"):
@@ -464,6 +482,13 @@ class IdempotencyKeyState(WireMessage, frozen=True, kw_only=True, tag="key_state
     status: IdempotencyKeyStatus
     sent: SentTokens = ()  # by all gateways, and counted, before that message
     gateways: GatewayHosts = 0  # that speak to this worker
+
+
+class AdapterChanged(WireMessage, frozen=True, kw_only=True, tag="adapter_changed"):
+    """The answer to ``ChangeAdapter``."""
+
+    serial: Count
+    record: AdapterRecord | None = None  # that stands now: the one that was sent, or a later one; None: no room
 
 
 class StepRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

@@ -15,8 +15,10 @@ from penstock.config.node_registry import NodeEntry, NodeRight
 from penstock.telemetry.metrics import PEER_REFUSAL_REASONS
 from penstock.wire.codec import PeerMessage
 from penstock.wire.gateway_messages import (
+    AdapterNames,
     AssignRole,
     Cancel,
+    ChangeAdapter,
     ClaimIdempotencyKey,
     Hello,
     KvEvents,
@@ -41,6 +43,8 @@ NEEDED: dict[type[PeerMessage], tuple[NodeRight, ...]] = {
     PoisonRequests: (NodeRight.GATEWAY,),
     RateDemands: (NodeRight.GATEWAY,),
     ClaimIdempotencyKey: (NodeRight.GATEWAY,),
+    ChangeAdapter: (NodeRight.GATEWAY,),
+    AdapterNames: (NodeRight.GATEWAY,),
     PullPages: (NodeRight.WORKER,),
     EncodeImage: (NodeRight.WORKER,),
     PagesReceived: (NodeRight.WORKER, NodeRight.GATEWAY),

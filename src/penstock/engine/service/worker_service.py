@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 
 from penstock.clock import Clock
@@ -36,6 +35,7 @@ from penstock.engine.core.events import (
 from penstock.engine.core.plan import StepOutcome, StepPlan
 from penstock.engine.core.request import RequestStatus
 from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.service.gateway_exchange import GatewayExchange
 from penstock.engine.service.gateways import (
     UNFIT,
     ConnectedGateway,
@@ -47,7 +47,6 @@ from penstock.engine.service.gateways import (
     split_prompt_logprobs,
     token_item,
 )
-from penstock.engine.service.idempotency_claims import IdempotencyClaims
 from penstock.engine.service.kv_events import KvEventPublisher, LowerTiers
 from penstock.engine.service.kv_transfer import (
     EXPORT_POLL_S,
@@ -60,18 +59,18 @@ from penstock.engine.service.lifecycle import Lifecycle
 from penstock.engine.service.load_report import LoadReporter, ReportSources
 from penstock.engine.service.migration import Migrations, migrated_item
 from penstock.engine.service.peer_links import PeerLinks
-from penstock.engine.service.rate_totals import RateDemandTotals
 from penstock.engine.service.readiness import PageWait, ReadinessGate, ReadinessSources
 from penstock.engine.service.remote_encoder import EncodeRequests
 from penstock.kv.transfer.events import HedgeWon, PagesAdvanced, PullFailed, PullGranted, TransferDone, TransferReleased
-from penstock.poison_verdicts import PoisonVerdicts
 from penstock.types import Duty, RequestId, RequestStage, Role, WorkerState
 from penstock.wire.codec import fits_in_frame
 from penstock.wire.gateway_messages import (
     MAX_REASON_CHARS,
+    AdapterNames,
     AssignRole,
     AwaitedStage,
     Cancel,
+    ChangeAdapter,
     ClaimIdempotencyKey,
     ConfirmRequests,
     Hello,
@@ -242,9 +241,7 @@ class WorkerService:
         ready.pages.watch(self._waited)
         self._mixed = hand_over.identity.mixed
         self._served = EncodeRequests(hand_over.identity, self._listener.send)
-        self._verdicts = PoisonVerdicts()
-        self._demands = RateDemandTotals()
-        self._claims = IdempotencyClaims()
+        self.exchange = GatewayExchange(requests, self._listener.send)
         self._awaited: list[tuple[ConnectedGateway, AwaitedStage]] = []  # what gateways asked about in this turn
         self.publisher = KvEventPublisher(
             config, scheduler.memory.prefix, self._listener, self._report_now, lower=lower_tiers
@@ -450,15 +447,11 @@ class WorkerService:
                 self._hello(peer, message, now)
             case EncodeImage():
                 self._served.encode(peer, message, self._images)
-            case RateDemands():
-                self._add_demands(peer, message, now)
-            case ClaimIdempotencyKey():
-                self._claim_key(peer, message, now)
             case AssignRole():
                 if self._requests.is_connected(peer):
                     self._assign(message, now)
-            case PoisonRequests():
-                self._pass_on_verdicts(peer, message, now)
+            case PoisonRequests() | RateDemands() | ClaimIdempotencyKey() | ChangeAdapter() | AdapterNames():
+                self.exchange.on_message(peer, message, now)
             case _:
                 pass  # well-formed, but not for a worker; the transport has counted it
 
@@ -475,34 +468,9 @@ class WorkerService:
         while unsent and self._listener.send(greeted.gateway.peer, unsent[0]):
             del unsent[0]
         self._awaited += [(greeted.gateway, awaited) for awaited in message.awaited]
-        if message.kv_snapshot and self._verdicts.since:
-            self._listener.send(peer, PoisonRequests(digests=self._verdicts.all(now)))
+        if message.kv_snapshot:
+            self.exchange.send_all(peer, now)
         self.publisher.on_hello(greeted.gateway, message)
-
-    def _pass_on_verdicts(self, peer: bytes, message: PoisonRequests, now: float) -> None:
-        """Remember a gateway's verdicts for gateways that come later, and send the new ones to the others."""
-        if not self._requests.is_connected(peer):
-            return
-        new = self._verdicts.add(message.digests, now)
-        if new:
-            for gateway in self._requests.gateways():
-                if gateway.peer != peer:
-                    self._listener.send(gateway.peer, PoisonRequests(digests=new))
-
-    def _add_demands(self, peer: bytes, message: RateDemands, now: float) -> None:
-        host = self._requests.host_of(peer)
-        if host:
-            hosts = self._requests.hosts(now)
-            self._listener.send(peer, self._demands.on_demands(host, message.demands, hosts, now))
-
-    def _claim_key(self, peer: bytes, message: ClaimIdempotencyKey, now: float) -> None:
-        gateway = self._requests.process_of(peer)
-        if gateway is not None:
-            gateways = len(self._requests.gateways())
-            is_alive = partial(self._requests.is_alive, now=now)
-            state = self._claims.on_claim(gateway, message, is_alive, now, gateways=gateways)
-            if message.serial:
-                self._listener.send(peer, state)
 
     def _is_connected(self, peer: bytes) -> bool:
         """Whether this connection still exists.  The message sent to find out has no content."""

@@ -1,4 +1,4 @@
-"""One idempotency key at the gateways of two hosts: the same tokens, each counted by one gateway."""
+"""The gateways of two hosts as one service: idempotency keys, of which each token is counted once, and adapters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from typing import Any
 import httpx
 import pytest
 
+import penstock
 from penstock.wire.curve_keys import CurveKeys
+from tiny_adapters import write_adapter
 
 from .server import PATIENCE_S, PenstockServer, PenstockWorker
 from .test_rates import key_file
 
+STORYTELLER = Path(penstock.__file__).parent / "bundled" / "storyteller"
 TOKENS = 64
 _TENANT_TOKENS = re.compile(r'^penstock:tenant_tokens_total\{kind="(\w+)".*\} (\S+)$', re.MULTILINE)
 
@@ -26,13 +29,13 @@ _TENANT_TOKENS = re.compile(r'^penstock:tenant_tokens_total\{kind="(\w+)".*\} (\
 class Hosts:
     """Two services with a gateway each, and two workers of which both know; keys of one tenant."""
 
-    def __init__(self, stack: ExitStack, folder: Path) -> None:
+    def __init__(self, stack: ExitStack, folder: Path, *more: str) -> None:
         CurveKeys.ephemeral().save(folder / "keys")
         self.headers = key_file(folder / "api-keys.json", 6000)
         keys = ["--keys", str(folder / "keys")]
         self.workers = [stack.enter_context(PenstockWorker([*keys, "--name", name])) for name in ("w-0", "w-1")]
         joins = [word for worker in self.workers for word in ("--join", worker.endpoint)]
-        flags = [*keys, *joins, "--api-keys", str(folder / "api-keys.json"), "--api-key", "sk-of-the-test"]
+        flags = [*keys, *joins, "--api-keys", str(folder / "api-keys.json"), "--api-key", "sk-of-the-test", *more]
         self.servers = [stack.enter_context(PenstockServer(flags)) for _ in range(2)]
         for server in self.servers:
             server.wait_for(lambda server=server: len(server.workers()) == 2, PATIENCE_S, "whole")  # type: ignore[misc]
@@ -89,9 +92,9 @@ def request_body(max_tokens: int = TOKENS, **fields: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def two_hosts(folder: Path) -> Iterator[Hosts]:
+def two_hosts(folder: Path, *flags: str) -> Iterator[Hosts]:
     with ExitStack() as stack:
-        yield Hosts(stack, folder)
+        yield Hosts(stack, folder, *flags)
 
 
 def text_of(answer: httpx.Response) -> str:
@@ -139,6 +142,37 @@ def test_a_stream_whose_host_is_killed_is_counted_whole_where_it_goes_on(tmp_pat
             hosts.servers.pop(0).kill()
         assert text_of(hosts.ask(0, "k1", max_tokens=900)) == whole
         hosts.wait_usage(completion=1800, requests=2)
+
+
+@pytest.mark.long
+def test_an_adapter_that_one_host_loads_is_served_by_the_other(tmp_path: Path) -> None:
+    fox, owl = (write_adapter(tmp_path / name, STORYTELLER, rank=4, seed=seed) for seed, name in enumerate(("f", "o")))
+    with two_hosts(tmp_path, "--allow-lora-updating") as hosts:
+        a, b = hosts.servers
+        assert adapter_call(a, "load", lora_name="fox", lora_path=str(fox)).status_code == 200
+        b.wait_for(lambda: "fox" in models(b), PATIENCE_S, "shared")
+        plain = text_of(hosts.ask(0, "plain"))
+        texts = {text_of(hosts.ask(number, f"fox-{number}", model="fox")) for number in range(2)}
+        assert len(texts) == 1
+        assert texts != {plain}
+        refused = adapter_call(b, "load", lora_name="fox", lora_path=str(owl))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "adapter_exists")
+        for worker in hosts.workers:
+            os.kill(worker.worker_pid(), signal.SIGKILL)
+        assert text_of(hosts.ask(1, "again", model="fox")) in texts
+        assert adapter_call(b, "unload", lora_name="fox").status_code == 200
+        a.wait_for(lambda: "fox" not in models(a), PATIENCE_S, "gone")
+        assert hosts.ask(0, "gone", model="fox").status_code == 404
+
+
+def adapter_call(server: PenstockServer, what: str, **body: str) -> httpx.Response:
+    return httpx.post(
+        f"{server.url}/v1/{what}_lora_adapter", json=body, headers=server.key_headers(), timeout=60, trust_env=False
+    )
+
+
+def models(server: PenstockServer) -> set[str]:
+    return {card["id"] for card in server.get("/v1/models", **server.key_headers()).json()["data"]}
 
 
 @contextmanager
