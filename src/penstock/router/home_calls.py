@@ -111,6 +111,7 @@ class HomeCalls(Generic[AnswerT]):
         self._clock = clock
         self._pending: dict[int, _PendingCall[AnswerT]] = {}  # by serial, oldest first
         self._serial = 0
+        self._closed = False
 
     def notify(self, digest: bytes, message: HomeQuestion) -> None:
         """Sends it to the home of the digest, which does not answer."""
@@ -123,7 +124,7 @@ class HomeCalls(Generic[AnswerT]):
         link = self._homes.link(digest)
         self._serial += 1
         message = msgspec.structs.replace(message, serial=self._serial)
-        if link is None or len(self._pending) >= MAX_PENDING_CALLS or not link.send(message):
+        if self._closed or link is None or len(self._pending) >= MAX_PENDING_CALLS or not link.send(message):
             on_answer(None)
             return
         self._pending[self._serial] = _PendingCall(link, self._clock.now() + ANSWER_S, on_answer)
@@ -148,7 +149,8 @@ class HomeCalls(Generic[AnswerT]):
                 pending.on_answer(None)
 
     def close(self) -> None:
-        """No more answers will come."""
+        """No more answers will come, now and later."""
+        self._closed = True
         pending, self._pending = self._pending, {}
         for each in pending.values():
             each.on_answer(None)
