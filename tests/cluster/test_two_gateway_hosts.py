@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -19,7 +20,9 @@ from penstock.wire.curve_keys import CurveKeys
 from tiny_adapters import write_adapter
 
 from .server import PATIENCE_S, PenstockServer, PenstockWorker
-from .test_rates import key_file
+from .test_api_key_limits import add_key, begin_stream, code_of
+from .test_api_key_limits import ask as ask_one
+from .test_rates import hosts_of, key_file
 
 STORYTELLER = Path(penstock.__file__).parent / "bundled" / "storyteller"
 TOKENS = 64
@@ -140,7 +143,9 @@ def test_a_stream_whose_host_is_killed_is_counted_whole_where_it_goes_on(tmp_pat
             while events < 20:
                 events += next(lines).startswith("data: {")
             hosts.servers.pop(0).kill()
-        assert text_of(hosts.ask(0, "k1", max_tokens=900)) == whole
+        with streamed_lines(hosts, "k1") as lines:
+            events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert "".join(event["choices"][0]["text"] for event in events) == whole
         hosts.wait_usage(completion=1800, requests=2)
 
 
@@ -175,9 +180,25 @@ def models(server: PenstockServer) -> set[str]:
     return {card["id"] for card in server.get("/v1/models", **server.key_headers()).json()["data"]}
 
 
+@pytest.mark.long
+def test_open_requests_of_a_key_are_counted_over_both_hosts(tmp_path: Path) -> None:
+    with two_hosts(tmp_path) as hosts:
+        key = add_key(tmp_path / "api-keys.json", "bob", max_concurrency=2)
+        for server in hosts.servers:
+            server.wait_for(lambda server=server: hosts_of(server) == 2, PATIENCE_S, "divided")  # type: ignore[misc]
+            server.wait_for(lambda server=server: code_of(ask_one(server, key)) == (200, ""), PATIENCE_S, "known")  # type: ignore[misc]
+        streams = [begin_stream(server, key) for server in hosts.servers]
+        for server in hosts.servers:
+            assert code_of(ask_one(server, key)) == (429, "concurrency_limit_exceeded")
+        streams[0].close()
+        second = hosts.servers[1]
+        second.wait_for(lambda: code_of(ask_one(second, key)) == (200, ""), PATIENCE_S, "admitted")
+        streams[1].close()
+
+
 @contextmanager
 def streamed_lines(hosts: Hosts, key: str) -> Iterator[Iterator[str]]:
-    """Of a stream from the first host."""
+    """The lines of a stream from the first host that is left."""
     with (
         httpx.Client(headers=hosts.headers | {"Idempotency-Key": key}, timeout=120, trust_env=False) as client,
         client.stream(

@@ -58,6 +58,8 @@ class GatewayHomes:
     name: str
     is_alone: bool = False
     delivers: int = 1 << 30  # of its messages
+    unanswered: set[int] = field(default_factory=set)  # and not delivered, counted from 1
+    said: int = 0
     tokens: list[tuple[int, int, int]] = field(default_factory=list)
 
     def digest(self, name: bytes) -> bytes:
@@ -67,8 +69,8 @@ class GatewayHomes:
         self, message: ClaimIdempotencyKey, on_state: Callable[[IdempotencyKeyState | None], None] | None = None
     ) -> None:
         state = None
-        self.delivers -= 1
-        if not self.home.silent and self.delivers >= 0:
+        self.said += 1
+        if not self.home.silent and self.said <= self.delivers and self.said not in self.unanswered:
             process = GatewayProcess(self.name, 1)
             state = self.home.claims.on_claim(
                 process, message, lambda other: other.name not in self.home.gone, self.home.clock.now()
@@ -220,6 +222,15 @@ async def test_without_an_answer_of_the_home_a_key_is_computed_and_counted_again
     async with a.scene as at_a, b.scene as at_b:
         assert await whole(at_a) == await whole(at_b)
     assert (a.usage, b.met) == (b.usage, [KeyOutcome.NEW])
+
+
+async def test_at_the_end_of_a_response_the_home_that_there_is_by_then_is_told() -> None:
+    home = Home()
+    a, b = Gateway(home, "a"), Gateway(home, "b")
+    a.homes.unanswered = {3}  # its claim, its end, and then what it has sent
+    async with a.scene as at_a, b.scene as at_b:
+        assert await whole(at_a) == await whole(at_b)
+    assert a.usage == sums(a, b) == (1, len(a.streams.opened[0].prompt), 40, 0, 0)
 
 
 async def test_a_home_that_is_lost_amid_an_answer_changes_nothing_for_its_client() -> None:

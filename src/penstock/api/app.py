@@ -88,7 +88,7 @@ def make_app(behind: AppServices) -> ASGIApp:
     app.router.redirect_slashes = False
     wrong = AuthFailureLog(behind.clock, behind.count_auth_failure)
     straight = _DirectRoutes(app, {route.path: route.endpoint for route in writing})
-    limited = ConcurrencyMiddleware(straight, behind.request_counts, behind.levels.on_shed)
+    limited = ConcurrencyMiddleware(straight, behind.request_counts, behind.levels.on_shed, behind.fleet_counts)
     opened = with_cors(AuthMiddleware(limited, behind.keys, wrong, behind.wall_time), behind.allowed_origins)
     if behind.allowed_hosts is not None:
         opened = HostCheckMiddleware(opened, behind.allowed_hosts, behind.allowed_origins)

@@ -22,7 +22,7 @@ from penstock.api.admin import GatewayMetrics, MetricsSnapshot
 from penstock.api.admission import Admission
 from penstock.api.audit_log import AuditSink
 from penstock.api.auth import NO_TENANT, ApiKeys, StaticApiKeys
-from penstock.api.concurrency import LocalRequestCounts, RequestCounts
+from penstock.api.concurrency import FleetRequestCounts, LocalRequestCounts, RequestCounts
 from penstock.api.errors import Header
 from penstock.api.http import EndpointFactory, FormBody, HttpExchange, JsonBody, RestOfResponse
 from penstock.api.idempotency import (
@@ -99,6 +99,7 @@ class AppServices:
     buckets: RateBuckets | None = None  # of tenants' rates; None: of this process alone
     exact_rates: ExactRates | None = None  # of tenants, over all hosts
     request_counts: RequestCounts = field(default_factory=LocalRequestCounts)  # of keys with a limit
+    fleet_counts: FleetRequestCounts | None = None  # of those, over all hosts; None: each host counts its own
     wall_time: Callable[[], float] = time.time  # Unix seconds, by which keys expire
     audit: AuditSink | None = None  # None: nothing is audited
     event_key: bytes = b""  # of the marks in events' ids

@@ -291,17 +291,25 @@ class KeyClaim:
     ) -> None:
         """Calls ``bill`` with what no other gateway has counted, once the home says so.
 
-        ``running``: this gateway still computes it.  ``on_counted`` is called with the same, and whether another
-        gateway computes it, too.
+        A home that does not answer may be lost: the one that the key has by then is asked, too.  ``running``: this
+        gateway still computes it.  ``on_counted`` is called with the same, and whether another gateway computes it,
+        too.
         """
 
-        def on_state(state: IdempotencyKeyState | None) -> None:
-            counted = () if state is None else state.sent
-            part = usage.beyond(counted)
+        message = msgspec.structs.replace(self._message, running=running, sent=usage.sent)
+
+        def count(state: IdempotencyKeyState | None) -> None:
+            part = usage.beyond(() if state is None else state.sent)
             bill(part)
             on_counted(part, state is not None and state.status is IdempotencyKeyStatus.RUNNING)
 
-        self.homes.send(msgspec.structs.replace(self._message, running=running, sent=usage.sent), on_state)
+        def on_state(state: IdempotencyKeyState | None) -> None:
+            if state is None:
+                self.homes.send(message, count)
+            else:
+                count(state)
+
+        self.homes.send(message, on_state)
 
     def end(self, *, withdrawn: bool = False) -> None:
         """This gateway computes it no more.  ``withdrawn``: it never did."""

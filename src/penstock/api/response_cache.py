@@ -48,7 +48,7 @@ ENTRY_BYTES = 320
 """Bytes that an entry takes in addition to its packed response: objects, entries of two tables."""
 
 UNKEYED_FIELDS = frozenset(
-    {"id", "arrival", "block_hashes", "session", "pictures", "qos", "begun", "open_ended", "trace"}
+    {"id", "arrival", "block_hashes", "session", "pictures", "qos", "begun", "open_ended", "trace", "usage_deferred"}
 )
 """Fields of a request that do not determine its tokens.  Pictures are identified by their hashes, in ``images``."""
 

@@ -334,6 +334,7 @@ def make_http_app(
             buckets=buckets,
             exact_rates=services.exact_rates,
             request_counts=request_counts,
+            fleet_counts=router.fleet_counts,
             audit=services.audit,
             event_key=bytes.fromhex(config.event_key),
             scheduling=config.scheduling,

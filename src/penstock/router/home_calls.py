@@ -2,12 +2,12 @@
 
 The home is the ready worker that rendezvous hashing picks for a digest, so gateways that see the same workers agree on
 it, and a worker that comes or goes changes the homes of its own digests only.  A home that does not answer within
-``ANSWER_S``, or is lost meanwhile, knows nothing: gateways go on without it.
+``ANSWER_S``, or is lost meanwhile, knows nothing: gateways go on without it, and choose others until it says something.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
@@ -18,8 +18,10 @@ from penstock.clock import Clock
 from penstock.router.fleet import Fleet
 from penstock.router.links import WorkerLink, WorkerLinks
 from penstock.router.policy.base import splitmix64
+from penstock.router.rate_shares import REPORT_VALID_S
+from penstock.router.worker_load import Slots
 from penstock.types import WorkerId, WorkerState
-from penstock.wire.gateway_messages import ChangeAdapter, ClaimIdempotencyKey
+from penstock.wire.gateway_messages import ChangeAdapter, ClaimIdempotencyKey, OpenRequestCounts
 
 ANSWER_S = 1.0
 """After so long without an answer, a gateway goes on without it.  Workers read messages between two steps."""
@@ -27,7 +29,7 @@ ANSWER_S = 1.0
 MAX_PENDING_CALLS = 8192
 """Answers of one kind that a gateway waits for.  Beyond them the home is not asked."""
 
-HomeQuestion: TypeAlias = ClaimIdempotencyKey | ChangeAdapter
+HomeQuestion: TypeAlias = ClaimIdempotencyKey | ChangeAdapter | OpenRequestCounts
 
 
 class HomeAnswer(Protocol):
@@ -49,28 +51,80 @@ class _PendingCall(Generic[AnswerT]):
     on_answer: Callable[[AnswerT | None], None]
 
 
-class HomeCalls(Generic[AnswerT]):
-    """Questions of one kind, of one gateway; from its event loop."""
+class WorkerHomes:
+    """Which worker is the home of a digest: one that is ready and has said something lately."""
 
     def __init__(self, fleet: Fleet, links: WorkerLinks, clock: Clock) -> None:
         self._fleet = fleet
         self._links = links
         self._clock = clock
+        self._unanswered: dict[WorkerId, float] = {}  # since when; until they say something
+
+    def link(self, digest: bytes) -> WorkerLink | None:
+        """The link to the home; None: there is none."""
+        slots = self._slots()
+        if not len(slots):
+            return None
+        slot = self._home(digest, slots)
+        return self._links.link_to(self._fleet.ids[slot], self._fleet.incarnations[slot])
+
+    def has(self, link: WorkerLink) -> bool:
+        """Whether this is still the link to its worker."""
+        return self._links.link_to(link.worker, link.incarnation) is link
+
+    def groups(self, digests: Collection[bytes]) -> list[list[bytes]]:
+        """The digests, grouped by their homes."""
+        slots, found = self._slots(), dict[int, list[bytes]]()
+        for digest in digests if len(slots) else ():
+            found.setdefault(self._home(digest, slots), []).append(digest)
+        return list(found.values())
+
+    def on_unanswered(self, worker: WorkerId) -> None:
+        """This worker has not answered.  It is no home until it says something."""
+        self._unanswered[worker] = self._clock.now()
+
+    def _slots(self) -> Slots:
+        fleet, now = self._fleet, self._clock.now()
+        for worker, since in list(self._unanswered.items()):
+            slot = fleet.slot(worker)
+            if slot is None or fleet.last_seen[slot] > since:
+                del self._unanswered[worker]
+        found = [
+            slot
+            for slot, state in enumerate(fleet.states)
+            if state is WorkerState.READY
+            and now - fleet.last_seen[slot] < REPORT_VALID_S
+            and fleet.ids[slot] not in self._unanswered
+        ]
+        return np.array(found, dtype=np.intp)
+
+    def _home(self, digest: bytes, slots: Slots) -> int:
+        order = splitmix64(self._fleet.loads.hashes.take(slots), int.from_bytes(digest[:8], "little"))
+        return int(slots[order.argmax()])
+
+
+class HomeCalls(Generic[AnswerT]):
+    """Questions of one kind, of one gateway; from its event loop."""
+
+    def __init__(self, homes: WorkerHomes, clock: Clock) -> None:
+        self._homes = homes
+        self._clock = clock
         self._pending: dict[int, _PendingCall[AnswerT]] = {}  # by serial, oldest first
         self._serial = 0
+        self._closed = False
 
     def notify(self, digest: bytes, message: HomeQuestion) -> None:
         """Sends it to the home of the digest, which does not answer."""
-        link = self._link_to_home(digest)
+        link = self._homes.link(digest)
         if link is not None:
             link.send(message)
 
     def call(self, digest: bytes, message: HomeQuestion, on_answer: Callable[[AnswerT | None], None]) -> None:
         """Sends it with a serial; ``on_answer`` is called once, be it now.  None: there is no home, or no answer."""
-        link = self._link_to_home(digest)
+        link = self._homes.link(digest)
         self._serial += 1
         message = msgspec.structs.replace(message, serial=self._serial)
-        if link is None or len(self._pending) >= MAX_PENDING_CALLS or not link.send(message):
+        if self._closed or link is None or len(self._pending) >= MAX_PENDING_CALLS or not link.send(message):
             on_answer(None)
             return
         self._pending[self._serial] = _PendingCall(link, self._clock.now() + ANSWER_S, on_answer)
@@ -87,22 +141,16 @@ class HomeCalls(Generic[AnswerT]):
     def tick(self, now: float) -> None:
         """Give up what is overdue, and what was asked of workers that are lost."""
         for serial, pending in list(self._pending.items()):
-            link = pending.link
-            if now >= pending.until or self._links.link_to(link.worker, link.incarnation) is not link:
+            overdue = now >= pending.until
+            if overdue or not self._homes.has(pending.link):
                 del self._pending[serial]
+                if overdue:
+                    self._homes.on_unanswered(pending.link.worker)
                 pending.on_answer(None)
 
     def close(self) -> None:
-        """No more answers will come."""
+        """No more answers will come, now and later."""
+        self._closed = True
         pending, self._pending = self._pending, {}
         for each in pending.values():
             each.on_answer(None)
-
-    def _link_to_home(self, digest: bytes) -> WorkerLink | None:
-        fleet = self._fleet
-        ready = np.array([slot for slot, state in enumerate(fleet.states) if state is WorkerState.READY], dtype=np.intp)
-        if not len(ready):
-            return None
-        order = splitmix64(fleet.loads.hashes.take(ready), int.from_bytes(digest[:8], "little"))
-        slot = int(ready[order.argmax()])
-        return self._links.link_to(fleet.ids[slot], fleet.incarnations[slot])

@@ -17,9 +17,7 @@ from hashlib import blake2b
 from typing import TypeAlias
 
 from penstock.clock import Clock
-from penstock.router.fleet import Fleet
-from penstock.router.home_calls import HomeCalls
-from penstock.router.links import WorkerLinks
+from penstock.router.home_calls import HomeCalls, WorkerHomes
 from penstock.telemetry.registry import Metrics
 from penstock.types import WorkerId
 from penstock.wire.gateway_messages import KEY_DIGEST_BYTES, ClaimIdempotencyKey, IdempotencyKeyState
@@ -31,9 +29,9 @@ KeyStateHandler: TypeAlias = Callable[[IdempotencyKeyState | None], None]
 class IdempotencyHomes:
     """``api.idempotency.KeyHomes`` of one gateway; from its event loop."""
 
-    def __init__(self, fleet: Fleet, links: WorkerLinks, metrics: Metrics, clock: Clock, secret: bytes) -> None:
+    def __init__(self, homes: WorkerHomes, metrics: Metrics, clock: Clock, secret: bytes) -> None:
         """``secret``: of digests, the same at all gateways."""
-        self._calls = HomeCalls[IdempotencyKeyState](fleet, links, clock)
+        self._calls = HomeCalls[IdempotencyKeyState](homes, clock)
         self._metrics = metrics
         self._secret = blake2b(secret, digest_size=32, person=b"penstock homes").digest()
         self._gateways = 0  # that are connected to the home that answered last; 0: not known

@@ -22,9 +22,11 @@ from penstock.router.decide import Decision, has_ready_workers
 from penstock.router.dispatch import Dispatcher
 from penstock.router.fleet import Fleet
 from penstock.router.health import WorkerHealth
+from penstock.router.home_calls import WorkerHomes
 from penstock.router.idempotency_homes import IdempotencyHomes
 from penstock.router.links import Connect, WorkerLinks
 from penstock.router.migration import LostWorkerHandler, MigrationHandler
+from penstock.router.open_requests import OpenRequestHomes
 from penstock.router.placement import Placement, RetryBudget
 from penstock.router.poison import PoisonIsolation
 from penstock.router.policy.least_cost import decode_step, queue_wait
@@ -48,6 +50,7 @@ from penstock.wire.gateway_messages import (
     IdempotencyKeyState,
     KvEvents,
     MigrateRequests,
+    OpenRequestAnswer,
     PoisonRequests,
     RateTotals,
     RequestReturned,
@@ -178,7 +181,7 @@ class RouterService:
         self._verdicts = PoisonVerdicts()
         self._migration, self._health = self._make_handlers(config, suspect)
         self._shares = None if rates is None else RateShares(rates, self.fleet, self._links)
-        self.idempotency, self.adapters = self._make_shared(config)
+        self.idempotency, self.fleet_counts, self.adapters = self._make_shared(config)
         self._checks = StreamChecks(config.turns.flights_per_turn)
         self._checking = False  # the next turn continues the checks
         self._failing_all = False
@@ -229,11 +232,19 @@ class RouterService:
         )
         return migration, health
 
-    def _make_shared(self, config: GatewayConfig) -> tuple[IdempotencyHomes, SharedAdapters]:
+    def _make_shared(self, config: GatewayConfig) -> tuple[IdempotencyHomes, OpenRequestHomes, SharedAdapters]:
         """What this gateway shares with others through the workers, besides verdicts and rates."""
-        secret = bytes.fromhex(config.event_key)
-        homes = IdempotencyHomes(self.fleet, self._links, self.metrics, self._clock, secret)
-        return homes, SharedAdapters(self.fleet, self._links, self._clock)
+        secret, clock = bytes.fromhex(config.event_key), self._clock
+        homes = WorkerHomes(self.fleet, self._links, clock)
+        return (
+            IdempotencyHomes(homes, self.metrics, clock, secret),
+            OpenRequestHomes(homes, clock, self._number_of_hosts, secret),
+            SharedAdapters(self.fleet, self._links, homes, clock),
+        )
+
+    def _number_of_hosts(self) -> int:
+        """Hosts with gateways, as far as known."""
+        return 1 if self._shares is None else self._shares.hosts
 
     def _share_verdict(self, request: ValidRequest, now: float) -> None:
         new = self._verdicts.add((request_digest(request),), now)
@@ -275,6 +286,7 @@ class RouterService:
             self._apply(stream, stream.routed.on_client_gone(), now)
             stream.fail(NoWorkers("The service has stopped."))
         self.idempotency.close()
+        self.fleet_counts.close()
         self.adapters.close()
         await self._links.close()
 
@@ -436,6 +448,8 @@ class RouterService:
                 self._shares.on_totals(worker, message, now)
         elif isinstance(message, IdempotencyKeyState):
             self.idempotency.on_state(worker, incarnation, message)
+        elif isinstance(message, OpenRequestAnswer):
+            self.fleet_counts.on_answer(worker, incarnation, message)
         elif isinstance(message, AdapterChanged):
             self.adapters.on_changed(worker, incarnation, message)
         elif isinstance(message, AdapterNames):
@@ -542,6 +556,7 @@ class RouterService:
         self._health.on_tick(now)
         self._dispatcher.place_waiting(now)
         self.idempotency.tick(now)
+        self.fleet_counts.tick(now)
         self.adapters.tick(now)
         if not self._checking:
             self._look()

@@ -20,7 +20,7 @@ from typing import TypeAlias
 from penstock.adapter_records import MAX_ADAPTER_VERSION, AdapterRecord, AdapterRecords
 from penstock.clock import Clock
 from penstock.router.fleet import Fleet
-from penstock.router.home_calls import HomeCalls
+from penstock.router.home_calls import HomeCalls, WorkerHomes
 from penstock.router.links import WorkerLinks
 from penstock.types import WorkerId
 from penstock.wire.gateway_messages import AdapterChanged, AdapterNames, ChangeAdapter
@@ -32,10 +32,10 @@ AdapterListener: TypeAlias = Callable[[AdapterRecord], None]
 class SharedAdapters:
     """``processing.lora.SharedAdapterNames`` of one gateway; from its event loop."""
 
-    def __init__(self, fleet: Fleet, links: WorkerLinks, clock: Clock) -> None:
+    def __init__(self, fleet: Fleet, links: WorkerLinks, homes: WorkerHomes, clock: Clock) -> None:
         self._fleet = fleet
         self._links = links
-        self._calls = HomeCalls[AdapterChanged](fleet, links, clock)
+        self._calls = HomeCalls[AdapterChanged](homes, clock)
         self._records = AdapterRecords()
         self._listeners: list[AdapterListener] = []
         self._given: tuple[AdapterRecord, ...] = ()  # not shared yet

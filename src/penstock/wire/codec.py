@@ -23,6 +23,8 @@ from penstock.wire.gateway_messages import (
     IdempotencyKeyState,
     KvEvents,
     MigrateRequests,
+    OpenRequestAnswer,
+    OpenRequestCounts,
     PoisonRequests,
     RateDemands,
     RateTotals,
@@ -85,6 +87,8 @@ PeerMessage: TypeAlias = (
     | RateTotals
     | ClaimIdempotencyKey
     | IdempotencyKeyState
+    | OpenRequestCounts
+    | OpenRequestAnswer
     | ChangeAdapter
     | AdapterChanged
     | AdapterNames

@@ -117,6 +117,9 @@ KEY_MARK_BYTES = 8
 MAX_CLAIMED_CHOICES = 64
 """Choices of a request with an idempotency key, in one message.  Requests with more are not claimed."""
 
+MAX_OPEN_REQUEST_COUNTS = 512
+"""API keys in one ``OpenRequestCounts``."""
+
 KeyDigest = Annotated[bytes, msgspec.Meta(min_length=KEY_DIGEST_BYTES, max_length=KEY_DIGEST_BYTES)]
 KeyMark = Annotated[bytes, msgspec.Meta(min_length=KEY_MARK_BYTES, max_length=KEY_MARK_BYTES)]
 SentTokens = Annotated[
@@ -263,6 +266,19 @@ class ClaimIdempotencyKey(WireMessage, frozen=True, kw_only=True, tag="claim_key
     running: bool = False  # this gateway computes it
     sent: SentTokens = ()  # it has sent so much, which is to be counted by one gateway only
     withdrawn: bool = False  # it was refused before it began
+
+
+class OpenRequestCounts(WireMessage, frozen=True, kw_only=True, tag="open_requests"):
+    """How many requests of API keys with a limit a gateway has open, for the worker that is the home of the keys
+    (``router.open_requests``).  Answered by ``OpenRequestAnswer``, unless ``serial`` is 0.
+
+    Keys are keyed digests.  ``counts`` does not count the request that is ``wanted``.
+    """
+
+    counts: Annotated[dict[KeyDigest, Count], msgspec.Meta(max_length=MAX_OPEN_REQUEST_COUNTS)]
+    serial: Count = 0
+    wanted: KeyDigest | None = None  # one more of this key, which may have ``limit`` at all hosts together
+    limit: Count = 0
 
 
 class ChangeAdapter(WireMessage, frozen=True, kw_only=True, tag="change_adapter"):
@@ -482,6 +498,13 @@ class IdempotencyKeyState(WireMessage, frozen=True, kw_only=True, tag="key_state
     status: IdempotencyKeyStatus
     sent: SentTokens = ()  # by all gateways, and counted, before that message
     gateways: GatewayHosts = 0  # that speak to this worker
+
+
+class OpenRequestAnswer(WireMessage, frozen=True, kw_only=True, tag="open_request_answer"):
+    """The answer to ``OpenRequestCounts``."""
+
+    serial: Count
+    admitted: bool
 
 
 class AdapterChanged(WireMessage, frozen=True, kw_only=True, tag="adapter_changed"):

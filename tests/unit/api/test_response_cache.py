@@ -60,6 +60,7 @@ SAME_BITS = {
     "pictures": (),
     "qos": Qos(service=ServiceClass.BATCH, weight=3.0),
     "begun": ResumeFrom((1,), IDENTITY),
+    "usage_deferred": True,
     "trace": "00-" + "1" * 32 + "-" + "2" * 16 + "-01",
 }
 

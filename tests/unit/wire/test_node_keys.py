@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from tests.message_samples import MESSAGES
 
 from node_folder import NodeFolder
 from penstock.config.node_registry import NodeChanges, NodeRegistry, RegistryFile, load_registry
+from penstock.engine.service.gateway_exchange import SharedMessage
 from penstock.errors import ConfigError
 from penstock.wire import node_keys
 from penstock.wire.node_keys import NodeKeys
+from penstock.wire.peer_rights import NO_RIGHT, PeerRefusal, request_refusal
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +38,16 @@ def test_names_belong_to_the_node_that_they_begin_with(folder: NodeFolder) -> No
         "b2-0": "b2",
         **dict.fromkeys(("b3", "bb-0", "-", "")),
     }
+
+
+def test_only_gateways_may_say_what_gateways_share(folder: NodeFolder) -> None:
+    worker, publics = folder.keys("b"), {name: folder.keys(name).public for name in "ab"}
+    shared = [message for message in MESSAGES if isinstance(message, SharedMessage)]
+    assert {type(message) for message in shared} == set(get_args(SharedMessage))
+    for message in shared:
+        assert request_refusal(message, publics["a"], worker) is None
+        refused = PeerRefusal(NO_RIGHT, "b", type(message).__name__)
+        assert request_refusal(message, publics["b"], worker) == refused
 
 
 def test_changed_files_are_noticed_and_said(folder: NodeFolder) -> None:

@@ -1,8 +1,8 @@
 """What gateways share through this worker: they have no links between them, but all of them speak to the workers.
 
 Verdicts on requests and names of adapters are passed on to all other gateways, and to those that come later.  Demands
-of tenants and claims on idempotency keys are for the one worker that gateways choose for them, and answered.  Nothing
-is taken from a gateway that has not said Hello.
+of tenants, claims on idempotency keys and counts of open requests are for the one worker that gateways choose for them,
+and answered.  Nothing is taken from a gateway that has not said Hello.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TypeAlias
 from penstock.adapter_records import AdapterRecord, AdapterRecords
 from penstock.engine.service.gateways import GatewayRequests
 from penstock.engine.service.idempotency_claims import IdempotencyClaims
+from penstock.engine.service.open_requests import OpenRequestTotals
 from penstock.engine.service.rate_totals import RateDemandTotals
 from penstock.poison_verdicts import PoisonVerdicts
 from penstock.wire.codec import PeerMessage
@@ -22,11 +23,15 @@ from penstock.wire.gateway_messages import (
     AdapterNames,
     ChangeAdapter,
     ClaimIdempotencyKey,
+    OpenRequestAnswer,
+    OpenRequestCounts,
     PoisonRequests,
     RateDemands,
 )
 
-SharedMessage: TypeAlias = PoisonRequests | RateDemands | ClaimIdempotencyKey | ChangeAdapter | AdapterNames
+SharedMessage: TypeAlias = (
+    PoisonRequests | RateDemands | ClaimIdempotencyKey | OpenRequestCounts | ChangeAdapter | AdapterNames
+)
 
 
 class GatewayExchange:
@@ -38,6 +43,7 @@ class GatewayExchange:
         self._send = send
         self._verdicts = PoisonVerdicts()
         self._demands = RateDemandTotals()
+        self._open_requests = OpenRequestTotals()
         self.claims = IdempotencyClaims()
         self.adapters = AdapterRecords()
 
@@ -61,6 +67,8 @@ class GatewayExchange:
                 self._add_demands(peer, message, now)
             case ClaimIdempotencyKey():
                 self._claim_key(peer, message, now)
+            case OpenRequestCounts():
+                self._count_requests(peer, message, now)
             case ChangeAdapter():
                 self._change_adapter(peer, message)
             case AdapterNames():
@@ -80,6 +88,13 @@ class GatewayExchange:
             state = self.claims.on_claim(gateway, message, is_alive, now, gateways=gateways)
             if message.serial:
                 self._send(peer, state)
+
+    def _count_requests(self, peer: bytes, message: OpenRequestCounts, now: float) -> None:
+        gateway = self._requests.process_of(peer)
+        if gateway is not None:
+            admitted = self._open_requests.on_counts(gateway.name, message, now)
+            if message.serial:
+                self._send(peer, OpenRequestAnswer(serial=message.serial, admitted=admitted))
 
     def _change_adapter(self, peer: bytes, message: ChangeAdapter) -> None:
         """Accept a gateway's record, as the home of its name, unless a later one is known here."""

@@ -108,7 +108,8 @@ class IdempotencyClaims:
 
     def _find(self, message: ClaimIdempotencyKey) -> _Claim | None:
         """The claim of this key.  Keys are digests of tenant and key, so one under another tenant is none of ours."""
-        return self._tenants.get(message.tenant, {}).get(message.key)
+        claims = self._tenants.get(message.tenant)
+        return None if claims is None else claims.get(message.key)
 
     def _add(self, message: ClaimIdempotencyKey, gateway: GatewayProcess, now: float) -> None:
         if message.key in self._owners:  # under another tenant

@@ -74,6 +74,7 @@ from penstock.wire.gateway_messages import (
     ClaimIdempotencyKey,
     ConfirmRequests,
     Hello,
+    OpenRequestCounts,
     PoisonRequests,
     RateDemands,
     Recipient,
@@ -450,7 +451,9 @@ class WorkerService:
             case AssignRole():
                 if self._requests.is_connected(peer):
                     self._assign(message, now)
-            case PoisonRequests() | RateDemands() | ClaimIdempotencyKey() | ChangeAdapter() | AdapterNames():
+            case PoisonRequests() | RateDemands() | ClaimIdempotencyKey() | OpenRequestCounts():
+                self.exchange.on_message(peer, message, now)
+            case ChangeAdapter() | AdapterNames():
                 self.exchange.on_message(peer, message, now)
             case _:
                 pass  # well-formed, but not for a worker; the transport has counted it

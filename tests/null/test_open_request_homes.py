@@ -1,0 +1,97 @@
+"""The limit of open requests of an API key, over the gateways of several hosts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from penstock.engine.service.open_requests import COUNT_VALID_S
+from penstock.router.home_calls import ANSWER_S
+
+from .router_town import Town
+from .test_rate_shares import Host, close, serve
+
+KEY = "k-12"
+
+
+async def acquired(town: Town, hosts: Sequence[Host], at: Host, limit: int) -> bool:
+    """Whether this host may begin one more request."""
+    task = asyncio.create_task(at.router.fleet_counts.acquire(KEY, limit))
+    for _ in range(200):
+        if task.done():
+            break
+        await serve(town, 0.1, hosts)
+    return await task
+
+
+async def together(town: Town, hosts: Sequence[Host], tries: int, limit: int) -> int:
+    """How many of so many requests at each host are begun, all at the same time."""
+    tasks = [asyncio.create_task(host.router.fleet_counts.acquire(KEY, limit)) for _ in range(tries) for host in hosts]
+    for _ in range(200):
+        if all(task.done() for task in tasks):
+            break
+        await serve(town, 0.1, hosts)
+    return sum(await asyncio.gather(*tasks))
+
+
+async def test_all_hosts_together_have_as_many_as_the_limit_says() -> None:
+    async with Town("both-0", "both-1") as town:
+        hosts = [Host(town, number, ("both-0", "both-1")) for number in range(3)]
+        await serve(town, 3.0, hosts)
+        assert await together(town, hosts, 4, limit=5) <= 5
+        await serve(town, 10.0, hosts)
+        counts = [host.router.fleet_counts for host in hosts]
+        opened = [sum(each._open.values()) for each in counts]
+        assert 3 <= sum(opened) <= 5, "those that asked at the same time may each have counted for the others"
+        while sum(opened) < 5:
+            assert await acquired(town, hosts, hosts[0], 5)
+            opened[0] += 1
+        for host in hosts:
+            assert not await acquired(town, hosts, host, 5)
+        busy = next(number for number, has in enumerate(opened) if has)
+        counts[busy].release(KEY)
+        await serve(town, 0.2, hosts)
+        assert await acquired(town, hosts, hosts[(busy + 1) % 3], 5)
+        assert not await acquired(town, hosts, hosts[busy], 5)
+        await close(hosts)
+
+
+async def test_a_home_that_dies_is_made_up_for_within_seconds() -> None:
+    async with Town("both-0", "both-1") as town:
+        hosts = [Host(town, number, ("both-0", "both-1")) for number in range(2)]
+        await serve(town, 3.0, hosts)
+        for host in hosts:
+            assert await acquired(town, hosts, host, 2)
+        (home,) = [name for name in town.alive if len(town.worker(name).mailbox.exchange._open_requests)]
+        town.stop(home)
+        began = town.clock.now()
+        assert await acquired(town, hosts, hosts[0], 2), "without an answer it holds for each host"
+        assert town.clock.now() - began <= ANSWER_S + 0.2
+        hosts[0].router.fleet_counts.release(KEY)
+        await serve(town, 10.0, hosts)
+        for host in hosts:
+            assert not await acquired(town, hosts, host, 2), "the other worker knows them by now"
+        await close(hosts)
+
+
+async def test_a_host_that_is_gone_has_no_open_requests() -> None:
+    async with Town("both-0") as town:
+        hosts = [Host(town, number) for number in range(3)]
+        await serve(town, 3.0, hosts)
+        assert await acquired(town, hosts, hosts[0], 1)
+        assert not await acquired(town, hosts, hosts[1], 1)
+        await serve(town, COUNT_VALID_S + 0.5, hosts[1:])
+        assert await acquired(town, hosts[1:], hosts[1], 1)
+        await close(hosts)
+
+
+async def test_a_host_that_is_alone_asks_nothing() -> None:
+    async with Town("both-0") as town:
+        alone = Host(town, 0)
+        await serve(town, 2.0, [alone])
+        counts = alone.router.fleet_counts
+        assert await counts.acquire(KEY, 1)
+        counts.release(KEY)
+        assert not counts._open
+        assert len(town.worker("both-0").mailbox.exchange._open_requests) == 0
+        await close([alone])
