@@ -295,8 +295,7 @@ def test_nodes_whose_clocks_are_an_hour_apart_serve_as_one(
             compare(asyncio.run(all_answers(node.url, bodies, together=True, headers=headers)), plain.varied, "quiet")
             node.wait_for(lambda node=node: hosts_of(node) == 2, PATIENCE_S, "divided")  # type: ignore[misc]
         assert pair.counted("worker_suspicions_total") == 0
-        assert pair.counted("resubmissions_total") == 0
-        asyncio.run(deaths_and_resumed_streams(pair, headers, plain))
+        asyncio.run(deaths_and_repeated_streams(pair, headers, plain))
         pair.wait_all_ready()
         for node in pair.nodes:
             assert not [line for line in metric_lines(node) if line.rpartition(" ")[2].startswith("-")]
@@ -311,8 +310,8 @@ def metric_lines(node: PenstockServer) -> list[str]:
     return node.get("/metrics", **node.key_headers()).text.splitlines()
 
 
-async def deaths_and_resumed_streams(pair: NodePair, headers: dict[str, str], plain: Plain) -> None:
-    """Streams begin at one gateway and are resumed at the other, and decode workers of either node are killed."""
+async def deaths_and_repeated_streams(pair: NodePair, headers: dict[str, str], plain: Plain) -> None:
+    """A stream that was left at one gateway is asked for again at the other, and decode workers of either are killed."""
     bodies = varied_requests(salt="deaths")
     async with make_client(headers) as client:
         for number, (node, other) in enumerate(((pair.a, pair.b), (pair.b, pair.a))):
@@ -332,9 +331,9 @@ async def deaths_and_resumed_streams(pair: NodePair, headers: dict[str, str], pl
             ]
             compare(await asyncio.gather(*streams), plain.varied, f"killed {other.name}")
             assert killed
-            first = await keyed_completion(client, node.url, bodies[0], key=f"again {number}", hang_up_after=3)
+            first = await keyed_completion(client, node.url, bodies[0], key=f"again-{number}", hang_up_after=3)
             assert not first.done
-            again = await keyed_completion(client, other.url, bodies[0], key=f"again {number}")
+            again = await keyed_completion(client, other.url, bodies[0], key=f"again-{number}")
             assert again.identical == plain.varied[0]
 
 
