@@ -77,7 +77,7 @@ class RayHosts:
         if host != "a":
             words = [f"--address={self.address}"]
         own = f"--node-ip-address={self.host(host)}"
-        size = ("--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats")
+        size = ("--num-cpus=2", "--object-store-memory=80000000", "--disable-usage-stats")
         place = [f"--temp-dir={self._folder}"] if host == "a" else []
         done = self.run(host, "ray.scripts.scripts", "start", *words, own, *size, *place)
         assert done.returncode == 0, done.stdout + done.stderr

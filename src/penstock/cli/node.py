@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         check_parent(args.end_with_parent)
     from penstock.launch.node import serve_node
 
-    return serve_node(fleet, node, config)
+    return serve_node(fleet, node, config, os.path.expanduser(args.fleet))
 
 
 def check_parent(pid: int) -> None:

@@ -44,9 +44,14 @@ log = logging.getLogger(__name__)
 NodeState: TypeAlias = Literal["starting", "ready", "waiting", "draining", "stopped"]
 """Of the child; ``waiting``: it has ended and is started again after a pause."""
 
+PIN = 0.001
+"""Of the resource ``node:ADDRESS``, which each Ray node has, 1 of it, and keeps when it comes back."""
+
 MAX_LOG_BYTES = 64 << 20
 """Of a node's log file; a longer one is put aside when the node is started the next time."""
 REASON_CHARS = 500
+MAX_WATCH_S = 60.0
+"""For a change of the node's state that somebody waits for."""
 DRAIN_LOOK_S = 1.0
 """Between two looks whether the Ray node is being drained."""
 
@@ -81,21 +86,24 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     reason: Text = ""  # why it ended the last time, or is being drained
     ready_after_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     log: Text = ""  # file on its host
+    text: Text = ""  # hash of the fleet file's text that its gateways follow
     members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=4096)] = ()
 
 
 def node_digest(fleet: FleetFile, node: FleetNode) -> str:
     """A hash of all of the file that this node reads: a change of anything else needs no restart."""
-    others = fleet.endpoints(but=node.name) if node.gateways else ()
-    split = sorted({group.role.value for group in fleet.groups}) if node.gateways else ()
-    parts = (fleet.model, fleet.keys, fleet.settings, node, others, split)
+    split = sorted({group.role.value for group in fleet.all_workers}) if node.gateways else ()
+    led = [group for group in fleet.groups if node.name in group.nodes]
+    masters = [worker.master() for worker in fleet.parts(node)]
+    together = [other.name for other in fleet.joined_nodes(node)]  # placed at once
+    parts = (fleet.model, fleet.keys, fleet.settings, node, split, led, masters, together)
     return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()[:16]
 
 
-def node_members(node: FleetNode) -> tuple[Member, ...]:
+def node_members(fleet: FleetFile, node: FleetNode) -> tuple[Member, ...]:
     """Its workers, as gateways elsewhere may find them."""
     return tuple(
-        Member(name=name, endpoint=node.endpoint(port), labels={"node": node.name}) for name, _, port in node.members()
+        Member(name=worker.name, endpoint=worker.endpoint, labels={"node": node.name}) for worker in fleet.members(node)
     )
 
 
@@ -116,7 +124,7 @@ class NodeProcess:
         name = f"penstock-node-{secrets.token_hex(8)}"
         self._notified.bind(f"\0{name}")
         self._environ = {**environ, NOTIFY_SOCKET: f"@{name}"}
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Condition()  # of what follows; notified when the state changes
         self._state: NodeState = "starting"
         self._process: subprocess.Popen[bytes] | None = None
         self._restarts, self._reason = 0, ""
@@ -144,6 +152,17 @@ class NodeProcess:
                 members=members,
             )
 
+    @property
+    def state(self) -> NodeState:
+        """The state of the child."""
+        with self._lock:
+            return self._state
+
+    def wait_for_change(self, seen: str, timeout_s: float) -> None:
+        """Until its state is another one than ``seen``, at most so long."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._state != seen, timeout_s)
+
     def begin_drain(self, reason: str) -> None:
         """Let it finish or move its requests and end; it is not started again.  Idempotent."""
         with self._lock:
@@ -152,7 +171,7 @@ class NodeProcess:
             self._stopping.set()
             self._reason = reason
             if self._process is not None:
-                self._state = "draining"
+                self._enter("draining")
                 self._process.send_signal(signal.SIGTERM)
 
     def wait_drained(self) -> None:
@@ -179,8 +198,13 @@ class NodeProcess:
             with self._lock:
                 self._restarts += 1
         with self._lock:
-            self._state = "stopped"
+            self._enter("stopped")
         self._notified.close()
+
+    def _enter(self, state: NodeState) -> None:
+        """With the lock."""
+        self._state = state
+        self._lock.notify_all()
 
     def _run_once(self) -> float:
         """Run it until it ends; returns for how long it was ready.  Raises OSError."""
@@ -198,7 +222,8 @@ class NodeProcess:
                 start_new_session=True,
             )
             begin_bytes = output.tell()
-            self._state, self._ready_after_s = "starting", None
+            self._ready_after_s = None
+            self._enter("starting")
         ready_since = self._watch(process, began)
         code = process.wait()
         self._ended(_why_ended(code, self.log_file, begin_bytes))
@@ -219,7 +244,7 @@ class NodeProcess:
                         with self._lock:
                             self._ready_after_s = ready_since - began
                             if self._state == "starting":
-                                self._state = "ready"
+                                self._enter("ready")
                     if descriptor in found:
                         return ready_since
         finally:
@@ -229,7 +254,8 @@ class NodeProcess:
         with self._lock:
             self._process = None
             if not self._stopping.is_set():
-                self._state, self._reason = "waiting", reason
+                self._reason = reason
+                self._enter("waiting")
                 log.warning("the node ended: %s", reason)
 
     def _drop_notifications(self) -> list[str]:
@@ -276,18 +302,42 @@ def started_node(order: NodeOrder, folder: Path) -> tuple[NodeProcess, tuple[Mem
     Raises ConfigError, msgspec.ValidationError, OSError.
     """
     fleet, node = order.parsed()
-    stem = f"penstock-{re.sub('[^A-Za-z0-9.]+', '-', fleet.name)}-{node.name}"
-    file = folder / f"{stem}.toml"
+    file = fleet_file_of(order, folder)
     config = load_node(fleet, node, str(file))
-    file.unlink(missing_ok=True)
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as output:
-        output.write(order.text)
+    write_privately(file, order.text)
     words = ("node", str(file), "--name", node.name, "--end-with-parent", str(os.getpid()))
-    process = NodeProcess(
-        sidecar.python_command("penstock", *words), child_environ(os.environ), folder / f"{stem}.log", config.supervise
-    )
+    command = sidecar.python_command("penstock", *words)
+    process = NodeProcess(command, child_environ(os.environ), file.with_suffix(".log"), config.supervise)
     process.start()
-    return process, node_members(node)
+    return process, node_members(fleet, node)
+
+
+def fleet_file_of(order: NodeOrder, folder: Path) -> Path:
+    """Where a host has the fleet file of a node."""
+    return folder / f"penstock-{re.sub('[^A-Za-z0-9.]+', '-', order.fleet)}-{order.node}.toml"
+
+
+def write_privately(file: Path, text: str) -> None:
+    """Replace the file at once, readable by this user alone.  Raises OSError."""
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as output:
+        output.write(text)
+    new.replace(file)
+
+
+def latest_order(order: NodeOrder, folder: Path) -> NodeOrder:
+    """The order with the text that an actor before this one was given last (``FleetNodeActor.update``)."""
+    try:
+        newer = msgspec.structs.replace(order, text=fleet_file_of(order, folder).read_text(encoding="utf-8"))
+        return newer if node_digest(*newer.parsed()) == order.digest else order
+    except (OSError, UnicodeDecodeError, ConfigError, msgspec.ValidationError, tomllib.TOMLDecodeError):
+        return order
+
+
+def text_hash(text: str) -> str:
+    """Short, to compare texts of fleet files."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class FleetNodeActor:
@@ -299,20 +349,32 @@ class FleetNodeActor:
         from ray._private import worker
 
         self._order = msgspec.json.decode(order, type=NodeOrder)
-        self._ray_node = ray.get_runtime_context().get_node_id()
+        context = ray.get_runtime_context()
+        self._ray_node = context.get_node_id()
         self._ray_address = ray.util.get_node_ip_address()
         self._process: NodeProcess | None = None
         self._members: tuple[Member, ...] = ()
         self._error = ""
         try:
-            folder = Path(worker._global_node.get_logs_dir_path())
-            self._process, self._members = started_node(self._order, folder)
+            self._folder = Path(worker._global_node.get_logs_dir_path())
+            if context.was_current_actor_reconstructed:
+                self._order = latest_order(self._order, self._folder)
+            self._process, self._members = started_node(self._order, self._folder)
         except (ConfigError, msgspec.ValidationError, tomllib.TOMLDecodeError, OSError) as error:
             self._error = str(error)[:REASON_CHARS]
         else:
-            watch = threading.Thread(target=_drain_with_ray_node, args=(self._ray_node, self._process.begin_drain))
-            watch.daemon = True
-            watch.start()
+            look = (_drain_with_ray_node, (self._ray_node, self._process.begin_drain))
+            for target, args in (look, (_keep_spare_worker, (self._process, self._ray_address))):
+                threading.Thread(target=target, args=args, daemon=True).start()
+
+    def watch(self, seen: str, timeout_s: float) -> bytes:
+        """How the node is as soon as its state is another one than ``seen``, or when so long has passed."""
+        limit_s = max(0.0, min(timeout_s, MAX_WATCH_S))
+        if self._process is not None:
+            self._process.wait_for_change(seen, limit_s)
+        elif seen == "stopped":
+            time.sleep(limit_s)  # nothing will change
+        return self.report()
 
     def report(self) -> bytes:
         """How the node is now."""
@@ -327,8 +389,22 @@ class FleetNodeActor:
         else:
             found = self._process.report(self._order, self._members)
         return msgspec.json.encode(
-            msgspec.structs.replace(found, ray_node=self._ray_node, ray_address=self._ray_address)
+            msgspec.structs.replace(
+                found, ray_node=self._ray_node, ray_address=self._ray_address, text=text_hash(self._order.text)
+            )
         )
+
+    def update(self, text: str) -> bytes:
+        """The fleet file has another text, of which nothing concerns this node but the other nodes' workers: its
+        gateways follow the file.  A text that would need a restart is not taken."""
+        newer = msgspec.structs.replace(self._order, text=text)
+        try:
+            if node_digest(*newer.parsed()) == self._order.digest:
+                write_privately(fleet_file_of(newer, self._folder), text)
+                self._order = newer
+        except (ConfigError, msgspec.ValidationError, tomllib.TOMLDecodeError, OSError) as error:
+            log.warning("the fleet file is not replaced: %s", error)
+        return self.report()
 
     def drain(self) -> bytes:
         """Drain the node, and report when it has ended."""
@@ -336,6 +412,29 @@ class FleetNodeActor:
             self._process.begin_drain("drained by `penstock ray`")
             self._process.wait_drained()
         return self.report()
+
+
+def _keep_spare_worker(process: NodeProcess, ray_address: str) -> None:
+    """Once the node is ready, have Ray start another worker process on this host, which it keeps while it is idle.
+
+    An actor that replaces this one gets that process, which has imported Ray and this module already: about two
+    seconds on a busy host.  In a thread of its own; where there is no such process, a new one is started.
+    """
+    import ray
+
+    while (state := process.state) != "ready":
+        if state == "stopped":
+            return
+        process.wait_for_change(state, MAX_WATCH_S)
+    options = {"num_cpus": 0, "resources": {f"node:{ray_address}": PIN}, "max_retries": 0}
+    try:
+        ray.get(ray.remote(**options)(_import_this_module).remote(), timeout=MAX_WATCH_S)
+    except Exception as error:  # noqa: BLE001 - whatever Ray raises, the node does not need it
+        log.debug("no spare worker process: %s", error)
+
+
+def _import_this_module() -> None:
+    """Ray has to import this module to call it."""
 
 
 def _drain_with_ray_node(ray_node: str, begin_drain: Callable[[str], None]) -> None:

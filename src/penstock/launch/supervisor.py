@@ -72,7 +72,7 @@ class ChildSpec:
     rank: int = 0
     followers: Mapping[int, Callable[[], int]] = field(default_factory=dict[int, Callable[[], int]])
     inherited_fds: tuple[int, ...] = ()
-    endpoint: str = ""  # a worker's mailbox
+    endpoint: str = ""  # a worker's mailbox; empty: gateways do not hear of it
     on_forked: Callable[[], None] = lambda: None  # closes what only the child keeps; called in the parent
 
 
@@ -413,7 +413,7 @@ class Supervisor:
 
     def _announce(self, name: WorkerId, channels: Iterable[Channel]) -> None:
         running = self._running.get(name)
-        if running is None:
+        if running is None or not running.endpoint:  # part of a worker that gateways reach at another node
             return
         message = WorkerUp(
             worker=name,

@@ -15,11 +15,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.config.fleet_file import FleetFile, FleetNode, RayPlacement, WorkerGroup
+from penstock.config.fleet_file import FleetFile, FleetNode, MultiNodeGroup, RayPlacement, WorkerGroup, parse_fleet
 from penstock.config.limits import SuperviseConfig
-from penstock.launch.ray_cluster import NodeActor, actor_name, describe, node_of_actor
-from penstock.launch.ray_node import NodeOrder, NodeProcess, NodeReport, child_environ, node_digest, node_members
+from penstock.launch.ray_cluster import NodeActor, actor_name, describe, keeps_its_state, node_of_actor
+from penstock.launch.ray_node import (
+    NodeOrder,
+    NodeProcess,
+    NodeReport,
+    child_environ,
+    fleet_file_of,
+    latest_order,
+    node_digest,
+    node_members,
+    write_privately,
+)
 from penstock.launch.service_notify import READY, notify_service_manager
+from penstock.types import Role
 
 LIMITS = SuperviseConfig(backoff_first_s=0.01, backoff_max_s=0.1, drain_s=5.0, grace_s=1.0)
 ORDER = NodeOrder(fleet="f", node="a", text="", digest="d")
@@ -148,7 +159,10 @@ def test_a_node_is_restarted_for_what_it_reads_only() -> None:
     one = fleet()
     a, b = one.nodes
     longer = fleet(nodes=(a, msgspec.structs.replace(b, workers=(WorkerGroup(count=3),))))
-    assert node_digest(longer, a) != node_digest(one, a), "its gateway reads where all workers are"
+    assert node_digest(longer, a) == node_digest(one, a), "its gateway follows the file"
+    assert node_digest(longer, longer.nodes[1]) != node_digest(one, b)
+    decoding = fleet(nodes=(a, msgspec.structs.replace(b, workers=(WorkerGroup(role=Role.DECODE, count=2),))))
+    assert node_digest(decoding, a) != node_digest(one, a), "whether phases are split is decided at its start"
     served = fleet(nodes=(msgspec.structs.replace(a, http_port=8001), b))
     assert node_digest(served, served.nodes[0]) != node_digest(one, a)
     assert node_digest(served, b) == node_digest(one, b), "a gateway elsewhere is nothing to it"
@@ -156,8 +170,65 @@ def test_a_node_is_restarted_for_what_it_reads_only() -> None:
     assert node_digest(fleet(source="measured"), b) == node_digest(one, b)
 
 
+def test_nodes_that_have_a_worker_together_are_restarted_for_it() -> None:
+    one, tied = fleet(), fleet(groups=(MultiNodeGroup(nodes=("b", "a"), group="pp2"),))
+    wider = fleet(groups=(MultiNodeGroup(nodes=("b", "a"), group="tp2,pp2"),))
+    for node in one.nodes:
+        assert len({node_digest(file, node) for file in (one, tied, wider)}) == 3
+    b = msgspec.structs.replace(one.nodes[1], port=9100)
+    moved = msgspec.structs.replace(tied, nodes=(one.nodes[0], b))
+    assert node_digest(moved, moved.nodes[0]) != node_digest(tied, tied.nodes[0]), "its ranks meet those of b elsewhere"
+
+
+def order_of(file: str) -> NodeOrder:
+    found = parse_fleet(file.encode(), "file:")
+    return NodeOrder(fleet=found.name, node="a", text=file, digest=node_digest(found, found.node("a")))
+
+
+def test_an_actor_that_is_started_again_goes_on_with_the_latest_text(tmp_path: Path) -> None:
+    node = '[[nodes]]\nname = "{}"\naddress = "10.0.0.{}"\n{}\nworkers = [{{ count = 1 }}]\n'
+    text = 'name = "f"\n' + node.format("a", 1, "gateways = 1")
+    order, more = order_of(text), text + node.format("b", 2, "")
+    assert latest_order(order, tmp_path) == order, "there is no file yet"
+    file = fleet_file_of(order, tmp_path)
+    write_privately(file, more)
+    assert latest_order(order, tmp_path).text == more
+    assert file.stat().st_mode & 0o777 == 0o600
+    for other in (more.replace("gateways = 1", "gateways = 2"), "name = ", more.replace('"a"', '"c"')):
+        write_privately(file, other)
+        assert latest_order(order, tmp_path) == order, "it is of another node than this order's"
+
+
+def test_a_change_of_state_is_waited_for(tmp_path: Path) -> None:
+    with child(tmp_path) as process:
+        process.wait_for_change("starting", 30.0)
+        assert process.state == "ready"
+        began = time.monotonic()
+        process.wait_for_change("ready", 0.05)
+        assert time.monotonic() - began >= 0.05
+        os.kill(process.report(ORDER).pid, signal.SIGKILL)
+        process.wait_for_change("ready", 30.0)
+        assert process.state != "ready"
+
+
+GCS = ["/ray/core/src/ray/gcs/gcs_server", "--gcs_server_port=6379", "--node-ip-address=10.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("commands", "kept"),
+    [
+        ([["python"], []], None),
+        ([[*GCS]], False),
+        ([["x"], [*GCS, "--redis_address=10.0.0.9", "--redis_port=6379"]], True),
+        ([[*GCS[:2], "--node-ip-address=10.0.0.2", "--redis_address=10.0.0.9"]], None),
+    ],
+)
+def test_whether_a_gcs_keeps_its_state_is_read_from_its_command(commands: list[list[str]], kept: bool | None) -> None:
+    assert keeps_its_state("10.0.0.1:6379", commands) is kept
+
+
 def test_members_of_a_node_are_its_workers() -> None:
-    members = node_members(fleet().nodes[1])
+    members = node_members(fleet(), fleet().nodes[1])
     assert [(member.name, member.endpoint, member.labels) for member in members] == [
         ("b-both-0", "tcp://10.0.0.2:9000", {"node": "b"}),
         ("b-both-1", "tcp://10.0.0.2:9002", {"node": "b"}),
