@@ -23,6 +23,7 @@ from penstock.config.schema import GatewayConfig, ServeConfig
 from penstock.launch import compose
 from penstock.launch.heartbeat import HeartbeatSlot
 from penstock.launch.model_path import locate_model
+from penstock.launch.node_lease import LeaseWatch
 from penstock.launch.processes import (
     GatewayProcesses,
     HostProcesses,
@@ -86,9 +87,11 @@ class NodePlaces:
             compose.check_free(endpoint, f"port of node {node.name}")
 
 
-def serve_node(fleet: FleetFile, node: FleetNode, config: ServeConfig, file: str) -> int:
+def serve_node(
+    fleet: FleetFile, node: FleetNode, config: ServeConfig, file: str, lease: LeaseWatch | None = None
+) -> int:
     """Run a node until it ends; returns the exit code.  ``config``: its settings; ``file``: where the fleet was read
-    from, whose other nodes' workers the gateways follow.
+    from, whose other nodes' workers the gateways follow; ``lease``: it drains when that is over.
 
     Raises ConfigError, ModelError or KernelError before any process starts, RestartLimitReached when one cannot be
     kept running.
@@ -122,7 +125,8 @@ def serve_node(fleet: FleetFile, node: FleetNode, config: ServeConfig, file: str
             front = _front(stack, config, base, keys, own)
             port = front.config.port
         jobs, run = HostProcesses(front, workers), incarnations_of_a_run()
-        supervisor = stack.enter_context(Supervisor(config.supervise, jobs, slots, gateways=gateways, run=run))
+        supervisor = Supervisor(config.supervise, jobs, slots, gateways=gateways, run=run, lease=lease)
+        stack.enter_context(supervisor)
         if front is not None:
             supervisor.on_stopping(front.listener.close)
         length = front.config.max_model_len if front else plan.scheduler.max_model_len if plan else 0

@@ -6,8 +6,9 @@
                                   ^                               |
                                   '------- ready (sd_notify) -----'
 
-A node ends with its actor, so an actor that Ray restarts finds no rival at its ports.  The actor knows nothing of
-requests, and only the fleet file's text and reports travel over Ray.  Of this module only ``FleetNodeActor`` needs Ray.
+A node goes on when its actor ends, and the actor with which Ray replaces it takes it over (``node_lease``).  The actor
+knows nothing of requests, and only the fleet file's text and reports travel over Ray.  Of this module only
+``FleetNodeActor`` needs Ray.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import hashlib
 import logging
 import os
 import re
-import secrets
 import selectors
 import signal
 import socket
@@ -37,6 +37,7 @@ from penstock.config.limits import SuperviseConfig
 from penstock.config.load import load_node
 from penstock.errors import ConfigError
 from penstock.launch.members.interface import Member
+from penstock.launch.node_lease import LeaseHolder, LeaseRecord, start_ticks
 from penstock.launch.service_notify import NOTIFY_SOCKET, READY
 
 log = logging.getLogger(__name__)
@@ -107,26 +108,61 @@ def node_members(fleet: FleetFile, node: FleetNode) -> tuple[Member, ...]:
     )
 
 
+class _Child:
+    """A process that is watched: one of ours, or one that the actor before this one had started."""
+
+    def __init__(self, pid: int, own: subprocess.Popen[bytes] | None = None) -> None:
+        """Raises OSError if there is no such process."""
+        self.pid = pid
+        self.descriptor = os.pidfd_open(pid)
+        self._own = own
+
+    def send_signal(self, signum: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.descriptor, signum)
+
+    def wait(self) -> int | None:
+        """Wait for its end; the exit code, negative for a signal, or None for one that is not ours."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.descriptor, selectors.EVENT_READ)
+            selector.select()
+        return None if self._own is None else self._own.wait()
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
 class NodeProcess:
     """A child process that is started again whenever it ends, with a growing pause, until it is drained.
 
-    It tells by sd_notify that it is ready.  One thread starts and watches it and lives as long as this process, so that
-    the child may ask the kernel to end with it.  Thread-safe.
+    It tells by sd_notify that it is ready.  One thread starts and watches it.  Thread-safe.
     """
 
     def __init__(
-        self, command: Sequence[str], environ: Mapping[str, str], log_file: Path, limits: SuperviseConfig
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        log_file: Path,
+        limits: SuperviseConfig,
+        *,
+        lease: LeaseHolder | None = None,
+        digest: str = "",
     ) -> None:
+        """``lease``: by which the process is handed on when this one ends; ``digest``: of what it is started with, for
+        one that was started with anything else is ended.  Raises OSError."""
         self.log_file = log_file
         self._command = list(command)
         self._limits = limits
+        self._lease = lease
+        self._digest = digest
         self._notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        name = f"penstock-node-{secrets.token_hex(8)}"
+        # The same for the process that comes next, to which a child says that it is ready.
+        name = f"penstock-node-{hashlib.sha256(str(log_file).encode()).hexdigest()[:32]}"
         self._notified.bind(f"\0{name}")
         self._environ = {**environ, NOTIFY_SOCKET: f"@{name}"}
         self._lock = threading.Condition()  # of what follows; notified when the state changes
         self._state: NodeState = "starting"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: _Child | None = None
         self._restarts, self._reason = 0, ""
         self._ready_after_s: float | None = None
         self._stopping = threading.Event()
@@ -179,17 +215,19 @@ class NodeProcess:
         self._thread.join(self._limits.drain_s + self._limits.grace_s + DRAIN_LOOK_S)
         with self._lock:
             if self._process is not None:
-                self._process.kill()
+                self._process.send_signal(signal.SIGKILL)
         self._thread.join()
 
     def _run(self) -> None:
         pause_s = self._limits.backoff_first_s
+        found = self._taken_over()
         while not self._stopping.is_set():
             try:
-                was_ready_s = self._run_once()
+                was_ready_s = self._run_once(found)
             except OSError as error:
                 self._ended(f"cannot be started: {error}")
                 was_ready_s = 0.0
+            found = None
             if was_ready_s >= self._limits.stable_s:
                 pause_s = self._limits.backoff_first_s
             if self._stopping.wait(pause_s):
@@ -200,55 +238,80 @@ class NodeProcess:
         with self._lock:
             self._enter("stopped")
         self._notified.close()
+        if self._lease is not None:
+            self._lease.close()
 
     def _enter(self, state: NodeState) -> None:
         """With the lock."""
         self._state = state
         self._lock.notify_all()
 
-    def _run_once(self) -> float:
-        """Run it until it ends; returns for how long it was ready.  Raises OSError."""
-        self._drop_notifications()
-        began = time.monotonic()
+    def _taken_over(self) -> LeaseRecord | None:
+        """What the process before this one had started, if it still runs and may go on; it is ended if it may not."""
+        record = None if self._lease is None else self._lease.read()
+        if record is None or start_ticks(record.pid) != record.started:
+            return None
+        if record.digest == self._digest:
+            return record
+        with contextlib.suppress(OSError), contextlib.closing(_Child(record.pid)) as other:
+            other.send_signal(signal.SIGKILL)
+            other.wait()
+        return None
+
+    def _run_once(self, found: LeaseRecord | None) -> float:
+        """Run it until it ends; returns for how long it was ready.  ``found``: it runs already.  Raises OSError."""
+        began, ready_after_s = time.monotonic(), None if found is None else found.ready_after_s
+        if found is None:
+            self._drop_notifications()
         with _opened_log(self.log_file) as output, self._lock:
-            if self._stopping.is_set():
+            if self._stopping.is_set() and found is None:
                 return 0.0
-            process = self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=self._environ,
-                start_new_session=True,
-            )
+            child = self._process = self._started(output) if found is None else _Child(found.pid)
             begin_bytes = output.tell()
-            self._ready_after_s = None
-            self._enter("starting")
-        ready_since = self._watch(process, began)
-        code = process.wait()
+            self._ready_after_s = ready_after_s
+            self._enter("starting" if ready_after_s is None else "ready")
+        if self._stopping.is_set():  # before it was known
+            child.send_signal(signal.SIGTERM)
+        self._record(child.pid, ready_after_s)
+        ready_since = self._watch(child, began, None if ready_after_s is None else began)
+        code = child.wait()
         self._ended(_why_ended(code, self.log_file, begin_bytes))
+        child.close()
         return 0.0 if ready_since is None else time.monotonic() - ready_since
 
-    def _watch(self, process: subprocess.Popen[bytes], began: float) -> float | None:
+    def _started(self, output: BinaryIO) -> _Child:
+        own = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=self._environ,
+            start_new_session=True,
+        )
+        return _Child(own.pid, own)
+
+    def _record(self, pid: int, ready_after_s: float | None) -> None:
+        """For the process that comes after this one."""
+        if self._lease is not None:
+            record = LeaseRecord(pid=pid, started=start_ticks(pid), digest=self._digest, ready_after_s=ready_after_s)
+            self._lease.write(record)
+
+    def _watch(self, child: _Child, began: float, ready_since: float | None) -> float | None:
         """Until it ends; returns since when it was ready, by the monotonic clock."""
-        ready_since = None
-        descriptor = os.pidfd_open(process.pid)
-        try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(descriptor, selectors.EVENT_READ)
-                selector.register(self._notified, selectors.EVENT_READ)
-                while True:
-                    found = {key.fileobj for key, _ in selector.select()}
-                    if self._notified in found and READY in self._drop_notifications() and ready_since is None:
-                        ready_since = time.monotonic()
-                        with self._lock:
-                            self._ready_after_s = ready_since - began
-                            if self._state == "starting":
-                                self._enter("ready")
-                    if descriptor in found:
-                        return ready_since
-        finally:
-            os.close(descriptor)
+        with selectors.DefaultSelector() as selector:
+            selector.register(child.descriptor, selectors.EVENT_READ)
+            selector.register(self._notified, selectors.EVENT_READ)
+            while True:
+                found = {key.fileobj for key, _ in selector.select()}
+                if self._notified in found and READY in self._drop_notifications() and ready_since is None:
+                    ready_since = time.monotonic()
+                    self._record(child.pid, ready_since - began)
+                    with self._lock:
+                        self._ready_after_s = ready_since - began
+                        if self._state == "starting":
+                            self._enter("ready")
+                if child.descriptor in found:
+                    return ready_since
 
     def _ended(self, reason: str) -> None:
         with self._lock:
@@ -275,9 +338,9 @@ def _opened_log(path: Path) -> BinaryIO:
     return path.open("ab")
 
 
-def _why_ended(code: int, log_file: Path, begin_bytes: int) -> str:
+def _why_ended(code: int | None, log_file: Path, begin_bytes: int) -> str:
     """The exit code or signal, and the last line that it wrote."""
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    how = "ended" if code is None else f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     lines: list[str] = []
     with contextlib.suppress(OSError), log_file.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
@@ -297,7 +360,7 @@ def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def started_node(order: NodeOrder, folder: Path) -> tuple[NodeProcess, tuple[Member, ...]]:
-    """``penstock node`` of an order, started; its file and its log are in ``folder``.
+    """``penstock node`` of an order, started or taken over; its file and its log are in ``folder``.
 
     Raises ConfigError, msgspec.ValidationError, OSError.
     """
@@ -305,9 +368,17 @@ def started_node(order: NodeOrder, folder: Path) -> tuple[NodeProcess, tuple[Mem
     file = fleet_file_of(order, folder)
     config = load_node(fleet, node, str(file))
     write_privately(file, order.text)
-    words = ("node", str(file), "--name", node.name, "--end-with-parent", str(os.getpid()))
-    command = sidecar.python_command("penstock", *words)
-    process = NodeProcess(command, child_environ(os.environ), file.with_suffix(".log"), config.supervise)
+    place = file.with_suffix(".lease")
+    lease = LeaseHolder(place)
+    command = sidecar.python_command("penstock", "node", str(file), "--name", node.name, "--lease", str(place))
+    process = NodeProcess(
+        command,
+        child_environ(os.environ),
+        file.with_suffix(".log"),
+        config.supervise,
+        lease=lease,
+        digest=order.digest,
+    )
     process.start()
     return process, node_members(fleet, node)
 
@@ -363,9 +434,9 @@ class FleetNodeActor:
         except (ConfigError, msgspec.ValidationError, tomllib.TOMLDecodeError, OSError) as error:
             self._error = str(error)[:REASON_CHARS]
         else:
-            look = (_drain_with_ray_node, (self._ray_node, self._process.begin_drain))
-            for target, args in (look, (_keep_spare_worker, (self._process, self._ray_address))):
-                threading.Thread(target=target, args=args, daemon=True).start()
+            watch = threading.Thread(target=_drain_with_ray_node, args=(self._ray_node, self._process.begin_drain))
+            watch.daemon = True
+            watch.start()
 
     def watch(self, seen: str, timeout_s: float) -> bytes:
         """How the node is as soon as its state is another one than ``seen``, or when so long has passed."""
@@ -412,29 +483,6 @@ class FleetNodeActor:
             self._process.begin_drain("drained by `penstock ray`")
             self._process.wait_drained()
         return self.report()
-
-
-def _keep_spare_worker(process: NodeProcess, ray_address: str) -> None:
-    """Once the node is ready, have Ray start another worker process on this host, which it keeps while it is idle.
-
-    An actor that replaces this one gets that process, which has imported Ray and this module already: about two
-    seconds on a busy host.  In a thread of its own; where there is no such process, a new one is started.
-    """
-    import ray
-
-    while (state := process.state) != "ready":
-        if state == "stopped":
-            return
-        process.wait_for_change(state, MAX_WATCH_S)
-    options = {"num_cpus": 0, "resources": {f"node:{ray_address}": PIN}, "max_retries": 0}
-    try:
-        ray.get(ray.remote(**options)(_import_this_module).remote(), timeout=MAX_WATCH_S)
-    except Exception as error:  # noqa: BLE001 - whatever Ray raises, the node does not need it
-        log.debug("no spare worker process: %s", error)
-
-
-def _import_this_module() -> None:
-    """Ray has to import this module to call it."""
 
 
 def _drain_with_ray_node(ray_node: str, begin_drain: Callable[[str], None]) -> None:

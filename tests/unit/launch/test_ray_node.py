@@ -17,6 +17,8 @@ import pytest
 
 from penstock.config.fleet_file import FleetFile, FleetNode, MultiNodeGroup, RayPlacement, WorkerGroup, parse_fleet
 from penstock.config.limits import SuperviseConfig
+from penstock.launch import node_lease
+from penstock.launch.node_lease import LEASE_S, LeaseHolder, LeaseRecord, LeaseWatch, start_ticks
 from penstock.launch.ray_cluster import NodeActor, actor_name, describe, keeps_its_state, node_of_actor
 from penstock.launch.ray_node import (
     NodeOrder,
@@ -65,11 +67,12 @@ def child(folder: Path, code: str = CHILD) -> Iterator[NodeProcess]:
 
 
 def is_gone(pid: int) -> bool:
+    """Whether it has ended; init may not have reaped it yet."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
         return True
-    return False
+    return state in "ZX"
 
 
 def test_a_child_is_ready_when_it_says_so_and_is_started_again_when_it_is_killed(tmp_path: Path) -> None:
@@ -209,6 +212,74 @@ def test_a_change_of_state_is_waited_for(tmp_path: Path) -> None:
         os.kill(process.report(ORDER).pid, signal.SIGKILL)
         process.wait_for_change("ready", 30.0)
         assert process.state != "ready"
+
+
+@pytest.mark.parametrize("digest", ["d", "other"])
+def test_a_child_goes_on_when_the_process_that_watches_it_is_killed(
+    tmp_path: Path, digest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one takes it over, or ends it if it was started with anything else."""
+    watcher = textwrap.dedent(
+        """
+        import os, sys, time
+        from pathlib import Path
+        from penstock.config.limits import SuperviseConfig
+        from penstock.launch.node_lease import LeaseHolder
+        from penstock.launch.ray_node import NodeProcess
+        folder, code = Path(sys.argv[1]), sys.argv[2]
+        lease = LeaseHolder(folder / "lease")
+        process = NodeProcess([sys.executable, "-c", code], os.environ, folder / "node.log", SuperviseConfig(),
+                              lease=lease, digest="d")
+        process.start()
+        process.wait_for_change("starting", 60.0)
+        print(process.state, process._process.pid, flush=True)
+        time.sleep(600)
+        """
+    )
+    words = [sys.executable, "-c", watcher, str(tmp_path), CHILD]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        state, pid = first.stdout.readline().split()
+        assert state == "ready"
+        monkeypatch.setattr(node_lease, "LOCK_WITHIN_S", 0.05)
+        with pytest.raises(TimeoutError):
+            LeaseHolder(tmp_path / "lease")
+        monkeypatch.undo()
+        first.kill()
+    lease = LeaseHolder(tmp_path / "lease")
+    command = [sys.executable, "-c", CHILD]
+    process = NodeProcess(command, os.environ, tmp_path / "node.log", LIMITS, lease=lease, digest=digest)
+    process.start()
+    process.wait_for_change("starting", 60.0)
+    try:
+        report = process.report(ORDER)
+        assert report.state == "ready"
+        assert (report.pid == int(pid)) == (digest == "d")
+        if digest == "d":
+            os.kill(report.pid, signal.SIGKILL)
+            wait_for(lambda: process.report(ORDER).restarts == 1 and process.state == "ready")
+            assert process.report(ORDER).reason == "ended"
+    finally:
+        process.begin_drain("the test ends")
+        process.wait_drained()
+    wait_for(lambda: is_gone(int(pid)))
+
+
+def test_a_lease_is_over_when_nothing_has_locked_it_for_long(tmp_path: Path) -> None:
+    holder = LeaseHolder(tmp_path / "lease")
+    assert holder.read() is None
+    watch = LeaseWatch(tmp_path / "lease")
+    assert not watch.is_over(1000.0)
+    holder.close()
+    assert not watch.is_over(1000.0 + LEASE_S)
+    assert watch.is_over(1000.1 + LEASE_S)
+    again = LeaseHolder(tmp_path / "lease")
+    assert not watch.is_over(2000.0)
+    again.write(LeaseRecord(pid=os.getpid(), started=start_ticks(os.getpid()), digest="a" * 99))
+    shorter = LeaseRecord(pid=os.getpid(), started=start_ticks(os.getpid()), digest="b", ready_after_s=1.0)
+    again.write(shorter)
+    assert again.read() == shorter
+    assert start_ticks(2**22 + 1) == -1
 
 
 GCS = ["/ray/core/src/ray/gcs/gcs_server", "--gcs_server_port=6379", "--node-ip-address=10.0.0.1"]
