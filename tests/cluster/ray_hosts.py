@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 
 from bench.faults.hosts import Hosts
@@ -17,6 +19,9 @@ from .processes import alive, command, pids
 from .server import PATIENCE_S, PenstockServer
 
 PORT = 6379
+REDIS_PORT = 6390
+RUN_S = 110.0
+"""For a command to end."""
 SETTINGS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
@@ -29,20 +34,23 @@ SETTINGS = {
 
 
 class RayHosts:
-    """Hosts a and b; a has the head.  Use: ``with RayHosts() as ray:``."""
+    """Hosts a and b; a has the head, and a Redis that keeps the state of its GCS.  Use: ``with RayHosts() as ray:``."""
 
     def __init__(self) -> None:
         self._hosts = Hosts(["a", "b"])
         self._folder = tempfile.mkdtemp(prefix="pray")  # short: names of sockets are
         self._spaces: dict[str, str] = {}
+        self._spawned: list[subprocess.Popen[bytes]] = []
         paths = os.pathsep.join(path for path in sys.path if path)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "RAY_"))}
-        self.environ = kept | {"PYTHONPATH": paths, "RAY_ADDRESS": self.address, "RAY_DEDUP_LOGS": "0"} | SETTINGS
+        own = {"PYTHONPATH": paths, "RAY_ADDRESS": self.address, "RAY_DEDUP_LOGS": "0"}
+        self.environ = kept | own | SETTINGS
 
     def __enter__(self) -> RayHosts:
         try:
             self._hosts.__enter__()
             self._spaces = {name: self._hosts.inside(name)[-1] for name in "ab"}
+            self._start_redis()
             self.start("a")
             self.start("b")
         except BaseException:
@@ -55,6 +63,8 @@ class RayHosts:
     ) -> None:
         for host in self._spaces:
             self.kill(host)
+        for process in self._spawned:
+            process.wait()
         self._hosts.__exit__(kind, error, trace)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -71,26 +81,50 @@ class RayHosts:
         """The words that make a command run there."""
         return self._hosts.inside(host)
 
+    def _start_redis(self) -> None:
+        listen = ("--bind", self.host("a"), "--port", str(REDIS_PORT), "--protected-mode", "no")
+        self.spawn("a", ["redis-server", *listen, "--save", "", "--dir", self._folder])
+
+        def answers() -> bool:
+            words = ("redis-cli", "-h", self.host("a"), "-p", str(REDIS_PORT), "ping")
+            done = subprocess.run([*self.inside("a"), *words], capture_output=True, text=True, check=False)
+            return "PONG" in done.stdout
+
+        PenstockServer.wait_for(answers, PATIENCE_S, "Redis")
+
+    def spawn(self, host: str, words: Sequence[str]) -> None:
+        """Run a command there until the host is killed."""
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._spawned.append(subprocess.Popen([*self.inside(host), *words], env=self.environ, **quiet))
+
+    @staticmethod
+    def command_of(pid: int) -> list[str]:
+        """The words of a process."""
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().rstrip("\0").split("\0")
+
     def start(self, host: str) -> None:
         """``ray start`` there."""
         words = ["--head", f"--port={PORT}", "--include-dashboard=false"]
         if host != "a":
             words = [f"--address={self.address}"]
         own = f"--node-ip-address={self.host(host)}"
-        size = ("--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats")
+        size = ("--num-cpus=2", "--object-store-memory=80000000", "--disable-usage-stats")
         place = [f"--temp-dir={self._folder}"] if host == "a" else []
-        done = self.run(host, "ray.scripts.scripts", "start", *words, own, *size, *place)
+        redis = {"RAY_REDIS_ADDRESS": f"{self.host('a')}:{REDIS_PORT}"} if host == "a" else {}
+        done = self.run(host, "ray.scripts.scripts", "start", *words, own, *size, *place, environ=redis)
         assert done.returncode == 0, done.stdout + done.stderr
 
-    def run(self, host: str, module: str, *words: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
-        """``python -m module`` on a host, to its end."""
+    def run(
+        self, host: str, module: str, *words: str, environ: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """``python -m module`` on a host, to its end.  ``environ``: more variables."""
         return subprocess.run(
             [*self._hosts.inside(host), sys.executable, "-m", module, *words],
-            env=self.environ,
+            env=self.environ | dict(environ or {}),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=timeout_s,
+            timeout=RUN_S,
             check=False,
         )
 

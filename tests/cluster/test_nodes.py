@@ -40,11 +40,19 @@ address = "127.0.0.1"
 gateways = 1
 http_port = {http}
 port = {port}
-workers = [{{ role = "prefill", count = 1 }}, {{ role = "decode", count = 1 }}]
+workers = [{workers}]
 """
 
-PORTS = 4
-"""Of a node with two workers."""
+SPLIT = '{ role = "prefill", count = 1 }, { role = "decode", count = 1 }'
+
+GROUP = """
+[[groups]]
+nodes = ["a", "b"]
+group = "pp2"
+"""
+
+PORTS = 6
+"""Of a node with up to three workers."""
 
 
 def free_ports() -> tuple[int, int]:
@@ -68,19 +76,20 @@ class Fleet:
     b: PenstockNode
 
 
-def write_fleet(folder: Path) -> tuple[Path, tuple[int, int]]:
-    """The file, and the ports of both nodes' gateways."""
+def write_fleet(folder: Path, workers: str = SPLIT, groups: str = "") -> tuple[Path, tuple[int, int]]:
+    """The file, and the ports of both nodes' gateways.  ``workers``: of each node."""
     CurveKeys.ephemeral().save(folder / "keys")
     http, ports = (free_port(), free_port()), free_ports()
     file = folder / "fleet.toml"
-    nodes = [NODE.format(name=name, http=http[i], port=ports[i]) for i, name in enumerate("ab")]
-    file.write_text("".join((FLEET.format(keys=folder / "keys"), *nodes)))
+    nodes = [NODE.format(name=name, http=http[i], port=ports[i], workers=workers) for i, name in enumerate("ab")]
+    file.write_text("".join((FLEET.format(keys=folder / "keys"), *nodes, groups)))
     return file, http
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Fleet]:
-    file, (first, second) = write_fleet(folder)
+def running(folder: Path, workers: str = SPLIT, groups: str = "", *, count: int = 4) -> Iterator[Fleet]:
+    """``count``: of the workers that each gateway knows."""
+    file, (first, second) = write_fleet(folder, workers, groups)
     with ExitStack() as stack:
         a, b = PenstockNode(file, "a", first), PenstockNode(file, "b", second)
         for node in (a, b):  # side by side: each waits for the other's workers
@@ -88,7 +97,7 @@ def running(folder: Path) -> Iterator[Fleet]:
             stack.callback(node.kill)
         for node in (a, b):
             node.wait_ready()
-            node.wait_for(lambda node=node: len(node.workers()) == 4, PATIENCE_S, "whole")
+            node.wait_for(lambda node=node: len(node.workers()) == count, PATIENCE_S, "whole")
             node.wait_all_ready()
         yield Fleet(a, b)
 
@@ -166,6 +175,83 @@ def test_what_is_wrong_is_said_in_one_line(
     assert run.returncode == 2
     assert because in run.stderr
     assert len(run.stderr.strip().splitlines()) == 1
+
+
+def test_gateways_follow_the_file_without_a_restart(tmp_path: Path) -> None:
+    """Of node a, while node b is taken out of it, comes back with another worker, and the file is broken for a time."""
+    with running(tmp_path) as fleet:
+        wanted = ask(fleet.a, max_tokens=200)
+        gateway, whole = fleet.a.pid, fleet.a.fleet.read_text()
+        both = {"a-prefill-0", "a-decode-0", "b-prefill-0", "b-decode-0"}
+        alone, _, _ = whole.partition('\n[[nodes]]\nname = "b"')
+        fleet.a.fleet.write_text(alone)
+        fleet.a.wait_for(
+            lambda: {row["id"] for row in fleet.a.workers()} == both - {"b-prefill-0", "b-decode-0"},
+            PATIENCE_S,
+            "left out",
+        )
+        assert ask(fleet.a, max_tokens=200) == wanted
+        fleet.b.kill()
+        fleet.a.fleet.write_text(alone + "[[nodes]")
+        fleet.a.wait_for(lambda: "members are not read from" in fleet.a.read_log(), PATIENCE_S, "noticed")
+        more = '{ role = "prefill", count = 1 }, { role = "decode", count = 2 }'
+        head, _, tail = whole.rpartition(SPLIT)
+        fleet.a.fleet.write_text(head + more + tail)
+        fleet.b.start()
+        fleet.b.wait_ready()
+        fleet.a.wait_for(lambda: ready_workers(fleet.a) == both | {"b-decode-1"}, PATIENCE_S, "used")
+        assert ask(fleet.a, max_tokens=200) == ask(fleet.b, max_tokens=200) == wanted
+        assert fleet.a.pid == gateway
+
+
+def ranks_of(node: PenstockServer) -> dict[int, int]:
+    """The process of each rank of the only worker, by the number of its node; none while it is away."""
+    found = [row for row in node.workers() if row["state"] == "ready"]
+    return {rank["node"]: rank["pid"] for row in found for rank in row.get("ranks", ())}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_a_worker_over_two_nodes_answers_as_one_process_does_and_forms_again(
+    victim: int, tmp_path: Path, undisturbed: list[dict[str, object]]
+) -> None:
+    """A rank of a node is killed in the middle of streams; the gateways of both nodes have no other worker."""
+    with running(tmp_path, "", GROUP, count=1) as fleet:
+        for node in (fleet.a, fleet.b):
+            assert [row["id"] for row in node.workers()] == ["a-both-0"]
+            assert answered(node) == undisturbed
+        wanted = ask(fleet.a, max_tokens=900)
+        before = ranks_of(fleet.b)
+        assert set(before) == {0, 1}
+        with ExitStack() as stack:
+            streams = [stack.enter_context(streaming(node, max_tokens=900)) for node in (fleet.a, fleet.b)]
+            for stream in streams:
+                stream.read(50)
+            os.kill(before[victim], signal.SIGKILL)
+            assert [stream.read() for stream in streams] == [wanted] * len(streams)
+        assert set(ranks_of(fleet.b).values()).isdisjoint(before.values()), "any death ends all ranks"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_node_of_a_worker_over_two_dies_and_is_part_of_it_again(tmp_path: Path) -> None:
+    """Beside workers of the nodes' own: streams go on at those."""
+    with running(tmp_path, '{ role = "both", count = 1 }', GROUP, count=3) as fleet:
+        wanted = ask(fleet.a, max_tokens=900)
+        with ExitStack() as stack:
+            streams = [stack.enter_context(streaming(fleet.a, max_tokens=900)) for _ in range(12)]
+            for stream in streams:
+                stream.read(50)
+            fleet.b.kill()
+            assert [stream.read() for stream in streams] == [wanted] * len(streams)
+        fleet.a.wait_for(lambda: ready_workers(fleet.a) == {"a-both-0"}, PATIENCE_S, "missed")
+        fleet.b.start()
+        fleet.b.wait_ready()
+        fleet.a.wait_for(lambda: ready_workers(fleet.a) == {"a-both-0", "a-both-1", "b-both-0"}, PATIENCE_S, "whole")
+        assert ask(fleet.b, max_tokens=900) == wanted
+        for node in (fleet.b, fleet.a):
+            assert node.stop() == 0
+            node.assert_nothing_left()
 
 
 POISON = {"model": "storyteller", "prompt": "Once upon a time", "max_tokens": 1900, "ignore_eos": True, "seed": 1}

@@ -44,10 +44,12 @@ NODE = """
 name = "{name}"
 address = "{address}"
 gateways = {gateways}
-workers = [{{ role = "prefill", count = 1 }}, {{ role = "decode", count = {decode} }}]
+workers = [{workers}]
 {more}
 """
 
+
+WORKERS = '{{ role = "prefill", count = 1 }}, {{ role = "decode", count = {decode} }}'
 
 GCS_AWAY_S = 120.0
 
@@ -94,6 +96,7 @@ class RayFleet:
         texts = []
         for name, given in (nodes or {"a": {}, "b": {}}).items():
             fields = {"gateways": 1, "decode": 1, "more": ""} | given
+            fields.setdefault("workers", WORKERS.format(decode=fields.pop("decode")))
             http = f'http_host = "0.0.0.0"\nsettings = {{ api_key = "{KEY}" }}' if fields["gateways"] else ""
             fields["more"] += f"\n{http}"
             texts.append(NODE.format(name=name, address=self.ray.host(name), **fields))
@@ -117,6 +120,18 @@ class RayFleet:
             return found["state"] == state
 
         PenstockServer.wait_for(reached, 2 * PATIENCE_S, state)
+        return found
+
+    def wait_for_another(self, name: str, before: dict[str, Any]) -> dict[str, Any]:
+        """Until a node is ready in another process, or has another actor; its row."""
+        found: dict[str, Any] = {}
+
+        def reached() -> bool:
+            found.update(self.nodes()[name])
+            same = all(found.get(what) == before[what] for what in ("pid", "actor_pid"))
+            return found["state"] == "ready" and not same
+
+        PenstockServer.wait_for(reached, 2 * PATIENCE_S, "another")
         return found
 
     def wait_whole(self, *workers: str) -> None:
@@ -212,14 +227,21 @@ def test_both_nodes_answer_as_one_host_does_and_up_applies_changes(
     pids = {name: row["pid"] for name, row in rows.items()}
     assert "a: as it was" in fleet.command("up")
     assert {name: row["pid"] for name, row in fleet.nodes(code=0).items()} == pids
-    # Another worker at b: a's gateway has to know it.  Each node's requests go on at the other while it is restarted.
+    # Another worker at b: a's gateway finds it in the file, and its actor gives it the same file when both end.
     fleet.write(a={}, b={"decode": 2})
-    assert "no longer" not in fleet.command("up")
+    said = fleet.command("up")
+    assert "no longer" not in said
+    assert "warning" not in said, "the GCS keeps its state in Redis"
     fleet.wait_whole("b-decode-1")
-    changed = {name: row["pid"] for name, row in fleet.nodes(code=0).items()}
-    assert changed["a"] != pids["a"]
-    assert changed["b"] != pids["b"]
+    changed = fleet.nodes(code=0)
+    assert changed["a"]["pid"] == pids["a"]
+    assert changed["b"]["pid"] != pids["b"]
     assert answered(fleet.a) == undisturbed
+    for process in ("actor_pid", "pid"):  # the actor that replaces this one starts the node with the file that it had
+        os.kill(fleet.nodes(code=0)["a"][process], signal.SIGKILL)
+        fleet.wait_for_another("a", changed["a"])
+        changed = fleet.nodes(code=0)
+    fleet.wait_whole("b-decode-1")
     fleet.write(a={"more": "port = 9100"})
     assert "b: no longer in the file" in fleet.command("up")
     assert set(fleet.nodes(code=0)) == {"a"}
@@ -227,16 +249,20 @@ def test_both_nodes_answer_as_one_host_does_and_up_applies_changes(
     assert ask(fleet.a, max_tokens=900) == long_answer
 
 
-def test_a_killed_actor_takes_its_node_along_and_both_come_back(fleet: RayFleet, long_answer: str) -> None:
+def test_the_node_of_a_killed_actor_goes_on_and_the_next_one_takes_it_over(fleet: RayFleet, long_answer: str) -> None:
     wanted = ask(fleet.a, max_tokens=40)
     before = fleet.nodes(code=0)["b"]
-    with streaming(fleet.a, max_tokens=900) as stream:
+    with streaming(fleet.a, max_tokens=900) as stream, streaming(fleet.b, max_tokens=900) as own:
         stream.read(50)
+        own.read(50)
+        began = time.monotonic()
         os.kill(before["actor_pid"], signal.SIGKILL)
         measured("actor killed, a whole answer of its gateway", seconds_until_answered(fleet.b, wanted))
-        assert stream.read() == long_answer
-    after = fleet.wait_for_node("b", "ready")
+        assert stream.read() == own.read() == long_answer
+    after = fleet.wait_for_another("b", before)
+    measured("actor killed, another has taken its node over", time.monotonic() - began)
     assert after["actor_pid"] != before["actor_pid"]
+    assert after["pid"] == before["pid"]
     assert after["restarts"] >= 1
     assert len(fleet.ray.pids("b", "penstock", "--name b")) >= 1
     # Its child alone: Ray does not notice, the actor starts it again and says why.
@@ -308,6 +334,68 @@ def test_serving_goes_on_without_the_gcs_and_with_it_again(fleet: RayFleet, long
     assert after["actor_pid"] == before["b"]["actor_pid"]
     assert fleet.nodes()["a"]["pid"] == before["a"]["pid"]
     fleet.wait_whole()
+
+
+def test_a_killed_gcs_is_back_with_the_cluster_that_it_had(fleet: RayFleet, long_answer: str) -> None:
+    """After two minutes, by what it had written to Redis."""
+    (gcs,) = fleet.ray.pids("a", "gcs_server")
+    command = fleet.ray.command_of(gcs)
+    before = fleet.nodes(code=0)
+    os.kill(gcs, signal.SIGKILL)
+    until = time.monotonic() + GCS_AWAY_S
+    while time.monotonic() < until:
+        for gateway in (fleet.a, fleet.b):
+            assert ask(gateway, max_tokens=900) == long_answer
+    fleet.ray.spawn("a", command)
+    began = time.monotonic()
+    after = fleet.wait_for_node("b", "ready")
+    measured("GCS started anew, status told", time.monotonic() - began)
+    assert after["pid"] == before["b"]["pid"]
+    assert after["actor_pid"] == before["b"]["actor_pid"]
+    os.kill(after["actor_pid"], signal.SIGKILL)
+    fleet.wait_for_another("b", after)
+    fleet.wait_whole()
+
+
+GROUP = """
+[[groups]]
+nodes = ["a", "b"]
+group = "pp2"
+"""
+
+
+def test_a_worker_over_both_nodes_is_placed_as_one_group(
+    cluster: RayHosts, tmp_path: Path, undisturbed: list[dict[str, object]], long_answer: str
+) -> None:
+    fleet = RayFleet(cluster, tmp_path)
+    fleet.write(a={"workers": ""}, b={"workers": ""})
+    fleet.file.write_text(fleet.file.read_text() + GROUP)
+    fleet.command("up")
+    try:
+        fleet.wait_whole("a-both-0")
+        assert [row["id"] for row in fleet.b.workers()] == ["a-both-0"]
+        assert answered(fleet.a) == undisturbed
+        before = fleet.nodes(code=0)
+        with streaming(fleet.a, max_tokens=900) as stream:
+            stream.read(50)
+            for process in ("actor_pid", "pid"):
+                os.kill(before["b"][process], signal.SIGKILL)
+            assert stream.read() == long_answer
+        after = fleet.wait_for_another("b", before["b"])
+        assert after["actor_pid"] != before["b"]["actor_pid"]
+        assert after["pid"] != before["b"]["pid"]
+        assert fleet.nodes(code=0)["a"]["pid"] == before["a"]["pid"]
+        # Of a change both are restarted, in another group.
+        fleet.file.write_text(fleet.file.read_text().replace("pp2", "tp2,pp2"))
+        said = fleet.command("up")
+        assert "a: changed, drains" in said
+        assert "b: changed, drains" in said
+        fleet.wait_whole("a-both-0")
+        assert answered(fleet.b) == undisturbed
+    finally:
+        fleet.command("down")
+    for host in "ab":
+        assert cluster.pids(host, "penstock") == set()
 
 
 def test_a_gateway_follows_the_fleets_members(fleet: RayFleet, tmp_path: Path, long_answer: str) -> None:

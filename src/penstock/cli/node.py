@@ -6,11 +6,13 @@ import argparse
 import os
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 from penstock.cli.parsing import COMMANDS
 from penstock.config.fleet_file import FleetFile, FleetNode, read_fleet_file
 from penstock.config.load import dump_toml, load_node
 from penstock.errors import ConfigError
+from penstock.launch.node_lease import LeaseWatch
 from penstock.sidecar import end_with_parent
 
 EPILOG = """\
@@ -57,6 +59,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--end-with-parent", type=int, metavar="PID", help="end at once when this process's parent does"
     )
+    parser.add_argument(
+        "--lease", type=Path, metavar="FILE", help="drain and end when no process has locked this file for 30 s"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,9 +77,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.end_with_parent is not None:
         check_parent(args.end_with_parent)
+    lease = None if args.lease is None else opened_lease(args.lease)
     from penstock.launch.node import serve_node
 
-    return serve_node(fleet, node, config)
+    return serve_node(fleet, node, config, os.path.expanduser(args.fleet), lease)
 
 
 def check_parent(pid: int) -> None:
@@ -82,6 +88,14 @@ def check_parent(pid: int) -> None:
     end_with_parent()
     if os.getppid() != pid:
         raise ConfigError(f"--end-with-parent {pid}: the parent of this process is {os.getppid()}")
+
+
+def opened_lease(path: Path) -> LeaseWatch:
+    """Raises ConfigError."""
+    try:
+        return LeaseWatch(path)
+    except OSError as error:
+        raise ConfigError(f"--lease {path}: {error.strerror}") from None
 
 
 def chosen_node(fleet: FleetFile, name: str | None, hosts: Sequence[str] = ()) -> FleetNode:

@@ -7,10 +7,14 @@ from typing import Annotated
 
 import msgspec
 
+from penstock.errors import ConfigError
+
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Milliseconds = Annotated[float, msgspec.Meta(gt=0)]
+
+IPC_NAME_MAX = 107  # unix(7)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,3 +35,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises ConfigError unless it is ``ipc:///path``, ``ipc://@name`` (an abstract name) or ``tcp://host:port``."""
+    kind, _, rest = endpoint.partition("://")
+    if kind == "ipc" and rest.startswith(("@", "/")) and 1 < len(rest.encode()) <= IPC_NAME_MAX:
+        return
+    host, _, port = rest.rpartition(":")
+    if kind == "tcp" and host and port.isascii() and port.isdigit() and int(port) < 1 << 16:
+        return
+    raise ConfigError(f"{endpoint!r} is not an endpoint; ipc:///path, ipc://@name and tcp://host:port are")

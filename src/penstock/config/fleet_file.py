@@ -3,6 +3,7 @@
 One TOML file, strictly read, is what ``penstock node`` runs and ``penstock simulate --fleet`` predicts::
 
     [[nodes]] -> workers by role, gateways -> penstock node FILE --name NODE        on each host
+    [[groups]] > workers over several nodes ------^
          '----> profile of each worker ----> penstock simulate TRACE --fleet FILE   anywhere
 
 A file for the simulator alone has ``[[workers]]`` instead of nodes.  Its figures stand in ``[profile.NAME]`` tables, in
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +22,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from penstock.config.base import Config
-from penstock.config.mesh import Mesh, parse_mesh
+from penstock.config.mesh import Mesh, NodePlace, parse_mesh
 from penstock.errors import ConfigError
 from penstock.types import Role
 
@@ -40,7 +42,8 @@ FIRST_PORT = 9000
 """Of a node's workers, unless its file says another."""
 
 PORTS_A_WORKER = 2
-"""One at which gateways reach it, and one at which other workers fetch its KV pages."""
+"""One at which gateways reach it, and one at which other workers fetch its KV pages; where the ranks of a worker are on
+several nodes, the other nodes reach the first one there."""
 
 SimSeconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
@@ -72,6 +75,14 @@ class WorkerGroup(Config, frozen=True, kw_only=True):
         """The share of each stage."""
         count = self.mesh.pipeline
         return self.stages or (1 / count,) * count
+
+
+class MultiNodeGroup(WorkerGroup, frozen=True, kw_only=True):
+    """Workers whose stages are on several nodes.  They do both phases: each node has a part of every KV page."""
+
+    count: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)] = 1
+    nodes: Annotated[tuple[Name, ...], msgspec.Meta(min_length=2, max_length=MAX_NODES)]
+    """The first one has the last stages, and gateways reach the worker there."""
 
 
 class SimStepTimes(Config, frozen=True, kw_only=True):
@@ -195,19 +206,35 @@ class FleetNode(Config, frozen=True, kw_only=True):
     settings: dict[str, Any] = msgspec.field(default_factory=dict)  # of this node, over those of the fleet
     ray: RayPlacement = RayPlacement()
 
-    def members(self) -> Iterator[tuple[str, WorkerGroup, int]]:
-        """Each worker's name, its group, and its port."""
-        port, counts = self.port, dict.fromkeys(Role, 0)
-        for group in self.workers:
-            for _ in range(group.count):
-                yield f"{self.name}-{group.role.value}-{counts[group.role]}", group, port
-                counts[group.role] += 1
-                port += PORTS_A_WORKER
-
     def endpoint(self, port: int, *, listen: bool = False) -> str:
         """Where a worker of this node is reached; ``listen``: where it listens."""
         host = self.listen or self.address if listen else self.address
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetWorker:
+    """A worker, or the part of it that is on one of its nodes."""
+
+    name: str
+    group: WorkerGroup
+    leader: FleetNode  # where gateways reach it
+    port: int  # there
+    place: NodePlace  # of this part
+
+    @property
+    def part_name(self) -> str:
+        """What the part is called on its own node; its first one has the name of the worker."""
+        return f"{self.name}.{self.place.node}" if self.place.node else self.name
+
+    @property
+    def endpoint(self) -> str:
+        """Where gateways reach it."""
+        return self.leader.endpoint(self.port)
+
+    def master(self, *, listen: bool = False) -> str:
+        """Where its other nodes reach the first one; ``listen``: where that one listens."""
+        return self.leader.endpoint(self.port + 1, listen=listen)
 
 
 class FleetFile(Config, frozen=True, kw_only=True):
@@ -219,6 +246,7 @@ class FleetFile(Config, frozen=True, kw_only=True):
     keys: str | None = None  # folder of the keys that nodes share, the same path on each
     settings: dict[str, Any] = msgspec.field(default_factory=dict)  # of ``penstock serve``, for all nodes
     nodes: Annotated[tuple[FleetNode, ...], msgspec.Meta(max_length=MAX_NODES)] = ()
+    groups: Annotated[tuple[MultiNodeGroup, ...], msgspec.Meta(max_length=MAX_WORKERS)] = ()  # over several nodes
     workers: tuple[WorkerGroup, ...] = ()  # instead of nodes, where none runs
     kubernetes: KubernetesOptions = KubernetesOptions()  # of a cluster, for `penstock manifests`
     profile: dict[str, HardwareProfile] = msgspec.field(default_factory=dict)
@@ -229,9 +257,9 @@ class FleetFile(Config, frozen=True, kw_only=True):
     scheduler: SimSchedulerLimits = SimSchedulerLimits()
 
     @property
-    def groups(self) -> tuple[WorkerGroup, ...]:
-        """All groups of workers, of all nodes or those without a node."""
-        return self.workers or tuple(group for node in self.nodes for group in node.workers)
+    def all_workers(self) -> tuple[WorkerGroup, ...]:
+        """All kinds of workers: of single nodes, of several, or those without a node."""
+        return self.workers or (*(group for node in self.nodes for group in node.workers), *self.groups)
 
     @property
     def profiles(self) -> Mapping[str, HardwareProfile]:
@@ -251,9 +279,39 @@ class FleetFile(Config, frozen=True, kw_only=True):
         known = ", ".join(node.name for node in self.nodes) or "none"
         raise ConfigError(f"fleet {self.name}: there is no node {name!r}; its nodes: {known}")
 
+    def members(self, node: FleetNode) -> Iterator[FleetWorker]:
+        """The workers that gateways reach at a node: its own, then those of several nodes that it is the first of."""
+        port, counts = node.port, dict.fromkeys(Role, 0)
+        led = (group for group in self.groups if group.nodes[0] == node.name)
+        for group in (*node.workers, *led):
+            nodes = len(group.nodes) if isinstance(group, MultiNodeGroup) else 1
+            for _ in range(group.count):
+                name = f"{node.name}-{group.role.value}-{counts[group.role]}"
+                yield FleetWorker(name=name, group=group, leader=node, port=port, place=NodePlace(nodes=nodes))
+                counts[group.role] += 1
+                port += PORTS_A_WORKER
+
+    def parts(self, node: FleetNode) -> Iterator[FleetWorker]:
+        """The node's parts of workers that gateways reach at other nodes."""
+        leaders = dict.fromkeys(group.nodes[0] for group in self.groups if node.name in group.nodes[1:])
+        for leader in leaders:
+            for worker in self.members(self.node(leader)):
+                if isinstance(worker.group, MultiNodeGroup) and node.name in worker.group.nodes[1:]:
+                    place = NodePlace(nodes=worker.place.nodes, node=worker.group.nodes.index(node.name))
+                    yield replace(worker, place=place)
+
+    def joined_nodes(self, node: FleetNode) -> tuple[FleetNode, ...]:
+        """The node and all that workers on several nodes join it to, in the file's order."""
+        found, grown = {node.name}, True
+        while grown:
+            reached = {name for group in self.groups if found & set(group.nodes) for name in group.nodes}
+            grown = not reached <= found
+            found |= reached
+        return tuple(other for other in self.nodes if other.name in found)
+
     def endpoints(self, *, but: str = "") -> tuple[str, ...]:
-        """Where the workers of all nodes are reached; ``but``: those of this node are left out."""
-        return tuple(node.endpoint(port) for node in self.nodes if node.name != but for _, _, port in node.members())
+        """Where gateways reach the workers of all nodes; ``but``: those of this node are left out."""
+        return tuple(worker.endpoint for node in self.nodes if node.name != but for worker in self.members(node))
 
 
 def read_fleet_file(name: str) -> FleetFile:
@@ -266,14 +324,20 @@ def read_fleet_file(name: str) -> FleetFile:
             raise ConfigError(f"{name}: {path.stat().st_size} bytes are too many for a fleet file")
         else:
             raw = path.read_bytes()
-        fleet = msgspec.convert(tomllib.loads(raw.decode()), FleetFile)
     except OSError as error:
         known = ", ".join(NAMES)
         raise ConfigError(f"fleet {name}: {error.strerror}; give a file, or one of {known}") from None
+    return parse_fleet(raw, f"fleet {name}:")
+
+
+def parse_fleet(raw: bytes, where: str) -> FleetFile:
+    """A checked file by its content.  Raises ConfigError, which begins with ``where``."""
+    try:
+        fleet = msgspec.convert(tomllib.loads(raw.decode()), FleetFile)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"fleet {name}: not TOML: {error}") from None
+        raise ConfigError(f"{where} not TOML: {error}") from None
     except msgspec.ValidationError as error:
-        raise ConfigError(f"fleet {name}: {error}; docs/fleet.md has all fields") from None
+        raise ConfigError(f"{where} {error}; docs/fleet.md has all fields") from None
     return check_fleet_file(fleet)
 
 
@@ -288,11 +352,12 @@ def check_fleet_file(fleet: FleetFile) -> FleetFile:
         raise ConfigError(f"{where}: [{missing}] is missing; newer files have [profile.NAME.{missing}]")
     if fleet.profile and fleet.steps is not None:
         raise ConfigError(f"{where}: figures stand in [profile.NAME] tables or at the top, not in both")
-    if sum(group.count for group in fleet.groups) > MAX_WORKERS:
+    if sum(group.count for group in fleet.all_workers) > MAX_WORKERS:
         raise ConfigError(f"{where}: more than {MAX_WORKERS} workers")
-    for group in fleet.groups:
+    for group in fleet.all_workers:
         check_ranks(fleet.name, group)
         _check_profile(fleet, group)
+    _check_groups(fleet)
     _check_nodes(fleet)
     return fleet
 
@@ -319,22 +384,48 @@ def _check_profile(fleet: FleetFile, group: WorkerGroup) -> None:
         )
 
 
+def _check_groups(fleet: FleetFile) -> None:
+    """Workers on several nodes."""
+    known = [node.name for node in fleet.nodes]
+    for group in fleet.groups:
+        where = f"fleet {fleet.name}: the group on nodes {', '.join(group.nodes)}"
+        for name in group.nodes:
+            if name not in known:
+                raise ConfigError(f"{where}: there is no node {name!r}; nodes: {', '.join(known) or 'none'}")
+            if group.nodes.count(name) > 1:
+                raise ConfigError(f"{where}: {name} is listed twice; a node has all of its stages together")
+        if group.role is not Role.BOTH:
+            raise ConfigError(
+                f"{where}: role {group.role.value}: a worker on several nodes transfers no KV pages, so it does both "
+                'phases: role = "both", which is the default'
+            )
+        mesh = group.mesh
+        if mesh.pipeline < len(group.nodes):
+            works = Mesh(tensor=mesh.tensor, pipeline=len(group.nodes))
+            raise ConfigError(
+                f'{where}: group = "{group.group}": each node has a stage at least, as ranks that divide a layer '
+                f'exchange too much for a network, and {mesh.name} has {mesh.pipeline}; "{works.name}" would work'
+            )
+
+
 def _check_nodes(fleet: FleetFile) -> None:
     names, places = set(), set()
+    in_groups = {name for group in fleet.groups for name in group.nodes}
     for node in fleet.nodes:
         where = f"fleet {fleet.name}: node {node.name}"
         if node.name in names:
             raise ConfigError(f"{where}: there are two of this name")
-        if not node.workers and not node.gateways:
+        if not node.workers and not node.gateways and node.name not in in_groups:
             raise ConfigError(f"{where}: it has neither workers nor gateways")
         names.add(node.name)
-        for worker, _, port in node.members():
+        for worker in fleet.members(node):
+            port = worker.port
             if port + PORTS_A_WORKER - 1 > 65535:
-                raise ConfigError(f"{where}: no port is left for {worker}; choose a smaller port")
+                raise ConfigError(f"{where}: no port is left for {worker.name}; choose a smaller port")
             if (node.address, port) in places:
                 raise ConfigError(f"{where}: {node.endpoint(port)} belongs to another node, too; choose another port")
             places.add((node.address, port))
     if fleet.nodes and not any(node.gateways for node in fleet.nodes):
         raise ConfigError(f"fleet {fleet.name}: no node has gateways; add gateways = 1 to one")
-    if fleet.nodes and not any(node.workers for node in fleet.nodes):
+    if fleet.nodes and not fleet.all_workers:
         raise ConfigError(f"fleet {fleet.name}: no node has workers")

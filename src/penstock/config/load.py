@@ -123,7 +123,8 @@ def load_worker(
 
 
 NODE_OWNED = (
-    *("model", "keys", "join", "gateways", "host", "port", "prefill", "decode", "encode_workers", "aggregated"),
+    *("model", "keys", "join", "members", "gateways", "host", "port"),
+    *("prefill", "decode", "encode_workers", "aggregated"),
     *("parallel", "prefill_parallel", "decode_parallel", "tensor_parallel_size", "pipeline_parallel_size"),
     *("catalogue", "model_memory", "prefill_device", "prefill_kernels", "stop_with_parent"),
 )
@@ -149,6 +150,7 @@ def load_node(fleet: FleetFile, node: FleetNode, file: str, environ: Mapping[str
         model=fleet.model or config.model,
         keys=fleet.keys or config.keys,
         join=fleet.endpoints(but=node.name),
+        members=None,
         host=node.http_host or config.host,
         port=config.port if node.http_port is None else node.http_port,
         gateways=max(1, node.gateways),

@@ -103,6 +103,14 @@ class Mesh:
         return next(node for node in range(nodes) if rank in self.node_ranks(NodePlace(nodes=nodes, node=node)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPart:
+    """What one machine has of a worker on several."""
+
+    mesh: Mesh
+    place: NodePlace
+
+
 def parse_mesh(text: str) -> Mesh:
     """ "tp2", "pp2", "tp2,pp2": each axis once, in any order.  Raises ConfigError that says what would work."""
     sizes: dict[str, int] = {}

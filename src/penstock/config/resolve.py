@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import msgspec
 
@@ -25,7 +26,7 @@ from penstock.config.device import RUNTIME_BYTES, TRITON, DeviceChoice, choose_d
 from penstock.config.facts import KvPageSize, MachineFacts, ModelFacts, extra_weight_bytes
 from penstock.config.kv_memory import KV_CONTEXTS, KvMemoryBudget, format_size
 from penstock.config.limits import NIXL, RequestLimits
-from penstock.config.mesh import Mesh, NodePlace, parse_mesh
+from penstock.config.mesh import Mesh, NodePlace, WorkerPart, parse_mesh
 from penstock.config.mixed_numerics import (
     REFERENCE,
     TORCH_FAMILIES,
@@ -68,6 +69,11 @@ NOTHING_TO_DECODE = (
 )
 
 PARALLEL_AUTO = "auto"
+
+WorkerParts = Mapping[WorkerId, WorkerPart]
+"""Of the workers that are on several machines, what this one has."""
+
+NO_PARTS: WorkerParts = MappingProxyType({})
 
 MIN_CONTEXT = 256
 """A shorter context is never chosen automatically."""
@@ -190,12 +196,9 @@ def resolve_worker(config: WorkerServeConfig, worker: WorkerId, machine: Machine
     if model.pooling is not None and config.role is not Role.BOTH:
         raise ConfigError(f"--role {config.role.value}: {model.name} is a pooling model: use --role both")
     check_mixed_worker(config, model, _family(config, machine, choice.device))
-    nodes = worker_nodes(config)
-    if nodes.nodes > 1 and not machine.can_encrypt_pages:
-        raise ConfigError(
-            "--nnodes: machines encrypt what they exchange, which needs the package cryptography, and a recent one: "
-            "pip install 'penstock[encryption]' on all of them"
-        )
+    parts = worker_parts(config, worker)
+    if parts:
+        _check_encryption(machine)
     plan = _plan(
         config,
         machine,
@@ -205,22 +208,30 @@ def resolve_worker(config: WorkerServeConfig, worker: WorkerId, machine: Machine
         cores=CoreSettings(threads=config.threads),
         choice=choice,
         host_copies=config.mixed_with is not None and choice.gpu is not None,
-        nodes=nodes,
+        parts=parts,
     )
     return msgspec.structs.replace(plan, pages_port=config.pages_port, mixed_with=config.mixed_with or "")
 
 
 def resolve_node(
-    config: ServeConfig, workers: WorkerRoles, address: str, machine: MachineFacts, model: ModelFacts
+    config: ServeConfig,
+    workers: WorkerRoles,
+    address: str,
+    machine: MachineFacts,
+    model: ModelFacts,
+    *,
+    parts: WorkerParts = NO_PARTS,
 ) -> ServePlan:
     """The plan of ``penstock node``: these workers, for gateways on this host and on others, that reach them at
-    ``address``.
+    ``address``.  ``parts``: of those of them that are on several nodes.
 
     Raises ConfigError as ``resolve``.
     """
     choice = choose_device(config, machine.gpu, _why_not_gpu(config, machine, model))
     if choice.device != "cpu" and len(workers) > 1:
         raise ConfigError(f'a GPU has one worker, and this node has {len(workers)}: leave one, or set device = "cpu"')
+    if parts:
+        _check_encryption(machine)
     return _plan(
         config,
         machine,
@@ -229,7 +240,16 @@ def resolve_node(
         connector=_connector_between_hosts(config.transfer, address, machine),
         cores=_core_settings(config, choice),
         choice=choice,
+        parts=parts,
     )
+
+
+def _check_encryption(machine: MachineFacts) -> None:
+    if not machine.can_encrypt_pages:
+        raise ConfigError(
+            "a worker on several machines encrypts what they exchange, which needs the package cryptography, and a "
+            "recent one: pip install 'penstock[encryption]' on all of them"
+        )
 
 
 def _core_settings(config: ServeConfig, choice: DeviceChoice) -> CoreSettings:
@@ -288,6 +308,14 @@ def worker_nodes(config: WorkerServeConfig) -> NodePlace:
     if kv_store_flags(config):
         raise ConfigError(f"{kv_store_flags(config)[0]}: KV pages of a worker on several machines are not stored yet")
     return nodes
+
+
+def worker_parts(config: WorkerServeConfig, worker: WorkerId) -> WorkerParts:
+    """What this machine has of the worker, if it is on several.  Raises ConfigError."""
+    place = worker_nodes(config)
+    if place.nodes == 1:
+        return NO_PARTS
+    return {worker: WorkerPart(mesh=worker_mesh(config, config.role) or Mesh(), place=place)}
 
 
 def worker_mesh(config: EngineSettings, role: Role) -> Mesh | None:
@@ -357,7 +385,7 @@ def _plan(
     choice: DeviceChoice,
     prefill: PrefillDevice | None = None,
     host_copies: bool = False,
-    nodes: NodePlace = NodePlace(),  # noqa: B008 - immutable
+    parts: WorkerParts = NO_PARTS,
 ) -> ServePlan:
     """``prefill``: where prompts are computed, if elsewhere.  ``host_copies``: pages have copies on the host."""
     dtype = model.auto_dtype if config.dtype == "auto" else config.dtype
@@ -370,11 +398,12 @@ def _plan(
     kv = _kv_capacity(config, memory, size)
     kv = replace(kv, pages=limit_to_host_copies(machine, size, kv.pages, kv.max_model_len)) if host_copies else kv
     prefill_plan = None if prefill is None else plan_prefill(prefill, memory, size, kv.pages, kv.max_model_len)
+    kv_bytes = kv.pages * size.page_bytes
     alone = assign_fleet_cores(roles, machine.physical_cores, machine.cores, cores, prefill)
     meshes, mesh_note = _meshes(
-        config, machine, model, roles, alone, memory=memory, kv_bytes=kv.pages * size.page_bytes, on_cpu=prefill is None
+        config, machine, model, roles, alone, parts=parts, memory=memory, kv_bytes=kv_bytes, on_cpu=prefill is None
     )
-    ranks, assigned = {own: len(mesh.node_ranks(nodes)) for own, mesh in meshes.items() if mesh.ranks > 1}, alone
+    ranks, assigned = _ranks_here(meshes, parts), alone
     if ranks:
         _check_ranks_possible(choice, prefill)
         cores = replace(cores, ranks=ranks, lend=False)
@@ -387,7 +416,7 @@ def _plan(
     ignored = _ignored_settings(config, model, copies=copies)
     notes = [choice.note, prefill.choice.note if prefill else "", kv.note, mesh_note, *ignored]
     return ServePlan(
-        workers=tuple(_workers(roles, assigned, meshes, nodes)),
+        workers=tuple(_workers(roles, assigned, meshes, parts)),
         connector=connector,
         device=choice.device,
         family=family,
@@ -396,12 +425,18 @@ def _plan(
         kv_dtype=kv_dtype,
         activation_dtype=resolve_activation_dtype(config.activation_dtype, family, choice.device, note=choice.note),
         page_bytes=size.page_bytes,
-        decoded_weights=decoded_weights_budget(config, memory, kv.pages * size.page_bytes) if copies else None,
+        decoded_weights=decoded_weights_budget(config, memory, kv_bytes) if copies else None,
         scheduler=scheduler,
         numa_nodes=assigned.numa_nodes,
         notes=tuple(filter(None, (*notes, *assigned.notes))),
         warnings=assigned.warnings,
     )
+
+
+def _ranks_here(meshes: Mapping[WorkerId, Mesh], parts: WorkerParts) -> dict[WorkerId, int]:
+    """How many ranks each worker has on this machine, of those that have several in all."""
+    divided = {worker: mesh for worker, mesh in meshes.items() if mesh.ranks > 1}
+    return {worker: len(mesh.node_ranks(_place(worker, parts))) for worker, mesh in divided.items()}
 
 
 def _memory_budget(
@@ -434,6 +469,7 @@ def _meshes(
     roles: WorkerRoles,
     alone: CoreAssignment,
     *,
+    parts: WorkerParts,
     memory: KvMemoryBudget,
     kv_bytes: int,
     on_cpu: bool,
@@ -442,7 +478,7 @@ def _meshes(
 
     ``alone``: their cores as single processes.  ``kv_bytes``: of the pages of each.
     """
-    asked = {worker: worker_mesh(config, role) for worker, role in roles}
+    asked = {worker: parts[worker].mesh if worker in parts else worker_mesh(config, role) for worker, role in roles}
     free = tuple((worker, role) for worker, role in roles if asked[worker] is None)
     meshes = {worker: mesh for worker, mesh in asked.items() if mesh is not None}
     if not free:
@@ -592,7 +628,7 @@ def _family(config: EngineSettings, machine: MachineFacts, device: str) -> str:
 
 
 def _workers(
-    roles: WorkerRoles, assigned: CoreAssignment, meshes: Mapping[WorkerId, Mesh], nodes: NodePlace
+    roles: WorkerRoles, assigned: CoreAssignment, meshes: Mapping[WorkerId, Mesh], parts: WorkerParts
 ) -> Iterator[WorkerPlan]:
     for (name, role), share in zip(roles, assigned.shares, strict=True):
         yield WorkerPlan(
@@ -605,9 +641,13 @@ def _workers(
             lent_cores=share.lent_cores,
             loans=share.loans,
             mesh=meshes[name],
-            nodes=nodes,
+            nodes=_place(name, parts),
             ranks=share.ranks,
         )
+
+
+def _place(worker: WorkerId, parts: WorkerParts) -> NodePlace:
+    return parts[worker].place if worker in parts else NodePlace()
 
 
 def _kv_capacity(config: EngineSettings, memory: KvMemoryBudget, size: KvPageSize) -> KvCapacity:

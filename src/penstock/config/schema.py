@@ -219,6 +219,8 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     turns: TurnLimits = TurnLimits()
     join: tuple[str, ...] = ()  # mailboxes of workers on other hosts
     members: str | None = None  # where to learn of such mailboxes, as KIND:...
+    fleet_file: str | None = None  # of the node that this is on, whose other nodes' workers are followed
+    node: str = ""  # the name of that node
     membership: MembershipConfig = MembershipConfig()
     allow_mixed_numerics: bool = False  # a request may continue in another numerics class
     allow_model_upgrade: bool = False  # workers of another model than that of the first ones are used

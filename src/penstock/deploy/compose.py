@@ -83,9 +83,11 @@ def _service(
 ) -> dict[str, Any]:
     config = checked_node(fleet, node, file)
     scheme = "https" if config.tls_cert else "http"
-    targets = [f"tcp://127.0.0.1:{port}" for _, _, port in node.members()]
+    # A part of a worker is ready when the worker is, which is asked where the others reach it.
+    targets = [f"tcp://127.0.0.1:{worker.port}" for worker in fleet.members(node)]
+    targets += [f"tcp://{worker.leader.name}:{worker.port}" for worker in fleet.parts(node)]
+    keys = ["--keys", KEYS_PATH, "--node", node.name] if targets else []
     targets += [f"{scheme}://127.0.0.1:{HTTP_PORT}"] if node.gateways else []
-    keys = ["--keys", KEYS_PATH, "--node", node.name] if node.workers else []
     service: dict[str, Any] = {
         "image": image,
         "command": ["node", FLEET_PATH, "--name", node.name],

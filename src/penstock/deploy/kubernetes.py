@@ -53,7 +53,7 @@ def kubernetes_documents(
     found = [_settings(pods, [gateways, *workers]), *_services(pods, gateways)]
     found += [_deployment(pods, gateways), _disruption_budget(pods, gateways)]
     for workload in workers:
-        make = _leader_worker_set if pods.machines(workload) > 1 else _deployment
+        make = _leader_worker_set if workload.hosts > 1 else _deployment
         found += [make(pods, workload), _disruption_budget(pods, workload)]
     found += [*_scalers(pods, gateways, workers), *_network_policies(pods), *_routes(pods, gateways)]
     if namespace is not None:
@@ -134,7 +134,7 @@ def _leader_worker_set(pods: PodFactory, workload: Workload) -> Document:
             "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 1 if workload.count == 1 else 0},
         },
         "leaderWorkerTemplate": {
-            "size": pods.machines(workload),
+            "size": workload.hosts,
             "restartPolicy": "RecreateGroupOnPodRestart",
             "leaderTemplate": pods.template(workload),
             "workerTemplate": pods.template(workload, machine=1),
@@ -178,7 +178,7 @@ def _scalers(pods: PodFactory, gateways: Workload, workers: list[Workload]) -> I
         for kind, wanted in pods.options.autoscale.items():
             if kind != workload.component:
                 continue
-            many = pods.machines(workload) > 1
+            many = workload.hosts > 1
             target: Document = {
                 "apiVersion": LWS if many else "apps/v1",
                 "kind": "LeaderWorkerSet" if many else "Deployment",

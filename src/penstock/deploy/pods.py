@@ -104,13 +104,8 @@ class PodFactory:
         settings: dict[str, Any] = {key: KEY_PLACES.get(key, value) for key, value in workload.settings.items()}
         cores = self.resources(workload).cpu
         if workload.group is not None and "threads" not in settings and cores.isdigit():
-            settings["threads"] = max(1, int(cores) // (workload.mesh.ranks // self.machines(workload)))
+            settings["threads"] = max(1, int(cores) // math.ceil(workload.mesh.ranks / workload.hosts))
         return replace(workload, settings=settings)
-
-    @staticmethod
-    def machines(workload: Workload) -> int:
-        """The number of pods of one worker: one for each stage of its model."""
-        return workload.mesh.pipeline
 
     def resources(self, workload: Workload) -> PodResources:
         """What a pod of it reserves."""
@@ -204,10 +199,10 @@ class PodFactory:
         words = ["worker", *model, *config, "--role", workload.component, *keys]
         if workload.mesh.ranks > 1:
             words += ["--parallel", workload.mesh.name]
-        if self.machines(workload) > 1:
+        if workload.hosts > 1:
             # Other pods reach ranks of the first one at the address that it listens at, so 0.0.0.0 would not do.
             host = "$(POD_IP)" if machine == 0 else "$(LWS_LEADER_ADDRESS)"
-            words += ["--nnodes", str(self.machines(workload)), "--master-addr", f"tcp://{host}:{MASTER_PORT}"]
+            words += ["--nnodes", str(workload.hosts), "--master-addr", f"tcp://{host}:{MASTER_PORT}"]
             words += ["--node-rank", "0" if machine == 0 else "$(LWS_WORKER_INDEX)"]
         if machine == 0:
             words += [
@@ -327,7 +322,7 @@ def _ports(workload: Workload, machine: int) -> list[Document]:
     ports = {"http": HTTP_PORT} if workload.group is None else {"worker": WORKER_PORT, "pages": PAGES_PORT}
     if machine:
         ports = {}
-    elif workload.mesh.pipeline > 1:
+    elif workload.hosts > 1:
         ports["master"] = MASTER_PORT
     return [{"name": name, "containerPort": port} for name, port in ports.items()]
 

@@ -15,7 +15,7 @@ from typing import Any
 import tomli_w
 from msgspec import structs
 
-from penstock.config.fleet_file import FleetFile, FleetNode, WorkerGroup
+from penstock.config.fleet_file import FleetFile, FleetNode, MultiNodeGroup, WorkerGroup
 from penstock.config.load import HERE_ONLY, load_node
 from penstock.config.mesh import Mesh
 from penstock.config.schema import ServeConfig, WorkerServeConfig
@@ -52,6 +52,11 @@ class Workload:
     def mesh(self) -> Mesh:
         """How ranks divide the model."""
         return self.group.mesh if self.group is not None else Mesh()
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts one worker is on: those that its group names, or one for each stage."""
+        return len(self.group.nodes) if isinstance(self.group, MultiNodeGroup) else self.mesh.pipeline
 
     @property
     def config_toml(self) -> str:
@@ -143,15 +148,31 @@ def _of_workers(settings: Settings) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key in _WORKER - _PLACED}
 
 
+def _worker_kinds(fleet: FleetFile) -> Iterator[tuple[WorkerGroup, Settings]]:
+    """Each entry of the file, with its settings."""
+    settings: dict[str, Settings] = {node.name: _of_workers(_settings(fleet, node)) for node in fleet.nodes}
+    for node in fleet.nodes:
+        if settings[node.name].get("transfer") == "shm":
+            raise ConfigError(f'fleet {fleet.name}: transfer = "shm" moves pages within one host; leave it out')
+        yield from ((group, settings[node.name]) for group in node.workers)
+    for group in fleet.groups:
+        first = settings[group.nodes[0]]
+        for name in group.nodes[1:]:
+            if settings[name] != first:
+                keys = [key for key in sorted({*settings[name], *first}) if settings[name].get(key) != first.get(key)]
+                raise ConfigError(
+                    f"fleet {fleet.name}: nodes {group.nodes[0]} and {name} have a group together and differ in "
+                    f"{', '.join(keys)}; pods of one worker have the same settings: write them into [settings]"
+                )
+        yield group, first
+
+
 def _workers(fleet: FleetFile, fleet_name: str) -> Iterator[Workload]:
     kinds: dict[str, list[tuple[WorkerGroup, int, Settings]]] = {}
-    for node in fleet.nodes:
-        settings: Settings = _of_workers(_settings(fleet, node))
-        if settings.get("transfer") == "shm":
-            raise ConfigError(f'fleet {fleet.name}: transfer = "shm" moves pages within one host; leave it out')
-        for group in node.workers:
-            key = json.dumps([group.role.value, group.mesh.name, settings], sort_keys=True, default=str)
-            kinds.setdefault(key, []).append((group, group.count, settings))
+    for group, settings in _worker_kinds(fleet):
+        hosts = len(group.nodes) if isinstance(group, MultiNodeGroup) else 0
+        key = json.dumps([group.role.value, group.mesh.name, hosts, settings], sort_keys=True, default=str)
+        kinds.setdefault(key, []).append((group, group.count, settings))
     taken: set[str] = set()
     several = [group[0][0].role for group in kinds.values()]
     for same in kinds.values():

@@ -20,7 +20,7 @@ import resource
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -36,14 +36,14 @@ from penstock.api.audit_log import check_audit_log
 from penstock.api.response_store import create_response_store
 from penstock.clock import MonotonicClock
 from penstock.config.api_keys import check_key_file, load_keys
-from penstock.config.base import host_and_port
+from penstock.config.base import check_endpoint, host_and_port
 from penstock.config.device import excludes_gpu
 from penstock.config.facts import ExtraWeights, GpuReport, MachineFacts, ModelFacts
 from penstock.config.limits import TraceConfig
 from penstock.config.load import lora_folders, weights_cache_folder
-from penstock.config.mesh import Mesh, NodePlace
+from penstock.config.mesh import WorkerPart
 from penstock.config.node_registry import NodeRight
-from penstock.config.resolve import ServePlan, context_length, resolve, resolve_worker, worker_mesh, worker_nodes
+from penstock.config.resolve import ServePlan, context_length, resolve, resolve_worker, worker_nodes, worker_parts
 from penstock.config.schema import (
     BACKLOG,
     EngineSettings,
@@ -75,6 +75,7 @@ from penstock.launch.processes import (
     incarnations_of_a_run,
     kv_layout,
 )
+from penstock.launch.rendezvous import MasterAddress
 from penstock.launch.restart_policy import GATEWAY
 from penstock.launch.run_folder import RunFolder, ServiceRecord
 from penstock.launch.shared_rates import SharedRequestCounts, SharedTokenBuckets
@@ -95,7 +96,6 @@ from penstock.weights.lora import LoraFileLimits, lora_targets, named_adapter, r
 from penstock.weights.manifest import ManifestStore
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.node_keys import HostKeys, NodeKeys, load_host_keys
-from penstock.wire.zeromq import check_endpoint
 
 GATEWAY_MODULES = (
     "uvicorn.lifespan.on",  # uvicorn imports it by name when it starts
@@ -205,7 +205,8 @@ def serve_worker(config: WorkerServeConfig) -> int:
     worker = WorkerId(_worker_name(config, keys))
     model = model_source(config, located, spec)
     nodes = worker_nodes(config)
-    facts = model_facts(located.name, _node_spec(spec, config, nodes), extra_weights(config, model.draft))
+    parts = worker_parts(config, worker)
+    facts = model_facts(located.name, spec_here(spec, parts.values(), 1), extra_weights(config, model.draft))
     plan = resolve_worker(config, worker, this_machine(config), facts)
     if nodes.node == 0:
         check_free(config.listen, "--listen")
@@ -213,7 +214,8 @@ def serve_worker(config: WorkerServeConfig) -> int:
             check_free(config.master_addr, "--master-addr")
     with ExitStack() as stack:
         slots = heartbeat_slots((worker,))
-        mailboxes = WorkerEndpoints(keys, lambda worker, incarnation: config.listen)
+        masters = {} if config.master_addr is None else {worker: MasterAddress.of(config.master_addr)}
+        mailboxes = WorkerEndpoints(keys, lambda worker, incarnation: config.listen, masters=masters)
         workers = WorkerProcesses(config, plan, model, mailboxes, slots)
         stack.callback(workers.close)
         jobs, run = HostProcesses(None, workers), incarnations_of_a_run()
@@ -540,15 +542,19 @@ def model_facts(name: str, spec: ModelSpec, extra_weights: tuple[ExtraWeights, .
     )
 
 
-def _node_spec(spec: ModelSpec, config: WorkerServeConfig, nodes: NodePlace) -> ModelSpec:
-    """The model as far as one machine has it: what its memory must hold.  Raises ConfigError."""
-    if nodes.nodes == 1:
+def spec_here(spec: ModelSpec, parts: Collection[WorkerPart], workers: int) -> ModelSpec:
+    """The model as far as this machine has it, if all its ``workers`` are on several: what its memory must hold.
+
+    Their weights are in memory once, and none has larger KV pages than these.  Raises ConfigError.
+    """
+    if len(parts) < workers or not parts:
         return spec
-    mesh = worker_mesh(config, config.role) or Mesh()
-    check_supported(spec, mesh)
-    layers = len(node_layers(spec, mesh, nodes))
-    parameters = spec.parameters * layers // spec.layers
-    return structs.replace(spec, kv=node_kv(spec, mesh, nodes), parameters=parameters)
+    for part in parts:
+        check_supported(spec, part.mesh)
+    layers = [node_layers(spec, part.mesh, part.place) for part in parts]
+    _, most = max(zip(layers, parts, strict=True), key=lambda each: len(each[0]))
+    parameters = spec.parameters * len({layer for its in layers for layer in its}) // spec.layers
+    return structs.replace(spec, kv=node_kv(spec, most.mesh, most.place), parameters=parameters)
 
 
 def _pooling(pooler: PoolerConfig) -> PoolingConfig:

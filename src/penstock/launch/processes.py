@@ -22,7 +22,6 @@ from msgspec import structs
 
 from penstock.api.audit import PeerAudit
 from penstock.api.audit_log import check_audit_log
-from penstock.config.base import host_and_port
 from penstock.config.limits import RequestLimits
 from penstock.config.mesh import Mesh, NodePlace
 from penstock.config.mixed_numerics import PrefillPlan, fleet_numerics
@@ -55,7 +54,7 @@ from penstock.launch.heartbeat import CoreLendingTable, HeartbeatSlot
 from penstock.launch.machine import interleave_memory
 from penstock.launch.numerics_probe import NumericsProbe, handed_over_layout
 from penstock.launch.rank_process import RankEvents, RankGroup, RankIdentity, RankResources, run_follower, share_bytes
-from penstock.launch.rendezvous import WorkerNodes
+from penstock.launch.rendezvous import MasterAddress, WorkerNodes
 from penstock.launch.restart_policy import GATEWAY
 from penstock.launch.shared_metrics import SharedMetrics
 from penstock.launch.shared_rates import SharedRequestCounts, SharedTokenBuckets
@@ -88,6 +87,7 @@ class WorkerEndpoints:
     endpoint: Callable[[WorkerId, int], str]  # worker, incarnation
     reached_at: Mapping[WorkerId, str] = field(default_factory=dict)  # by others, if not at ``endpoint``
     pages_ports: Mapping[WorkerId, int] = field(default_factory=dict)  # where pages are fetched, if not as planned
+    masters: Mapping[WorkerId, MasterAddress] = field(default_factory=dict)  # of workers on several machines
 
 
 def incarnations_of_a_run() -> int:
@@ -156,10 +156,14 @@ class WorkerProcesses:
         self._store = resolve_kv_store(config, plan.device, generates=self._spec.pooler is None)
         store.check_store_config(self._store)
         self._mixed: tuple[str, str] | None = None  # numerics classes of prefill and decode
-        holders = [own.worker for own in plan.workers if own.role is not Role.ENCODE and not plan.pages_on_device(own)]
+        holders = [own.worker for own in plan.workers if own.role is not Role.ENCODE and not self._alone(own)]
         self._share = store.SharedStoreMemory(self._store, [(worker, self._kv[worker].pages) for worker in holders])
         self._cores = CoreLendingTable({worker.worker: worker.lent_cores for worker in plan.workers})
         self._loaded: dict[tuple[ModelDivision, int], _Loaded] = {}  # by rank of each division
+
+    def _alone(self, place: WorkerPlan) -> bool:
+        """Whether the worker's pages are not in host memory, or are those of a part of the model."""
+        return self._plan.pages_on_device(place) or place.nodes.nodes > 1
 
     def _check_meshes(self) -> None:
         lora = bool(self._model.loras) or (isinstance(self._config, ServeConfig) and self._config.allow_lora_updating)
@@ -215,7 +219,7 @@ class WorkerProcesses:
         supervise = self._config.supervise
         group = self._group(place)
         own = place.cores_of(group.first) if group is not None else place
-        alone = self._plan.pages_on_device(place) or place.nodes.nodes > 1
+        alone = self._alone(place)
         config = WorkerConfig(
             worker=worker,
             incarnation=incarnation,
@@ -258,10 +262,9 @@ class WorkerProcesses:
         """The ranks of a new incarnation of a worker.  Raises ConfigError."""
         if not place.ranks:
             return None
-        nodes, config = None, self._config
-        if isinstance(config, WorkerServeConfig) and config.master_addr is not None:
-            master = host_and_port(config.master_addr)
-            nodes = WorkerNodes(place.mesh, place.nodes, master, self._mailboxes.keys)
+        nodes = None
+        if place.nodes.nodes > 1:
+            nodes = WorkerNodes(place.mesh, place.nodes, self._mailboxes.masters[place.worker], self._mailboxes.keys)
         return RankGroup(place.mesh, crowded=place.crowded, nodes=nodes)
 
     def _hands_over(self, place: WorkerPlan) -> bool:
@@ -301,7 +304,12 @@ class WorkerProcesses:
             vocab=self._spec.vocab,
             drafts=loaded.drafts,
             kv=self._kv[config.worker],
-            peers={worker: file for worker, file in self._kv.items() if worker != config.worker},
+            peers={
+                worker: file
+                for worker, file in self._kv.items()
+                if worker != config.worker and self._places[worker].nodes.nodes == 1
+            },
+            neighbors=self._mailboxes.reached_at,
             store=self._share,
             keys=self._mailboxes.keys,
             audit=PeerAudit(self._audit_log, config.worker, self._config.audit),

@@ -188,8 +188,9 @@ def _listening(nodes: WorkerNodes) -> dict[int, socket.socket]:
     sockets: dict[int, socket.socket] = {}
     for rank in nodes.ranks:
         if nodes.listens(rank):
-            host, port = nodes.master if nodes.place.node == 0 else (ANY_HOST, 0)
-            sockets[rank] = listen_for_ranks(host, port if rank == nodes.mesh.leader else 0)
+            host = nodes.master.listen if nodes.place.node == 0 else ANY_HOST
+            is_master = nodes.place.node == 0 and rank == nodes.mesh.leader
+            sockets[rank] = listen_for_ranks(host, nodes.master.port if is_master else 0)
     return sockets
 
 

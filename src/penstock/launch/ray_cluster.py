@@ -6,15 +6,18 @@ actor's state; the version of Ray is pinned.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,12 +25,9 @@ import msgspec
 from penstock.config.base import host_and_port
 from penstock.config.fleet_file import FleetNode
 from penstock.errors import ConfigError, PenstockError
-from penstock.launch.ray_node import FleetNodeActor, NodeOrder, NodeReport
+from penstock.launch.ray_node import PIN, FleetNodeActor, NodeOrder, NodeReport
 
 NAMESPACE = "penstock"
-PIN = 0.001
-"""Of the resource ``node:ADDRESS``, which each Ray node has, 1 of it, and keeps when it comes back."""
-
 CONNECT_S = 5.0
 """For the cluster's port to answer."""
 INIT_S = 30.0
@@ -65,7 +65,7 @@ def check_ray_installed(what: str) -> None:
         raise ConfigError(f"{what} needs Ray: pip install 'penstock[ray]'")
 
 
-@contextmanager
+@contextlib.contextmanager
 def connected(address: str | None) -> Iterator[RayCluster]:
     """The cluster at ``address`` (HOST:PORT); None: that of RAY_ADDRESS, or the one that runs on this host.
 
@@ -136,6 +136,12 @@ def within(limit_s: float, call: Callable[[], _Result], problem: str) -> _Result
 class RayCluster:
     """The cluster that this process is connected to."""
 
+    def keeps_its_state(self) -> bool | None:
+        """Whether a GCS that is started anew knows this cluster; None: that cannot be seen from this host."""
+        import ray
+
+        return keeps_its_state(ray.get_runtime_context().gcs_address, command_lines())
+
     def nodes(self) -> list[RayNode]:
         """Return those that live."""
         import ray
@@ -180,27 +186,75 @@ class RayCluster:
         )
         return {actor.node: _answer(asked.get(actor.node)) for actor in actors}
 
-    def create(self, order: NodeOrder, node: FleetNode) -> None:
-        """Make a node's actor; returns before it is placed.  Raises PenstockError if there is one already."""
+    def wait_for_change(self, seen: Sequence[tuple[NodeActor, str]], timeout_s: float) -> None:
+        """Until a node has another state than was seen of it, at most so long.  Actors that Ray has not placed yet tell
+        when it has."""
         import ray
 
-        resources = dict(node.ray.resources)
-        cpus, gpus = resources.pop("CPU", 0), resources.pop("GPU", 0)
-        made = ray.remote(FleetNodeActor).options(
-            name=actor_name(order.fleet, order.node),
-            namespace=NAMESPACE,
-            lifetime="detached",
-            max_restarts=-1,
-            max_concurrency=CALLS_AT_ONCE,
-            num_cpus=cpus,
-            num_gpus=gpus,
-            resources={f"node:{self.address_of(node)}": PIN, **resources},
+        if not seen:
+            time.sleep(timeout_s)
+            return
+        asked = [actor.handle.watch.remote(state, timeout_s) for actor, state in seen]
+        within(
+            timeout_s + REPORT_S,
+            lambda: ray.wait(asked, num_returns=1, timeout=timeout_s, fetch_local=False),
+            "Ray does not answer",
         )
-        raw = msgspec.json.encode(order)
-        try:
-            within(INIT_S, lambda: made.remote(raw), f"Ray does not take the actor of node {node.name}")
-        except ValueError as error:
-            raise PenstockError(f"node {node.name}: {str(error).partition(chr(10))[0]}") from None
+
+    def create(self, orders: Sequence[tuple[NodeOrder, FleetNode]]) -> None:
+        """Make the actors of nodes; returns before they are placed.  Several, which have workers together, are placed
+        in one placement group: all of them, once there is room for all.
+
+        Raises PenstockError if one of them is there already.
+        """
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        reserved = [{f"node:{self.address_of(node)}": PIN, **node.ray.resources} for _, node in orders]
+        group = self._placement_group([order for order, _ in orders], reserved) if len(orders) > 1 else None
+        for number, ((order, node), resources) in enumerate(zip(orders, reserved, strict=True)):
+            place = None if group is None else PlacementGroupSchedulingStrategy(group, number)
+            made = ray.remote(FleetNodeActor).options(
+                name=actor_name(order.fleet, order.node),
+                namespace=NAMESPACE,
+                lifetime="detached",
+                max_restarts=-1,
+                max_concurrency=CALLS_AT_ONCE,
+                num_cpus=resources.pop("CPU", 0),
+                num_gpus=resources.pop("GPU", 0),
+                resources=resources,
+                scheduling_strategy=place,
+            )
+            raw = msgspec.json.encode(order)
+            try:
+                within(INIT_S, partial(made.remote, raw), f"Ray does not take the actor of node {node.name}")
+            except ValueError as error:
+                raise PenstockError(f"node {node.name}: {str(error).partition(chr(10))[0]}") from None
+
+    @staticmethod
+    def _placement_group(orders: Sequence[NodeOrder], reserved: Sequence[Mapping[str, float]]) -> Any:
+        """A bundle for each node.  Ray does not divide a bundle, so the ranks of a stage are on one host (STRICT_PACK);
+        the nodes' addresses say which.  Several nodes may share a host, so it is not STRICT_SPREAD."""
+        from ray.util.placement_group import placement_group
+
+        name = f"{actor_name(orders[0].fleet, '+'.join(order.node for order in orders))}/{secrets.token_hex(4)}"
+        bundles = [dict(resources) for resources in reserved]
+        return within(
+            INIT_S,
+            lambda: placement_group(bundles, strategy="SPREAD", name=name, lifetime="detached"),
+            f"Ray does not take the placement group {name}",
+        )
+
+    def update(self, actors: Sequence[NodeActor], text: str) -> None:
+        """Give actors another text of the fleet file."""
+        import ray
+
+        asked = [actor.handle.update.remote(text) for actor in actors]
+        within(
+            2 * REPORT_S,
+            lambda: ray.wait(asked, num_returns=len(asked), timeout=REPORT_S) if asked else None,
+            "Ray does not answer",
+        )
 
     def drain(self, actor: NodeActor) -> Any:
         """Begin to drain a node; ``wait_drained`` takes what this returns."""
@@ -223,11 +277,26 @@ class RayCluster:
             return True
 
         within(REPORT_S, kill, "Ray does not end actors")
+        self._remove_placement_groups(fleet, {actor.node for actor in actors})
         until = time.monotonic() + REMOVE_S
         while left := sorted(self.actors(fleet).keys() & {actor.node for actor in actors}):
             if time.monotonic() > until:
                 raise PenstockError(f"Ray still has the actors of {', '.join(left)} after {REMOVE_S:g} s")
             time.sleep(0.05)
+
+    @staticmethod
+    def _remove_placement_groups(fleet: str, nodes: Set[str]) -> None:
+        """Remove those that these nodes were in."""
+        from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
+
+        def remove() -> None:
+            for row in placement_group_table().values():
+                together = node_of_actor(fleet, row["name"].rpartition("/")[0])
+                if together is not None and row["state"] != "REMOVED" and nodes & set(together.split("+")):
+                    with contextlib.suppress(ValueError):  # it has just gone
+                        remove_placement_group(get_placement_group(row["name"]))
+
+        within(REPORT_S, remove, "Ray does not remove placement groups")
 
     def address_of(self, node: FleetNode) -> str:
         """The address of the Ray node that a node of the fleet belongs to; the first of its host's if none is there."""
@@ -238,6 +307,25 @@ class RayCluster:
             return wanted
         there = {ray_node.address for ray_node in self.nodes()}
         return next((address for address in found if address in there), next(iter(found), wanted))
+
+
+def keeps_its_state(gcs_address: str, commands: Iterable[Sequence[str]]) -> bool | None:
+    """Whether Ray's GCS at this address keeps its state in Redis; None: it is not among the ``commands``, which are the
+    command lines of this host's processes."""
+    host, _, port = gcs_address.rpartition(":")
+    its = {f"--node-ip-address={host.strip('[]')}", f"--gcs_server_port={port}"}
+    for words in commands:
+        if words and words[0].endswith("gcs_server") and its <= set(words):
+            return any(word.startswith("--redis_address=") for word in words)
+    return None
+
+
+def command_lines() -> Iterator[Sequence[str]]:
+    """The words of each process of this host that may be read."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                yield (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
 
 
 def actor_name(fleet: str, node: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.config.fleet_file import FleetFile, FleetNode
@@ -11,10 +11,15 @@ from penstock.config.limits import SuperviseConfig
 from penstock.config.load import load_node
 from penstock.errors import ConfigError, PenstockError
 from penstock.launch.ray_cluster import NodeActor, RayCluster, describe
-from penstock.launch.ray_node import NodeOrder, NodeReport, node_digest
+from penstock.launch.ray_node import NodeOrder, NodeReport, node_digest, text_hash
 
-LOOK_S = 0.1
-"""Between two looks at nodes that are waited for."""
+NOT_KEPT = (
+    "warning: Ray's GCS keeps its state in memory alone, so if it ends, all hosts have to be started again; with "
+    "RAY_REDIS_ADDRESS on the head they go on (docs/fleet.md)"
+)
+
+LOOK_S = 1.0
+"""Between two looks at nodes that are waited for, if they tell of no change meanwhile."""
 
 Say = Callable[[str], None]
 """Called with each line of progress."""
@@ -45,10 +50,12 @@ def check_for_ray(fleet: FleetFile, file: str) -> None:
         load_node(fleet, node, file)
 
 
-def fleet_status(cluster: RayCluster, fleet: FleetFile) -> list[NodeStatus]:
-    """All nodes of the file in its order, then those that only the cluster has."""
+def fleet_status(
+    cluster: RayCluster, fleet: FleetFile, actors: Mapping[str, NodeActor] | None = None
+) -> list[NodeStatus]:
+    """All nodes of the file in its order, then those that only the cluster has.  ``actors``: if they are known."""
     addresses = {node.id: node.address for node in cluster.nodes()}
-    actors = cluster.actors(fleet.name)
+    actors = cluster.actors(fleet.name) if actors is None else actors
     reports = cluster.reports(list(actors.values()))
     listed = [node.name for node in fleet.nodes]
     rows = []
@@ -75,27 +82,34 @@ class FleetRollout:
         ``timeout_s``: for all nodes to be ready; None: they are not waited for.  New nodes start together; of changed
         ones the next is restarted when the one before it is ready, so that the others go on.  Raises PenstockError.
         """
+        if self._cluster.keeps_its_state() is False:
+            self._say(NOT_KEPT)
         actors = self._cluster.actors(self._fleet.name)
         until = None if timeout_s is None else time.monotonic() + timeout_s
         reports = self._cluster.reports(list(actors.values()))
-        digests = {node.name: node_digest(self._fleet, node) for node in self._fleet.nodes}
-        for node in self._fleet.nodes:
-            if node.name not in actors:
-                self._say(f"{node.name}: new")
-                self._create(node, digests[node.name])
-        for node in self._fleet.nodes:
-            actor, digest = actors.get(node.name), digests[node.name]
-            if actor is None:
+        joined = (self._fleet.joined_nodes(node) for node in self._fleet.nodes)
+        together = list({nodes[0].name: nodes for nodes in joined}.values())
+        for nodes in together:
+            if not any(node.name in actors for node in nodes):
+                for node in nodes:
+                    self._say(f"{node.name}: new")
+                self._create(nodes)
+        for nodes in together:
+            there = [actors[node.name] for node in nodes if node.name in actors]
+            if not there:
                 continue
-            report = reports[node.name]
-            if report is not None and report.digest == digest:
-                self._say(f"{node.name}: as it was")
+            if self._as_it_was(nodes, reports):
+                for node in nodes:
+                    self._say(f"{node.name}: as it was")
                 continue
-            self._say(f"{node.name}: changed, drains" if report is not None else f"{node.name}: made anew")
-            self._remove([actor])
-            self._create(node, digest)
+            for actor in there:
+                known = reports[actor.node] is not None
+                self._say(f"{actor.node}: changed, drains" if known else f"{actor.node}: made anew")
+            self._remove(there)
+            self._create(nodes)
             if until is not None:
-                self._wait_ready([node.name], until)
+                self._wait_ready([node.name for node in nodes], until)
+        self._update(actors, reports)
         listed = {node.name for node in self._fleet.nodes}
         gone = [actor for name, actor in sorted(actors.items()) if name not in listed]
         for actor in gone:
@@ -112,22 +126,55 @@ class FleetRollout:
         self._remove(actors)
         return len(actors)
 
-    def _create(self, node: FleetNode, digest: str) -> None:
-        order = NodeOrder(fleet=self._fleet.name, node=node.name, text=self._text, digest=digest)
-        self._cluster.create(order, node)
+    def _as_it_was(self, nodes: Sequence[FleetNode], reports: Mapping[str, NodeReport | None]) -> bool:
+        """Whether nothing has changed that these nodes must be restarted for."""
+        found = {node.name: reports.get(node.name) for node in nodes}
+        return all(
+            report is not None and report.digest == node_digest(self._fleet, self._fleet.node(name))
+            for name, report in found.items()
+        )
+
+    def _create(self, nodes: Sequence[FleetNode]) -> None:
+        """Nodes that have workers together, or a single one."""
+        orders = [
+            NodeOrder(fleet=self._fleet.name, node=node.name, text=self._text, digest=node_digest(self._fleet, node))
+            for node in nodes
+        ]
+        self._cluster.create(list(zip(orders, nodes, strict=True)))
+
+    def _update(self, actors: Mapping[str, NodeActor], reports: Mapping[str, NodeReport | None]) -> None:
+        """Let nodes that go on follow the new file: their gateways use the workers that other nodes have now."""
+        stale = [
+            node.name
+            for node in self._fleet.nodes
+            if (report := reports.get(node.name)) is not None
+            and report.digest == node_digest(self._fleet, node)
+            and report.text != text_hash(self._text)
+        ]
+        self._cluster.update([actors[name] for name in stale], self._text)
 
     def _remove(self, actors: Sequence[NodeActor]) -> None:
-        """Drain them together, then end their actors."""
-        if not actors:
-            return
+        """Drain them, then end their actors.  Nodes where gateways reach workers over several nodes go first: there
+        alone can requests of those end in order."""
+        first = [actor for actor in actors if not self._only_follows(actor.node)]
+        for wave in (first, [actor for actor in actors if actor not in first]):
+            self._drain(wave)
+        if actors:
+            self._cluster.remove(actors, self._fleet.name)
+
+    def _only_follows(self, name: str) -> bool:
+        groups = [group for group in self._fleet.groups if name in group.nodes]
+        return bool(groups) and all(group.nodes[0] != name for group in groups)
+
+    def _drain(self, actors: Sequence[NodeActor]) -> None:
+        """Together."""
         limits = SuperviseConfig()
-        most_s = max([self._drain_s(actor.node, limits) for actor in actors])
+        most_s = max([self._drain_s(actor.node, limits) for actor in actors], default=0.0)
         draining = [(actor, self._cluster.drain(actor)) for actor in actors if actor.state == "ALIVE"]
         until = time.monotonic() + most_s
         for actor, answer in draining:
             well = self._cluster.wait_drained(answer, max(0.0, until - time.monotonic()))
             self._say(f"{actor.node}: {'has ended' if well else f'did not end within {most_s:g} s, is killed'}")
-        self._cluster.remove(actors, self._fleet.name)
 
     def _drain_s(self, name: str, limits: SuperviseConfig) -> float:
         """How long its actor may take at most; of a node that the file no longer has, by the defaults."""
@@ -139,7 +186,8 @@ class FleetRollout:
         """Raises PenstockError that names those that are not ready."""
         shown: dict[str, str] = {}
         while True:
-            rows = [row for row in fleet_status(self._cluster, self._fleet) if row.node in names]
+            actors = self._cluster.actors(self._fleet.name)
+            rows = [row for row in fleet_status(self._cluster, self._fleet, actors) if row.node in names]
             for row in rows:
                 line = _progress_line(row)
                 if shown.get(row.node) != line:
@@ -151,7 +199,8 @@ class FleetRollout:
             if time.monotonic() > until:
                 late = "; ".join(_progress_line(row) for row in waited_for)
                 raise PenstockError(f"not ready in time: {late}")
-            time.sleep(LOOK_S)
+            seen = [(actors[row.node], row.state) for row in waited_for if row.node in actors]
+            self._cluster.wait_for_change(seen, LOOK_S)
 
 
 def _progress_line(row: NodeStatus) -> str:

@@ -6,8 +6,9 @@
                                   ^                               |
                                   '------- ready (sd_notify) -----'
 
-A node ends with its actor, so an actor that Ray restarts finds no rival at its ports.  The actor knows nothing of
-requests, and only the fleet file's text and reports travel over Ray.  Of this module only ``FleetNodeActor`` needs Ray.
+A node goes on when its actor ends, and the actor with which Ray replaces it takes it over (``node_lease``).  The actor
+knows nothing of requests, and only the fleet file's text and reports travel over Ray.  Of this module only
+``FleetNodeActor`` needs Ray.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import hashlib
 import logging
 import os
 import re
-import secrets
 import selectors
 import signal
 import socket
@@ -37,6 +37,7 @@ from penstock.config.limits import SuperviseConfig
 from penstock.config.load import load_node
 from penstock.errors import ConfigError
 from penstock.launch.members.interface import Member
+from penstock.launch.node_lease import LeaseHolder, LeaseRecord, start_ticks
 from penstock.launch.service_notify import NOTIFY_SOCKET, READY
 
 log = logging.getLogger(__name__)
@@ -44,9 +45,14 @@ log = logging.getLogger(__name__)
 NodeState: TypeAlias = Literal["starting", "ready", "waiting", "draining", "stopped"]
 """Of the child; ``waiting``: it has ended and is started again after a pause."""
 
+PIN = 0.001
+"""Of the resource ``node:ADDRESS``, which each Ray node has, 1 of it, and keeps when it comes back."""
+
 MAX_LOG_BYTES = 64 << 20
 """Of a node's log file; a longer one is put aside when the node is started the next time."""
 REASON_CHARS = 500
+MAX_WATCH_S = 60.0
+"""For a change of the node's state that somebody waits for."""
 DRAIN_LOOK_S = 1.0
 """Between two looks whether the Ray node is being drained."""
 
@@ -81,44 +87,82 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     reason: Text = ""  # why it ended the last time, or is being drained
     ready_after_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     log: Text = ""  # file on its host
+    text: Text = ""  # hash of the fleet file's text that its gateways follow
     members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=4096)] = ()
 
 
 def node_digest(fleet: FleetFile, node: FleetNode) -> str:
     """A hash of all of the file that this node reads: a change of anything else needs no restart."""
-    others = fleet.endpoints(but=node.name) if node.gateways else ()
-    split = sorted({group.role.value for group in fleet.groups}) if node.gateways else ()
-    parts = (fleet.model, fleet.keys, fleet.settings, node, others, split)
+    split = sorted({group.role.value for group in fleet.all_workers}) if node.gateways else ()
+    led = [group for group in fleet.groups if node.name in group.nodes]
+    masters = [worker.master() for worker in fleet.parts(node)]
+    together = [other.name for other in fleet.joined_nodes(node)]  # placed at once
+    parts = (fleet.model, fleet.keys, fleet.settings, node, split, led, masters, together)
     return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()[:16]
 
 
-def node_members(node: FleetNode) -> tuple[Member, ...]:
+def node_members(fleet: FleetFile, node: FleetNode) -> tuple[Member, ...]:
     """Its workers, as gateways elsewhere may find them."""
     return tuple(
-        Member(name=name, endpoint=node.endpoint(port), labels={"node": node.name}) for name, _, port in node.members()
+        Member(name=worker.name, endpoint=worker.endpoint, labels={"node": node.name}) for worker in fleet.members(node)
     )
+
+
+class _Child:
+    """A process that is watched: one of ours, or one that the actor before this one had started."""
+
+    def __init__(self, pid: int, own: subprocess.Popen[bytes] | None = None) -> None:
+        """Raises OSError if there is no such process."""
+        self.pid = pid
+        self.descriptor = os.pidfd_open(pid)
+        self._own = own
+
+    def send_signal(self, signum: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.descriptor, signum)
+
+    def wait(self) -> int | None:
+        """Wait for its end; the exit code, negative for a signal, or None for one that is not ours."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.descriptor, selectors.EVENT_READ)
+            selector.select()
+        return None if self._own is None else self._own.wait()
+
+    def close(self) -> None:
+        os.close(self.descriptor)
 
 
 class NodeProcess:
     """A child process that is started again whenever it ends, with a growing pause, until it is drained.
 
-    It tells by sd_notify that it is ready.  One thread starts and watches it and lives as long as this process, so that
-    the child may ask the kernel to end with it.  Thread-safe.
+    It tells by sd_notify that it is ready.  One thread starts and watches it.  Thread-safe.
     """
 
     def __init__(
-        self, command: Sequence[str], environ: Mapping[str, str], log_file: Path, limits: SuperviseConfig
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        log_file: Path,
+        limits: SuperviseConfig,
+        *,
+        lease: LeaseHolder | None = None,
+        digest: str = "",
     ) -> None:
+        """``lease``: by which the process is handed on when this one ends; ``digest``: of what it is started with, for
+        one that was started with anything else is ended.  Raises OSError."""
         self.log_file = log_file
         self._command = list(command)
         self._limits = limits
+        self._lease = lease
+        self._digest = digest
         self._notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        name = f"penstock-node-{secrets.token_hex(8)}"
+        # The same for the process that comes next, to which a child says that it is ready.
+        name = f"penstock-node-{hashlib.sha256(str(log_file).encode()).hexdigest()[:32]}"
         self._notified.bind(f"\0{name}")
         self._environ = {**environ, NOTIFY_SOCKET: f"@{name}"}
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Condition()  # of what follows; notified when the state changes
         self._state: NodeState = "starting"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: _Child | None = None
         self._restarts, self._reason = 0, ""
         self._ready_after_s: float | None = None
         self._stopping = threading.Event()
@@ -144,6 +188,17 @@ class NodeProcess:
                 members=members,
             )
 
+    @property
+    def state(self) -> NodeState:
+        """The state of the child."""
+        with self._lock:
+            return self._state
+
+    def wait_for_change(self, seen: str, timeout_s: float) -> None:
+        """Until its state is another one than ``seen``, at most so long."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._state != seen, timeout_s)
+
     def begin_drain(self, reason: str) -> None:
         """Let it finish or move its requests and end; it is not started again.  Idempotent."""
         with self._lock:
@@ -152,7 +207,7 @@ class NodeProcess:
             self._stopping.set()
             self._reason = reason
             if self._process is not None:
-                self._state = "draining"
+                self._enter("draining")
                 self._process.send_signal(signal.SIGTERM)
 
     def wait_drained(self) -> None:
@@ -160,17 +215,19 @@ class NodeProcess:
         self._thread.join(self._limits.drain_s + self._limits.grace_s + DRAIN_LOOK_S)
         with self._lock:
             if self._process is not None:
-                self._process.kill()
+                self._process.send_signal(signal.SIGKILL)
         self._thread.join()
 
     def _run(self) -> None:
         pause_s = self._limits.backoff_first_s
+        found = self._taken_over()
         while not self._stopping.is_set():
             try:
-                was_ready_s = self._run_once()
+                was_ready_s = self._run_once(found)
             except OSError as error:
                 self._ended(f"cannot be started: {error}")
                 was_ready_s = 0.0
+            found = None
             if was_ready_s >= self._limits.stable_s:
                 pause_s = self._limits.backoff_first_s
             if self._stopping.wait(pause_s):
@@ -179,57 +236,89 @@ class NodeProcess:
             with self._lock:
                 self._restarts += 1
         with self._lock:
-            self._state = "stopped"
+            self._enter("stopped")
         self._notified.close()
+        if self._lease is not None:
+            self._lease.close()
 
-    def _run_once(self) -> float:
-        """Run it until it ends; returns for how long it was ready.  Raises OSError."""
-        self._drop_notifications()
-        began = time.monotonic()
+    def _enter(self, state: NodeState) -> None:
+        """With the lock."""
+        self._state = state
+        self._lock.notify_all()
+
+    def _taken_over(self) -> LeaseRecord | None:
+        """What the process before this one had started, if it still runs and may go on; it is ended if it may not."""
+        record = None if self._lease is None else self._lease.read()
+        if record is None or start_ticks(record.pid) != record.started:
+            return None
+        if record.digest == self._digest:
+            return record
+        with contextlib.suppress(OSError), contextlib.closing(_Child(record.pid)) as other:
+            other.send_signal(signal.SIGKILL)
+            other.wait()
+        return None
+
+    def _run_once(self, found: LeaseRecord | None) -> float:
+        """Run it until it ends; returns for how long it was ready.  ``found``: it runs already.  Raises OSError."""
+        began, ready_after_s = time.monotonic(), None if found is None else found.ready_after_s
+        if found is None:
+            self._drop_notifications()
         with _opened_log(self.log_file) as output, self._lock:
-            if self._stopping.is_set():
+            if self._stopping.is_set() and found is None:
                 return 0.0
-            process = self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=self._environ,
-                start_new_session=True,
-            )
+            child = self._process = self._started(output) if found is None else _Child(found.pid)
             begin_bytes = output.tell()
-            self._state, self._ready_after_s = "starting", None
-        ready_since = self._watch(process, began)
-        code = process.wait()
+            self._ready_after_s = ready_after_s
+            self._enter("starting" if ready_after_s is None else "ready")
+        if self._stopping.is_set():  # before it was known
+            child.send_signal(signal.SIGTERM)
+        self._record(child.pid, ready_after_s)
+        ready_since = self._watch(child, began, None if ready_after_s is None else began)
+        code = child.wait()
         self._ended(_why_ended(code, self.log_file, begin_bytes))
+        child.close()
         return 0.0 if ready_since is None else time.monotonic() - ready_since
 
-    def _watch(self, process: subprocess.Popen[bytes], began: float) -> float | None:
+    def _started(self, output: BinaryIO) -> _Child:
+        own = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=self._environ,
+            start_new_session=True,
+        )
+        return _Child(own.pid, own)
+
+    def _record(self, pid: int, ready_after_s: float | None) -> None:
+        """For the process that comes after this one."""
+        if self._lease is not None:
+            record = LeaseRecord(pid=pid, started=start_ticks(pid), digest=self._digest, ready_after_s=ready_after_s)
+            self._lease.write(record)
+
+    def _watch(self, child: _Child, began: float, ready_since: float | None) -> float | None:
         """Until it ends; returns since when it was ready, by the monotonic clock."""
-        ready_since = None
-        descriptor = os.pidfd_open(process.pid)
-        try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(descriptor, selectors.EVENT_READ)
-                selector.register(self._notified, selectors.EVENT_READ)
-                while True:
-                    found = {key.fileobj for key, _ in selector.select()}
-                    if self._notified in found and READY in self._drop_notifications() and ready_since is None:
-                        ready_since = time.monotonic()
-                        with self._lock:
-                            self._ready_after_s = ready_since - began
-                            if self._state == "starting":
-                                self._state = "ready"
-                    if descriptor in found:
-                        return ready_since
-        finally:
-            os.close(descriptor)
+        with selectors.DefaultSelector() as selector:
+            selector.register(child.descriptor, selectors.EVENT_READ)
+            selector.register(self._notified, selectors.EVENT_READ)
+            while True:
+                found = {key.fileobj for key, _ in selector.select()}
+                if self._notified in found and READY in self._drop_notifications() and ready_since is None:
+                    ready_since = time.monotonic()
+                    self._record(child.pid, ready_since - began)
+                    with self._lock:
+                        self._ready_after_s = ready_since - began
+                        if self._state == "starting":
+                            self._enter("ready")
+                if child.descriptor in found:
+                    return ready_since
 
     def _ended(self, reason: str) -> None:
         with self._lock:
             self._process = None
             if not self._stopping.is_set():
-                self._state, self._reason = "waiting", reason
+                self._reason = reason
+                self._enter("waiting")
                 log.warning("the node ended: %s", reason)
 
     def _drop_notifications(self) -> list[str]:
@@ -249,9 +338,9 @@ def _opened_log(path: Path) -> BinaryIO:
     return path.open("ab")
 
 
-def _why_ended(code: int, log_file: Path, begin_bytes: int) -> str:
+def _why_ended(code: int | None, log_file: Path, begin_bytes: int) -> str:
     """The exit code or signal, and the last line that it wrote."""
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    how = "ended" if code is None else f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     lines: list[str] = []
     with contextlib.suppress(OSError), log_file.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
@@ -271,23 +360,55 @@ def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def started_node(order: NodeOrder, folder: Path) -> tuple[NodeProcess, tuple[Member, ...]]:
-    """``penstock node`` of an order, started; its file and its log are in ``folder``.
+    """``penstock node`` of an order, started or taken over; its file and its log are in ``folder``.
 
     Raises ConfigError, msgspec.ValidationError, OSError.
     """
     fleet, node = order.parsed()
-    stem = f"penstock-{re.sub('[^A-Za-z0-9.]+', '-', fleet.name)}-{node.name}"
-    file = folder / f"{stem}.toml"
+    file = fleet_file_of(order, folder)
     config = load_node(fleet, node, str(file))
-    file.unlink(missing_ok=True)
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as output:
-        output.write(order.text)
-    words = ("node", str(file), "--name", node.name, "--end-with-parent", str(os.getpid()))
+    write_privately(file, order.text)
+    place = file.with_suffix(".lease")
+    lease = LeaseHolder(place)
+    command = sidecar.python_command("penstock", "node", str(file), "--name", node.name, "--lease", str(place))
     process = NodeProcess(
-        sidecar.python_command("penstock", *words), child_environ(os.environ), folder / f"{stem}.log", config.supervise
+        command,
+        child_environ(os.environ),
+        file.with_suffix(".log"),
+        config.supervise,
+        lease=lease,
+        digest=order.digest,
     )
     process.start()
-    return process, node_members(node)
+    return process, node_members(fleet, node)
+
+
+def fleet_file_of(order: NodeOrder, folder: Path) -> Path:
+    """Where a host has the fleet file of a node."""
+    return folder / f"penstock-{re.sub('[^A-Za-z0-9.]+', '-', order.fleet)}-{order.node}.toml"
+
+
+def write_privately(file: Path, text: str) -> None:
+    """Replace the file at once, readable by this user alone.  Raises OSError."""
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as output:
+        output.write(text)
+    new.replace(file)
+
+
+def latest_order(order: NodeOrder, folder: Path) -> NodeOrder:
+    """The order with the text that an actor before this one was given last (``FleetNodeActor.update``)."""
+    try:
+        newer = msgspec.structs.replace(order, text=fleet_file_of(order, folder).read_text(encoding="utf-8"))
+        return newer if node_digest(*newer.parsed()) == order.digest else order
+    except (OSError, UnicodeDecodeError, ConfigError, msgspec.ValidationError, tomllib.TOMLDecodeError):
+        return order
+
+
+def text_hash(text: str) -> str:
+    """Short, to compare texts of fleet files."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class FleetNodeActor:
@@ -299,20 +420,32 @@ class FleetNodeActor:
         from ray._private import worker
 
         self._order = msgspec.json.decode(order, type=NodeOrder)
-        self._ray_node = ray.get_runtime_context().get_node_id()
+        context = ray.get_runtime_context()
+        self._ray_node = context.get_node_id()
         self._ray_address = ray.util.get_node_ip_address()
         self._process: NodeProcess | None = None
         self._members: tuple[Member, ...] = ()
         self._error = ""
         try:
-            folder = Path(worker._global_node.get_logs_dir_path())
-            self._process, self._members = started_node(self._order, folder)
+            self._folder = Path(worker._global_node.get_logs_dir_path())
+            if context.was_current_actor_reconstructed:
+                self._order = latest_order(self._order, self._folder)
+            self._process, self._members = started_node(self._order, self._folder)
         except (ConfigError, msgspec.ValidationError, tomllib.TOMLDecodeError, OSError) as error:
             self._error = str(error)[:REASON_CHARS]
         else:
             watch = threading.Thread(target=_drain_with_ray_node, args=(self._ray_node, self._process.begin_drain))
             watch.daemon = True
             watch.start()
+
+    def watch(self, seen: str, timeout_s: float) -> bytes:
+        """How the node is as soon as its state is another one than ``seen``, or when so long has passed."""
+        limit_s = max(0.0, min(timeout_s, MAX_WATCH_S))
+        if self._process is not None:
+            self._process.wait_for_change(seen, limit_s)
+        elif seen == "stopped":
+            time.sleep(limit_s)  # nothing will change
+        return self.report()
 
     def report(self) -> bytes:
         """How the node is now."""
@@ -327,8 +460,22 @@ class FleetNodeActor:
         else:
             found = self._process.report(self._order, self._members)
         return msgspec.json.encode(
-            msgspec.structs.replace(found, ray_node=self._ray_node, ray_address=self._ray_address)
+            msgspec.structs.replace(
+                found, ray_node=self._ray_node, ray_address=self._ray_address, text=text_hash(self._order.text)
+            )
         )
+
+    def update(self, text: str) -> bytes:
+        """The fleet file has another text, of which nothing concerns this node but the other nodes' workers: its
+        gateways follow the file.  A text that would need a restart is not taken."""
+        newer = msgspec.structs.replace(self._order, text=text)
+        try:
+            if node_digest(*newer.parsed()) == self._order.digest:
+                write_privately(fleet_file_of(newer, self._folder), text)
+                self._order = newer
+        except (ConfigError, msgspec.ValidationError, tomllib.TOMLDecodeError, OSError) as error:
+            log.warning("the fleet file is not replaced: %s", error)
+        return self.report()
 
     def drain(self) -> bytes:
         """Drain the node, and report when it has ended."""

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from penstock.config.base import host_and_port
 from penstock.config.mesh import Mesh, NodePlace
 from penstock.errors import ConfigError, GroupError, ProtocolError
 from penstock.launch.remote_workers import FIRST_NOTE_S, WAITING_NOTE_S
@@ -56,12 +57,27 @@ NOT_ADMITTED = "%s is not admitted to this worker: %s"
 
 
 @dataclass(frozen=True, slots=True)
+class MasterAddress:
+    """Where machine 0 of a worker is reached, and the host or address at which it listens there."""
+
+    host: str
+    port: int
+    listen: str
+
+    @classmethod
+    def of(cls, endpoint: str, listen: str = "") -> MasterAddress:
+        """The address of ``tcp://HOST:PORT``; ``listen``: such an endpoint, if it listens at another one."""
+        host, port = host_and_port(endpoint)
+        return cls(host, port, host_and_port(listen)[0] if listen else host)
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerNodes:
-    """The machines of one worker.  ``master``: host and port at which machine 0 listens."""
+    """The machines of one worker."""
 
     mesh: Mesh
     place: NodePlace
-    master: tuple[str, int]
+    master: MasterAddress
     keys: HostKeys
 
     @property
@@ -120,7 +136,7 @@ class Rendezvous:
         addresses = {
             rank: (link.peer_host, port) for link, hello in self._joined.values() for rank, port in hello.ports.items()
         }
-        addresses |= {rank: (self.nodes.master[0], port) for rank, port in own.ports.items()}
+        addresses |= {rank: (self.nodes.master.host, port) for rank, port in own.ports.items()}
         pages = min(own.pages, *(hello.pages for _, hello in self._joined.values()))
         welcome = NodeWelcome(token=secrets.token_bytes(TOKEN_BYTES), pages=pages, addresses=addresses)
         for node, (link, _) in self._joined.items():
@@ -137,8 +153,8 @@ class Rendezvous:
         why = "no answer yet"
         while True:
             self.beat()
-            host, port = self.nodes.master
-            self._note(f"waiting for machine 0 of this worker at tcp://{host}:{port}: %s", why, begun)
+            master = self.nodes.master
+            self._note(f"waiting for machine 0 of this worker at tcp://{master.host}:{master.port}: %s", why, begun)
             try:
                 answer = self._ask(own)
             except (OSError, ProtocolError) as error:
@@ -226,7 +242,7 @@ class Rendezvous:
         return ""
 
     def _ask(self, own: NodeHello) -> NodeWelcome | NodeRefused:
-        link = connect_rank(*self.nodes.master, self.nodes.keys)
+        link = connect_rank(self.nodes.master.host, self.nodes.master.port, self.nodes.keys)
         try:
             link.send(encode(own))
             while not select.select([link], [], [], BEAT_S)[0]:

@@ -27,6 +27,7 @@ from penstock.errors import ConfigError, ProtocolError, RestartLimitReached
 from penstock.launch.channel import Channel
 from penstock.launch.fork_server import ForkedProcess, OomKillLog, ProcessHasThreads, fork, read_process_stats
 from penstock.launch.heartbeat import HeartbeatSlot
+from penstock.launch.node_lease import LeaseWatch
 from penstock.launch.restart_policy import (
     GATEWAY,
     AllExited,
@@ -72,7 +73,7 @@ class ChildSpec:
     rank: int = 0
     followers: Mapping[int, Callable[[], int]] = field(default_factory=dict[int, Callable[[], int]])
     inherited_fds: tuple[int, ...] = ()
-    endpoint: str = ""  # a worker's mailbox
+    endpoint: str = ""  # a worker's mailbox; empty: gateways do not hear of it
     on_forked: Callable[[], None] = lambda: None  # closes what only the child keeps; called in the parent
 
 
@@ -130,9 +131,11 @@ class Supervisor:
         *,
         gateways: Sequence[str] = (GATEWAY,),
         run: int = 0,
+        lease: LeaseWatch | None = None,
     ) -> None:
         """``pulse``: called at every reading of heartbeats, and while weights are loaded; ``run``: the incarnation that
-        workers' first ones follow (``processes.incarnations_of_a_run``)."""
+        workers' first ones follow (``processes.incarnations_of_a_run``).  ``lease``: stop in order when it is over."""
+        self._lease = lease
         self._pulse = pulse
         self._config = config
         self._jobs = jobs
@@ -321,6 +324,10 @@ class Supervisor:
             self._next_reading = now + self._config.look_s
             if self._pulse is not None:
                 self._pulse()
+            if self._lease is not None and self._lease.is_over(now):
+                log.warning("what had started this node is gone, and nothing has taken it over")
+                self._lease = None
+                self._stop(signal.SIGTERM)
             self._memory_kills.sample(now)
             vitals = {
                 name: child.stats(every_thread=self._machine.is_silent(name)) for name, child in self._running.items()
@@ -413,7 +420,7 @@ class Supervisor:
 
     def _announce(self, name: WorkerId, channels: Iterable[Channel]) -> None:
         running = self._running.get(name)
-        if running is None:
+        if running is None or not running.endpoint:  # part of a worker that gateways reach at another node
             return
         message = WorkerUp(
             worker=name,

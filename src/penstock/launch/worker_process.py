@@ -48,7 +48,7 @@ from penstock.kv.connectors.base import KvConnector
 from penstock.kv.connectors.inline import InlineConnector
 from penstock.kv.connectors.nixl.connector import NixlConnector, needs_writing
 from penstock.kv.connectors.shm import ShmConnector
-from penstock.kv.connectors.tcp.connector import ENCRYPTED, TcpConnector
+from penstock.kv.connectors.tcp.connector import ENCRYPTED, PageSourceKey, TcpConnector
 from penstock.kv.page_memory import KvMemory, KvMemoryFile
 from penstock.kv.store.store import PageStore, SharedStoreMemory, StoreOwner, open_tiers
 from penstock.kv.transfer.receiver import KvReceiver
@@ -86,6 +86,7 @@ class WorkerResources:
     vocab: int
     kv: KvMemoryFile
     peers: Mapping[WorkerId, KvMemoryFile]
+    neighbors: Mapping[WorkerId, str]  # endpoints of the workers of this node, which others reach over TCP
     store: SharedStoreMemory
     keys: HostKeys
     audit: PeerAudit  # of what peers are refused
@@ -293,7 +294,8 @@ def _hand_over(
 ) -> TransferEnds:
     """``memory``: that others can read, and that is computed in."""
     (own, kv), identity, ops = memory, inherited.identity, inherited.ops
-    carrier = _carrier(config, own, peers, PageChecksum(identity, own.layout))
+    neighbors = {(worker, at): peers[worker] for worker, at in inherited.neighbors.items() if worker in peers}
+    carrier = _carrier(config, own, peers, PageChecksum(identity, own.layout), neighbors)
     sender = KvSender(config.hand_over, carrier, config.incarnation)
     writer = None
     if inherited.twins is not None:
@@ -322,7 +324,11 @@ def _stored(
 
 
 def _carrier(
-    config: WorkerConfig, own: KvMemory, peers: Mapping[WorkerId, KvMemory], seal: PageChecksum
+    config: WorkerConfig,
+    own: KvMemory,
+    peers: Mapping[WorkerId, KvMemory],
+    seal: PageChecksum,
+    neighbors: Mapping[PageSourceKey, KvMemory],
 ) -> KvConnector:
     if not config.transfers_pages:
         return InlineConnector(own, seal)  # opens no port and has no threads: no page will be requested
@@ -334,7 +340,13 @@ def _carrier(
         case name:
             sealed = name.removeprefix(NIXL) == ENCRYPTED
             tcp = TcpConnector(
-                own, seal, config.hand_over, endpoint=config.endpoint, port=config.pages_port, sealed=sealed
+                own,
+                seal,
+                config.hand_over,
+                endpoint=config.endpoint,
+                port=config.pages_port,
+                sealed=sealed,
+                neighbors=neighbors,
             )
             return NixlConnector(tcp, own, seal, config.hand_over) if name.startswith(NIXL) else tcp
 

@@ -67,7 +67,7 @@ def simulated_fleet(file: FleetFile) -> SimulatedFleet:
     """The fleet of a file.  Raises ConfigError for one that the simulator cannot compute."""
     profile = _profile(file)
     groups: dict[tuple[Role, str], WorkerGroup] = {}
-    for own in file.groups:
+    for own in file.all_workers:
         same = groups.get((own.role, own.group))
         count = own.count + (same.count if same is not None else 0)
         groups[own.role, own.group] = msgspec.structs.replace(same or own, count=count, profile="")
@@ -94,7 +94,7 @@ def _profile(file: FleetFile) -> HardwareProfile:
             "measures one"
         )
     only = next(iter(known)) if len(known) == 1 else DEFAULT_PROFILE
-    names = {group.profile or only for group in file.groups}
+    names = {group.profile or only for group in file.all_workers}
     if len(names) > 1:
         raise ConfigError(
             f"fleet {file.name}: its workers have the profiles {', '.join(sorted(names))}; the simulator computes "

@@ -24,6 +24,7 @@ from collections.abc import Iterable
 
 import zmq
 
+from penstock.config.base import check_endpoint
 from penstock.errors import ConfigError, ProtocolError, ProtocolVersionError
 from penstock.wire.codec import (
     MAX_FRAME_BYTES,
@@ -64,7 +65,6 @@ RECONNECT_MAX_MS = 500
 it listens, not up to as long again as it took to begin, and a refused connection costs microseconds there."""
 HEARTBEAT_MS = 2_000  # TCP only: the library's own, answered by its I/O thread
 HEARTBEAT_TIMEOUT_MS = 10_000
-IPC_NAME_MAX = 107  # unix(7)
 
 # As plain integers: arithmetic on the library's enumerations costs microseconds a message.
 _LISTENING, _ACCEPTED = int(zmq.EVENT_LISTENING), int(zmq.EVENT_ACCEPTED)
@@ -236,17 +236,6 @@ class ZmqTransport:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise RuntimeError("a ZeroMQ transport cannot be used after a fork")
-
-
-def check_endpoint(endpoint: str) -> None:
-    """Raises ConfigError unless it is ``ipc:///path``, ``ipc://@name`` (an abstract name) or ``tcp://host:port``."""
-    kind, _, rest = endpoint.partition("://")
-    if kind == "ipc" and rest.startswith(("@", "/")) and 1 < len(rest.encode()) <= IPC_NAME_MAX:
-        return
-    host, _, port = rest.rpartition(":")
-    if kind == "tcp" and host and port.isascii() and port.isdigit() and int(port) < 1 << 16:
-        return
-    raise ConfigError(f"{endpoint!r} is not an endpoint; ipc:///path, ipc://@name and tcp://host:port are")
 
 
 class _ConnectionLimit:

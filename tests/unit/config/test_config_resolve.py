@@ -13,8 +13,8 @@ from penstock.config.facts import ExtraWeights, GpuFacts, GpuReport, MachineFact
 from penstock.config.kv_memory import format_size
 from penstock.config.limits import RequestLimits
 from penstock.config.load import parse_size
-from penstock.config.mesh import Mesh
-from penstock.config.resolve import ServePlan, resolve, resolve_kv_store, resolve_worker
+from penstock.config.mesh import Mesh, NodePlace, WorkerPart
+from penstock.config.resolve import ServePlan, resolve, resolve_kv_store, resolve_node, resolve_worker
 from penstock.config.schema import COMPILED_GRAMMARS_BYTES, PoolingConfig, ServeConfig, WorkerServeConfig
 from penstock.errors import ConfigError
 from penstock.kv_spec import FULL_ATTENTION, KvSpec
@@ -598,6 +598,25 @@ def test_machines_that_make_no_worker_are_refused_in_one_line(flags: dict[str, o
     assert "\n" not in str(caught.value)
 
 
+PP2 = WorkerPart(mesh=Mesh(pipeline=2), place=NodePlace(nodes=2, node=1))
+
+
+def on_node(machine: MachineFacts = ENCRYPTING) -> ServePlan:
+    """A node with a worker of its own, in two ranks, and a part of another one's."""
+    roles = ((WorkerId("b-both-0"), Role.BOTH), (WorkerId("a-both-0.1"), Role.BOTH))
+    config = ServeConfig(parallel="tp2")
+    return resolve_node(config, roles, "10.0.0.2", machine, STORY, parts={WorkerId("a-both-0.1"): PP2})
+
+
+def test_a_node_has_workers_of_its_own_beside_a_part_of_another_nodes() -> None:
+    own, part = on_node().workers
+    assert (own.mesh.name, own.nodes, len(own.ranks)) == ("tp2", NodePlace(), 2)
+    assert (part.mesh, part.nodes, len(part.ranks)) == (PP2.mesh, PP2.place, 1)
+    assert part.cores_of(0).threads >= 1
+
+
 def test_machines_that_cannot_encrypt_make_no_worker() -> None:
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[encryption\]'"):
+        on_node(LAPTOP)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[encryption\]'"):
         on_nodes(LAPTOP)

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.config.fleet_file import FleetFile, read_fleet_file
 from penstock.config.load import load_node
+from penstock.config.mesh import NodePlace
 from penstock.config.schema import ServeConfig
 from penstock.errors import ConfigError
 from penstock.sim.fleet import load_fleet
@@ -58,7 +59,7 @@ def settings_of_all(file: FleetFile) -> list[ServeConfig]:
 
 def test_each_worker_of_a_node_has_a_name_and_two_ports(tmp_path: Path) -> None:
     file = fleet(tmp_path, NODES)
-    names = [[(name, port) for name, _, port in node.members()] for node in file.nodes]
+    names = [[(worker.name, worker.port) for worker in file.members(node)] for node in file.nodes]
     assert names == [
         [("a-prefill-0", 9000), ("a-prefill-1", 9002), ("a-decode-0", 9004)],
         [("b-decode-0", 9100), ("b-decode-1", 9102), ("b-decode-2", 9104)],
@@ -110,6 +111,7 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path, change: tuple[str, s
         (("max_running = 7", "max_runing = 7"), "max_runing in the settings of fleet.toml: no such setting; did you"),
         (("max_running = 9", "max_running = 0"), "max_running in the settings of node b of fleet.toml"),
         (("max_running = 7", "prefill = 2"), "prefill is no setting of a node"),
+        (("max_running = 7", 'members = "ray:x"'), "members is no setting of a node; docs/fleet.md says what"),
         (('http_host = "127.0.0.1"', 'http_host = "0.0.0.0"'), "needs a key"),
         (('keys = "/keys"\n', ""), "keys is missing"),
         (
@@ -124,6 +126,89 @@ def test_settings_that_a_node_cannot_have_are_refused(tmp_path: Path, change: tu
     with pytest.raises(ConfigError) as refused:
         settings_of_all(file)
     assert because in str(refused.value)
+
+
+GROUPS = """
+[[groups]]
+nodes = ["b", "a"]
+group = "tp2,pp3"
+count = 2
+
+[[groups]]
+nodes = ["a", "b"]
+group = "pp2"
+"""
+
+
+def test_a_worker_over_nodes_is_reached_at_the_first_and_has_a_part_on_each(tmp_path: Path) -> None:
+    file = fleet(tmp_path, NODES + GROUPS)
+    a, b = file.nodes
+    assert [(worker.name, worker.port, worker.place.nodes) for worker in file.members(a)][3:] == [("a-both-0", 9006, 2)]
+    assert [worker.name for worker in file.members(b)][3:] == ["b-both-0", "b-both-1"]
+    (part,) = file.parts(b)
+    assert (part.part_name, part.place, part.master()) == (
+        "a-both-0.1",
+        NodePlace(nodes=2, node=1),
+        "tcp://10.0.0.1:9007",
+    )
+    parts = list(file.parts(a))
+    assert [worker.part_name for worker in parts] == ["b-both-0.1", "b-both-1.1"]
+    assert [worker.master(listen=True) for worker in parts] == ["tcp://[::]:9107", "tcp://[::]:9109"]
+    assert file.endpoints(but="b")[-1] == "tcp://10.0.0.1:9006"
+    assert file.joined_nodes(a) == file.joined_nodes(b) == (a, b)
+    assert load_node(file, a, "fleet.toml", environ={}).parallel is None
+
+
+def test_nodes_are_joined_by_groups_and_by_groups_of_those(tmp_path: Path) -> None:
+    more = "".join(f'[[nodes]]\nname = "{name}"\naddress = "10.0.1.{n}"\n' for n, name in enumerate("cde", 1))
+    ties = "".join(f'[[groups]]\nnodes = ["{one}", "{other}"]\ngroup = "pp2"\n' for one, other in ("ec", "cd"))
+    file = fleet(tmp_path, NODES + more + ties)
+    assert [node.name for node in file.joined_nodes(file.node("d"))] == ["c", "d", "e"]
+    assert [node.name for node in file.joined_nodes(file.node("a"))] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("change", "because"),
+    [
+        (('["a", "b"]', '["a", "c"]'), "the group on nodes a, c: there is no node 'c'; nodes: a, b"),
+        (('["a", "b"]', '["a", "a"]'), "a is listed twice"),
+        (('["a", "b"]', '["a"]'), "length >= 2"),
+        (
+            ('"pp2"', '"tp2"'),
+            "each node has a stage at least, as ranks that divide a layer exchange too much for a net",
+        ),
+        (('"pp2"', '"tp2"'), 'and tp2 has 1; "tp2,pp2" would work'),
+        (('"pp2"', '"pp0"'), "workers of role both: group: plan 'pp0': pp must be at least 1"),
+        (('"pp2"', '"pp2"\nrole = "decode"'), 'so it does both phases: role = "both", which is the default'),
+        (('"pp2"', '"pp2"\nstages = [0.5, 0.3, 0.2]'), "stages has 3 shares, but pp2 has 2 stages"),
+        (('"pp2"', '"pp2"\ncount = 4096'), "more than 4096 workers"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(tmp_path: Path, change: tuple[str, str], because: str) -> None:
+    assert change[0] in GROUPS
+    with pytest.raises(ConfigError) as refused:
+        fleet(tmp_path, NODES + GROUPS.replace(*change, 1))
+    assert because in str(refused.value)
+
+
+def test_a_group_needs_nodes_and_a_node_needs_a_group_or_something_else(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no node 'b'; nodes: none"):
+        fleet(tmp_path, f'name = "x"\nworkers = [{{ count = 1 }}]\n{GROUPS}')
+    bare = '[[nodes]]\nname = "c"\naddress = "10.0.1.1"\n'
+    with pytest.raises(ConfigError, match="node c: it has neither workers nor gateways"):
+        fleet(tmp_path, NODES + bare + GROUPS)
+    file = fleet(tmp_path, NODES + bare + GROUPS.replace('["a", "b"]', '["a", "c"]'))
+    assert [worker.part_name for worker in file.parts(file.node("c"))] == ["a-both-0.1"]
+
+
+def test_groups_of_a_file_are_simulated_with_its_nodes(tmp_path: Path) -> None:
+    text = NODES.replace(', group = "tp2"', "") + GROUPS + PROFILE + "[profile.zen.ranks]\nlayers = 8\n"
+    fleet(tmp_path, text)
+    found = load_fleet(str(tmp_path / "fleet.toml"))
+    assert [(own.role, own.group, own.count) for own in found.workers][2:] == [
+        (Role.BOTH, "tp2,pp3", 2),
+        (Role.BOTH, "pp2", 1),
+    ]
 
 
 def test_the_nodes_of_a_file_are_what_is_simulated(tmp_path: Path) -> None:

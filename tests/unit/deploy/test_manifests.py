@@ -106,6 +106,47 @@ def test_a_fleet_of_two_nodes_is_printed_as_it_was(
         assert text in printed
 
 
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("kubernetes", ["two-stages.yaml"]),
+        ("systemd", ["penstock-a.service", "penstock-b.service"]),
+        ("compose", ["compose.yaml"]),
+    ],
+)
+def test_a_group_over_two_nodes_is_printed_as_it_was(
+    kind: str, names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifests(capsys, kind, HERE / "groups.toml", "--out", str(tmp_path))
+    for name in names:
+        assert (tmp_path / name).read_text() == (HERE / "golden" / "groups" / name).read_text()
+
+
+def test_a_group_over_two_nodes_has_a_pod_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not for each stage, of which a node may have several."""
+    fleet = tmp_path / "groups.toml"
+    fleet.write_text((HERE / "groups.toml").read_text().replace("tp2,pp2", "tp2,pp4"))
+    documents = kubernetes(capsys, fleet)
+    for document in documents:
+        validate(document)
+    assert set(of_kind(documents, "Deployment")) == {"two-stages-gateway"}
+    spec = of_kind(documents, "LeaderWorkerSet")["two-stages-both"]["spec"]
+    assert (spec["replicas"], spec["leaderWorkerTemplate"]["size"]) == (2, 2)
+    for template, rank in (("leaderTemplate", "0"), ("workerTemplate", "$(LWS_WORKER_INDEX)")):
+        args = spec["leaderWorkerTemplate"][template]["spec"]["containers"][0]["args"]
+        assert args[args.index("--nnodes") + 1] == "2"
+        assert args[args.index("--node-rank") + 1] == rank
+        assert args[args.index("--parallel") + 1] == "tp2,pp4"
+
+
+def test_nodes_of_a_group_need_the_same_settings_in_pods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fleet = tmp_path / "groups.toml"
+    own = 'address = "10.0.0.2"\nsettings = { max_running = 3 }'
+    fleet.write_text((HERE / "groups.toml").read_text().replace('address = "10.0.0.2"', own))
+    assert main(["manifests", "kubernetes", str(fleet)]) == 2
+    assert "nodes a and b have a group together and differ in max_running" in capsys.readouterr().err
+
+
 def test_every_document_is_valid_strictly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     documents = kubernetes(capsys, with_group(tmp_path), "--namespace", "models")
     for document in documents:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
-from penstock.launch.members.file import FileMembers, parse_members
+from penstock.launch.members.file import FileMembers, parse_fleet_members, parse_members
 from penstock.launch.members.interface import Member
 
 LIMITS = MembershipConfig(max_members=3, max_members_bytes=600, file_poll_s=0.01)
@@ -103,5 +104,58 @@ async def test_a_file_that_is_the_same_is_told_once(tmp_path: Path) -> None:
     path.write_bytes(content(ONE, OTHER))
     assert await told.get() == 2
     assert told.empty()
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+NODES = """
+name = "f"
+
+[[nodes]]
+name = "a"
+address = "10.0.0.1"
+gateways = 1
+workers = [{ count = 1 }]
+
+[[nodes]]
+name = "b"
+address = "10.0.0.2"
+
+[[groups]]
+nodes = ["b", "a"]
+group = "pp2"
+"""
+
+
+def test_the_workers_of_a_fleet_file_are_members_those_of_one_node_aside() -> None:
+    a = Member(name="a-both-0", endpoint="tcp://10.0.0.1:9000", labels={"node": "a"})
+    b = Member(name="b-both-0", endpoint="tcp://10.0.0.2:9000", labels={"node": "b"})
+    assert parse_fleet_members(NODES.encode(), LIMITS) == (a, b)
+    assert parse_fleet_members(NODES.encode(), LIMITS, but="a") == (b,)
+    for raw, because in (
+        (b"name = ", "not TOML"),
+        (NODES.replace("address", "adress").encode(), "adress"),
+        (b'name = "f"', "it has neither"),
+    ):
+        with pytest.raises(ConfigError, match=because):
+            parse_fleet_members(raw, LIMITS)
+    with pytest.raises(ConfigError, match="5 workers; at most max_members, 3"):
+        parse_fleet_members(NODES.replace("count = 1", "count = 4").encode(), LIMITS)
+
+
+async def test_until_a_fleet_file_can_be_read_there_are_those_that_were_known_first(tmp_path: Path) -> None:
+    first = Member(name="tcp://10.0.0.2:9000", endpoint="tcp://10.0.0.2:9000")
+    path = tmp_path / "fleet.toml"
+    path.write_text("name = ")
+    source = FileMembers(path, LIMITS, partial(parse_fleet_members, but="a"), [first])
+    told = asyncio.Queue[list[str]]()
+    watching = asyncio.create_task(source.watch(lambda members: told.put_nowait([m.name for m in members])))
+    assert await told.get() == [first.name]
+    async with asyncio.timeout(30):
+        while not source.problems():  # noqa: ASYNC110
+            await asyncio.sleep(LIMITS.file_poll_s)
+    path.write_text(NODES)
+    assert await told.get() == ["b-both-0"]
+    assert source.problems() == ()
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)

@@ -15,11 +15,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.config.fleet_file import FleetFile, FleetNode, RayPlacement, WorkerGroup
+from penstock.config.fleet_file import FleetFile, FleetNode, MultiNodeGroup, RayPlacement, WorkerGroup, parse_fleet
 from penstock.config.limits import SuperviseConfig
-from penstock.launch.ray_cluster import NodeActor, actor_name, describe, node_of_actor
-from penstock.launch.ray_node import NodeOrder, NodeProcess, NodeReport, child_environ, node_digest, node_members
+from penstock.launch import node_lease
+from penstock.launch.node_lease import LEASE_S, LeaseHolder, LeaseRecord, LeaseWatch, start_ticks
+from penstock.launch.ray_cluster import NodeActor, actor_name, describe, keeps_its_state, node_of_actor
+from penstock.launch.ray_node import (
+    NodeOrder,
+    NodeProcess,
+    NodeReport,
+    child_environ,
+    fleet_file_of,
+    latest_order,
+    node_digest,
+    node_members,
+    write_privately,
+)
 from penstock.launch.service_notify import READY, notify_service_manager
+from penstock.types import Role
 
 LIMITS = SuperviseConfig(backoff_first_s=0.01, backoff_max_s=0.1, drain_s=5.0, grace_s=1.0)
 ORDER = NodeOrder(fleet="f", node="a", text="", digest="d")
@@ -54,11 +67,12 @@ def child(folder: Path, code: str = CHILD) -> Iterator[NodeProcess]:
 
 
 def is_gone(pid: int) -> bool:
+    """Whether it has ended; init may not have reaped it yet."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
         return True
-    return False
+    return state in "ZX"
 
 
 def test_a_child_is_ready_when_it_says_so_and_is_started_again_when_it_is_killed(tmp_path: Path) -> None:
@@ -148,7 +162,10 @@ def test_a_node_is_restarted_for_what_it_reads_only() -> None:
     one = fleet()
     a, b = one.nodes
     longer = fleet(nodes=(a, msgspec.structs.replace(b, workers=(WorkerGroup(count=3),))))
-    assert node_digest(longer, a) != node_digest(one, a), "its gateway reads where all workers are"
+    assert node_digest(longer, a) == node_digest(one, a), "its gateway follows the file"
+    assert node_digest(longer, longer.nodes[1]) != node_digest(one, b)
+    decoding = fleet(nodes=(a, msgspec.structs.replace(b, workers=(WorkerGroup(role=Role.DECODE, count=2),))))
+    assert node_digest(decoding, a) != node_digest(one, a), "whether phases are split is decided at its start"
     served = fleet(nodes=(msgspec.structs.replace(a, http_port=8001), b))
     assert node_digest(served, served.nodes[0]) != node_digest(one, a)
     assert node_digest(served, b) == node_digest(one, b), "a gateway elsewhere is nothing to it"
@@ -156,8 +173,133 @@ def test_a_node_is_restarted_for_what_it_reads_only() -> None:
     assert node_digest(fleet(source="measured"), b) == node_digest(one, b)
 
 
+def test_nodes_that_have_a_worker_together_are_restarted_for_it() -> None:
+    one, tied = fleet(), fleet(groups=(MultiNodeGroup(nodes=("b", "a"), group="pp2"),))
+    wider = fleet(groups=(MultiNodeGroup(nodes=("b", "a"), group="tp2,pp2"),))
+    for node in one.nodes:
+        assert len({node_digest(file, node) for file in (one, tied, wider)}) == 3
+    b = msgspec.structs.replace(one.nodes[1], port=9100)
+    moved = msgspec.structs.replace(tied, nodes=(one.nodes[0], b))
+    assert node_digest(moved, moved.nodes[0]) != node_digest(tied, tied.nodes[0]), "its ranks meet those of b elsewhere"
+
+
+def order_of(file: str) -> NodeOrder:
+    found = parse_fleet(file.encode(), "file:")
+    return NodeOrder(fleet=found.name, node="a", text=file, digest=node_digest(found, found.node("a")))
+
+
+def test_an_actor_that_is_started_again_goes_on_with_the_latest_text(tmp_path: Path) -> None:
+    node = '[[nodes]]\nname = "{}"\naddress = "10.0.0.{}"\n{}\nworkers = [{{ count = 1 }}]\n'
+    text = 'name = "f"\n' + node.format("a", 1, "gateways = 1")
+    order, more = order_of(text), text + node.format("b", 2, "")
+    assert latest_order(order, tmp_path) == order, "there is no file yet"
+    file = fleet_file_of(order, tmp_path)
+    write_privately(file, more)
+    assert latest_order(order, tmp_path).text == more
+    assert file.stat().st_mode & 0o777 == 0o600
+    for other in (more.replace("gateways = 1", "gateways = 2"), "name = ", more.replace('"a"', '"c"')):
+        write_privately(file, other)
+        assert latest_order(order, tmp_path) == order, "it is of another node than this order's"
+
+
+def test_a_change_of_state_is_waited_for(tmp_path: Path) -> None:
+    with child(tmp_path) as process:
+        process.wait_for_change("starting", 30.0)
+        assert process.state == "ready"
+        began = time.monotonic()
+        process.wait_for_change("ready", 0.05)
+        assert time.monotonic() - began >= 0.05
+        os.kill(process.report(ORDER).pid, signal.SIGKILL)
+        process.wait_for_change("ready", 30.0)
+        assert process.state != "ready"
+
+
+@pytest.mark.parametrize("digest", ["d", "other"])
+def test_a_child_goes_on_when_the_process_that_watches_it_is_killed(
+    tmp_path: Path, digest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one takes it over, or ends it if it was started with anything else."""
+    watcher = textwrap.dedent(
+        """
+        import os, sys, time
+        from pathlib import Path
+        from penstock.config.limits import SuperviseConfig
+        from penstock.launch.node_lease import LeaseHolder
+        from penstock.launch.ray_node import NodeProcess
+        folder, code = Path(sys.argv[1]), sys.argv[2]
+        lease = LeaseHolder(folder / "lease")
+        process = NodeProcess([sys.executable, "-c", code], os.environ, folder / "node.log", SuperviseConfig(),
+                              lease=lease, digest="d")
+        process.start()
+        process.wait_for_change("starting", 60.0)
+        print(process.state, process._process.pid, flush=True)
+        time.sleep(600)
+        """
+    )
+    words = [sys.executable, "-c", watcher, str(tmp_path), CHILD]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        state, pid = first.stdout.readline().split()
+        assert state == "ready"
+        monkeypatch.setattr(node_lease, "LOCK_WITHIN_S", 0.05)
+        with pytest.raises(TimeoutError):
+            LeaseHolder(tmp_path / "lease")
+        monkeypatch.undo()
+        first.kill()
+    lease = LeaseHolder(tmp_path / "lease")
+    command = [sys.executable, "-c", CHILD]
+    process = NodeProcess(command, os.environ, tmp_path / "node.log", LIMITS, lease=lease, digest=digest)
+    process.start()
+    process.wait_for_change("starting", 60.0)
+    try:
+        report = process.report(ORDER)
+        assert report.state == "ready"
+        assert (report.pid == int(pid)) == (digest == "d")
+        if digest == "d":
+            os.kill(report.pid, signal.SIGKILL)
+            wait_for(lambda: process.report(ORDER).restarts == 1 and process.state == "ready")
+            assert process.report(ORDER).reason == "ended"
+    finally:
+        process.begin_drain("the test ends")
+        process.wait_drained()
+    wait_for(lambda: is_gone(int(pid)))
+
+
+def test_a_lease_is_over_when_nothing_has_locked_it_for_long(tmp_path: Path) -> None:
+    holder = LeaseHolder(tmp_path / "lease")
+    assert holder.read() is None
+    watch = LeaseWatch(tmp_path / "lease")
+    assert not watch.is_over(1000.0)
+    holder.close()
+    assert not watch.is_over(1000.0 + LEASE_S)
+    assert watch.is_over(1000.1 + LEASE_S)
+    again = LeaseHolder(tmp_path / "lease")
+    assert not watch.is_over(2000.0)
+    again.write(LeaseRecord(pid=os.getpid(), started=start_ticks(os.getpid()), digest="a" * 99))
+    shorter = LeaseRecord(pid=os.getpid(), started=start_ticks(os.getpid()), digest="b", ready_after_s=1.0)
+    again.write(shorter)
+    assert again.read() == shorter
+    assert start_ticks(2**22 + 1) == -1
+
+
+GCS = ["/ray/core/src/ray/gcs/gcs_server", "--gcs_server_port=6379", "--node-ip-address=10.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("commands", "kept"),
+    [
+        ([["python"], []], None),
+        ([[*GCS]], False),
+        ([["x"], [*GCS, "--redis_address=10.0.0.9", "--redis_port=6379"]], True),
+        ([[*GCS[:2], "--node-ip-address=10.0.0.2", "--redis_address=10.0.0.9"]], None),
+    ],
+)
+def test_whether_a_gcs_keeps_its_state_is_read_from_its_command(commands: list[list[str]], kept: bool | None) -> None:
+    assert keeps_its_state("10.0.0.1:6379", commands) is kept
+
+
 def test_members_of_a_node_are_its_workers() -> None:
-    members = node_members(fleet().nodes[1])
+    members = node_members(fleet(), fleet().nodes[1])
     assert [(member.name, member.endpoint, member.labels) for member in members] == [
         ("b-both-0", "tcp://10.0.0.2:9000", {"node": "b"}),
         ("b-both-1", "tcp://10.0.0.2:9002", {"node": "b"}),

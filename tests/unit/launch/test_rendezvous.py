@@ -15,7 +15,7 @@ from in_thread import PATIENCE_S, InThread
 from penstock.config.mesh import NodePlace, parse_mesh
 from penstock.errors import ConfigError, GroupError
 from penstock.launch import rendezvous as module
-from penstock.launch.rendezvous import Rendezvous, WorkerNodes
+from penstock.launch.rendezvous import MasterAddress, Rendezvous, WorkerNodes
 from penstock.wire.curve_keys import CurveKeys
 from penstock.wire.gateway_messages import RankReport
 from penstock.wire.rank_link import RankLink, accept_rank, connect_rank, listen_for_ranks
@@ -56,7 +56,7 @@ class Machine:
 
     @classmethod
     def of(cls, plan: str, place: NodePlace, master: tuple[str, int], door: socket.socket | None = None) -> Machine:
-        nodes = WorkerNodes(parse_mesh(plan), place, master, KEYS)
+        nodes = WorkerNodes(parse_mesh(plan), place, MasterAddress(*master, listen=master[0]), KEYS)
         listening = {
             rank: door if door is not None and rank == nodes.mesh.leader else opened(listen_for_ranks("127.0.0.1", 0))
             for rank in nodes.ranks
@@ -196,7 +196,7 @@ def test_a_rank_of_an_earlier_incarnation_gets_no_further(monkeypatch: pytest.Mo
     welcome = other.rendezvous().follow(other.hello)
     assert leading.result() == welcome
     connecting = InThread(lambda: first.rendezvous().connect(1, welcome, report(1)))
-    late = opened(connect_rank(*first.nodes.master, KEYS))
+    late = opened(connect_rank(first.nodes.master.host, first.nodes.master.port, KEYS))
     late.send(encode(LinkHello(token=bytes(32), rank=0, to=1, report=report(0))))
     with pytest.raises(ConnectionError):
         late.recv()
@@ -208,7 +208,7 @@ def test_a_rank_of_an_earlier_incarnation_gets_no_further(monkeypatch: pytest.Mo
 def test_what_is_no_hello_keeps_nobody_waiting(said: bytes) -> None:
     first, other = machines("pp2", 2)
     leading = InThread(lambda: first.rendezvous().lead(first.hello, CONTEXT))
-    stranger = opened(connect_rank(*first.nodes.master, KEYS))
+    stranger = opened(connect_rank(first.nodes.master.host, first.nodes.master.port, KEYS))
     stranger.send(said)
     with pytest.raises(ConnectionError):
         stranger.recv()
@@ -219,7 +219,8 @@ def test_another_answer_than_a_welcome_is_not_taken() -> None:
     _, other = machines("pp2", 2)
     door = opened(listen_for_ranks("127.0.0.1", 0))
     door.setblocking(True)
-    other.nodes = replace(other.nodes, master=door.getsockname()[:2])
+    host, port = door.getsockname()[:2]
+    other.nodes = replace(other.nodes, master=MasterAddress(host, port, listen=host))
     answers = (b"\xff", encode(other.hello), encode(NodeWelcome(token=bytes(32), pages=8, addresses={})))
 
     def answer() -> list[Any]:

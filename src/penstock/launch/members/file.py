@@ -2,19 +2,20 @@
 
     {"members": [{"name": "worker-0", "endpoint": "tcp://10.0.0.1:9000", "labels": {"zone": "a"}}]}
 
-Who writes the file need not replace it atomically: while it is missing, half written or invalid, the last good set
-stays in use.
+or the workers of a fleet file (``config.fleet_file``), in TOML.  Who writes the file need not replace it atomically:
+while it is missing, half written or invalid, the last good set stays in use.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
+from penstock.config.fleet_file import parse_fleet
 from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
 from penstock.launch.members.daemon_thread import call_in_daemon_thread
@@ -44,17 +45,48 @@ def parse_members(raw: bytes, limits: MembershipConfig) -> tuple[Member, ...]:
     return members
 
 
+def parse_fleet_members(raw: bytes, limits: MembershipConfig, *, but: str = "") -> tuple[Member, ...]:
+    """The workers of all nodes of a fleet file's content; ``but``: those of this node are left out.
+
+    Raises ConfigError in one line.
+    """
+    fleet = parse_fleet(raw, "fleet file:")
+    found = [
+        Member(name=worker.name, endpoint=worker.endpoint, labels={"node": node.name})
+        for node in fleet.nodes
+        if node.name != but
+        for worker in fleet.members(node)
+    ]
+    if len(found) > limits.max_members:
+        raise ConfigError(f"{len(found)} workers; at most max_members, {limits.max_members}, are used")
+    return tuple(found)
+
+
+MembersParser = Callable[[bytes, MembershipConfig], tuple[Member, ...]]
+
+
 class FileMembers:
     """``interface.Members`` of a file.  A problem is logged once, and its end, too."""
 
-    def __init__(self, path: Path, limits: MembershipConfig) -> None:
+    def __init__(
+        self,
+        path: Path,
+        limits: MembershipConfig,
+        parse: MembersParser = parse_members,
+        first: Sequence[Member] = (),
+    ) -> None:
+        """``first``: those that there are until the file can be read."""
         self._path = path
+        self._parse_content = parse
+        self._first = first
         self._limits = limits
         self._raw: bytes | None = None  # that was read last
         self._problem = SourceProblem(str(path))
 
     async def watch(self, tell: MembersHandler) -> None:
         self._raw = None
+        if self._first:
+            tell(self._first)
         while True:
             members = self._parse(await call_in_daemon_thread(self._read, name="members file"))
             if members is not None:
@@ -82,7 +114,7 @@ class FileMembers:
             return None
         self._raw = found
         try:
-            members = parse_members(found, self._limits)
+            members = self._parse_content(found, self._limits)
         except ConfigError as error:
             self._problem.note(str(error))
             return None

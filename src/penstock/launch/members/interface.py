@@ -13,9 +13,9 @@ from typing import Annotated, Protocol, TypeAlias
 
 import msgspec
 
+from penstock.config.base import check_endpoint
 from penstock.errors import ConfigError
 from penstock.wire.supervisor_messages import Labels
-from penstock.wire.zeromq import check_endpoint
 
 log = logging.getLogger(__name__)
 

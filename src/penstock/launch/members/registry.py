@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from penstock.clock import Clock
 from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
 from penstock.launch.members.dns import DnsMembers, srv_look_up
-from penstock.launch.members.file import FileMembers
-from penstock.launch.members.interface import Members, StaticMembers
+from penstock.launch.members.file import FileMembers, parse_fleet_members
+from penstock.launch.members.interface import Member, Members, StaticMembers
 from penstock.launch.members.nats import NatsMembers
 from penstock.launch.members.ray import RayMembers
 from penstock.launch.members.resolver import ResolvedMembers, WatchedName, is_numeric, system_look_up
@@ -18,7 +19,7 @@ from penstock.launch.members.resolver import ResolvedMembers, WatchedName, is_nu
 MakeMembers = Callable[[str, MembershipConfig, Clock], Members]
 """Called with what stands after the kind's colon.  Raises ConfigError."""
 
-KINDS_TEXT = "file:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME, nats:URL/BUCKET, or ray:FLEET"
+KINDS_TEXT = "file:PATH, fleet:FLEET_FILE, dns:NAME:PORT, dns:_SERVICE._tcp.NAME, nats:URL/BUCKET, or ray:FLEET"
 
 
 def open_members(text: str, limits: MembershipConfig, clock: Clock) -> Members:
@@ -33,6 +34,18 @@ def open_members(text: str, limits: MembershipConfig, clock: Clock) -> Members:
 def joined_members(endpoints: tuple[str, ...], limits: MembershipConfig, clock: Clock) -> Members:
     """The members of ``--join``."""
     return ResolvedMembers(StaticMembers(endpoints), limits, clock)
+
+
+def node_members(path: str, node: str, endpoints: tuple[str, ...], limits: MembershipConfig, clock: Clock) -> Members:
+    """The workers of the other nodes of a fleet file; ``endpoints``: theirs, until it is read again."""
+    first = [Member(name=endpoint, endpoint=endpoint) for endpoint in endpoints]
+    parse = partial(parse_fleet_members, but=node)
+    return ResolvedMembers(FileMembers(Path(path), limits, parse, first), limits, clock)
+
+
+def _fleet(path: str, limits: MembershipConfig, clock: Clock) -> Members:
+    place = Path(path).expanduser().absolute()
+    return ResolvedMembers(FileMembers(place, limits, parse_fleet_members), limits, clock)
 
 
 def _file(path: str, limits: MembershipConfig, clock: Clock) -> Members:
@@ -64,4 +77,4 @@ def _ray(fleet: str, limits: MembershipConfig, clock: Clock) -> Members:
     return ResolvedMembers(RayMembers(fleet, limits), limits, clock)
 
 
-_KINDS: dict[str, MakeMembers] = {"file": _file, "dns": _dns, "nats": _nats, "ray": _ray}
+_KINDS: dict[str, MakeMembers] = {"file": _file, "fleet": _fleet, "dns": _dns, "nats": _nats, "ray": _ray}

@@ -1,7 +1,8 @@
 """The TCP connector: between hosts, or where memory cannot be shared.
 
 ``tcp`` sends pages as they are, ``tcp-sealed`` under AES-256-GCM; both authenticate the receiver and the sender
-(``protocol``).  The checksum of each page comes over the control channel.
+(``protocol``).  The checksum of each page comes over the control channel.  Pages of workers whose memory is mapped
+here, those of the same ``penstock node``, are copied out of it.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from penstock.config.limits import KvTransferConfig
 from penstock.errors import PageCorrupt
 from penstock.kv.checksum import PageChecksum
 from penstock.kv.connectors.base import FetchRequest, FetchResult, KvConnector
+from penstock.kv.connectors.shm import ShmConnector
 from penstock.kv.connectors.tcp.client import SourcePool, host_of
 from penstock.kv.connectors.tcp.protocol import aes_gcm
 from penstock.kv.connectors.tcp.server import PageServer
 from penstock.kv.page_memory import KvMemory
-from penstock.types import RequestId
+from penstock.types import RequestId, WorkerId
 from penstock.wire.gateway_messages import PageSource
 from penstock.wire.transfer_messages import FetchTicket, PageReady
 
@@ -126,6 +129,9 @@ def _key_of(wanted: FetchRequest) -> tuple[RequestId, int]:
 
 CLEAR, ENCRYPTED = "tcp", "tcp-sealed"
 
+PageSourceKey: TypeAlias = tuple[WorkerId, str]
+"""Name and endpoint of a worker."""
+
 
 class TcpConnector(KvConnector):
     """To be created after the last fork: it has threads."""
@@ -139,9 +145,10 @@ class TcpConnector(KvConnector):
         endpoint: str,
         port: int,
         sealed: bool = False,
+        neighbors: Mapping[PageSourceKey, KvMemory] | None = None,
     ) -> None:
         """``endpoint``: this worker's mailbox, on whose host pages are served; ``port``: the port for that, 0 for any
-        free one.
+        free one.  ``neighbors``: memory that is mapped here, by name and endpoint of its worker.
 
         Raises ConfigError when it cannot listen there, or cannot encrypt.
         """
@@ -153,6 +160,8 @@ class TcpConnector(KvConnector):
         self.seal = seal
         self.server = PageServer(own, "" if host == "*" else host, port, config, sealed=sealed)
         self._client = FetchClient(config, seal, sealed=sealed)
+        self._neighbors = neighbors or {}
+        self._copies = ShmConnector(own, {worker: memory for (worker, _), memory in self._neighbors.items()}, seal)
 
     def grant_access(self, request: RequestId, epoch: int) -> FetchTicket | None:
         return self.server.grant_access(request, epoch)
@@ -171,8 +180,10 @@ class TcpConnector(KvConnector):
         self._client.add_ticket(source, at)
 
     def fetch_page(self, wanted: FetchRequest) -> bool:
-        """Asynchronous."""
+        """Asynchronous, unless the source's memory is mapped here."""
         frame = wanted.frame
+        if (wanted.source.worker, wanted.source.endpoint) in self._neighbors:
+            return self._copies.fetch_page(wanted)
         if not (0 <= frame.page < 1 << 64 and 0 <= frame.generation < 1 << 64):
             raise PageCorrupt(f"page {frame.page} of generation {frame.generation}")
         self._client.fetch_page(wanted)
