@@ -55,6 +55,9 @@ SIZES = (
 )
 """Settings in bytes, which may be given as "512MiB"."""
 
+TEXT_LISTS = ("join", "lora", "allowed_host", "allowed_origin", "remote_image_host")
+"""Settings with several values, which may be given as text with commas."""
+
 _SIZE_OR_AUTO = ("decoded_weights",)
 
 _TABLES = (
@@ -279,7 +282,7 @@ def _parse(key: str, kind: Any, given: _Given) -> Any:
     try:
         if key in SIZES and isinstance(value, str) and not (value == "auto" and key in _SIZE_OR_AUTO):
             value = parse_size(value)
-        if key in ("join", "lora", "allowed_host", "allowed_origin", "remote_image_host") and isinstance(value, str):
+        if key in TEXT_LISTS and isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         # Text (from the environment or the command line) may be a number or a boolean; a file has types of its own.
         return msgspec.convert(value, kind, strict=not isinstance(value, str))
