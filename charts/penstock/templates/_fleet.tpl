@@ -33,7 +33,7 @@ Workers of two nodes are of one workload if role, group and settings are equal. 
 {{- fail (printf "node %s: HTTPS needs a certificate and its key: tls_cert and tls_key" $node.name) -}}
 {{- end -}}
 {{- $drainS = maxf $drainS (dig "supervise" "drain_s" 30.0 $settings | toString | float64) -}}
-{{- $noPathS = maxf $noPathS (dig "failover" "no_path_s" 30.0 $settings | toString | float64) -}}
+{{- $noPathS = maxf $noPathS (dig "failover" "no_path_s" 2.0 $settings | toString | float64) -}}
 {{- $ownGateways := $node.gateways | default 0 | toString | int -}}
 {{- if $ownGateways -}}
 {{- $gateways = add $gateways $ownGateways -}}

@@ -144,10 +144,9 @@ SCALARS = st.one_of(
     st.floats(-1e15, 1e15),
     TEXTS,
 )
-TABLES = st.dictionaries(
-    st.text(LETTERS, min_size=1),
-    st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(LETTERS, min_size=1), inner)),
-)
+KEYS = st.text(LETTERS, min_size=1)
+INNER = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(KEYS, SCALARS, max_size=3))
+TABLES = st.dictionaries(KEYS, st.one_of(INNER, st.lists(INNER, max_size=2)), max_size=4)
 
 
 @settings(max_examples=30, deadline=None)
