@@ -157,9 +157,13 @@ def load_node(fleet: FleetFile, node: FleetNode, file: str, environ: Mapping[str
         gateways=max(1, node.gateways),
     )
     if config.keys is None:
-        raise ConfigError(f'{file}: keys is missing: the folder that `penstock host-keys DIR` made, as keys = "DIR"')
+        raise ConfigError(f'{file}: keys is missing: the folder of `penstock host-keys shared DIR`, as keys = "DIR"')
     if node.gateways:
-        _check_front(config)
+        try:
+            _check_front(config)
+        except ConfigError as error:
+            hint = "in fleet files --api-keys FILE is api_keys among the settings, and --host is http_host"
+            raise ConfigError(f"{file}: node {node.name}: {error} ({hint})") from None
     return config
 
 
