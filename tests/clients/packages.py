@@ -1,4 +1,4 @@
-"""Where ``scripts/client-packages`` has installed the packages of clients."""
+"""Where ``scripts/client-packages`` has installed the packages of clients, and helm and kubectl."""
 
 from __future__ import annotations
 
@@ -42,3 +42,13 @@ def need_node() -> str:
 def need_npm_command(name: str) -> str:
     """A command of a package of npm."""
     return _need(FOLDER / "npm/node_modules/.bin" / name)
+
+
+def need_helm() -> str:
+    """The program, as it is released."""
+    return _need(FOLDER / "helm/bin/helm")
+
+
+def need_kubectl() -> str:
+    """The program, as it is released; there is no cluster here."""
+    return _need(FOLDER / "helm/bin/kubectl")

@@ -1,8 +1,9 @@
-"""``penstock manifests``: documents with which Kubernetes, systemd or Compose run a fleet file."""
+"""``penstock manifests``: documents with which Kubernetes, Helm, systemd or Compose run a fleet file."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ from penstock import __version__
 from penstock.cli.parsing import COMMANDS
 from penstock.config.fleet_file import FleetFile, read_fleet_file
 from penstock.deploy.compose import compose_document
+from penstock.deploy.helm import helm_values
 from penstock.deploy.kubernetes import kubernetes_documents, needed_secrets
 from penstock.deploy.systemd import systemd_units
 from penstock.deploy.workloads import fleet_workloads, resource_name
@@ -22,6 +24,7 @@ from penstock.errors import ConfigError
 EPILOG = """\
 examples:
   penstock manifests kubernetes fleet.toml --namespace models | kubectl apply -f -
+  penstock manifests helm fleet.toml > values.yaml            helm install FLEET charts/penstock -f values.yaml
   penstock manifests systemd fleet.toml --out units/          one unit for each node: copy each to its host
   penstock manifests compose fleet.toml > compose.yaml        one service for each node, on this host
 
@@ -36,17 +39,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "manifests",
         help=COMMANDS["manifests"],
-        description="Print what Kubernetes, systemd or Compose need to run a fleet file.",
+        description="Print what Kubernetes, Helm, systemd or Compose need to run a fleet file.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("kind", choices=("kubernetes", "systemd", "compose"), help="who runs the fleet")
+    parser.add_argument("kind", choices=("kubernetes", "helm", "systemd", "compose"), help="who runs the fleet")
     parser.add_argument("fleet", metavar="FLEET", help="the file")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write files there instead of printing")
     image = f"penstock:{__version__}"
     parser.add_argument("--image", default=image, help=f"of containers (default: {image}; docs/container.md)")
-    parser.add_argument("--namespace", help="kubernetes: of all resources (default: that of kubectl)")
+    parser.add_argument("--namespace", help="kubernetes, helm: of all resources (default: that of kubectl)")
     parser.add_argument(
         "--executable",
         default="/opt/penstock/bin/penstock",
@@ -86,13 +89,14 @@ def _files(args: argparse.Namespace, fleet: FleetFile) -> dict[str, str]:
     match args.kind:
         case "kubernetes":
             return {f"{resource_name(fleet.name, args.fleet)}.yaml": _kubernetes(args, fleet)}
+        case "helm":
+            return {"values.yaml": _helm(args, fleet)}
         case "systemd":
             return systemd_units(
                 fleet, args.fleet, executable=args.executable, fleet_path=args.fleet_path, user=args.user
             )
         case _:
-            raw = tomllib.loads(Path(args.fleet).expanduser().read_text(encoding="utf-8"))
-            document = compose_document(fleet, raw, args.fleet, image=args.image)
+            document = compose_document(fleet, _raw(args), args.fleet, image=args.image)
             return {"compose.yaml": f"# Made by `penstock manifests compose`.\n{as_yaml([document])}"}
 
 
@@ -102,14 +106,28 @@ def _titled(files: dict[str, str]) -> Iterable[str]:
         yield text if len(files) == 1 else f"# {name}\n{text}"
 
 
+def _raw(args: argparse.Namespace) -> dict[str, Any]:
+    """The file as TOML was read, of which ``read_fleet_file`` has checked that it can be."""
+    return tomllib.loads(Path(args.fleet).expanduser().read_text(encoding="utf-8"))
+
+
 def _kubernetes(args: argparse.Namespace, fleet: FleetFile) -> str:
     workloads, options = fleet_workloads(fleet, args.fleet), fleet.kubernetes
     documents = kubernetes_documents(workloads, options, image=args.image, namespace=args.namespace)
+    return f"{_title(args, fleet)}\n---\n{as_yaml(documents)}"
+
+
+def _helm(args: argparse.Namespace, fleet: FleetFile) -> str:
+    _kubernetes(args, fleet)  # raises ConfigError for what a pod cannot have, more plainly than the chart does
+    return f"{_title(args, fleet)}\n{as_yaml([helm_values(_raw(args), image=args.image)])}"
+
+
+def _title(args: argparse.Namespace, fleet: FleetFile) -> str:
     where = f"-n {args.namespace} " if args.namespace else ""
-    lines = ["# Made by `penstock manifests kubernetes`.  Secrets that it needs:"]
-    for _, words in needed_secrets(workloads, options, args.image):
+    lines = [f"# Made by `penstock manifests {args.kind}`.  Secrets that it needs:"]
+    for _, words in needed_secrets(fleet_workloads(fleet, args.fleet), fleet.kubernetes, args.image):
         lines.append(f"#   kubectl {where}create secret {words}")
-    return "\n".join(lines) + f"\n---\n{as_yaml(documents)}"
+    return "\n".join(lines)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -120,8 +138,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+_NUMBER_OF_GO = re.compile(r"[-+]?(0[obx][0-9a-f_]+|[0-9.]+e[-+]?[0-9]+)", re.IGNORECASE)
+"""Text that readers of YAML in Go take for a number, and PyYAML does not."""
+
+
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    style = "|" if "\n" in text else "'" if _NUMBER_OF_GO.fullmatch(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _represent_text)

@@ -26,7 +26,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "pull": "download a model from the Hugging Face Hub",
         "worker": "run one worker for a gateway on another host",
         "node": "run the workers and gateways that a fleet file has for this host",
-        "manifests": "print what Kubernetes, systemd or Compose need to run a fleet file",
+        "manifests": "print what Kubernetes, Helm, systemd or Compose need to run a fleet file",
         "probe": "find out whether a worker or a gateway is ready, or alive",
         "ray": "run the nodes of a fleet file on a Ray cluster",
         "ps": "list the services that run on this host",

@@ -151,10 +151,11 @@ class HardwareProfile(Config, frozen=True, kw_only=True):
 
 
 class PodResources(Config, frozen=True, kw_only=True):
-    """What Kubernetes reserves for a pod, as its quantities.  ``memory`` is also the limit."""
+    """What Kubernetes reserves for a pod, as its quantities; None: the default of its kind.  ``memory`` is also the
+    limit."""
 
-    cpu: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,6}(\.[0-9]{1,3})?m?$")] = "4"
-    memory: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,15}([kMGT]|[KMGT]i)?$")] = "16Gi"
+    cpu: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,6}(\.[0-9]{1,3})?m?$")] | None = None
+    memory: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,15}([kMGT]|[KMGT]i)?$")] | None = None
     gpus: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0  # nvidia.com/gpu
 
 

@@ -55,6 +55,9 @@ SIZES = (
 )
 """Settings in bytes, which may be given as "512MiB"."""
 
+TEXT_LISTS = ("join", "lora", "allowed_host", "allowed_origin", "remote_image_host")
+"""Settings with several values, which may be given as text with commas."""
+
 _SIZE_OR_AUTO = ("decoded_weights",)
 
 _TABLES = (
@@ -156,9 +159,13 @@ def load_node(fleet: FleetFile, node: FleetNode, file: str, environ: Mapping[str
         gateways=max(1, node.gateways),
     )
     if config.keys is None:
-        raise ConfigError(f'{file}: keys is missing: the folder that `penstock host-keys DIR` made, as keys = "DIR"')
+        raise ConfigError(f'{file}: keys is missing: the folder of `penstock host-keys shared DIR`, as keys = "DIR"')
     if node.gateways:
-        _check_front(config)
+        try:
+            _check_front(config)
+        except ConfigError as error:
+            hint = "in fleet files --api-keys FILE is api_keys among the settings, and --host is http_host"
+            raise ConfigError(f"{file}: node {node.name}: {error} ({hint})") from None
     return config
 
 
@@ -281,7 +288,7 @@ def _parse(key: str, kind: Any, given: _Given) -> Any:
     try:
         if key in SIZES and isinstance(value, str) and not (value == "auto" and key in _SIZE_OR_AUTO):
             value = parse_size(value)
-        if key in ("join", "lora", "allowed_host", "allowed_origin", "remote_image_host") and isinstance(value, str):
+        if key in TEXT_LISTS and isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         # Text (from the environment or the command line) may be a number or a boolean; a file has types of its own.
         return msgspec.convert(value, kind, strict=not isinstance(value, str))

@@ -1,1 +1,1 @@
-"""Deployments of a fleet file by others: documents for Kubernetes, systemd and Compose.  Pure: text and values only."""
+"""Deployments of a fleet file by others: Kubernetes, Helm, systemd and Compose.  Pure: text and values only."""

@@ -26,6 +26,7 @@ from penstock.deploy.pods import (
     Document,
     PodFactory,
 )
+from penstock.deploy.settings_file import number_text
 from penstock.deploy.workloads import FleetWorkloads, Workload
 from penstock.errors import ConfigError
 from penstock.types import Role
@@ -215,7 +216,7 @@ def _wait_trigger(pods: PodFactory, workload: Workload, wait_s: float) -> Docume
         "metadata": {
             "serverAddress": pods.options.prometheus,
             "query": query,
-            "threshold": f"{wait_s:g}",
+            "threshold": number_text(wait_s),
             "ignoreNullValues": "false",  # no figure is no reason for fewer pods
         },
     }

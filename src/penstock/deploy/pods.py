@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
+from posixpath import dirname, normpath
 from typing import Any, TypeAlias
 
 from penstock.config.fleet_file import KubernetesOptions, PodResources
@@ -79,8 +79,19 @@ KEY_PLACES = {
 }
 """Settings that name files with keys, and where a pod has them."""
 
-DEFAULT_RESOURCES = {True: PodResources(cpu="2", memory="4Gi"), False: PodResources()}
-"""By whether it is a gateway."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReservedResources:
+    """What a pod reserves, in quantities of Kubernetes."""
+
+    cpu: str
+    memory: str
+    gpus: int = 0
+
+
+OF_GATEWAYS = ReservedResources(cpu="2", memory="4Gi")
+OF_WORKERS = ReservedResources(cpu="4", memory="16Gi")
+"""Unless the fleet file has others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +118,14 @@ class PodFactory:
             settings["threads"] = max(1, int(cores) // math.ceil(workload.mesh.ranks / workload.hosts))
         return replace(workload, settings=settings)
 
-    def resources(self, workload: Workload) -> PodResources:
+    def resources(self, workload: Workload) -> ReservedResources:
         """What a pod of it reserves."""
-        found = {kind: one for kind, one in self.options.resources.items() if kind == workload.component}
-        return next(iter(found.values()), DEFAULT_RESOURCES[workload.group is None])
+        given = {str(kind): one for kind, one in self.options.resources.items()}
+        wanted = given.get(workload.component, PodResources())
+        default = OF_GATEWAYS if workload.group is None else OF_WORKERS
+        return ReservedResources(
+            cpu=wanted.cpu or default.cpu, memory=wanted.memory or default.memory, gpus=wanted.gpus
+        )
 
     def grace_s(self, workload: Workload) -> int:
         """Seconds from the decision to end a pod to SIGKILL."""
@@ -256,7 +271,7 @@ class PodFactory:
             "name": "keys",
             "image": self.image,
             "command": ["sh", "-ec", "\n".join(copies) + "\n"],
-            "resources": _quantities(PodResources(cpu="100m", memory="64Mi")),
+            "resources": _quantities(ReservedResources(cpu="100m", memory="64Mi")),
             "securityContext": _locked_down(),
             "volumeMounts": mounts,
         }
@@ -267,7 +282,7 @@ class PodFactory:
         if path is None and model is not None and is_path(model):
             if not model.startswith("/"):
                 raise ConfigError(f'model = "{model}": pods have no such folder; give an absolute path')
-            path = str(PurePosixPath(model).parent)
+            path = dirname(normpath(model))
         if path is None:
             return None
         if self.options.models_claim is not None:
@@ -276,13 +291,17 @@ class PodFactory:
 
     def _written(self, workload: Workload) -> list[str]:
         """Folders that settings name to be written."""
-        folders = [str(workload.settings[key]) for key in FOLDER_SETTINGS if key in workload.settings]
-        files = [str(workload.settings[key]) for key in FILE_SETTINGS if key in workload.settings]
-        found = [*folders, *(str(PurePosixPath(file).parent) for file in files)]
-        for path in found:
+        found = set()
+        for key in (*FOLDER_SETTINGS, *FILE_SETTINGS):
+            if key not in workload.settings:
+                continue
+            path = normpath(str(workload.settings[key]))
             if not path.startswith("/"):
-                raise ConfigError(f"{path}: pods have no such folder; give an absolute path")
-        return sorted({path for path in found if path != "/tmp"})  # noqa: S108 - a volume of the pod
+                raise ConfigError(
+                    f'{key} = "{workload.settings[key]}": pods have no such folder; give an absolute path'
+                )
+            found.add(path if key in FOLDER_SETTINGS else dirname(path))
+        return sorted(found - {"/tmp"})  # noqa: S108 - a volume of the pod
 
     def _mounts(self, workload: Workload) -> list[Document]:
         models = self._models()
@@ -340,7 +359,7 @@ def _worker_probes() -> Document:
     }
 
 
-def _quantities(resources: PodResources) -> Document:
+def _quantities(resources: ReservedResources) -> Document:
     """No limit of processors: a throttled worker stands still for the rest of each period."""
     gpus = {"nvidia.com/gpu": resources.gpus} if resources.gpus else {}
     return {

@@ -6,19 +6,18 @@ kind is a role, a group of ranks and settings, so workers of two nodes are of on
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import tomli_w
 from msgspec import structs
 
 from penstock.config.fleet_file import FleetFile, FleetNode, MultiNodeGroup, WorkerGroup
 from penstock.config.load import HERE_ONLY, load_node
 from penstock.config.mesh import Mesh
 from penstock.config.schema import ServeConfig, WorkerServeConfig
+from penstock.deploy.settings_file import settings_text
 from penstock.errors import ConfigError
 
 GATEWAY = "gateway"
@@ -36,6 +35,10 @@ _PLACED = frozenset(
     | {"tensor_parallel_size", "pipeline_parallel_size", "name", "nnodes", "node_rank", "master_addr", "api_key"}
 )
 """Settings that a command line or a Secret has instead."""
+
+GATEWAY_SETTINGS = _SERVE - _PLACED - {*HERE_ONLY, "transfer"}
+WORKER_SETTINGS = _WORKER - _PLACED
+"""Those of a settings file that each has a use for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +64,7 @@ class Workload:
     @property
     def config_toml(self) -> str:
         """The ``--config`` file."""
-        return tomli_w.dumps(dict(self.settings))
+        return settings_text(self.settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,12 +143,11 @@ def _settings(fleet: FleetFile, node: FleetNode) -> dict[str, Any]:
 
 
 def _of_gateways(settings: Settings) -> dict[str, Any]:
-    left = (*HERE_ONLY, "transfer")
-    return {key: value for key, value in settings.items() if key in _SERVE - _PLACED and key not in left}
+    return {key: value for key, value in settings.items() if key in GATEWAY_SETTINGS}
 
 
 def _of_workers(settings: Settings) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key in _WORKER - _PLACED}
+    return {key: value for key, value in settings.items() if key in WORKER_SETTINGS}
 
 
 def _worker_kinds(fleet: FleetFile) -> Iterator[tuple[WorkerGroup, Settings]]:
@@ -171,7 +173,7 @@ def _workers(fleet: FleetFile, fleet_name: str) -> Iterator[Workload]:
     kinds: dict[str, list[tuple[WorkerGroup, int, Settings]]] = {}
     for group, settings in _worker_kinds(fleet):
         hosts = len(group.nodes) if isinstance(group, MultiNodeGroup) else 0
-        key = json.dumps([group.role.value, group.mesh.name, hosts, settings], sort_keys=True, default=str)
+        key = f"{group.role.value} {group.mesh.name} {hosts}\n{settings_text(settings)}"
         kinds.setdefault(key, []).append((group, group.count, settings))
     taken: set[str] = set()
     several = [group[0][0].role for group in kinds.values()]

@@ -90,6 +90,7 @@ def published(name: str) -> dict[str, Any]:
     ("kind", "names"),
     [
         ("kubernetes", ["two-hosts.yaml"]),
+        ("helm", ["values.yaml"]),
         ("systemd", ["penstock-a.service", "penstock-b.service"]),
         ("compose", ["compose.yaml"]),
     ],
