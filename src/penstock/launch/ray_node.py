@@ -27,7 +27,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal, TypeAlias
+from typing import Annotated, BinaryIO, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -81,7 +81,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     reason: Text = ""  # why it ended the last time, or is being drained
     ready_after_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     log: Text = ""  # file on its host
-    members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=4096)] = ()
+    members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=4096)] = ()  # its workers
+    gateways: Annotated[tuple[Member, ...], msgspec.Meta(max_length=1)] = ()  # its port of HTTP
 
 
 def node_digest(fleet: FleetFile, node: FleetNode) -> str:
@@ -97,6 +98,13 @@ def node_members(node: FleetNode) -> tuple[Member, ...]:
     return tuple(
         Member(name=name, endpoint=node.endpoint(port), labels={"node": node.name}) for name, _, port in node.members()
     )
+
+
+def node_gateways(node: FleetNode, port: int) -> tuple[Member, ...]:
+    """The port that all its gateways share, as an endpoint picker may find it; empty if it has none."""
+    if not node.gateways:
+        return ()
+    return (Member(name=f"{node.name}-gateway", endpoint=node.endpoint(port), labels={"node": node.name}),)
 
 
 class NodeProcess:
@@ -128,7 +136,9 @@ class NodeProcess:
         """Start it, and return at once."""
         self._thread.start()
 
-    def report(self, order: NodeOrder, members: tuple[Member, ...] = ()) -> NodeReport:
+    def report(
+        self, order: NodeOrder, members: tuple[Member, ...] = (), gateways: tuple[Member, ...] = ()
+    ) -> NodeReport:
         """How it is now."""
         with self._lock:
             return NodeReport(
@@ -142,6 +152,7 @@ class NodeProcess:
                 ready_after_s=self._ready_after_s,
                 log=str(self.log_file),
                 members=members,
+                gateways=gateways,
             )
 
     def begin_drain(self, reason: str) -> None:
@@ -270,7 +281,15 @@ def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def started_node(order: NodeOrder, folder: Path) -> tuple[NodeProcess, tuple[Member, ...]]:
+class StartedNode(NamedTuple):
+    """A node's process, and where its workers and gateways are reached."""
+
+    process: NodeProcess
+    members: tuple[Member, ...]
+    gateways: tuple[Member, ...]
+
+
+def started_node(order: NodeOrder, folder: Path) -> StartedNode:
     """``penstock node`` of an order, started; its file and its log are in ``folder``.
 
     Raises ConfigError, msgspec.ValidationError, OSError.
@@ -287,7 +306,7 @@ def started_node(order: NodeOrder, folder: Path) -> tuple[NodeProcess, tuple[Mem
         sidecar.python_command("penstock", *words), child_environ(os.environ), folder / f"{stem}.log", config.supervise
     )
     process.start()
-    return process, node_members(node)
+    return StartedNode(process, node_members(node), node_gateways(node, config.port))
 
 
 class FleetNodeActor:
@@ -301,22 +320,21 @@ class FleetNodeActor:
         self._order = msgspec.json.decode(order, type=NodeOrder)
         self._ray_node = ray.get_runtime_context().get_node_id()
         self._ray_address = ray.util.get_node_ip_address()
-        self._process: NodeProcess | None = None
-        self._members: tuple[Member, ...] = ()
+        self._node: StartedNode | None = None
         self._error = ""
         try:
             folder = Path(worker._global_node.get_logs_dir_path())
-            self._process, self._members = started_node(self._order, folder)
+            self._node = started_node(self._order, folder)
         except (ConfigError, msgspec.ValidationError, tomllib.TOMLDecodeError, OSError) as error:
             self._error = str(error)[:REASON_CHARS]
         else:
-            watch = threading.Thread(target=_drain_with_ray_node, args=(self._ray_node, self._process.begin_drain))
+            watch = threading.Thread(target=_drain_with_ray_node, args=(self._ray_node, self._node.process.begin_drain))
             watch.daemon = True
             watch.start()
 
     def report(self) -> bytes:
         """How the node is now."""
-        if self._process is None:
+        if self._node is None:
             found = NodeReport(
                 node=self._order.node,
                 digest=self._order.digest,
@@ -325,16 +343,16 @@ class FleetNodeActor:
                 reason=self._error,
             )
         else:
-            found = self._process.report(self._order, self._members)
+            found = self._node.process.report(self._order, self._node.members, self._node.gateways)
         return msgspec.json.encode(
             msgspec.structs.replace(found, ray_node=self._ray_node, ray_address=self._ray_address)
         )
 
     def drain(self) -> bytes:
         """Drain the node, and report when it has ended."""
-        if self._process is not None:
-            self._process.begin_drain("drained by `penstock ray`")
-            self._process.wait_drained()
+        if self._node is not None:
+            self._node.process.begin_drain("drained by `penstock ray`")
+            self._node.process.wait_drained()
         return self.report()
 
 

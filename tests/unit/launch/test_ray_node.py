@@ -18,7 +18,15 @@ import pytest
 from penstock.config.fleet_file import FleetFile, FleetNode, RayPlacement, WorkerGroup
 from penstock.config.limits import SuperviseConfig
 from penstock.launch.ray_cluster import NodeActor, actor_name, describe, node_of_actor
-from penstock.launch.ray_node import NodeOrder, NodeProcess, NodeReport, child_environ, node_digest, node_members
+from penstock.launch.ray_node import (
+    NodeOrder,
+    NodeProcess,
+    NodeReport,
+    child_environ,
+    node_digest,
+    node_gateways,
+    node_members,
+)
 from penstock.launch.service_notify import READY, notify_service_manager
 
 LIMITS = SuperviseConfig(backoff_first_s=0.01, backoff_max_s=0.1, drain_s=5.0, grace_s=1.0)
@@ -162,6 +170,13 @@ def test_members_of_a_node_are_its_workers() -> None:
         ("b-both-0", "tcp://10.0.0.2:9000", {"node": "b"}),
         ("b-both-1", "tcp://10.0.0.2:9002", {"node": "b"}),
     ]
+
+
+def test_the_gateways_of_a_node_are_reached_at_its_address_and_their_port() -> None:
+    a, b = fleet().nodes
+    (member,) = node_gateways(msgspec.structs.replace(b, gateways=2), 8765)
+    assert (member.name, member.endpoint, member.labels) == ("b-gateway", "tcp://10.0.0.2:8765", {"node": "b"})
+    assert node_gateways(msgspec.structs.replace(a, gateways=0), 8765) == ()
 
 
 def test_actors_of_fleets_with_similar_names_are_told_apart() -> None:
