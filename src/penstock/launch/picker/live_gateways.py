@@ -96,4 +96,7 @@ class LiveGateways:
             return f"no answer within {self._limits.ready_timeout_s:g} s"
         except StreamError as error:
             return str(error)
+        except Exception as error:
+            log.exception("a gateway cannot be asked")
+            return type(error).__name__
         return None if reply.status == OK else f"{PATH} answers {reply.status}"
