@@ -7,7 +7,7 @@ RUN apt-get update \
 COPY . /src
 RUN python3 -m venv /opt/penstock \
     && /opt/penstock/bin/pip install --no-cache-dir --no-compile --disable-pip-version-check \
-        -c /src/constraints.txt '/src[vision,uvloop,encryption]' \
+        -c /src/constraints.txt '/src[vision,uvloop,encryption,picker]' \
     && /opt/penstock/bin/pip uninstall -y pip \
     && /opt/penstock/bin/python -c 'import penstock.cli.chat, penstock.cli.serve; from penstock.launch.compose import GATEWAY_MODULES, preload_modules; preload_modules(GATEWAY_MODULES)'
 

@@ -25,6 +25,10 @@ from penstock.types import (
 JsonObject = Mapping[str, Any]
 """A JSON object out of the strict parser: str, int, float, bool, None, lists and dicts, nothing else."""
 
+IDEMPOTENCY_KEY = b"idempotency-key"
+SESSION_HEADERS = (b"x-session-affinity", b"x-claude-code-session-id", b"session_id", b"session-id")
+"""Headers that name the session that a request belongs to; the first of these counts.  The last two are Codex'."""
+
 HIDDEN_THINKING = "penstock-thinking:"
 """How the signature of a thinking block begins whose text was not to be displayed; the text follows, in base64."""
 

@@ -31,6 +31,11 @@ def need_python(environment: str = "python") -> str:
     return _need(FOLDER / environment / "bin/python")
 
 
+def need_envoy() -> str:
+    """Envoy, from an environment of its own: its package and the extra ``picker`` both have a module ``envoy``."""
+    return _need(FOLDER / "envoy/bin/envoy")
+
+
 def need_node() -> str:
     """Node, where the packages of npm are installed."""
     _need(FOLDER / "npm/node_modules")

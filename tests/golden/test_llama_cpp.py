@@ -249,11 +249,12 @@ def test_quantized_files_are_what_they_say(kind: str, plain: tuple[Path, dict[st
 
 
 STORY = (
-    "Once upon a time, there was a little girl named Lily. She loved to play outside in the sunshine. One day, she saw a "
-    "big, red ball in the park. Lily wanted to play with it, but a boy named Tom had it first. Tom said, \"You can play "
-    "with me if you share your cookies.\" Lily smiled and gave him a cookie. They played together all day, and the ball "
-    "went up, up, up into the sky! When the sun went down, their moms came to take them home. \"Goodbye, Tom!\" said "
-    "Lily. \"Can we play again tomorrow?\" That night, Lily told her mom about her new friend, and they were very happy."
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the sunshine. One "
+    "day, she saw a big, red ball in the park. Lily wanted to play with it, but a boy named Tom had it "
+    'first. Tom said, "You can play with me if you share your cookies." Lily smiled and gave him a '
+    "cookie. They played together all day, and the ball went up, up, up into the sky! When the sun went "
+    'down, their moms came to take them home. "Goodbye, Tom!" said Lily. "Can we play again tomorrow?" '
+    "That night, Lily told her mom about her new friend, and they were very happy."
 )
 ROUNDING = 0.1
 """Of llama.cpp's products with activations of 8 bits, in log-probability, on the bundled model."""

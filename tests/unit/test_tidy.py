@@ -116,6 +116,7 @@ STRUCTS = {
     "audit": limits.AuditLimits,
     "turns": limits.TurnLimits,
     "membership": limits.MembershipConfig,
+    "picker": limits.PickerLimits,
     "penstock probe": limits.ProbeLimits,
 }
 

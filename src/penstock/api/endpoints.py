@@ -53,6 +53,7 @@ from penstock.clock import Clock
 from penstock.config.limits import RequestLimits, SchedulingConfig, TurnLimits
 from penstock.errors import KeyReused, NoWorkers, RequestError, UnknownModel, WrongTask
 from penstock.interfaces import (
+    SESSION_HEADERS,
     JsonObject,
     ModelCard,
     PoolingProcessor,
@@ -68,9 +69,6 @@ from penstock.telemetry.service_levels import ServiceLevels
 from penstock.telemetry.spans import NO_SPAN, NoTracer, Span, Tracer
 from penstock.types import ModelIdentity, RequestId
 from penstock.wire.gateway_messages import MAX_CLAIMED_CHOICES
-
-SESSIONS = (b"x-session-affinity", b"x-claude-code-session-id", b"session_id", b"session-id")
-"""Headers that name the session that a request belongs to; the first of these counts.  The last two are Codex'."""
 
 EXPLAIN = b"x-penstock-explain"
 """Asks, with any value, for ``ROUTE``."""
@@ -443,7 +441,7 @@ class Endpoints:
 
 def _session(exchange: HttpExchange, max_chars: int) -> str:
     """The session header; a name that is too long is refused, not truncated."""
-    for header in SESSIONS:
+    for header in SESSION_HEADERS:
         name = (exchange.header(header) or b"").strip().decode("latin-1")
         if len(name) > max_chars:
             raise RequestError(

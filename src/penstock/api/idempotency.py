@@ -30,7 +30,7 @@ from penstock.api.sse import SIGNATURE_BYTES, ChoicePosition, EventSigner, Resum
 from penstock.clock import Clock
 from penstock.config.limits import RequestLimits
 from penstock.errors import KeyReused, NoWorkers, PenstockError, RequestError
-from penstock.interfaces import JsonObject, RequestContext, TokenStream
+from penstock.interfaces import IDEMPOTENCY_KEY, JsonObject, RequestContext, TokenStream
 from penstock.types import ModelIdentity, RequestId, TokenBatch, ValidRequest
 from penstock.wire.gateway_messages import (
     ClaimIdempotencyKey,
@@ -124,7 +124,6 @@ class UsageDedup:
         return UncountedUsage(first, tuple(parts), tuple(end for end, _ in sent))
 
 
-IDEMPOTENCY_KEY = b"idempotency-key"
 LAST_EVENT_ID = b"last-event-id"
 
 SEED_BITS = 53

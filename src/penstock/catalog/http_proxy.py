@@ -32,10 +32,10 @@ from penstock.api.audit import REFUSALS, RequestAudit
 from penstock.api.audit_log import AuditSink
 from penstock.api.auth import NO_TENANT, ON_BEHALF_OF, ApiKeys, AuthFailureLog, AuthMiddleware, tenant_header
 from penstock.api.concurrency import ConcurrencyMiddleware, LocalRequestCounts
-from penstock.api.endpoints import EXPLAIN, ROUTE, SESSIONS
+from penstock.api.endpoints import EXPLAIN, ROUTE
 from penstock.api.errors import MESSAGES_PATH, RESPONSES_PATH, Header, error_response, logged_error_response
 from penstock.api.http import EndpointFactory, FormBody, HttpExchange, JsonBody
-from penstock.api.idempotency import IDEMPOTENCY_KEY, LAST_EVENT_ID
+from penstock.api.idempotency import LAST_EVENT_ID
 from penstock.api.key_permissions import KeyPermissions, check_model, may_use
 from penstock.api.load_shedding import CLASS_HEADER, MAX_WAIT_HEADER
 from penstock.api.multipart import FORM_BYTES, encode_form
@@ -51,7 +51,7 @@ from penstock.clock import Clock
 from penstock.config.limits import RequestLimits
 from penstock.errors import BadField, NoWorkers, RequestError, UnknownModel
 from penstock.http_client import Upstream
-from penstock.interfaces import JsonObject
+from penstock.interfaces import IDEMPOTENCY_KEY, SESSION_HEADERS, JsonObject
 from penstock.processing.model_aliases import aliased_model, plain_aliases
 
 PASSED = (
@@ -64,7 +64,7 @@ PASSED = (
 PASSED_FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 """Paths with the model's name in a form."""
 
-_PASSED = (IDEMPOTENCY_KEY, LAST_EVENT_ID, CLASS_HEADER, MAX_WAIT_HEADER, *SESSIONS, EXPLAIN)
+_PASSED = (IDEMPOTENCY_KEY, LAST_EVENT_ID, CLASS_HEADER, MAX_WAIT_HEADER, *SESSION_HEADERS, EXPLAIN)
 _KEPT = frozenset(
     {
         *(

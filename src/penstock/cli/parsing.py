@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "node": "run the workers and gateways that a fleet file has for this host",
         "manifests": "print what Kubernetes, Helm, systemd or Compose need to run a fleet file",
         "probe": "find out whether a worker or a gateway is ready, or alive",
+        "picker": "choose the gateway of each request for a proxy (Envoy, an InferencePool)",
         "ray": "run the nodes of a fleet file on a Ray cluster",
         "ps": "list the services that run on this host",
         "status": "show a running service: its model, rates and workers",

@@ -118,6 +118,11 @@ def add_model_and_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="a folder, a .gguf file or org/name; none: the storyteller"
     )
+    add_config(parser)
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Declare the configuration file, and the flag that prints one."""
     add_flags(parser, (Flag("config", "FILE", "settings as TOML"),))
     parser.add_argument(
         "--print-config", action="store_true", help="print the settings in force as such a file, and end"

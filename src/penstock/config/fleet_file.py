@@ -168,6 +168,16 @@ class ReplicaRange(Config, frozen=True, kw_only=True):
     cpu_percent: Annotated[int, msgspec.Meta(ge=1, le=100)] = 70  # of the reserved processors; gateways only
 
 
+class PickerOptions(Config, frozen=True, kw_only=True):
+    """An InferencePool of the gateways, with `penstock picker` as its endpoint picker."""
+
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    failure_mode: Literal["FailOpen", "FailClose"] = "FailOpen"  # what the Gateway does without a picker
+    tls: bool = True  # between the Gateway and the picker
+    cpu: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,6}(\.[0-9]{1,3})?m?$")] = "1"
+    memory: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,15}([kMGT]|[KMGT]i)?$")] = "512Mi"
+
+
 PodKind = Literal["gateway", "prefill", "decode", "both"]
 
 
@@ -183,6 +193,7 @@ class KubernetesOptions(Config, frozen=True, kw_only=True):
     http_gateway: Annotated[str, msgspec.Meta(pattern="^([a-z0-9-]{1,63}/)?[a-z0-9][a-z0-9.-]{0,252}$")] | None = None
     """A Gateway of the Gateway API, as NAME or NAMESPACE/NAME, that gets an HTTPRoute."""
     hostnames: tuple[Address, ...] = ()  # of that route; none: all of the Gateway
+    picker: PickerOptions | None = None  # that route leads to an InferencePool instead of the Service
 
 
 class RayPlacement(Config, frozen=True, kw_only=True):

@@ -233,6 +233,19 @@ class ProbeLimits(Config, frozen=True, kw_only=True):
     probe_still_s: Seconds = 120.0  # for which a worker with requests may make no step and move no page
 
 
+class PickerLimits(Config, frozen=True, kw_only=True):
+    """``[picker]`` of ``penstock picker``: how gateways are probed, and what proxies may send."""
+
+    ready_every_s: Seconds = 1.0  # between two questions to a gateway whether it is ready
+    ready_timeout_s: Seconds = 2.0  # for a gateway to answer; then it gets no requests
+    max_endpoints: Positive = 3  # gateways that a request is given: the one of its key, and those to try after it
+    max_subset: Positive = 4096  # endpoints among which a proxy may have the gateway chosen
+    max_message_bytes: Positive = 4 << 20  # of a message of a proxy: headers, or a piece of a body
+    max_streams: Positive = 16_384  # requests in processing at a time, of all proxies; further ones are refused
+    first_message_s: Seconds = 10.0  # for a stream to bring a request's headers
+    stop_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0  # for open streams to end after SIGTERM
+
+
 class TraceLimits(Config, frozen=True, kw_only=True):
     """``[trace]``: buffers of the span exporter (docs/tracing.md).  If full, the oldest spans are dropped."""
 

@@ -1,4 +1,4 @@
-"""Loads the settings of ``penstock serve`` and ``penstock worker``: flags over environment over file over defaults.
+"""Loads the settings of ``penstock serve``, ``worker`` and ``picker``: flags over environment over file over defaults.
 
 The only reader of configuration files and ``PENSTOCK_*`` variables.  Unknown keys are errors, every value is checked,
 and each error names where the value came from.  Keeps "auto" for ``resolve``; looks at no model, machine or network.
@@ -18,9 +18,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
-from penstock.config.base import is_loopback
+from penstock.config.base import Config, host_and_port, is_loopback
 from penstock.config.fleet_file import FleetFile, FleetNode
-from penstock.config.schema import EngineSettings, ServeConfig, TlsConfig, WorkerServeConfig
+from penstock.config.schema import EngineSettings, PickerConfig, ServeConfig, TlsConfig, WorkerServeConfig
 from penstock.errors import ConfigError
 from penstock.types import Role
 
@@ -40,7 +40,7 @@ OTHER_VARIABLES = frozenset(
 )
 """Variables that are not settings of ``serve``: of other commands and of the repository's scripts."""
 
-_Kind = TypeVar("_Kind", bound=EngineSettings)
+_Kind = TypeVar("_Kind", bound=Config)
 
 SIZES = (
     "kv_memory",
@@ -62,7 +62,7 @@ _SIZE_OR_AUTO = ("decoded_weights",)
 
 _TABLES = (
     *("limits", "failover", "hand_over", "kv_store", "supervise", "routing", "scheduling", "trace", "turns"),
-    *("membership", "audit"),
+    *("membership", "audit", "picker"),
 )
 """Tables that only a file can set."""
 
@@ -73,6 +73,7 @@ _UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("", 1024), ("i", 1024), ("ib", 1024), ("b", 1000))
 }
 _HOST = re.compile(r"[A-Za-z0-9._:-]+")
+_LISTEN = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*@?#]+")
 # Kubernetes sets these in every pod next to a Service named "penstock"; they are not settings.
 _SERVICE_LINK = re.compile(r"PENSTOCK_(SERVICE_.*|PORT_\d+_.*)|PENSTOCK_.*_SERVICE_(HOST|PORT).*")
@@ -122,6 +123,29 @@ def load_worker(
     config = _load(WorkerServeConfig, flags, environ, config_file)
     if config.keys is None:
         raise ConfigError("a worker that other hosts join needs --keys DIR (made by `penstock host-keys DIR`)")
+    return config
+
+
+def load_picker(
+    flags: Mapping[str, object],
+    environ: Mapping[str, str] | None = None,
+    config_file: str | Path | None = None,
+) -> PickerConfig:
+    """The settings of ``penstock picker``; as ``load_serve``."""
+    config = _load(PickerConfig, flags, environ, config_file)
+    if config.members is None:
+        raise ConfigError("--members KIND:WHERE is missing: where the picker learns of gateways, as file:gateways.json")
+    listen = _LISTEN.fullmatch(config.listen)
+    if listen is None or int(listen["port"]) > 65535:
+        raise ConfigError(f"--listen {config.listen}: expected tcp://HOST:PORT")
+    host, has_tls = host_and_port(config.listen)[0], config.tls_cert is not None
+    if has_tls != (config.tls_key is not None):
+        raise ConfigError(f"{'--tls-key' if has_tls else '--tls-cert'} is missing: TLS needs a certificate and its key")
+    if not has_tls and not is_loopback(host) and not config.plaintext:
+        raise ConfigError(
+            f"--listen {config.listen} can be reached from other machines, and proxies send it clients' keys: add "
+            "--tls-cert and --tls-key, or --plaintext where a mesh encrypts or the network is the proxy's own"
+        )
     return config
 
 
@@ -251,14 +275,14 @@ def _from_file(path: Path, known: Mapping[str, object]) -> dict[str, _Given]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
-    """The settings of either command, as both may be started from one environment."""
+    """The settings of all commands, as they may be started from one environment."""
     given = {}
     for name, value in environ.items():
         if not name.startswith(ENV_PREFIX) or name in OTHER_VARIABLES or _SERVICE_LINK.fullmatch(name):
             continue
         if name == "PENSTOCK_PORT" and value.startswith("tcp://"):
             continue  # another of Kubernetes's
-        settings = _types(ServeConfig) | _types(WorkerServeConfig)
+        settings = _types(PickerConfig) | _types(ServeConfig) | _types(WorkerServeConfig)
         key = _known(name.removeprefix(ENV_PREFIX).lower(), name, settings, spelled=_variable)
         if key in _TABLES:
             raise ConfigError(f"{name}: [{key}] can be set in a configuration file only")
@@ -410,7 +434,7 @@ SECRETS = ("api_key",)
 """Never printed."""
 
 
-def dump_toml(config: EngineSettings, command: str) -> str:
+def dump_toml(config: Config, command: str) -> str:
     """The file; ``config.load`` reads the same settings from it.  ``command``: whose settings they are."""
     lines = [f"# Settings of `{command}` that are in force; use with --config FILE.  What is commented out is not set."]
     tables = []

@@ -17,6 +17,7 @@ from penstock.config.limits import (
     KvStoreLimits,
     KvTransferConfig,
     MembershipConfig,
+    PickerLimits,
     RequestLimits,
     RoutingConfig,
     SchedulingConfig,
@@ -27,6 +28,9 @@ from penstock.config.limits import (
 )
 from penstock.kv_spec import FULL_ATTENTION, KvSpec
 from penstock.types import PAGE_TOKENS, Role, Task, WorkerId
+
+PortOrFree = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+"""A port to listen at; 0: any free one."""
 
 BACKLOG = 2048
 """Length of the listening socket's queue."""
@@ -372,6 +376,22 @@ class WorkerServeConfig(EngineSettings, frozen=True, kw_only=True):
     nnodes: Positive = 1  # machines that its ranks are on
     node_rank: Annotated[int, msgspec.Meta(ge=0)] = 0  # which of them this is; gateways join the worker at number 0
     master_addr: str | None = None  # tcp://HOST:PORT at which number 0 listens for the others
+
+
+class PickerConfig(Config, frozen=True, kw_only=True):
+    """The settings of ``penstock picker``: which gateway a proxy sends each request to."""
+
+    members: str | None = None  # where to learn of gateways, as KIND:...
+    listen: str = "tcp://127.0.0.1:9002"  # for proxies
+    plaintext: bool = False  # it may listen in clear off the loopback
+    tls_cert: str | None = None  # file of the certificate that proxies are shown, PEM; None: in clear
+    tls_key: str | None = None  # file of its private key
+    health_port: PortOrFree = 9003  # of grpc.health.v1, in clear, on the same host
+    metrics_port: PortOrFree = 9090  # of Prometheus' metrics, on the same host
+    https_gateways: bool = False  # gateways speak HTTPS
+    log_json: bool = False
+    picker: PickerLimits = PickerLimits()
+    membership: MembershipConfig = MembershipConfig()
 
 
 _TIERS = ("kv_host", "kv_disk", "kv_redis", "kv_mooncake")

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.config.fleet_file import KubernetesOptions
+from penstock.deploy.inference_pool import TLS_SECRET, picker_documents, pool_reference
 from penstock.deploy.pods import (
     HTTP_PORT,
     PAGES_PORT,
@@ -57,6 +58,8 @@ def kubernetes_documents(
         make = _leader_worker_set if workload.hosts > 1 else _deployment
         found += [make(pods, workload), _disruption_budget(pods, workload)]
     found += [*_scalers(pods, gateways, workers), *_network_policies(pods), *_routes(pods, gateways)]
+    if options.picker is not None:
+        found += picker_documents(pods, gateways, options.picker)
     if namespace is not None:
         for document in found:
             document["metadata"] = {"name": document["metadata"]["name"], "namespace": namespace} | document["metadata"]
@@ -72,9 +75,11 @@ def needed_secrets(fleet: FleetWorkloads, options: KubernetesOptions, image: str
         "tls": "tls {} --cert=CERTIFICATE.pem --key=KEY.pem",
         "kv-key": "generic {} --from-file=kv-key=KEY_FILE",
         "api-key": "generic {} --from-literal=api-key=KEY",
+        TLS_SECRET: "tls {} --cert=CERTIFICATE.pem --key=KEY.pem",
     }
     needed = dict.fromkeys(secret for workload in fleet.all for secret in pods.secrets(workload))
-    for secret in [*needed, *([] if "api-keys" in needed else ["api-key"])]:
+    picker = [TLS_SECRET] if options.picker is not None and options.picker.tls else []
+    for secret in [*needed, *([] if "api-keys" in needed else ["api-key"]), *picker]:
         name = pods.secret_name(secret)
         yield name, makes[secret].format(name)
 
@@ -223,7 +228,10 @@ def _wait_trigger(pods: PodFactory, workload: Workload, wait_s: float) -> Docume
 
 
 def _routes(pods: PodFactory, gateways: Workload) -> Iterator[Document]:
-    """From a Gateway to the Service; what is for operators and probes stays within the cluster."""
+    """From a Gateway to the Service, or to the InferencePool if there is one.
+
+    What is for operators and probes stays within the cluster.
+    """
     if pods.options.http_gateway is None:
         return
     if TLS in pods.secrets(gateways):
@@ -231,7 +239,7 @@ def _routes(pods: PodFactory, gateways: Workload) -> Iterator[Document]:
     namespace, _, name = pods.options.http_gateway.rpartition("/")
     rule: Document = {
         "matches": [{"path": {"type": "PathPrefix", "value": "/v1"}}],
-        "backendRefs": [{"name": pods.fleet.name, "port": 80}],
+        "backendRefs": [pool_reference(pods) if pods.options.picker else {"name": pods.fleet.name, "port": 80}],
         "timeouts": {"request": "0s"},  # none: a stream takes as long as it takes
     }
     spec: Document = {"parentRefs": [{"name": name} | ({"namespace": namespace} if namespace else {})], "rules": [rule]}

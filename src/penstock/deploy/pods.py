@@ -146,7 +146,7 @@ class PodFactory:
             "image": self.image,
             "args": self._args(workload, machine),
             "resources": _quantities(self.resources(workload)),
-            "securityContext": _locked_down(),
+            "securityContext": locked_down(),
             "volumeMounts": self._mounts(workload),
         }
         extras = {"env": self._environment(workload), "ports": _ports(workload, machine)}
@@ -163,32 +163,7 @@ class PodFactory:
         return {"metadata": meta, "spec": self._pod(workload, container)}
 
     def _pod(self, workload: Workload, container: Document) -> Document:
-        alike = {"matchLabels": {"penstock-workload": workload.name}}
-        away = "node.kubernetes.io"
-        return {
-            "automountServiceAccountToken": False,
-            "enableServiceLinks": False,
-            "terminationGracePeriodSeconds": self.grace_s(workload),
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": USER,
-                "runAsGroup": USER,
-                "fsGroup": USER,
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
-            "topologySpreadConstraints": [
-                {
-                    "maxSkew": 1,
-                    "topologyKey": "kubernetes.io/hostname",
-                    "whenUnsatisfiable": "ScheduleAnyway",
-                    "labelSelector": alike,
-                }
-            ],
-            # Answers go on elsewhere within seconds; a lost host's pods are replaced after half a minute, not five.
-            "tolerations": [
-                {"key": f"{away}/{what}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": AWAY_S}
-                for what in ("not-ready", "unreachable")
-            ],
+        return pod_frame(workload.name, self.grace_s(workload)) | {
             "initContainers": [self._keys_container(workload)],
             "containers": [container],
             "volumes": self._volumes(workload),
@@ -272,7 +247,7 @@ class PodFactory:
             "image": self.image,
             "command": ["sh", "-ec", "\n".join(copies) + "\n"],
             "resources": _quantities(ReservedResources(cpu="100m", memory="64Mi")),
-            "securityContext": _locked_down(),
+            "securityContext": locked_down(),
             "volumeMounts": mounts,
         }
 
@@ -337,6 +312,36 @@ class PodFactory:
         ]
 
 
+def pod_frame(workload: str, grace_s: int) -> Document:
+    """What the pods of every workload of this name have around their containers."""
+    away = "node.kubernetes.io"
+    return {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": grace_s,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": {"penstock-workload": workload}},
+            }
+        ],
+        # Answers go on elsewhere within seconds; a lost host's pods are replaced after half a minute, not five.
+        "tolerations": [
+            {"key": f"{away}/{what}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": AWAY_S}
+            for what in ("not-ready", "unreachable")
+        ],
+    }
+
+
 def _ports(workload: Workload, machine: int) -> list[Document]:
     ports = {"http": HTTP_PORT} if workload.group is None else {"worker": WORKER_PORT, "pages": PAGES_PORT}
     if machine:
@@ -368,7 +373,8 @@ def _quantities(resources: ReservedResources) -> Document:
     }
 
 
-def _locked_down() -> Document:
+def locked_down() -> Document:
+    """The security context of every container."""
     return {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,

@@ -31,7 +31,7 @@ from penstock.config.schema import GatewayConfig, InputFeatures
 from penstock.interfaces import ModelCard, PoolingProcessor, RequestProcessor, TranscriptionProcessor
 from penstock.launch import event_loop
 from penstock.launch.http_server import SWITCH_S, App, HttpServer, ProcessIo
-from penstock.launch.members.interface import Members
+from penstock.launch.members.interface import Members, follow_members
 from penstock.launch.members.registry import joined_members, node_members, open_members
 from penstock.launch.redis_rates import RedisRates
 from penstock.launch.remote_workers import RemoteWorkers
@@ -109,9 +109,6 @@ UnjoinedWorkers = Callable[[], Sequence[tuple[str, str]]]
 """Returns the endpoints of members where no worker has joined, and what of the members could not be read or resolved,
 each with the reason."""
 
-RETRY_WATCH_S = 1.0
-"""Before members are watched again after an error that should not be."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayServices:
@@ -180,7 +177,7 @@ async def _run(config: GatewayConfig, inherited: GatewayResources) -> int:
     side.append(asyncio.create_task(host_metrics.publish_periodically(), name="metrics"))
     if members is not None:
         side.append(asyncio.create_task(_announce(config, router, joined)))
-        side.append(asyncio.create_task(_watch_members(members, joined), name="members"))
+        side.append(asyncio.create_task(follow_members(members, joined.set_members), name="members"))
     garbage = GarbageCollector(config.turns, router.open_requests)
     garbage.start()
     side.append(asyncio.create_task(garbage.run(), name="garbage collection"))
@@ -262,16 +259,6 @@ def _members(config: GatewayConfig) -> Members | None:
     if config.members is not None:
         return open_members(config.members, config.membership, MonotonicClock())
     return joined_members(config.join, config.membership, MonotonicClock()) if config.join else None
-
-
-async def _watch_members(members: Members, joined: RemoteWorkers) -> None:
-    """Until cancelled.  An error does not end it: the members that are known stay."""
-    while True:
-        try:
-            await members.watch(joined.set_members)
-        except Exception:
-            log.exception("the members cannot be watched")
-        await asyncio.sleep(RETRY_WATCH_S)
 
 
 def _join(config: GatewayConfig, transport: ZmqTransport, router: RouterService) -> RemoteWorkers:

@@ -27,7 +27,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal, TypeAlias
+from typing import Annotated, BinaryIO, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -88,7 +88,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     ready_after_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     log: Text = ""  # file on its host
     text: Text = ""  # hash of the fleet file's text that its gateways follow
-    members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=4096)] = ()
+    members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=4096)] = ()  # its workers
+    gateways: Annotated[tuple[Member, ...], msgspec.Meta(max_length=1)] = ()  # its port of HTTP
 
 
 def node_digest(fleet: FleetFile, node: FleetNode) -> str:
@@ -106,6 +107,13 @@ def node_members(fleet: FleetFile, node: FleetNode) -> tuple[Member, ...]:
     return tuple(
         Member(name=worker.name, endpoint=worker.endpoint, labels={"node": node.name}) for worker in fleet.members(node)
     )
+
+
+def node_gateways(node: FleetNode, port: int) -> tuple[Member, ...]:
+    """The port that all its gateways share, as an endpoint picker may find it; empty if it has none."""
+    if not node.gateways:
+        return ()
+    return (Member(name=f"{node.name}-gateway", endpoint=node.endpoint(port), labels={"node": node.name}),)
 
 
 class _Child:
@@ -172,7 +180,9 @@ class NodeProcess:
         """Start it, and return at once."""
         self._thread.start()
 
-    def report(self, order: NodeOrder, members: tuple[Member, ...] = ()) -> NodeReport:
+    def report(
+        self, order: NodeOrder, members: tuple[Member, ...] = (), gateways: tuple[Member, ...] = ()
+    ) -> NodeReport:
         """How it is now."""
         with self._lock:
             return NodeReport(
@@ -186,6 +196,7 @@ class NodeProcess:
                 ready_after_s=self._ready_after_s,
                 log=str(self.log_file),
                 members=members,
+                gateways=gateways,
             )
 
     @property
@@ -359,7 +370,15 @@ def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def started_node(order: NodeOrder, folder: Path) -> tuple[NodeProcess, tuple[Member, ...]]:
+class StartedNode(NamedTuple):
+    """A node's process, and where its workers and gateways are reached."""
+
+    process: NodeProcess
+    members: tuple[Member, ...]
+    gateways: tuple[Member, ...]
+
+
+def started_node(order: NodeOrder, folder: Path) -> StartedNode:
     """``penstock node`` of an order, started or taken over; its file and its log are in ``folder``.
 
     Raises ConfigError, msgspec.ValidationError, OSError.
@@ -380,7 +399,7 @@ def started_node(order: NodeOrder, folder: Path) -> tuple[NodeProcess, tuple[Mem
         digest=order.digest,
     )
     process.start()
-    return process, node_members(fleet, node)
+    return StartedNode(process, node_members(fleet, node), node_gateways(node, config.port))
 
 
 def fleet_file_of(order: NodeOrder, folder: Path) -> Path:
@@ -423,33 +442,32 @@ class FleetNodeActor:
         context = ray.get_runtime_context()
         self._ray_node = context.get_node_id()
         self._ray_address = ray.util.get_node_ip_address()
-        self._process: NodeProcess | None = None
-        self._members: tuple[Member, ...] = ()
+        self._node: StartedNode | None = None
         self._error = ""
         try:
             self._folder = Path(worker._global_node.get_logs_dir_path())
             if context.was_current_actor_reconstructed:
                 self._order = latest_order(self._order, self._folder)
-            self._process, self._members = started_node(self._order, self._folder)
+            self._node = started_node(self._order, self._folder)
         except (ConfigError, msgspec.ValidationError, tomllib.TOMLDecodeError, OSError) as error:
             self._error = str(error)[:REASON_CHARS]
         else:
-            watch = threading.Thread(target=_drain_with_ray_node, args=(self._ray_node, self._process.begin_drain))
+            watch = threading.Thread(target=_drain_with_ray_node, args=(self._ray_node, self._node.process.begin_drain))
             watch.daemon = True
             watch.start()
 
     def watch(self, seen: str, timeout_s: float) -> bytes:
         """How the node is as soon as its state is another one than ``seen``, or when so long has passed."""
         limit_s = max(0.0, min(timeout_s, MAX_WATCH_S))
-        if self._process is not None:
-            self._process.wait_for_change(seen, limit_s)
+        if self._node is not None:
+            self._node.process.wait_for_change(seen, limit_s)
         elif seen == "stopped":
             time.sleep(limit_s)  # nothing will change
         return self.report()
 
     def report(self) -> bytes:
         """How the node is now."""
-        if self._process is None:
+        if self._node is None:
             found = NodeReport(
                 node=self._order.node,
                 digest=self._order.digest,
@@ -458,7 +476,7 @@ class FleetNodeActor:
                 reason=self._error,
             )
         else:
-            found = self._process.report(self._order, self._members)
+            found = self._node.process.report(self._order, self._node.members, self._node.gateways)
         return msgspec.json.encode(
             msgspec.structs.replace(
                 found, ray_node=self._ray_node, ray_address=self._ray_address, text=text_hash(self._order.text)
@@ -479,9 +497,9 @@ class FleetNodeActor:
 
     def drain(self) -> bytes:
         """Drain the node, and report when it has ended."""
-        if self._process is not None:
-            self._process.begin_drain("drained by `penstock ray`")
-            self._process.wait_drained()
+        if self._node is not None:
+            self._node.process.begin_drain("drained by `penstock ray`")
+            self._node.process.wait_drained()
         return self.report()
 
 

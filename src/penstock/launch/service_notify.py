@@ -12,6 +12,7 @@ import socket
 
 NOTIFY_SOCKET = "NOTIFY_SOCKET"
 READY = "READY=1"
+STOPPING = "STOPPING=1"
 
 
 def notify_service_manager(state: str) -> None:

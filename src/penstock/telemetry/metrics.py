@@ -314,6 +314,14 @@ RATE_LIMIT_HOSTS = _gauge(
     "rate_limit_hosts", "Hosts with gateways, among which the rates of tenants are divided.", merge=MergeRule.MAX
 )
 
+# --- of an endpoint picker ----------------------------------------------------------------------------------------
+
+PICKER_REQUESTS = _counter("picker_requests", "Requests that a gateway was picked for, by what decided.", "outcome")
+PICKER_OUTCOMES = ("idempotency_key", "session", "none", "no_gateway")
+PICKER_TIME = _histogram("picker_decision_seconds", "To pick the gateway of one request.", _DECISION)
+PICKER_GATEWAYS = _gauge("picker_gateways", "Gateways among the members, by whether they can serve.", "state")
+PICKER_REFUSED = _counter("picker_refused_streams", "Streams of proxies that brought no request in time or form.")
+
 TARGETS = ("met", "ttft_missed", "tpot_missed", "both_missed")
 """Of answers; those that met theirs are the goodput."""
 

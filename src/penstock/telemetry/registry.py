@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -461,6 +461,48 @@ class Metrics:
         for outcome, value in values.items():
             counter.add_metric([self._model, outcome], value)
         return counter
+
+
+class PickerMetrics:
+    """The metrics of ``penstock picker``."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        requests = Counter(
+            names.PREFIX + names.PICKER_REQUESTS.name,
+            names.PICKER_REQUESTS.help,
+            names.PICKER_REQUESTS.labels,
+            registry=self.registry,
+        )
+        self._requests = {outcome: requests.labels(outcome) for outcome in names.PICKER_OUTCOMES}
+        self._seconds = Histogram(
+            names.PREFIX + names.PICKER_TIME.name,
+            names.PICKER_TIME.help,
+            buckets=names.PICKER_TIME.buckets,
+            registry=self.registry,
+        )
+        self._gateways = Gauge(
+            names.PREFIX + names.PICKER_GATEWAYS.name,
+            names.PICKER_GATEWAYS.help,
+            names.PICKER_GATEWAYS.labels,
+            registry=self.registry,
+        )
+        self._refused = Counter(
+            names.PREFIX + names.PICKER_REFUSED.name, names.PICKER_REFUSED.help, registry=self.registry
+        )
+        self.set_gateways(0, 0)
+
+    def on_choice(self, outcome: str, seconds: float) -> None:
+        """``outcome``: one of ``metrics.PICKER_OUTCOMES``."""
+        self._requests[outcome].inc()
+        self._seconds.observe(seconds)
+
+    def on_refused_stream(self) -> None:
+        self._refused.inc()
+
+    def set_gateways(self, ready: int, members: int) -> None:
+        self._gateways.labels("ready").set(ready)
+        self._gateways.labels("not_ready").set(members - ready)
 
 
 def _usage(row: Mapping[str, Any]) -> float:

@@ -41,6 +41,7 @@ SERVED = {
     "chats": "--clients 2 --chats 2 --turns 2 --policies penstock",
     "drain": "--rounds 1 --answers 2 --tokens 32 --quiet 1 --kills",
     "fairness": "--real --seconds 1 --clients 1",
+    "picker": "--rounds 2 --requests 20",
     "stutter": "--rounds 1 --duration 1 --setups split",
     "store": "restart --tokens 200 --dir DIR",
 }

@@ -29,6 +29,7 @@ SOURCES = {
     "LeaderWorkerSet": "leaderworkerset.json",
     "ScaledObject": "scaledobject.json",
     "HTTPRoute": "httproute.json",
+    "InferencePool": "inferencepool.json",
 }
 
 TLS_SETTINGS = 'drain_s = 60.0 }\ntls_cert = "/c"\ntls_key = "/k"\n\n[kubernetes]\nhttp_gateway = "edge"'
@@ -318,9 +319,63 @@ def test_a_route_leads_to_the_service(tmp_path: Path, capsys: pytest.CaptureFixt
         validate(route)
 
 
+POOL = '[kubernetes]\nhttp_gateway = "edge/public"\npicker = { replicas = 3, failure_mode = "FailClose" }'
+
+
+def test_a_route_leads_to_the_pool_of_gateways_and_that_to_its_picker(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = changed(tmp_path, ("[kubernetes]", POOL))
+    documents = kubernetes(capsys, fleet)
+    for document in documents:
+        validate(document)
+    (to,) = of_kind(documents, "HTTPRoute")["two-hosts"]["spec"]["rules"][0]["backendRefs"]
+    assert to == {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "two-hosts"}
+    pool = of_kind(documents, "InferencePool")[to["name"]]["spec"]
+    reference = pool["endpointPickerRef"]
+    assert (reference["name"], reference["failureMode"]) == ("two-hosts-picker", "FailClose")
+    gateway = of_kind(documents, "Deployment")["two-hosts-gateway"]["spec"]["template"]
+    wanted, labels = pool["selector"]["matchLabels"], gateway["metadata"]["labels"]
+    assert wanted.items() <= labels.items()
+    assert pool["targetPorts"] == [{"number": gateway["spec"]["containers"][0]["ports"][0]["containerPort"]}]
+    service = of_kind(documents, "Service")["two-hosts-picker"]["spec"]
+    assert [port["port"] for port in service["ports"]] == [reference["port"]["number"]]
+    picker = of_kind(documents, "Deployment")["two-hosts-picker"]["spec"]
+    assert picker["replicas"] == 3
+    assert service["selector"].items() <= picker["template"]["metadata"]["labels"].items()
+    assert not wanted.items() <= picker["template"]["metadata"]["labels"].items(), "it is no gateway itself"
+    assert "two-hosts-picker" in of_kind(documents, "PodDisruptionBudget")
+    assert "two-hosts-picker" in of_kind(documents, "NetworkPolicy")
+    assert "create secret tls two-hosts-picker-tls" in manifests(capsys, "kubernetes", fleet)
+
+
+@pytest.mark.parametrize("tls", [True, False])
+def test_the_command_of_a_picker_is_one(tls: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pool = f'[kubernetes]\nhttp_gateway = "edge"\npicker = {{ tls = {str(tls).lower()} }}'
+    documents = kubernetes(capsys, changed(tmp_path, ("[kubernetes]", pool)))
+    pod = of_kind(documents, "Deployment")["two-hosts-picker"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert main([*container["args"], "--print-config"]) == 0
+    config = tomllib.loads(capsys.readouterr().out)
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert config["listen"] == f"tcp://0.0.0.0:{ports['grpc']}"
+    assert (config["health_port"], config["metrics_port"]) == (ports["health"], ports["metrics"])
+    name, port = config["members"].removeprefix("dns:").split(":")
+    members = of_kind(documents, "Service")[name]["spec"]
+    assert (members["clusterIP"], members["ports"][0]["port"]) == ("None", int(port))
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert ("/tls" in mounts) == tls
+    assert config.get("tls_cert", "/tls/tls.crt" if not tls else None) == "/tls/tls.crt"
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    probed = {container[probe]["grpc"]["service"] for probe in ("readinessProbe", "livenessProbe", "startupProbe")}
+    assert probed == {"readiness", "liveness"}
+
+
 @pytest.mark.parametrize(
     ("change", "because"),
     [
+        (("[kubernetes]", "[kubernetes]\npicker = {}"), "add http_gateway = NAME"),
+        (("[kubernetes]", "[kubernetes]\npicker = { replica = 1 }"), "unknown field `replica`"),
         (
             ("drain_s = 60.0 }\n\n[kubernetes]", TLS_SETTINGS),
             "the Gateway ends TLS",

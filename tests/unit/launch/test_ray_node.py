@@ -28,6 +28,7 @@ from penstock.launch.ray_node import (
     fleet_file_of,
     latest_order,
     node_digest,
+    node_gateways,
     node_members,
     write_privately,
 )
@@ -304,6 +305,13 @@ def test_members_of_a_node_are_its_workers() -> None:
         ("b-both-0", "tcp://10.0.0.2:9000", {"node": "b"}),
         ("b-both-1", "tcp://10.0.0.2:9002", {"node": "b"}),
     ]
+
+
+def test_the_gateways_of_a_node_are_reached_at_its_address_and_their_port() -> None:
+    a, b = fleet().nodes
+    (member,) = node_gateways(msgspec.structs.replace(b, gateways=2), 8765)
+    assert (member.name, member.endpoint, member.labels) == ("b-gateway", "tcp://10.0.0.2:8765", {"node": "b"})
+    assert node_gateways(msgspec.structs.replace(a, gateways=0), 8765) == ()
 
 
 def test_actors_of_fleets_with_similar_names_are_told_apart() -> None:

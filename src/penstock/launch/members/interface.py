@@ -1,7 +1,7 @@
-"""The port through which a gateway learns where workers may be.
+"""The port through which a gateway learns where workers may be, and an endpoint picker where gateways.
 
 Members say where to look.  Whether a worker is there, which one, and whether it lives is found out by messages
-(``launch.remote_workers``), so a wrong answer does no harm.
+(``launch.remote_workers``, ``launch.picker.live_gateways``), so a wrong answer does no harm.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from typing import Annotated, Protocol, TypeAlias
 
 import msgspec
@@ -22,9 +23,19 @@ log = logging.getLogger(__name__)
 MAX_NAME_CHARS = 253
 MAX_ENDPOINT_CHARS = 300
 
+RETRY_WATCH_S = 1.0
+"""After an error of a source, before its members are watched again."""
+
+
+class MemberKind(StrEnum):
+    """What members are.  Lists have either; sources that know a fleet must be told which are wanted."""
+
+    WORKERS = "workers"
+    GATEWAYS = "gateways"
+
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A place where a worker may be.  ``name`` is for people; the worker itself says what it is called."""
+    """A place where a worker or a gateway may be.  ``name`` is for people; a worker says itself what it is called."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
     endpoint: Annotated[str, msgspec.Meta(max_length=MAX_ENDPOINT_CHARS)]  # tcp://HOST:PORT
@@ -53,6 +64,16 @@ class Members(Protocol):
     def problems(self) -> Sequence[MembersProblem]:
         """What is wrong now.  The last good set stays in use meanwhile."""
         ...
+
+
+async def follow_members(members: Members, tell: MembersHandler) -> None:
+    """Watch until cancelled.  An error does not end it: the members that are known stay."""
+    while True:
+        try:
+            await members.watch(tell)
+        except Exception:
+            log.exception("the members cannot be watched")
+        await asyncio.sleep(RETRY_WATCH_S)
 
 
 class SourceProblem:

@@ -1,4 +1,4 @@
-"""Members by Ray: the workers of a fleet that ``penstock ray up`` runs, told by its named actors.
+"""Members by Ray: the workers or the gateways of a fleet that ``penstock ray up`` runs, told by its named actors.
 
 Ray's client is a library with threads that ends its process when the cluster is away for long, so a child process asks
 (``ray_process``) and a gateway only reads what it writes.  While the child has no answer, the last good members stay.
@@ -17,7 +17,14 @@ import msgspec
 from penstock import sidecar
 from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
-from penstock.launch.members.interface import Member, MembersHandler, MembersProblem, SourceProblem, check_tcp_endpoint
+from penstock.launch.members.interface import (
+    Member,
+    MemberKind,
+    MembersHandler,
+    MembersProblem,
+    SourceProblem,
+    check_tcp_endpoint,
+)
 
 
 class RayQuestion(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +34,7 @@ class RayQuestion(msgspec.Struct, frozen=True, kw_only=True):
     fleet: str
     address: str | None
     poll_s: float
+    wanted: MemberKind = MemberKind.WORKERS
 
 
 class RayAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,12 +47,13 @@ class RayAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class RayMembers:
     """``interface.Members`` of a fleet."""
 
-    def __init__(self, fleet: str, limits: MembershipConfig) -> None:
+    def __init__(self, fleet: str, limits: MembershipConfig, wanted: MemberKind = MemberKind.WORKERS) -> None:
         """Raises ConfigError if Ray is not installed."""
         if find_spec("ray") is None:
             raise ConfigError(f"--members ray:{fleet}: Ray is not installed: pip install 'penstock[ray]'")
         self._fleet = fleet
         self._limits = limits
+        self._wanted = wanted
         self._members: tuple[Member, ...] | None = None  # the last good ones
         self._problem = SourceProblem(f"ray:{fleet}")
 
@@ -68,6 +77,7 @@ class RayMembers:
             fleet=self._fleet,
             address=self._limits.ray_address or None,
             poll_s=self._limits.ray_poll_s,
+            wanted=self._wanted,
         )
         child = sidecar.ChildProcess(
             "penstock.launch.members.ray_process",

@@ -1,4 +1,4 @@
-"""The process that asks Ray for a gateway: ``python -m penstock.launch.members.ray_process QUESTION``.
+"""The process that asks Ray for a gateway or a picker: ``python -m penstock.launch.members.ray_process QUESTION``.
 
 It writes a line each time it has asked, and ends with the gateway.  An actor that does not answer, such as one that Ray
 is starting again, keeps the members that it told last: only actors that are gone take theirs along.
@@ -16,7 +16,7 @@ import msgspec
 
 from penstock import sidecar
 from penstock.errors import PenstockError
-from penstock.launch.members.interface import Member
+from penstock.launch.members.interface import Member, MemberKind
 from penstock.launch.members.ray import RayAnswer, RayQuestion
 from penstock.launch.ray_cluster import RayCluster, connected
 
@@ -42,7 +42,7 @@ def _answer(lane: socket.socket, cluster: RayCluster, question: RayQuestion) -> 
         actors = cluster.actors(question.fleet)
         for node, report in cluster.reports(list(actors.values())).items():
             if report is not None:
-                known[node] = report.members
+                known[node] = report.gateways if question.wanted is MemberKind.GATEWAYS else report.members
         known = {node: known[node] for node in sorted(actors.keys() & known.keys())}
         _send(lane, RayAnswer(members=tuple(member for members in known.values() for member in members)))
         time.sleep(question.poll_s)

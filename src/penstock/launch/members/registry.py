@@ -11,24 +11,24 @@ from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
 from penstock.launch.members.dns import DnsMembers, srv_look_up
 from penstock.launch.members.file import FileMembers, parse_fleet_members
-from penstock.launch.members.interface import Member, Members, StaticMembers
+from penstock.launch.members.interface import Member, MemberKind, Members, StaticMembers
 from penstock.launch.members.nats import NatsMembers
 from penstock.launch.members.ray import RayMembers
 from penstock.launch.members.resolver import ResolvedMembers, WatchedName, is_numeric, system_look_up
 
-MakeMembers = Callable[[str, MembershipConfig, Clock], Members]
+MakeMembers = Callable[[str, MembershipConfig, Clock, MemberKind], Members]
 """Called with what stands after the kind's colon.  Raises ConfigError."""
 
 KINDS_TEXT = "file:PATH, fleet:FLEET_FILE, dns:NAME:PORT, dns:_SERVICE._tcp.NAME, nats:URL/BUCKET, or ray:FLEET"
 
 
-def open_members(text: str, limits: MembershipConfig, clock: Clock) -> Members:
+def open_members(text: str, limits: MembershipConfig, clock: Clock, wanted: MemberKind = MemberKind.WORKERS) -> Members:
     """The members that ``--members`` names.  Raises ConfigError in one line; looks at no file and no network."""
     kind, _, rest = text.partition(":")
     make = _KINDS.get(kind)
     if make is None or not rest:
         raise ConfigError(f"--members {text}: expected {KINDS_TEXT}")
-    return make(rest, limits, clock)
+    return make(rest, limits, clock, wanted)
 
 
 def joined_members(endpoints: tuple[str, ...], limits: MembershipConfig, clock: Clock) -> Members:
@@ -43,16 +43,16 @@ def node_members(path: str, node: str, endpoints: tuple[str, ...], limits: Membe
     return ResolvedMembers(FileMembers(Path(path), limits, parse, first), limits, clock)
 
 
-def _fleet(path: str, limits: MembershipConfig, clock: Clock) -> Members:
+def _fleet(path: str, limits: MembershipConfig, clock: Clock, _: MemberKind) -> Members:
     place = Path(path).expanduser().absolute()
     return ResolvedMembers(FileMembers(place, limits, parse_fleet_members), limits, clock)
 
 
-def _file(path: str, limits: MembershipConfig, clock: Clock) -> Members:
+def _file(path: str, limits: MembershipConfig, clock: Clock, _: MemberKind) -> Members:
     return ResolvedMembers(FileMembers(Path(path).expanduser().absolute(), limits), limits, clock)
 
 
-def _dns(name: str, limits: MembershipConfig, clock: Clock) -> Members:
+def _dns(name: str, limits: MembershipConfig, clock: Clock, _: MemberKind) -> Members:
     if name.startswith("_"):
         return _srv(name, limits, clock)
     host, colon, port = name.rpartition(":")
@@ -69,12 +69,12 @@ def _srv(name: str, limits: MembershipConfig, clock: Clock) -> Members:
     return DnsMembers(WatchedName(f"dns:{name}", srv_look_up(name, limits), limits, clock), limits.max_members)
 
 
-def _nats(text: str, limits: MembershipConfig, clock: Clock) -> Members:
+def _nats(text: str, limits: MembershipConfig, clock: Clock, _: MemberKind) -> Members:
     return ResolvedMembers(NatsMembers(text, limits, clock), limits, clock)
 
 
-def _ray(fleet: str, limits: MembershipConfig, clock: Clock) -> Members:
-    return ResolvedMembers(RayMembers(fleet, limits), limits, clock)
+def _ray(fleet: str, limits: MembershipConfig, clock: Clock, wanted: MemberKind) -> Members:
+    return ResolvedMembers(RayMembers(fleet, limits, wanted), limits, clock)
 
 
 _KINDS: dict[str, MakeMembers] = {"file": _file, "fleet": _fleet, "dns": _dns, "nats": _nats, "ray": _ray}
