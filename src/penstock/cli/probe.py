@@ -175,7 +175,9 @@ def request_report(endpoint: str, keys: HostKeys, timeout_s: float) -> WorkerRep
             if received is not None and isinstance(received.message, WorkerReport):
                 return received.message
         version = link.counters.other_version
-        return version_reason(version) if version else f"no answer within {timeout_s:g} s"
+        if version:
+            return version_reason(version)
+        return f"no answer within {timeout_s:g} s; a worker does not answer keys that it does not know"
     finally:
         transport.close()
 

@@ -21,6 +21,7 @@ import tomli_w
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from tests.certificates import write_certificate
 from tests.clients.packages import need_helm, need_kubectl
 from tests.unit.deploy.test_manifests import FLEET, GROUP_FLEET, KUBERNETES, TLS_SETTINGS
 
@@ -465,9 +466,9 @@ def made_secrets(commands: list[str], folder: Path) -> dict[str, set[str]]:
     (folder / "host-keys").mkdir()
     for file in ("host-keys/public.key", "host-keys/secret.key", "API_KEYS_FILE", "KEY_FILE"):
         (folder / file).write_text("{}")
-    certificate = ["openssl", "req", "-x509", "-nodes", "-newkey", "rsa:2048", "-subj", "/CN=a", "-days", "1"]
-    files = ["-keyout", "KEY.pem", "-out", "CERTIFICATE.pem"]
-    subprocess.run([*certificate, *files], cwd=folder, check=True, capture_output=True, timeout=60)
+    certificate, key = write_certificate(folder, "a")
+    certificate.rename(folder / "CERTIFICATE.pem")
+    key.rename(folder / "KEY.pem")
     found = {}
     for command in commands:
         program, *words = shlex.split(command)
