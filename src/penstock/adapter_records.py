@@ -31,6 +31,7 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     nbytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]  # of its file of tensors
     rank: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]  # the largest of its matrices
     loaded: bool = True  # False: it was unloaded
+    given: bool = False  # at the start of a gateway, not while serving
 
     @property
     def order(self) -> tuple[int, bool, str, str]:

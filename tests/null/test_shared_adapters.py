@@ -124,6 +124,25 @@ async def test_what_a_gateway_was_started_with_is_known_to_others(folders: list[
         await town.until(lambda: a.folder("fox") is None, seconds=0.05)
 
 
+async def test_of_gateways_that_are_started_with_different_adapters_the_last_counts(folders: list[Path]) -> None:
+    """So a new version comes to all by restarting gateways; what was loaded or unloaded while serving stays."""
+    start = intake_of()
+    named = []
+    for folder in folders[:2]:
+        await start.load_adapter({"lora_name": "fox", "lora_path": str(folder), "load_inplace": True})
+        named.append(start._adapters._by_name["fox"])
+    async with Town2("both-0") as town:
+        old = Gateway(town, town.add_gateway("old"), adapters=named[:1])
+        await town.until(lambda: len(town.worker("both-0").mailbox.exchange.adapters) == 1, seconds=0.1)
+        new = Gateway(town, town.add_gateway("new"), adapters=named[1:])
+        await town.until(lambda: old.folder("fox") == new.folder("fox") == str(folders[1]), seconds=0.1)
+        assert (await old.load("fox", folders[2], load_inplace=True)).status_code == 200
+        again = Gateway(town, town.add_gateway("again"), adapters=named[:1])
+        await town.until(lambda: again.folder("fox") == str(folders[2]), seconds=0.1)
+        await town.turn(1.0)
+        assert [gateway.folder("fox") for gateway in (old, new, again)] == [str(folders[2])] * 3
+
+
 async def test_a_gateway_without_room_or_permission_has_none_of_it(
     folders: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:

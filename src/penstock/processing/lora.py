@@ -39,8 +39,8 @@ class SharedAdapterNames(Protocol):
     """Names that all gateways share (``router.shared_adapters``)."""
 
     def follow(self, listener: Callable[[AdapterRecord], None], given: Sequence[AdapterRecord]) -> None:
-        """Call ``listener`` with all records, now and later.  ``given``: of the start, to be shared if nothing is known
-        of their names."""
+        """Call ``listener`` with all records, now and later.  ``given``: of the start, to be shared unless their names
+        were loaded or unloaded while serving."""
         ...
 
     def next_version(self, name: str) -> int:
@@ -67,7 +67,7 @@ class LoraRegistry:
         self._alone = asyncio.Lock()
         self._shared = shared if config.allow_updating else None
         if self._shared is not None:
-            self._shared.follow(self._on_record, [_record(own, 1) for own in config.adapters])
+            self._shared.follow(self._on_record, [_record(own, 1, given=True) for own in config.adapters])
 
     def find(self, name: object) -> AdapterRef | None:
         """What goes with a request for this model, if it is an adapter."""
@@ -142,7 +142,8 @@ class LoraRegistry:
         """An adapter was loaded or unloaded, here or at another gateway."""
         known = self._by_name.get(record.name)
         if not record.loaded:
-            self._by_name.pop(record.name, None)
+            if self._by_name.pop(record.name, None) is not None:
+                log.info("adapter %s was unloaded", record.name)
             return
         if known is not None and known.fingerprint != record.fingerprint:
             log.warning("adapter %s is %s from now on, instead of %s", record.name, record.folder, known.folder)
@@ -215,7 +216,7 @@ def _exists(name: str, folder: str = "") -> RequestError:
     )
 
 
-def _record(own: NamedAdapter, version: int, *, loaded: bool = True) -> AdapterRecord:
+def _record(own: NamedAdapter, version: int, *, loaded: bool = True, given: bool = False) -> AdapterRecord:
     return AdapterRecord(
         name=own.name,
         version=version,
@@ -224,6 +225,7 @@ def _record(own: NamedAdapter, version: int, *, loaded: bool = True) -> AdapterR
         nbytes=own.nbytes,
         rank=own.rank,
         loaded=loaded,
+        given=given,
     )
 
 

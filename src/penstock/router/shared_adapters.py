@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import TypeAlias
 
+import msgspec
+
 from penstock.adapter_records import MAX_ADAPTER_VERSION, AdapterRecord, AdapterRecords
 from penstock.clock import Clock
 from penstock.router.fleet import Fleet
@@ -24,6 +26,9 @@ from penstock.router.home_calls import HomeCalls, WorkerHomes
 from penstock.router.links import WorkerLinks
 from penstock.types import WorkerId
 from penstock.wire.gateway_messages import AdapterChanged, AdapterNames, ChangeAdapter
+
+MAX_GIVEN_TRIES = 3
+"""Of a gateway that starts with an adapter, while others start with others of that name: the last one counts."""
 
 AdapterListener: TypeAlias = Callable[[AdapterRecord], None]
 """Called with each record that replaces another one, or is the first of its name."""
@@ -43,7 +48,7 @@ class SharedAdapters:
 
     def follow(self, listener: AdapterListener, given: Sequence[AdapterRecord] = ()) -> None:
         """Call ``listener`` with all records, now and later.  ``given``: of this gateway's start, to be shared once a
-        worker is ready, if nothing is known of their names by then."""
+        worker is ready, unless their names were loaded or unloaded while serving."""
         self._given += tuple(given)
         self._listeners.append(listener)
         for record in self._records.all():
@@ -96,8 +101,11 @@ class SharedAdapters:
     async def _share_given(self) -> None:
         given, self._given = self._given, ()
         for record in given:
-            if self._records.find(record.name) is None:
-                await self.change(record)
+            for _ in range(MAX_GIVEN_TRIES):
+                known = self._records.find(record.name)
+                if known is not None and (not known.given or known.fingerprint == record.fingerprint):
+                    break
+                await self.change(msgspec.structs.replace(record, version=self.next_version(record.name)))
 
     def tick(self, now: float) -> None:
         """``HomeCalls.tick``."""
