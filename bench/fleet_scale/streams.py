@@ -29,7 +29,7 @@ from penstock.wire.gateway_messages import Cancel, Hello, StepRates, Submit, Tok
 from penstock.wire.zeromq import ZmqTransport
 
 GATEWAYS, STREAM_WORKERS, CLIENTS = 4, 8, 4
-PACE_S = 15.0  # between two tokens of a stream
+PACE_S = 30.0  # between two tokens of a stream
 CONFIG = """
 [limits]
 max_queued_requests = 1000000
