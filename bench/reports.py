@@ -116,18 +116,18 @@ class Played:
 
 
 def play(workers: list[Played], over: Callable[[], bool]) -> None:
-    """Until ``over``: who was spoken to takes its turn at once, everybody every 10 ms."""
+    """Until ``over``: who was spoken to takes its turn at once, everybody every 10 ms, or less often if they are many."""
     poller = zmq.Poller()
     by_socket: dict[Any, Played] = {}
     for worker in workers:
         socket = worker.listener.socket  # type: ignore[attr-defined]
         poller.register(socket, zmq.POLLIN)
         by_socket[socket] = worker
-    looked = 0.0
+    looked, pause = 0.0, max(0.01, len(workers) / 25_600)
     while not over():
         spoken = [by_socket[socket] for socket, _ in poller.poll(10)]
         now = time.monotonic()
-        if now - looked >= 0.01:
+        if now - looked >= pause:
             looked, spoken = now, workers
         for worker in spoken:
             worker.turn(now)

@@ -66,14 +66,14 @@ def idle(options: argparse.Namespace) -> Iterator[Row]:
     rounds = [_hear(200, options.seconds) for _ in range(options.rounds)]
     cores = [core for core, _ in rounds]
     shown, rate = ", ".join(f"{core:.1f}" for core in cores), statistics.median(rate for _, rate in rounds)
-    told = f"rounds {shown}; {rate:.2f} reports/s"
+    told = f"rounds {shown}; {rate:.2f} reports/s from each"
     yield Row(
         "idle",
         "gateway of 16, 200 idle workers",
         statistics.median(cores),
         "% of a core",
         IDLE_BAR,
-        f"{told} reports/s",
+        told,
     )
 
 

@@ -29,7 +29,7 @@ from penstock.wire.gateway_messages import Cancel, Hello, StepRates, Submit, Tok
 from penstock.wire.zeromq import ZmqTransport
 
 GATEWAYS, STREAM_WORKERS, CLIENTS = 4, 8, 4
-PACE_S = 15.0  # between two tokens of a stream
+PACE_S = 30.0  # between two tokens of a stream
 CONFIG = """
 [limits]
 max_queued_requests = 1000000
@@ -37,6 +37,14 @@ max_queued_tokens = 1000000000
 first_byte_s = 600.0
 stall_s = 600.0
 """
+
+
+@dataclass(slots=True)
+class _Running:
+    peer: bytes
+    epoch: int
+    seed: int | None
+    index: int  # of the next token
 
 
 class StreamWorker:
@@ -47,7 +55,7 @@ class StreamWorker:
         self.listener = transport.listen("tcp://127.0.0.1:0")
         self._begun = begun  # of all workers, by seed, which follows from a client's key: when it was asked for first
         self._peers: set[bytes] = set()
-        self.running: dict[str, tuple[bytes, int | None, int]] = {}  # -> peer, seed, next index
+        self.running: dict[str, _Running] = {}
         self._due: list[tuple[float, str]] = []
         self._heard = self._steps = 0
         self._reported = 0.0
@@ -63,23 +71,23 @@ class StreamWorker:
                 # One that comes again, from another gateway, gets a new token at once.
                 seed = message.sampling.seed
                 self._begun[seed] = self._begun.get(seed, now + PACE_S) - PACE_S
-                self.running[message.request] = received.peer, seed, len(message.emitted)
+                self.running[message.request] = _Running(received.peer, message.epoch, seed, len(message.emitted))
                 heapq.heappush(self._due, (now, message.request))
             elif isinstance(message, Cancel):
                 self.running.pop(message.request, None)
         by_peer: dict[bytes, list[TokenItem]] = {}
         while self._due and self._due[0][0] <= now:
             _, name = heapq.heappop(self._due)
-            if name not in self.running:
+            request = self.running.get(name)
+            if request is None:
                 continue
-            peer, seed, index = self.running[name]
-            last = 1 + int((now - self._begun[seed]) / PACE_S)
+            index, last = request.index, 1 + int((now - self._begun[request.seed]) / PACE_S)
             tokens = tuple(WORDS[at * 7 % len(WORDS)] for at in range(index, last))
             if tokens:
-                item = TokenItem(request=RequestId(name), epoch=1, index=index, tokens=tokens)
-                by_peer.setdefault(peer, []).append(item)
-            self.running[name] = peer, seed, last
-            heapq.heappush(self._due, (self._begun[seed] + last * PACE_S, name))
+                item = TokenItem(request=RequestId(name), epoch=request.epoch, index=index, tokens=tokens)
+                by_peer.setdefault(request.peer, []).append(item)
+                request.index = last
+            heapq.heappush(self._due, (self._begun[request.seed] + last * PACE_S, name))
         for peer, items in by_peer.items():
             self.listener.send(peer, Tokens(worker=self.name, incarnation=1, items=tuple(items)))
         self._steps += len(by_peer)

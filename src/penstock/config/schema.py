@@ -140,7 +140,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     max_compiling_grammars: int = 256  # that wait to be compiled in a worker
     gateway_silence_s: float = 10.0  # a gateway silent for this long counts as gone, with its requests
     report_min_s: float = 0.1  # between two reports at least, while anything changes
-    reports_per_s: int = 1000  # to all gateways together, while anything changes: with many, each gets fewer
+    reports_per_s: int = 600  # to all gateways together, while anything changes: with many, each gets fewer
     report_waiting_s: float = 0.2  # between two responses to a gateway's Hellos at least, while requests are queued
     report_max_s: float = 0.5  # between two reports of an idle worker
 

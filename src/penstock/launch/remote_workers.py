@@ -355,8 +355,9 @@ class RemoteWorkers:
         now = self._clock.now()
         late = max(0.0, now - self._ticked - 2 * self._beat_s)  # this process did not run, so silence proves nothing
         self._ticked = now
-        for endpoint in self._found.values():
-            self._mailboxes[endpoint].last_report_at += late
+        if late:
+            for endpoint in self._found.values():
+                self._mailboxes[endpoint].last_report_at += late
         silent = [
             endpoint for endpoint in self._found.values() if now - self._mailboxes[endpoint].last_report_at > LOST_S
         ]

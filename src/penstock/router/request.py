@@ -206,6 +206,9 @@ BACKOFF_MAX_S = 1.0
 CHECK_INTERVAL_S = 0.25
 """Between two checks of a request without new tokens for a second, and at least between any two checks."""
 
+MAX_CHECK_INTERVAL_S = 1.0
+"""The same for a response without new tokens for 16 seconds; before that, it grows from four seconds on."""
+
 AVOID_S = 0.25
 """How long a worker that returned a request because its queue is full, or it drains, is avoided for it."""
 
@@ -576,8 +579,9 @@ class RoutedRequest:
 
     def next_check(self, now: float) -> float:
         """When the next check of it is due: of a run's silence, a deadline, a wait for a prefill."""
-        if not self._started or now - self._idle_since >= SILENT_STAGE_S:
-            return now + CHECK_INTERVAL_S
+        quiet = now - self._idle_since
+        if not self._started or quiet >= SILENT_STAGE_S:
+            return now + min(MAX_CHECK_INTERVAL_S, max(CHECK_INTERVAL_S, quiet / 16 if self._started else 0.0))
         heard = [run.last_seen for run in self._runs if run.awaits_response]
         return max(now + CHECK_INTERVAL_S, min(heard, default=now) + SILENT_STAGE_S)
 

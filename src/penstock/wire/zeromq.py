@@ -440,7 +440,8 @@ class _ZmqAsyncLink:
     def __init__(self, link: _ZmqLink, loop: asyncio.AbstractEventLoop) -> None:
         self._link = link
         self._loop = loop
-        self._signal = asyncio.Event()
+        self._signal = asyncio.Event()  # set while a message may be here
+        self._signal.set()
         self._received = 0
         self._descriptor = _number(link.socket, zmq.FD)
         self.endpoint = link.endpoint
@@ -462,12 +463,12 @@ class _ZmqAsyncLink:
             self._link.received_bytes = 0
             await asyncio.sleep(0)
         while not self.closed:
+            await self._signal.wait()
             received = self._link.recv()
+            if not self._link.readable():  # a recv that raises Again takes twice as long
+                self._signal.clear()
             if received is not None:
                 return received
-            self._signal.clear()
-            self._check_readable()
-            await self._signal.wait()
         raise StopAsyncIteration
 
     def send(self, message: PeerMessage, payload: memoryview | None = None) -> bool:

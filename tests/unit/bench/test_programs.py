@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -61,6 +62,19 @@ def test_it_runs(program: str, words: str, tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr[-6000:]
     assert "Traceback" not in ended.stderr, ended.stderr[-6000:]
     assert any(character.isdigit() for character in ended.stdout)
+
+
+@pytest.mark.long
+def test_the_benchmark_of_fleets_runs(tmp_path: Path) -> None:
+    few = "--seconds 0.2 --rounds 1 --workers 4 --gateways 1 9 --streams 32"
+    command = [sys.executable, "-m", "bench.fleet_scale", "--only", "gateway,worker,streams", *few.split()]
+    command += ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "plot.png")]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
+    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["value"] for row in rows if row["what"].startswith("streams that failed")] == [0]
+    assert (tmp_path / "plot.png").stat().st_size > 0
 
 
 def test_the_benchmark_of_agents_reads_the_recorded_session() -> None:

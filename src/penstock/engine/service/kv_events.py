@@ -10,7 +10,7 @@
     a gateway that missed some, or is new ----------------snapshot---------> KvEvents 9 in parts: all that is known
 
 A report is made when it is sent, so of several that were due only the newest exists.  How many a gateway gets depends
-not on the load, and up to 100 gateways not on their number.  Each gateway's report says which of that gateway's own
+not on the load, and up to 60 gateways not on their number.  Each gateway's report says which of that gateway's own
 messages are counted in it.  What is lost is not repeated: the next report shows the loss, and a gateway that has
 missed events asks for a snapshot.
 

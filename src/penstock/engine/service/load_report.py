@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from penstock.config.schema import WorkerConfig
 from penstock.engine.core.local_prefill import LocalPrefill
 from penstock.engine.core.plan import StepPlan
-from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.core.scheduler import EngineLoad, Scheduler
 from penstock.engine.encoder_stage import EncoderCounters
 from penstock.kv.transfer.receiver import KvReceiver
 from penstock.telemetry.metrics import WORKER_COUNTERS, WORKER_MAXIMA
@@ -66,6 +66,7 @@ class LoadReporter:
         self._receiver = receiver
         self._counts: dict[str, float] = dict.fromkeys((*WORKER_COUNTERS, *WORKER_MAXIMA), 0)
         self._leaked = 0
+        self._checked: tuple[int, EngineLoad, int, int] | None = None  # what it was found for
         self._step_s = 0.0
         self._sources = sources
         self._turned_away = turned_away
@@ -128,7 +129,10 @@ class LoadReporter:
         self._count_others()
         counts["dropped_frames"], counts["peer_refusals"] = dropped_frames, peer_refusals
         loading = scheduler.memory.foreign_pages
-        if settled and not load.running:
+        state = (self.steps, load, loading, asked)
+        if settled and not load.running and state != self._checked:
+            # The check takes a millisecond for some thousand pages, and an idle worker reports to each gateway.
+            self._checked = state
             # Pages of a request that no gateway waits for are as lost as pages without an owner.
             self._leaked = max(scheduler.check_leaks().total, 0 if asked else load.pages_used - loading)
         return WorkerReport(
