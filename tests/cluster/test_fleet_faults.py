@@ -311,7 +311,7 @@ def metric_lines(node: PenstockServer) -> list[str]:
 
 
 async def deaths_and_repeated_streams(pair: NodePair, headers: dict[str, str], plain: Plain) -> None:
-    """A stream that was left at one gateway is asked for again at the other, and decode workers of either are killed."""
+    """A stream that was left at one gateway is asked for again at the other, and workers of either are killed."""
     bodies = varied_requests(salt="deaths")
     async with make_client(headers) as client:
         for number, (node, other) in enumerate(((pair.a, pair.b), (pair.b, pair.a))):
