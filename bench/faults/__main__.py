@@ -70,7 +70,7 @@ def main() -> int:
         "--resume", type=Path, metavar="FILE", help="parts of F1 or F13 are kept there and not run twice"
     )
     parser.add_argument(
-        "--minutes", type=float, default=15.0, help="after which F1 and F13 begin no other part (default: 15)"
+        "--minutes", type=float, default=15.0, help="after which F1, F13 and F14 begin no other part (default: 15)"
     )
     args = parser.parse_args()
     if args.page and not args.json:

@@ -23,10 +23,8 @@ from cluster.streams import AGAIN_S
 LOOK_S = 0.25
 """Between two looks at the health of a gateway."""
 
-SILENT_S = 1.0
-SILENCES = 2
-"""A gateway that has not answered so many times in a row for so long gets no requests, and its clients hang up; so does
-one that refuses connections, at once."""
+SILENT_S = 3.0
+"""A gateway that has not answered for so long, or refuses connections, gets no requests, and its clients hang up."""
 
 OVER_S = 90.0
 """A stream that takes longer is lost."""
@@ -68,29 +66,24 @@ class Gateways:
             self._readers.discard(stream)
 
     async def _look(self, number: int) -> None:
-        failures = 0
         while True:
-            failure = await self._failure(number)
-            failures = failures + failure if failure else 0
-            self.up[number] = failures < SILENCES
-            if not self.up[number]:
+            self.up[number] = await self._answers(number)
+            if not self.up[number] and any(self.up):  # where none answers, nothing is gained by leaving one
                 for stream in [stream for stream in self._readers if stream.at == number]:
                     stream.hang_up()
             await asyncio.sleep(LOOK_S)
 
-    async def _failure(self, number: int) -> int:
-        """0: it answers, whatever it says; SILENCES: it cannot be reached."""
+    async def _answers(self, number: int) -> bool:
+        """Whatever it says."""
         host, port = self.places[number]
         writer = None
         try:
             async with asyncio.timeout(SILENT_S):
                 reader, writer = await asyncio.open_connection(host, port)
                 writer.write(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-                return 0 if (await reader.readline()).startswith(b"HTTP/1.1 ") else SILENCES
-        except TimeoutError:
-            return 1
-        except OSError:
-            return SILENCES
+                return (await reader.readline()).startswith(b"HTTP/1.1 ")
+        except (OSError, TimeoutError):
+            return False
         finally:
             if writer is not None:
                 writer.transport.abort()

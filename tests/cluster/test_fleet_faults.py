@@ -343,11 +343,9 @@ MEMORY = {"b": 1.0, "a": 5.0}
 """MiB of KV pages of each worker.  The smaller one's are a context of 512 tokens, the larger one's of all 2,048."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "workers",
-    [pytest.param(AGGREGATED, id="aggregated"), pytest.param(SPLIT, id="split", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize("workers", [AGGREGATED, SPLIT], ids=["aggregated", "split"])
 def test_a_node_with_a_fifth_of_the_memory_gets_what_fits_and_nothing_is_lost(
     tmp_path: Path, workers: Any, plain: Plain
 ) -> None:
