@@ -119,7 +119,7 @@ async def _listen(
         ("grpc.max_send_message_length", -1),  # bodies are returned as they came
         ("grpc.so_reuseport", 0),  # a port that is taken is an error
     )
-    # gRPC's threads, not its asyncio: a request costs some half of the processor time.
+    # gRPC's threads, not its asyncio: a request costs less processor time (docs/benchmarks.md).
     threads = ThreadPoolExecutor(limits.max_streams, thread_name_prefix="ext_proc")
     server = grpc.server(threads, options=options, maximum_concurrent_rpcs=limits.max_streams)
     server.add_generic_rpc_handlers((picker.handler(),))
