@@ -105,9 +105,16 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 def run(args: argparse.Namespace) -> dict[str, list[list[float]]]:
     """Start all, measure, end all."""
     sys.path.insert(0, str(TESTS))
+    import pytest
+
+    from clients.packages import need_envoy
     from cluster.envoy import Envoy, PenstockPicker
     from cluster.server import PenstockServer
 
+    try:
+        need_envoy()
+    except (pytest.skip.Exception, pytest.fail.Exception) as missing:
+        raise SystemExit(str(missing)) from None
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         servers = [stack.enter_context(PenstockServer(["--aggregated", "--threads", "1"])) for _ in range(2)]

@@ -21,6 +21,7 @@ import pytest
 from penstock.wire.curve_keys import CurveKeys
 
 from .asking import ask, streaming
+from .envoy import PenstockPicker
 from .ray_hosts import RayHosts
 from .server import PATIENCE_S, PenstockServer
 from .streams import all_answers
@@ -396,6 +397,17 @@ def test_a_worker_over_both_nodes_is_placed_as_one_group(
         fleet.command("down")
     for host in "ab":
         assert cluster.pids(host, "penstock") == set()
+
+
+def test_a_picker_knows_the_fleets_gateways(fleet: RayFleet, tmp_path: Path) -> None:
+    config = tmp_path / "picker.toml"
+    config.write_text(f'[membership]\nray_address = "{fleet.ray.address}"\nray_poll_s = 0.5\n')
+    picker = PenstockPicker("ray:two hosts", ["--config", str(config)])
+    picker.launcher = fleet.ray.inside("a")
+    with picker:
+        for name in "ab":
+            ready = f"gateway is ready  gateway={fleet.ray.host(name)}:8000"
+            picker.wait_for(lambda ready=ready: ready in picker.read_log(), PATIENCE_S, ready)
 
 
 def test_a_gateway_follows_the_fleets_members(fleet: RayFleet, tmp_path: Path, long_answer: str) -> None:

@@ -241,8 +241,8 @@ class PickerLimits(Config, frozen=True, kw_only=True):
     max_endpoints: Positive = 3  # gateways that a request is given: the one of its key, and those to try after it
     max_subset: Positive = 4096  # endpoints among which a proxy may have the gateway chosen
     max_message_bytes: Positive = 4 << 20  # of a message of a proxy: headers, or a piece of a body
-    max_streams: Positive = 16_384  # requests in processing at a time, of all proxies; further ones are refused
-    first_message_s: Seconds = 10.0  # for a stream to bring a request's headers
+    max_streams: Positive = 1024  # requests in processing at a time, a thread each; further ones are refused
+    first_message_s: Seconds = 10.0  # for a stream to bring a request's headers; it is ended within twice that
     stop_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0  # for open streams to end after SIGTERM
 
 

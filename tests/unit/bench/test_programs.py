@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from bench import agents
 
+from clients.packages import need_envoy
+
 ROOT = Path(__file__).resolve().parents[3]
 
 STORY = ROOT / "src/penstock/bundled/storyteller"
@@ -55,6 +57,8 @@ SERVED = {
     [pytest.param(*item, id=" ".join(item)) for item in (*QUICK.items(), *SERVED.items())],
 )
 def test_it_runs(program: str, words: str, tmp_path: Path) -> None:
+    if program == "picker":
+        need_envoy()
     words = words.replace("DIR", str(tmp_path))
     command = [sys.executable, ROOT / "bench" / f"{program}.py", *shlex.split(words)]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import grpc
@@ -23,14 +25,16 @@ from penstock.telemetry.registry import PickerMetrics
 GATEWAYS = [f"10.0.0.{number}:8000" for number in range(1, 6)]
 LIMITS = PickerLimits(first_message_s=0.2, max_message_bytes=1 << 20)
 KEYED = {"idempotency-key": b"k-1"}
+PATIENCE_S = 20.0
 
 
 class World:
     """A picker behind a server of its own, and a proxy's channel to it."""
 
-    def __init__(self, channel: grpc.aio.Channel, metrics: PickerMetrics) -> None:
+    def __init__(self, channel: grpc.aio.Channel, limits: PickerLimits) -> None:
         self.ranking = GatewayRanking(GATEWAYS)
-        self.metrics = metrics
+        self.metrics = PickerMetrics()
+        self.picker = EndpointPicker(lambda: self.ranking, limits, self.metrics)
         self._process = channel.stream_stream(f"/{SERVICE}/{METHOD}")
 
     async def send(self, *sent: messages.ProcessingRequest | bytes) -> list[messages.ProcessingResponse]:
@@ -50,16 +54,16 @@ class World:
 
 @asynccontextmanager
 async def world(limits: PickerLimits = LIMITS) -> AsyncIterator[World]:
-    server, metrics = grpc.aio.server(maximum_concurrent_rpcs=limits.max_streams), PickerMetrics()
+    server = grpc.server(ThreadPoolExecutor(8), maximum_concurrent_rpcs=limits.max_streams)
     port = server.add_insecure_port("127.0.0.1:0")
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        made = World(channel, metrics)
-        server.add_generic_rpc_handlers((EndpointPicker(lambda: made.ranking, limits, metrics).handler(),))
-        await server.start()
+        made = World(channel, limits)
+        server.add_generic_rpc_handlers((made.picker.handler(),))
+        server.start()
         try:
             yield made
         finally:
-            await server.stop(0)
+            await asyncio.to_thread(server.stop(0).wait)
 
 
 def of_headers(
@@ -256,10 +260,17 @@ async def test_what_is_no_message_ends_its_stream_alone(
 async def test_a_stream_that_brings_nothing_is_ended() -> None:
     async with world() as at:
         call = at.open()
+        reading = asyncio.create_task(call.read())
+        async with asyncio.timeout(PATIENCE_S):
+            while at.count("picker_refused_streams_total") == 0:
+                await asyncio.sleep(0.02)
+                at.picker.end_late_streams()
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await call.read()
-        assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "first_message_s" in (refused.value.details() or "")
+            await reading
+        assert refused.value.code() is grpc.StatusCode.CANCELLED
+        at.picker.end_late_streams()
+        assert at.count("picker_refused_streams_total") == 1
+        assert endpoints((await at.send(of_headers(KEYED.items())))[0])
 
 
 async def test_an_empty_stream_is_no_error() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from certificates import write_certificate
 from penstock.config.load import load_picker
@@ -40,12 +40,12 @@ async def test_a_changed_certificate_is_shown_to_new_connections(tmp_path: Path)
     flags = files(tmp_path)
     cert, key = (Path(str(flags[name])) for name in ("tls_cert", "tls_key"))
     first = cert.read_bytes()
-    server = grpc.aio.server()
+    server = grpc.server(ThreadPoolExecutor(4))
     tls = credentials(load_picker(flags, {}))
     assert tls is not None
     port = server.add_secure_port("localhost:0", tls)
-    health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), server)
-    await server.start()
+    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+    server.start()
     try:
         assert await is_trusted(port, first)
         other_cert, other_key = write_certificate(tmp_path / "other", "localhost")
@@ -57,8 +57,7 @@ async def test_a_changed_certificate_is_shown_to_new_connections(tmp_path: Path)
         assert await is_trusted(port, second)
         assert not await is_trusted(port, first)
     finally:
-        await server.stop(0)
-        await asyncio.sleep(0)
+        await asyncio.to_thread(server.stop(0).wait)
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:

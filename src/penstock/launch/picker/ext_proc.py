@@ -16,13 +16,12 @@ messages are Envoy's own (xds-protos); knows nothing of sockets or processes.
 
 from __future__ import annotations
 
-import asyncio
-import logging
+import itertools
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import NoReturn, Protocol
 
 import grpc
 from envoy.config.core.v3 import base_pb2
@@ -40,8 +39,6 @@ from penstock.launch.picker.choice import (
     affinity_key,
 )
 from penstock.telemetry.registry import PickerMetrics
-
-log = logging.getLogger(__name__)
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 METHOD = "Process"
@@ -120,17 +117,17 @@ def subset(message: messages.ProcessingRequest, most: int) -> list[str] | None:
 
 
 class ProxyStream(Protocol):
-    """One stream, as ``grpc.aio`` hands it to a service."""
+    """One stream, as gRPC hands it to a service."""
 
-    def read(self) -> Awaitable[Any]: ...
+    def is_active(self) -> bool: ...
 
-    def write(self, message: bytes) -> Awaitable[None]: ...
+    def cancel(self) -> bool: ...
 
-    def abort(self, code: grpc.StatusCode, details: str) -> Awaitable[None]: ...
+    def abort(self, code: grpc.StatusCode, details: str) -> NoReturn: ...
 
 
 class EndpointPicker:
-    """The service.  One for all proxies; a stream's state is in its call."""
+    """The service.  One for all proxies; a stream's state is in its call.  Thread-safe."""
 
     def __init__(
         self,
@@ -144,31 +141,37 @@ class EndpointPicker:
         self._limits = limits
         self._metrics = metrics
         self._clock = clock
-        self._turn = random.randrange(1 << 32)  # noqa: S311 - so that several pickers do not go in step
+        self._turns = itertools.count(random.randrange(1 << 32))  # noqa: S311 - several pickers do not go in step
+        self._waiting: dict[ProxyStream, float] = {}  # streams without a message so far, and since when
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """For a ``grpc.aio`` server.  Messages are decoded here, so that one that is none is an error of its sender."""
+        """For a gRPC server.  Messages are decoded here, so that one that is none is an error of its sender."""
         method = grpc.stream_stream_rpc_method_handler(self.process)
         return grpc.method_handlers_generic_handler(SERVICE, {METHOD: method})
 
-    async def process(self, _: object, stream: ProxyStream) -> None:
-        """One HTTP request, until the proxy has nothing more to say about it."""
+    def process(self, received: Iterator[bytes], stream: ProxyStream) -> Iterator[bytes]:
+        """One HTTP request, until the proxy has nothing more to say about it.  Runs in a thread of its own."""
+        self._waiting[stream] = self._clock()
+        conversation = _Conversation(self)
         try:
-            async with asyncio.timeout(self._limits.first_message_s):
-                raw = await stream.read()
-            conversation = _Conversation(self)
-            while raw is not grpc.aio.EOF:
+            for raw in received:
+                self._waiting.pop(stream, None)
                 reply = conversation.on_message(raw)
                 if reply is not None:
-                    await stream.write(reply)
-                raw = await stream.read()
-        except TimeoutError:
-            self._metrics.on_refused_stream()
-            late = f"no request within first_message_s, {self._limits.first_message_s:g} s"
-            await stream.abort(grpc.StatusCode.DEADLINE_EXCEEDED, late)
+                    yield reply
         except (DecodeError, InvalidMessageError) as error:
             self._metrics.on_refused_stream()
-            await stream.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            stream.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            self._waiting.pop(stream, None)
+
+    def end_late_streams(self) -> None:
+        """End those that have brought no message within ``first_message_s``.  To be called now and then."""
+        since = self._clock() - self._limits.first_message_s
+        for stream, begun in list(self._waiting.items()):
+            if begun < since and self._waiting.pop(stream, None) is not None:
+                self._metrics.on_refused_stream()
+                stream.cancel()
 
     def pick(self, message: messages.ProcessingRequest) -> bytes:
         """The encoded reply to a message with request headers."""
@@ -183,8 +186,7 @@ class EndpointPicker:
             return no_gateway_reply(headers.get(PATH, b""), f"No gateway of this service {why}. Try again later.")
         key = affinity_key(headers)
         if key.kind is AffinityKind.NONE:
-            self._turn += 1
-            endpoints = ranking.in_turn(self._turn, self._limits.max_endpoints)
+            endpoints = ranking.in_turn(next(self._turns), self._limits.max_endpoints)
         else:
             endpoints = ranking.by_key(key.value, self._limits.max_endpoints)
         reply = destination_reply(endpoints)

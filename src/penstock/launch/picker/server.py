@@ -15,13 +15,13 @@ import asyncio
 import logging
 import resource
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
 from wsgiref.simple_server import WSGIServer
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import start_http_server
 
 from penstock.clock import MonotonicClock
@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 LIVENESS, READINESS = "liveness", "readiness"
 """Services of grpc.health.v1 that the endpoint picker protocol names, besides that of ext_proc and the empty one."""
+
+PROBE_THREADS = 4
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -64,7 +66,7 @@ async def _serve(config: PickerConfig) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    metrics, health = PickerMetrics(), health_aio.HealthServicer()
+    metrics, states = PickerMetrics(), health.HealthServicer()
 
     def changed() -> None:
         metrics.set_gateways(len(gateways.ranking.endpoints), gateways.member_count)
@@ -73,32 +75,39 @@ async def _serve(config: PickerConfig) -> None:
     gateways = LiveGateways(members, config.picker, https=config.https_gateways, on_change=changed)
     picker = ext_proc.EndpointPicker(lambda: gateways.ranking, config.picker, metrics)
     for service in _WHEN_SETTLED:
-        await health.set(service, _NOT_SERVING)
-    await health.set(LIVENESS, _SERVING)
+        states.set(service, _NOT_SERVING)
+    states.set(LIVENESS, _SERVING)
     async with AsyncExitStack() as stack:
-        places = await _listen(config, picker, health, metrics, stack)
-        following = asyncio.create_task(gateways.run(), name="gateways")
-        stack.callback(following.cancel)
+        places = await _listen(config, picker, states, metrics, stack)
+        for work in (gateways.run(), _end_late_streams(picker, config.picker.first_message_s)):
+            stack.callback(asyncio.create_task(work).cancel)
         settled = asyncio.create_task(gateways.settled.wait(), name="settled")
         stack.callback(settled.cancel)
         stopped = asyncio.create_task(stopping.wait(), name="stopping")
         await asyncio.wait((settled, stopped), return_when=asyncio.FIRST_COMPLETED)
         if not stopping.is_set():
             for service in _WHEN_SETTLED:
-                await health.set(service, _SERVING)
+                states.set(service, _SERVING)
             ready = len(gateways.ranking.endpoints)
             log.info("ready: %d of %d gateways can serve; %s", ready, gateways.member_count, places)
             notify_service_manager(READY)
         await stopped
         log.info("stopping")
         notify_service_manager(STOPPING)
-        await health.enter_graceful_shutdown()
+        states.enter_graceful_shutdown()
+
+
+async def _end_late_streams(picker: ext_proc.EndpointPicker, every_s: float) -> None:
+    """Until cancelled."""
+    while True:
+        await asyncio.sleep(every_s)
+        picker.end_late_streams()
 
 
 async def _listen(
     config: PickerConfig,
     picker: ext_proc.EndpointPicker,
-    health: health_aio.HealthServicer,
+    states: health.HealthServicer,
     metrics: PickerMetrics,
     stack: AsyncExitStack,
 ) -> str:
@@ -110,12 +119,14 @@ async def _listen(
         ("grpc.max_send_message_length", -1),  # bodies are returned as they came
         ("grpc.so_reuseport", 0),  # a port that is taken is an error
     )
-    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=limits.max_streams)
+    # gRPC's threads, not its asyncio: a request costs less processor time (docs/benchmarks.md).
+    threads = ThreadPoolExecutor(limits.max_streams, thread_name_prefix="ext_proc")
+    server = grpc.server(threads, options=options, maximum_concurrent_rpcs=limits.max_streams)
     server.add_generic_rpc_handlers((picker.handler(),))
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    health_pb2_grpc.add_HealthServicer_to_server(states, server)
     bound = _bind(server, host, port, "--listen", credentials(config))
-    probes = grpc.aio.server(options=options[2:])
-    health_pb2_grpc.add_HealthServicer_to_server(health, probes)
+    probes = grpc.server(ThreadPoolExecutor(PROBE_THREADS), options=options[2:])
+    health_pb2_grpc.add_HealthServicer_to_server(states, probes)
     probed = _bind(probes, host, config.health_port, "--health-port", None)
     try:
         pages, _ = start_http_server(config.metrics_port, host, metrics.registry)
@@ -123,14 +134,18 @@ async def _listen(
         raise ConfigError(f"--metrics-port {config.metrics_port}: {(error.strerror or str(error)).lower()}") from None
     stack.callback(_close, pages)
     for each, grace_s in ((probes, 0.0), (server, limits.stop_s)):
-        await each.start()
-        stack.push_async_callback(each.stop, grace_s)
+        each.start()
+        stack.push_async_callback(_stop, each, grace_s)
     shown = f"[{host}]" if ":" in host else host
     metrics_at = f"http://{shown}:{pages.server_port}/metrics"
     return f"ext_proc at {shown}:{bound}, health at {shown}:{probed}, metrics at {metrics_at}"
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int, flag: str, tls: grpc.ServerCredentials | None) -> int:
+async def _stop(server: grpc.Server, grace_s: float) -> None:
+    await asyncio.to_thread(server.stop(grace_s).wait)
+
+
+def _bind(server: grpc.Server, host: str, port: int, flag: str, tls: grpc.ServerCredentials | None) -> int:
     """The port.  Raises ConfigError."""
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
