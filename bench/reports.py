@@ -116,7 +116,7 @@ class Played:
 
 
 def play(workers: list[Played], over: Callable[[], bool]) -> None:
-    """Until ``over``: who was spoken to takes its turn at once, everybody every 10 ms, or less often if they are many."""
+    """Until ``over``: who was spoken to takes its turn at once, everybody every 10 ms, or less often if many."""
     poller = zmq.Poller()
     by_socket: dict[Any, Played] = {}
     for worker in workers:
