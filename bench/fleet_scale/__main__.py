@@ -104,7 +104,7 @@ def worker(options: argparse.Namespace) -> Iterator[Row]:
             yield Row("worker", what, core, "% of a core", None, f"{hellos:.2f} Hellos, {told:.2f} reports/s of each")
             if count == FLEET[0]:
                 what = f"beats and events of {count} gateways, {'busy' if busy else 'idle'}"
-                yield Row("worker", what, core - (alone[busy] if busy else 0.0), "% of a core", WORKER_BAR)
+                yield Row("worker", what, core - alone[busy], "% of a core", WORKER_BAR)
                 each = (hellos + told) * FLEET[0]
                 told_all = f"{each:,.0f} at each worker, {(hellos + told) * FLEET[1]:,.0f} at each gateway"
                 yield Row(
@@ -164,22 +164,22 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     os.environ.setdefault("MPLBACKEND", "Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         found = re.match(r"(\d+) (idle workers|gateways, .*)", row.what)
         if found is not None and row.scene in ("gateway", "worker"):
             lines.setdefault(found[2], []).append((int(found[1]), row.value))
-    for name, points in lines.items():
-        axes = left if name == "idle workers" else right
-        axes.plot(*zip(*sorted(points), strict=True), "o-", label=name.removeprefix("gateways, "))
-    left.set(xlabel="workers", ylabel="per cent of a core", title="a gateway and idle workers", xscale="log")
-    right.set(xlabel="gateways", ylabel="per cent of a core", title="a worker and its gateways", xscale="log")
-    for axes in (left, right):
+    titles = {"workers": "a gateway and its workers", "gateways": "a worker and its gateways"}
+    shown = [peers for peers in titles if any(peers in name for name in lines)]
+    figure, panels = pyplot.subplots(1, len(shown), figsize=(5 * len(shown), 4), layout="constrained", squeeze=False)
+    for peers, axes in zip(shown, panels[0], strict=True):
+        for name, points in lines.items():
+            if peers in name:
+                axes.plot(*zip(*sorted(points), strict=True), "o-", label=name.removeprefix("gateways, "))
+        axes.set(xlabel=peers, ylabel="per cent of a core", title=titles[peers], xscale="log")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
+        axes.legend()
     figure.savefig(path, dpi=150)
 
 
