@@ -203,7 +203,7 @@ def test_a_gateway_without_members_waits_for_them(keys: str, tmp_path: Path) -> 
     ("words", "because"),
     [
         (["--members", "file:x"], "--members needs --keys DIR"),
-        (["--members", "workers:9000", "--keys", "KEYS"], "expected file:PATH, dns:NAME:PORT"),
+        (["--members", "workers:9000", "--keys", "KEYS"], "expected file:PATH, fleet:FLEET_FILE, dns:NAME:PORT"),
         (["--members", "file:x", "--join", "tcp://127.0.0.1:1", "--keys", "KEYS"], "exclude each other"),
         (["--members", "file:x", "--decode", "2", "--keys", "KEYS"], "--members starts no workers here"),
     ],

@@ -136,7 +136,7 @@ JOIN_FLAGS = (
     Flag(
         "members",
         "KIND:WHERE",
-        "learn of such workers while serving: file:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME (SRV records), "
+        "learn of such workers while serving: file:PATH, fleet:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME (SRV), "
         "nats:URL/BUCKET, or ray:FLEET",
     ),
     Flag(

@@ -224,7 +224,10 @@ async def test_a_resolver_that_blocks_does_not_keep_the_process(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("text", "because"),
     [
-        ("members.json", "expected file:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME, nats:URL/BUCKET, or ray:FLEET"),
+        (
+            "members.json",
+            "file:PATH, fleet:FLEET_FILE, dns:NAME:PORT, dns:_SERVICE._tcp.NAME, nats:URL/BUCKET, or ray:FLEET",
+        ),
         ("file:", "expected file:PATH"),
         ("etcd:workers", "expected file:PATH"),
         ("ray:", "expected file:PATH"),
