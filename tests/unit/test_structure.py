@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src/penstock"
 PATHS = sorted(SRC.rglob("*.py"))
-MAX_PYTHON_FILES = 495
+MAX_PYTHON_FILES = 510
 SMALL_FILE_LINES = 60
 # Words of everyday language that stood for terms of the field, and names that say what a program does everywhere.
 BANNED_WORDS = frozenset(
