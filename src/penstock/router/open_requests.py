@@ -2,7 +2,7 @@
 
 ::
 
-    gateway --OpenRequestCounts: it has so many, and wants one more--> home of the key (engine.service.open_requests)
+    gateway --OpenRequestCounts: it has this many, and wants one more--> home of the key (engine.service.open_requests)
     gateway <--OpenRequestAnswer--------------------------------------- home
     gateway --OpenRequestCounts: what it has, once a second----------> homes
 

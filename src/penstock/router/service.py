@@ -192,8 +192,7 @@ class RouterService:
         self._draining = False
         self._identity: ModelIdentity | None = None  # the last one served
         self._met_workers = asyncio.Event()  # once a worker was ready
-        self._no_path_s = config.failover.no_path_s
-        self._quiet_s = config.failover.quiet_s
+        self._failover = config.failover
         self._report_listeners: list[ReportListener] = []
         self._register_metrics()
 
@@ -360,7 +359,7 @@ class RouterService:
         """As ``identity``; waits up to ``no_path_s`` for the first worker, which a new gateway has yet to meet."""
         if not self._met_workers.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._met_workers.wait(), self._no_path_s)
+                await asyncio.wait_for(self._met_workers.wait(), self._failover.no_path_s)
         return self.identity()
 
     def open_requests(self) -> int:
@@ -372,8 +371,8 @@ class RouterService:
         return not self._draining and has_ready_workers(self.fleet)
 
     def quiet_endpoints(self) -> Sequence[str]:
-        """Of workers that have requests and have been silent for ``quiet_s`` and a step."""
-        quiet = self.fleet.silent_slots(self._clock.now(), self._quiet_s, 1.0)
+        """Endpoints of workers that have requests and have been silent for ``failover.quiet_s`` and a step."""
+        quiet = self.fleet.silent_slots(self._clock.now(), self._failover.quiet_s, 1.0)
         return [self.fleet.endpoints[slot] for slot in quiet]
 
     def stall_reason(self) -> str | None:

@@ -222,11 +222,13 @@ class Metrics:
         for code in names.UNAUTHORIZED_CODES:
             self._unauthorized.labels(model_name, code)
         self._forbidden = self._counter(names.FORBIDDEN)
-        for code in names.FORBIDDEN_CODES:
-            self._forbidden.labels(model_name, code)
         self._peer_refusals = self._counter(names.PEER_REFUSALS)
-        for reason in names.PEER_REFUSAL_REASONS:
-            self._peer_refusals.labels(model_name, reason)
+        for counter, labels in (
+            (self._forbidden, names.FORBIDDEN_CODES),
+            (self._peer_refusals, names.PEER_REFUSAL_REASONS),
+        ):
+            for label in labels:
+                counter.labels(model_name, label)
         decisions = self._counter(names.DECISIONS)
         self._decisions = [decisions.labels(model_name, outcome) for outcome in names.OUTCOMES]
         self._deciding = self._histogram(names.DECISION_TIME)

@@ -28,7 +28,7 @@ RETRY_WATCH_S = 1.0
 
 
 class MemberKind(StrEnum):
-    """What members are.  Lists have either; sources that know a fleet must be told which are wanted."""
+    """What members are.  Lists have either; sources that know a fleet must know which are wanted."""
 
     WORKERS = "workers"
     GATEWAYS = "gateways"

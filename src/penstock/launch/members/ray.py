@@ -1,4 +1,4 @@
-"""Members by Ray: the workers or the gateways of a fleet that ``penstock ray up`` runs, told by its named actors.
+"""Members by Ray: the workers or the gateways of a fleet that ``penstock ray up`` runs, from its named actors.
 
 Ray's client is a library with threads that ends its process when the cluster is away for long, so a child process asks
 (``ray_process``) and a gateway only reads what it writes.  While the child has no answer, the last good members stay.
