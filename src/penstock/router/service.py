@@ -346,7 +346,7 @@ class RouterService:
         return not self._draining and has_ready_workers(self.fleet)
 
     def quiet_endpoints(self) -> Sequence[str]:
-        """Of workers that have requests and have been silent for ``quiet_s`` and a step."""
+        """Endpoints of workers that have requests and have been silent for ``quiet_s`` and a step."""
         quiet = self.fleet.silent_slots(self._clock.now(), self._quiet_s, 1.0)
         return [self.fleet.endpoints[slot] for slot in quiet]
 
