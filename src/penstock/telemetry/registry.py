@@ -218,17 +218,9 @@ class Metrics:
         self._replayed = self._counter(names.REPLAYED_TOKENS).labels(model_name)
         self._prefix_breaks = self._counter(names.PREFIX_BREAKS)
         self._prefix_lost = self._counter(names.PREFIX_LOST).labels(model_name)
-        self._unauthorized = self._counter(names.UNAUTHORIZED)
-        for code in names.UNAUTHORIZED_CODES:
-            self._unauthorized.labels(model_name, code)
-        self._forbidden = self._counter(names.FORBIDDEN)
-        self._peer_refusals = self._counter(names.PEER_REFUSALS)
-        for counter, labels in (
-            (self._forbidden, names.FORBIDDEN_CODES),
-            (self._peer_refusals, names.PEER_REFUSAL_REASONS),
-        ):
-            for label in labels:
-                counter.labels(model_name, label)
+        self._unauthorized = self._labelled(names.UNAUTHORIZED, names.UNAUTHORIZED_CODES)
+        self._forbidden = self._labelled(names.FORBIDDEN, names.FORBIDDEN_CODES)
+        self._peer_refusals = self._labelled(names.PEER_REFUSALS, names.PEER_REFUSAL_REASONS)
         decisions = self._counter(names.DECISIONS)
         self._decisions = [decisions.labels(model_name, outcome) for outcome in names.OUTCOMES]
         self._deciding = self._histogram(names.DECISION_TIME)
@@ -446,6 +438,13 @@ class Metrics:
     def _counter(self, family: MetricFamily) -> Counter:
         labels = ("model_name", *family.labels)
         return Counter(names.PREFIX + family.name, family.help, labels, registry=self._registry)
+
+    def _labelled(self, family: MetricFamily, labels: Iterable[str]) -> Counter:
+        """A counter that shows each of these labels from the start."""
+        counter = self._counter(family)
+        for label in labels:
+            counter.labels(self._model, label)
+        return counter
 
     def _histogram(self, family: MetricFamily) -> Histogram:
         made = Histogram(
