@@ -235,7 +235,8 @@ AUTOSCALED_GROUPS = GROUP_FLEET.replace("prefill = { max = 6", "both = { min = 2
 TWO_NODES = (HERE / "groups.toml").read_text()
 """Of which one group is on both."""
 LAST_NODE = 'workers = [{ role = "decode", count = 2, group = "tp2" }]\n'
-BOTH_KINDS = LAST_NODE + """
+BOTH_KINDS = """workers = [{ role = "decode", count = 2, group = "tp2" }]
+
 [[groups]]
 nodes = ["b", "a"]
 group = "pp2"
@@ -405,8 +406,8 @@ def fleets(draw: st.DrawFn) -> dict[str, Any]:
     model = draw(st.sampled_from([None, "/models/a", "/models/a/", "org/name"]))
     cluster = draw(CLUSTERS)
     groups = draw(node_groups([node["name"] for node in nodes if "gateways" in node]))
-    if "http_gateway" in cluster and draw(st.booleans()):
-        cluster["picker"] = draw(PICKERS)
+    if draw(st.booleans()):
+        cluster = {"http_gateway": "edge"} | cluster | {"picker": draw(PICKERS)}
     roles = [worker["role"] for node in nodes for worker in node["workers"]] + ["both" for _ in groups]
     single = [role for role in ROLES if roles.count(role) == 1]
     if draw(st.booleans()):
@@ -438,7 +439,14 @@ def test_any_fleet_is_rendered_equally(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name",
-    ["defaults", "two nodes", "https, files that are written", "groups over pods", "a group over two nodes", "a picker"],
+    [
+        "defaults",
+        "two nodes",
+        "https, files that are written",
+        "groups over pods",
+        "a group over two nodes",
+        "a picker",
+    ],
 )
 def test_lint_finds_nothing(name: str, tmp_path: Path) -> None:
     words: list[str | Path] = []
