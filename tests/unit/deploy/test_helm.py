@@ -378,7 +378,7 @@ PICKERS = st.fixed_dictionaries(
 def node_groups(draw: st.DrawFn, names: list[str]) -> list[dict[str, Any]]:
     """Groups over nodes of equal settings."""
     groups = []
-    for _ in range(draw(st.integers(0, 2)) if len(names) > 1 else 0):
+    for _ in range(draw(st.integers(1, 2))):
         chosen = draw(st.lists(st.sampled_from(names), min_size=2, unique=True))
         stages = draw(st.integers(len(chosen), 7))
         group: dict[str, Any] = {"nodes": chosen, "group": draw(st.sampled_from(["pp{}", "tp2,pp{}"])).format(stages)}
@@ -391,13 +391,14 @@ def fleets(draw: st.DrawFn) -> dict[str, Any]:
     """Fleet files that can run in a cluster."""
     same = draw(SETTINGS)
     nodes = []
-    for number in range(draw(st.integers(1, 3))):
+    over = draw(st.booleans())  # has groups over nodes
+    for number in range(draw(st.integers(2 if over else 1, 3))):
         workers = [
             {"role": role, "count": draw(st.integers(1, 3)), "group": draw(GROUPS)}
             for role in draw(st.lists(st.sampled_from(ROLES), min_size=1, unique=True))
         ]
         node: dict[str, Any] = {"name": f"n{number}", "address": f"10.0.0.{number}", "workers": workers}
-        if number == 0 or draw(st.booleans()):  # gateways need the same settings
+        if number <= over or draw(st.booleans()):  # gateways need the same settings, and nodes of a group
             node |= {"gateways": draw(st.integers(1, 2)), "settings": same}
         elif draw(st.booleans()):
             node["settings"] = draw(SETTINGS)
@@ -405,7 +406,7 @@ def fleets(draw: st.DrawFn) -> dict[str, Any]:
     fleet: dict[str, Any] = {"name": draw(st.sampled_from(["f", "Two hosts"])), "settings": draw(SETTINGS)}
     model = draw(st.sampled_from([None, "/models/a", "/models/a/", "org/name"]))
     cluster = draw(CLUSTERS)
-    groups = draw(node_groups([node["name"] for node in nodes if "gateways" in node]))
+    groups = draw(node_groups([node["name"] for node in nodes if "gateways" in node])) if over else []
     if draw(st.booleans()):
         cluster = {"http_gateway": "edge"} | cluster | {"picker": draw(PICKERS)}
     roles = [worker["role"] for node in nodes for worker in node["workers"]] + ["both" for _ in groups]
