@@ -256,6 +256,7 @@ FLEETS = {
     "one group over pods": GROUP_FLEET.replace('"both", count = 2', '"both", count = 1'),
     "a group over two nodes": TWO_NODES,
     "groups over nodes with several stages each": TWO_NODES.replace("tp2,pp2", "tp2,pp5"),
+    "groups over nodes with unequal parts": TWO_NODES.replace("tp2,pp2", "pp3"),
     "groups over nodes that are scaled": TWO_NODES.replace(
         "[kubernetes]", '[kubernetes]\nprometheus = "http://p"\nautoscale = { both = { max = 3 } }'
     ),
