@@ -4,7 +4,7 @@ The fleet as JSON: name, gateways (a workload), workers (workloads), noPathS, ow
     name, component, worker, count, mesh, ranks, machines, config (the text of its settings), secrets, written (folders),
     cpu, memory, gpus, graceS, scaled
 
-Workers of two nodes are of one workload if role, group and settings are equal.  Fails for what a pod cannot have.
+Workers are of one workload if role, group, number of machines and settings are equal.  Fails for what a pod cannot have.
 */}}
 {{- define "penstock.fleet" -}}
 {{- $root := . -}}
@@ -12,8 +12,8 @@ Workers of two nodes are of one workload if role, group and settings are equal. 
 {{- $known := $root.Files.Get "files/settings.json" | fromJson -}}
 {{- $gateways := 0 -}}
 {{- $front := dict -}}
-{{- $kinds := list -}}
-{{- $kindOf := dict -}}
+{{- $entries := list -}}
+{{- $nodes := dict -}}
 {{- $drainS := 0.0 -}}
 {{- $noPathS := 0.0 -}}
 {{- range $node := required "nodes: a fleet file for the simulator alone has none that could run" $root.Values.nodes -}}
@@ -41,40 +41,44 @@ Workers of two nodes are of one workload if role, group and settings are equal. 
 {{- if not $front -}}
 {{- $front = dict "node" $node.name "text" $own "settings" $settings -}}
 {{- else if ne $own $front.text -}}
-{{- $keys := list -}}
-{{- range $key := $known.gateway -}}
-{{- $each := list -}}
-{{- range $one := list $front.settings $settings -}}
-{{- $each = append $each (include "penstock.settingsOf" (dict "settings" $one "known" (list $key))) -}}
-{{- end -}}
-{{- if ne (first $each) (last $each) -}}{{- $keys = append $keys $key -}}{{- end -}}
-{{- end -}}
-{{- $where := printf "gateways of nodes %s and %s differ in %s" $front.node $node.name (join ", " $keys) -}}
+{{- $keys := include "penstock.differing" (dict "one" $front.settings "other" $settings "known" $known.gateway) -}}
+{{- $where := printf "gateways of nodes %s and %s differ in %s" $front.node $node.name $keys -}}
 {{- fail (printf "%s; where a scheduler places them all need the same settings: write them into settings" $where) -}}
 {{- end -}}
 {{- end -}}
-{{- range $group := $node.workers -}}
-{{- $role := $group.role | default "both" -}}
-{{- $tensor := regexFind "tp[0-9]+" ($group.group | default "") | trimPrefix "tp" | default "1" | int -}}
-{{- $pipeline := regexFind "pp[0-9]+" ($group.group | default "") | trimPrefix "pp" | default "1" | int -}}
 {{- $text := include "penstock.settingsOf" (dict "settings" $settings "known" $known.worker) -}}
-{{- $key := printf "%s %d %d\n%s" $role $tensor $pipeline $text -}}
-{{- $count := $group.count | toString | int -}}
+{{- $_ := set $nodes $node.name (dict "settings" $settings "text" $text) -}}
+{{- range $group := $node.workers -}}
+{{- $entries = append $entries (dict "group" $group "node" (get $nodes $node.name)) -}}
+{{- end -}}
+{{- end -}}
+{{- range $group := $root.Values.groups -}}
+{{- include "penstock.checkGroup" (dict "group" $group "nodes" $nodes "known" $known.worker) -}}
+{{- $entries = append $entries (dict "group" $group "node" (get $nodes (first $group.nodes))) -}}
+{{- end -}}
+{{- $kinds := list -}}
+{{- $kindOf := dict -}}
+{{- range $entry := $entries -}}
+{{- $role := $entry.group.role | default "both" -}}
+{{- $sizes := include "penstock.meshSizes" $entry.group | fromJson -}}
+{{- $hosts := $entry.group.nodes | default list | len -}}
+{{- $key := printf "%s %d %d %d\n%s" $role (int $sizes.tensor) (int $sizes.pipeline) $hosts $entry.node.text -}}
+{{- $count := $entry.group.count | default 1 | toString | int -}}
 {{- if hasKey $kindOf $key -}}
 {{- $kind := get $kindOf $key -}}
 {{- $_ := set $kind "count" (add $kind.count $count) -}}
 {{- else -}}
-{{- $kind := dict "component" $role "count" $count "settings" $settings "tensor" $tensor "pipeline" $pipeline -}}
+{{- $kind := dict "component" $role "count" $count "settings" $entry.node.settings "hosts" $hosts -}}
+{{- $kind = merge $kind $sizes -}}
 {{- $_ := set $kindOf $key $kind -}}
 {{- $kinds = append $kinds $kind -}}
-{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if not $front -}}{{- fail "no node has gateways; add gateways: 1 to one" -}}{{- end -}}
 {{- if not $kinds -}}{{- fail "no node has workers" -}}{{- end -}}
 {{- $common := dict "root" $root "drainS" $drainS -}}
 {{- $mine := dict "name" (printf "%s-gateway" $name) "component" "gateway" "worker" false "known" $known.gateway -}}
-{{- $mine = merge $mine $common (dict "count" $gateways "settings" $front.settings "tensor" 1 "pipeline" 1) -}}
+{{- $mine = merge $mine $common (dict "count" $gateways "settings" $front.settings "tensor" 1 "pipeline" 1 "hosts" 0) -}}
 {{- $gateway := include "penstock.workload" $mine | fromJson -}}
 {{- $workers := list -}}
 {{- $taken := dict -}}
@@ -100,6 +104,66 @@ Those of the settings that are known, as text.  Takes settings and known.
 {{- end -}}
 {{- end -}}
 {{- include "penstock.settings" $own -}}
+{{- end }}
+
+{{/*
+Those of the known settings in which two nodes differ, as "kv_memory, threads".  Takes one, other (settings) and known.
+*/}}
+{{- define "penstock.differing" -}}
+{{- $one := .one -}}
+{{- $other := .other -}}
+{{- $keys := list -}}
+{{- range $key := .known -}}
+{{- $text := include "penstock.settingsOf" (dict "settings" $one "known" (list $key)) -}}
+{{- if ne $text (include "penstock.settingsOf" (dict "settings" $other "known" (list $key))) -}}
+{{- $keys = append $keys $key -}}
+{{- end -}}
+{{- end -}}
+{{- join ", " $keys -}}
+{{- end }}
+
+{{/*
+Fails for a group over several nodes that cannot be.  Takes group, nodes (by name, each with settings and text) and known.
+*/}}
+{{- define "penstock.checkGroup" -}}
+{{- $names := .group.nodes -}}
+{{- $nodes := .nodes -}}
+{{- $where := printf "groups: the group on nodes %s" (join ", " $names) -}}
+{{- range $names -}}
+{{- if not (hasKey $nodes .) -}}{{- fail (printf "%s: there is no node %s" $where .) -}}{{- end -}}
+{{- end -}}
+{{- if ne (len $names) (len (uniq $names)) -}}
+{{- fail (printf "%s: one is listed twice; a node has all of its stages together" $where) -}}
+{{- end -}}
+{{- $role := .group.role | default "both" -}}
+{{- if ne $role "both" -}}
+{{- fail (printf "%s: role %s: a worker on several nodes transfers no KV pages, so it does both phases" $where $role) -}}
+{{- end -}}
+{{- $stages := (include "penstock.meshSizes" .group | fromJson).pipeline | int -}}
+{{- if lt $stages (len $names) -}}
+{{- $where = printf "%s: group: %s" $where (.group.group | default "" | quote) -}}
+{{- fail (printf "%s: each node has a stage at least, so pp%d would work" $where (len $names)) -}}
+{{- end -}}
+{{- $first := get $nodes (first $names) -}}
+{{- $known := .known -}}
+{{- range $name := rest $names -}}
+{{- $other := get $nodes $name -}}
+{{- if ne $first.text $other.text -}}
+{{- $keys := include "penstock.differing" (dict "one" $first.settings "other" $other.settings "known" $known) -}}
+{{- $where = printf "nodes %s and %s have a group together and differ in %s" (first $names) $name $keys -}}
+{{- fail (printf "%s; pods of one worker have the same settings: write them into settings" $where) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/*
+The tensor and pipeline sizes of workers' ranks, as JSON.  Takes an entry of the fleet file.
+*/}}
+{{- define "penstock.meshSizes" -}}
+{{- $group := .group | default "" -}}
+{{- $tensor := regexFind "tp[0-9]+" $group | trimPrefix "tp" | default "1" | int -}}
+{{- $pipeline := regexFind "pp[0-9]+" $group | trimPrefix "pp" | default "1" | int -}}
+{{- dict "tensor" $tensor "pipeline" $pipeline | toJson -}}
 {{- end }}
 
 {{/*
@@ -137,9 +201,14 @@ How ranks divide a model, as "tp2,pp2"; "tp1": one rank.  Takes tensor and pipel
 
 {{/*
 One workload as JSON, with settings as a pod needs them: keys where it has them, and as many threads as processors.
-Takes root, name, component, worker, count, settings, known, tensor, pipeline, drainS.
+Takes root, name, component, worker, count, settings, known, tensor, pipeline, drainS, and hosts: how many nodes one worker
+is on if its group names them, or 0.
 */}}
 {{- define "penstock.workload" -}}
+{{- /* The pods of one worker: those that its group names, or one for each stage. */ -}}
+{{- $machines := .hosts | default .pipeline | int -}}
+{{- $ranks := mul .tensor .pipeline -}}
+{{- $podRanks := div (add $ranks $machines -1) $machines -}}
 {{- $options := .root.Values.kubernetes -}}
 {{- $wanted := get ($options.resources | default dict) .component | default dict -}}
 {{- $cpu := $wanted.cpu | default (ternary "4" "2" .worker) -}}
@@ -164,7 +233,7 @@ Takes root, name, component, worker, count, settings, known, tensor, pipeline, d
 {{- $_ := set $settings "kv_key" "/keys/kv-key/kv-key" -}}
 {{- end -}}
 {{- if and .worker (not (hasKey $settings "threads")) (regexMatch "^[0-9]+$" $cpu) -}}
-{{- $_ := set $settings "threads" (max 1 (div (int $cpu) (int .tensor))) -}}
+{{- $_ := set $settings "threads" (max 1 (div (int $cpu) $podRanks)) -}}
 {{- end -}}
 {{- $written := list -}}
 {{- range $key := list "kv_disk" "response_store" "audit_log" "trace_file" -}}
@@ -181,7 +250,7 @@ Takes root, name, component, worker, count, settings, known, tensor, pipeline, d
 {{- $found := dict "name" .name "component" .component "worker" .worker "count" .count "secrets" $secrets -}}
 {{- $_ := set $found "config" (include "penstock.settings" $settings) -}}
 {{- $_ := set $found "mesh" (include "penstock.mesh" .) -}}
-{{- $_ := set $found "machines" .pipeline -}}
+{{- $_ := set $found "machines" $machines -}}
 {{- $_ := set $found "written" ($written | uniq | sortAlpha) -}}
 {{- $_ := set $found "cpu" $cpu -}}
 {{- $_ := set $found "memory" $memory -}}

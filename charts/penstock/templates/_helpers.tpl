@@ -60,6 +60,15 @@ matchExpressions:
 {{- end }}
 
 {{/*
+"true" if there is an endpoint picker that listens with TLS, which is the default.  A picker without options is an empty
+table, which templates take for none, so its kind is asked for.
+*/}}
+{{- define "penstock.pickerTls" -}}
+{{- $picker := .Values.kubernetes.picker -}}
+{{- if kindIs "map" $picker -}}{{- dig "tls" true $picker -}}{{- end -}}
+{{- end }}
+
+{{/*
 What autoscalers scale.  Takes a workload.
 */}}
 {{- define "penstock.scaleTarget" -}}

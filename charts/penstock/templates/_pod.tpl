@@ -1,6 +1,6 @@
 {{/*
 The template of a workload's pods.  Takes root, fleet, workload, and follower: whether it is for the other pods of each
-worker, which has one for each stage of its model.
+worker, which has one for each stage of its model, or for each node of its group.
 */}}
 {{- define "penstock.podTemplate" -}}
 {{- $root := .root -}}
@@ -16,25 +16,7 @@ metadata:
   annotations:
     penstock-settings: {{ $workload.config | sha256sum | trunc 16 | quote }}
 spec:
-  automountServiceAccountToken: false
-  enableServiceLinks: false
-  terminationGracePeriodSeconds: {{ $workload.graceS }}
-  securityContext:
-    runAsNonRoot: true
-    runAsUser: 10001
-    runAsGroup: 10001
-    fsGroup: 10001
-    seccompProfile: {type: RuntimeDefault}
-  topologySpreadConstraints:
-    - maxSkew: 1
-      topologyKey: kubernetes.io/hostname
-      whenUnsatisfiable: ScheduleAnyway
-      labelSelector:
-        matchLabels: {penstock-workload: {{ $workload.name | quote }}}
-  # Answers go on elsewhere within seconds; a lost host's pods are replaced after half a minute, not five.
-  tolerations:
-    - {key: node.kubernetes.io/not-ready, operator: Exists, effect: NoExecute, tolerationSeconds: 30}
-    - {key: node.kubernetes.io/unreachable, operator: Exists, effect: NoExecute, tolerationSeconds: 30}
+  {{- include "penstock.podFrame" (dict "name" $workload.name "graceS" $workload.graceS) | nindent 2 }}
   initContainers:
     # Keys that others can read are refused, and files of Secrets are the group's, too.
     - name: keys
@@ -102,6 +84,31 @@ spec:
     {{- range $number, $path := $workload.written }}
     - {name: written-{{ $number }}, emptyDir: {}}
     {{- end }}
+{{- end }}
+
+{{/*
+What the pods of every workload have around their containers.  Takes name (of the workload) and graceS.
+*/}}
+{{- define "penstock.podFrame" -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ .graceS }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  seccompProfile: {type: RuntimeDefault}
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels: {penstock-workload: {{ .name | quote }}}
+# Answers go on elsewhere within seconds; a lost host's pods are replaced after half a minute, not five.
+tolerations:
+  - {key: node.kubernetes.io/not-ready, operator: Exists, effect: NoExecute, tolerationSeconds: 30}
+  - {key: node.kubernetes.io/unreachable, operator: Exists, effect: NoExecute, tolerationSeconds: 30}
 {{- end }}
 
 {{- define "penstock.lockedDown" -}}

@@ -59,7 +59,8 @@ def values_schema() -> Schema:
     found |= {name: one for name, one in _settings_schemas() if name not in found}
     for fields in (found["FleetFile"]["properties"], found["FleetNode"]["properties"]):
         fields["settings"] = {"$ref": "#/$defs/Settings"}
-    found["WorkerGroup"]["properties"]["group"]["pattern"] = MESH_PATTERN
+    for workers in ("WorkerGroup", "MultiNodeGroup"):
+        found[workers]["properties"]["group"]["pattern"] = MESH_PATTERN
     options = found["KubernetesOptions"]["properties"]
     for key in ("resources", "autoscale"):
         options[key]["propertyNames"] = {"enum": list(get_args(PodKind))}

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tests.certificates import write_certificate
 from tests.clients.packages import need_helm, need_kubectl
-from tests.unit.deploy.test_manifests import FLEET, GROUP_FLEET, KUBERNETES, TLS_SETTINGS
+from tests.unit.deploy.test_manifests import FLEET, GROUP_FLEET, HERE, KUBERNETES, POOL, TLS_SETTINGS
 
 import penstock
 from penstock.cli.main import main
@@ -89,6 +89,7 @@ def test_values_fit_their_schema(tmp_path: Path, capsys: pytest.CaptureFixture[s
     check({})
     check(values_of(capsys, FLEET))
     check({"settings": {"kv-memory": "1.5GiB", "kv_host": 1 << 30, "lora": "a=/a,b=/b", "log-json": True}})
+    check({"groups": [{"nodes": ["a", "b"], "group": "tp2,pp2"}], "kubernetes": {"picker": {}}})
     check({"settings": {"supervise": {"drain_s": 5}, "allowed_origin": ["https://example.org"]}})
 
 
@@ -105,6 +106,11 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"nodes": [{"name": "a", "address": "a", "workers": [{"role": "deocde", "count": 1}]}]}, "role"),
     ({"nodes": [{"name": "a", "address": "a", "workers": [{"group": "tp3", "count": 1}]}]}, "group"),
     ({"nodes": [{"name": "a", "address": "a", "workers": [{"count": 0}]}]}, "count"),
+    ({"groups": [{"nodes": ["a"], "group": "pp2"}]}, "nodes"),
+    ({"groups": [{"nodes": ["a", "b"], "group": "pp"}]}, "group"),
+    ({"groups": [{"nodes": ["a", "b"], "gruop": "pp2"}]}, "gruop"),
+    ({"kubernetes": {"picker": {"replicas": 0}}}, "replicas"),
+    ({"kubernetes": {"picker": {"failure_mode": "open"}}}, "failure_mode"),
 ]
 
 
@@ -226,11 +232,44 @@ OTHER_SETTINGS = (
     'address = "10.0.0.2"\nsettings = { kv_memory = 1073741824, scheduling = { interactive_tpot_ms = 0.25 } }'
 )
 AUTOSCALED_GROUPS = GROUP_FLEET.replace("prefill = { max = 6", "both = { min = 2, max = 6")
+TWO_NODES = (HERE / "groups.toml").read_text()
+"""Of which one group is on both."""
+LAST_NODE = 'workers = [{ role = "decode", count = 2, group = "tp2" }]\n'
+BOTH_KINDS = """workers = [{ role = "decode", count = 2, group = "tp2" }]
+
+[[groups]]
+nodes = ["b", "a"]
+group = "pp2"
+
+[[groups]]
+nodes = ["a", "b"]
+group = "tp2,pp3"
+count = 3
+role = "both"
+"""
+OF_PAIRS = "\n[[groups]]\nnodes = ['b', 'a']\ngroup = 'pp2, tp2'\n"
+OWN_STAGES = 'workers = [{ count = 1, group = "tp2,pp2" }]\n'
 FLEETS = {
     "two nodes": FLEET.read_text(),
     "groups over pods": GROUP_FLEET,
     "groups over pods that are scaled": AUTOSCALED_GROUPS,
     "one group over pods": GROUP_FLEET.replace('"both", count = 2', '"both", count = 1'),
+    "a group over two nodes": TWO_NODES,
+    "groups over nodes with several stages each": TWO_NODES.replace("tp2,pp2", "tp2,pp5"),
+    "groups over nodes with unequal parts": TWO_NODES.replace("tp2,pp2", "pp3"),
+    "groups over nodes that are scaled": TWO_NODES.replace(
+        "[kubernetes]", '[kubernetes]\nprometheus = "http://p"\nautoscale = { both = { max = 3 } }'
+    ),
+    "groups over nodes of one kind": TWO_NODES + OF_PAIRS,
+    "groups over nodes and over stages": TWO_NODES.replace(
+        'address = "10.0.0.2"\n', 'address = "10.0.0.2"\n' + OWN_STAGES
+    ),
+    "groups over nodes of several kinds": FLEET.read_text().replace(LAST_NODE, BOTH_KINDS),
+    "a picker": FLEET.read_text().replace("[kubernetes]", POOL),
+    "a picker with defaults": FLEET.read_text().replace("[kubernetes]", f"{ROUTE}\npicker = {{}}"),
+    "a picker without TLS": FLEET.read_text().replace(
+        "[kubernetes]", f'{ROUTE}\npicker = {{ tls = false, replicas = 1, cpu = "500m", memory = "1Gi" }}'
+    ),
     "https, files that are written": FLEET.read_text().replace("max_model_len = 8192", WRITTEN),
     "a route": FLEET.read_text().replace("[kubernetes]", ROUTE),
     "a route of the same namespace": FLEET.read_text().replace("[kubernetes]", '[kubernetes]\nhttp_gateway = "edge"'),
@@ -324,6 +363,28 @@ CLUSTERS = st.fixed_dictionaries(
         "hostnames": st.lists(st.sampled_from(["a.example", "1.example"]), max_size=2),
     },
 )
+PICKERS = st.fixed_dictionaries(
+    {},
+    optional={
+        "replicas": st.integers(1, 64),
+        "failure_mode": st.sampled_from(["FailOpen", "FailClose"]),
+        "tls": st.booleans(),
+        "cpu": st.sampled_from(["2", "0.5", "100m"]),
+        "memory": st.sampled_from(["1Gi", "300000000"]),
+    },
+)
+
+
+@st.composite
+def node_groups(draw: st.DrawFn, names: list[str]) -> list[dict[str, Any]]:
+    """Groups over nodes of equal settings."""
+    groups = []
+    for _ in range(draw(st.integers(1, 2))):
+        chosen = draw(st.lists(st.sampled_from(names), min_size=2, unique=True))
+        stages = draw(st.integers(len(chosen), 7))
+        group: dict[str, Any] = {"nodes": chosen, "group": draw(st.sampled_from(["pp{}", "tp2,pp{}"])).format(stages)}
+        groups.append(group | draw(st.fixed_dictionaries({}, optional={"count": st.integers(1, 3)})))
+    return groups
 
 
 @st.composite
@@ -331,13 +392,14 @@ def fleets(draw: st.DrawFn) -> dict[str, Any]:
     """Fleet files that can run in a cluster."""
     same = draw(SETTINGS)
     nodes = []
-    for number in range(draw(st.integers(1, 3))):
+    over = draw(st.booleans())  # has groups over nodes
+    for number in range(draw(st.integers(2 if over else 1, 3))):
         workers = [
             {"role": role, "count": draw(st.integers(1, 3)), "group": draw(GROUPS)}
             for role in draw(st.lists(st.sampled_from(ROLES), min_size=1, unique=True))
         ]
         node: dict[str, Any] = {"name": f"n{number}", "address": f"10.0.0.{number}", "workers": workers}
-        if number == 0 or draw(st.booleans()):  # gateways need the same settings
+        if number <= over or draw(st.booleans()):  # gateways need the same settings, and nodes of a group
             node |= {"gateways": draw(st.integers(1, 2)), "settings": same}
         elif draw(st.booleans()):
             node["settings"] = draw(SETTINGS)
@@ -345,10 +407,14 @@ def fleets(draw: st.DrawFn) -> dict[str, Any]:
     fleet: dict[str, Any] = {"name": draw(st.sampled_from(["f", "Two hosts"])), "settings": draw(SETTINGS)}
     model = draw(st.sampled_from([None, "/models/a", "/models/a/", "org/name"]))
     cluster = draw(CLUSTERS)
-    roles = [worker["role"] for node in nodes for worker in node["workers"]]
+    groups = draw(node_groups([node["name"] for node in nodes if "gateways" in node])) if over else []
+    if draw(st.booleans()):
+        cluster = {"http_gateway": "edge"} | cluster | {"picker": draw(PICKERS)}
+    roles = [worker["role"] for node in nodes for worker in node["workers"]] + ["both" for _ in groups]
     single = [role for role in ROLES if roles.count(role) == 1]
     if draw(st.booleans()):
         cluster["autoscale"] = draw(st.dictionaries(st.sampled_from([*single, "gateway"]), RANGES, max_size=2))
+    fleet |= {"groups": groups} if groups else {}
     return fleet | ({"model": model} if model else {}) | {"nodes": nodes, "kubernetes": cluster}
 
 
@@ -373,7 +439,17 @@ def test_any_fleet_is_rendered_equally(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["defaults", "two nodes", "https, files that are written", "groups over pods"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "defaults",
+        "two nodes",
+        "https, files that are written",
+        "groups over pods",
+        "a group over two nodes",
+        "a picker",
+    ],
+)
 def test_lint_finds_nothing(name: str, tmp_path: Path) -> None:
     words: list[str | Path] = []
     if name != "defaults":
@@ -412,6 +488,11 @@ def test_helm_refuses_a_wrong_value_and_names_it(values: dict[str, Any], where: 
     assert where in run.stderr
 
 
+def with_group(text: str, own: str = "") -> tuple[str, str]:
+    """The change that adds a group over nodes, and settings of the last node."""
+    return LAST_NODE, f"{LAST_NODE}{own}\n[[groups]]\n{text}\n"
+
+
 WRONG_FLEETS = [
     (("drain_s = 60.0 }\n\n[kubernetes]", TLS_SETTINGS), "the Gateway ends TLS"),
     (('address = "10.0.0.2"', 'address = "10.0.0.2"\ngateways = 1'), "nodes a and b differ in api_keys"),
@@ -424,6 +505,15 @@ WRONG_FLEETS = [
     (('model = "/models/llama"', 'model = "~/llama"'), "give an absolute path"),
     (('name = "two hosts"', 'name = "2"'), "it must begin with a letter"),
     (("gateways = 2", "gateways = 0"), "no node has gateways"),
+    (("[kubernetes]", "[kubernetes]\npicker = {}"), "kubernetes.picker: an InferencePool belongs to a Gateway"),
+    (with_group('nodes = ["a", "c"]\ngroup = "pp2"'), "nodes a, c: there is no node c"),
+    (with_group('nodes = ["a", "b", "a"]\ngroup = "pp3"'), "one is listed twice"),
+    (with_group('nodes = ["a", "b"]\ngroup = "pp2"\nrole = "decode"'), "role decode: a worker on several nodes"),
+    (with_group('nodes = ["b", "a"]\ngroup = "tp2"'), "each node has a stage at least, so pp2 would work"),
+    (
+        with_group('nodes = ["a", "b"]\ngroup = "pp2"', "settings = { max_running = 3 }"),
+        "nodes a and b have a group together and differ in max_running",
+    ),
 ]
 
 
@@ -443,7 +533,7 @@ def test_what_a_cluster_cannot_have_is_refused_with_the_reason(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["two nodes", "https, files that are written", "a key of clients"])
+@pytest.mark.parametrize("name", ["two nodes", "https, files that are written", "a key of clients", "a picker"])
 def test_the_notes_name_the_secrets_that_pods_have(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -497,5 +587,6 @@ def wanted_secrets(text: str) -> dict[str, set[str]]:
         "two-hosts-tls": {"tls.crt", "tls.key"},
         "two-hosts-kv-key": {"kv-key"},
         "two-hosts-api-key": {"api-key"},
+        "two-hosts-picker-tls": {"tls.crt", "tls.key"},
     }
     return {name: keys for name, keys in files.items() if f'"{name}"' in text}
