@@ -121,9 +121,11 @@ class TenantRateLimiter:
         if levels is None:
             self.charge(tenant, requests, tokens)
             return
+        taken = all(level.left >= min(each.size, each.amount) for each, level in zip(asked, levels, strict=True))
+        rests = [level.left - taken * each.amount for each, level in zip(asked, levels, strict=True)]
+        self._follow(tenant, asked, rests)
         for each, level in zip(asked, levels, strict=True):
             _check(each, level)
-        self._follow(tenant, asked)
 
     def _filled(self, tenant: Tenant, asked: Sequence[BucketCharge]) -> list[float]:
         """How full this host's own buckets are, from 0 to 1.  Counts the demand."""
@@ -135,13 +137,14 @@ class TenantRateLimiter:
             for each, level in zip(asked, levels, strict=True)
         ]
 
-    def _follow(self, tenant: Tenant, asked: Sequence[BucketCharge]) -> None:
-        """Takes from this host's buckets, as far as they have it: should they be needed, they are not full again."""
+    def _follow(self, tenant: Tenant, asked: Sequence[BucketCharge], rests: Sequence[float]) -> None:
+        """Leaves in this host's buckets no more than its share of what is left in those of all hosts (``rests``), so
+        that together they have no more, should they be needed.  Debts stay."""
         with self._buckets.locked():
             now = self._clock.now()
-            for each in asked:
-                left = self._buckets.ask(tenant.id, each.unit, each.size, 0, now).left
-                self._buckets.put(tenant.id, each.unit, min(left, max(0.0, left - each.amount)), now)
+            for each, rest in zip(asked, rests, strict=True):
+                own = self._buckets.ask(tenant.id, each.unit, each.size, 0, now)
+                self._buckets.put(tenant.id, each.unit, min(own.left, max(0.0, rest * own.share)), now)
 
     def charge(self, tenant: Tenant, requests: int, tokens: int) -> None:
         """Charges a request.  Raises RateLimited, without charging.
@@ -168,7 +171,7 @@ class TenantRateLimiter:
             charge = BucketCharge("prompt tokens", size, tokens)
             (filled,) = self._filled(tenant, [charge])
             self._exact.charge_later(tenant.id, charge, filled)
-            self._follow(tenant, [charge])
+            self._follow(tenant, [charge], [filled * size - tokens])
             return
         with self._buckets.locked():
             now = self._clock.now()

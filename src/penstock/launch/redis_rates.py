@@ -4,8 +4,9 @@ One call of a script takes from all buckets of a request or from none, by Redis'
 not have begins as full as this host's own share of it (``shared_rates``), and after an outage none is fuller than that:
 neither lost memory nor an outage gives a tenant a second minute's worth.  A bucket expires when it would be full again.
 
-While Redis does not answer in time, requests are charged to the shares at once and are not held up; Redis is tried
-again every ``RETRY_S``.  A script that ran although its answer came too late charges a request in both places.
+While Redis does not answer in time, requests are charged to the shares at once and are not held up: a host's own
+buckets have at most its share of what was left in Redis.  It is tried again every ``RETRY_S``.  A script that ran though
+its answer came too late charges a request in both places.
 """
 
 from __future__ import annotations

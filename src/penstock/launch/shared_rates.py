@@ -176,10 +176,13 @@ class SharedTokenBuckets:
     def set_hosts(self, hosts: int, now: float) -> None:
         head = self._head()
         joined = head.joined
-        if isnan(joined):
-            joined = -inf if hosts <= 1 else now
         if hosts != max(1.0, head.hosts):
             self._settle(now)
+        if isnan(joined):
+            joined = -inf if hosts <= 1 else now
+            if joined > -inf:  # requests before the first report found full buckets
+                columns = self._columns()
+                columns["left"] = np.minimum(columns["left"], MIN_SHARE * columns["size"] / hosts)
         self._set_head(_Head(hosts, head.exchanged, joined))
 
     def expire_shares(self, before: float, now: float) -> None:

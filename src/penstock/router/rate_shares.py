@@ -80,11 +80,16 @@ class RateShares:
         self._links = links
         self._asked: WorkerId | None = None  # its answer is expected
         self._sent: Mapping[bytes, float] = {}
+        self._has_reports = False  # has had some
         self._reported = 0
         self.hosts = 1
 
     def tick(self, now: float) -> None:
-        """Called more often than ``EXCHANGE_S``."""
+        """Called more often than ``EXCHANGE_S``, and as soon as the first worker is ready."""
+        if not self._has_reports:
+            self._has_reports = self._reported_hosts(now) > 0
+            if not self._has_reports:
+                return  # the first exchange is for the first report
         with self._table.locked():
             if not self._table.claim_exchange(now, EXCHANGE_S):
                 return

@@ -543,6 +543,8 @@ class RouterService:
             self._progress_at = now
         self.admin.on_report()
         if became_ready:
+            if self._shares is not None and not self._met_workers.is_set():
+                self._shares.tick(now)  # before the first request: a host that joins others brings no full buckets
             self._met_workers.set()
             self.adapters.on_ready(report.worker)
             self._dispatcher.place_waiting(now, ready=True)

@@ -109,13 +109,29 @@ async def test_while_redis_is_stopped_hosts_fall_back_to_shares_never_to_none(ur
             began = time.monotonic()
             more = await host.ask(30)
             assert time.monotonic() - began < TIMEOUT_S + 5.0, "only the first waits for it"
-            assert 5 <= more <= 6 + (time.monotonic() - began) * 15 / 60, "its half of the rate, less what it had"
+            assert 10 <= more <= 11 + (time.monotonic() - began) * 15 / 60, "its half of what was left"
             assert not host.exact.is_up
         finally:
             os.kill(pid, signal.SIGCONT)
         await host.wait_up()
         await host.ask(1)
         assert host.exact.is_up
+
+
+async def test_one_that_was_refused_has_nothing_saved_when_redis_is_gone(url: str, server: Any) -> None:
+    """Its own buckets would be full, for it was the other host that had all of the rate."""
+    async with hosts(url) as (one, other):
+        assert await one.ask(40) == 30
+        assert await other.ask(1) == 0
+        pid = server.info("server")["process_id"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            admitted = await other.ask(30)
+            assert not other.exact.is_up
+            assert admitted <= 1 + (time.monotonic() - began) * 30 / 60
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 async def test_what_hosts_admit_while_redis_is_away_is_not_admitted_again_when_it_is_back(
