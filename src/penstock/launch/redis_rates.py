@@ -5,8 +5,8 @@ not have begins as full as this host's own share of it (``shared_rates``), and a
 neither lost memory nor an outage gives a tenant a second minute's worth.  A bucket expires when it would be full again.
 
 While Redis does not answer in time, requests are charged to the shares at once and are not held up: a host's own
-buckets have at most its share of what was left in Redis.  It is tried again every ``RETRY_S``.  A script that ran though
-its answer came too late charges a request in both places.
+buckets have at most its share of what was left in Redis.  It is tried again every ``RETRY_S``.  A script that ran,
+although its answer came too late, charges a request in both places.
 """
 
 from __future__ import annotations
