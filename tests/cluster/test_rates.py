@@ -109,6 +109,7 @@ class Hosts:
     ) -> None:
         CurveKeys.ephemeral().save(folder / "keys")
         self.unit = unit
+        self._refusing: set[str] = set()
         self.headers = key_file(folder / "api-keys.json", unit.rates)
         worker = stack.enter_context(PenstockWorker(["--keys", str(folder / "keys")]))
         joins = ["--keys", str(folder / "keys"), "--join", worker.endpoint]
@@ -131,9 +132,11 @@ class Hosts:
         return asyncio.run(self._admitted(seconds, servers))
 
     def empty(self) -> None:
-        """Use up what the buckets hold, until no more is admitted than flows in."""
+        """Use up what the buckets hold, until each host refuses requests and no more is admitted than flows in."""
         for _ in range(EMPTIED):
-            if self.admitted(3.0, self.servers) <= 1.2 * self.unit.a_minute() * 3.0 / 60:
+            self._refusing.clear()
+            admitted = self.admitted(3.0, self.servers)
+            if len(self._refusing) == len(self.servers) and admitted <= 1.2 * self.unit.a_minute() * 3.0 / 60:
                 return
         raise AssertionError("the buckets are never empty")
 
@@ -154,6 +157,8 @@ class Hosts:
                 if response.status_code == 200:
                     admitted += self.unit.used(response.json())
                 else:
+                    if response.status_code == 429:
+                        self._refusing.add(url)
                     await asyncio.sleep(1 / ASKED_PER_S)
         return admitted
 
