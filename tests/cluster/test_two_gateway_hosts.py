@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 import penstock
+from penstock.config.api_keys import TenantEntry
 from penstock.wire.curve_keys import CurveKeys
 from tiny_adapters import write_adapter
 
@@ -34,7 +35,7 @@ class Hosts:
 
     def __init__(self, stack: ExitStack, folder: Path, *more: str) -> None:
         CurveKeys.ephemeral().save(folder / "keys")
-        self.headers = key_file(folder / "api-keys.json", 6000)
+        self.headers = key_file(folder / "api-keys.json", TenantEntry(requests_per_minute=6000))
         keys = ["--keys", str(folder / "keys")]
         self.workers = [stack.enter_context(PenstockWorker([*keys, "--name", name])) for name in ("w-0", "w-1")]
         joins = [word for worker in self.workers for word in ("--join", worker.endpoint)]
