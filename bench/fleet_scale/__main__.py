@@ -33,7 +33,7 @@ from pathlib import Path
 from bench import reports
 from bench.fleet_scale.streams import CLIENTS, GATEWAYS, PACE_S, running
 from bench.fleet_scale.worker import measure
-from bench.gateway.figures import anonymous_kib, cpu_s
+from bench.gateway.figures import anonymous_kib, cpu_s, hardware_line
 
 FLEET = (300, 4096)
 """Gateways and workers of the largest fleet."""
@@ -185,10 +185,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 def hardware() -> str:
     """In a line."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return f"{model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {files:,} descriptors a process"
+    return f"{hardware_line()}, {resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} descriptors a process"
 
 
 def main() -> int:

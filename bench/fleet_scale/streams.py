@@ -21,11 +21,11 @@ from typing import Any
 
 from bench.gateway.figures import Child, say
 from bench.gateway.service import FOLDER, until_ready
-from bench.gateway.workers import IDENTITY, WORDS
+from bench.gateway.workers import WORDS, played_report
 
-from penstock.types import RequestId, Role, WorkerId, WorkerState
+from penstock.types import RequestId, WorkerId
 from penstock.wire.curve_keys import CurveKeys
-from penstock.wire.gateway_messages import Cancel, Hello, StepRates, Submit, TokenItem, Tokens, WorkerReport
+from penstock.wire.gateway_messages import Cancel, Hello, Submit, TokenItem, Tokens
 from penstock.wire.zeromq import ZmqTransport
 
 GATEWAYS, STREAM_WORKERS, CLIENTS = 4, 8, 4
@@ -97,23 +97,7 @@ class StreamWorker:
 
     def _report(self) -> None:
         self._steps += 1
-        report = WorkerReport(
-            worker=self.name,
-            incarnation=1,
-            role=Role.BOTH,
-            state=WorkerState.READY,
-            pid=os.getpid(),
-            identity=IDENTITY,
-            max_model_len=1 << 20,
-            steps=self._steps,
-            step_s=0.05,
-            running=len(self.running),
-            kv_pages_free=1 << 24,
-            page_bytes=1024,
-            rates=StepRates(1e-3, 1e-6, 1e-12, 1e-6),
-            measured=100,
-            acked=self._heard,
-        )
+        report = played_report(self.name, steps=self._steps, running=len(self.running), acked=self._heard)
         for peer in self._peers:
             self.listener.send(peer, report)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import resource
 import signal
@@ -30,7 +29,7 @@ from penstock.config.schema import EventLoop
 from penstock.launch import event_loop
 
 from . import bare, clients
-from .figures import Child, anonymous_kib, cpu_s
+from .figures import Child, anonymous_kib, cpu_s, hardware_line
 from .service import Service, chat, listening, until_ready
 
 CHAT = "/v1/chat/completions"
@@ -263,11 +262,8 @@ SCENES: dict[str, Callable[[argparse.Namespace], list[Bar]]] = {
 
 def hardware(options: argparse.Namespace) -> str:
     """In a line."""
-    model = next(
-        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), ""
-    )
     loop = event_loop.event_loop_name(options.loop)
-    return f"{model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; Python {platform.python_version()}, {loop}"
+    return f"{hardware_line()}; Python {platform.python_version()}, {loop}"
 
 
 def main() -> int:

@@ -66,3 +66,10 @@ class Child:
 def say(line: socket.socket, what: Any) -> None:
     """From a child."""
     line.send(json.dumps(what).encode())
+
+
+def hardware_line() -> str:
+    """Processor, cores and load, as a table names them."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
+    return f"{model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"

@@ -68,25 +68,30 @@ class _Worker:
     def report(self) -> None:
         self.reported = time.monotonic()
         self.steps += 1  # one that makes none for seconds is given up
-        report = WorkerReport(
-            worker=self.name,
-            incarnation=1,
-            role=Role.BOTH,
-            state=WorkerState.READY,
-            pid=os.getpid(),
-            identity=IDENTITY,
-            max_model_len=1 << 20,
-            steps=self.steps,
-            step_s=0.05,
-            running=len(self.running),
-            kv_pages_free=1 << 24,
-            page_bytes=1024,
-            rates=StepRates(1e-3, 1e-6, 1e-12, 1e-6),
-            measured=100,
-            acked=self.heard,
-        )
+        report = played_report(self.name, steps=self.steps, running=len(self.running), acked=self.heard)
         for peer in self.peers:
             self.listener.send(peer, report)
+
+
+def played_report(worker: WorkerId, *, steps: int, running: int, acked: int) -> WorkerReport:
+    """A ready worker's, that has room for everything."""
+    return WorkerReport(
+        worker=worker,
+        incarnation=1,
+        role=Role.BOTH,
+        state=WorkerState.READY,
+        pid=os.getpid(),
+        identity=IDENTITY,
+        max_model_len=1 << 20,
+        steps=steps,
+        step_s=0.05,
+        running=running,
+        kv_pages_free=1 << 24,
+        page_bytes=1024,
+        rates=StepRates(1e-3, 1e-6, 1e-12, 1e-6),
+        measured=100,
+        acked=acked,
+    )
 
 
 def serve(line: socket.socket, keys: CurveKeys, endpoints: Sequence[str]) -> None:

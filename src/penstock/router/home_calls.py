@@ -7,6 +7,7 @@ it, and a worker that comes or goes changes the homes of its own digests only.  
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
@@ -17,7 +18,7 @@ import numpy as np
 from penstock.clock import Clock
 from penstock.router.fleet import Fleet
 from penstock.router.links import WorkerLink, WorkerLinks
-from penstock.router.policy.base import splitmix64
+from penstock.router.policy.base import rendezvous_pick
 from penstock.router.rate_shares import REPORT_VALID_S
 from penstock.router.worker_load import Slots
 from penstock.types import WorkerId, WorkerState
@@ -99,8 +100,7 @@ class WorkerHomes:
         return np.array(found, dtype=np.intp)
 
     def _home(self, digest: bytes, slots: Slots) -> int:
-        order = splitmix64(self._fleet.loads.hashes.take(slots), int.from_bytes(digest[:8], "little"))
-        return int(slots[order.argmax()])
+        return int(slots[rendezvous_pick(self._fleet.loads, slots, int.from_bytes(digest[:8], "little"))])
 
 
 class HomeCalls(Generic[AnswerT]):
@@ -128,6 +128,17 @@ class HomeCalls(Generic[AnswerT]):
             on_answer(None)
             return
         self._pending[self._serial] = _PendingCall(link, self._clock.now() + ANSWER_S, on_answer)
+
+    async def ask(self, digest: bytes, message: HomeQuestion) -> AnswerT | None:
+        """The answer to it, as ``call`` has it."""
+        answered: asyncio.Future[AnswerT | None] = asyncio.get_running_loop().create_future()
+
+        def on_answer(answer: AnswerT | None) -> None:
+            if not answered.done():  # not cancelled
+                answered.set_result(answer)
+
+        self.call(digest, message, on_answer)
+        return await answered
 
     def on_answer(self, worker: WorkerId, incarnation: int, message: AnswerT) -> bool:
         """A worker's answer.  False: it was not asked."""

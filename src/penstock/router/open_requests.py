@@ -13,7 +13,6 @@ limit holds for each host.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from hashlib import blake2b
 
@@ -91,15 +90,9 @@ class OpenRequestHomes:
         self._calls.close()
 
     async def _asked(self, name: bytes, before: int, limit: int) -> bool:
-        answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-        def on_answer(answer: OpenRequestAnswer | None) -> None:
-            if not answered.done():
-                answered.set_result(answer is None or answer.admitted)
-
         question = OpenRequestCounts(counts={name: before} if before else {}, wanted=name, limit=limit)
-        self._calls.call(name, question, on_answer)
-        return await answered
+        answer = await self._calls.ask(name, question)
+        return answer is None or answer.admitted
 
     def _digest(self, key: str) -> bytes:
         return blake2b(key.encode(), digest_size=KEY_DIGEST_BYTES, key=self._secret).digest()

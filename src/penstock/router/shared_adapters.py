@@ -64,15 +64,8 @@ class SharedAdapters:
 
         Without a home, or without its answer, the record stands until another one is known.
         """
-        answered: asyncio.Future[AdapterChanged | None] = asyncio.get_running_loop().create_future()
-
-        def on_answer(answer: AdapterChanged | None) -> None:
-            if not answered.done():
-                answered.set_result(answer)
-
         digest = blake2b(record.name.encode(), digest_size=16).digest()
-        self._calls.call(digest, ChangeAdapter(record=record), on_answer)
-        answer = await answered
+        answer = await self._calls.ask(digest, ChangeAdapter(record=record))
         stands = record if answer is None else answer.record
         if stands is None or stands.name != record.name:
             return None

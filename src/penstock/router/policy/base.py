@@ -86,9 +86,9 @@ def splitmix64(hashes: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
     return x ^ (x >> _S31)
 
 
-def rendezvous_pick(view: PlacementView, slots: Slots, key: int) -> int:
+def rendezvous_pick(loads: LoadTable, slots: Slots, key: int) -> int:
     """The place in ``slots`` of the worker that ``key`` belongs to (rendezvous hashing: Thaler, Ravishankar 1998)."""
-    return int(splitmix64(view.loads.hashes.take(slots), key).argmax())
+    return int(splitmix64(loads.hashes.take(slots), key).argmax())
 
 
 def top_scores(

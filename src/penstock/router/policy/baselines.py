@@ -43,7 +43,7 @@ class BaselinePolicy(Policy):
     def _best(self, view: PlacementView, leg: RequestStage, slots: Slots) -> tuple[int, CandidateScores]:
         what, numbers = self._order(view, slots)
         equals = np.flatnonzero(numbers == numbers.min())
-        place = int(equals[rendezvous_pick(view, slots[equals], view.tie_break)])
+        place = int(equals[rendezvous_pick(view.loads, slots[equals], view.tie_break)])
         return place, top_scores(leg, slots, ((what,), numbers[None, :]), numbers)
 
 

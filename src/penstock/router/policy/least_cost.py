@@ -315,7 +315,7 @@ def _looked_at(view: PlacementView, slots: Slots) -> Slots:
     luck = splitmix64(view.loads.hashes.take(slots), view.tie_break)
     taken = np.zeros(len(slots), np.bool_)
     taken[np.argpartition(luck, count)[:count]] = True
-    taken[rendezvous_pick(view, slots, view.affinity_key)] = True
+    taken[rendezvous_pick(view.loads, slots, view.affinity_key)] = True
     hits = view.hits.take(slots)
     best = hits.max()
     if best > 0:
@@ -344,7 +344,8 @@ def _best(view: PlacementView, leg: RequestStage, at: _At, table: tuple[tuple[st
     held = cached[equals]
     enough = held[order[equals] == least].max()
     equals = equals[held >= enough]
-    place = int(equals[rendezvous_pick(view, slots[equals], view.affinity_key)]) if len(equals) > 1 else int(equals[0])
+    chosen = rendezvous_pick(view.loads, slots[equals], view.affinity_key) if len(equals) > 1 else 0
+    place = int(equals[chosen])
     if view.has_session:
         place = _home(view, at, (order, cached), place)
     return _Found(
@@ -354,7 +355,7 @@ def _best(view: PlacementView, leg: RequestStage, at: _At, table: tuple[tuple[st
 
 def _home(view: PlacementView, at: _At, of: tuple[Numbers, Numbers], place: int) -> int:
     """The session's own worker, if it costs little more; ``of``: costs and cached tokens."""
-    home = rendezvous_pick(view, at.slots, view.affinity_key)
+    home = rendezvous_pick(view.loads, at.slots, view.affinity_key)
     order, cached = of
     alone = float(at.rates.step[home] + at.rates.token[home] * view.known_tokens)  # to read it all
     return home if cached[home] >= cached[place] and order[home] <= order[place] + alone else place
