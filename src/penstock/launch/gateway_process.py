@@ -32,7 +32,7 @@ from penstock.interfaces import ModelCard, PoolingProcessor, RequestProcessor, T
 from penstock.launch import event_loop
 from penstock.launch.http_server import SWITCH_S, App, HttpServer, ProcessIo
 from penstock.launch.members.interface import Members, follow_members
-from penstock.launch.members.registry import joined_members, node_members, open_members
+from penstock.launch.members.registry import joined_members, open_members, other_nodes_members
 from penstock.launch.redis_rates import RedisRates
 from penstock.launch.remote_workers import RemoteWorkers
 from penstock.launch.shared_metrics import HostMetrics, SharedMetrics
@@ -255,7 +255,7 @@ async def _announce(config: GatewayConfig, router: RouterService, joined: Remote
 def _members(config: GatewayConfig) -> Members | None:
     """Where workers of other hosts are; None: all are started here."""
     if config.fleet_file is not None:
-        return node_members(config.fleet_file, config.node, config.join, config.membership, MonotonicClock())
+        return other_nodes_members(config.fleet_file, config.node, config.join, config.membership, MonotonicClock())
     if config.members is not None:
         return open_members(config.members, config.membership, MonotonicClock())
     return joined_members(config.join, config.membership, MonotonicClock()) if config.join else None

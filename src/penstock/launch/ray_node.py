@@ -36,6 +36,7 @@ from penstock.config.fleet_file import FleetFile, FleetNode, check_fleet_file
 from penstock.config.limits import SuperviseConfig
 from penstock.config.load import load_node
 from penstock.errors import ConfigError
+from penstock.launch.members.file import node_members
 from penstock.launch.members.interface import Member
 from penstock.launch.node_lease import LeaseHolder, LeaseRecord, start_ticks
 from penstock.launch.service_notify import NOTIFY_SOCKET, READY
@@ -100,13 +101,6 @@ def node_digest(fleet: FleetFile, node: FleetNode) -> str:
     together = [other.name for other in fleet.joined_nodes(node)]  # placed at once
     parts = (fleet.model, fleet.keys, fleet.settings, node, split, led, masters, together)
     return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()[:16]
-
-
-def node_members(fleet: FleetFile, node: FleetNode) -> tuple[Member, ...]:
-    """Its workers, as gateways elsewhere may find them."""
-    return tuple(
-        Member(name=worker.name, endpoint=worker.endpoint, labels={"node": node.name}) for worker in fleet.members(node)
-    )
 
 
 def node_gateways(node: FleetNode, port: int) -> tuple[Member, ...]:

@@ -112,9 +112,7 @@ class LoraRegistry:
                 raise RequestError(
                     "The gateways know too many adapters already. Unload one first.", code="too_many_adapters"
                 )
-        raise Conflict(
-            f"Other gateways change the adapter '{own.name}' at the same time. Try again.", code="adapter_changing"
-        )
+        raise _changing(own.name)
 
     async def unload(self, body: JsonObject) -> str:
         """The name.  Raises RequestError."""
@@ -134,9 +132,7 @@ class LoraRegistry:
                 if await self._shared.change(record) is None:
                     del self._by_name[name]
                     return name
-        raise Conflict(
-            f"Other gateways change the adapter '{name}' at the same time. Try again.", code="adapter_changing"
-        )
+        raise _changing(name)
 
     def _on_record(self, record: AdapterRecord) -> None:
         """An adapter was loaded or unloaded, here or at another gateway."""
@@ -214,6 +210,10 @@ def _exists(name: str, folder: str = "") -> RequestError:
     return RequestError(
         f"There is {what}. Unload it first, or set 'load_inplace'.", param="lora_name", code="adapter_exists"
     )
+
+
+def _changing(name: str) -> Conflict:
+    return Conflict(f"Other gateways change the adapter '{name}' at the same time. Try again.", code="adapter_changing")
 
 
 def _record(own: NamedAdapter, version: int, *, loaded: bool = True, given: bool = False) -> AdapterRecord:

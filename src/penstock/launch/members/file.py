@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.config.fleet_file import parse_fleet
+from penstock.config.fleet_file import FleetFile, FleetNode, parse_fleet
 from penstock.config.limits import MembershipConfig
 from penstock.errors import ConfigError
 from penstock.launch.members.daemon_thread import call_in_daemon_thread
@@ -45,18 +45,20 @@ def parse_members(raw: bytes, limits: MembershipConfig) -> tuple[Member, ...]:
     return members
 
 
+def node_members(fleet: FleetFile, node: FleetNode) -> tuple[Member, ...]:
+    """The workers of a node of a fleet file, as gateways elsewhere may find them."""
+    return tuple(
+        Member(name=worker.name, endpoint=worker.endpoint, labels={"node": node.name}) for worker in fleet.members(node)
+    )
+
+
 def parse_fleet_members(raw: bytes, limits: MembershipConfig, *, but: str = "") -> tuple[Member, ...]:
     """The workers of all nodes of a fleet file's content; ``but``: those of this node are left out.
 
     Raises ConfigError in one line.
     """
     fleet = parse_fleet(raw, "fleet file:")
-    found = [
-        Member(name=worker.name, endpoint=worker.endpoint, labels={"node": node.name})
-        for node in fleet.nodes
-        if node.name != but
-        for worker in fleet.members(node)
-    ]
+    found = [member for node in fleet.nodes if node.name != but for member in node_members(fleet, node)]
     if len(found) > limits.max_members:
         raise ConfigError(f"{len(found)} workers; at most max_members, {limits.max_members}, are used")
     return tuple(found)

@@ -36,7 +36,9 @@ def joined_members(endpoints: tuple[str, ...], limits: MembershipConfig, clock: 
     return ResolvedMembers(StaticMembers(endpoints), limits, clock)
 
 
-def node_members(path: str, node: str, endpoints: tuple[str, ...], limits: MembershipConfig, clock: Clock) -> Members:
+def other_nodes_members(
+    path: str, node: str, endpoints: tuple[str, ...], limits: MembershipConfig, clock: Clock
+) -> Members:
     """The workers of the other nodes of a fleet file; ``endpoints``: theirs, until it is read again."""
     first = [Member(name=endpoint, endpoint=endpoint) for endpoint in endpoints]
     parse = partial(parse_fleet_members, but=node)
