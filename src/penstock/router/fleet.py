@@ -168,6 +168,16 @@ class Fleet:
         if not self.mark_seen(report.worker, report.incarnation, now):
             return False
         slot = self._slots[report.worker]
+        self._book.on_report(slot, report.acked)
+        self._others[slot] = max(0, report.tokens_in_flight - self._own[slot])
+        self.load[slot] = self._own[slot] + self._others[slot]
+        if report == self.reports[slot] and report.state is self.states[slot]:
+            self.loads.on_repeated_report(slot)  # of an idle worker, as most reports of a large fleet are
+        else:
+            self._apply_report(slot, report, now)
+        return True
+
+    def _apply_report(self, slot: int, report: WorkerReport, now: float) -> None:
         before, counters = self.reports[slot], self.counters[slot]
         known = (self.states[slot], self.roles[slot], before and before.identity, before and before.max_model_len)
         if known != (report.state, report.role, report.identity, report.max_model_len):
@@ -183,11 +193,7 @@ class Fleet:
         self.states[slot] = report.state
         self.reasons[slot] = ""
         self.pids[slot] = report.pid
-        self._book.on_report(slot, report.acked)
         self.loads.on_report(slot, report, counters)
-        self._others[slot] = max(0, report.tokens_in_flight - self._own[slot])
-        self.load[slot] = self._own[slot] + self._others[slot]
-        return True
 
     def mark_seen(self, worker: WorkerId, incarnation: int, now: float) -> bool:
         """Note a sign of life.  False: what was said must be ignored."""
@@ -243,9 +249,11 @@ class Fleet:
         worker that was suspected before and came back is only slow: it gets twice the silence that it came back from,
         up to ``_MOST_SILENCES`` times the usual.
         """
-        for slot, heard in enumerate(self.last_seen):
-            quiet = now - max(heard, self._begun[slot])
-            if quiet <= silence_s or not self._work[slot] or not self.is_up(slot):
+        for slot, work in enumerate(self._work):
+            if not work or not self.is_up(slot):
+                continue
+            quiet = now - max(self.last_seen[slot], self._begun[slot])
+            if quiet <= silence_s:
                 continue
             usual = silence_s + overrun * self.step_s(slot)
             if quiet > max(usual, min(2 * self._gaps[slot], _MOST_SILENCES * usual)):

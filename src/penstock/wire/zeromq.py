@@ -63,8 +63,11 @@ RECONNECT_FIRST_MS = 20
 RECONNECT_MAX_MS = 500
 """Over TCP the pause doubles up to that.  On one host it does not: a worker that was forked anew is reached as soon as
 it listens, not up to as long again as it took to begin, and a refused connection costs microseconds there."""
-HEARTBEAT_MS = 2_000  # TCP only: the library's own, answered by its I/O thread
-HEARTBEAT_TIMEOUT_MS = 10_000
+HEARTBEAT_MS = 5_000  # TCP only: the library's own, answered by its I/O thread
+HEARTBEAT_TIMEOUT_MS = 7_000
+"""A connection whose other end is silent is closed after both together.  Each heartbeat wakes the I/O threads of both
+ends, and ends a timer that the library looks for among all: with a heartbeat every two seconds and hundreds of idle
+workers, that was as much work as all messages."""
 
 # As plain integers: arithmetic on the library's enumerations costs microseconds a message.
 _LISTENING, _ACCEPTED = int(zmq.EVENT_LISTENING), int(zmq.EVENT_ACCEPTED)
