@@ -63,7 +63,7 @@ class Fleet:
         self.pids: list[int] = []
         self.last_seen: list[float] = []  # when the worker last said anything
         self.progress_at: list[float] = []  # the last step or page of the worker, or its start
-        self.reports: list[WorkerReport | None] = []  # the last of this incarnation
+        self.reports: list[WorkerReport | None] = []  # the last of this incarnation, without its counters and events
         self.counters: list[dict[str, float]] = []  # of this incarnation
         self.load: list[int] = []  # tokens still to compute: own book, and others' as far as reported
         self._ended: list[bool] = []  # the supervisor's last word on this incarnation: whatever it still says is void
@@ -187,7 +187,7 @@ class Fleet:
         if done != _work_done(report, counters):
             self.progress_at[slot] = now
         self._count_steps(slot, report.steps + int(counters.get("image_slices", 0)))
-        self.reports[slot] = report
+        self.reports[slot] = msgspec.structs.replace(report, counters={}, cached=())
         self._contexts[slot] = (report.identity, report.max_model_len)
         self.roles[slot] = report.role
         self.states[slot] = report.state

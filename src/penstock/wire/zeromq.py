@@ -50,6 +50,9 @@ QUEUE_MESSAGES = 16_384
 RECEIVED_MESSAGES = 1024
 """Messages of one peer that may wait here unread; what comes on top waits at the sender."""
 
+MIN_OPEN = 16
+"""Sockets that a transport may have before it looks for closed ones."""
+
 HANDSHAKE_MS = 3_000
 """For a new connection to prove that it has the deployment's key.  Then it is closed."""
 
@@ -93,7 +96,8 @@ class ZmqTransport:
         # The library's own default of 1,023 would end a gateway's fleet at 511 workers.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._gate: ConnectionGate | None = None
-        self._open: list[_ZmqListener | _ZmqLink | _ZmqAsyncLink] = []
+        self._open: list[_ZmqListener | _ZmqLink | _ZmqAsyncLink] = []  # and some that are closed
+        self._most_open = MIN_OPEN  # with more of them, those that are closed are removed
         self.reload_keys()  # those inherited over fork are as old as the parent
 
     def listen(self, endpoint: str) -> Listener:
@@ -213,7 +217,9 @@ class ZmqTransport:
 
     def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         check_endpoint(endpoint)
-        self._open = [source for source in self._open if not source.closed]
+        if len(self._open) > self._most_open:  # not each time: that is quadratic in a fleet's workers
+            self._open = [source for source in self._open if not source.closed]
+            self._most_open = MIN_OPEN + 2 * len(self._open)
         try:
             socket = self._context.socket(kind)
         except zmq.ZMQError as error:
@@ -450,7 +456,7 @@ class _ZmqAsyncLink:
         self.endpoint = link.endpoint
         self.counters = link.counters
         self._monitor: int | None = None  # the descriptor that tells of failed handshakes
-        loop.add_reader(self._descriptor, self._check_readable)
+        loop.add_reader(self._descriptor, self._on_readable)
         self._watch_handshakes()
 
     @property
@@ -506,6 +512,13 @@ class _ZmqAsyncLink:
     def _on_handshake(self) -> None:
         self._link.key.try_next()
         self._check_readable()
+
+    def _on_readable(self) -> None:
+        """The reader finds out what has come.  Until it does the descriptor stays readable, unless that is done here."""
+        if self._signal.is_set():
+            self._check_readable()
+        else:
+            self._signal.set()
 
     def _check_readable(self) -> None:
         if self._link.readable():
