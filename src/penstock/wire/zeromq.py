@@ -514,7 +514,7 @@ class _ZmqAsyncLink:
         self._check_readable()
 
     def _on_readable(self) -> None:
-        """The reader finds out what has come.  Until it does the descriptor stays readable, unless that is done here."""
+        """The reader finds out what has come.  Until then the descriptor stays readable, unless this looks itself."""
         if self._signal.is_set():
             self._check_readable()
         else:
