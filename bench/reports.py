@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import resource
 import statistics
@@ -22,7 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,10 @@ SCENES = {"idle": (200, 5.0), "busy": (256, 25.0)}
 STEP_S = 0.02  # of a busy worker
 CHANGES_A_STEP = 10  # counters that a step moves
 WARM_UP_S = 3.0
+JOINED_AT_ONCE = 200
+"""Workers that the gateway is given at a time: the process that plays them is one, and not a fleet of hosts."""
+PLAYED_AT_ONCE = 1500
+"""Workers of one process, which have seven descriptors each."""
 
 
 class Played:
@@ -116,14 +122,14 @@ class Played:
 
 
 def play(workers: list[Played], over: Callable[[], bool]) -> None:
-    """Until ``over``: who was spoken to takes its turn at once, all every 10 ms, or less often if they are many."""
+    """Until ``over``: who was spoken to takes its turn at once, all every 10 ms, or less often if many or idle."""
     poller = zmq.Poller()
     by_socket: dict[Any, Played] = {}
     for worker in workers:
         socket = worker.listener.socket  # type: ignore[attr-defined]
         poller.register(socket, zmq.POLLIN)
         by_socket[socket] = worker
-    looked, pause = 0.0, max(0.01, len(workers) / 25_600)
+    looked, pause = 0.0, max(0.01, len(workers) / (25_600 if workers[0].busy else 1_500))
     while not over():
         spoken = [by_socket[socket] for socket, _ in poller.poll(10)]
         now = time.monotonic()
@@ -142,7 +148,7 @@ async def gateway(endpoints: list[str], keys: CurveKeys, seconds: float) -> dict
     joined = RemoteWorkers(
         transport.connect_async, router.on_supervisor, hello, clock=clock, beat_s=config.failover.beat_s
     )
-    joined.set_members([Member(name=endpoint, endpoint=endpoint) for endpoint in endpoints])
+    members = [Member(name=endpoint, endpoint=endpoint) for endpoint in endpoints]
     reports = 0
 
     def heard(endpoint: str, report: WorkerReport) -> None:
@@ -154,8 +160,12 @@ async def gateway(endpoints: list[str], keys: CurveKeys, seconds: float) -> dict
     router.start()
     joined.start()
     until = time.monotonic() + 60.0 + len(endpoints) / 20
-    while len(router.fleet.ready(Role.BOTH, None)) < len(endpoints):
-        assert time.monotonic() < until, f"{len(router.fleet.ready(Role.BOTH, None))} of {len(endpoints)} are ready"
+    wanted = 0
+    while (ready := len(router.fleet.ready(Role.BOTH, None))) < len(endpoints):
+        assert time.monotonic() < until, f"{ready} of {len(endpoints)} are ready"
+        if ready == wanted:
+            wanted = min(len(endpoints), wanted + JOINED_AT_ONCE)
+            joined.set_members(members[:wanted])
         await asyncio.sleep(0.1)
     await asyncio.sleep(WARM_UP_S)
     before, began, reports = cpu_s(), time.monotonic(), 0
@@ -175,22 +185,41 @@ def cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+def play_part(numbers: Sequence[int], keys: CurveKeys, line: Connection, *, busy: bool) -> None:
+    """In a process of its own: plays these workers until the other end of ``line`` says something or closes."""
+    transport = ZmqTransport(keys)
+    workers = [Played(number, transport, busy=busy) for number in numbers]
+    line.send([worker.listener.endpoint for worker in workers])
+    play(workers, line.poll)
+    transport.close()
+
+
 def measure(scene: str, seconds: float, count: int | None = None) -> dict[str, float]:
     """One round, with so many workers."""
-    count = count or SCENES[scene][0]
-    keys = CurveKeys.ephemeral()
+    count, busy = count or SCENES[scene][0], scene == "busy"
+    keys, fork = CurveKeys.ephemeral(), multiprocessing.get_context("fork")
+    lines, endpoints = list[Connection](), list[str]()
+    for first in range(PLAYED_AT_ONCE, count, PLAYED_AT_ONCE):
+        numbers = range(first, min(count, first + PLAYED_AT_ONCE))
+        here, there = fork.Pipe()
+        fork.Process(target=play_part, args=(numbers, keys, there), kwargs={"busy": busy}, daemon=True).start()
+        lines.append(here)
+        endpoints += here.recv()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         keys.save(place)
         transport = ZmqTransport(keys)
-        workers = [Played(number, transport, busy=scene == "busy") for number in range(count)]
-        (place / "endpoints.json").write_text(json.dumps([worker.listener.endpoint for worker in workers]))
+        workers = [Played(number, transport, busy=busy) for number in range(min(count, PLAYED_AT_ONCE))]
+        endpoints += [worker.listener.endpoint for worker in workers]
+        (place / "endpoints.json").write_text(json.dumps(endpoints))
         command = [sys.executable, __file__, "--gateway", folder, "--seconds", str(seconds)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
             play(workers, lambda: child.poll() is not None)
             assert child.stdout is not None
             row: dict[str, float] = json.loads(child.stdout.read())
         transport.close()
+    for line in lines:
+        line.send("over")
     return row
 
 

@@ -29,6 +29,7 @@ from penstock.clock import Clock
 from penstock.config.base import host_and_port
 from penstock.errors import ConfigError
 from penstock.launch.members.interface import Member
+from penstock.router.turns import sleep_to_multiple
 from penstock.types import WorkerId, WorkerState, is_older_incarnation, same_run
 from penstock.wire.codec import version_reason
 from penstock.wire.gateway_messages import Hello, WorkerReport
@@ -256,11 +257,11 @@ class RemoteWorkers:
                 self.tick()
             except Exception:
                 log.exception("joined workers could not be asked")
-            await asyncio.sleep(self._beat_s)
+            await sleep_to_multiple(self._beat_s)
 
     async def _watch_quiet(self) -> None:
         while True:
-            await asyncio.sleep(QUIET_LOOK_S)
+            await sleep_to_multiple(QUIET_LOOK_S)
             try:
                 self._look_at_quiet()
             except Exception:
@@ -268,6 +269,9 @@ class RemoteWorkers:
 
     def _look_at_quiet(self) -> None:
         """Connect to the ports of workers that have requests and say nothing."""
+        quiet = self._quiet()
+        if not quiet and not self._quiet_probes:
+            return
         now, loop = self._clock.now(), asyncio.get_running_loop()
         self._quiet_probes = {
             endpoint: last
@@ -275,7 +279,7 @@ class RemoteWorkers:
             if not last[1].done() or now - last[0] < QUIET_PAUSE_S
         }
         found = set(self._found.values())
-        for endpoint in self._quiet():
+        for endpoint in quiet:
             if endpoint in found and endpoint not in self._quiet_probes:
                 self._quiet_probes[endpoint] = now, loop.create_task(self._probe_quiet(endpoint))
 

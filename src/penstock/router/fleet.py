@@ -63,7 +63,7 @@ class Fleet:
         self.pids: list[int] = []
         self.last_seen: list[float] = []  # when the worker last said anything
         self.progress_at: list[float] = []  # the last step or page of the worker, or its start
-        self.reports: list[WorkerReport | None] = []  # the last of this incarnation
+        self.reports: list[WorkerReport | None] = []  # the last of this incarnation, without its counters and events
         self.counters: list[dict[str, float]] = []  # of this incarnation
         self.load: list[int] = []  # tokens still to compute: own book, and others' as far as reported
         self._ended: list[bool] = []  # the supervisor's last word on this incarnation: whatever it still says is void
@@ -168,6 +168,16 @@ class Fleet:
         if not self.mark_seen(report.worker, report.incarnation, now):
             return False
         slot = self._slots[report.worker]
+        self._book.on_report(slot, report.acked)
+        self._others[slot] = max(0, report.tokens_in_flight - self._own[slot])
+        self.load[slot] = self._own[slot] + self._others[slot]
+        if report == self.reports[slot] and report.state is self.states[slot]:
+            self.loads.on_repeated_report(slot)  # of an idle worker, as most reports of a large fleet are
+        else:
+            self._apply_report(slot, report, now)
+        return True
+
+    def _apply_report(self, slot: int, report: WorkerReport, now: float) -> None:
         before, counters = self.reports[slot], self.counters[slot]
         known = (self.states[slot], self.roles[slot], before and before.identity, before and before.max_model_len)
         if known != (report.state, report.role, report.identity, report.max_model_len):
@@ -177,17 +187,13 @@ class Fleet:
         if done != _work_done(report, counters):
             self.progress_at[slot] = now
         self._count_steps(slot, report.steps + int(counters.get("image_slices", 0)))
-        self.reports[slot] = report
+        self.reports[slot] = msgspec.structs.replace(report, counters={}, cached=())
         self._contexts[slot] = (report.identity, report.max_model_len)
         self.roles[slot] = report.role
         self.states[slot] = report.state
         self.reasons[slot] = ""
         self.pids[slot] = report.pid
-        self._book.on_report(slot, report.acked)
         self.loads.on_report(slot, report, counters)
-        self._others[slot] = max(0, report.tokens_in_flight - self._own[slot])
-        self.load[slot] = self._own[slot] + self._others[slot]
-        return True
 
     def mark_seen(self, worker: WorkerId, incarnation: int, now: float) -> bool:
         """Note a sign of life.  False: what was said must be ignored."""
@@ -243,9 +249,11 @@ class Fleet:
         worker that was suspected before and came back is only slow: it gets twice the silence that it came back from,
         up to ``_MOST_SILENCES`` times the usual.
         """
-        for slot, heard in enumerate(self.last_seen):
-            quiet = now - max(heard, self._begun[slot])
-            if quiet <= silence_s or not self._work[slot] or not self.is_up(slot):
+        for slot, work in enumerate(self._work):
+            if not work or not self.is_up(slot):
+                continue
+            quiet = now - max(self.last_seen[slot], self._begun[slot])
+            if quiet <= silence_s:
                 continue
             usual = silence_s + overrun * self.step_s(slot)
             if quiet > max(usual, min(2 * self._gaps[slot], _MOST_SILENCES * usual)):

@@ -340,8 +340,8 @@ class WorkerHealth:
         self._ticked = now
 
     def heartbeat_due(self, now: float) -> bool:
-        """Whether the next heartbeat is due."""
-        return now - self._heartbeat_at >= self._failover.beat_s
+        """Whether the next heartbeat is due, at the tick that is nearest to its time."""
+        return now - self._heartbeat_at >= self._failover.beat_s - TICK_S / 2
 
     def send_heartbeats(self, awaited: Mapping[WorkerId, Sequence[AwaitedStage]], now: float) -> None:
         """Send a Hello to each worker, with the stages that are ``awaited`` there, and suspect silent workers.

@@ -37,7 +37,7 @@ from penstock.router.shared_adapters import SharedAdapters
 from penstock.router.stream import RequestStats, RequestStream, RoutedTokens
 from penstock.router.submission import has_valid_tokens, matches_request
 from penstock.router.tracing import WorkerKey, begin_spans
-from penstock.router.turns import TICK_S, StreamChecks, TurnWork, log_errors
+from penstock.router.turns import TICK_S, StreamChecks, TurnWork, log_errors, sleep_to_multiple
 from penstock.telemetry.registry import Metrics, PrefixIndexStats, RoleForecast
 from penstock.telemetry.spans import NoTracer, Tracer
 from penstock.types import ModelIdentity, RequestId, Role, ServiceClass, ValidRequest, WorkerId
@@ -291,7 +291,7 @@ class RouterService:
 
     async def _tick_forever(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            await sleep_to_multiple(TICK_S)
             try:
                 self.tick()
             except Exception:

@@ -7,6 +7,7 @@ by the time of their next check for something overdue.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -142,3 +143,13 @@ class StreamChecks:
 
 TICK_S = 0.05
 """Between two ticks: retries are at most this late."""
+
+
+async def sleep_to_multiple(period_s: float) -> None:
+    """Sleep for a period, up to a time of the loop that is a multiple of it: 0.5 to 1.5 ``period_s``.
+
+    So all that a gateway does periodically comes at the same moments.  To wake an idle process takes it longer than to
+    do most of these things.
+    """
+    now = asyncio.get_running_loop().time()
+    await asyncio.sleep((round(now / period_s) + 1) * period_s - now)

@@ -212,6 +212,13 @@ class LoadTable:
             self.tiers = max(self.tiers, len(report.tier_s))
             table[_TIERS, slot] = (*report.tier_s, *[np.inf] * (LOWER_TIERS - len(report.tier_s)))
 
+    def on_repeated_report(self, slot: int) -> None:
+        """A report has come that is equal to the one before it.
+
+        Its rates are compared with the usual ones again when it has all counters, as one does every ten seconds.
+        """
+        self._table[_Row.WAIT_S, slot] *= _WAIT_DECAY
+
     def _numbered(self, name: str) -> int:
         """The lowest number that no other name has; 0 for none."""
         if not name:

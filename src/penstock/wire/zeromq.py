@@ -50,6 +50,9 @@ QUEUE_MESSAGES = 16_384
 RECEIVED_MESSAGES = 1024
 """Messages of one peer that may wait here unread; what comes on top waits at the sender."""
 
+MIN_OPEN = 16
+"""Sockets that a transport may have before it looks for closed ones."""
+
 HANDSHAKE_MS = 3_000
 """For a new connection to prove that it has the deployment's key.  Then it is closed."""
 
@@ -63,8 +66,11 @@ RECONNECT_FIRST_MS = 20
 RECONNECT_MAX_MS = 500
 """Over TCP the pause doubles up to that.  On one host it does not: a worker that was forked anew is reached as soon as
 it listens, not up to as long again as it took to begin, and a refused connection costs microseconds there."""
-HEARTBEAT_MS = 2_000  # TCP only: the library's own, answered by its I/O thread
-HEARTBEAT_TIMEOUT_MS = 10_000
+HEARTBEAT_MS = 5_000  # TCP only: the library's own, answered by its I/O thread
+HEARTBEAT_TIMEOUT_MS = 7_000
+"""A connection whose other end is silent is closed after both together.  Each heartbeat wakes the I/O threads of both
+ends, and ends a timer that the library looks for among all: with a heartbeat every two seconds and hundreds of idle
+workers, that was as much work as all messages."""
 
 # As plain integers: arithmetic on the library's enumerations costs microseconds a message.
 _LISTENING, _ACCEPTED = int(zmq.EVENT_LISTENING), int(zmq.EVENT_ACCEPTED)
@@ -90,7 +96,8 @@ class ZmqTransport:
         # The library's own default of 1,023 would end a gateway's fleet at 511 workers.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._gate: ConnectionGate | None = None
-        self._open: list[_ZmqListener | _ZmqLink | _ZmqAsyncLink] = []
+        self._open: list[_ZmqListener | _ZmqLink | _ZmqAsyncLink] = []  # and some that are closed
+        self._most_open = MIN_OPEN  # with more of them, those that are closed are removed
         self.reload_keys()  # those inherited over fork are as old as the parent
 
     def listen(self, endpoint: str) -> Listener:
@@ -210,7 +217,9 @@ class ZmqTransport:
 
     def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         check_endpoint(endpoint)
-        self._open = [source for source in self._open if not source.closed]
+        if len(self._open) > self._most_open:  # not each time: that is quadratic in a fleet's workers
+            self._open = [source for source in self._open if not source.closed]
+            self._most_open = MIN_OPEN + 2 * len(self._open)
         try:
             socket = self._context.socket(kind)
         except zmq.ZMQError as error:
@@ -447,7 +456,7 @@ class _ZmqAsyncLink:
         self.endpoint = link.endpoint
         self.counters = link.counters
         self._monitor: int | None = None  # the descriptor that tells of failed handshakes
-        loop.add_reader(self._descriptor, self._check_readable)
+        loop.add_reader(self._descriptor, self._on_readable)
         self._watch_handshakes()
 
     @property
@@ -503,6 +512,13 @@ class _ZmqAsyncLink:
     def _on_handshake(self) -> None:
         self._link.key.try_next()
         self._check_readable()
+
+    def _on_readable(self) -> None:
+        """The reader finds out what has come.  Until then the descriptor stays readable, unless this looks itself."""
+        if self._signal.is_set():
+            self._check_readable()
+        else:
+            self._signal.set()
 
     def _check_readable(self) -> None:
         if self._link.readable():

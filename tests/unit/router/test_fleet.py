@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,6 +122,38 @@ def test_work_of_other_gateways_counts_as_far_as_it_is_reported():
     assert fleet.load == [130]
     fleet.on_report(report("prefill-0", tokens_in_flight=0), 0.0)  # it has not seen the submission yet
     assert fleet.load == [100]
+
+
+def test_a_report_that_is_equal_to_the_last_counts_what_this_gateway_has_sent_since():
+    fleet, told = fleet_of("prefill-0"), report("prefill-0", steps=3, tokens_in_flight=100)
+    fleet.on_report(told, 1.0)
+    assert (fleet.load, fleet.progress_at) == ([100], [1.0])
+    fleet.add_work(P0, 1, A, 30)
+    assert fleet.load == [130]
+    fleet.on_report(told, 2.0)
+    assert (fleet.load, fleet.last_seen, fleet.progress_at, fleet.steps()) == ([100], [2.0], [1.0], 3)
+
+
+@pytest.mark.parametrize("exclude", [Fleet.mark_unresponsive, Fleet.drain, Fleet.quarantine])
+def test_a_worker_that_was_excluded_is_let_back_by_a_report_equal_to_its_last(exclude):
+    fleet = fleet_of("prefill-0")
+    fleet.on_report(told := report("prefill-0", steps=3), 1.0)
+    exclude(fleet, 0, "silent")
+    assert fleet.ready(Role.PREFILL, None) == ()
+    fleet.on_report(told, 2.0)
+    assert (fleet.ready(Role.PREFILL, None), fleet.reasons) == ((0,), [""])
+
+
+def test_the_wait_for_pages_is_forgotten_with_reports_that_are_equal_too():
+    fleet = fleet_of("decode-0")
+    counted = {"bytes_received": 100.0, "transfer_wait_seconds": 1.0}
+    fleet.on_report(report("decode-0", page_bytes=100, counters=counted), 1.0)
+    told = report("decode-0", page_bytes=100)
+    waits = []
+    for second in range(4):
+        waits.append(float(fleet.loads.at_slots(np.array([0]))[1].wait[0]))
+        fleet.on_report(told, 2.0 + second)
+    assert waits == pytest.approx([1.0, 0.99, 0.99**2, 0.99**3])
 
 
 def test_only_a_worker_with_work_is_missed():

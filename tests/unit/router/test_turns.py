@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from penstock.router.links import MessageBudget
 from penstock.router.stream import RequestStream
-from penstock.router.turns import MIN_STALE, StreamChecks
+from penstock.router.turns import MIN_STALE, StreamChecks, sleep_to_multiple
 
 
 def a_stream(name: str) -> RequestStream:
@@ -60,3 +60,13 @@ async def test_all_links_together_have_so_much_room_in_a_turn():
         handled += in_this_turn
         await asyncio.sleep(0)
     assert handled == 20
+
+
+async def test_what_is_periodic_wakes_at_multiples_of_its_period():
+    loop = asyncio.get_running_loop()
+    for period in (0.01, 0.02, 0.05):
+        before = loop.time()
+        await sleep_to_multiple(period)
+        multiple = (round(before / period) + 1) * period
+        assert 0.5 * period <= multiple - before <= 1.5 * period + 1e-6
+        assert loop.time() >= multiple - 0.002, "not before it, but for the clock's resolution"
