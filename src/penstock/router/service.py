@@ -348,7 +348,8 @@ class RouterService:
         self._stats.on_finished(stream, "stop" if stream.stopped else "abort", now)
         del self._streams[stream.routed.request.id]
         self._checks.discard(stream)
-        self._saved.discard(stream.routed)
+        if stream.routed.request.resume is not None:
+            self._saved.discard(stream.routed)
 
     def mark_stopped(self, request: RequestId) -> None:
         """The consumer has all it wants, such as a stop string: closing the stream is then a success."""
