@@ -68,8 +68,8 @@ async def test_a_stream_goes_on_from_saved_tokens_and_is_counted_as_one_that_is_
     assert b.met == [KeyOutcome.RESUMED if resumes else KeyOutcome.SHARED]
 
 
-async def test_saved_tokens_are_found_though_the_home_of_the_key_is_gone() -> None:
-    """What it had counted is lost with it; the rest is counted whole."""
+async def test_saved_tokens_are_found_though_the_home_of_the_key_does_not_answer() -> None:
+    """It answers again at the end of the response, and each token is counted once."""
     home, limits = Home(), RequestLimits(resume_grace_s=0.0)
     a, b = (Gateway(home, name, limits) for name in "ab")
     b.homes.unanswered = {1}
@@ -79,6 +79,7 @@ async def test_saved_tokens_are_found_though_the_home_of_the_key_is_gone() -> No
         await whole(at_b, last)
     assert b.homes.resumed == SAVED
     assert b.deferred == [True]
+    assert sums(a, b) == (1, len(b.streams.opened[0].prompt), 40, 0, 0)
 
 
 async def test_a_request_that_is_new_everywhere_is_not_searched_for() -> None:
